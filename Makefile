@@ -1,0 +1,40 @@
+# Each target does all of its own set-up; no virtual environment needs to be active.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: setup train test test-full lint bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "MoEclipse needs Python >= 3.11, but $(PYTHON) is " + sys.version.split()[0] + "; run: make PYTHON=python3.12 ...")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+		{ echo "could not create $(VENV); on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@echo "installing into $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+train: setup
+	@$(BIN)/moeclipse train $(ARGS)
+
+test: setup
+	@$(BIN)/python -m pytest -q -m "not full" $(ARGS)
+
+test-full: setup
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+lint: setup
+	@$(BIN)/ruff check src tests bench
+	@$(BIN)/ruff format --check src tests bench
+	@$(BIN)/mypy
+
+bench: setup
+	@for file in bench/[a-z]*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS); code=$$?; \
+		[ $$code -eq 0 ] || [ $$code -eq 2 ] || exit $$code; done
+
+clean:
+	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Errors, configuration and logging: what every other room may use."""

@@ -1,0 +1,1 @@
+"""The decoder transformer and its distribution over ranks."""

@@ -1,0 +1,94 @@
+"""What a Mixture-of-Experts layer is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+GATES = ("softmax", "sigmoid", "switch", "gshard", "noisy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateConfig:
+    """Which experts a token visits, and what keeps their load even."""
+
+    kind: Literal["softmax", "sigmoid", "switch", "gshard", "noisy"] = "softmax"
+    top_k: int = 2
+    """Experts per token (switch: 1, gshard: 2)."""
+    renormalise: bool = True
+    """Divide the chosen scores by their sum (softmax and sigmoid)."""
+    scale: float = 1.0
+    """Factor on the scores (DeepSeek's routed_scaling_factor)."""
+    num_groups: int = 1
+    """Experts are cut into this many groups of equal size, ..."""
+    top_groups: int = 1
+    """... and a token chooses among the experts of this many groups only."""
+    group_score: Literal["max", "top2"] = "top2"
+    """What ranks a group: its best score, or the sum of its best two."""
+    bias_rate: float = 0.0
+    """Loss-free balancing: each step moves a selection bias by this much towards even load; 0: off."""
+    balance_loss: float = 0.01
+    """Coefficient of the load-balance loss."""
+    z_loss: float = 0.0
+    """Coefficient of the router z-loss."""
+    capacity_factor: float = 0.0
+    """Most rows per expert = ceil(factor x rows / experts) over the global microbatch; 0: dropless."""
+    overflow: Literal["drop", "pad"] = "drop"
+    """drop: rows over capacity are dropped; pad: besides, every expert computes exactly capacity rows."""
+
+    def problems(self) -> Iterator[str]:
+        if self.top_k < 1:
+            yield f"gate.top_k ({self.top_k}) must be at least 1"
+        fixed = {"switch": 1, "gshard": 2}.get(self.kind)
+        if fixed is not None and self.top_k != fixed:
+            yield f"gate.top_k ({self.top_k}) must be {fixed} for gate.kind = {self.kind!r}"
+        if self.num_groups < 1 or not 1 <= self.top_groups <= self.num_groups:
+            yield (
+                f"gate.top_groups ({self.top_groups}) must be between 1 and gate.num_groups ({self.num_groups})"
+            )
+        if self.kind not in ("softmax", "sigmoid"):
+            if self.num_groups > 1:
+                yield f"gate.num_groups ({self.num_groups}) needs gate.kind softmax or sigmoid, not {self.kind!r}"
+            if self.bias_rate:
+                yield f"gate.bias_rate ({self.bias_rate}) needs gate.kind softmax or sigmoid, not {self.kind!r}"
+        for name in ("bias_rate", "balance_loss", "z_loss", "capacity_factor"):
+            if getattr(self, name) < 0:
+                yield f"gate.{name} ({getattr(self, name)}) must not be negative"
+        if self.scale <= 0:
+            yield f"gate.scale ({self.scale}) must be positive"
+        if self.overflow == "pad" and not self.capacity_factor:
+            yield "gate.overflow = 'pad' needs gate.capacity_factor > 0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """The experts of each MoE layer."""
+
+    num_experts: int = 8
+    d_ff: int = 256
+    """Hidden width of one expert."""
+    num_shared_experts: int = 0
+    """Experts that see every token, beside the routed ones (computed as one, this many times as wide)."""
+
+    def problems(self) -> Iterator[str]:
+        if self.num_experts < 1:
+            yield f"moe.num_experts ({self.num_experts}) must be at least 1"
+        if self.d_ff < 1:
+            yield f"moe.d_ff ({self.d_ff}) must be at least 1"
+        if self.num_shared_experts < 0:
+            yield f"moe.num_shared_experts ({self.num_shared_experts}) must not be negative"
+
+
+def gate_problems(gate: GateConfig, num_experts: int) -> Iterator[str]:
+    """What does not fit between a gate and the number of experts it chooses from."""
+    if gate.top_k > num_experts:
+        yield f"gate.top_k ({gate.top_k}) must be at most moe.num_experts ({num_experts})"
+    if gate.num_groups > 1:
+        if num_experts % gate.num_groups:
+            yield f"gate.num_groups ({gate.num_groups}) must divide moe.num_experts ({num_experts})"
+        elif gate.top_k > gate.top_groups * (num_experts // gate.num_groups):
+            yield (
+                f"gate.top_k ({gate.top_k}) must be at most the {gate.top_groups * (num_experts // gate.num_groups)} "
+                f"experts of gate.top_groups ({gate.top_groups}) groups"
+            )

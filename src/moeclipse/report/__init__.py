@@ -1,0 +1,1 @@
+"""What a run tells: hidden and exposed time."""

@@ -1,0 +1,1 @@
+"""Schedules as data: programs, their generators and their verifier."""

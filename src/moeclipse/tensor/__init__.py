@@ -1,0 +1,1 @@
+"""Parallel linears and the one place where weight gradients reach main_grad."""

@@ -1,0 +1,1 @@
+"""Helpers for tests that need several ranks; imported by tests alone."""

@@ -1,0 +1,1 @@
+"""Data, optimizer, checkpoints, metrics and the loop."""

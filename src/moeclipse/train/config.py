@@ -1,0 +1,145 @@
+"""The configuration of a run: one tree, each section owned by its room.
+
+Sections never fail to build; `problems` lists everything that is wrong with them, so that all of it
+is reported at once, on every rank, before any rank waits for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moeclipse.comm.config import ParallelConfig
+from moeclipse.model.config import ModelConfig
+from moeclipse.moe.config import GateConfig, MoEConfig, gate_problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where a run lives and how long it takes."""
+
+    name: str = ""
+    """Folder below `dir`; empty: preset and time."""
+    dir: str = "runs"
+    steps: int = 200
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    def problems(self) -> Iterator[str]:
+        if self.steps < 1:
+            yield f"run.steps ({self.steps}) must be at least 1"
+        if "/" in self.name or self.name in (".", ".."):
+            yield f"run.name ({self.name!r}) must be a plain folder name; the folder above it is run.dir"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is read, and how it is cut into samples."""
+
+    files: tuple[str, ...] = ()
+    """Globs of text files, or of token files (.npy, .bin); empty: the standard library's sources as bytes."""
+    tokenizer: str = ""
+    """A `tokenizers` JSON file; empty: bytes."""
+    token_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
+    """Element type of .bin files."""
+    seq_len: int = 128
+    batch_size: int = 16
+    """Samples per step over all ranks: it does not change with the number of ranks."""
+    shuffle: bool = True
+
+    def problems(self) -> Iterator[str]:
+        for name in ("seq_len", "batch_size"):
+            if getattr(self, name) < 1:
+                yield f"data.{name} ({getattr(self, name)}) must be at least 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW with warm-up and cosine decay, its state sharded over ranks."""
+
+    lr: float = 1e-3
+    min_lr_ratio: float = 0.1
+    warmup_steps: int = 20
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    """Bound on the global gradient norm; 0: no clipping."""
+    accumulate: int = 1
+    """Microbatches per step."""
+    bucket_mb: float = 25.0
+    """Gradients are reduced in buckets of about this size, while backward goes on."""
+    max_bad_steps: int = 10
+    """So many steps in a row with a non-finite loss or gradient end the run."""
+
+    def problems(self) -> Iterator[str]:
+        if self.lr <= 0:
+            yield f"optim.lr ({self.lr}) must be positive"
+        if not 0 <= self.min_lr_ratio <= 1:
+            yield f"optim.min_lr_ratio ({self.min_lr_ratio}) must be between 0 and 1"
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                yield f"optim.{name} ({getattr(self, name)}) must be at least 0 and below 1"
+        for name in ("weight_decay", "clip_norm", "warmup_steps"):
+            if getattr(self, name) < 0:
+                yield f"optim.{name} ({getattr(self, name)}) must not be negative"
+        for name in ("accumulate", "max_bad_steps"):
+            if getattr(self, name) < 1:
+                yield f"optim.{name} ({getattr(self, name)}) must be at least 1"
+        if self.eps <= 0 or self.bucket_mb <= 0:
+            yield f"optim.eps ({self.eps}) and optim.bucket_mb ({self.bucket_mb}) must be positive"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    every: int = 0
+    """Save after so many steps; 0: at the end only."""
+    keep: int = 2
+    """Newest checkpoints that are kept."""
+    at_end: bool = True
+    """Save after the last step."""
+
+    def problems(self) -> Iterator[str]:
+        if self.every < 0:
+            yield f"checkpoint.every ({self.every}) must not be negative"
+        if self.keep < 1:
+            yield f"checkpoint.keep ({self.keep}) must be at least 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    tensorboard: bool = False
+    """Also write TensorBoard events (needs the `tensorboard` extra)."""
+    warmup_steps: int = 3
+    """First steps left out of the summary's times."""
+
+    def problems(self) -> Iterator[str]:
+        if self.warmup_steps < 0:
+            yield f"metrics.warmup_steps ({self.warmup_steps}) must not be negative"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    gate: GateConfig = field(default_factory=GateConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong between sections; each section lists its own problems."""
+        if self.moe.num_experts >= 1:
+            yield from gate_problems(self.gate, self.moe.num_experts)
+        if 1 <= self.data.batch_size < self.optim.accumulate:
+            yield (
+                f"data.batch_size ({self.data.batch_size}) must be at least "
+                f"optim.accumulate ({self.optim.accumulate}): a microbatch needs a sample"
+            )
+        if not self.data.tokenizer and not self.data.files and self.model.vocab_size < 256:
+            yield f"model.vocab_size ({self.model.vocab_size}) must be at least 256 for bytes"

@@ -1,0 +1,183 @@
+"""The rules of the house, with teeth: layers, sizes, no hidden state, no device at import.
+
+A room imports only from rooms to its left (lazy imports count too) and siblings do not import each
+other. Everything here reads source text, so it needs neither torch nor a device.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "moeclipse"
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+# Left to right; rooms in one tuple are siblings. `testing` stands beside comm, for tests alone.
+LAYERS: list[tuple[str, ...]] = [
+    ("core",),
+    ("cost",),
+    ("schedule", "balance"),
+    ("sim",),
+    ("plan", "report"),
+    ("ops",),
+    ("comm",),
+    ("tensor", "testing"),
+    ("moe", "pipeline"),
+    ("model",),
+    ("train",),
+    ("cli",),
+]
+PURE = {"core", "cost", "schedule", "balance", "sim", "plan", "report"}
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+# The only files that may look at the environment.
+READS_ENVIRONMENT = {"comm/mesh.py", "comm/launch.py"}
+
+FILES = sorted(SOURCE.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text(), filename=str(path)) for path in FILES}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(SOURCE).as_posix()
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(SOURCE).parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+def imported_modules(path: Path) -> list[tuple[int, str]]:
+    """(line, absolute module) of every import in a file, those inside functions included."""
+    package = ["moeclipse", *path.relative_to(SOURCE).parts[:-1]]
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, node.module] if node.module else base)
+            found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
+        elif is_call_to(node, "import_module") and isinstance(node.args[0], ast.Constant):
+            found.append((node.lineno, node.args[0].value))
+    return found
+
+
+def is_call_to(node: ast.AST, name: str) -> bool:
+    if not (isinstance(node, ast.Call) and node.args):
+        return False
+    function = node.func
+    return getattr(function, "attr", getattr(function, "id", "")) == name
+
+
+def layer_faults(path: Path) -> list[str]:
+    room, faults = room_of(path), []
+    for line, module in imported_modules(path):
+        parts = module.split(".")
+        where = f"{name_of(path)}:{line}"
+        if parts[0] == "moeclipse" and len(parts) > 1 and parts[1] in LEVEL and room:
+            other = parts[1]
+            if other != room and LEVEL[other] >= LEVEL[room]:
+                faults.append(f"{where}: {room} must not import {other}")
+            if other == "testing" and room != "testing":
+                faults.append(f"{where}: only tests import testing")
+        if parts[0] in {"torch", "triton"} and room in PURE:
+            faults.append(f"{where}: {room} is pure, it must not import {parts[0]}")
+        if parts[0] in {"tyro", "rich"} and room != "cli":
+            faults.append(f"{where}: {parts[0]} belongs to the command line")
+        if parts[0] in {"pickle", "cloudpickle", "dill"}:
+            faults.append(f"{where}: no pickle anywhere")
+    return faults
+
+
+def test_every_room_is_known() -> None:
+    rooms = {room_of(path) for path in FILES} - {""}
+    assert rooms <= set(LEVEL), f"rooms without a layer: {rooms - set(LEVEL)}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_never_step_upward(path: Path) -> None:
+    assert not layer_faults(path)
+
+
+def test_the_layer_check_sees_lazy_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = tmp_path / "core"
+    room.mkdir()
+    bad = room / "bad.py"
+    bad.write_text("def late():\n    from ..moe import layer\n    import torch\n")
+    monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
+    monkeypatch.setitem(TREES, bad, ast.parse(bad.read_text()))
+    assert layer_faults(bad) == [
+        "core/bad.py:2: core must not import moe",
+        "core/bad.py:3: core is pure, it must not import torch",
+    ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_files_and_functions_stay_short(path: Path) -> None:
+    lines = path.read_text().count("\n")
+    assert lines <= MAX_FILE_LINES, f"{name_of(path)} has {lines} lines: there are two ideas in it"
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{name_of(path)}: {node.name} has {length} lines"
+
+
+def is_constant_name(target: ast.expr) -> bool:
+    return isinstance(target, ast.Name) and (
+        target.id.lstrip("_").isupper() or (target.id.startswith("__") and target.id.endswith("__"))
+    )
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_module_level_mutable_state(path: Path) -> None:
+    """Module level holds constants (UPPER_CASE), types and functions; nothing rebinds or fills them."""
+    mutable = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.Call)
+    for node in TREES[path].body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        value = getattr(node, "value", None)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(value, mutable):
+            bad = [t for t in targets if t is not None and not is_constant_name(t)]
+            names = [ast.unparse(t) for t in bad]
+            is_type = isinstance(value, ast.Call) and ast.unparse(value.func).endswith(
+                ("TypeVar", "NewType", "ParamSpec")
+            )
+            assert is_type or not bad, f"{name_of(path)}:{node.lineno}: module-level state {names}"
+    for node in ast.walk(TREES[path]):
+        assert not isinstance(node, ast.Global), f"{name_of(path)}:{node.lineno}: `global`"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_environment_is_read_in_few_places(path: Path) -> None:
+    if name_of(path) in READS_ENVIRONMENT or room_of(path) in {"cli", "testing"}:
+        return
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Attribute):
+            text = ast.unparse(node)
+            assert text not in {"os.environ", "os.getenv"}, f"{name_of(path)}:{node.lineno}: {text}"
+
+
+IMPORT_EVERYTHING = """
+import pkgutil, socket, sys
+def refuse(*args, **kwargs): raise AssertionError("importing opened a socket")
+socket.socket.bind = socket.socket.connect = refuse
+import moeclipse
+assert "torch" not in sys.modules, "import moeclipse must not import torch"
+for module in pkgutil.walk_packages(moeclipse.__path__, "moeclipse."):
+    name = module.name
+    if ".triton" in name or name.endswith("__main__") or ".cli" in name:
+        continue
+    __import__(name)
+import torch
+assert not torch.cuda.is_initialized(), "importing opened a device"
+assert not torch.distributed.is_initialized()
+assert not {"tyro", "rich"} & set(sys.modules), "the library must work without tyro and rich"
+"""
+
+
+def test_importing_everything_opens_no_device() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORT_EVERYTHING], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
