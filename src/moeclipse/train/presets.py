@@ -1,0 +1,93 @@
+"""Presets, and the way from preset, file and flags to one checked TrainConfig.
+
+A preset is a TOML file in the folder `presets/` beside this module. A user's file may name one in its first
+line (`preset = "tiny"`); a preset named on the command line takes its place. Without a file the preset is
+`tiny`; a file that names none stands on the defaults of the configuration classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from moeclipse.core.config import Built, Given, Layer, build, nearest, read_toml, table_layer
+from moeclipse.core.errors import ConfigError
+from moeclipse.core.toml import parse_toml
+from moeclipse.train.config import TrainConfig
+
+DEFAULT_PRESET = "tiny"
+
+
+def _folder() -> Traversable:
+    return resources.files("moeclipse.train") / "presets"
+
+
+def preset_names() -> list[str]:
+    """The presets there are."""
+    return sorted(
+        file.name.removesuffix(".toml") for file in _folder().iterdir() if file.name.endswith(".toml")
+    )
+
+
+def preset_table(name: str) -> dict[str, Any]:
+    """The table of a preset; ConfigError with the names there are."""
+    if name not in preset_names():
+        raise ConfigError(_unknown_preset(name, "preset_table"))
+    return parse_toml((_folder() / f"{name}.toml").read_text(encoding="utf-8"), f"preset {name}")
+
+
+def _unknown_preset(name: Any, origin: str) -> str:
+    names = preset_names()
+    close = nearest(str(name), names)
+    hint = f"; did you mean {close!r}?" if close else ""
+    return f"preset = {name!r}: expected one of {', '.join(names)}{hint} ({origin})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Merged:
+    """What preset, file and flags came to."""
+
+    preset: str
+    """Name of the preset; empty when a file named none."""
+    built: Built[TrainConfig]
+
+
+def merge(
+    file: str | Path | None = None,
+    preset: str | None = None,
+    flags: Layer | None = None,
+    problems: Iterable[str] = (),
+) -> Merged:
+    """Preset, then file, then flags, with every problem found on the way; only unreadable TOML raises."""
+    found = list(problems)
+    table = read_toml(file) if file is not None else {}
+    origin = str(file)
+    named = table.pop("preset", "" if file is not None else DEFAULT_PRESET)
+    if preset is not None:
+        named, origin = preset, "--preset"
+    layers: list[Layer] = []
+    if named and named not in preset_names():
+        found.append(_unknown_preset(named, origin))
+        named = ""
+    if named:
+        layers.append(_layer(preset_table(named), f"preset {named}", found))
+    if table:
+        layers.append(_layer(table, str(file), found))
+    if flags:
+        layers.append(flags)
+    return Merged(preset=named, built=build(TrainConfig, layers, found))
+
+
+def _layer(table: Mapping[str, Any], origin: str, found: list[str]) -> dict[str, Given]:
+    layer, problems = table_layer(TrainConfig, table, origin)
+    found += problems
+    return layer
+
+
+def load(file: str | Path | None = None, preset: str | None = None) -> TrainConfig:
+    """The checked configuration of a file, a preset, or both; for use from Python."""
+    return merge(file, preset).built.checked()
