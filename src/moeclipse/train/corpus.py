@@ -1,0 +1,313 @@
+"""A corpus: one long row of tokens, read by position.
+
+Idea. Whatever was given (the standard library's sources, text files, token files), training sees the files
+one after the other, in a fixed order, as tokens 0 ... len - 1. Only what a sample needs is read: large files
+are memory-mapped, small ones are joined in memory.
+
+Contract. `read(start, stop)` gives int64 tokens, each checked to be at least 0 and below `vocab_size`.
+`fingerprint()` depends on the tokens alone, not on where the files lie.
+
+Hazards. Text that goes through a tokenizer is held in memory on each rank; for more than a few GB write token
+files once and train on those. Files must not change while a run reads them.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import sysconfig
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moeclipse.core.errors import DataError
+from moeclipse.train.config import DataConfig
+
+SMALL_FILE = 1 << 20
+"""Files below this many bytes are read at once: mapping thousands of them would use up file handles."""
+MAX_MAPPED = 128
+"""Mapped files that are kept open; the least recently used one is closed first."""
+PROBE_TOKENS = 1 << 24
+"""A corpus up to this size is checked, hashed and counted whole; of a larger one, so many tokens are."""
+PROBE_WINDOW = 1 << 14
+TOKEN_SUFFIXES = (".npy", ".bin")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A stretch of the corpus: an array in memory, or a file to map when it is needed."""
+
+    source: str
+    num_tokens: int
+    array: np.ndarray | None = None
+    dtype: str = "uint8"
+    """Of the file's elements; "npy" where the file says it itself."""
+
+    def open(self) -> np.ndarray:
+        if self.array is not None:
+            return self.array
+        try:
+            if self.dtype == "npy":
+                return np.load(self.source, mmap_mode="r", allow_pickle=False)
+            return np.memmap(self.source, dtype=self.dtype, mode="r", shape=(self.num_tokens,))
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{self.source} could not be read again: {error}; "
+                f"files must stay as they are while a run reads them"
+            ) from error
+
+
+class Corpus:
+    """Tokens by position; see the module's text for the contract."""
+
+    def __init__(self, parts: Sequence[Part], *, vocab_size: int, what: str) -> None:
+        self.parts = [part for part in parts if part.num_tokens]
+        self.vocab_size = vocab_size
+        self.what = what
+        self._starts = [0, *accumulate(part.num_tokens for part in self.parts)]
+        self._open: dict[int, np.ndarray] = {}
+        if not self.parts:
+            raise DataError(f"the corpus is empty: {what} holds no token; give other files in data.files")
+        self._probe()
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens start ... stop - 1 as int64."""
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"tokens {start} ... {stop - 1} are not all inside a corpus of {len(self)}")
+        tokens = np.empty(stop - start, dtype=np.int64)
+        position, number = start, bisect_right(self._starts, start) - 1
+        while position < stop:
+            end = min(stop, self._starts[number + 1])
+            first = position - self._starts[number]
+            tokens[position - start : end - start] = self._array(number)[first : first + end - position]
+            position, number = end, number + 1
+        if tokens.size and not (tokens.min() >= 0 and tokens.max() < self.vocab_size):
+            self._refuse(tokens, start)
+        return tokens
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Number of tokens and a hash of them (of evenly spaced windows when there are many)."""
+        return {"num_tokens": len(self), "sha256": self._sha256}
+
+    def unigram_entropy(self) -> float:
+        """Nats per token of a model that knows only how often each token occurs: the loss to beat."""
+        share = self._counts[self._counts > 0] / self._counts.sum()
+        return float(-(share * np.log(share)).sum())
+
+    def _array(self, number: int) -> np.ndarray:
+        array = self._open.pop(number, None)
+        if array is None:
+            array = self.parts[number].open()
+            if len(self._open) >= MAX_MAPPED:
+                del self._open[next(iter(self._open))]
+        self._open[number] = array
+        return array
+
+    def _probe(self) -> None:
+        """Checks, hashes and counts the corpus, or as much of it as PROBE_TOKENS says."""
+        digest = hashlib.sha256()
+        self._counts = np.zeros(self.vocab_size, dtype=np.int64)
+        for start in self._windows():
+            tokens = self.read(start, min(start + PROBE_WINDOW, len(self)))
+            digest.update(tokens.astype("<u4").tobytes())
+            counts = np.bincount(tokens)
+            self._counts[: counts.size] += counts
+        self._sha256 = digest.hexdigest()
+
+    def _windows(self) -> Iterable[int]:
+        if len(self) <= PROBE_TOKENS:
+            return range(0, len(self), PROBE_WINDOW)
+        count = PROBE_TOKENS // PROBE_WINDOW
+        return [i * (len(self) - PROBE_WINDOW) // (count - 1) for i in range(count)]
+
+    def _refuse(self, tokens: np.ndarray, start: int) -> None:
+        bad = int(np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))[0])
+        number = bisect_right(self._starts, start + bad) - 1
+        raise DataError(
+            f"{self.parts[number].source} holds token {int(tokens[bad])} at position "
+            f"{start + bad - self._starts[number]}, but model.vocab_size is {self.vocab_size}: tokens must "
+            f"be at least 0 and below it; raise model.vocab_size, or give files made with a smaller vocabulary"
+        )
+
+
+def open_corpus(config: DataConfig, vocab_size: int) -> Corpus:
+    """The corpus that a configuration names; a DataError says what is wrong with it."""
+    if not config.files:
+        root = Path(sysconfig.get_path("stdlib"))
+        files, what = standard_library(root), f"Python's standard library ({root})"
+        if not files:
+            raise DataError(
+                f"no *.py file below {root}: this Python keeps no sources; give files in data.files"
+            )
+    else:
+        files, what = find_files(config.files), f"data.files = {list(config.files)}"
+    kinds = {path.suffix if path.suffix in TOKEN_SUFFIXES else "text" for path in files}
+    if len(kinds) > 1:
+        raise DataError(
+            f"{what} matches {' and '.join(sorted(kinds))} files: give files of one kind, "
+            f"text or .npy tokens or .bin tokens; matched {_some(files)}"
+        )
+    kind = kinds.pop()
+    if kind in TOKEN_SUFFIXES and config.tokenizer:
+        raise DataError(
+            f"data.tokenizer is {config.tokenizer!r}, but {what} matches token files ({kind}): "
+            f"they are tokens already; leave data.tokenizer empty, or give text files"
+        )
+    if kind == ".npy":
+        parts = [_npy_part(path) for path in files]
+    elif kind == ".bin":
+        parts = [_raw_part(path, config.token_dtype) for path in files]
+    elif config.tokenizer:
+        parts = _tokenized(files, config.tokenizer, errors="strict" if config.files else "replace")
+    else:
+        parts = list(_joined(_raw_part(path, "uint8") for path in files))
+    return Corpus(parts, vocab_size=vocab_size, what=what)
+
+
+def standard_library(root: Path) -> list[Path]:
+    """Source files of the standard library at `root`, in an order that no file system changes."""
+    files = (path for path in root.rglob("*.py") if path.is_file())
+    installed = {"site-packages", "dist-packages"}
+    return sorted(
+        (path for path in files if not installed & set(path.relative_to(root).parts)),
+        key=lambda path: path.relative_to(root).as_posix(),
+    )
+
+
+def find_files(patterns: Sequence[str]) -> list[Path]:
+    """Files that the globs match: patterns in the order given, names sorted, each file once."""
+    found: dict[Path, None] = {}
+    problems = []
+    for pattern in patterns:
+        path = Path(pattern).expanduser()
+        # A name that exists is meant as it stands, also when it holds a `[`.
+        matches = [path] if path.exists() else [Path(name) for name in glob.glob(str(path), recursive=True)]
+        files = sorted((match for match in matches if match.is_file()), key=lambda match: match.as_posix())
+        if path.is_dir():
+            problems.append(f"{pattern!r} is a folder; write {str(Path(pattern) / '**' / '*.txt')!r}")
+        elif not files:
+            is_glob = glob.has_magic(pattern)
+            problems.append(f"{pattern!r} matches no file" if is_glob else f"{pattern!r} does not exist")
+        found.update(dict.fromkeys(files))
+    if problems:
+        raise DataError(
+            f"data.files: {'; '.join(problems)}; give paths or globs of files, "
+            f"relative to the folder the run is started in ({Path.cwd()})"
+        )
+    return list(found)
+
+
+def _some(files: Sequence[Path]) -> str:
+    names = ", ".join(str(path) for path in files[:3])
+    return names if len(files) <= 3 else f"{names} and {len(files) - 3} more"
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"data file {path} could not be read: {error.strerror}; check its permissions"
+        ) from error
+
+
+def _raw_part(path: Path, dtype: str) -> Part:
+    try:
+        size = path.stat().st_size
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise DataError(
+            f"data file {path} could not be read: {error.strerror}; check its permissions"
+        ) from error
+    item = np.dtype(dtype).itemsize
+    if size % item:
+        raise DataError(
+            f"{path} has {size} bytes, no multiple of {item}, the size of data.token_dtype ({dtype}); "
+            f"set data.token_dtype to what the file was written with, or write it again"
+        )
+    if size < SMALL_FILE:
+        array = np.frombuffer(_read(path), dtype=dtype)
+        return Part(source=str(path), num_tokens=array.size, array=array)
+    return Part(source=str(path), num_tokens=size // item, dtype=dtype)
+
+
+def _npy_part(path: Path) -> Part:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} is not a readable .npy file: {error}; write it with numpy.save(path, tokens)"
+        ) from error
+    if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
+        raise DataError(
+            f"{path} holds {array.dtype} of shape {array.shape}, but tokens are one row of integers; "
+            f"write it with numpy.save(path, tokens.reshape(-1).astype('uint16'))"
+        )
+    if array.nbytes < SMALL_FILE:
+        return Part(source=str(path), num_tokens=array.size, array=np.array(array))
+    return Part(source=str(path), num_tokens=array.size, dtype="npy")
+
+
+def _joined(parts: Iterable[Part]) -> Iterator[Part]:
+    """Neighbouring small text files as one array, so that a read seldom crosses parts."""
+    small: list[Part] = []
+
+    def flush() -> Iterator[Part]:
+        if small:
+            array = np.concatenate([part.array for part in small if part.array is not None])
+            source = small[0].source if len(small) == 1 else f"{small[0].source} ... {small[-1].source}"
+            yield Part(source=source, num_tokens=array.size, array=array)
+            small.clear()
+
+    for part in parts:
+        if part.array is None:
+            yield from flush()
+            yield part
+        else:
+            small.append(part)
+    yield from flush()
+
+
+def _tokenized(files: Sequence[Path], tokenizer: str, errors: str) -> list[Part]:
+    """Each text file through a `tokenizers` JSON file; nothing is put between files."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise DataError(
+            f"data.tokenizer is {tokenizer!r}, but the `tokenizers` package is not installed; "
+            f"run: pip install moeclipse[hf]"
+        ) from error
+    path = Path(tokenizer).expanduser()
+    if not path.is_file():
+        raise DataError(
+            f"data.tokenizer: {tokenizer!r} does not exist; give the path of a tokenizer.json file"
+        )
+    try:
+        encoder = Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises plain Exception
+        raise DataError(
+            f"data.tokenizer: {tokenizer!r} is not a `tokenizers` JSON file: {error}; "
+            f"save one with Tokenizer.save(path)"
+        ) from error
+    dtype = np.uint16 if encoder.get_vocab_size(with_added_tokens=True) <= 1 << 16 else np.uint32
+    parts = []
+    for file in files:
+        try:
+            text = _read(file).decode("utf-8", errors=errors)
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{file} is not UTF-8 text (byte {error.start}), which data.tokenizer needs; "
+                f"convert it, or leave data.tokenizer empty to train on bytes"
+            ) from error
+        array = np.array(encoder.encode(text, add_special_tokens=False).ids, dtype=dtype)
+        parts.append(Part(source=str(file), num_tokens=array.size, array=array))
+    return parts

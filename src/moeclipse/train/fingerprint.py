@@ -1,0 +1,41 @@
+"""What two runs must have in common, and in words where they differ.
+
+A fingerprint is a nested, JSON-able dict. `differences` compares the one a checkpoint holds with the one
+of this run and names every field that differs, so that no one has to diff two files by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def as_json(value: Any) -> Any:
+    """`value` as it comes back from a JSON file: tuples become lists, keys become strings."""
+    return json.loads(json.dumps(value))
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, leaf) of every leaf; an empty mapping is a leaf of its own."""
+    for key, value in tree.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, name)
+        else:
+            yield name, value
+
+
+def differences(found: Mapping[str, Any], expected: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """One line per field that differs: `model.d_model is 128 in the checkpoint, 256 in this run`."""
+    old = dict(flatten(as_json(found), prefix))
+    new = dict(flatten(as_json(expected), prefix))
+    lines = []
+    for name in [*new, *(name for name in old if name not in new)]:
+        if name not in old:
+            lines.append(f"{name} is absent from the checkpoint, {new[name]!r} in this run")
+        elif name not in new:
+            lines.append(f"{name} is {old[name]!r} in the checkpoint, absent from this run")
+        elif old[name] != new[name]:
+            lines.append(f"{name} is {old[name]!r} in the checkpoint, {new[name]!r} in this run")
+    return lines
