@@ -134,7 +134,7 @@ class Corpus:
         raise DataError(
             f"{self.parts[number].source} holds token {int(tokens[bad])} at position "
             f"{start + bad - self._starts[number]}, but model.vocab_size is {self.vocab_size}: tokens must "
-            f"be at least 0 and below it; raise model.vocab_size, or give files made with a smaller vocabulary"
+            f"be at least 0 and below it; raise model.vocab_size, or give files with a smaller vocabulary"
         )
 
 

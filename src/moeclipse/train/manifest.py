@@ -1,0 +1,213 @@
+"""What a checkpoint's folder must contain: the index of tensors and the manifest of files.
+
+    index.json      logical tensor -> shape, dtype, pieces {file, key, start, stop}; and the JSON `state`
+    manifest.json   size and SHA-256 of every other file, and a SHA-256 of the manifest itself
+
+Contract. `inspect` changes nothing, raises nothing and names every damage it finds: which file, and whether
+it is missing, truncated or different. What it accepts can be read without looking outside the folder: files
+are plain names that the manifest lists, and the pieces of a tensor cover it exactly once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from moeclipse.core.errors import CheckpointError
+from moeclipse.train.disk import Written, sha256_of
+from moeclipse.train.shard import DTYPES
+
+FORMAT = "moeclipse checkpoint"
+VERSION = 1
+INDEX = "index.json"
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredPiece:
+    """Elements [start, stop) of a tensor lie in `file` under `key`."""
+
+    file: str
+    key: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[StoredPiece, ...]
+    """Ordered by start; together exactly [0, number of elements)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    tensors: Mapping[str, StoredTensor]
+    state: Mapping[str, Any]
+
+    def encode(self) -> bytes:
+        tensors = {
+            name: {
+                "shape": list(tensor.shape),
+                "dtype": tensor.dtype,
+                "pieces": [vars(piece) for piece in tensor.pieces],
+            }
+            for name, tensor in sorted(self.tensors.items())
+        }
+        try:
+            return json.dumps({"state": self.state, "tensors": tensors}, indent=1).encode()
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the checkpoint's state cannot be written as JSON: {error}; "
+                f"give dicts, lists, strings, numbers, booleans and None"
+            ) from error
+
+
+def build_index(records: Iterable[tuple[str, list[dict[str, Any]]]], state: Mapping[str, Any]) -> Index:
+    """The index from (file, piece records) of all ranks; every tensor must be covered exactly once."""
+    merged: dict[str, dict[str, Any]] = {}
+    for file, pieces in records:
+        for piece in pieces:
+            kind = {"shape": piece["shape"], "dtype": piece["dtype"]}
+            known = merged.setdefault(piece["name"], {**kind, "pieces": []})
+            if kind != {"shape": known["shape"], "dtype": known["dtype"]}:
+                raise CheckpointError(
+                    f"tensor {piece['name']!r} is {known['dtype']} {known['shape']} on one rank and "
+                    f"{piece['dtype']} {piece['shape']} on another; all ranks must agree"
+                )
+            if piece["stop"] > piece["start"]:
+                entry = {key: piece[key] for key in ("key", "start", "stop")}
+                known["pieces"].append({"file": file, **entry})
+    return Index(tensors={name: _tensor(name, entry) for name, entry in merged.items()}, state=state)
+
+
+def _tensor(name: str, entry: Mapping[str, Any]) -> StoredTensor:
+    pieces = sorted((StoredPiece(**piece) for piece in entry["pieces"]), key=lambda piece: piece.start)
+    numel = prod(entry["shape"])
+    numbers = [*entry["shape"], *(edge for piece in pieces for edge in (piece.start, piece.stop))]
+    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+        raise CheckpointError(f"tensor {name!r} has sizes or positions that are not whole numbers: {numbers}")
+    edges = [(0, 0), *((piece.start, piece.stop) for piece in pieces), (numel, numel)]
+    for (_, before), (start, stop) in pairwise(edges):
+        if before != start or stop > numel:
+            fault = "missing" if before < start else "given twice"
+            first, last = min(before, start), max(before, start)
+            raise CheckpointError(
+                f"tensor {name!r} of shape {list(entry['shape'])}: elements [{first}, {last}) are {fault}; "
+                f"its pieces must cover it exactly once"
+            )
+    if entry["dtype"] not in DTYPES:
+        raise CheckpointError(f"tensor {name!r} has the unknown dtype {entry['dtype']!r}")
+    return StoredTensor(shape=tuple(entry["shape"]), dtype=entry["dtype"], pieces=tuple(pieces))
+
+
+def encode_manifest(files: Mapping[str, Written]) -> bytes:
+    """The manifest's bytes; there is exactly one way to write it, so that any changed byte shows."""
+    body = {"format": FORMAT, "version": VERSION, "files": {n: vars(f) for n, f in sorted(files.items())}}
+    return _encode(body)
+
+
+def _encode(body: Mapping[str, Any]) -> bytes:
+    checksum = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**body, "checksum": checksum}, indent=1, sort_keys=True).encode() + b"\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What one rank found; `index` and `manifest_sha256` are missing when it could not read them."""
+
+    damage: tuple[str, ...]
+    index: Index | None = None
+    manifest_sha256: str = ""
+
+
+def inspect(path: Path, share: int = 0, num_shares: int = 1) -> Inspection:
+    """Reads manifest and index, and verifies shards share, share + num_shares, ... of a checkpoint."""
+    try:
+        raw = (path / MANIFEST).read_bytes()
+        files = _decode_manifest(raw)
+        index = _decode_index(_verified_index(path, files), files)
+    except FileNotFoundError as error:
+        return Inspection(damage=(f"{Path(error.filename).name} is missing",))
+    except OSError as error:
+        return Inspection(damage=(f"{Path(error.filename or path).name} cannot be read: {error.strerror}",))
+    except CheckpointError as error:
+        return Inspection(damage=(str(error),))
+    shards = sorted(set(files) - {INDEX})[share::num_shares]
+    damage = [text for name in shards if (text := file_damage(path / name, files[name]))]
+    return Inspection(damage=tuple(damage), index=index, manifest_sha256=hashlib.sha256(raw).hexdigest())
+
+
+def file_damage(path: Path, expected: Written) -> str | None:
+    """What is wrong with a file, in words; None when it is as it was written."""
+    try:
+        size = path.stat().st_size
+        if size < expected.size:
+            return f"{path.name} is truncated ({size} of {expected.size} bytes)"
+        if size > expected.size:
+            return f"{path.name} has grown ({size} bytes, {expected.size} were written)"
+        if sha256_of(path) != expected.sha256:
+            return f"{path.name} has changed (its SHA-256 differs from the manifest's)"
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror}"
+    return None
+
+
+def _decode_manifest(raw: bytes) -> dict[str, Written]:
+    try:
+        tree = json.loads(raw)
+        version = tree["version"] if tree["format"] == FORMAT else None
+        body = {key: value for key, value in tree.items() if key != "checksum"}
+        whole = _encode(body) == raw
+        files = {
+            str(name): Written(size=entry["size"], sha256=entry["sha256"])
+            for name, entry in tree["files"].items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise CheckpointError(f"{MANIFEST} is truncated or has changed (it is not readable)") from None
+    if not whole:
+        raise CheckpointError(f"{MANIFEST} has changed (it differs from its own checksum)")
+    if version != VERSION:
+        raise CheckpointError(
+            f"{MANIFEST} has format version {version}; this MoEclipse reads version {VERSION}"
+        )
+    for name in files:
+        if Path(name).name != name or name in (".", "..") or "\\" in name or "\0" in name:
+            raise CheckpointError(
+                f"{MANIFEST} names the file {name!r}, which is not a plain name inside the folder"
+            )
+    if INDEX not in files:
+        raise CheckpointError(f"{MANIFEST} does not list {INDEX}")
+    return files
+
+
+def _verified_index(path: Path, files: Mapping[str, Written]) -> bytes:
+    damage = file_damage(path / INDEX, files[INDEX])
+    if damage:
+        raise CheckpointError(damage)
+    return (path / INDEX).read_bytes()
+
+
+def _decode_index(raw: bytes, files: Mapping[str, Written]) -> Index:
+    try:
+        tree = json.loads(raw)
+        tensors = {name: _tensor(name, entry) for name, entry in tree["tensors"].items()}
+        index = Index(tensors=tensors, state=dict(tree["state"]))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{INDEX} is not a checkpoint's index: {error!r}") from None
+    for name, tensor in index.tensors.items():
+        for piece in tensor.pieces:
+            if piece.file not in files or piece.file == INDEX:
+                raise CheckpointError(
+                    f"{INDEX} places tensor {name!r} in {piece.file!r}, which is no file of this checkpoint"
+                )
+    return index

@@ -1,0 +1,49 @@
+"""What saving and loading need of the other ranks: to hear from all of them.
+
+`gather_objects` is the only collective, and a barrier as well. `together` turns it into an agreement: every
+rank does its part, and if one of them fails, all of them know before anyone goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Ranks(Protocol):
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        """Every rank's JSON-able object, in rank order, on every rank."""
+        ...
+
+
+class OneRank:
+    """A process on its own: enough to read a checkpoint from a script."""
+
+    rank = 0
+    num_ranks = 1
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        return [obj]
+
+
+class RanksFailed(Exception):
+    """Some ranks could not do their part; the same text on every rank."""
+
+
+def together(ranks: Ranks, work: Callable[[], Any], words: Callable[[Exception], str] = str) -> list[Any]:
+    """The JSON-able results of `work` on all ranks; RanksFailed on all ranks if it failed on one."""
+    try:
+        mine = {"result": work()}
+    except Exception as error:
+        mine = {"problem": words(error) or repr(error)}
+    everyone = ranks.gather_objects(mine)
+    problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(everyone) if "problem" in one]
+    if problems:
+        raise RanksFailed("; ".join(problems))
+    return [one["result"] for one in everyone]

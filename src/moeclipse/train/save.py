@@ -1,0 +1,191 @@
+"""Writing a checkpoint: three agreements between the ranks, then one rename.
+
+    prepare   each rank lists its pieces; rank 0 clears leftovers and makes a hidden folder
+    write     each rank writes and fsyncs its file, hashing on the way
+    commit    rank 0 writes index and manifest, fsyncs, renames, fsyncs the parent
+
+After each of them every rank knows whether all others managed; the first failure makes all of them clean up
+and raise. A rank that dies instead is the communication layer's to report; what it leaves behind is removed
+by the next save.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moeclipse.core.errors import CheckpointError, ConfigError
+from moeclipse.train import folder as layout
+from moeclipse.train.disk import DISK, Disk, Written, make_folders, remove_tree, write_file
+from moeclipse.train.manifest import INDEX, MANIFEST, Index, build_index, encode_manifest
+from moeclipse.train.ranks import Ranks, RanksFailed, together
+from moeclipse.train.shard import Piece, Shard
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def save(
+    folder: Path,
+    step: int,
+    pieces: Iterable[Piece],
+    state: Mapping[str, Any],
+    ranks: Ranks,
+    *,
+    keep: int,
+    disk: Disk = DISK,
+) -> Path:
+    """Writes checkpoint `step` into `folder` and returns its path. Collective; `state` is rank 0's."""
+    if keep < 1 or step < 0:
+        raise ConfigError(f"checkpoint.keep ({keep}) must be at least 1, and the step ({step}) at least 0")
+    job = _Save(folder=Path(folder), step=step, ranks=ranks, disk=disk)
+    try:
+        plans = together(ranks, lambda: job.prepare(pieces), job.words)
+        index = job.agree(plans, state)
+        files = together(ranks, job.write, job.words)
+        together(ranks, lambda: job.commit(index, files), job.words)
+    except (RanksFailed, CheckpointError) as error:
+        text = job.clean_up(str(error)) if ranks.rank == 0 else ""
+        # Once more together: no rank goes on before the partial files are gone, and all say the same.
+        raise CheckpointError(ranks.gather_objects(text)[0]) from None
+    if ranks.rank == 0:
+        job.prune(keep)
+    return job.final
+
+
+def shard_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+@dataclass(kw_only=True)
+class _Save:
+    """One rank's side of one save."""
+
+    folder: Path
+    step: int
+    ranks: Ranks
+    disk: Disk
+    shard: Shard | None = None
+    temporary: Path | None = None
+    needed: int = 0
+    committing: bool = False
+
+    @property
+    def final(self) -> Path:
+        return self.folder / layout.step_name(self.step)
+
+    def prepare(self, pieces: Iterable[Piece]) -> dict[str, Any]:
+        temporary = ""
+        if self.ranks.rank == 0:
+            make_folders(self.disk, self.folder)
+            layout.remove_leftovers(self.disk, self.folder)
+            # A fresh name: a rank of a dead attempt that still writes cannot reach this save's files.
+            temporary = f"{layout.TEMPORARY}{layout.step_name(self.step)}-{secrets.token_hex(4)}"
+            self.temporary = self.folder / temporary
+            self.disk.make_folder(self.temporary)
+        self.shard = Shard(pieces)
+        return {
+            "step": self.step,
+            "temporary": temporary,
+            "bytes": self.shard.num_bytes,
+            "pieces": self.shard.records(),
+        }
+
+    def agree(self, plans: list[dict[str, Any]], state: Mapping[str, Any]) -> Index:
+        """The index, the same on all ranks (rank 0's `state` is the one that is written)."""
+        steps = [plan["step"] for plan in plans]
+        if len(set(steps)) > 1:
+            raise CheckpointError(f"ranks save different steps {steps}; all must save the same one")
+        self.temporary = self.folder / plans[0]["temporary"]
+        self.needed = sum(plan["bytes"] for plan in plans)
+        records = [(shard_name(rank), plan["pieces"]) for rank, plan in enumerate(plans)]
+        return build_index(records, state)
+
+    def write(self) -> dict[str, Any]:
+        assert self.shard is not None
+        assert self.temporary is not None
+        if not self.shard.stored:
+            return {}
+        if not self.temporary.is_dir():
+            raise CheckpointError(
+                f"{self.temporary} was made by rank 0 but is not seen here; "
+                f"run.dir must be a folder that all hosts share"
+            )
+        name = shard_name(self.ranks.rank)
+        written = write_file(self.disk, self.temporary / name, self.shard.chunks())
+        self.disk.fsync_folder(self.temporary)
+        return {name: vars(written)}
+
+    def commit(self, index: Index, files: list[dict[str, Any]]) -> None:
+        if self.ranks.rank != 0:
+            return
+        assert self.temporary is not None
+        manifest = {name: Written(**entry) for one in files for name, entry in one.items()}
+        manifest[INDEX] = self._write_bytes(INDEX, index.encode())
+        self._write_bytes(MANIFEST, encode_manifest(manifest))
+        self.disk.fsync_folder(self.temporary)
+        self.committing = True
+        layout.commit(self.disk, self.temporary, self.final)
+
+    def _write_bytes(self, name: str, data: bytes) -> Written:
+        assert self.temporary is not None
+        return write_file(self.disk, self.temporary / name, [memoryview(data)])
+
+    def words(self, error: Exception) -> str:
+        """A failure of this rank, for all ranks to read."""
+        if not isinstance(error, OSError):
+            return str(error) or repr(error)
+        where = f" (writing {error.filename})" if error.filename else ""
+        if error.errno not in FULL:
+            return f"{error.strerror or error}{where}"
+        needed = f"the checkpoint needs {size_text(self.needed)}, " if self.needed else ""
+        return f"the disk is full{where}: {needed}{size_text(_free(self.folder))} are free"
+
+    def clean_up(self, problem: str) -> str:
+        """On rank 0: removes what this save wrote; says what happened, what still stands and what to do."""
+        text = f"checkpoint step {self.step} could not be saved in {self.folder}: {problem}"
+        if self.committing and not self.temporary_exists():
+            return f"{text}; it is complete, but may not survive a loss of power"
+        outcome = "; partial files were removed"
+        if self.temporary_exists():
+            try:
+                remove_tree(self.disk, self.temporary or Path())
+            except OSError as error:
+                outcome = f"; {self.temporary} could not be removed ({error.strerror or error})"
+        before = layout.checkpoints_in(self.folder)
+        stands = (
+            f"; checkpoint step {before[0].step} is intact" if before else "; there is no earlier checkpoint"
+        )
+        todo = "; free some space, lower checkpoint.keep or choose another run.dir, then resume"
+        return f"{text}{outcome}{stands}{todo if 'the disk is full' in problem else ''}"
+
+    def temporary_exists(self) -> bool:
+        return self.temporary is not None and self.temporary.exists()
+
+    def prune(self, keep: int) -> None:
+        """Old checkpoints go last; failing to remove one is no reason to lose the run."""
+        try:
+            layout.prune(self.disk, self.folder, self.step, keep)
+        except OSError as error:
+            logging.getLogger(__name__).warning(
+                "old checkpoints in %s could not be removed: %s", self.folder, error.strerror or error
+            )
+
+
+def size_text(num_bytes: int) -> str:
+    """1536 -> '1.5 KB'."""
+    size, units = float(num_bytes), ["B", "KB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
+
+
+def _free(folder: Path) -> int:
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
