@@ -1,0 +1,276 @@
+"""What a training run shows: progress while it goes, and a summary that says what was hidden.
+
+On a terminal a single live line moves; elsewhere (a file, a pipe, a dumb terminal) some twenty plain lines
+are printed. Everything is drawn twice, in blocks and in ASCII, and the four parts of a step differ by
+character as well as by colour, so nothing is lost without Unicode or colour.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+ASCII_LEVELS = " .:-=+*#@"
+PLAIN_LINES = 20
+SPARK_WIDTH = 12
+LABEL_WIDTH = 10
+# (key in the records, word, colour, character, ASCII character)
+PARTS = (
+    ("compute_ms", "compute", "green", "█", "#"),
+    ("exposed_ms", "exposed", "red", "▓", "="),
+    ("straggle_ms", "straggle", "yellow", "▒", "-"),
+    ("idle_ms", "idle", "bright_black", "░", "."),
+)
+
+
+def make_observer(console: Console | None = None) -> Display:
+    """The display for where the output goes."""
+    return Display(console or Console(file=sys.stdout, highlight=False, soft_wrap=True))
+
+
+class Display:
+    """Follows one run on rank 0; the trainer calls start, step, note and end."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.unicode = not console.options.ascii_only
+        self.live = console.is_terminal and not console.is_dumb_terminal
+        self.losses: list[float] = []
+        self.steps = 0
+        self.first_step = 0
+        self.begun = time.monotonic()
+        self.progress: Progress | None = None
+        self.task = TaskID(0)
+
+    def start(self, info: dict[str, Any]) -> None:
+        self.steps, self.first_step = int(info.get("steps", 0)), int(info.get("start_step", 0))
+        self.begun = time.monotonic()
+        ranks = int(info.get("num_ranks", 1))
+        dot = "·" if self.unicode else "|"
+        layout = f"{count(ranks, 'rank')} (dp {info.get('dp', 1)} x ep {info.get('ep', 1)})"
+        place = f"{info.get('device', '?')} {str(info.get('dtype', '')).removeprefix('torch.')}"
+        name = Text(str(info.get("name", "run")), style="bold")
+        self.console.print(name + Text(f" {dot} {layout} {dot} {place}", style="default not bold"))
+        size = f"{short(info.get('num_parameters'))} parameters"
+        active = f"{short(info.get('num_active_parameters'))} active"
+        self.console.print(f"{size}, {active} {dot} {short(info.get('tokens_per_step'))} tokens per step")
+        if info.get("corpus"):
+            self.console.print(f"corpus: {info['corpus']}", markup=False)
+        if self.first_step:
+            self.console.print(f"resumed after step {self.first_step}")
+        if self.live:
+            self._start_progress()
+
+    def _start_progress(self) -> None:
+        self.progress = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=None),
+            TextColumn("[bold]loss {task.fields[loss]}[/] [cyan]{task.fields[spark]}[/]"),
+            TextColumn("{task.fields[speed]} tok/s"),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+            transient=True,
+            expand=True,
+        )
+        begin: dict[str, Any] = {"total": self.steps, "completed": self.first_step}
+        self.task = self.progress.add_task("", **begin, loss="-", spark="", speed="-")
+        self.progress.start()
+
+    def step(self, record: dict[str, Any]) -> None:
+        step, loss = int(record.get("step", 0)), float(record.get("loss", math.nan))
+        self.losses.append(loss)
+        if record.get("skipped"):
+            self.note(f"step {step}: loss or gradient not finite, step skipped")
+        if self.progress is not None:
+            spark = sparkline(self.losses, SPARK_WIDTH, self.unicode)
+            speed = short(record.get("tokens_per_s"))
+            self.progress.update(self.task, completed=step, loss=f"{loss:.3f}", spark=spark, speed=speed)
+            return
+        every = max(self.steps // PLAIN_LINES, 1)
+        if step == self.first_step + 1 or step % every == 0 or step == self.steps:
+            self._plain_step(step, loss, record)
+
+    def _plain_step(self, step: int, loss: float, record: dict[str, Any]) -> None:
+        done = max(step - self.first_step, 1)
+        left = (time.monotonic() - self.begun) / done * (self.steps - step)
+        width = len(str(self.steps))
+        speed = short(record.get("tokens_per_s"))
+        self.console.print(
+            f"step {step:>{width}}/{self.steps}  loss {loss:.4f}  lr {record.get('lr', 0.0):.2e}  "
+            f"grad norm {record.get('grad_norm', math.nan):.2f}  {speed} tokens/s  left {clock(left)}"
+        )
+
+    def note(self, text: str) -> None:
+        self.console.print(Text(f"note: {text}", style="yellow"))
+
+    def close(self) -> None:
+        """Give the terminal back; harmless when nothing is live."""
+        if self.progress is not None:
+            self.progress.stop()
+            self.progress = None
+
+    def end(self, summary: dict[str, Any]) -> None:
+        self.close()
+        self.console.print()
+        for label, lines in summary_lines(summary, self.console.width, self.unicode):
+            for index, line in enumerate(lines):
+                head = Text(f"{label if index == 0 else '':<{LABEL_WIDTH}}", style="bold")
+                self.console.print(head + line, soft_wrap=True)
+
+
+# --- the summary -----------------------------------------------------------------------------------------
+
+
+def summary_lines(summary: dict[str, Any], width: int, unicode: bool) -> list[tuple[str, list[Text]]]:
+    """(label, lines) of the summary, each line at most `width - LABEL_WIDTH` wide where it can be."""
+    room = max(min(width, 100) - LABEL_WIDTH, 20)
+    arrow = "→" if unicode else "->"
+    loss = f"{number(summary.get('loss_first'), 3)} {arrow} {number(summary.get('loss_last'), 3)}"
+    entropy = summary.get("unigram_entropy")
+    baseline = f"  (unigram entropy of the corpus: {entropy:.3f})" if entropy is not None else ""
+    speed = f"{short(summary.get('tokens_per_s'))} tokens/s, {number(summary.get('step_ms'), 1)} ms per step"
+    lines = [
+        ("loss", [Text.assemble((loss, "bold"), baseline)]),
+        ("speed", [Text(speed)]),
+        ("step", step_bar(summary, room, unicode)),
+        ("hidden", [Text(hidden_text(summary))]),
+    ]
+    load = [float(value) for value in summary.get("load") or []]
+    if load:
+        lines.append(("load", load_chart(load, room, unicode)))
+    if summary.get("dropped"):
+        lines.append(("dropped", [Text(f"{summary['dropped']:,} rows over capacity")]))
+    directory = str(summary.get("directory", ""))
+    lines.append(("written", [Text(directory)]))
+    if summary.get("checkpoint"):
+        again = (
+            f"moeclipse train {shlex.quote(str(Path(directory) / 'config.toml'))} --resume auto --run.steps N"
+        )
+        lines.append(("go on", [Text(again, style="cyan")]))
+    return lines
+
+
+def hidden_text(summary: dict[str, Any]) -> str:
+    """A percentage never stands without its milliseconds and its window."""
+    total, hidden = summary.get("comm_ms") or 0.0, summary.get("hidden_ms") or 0.0
+    window = f", {summary['window']}" if summary.get("window") else ""
+    if total <= 0:
+        return f"no communication{window}"
+    fraction = summary.get("hidden_fraction")
+    percent = 100 * (hidden / total if fraction is None else fraction)
+    return f"{hidden:.1f} of {total:.1f} ms communication per step ({percent:.0f} %){window}"
+
+
+def step_bar(summary: dict[str, Any], room: int, unicode: bool) -> list[Text]:
+    """One step as a stacked bar, and its legend."""
+    times = [max(float(summary.get(key) or 0.0), 0.0) for key, *_ in PARTS]
+    total = sum(times)
+    if total <= 0:
+        return [Text("not measured")]
+    bar, legend, lines = Text(), Text(), []
+    for cells, time_ms, (_, word, colour, block, ascii_block) in zip(
+        share(times, min(room, 60)), times, PARTS, strict=True
+    ):
+        mark = block if unicode else ascii_block
+        bar.append(mark * cells, style=colour)
+        entry = Text.assemble((mark, colour), f" {word} {time_ms:.1f} ms {100 * time_ms / total:.0f} %")
+        if legend and len(legend) + 2 + len(entry) > room:
+            lines.append(legend)
+            legend = Text()
+        legend = legend + Text("  ") + entry if legend else entry
+    return [bar, *lines, legend]
+
+
+def share(parts: Sequence[float], cells: int) -> list[int]:
+    """Whole cells in proportion to the parts, all cells used (largest remainders first)."""
+    total = sum(parts)
+    exact = [part / total * cells for part in parts]
+    whole = [math.floor(value) for value in exact]
+    order = sorted(range(len(parts)), key=lambda i: whole[i] - exact[i])
+    for index in order[: cells - sum(whole)]:
+        whole[index] += 1
+    return whole
+
+
+def load_chart(load: Sequence[float], room: int, unicode: bool, height: int = 3) -> list[Text]:
+    """Tokens per expert as columns; neighbours are averaged when there are more experts than cells."""
+    mean = sum(load) / len(load)
+    worst = max(range(len(load)), key=load.__getitem__)
+    values = average_to(load, room)
+    column = max(min(room // len(values) - 1, 4), 1)
+    gap = " " if (column + 1) * len(values) <= room else ""
+    top = max(values) or 1.0
+    levels = BLOCKS if unicode else " #"
+    steps = len(levels) - 1
+    rows: list[Text] = []
+    for row in reversed(range(height)):
+        cells = [min(max(round(value / top * height * steps) - row * steps, 0), steps) for value in values]
+        rows.append(Text(gap.join(levels[cell] * column for cell in cells), style="blue"))
+    if column >= len(str(len(load) - 1)) and len(values) == len(load):
+        rows.append(Text(gap.join(f"{index:^{column}}" for index in range(len(load))), style="bright_black"))
+    ratio = load[worst] / mean if mean else 1.0
+    busiest = f"{len(load)} experts; busiest is {worst} with {ratio:.2f} x the mean load"
+    idle = sum(value == 0 for value in load)
+    return [*rows, Text(busiest + (f"; {idle} without a token" if idle else ""))]
+
+
+def sparkline(values: Sequence[float], width: int, unicode: bool) -> str:
+    """The course of some values in one line; gaps where they are not finite."""
+    levels = BLOCKS if unicode else ASCII_LEVELS
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    low, high = min(finite), max(finite)
+    top = len(levels) - 1
+
+    def level(value: float) -> str:
+        if not math.isfinite(value):
+            return " "
+        return levels[1 + round((value - low) / (high - low) * (top - 1))] if high > low else levels[1]
+
+    return "".join(map(level, average_to(values, width)))
+
+
+def average_to(values: Sequence[float], width: int) -> list[float]:
+    """At most `width` values, each the mean of its share."""
+    count = len(values)
+    if count <= width:
+        return list(values)
+    edges = [count * index // width for index in range(width + 1)]
+    parts = [values[low:high] for low, high in itertools.pairwise(edges)]
+    return [sum(part) / len(part) for part in parts]
+
+
+def number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def short(value: float | None) -> str:
+    """1234567 -> '1.23 M'."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    for size, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{suffix}"
+    return f"{value:.3g}"
+
+
+def count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(round(max(seconds, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

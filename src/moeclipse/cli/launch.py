@@ -1,0 +1,304 @@
+"""Starting ranks on this machine, being one of them, and telling who failed.
+
+Torch's elastic agent starts, watches and restarts the ranks; this file gives it a rendezvous that listens
+on loopback alone (torch's own would listen on every interface, and the store has no authorization), keeps
+its log lines away from the user, and finds the rank that failed first.
+
+A rank that fails writes its error to the file that the agent named for it. The others usually fail an
+instant later because their peer left, so the first process that the agent sees die is often a victim:
+`root_cause` reads all files and prefers an error that is not about a lost peer.
+
+Hazard: a rank that is blocked inside a collective does not run Python's signal handlers. Every rank
+therefore keeps a thread that hears signals through a pipe and ends the process when the main thread does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moeclipse.cli.display import make_observer
+from moeclipse.core.config import to_toml
+from moeclipse.core.errors import CommError, ConfigError, MoEclipseError
+from moeclipse.train.config import TrainConfig
+
+LAUNCHER = "MOECLIPSE_LAUNCHER"  # process id of the launcher, for its ranks
+INTERRUPTED = 128 + signal.SIGINT
+PATIENCE_S = 3.0  # how long a rank may take to leave after a signal
+LOST_PEER = (
+    "connection closed by peer",
+    "connection reset",
+    "broken pipe",
+    "connection refused",
+    "lost a peer",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a rank ended."""
+
+    rank: int
+    text: str
+    code: int = 1
+    time: float = 0.0
+    victim: bool = False
+    """Another rank left first, as far as this one can tell."""
+    stack: str = ""
+    """Only for errors that nobody expected."""
+
+
+# --- being a rank ----------------------------------------------------------------------------------------
+
+
+def run_rank(config: TrainConfig, resume: str) -> int:
+    """Train as the rank that the environment names (one rank when it names none)."""
+    rank = int(os.environ.get("RANK", "0"))
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        resume = resume_again(config, resume)
+    launched = LAUNCHER in os.environ
+    observer = make_observer()
+    with leave_on_signal():
+        try:
+            from moeclipse.train.trainer import train
+
+            train(config, resume=resume, observer=observer if rank == 0 else None)
+        except KeyboardInterrupt:
+            observer.close()
+            if not launched and rank == 0:
+                print("interrupted", file=sys.stderr)
+            return INTERRUPTED
+        except Exception as error:
+            failure = describe(error, rank)
+            write_failure(failure)
+            observer.close()
+            if not launched:
+                show_failure(failure, named="RANK" in os.environ)
+            return failure.code
+    return 0
+
+
+def resume_again(config: TrainConfig, resume: str) -> str:
+    """What a restarted attempt resumes: this run's own checkpoints, once it has written any."""
+    own = Path(config.run.dir) / config.run.name / "checkpoints"
+    if resume == "off" or (own.is_dir() and any(own.iterdir())):
+        return "auto"
+    return resume
+
+
+def describe(error: Exception, rank: int) -> Failure:
+    ours = isinstance(error, MoEclipseError)
+    text = str(error) if ours else f"{type(error).__name__}: {error}"
+    return Failure(
+        rank=rank,
+        text=text,
+        code=error.code if isinstance(error, MoEclipseError) else 1,
+        time=time.time(),
+        victim=isinstance(error, CommError) or (not ours and any(word in text.lower() for word in LOST_PEER)),
+        stack="" if ours else "".join(traceback.format_exception(error)),
+    )
+
+
+def write_failure(failure: Failure) -> None:
+    """Leave the failure where the agent looks, in the form that torchrun prints too."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    extra = {"py_callstack": failure.stack or failure.text, "timestamp": str(int(failure.time))}
+    record = {"message": {"message": failure.text, "extraInfo": extra}, "moeclipse": asdict(failure)}
+    with contextlib.suppress(OSError):
+        Path(path).write_text(json.dumps(record))
+
+
+def show_failure(failure: Failure, named: bool) -> None:
+    if failure.stack:
+        print(failure.stack.rstrip(), file=sys.stderr)
+    everywhere = failure.code == ConfigError.code  # bad input fails on every rank alike
+    where = f" (rank {failure.rank})" if named and not everywhere else ""
+    print(f"error{where}: {failure.text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def leave_on_signal() -> Iterator[None]:
+    """SIGINT becomes KeyboardInterrupt; a rank that stays longer, or that lost its launcher, is ended."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    done = threading.Event()
+    launcher = int(os.environ.get(LAUNCHER, "0"))
+
+    def listen() -> None:
+        import select
+
+        while not done.is_set():
+            ready, _, _ = select.select([reader], [], [], 1.0)
+            if ready and os.read(reader, 1)[0] in (signal.SIGINT, 0):
+                break
+            if launcher and os.getppid() != launcher:
+                break
+        if not done.wait(PATIENCE_S):
+            os._exit(INTERRUPTED)
+
+    thread = threading.Thread(target=listen, name="moeclipse-signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        signal.signal(signal.SIGINT, before)
+        done.set()
+        os.write(writer, b"\0")
+        thread.join()
+        os.close(reader)
+        os.close(writer)
+
+
+# --- starting ranks --------------------------------------------------------------------------------------
+
+
+def launch_ranks(config: TrainConfig, resume: str, *, num_ranks: int, restarts: int = 0) -> int:
+    """Start ranks here, wait for them, and return the exit status of the run."""
+    with tempfile.TemporaryDirectory(prefix="moeclipse-") as folder, quiet_elastic():
+        file = Path(folder) / "config.toml"
+        file.write_text(to_toml(config))
+        command = ["-m", "moeclipse", "train", str(file), "--resume", resume]
+        os.environ[LAUNCHER] = str(os.getpid())
+        for name, value in child_environment(num_ranks, os.environ).items():
+            os.environ[name] = value
+        try:
+            return _run_agent(command, Path(folder), num_ranks, restarts)
+        finally:
+            del os.environ[LAUNCHER]
+
+
+def child_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """What ranks on one machine need, unless the user has set it."""
+    wanted = {
+        "OMP_NUM_THREADS": str(max(usable_cores() // num_ranks, 1)),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
+    return {name: value for name, value in wanted.items() if name not in environment}
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its affinity, and the container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(round(int(quota) / int(period)), 1))
+    return cores
+
+
+def _run_agent(command: list[str], folder: Path, num_ranks: int, restarts: int) -> int:
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from moeclipse.cli.rendezvous import BACKEND, NotRestarted, RankFiles, register
+
+    register()
+    files = RankFiles(str(folder / "ranks"), restarts)
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=folder.name,
+        rdzv_backend=BACKEND,
+        rdzv_endpoint="127.0.0.1:0",
+        max_restarts=restarts,
+        logs_specs=files,
+        local_addr="127.0.0.1",
+    )
+    try:
+        elastic_launch(launch, sys.executable)(*command)
+        return 0
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        failure = root_cause(read_failures(files.newest), codes)
+    except NotRestarted as error:
+        failure = error.failure
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            print("interrupted", file=sys.stderr)
+        return 128 + int(error.sigval)
+    if failure.code == INTERRUPTED:
+        print("interrupted", file=sys.stderr)
+    else:
+        show_failure(failure, named=not failure.text.startswith(f"rank {failure.rank} "))
+    return failure.code
+
+
+@contextlib.contextmanager
+def quiet_elastic() -> Iterator[None]:
+    """Hide the agent's log lines (LOGLEVEL=INFO shows them): what matters of them is told by us."""
+    before = logging.root.manager.disable
+    if "LOGLEVEL" not in os.environ:
+        logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+# --- who failed first ------------------------------------------------------------------------------------
+
+
+def read_failures(folder: Path | None) -> list[Failure]:
+    """What the ranks of one attempt wrote before they ended."""
+    found = []
+    for file in sorted(folder.glob("*/error.json")) if folder else []:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            record: dict[str, Any] = json.loads(file.read_text())["moeclipse"]
+            found.append(Failure(**record))
+    return found
+
+
+def root_cause(written: list[Failure], codes: Mapping[int, int]) -> Failure:
+    """The failure that made the others fail; `codes` holds the exit status of every rank that ended badly."""
+    culprits = [failure for failure in written if not failure.victim]
+    if culprits:
+        return min(culprits, key=lambda failure: failure.time)
+    # The agent ends the survivors with SIGTERM, so that signal says nothing about a cause.
+    killed = [rank for rank, code in sorted(codes.items()) if code < 0 and -code != signal.SIGTERM]
+    if killed:
+        return _killed(killed[0], -codes[killed[0]])
+    if written:
+        return min(written, key=lambda failure: failure.time)
+    ended = [rank for rank, code in sorted(codes.items()) if code > 0]
+    if ended:
+        rank = ended[0]
+        return Failure(rank=rank, text=f"rank {rank} ended with status {codes[rank]}", code=codes[rank])
+    rank = min(codes, default=0)
+    return _killed(rank, -codes.get(rank, -signal.SIGTERM))
+
+
+def _killed(rank: int, number: int) -> Failure:
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    hint = "; the system may have run out of memory (see dmesg)" if number == signal.SIGKILL else ""
+    return Failure(rank=rank, text=f"rank {rank} was killed by {name}{hint}", code=128 + number)
+
+
+def free_loopback_socket() -> socket.socket:
+    """A listening socket that only this machine can reach."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(1024)
+    return listener

@@ -1,0 +1,83 @@
+"""`moeclipse`: one table of commands, each loaded when it is called.
+
+Help and version answer at once: nothing here imports torch, and a command's module is imported only when
+the command runs. Errors that we raise on purpose are printed as one `error: ...` without a traceback; their
+`code` becomes the exit status.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from moeclipse import __version__
+from moeclipse.core.config import nearest
+from moeclipse.core.errors import MoEclipseError
+
+INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+
+
+class Command(NamedTuple):
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "train": Command("moeclipse.cli.train", "train a model, on this machine's ranks or under torchrun"),
+    "simulate": Command("moeclipse.cli.simulate", "predict a schedule's timeline without running it"),
+    "doctor": Command("moeclipse.cli.doctor", "what works on this machine, what does not, what to do"),
+}
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
+    return (
+        "MoEclipse trains Mixture-of-Experts models so that communication hides behind computation.\n\n"
+        f"usage: moeclipse COMMAND ...\n\n{lines}\n\n"
+        "moeclipse COMMAND --help shows what a command takes; moeclipse --version shows the version.\n"
+        "Start with: moeclipse train"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return dispatch(words)
+    except MoEclipseError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`| head`) has left; without this Python complains again while it shuts down.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if words[0] in ("-V", "--version", "version"):
+        print(f"moeclipse {__version__}")
+        return 0
+    name, *rest = words
+    if name not in COMMANDS:
+        close = nearest(name, COMMANDS)
+        hint = f"did you mean {close!r}?" if close else f"choose one of {', '.join(COMMANDS)}"
+        print(f"error: unknown command {name!r}; {hint}", file=sys.stderr)
+        return 2
+    try:
+        module = importlib.import_module(COMMANDS[name].module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] in ("moeclipse", "torch"):
+            raise
+        print(f"error: `moeclipse {name}` needs {error.name}; run: pip install {error.name}", file=sys.stderr)
+        return 2
+    run: Callable[[list[str]], int] = module.main
+    return run(rest)

@@ -1,0 +1,182 @@
+"""`moeclipse train`: from words on a command line to ranks that train.
+
+Outside torchrun this process checks everything, then either trains itself (one rank) or starts one process
+per rank with the merged configuration and waits for them (`cli/launch`). Inside torchrun, or inside the
+processes that it started, it joins as the rank that the environment names. Nothing waits for another rank
+before the whole configuration, the layout of ranks included, has been checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from moeclipse.core.config import build, flag_layer, keys_of, to_toml, with_values
+from moeclipse.core.errors import ConfigError
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.presets import Merged, merge, preset_names
+
+CPU_RANKS = 2
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command takes besides the configuration."""
+
+    config: str = ""
+    """A TOML file; it may name a preset in its first line (preset = "tiny")."""
+    preset: str = ""
+    """tiny (the default without a file), small, 5b or deepseek-v3-tiny."""
+    ranks: int | Literal["auto"] = "auto"
+    """Processes to start here; auto: one per CUDA device, or 2 on CPU. Under torchrun it is not needed."""
+    restarts: int = 0
+    """So often a failed run starts again from its newest checkpoint."""
+    resume: str = "off"
+    """off, auto (the newest whole checkpoint of this run, if there is any), or a checkpoint's path."""
+    print_config: bool = False
+    """Show the merged configuration as TOML and stop."""
+
+    def problems(self) -> Iterator[str]:
+        if self.ranks != "auto" and self.ranks < 1:
+            yield f'ranks ({self.ranks}) must be at least 1, or "auto"'
+        if self.restarts < 0:
+            yield f"restarts ({self.restarts}) must not be negative"
+        if self.resume not in ("off", "auto") and not Path(self.resume).exists():
+            yield f"resume ({self.resume!r}): no such path; expected off, auto or a checkpoint's folder"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainCommand(TrainConfig, Options):
+    """Train a Mixture-of-Experts language model.
+
+    Every key of the configuration is a flag; flags win over the file, the file over the preset.
+    """
+
+
+def main(words: list[str]) -> int:
+    if "-h" in words or "--help" in words:
+        return show_help(words)
+    environment = os.environ
+    joined = any(name in environment for name in RANK_VARIABLES)
+    options, merged = read_command(words)
+    problems = [*merged.built.problems]
+    config = name_run(merged, options.resume, environment)
+    if joined:
+        num_ranks = int(environment.get("WORLD_SIZE", "1"))
+    elif problems and options.ranks == "auto":
+        num_ranks = 0  # counting devices needs torch; the user has enough to mend already
+    else:
+        num_ranks = count_ranks(options.ranks, config.run.device, problems)
+    problems += layout_problems(config, num_ranks)
+    if not joined:
+        problems += directory_problems(config, options.resume)
+    if problems:
+        raise ConfigError(problems)
+    if options.print_config:
+        print(to_toml(merged.built.config, comments=True), end="")
+        return 0
+    from moeclipse.cli import launch
+
+    if joined or num_ranks == 1:
+        return launch.run_rank(config, options.resume)
+    return launch.launch_ranks(config, options.resume, num_ranks=num_ranks, restarts=options.restarts)
+
+
+def read_command(words: Sequence[str]) -> tuple[Options, Merged]:
+    """Flags, file and preset, with every problem of all three in `Merged.built.problems`."""
+    layer, problems = flag_layer(TrainCommand, words, positional="config")
+    own = keys_of(Options)
+    options = build(Options, [{key: given for key, given in layer.items() if key in own}], problems)
+    flags = {key: given for key, given in layer.items() if key not in own}
+    file, preset = options.config.config or None, options.config.preset or None
+    try:
+        return options.config, merge(file, preset, flags, options.problems)
+    except ConfigError as error:  # the file cannot be read at all
+        raise ConfigError([*error.problems, *options.problems]) from None
+
+
+def name_run(merged: Merged, resume: str, environment: Mapping[str, str]) -> TrainConfig:
+    """The configuration with a run name that all ranks and all attempts share."""
+    config = merged.built.config
+    if config.run.name:
+        return config
+    preset = merged.preset or "run"
+    job = environment.get("TORCHELASTIC_RUN_ID", "none")
+    if "WORLD_SIZE" in environment:
+        # Ranks read their clocks apart; without a job id the trainer lets rank 0 choose.
+        name = f"{preset}-{job}" if job != "none" else ""
+        return with_values(config, {"run.name": name})
+    name = f"{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if resume == "auto":
+        runs = sorted(
+            Path(config.run.dir).glob(f"{preset}-*/config.toml"), key=lambda path: path.stat().st_mtime
+        )
+        name = runs[-1].parent.name if runs else name
+    return with_values(config, {"run.name": name})
+
+
+def count_ranks(wanted: int | Literal["auto"], device: str, problems: list[str]) -> int:
+    """How many ranks to start here."""
+    if device == "cpu":
+        return CPU_RANKS if wanted == "auto" else wanted
+    import torch
+
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cuda" and devices == 0:
+        problems.append("run.device = 'cuda', but torch sees no CUDA device; use --run.device cpu")
+    if wanted == "auto":
+        return devices or CPU_RANKS
+    if devices and wanted > devices:
+        problems.append(
+            f"ranks ({wanted}) must be at most the number of CUDA devices ({devices}): one rank per device; "
+            "for more ranks on CPU add --run.device cpu"
+        )
+    return wanted
+
+
+def layout_problems(config: TrainConfig, num_ranks: int) -> Iterator[str]:
+    if num_ranks < 1 or config.moe.num_experts < 1:
+        return
+    try:
+        config.parallel.sizes(num_ranks, config.moe.num_experts)
+    except ValueError as error:
+        yield str(error)
+
+
+def directory_problems(config: TrainConfig, resume: str) -> Iterator[str]:
+    """A new run never writes into an old run's folder."""
+    directory = Path(config.run.dir) / config.run.name
+    if resume != "auto" and directory.exists() and any(directory.iterdir()):
+        yield (
+            f"run directory {directory} exists; continue it with --resume auto, or choose another --run.name"
+        )
+
+
+def show_help(words: Sequence[str]) -> int:
+    """Every key with its description and the value it would have now."""
+    import tyro
+
+    options, merged = read_command([word for word in words if word not in ("-h", "--help")])
+    config = merged.built.config
+    sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    own = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    command = TrainCommand(**sections, **own)
+    tyro.cli(
+        Annotated[TrainCommand, tyro.conf.arg(name="")],
+        prog="moeclipse train",
+        description="Train a Mixture-of-Experts language model. Flags win over the file, the file over the "
+        f"preset ({', '.join(preset_names())}).",
+        default=command,
+        args=["--help"],
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
