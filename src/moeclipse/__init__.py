@@ -11,7 +11,14 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_EXPORTS = {}
+_EXPORTS = {
+    "MoE": "moeclipse.moe.layer",
+    "GateConfig": "moeclipse.moe.config",
+    "Mesh": "moeclipse.comm.mesh",
+    "aux_loss": "moeclipse.moe.standalone",
+    "exclude_experts": "moeclipse.moe.standalone",
+    "sync_gradients": "moeclipse.moe.standalone",
+}
 
 __all__ = ["__version__", *_EXPORTS]
 

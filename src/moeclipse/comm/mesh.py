@@ -1,0 +1,225 @@
+"""Ranks, their axes and groups, and how they start and stop.
+
+Ranks are numbered with ep running fastest: rank = dp_index * ep + ep_index. Every rank reads its own
+tokens, so dense parameters are shared by all ranks (`world`), and an expert by the ranks with the same
+ep_index (`replicas`). All ranks create all groups in one order. A mesh of one rank has no process group
+at all; whatever would communicate is skipped.
+
+`start` joins what torchrun (or our launcher) set up. Its store is prefixed by the attempt, because a
+restarted rank would otherwise read the address of its dead predecessor, and by the number of starts in
+this process, so that start - stop - start works. `stop` takes no argument and may be called twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moeclipse.comm.failure import Watch
+from moeclipse.comm.lane import Lane
+from moeclipse.comm.record import Recorder
+from moeclipse.core.errors import CommError, ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Some ranks that communicate; `index` is this rank's place among them."""
+
+    name: str
+    ranks: tuple[int, ...]
+    index: int
+    handle: dist.ProcessGroup | None = field(default=None, repr=False)
+    backend: str = ""
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class Mesh:
+    """This rank's place among all ranks, with its groups, lanes and recorder."""
+
+    def __init__(self, *, dp: int, ep: int, rank: int, device: torch.device, watch: Watch) -> None:
+        self.dp, self.ep = dp, ep
+        self.rank, self.num_ranks = rank, dp * ep
+        self.dp_index, self.ep_index = divmod(rank, ep)
+        self.device, self.watch = device, watch
+        self.recorder = Recorder(device)
+        self.a2a = Lane("a2a", device, self.recorder, watch)
+        self.grads = Lane("dp", device, self.recorder, watch)
+        everyone = [tuple(range(self.num_ranks))]
+        rows = [tuple(range(d * ep, (d + 1) * ep)) for d in range(dp)]
+        columns = [tuple(range(e, dp * ep, ep)) for e in range(ep)]
+        # Gradient reductions run beside everything else, so they have communicators of their own.
+        self.world = self._group("world", everyone)
+        self.experts = self._group("experts", rows)
+        self.dense_grads = self._group("dense_grads", everyone)
+        self.replicas = self._group("replicas", columns)
+
+    @classmethod
+    def single(cls, device: str | torch.device = "cpu") -> Mesh:
+        """One rank, no process group."""
+        watch = Watch(store=None, rank=0, num_ranks=1, deadline_s=60.0)
+        return cls(dp=1, ep=1, rank=0, device=torch.device(device), watch=watch)
+
+    @classmethod
+    def of_world(cls, *, dp: int = 1, ep: int, device: str | torch.device = "cpu", deadline_s: float = 60.0) -> Mesh:
+        """Over the process group that torch.distributed already has (a user's own set-up)."""
+        if not dist.is_initialized():
+            if dp * ep == 1:
+                return cls.single(device)
+            raise CommError(
+                f"Mesh.of_world(dp={dp}, ep={ep}) needs torch.distributed; call init_process_group first"
+            )
+        if dp * ep != dist.get_world_size():
+            raise ConfigError(f"dp ({dp}) x ep ({ep}) must equal the number of ranks ({dist.get_world_size()})")
+        store = dist.PrefixStore("moeclipse", dist.distributed_c10d._get_default_store())
+        watch = Watch(store=store, rank=dist.get_rank(), num_ranks=dp * ep, deadline_s=deadline_s)
+        return cls(dp=dp, ep=ep, rank=dist.get_rank(), device=torch.device(device), watch=watch)
+
+    def _group(self, name: str, members: list[tuple[int, ...]]) -> Group:
+        mine = next(ranks for ranks in members if self.rank in ranks)
+        handle, backend = None, ""
+        if len(mine) > 1:
+            handles = [dist.new_group(ranks) for ranks in members]  # every rank enters every group
+            handle = handles[members.index(mine)]
+            backend = dist.get_backend_config(handle)
+            backend = "nccl" if self.device.type == "cuda" and "nccl" in backend else "gloo"
+        return Group(name=name, ranks=mine, index=mine.index(self.rank), handle=handle, backend=backend)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, in rank order, on every rank; also a barrier."""
+        if self.num_ranks == 1:
+            return [json.loads(json.dumps(value))]
+        text = torch.frombuffer(bytearray(json.dumps(value).encode() or b" "), dtype=torch.uint8)
+        text = text.to(self.device)
+        sizes = self._all_gather(torch.tensor([text.numel()], device=self.device)).tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        padded[: text.numel()] = text
+        parts = self._all_gather(padded).view(self.num_ranks, -1).cpu()
+        return [json.loads(bytes(part[:size].tolist())) for part, size in zip(parts, sizes, strict=True)]
+
+    def _all_gather(self, value: torch.Tensor) -> torch.Tensor:
+        out = value.new_empty(self.num_ranks * value.numel())
+        group = self.world
+
+        def start() -> Any:
+            return dist.all_gather_into_tensor(out, value, group=group.handle, async_op=True)
+
+        self.grads.launch(group, "exchange of control data", start, (out, value)).wait()
+        return out
+
+    def barrier(self) -> None:
+        self.gather_objects(None)
+
+    def clock_offset(self) -> tuple[float, float]:
+        """(seconds to add to this rank's clock to read rank 0's, error). Zero where all share a host."""
+        if len(set(self.gather_objects(host_id()))) == 1:
+            return 0.0, 0.0
+        leaving: list[int] = []
+        for _ in range(9):
+            self.barrier()
+            leaving.append(time.perf_counter_ns())
+        stamps = self.gather_objects(leaving)
+        offsets = sorted((zero - mine) * 1e-9 for zero, mine in zip(stamps[0], stamps[self.rank], strict=True))
+        middle = offsets[len(offsets) // 2]
+        return middle, max(offsets[-1] - middle, middle - offsets[0])
+
+
+def host_id() -> str:
+    """Names the clock: containers of one host share it, two hosts never do."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What the launcher told this process."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    local_rank: int = 0
+    local_ranks: int = 1
+    attempt: int = 0
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str] | None = None) -> Place:
+        env = os.environ if environment is None else environment
+        return cls(
+            rank=int(env.get("RANK", "0")),
+            num_ranks=int(env.get("WORLD_SIZE", "1")),
+            local_rank=int(env.get("LOCAL_RANK", "0")),
+            local_ranks=int(env.get("LOCAL_WORLD_SIZE", "1")),
+            attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
+
+
+def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
+    """The device of this rank; "auto" takes CUDA where there is any."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("run.device = 'cuda', but torch sees no CUDA device; use --run.device cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def start(
+    place: Place,
+    *,
+    device: torch.device,
+    deadline_s: float = 60.0,
+    start_deadline_s: float = 300.0,
+    store: dist.Store | None = None,
+) -> Watch:
+    """Join the other ranks. One rank alone opens nothing."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if place.num_ranks == 1:
+        return Watch(store=None, rank=0, num_ranks=1, deadline_s=deadline_s)
+    patience = timedelta(seconds=start_deadline_s)
+    if store is None:
+        store = open_store(place, patience)
+    count = store.add(f"starts/{place.attempt}/{place.rank}", 1)
+    store = dist.PrefixStore(f"attempt_{place.attempt}/start_{count}", store)
+    store.set_timeout(patience)
+    shared = device.type == "cuda" and place.local_ranks > torch.cuda.device_count()
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared else "gloo"
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=place.rank,
+        world_size=place.num_ranks,
+        timeout=patience if backend == "gloo" else timedelta(seconds=max(deadline_s, start_deadline_s)),
+    )
+    watch_store = dist.PrefixStore("watch", store)
+    return Watch(store=watch_store, rank=place.rank, num_ranks=place.num_ranks, deadline_s=deadline_s)
+
+
+def open_store(place: Place, patience: timedelta) -> dist.Store:
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if host is None or port is None:
+        raise CommError(
+            f"this process is rank {place.rank} of {place.num_ranks}, but MASTER_ADDR and MASTER_PORT are not "
+            "set; start it with `moeclipse train --ranks N` or with torchrun"
+        )
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = place.rank == 0 and not agent
+    return dist.TCPStore(host, int(port), None if agent else place.num_ranks, is_master=serves, timeout=patience)
+
+
+def stop() -> None:
+    """Leave all groups; harmless when none was joined."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

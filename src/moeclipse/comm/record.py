@@ -1,0 +1,108 @@
+"""When a rank computed, waited and communicated, as its own annotations saw it.
+
+A stamp is a host time on CPU and an event on CUDA; both become seconds on the host's monotonic clock
+when the step is over, so nothing is synchronised while the step runs. Annotations, not kernel names,
+say what is communication: every transfer we start is one, and nothing else is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Stamp = Any  # int nanoseconds on CPU, torch.cuda.Event on CUDA
+
+
+@dataclass(kw_only=True)
+class Move:
+    """A transfer in flight: `group` names the axis, so that its members can match their k-th moves."""
+
+    group: str
+    label: str
+    launched: int
+    begun: Stamp
+    done: Stamp = None
+
+
+@dataclass(kw_only=True)
+class StepStamps:
+    """All of one step in seconds; moves keep the order in which this rank launched them."""
+
+    window: tuple[float, float]
+    compute: list[tuple[float, float]]
+    waits: list[tuple[float, float]]
+    moves: list[tuple[str, str, float, float]] = field(default_factory=list)
+    """(group, label, launched, done)"""
+
+
+class Recorder:
+    """Collects the stamps of one step at a time; outside a step it costs nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.active = False
+        self._origin: tuple[int, Stamp] = (0, None)
+        self._compute: list[tuple[Stamp, Stamp]] = []
+        self._waits: list[tuple[Stamp, Stamp]] = []
+        self._moves: list[Move] = []
+
+    def stamp(self) -> Stamp:
+        if not self.cuda:
+            return time.perf_counter_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def begin_step(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+        self._origin = (time.perf_counter_ns(), self.stamp())
+        self._compute, self._waits, self._moves = [], [], []
+        self.active = True
+
+    @contextmanager
+    def compute(self) -> Iterator[None]:
+        begun = self.stamp() if self.active else None
+        yield
+        if self.active and begun is not None:
+            self._compute.append((begun, self.stamp()))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        begun = self.stamp() if self.active else None
+        yield
+        if self.active and begun is not None:
+            self._waits.append((begun, self.stamp()))
+
+    def launch(self, group: str, label: str) -> Move:
+        move = Move(group=group, label=label, launched=time.perf_counter_ns(), begun=self.stamp())
+        if self.active:
+            self._moves.append(move)
+        return move
+
+    def end_step(self) -> StepStamps:
+        self.active = False
+        end = self.stamp()
+        if self.cuda:
+            torch.cuda.synchronize()
+        moves = []
+        for move in self._moves:
+            begun = self._seconds(move.begun)
+            done = self._seconds(move.done) if move.done is not None else self._seconds(end)
+            moves.append((move.group, move.label, begun, done))
+        return StepStamps(
+            window=(self._origin[0] * 1e-9, self._seconds(end)),
+            compute=[(self._seconds(a), self._seconds(b)) for a, b in self._compute],
+            waits=[(self._seconds(a), self._seconds(b)) for a, b in self._waits],
+            moves=moves,
+        )
+
+    def _seconds(self, stamp: Stamp) -> float:
+        if not self.cuda or isinstance(stamp, int):
+            return float(stamp * 1e-9)
+        return float(self._origin[0] * 1e-9 + self._origin[1].elapsed_time(stamp) * 1e-3)

@@ -1,0 +1,116 @@
+"""SwiGLU experts: the ones this rank holds, computed together.
+
+    h = x W_up^T,  a = silu(h_gate) * h_up,  y = a W_down^T
+
+Three calls with explicit state, so that a schedule can place them and many microbatches can be in flight:
+
+    forward   y, saved   = experts.forward(x, counts)
+    dgrad     dx, pending = experts.dgrad(dy, saved)
+    wgrad     grads      = experts.wgrad(pending)      adds into main_grad where there is one
+
+Rows are grouped by expert, `counts` says how many each has; zero rows are legal everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from moeclipse.ops.activation import swiglu, swiglu_backward
+from moeclipse.ops.grouped_gemm import grouped_mm, grouped_mm_dgrad, grouped_mm_wgrad
+from moeclipse.ops.random import fill_normal, key_of
+from moeclipse.tensor.weight_grad import accumulator, mark_ready
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    x: torch.Tensor
+    h: torch.Tensor
+    counts: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pending:
+    x: torch.Tensor
+    d_h: torch.Tensor
+    a: torch.Tensor
+    dy: torch.Tensor
+    counts: Sequence[int]
+
+
+class Experts(nn.Module):
+    """`ids` are the logical experts in slot order; their initial weights depend on those numbers alone."""
+
+    def __init__(
+        self,
+        ids: Sequence[int],
+        *,
+        d_model: int,
+        d_ff: int,
+        layer: int = 0,
+        seed: int = 0,
+        init_std: float = 0.02,
+        down_std: float | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.ids = tuple(ids)
+        shape = {"device": device, "dtype": dtype}
+        self.up = nn.Parameter(torch.empty(len(ids), 2 * d_ff, d_model, **shape))
+        self.down = nn.Parameter(torch.empty(len(ids), d_model, d_ff, **shape))
+        for name, weight, std in (("up", self.up, init_std), ("down", self.down, down_std or init_std)):
+            for slot, expert in enumerate(ids):
+                fill_normal(weight.data[slot], key_of(seed, layer, "expert", expert, name), std)
+
+    def forward(self, x: torch.Tensor, counts: Sequence[int]) -> tuple[torch.Tensor, Saved]:
+        h = grouped_mm(x, self.up, counts)
+        return grouped_mm(swiglu(h), self.down, counts), Saved(x=x, h=h, counts=counts)
+
+    def dgrad(self, dy: torch.Tensor, saved: Saved) -> tuple[torch.Tensor, Pending]:
+        d_a = grouped_mm_dgrad(dy, self.down, saved.counts)
+        d_h, a = swiglu_backward(d_a, saved.h)
+        dx = grouped_mm_dgrad(d_h, self.up, saved.counts)
+        return dx, Pending(x=saved.x, d_h=d_h, a=a, dy=dy, counts=saved.counts)
+
+    def wgrad(self, pending: Pending) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What autograd gets for (up, down): nothing where the parameter has a main_grad."""
+        up, up_grad = accumulator(self.up)
+        grouped_mm_wgrad(pending.d_h, pending.x, pending.counts, into=up)
+        mark_ready(self.up)
+        down, down_grad = accumulator(self.down)
+        grouped_mm_wgrad(pending.dy, pending.a, pending.counts, into=down)
+        mark_ready(self.down)
+        return up_grad, down_grad
+
+
+class PadToCapacity:
+    """The same three calls, where every expert computes exactly `capacity` rows, zeros filling up."""
+
+    def __init__(self, experts: Experts, capacity: int) -> None:
+        self.experts, self.capacity = experts, capacity
+
+    def forward(self, x: torch.Tensor, counts: Sequence[int]) -> tuple[torch.Tensor, tuple[Saved, torch.Tensor]]:
+        starts = [slot * self.capacity for slot in range(len(counts))]
+        place = torch.cat(
+            [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+            or [torch.empty(0, dtype=torch.int64)]
+        ).to(x.device)
+        y, saved = self.experts.forward(self._spread(x, place), [self.capacity] * len(counts))
+        return y[place], (saved, place)
+
+    def dgrad(self, dy: torch.Tensor, saved: tuple[Saved, torch.Tensor]) -> tuple[torch.Tensor, Pending]:
+        inner, place = saved
+        dx, pending = self.experts.dgrad(self._spread(dy, place), inner)
+        return dx[place], pending
+
+    def wgrad(self, pending: Pending) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return self.experts.wgrad(pending)
+
+    def _spread(self, rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        padded = rows.new_zeros(len(self.experts.ids) * self.capacity, rows.shape[1])
+        padded[place] = rows
+        return padded

@@ -1,0 +1,163 @@
+"""Gates: which experts a token visits.
+
+    softmax   top-k of softmax(x W^T), renormalised or not; optionally only among the best groups
+    sigmoid   top-k of sigmoid(x W^T) + bias; the bias steers the choice and never the score, and moves each
+              step towards even load (loss-free balancing); optionally only among the best groups
+    switch    the best expert, score = its probability
+    gshard    the best expert, and the second best with a chance of twice its (renormalised) score
+    noisy     top-k of x W^T + noise * softplus(x V^T), scores = softmax over the chosen
+
+Gates compute in fp32 (fp64 for fp64 models). Randomness is keyed by (seed, step, layer, global token), and
+capacity is counted over the global microbatch: first choices in token order, then second choices. So a
+token's experts do not depend on how tokens and experts are shared over ranks.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moeclipse.moe.config import GateConfig
+from moeclipse.moe.routing import Routing
+from moeclipse.moe.tokens import Tokens
+from moeclipse.ops.random import fill_normal, key_of, normal, uniform
+
+
+class Gate(nn.Module):
+    bias_E: torch.Tensor
+
+    def __init__(
+        self,
+        config: GateConfig,
+        *,
+        d_model: int,
+        num_experts: int,
+        layer: int = 0,
+        seed: int = 0,
+        init_std: float = 0.02,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.num_experts = config, num_experts
+        self.layer, self.seed = layer, seed
+        self.weight = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
+        fill_normal(self.weight.data, key_of(seed, layer, "gate"), init_std)
+        if config.kind == "noisy":
+            self.noise_weight = nn.Parameter(torch.zeros_like(self.weight))
+        self.register_buffer("bias_E", torch.zeros(num_experts, device=device, dtype=math_dtype(self.weight.dtype)))
+
+    def forward(self, x_TD: torch.Tensor, tokens: Tokens) -> Routing:
+        dtype = math_dtype(x_TD.dtype)
+        x_TD = x_TD.to(dtype)
+        logits_TE = F.linear(x_TD, self.weight.to(dtype))
+        probs_TE = torch.sigmoid(logits_TE) if self.config.kind == "sigmoid" else logits_TE.softmax(-1)
+        ids_TK, scores_TK = self._choose(x_TD, logits_TE, probs_TE, tokens)
+        load_E = count_experts(ids_TK, self.num_experts)
+        capacity = 0
+        if self.config.capacity_factor:
+            rows = tokens.total * self.config.top_k
+            capacity = math.ceil(self.config.capacity_factor * rows / self.num_experts)
+            ids_TK = drop_over_capacity(ids_TK, self.num_experts, capacity, tokens, self.layer)
+        if self.config.kind == "sigmoid":  # the loss wants probabilities that sum to one
+            probs_TE = probs_TE / probs_TE.sum(-1, keepdim=True)
+        return Routing(
+            expert_ids_TK=ids_TK,
+            scores_TK=scores_TK * self.config.scale,
+            load_E=load_E,
+            probs_TE=probs_TE,
+            logits_TE=logits_TE,
+            capacity=capacity,
+        )
+
+    def _choose(
+        self, x_TD: torch.Tensor, logits_TE: torch.Tensor, probs_TE: torch.Tensor, tokens: Tokens
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(expert_ids_TK, scores_TK) before capacity."""
+        kind, top_k = self.config.kind, self.config.top_k
+        if kind == "noisy":
+            noisy_TE = self._add_noise(x_TD, logits_TE, tokens)
+            ids_TK = noisy_TE.topk(top_k, dim=-1).indices
+            return ids_TK, noisy_TE.gather(1, ids_TK).softmax(-1)
+        if kind == "gshard":
+            ids_TK = probs_TE.topk(2, dim=-1).indices
+            scores_TK = renormalise(probs_TE.gather(1, ids_TK))
+            index_T = tokens.first + torch.arange(len(x_TD), device=x_TD.device)
+            draw_T = uniform(key_of(self.seed, tokens.step, tokens.microbatch, self.layer, "second"), index_T)
+            keep_T = (draw_T < 2 * scores_TK[:, 1]) | (not self.training)
+            ids_TK = torch.stack([ids_TK[:, 0], torch.where(keep_T, ids_TK[:, 1], -1)], dim=1)
+            return ids_TK, scores_TK
+        choice_TE = (probs_TE + self.bias_E).detach()
+        if self.config.num_groups > 1:
+            choice_TE = self._keep_best_groups(choice_TE)
+        ids_TK = choice_TE.topk(top_k, dim=-1).indices
+        scores_TK = probs_TE.gather(1, ids_TK)
+        if self.config.renormalise and kind != "switch":
+            scores_TK = renormalise(scores_TK)
+        return ids_TK, scores_TK
+
+    def _add_noise(self, x_TD: torch.Tensor, logits_TE: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        if not self.training:
+            return logits_TE
+        spread_TE = F.softplus(F.linear(x_TD, self.noise_weight.to(x_TD.dtype)))
+        index_T = tokens.first + torch.arange(len(x_TD), device=x_TD.device)
+        index_TE = index_T[:, None] * self.num_experts + torch.arange(self.num_experts, device=x_TD.device)
+        key = key_of(self.seed, tokens.step, tokens.microbatch, self.layer, "noise")
+        return logits_TE + normal(key, index_TE).to(x_TD.dtype) * spread_TE
+
+    def _keep_best_groups(self, choice_TE: torch.Tensor) -> torch.Tensor:
+        choice_TGe = choice_TE.unflatten(1, (self.config.num_groups, -1))
+        best = 1 if self.config.group_score == "max" else min(2, choice_TGe.shape[2])
+        group_TG = choice_TGe.topk(best, dim=-1).values.sum(-1)
+        kept = group_TG.topk(self.config.top_groups, dim=-1).indices
+        open_TG = torch.zeros_like(group_TG, dtype=torch.bool).scatter(1, kept, True)
+        return choice_TGe.masked_fill(~open_TG[:, :, None], -math.inf).flatten(1)
+
+    @torch.no_grad()
+    def rebalance(self, global_load_E: torch.Tensor) -> None:
+        """Once a step: busy experts become less, idle ones more attractive, by a fixed amount."""
+        if self.config.bias_rate:
+            load_E = global_load_E.to(self.bias_E.dtype)
+            self.bias_E += self.config.bias_rate * torch.sign(load_E.mean() - load_E)
+
+
+def math_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def renormalise(scores_TK: torch.Tensor) -> torch.Tensor:
+    return scores_TK / (scores_TK.sum(-1, keepdim=True) + 1e-20)
+
+
+def count_experts(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Rows for each expert; unused places do not count."""
+    return torch.bincount(ids.flatten() + 1, minlength=num_experts + 1)[1:]
+
+
+def drop_over_capacity(
+    ids_TK: torch.Tensor, num_experts: int, capacity: int, tokens: Tokens, layer: int
+) -> torch.Tensor:
+    """Replace by -1 what comes too late for its expert, counting over all ranks' tokens."""
+    num_choices = ids_TK.shape[1]
+    counts_KE = torch.stack([count_experts(ids_TK[:, k], num_experts) for k in range(num_choices)])
+    counts_PKE = tokens.gather(counts_KE, f"exchange of capacity counts, layer {layer}").get()
+    earlier_KE = counts_PKE.sum(0).cumsum(0) - counts_PKE.sum(0)  # all first choices before any second
+    earlier_KE = earlier_KE + counts_PKE[: tokens.mesh.rank].sum(0)
+    kept = []
+    for k in range(num_choices):
+        ids_T = ids_TK[:, k]
+        place_T = earlier_KE[k][ids_T.clamp(min=0)] + rank_among_equals(ids_T)
+        kept.append(torch.where(place_T < capacity, ids_T, -1))
+    return torch.stack(kept, dim=1)
+
+
+def rank_among_equals(ids_T: torch.Tensor) -> torch.Tensor:
+    """For each element, how many equal ones stand before it."""
+    order = ids_T.argsort(stable=True)
+    sorted_ids = ids_T[order]
+    starts = torch.searchsorted(sorted_ids, sorted_ids)
+    place = torch.arange(len(ids_T), device=ids_T.device) - starts
+    return torch.empty_like(place).scatter_(0, order, place)

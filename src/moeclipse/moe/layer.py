@@ -1,0 +1,173 @@
+"""The Mixture-of-Experts layer, a drop-in `nn.Module`.
+
+    moe = moeclipse.MoE(d_model=512, d_ff=1024, num_experts=8, top_k=2)        # one rank, nothing to set up
+    y = moe(x)                                                                 # any leading dimensions
+    loss = task_loss + moeclipse.aux_loss(model)
+
+The routed part is one autograd node that runs on every rank, also with zero rows: a path that cut
+autograd on one rank would leave the others waiting in the backward exchange.
+
+    forward    rows out (S)    experts       partial sums back (R)    sum over ranks
+    backward   d_out rows (S)  dgrad, wgrad  d_x rows back (R)        sum over ranks; score gradients back
+
+On several ranks give it a mesh: `MoE(..., mesh=Mesh.of_world(ep=4))`. Its expert parameters then differ from
+rank to rank: keep them out of DDP with `DDP(exclude_experts(model))`, and call `sync_gradients(model)` after
+backward, before the optimizer step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from moeclipse.balance.placement import Placement
+from moeclipse.comm.exchange import total
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.errors import ConfigError
+from moeclipse.moe.config import GateConfig, MoEConfig, gate_problems
+from moeclipse.moe.dispatch import Plan, Route, plan_dispatch, return_score_grads, send_pairs, unpack_pairs
+from moeclipse.moe.experts import Experts, PadToCapacity
+from moeclipse.moe.gates import Gate
+from moeclipse.moe.losses import balance_loss, z_loss
+from moeclipse.moe.tokens import Tokens
+from moeclipse.ops.combine import sum_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEReport:
+    """What a layer tells about one microbatch."""
+
+    aux_loss: torch.Tensor
+    """This rank's share: over all ranks the shares sum to the loss."""
+    load_E: torch.Tensor
+    """Tokens of this rank that wanted each expert."""
+    num_dropped: torch.Tensor
+
+
+class MoE(nn.Module):
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        num_experts: int,
+        top_k: int = 2,
+        *,
+        gate: GateConfig | None = None,
+        num_shared_experts: int = 0,
+        mesh: Mesh | None = None,
+        layer: int = 0,
+        seed: int = 0,
+        init_std: float = 0.02,
+        down_std: float | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        gate = gate or GateConfig(top_k=top_k)
+        config = MoEConfig(num_experts=num_experts, d_ff=d_ff, num_shared_experts=num_shared_experts)
+        problems = [*config.problems(), *gate.problems(), *gate_problems(gate, num_experts)]
+        self.mesh = mesh or Mesh.single(device or "cpu")
+        if self.mesh.ep > num_experts:
+            problems.append(f"ep ({self.mesh.ep}) must not exceed num_experts ({num_experts})")
+        if problems:
+            raise ConfigError(problems)
+        self.layer, self.num_experts, self.calls = layer, num_experts, 0
+        device = device or self.mesh.device
+        shape: dict[str, Any] = {"d_model": d_model, "layer": layer, "seed": seed, "init_std": init_std}
+        shape |= {"device": device, "dtype": dtype}
+        self.gate = Gate(gate, num_experts=num_experts, **shape)
+        placement = Placement.contiguous(num_experts, self.mesh.ep)
+        self.route = Route.of(placement, self.mesh.experts, self.mesh.a2a, device)
+        self.experts = Experts(placement.slots[self.mesh.ep_index], d_ff=d_ff, down_std=down_std, **shape)
+        self.shared: Experts | None = None
+        if num_shared_experts:
+            self.shared = Experts([-1], d_ff=num_shared_experts * d_ff, down_std=down_std, **shape)
+        self.last: MoEReport | None = None
+        self.register_buffer("load_E", torch.zeros(num_experts, dtype=torch.int64, device=device), persistent=False)
+
+    load_E: torch.Tensor
+    """Tokens of this rank that wanted each expert since the last optimizer step."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x_TD = x.flatten(0, -2)
+        tokens = Tokens.of(self.mesh, len(x_TD), step=self.calls)
+        self.calls += self.training
+        y_TD, self.last = self.run(x_TD, tokens)
+        return y_TD.view(x.shape)
+
+    def run(self, x_TD: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, MoEReport]:
+        """The layer on this rank's part of a global microbatch."""
+        config = self.gate.config
+        where = f"layer {self.layer}, microbatch {tokens.microbatch}"
+        routing = self.gate(x_TD, tokens)
+        load = total(self.mesh.a2a, self.mesh.world, routing.load_E, f"sum of expert loads, {where}")
+        plan = plan_dispatch(routing.expert_ids_TK, self.route, where)
+        experts: Any = self.experts
+        if config.overflow == "pad":
+            experts = PadToCapacity(self.experts, routing.capacity)
+        parameters = (self.experts.up, self.experts.down)
+        y_TD = _Routed.apply(x_TD, routing.scores_TK, plan, experts, *parameters)
+        if self.shared is not None:
+            y_TD = y_TD + _Shared.apply(x_TD, self.shared, self.shared.up, self.shared.down)
+        aux = config.balance_loss * balance_loss(routing, load.get(), tokens.total)
+        if config.z_loss:
+            aux = aux + config.z_loss * z_loss(routing, tokens.total)
+        if self.training:
+            self.load_E += routing.load_E
+        return y_TD, MoEReport(aux_loss=aux, load_E=routing.load_E, num_dropped=routing.num_dropped)
+
+
+class _Routed(torch.autograd.Function):
+    """Dispatch, experts and combine. Gradients: d_x, d_scores, and the experts' weights by hand."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: torch.Tensor, scores_TK: torch.Tensor, plan: Plan, experts: Any, *_: nn.Parameter
+    ) -> torch.Tensor:
+        rows = plan.send(x_TD[plan.row_token_N], "dispatch of rows")
+        row_M, score_M = unpack_pairs(plan, send_pairs(plan, scores_TK).get())
+        y_MD, saved = experts.forward(rows.get()[row_M], plan.counts)
+        partial_RD = sum_rows(y_MD, row_M, sum(plan.receive_rows), score_M)
+        out_TD = plan.sum_tokens(plan.send_back(partial_RD, "combine of rows").get())
+        ctx.plan, ctx.experts, ctx.saved = plan, experts, saved
+        ctx.scores_shape = scores_TK.shape
+        ctx.save_for_backward(row_M, score_M, y_MD)
+        return out_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out_TD: torch.Tensor) -> tuple[Any, ...]:
+        plan, experts = ctx.plan, ctx.experts
+        row_M, score_M, y_MD = ctx.saved_tensors
+        d_rows = plan.send(d_out_TD[plan.row_token_N], "backward dispatch of rows").get()
+        d_pair_MD = d_rows[row_M]
+        d_score_M = (d_pair_MD.to(score_M.dtype) * y_MD.to(score_M.dtype)).sum(-1)
+        d_scores = return_score_grads(plan, d_score_M)
+        dx_MD, pending = experts.dgrad((d_pair_MD * score_M[:, None]).to(y_MD.dtype), ctx.saved)
+        d_x = plan.send_back(sum_rows(dx_MD, row_M, sum(plan.receive_rows)), "backward combine of rows")
+        weight_grads = experts.wgrad(pending)  # runs while d_x travels
+        d_scores_TK = score_M.new_zeros(ctx.scores_shape)
+        d_scores_TK.view(-1)[plan.pair_place_n] = d_scores.get()
+        ctx.saved = None
+        return plan.sum_tokens(d_x.get()), d_scores_TK, None, None, *weight_grads
+
+
+class _Shared(torch.autograd.Function):
+    """The shared expert: all tokens, one expert, no exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: torch.Tensor, experts: Experts, *_: nn.Parameter) -> torch.Tensor:
+        y_TD, ctx.saved = experts.forward(x_TD, [len(x_TD)])
+        ctx.experts = experts
+        return y_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[Any, ...]:
+        dx_TD, pending = ctx.experts.dgrad(dy_TD.contiguous(), ctx.saved)
+        ctx.saved = None
+        return dx_TD, None, *ctx.experts.wgrad(pending)

@@ -1,0 +1,143 @@
+"""Run a function on several ranks of this machine and get back what each returns.
+
+Ranks are forked (0.1 s for two; spawning takes seconds), joined by gloo over a file, and watched: at the
+deadline every rank prints its stack and the test fails with all of them. The parent must not have
+started torch threads, so tests keep torch at one thread.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moeclipse.comm.mesh import Mesh, Place, start, stop
+
+
+def run_ranks(
+    num_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    dp: int = 1,
+    deadline_s: float = 60.0,
+    collective_deadline_s: float = 30.0,
+    device: str = "cpu",
+) -> list[Any]:
+    """[function(mesh, *args) for each rank]; results are tensors and plain values. Raises the first failure."""
+    outcomes = run_ranks_raw(
+        num_ranks,
+        function,
+        *args,
+        dp=dp,
+        deadline_s=deadline_s,
+        collective_deadline_s=collective_deadline_s,
+        device=device,
+    )
+    failures = [outcome for outcome in outcomes if not outcome[0]]
+    if failures:
+        raise AssertionError("\n".join(f"rank {outcomes.index(f)}:\n{f[1]}" for f in failures))
+    return [outcome[1] for outcome in outcomes]
+
+
+def run_ranks_raw(
+    num_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    dp: int = 1,
+    deadline_s: float = 60.0,
+    collective_deadline_s: float = 30.0,
+    device: str = "cpu",
+) -> list[tuple[bool, Any]]:
+    """(True, result) or (False, traceback) of each rank; a rank that was killed reports its signal."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks: list[tuple[BaseProcess, Connection]] = []
+        for rank in range(num_ranks):
+            receiver, sender = context.Pipe(duplex=False)
+            place = (rank, num_ranks, dp, folder, collective_deadline_s, device)
+            process = context.Process(target=_child, args=(place, sender, function, args), daemon=True)
+            process.start()
+            sender.close()
+            ranks.append((process, receiver))
+        return _collect(ranks, Path(folder), deadline_s)
+
+
+def _child(place: tuple[Any, ...], sender: Connection, function: Callable[..., Any], args: Any) -> None:
+    rank, num_ranks, dp, folder, collective_deadline_s, device = place
+    stacks = open(Path(folder) / f"stack-{rank}", "w")  # noqa: SIM115  (open for the child's whole life)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    torch.set_num_threads(1)
+    try:
+        store = dist.FileStore(str(Path(folder) / "store"), num_ranks)
+        where = Place(rank=rank, num_ranks=num_ranks, local_rank=rank, local_ranks=num_ranks)
+        watch = start(
+            where,
+            device=torch.device(device),
+            deadline_s=collective_deadline_s,
+            start_deadline_s=30,
+            store=store,
+        )
+        mesh = Mesh(dp=dp, ep=num_ranks // dp, rank=rank, device=torch.device(device), watch=watch)
+        try:
+            outcome = (True, function(mesh, *args))
+        except BaseException as error:
+            watch.publish(f"{type(error).__name__}: {error}")
+            raise
+        stop()
+    except BaseException:
+        outcome = (False, traceback.format_exc())
+    # By value: torch would otherwise pass tensors as file descriptors that die with this process.
+    buffer = io.BytesIO()
+    torch.save(outcome, buffer)
+    sender.send_bytes(buffer.getvalue())
+    sender.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _collect(
+    ranks: list[tuple[BaseProcess, Connection]], folder: Path, deadline_s: float
+) -> list[tuple[bool, Any]]:
+    until = time.monotonic() + deadline_s
+    outcomes: list[tuple[bool, Any]] = []
+    for rank, (process, receiver) in enumerate(ranks):
+        if not receiver.poll(max(0.0, until - time.monotonic())):
+            raise AssertionError(_stacks(ranks, folder, deadline_s))
+        try:
+            outcomes.append(torch.load(io.BytesIO(receiver.recv_bytes()), weights_only=True))
+        except EOFError:
+            process.join(5)
+            outcomes.append((False, f"rank {rank} ended with exit code {process.exitcode} and no result"))
+    for process, _ in ranks:
+        process.join(max(1.0, until - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+    return outcomes
+
+
+def _stacks(ranks: list[tuple[BaseProcess, Connection]], folder: Path, deadline_s: float) -> str:
+    for process, _ in ranks:
+        if process.is_alive() and process.pid is not None:
+            os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(0.5)
+    report = [f"the ranks did not finish within {deadline_s:g} s"]
+    for rank, (process, _) in enumerate(ranks):
+        stack = (folder / f"stack-{rank}").read_text() if process.is_alive() else "(ended)"
+        report.append(f"--- rank {rank}\n{stack}")
+        process.kill()
+    return "\n".join(report)
