@@ -60,8 +60,8 @@ class Display:
         dot = "·" if self.unicode else "|"
         layout = f"{count(ranks, 'rank')} (dp {info.get('dp', 1)} x ep {info.get('ep', 1)})"
         place = f"{info.get('device', '?')} {str(info.get('dtype', '')).removeprefix('torch.')}"
-        name = Text(str(info.get("name", "run")), style="bold")
-        self.console.print(name + Text(f" {dot} {layout} {dot} {place}", style="default not bold"))
+        name = str(info.get("name", "run"))
+        self.console.print(Text.assemble((name, "bold"), f" {dot} {layout} {dot} {place}"))
         size = f"{short(info.get('num_parameters'))} parameters"
         active = f"{short(info.get('num_active_parameters'))} active"
         self.console.print(f"{size}, {active} {dot} {short(info.get('tokens_per_step'))} tokens per step")
@@ -125,8 +125,8 @@ class Display:
         self.console.print()
         for label, lines in summary_lines(summary, self.console.width, self.unicode):
             for index, line in enumerate(lines):
-                head = Text(f"{label if index == 0 else '':<{LABEL_WIDTH}}", style="bold")
-                self.console.print(head + line, soft_wrap=True)
+                head = f"{label if index == 0 else '':<{LABEL_WIDTH}}"
+                self.console.print(Text.assemble((head, "bold"), line))
 
 
 # --- the summary -----------------------------------------------------------------------------------------

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from moeclipse.core.config import build, flag_layer, keys_of, to_toml, with_values
-from moeclipse.core.errors import ConfigError
+from moeclipse.core.errors import ConfigError, DataError
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.presets import Merged, merge, preset_names
 
@@ -30,7 +29,7 @@ class Options:
     """What the command takes besides the configuration."""
 
     config: str = ""
-    """A TOML file; it may name a preset in its first line (preset = "tiny")."""
+    """A TOML file (`--config` may be left out); it may name a preset in its first line (preset = "tiny")."""
     preset: str = ""
     """tiny (the default without a file), small, 5b or deepseek-v3-tiny."""
     ranks: int | Literal["auto"] = "auto"
@@ -75,7 +74,7 @@ def main(words: list[str]) -> int:
         num_ranks = count_ranks(options.ranks, config.run.device, problems)
     problems += layout_problems(config, num_ranks)
     if not joined:
-        problems += directory_problems(config, options.resume)
+        problems += [*directory_problems(config, options.resume), *data_problems(config)]
     if problems:
         raise ConfigError(problems)
     if options.print_config:
@@ -158,6 +157,18 @@ def directory_problems(config: TrainConfig, resume: str) -> Iterator[str]:
         )
 
 
+def data_problems(config: TrainConfig) -> Iterator[str]:
+    """Files that are not there are found before ranks start; what is in them is the trainer's to judge."""
+    if not config.data.files:
+        return
+    from moeclipse.train.corpus import find_files
+
+    try:
+        find_files(config.data.files)
+    except DataError as error:
+        yield str(error)
+
+
 def show_help(words: Sequence[str]) -> int:
     """Every key with its description and the value it would have now."""
     import tyro
@@ -168,15 +179,11 @@ def show_help(words: Sequence[str]) -> int:
     own = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     command = TrainCommand(**sections, **own)
     tyro.cli(
-        Annotated[TrainCommand, tyro.conf.arg(name="")],
-        prog="moeclipse train",
+        TrainCommand,
+        prog="moeclipse train [config.toml]",
         description="Train a Mixture-of-Experts language model. Flags win over the file, the file over the "
         f"preset ({', '.join(preset_names())}).",
         default=command,
         args=["--help"],
     )
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

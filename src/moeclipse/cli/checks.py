@@ -1,0 +1,356 @@
+"""What `moeclipse doctor` looks at. Every check yields items: what there is, whether it works, what to do.
+
+Checks try things instead of trusting version numbers: two forked ranks really all-reduce over loopback, a
+network namespace is really made and removed. Each is safe to run beside a training run and leaves nothing
+behind. Hazard: `backends` forks, so it must run before anything opens a CUDA device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from moeclipse import __version__
+from moeclipse.cli.launch import usable_cores
+
+GIB = 2**30
+NEEDED = ("torch", "numpy", "safetensors")
+# Package -> (extra that installs it, what is missing without it); only what something here uses.
+EXTRAS = {
+    "tokenizers": ("hf", "text is read as bytes, data.tokenizer does not work"),
+    "tensorboard": ("tensorboard", "metrics.tensorboard does not work"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One finding."""
+
+    section: str
+    name: str
+    state: Literal["works", "info", "limited", "broken"]
+    """limited: something is lost but training runs; broken: training cannot run here."""
+    value: str
+    advice: str = ""
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> Iterator[Item]:
+    section = "versions"
+    yield Item(section=section, name="moeclipse", state="info", value=__version__)
+    python = ".".join(map(str, sys.version_info[:3]))
+    yield Item(section=section, name="python", state="works", value=python)
+    for name in NEEDED:
+        found = version_of(name)
+        if found is None:
+            advice = f"pip install {name}"
+            yield Item(section=section, name=name, state="broken", value="missing", advice=advice)
+        elif name == "torch" and tuple(map(int, found.split("+")[0].split(".")[:2])) < (2, 11):
+            yield Item(section=section, name=name, state="broken", value=found, advice="use torch >= 2.11")
+        else:
+            yield Item(section=section, name=name, state="works", value=found)
+    for name, use in (("tyro", "moeclipse train --help"), ("rich", "the display of moeclipse train")):
+        found = version_of(name)
+        state: Literal["works", "limited"] = "works" if found else "limited"
+        advice = "" if found else f"{use} needs it: pip install {name}"
+        yield Item(section=section, name=name, state=state, value=found or "missing", advice=advice)
+    found = version_of("triton")
+    advice = "" if found else "it comes with torch for CUDA; on CPU it is not used"
+    yield Item(section=section, name="triton", state="info", value=found or "missing", advice=advice)
+    for name, (extra, use) in EXTRAS.items():
+        found = version_of(name)
+        advice = "" if found else f"{use}; pip install 'moeclipse[{extra}]'"
+        yield Item(section=section, name=name, state="info", value=found or "missing", advice=advice)
+
+
+def backends() -> Iterator[Item]:
+    """Gloo is tried with two forked ranks; NCCL is asked for its version."""
+    section = "back ends"
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        advice = "this torch was built without torch.distributed; install the official wheel"
+        yield Item(section=section, name="distributed", state="broken", value="missing", advice=advice)
+        return
+    seconds, problem = try_gloo()
+    if problem:
+        advice = (
+            "ranks on CPU cannot talk to each other; is loopback up (ip link set lo up), is fork allowed?"
+        )
+        yield Item(section=section, name="gloo", state="broken", value=problem, advice=advice)
+    else:
+        value = f"two ranks all-reduced over loopback in {1000 * seconds:.0f} ms"
+        yield Item(section=section, name="gloo", state="works", value=value)
+    if dist.is_nccl_available():
+        import torch
+
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "no device"
+        state: Literal["works", "info"] = "works" if torch.cuda.is_available() else "info"
+        yield Item(section=section, name="nccl", state=state, value=nccl)
+    else:
+        yield Item(section=section, name="nccl", state="info", value="not in this torch", advice="CPU only")
+
+
+def try_gloo(timeout_s: float = 30.0) -> tuple[float, str]:
+    """(seconds, problem) of an all-reduce between two forked ranks on loopback."""
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="moeclipse-doctor-") as folder:
+        children = [_fork_rank(rank, folder) for rank in range(2)]
+        codes: dict[int, int] = {}
+        while len(codes) < len(children) and time.monotonic() - begun < timeout_s:
+            for child in children:
+                if child not in codes and os.waitpid(child, os.WNOHANG)[0] == child:
+                    codes[child] = 0 if Path(folder, f"done-{children.index(child)}").exists() else 1
+            time.sleep(0.01)
+        for child in set(children) - set(codes):
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+        problems = [file.read_text() for file in sorted(Path(folder).glob("problem-*"))]
+    if len(codes) < len(children):
+        return 0.0, f"no answer in {timeout_s:g} s"
+    if any(codes.values()):
+        return 0.0, problems[0] if problems else "a rank ended early"
+    return time.monotonic() - begun, ""
+
+
+def _fork_rank(rank: int, folder: str) -> int:
+    child = os.fork()
+    if child:
+        return child
+    try:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+        value = torch.ones(4) * (rank + 1)
+        dist.all_reduce(value)
+        assert value.tolist() == [3.0] * 4
+        Path(folder, f"done-{rank}").touch()
+        dist.barrier()
+    except Exception as error:
+        Path(folder, f"problem-{rank}").write_text(str(error).strip().splitlines()[0][:200])
+    finally:
+        os._exit(0)
+
+
+def devices() -> Iterator[Item]:
+    section = "devices"
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        driver = Path("/proc/driver/nvidia/version").exists()
+        if torch.version.cuda is None:
+            value = "this torch is built for CPU"
+            advice = "install torch for CUDA to use the GPU" if driver else "training runs on CPU"
+        else:
+            value = f"torch for CUDA {torch.version.cuda} sees no device"
+            advice = (
+                "check nvidia-smi and CUDA_VISIBLE_DEVICES" if driver else "no NVIDIA driver; CPU is used"
+            )
+        state: Literal["limited", "info"] = "limited" if driver else "info"
+        yield Item(section=section, name="cuda", state=state, value=value, advice=advice)
+        return
+    count = torch.cuda.device_count()
+    for index in range(count):
+        device = torch.cuda.get_device_properties(index)
+        value = (
+            f"{device.name}, {device.total_memory / GIB:.0f} GiB, capability {device.major}.{device.minor}"
+        )
+        weak = device.major < 8
+        advice = "bfloat16 is slow below capability 8.0; use --model.dtype float16" if weak else ""
+        state_of: Literal["works", "limited"] = "limited" if weak else "works"
+        yield Item(section=section, name=f"cuda:{index}", state=state_of, value=value, advice=advice)
+    if count > 1:
+        apart = [
+            f"{a}-{b}"
+            for a in range(count)
+            for b in range(a + 1, count)
+            if not torch.cuda.can_device_access_peer(a, b)
+        ]
+        value = (
+            f"all {count} devices reach each other" if not apart else f"not between {', '.join(apart[:8])}"
+        )
+        advice = "those pairs copy through the host's memory" if apart else ""
+        state_of = "limited" if apart else "works"
+        yield Item(section=section, name="peer access", state=state_of, value=value, advice=advice)
+
+
+def machine(directory: str) -> Iterator[Item]:
+    section = "machine"
+    cores = usable_cores()
+    advice = "two ranks share one core: slow, but it works" if cores < 2 else ""
+    state: Literal["works", "limited", "broken"] = "limited" if cores < 2 else "works"
+    yield Item(
+        section=section, name="cores", state=state, value=f"{cores} of {os.cpu_count()}", advice=advice
+    )
+    memory = available_memory()
+    state = "works" if memory >= 2 * GIB else "limited"
+    advice = "" if memory >= 2 * GIB else "the tiny preset on two ranks needs about 2 GiB"
+    value = f"{memory / GIB:.1f} GiB available"
+    yield Item(section=section, name="memory", state=state, value=value, advice=advice)
+    yield _shared_memory(section)
+    folder = Path(directory).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    value = f"{free / GIB:.1f} GiB free for {directory}"
+    if not os.access(folder, os.W_OK):
+        advice = f"{folder} is not writable; choose another folder with --run.dir"
+        yield Item(section=section, name="disk", state="broken", value=value, advice=advice)
+    else:
+        low = free < GIB
+        advice = "checkpoints may not fit; choose another folder with --run.dir" if low else ""
+        yield Item(
+            section=section, name="disk", state="limited" if low else "works", value=value, advice=advice
+        )
+
+
+def _shared_memory(section: str) -> Item:
+    try:
+        size = shutil.disk_usage("/dev/shm").free
+    except OSError:
+        advice = "NCCL and data loaders need it; mount a tmpfs there"
+        return Item(section=section, name="/dev/shm", state="limited", value="missing", advice=advice)
+    small = size < 256 * 2**20
+    advice = "containers: docker run --shm-size=8g, Kubernetes: an emptyDir of medium Memory" if small else ""
+    value = f"{size / GIB:.1f} GiB free"
+    return Item(
+        section=section, name="/dev/shm", state="limited" if small else "works", value=value, advice=advice
+    )
+
+
+def available_memory() -> int:
+    """Bytes that can still be used, by the kernel's estimate and the container's limit."""
+    memory = 0
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        memory = 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        memory = min(memory, limit - int((group / "memory.current").read_text()))
+    return memory
+
+
+def environment(variables: Mapping[str, str]) -> Iterator[Item]:
+    """Variables that change how ranks run or talk, and what each does."""
+    section = "environment"
+
+    def item(name: str, state: Literal["works", "info", "limited", "broken"], advice: str) -> Item:
+        return Item(
+            section=section, name=name, state=state, value=variables.get(name, "not set"), advice=advice
+        )
+
+    threads = variables.get("OMP_NUM_THREADS", "")
+    if not threads:
+        yield item("OMP_NUM_THREADS", "info", "moeclipse train gives each rank cores // ranks threads")
+    elif threads.isdigit() and int(threads) > usable_cores():
+        yield item("OMP_NUM_THREADS", "limited", f"more threads than cores ({usable_cores()}): unset it")
+    else:
+        yield item("OMP_NUM_THREADS", "info", "threads of each rank; it overrides cores // ranks")
+    if variables.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        yield item("CUDA_VISIBLE_DEVICES", "limited", "it hides all GPUs; unset it to use them")
+    elif "CUDA_VISIBLE_DEVICES" in variables:
+        yield item("CUDA_VISIBLE_DEVICES", "info", "only these GPUs are used, one rank each")
+    connections = "kernels of all streams queue behind each other, so nothing overlaps; unset it"
+    if variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        yield item(
+            "CUDA_DEVICE_MAX_CONNECTIONS", "limited", f"{connections} (our ordering never depends on it)"
+        )
+    elif "CUDA_DEVICE_MAX_CONNECTIONS" in variables:
+        yield item("CUDA_DEVICE_MAX_CONNECTIONS", "info", "hardware queues; our ordering never depends on it")
+    yield from _interfaces(item, variables)
+    slow = {
+        "NCCL_P2P_DISABLE": "GPUs copy through the host",
+        "NCCL_SHM_DISABLE": "ranks use the network instead",
+    }
+    for name in sorted(name for name in variables if name.startswith("NCCL_")):
+        if name in slow and variables[name] == "1":
+            yield item(name, "limited", f"{slow[name]}; unset it unless you need it")
+        elif name not in ("NCCL_SOCKET_IFNAME", "NCCL_VERSION"):
+            yield item(name, "info", "passed on to NCCL as it is")
+    left = [name for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID") if name in variables]
+    if left and "TORCHELASTIC_RESTART_COUNT" not in variables:
+        yield item(
+            left[0], "limited", "moeclipse train would join other ranks instead of starting its own; unset it"
+        )
+
+
+def _interfaces(item: Callable[..., Item], variables: Mapping[str, str]) -> Iterator[Item]:
+    known = [name for _, name in socket.if_nameindex()]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if variable not in variables:
+            continue
+        wanted = variables[variable].lstrip("^=").split(",")
+        # NCCL takes prefixes, gloo whole names.
+        fits = str.__eq__ if variable.startswith("GLOO") else str.startswith
+        missing = [name for name in wanted if not any(fits(each, name) for each in known)]
+        if missing and not variables[variable].startswith("^"):
+            advice = f"no interface {', '.join(missing)} here; there are {', '.join(known)}"
+            yield item(variable, "broken" if variable.startswith("GLOO") else "limited", advice)
+        else:
+            yield item(variable, "info", "ranks talk over this interface")
+
+
+def network() -> Iterator[Item]:
+    """What several hosts, and the benchmarks on a shaped network, need."""
+    section = "network"
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+        yield Item(section=section, name="host name", state="works", value=f"{name} is {address}")
+    except OSError:
+        advice = "only matters on several hosts: set GLOO_SOCKET_IFNAME to the interface between them"
+        yield Item(section=section, name="host name", state="info", value=f"{name} is unknown", advice=advice)
+    problem = try_namespace()
+    value = problem or "made, shaped to 1 Gbit/s and removed"
+    advice = "only benchmarks on a shaped network need them (root and iproute2)" if problem else ""
+    state: Literal["works", "info"] = "info" if problem else "works"
+    yield Item(section=section, name="namespaces", state=state, value=value, advice=advice)
+
+
+def try_namespace() -> str:
+    """Empty when a network namespace with a slow loopback can be made here; else what is in the way."""
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"no {' and no '.join(missing)} command"
+    if os.geteuid() != 0:
+        return "not root"
+    name = f"moeclipse-{os.getpid()}"
+    shape = shlex.split("tc qdisc add dev lo root tbf rate 1gbit burst 256kb latency 400ms")
+    steps = [["ip", "netns", "add", name], ["ip", "netns", "exec", name, *shape]]
+    try:
+        for step in steps:
+            done = subprocess.run(step, capture_output=True, text=True, timeout=10)
+            if done.returncode:
+                return f"{' '.join(step[:3])}: {(done.stderr.strip() or 'failed').splitlines()[0]}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+    return ""
