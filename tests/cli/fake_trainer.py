@@ -1,0 +1,106 @@
+"""A trainer that trains nothing, for tests of what happens around training.
+
+`put_in(folder)` writes a `sitecustomize.py` that makes `moeclipse.train.trainer` this stand-in in every Python
+that has the folder on its path, so real launchers start real ranks that cost no torch. FAKE_TRAINER says
+what happens at step 2 of the first attempt: `ok`, or `EVENT:RANK`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from moeclipse.core.errors import CommError, DataError
+
+SITE = """
+import os, sys
+if "FAKE_TRAINER" in os.environ:
+    sys.path.insert(0, {tests!r})
+    import fake_trainer
+    sys.modules["moeclipse.train.trainer"] = fake_trainer
+"""
+
+
+def put_in(folder: Path) -> None:
+    (folder / "sitecustomize.py").write_text(SITE.format(tests=str(Path(__file__).parent)))
+
+
+def train(config: Any, *, resume: str = "off", observer: Any = None) -> dict[str, Any]:
+    rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    directory = Path(config.run.dir) / config.run.name
+    directory.mkdir(parents=True, exist_ok=True)
+    seen = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "MASTER_ADDR")}
+    line = f"rank={rank} of={num_ranks} attempt={attempt} resume={resume} {seen}\n"
+    (directory / f"rank-{rank}-{attempt}").write_text(line)
+    if observer is not None:
+        observer.start(INFO | {"name": config.run.name, "steps": config.run.steps, "num_ranks": num_ranks})
+    for step in range(1, config.run.steps + 1):
+        if observer is not None:
+            observer.step(
+                {"step": step, "loss": 5.0 / step, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 1e4}
+            )
+        if step == 2 and attempt == 0:
+            happen(*os.environ["FAKE_TRAINER"].split(":"), here=rank)
+    if observer is not None:
+        observer.end(SUMMARY | {"directory": str(directory)})
+    return SUMMARY
+
+
+def happen(event: str, rank: str = "0", *, here: int) -> None:
+    if event == "ok":
+        return
+    if int(rank) != here:
+        if event in ("raise", "config"):
+            time.sleep(0.05)
+            raise CommError(f"rank {rank} failed: it left")
+        time.sleep(60)
+    if event == "raise":
+        raise RuntimeError("boom")
+    if event == "config":
+        raise DataError("data.files: nothing there")
+    if event == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if event == "exit":
+        os._exit(7)
+    if event == "stuck":
+        # As in a collective whose peer does not come: C code that waits on, whatever signals arrive.
+        libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+        libc.pthread_mutex_lock(mutex)
+        libc.pthread_mutex_lock(mutex)
+
+
+INFO = {
+    "dp": 1,
+    "ep": 2,
+    "device": "cpu",
+    "dtype": "torch.float32",
+    "num_parameters": 3_912_345,
+    "num_active_parameters": 1_212_345,
+    "corpus": "some [bold] text, 24.1 MB",
+    "unigram_entropy": 3.21,
+    "start_step": 0,
+    "tokens_per_step": 2048,
+}
+SUMMARY = {
+    "loss_first": 5.61,
+    "loss_last": 1.92,
+    "tokens_per_s": 12345.6,
+    "step_ms": 166.0,
+    "compute_ms": 120.0,
+    "exposed_ms": 24.0,
+    "straggle_ms": 12.0,
+    "idle_ms": 10.0,
+    "comm_ms": 60.0,
+    "hidden_ms": 36.0,
+    "hidden_fraction": 0.6,
+    "window": "steps 4 to 200",
+    "load": [100, 120, 90, 80, 30, 105, 99, 140],
+    "dropped": 0,
+    "unigram_entropy": 3.21,
+    "checkpoint": "step-00000200",
+}

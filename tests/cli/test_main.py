@@ -1,0 +1,90 @@
+"""The dispatch table: quick answers, hints for typos, exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from moeclipse import __version__
+from moeclipse.cli.main import COMMANDS, main
+from moeclipse.core.errors import CheckpointError, ConfigError
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture) -> None:
+    for words in ([], ["--help"], ["-h"], ["help"]):
+        assert main(words) == 0
+        out = capsys.readouterr().out
+        assert all(f"  {name}" in out for name in COMMANDS)
+
+
+def test_version(capsys: pytest.CaptureFixture) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"moeclipse {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("trian", "did you mean 'train'?"),
+        ("docter", "did you mean 'doctor'?"),
+        ("xyz", "choose one of train, "),
+    ],
+)
+def test_unknown_command(capsys: pytest.CaptureFixture, word: str, hint: str) -> None:
+    assert main([word]) == 2
+    assert capsys.readouterr().err.startswith(f"error: unknown command {word!r}; {hint}")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (ConfigError(["a is wrong", "b too"]), 2, "error: 2 problems in the configuration:\n  - a is wrong"),
+        (CheckpointError("damaged"), 1, "error: damaged\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_errors_become_one_text_and_a_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, error: BaseException, code: int, text: str
+) -> None:
+    def fail(words: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr("moeclipse.cli.train.main", fail)
+    assert main(["train"]) == code
+    assert capsys.readouterr().err.startswith(text)
+
+
+def test_a_missing_package_of_the_command_line_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'rich'", name="rich")
+
+    monkeypatch.setattr("moeclipse.cli.main.importlib.import_module", missing)
+    assert main(["train"]) == 2
+    assert capsys.readouterr().err == "error: `moeclipse train` needs rich; run: pip install rich\n"
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_answers_at_once_and_without_torch(flag: str) -> None:
+    times = []
+    for _ in range(3):  # the best of three: machines are shared
+        begun = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", "-m", "moeclipse", flag], capture_output=True, text=True
+        )
+        times.append(time.monotonic() - begun)
+        assert done.returncode == 0
+        imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+        assert "moeclipse.cli.main" in imported
+        assert not {"torch", "numpy", "tyro", "rich"} & imported
+    assert min(times) < 0.5
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    command = f"{sys.executable} -m moeclipse train --print-config | head -c 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stderr == ""

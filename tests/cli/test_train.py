@@ -1,0 +1,205 @@
+"""`moeclipse train` up to the moment at which ranks start: words, files, help and what is refused."""
+
+from __future__ import annotations
+
+import os
+import time
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import tyro
+
+from moeclipse.cli.main import main
+from moeclipse.cli.train import (
+    Options,
+    TrainCommand,
+    count_ranks,
+    layout_problems,
+    name_run,
+    read_command,
+)
+from moeclipse.core.config import flag_layer, from_table, keys_of, to_flat, to_toml
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.presets import load, merge
+
+
+@pytest.fixture(autouse=True)
+def _outside_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def refused(capsys: pytest.CaptureFixture, *words: str) -> str:
+    assert main(["train", *words]) == 2
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+    return captured.err
+
+
+def test_print_config_is_the_merged_result(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    Path("mine.toml").write_text('preset = "deepseek-v3-tiny"\n[optim]\nlr = 1e-4\n')
+    assert main(["train", "mine.toml", "--print-config", "--data.batch-size", "4"]) == 0
+    text = capsys.readouterr().out
+    config = from_table(TrainConfig, tomllib.loads(text), "printed")
+    assert (config.model.attention, config.optim.lr, config.data.batch_size) == ("mla", 1e-4, 4)
+    assert "# Rank of the joint key-value projection (mla)." in text
+    assert config == load_of(text)
+
+
+def load_of(text: str) -> TrainConfig:
+    Path("again.toml").write_text(text)
+    return load("again.toml")
+
+
+def test_help_shows_every_key_with_the_value_it_would_have(capsys: pytest.CaptureFixture) -> None:
+    Path("mine.toml").write_text("[optim]\nlr = 0.123\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "mine.toml", "--run.steps", "77", "--help"])
+    assert ended.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for key in keys_of(TrainCommand):
+        assert f"--{key.replace('_', '-')}" in text
+    assert "(default: 0.123)" in text
+    assert "(default: 77)" in text
+    assert "Samples per step over all ranks" in text
+
+
+SAMPLES = {int: "3", float: "0.25", str: "abc"}
+
+
+@pytest.mark.parametrize("key", [key for key in keys_of(TrainConfig) if keys_of(TrainConfig)[key] in SAMPLES])
+def test_flags_mean_what_the_help_says(key: str) -> None:
+    """tyro writes the help and we read the flags; both must understand them alike."""
+    words = [f"--{key.replace('_', '-')}", SAMPLES[keys_of(TrainConfig)[key]]]
+    by_tyro = tyro.cli(TrainConfig, args=words, default=TrainConfig())
+    layer, problems = flag_layer(TrainConfig, words)
+    assert not problems
+    assert merge(flags=layer).built.config is not None
+    ours = to_flat(merge(flags=layer).built.config)[key]
+    assert ours == to_flat(by_tyro)[key]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--data.no-shuffle"],
+        ["--data.shuffle"],
+        ["--data.files", "a", "b"],
+        ["--parallel.ep", "2"],
+        ["--parallel.ep", "auto"],
+        ["--gate.kind", "sigmoid"],
+        ["--model.dtype=float64"],
+    ],
+)
+def test_other_flags_mean_what_the_help_says(words: list[str]) -> None:
+    layer, _ = flag_layer(TrainConfig, words)
+    default = merge().built.config
+    assert merge(flags=layer).built.config == tyro.cli(TrainConfig, args=words, default=default)
+
+
+def test_problems_of_file_flags_and_layout_come_together(capsys: pytest.CaptureFixture) -> None:
+    Path("bad.toml").write_text('[gate]\nkind = "sofmax"\ntop_kk = 3\n')
+    text = refused(
+        capsys, "bad.toml", "--gate.top-k", "9", "--rank", "2", "--ranks", "4", "--parallel.ep", "3"
+    )
+    assert text.startswith("error: 5 problems in the configuration:\n")
+    assert "gate.kind = 'sofmax': expected one of softmax, sigmoid, switch, gshard, noisy" in text
+    assert "gate.top_kk: unknown key; did you mean gate.top_k? (bad.toml)" in text
+    assert "gate.top_k (9) must be at most moe.num_experts (8) (gate.top_k from --gate.top-k)" in text
+    assert "rank: unknown key; did you mean ranks? (--rank)" in text
+    assert "parallel.ep (3) must divide the number of ranks (4); choose 1, 2, 4" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nix.toml"], "nix.toml: no such file; give the path of a TOML configuration"),
+        (
+            ["--preset", "tny"],
+            "preset = 'tny': expected one of 5b, deepseek-v3-tiny, small, tiny; did you mean 'tiny'?",
+        ),
+        (["--ranks", "0"], 'ranks (0) must be at least 1, or "auto"'),
+        (["--ranks", "two"], "ranks = 'two': expected a whole number or \"auto\""),
+        (["--restarts", "-1"], "restarts (-1) must not be negative"),
+        (["--resume", "nix"], "resume ('nix'): no such path; expected off, auto or a checkpoint's folder"),
+        (["--data.files", "nix.txt"], "data.files: 'nix.txt' does not exist"),
+        (
+            ["--ranks", "2", "--parallel.ep", "3"],
+            "parallel.ep (3) must divide the number of ranks (2); choose 1, 2",
+        ),
+        (["--ranks", "4", "--parallel.dp", "1", "--parallel.ep", "2"], "must equal the number of ranks (4)"),
+        (["--gate.top-k", "9"], "gate.top_k (9) must be at most moe.num_experts (8)"),
+        (["a.toml", "b.toml"], "b.toml: unexpected"),
+    ],
+)
+def test_bad_input_is_refused_before_any_rank_starts(
+    capsys: pytest.CaptureFixture, words: list[str], message: str
+) -> None:
+    Path("a.toml").write_text("")
+    assert message in refused(capsys, "--run.device", "cpu", *words)
+    assert not Path("runs").exists()
+
+
+def test_a_broken_file_does_not_hide_wrong_flags(capsys: pytest.CaptureFixture) -> None:
+    Path("bad.toml").write_text("[gate\n")
+    text = refused(capsys, "bad.toml", "--rnaks", "2")
+    assert "bad.toml: not valid TOML:" in text
+    assert "line 1" in text
+    assert "did you mean ranks?" in text
+
+
+def test_an_old_runs_folder_is_not_written_over(capsys: pytest.CaptureFixture) -> None:
+    Path("runs/old").mkdir(parents=True)
+    Path("runs/old/metrics.jsonl").touch()
+    text = refused(capsys, "--run.name", "old", "--run.device", "cpu")
+    assert (
+        "run directory runs/old exists; continue it with --resume auto, or choose another --run.name" in text
+    )
+
+
+def test_run_name_is_preset_and_time_or_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    merged = merge(None, "small")
+    assert name_run(merged, "off", {}).run.name.startswith(f"small-{time.strftime('%Y')}")
+    job = {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job-7"}
+    assert name_run(merged, "off", job).run.name == "small-job-7"
+    assert name_run(merged, "off", job | {"TORCHELASTIC_RUN_ID": "none"}).run.name == ""
+    _, named = read_command(["--run.name", "mine"])
+    assert name_run(named, "off", job).run.name == "mine"
+
+
+def test_resume_auto_without_a_name_goes_on_with_the_newest_run() -> None:
+    for age, name in enumerate(["tiny-2", "tiny-1", "small-3"]):
+        Path("runs", name).mkdir(parents=True)
+        file = Path("runs", name, "config.toml")
+        file.write_text(to_toml(TrainConfig()))
+        os.utime(file, (age, age))
+    assert name_run(merge(), "auto", {}).run.name == "tiny-1"
+
+
+def test_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems: list[str] = []
+    assert count_ranks("auto", "cpu", problems) == 2
+    assert count_ranks(5, "cpu", problems) == 5
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert count_ranks("auto", "auto", problems) == 1
+    assert not problems
+    count_ranks(2, "auto", problems)
+    assert problems.pop().startswith("ranks (2) must be at most the number of CUDA devices (1)")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert count_ranks("auto", "auto", problems) == 2
+    count_ranks("auto", "cuda", problems)
+    assert problems.pop() == "run.device = 'cuda', but torch sees no CUDA device; use --run.device cpu"
+
+
+def test_layout_is_not_judged_while_experts_are_wrong() -> None:
+    config = merge(flags=flag_layer(TrainConfig, ["--moe.num-experts", "0"])[0]).built.config
+    assert not list(layout_problems(config, 2))
+
+
+def test_no_option_hides_a_section() -> None:
+    assert not {field.name for field in fields(Options)} & {field.name for field in fields(TrainConfig)}
