@@ -1,0 +1,1 @@
+"""Choosing layouts, orders and granularities with the simulator."""

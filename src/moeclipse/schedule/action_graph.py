@@ -1,0 +1,188 @@
+"""The graph of a program of whole actions, built by arrays: a million actions take seconds.
+
+Nothing is written down about transfers in such a program; they follow from the placement. Each becomes
+one node here (its send and its receive, contracted) on a wire per pair of ranks and direction, in the
+order in which the sender produces. This is exactly what `lower` writes into the lists, where the
+verifier reads it op by op; a test holds the two against each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from moeclipse.core.errors import ScheduleError
+from moeclipse.schedule.graph import DATA, HOST, LANE, WIRE, Edges, Graph, Ints, Wires, sort_graph
+from moeclipse.schedule.op import LEAVES, Op, Program
+
+LOOKAHEAD = 1
+"""A receive is posted this many actions before the one that reads it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionTable:
+    """Leaves of all actions as columns, and where each (stage, microbatch) is computed (-1: nowhere)."""
+
+    ops: list[Op]
+    rank: Ints
+    """Rank of each op."""
+    begin: Ints
+    """First op of each rank, and the end."""
+    owner: Ints
+    """The op that holds a leaf."""
+    kind: Ints
+    """Of a leaf: position in LEAVES."""
+    cell: Ints
+    """Of a leaf: stage * num_microbatches + microbatch."""
+    forward_at: Ints
+    input_grad_at: Ints
+    weight_grad_at: Ints
+
+    def of_kind(self, *kinds: str) -> tuple[Ints, Ints]:
+        """(cells, owners) of all leaves of these kinds."""
+        chosen = np.isin(self.kind, [LEAVES.index(kind) for kind in kinds])
+        return self.cell[chosen], self.owner[chosen]
+
+
+def tabulate(program: Program) -> ActionTable:
+    """Columns of an action program; refuses ops that are no actions or name no stage of the placement."""
+    shape = program.pipeline()
+    stages, M = shape.placement.num_stages, shape.num_microbatches
+    ops = list(chain.from_iterable(program.ranks))
+    owner: list[int] = []
+    kind: list[int] = []
+    cell: list[int] = []
+    code = {leaf: index for index, leaf in enumerate(LEAVES)}
+    for index, op in enumerate(ops):
+        for leaf in op.parts or (op,):
+            stage, microbatch = leaf.stage, leaf.microbatch
+            if leaf.kind not in code or stage is None or microbatch is None:
+                raise ScheduleError(f"{op} is no action; expected F, B, I or W with a stage and a microbatch")
+            if not (0 <= stage < stages and 0 <= microbatch < M):
+                raise ScheduleError(f"{op} lies outside stages 0..{stages - 1} and microbatches 0..{M - 1}")
+            owner.append(index)
+            kind.append(code[leaf.kind])
+            cell.append(stage * M + microbatch)
+    sizes = np.array([len(rank_ops) for rank_ops in program.ranks], dtype=np.int64)
+    table = ActionTable(
+        ops=ops,
+        rank=np.repeat(np.arange(program.num_ranks), sizes),
+        begin=np.concatenate([[0], np.cumsum(sizes)]),
+        owner=np.array(owner, dtype=np.int64),
+        kind=np.array(kind, dtype=np.int64),
+        cell=np.array(cell, dtype=np.int64),
+        forward_at=np.full(stages * M, -1, dtype=np.int64),
+        input_grad_at=np.full(stages * M, -1, dtype=np.int64),
+        weight_grad_at=np.full(stages * M, -1, dtype=np.int64),
+    )
+    for place, kinds in (
+        (table.forward_at, ("F",)),
+        (table.input_grad_at, ("B", "I")),
+        (table.weight_grad_at, ("B", "W")),
+    ):
+        cells, owners = table.of_kind(*kinds)
+        place[cells] = owners
+    return table
+
+
+def action_graph(program: Program, table: ActionTable) -> Graph:
+    """The sorted graph; every cell of the table must be filled."""
+    ops = len(table.ops)
+    inside = np.arange(ops - 1)
+    inside = inside[table.rank[:-1] == table.rank[1:]]
+    pieces: list[tuple[Ints, Ints, int]] = [(inside, inside + 1, LANE)]
+    pieces += _local_edges(program, table)
+    wires, wire_pieces = _wires(program, table)
+    pieces += wire_pieces
+
+    def name(node: int) -> str:
+        if node < ops:
+            return f"{table.ops[node]} on rank {table.rank[node]}"
+        wire = node - ops
+        letter = "F" if wires.is_forward[wire] else "B"
+        return (
+            f"{wires.stage[wire]}SEND_{letter}{wires.microbatch[wire]} "
+            f"(rank {wires.source[wire]} to {wires.destination[wire]})"
+        )
+
+    num_nodes = ops + len(wires.stage)
+    return sort_graph(num_nodes, ops, Edges.join(pieces), name, wires=wires)
+
+
+def _crossings(program: Program) -> tuple[Ints, Ints, list[tuple[int, int]]]:
+    """Cells that feed another cell: (from, to) forward, and the stage pairs behind them."""
+    shape = program.pipeline()
+    M = shape.num_microbatches
+    before, after, stage_pairs = [], [], []
+    for stage in range(shape.placement.num_stages):
+        following = shape.placement.next_stage(stage)
+        if following is not None:
+            microbatches = np.asarray(shape.microbatches_of(stage), dtype=np.int64)
+            before.append(stage * M + microbatches)
+            after.append(following * M + microbatches)
+            stage_pairs.append((stage, following))
+    if not before:
+        empty = np.zeros(0, dtype=np.int64)
+        return empty, empty, []
+    return np.concatenate(before), np.concatenate(after), stage_pairs
+
+
+def _local_edges(program: Program, table: ActionTable) -> list[tuple[Ints, Ints, int]]:
+    """F before its backward, I before its W, and neighbours that live on one rank."""
+    rank_of = np.asarray(program.pipeline().placement.rank_of)
+    M = program.pipeline().num_microbatches
+    filled = np.flatnonzero(table.forward_at >= 0)
+    pieces = [(table.forward_at[filled], table.input_grad_at[filled], DATA)]
+    split = filled[table.input_grad_at[filled] != table.weight_grad_at[filled]]
+    pieces.append((table.input_grad_at[split], table.weight_grad_at[split], DATA))
+    before, after, _ = _crossings(program)
+    same = rank_of[before // M] == rank_of[after // M]
+    pieces.append((table.forward_at[before[same]], table.forward_at[after[same]], DATA))
+    pieces.append((table.input_grad_at[after[same]], table.input_grad_at[before[same]], DATA))
+    return pieces
+
+
+def _wires(program: Program, table: ActionTable) -> tuple[Wires, list[tuple[Ints, Ints, int]]]:
+    """One node per transfer between ranks, in wire order, with the edges around it."""
+    shape = program.pipeline()
+    M = shape.num_microbatches
+    rank_of = np.asarray(shape.placement.rank_of)
+    before, after, _ = _crossings(program)
+    far = rank_of[before // M] != rank_of[after // M]
+    before, after = before[far], after[far]
+    sender = np.concatenate([before, after])
+    reader = np.concatenate([after, before])
+    is_forward = np.arange(len(sender)) < len(before)
+    producer = np.concatenate([table.forward_at[before], table.input_grad_at[after]])
+    consumer = np.concatenate([table.forward_at[after], table.input_grad_at[before]])
+    source, destination = rank_of[sender // M], rank_of[reader // M]
+    line = source * program.num_ranks + destination
+    order = np.lexsort((~is_forward, producer, line))
+    producer, consumer, line = producer[order], consumer[order], line[order]
+    node = len(table.ops) + np.arange(len(order))
+    follows = np.flatnonzero(line[:-1] == line[1:])
+    pieces: list[tuple[Ints, Ints, int]] = [
+        (producer, node, DATA),
+        (node, consumer, DATA),
+        (node[follows], node[follows + 1], WIRE),
+    ]
+    # The host posts a receive before LOOKAHEAD actions ahead of its reader, and never after a later one.
+    posted = consumer - LOOKAHEAD
+    ends = np.flatnonzero(np.diff(line, append=-1))
+    begin = 0
+    for end in ends:
+        segment = slice(begin, end + 1)
+        posted[segment] = np.minimum.accumulate(posted[segment][::-1])[::-1]
+        begin = end + 1
+    blocked = posted - 1 >= table.begin[destination[order]]
+    pieces.append((posted[blocked] - 1, node[blocked], HOST))
+    wires = Wires(
+        source=source[order],
+        destination=destination[order],
+        stage=(sender // M)[order],
+        microbatch=(sender % M)[order],
+        is_forward=is_forward[order],
+    )
+    return wires, pieces

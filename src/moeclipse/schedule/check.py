@@ -1,0 +1,220 @@
+"""The verifier: a program that passes here ends, whatever the timing, and computes each thing once.
+
+It checks, in this order: the exact set of ops; the independence of the F and B of every pair; equal
+order on every communicator; deadlock freedom without buffering; that everything an op reads has ended
+before it starts; and peak activation memory per rank against a bound. Messages name the ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moeclipse.core.errors import ScheduleError
+from moeclipse.schedule.action_graph import ActionTable, action_graph, tabulate
+from moeclipse.schedule.contents import check_contents
+from moeclipse.schedule.graph import Graph
+from moeclipse.schedule.needs import resolve, tabulate_keys
+from moeclipse.schedule.op import Op, Program
+from moeclipse.schedule.op_graph import op_graph
+from moeclipse.schedule.shape import ExchangeShape, PipelineShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """A program that has passed, with its sorted graph; simulator and executor take nothing else."""
+
+    program: Program
+    graph: Graph
+    peak: tuple[float, ...]
+    """Most memory held at once on each rank, in the unit of alloc and free, in launch order."""
+
+
+def verify(program: Program, memory_limit: float | Sequence[float] | None = None) -> Verified:
+    """Prove a program, or raise ScheduleError with the ops that are wrong."""
+    if program.explicit:
+        check_contents(program)
+        _check_pairs(program)
+        graph = op_graph(program)
+        _check_needs(program)
+    else:
+        table = tabulate(program)
+        _check_cells(program, table)
+        _check_pairs(program)
+        graph = action_graph(program, table)
+    peak = launch_peak(program)
+    _check_memory(program, peak, memory_limit)
+    return Verified(program=program, graph=graph, peak=peak)
+
+
+def launch_peak(program: Program) -> tuple[float, ...]:
+    """Most memory per rank when ops run in launch order: each takes before it gives back."""
+    peaks = []
+    for ops in program.ranks:
+        if not ops:
+            peaks.append(0.0)
+            continue
+        alloc = np.array([op.alloc for op in ops])
+        free = np.array([op.free for op in ops])
+        held = np.cumsum(alloc) - np.concatenate([[0.0], np.cumsum(free)[:-1]])
+        peaks.append(float(held.max()))
+    return tuple(peaks)
+
+
+def _check_memory(program: Program, peak: Sequence[float], limit: float | Sequence[float] | None) -> None:
+    if limit is None:
+        return
+    limits = [float(limit)] * len(peak) if isinstance(limit, int | float) else list(limit)
+    if len(limits) != len(peak):
+        raise ScheduleError(
+            f"{len(limits)} memory limits were given for {len(peak)} ranks; give one, or one per rank"
+        )
+    for rank, (held, allowed) in enumerate(zip(peak, limits, strict=True)):
+        if held > allowed * (1 + 1e-9):
+            op = _first_above(program.ranks[rank], allowed)
+            raise ScheduleError(
+                f"{program.name}: rank {rank} holds {held:g} at its peak, more than the {allowed:g} allowed; "
+                f"{op} is the first to exceed it. Use fewer warm-up forwards, more recompute or another schedule"
+            )
+
+
+def _first_above(ops: Sequence[Op], allowed: float) -> Op | None:
+    held = 0.0
+    for op in ops:
+        held += op.alloc
+        if held > allowed * (1 + 1e-9):
+            return op
+        held -= op.free
+    return None
+
+
+def _check_cells(program: Program, table: ActionTable) -> None:
+    """Every (stage, microbatch) once: one F, and either one B or one I and one W, on the stage's rank."""
+    shape = program.pipeline()
+    M = shape.num_microbatches
+    wanted = np.zeros(shape.placement.num_stages * M, dtype=np.int64)
+    for stage in range(shape.placement.num_stages):
+        microbatches = shape.microbatches_of(stage)
+        wanted[stage * M + microbatches.start : stage * M + microbatches.stop] = 1
+    rank_of = np.asarray(shape.placement.rank_of)
+    misplaced = np.flatnonzero(rank_of[table.cell // M] != table.rank[table.owner])
+    if len(misplaced):
+        owner = int(table.owner[misplaced[0]])
+        stage = int(table.cell[misplaced[0]]) // M
+        raise ScheduleError(
+            f"{table.ops[owner]} stands on rank {table.rank[owner]}, but stage {stage} lives on rank {rank_of[stage]}"
+        )
+    for what, kinds in (("F", ("F",)), ("dX", ("B", "I")), ("dW", ("B", "W"))):
+        cells, owners = table.of_kind(*kinds)
+        found = np.bincount(cells, minlength=len(wanted))
+        wrong = np.flatnonzero(found != wanted)
+        if len(wrong):
+            cell = int(wrong[0])
+            culprits = [str(table.ops[int(owner)]) for owner in owners[cells == cell]]
+            raise ScheduleError(
+                f"{program.name}: {what} of stage {cell // M}, microbatch {cell % M} is computed {found[cell]} times"
+                f"{' by ' + ', '.join(culprits) if culprits else ''} instead of {wanted[cell]} "
+                f"({'/'.join(kinds)} expected; {len(wrong)} cells are wrong)"
+            )
+
+
+def _check_pairs(program: Program) -> None:
+    """A pair is one op, so neither half may need the other: within one microbatch the B always needs the F."""
+    if isinstance(program.shape, ExchangeShape):
+        return
+    for rank, ops in enumerate(program.ranks):
+        for op in ops:
+            if op.kind == "PAIR":
+                f, b = op.parts
+                if f.kind != "F" or b.kind not in ("B", "I"):
+                    raise ScheduleError(f"{op} on rank {rank} must pair one F with one B")
+                if f.microbatch == b.microbatch:
+                    raise ScheduleError(_dependent_pair(program.shape, op, rank))
+
+
+def _dependent_pair(shape: PipelineShape, op: Op, rank: int) -> str:
+    f, b = op.parts
+    assert f.stage is not None
+    assert b.stage is not None
+    last = (f.stage // shape.placement.stages_per_chain + 1) * shape.placement.stages_per_chain - 1
+    path = [f"{s}F{f.microbatch}" for s in range(f.stage, last + 1)]
+    path += [f"{s}{b.kind}{b.microbatch}" for s in range(last, b.stage - 1, -1)]
+    shown = path if len(path) <= 8 else [*path[:4], "...", *path[-3:]]
+    return (
+        f"deadlock: {op} on rank {rank} runs F and B of one microbatch as one op, but the B needs the F: "
+        f"the cycle is {' -> '.join(shown)} -> (same op as {path[0]}). One more warm-up forward separates them"
+    )
+
+
+def _check_needs(program: Program) -> None:
+    """Everything an op reads has ended on its rank: through deps, lane order, or both in turn."""
+    for rank, ops in enumerate(program.ranks):
+        wanted = (
+            _exchange_needs(ops)
+            if isinstance(program.shape, ExchangeShape)
+            else _pipeline_needs(program, ops)
+        )
+        ended = _ended_before(ops)
+        place: list[int] = []
+        count: dict[str, int] = {}
+        for op in ops:
+            place.append(count.get(op.lane, 0))
+            count[op.lane] = place[-1] + 1
+        for position, sources in enumerate(wanted):
+            for source in sources:
+                if ended[position].get(ops[source].lane, -1) < place[source]:
+                    raise ScheduleError(
+                        f"{ops[position]} on rank {rank} may start before {ops[source]} has ended, which it reads; "
+                        "list it in deps"
+                    )
+
+
+def _ended_before(ops: Sequence[Op]) -> list[dict[str, int]]:
+    """For each op: on every lane, the last place known to have ended before it starts."""
+    result: list[dict[str, int]] = []
+    last_on_lane: dict[str, int] = {}
+    place: list[int] = []
+    count: dict[str, int] = {}
+    for position, op in enumerate(ops):
+        clock: dict[str, int] = {}
+        for source in (*op.deps, *([last_on_lane[op.lane]] if op.lane in last_on_lane else [])):
+            other = ops[source]
+            clock[other.lane] = max(clock.get(other.lane, -1), place[source])
+            for lane, seen in result[source].items():
+                if seen > clock.get(lane, -1):
+                    clock[lane] = seen
+        result.append(clock)
+        place.append(count.get(op.lane, 0))
+        count[op.lane] = place[-1] + 1
+        last_on_lane[op.lane] = position
+    return result
+
+
+def _pipeline_needs(program: Program, ops: Sequence[Op]) -> list[list[int]]:
+    from_key = tabulate_keys(ops)
+    shape = program.pipeline()
+    return [resolve(shape, op, from_key) for op in ops]
+
+
+def _exchange_needs(ops: Sequence[Op]) -> list[list[int]]:
+    """S before C before R of one (step, chunk, expert); a shadow's send, compute, reduce and add in turn."""
+    where = {(op.kind, op.step, op.chunk, op.expert): position for position, op in enumerate(ops)}
+    before = {
+        "C_F": ("S_F",),
+        "R_F": ("C_F",),
+        "C_B": ("S_B",),
+        "R_B": ("C_B",),
+        "SHADOW_F": ("SHADOW_SEND",),
+        "SHADOW_W": ("SHADOW_B",),
+        "SHADOW_REDUCE": ("SHADOW_W",),
+        "SHADOW_ADD": ("SHADOW_REDUCE",),
+    }
+    wanted: list[list[int]] = []
+    for op in ops:
+        keys = [(kind, op.step, op.chunk, op.expert) for kind in before.get(op.kind, ())]
+        wanted.append([where[key] for key in keys if key in where])
+        if op.kind == "C_W":
+            wanted[-1] += [position for position, other in enumerate(ops) if other.kind == "C_B"]
+    return wanted

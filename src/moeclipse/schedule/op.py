@@ -1,0 +1,196 @@
+"""The op and the program: one step of training as a list of ops per rank, in host launch order.
+
+Two levels share one type. Actions (F, B, I, W, PAIR, SELF) speak of whole stages; layer ops (ATTN_F,
+DISPATCH_B, MLP_W, ...) and the exchange of one MoE layer (S_F, C_F, R_F, ...) speak of what a lane
+executes. A generator yields actions, a template expands them, `lower` adds SEND and RECV.
+
+Contract: `deps` are positions in the same rank's list and always point backward; whatever crosses
+ranks goes through `comm = (group, seq)`, where `seq` counts the ops of one rank on one group and a
+point-to-point group is named "source>destination".
+Hazard: a lane is a FIFO, so an op without deps still waits for everything before it on its lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from moeclipse.core.errors import ScheduleError
+from moeclipse.schedule.shape import ExchangeShape, PipelineShape, Placement
+
+COMPUTE, A2A, DP = "compute", "a2a", "dp"
+P2P = "p2p"
+"""Point-to-point lanes are named p2p:source>destination, one per direction, so a receive never blocks a send."""
+
+BACKWARD = ("B", "I")
+LEAVES = ("F", "B", "I", "W")
+LAYER_PARTS = ("ATTN", "ROUTE", "SHARED", "DISPATCH", "MLP", "COMBINE")
+LAYER_FORMS = ("F", "B", "W", "R")
+"""Forward, backward dX, backward dW, and forward run again (recompute)."""
+EXCHANGE_PARTS = ("DISPATCH", "COMBINE")
+
+LANE_OF: dict[str, str] = {
+    **dict.fromkeys((*LEAVES, "PAIR", "SELF"), COMPUTE),
+    **dict.fromkeys(("REDUCE", "UNSHARD", "RESHARD"), DP),
+    **{
+        f"{part}_{form}": A2A if part in EXCHANGE_PARTS else COMPUTE
+        for part in LAYER_PARTS
+        for form in LAYER_FORMS
+        if not (part in EXCHANGE_PARTS and form == "W") and f"{part}_{form}" != "COMBINE_R"
+    },
+    **dict.fromkeys(("S_F", "R_F", "S_B", "R_B", "SHADOW_SEND", "SHADOW_REDUCE"), A2A),
+    **dict.fromkeys(("C_F", "C_B", "C_W", "SHADOW_F", "SHADOW_B", "SHADOW_W", "SHADOW_ADD"), COMPUTE),
+}
+TRANSFERS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
+"""Their lane depends on the two ranks. A stage is named by whoever launches: 3SEND_F1 meets 4RECV_F1."""
+KINDS = frozenset(LANE_OF) | frozenset(TRANSFERS)
+
+
+class Op(NamedTuple):
+    """One entry of a rank's list; most fields stay at their default. Always built by keyword.
+
+    A named tuple, because it is made twice as fast as a frozen dataclass and a step may hold a million.
+    """
+
+    kind: str
+    lane: str = COMPUTE
+    stage: int | None = None
+    layer: int | None = None
+    """Position inside the stage."""
+    microbatch: int | None = None
+    step: int | None = None
+    """Step of the pair-wise group exchange."""
+    chunk: int | None = None
+    """This slice of the rows, of `chunks`."""
+    chunks: int = 1
+    expert: int | None = None
+    parts: tuple[Op, ...] = ()
+    """PAIR: its F and its B; SELF: the one action it overlaps with itself."""
+    deps: tuple[int, ...] = ()
+    comm: tuple[str, int] | None = None
+    peers: tuple[int, ...] = ()
+    """Members of the group that must have launched before this op can run; empty: all of them."""
+    alloc: float = 0.0
+    """Taken when the op starts ..."""
+    free: float = 0.0
+    """... and given back when it ends."""
+
+    def __str__(self) -> str:
+        if self.parts:
+            return f"({';'.join(map(str, self.parts))})"
+        text = "" if self.stage is None else str(self.stage)
+        if self.layer is not None:
+            text += f".{self.layer}"
+        text += self.kind
+        if self.microbatch is not None:
+            text += str(self.microbatch)
+        if self.step is not None:
+            text += f"@{self.step}"
+        if self.chunk is not None:
+            text += f"#{self.chunk}/{self.chunks}"
+        if self.expert is not None:
+            text += f"~{self.expert}"
+        return text
+
+    @property
+    def leaves(self) -> tuple[Op, ...]:
+        """The plain actions inside: two for a PAIR, one otherwise."""
+        return self.parts or (self,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What every rank launches, in order."""
+
+    name: str
+    ranks: tuple[tuple[Op, ...], ...]
+    shape: PipelineShape | ExchangeShape
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Members of each communicator; a point-to-point group lists its sender first."""
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def num_ops(self) -> int:
+        return sum(map(len, self.ranks))
+
+    @property
+    def explicit(self) -> bool:
+        """Communication stands in the lists; False: whole actions, transfers follow from the placement."""
+        if isinstance(self.shape, ExchangeShape) or self.shape.layers:
+            return True
+        return bool(self.groups)
+
+    def pipeline(self) -> PipelineShape:
+        if not isinstance(self.shape, PipelineShape):
+            raise ScheduleError(
+                f"{self.name} is the exchange of one layer; a pipeline program is needed here"
+            )
+        return self.shape
+
+    def exchange(self) -> ExchangeShape:
+        if not isinstance(self.shape, ExchangeShape):
+            raise ScheduleError(
+                f"{self.name} is a pipeline program; the exchange of one layer is needed here"
+            )
+        return self.shape
+
+
+def forward(stage: int, microbatch: int) -> Op:
+    """F keeps one unit: the activations of one stage for one microbatch."""
+    return Op(kind="F", stage=stage, microbatch=microbatch, alloc=1.0)
+
+
+def backward(stage: int, microbatch: int) -> Op:
+    return Op(kind="B", stage=stage, microbatch=microbatch, free=1.0)
+
+
+def input_grad(stage: int, microbatch: int) -> Op:
+    """The dX part alone: what dW needs stays alive until W."""
+    return Op(kind="I", stage=stage, microbatch=microbatch)
+
+
+def weight_grad(stage: int, microbatch: int) -> Op:
+    return Op(kind="W", stage=stage, microbatch=microbatch, free=1.0)
+
+
+def pair(f: Op, b: Op) -> Op:
+    """F of one microbatch and B of another as one op: they start together and end together."""
+    return Op(kind="PAIR", parts=(f, b), alloc=f.alloc, free=b.free)
+
+
+def self_overlap(action: Op) -> Op:
+    """An action whose own ops hide its own communication."""
+    return Op(kind="SELF", parts=(action,), alloc=action.alloc, free=action.free)
+
+
+def pipeline_program(
+    name: str, ranks: Iterable[Sequence[Op]], placement: Placement, num_microbatches: int
+) -> Program:
+    shape = PipelineShape(placement=placement, num_microbatches=num_microbatches)
+    return Program(name=name, ranks=tuple(map(tuple, ranks)), shape=shape)
+
+
+def fuse_pairs(program: Program) -> Program:
+    """Every F directly followed by a B becomes a PAIR; whether that can run is for the verifier to say."""
+    ranks = []
+    for ops in program.ranks:
+        fused: list[Op] = []
+        for op in ops:
+            if op.kind == "B" and fused and fused[-1].kind == "F":
+                fused[-1] = pair(fused[-1], op)
+            else:
+                fused.append(op)
+        ranks.append(fused)
+    shape = program.pipeline()
+    return pipeline_program(f"{program.name} fused", ranks, shape.placement, shape.num_microbatches)
+
+
+def overlap_alone(program: Program) -> Program:
+    """Every F and B outside a PAIR becomes SELF: warm-up and cool-down hide their own communication."""
+    ranks = [[self_overlap(op) if op.kind in ("F", "B", "I") else op for op in ops] for ops in program.ranks]
+    shape = program.pipeline()
+    return pipeline_program(f"{program.name}+self", ranks, shape.placement, shape.num_microbatches)

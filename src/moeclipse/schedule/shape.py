@@ -1,0 +1,184 @@
+"""What a program must add up to: where stages live, what a layer holds, who exchanges rows with whom.
+
+A shape carries no order. Generators read it to know what to place, the verifier reads it to know what
+has to be there, the executor reads it to find its peers. Stages are numbered along the model, so
+stage s feeds stage s + 1, except at the end of a chain (two chains run in opposite directions in
+DualPipe, which is why a stage index alone never names a rank).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moeclipse.core.errors import ScheduleError
+
+Recompute = Literal["off", "attn", "mlp", "moe", "full"]
+RECOMPUTED: dict[str, tuple[str, ...]] = {
+    "off": (),
+    "attn": ("ATTN",),
+    "mlp": ("SHARED", "MLP"),
+    "moe": ("ROUTE", "DISPATCH", "SHARED", "MLP"),
+    "full": ("ATTN", "ROUTE", "DISPATCH", "SHARED", "MLP"),
+}
+"""Which parts of a layer run a second time in backward; `mlp` keeps the dispatched rows, `moe` sends them again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """rank_of[stage]; the stages form `num_chains` chains of equal length."""
+
+    num_ranks: int
+    rank_of: tuple[int, ...]
+    num_chains: int = 1
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.rank_of)
+
+    @property
+    def stages_per_chain(self) -> int:
+        return len(self.rank_of) // self.num_chains
+
+    def next_stage(self, stage: int) -> int | None:
+        return stage + 1 if (stage + 1) % self.stages_per_chain else None
+
+    def previous_stage(self, stage: int) -> int | None:
+        return stage - 1 if stage % self.stages_per_chain else None
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
+
+    @staticmethod
+    def loop(num_ranks: int, stages_per_rank: int = 1) -> Placement:
+        """Stage s on rank s mod P."""
+        stages = range(num_ranks * stages_per_rank)
+        return Placement(num_ranks=num_ranks, rank_of=tuple(stage % num_ranks for stage in stages))
+
+    @staticmethod
+    def vee(num_ranks: int) -> Placement:
+        """Two stages per rank: down the ranks and back up, so the last stage sits on rank 0."""
+        down = tuple(range(num_ranks))
+        return Placement(num_ranks=num_ranks, rank_of=down + down[::-1])
+
+    @staticmethod
+    def dual(num_ranks: int) -> Placement:
+        """Two copies of the model in opposite directions; stages P..2P-1 are the second copy."""
+        down = tuple(range(num_ranks))
+        return Placement(num_ranks=num_ranks, rank_of=down + down[::-1], num_chains=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation:
+    """What one layer keeps for one microbatch, in any unit; the default makes a layer's sum 1."""
+
+    input: float = 0.1
+    attn: float = 0.35
+    shared: float = 0.1
+    mlp: float = 0.45
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One transformer layer as a schedule sees it."""
+
+    moe: bool = True
+    shared: bool = True
+    """Shared experts beside the routed ones (a dense layer has none)."""
+    recompute: Recompute = "off"
+    activation: Activation = Activation()
+
+    def __post_init__(self) -> None:
+        if self.recompute not in RECOMPUTED:
+            raise ScheduleError(
+                f"recompute ({self.recompute!r}) must be one of {', '.join(map(repr, RECOMPUTED))}"
+            )
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """In forward order."""
+        if not self.moe:
+            return ("ATTN", "MLP")
+        shared = ("SHARED",) if self.shared else ()
+        return ("ATTN", "ROUTE", *shared, "DISPATCH", "MLP", "COMBINE")
+
+    @property
+    def recomputed(self) -> tuple[str, ...]:
+        return tuple(part for part in self.parts if part in RECOMPUTED[self.recompute])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineShape:
+    """Every stage runs forward and backward once for each of its microbatches."""
+
+    placement: Placement
+    num_microbatches: int
+    layers: tuple[tuple[Layer, ...], ...] = ()
+    """Layers of each stage; empty while the program speaks of whole actions."""
+    reduce: bool = False
+    """Every stage ends with one gradient reduction on the dp lane."""
+
+    def microbatches_of(self, stage: int) -> range:
+        """Chains share the microbatches evenly; one chain takes them all."""
+        placement = self.placement
+        share = self.num_microbatches // placement.num_chains
+        chain = stage // placement.stages_per_chain
+        return range(chain * share, (chain + 1) * share)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shadow:
+    """One expert whose owner lends its parameters to `ranks` for one step."""
+
+    expert: int
+    owner: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeShape:
+    """The rows of one MoE layer travel in steps: at step s, group g sends to group g + s."""
+
+    groups: tuple[tuple[int, ...], ...]
+    units: tuple[tuple[int, int], ...]
+    """(step, chunk) in the order all ranks share."""
+    chunks: int = 1
+    experts_per_rank: int = 1
+    per_expert: bool = False
+    """One event per (step, expert) instead of one per step."""
+    shadows: tuple[Shadow, ...] = ()
+    backward: bool = False
+    blocking: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(map(len, self.groups))
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.groups)
+
+    def group_of(self, rank: int) -> int:
+        for index, members in enumerate(self.groups):
+            if rank in members:
+                return index
+        raise ScheduleError(
+            f"rank {rank} is in none of the {self.num_steps} groups; expected 0..{self.num_ranks - 1}"
+        )
+
+    def send_to(self, rank: int, step: int) -> tuple[int, ...]:
+        """Ranks that get this rank's rows at `step` (and whose results come back from there)."""
+        return self.groups[(self.group_of(rank) + step) % self.num_steps]
+
+    def receive_from(self, rank: int, step: int) -> tuple[int, ...]:
+        """Ranks whose rows arrive here at `step`."""
+        return self.groups[(self.group_of(rank) - step) % self.num_steps]
+
+
+def even_groups(num_ranks: int, group_size: int) -> tuple[tuple[int, ...], ...]:
+    """Consecutive ranks; the last group holds what is left over."""
+    if num_ranks < 1 or group_size < 1:
+        raise ScheduleError(f"num_ranks ({num_ranks}) and group_size ({group_size}) must be at least 1")
+    return tuple(
+        tuple(range(first, min(first + group_size, num_ranks))) for first in range(0, num_ranks, group_size)
+    )

@@ -1,0 +1,218 @@
+"""The exchange of one MoE layer in fine steps: S sends rows, C computes them, R returns results.
+
+Ranks form groups in a ring. At step s every rank sends to group g + s and receives from group g - s, so
+any number of ranks and any group size match, a ragged last group included. Rows may be cut further into
+chunks. All ranks share one order of (step, chunk) units; `plan.search` chooses it.
+
+    forward    a2a      S_0 S_1 ... S_n  shadow parameters  R_0 R_1 ... R_n
+               compute      C_0 C_1 ... C_n  shadow rows
+    backward   a2a      S_0 S_1 ... S_n  shadow gradients   R_0 R_1 ... R_n
+               compute  shadow rows  C_0 C_1 ... C_n  dW  add shadow gradients
+
+R_u is launched right behind C_u, never behind the last C. In backward, shadows need no rows from others,
+so they run while the first S travels, and dW runs while the last R travels.
+Contract: launch order is host order, so S of all units stands before the first C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeclipse.core.errors import ScheduleError
+from moeclipse.schedule.op import LANE_OF, Op, Program
+from moeclipse.schedule.shape import ExchangeShape, Shadow, even_groups
+
+GROUP = "ep"
+
+
+def natural_units(num_steps: int, chunks: int = 1) -> tuple[tuple[int, int], ...]:
+    """Own group first, then around the ring; chunks of a step side by side."""
+    return tuple((step, chunk) for step in range(num_steps) for chunk in range(chunks))
+
+
+def exchange_shape(
+    num_ranks: int,
+    *,
+    group_size: int = 1,
+    groups: Sequence[Sequence[int]] | None = None,
+    chunks: int = 1,
+    units: Sequence[tuple[int, int]] | None = None,
+    experts_per_rank: int = 1,
+    per_expert: bool = False,
+    shadows: Sequence[Shadow] = (),
+    backward: bool = False,
+    blocking: bool = False,
+) -> ExchangeShape:
+    """A checked shape; `groups` (any partition of the ranks) overrides `group_size`."""
+    ring = even_groups(num_ranks, group_size) if groups is None else tuple(map(tuple, groups))
+    if sorted(rank for members in ring for rank in members) != list(range(num_ranks)):
+        raise ScheduleError(f"groups {ring} must hold each of the ranks 0..{num_ranks - 1} once")
+    if any(not members for members in ring):
+        raise ScheduleError(f"groups {ring} must not be empty")
+    if chunks < 1 or experts_per_rank < 1:
+        raise ScheduleError(f"chunks ({chunks}) and experts_per_rank ({experts_per_rank}) must be at least 1")
+    order = natural_units(len(ring), chunks) if units is None else tuple(units)
+    if sorted(order) != list(natural_units(len(ring), chunks)):
+        raise ScheduleError(
+            f"units must hold each of the {len(ring)} steps x {chunks} chunks once, but are {order}"
+        )
+    for shadow in shadows:
+        ranks = (shadow.owner, *shadow.ranks)
+        if len(set(ranks)) != len(ranks) or not all(0 <= rank < num_ranks for rank in ranks):
+            raise ScheduleError(
+                f"{shadow} must name distinct ranks below {num_ranks}, the owner not among those it lends to"
+            )
+    if len({shadow.expert for shadow in shadows}) != len(shadows):
+        raise ScheduleError(f"each expert may be shadowed once, but shadows are {list(shadows)}")
+    return ExchangeShape(
+        groups=ring,
+        units=order,
+        chunks=chunks,
+        experts_per_rank=experts_per_rank,
+        per_expert=per_expert,
+        shadows=tuple(shadow for shadow in shadows if shadow.ranks),
+        backward=backward,
+        blocking=blocking,
+    )
+
+
+class _RankList:
+    """One rank's list while it grows."""
+
+    def __init__(self, rank: int, shape: ExchangeShape) -> None:
+        self.rank, self.shape = rank, shape
+        self.ops: list[Op] = []
+        self.seq: dict[str, int] = {}
+
+    def add(
+        self,
+        kind: str,
+        *,
+        unit: tuple[int, int] | None = None,
+        expert: int | None = None,
+        deps: Sequence[int] = (),
+        group: str | None = None,
+        peers: tuple[int, ...] = (),
+        alloc: float = 0.0,
+        free: float = 0.0,
+    ) -> int:
+        comm = None
+        if group is not None:
+            comm = (group, self.seq.get(group, 0))
+            self.seq[group] = comm[1] + 1
+        cut = self.shape.chunks > 1 and unit is not None
+        op = Op(
+            kind=kind,
+            lane=LANE_OF[kind],
+            step=unit[0] if unit else None,
+            chunk=unit[1] if unit and cut else None,
+            chunks=self.shape.chunks if cut else 1,
+            expert=expert,
+            deps=tuple(deps),
+            comm=comm,
+            peers=peers,
+            alloc=alloc,
+            free=free,
+        )
+        self.ops.append(op)
+        return len(self.ops) - 1
+
+    def peers(self, step: int) -> tuple[int, ...]:
+        shape = self.shape
+        return tuple(
+            sorted({self.rank, *shape.send_to(self.rank, step), *shape.receive_from(self.rank, step)})
+        )
+
+
+def smart(shape: ExchangeShape) -> Program:
+    """The program of one layer's exchange, forward or backward as the shape says."""
+    build = _backward if shape.backward else _forward
+    ranks = tuple(tuple(build(_RankList(rank, shape))) for rank in range(shape.num_ranks))
+    groups = {GROUP: tuple(range(shape.num_ranks))}
+    for shadow in shape.shadows:
+        groups[_shadow_group(shadow)] = (shadow.owner, *shadow.ranks)
+    order = "blocking" if shape.blocking else "smart"
+    return Program(
+        name=f"{order} {'backward' if shape.backward else 'forward'}", ranks=ranks, shape=shape, groups=groups
+    )
+
+
+def _shadow_group(shadow: Shadow) -> str:
+    return f"shadow{shadow.expert}"
+
+
+def _events(shape: ExchangeShape) -> list[tuple[tuple[int, int], int | None]]:
+    experts: Sequence[int | None] = range(shape.experts_per_rank) if shape.per_expert else (None,)
+    return [(unit, expert) for unit in shape.units for expert in experts]
+
+
+def _send_all(out: _RankList, form: str) -> list[int]:
+    events = _events(out.shape)
+    alloc = 1.0 / len(events) if form == "F" else 0.0
+    return [
+        out.add(f"S_{form}", unit=unit, expert=expert, group=GROUP, peers=out.peers(unit[0]), alloc=alloc)
+        for unit, expert in events
+    ]
+
+
+def _compute_and_return(out: _RankList, form: str, sent: list[int], extra: Sequence[int]) -> list[int]:
+    """Smart: C_u needs S_u, R_u needs C_u. Blocking: every C needs every S, every R needs every C."""
+    events, blocking = _events(out.shape), out.shape.blocking
+    computed = []
+    returns: list[tuple[tuple[int, int], int | None]] = []
+
+    def give_back(unit: tuple[int, int], expert: int | None, deps: Sequence[int]) -> None:
+        free = 1.0 / len(events) if form == "B" else 0.0
+        peers = out.peers(unit[0])
+        out.add(f"R_{form}", unit=unit, expert=expert, deps=deps, group=GROUP, peers=peers, free=free)
+
+    for (unit, expert), source in zip(events, sent, strict=True):
+        deps = [*sent, *extra] if blocking else [source]
+        computed.append(out.add(f"C_{form}", unit=unit, expert=expert, deps=deps))
+        if blocking:
+            returns.append((unit, expert))
+        else:
+            give_back(unit, expert, computed[-1:])
+    if blocking:
+        after = list(computed)
+        if form == "B":
+            after.append(out.add("C_W", deps=computed))
+        for unit, expert in returns:
+            give_back(unit, expert, after)
+    return computed
+
+
+def _forward(out: _RankList) -> list[Op]:
+    sent = _send_all(out, "F")
+    lent: list[tuple[int, int]] = []
+    for shadow in out.shape.shadows:
+        if out.rank in (shadow.owner, *shadow.ranks):
+            position = out.add("SHADOW_SEND", expert=shadow.expert, group=_shadow_group(shadow))
+            if out.rank != shadow.owner:
+                lent.append((shadow.expert, position))
+    _compute_and_return(out, "F", sent, [position for _, position in lent])
+    for expert, position in lent:
+        out.add("SHADOW_F", expert=expert, deps=[position])
+    return out.ops
+
+
+def _backward(out: _RankList) -> list[Op]:
+    sent = _send_all(out, "B")
+    reduced: list[int] = []
+    added: list[tuple[int, int]] = []
+    for shadow in out.shape.shadows:
+        deps = []
+        if out.rank in shadow.ranks:
+            first = out.add("SHADOW_B", expert=shadow.expert)
+            deps = [out.add("SHADOW_W", expert=shadow.expert, deps=[first])]
+        if out.rank in (shadow.owner, *shadow.ranks):
+            position = out.add("SHADOW_REDUCE", expert=shadow.expert, deps=deps, group=_shadow_group(shadow))
+            reduced.append(position)
+            if out.rank == shadow.owner:
+                added.append((shadow.expert, position))
+    computed = _compute_and_return(out, "B", sent, reduced)
+    if not out.shape.blocking:
+        out.add("C_W", deps=computed)
+    for expert, position in added:
+        out.add("SHADOW_ADD", expert=expert, deps=[position])
+    return out.ops
