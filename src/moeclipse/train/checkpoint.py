@@ -55,7 +55,7 @@ class Checkpoint:
         checkpoint, damage = _verify(Path(path), ranks)
         if checkpoint is None:
             raise CheckpointError(
-                f"checkpoint {path} is damaged: {'; '.join(damage)}; "
+                f"checkpoint {path} cannot be loaded: {'; '.join(damage)}; "
                 f"give the path of a whole checkpoint, or resume with `auto` to take the newest whole one"
             )
         return checkpoint

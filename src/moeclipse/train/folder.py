@@ -91,9 +91,10 @@ def prune(disk: Disk, folder: Path, step: int, keep: int) -> None:
 
 
 def discard(disk: Disk, path: Path) -> None:
-    """Removes a checkpoint: its name first, at once, then its files."""
+    """Removes a checkpoint: its name first, at once and for good, then its files."""
     trash = path.with_name(TRASH + path.name)
     if trash.exists():
         remove_tree(disk, trash)
     disk.rename(path, trash)
+    disk.fsync_folder(path.parent)  # a power loss must not bring the name back after files are gone
     remove_tree(disk, trash)

@@ -21,6 +21,7 @@ from typing import Any
 
 from moeclipse.core.errors import CheckpointError
 from moeclipse.train.disk import Written, sha256_of
+from moeclipse.train.folder import checkpoints_in
 from moeclipse.train.shard import DTYPES
 
 FORMAT = "moeclipse checkpoint"
@@ -61,13 +62,7 @@ class Index:
             }
             for name, tensor in sorted(self.tensors.items())
         }
-        try:
-            return json.dumps({"state": self.state, "tensors": tensors}, indent=1).encode()
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"the checkpoint's state cannot be written as JSON: {error}; "
-                f"give dicts, lists, strings, numbers, booleans and None"
-            ) from error
+        return json.dumps({"state": self.state, "tensors": tensors}, indent=1).encode()
 
 
 def build_index(records: Iterable[tuple[str, list[dict[str, Any]]]], state: Mapping[str, Any]) -> Index:
@@ -135,7 +130,7 @@ def inspect(path: Path, share: int = 0, num_shares: int = 1) -> Inspection:
         files = _decode_manifest(raw)
         index = _decode_index(_verified_index(path, files), files)
     except FileNotFoundError as error:
-        return Inspection(damage=(f"{Path(error.filename).name} is missing",))
+        return Inspection(damage=(_missing(path, Path(error.filename).name),))
     except OSError as error:
         return Inspection(damage=(f"{Path(error.filename or path).name} cannot be read: {error.strerror}",))
     except CheckpointError as error:
@@ -143,6 +138,15 @@ def inspect(path: Path, share: int = 0, num_shares: int = 1) -> Inspection:
     shards = sorted(set(files) - {INDEX})[share::num_shares]
     damage = [text for name in shards if (text := file_damage(path / name, files[name]))]
     return Inspection(damage=tuple(damage), index=index, manifest_sha256=hashlib.sha256(raw).hexdigest())
+
+
+def _missing(path: Path, name: str) -> str:
+    if not path.is_dir():
+        return "there is no such folder"
+    inside = checkpoints_in(path)
+    if inside:
+        return f"it holds checkpoints but is none itself; give {inside[0].path}"
+    return f"{name} is missing"
 
 
 def file_damage(path: Path, expected: Written) -> str | None:
@@ -181,7 +185,7 @@ def _decode_manifest(raw: bytes) -> dict[str, Written]:
             f"{MANIFEST} has format version {version}; this MoEclipse reads version {VERSION}"
         )
     for name in files:
-        if Path(name).name != name or name in (".", "..") or "\\" in name or "\0" in name:
+        if Path(name).name != name or name in ("", ".", "..") or "\\" in name or "\0" in name:
             raise CheckpointError(
                 f"{MANIFEST} names the file {name!r}, which is not a plain name inside the folder"
             )

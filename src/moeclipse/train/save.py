@@ -12,6 +12,7 @@ by the next save.
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import secrets
 import shutil
@@ -45,7 +46,7 @@ def save(
         raise ConfigError(f"checkpoint.keep ({keep}) must be at least 1, and the step ({step}) at least 0")
     job = _Save(folder=Path(folder), step=step, ranks=ranks, disk=disk)
     try:
-        plans = together(ranks, lambda: job.prepare(pieces), job.words)
+        plans = together(ranks, lambda: job.prepare(pieces, state), job.words)
         index = job.agree(plans, state)
         files = together(ranks, job.write, job.words)
         together(ranks, lambda: job.commit(index, files), job.words)
@@ -79,9 +80,10 @@ class _Save:
     def final(self) -> Path:
         return self.folder / layout.step_name(self.step)
 
-    def prepare(self, pieces: Iterable[Piece]) -> dict[str, Any]:
+    def prepare(self, pieces: Iterable[Piece], state: Mapping[str, Any]) -> dict[str, Any]:
         temporary = ""
         if self.ranks.rank == 0:
+            _check_state(state)
             make_folders(self.disk, self.folder)
             layout.remove_leftovers(self.disk, self.folder)
             # A fresh name: a rank of a dead attempt that still writes cannot reach this save's files.
@@ -183,6 +185,16 @@ def size_text(num_bytes: int) -> str:
     while size >= 1000 and len(units) > 1:
         size, units = size / 1024, units[1:]
     return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the state cannot be written as JSON: {error}; "
+            f"give dicts, lists, strings, numbers, booleans and None"
+        ) from error
 
 
 def _free(folder: Path) -> int:
