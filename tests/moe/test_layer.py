@@ -46,7 +46,16 @@ def inputs(total: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor
 
 def make(gate: GateConfig, num_experts: int, shared: int, mesh: Mesh | None, dtype=torch.float64) -> MoE:
     moe = MoE(
-        D, FF, num_experts, gate.top_k, gate=gate, num_shared_experts=shared, mesh=mesh, seed=7, init_std=0.5, dtype=dtype
+        D,
+        FF,
+        num_experts,
+        gate.top_k,
+        gate=gate,
+        num_shared_experts=shared,
+        mesh=mesh,
+        seed=7,
+        init_std=0.5,
+        dtype=dtype,
     )
     with torch.no_grad():
         if gate.kind == "noisy":
@@ -56,7 +65,9 @@ def make(gate: GateConfig, num_experts: int, shared: int, mesh: Mesh | None, dty
     return moe
 
 
-def run(mesh: Mesh, gate: GateConfig, num_experts: int, shared: int, sizes: list[int], dtype=torch.float64) -> dict:
+def run(
+    mesh: Mesh, gate: GateConfig, num_experts: int, shared: int, sizes: list[int], dtype=torch.float64
+) -> dict:
     """Output and gradients of this rank's part; the loss is a sum over all tokens plus the aux loss."""
     moe = make(gate, num_experts, shared, mesh, dtype)
     x, d_y = inputs(sum(sizes), dtype)

@@ -33,18 +33,21 @@ class ParallelConfig:
         """(dp, ep) for this many ranks; raises ValueError with the choices there are."""
         divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
         choices = ", ".join(map(str, divisors))
-        dp, ep = self.dp, self.ep
-        if ep == "auto":
-            if dp == "auto":
-                ep = max(n for n in divisors if n <= max(num_experts, 1))
-            else:
-                ep = max(num_ranks // dp, 1)
-        if dp == "auto":
-            dp = max(num_ranks // ep, 1)
+        if self.ep != "auto":
+            ep = self.ep
+        elif self.dp != "auto":
+            ep = max(num_ranks // self.dp, 1)
+        else:
+            ep = max(n for n in divisors if n <= max(num_experts, 1))
+        dp = max(num_ranks // ep, 1) if self.dp == "auto" else self.dp
         if num_ranks % ep:
-            raise ValueError(f"parallel.ep ({ep}) must divide the number of ranks ({num_ranks}); choose {choices}")
+            raise ValueError(
+                f"parallel.ep ({ep}) must divide the number of ranks ({num_ranks}); choose {choices}"
+            )
         if num_ranks % dp:
-            raise ValueError(f"parallel.dp ({dp}) must divide the number of ranks ({num_ranks}); choose {choices}")
+            raise ValueError(
+                f"parallel.dp ({dp}) must divide the number of ranks ({num_ranks}); choose {choices}"
+            )
         if dp * ep != num_ranks:
             raise ValueError(
                 f"parallel.dp ({dp}) x parallel.ep ({ep}) must equal the number of ranks ({num_ranks}); "

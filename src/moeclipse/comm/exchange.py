@@ -9,6 +9,7 @@ are built on it; on NCCL the native collectives are used.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,6 +17,10 @@ import torch.distributed as dist
 
 from moeclipse.comm.lane import Lane, Ticket
 from moeclipse.comm.mesh import Group
+
+# Newer torch renames both and warns about the old names.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Result:
@@ -67,7 +72,7 @@ def gather(lane: Lane, group: Group, value: torch.Tensor, label: str) -> Result:
         sent = value.contiguous()
 
         def start() -> Any:
-            return dist.all_gather_into_tensor(out, sent, group=group.handle, async_op=True)
+            return ALL_GATHER(out, sent, group=group.handle, async_op=True)
 
     return Result(out, lane.launch(group, label, start, (out, sent)))
 
@@ -95,9 +100,11 @@ def total(lane: Lane, group: Group, value: torch.Tensor, label: str) -> RankSum:
     return RankSum(Result(parts._value.flatten(0, 1), parts._ticket), group.size)
 
 
-def reduce_scatter(lane: Lane, group: Group, flat: torch.Tensor, bounds: Sequence[int], label: str) -> RankSum:
+def reduce_scatter(
+    lane: Lane, group: Group, flat: torch.Tensor, bounds: Sequence[int], label: str
+) -> RankSum:
     """Sum `flat` over the group; member p gets elements bounds[p]:bounds[p+1]. Shards may be uneven."""
-    sizes = [stop - start for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+    sizes = [stop - start for start, stop in pairwise(bounds)]
     if group.size == 1:
         return RankSum(Result(flat[bounds[0] : bounds[1]]), 1)
     mine = sizes[group.index]
@@ -105,22 +112,24 @@ def reduce_scatter(lane: Lane, group: Group, flat: torch.Tensor, bounds: Sequenc
         out = flat.new_empty(mine)
 
         def start() -> Any:
-            return dist.reduce_scatter_tensor(out, flat, group=group.handle, async_op=True)
+            return REDUCE_SCATTER(out, flat, group=group.handle, async_op=True)
 
         return RankSum(Result(out, lane.launch(group, label, start, (out, flat))), 1)
     return RankSum(all_to_all(lane, group, flat, sizes, [mine] * group.size, label), group.size)
 
 
-def all_gather_shards(lane: Lane, group: Group, flat: torch.Tensor, bounds: Sequence[int], label: str) -> Result:
+def all_gather_shards(
+    lane: Lane, group: Group, flat: torch.Tensor, bounds: Sequence[int], label: str
+) -> Result:
     """Fill `flat` in place with every member's own shard of it."""
     if group.size == 1:
         return Result(flat)
-    sizes = [stop - start for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+    sizes = [stop - start for start, stop in pairwise(bounds)]
     mine = flat[bounds[group.index] : bounds[group.index + 1]]
     if group.backend == "nccl" and len(set(sizes)) == 1:
 
         def start_native() -> Any:
-            return dist.all_gather_into_tensor(flat, mine, group=group.handle, async_op=True)
+            return ALL_GATHER(flat, mine, group=group.handle, async_op=True)
 
         return Result(flat, lane.launch(group, label, start_native, flat))
     sent = mine.repeat(group.size)

@@ -72,7 +72,9 @@ class Mesh:
         return cls(dp=1, ep=1, rank=0, device=torch.device(device), watch=watch)
 
     @classmethod
-    def of_world(cls, *, dp: int = 1, ep: int, device: str | torch.device = "cpu", deadline_s: float = 60.0) -> Mesh:
+    def of_world(
+        cls, *, dp: int = 1, ep: int, device: str | torch.device = "cpu", deadline_s: float = 60.0
+    ) -> Mesh:
         """Over the process group that torch.distributed already has (a user's own set-up)."""
         if not dist.is_initialized():
             if dp * ep == 1:
@@ -81,7 +83,9 @@ class Mesh:
                 f"Mesh.of_world(dp={dp}, ep={ep}) needs torch.distributed; call init_process_group first"
             )
         if dp * ep != dist.get_world_size():
-            raise ConfigError(f"dp ({dp}) x ep ({ep}) must equal the number of ranks ({dist.get_world_size()})")
+            raise ConfigError(
+                f"dp ({dp}) x ep ({ep}) must equal the number of ranks ({dist.get_world_size()})"
+            )
         store = dist.PrefixStore("moeclipse", dist.distributed_c10d._get_default_store())
         watch = Watch(store=store, rank=dist.get_rank(), num_ranks=dp * ep, deadline_s=deadline_s)
         return cls(dp=dp, ep=ep, rank=dist.get_rank(), device=torch.device(device), watch=watch)
@@ -109,13 +113,13 @@ class Mesh:
         return [json.loads(bytes(part[:size].tolist())) for part, size in zip(parts, sizes, strict=True)]
 
     def _all_gather(self, value: torch.Tensor) -> torch.Tensor:
-        out = value.new_empty(self.num_ranks * value.numel())
+        sent, out = value.repeat(self.num_ranks), value.new_empty(self.num_ranks * value.numel())
         group = self.world
 
         def start() -> Any:
-            return dist.all_gather_into_tensor(out, value, group=group.handle, async_op=True)
+            return dist.all_to_all_single(out, sent, group=group.handle, async_op=True)
 
-        self.grads.launch(group, "exchange of control data", start, (out, value)).wait()
+        self.grads.launch(group, "exchange of control data", start, (out, sent)).wait()
         return out
 
     def barrier(self) -> None:
@@ -130,7 +134,9 @@ class Mesh:
             self.barrier()
             leaving.append(time.perf_counter_ns())
         stamps = self.gather_objects(leaving)
-        offsets = sorted((zero - mine) * 1e-9 for zero, mine in zip(stamps[0], stamps[self.rank], strict=True))
+        offsets = sorted(
+            (zero - mine) * 1e-9 for zero, mine in zip(stamps[0], stamps[self.rank], strict=True)
+        )
         middle = offsets[len(offsets) // 2]
         return middle, max(offsets[-1] - middle, middle - offsets[0])
 
@@ -216,7 +222,9 @@ def open_store(place: Place, patience: timedelta) -> dist.Store:
         )
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = place.rank == 0 and not agent
-    return dist.TCPStore(host, int(port), None if agent else place.num_ranks, is_master=serves, timeout=patience)
+    return dist.TCPStore(
+        host, int(port), None if agent else place.num_ranks, is_master=serves, timeout=patience
+    )
 
 
 def stop() -> None:

@@ -62,3 +62,8 @@ class ModelConfig:
                 yield f"model.qk_rope_head_dim ({self.qk_rope_head_dim}) must be even: rotary position turns pairs"
         if self.init_std <= 0 or self.norm_eps <= 0:
             yield f"model.init_std ({self.init_std}) and model.norm_eps ({self.norm_eps}) must be positive"
+
+    @property
+    def rope_width(self) -> int:
+        """Components of a head that rotary position turns."""
+        return self.head_dim if self.attention == "gqa" else self.qk_rope_head_dim

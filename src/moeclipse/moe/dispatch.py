@@ -72,11 +72,15 @@ class Plan:
 
     def send(self, rows_ND: torch.Tensor, what: str) -> Result:
         label = f"{what}, {self.where}"
-        return all_to_all(self.route.lane, self.route.group, rows_ND, self.send_rows, self.receive_rows, label)
+        return all_to_all(
+            self.route.lane, self.route.group, rows_ND, self.send_rows, self.receive_rows, label
+        )
 
     def send_back(self, rows_RD: torch.Tensor, what: str) -> Result:
         label = f"{what}, {self.where}"
-        return all_to_all(self.route.lane, self.route.group, rows_RD, self.receive_rows, self.send_rows, label)
+        return all_to_all(
+            self.route.lane, self.route.group, rows_RD, self.receive_rows, self.send_rows, label
+        )
 
     def sum_tokens(self, rows_ND: torch.Tensor) -> torch.Tensor:
         """The partial sums that came back, added for each token in rank order."""
@@ -119,8 +123,10 @@ def plan_dispatch(expert_ids_TK: torch.Tensor, route: Route, where: str) -> Plan
     order = order[: sum(send_pairs)]
 
     num_mine = len(counts)
-    experts = torch.arange(num_mine, device=device).repeat(num_ranks)
-    expert_M = experts.repeat_interleave(torch.tensor(arriving, dtype=torch.int64, device=device).flatten())
+    my_experts = torch.arange(num_mine, device=device).repeat(num_ranks)
+    expert_M = my_experts.repeat_interleave(
+        torch.tensor(arriving, dtype=torch.int64, device=device).flatten()
+    )
     starts = torch.tensor([sum(receive_rows[:p]) for p in range(num_ranks)], device=device)
     return Plan(
         route=route,
@@ -146,7 +152,12 @@ def send_pairs(plan: Plan, scores_TK: torch.Tensor) -> Result:
     packed = torch.stack([places, scores_TK.flatten()[plan.pair_place_n]], dim=1)
     route = plan.route
     return all_to_all(
-        route.lane, route.group, packed, plan.send_pairs, plan.receive_pairs, f"dispatch of scores, {plan.where}"
+        route.lane,
+        route.group,
+        packed,
+        plan.send_pairs,
+        plan.receive_pairs,
+        f"dispatch of scores, {plan.where}",
     )
 
 
@@ -163,5 +174,10 @@ def return_score_grads(plan: Plan, d_score_M: torch.Tensor) -> Result:
     arrival[plan.regroup_M] = d_score_M
     route = plan.route
     return all_to_all(
-        route.lane, route.group, arrival, plan.receive_pairs, plan.send_pairs, f"return of score gradients, {plan.where}"
+        route.lane,
+        route.group,
+        arrival,
+        plan.receive_pairs,
+        plan.send_pairs,
+        f"return of score gradients, {plan.where}",
     )

@@ -22,7 +22,7 @@ from torch import nn
 from moeclipse.ops.activation import swiglu, swiglu_backward
 from moeclipse.ops.grouped_gemm import grouped_mm, grouped_mm_dgrad, grouped_mm_wgrad
 from moeclipse.ops.random import fill_normal, key_of
-from moeclipse.tensor.weight_grad import accumulator, mark_ready
+from moeclipse.tensor.weight_grad import accumulator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +59,8 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.ids = tuple(ids)
-        shape = {"device": device, "dtype": dtype}
-        self.up = nn.Parameter(torch.empty(len(ids), 2 * d_ff, d_model, **shape))
-        self.down = nn.Parameter(torch.empty(len(ids), d_model, d_ff, **shape))
+        self.up = nn.Parameter(torch.empty(len(ids), 2 * d_ff, d_model, device=device, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(len(ids), d_model, d_ff, device=device, dtype=dtype))
         for name, weight, std in (("up", self.up, init_std), ("down", self.down, down_std or init_std)):
             for slot, expert in enumerate(ids):
                 fill_normal(weight.data[slot], key_of(seed, layer, "expert", expert, name), std)
@@ -80,10 +79,8 @@ class Experts(nn.Module):
         """What autograd gets for (up, down): nothing where the parameter has a main_grad."""
         up, up_grad = accumulator(self.up)
         grouped_mm_wgrad(pending.d_h, pending.x, pending.counts, into=up)
-        mark_ready(self.up)
         down, down_grad = accumulator(self.down)
         grouped_mm_wgrad(pending.dy, pending.a, pending.counts, into=down)
-        mark_ready(self.down)
         return up_grad, down_grad
 
 
@@ -93,7 +90,9 @@ class PadToCapacity:
     def __init__(self, experts: Experts, capacity: int) -> None:
         self.experts, self.capacity = experts, capacity
 
-    def forward(self, x: torch.Tensor, counts: Sequence[int]) -> tuple[torch.Tensor, tuple[Saved, torch.Tensor]]:
+    def forward(
+        self, x: torch.Tensor, counts: Sequence[int]
+    ) -> tuple[torch.Tensor, tuple[Saved, torch.Tensor]]:
         starts = [slot * self.capacity for slot in range(len(counts))]
         place = torch.cat(
             [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]

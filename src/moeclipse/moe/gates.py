@@ -48,7 +48,9 @@ class Gate(nn.Module):
         fill_normal(self.weight.data, key_of(seed, layer, "gate"), init_std)
         if config.kind == "noisy":
             self.noise_weight = nn.Parameter(torch.zeros_like(self.weight))
-        self.register_buffer("bias_E", torch.zeros(num_experts, device=device, dtype=math_dtype(self.weight.dtype)))
+        self.register_buffer(
+            "bias_E", torch.zeros(num_experts, device=device, dtype=math_dtype(self.weight.dtype))
+        )
 
     def forward(self, x_TD: torch.Tensor, tokens: Tokens) -> Routing:
         dtype = math_dtype(x_TD.dtype)

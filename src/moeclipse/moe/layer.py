@@ -87,7 +87,9 @@ class MoE(nn.Module):
         if num_shared_experts:
             self.shared = Experts([-1], d_ff=num_shared_experts * d_ff, down_std=down_std, **shape)
         self.last: MoEReport | None = None
-        self.register_buffer("load_E", torch.zeros(num_experts, dtype=torch.int64, device=device), persistent=False)
+        self.register_buffer(
+            "load_E", torch.zeros(num_experts, dtype=torch.int64, device=device), persistent=False
+        )
 
     load_E: torch.Tensor
     """Tokens of this rank that wanted each expert since the last optimizer step."""

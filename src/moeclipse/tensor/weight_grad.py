@@ -3,7 +3,7 @@
 A trainer gives each parameter a `main_grad` (fp32, or the parameter's dtype where that is wider) that
 lives in a flat buffer and sums over microbatches. A parameter without one, in a user's own loop, gets
 its gradient in `.grad` as always. Whoever computes a weight gradient by hand asks `accumulator` where to
-add it and calls `mark_ready` afterwards, so that the reduction over ranks can start.
+add it and what to tell autograd.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ def main_grad_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def attach(parameter: torch.nn.Parameter, main_grad: torch.Tensor, ready: Callable[[], None]) -> None:
-    """From now on gradients of `parameter` add into `main_grad`; `ready` is called after each backward."""
+    """From now on gradients of `parameter` add into `main_grad`; `ready` is called after each backward.
+
+    The hook runs once in each backward, after all uses of the parameter, also when whoever used it has
+    added into main_grad by hand and gave autograd nothing.
+    """
     parameter.main_grad = main_grad  # type: ignore[attr-defined]
-    parameter.main_grad_ready = ready  # type: ignore[attr-defined]
 
     def take(p: torch.Tensor) -> None:
-        assert p.grad is not None
-        main_grad.add_(p.grad)
-        p.grad = None
+        if p.grad is not None:
+            main_grad.add_(p.grad)
+            p.grad = None
         ready()
 
     parameter.register_post_accumulate_grad_hook(take)
@@ -43,10 +46,3 @@ def accumulator(parameter: torch.nn.Parameter) -> tuple[torch.Tensor, torch.Tens
         return main_grad, None
     grad = torch.zeros_like(parameter)
     return grad, grad
-
-
-def mark_ready(parameter: torch.nn.Parameter) -> None:
-    """This backward has added all it has to add."""
-    ready: Callable[[], None] | None = getattr(parameter, "main_grad_ready", None)
-    if ready is not None:
-        ready()

@@ -1,0 +1,174 @@
+"""What one rank trains: model, data and optimizer, one step at a time.
+
+A step: microbatches forward and backward, gradients reduced while the last backward runs, one exchange that
+tells every rank loss, norm and whether all is finite, then the update. Everything random is a function of
+(seed, step, ...), so a checkpoint needs no generator state and a resumed run repeats the lost steps exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moeclipse.comm.exchange import gather, total
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.errors import DivergedError
+from moeclipse.model.transformer import Transformer
+from moeclipse.moe.standalone import moe_layers
+from moeclipse.moe.tokens import Tokens
+from moeclipse.ops.random import key_of
+from moeclipse.train.buckets import Buckets
+from moeclipse.train.checkpoint import Checkpoint, Piece, check_model, save
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.corpus import open_corpus
+from moeclipse.train.data import Batches, Samples
+from moeclipse.train.metrics import gather_splits, mean_times, split_of
+from moeclipse.train.optim import AdamW, learning_rate
+
+
+class Learner:
+    """Model, data and optimizer of one rank."""
+
+    def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        corpus = open_corpus(config.data, config.model.vocab_size)
+        samples = Samples(corpus, config.data.seq_len, config.run.seed, config.data.shuffle)
+        self.corpus = corpus
+        self.batches = Batches(samples, config.data.batch_size, config.optim.accumulate)
+        self.dtype = choose_dtype(config.model.dtype, mesh.device)
+        self.model = Transformer(
+            config.model, config.moe, config.gate, mesh=mesh, seed=config.run.seed, dtype=self.dtype
+        )
+        self.buckets = Buckets(self.model, mesh, config.optim.bucket_mb)
+        self.optim = AdamW(self.buckets, config.optim)
+        self.layers = [layer for _, layer in moe_layers(self.model)]
+        self.bad_steps = 0
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.data.batch_size * self.config.data.seq_len
+
+    def backward(self, step: int) -> dict[str, torch.Tensor]:
+        """All microbatches of a step; gradients are on their way afterwards. Returns this rank's sums."""
+        mesh, recorder, accumulate = self.mesh, self.mesh.recorder, self.config.optim.accumulate
+        torch.manual_seed(key_of(self.config.run.seed, step, mesh.rank) >> 1)  # for a user's own layers
+        sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # loss, aux loss, dropped rows
+        self.buckets.zero()
+        for layer in self.layers:
+            layer.load_E.zero_()
+        for m in range(accumulate):
+            batch = self.batches.microbatch(step, m, mesh.rank, mesh.num_ranks)
+            tokens = Tokens(
+                mesh=mesh, first=batch.first_token, total=batch.total_tokens, step=step, microbatch=m
+            )
+            with recorder.compute():
+                out = self.model(batch.inputs.to(mesh.device), batch.targets.to(mesh.device), tokens)
+                if m == accumulate - 1:
+                    self.buckets.arm()
+                (out.loss_sum / self.tokens_per_step + out.aux_loss / accumulate).backward()
+                dropped = sum((report.num_dropped for report in out.reports), start=sums.new_zeros(()))
+                sums += torch.stack(
+                    [out.loss_sum.detach(), out.aux_loss.detach() / accumulate, dropped]
+                ).double()
+        with recorder.compute():
+            self.buckets.finish()
+        return {"loss": sums[0], "aux_loss": sums[1], "dropped": sums[2]}
+
+    def step(self, step: int) -> dict[str, Any]:
+        """One optimizer step; returns its record, the same on every rank but for times."""
+        mesh, recorder = self.mesh, self.mesh.recorder
+        recorder.begin_step()
+        sums = self.backward(step)
+        with recorder.compute():
+            shards = [bucket.reduced() for bucket in self.buckets]
+            mine = torch.stack([*sums.values(), self.optim.sum_of_squares(shards)])
+            # Every rank adds all ranks' numbers in the same order, so all decide alike, to the bit.
+            stats = gather(mesh.grads, mesh.world, mine, "exchange of step results").get().sum(0).tolist()
+            load = torch.stack([layer.load_E for layer in self.layers]) if self.layers else None
+            if load is not None:
+                load = total(mesh.grads, mesh.world, load, "sum of expert loads").get()
+            loss, norm = stats[0] / self.tokens_per_step, math.sqrt(stats[3]) if stats[3] >= 0 else math.nan
+            lr = learning_rate(self.config.optim, step, self.config.run.steps)
+            skipped = not (math.isfinite(loss) and math.isfinite(norm))
+            if not skipped:
+                self.optim.step(shards, lr, norm)
+                for index, layer in enumerate(self.layers):
+                    assert load is not None
+                    layer.gate.rebalance(load[index])
+        stamps = recorder.end_step()
+        self._judge(step, skipped, loss, norm)
+        per_rank = gather_splits(split_of(stamps, mesh), mesh)
+        times = mean_times(per_rank)
+        return {
+            "step": step,
+            "loss": loss,
+            "aux_loss": stats[1],
+            "lr": lr,
+            "grad_norm": norm,
+            "tokens_per_s": 1e3 * self.tokens_per_step / times["step_ms"],
+            "num_tokens": self.tokens_per_step,
+            **times,
+            "ranks": per_rank,
+            "load": load.tolist() if load is not None else [],
+            "dropped": int(stats[2]),
+            "skipped": skipped,
+        }
+
+    def _judge(self, step: int, skipped: bool, loss: float, norm: float) -> None:
+        self.bad_steps = self.bad_steps + 1 if skipped else 0
+        if self.bad_steps >= self.config.optim.max_bad_steps:
+            raise DivergedError(
+                f"{self.bad_steps} steps in a row, up to step {step}, had a non-finite loss ({loss}) or "
+                f"gradient norm ({norm}); lower optim.lr, or resume from an earlier checkpoint"
+            )
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a checkpoint must have in common with a run that continues it."""
+        model = asdict(self.config.model) | {"dtype": str(self.dtype).removeprefix("torch.")}
+        gate = asdict(self.config.gate)
+        return {"model": model, "moe": asdict(self.config.moe), "gate": {"kind": gate["kind"]}}
+
+    def save(self, folder: Path, step: int) -> Path:
+        """A checkpoint of the state before `step`."""
+        state = {
+            "step": step,
+            "updates": self.optim.updates,
+            "bad_steps": self.bad_steps,
+            "seed": self.config.run.seed,
+            "data": self.batches.state(step),
+            "fingerprint": self.fingerprint(),
+        }
+        pieces = list(self.optim.pieces())
+        if self.mesh.rank == 0:
+            for name, buffer in self._buffers():
+                pieces.append(
+                    Piece(name=f"buffer/{name}", shape=tuple(buffer.shape), start=0, data=buffer.flatten())
+                )
+        return save(folder, step, pieces, state, self.mesh, keep=self.config.checkpoint.keep)
+
+    def load(self, checkpoint: Checkpoint) -> int:
+        """Continue from a checkpoint of any layout; returns the step to run next."""
+        state = checkpoint.state
+        check_model(state, self.fingerprint())
+        step = int(state["step"])
+        self.batches.check_state(state["data"], step)
+        self.optim.load(checkpoint, int(state["updates"]))
+        self.bad_steps = int(state["bad_steps"])
+        for name, buffer in self._buffers():
+            buffer.copy_(checkpoint.read(f"buffer/{name}").view(buffer.shape))
+        return step
+
+    def _buffers(self) -> list[tuple[str, torch.Tensor]]:
+        kept = set(self.model.state_dict())
+        return [(name, buffer) for name, buffer in self.model.named_buffers() if name in kept]
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

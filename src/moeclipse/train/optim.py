@@ -1,0 +1,111 @@
+"""AdamW whose state is sharded: each rank updates its shards and sends out the result.
+
+    g = gradient summed over ranks, times the clip factor
+    m = b1 m + (1 - b1) g          v = b2 v + (1 - b2) g^2
+    w = w - lr (m / (1 - b1^n) / (sqrt(v / (1 - b2^n)) + eps) + decay w)
+
+Weights are updated in fp32 (fp64 for fp64 models) and rounded to the parameters' type when they are sent
+out; where the types are equal the master weights are the parameters themselves. Vectors (norms) do not
+decay. A step with a non-finite loss or gradient is skipped on all ranks alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from moeclipse.train.buckets import Bucket, Buckets
+from moeclipse.train.checkpoint import Checkpoint, Piece
+from moeclipse.train.config import OptimConfig
+
+STATES = ("weight", "adam_m", "adam_v")
+
+
+def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
+    """Linear warm-up, then half a cosine down to min_lr_ratio at the last step."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    span = max(num_steps - 1 - config.warmup_steps, 1)
+    progress = min((step - config.warmup_steps) / span, 1.0)
+    floor = config.min_lr_ratio
+    return config.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+@dataclass(kw_only=True)
+class ShardState:
+    """What the owner of a shard keeps."""
+
+    weight: torch.Tensor
+    adam_m: torch.Tensor
+    adam_v: torch.Tensor
+
+
+class AdamW:
+    def __init__(self, buckets: Buckets, config: OptimConfig) -> None:
+        self.buckets, self.config = buckets, config
+        self.updates = 0
+        self.states = [self._state(bucket) for bucket in buckets]
+
+    def _state(self, bucket: Bucket) -> ShardState:
+        weight = bucket.params[bucket.shard]
+        if weight.dtype != bucket.grads.dtype:
+            weight = weight.to(bucket.grads.dtype)
+        return ShardState(weight=weight, adam_m=torch.zeros_like(weight), adam_v=torch.zeros_like(weight))
+
+    def sum_of_squares(self, shards: list[torch.Tensor]) -> torch.Tensor:
+        """Of this rank's shards; over all ranks each gradient element counts once."""
+        return torch.stack([shard.double().square().sum() for shard in shards]).sum()
+
+    @torch.no_grad()
+    def step(self, shards: list[torch.Tensor], lr: float, norm: float) -> None:
+        self.updates += 1
+        clip = self.config.clip_norm
+        factor = clip / norm if clip and norm > clip else 1.0
+        on_the_way = []
+        for bucket, state, grad in zip(self.buckets, self.states, shards, strict=True):
+            if grad.numel():
+                self._update(state, grad * factor, lr, self.config.weight_decay if bucket.decay else 0.0)
+                if state.weight.dtype != bucket.params.dtype:
+                    bucket.params[bucket.shard] = state.weight.to(bucket.params.dtype)
+            on_the_way.append(bucket.publish())
+        for result in on_the_way:
+            result.get()
+
+    def _update(self, state: ShardState, grad: torch.Tensor, lr: float, decay: float) -> None:
+        config, n = self.config, self.updates
+        state.adam_m.lerp_(grad, 1 - config.beta1)
+        state.adam_v.mul_(config.beta2).addcmul_(grad, grad, value=1 - config.beta2)
+        spread = (state.adam_v / (1 - config.beta2**n)).sqrt_().add_(config.eps)
+        state.weight.mul_(1 - lr * decay)
+        state.weight.addcdiv_(state.adam_m, spread, value=-lr / (1 - config.beta1**n))
+
+    def pieces(self) -> Iterator[Piece]:
+        """All that this rank owns, as pieces of logical tensors."""
+        for bucket, state in zip(self.buckets, self.states, strict=True):
+            for segment in bucket.segments():
+                for kind in STATES:
+                    shard: torch.Tensor = getattr(state, kind)
+                    yield Piece(
+                        name=f"{kind}/{segment.entry.name}",
+                        shape=segment.entry.shape,
+                        start=segment.start,
+                        data=shard[segment.place : segment.place + segment.length],
+                    )
+
+    @torch.no_grad()
+    def load(self, checkpoint: Checkpoint, updates: int) -> None:
+        """Take this rank's shards out of a checkpoint of any layout and send the weights out."""
+        self.updates = updates
+        for bucket, state in zip(self.buckets, self.states, strict=True):
+            for segment in bucket.segments():
+                for kind in STATES:
+                    stop = segment.start + segment.length
+                    data = checkpoint.read(f"{kind}/{segment.entry.name}", segment.start, stop)
+                    getattr(state, kind)[segment.place : segment.place + segment.length] = data
+            if state.weight.dtype != bucket.params.dtype:
+                bucket.params[bucket.shard] = state.weight.to(bucket.params.dtype)
+        for result in [bucket.publish() for bucket in self.buckets]:
+            result.get()

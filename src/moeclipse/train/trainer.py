@@ -1,0 +1,177 @@
+"""A run, from its configuration to its summary.
+
+    summary = train(config)        # on every rank; one rank alone needs no set-up at all
+
+Join the ranks, open the run directory, train, save, report. Whatever fails on one rank is published before
+that rank leaves, so that the others, whose collectives break, fail with its words and not with their own
+symptoms.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from moeclipse.comm import mesh as ranks
+from moeclipse.comm.mesh import Mesh, Place
+from moeclipse.core.config import to_toml, validate, with_values
+from moeclipse.core.errors import ConfigError, MoEclipseError
+from moeclipse.model.transformer import count_parameters
+from moeclipse.train.checkpoint import Checkpoint, newest
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.learner import Learner
+from moeclipse.train.metrics import Metrics
+
+
+class Observer(Protocol):
+    """Who watches a run; called on rank 0 only."""
+
+    def start(self, info: dict[str, Any]) -> None: ...
+    def step(self, record: dict[str, Any]) -> None: ...
+    def note(self, text: str) -> None: ...
+    def end(self, summary: dict[str, Any]) -> None: ...
+
+
+class Silence:
+    """Watches nothing."""
+
+    def start(self, info: dict[str, Any]) -> None: ...
+    def step(self, record: dict[str, Any]) -> None: ...
+    def note(self, text: str) -> None: ...
+    def end(self, summary: dict[str, Any]) -> None: ...
+
+
+def train(config: TrainConfig, *, resume: str = "off", observer: Observer | None = None) -> dict[str, Any]:
+    """Train as this rank; returns the summary. `resume`: off, auto, or a checkpoint's path."""
+    validate(config)
+    place = Place.read()
+    try:
+        dp, ep = config.parallel.sizes(place.num_ranks, config.moe.num_experts)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    device = ranks.choose_device(config.run.device, place.local_rank)
+    watch = ranks.start(
+        place,
+        device=device,
+        deadline_s=config.parallel.deadline_s,
+        start_deadline_s=config.parallel.start_deadline_s,
+    )
+    try:
+        mesh = Mesh(dp=dp, ep=ep, rank=place.rank, device=device, watch=watch)
+        quiet = place.rank != 0 or observer is None
+        run = Run(config, mesh, Silence() if quiet or observer is None else observer)
+        return run.whole(resume)
+    except BaseException as error:
+        text = str(error) if isinstance(error, MoEclipseError) else f"{type(error).__name__}: {error}"
+        watch.publish(text)
+        raise
+    finally:
+        ranks.stop()
+
+
+class Run:
+    """A run directory and the steps that fill it."""
+
+    def __init__(self, config: TrainConfig, mesh: Mesh, observer: Observer) -> None:
+        self.mesh, self.observer = mesh, observer
+        # Ranks read their clocks apart: rank 0 chooses the name.
+        name = mesh.gather_objects(config.run.name or f"run-{time.strftime('%Y%m%d-%H%M%S')}")[0]
+        self.config = with_values(config, {"run.name": name})
+        self.directory = Path(config.run.dir) / name
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / "checkpoints"
+
+    def whole(self, resume: str) -> dict[str, Any]:
+        config = self.config
+        self._open_directory(resume)
+        found = self._find(resume)
+        learner = Learner(config, self.mesh)
+        start = learner.load(found) if found is not None else 0
+        metrics = Metrics(
+            self.directory,
+            writes=self.mesh.rank == 0,
+            warmup_steps=config.metrics.warmup_steps,
+            tensorboard=config.metrics.tensorboard,
+        )
+        metrics.continue_from(start)
+        self.observer.start(self._info(learner, start))
+        path = self._steps(learner, metrics, start)
+        path = path or (found.path if found is not None else None)
+        extra = {
+            "unigram_entropy": learner.corpus.unigram_entropy(),
+            "checkpoint": str(path) if path else None,
+        }
+        summary = metrics.summary(extra)
+        self.observer.end(summary)
+        return summary
+
+    def _steps(self, learner: Learner, metrics: Metrics, start: int) -> Path | None:
+        config, path = self.config, None
+        for step in range(start, config.run.steps):
+            record = learner.step(step)
+            metrics.add(record)
+            self.observer.step(record)
+            if record["skipped"]:
+                self.observer.note(
+                    f"step {step} skipped on all ranks: loss {record['loss']}, gradient norm {record['grad_norm']}"
+                )
+            done = step + 1
+            due = config.checkpoint.every and done % config.checkpoint.every == 0
+            if due or (done == config.run.steps and config.checkpoint.at_end):
+                path = learner.save(self.checkpoints, done)
+        return path
+
+    def _open_directory(self, resume: str) -> None:
+        """Rank 0 looks and creates; all ranks learn what it found before anyone goes on."""
+        problem = None
+        if self.mesh.rank == 0:
+            try:
+                if resume != "auto" and self.directory.exists() and any(self.directory.iterdir()):
+                    problem = (
+                        f"run directory {self.directory} exists; continue it with --resume auto, "
+                        "or choose another --run.name"
+                    )
+                else:
+                    self.directory.mkdir(parents=True, exist_ok=True)
+                    (self.directory / "config.toml").write_text(to_toml(self.config, comments=True))
+            except OSError as error:
+                problem = (
+                    f"run directory {self.directory} cannot be written: {error}; choose another --run.dir"
+                )
+        problem = self.mesh.gather_objects(problem)[0]
+        if problem:
+            raise ConfigError(problem)
+
+    def _find(self, resume: str) -> Checkpoint | None:
+        """The checkpoint to continue, verified whole, or None to begin."""
+        if resume == "off":
+            return None
+        if resume != "auto":
+            return Checkpoint.open(resume, self.mesh)
+        search = newest(self.checkpoints, self.mesh)
+        for damaged in search.passed_over:
+            self.observer.note(f"passed over a damaged checkpoint, {damaged}")
+        return search.checkpoint
+
+    def _info(self, learner: Learner, start: int) -> dict[str, Any]:
+        config, mesh = self.config, self.mesh
+        everything, active = count_parameters(config.model, config.moe, config.gate)
+        return {
+            "name": config.run.name,
+            "directory": str(self.directory),
+            "num_ranks": mesh.num_ranks,
+            "dp": mesh.dp,
+            "ep": mesh.ep,
+            "device": str(mesh.device),
+            "dtype": str(learner.dtype).removeprefix("torch."),
+            "num_parameters": everything,
+            "num_active_parameters": active,
+            "corpus": learner.corpus.what,
+            "unigram_entropy": learner.corpus.unigram_entropy(),
+            "steps": config.run.steps,
+            "start_step": start,
+            "tokens_per_step": learner.tokens_per_step,
+        }
