@@ -217,8 +217,8 @@ def open_store(place: Place, patience: timedelta) -> dist.Store:
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if host is None or port is None:
         raise CommError(
-            f"this process is rank {place.rank} of {place.num_ranks}, but MASTER_ADDR and MASTER_PORT are not "
-            "set; start it with `moeclipse train --ranks N` or with torchrun"
+            f"this process is rank {place.rank} of {place.num_ranks}, but MASTER_ADDR and MASTER_PORT are "
+            "not set; start it with `moeclipse train --ranks N` or with torchrun"
         )
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = place.rank == 0 and not agent

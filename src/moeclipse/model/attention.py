@@ -15,7 +15,7 @@ from moeclipse.model.config import ModelConfig
 
 
 def rope_table(seq_len: int, width: int, base: float, device: torch.device) -> torch.Tensor:
-    """cos and sin for each (position, pair): [2, S, width / 2], in float64 so that every dtype rounds once."""
+    """cos and sin for each (position, pair): [2, S, width / 2], in float64: every dtype rounds once."""
     frequency = base ** (-torch.arange(0, width, 2, dtype=torch.float64, device=device) / width)
     angle = torch.arange(seq_len, dtype=torch.float64, device=device)[:, None] * frequency
     return torch.stack([angle.cos(), angle.sin()])

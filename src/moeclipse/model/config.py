@@ -51,7 +51,9 @@ class ModelConfig:
             )
         if self.attention == "gqa":
             if self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads:
-                yield f"model.num_kv_heads ({self.num_kv_heads}) must divide model.num_heads ({self.num_heads})"
+                yield (
+                    f"model.num_kv_heads ({self.num_kv_heads}) must divide model.num_heads ({self.num_heads})"
+                )
             if self.head_dim % 2:
                 yield f"model.head_dim ({self.head_dim}) must be even: rotary position turns pairs"
         else:
@@ -59,7 +61,10 @@ class ModelConfig:
                 if getattr(self, name) < 1:
                     yield f"model.{name} ({getattr(self, name)}) must be at least 1"
             if self.qk_rope_head_dim % 2:
-                yield f"model.qk_rope_head_dim ({self.qk_rope_head_dim}) must be even: rotary position turns pairs"
+                yield (
+                    f"model.qk_rope_head_dim ({self.qk_rope_head_dim}) must be even: "
+                    "rotary position turns pairs"
+                )
         if self.init_std <= 0 or self.norm_eps <= 0:
             yield f"model.init_std ({self.init_std}) and model.norm_eps ({self.norm_eps}) must be positive"
 

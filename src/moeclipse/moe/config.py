@@ -45,13 +45,15 @@ class GateConfig:
             yield f"gate.top_k ({self.top_k}) must be {fixed} for gate.kind = {self.kind!r}"
         if self.num_groups < 1 or not 1 <= self.top_groups <= self.num_groups:
             yield (
-                f"gate.top_groups ({self.top_groups}) must be between 1 and gate.num_groups ({self.num_groups})"
+                f"gate.top_groups ({self.top_groups}) must be between 1 and "
+                f"gate.num_groups ({self.num_groups})"
             )
         if self.kind not in ("softmax", "sigmoid"):
+            needs = f"needs gate.kind softmax or sigmoid, not {self.kind!r}"
             if self.num_groups > 1:
-                yield f"gate.num_groups ({self.num_groups}) needs gate.kind softmax or sigmoid, not {self.kind!r}"
+                yield f"gate.num_groups ({self.num_groups}) {needs}"
             if self.bias_rate:
-                yield f"gate.bias_rate ({self.bias_rate}) needs gate.kind softmax or sigmoid, not {self.kind!r}"
+                yield f"gate.bias_rate ({self.bias_rate}) {needs}"
         for name in ("bias_rate", "balance_loss", "z_loss", "capacity_factor"):
             if getattr(self, name) < 0:
                 yield f"gate.{name} ({getattr(self, name)}) must not be negative"
@@ -87,8 +89,8 @@ def gate_problems(gate: GateConfig, num_experts: int) -> Iterator[str]:
     if gate.num_groups > 1:
         if num_experts % gate.num_groups:
             yield f"gate.num_groups ({gate.num_groups}) must divide moe.num_experts ({num_experts})"
-        elif gate.top_k > gate.top_groups * (num_experts // gate.num_groups):
+        elif gate.top_k > (open_experts := gate.top_groups * (num_experts // gate.num_groups)):
             yield (
-                f"gate.top_k ({gate.top_k}) must be at most the {gate.top_groups * (num_experts // gate.num_groups)} "
-                f"experts of gate.top_groups ({gate.top_groups}) groups"
+                f"gate.top_k ({gate.top_k}) must be at most the {open_experts} experts of "
+                f"gate.top_groups ({gate.top_groups}) groups"
             )
