@@ -1,6 +1,6 @@
 """A trainer that trains nothing, for tests of what happens around training.
 
-`put_in(folder)` writes a `sitecustomize.py` that makes `moeclipse.train.trainer` this stand-in in every Python
+`put_in(folder)` writes a `sitecustomize.py` that makes this file `moeclipse.train.trainer` in every Python
 that has the folder on its path, so real launchers start real ranks that cost no torch. FAKE_TRAINER says
 what happens at step 2 of the first attempt: `ok`, or `EVENT:RANK`.
 """
@@ -42,23 +42,26 @@ def train(config: Any, *, resume: str = "off", observer: Any = None) -> dict[str
     for step in range(1, config.run.steps + 1):
         if observer is not None:
             observer.step(
-                {"step": step, "loss": 5.0 / step, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 1e4}
+                {"step": step - 1, "loss": 5.0 / step, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 1e4}
             )
         if step == 2 and attempt == 0:
-            happen(*os.environ["FAKE_TRAINER"].split(":"), here=rank)
+            event, _, where = os.environ["FAKE_TRAINER"].partition(":")
+            happen(event, int(where or 0), rank, directory / "failed")
     if observer is not None:
         observer.end(SUMMARY | {"directory": str(directory)})
     return SUMMARY
 
 
-def happen(event: str, rank: str = "0", *, here: int) -> None:
+def happen(event: str, rank: int, here: int, failed: Path) -> None:
     if event == "ok":
         return
-    if int(rank) != here:
-        if event in ("raise", "config"):
-            time.sleep(0.05)
-            raise CommError(f"rank {rank} failed: it left")
-        time.sleep(60)
+    if rank != here:
+        while not failed.exists():
+            time.sleep(0.01)
+        raise CommError(f"rank {rank} failed: it left")
+    if event in ("raise", "config"):
+        failed.touch()
+        time.sleep(0.5)  # the victims are faster: a rank that fails has groups to leave
     if event == "raise":
         raise RuntimeError("boom")
     if event == "config":

@@ -88,26 +88,24 @@ class Display:
         self.progress.start()
 
     def step(self, record: dict[str, Any]) -> None:
-        step, loss = int(record.get("step", 0)), float(record.get("loss", math.nan))
+        # Records count steps from 0; people see how many are done.
+        done, loss = int(record.get("step", 0)) + 1, float(record.get("loss", math.nan))
         self.losses.append(loss)
-        if record.get("skipped"):
-            self.note(f"step {step}: loss or gradient not finite, step skipped")
         if self.progress is not None:
             spark = sparkline(self.losses, SPARK_WIDTH, self.unicode)
             speed = short(record.get("tokens_per_s"))
-            self.progress.update(self.task, completed=step, loss=f"{loss:.3f}", spark=spark, speed=speed)
+            self.progress.update(self.task, completed=done, loss=f"{loss:.3f}", spark=spark, speed=speed)
             return
         every = max(self.steps // PLAIN_LINES, 1)
-        if step == self.first_step + 1 or step % every == 0 or step == self.steps:
-            self._plain_step(step, loss, record)
+        if done == self.first_step + 1 or done % every == 0 or done == self.steps:
+            self._plain_step(done, loss, record)
 
-    def _plain_step(self, step: int, loss: float, record: dict[str, Any]) -> None:
-        done = max(step - self.first_step, 1)
-        left = (time.monotonic() - self.begun) / done * (self.steps - step)
+    def _plain_step(self, done: int, loss: float, record: dict[str, Any]) -> None:
+        left = (time.monotonic() - self.begun) / max(done - self.first_step, 1) * (self.steps - done)
         width = len(str(self.steps))
         speed = short(record.get("tokens_per_s"))
         self.console.print(
-            f"step {step:>{width}}/{self.steps}  loss {loss:.4f}  lr {record.get('lr', 0.0):.2e}  "
+            f"step {done:>{width}}/{self.steps}  loss {loss:.4f}  lr {record.get('lr', 0.0):.2e}  "
             f"grad norm {record.get('grad_norm', math.nan):.2f}  {speed} tokens/s  left {clock(left)}"
         )
 

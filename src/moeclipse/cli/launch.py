@@ -38,6 +38,7 @@ from moeclipse.train.config import TrainConfig
 LAUNCHER = "MOECLIPSE_LAUNCHER"  # process id of the launcher, for its ranks
 INTERRUPTED = 128 + signal.SIGINT
 PATIENCE_S = 3.0  # how long a rank may take to leave after a signal
+CULPRIT_S = 2.0  # how long a victim stays for the culprit's own words
 LOST_PEER = (
     "connection closed by peer",
     "connection reset",
@@ -67,8 +68,9 @@ class Failure:
 def run_rank(config: TrainConfig, resume: str) -> int:
     """Train as the rank that the environment names (one rank when it names none)."""
     rank = int(os.environ.get("RANK", "0"))
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
-        resume = resume_again(config, resume)
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if attempt > 0:
+        resume = resume_again(config, resume, attempt, first=rank == 0)
     launched = LAUNCHER in os.environ
     observer = make_observer()
     with leave_on_signal():
@@ -84,6 +86,8 @@ def run_rank(config: TrainConfig, resume: str) -> int:
         except Exception as error:
             failure = describe(error, rank)
             write_failure(failure)
+            if failure.victim:
+                await_culprit()
             observer.close()
             if not launched:
                 show_failure(failure, named="RANK" in os.environ)
@@ -91,11 +95,15 @@ def run_rank(config: TrainConfig, resume: str) -> int:
     return 0
 
 
-def resume_again(config: TrainConfig, resume: str) -> str:
+def resume_again(config: TrainConfig, resume: str, attempt: int, first: bool) -> str:
     """What a restarted attempt resumes: this run's own checkpoints, once it has written any."""
-    own = Path(config.run.dir) / config.run.name / "checkpoints"
-    if resume == "off" or (own.is_dir() and any(own.iterdir())):
+    run = Path(config.run.dir) / config.run.name
+    saved = (run / "checkpoints").is_dir() and any((run / "checkpoints").iterdir())
+    if resume in ("off", "auto") or saved:
         return "auto"
+    # It began from another run's checkpoint and has none of its own: it begins there again, in a new folder.
+    if first and run.exists():
+        run.rename(run.with_name(f"{run.name}.attempt-{attempt - 1}"))
     return resume
 
 
@@ -121,6 +129,16 @@ def write_failure(failure: Failure) -> None:
     record = {"message": {"message": failure.text, "extraInfo": extra}, "moeclipse": asdict(failure)}
     with contextlib.suppress(OSError):
         Path(path).write_text(json.dumps(record))
+
+
+def await_culprit() -> None:
+    """Stay until the rank that failed first has written why: the agent ends everyone when one rank leaves."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    until = time.monotonic() + CULPRIT_S
+    while path and time.monotonic() < until:
+        if any(not failure.victim for failure in read_failures(Path(path).parent.parent)):
+            return
+        time.sleep(0.05)
 
 
 def show_failure(failure: Failure, named: bool) -> None:

@@ -73,6 +73,10 @@ def main(words: list[str]) -> int:
     else:
         num_ranks = count_ranks(options.ranks, config.run.device, problems)
     problems += layout_problems(config, num_ranks)
+    if joined and not config.run.name and int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+        problems.append(
+            "run.name is empty: torchrun with --max-restarts needs one, so that attempts find it again"
+        )
     if not joined:
         problems += [*directory_problems(config, options.resume), *data_problems(config)]
     if problems:

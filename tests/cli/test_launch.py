@@ -1,0 +1,244 @@
+"""Ranks that start, fail, restart and are interrupted, with a trainer that trains nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_trainer import put_in
+
+from moeclipse.cli.launch import (
+    Failure,
+    child_environment,
+    describe,
+    free_loopback_socket,
+    resume_again,
+    root_cause,
+    usable_cores,
+)
+from moeclipse.core.errors import CommError, ConfigError
+from moeclipse.train.config import RunConfig, TrainConfig
+
+SOURCE = str(Path(__file__).parent.parent.parent / "src")
+
+
+def start(folder: Path, event: str, *words: str, **environment: str) -> subprocess.Popen:
+    put_in(folder)
+    hidden = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    path = f"{folder}{os.pathsep}{SOURCE}"
+    command = [sys.executable, "-m", "moeclipse", "train", "--run.device", "cpu", "--run.name", "r", *words]
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=kept | {"FAKE_TRAINER": event, "PYTHONPATH": path} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(folder: Path, event: str, *words: str, **environment: str) -> tuple[int, str, str]:
+    process = start(folder, event, "--run.steps", "3", *words, **environment)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def seen(folder: Path, rank: int, attempt: int = 0) -> str:
+    return (folder / "runs" / "r" / f"rank-{rank}-{attempt}").read_text()
+
+
+def test_two_ranks_start_on_loopback_and_share_the_cores(tmp_path: Path) -> None:
+    code, out, err = run(tmp_path, "ok")
+    assert (code, err) == (0, "")
+    assert "2 ranks (dp 1 x ep 2)" in out
+    assert out.count("5.610 → 1.920") == 1, "only rank 0 shows anything"
+    for rank in range(2):
+        text = seen(tmp_path, rank)
+        assert text.startswith(f"rank={rank} of=2 attempt=0 resume=off")
+        assert "'MASTER_ADDR': '127.0.0.1'" in text
+        assert "'GLOO_SOCKET_IFNAME': 'lo'" in text
+        assert f"'OMP_NUM_THREADS': '{max(usable_cores() // 2, 1)}'" in text
+
+
+def test_one_rank_needs_no_launcher(tmp_path: Path) -> None:
+    code, out, _ = run(tmp_path, "ok", "--ranks", "1")
+    assert code == 0
+    assert "1 rank (dp 1" in out
+    assert "'MASTER_ADDR': None" in seen(tmp_path, 0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_unexpected_error_is_shown_once_with_its_rank_and_stack(tmp_path: Path, rank: int) -> None:
+    code, _, err = run(tmp_path, f"raise:{rank}")
+    assert code == 1
+    assert err.count("error") == 1 + err.count("errors import")
+    assert err.rstrip().endswith(f"error (rank {rank}): RuntimeError: boom")
+    assert err.count("Traceback") == 1, "the victim's error is not shown"
+
+
+def test_a_typed_error_is_its_text_and_its_code(tmp_path: Path) -> None:
+    assert run(tmp_path, "config:1")[::2] == (2, "error: data.files: nothing there\n")
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    code, _, err = run(tmp_path, "kill:1")
+    assert code == 137
+    expected = "rank 1 was killed by SIGKILL; the system may have run out of memory (see dmesg)"
+    assert err == f"error: {expected}\n"
+
+
+def test_an_exit_status_is_passed_on(tmp_path: Path) -> None:
+    assert run(tmp_path, "exit:1")[::2] == (7, "error: rank 1 ended with status 7\n")
+
+
+def test_a_restarted_attempt_resumes(tmp_path: Path) -> None:
+    code, out, err = run(tmp_path, "raise:1", "--restarts", "2")
+    assert (code, err) == (0, "restart 1 of 2: RuntimeError: boom\n")
+    assert "resume=off" in seen(tmp_path, 0, 0)
+    assert "resume=auto" in seen(tmp_path, 0, 1)
+    assert "→ 1.920" in out
+
+
+def test_bad_input_is_not_tried_again(tmp_path: Path) -> None:
+    code, _, err = run(tmp_path, "config:0", "--restarts", "2")
+    assert (code, err) == (2, "error: data.files: nothing there\n")
+    assert not (tmp_path / "runs" / "r" / "rank-0-1").exists()
+
+
+def test_under_torchrun_it_joins(tmp_path: Path) -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job"}
+    code, out, _ = run(tmp_path, "ok", **place)
+    assert (code, out) == (0, "")
+    assert seen(tmp_path, 1).startswith("rank=1 of=2")
+
+
+def test_under_torchrun_restarts_need_a_name(tmp_path: Path) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    code, _, err = run(tmp_path, "ok", "--run.name=", **place)
+    assert code == 2
+    assert "run.name is empty: torchrun with --max-restarts needs one" in err
+
+
+@pytest.fixture
+def stuck(tmp_path: Path) -> Iterator[subprocess.Popen]:
+    """A run whose rank 1 waits in C code for ever."""
+    process = start(tmp_path, "stuck:1", "--run.steps", "3")
+    wait_for(lambda: (tmp_path / "runs" / "r" / "rank-1-0").exists(), 30)
+    time.sleep(0.3)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def wait_for(condition: object, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.05)
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Processes that the launcher started: they carry its id in their environment."""
+    wanted = f"MOECLIPSE_LAUNCHER={launcher}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (folder / "environ").read_bytes().split(b"\0") and int(folder.name) != launcher:
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_ctrl_c_ends_all_ranks_within_seconds_even_a_stuck_one(stuck: subprocess.Popen) -> None:
+    assert len(ranks_of(stuck.pid)) == 2
+    begun = time.monotonic()
+    os.kill(stuck.pid, signal.SIGINT)
+    _, err = stuck.communicate(timeout=20)
+    assert (stuck.returncode, err) == (130, "interrupted\n")
+    assert time.monotonic() - begun < 8
+    assert not ranks_of(stuck.pid)
+
+
+def test_ranks_end_when_the_launcher_is_killed(stuck: subprocess.Popen) -> None:
+    os.kill(stuck.pid, signal.SIGKILL)
+    wait_for(lambda: not ranks_of(stuck.pid), 10)
+
+
+def test_terminate_is_passed_on(stuck: subprocess.Popen) -> None:
+    os.kill(stuck.pid, signal.SIGTERM)
+    stuck.communicate(timeout=20)
+    assert stuck.returncode == 143
+    assert not ranks_of(stuck.pid)
+
+
+def test_the_store_cannot_be_reached_from_outside() -> None:
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+    from moeclipse.cli.rendezvous import BACKEND, LoopbackRendezvous
+
+    parameters = RendezvousParameters(BACKEND, "127.0.0.1:0", "id", 1, 1)
+    handler = LoopbackRendezvous(parameters)
+    meeting = handler.next_rendezvous()
+    meeting.store.set("key", "value")
+    port = meeting.bootstrap_store_info.master_port
+    listening = [
+        line.split()[1]
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        for line in Path(table).read_text().splitlines()[1:]
+        if line.split()[3] == "0A" and int(line.split()[1].rpartition(":")[2], 16) == port
+    ]
+    assert [address.partition(":")[0] for address in listening] == ["0100007F"]
+    second = handler.next_rendezvous()
+    assert second.bootstrap_store_info.master_port != port, "every attempt meets anew"
+    handler.shutdown()
+    assert handler.is_closed()
+
+
+def test_root_cause_prefers_who_was_not_a_victim() -> None:
+    victim = Failure(rank=0, text="rank 0 lost a peer", time=1.0, victim=True)
+    culprit = Failure(rank=1, text="boom", time=2.0)
+    assert root_cause([victim, culprit], {0: 1}) is culprit
+    assert root_cause([victim], {0: 1, 1: -11}).text == "rank 1 was killed by SIGSEGV"
+    assert root_cause([victim], {0: 1, 1: -15}) is victim
+    assert root_cause([], {0: -15, 2: 3}) == Failure(rank=2, text="rank 2 ended with status 3", code=3)
+    assert root_cause([], {1: -15}).text == "rank 1 was killed by SIGTERM"
+
+
+def test_describe() -> None:
+    assert describe(ConfigError("bad"), 3).code == 2
+    assert describe(ConfigError("bad"), 3).stack == ""
+    assert describe(CommError("rank 1 failed: x"), 0).victim
+    assert describe(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]"), 0).victim
+    unexpected = describe(ZeroDivisionError("x"), 0)
+    assert not unexpected.victim
+    assert unexpected.text == "ZeroDivisionError: x"
+
+
+def test_what_the_user_set_stays() -> None:
+    assert "OMP_NUM_THREADS" not in child_environment(2, {"OMP_NUM_THREADS": "7"})
+    assert child_environment(10**6, {})["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_restart_goes_back_to_the_given_checkpoint_until_it_has_its_own(tmp_path: Path) -> None:
+    config = TrainConfig(run=RunConfig(dir=str(tmp_path), name="r"))
+    (tmp_path / "r").mkdir()
+    assert resume_again(config, "off", 1, first=True) == "auto"
+    assert resume_again(config, "other", 1, first=True) == "other"
+    assert (tmp_path / "r.attempt-0").exists()
+    (tmp_path / "r" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    assert resume_again(config, "other", 2, first=True) == "auto"
+
+
+def test_loopback_socket() -> None:
+    with free_loopback_socket() as listener, socket.create_connection(listener.getsockname(), timeout=5):
+        assert listener.getsockname()[0] == "127.0.0.1"
