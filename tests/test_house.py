@@ -127,6 +127,8 @@ def test_files_and_functions_stay_short(path: Path) -> None:
 
 
 def is_constant_name(target: ast.expr) -> bool:
+    if isinstance(target, ast.Tuple):
+        return all(map(is_constant_name, target.elts))
     return isinstance(target, ast.Name) and (
         target.id.lstrip("_").isupper() or (target.id.startswith("__") and target.id.endswith("__"))
     )

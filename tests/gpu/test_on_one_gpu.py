@@ -34,9 +34,13 @@ GATES = {
 }
 
 
-def run_layer(device: str, gate: GateConfig, dtype: torch.dtype, d_model: int = 64) -> dict[str, torch.Tensor]:
+def run_layer(
+    device: str, gate: GateConfig, dtype: torch.dtype, d_model: int = 64
+) -> dict[str, torch.Tensor]:
     mesh = Mesh.single(device)
-    moe = MoE(d_model, 48, 8, gate=gate, num_shared_experts=1, mesh=mesh, seed=3, init_std=0.2, dtype=torch.float64)
+    moe = MoE(
+        d_model, 48, 8, gate=gate, num_shared_experts=1, mesh=mesh, seed=3, init_std=0.2, dtype=torch.float64
+    )
     moe = moe.to(dtype)
     x = fill_normal(torch.empty(100, d_model, dtype=torch.float64), 1, 1.0).to(device, dtype).requires_grad_()
     y, report = moe.run(x, Tokens(mesh=mesh, first=0, total=100, step=2))

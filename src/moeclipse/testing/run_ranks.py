@@ -37,7 +37,7 @@ def run_ranks(
     collective_deadline_s: float = 30.0,
     device: str = "cpu",
 ) -> list[Any]:
-    """[function(mesh, *args) for each rank]; results are tensors and plain values. Raises the first failure."""
+    """[function(mesh, *args) for each rank]; results are tensors and plain values. Raises any failure."""
     outcomes = run_ranks_raw(
         num_ranks,
         function,

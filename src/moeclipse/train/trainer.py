@@ -116,7 +116,8 @@ class Run:
             self.observer.step(record)
             if record["skipped"]:
                 self.observer.note(
-                    f"step {step} skipped on all ranks: loss {record['loss']}, gradient norm {record['grad_norm']}"
+                    f"step {step} skipped on all ranks: loss {record['loss']}, "
+                    f"gradient norm {record['grad_norm']}"
                 )
             done = step + 1
             due = config.checkpoint.every and done % config.checkpoint.every == 0
