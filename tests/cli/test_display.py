@@ -1,0 +1,157 @@
+"""What a run shows, on a terminal, in a file, at 80 columns and without Unicode."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from fake_trainer import INFO, SUMMARY
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from moeclipse.cli.display import (
+    Display,
+    average_to,
+    clock,
+    hidden_text,
+    load_chart,
+    share,
+    short,
+    sparkline,
+    summary_lines,
+)
+
+
+def console(width: int = 80, terminal: bool = False, encoding: str = "utf-8", **options: object) -> Console:
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict")
+    return Console(
+        file=file,
+        width=width,
+        force_terminal=terminal,
+        highlight=False,
+        soft_wrap=True,
+        _environ={},
+        **options,
+    )
+
+
+def text_of(console: Console) -> str:
+    console.file.flush()
+    return console.file.buffer.getvalue().decode(console.file.encoding)  # type: ignore[attr-defined]
+
+
+def show(out: Console, steps: int = 3) -> str:
+    display = Display(out)
+    display.start(INFO | {"name": "tiny-1", "steps": steps, "num_ranks": 2})
+    for step in range(steps):
+        display.step(
+            {"step": step, "loss": 5.0 - step, "lr": 1e-3, "grad_norm": 1.5, "tokens_per_s": 12345.0}
+        )
+    display.note("a [note] with brackets")
+    display.end(SUMMARY | {"directory": "runs/tiny-1"})
+    return text_of(out)
+
+
+def test_a_file_gets_plain_lines_and_the_summary() -> None:
+    text = show(console())
+    assert "\x1b" not in text
+    lines = text.splitlines()
+    assert lines[0] == "tiny-1 · 2 ranks (dp 1 x ep 2) · cpu float32"
+    assert lines[1] == "3.91 M parameters, 1.21 M active · 2.05 k tokens per step"
+    assert lines[2] == "corpus: some [bold] text, 24.1 MB"
+    assert lines[3].startswith("step 1/3  loss 5.0000  lr 1.00e-03  grad norm 1.50  12.3 k tokens/s  left ")
+    assert lines[5].startswith("step 3/3  loss 3.0000")
+    assert lines[6] == "note: a [note] with brackets"
+    assert "loss      5.610 → 1.920  (unigram entropy of the corpus: 3.210)" in lines
+    assert "speed     12.3 k tokens/s, 166.0 ms per step" in lines
+    assert "hidden    36.0 of 60.0 ms communication per step (60 %), steps 4 to 200" in lines
+    assert "█ compute 120.0 ms 72 %" in text
+    assert "▓ exposed 24.0 ms 14 %" in text
+    assert "▒ straggle 12.0 ms 7 %" in text
+    assert "░ idle 10.0 ms 6 %" in text
+    assert "8 experts; busiest is 7 with 1.47 x the mean load" in text
+    assert "written   runs/tiny-1" in lines
+    assert "go on     moeclipse train runs/tiny-1/config.toml --resume auto --run.steps N" in lines
+
+
+def test_long_runs_print_about_twenty_lines() -> None:
+    text = show(console(), steps=1000)
+    assert 20 <= sum(line.startswith("step ") and "/1000" in line for line in text.splitlines()) <= 22
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_ascii_is_enough(terminal: bool) -> None:
+    text = show(console(encoding="ascii", terminal=terminal))
+    assert text.isascii()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    assert "5.610 -> 1.920" in text
+    assert "###=========----...." in text
+    assert "= exposed 24.0 ms 14 %" in text
+
+
+def test_a_terminal_gets_a_live_line_and_its_cursor_back() -> None:
+    text = show(console(terminal=True))
+    assert "\x1b[?25l" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+    assert "left 0:0" not in text
+
+
+def test_a_dumb_terminal_gets_plain_lines() -> None:
+    out = Console(file=io.StringIO(), force_terminal=True, width=80, _environ={"TERM": "dumb"})
+    assert not Display(out).live
+
+
+@pytest.mark.parametrize("experts", [1, 2, 8, 16, 64, 300])
+@pytest.mark.parametrize("unicode", [True, False])
+def test_the_summary_fits_into_80_columns(experts: int, unicode: bool) -> None:
+    summary = SUMMARY | {"load": [float(1 + i % 7) for i in range(experts)], "directory": "runs/x"}
+    for _, lines in summary_lines(summary, 80, unicode):
+        assert all(len(line) <= 70 for line in lines)
+
+
+def test_a_percentage_never_stands_alone() -> None:
+    assert hidden_text({"comm_ms": 0.0, "window": "steps 1 to 2"}) == "no communication, steps 1 to 2"
+    assert hidden_text(SUMMARY) == "36.0 of 60.0 ms communication per step (60 %), steps 4 to 200"
+
+
+def test_an_empty_summary_still_prints() -> None:
+    display = Display(console())
+    display.end({})
+    assert "not measured" in text_of(display.console)
+
+
+def test_resumed_runs_say_so() -> None:
+    display = Display(console())
+    display.start(INFO | {"steps": 10, "start_step": 4})
+    assert "resumed after step 4" in text_of(display.console)
+
+
+def test_load_chart_heights_follow_the_load() -> None:
+    rows = [line.plain for line in load_chart([0.0, 1.0, 2.0], 40, unicode=True, height=2)]
+    assert rows[0] == "          ████"
+    assert rows[1] == "     ████ ████"
+    assert rows[3] == "3 experts; busiest is 2 with 2.00 x the mean load; 1 without a token"
+
+
+@given(
+    st.lists(st.floats(0, 1e6), min_size=1, max_size=6).filter(lambda parts: sum(parts) > 1e-3),
+    st.integers(1, 90),
+)
+def test_shares_use_every_cell_and_none_twice(parts: list[float], cells: int) -> None:
+    whole = share(parts, cells)
+    assert sum(whole) == cells
+    assert all(abs(n - part / sum(parts) * cells) < 1 + 1e-6 for n, part in zip(whole, parts, strict=True))
+
+
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=50), st.booleans())
+def test_sparkline_survives_any_loss(values: list[float], unicode: bool) -> None:
+    assert len(sparkline(values, 12, unicode)) <= 12
+
+
+def test_small_helpers() -> None:
+    assert sparkline([1.0, 2.0, 3.0], 12, unicode=True) == "▁▅█"
+    assert average_to([1.0, 3.0, 5.0, 7.0], 2) == [2.0, 6.0]
+    assert [short(x) for x in (None, 12.0, 1234.0, 5.1e9)] == ["-", "12", "1.23 k", "5.1 B"]
+    assert [clock(x) for x in (5, 65, 3700)] == ["0:05", "1:05", "1:01:40"]
