@@ -15,7 +15,7 @@ from moeclipse.moe.layer import MoE
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.random import fill_normal
 from moeclipse.testing.compare import difference
-from moeclipse.testing.run_ranks import run_ranks
+from moeclipse.testing.run_ranks import run_alone, run_ranks
 
 D, FF = 12, 20
 BOUND = 1e-12
@@ -112,7 +112,7 @@ def compare(results: list[dict], reference: dict, dp: int, ep: int) -> None:
 
 def parity(gate: GateConfig, dp: int, ep: int, *, num_experts: int = 8, shared: int = 0, sizes=None) -> dict:
     sizes = sizes or [5, 0, 9, 4][: dp * ep]
-    reference = run(Mesh.single(), gate, num_experts, shared, [sum(sizes)])
+    reference = run_alone(run, gate, num_experts, shared, [sum(sizes)])
     results = run_ranks(dp * ep, run, gate, num_experts, shared, sizes, dp=dp)
     compare(results, reference, dp, ep)
     return reference
@@ -136,7 +136,7 @@ def test_an_expert_without_rows_has_a_zero_gradient() -> None:
             if expert == 1:
                 assert torch.count_nonzero(result["experts.up"][slot]) == 0
                 assert torch.count_nonzero(result["experts.down"][slot]) == 0
-    reference = run(Mesh.single(), GateConfig(top_k=1), 8, 0, [13])
+    reference = run_alone(run, GateConfig(top_k=1), 8, 0, [13])
     assert reference["load"][1] == 0
 
 
@@ -164,6 +164,10 @@ def naive(moe: MoE, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_one_rank_equals_the_definition() -> None:
+    run_alone(compare_with_definition)
+
+
+def compare_with_definition(_: Mesh) -> None:
     moe = make(GateConfig(top_k=3), 8, 0, None)
     x, d_y = inputs(11)
     x.requires_grad_()
@@ -178,7 +182,7 @@ def test_one_rank_equals_the_definition() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision_stays_near_float64(dtype: torch.dtype) -> None:
     gate = GateConfig(top_k=8)  # all experts: rounding cannot change the choice
-    reference = run(Mesh.single(), gate, 8, 1, [12])
+    reference = run_alone(run, gate, 8, 1, [12])
     results = run_ranks(2, run, gate, 8, 1, [5, 7], dtype)
     y = torch.cat([r["y"] for r in results])
     assert y.dtype == dtype

@@ -12,8 +12,10 @@ import torch
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.core.errors import CheckpointError, DivergedError
+from moeclipse.model.transformer import Transformer
+from moeclipse.moe.tokens import Tokens
 from moeclipse.testing.compare import difference
-from moeclipse.testing.run_ranks import run_ranks
+from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
@@ -112,7 +114,7 @@ def join(results: list[tuple[list, float]]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("dp", "ep"), LAYOUTS)
 def test_raw_gradients_equal_one_process(model: str, dp: int, ep: int, corpus: str) -> None:
     config = configure(corpus, **MODELS[model])
-    reference = gradients(Mesh.single(), config)
+    reference = run_alone(gradients, config)
     expected = join([reference])
     results = run_ranks(dp * ep, gradients, config, dp=dp)
     found = join(results)
@@ -124,12 +126,11 @@ def test_raw_gradients_equal_one_process(model: str, dp: int, ep: int, corpus: s
 
 
 def test_gradients_are_those_of_plain_autograd(corpus: str) -> None:
-    """The reference itself: the same model without buckets, its loss written down from its definition."""
-    from moeclipse.model.transformer import Transformer
-    from moeclipse.moe.tokens import Tokens
+    run_alone(compare_with_autograd, configure(corpus))
 
-    config = configure(corpus)
-    mesh = Mesh.single()
+
+def compare_with_autograd(mesh: Mesh, config: TrainConfig) -> None:
+    """The reference itself: the same model without buckets, its loss written down from its definition."""
     learner = Learner(config, mesh)
     model = Transformer(config.model, config.moe, config.gate, mesh=mesh, dtype=torch.float64)
     total = 0.0
@@ -160,7 +161,7 @@ def curve(mesh: Mesh, config: TrainConfig, steps: int) -> list[float]:
 @pytest.mark.parametrize(("dp", "ep"), [(2, 1), (1, 2), (2, 2), (1, 4)])
 def test_loss_curves_of_20_steps_agree(model: str, dp: int, ep: int, corpus: str) -> None:
     config = configure(corpus, **MODELS[model])
-    expected = torch.tensor(curve(Mesh.single(), config, 20), dtype=torch.float64)
+    expected = torch.tensor(run_alone(curve, config, 20), dtype=torch.float64)
     assert expected[-1] < 0.97 * expected[0], "it must learn something, or the curve proves nothing"
     for losses in run_ranks(dp * ep, curve, config, 20, dp=dp):
         assert difference(torch.tensor(losses, dtype=torch.float64), expected) <= BOUND
@@ -188,7 +189,7 @@ def test_any_layout_loads_any_other(saved: tuple[int, int], corpus: str, tmp_pat
     config = configure(corpus, **LATENT)
     dp, ep = saved
     path = run_ranks(dp * ep, save_after, config, str(tmp_path), 4, dp=dp)[0]
-    expected = curve(Mesh.single(), config, 7)[4:]
+    expected = run_alone(curve, config, 7)[4:]
     truth: dict[str, torch.Tensor] | None = None
     for dp, ep in LAYOUTS:
         results = run_ranks(dp * ep, state_after_load, config, path, dp=dp)
@@ -203,7 +204,7 @@ def test_any_layout_loads_any_other(saved: tuple[int, int], corpus: str, tmp_pat
 
 def test_a_checkpoint_of_another_model_is_refused(corpus: str, tmp_path: Path) -> None:
     mesh = Mesh.single()
-    path = save_after(mesh, configure(corpus), str(tmp_path), 1)
+    path = run_alone(save_after, configure(corpus), str(tmp_path), 1)
     other = Learner(configure(corpus, **{"model.d_model": 32}), mesh)
     with pytest.raises(CheckpointError, match=r"model\.d_model is 16 in the checkpoint, 32 in this run"):
         other.load(Checkpoint.open(path, mesh))
@@ -234,7 +235,11 @@ def test_a_bad_step_is_skipped_on_all_ranks(corpus: str) -> None:
 
 
 def test_ten_bad_steps_in_a_row_stop_the_run(corpus: str) -> None:
-    learner = Learner(configure(corpus), Mesh.single())
+    run_alone(diverge, configure(corpus))
+
+
+def diverge(mesh: Mesh, config: TrainConfig) -> None:
+    learner = Learner(config, mesh)
     learner.layers[0].gate.weight.register_hook(lambda grad: grad * math.nan)
     for step in range(9):
         assert learner.step(step)["skipped"]

@@ -53,6 +53,15 @@ def run_ranks(
     return [outcome[1] for outcome in outcomes]
 
 
+def run_alone(function: Callable[..., Any], *args: Any) -> Any:
+    """function(mesh, *args) on one rank in a process of its own.
+
+    Backward on a machine with a GPU starts threads that no later fork survives, so references, too, are
+    computed outside the parent.
+    """
+    return run_ranks(1, function, *args)[0]
+
+
 def run_ranks_raw(
     num_ranks: int,
     function: Callable[..., Any],
