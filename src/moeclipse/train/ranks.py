@@ -17,7 +17,7 @@ class Ranks(Protocol):
     @property
     def num_ranks(self) -> int: ...
 
-    def gather_objects(self, obj: Any) -> list[Any]:
+    def gather_objects(self, obj: Any, /) -> list[Any]:
         """Every rank's JSON-able object, in rank order, on every rank."""
         ...
 
