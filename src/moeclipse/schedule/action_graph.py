@@ -170,9 +170,8 @@ def _wires(program: Program, table: ActionTable) -> tuple[Wires, list[tuple[Ints
     ]
     # The host posts a receive before LOOKAHEAD actions ahead of its reader, and never after a later one.
     posted = consumer - LOOKAHEAD
-    ends = np.flatnonzero(np.diff(line, append=-1))
     begin = 0
-    for end in ends:
+    for end in np.flatnonzero(np.diff(line, append=-1)).tolist():
         segment = slice(begin, end + 1)
         posted[segment] = np.minimum.accumulate(posted[segment][::-1])[::-1]
         begin = end + 1

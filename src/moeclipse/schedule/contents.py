@@ -36,8 +36,8 @@ def _check_pipeline(program: Program, shape: PipelineShape) -> None:
             if op.kind not in UNCOUNTED:
                 for key in keys_of(op):
                     found.setdefault(key, []).append(op)
-        wanted = set(_wanted(shape, rank))
-        for key in wanted - set(found):
+        wanted = set(_wanted(shape, rank // shape.copies))
+        if wanted - set(found):
             raise ScheduleError(
                 f"{program.name}: rank {rank} lacks {_name(min(wanted - set(found), key=str))}"
             )
@@ -45,7 +45,7 @@ def _check_pipeline(program: Program, shape: PipelineShape) -> None:
             if key not in wanted:
                 raise ScheduleError(
                     f"{program.name}: {makers[0]} does not belong on rank {rank}, whose stages are "
-                    f"{list(shape.placement.stages_of(rank))}"
+                    f"{list(shape.placement.stages_of(rank // shape.copies))}"
                 )
             _check_chunks(program, rank, key, makers)
 

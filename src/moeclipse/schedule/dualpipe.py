@@ -49,52 +49,52 @@ class _Rank:
         self.next_backward[v] += 1
         return backward(self.stages[v], self.next_backward[v] - 1)
 
-    def F(self, v: int) -> None:
+    def f(self, v: int) -> None:
         self.ops.append(self.take_forward(v))
 
-    def B(self, v: int) -> None:
+    def b(self, v: int) -> None:
         self.ops.append(self.take_backward(v))
 
-    def I(self, v: int) -> None:
+    def i(self, v: int) -> None:
         stage, microbatch = self.stages[v], self.next_backward[v]
         self.next_backward[v] += 1
         self.open_weights.append((stage, microbatch))
         self.ops.append(input_grad(stage, microbatch))
 
-    def W(self) -> None:
+    def w(self) -> None:
         self.ops.append(weight_grad(*self.open_weights.popleft()))
 
-    def PAIR(self, f: int, b: int) -> None:
+    def pair(self, f: int, b: int) -> None:
         self.ops.append(pair(self.take_forward(f), self.take_backward(b)))
 
 
 def _phases(rank: _Rank, r: int, n: int, m: int) -> list[Op]:
     for _ in range(2 * (n - r - 1)):  # 1
-        rank.F(0)
+        rank.f(0)
     for _ in range(r + 1):  # 2
-        rank.F(0)
-        rank.F(1)
+        rank.f(0)
+        rank.f(1)
     for _ in range(n - r - 1):  # 3
-        rank.I(1)
-        rank.W()
-        rank.F(1)
+        rank.i(1)
+        rank.w()
+        rank.f(1)
     for i in range(m - 2 * n + r + 1):  # 4
         if i == 0 and r == n - 1:
-            rank.F(0)
-            rank.B(1)
+            rank.f(0)
+            rank.b(1)
         else:
-            rank.PAIR(0, 1)
-        rank.PAIR(1, 0)
+            rank.pair(0, 1)
+        rank.pair(1, 0)
     for _ in range(n - r - 1):  # 5
-        rank.B(1)
-        rank.PAIR(1, 0)
+        rank.b(1)
+        rank.pair(1, 0)
     for i in range(2 * (r + 1)):  # 6
-        (rank.B if i < r + 1 else rank.I)(1 - i % 2)
+        (rank.b if i < r + 1 else rank.i)(1 - i % 2)
     for _ in range(n - r - 1):  # 7
-        rank.W()
-        rank.I(0)
+        rank.w()
+        rank.i(0)
     for _ in range(r + 1):  # 8
-        rank.W()
+        rank.w()
     return rank.ops
 
 

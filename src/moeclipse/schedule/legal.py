@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moeclipse.core.errors import ScheduleError
 
@@ -15,11 +16,18 @@ SEARCH_FACTOR = 4
 """How far beyond the given number a suggestion may lie."""
 
 
+class Setting(NamedTuple):
+    """P ranks, M microbatches, V stages per rank."""
+
+    P: int
+    M: int
+    V: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     text: str
-    holds: Callable[[int, int, int], bool]
-    """Of ranks P, microbatches M and stages per rank V."""
+    holds: Callable[[Setting], bool]
 
 
 def rounds_fit(num_ranks: int, num_microbatches: int) -> bool:
@@ -27,36 +35,30 @@ def rounds_fit(num_ranks: int, num_microbatches: int) -> bool:
     return num_microbatches % max(1, num_microbatches // num_ranks) == 0
 
 
-ONE_STAGE = Rule(text="one stage per rank", holds=lambda P, M, V: V == 1)
-TWO_STAGES = Rule(text="two stages per rank", holds=lambda P, M, V: V == 2)
+ONE_STAGE = Rule(text="one stage per rank", holds=lambda s: s.V == 1)
+TWO_STAGES = Rule(text="two stages per rank", holds=lambda s: s.V == 2)
 ROUNDS = Rule(
     text="microbatches in max(1, microbatches // ranks) rounds of equal size",
-    holds=lambda P, M, V: rounds_fit(P, M),
+    holds=lambda s: rounds_fit(s.P, s.M),
 )
 RULES: dict[str, tuple[Rule, ...]] = {
     "gpipe": (ONE_STAGE,),
     "1f1b": (ONE_STAGE,),
     "1f1b-pairs": (ONE_STAGE,),
-    "pp1": (Rule(text="one rank", holds=lambda P, M, V: P == 1), ONE_STAGE),
+    "pp1": (Rule(text="one rank", holds=lambda s: s.P == 1), ONE_STAGE),
     "vpp": (ROUNDS,),
-    "vpp+1": (
-        Rule(
-            text="at least two stages per rank when there are several ranks",
-            holds=lambda P, M, V: P == 1 or V > 1,
-        ),
-        ROUNDS,
-    ),
+    "vpp+1": (ROUNDS,),
     "zb-h1": (ONE_STAGE,),
     "zb-v": (TWO_STAGES,),
     "dualpipe": (
         TWO_STAGES,
-        Rule(text="an even number of ranks", holds=lambda P, M, V: P % 2 == 0),
-        Rule(text="an even number of microbatches", holds=lambda P, M, V: M % 2 == 0),
-        Rule(text="at least two microbatches per rank", holds=lambda P, M, V: M >= 2 * P),
+        Rule(text="an even number of ranks", holds=lambda s: s.P % 2 == 0),
+        Rule(text="an even number of microbatches", holds=lambda s: s.M % 2 == 0),
+        Rule(text="at least two microbatches per rank", holds=lambda s: s.M >= 2 * s.P),
     ),
     "dualpipev": (
         TWO_STAGES,
-        Rule(text="at least two microbatches per rank", holds=lambda P, M, V: M >= 2 * P),
+        Rule(text="at least two microbatches per rank", holds=lambda s: s.M >= 2 * s.P),
     ),
 }
 SCHEDULES = tuple(RULES)
@@ -70,10 +72,10 @@ def default_stages_per_rank(name: str) -> int:
 
 
 def broken_rules(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> list[str]:
-    positive = min(num_ranks, num_microbatches, stages_per_rank) >= 1
-    if not positive:
+    setting = Setting(num_ranks, num_microbatches, stages_per_rank)
+    if min(setting) < 1:
         return ["at least one rank, one microbatch and one stage per rank"]
-    return [rule.text for rule in RULES[name] if not rule.holds(num_ranks, num_microbatches, stages_per_rank)]
+    return [rule.text for rule in RULES[name] if not rule.holds(setting)]
 
 
 def nearest_legal(
@@ -98,7 +100,7 @@ def nearest_legal(
         next(((P, M, v) for v in around(V) if legal(P, M, v)), None),
         next(((p, M, V) for p in around(P) if legal(p, M, V)), None),
     ]
-    if not any(found):
+    if not any(found):  # two numbers must change
         V = default_stages_per_rank(name)
         found = [next(((p, m, V) for p in around(P) for m in around(M) if legal(p, m, V)), None)]
     return list(dict.fromkeys(setting for setting in found if setting is not None))

@@ -12,7 +12,7 @@ ended before the reader starts. A key is (kind, stage, layer, microbatch); B and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule.op import Op
@@ -23,13 +23,15 @@ KeyTable = dict[Key, list[tuple[int, int | None, int]]]
 """Positions in one rank's list by key, each with its chunk and the number of chunks."""
 
 
-def keys_of(op: Op) -> Iterator[Key]:
+def keys_of(op: Op) -> Sequence[Key]:
     """The names an op answers to."""
-    for leaf in op.leaves:
-        stage = -1 if leaf.stage is None else leaf.stage
-        kinds = {"B": ("B", "W"), "I": ("B",)}.get(leaf.kind, (leaf.kind,))
-        for kind in kinds:
-            yield (kind, stage, leaf.layer, leaf.microbatch)
+    if not op.parts and op.kind not in ("B", "I"):
+        return ((op.kind, -1 if op.stage is None else op.stage, op.layer, op.microbatch),)
+    return [
+        (kind, -1 if leaf.stage is None else leaf.stage, leaf.layer, leaf.microbatch)
+        for leaf in op.leaves
+        for kind in {"B": ("B", "W"), "I": ("B",)}.get(leaf.kind, (leaf.kind,))
+    ]
 
 
 def output_of(shape: PipelineShape, stage: int, microbatch: int) -> list[Key]:
@@ -47,10 +49,9 @@ def gradient_of(shape: PipelineShape, stage: int, microbatch: int) -> list[Key]:
 
 def needs(shape: PipelineShape, op: Op) -> list[Key]:
     """Everything that must have ended before `op` starts."""
-    found: list[Key] = []
-    for leaf in op.leaves:
-        found += _leaf_needs(shape, leaf)
-    return found
+    if not op.parts:
+        return _leaf_needs(shape, op)
+    return [key for leaf in op.parts for key in _leaf_needs(shape, leaf)]
 
 
 def _leaf_needs(shape: PipelineShape, op: Op) -> list[Key]:

@@ -21,7 +21,7 @@ from moeclipse.schedule.shape import ExchangeShape, PipelineShape, Placement
 
 COMPUTE, A2A, DP = "compute", "a2a", "dp"
 P2P = "p2p"
-"""Point-to-point lanes are named p2p:source>destination, one per direction, so a receive never blocks a send."""
+"""Its lanes are named p2p:source>destination: one per direction, so a receive never blocks a send."""
 
 BACKWARD = ("B", "I")
 LEAVES = ("F", "B", "I", "W")

@@ -9,6 +9,7 @@ DualPipe, which is why a stage index alone never names a rank).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from moeclipse.core.errors import ScheduleError
@@ -21,7 +22,7 @@ RECOMPUTED: dict[str, tuple[str, ...]] = {
     "moe": ("ROUTE", "DISPATCH", "SHARED", "MLP"),
     "full": ("ATTN", "ROUTE", "DISPATCH", "SHARED", "MLP"),
 }
-"""Which parts of a layer run a second time in backward; `mlp` keeps the dispatched rows, `moe` sends them again."""
+"""Parts of a layer that run again in backward; `mlp` keeps the dispatched rows, `moe` sends them again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,7 @@ class Layer:
                 f"recompute ({self.recompute!r}) must be one of {', '.join(map(repr, RECOMPUTED))}"
             )
 
-    @property
+    @cached_property
     def parts(self) -> tuple[str, ...]:
         """In forward order."""
         if not self.moe:
@@ -102,7 +103,7 @@ class Layer:
         shared = ("SHARED",) if self.shared else ()
         return ("ATTN", "ROUTE", *shared, "DISPATCH", "MLP", "COMBINE")
 
-    @property
+    @cached_property
     def recomputed(self) -> tuple[str, ...]:
         return tuple(part for part in self.parts if part in RECOMPUTED[self.recompute])
 
@@ -117,6 +118,8 @@ class PipelineShape:
     """Layers of each stage; empty while the program speaks of whole actions."""
     reduce: bool = False
     """Every stage ends with one gradient reduction on the dp lane."""
+    copies: int = 1
+    """Ranks that stand side by side at each place of the pipeline and share its experts."""
 
     def microbatches_of(self, stage: int) -> range:
         """Chains share the microbatches evenly; one chain takes them all."""

@@ -53,7 +53,9 @@ def _zb_v_rank(r: int, P: int, M: int) -> list[Op]:
     drawn = max(2 * P - 1, M)
     stages = (r, 2 * P - 1 - r)
     ops: list[Op] = []
-    count = {(make, v): 0 for make in (forward, input_grad, weight_grad) for v in (0, 1)}
+    count: dict[tuple[Callable[[int, int], Op], int], int] = {
+        (make, v): 0 for make in (forward, input_grad, weight_grad) for v in (0, 1)
+    }
 
     def place(make: Callable[[int, int], Op], v: int) -> None:
         microbatch = count[make, v]

@@ -1,0 +1,53 @@
+"""What the exchange of one MoE layer costs: rows on two kinds of links, rows through experts, parameters.
+
+Ranks of one group are near, all others far. Every op has a fixed part, so finer cuts are not free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moeclipse.core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeCosts:
+    row_bytes: float
+    near_bandwidth: float
+    """Bytes per second and direction inside a group."""
+    far_bandwidth: float
+    """Bytes per second and direction between groups."""
+    row_seconds: float
+    """One row through one expert, forward."""
+    expert_bytes: float = 0.0
+    """Parameters of one expert: what a shadow costs to send, and its gradient to return."""
+    latency: float = 0.0
+    """Per exchange op."""
+    kernel: float = 0.0
+    """Per compute op, however few its rows."""
+    launch: float = 0.0
+    """Host time per op."""
+    inline_compute: bool = False
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} ({getattr(self, name)}) must be positive"
+            for name in ("row_bytes", "near_bandwidth", "far_bandwidth")
+            if getattr(self, name) <= 0
+        ]
+        problems += [
+            f"{name} ({getattr(self, name)}) must not be negative"
+            for name in ("row_seconds", "expert_bytes", "latency", "kernel", "launch")
+            if getattr(self, name) < 0
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+    def transfer(self, rows: float, near: bool) -> float:
+        return self.latency + rows * self.row_bytes / (self.near_bandwidth if near else self.far_bandwidth)
+
+    def compute(self, rows: float) -> float:
+        return self.kernel + rows * self.row_seconds
+
+    def parameters(self, copies: int) -> float:
+        return self.latency + copies * self.expert_bytes / self.far_bandwidth

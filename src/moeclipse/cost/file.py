@@ -1,0 +1,112 @@
+"""Costs in a TOML file.
+
+    name = "my cluster"
+    launch = 5e-6                 # host seconds per op
+    wire = 1e-4                   # seconds per transfer between stages
+    inline_compute = false
+    rank_speed = [1.0, 1.0, 0.9, 1.0]
+    [seconds]                     # F, B, I, W, PAIR for whole actions, or ATTN_F, DISPATCH_F, ... per layer
+    F = 1.0
+    [fixed]                       # added per op, however small its chunk
+    DISPATCH_F = 2e-5
+    [contention]                  # rate of the first lane while the second is busy
+    "compute/a2a" = 0.85
+
+Instead of [seconds], `device`, `link` and `num_ranks` with an optional table [layer] compute them from shapes.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from moeclipse.core.errors import ConfigError
+from moeclipse.cost.hardware import device, link
+from moeclipse.cost.model import PRESETS, Costs, LayerWork, layer_costs
+
+TABLE_KEYS = ("name", "launch", "wire", "inline_compute", "rank_speed", "stage_scale", "seconds", "fixed", "contention")
+SHAPE_KEYS = ("device", "link", "num_ranks", "comm_processors", "layer")
+
+
+def load_costs(source: str) -> Costs:
+    """A preset by name, or a TOML file by path."""
+    if source in PRESETS:
+        return PRESETS[source]
+    path = Path(source)
+    if not path.is_file():
+        raise ConfigError(f"costs {source!r} are neither a file nor one of {', '.join(PRESETS)}")
+    try:
+        data = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{source} is not valid TOML: {error}") from None
+    return costs_from(data, source)
+
+
+def costs_from(data: dict[str, Any], source: str = "costs") -> Costs:
+    problems = list(_unknown(data, (*TABLE_KEYS, *SHAPE_KEYS), source))
+    shaped = "device" in data or "link" in data
+    if "seconds" not in data and not shaped:
+        problems.append(f"{source} needs a table [seconds], or device and link to compute them")
+    if shaped and not {"device", "link", "num_ranks"} <= set(data):
+        problems.append(f"{source}: device, link and num_ranks go together")
+    problems += _not_numbers(data, source)
+    layer = data.get("layer", {})
+    problems += _unknown(layer, [f.name for f in fields(LayerWork)], f"{source}: [layer]")
+    pairs = {}
+    for key, rate in data.get("contention", {}).items():
+        if key.count("/") != 1:
+            problems.append(f'{source}: contention key {key!r} must look like "compute/a2a"')
+        else:
+            slowed, busy = key.split("/")
+            pairs[slowed, busy] = rate
+    if problems:
+        raise ConfigError(problems)
+    given = {key: data[key] for key in ("name", "launch", "wire", "inline_compute") if key in data}
+    given |= {key: tuple(data[key]) for key in ("rank_speed", "stage_scale") if key in data}
+    if pairs:
+        given["contention"] = pairs
+    if not shaped:
+        return Costs(seconds=data["seconds"], fixed=data.get("fixed", {}), **{"name": source, **given})
+    costs = layer_costs(
+        LayerWork(**layer),
+        device(data["device"]),
+        link(data["link"]),
+        data["num_ranks"],
+        comm_processors=data.get("comm_processors", 0),
+    )
+    seconds = {**costs.seconds, **data.get("seconds", {})}
+    return replace(costs, seconds=seconds, fixed={**costs.fixed, **data.get("fixed", {})}, **given)
+
+
+def _unknown(table: dict[str, Any], known: Any, where: str) -> list[str]:
+    found = []
+    for key in table:
+        if key not in known:
+            close = get_close_matches(key, known, n=1)
+            found.append(f"{where}: unknown key {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+    return found
+
+
+def _not_numbers(data: dict[str, Any], source: str) -> list[str]:
+    found = []
+    for table in ("seconds", "fixed", "contention", "layer"):
+        entries = data.get(table, {})
+        if not isinstance(entries, dict):
+            found.append(f"{source}: {table} must be a table")
+            continue
+        found += [
+            f"{source}: {table}.{key} ({value!r}) must be a number"
+            for key, value in entries.items()
+            if isinstance(value, bool) or not isinstance(value, int | float)
+        ]
+    for key in ("rank_speed", "stage_scale"):
+        values = data.get(key, [])
+        if not isinstance(values, list) or not all(isinstance(v, int | float) for v in values):
+            found.append(f"{source}: {key} must be a list of numbers")
+    for key in ("launch", "wire", "num_ranks", "comm_processors"):
+        if key in data and (isinstance(data[key], bool) or not isinstance(data[key], int | float)):
+            found.append(f"{source}: {key} ({data[key]!r}) must be a number")
+    return found

@@ -1,0 +1,211 @@
+"""Devices and links as data: what arithmetic, memory and wires can do at best.
+
+Peaks are for one device and one direction of a link. `efficiency` is the part of a peak that large
+matrix products and long messages reach in practice; every number says where it comes from. `measure_cpu`
+and `measure_loopback` replace the last two entries by what the machine at hand really does.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TypeVar
+
+import numpy as np
+
+from moeclipse.core.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    name: str
+    flops: float
+    """Dense multiply-adds per second, times two, at `dtype`."""
+    dtype: str
+    memory_bandwidth: float
+    """Bytes per second."""
+    memory: float
+    """Bytes."""
+    processors: int
+    """Streaming multiprocessors, or cores."""
+    launch: float
+    """Seconds of host time per launched op."""
+    efficiency: float
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    name: str
+    bandwidth: float
+    """Bytes per second in one direction."""
+    latency: float
+    """Seconds per message."""
+    efficiency: float
+    source: str
+
+    def seconds(self, num_bytes: float, messages: int = 1) -> float:
+        return messages * self.latency + num_bytes / (self.bandwidth * self.efficiency)
+
+
+DEVICES: dict[str, Device] = {
+    device.name: device
+    for device in (
+        Device(
+            name="h100",
+            flops=989e12,
+            dtype="bf16",
+            memory_bandwidth=3.35e12,
+            memory=80e9,
+            processors=132,
+            launch=5e-6,
+            efficiency=0.75,
+            source="NVIDIA H100 SXM data sheet (1979 TFLOP/s with sparsity, halved); efficiency as measured on H200",
+        ),
+        Device(
+            name="h200",
+            flops=989e12,
+            dtype="bf16",
+            memory_bandwidth=4.8e12,
+            memory=141e9,
+            processors=132,
+            launch=5e-6,
+            efficiency=0.78,
+            source="NVIDIA H200 SXM data sheet; efficiency: 773 TFLOP/s measured on an 8192^3 bf16 product",
+        ),
+        Device(
+            name="b200",
+            flops=2250e12,
+            dtype="bf16",
+            memory_bandwidth=8e12,
+            memory=180e9,
+            processors=148,
+            launch=5e-6,
+            efficiency=0.75,
+            source="NVIDIA DGX B200 data sheet per GPU (4.5 PFLOP/s with sparsity, halved); efficiency assumed as H100",
+        ),
+        Device(
+            name="cpu",
+            flops=1.2e11,
+            dtype="fp32",
+            memory_bandwidth=1.0e10,
+            memory=8e9,
+            processors=2,
+            launch=2e-5,
+            efficiency=0.8,
+            source="two cores of a server CPU, order of magnitude; call measure_cpu() for the machine at hand",
+        ),
+    )
+}
+LINKS: dict[str, Link] = {
+    link.name: link
+    for link in (
+        Link(
+            name="nvlink4",
+            bandwidth=450e9,
+            latency=2e-6,
+            efficiency=0.8,
+            source="NVIDIA H100 SXM data sheet (900 GB/s both directions); latency and efficiency assumed",
+        ),
+        Link(
+            name="nvlink5",
+            bandwidth=900e9,
+            latency=2e-6,
+            efficiency=0.8,
+            source="NVIDIA DGX B200 data sheet (1.8 TB/s both directions); latency and efficiency assumed",
+        ),
+        Link(
+            name="infiniband",
+            bandwidth=50e9,
+            latency=5e-6,
+            efficiency=0.85,
+            source="NVIDIA ConnectX-7 NDR data sheet (400 Gb/s); latency and efficiency assumed",
+        ),
+        Link(
+            name="pcie5",
+            bandwidth=63e9,
+            latency=3e-6,
+            efficiency=0.45,
+            source="PCI Express 5.0 x16 (32 GT/s, 128b/130b); efficiency: 27.4 GB/s per rank measured with two ranks",
+        ),
+        Link(
+            name="loopback",
+            bandwidth=2e9,
+            latency=3e-5,
+            efficiency=1.0,
+            source="TCP on one host, order of magnitude; call measure_loopback() for the machine at hand",
+        ),
+    )
+}
+
+
+def device(name: str) -> Device:
+    return _look_up(name, DEVICES, "device")
+
+
+def link(name: str) -> Link:
+    return _look_up(name, LINKS, "link")
+
+
+def _look_up(name: str, table: dict[str, T], what: str) -> T:
+    if name not in table:
+        close = get_close_matches(name, table, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ConfigError(f"unknown {what} {name!r}; {hint}choose one of {', '.join(table)}")
+    return table[name]
+
+
+def measure_cpu(size: int = 512, repeats: int = 5) -> Device:
+    """This machine's CPU: best of a few fp32 products and of a few copies, well under a second."""
+    a = np.ones((size, size), dtype=np.float32)
+    product = min(_timed(lambda: a @ a) for _ in range(repeats))
+    block = np.ones(1 << 22, dtype=np.float32)
+    copy = min(_timed(block.copy) for _ in range(repeats))
+    known = DEVICES["cpu"]
+    return Device(
+        name="cpu",
+        flops=2 * size**3 / product,
+        dtype="fp32",
+        memory_bandwidth=2 * block.nbytes / copy,
+        memory=known.memory,
+        processors=known.processors,
+        launch=known.launch,
+        efficiency=1.0,
+        source=f"measured: best of {repeats} fp32 products of {size}^3 and copies of {block.nbytes >> 20} MiB",
+    )
+
+
+def measure_loopback(num_bytes: int = 1 << 24, repeats: int = 3) -> Link:
+    """TCP between two sockets of this process: bandwidth from one long message, latency from short ones."""
+    left, right = socket.socketpair()
+    with left, right:
+        bandwidth = num_bytes / min(_timed(lambda: _transfer(left, right, num_bytes)) for _ in range(repeats))
+        latency = min(_timed(lambda: _transfer(left, right, 1)) for _ in range(repeats))
+    return Link(
+        name="loopback",
+        bandwidth=bandwidth,
+        latency=latency,
+        efficiency=1.0,
+        source=f"measured: best of {repeats} local-socket transfers of {num_bytes >> 20} MiB and of 1 byte",
+    )
+
+
+def _transfer(left: socket.socket, right: socket.socket, num_bytes: int) -> None:
+    sender = threading.Thread(target=left.sendall, args=(bytes(num_bytes),))
+    sender.start()
+    missing = num_bytes
+    while missing:
+        missing -= len(right.recv(min(missing, 1 << 20)))
+    sender.join()
+
+
+def _timed(work: object) -> float:
+    assert callable(work)
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin

@@ -1,0 +1,231 @@
+"""Lowering: transfers and gradient reductions enter the lists, and every op learns its deps.
+
+A send stands right behind the op that completes what it carries, inside an action if need be, so that
+dW left in the action hides it. Receives are posted one action ahead of their reader, and on one wire in
+the order of the sends: a receive posted out of order would block the lane for what comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from moeclipse.core.errors import ScheduleError
+from moeclipse.schedule.action_graph import LOOKAHEAD
+from moeclipse.schedule.needs import (
+    Key,
+    gradient_of,
+    keys_of,
+    output_of,
+    resolve,
+    tabulate_keys,
+    weight_parts,
+)
+from moeclipse.schedule.op import DP, P2P, Op, Program
+from moeclipse.schedule.shape import PipelineShape
+
+
+
+class Block(NamedTuple):
+    """The ops of one action; in a serial block each op waits for the one before."""
+
+    ops: list[Op]
+    serial: bool = False
+
+
+def lower(program: Program, *, reduce: bool = False) -> Program:
+    """SEND, RECV (and REDUCE behind a stage's last backward) around whole actions."""
+    if program.explicit:
+        raise ScheduleError(f"{program.name} has been lowered already")
+    blocks = [[Block([op]) for op in ops] for ops in program.ranks]
+    return lower_blocks(program.name, replace(program.pipeline(), reduce=reduce), blocks)
+
+
+def lower_blocks(
+    name: str,
+    shape: PipelineShape,
+    blocks: Sequence[Sequence[Block]],
+    groups: Mapping[str, tuple[int, ...]] | None = None,
+) -> Program:
+    """Write transfers between and inside blocks, and resolve deps."""
+    wires = _Wires(shape)
+    sent = [[wires.with_sends(rank, block.ops) for block in row] for rank, row in enumerate(blocks)]
+    received = wires.receives([[_readers(shape, block.ops) for block in row] for row in blocks])
+    ranks = []
+    for rank, row in enumerate(sent):
+        ops: list[Op] = []
+        serial: list[bool] = []
+        for index, block in enumerate(row):
+            posted = received[rank].get(index, [])
+            ops += posted + block
+            serial += [False] * len(posted) + [blocks[rank][index].serial] * len(block)
+        if shape.reduce:
+            ops, serial = _with_reductions(shape, rank, ops, serial)
+        ranks.append(with_deps(shape, ops, _serial_deps(ops, serial)))
+    members = {**wires.groups, **(groups or {})}
+    if shape.reduce:
+        members |= {f"dp{rank}": (rank,) for rank in range(len(ranks))}
+    # A pipeline of one rank has no transfers; a group marks its lists as complete all the same.
+    return Program(name=name, ranks=tuple(ranks), shape=shape, groups=members or {"alone": (0,)})
+
+
+def _serial_deps(ops: Sequence[Op], serial: Sequence[bool]) -> dict[int, int]:
+    """Blocking execution: an op waits for the one before it, and every lane for the end of a serial block."""
+    chain: dict[int, int] = {}
+    last: int | None = None
+    last_serial: int | None = None
+    waited: set[str] = set()
+    for position, op in enumerate(ops):
+        if op.lane.startswith((P2P, DP)):
+            continue
+        if serial[position]:
+            if last is not None:
+                chain[position] = last
+            last_serial = position
+            waited = set()
+        elif last_serial is not None and op.lane not in waited:
+            chain[position] = last_serial
+            waited.add(op.lane)
+        last = position
+    return chain
+
+
+class _Wires:
+    """Sends in the order in which ranks produce them, and the receives that mirror them."""
+
+    def __init__(self, shape: PipelineShape) -> None:
+        self.shape = shape
+        self.groups: dict[str, tuple[int, ...]] = {}
+        self.messages: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
+        """Per (source, destination): (F or B, receiving stage, microbatch)."""
+        self.open: dict[Key, int] = {}
+
+    def with_sends(self, rank: int, block: list[Op]) -> list[Op]:
+        """The block with each send behind the last op of what it carries."""
+        placement = self.shape.placement
+        left: dict[tuple[str, int, int], set[Key]] = {}
+        count: dict[Key, int] = {}
+        for op in block:
+            for key in keys_of(op):
+                count[key] = count.get(key, 0) + 1
+        out: list[Op] = []
+        for op in block:
+            out.append(op)
+            for key in keys_of(op):
+                count[key] -= 1
+                stage, microbatch = key[1], key[3]
+                if count[key] or microbatch is None:
+                    continue
+                for letter, made in (("F", output_of), ("B", gradient_of)):
+                    wanted = made(self.shape, stage, microbatch)
+                    if key not in wanted:
+                        continue
+                    missing = left.setdefault((letter, stage, microbatch), set(wanted))
+                    missing.discard(key)
+                    other = placement.next_stage(stage) if letter == "F" else placement.previous_stage(stage)
+                    if not missing and other is not None and placement.rank_of[other] != rank:
+                        out.append(self._send(rank, letter, stage, other, microbatch))
+        return out
+
+    def _send(self, rank: int, letter: str, stage: int, other: int, microbatch: int) -> Op:
+        target = self.shape.placement.rank_of[other]
+        queue = self.messages.setdefault((rank, target), [])
+        queue.append((letter, other, microbatch))
+        self.groups[f"{rank}>{target}"] = (rank, target)
+        return Op(
+            kind=f"SEND_{letter}",
+            lane=f"{P2P}:{rank}>{target}",
+            stage=stage,
+            microbatch=microbatch,
+            comm=(f"{rank}>{target}", len(queue) - 1),
+        )
+
+    def receives(self, readers: list[list[set[tuple[str, int, int]]]]) -> list[dict[int, list[Op]]]:
+        """Per rank: the receives to post before each block."""
+        result: list[dict[int, list[Op]]] = [{} for _ in readers]
+        place: list[dict[tuple[str, int, int], int]] = []
+        for rank_readers in readers:
+            found: dict[tuple[str, int, int], int] = {}
+            for index, reads in enumerate(rank_readers):
+                for message in reads:
+                    found.setdefault(message, index)
+            place.append(found)
+        for (source, target), queue in self.messages.items():
+            posts: list[int] = []
+            latest = len(readers[target])
+            for message in reversed(queue):
+                if message not in place[target]:
+                    letter, stage, microbatch = message
+                    raise ScheduleError(
+                        f"rank {source} sends {letter}{microbatch} to stage {stage}, which rank {target} never reads"
+                    )
+                latest = min(latest, place[target][message] - LOOKAHEAD)
+                posts.append(max(latest, 0))
+            for seq, (message, post) in enumerate(zip(queue, reversed(posts), strict=True)):
+                letter, stage, microbatch = message
+                op = Op(
+                    kind=f"RECV_{letter}",
+                    lane=f"{P2P}:{source}>{target}",
+                    stage=stage,
+                    microbatch=microbatch,
+                    comm=(f"{source}>{target}", seq),
+                )
+                result[target].setdefault(post, []).append(op)
+        return result
+
+
+def _readers(shape: PipelineShape, block: Sequence[Op]) -> set[tuple[str, int, int]]:
+    """(F or B, stage, microbatch) of the transfers a block would read, if they come from elsewhere."""
+    found = set()
+    for op in block:
+        for leaf in op.leaves:
+            stage, microbatch = leaf.stage, leaf.microbatch
+            if stage is None or microbatch is None:
+                continue
+            if leaf.kind == "F" or (leaf.kind == "ATTN_F" and leaf.layer == 0):
+                found.add(("F", stage, microbatch))
+            last = leaf.layer is not None and leaf.layer == len(shape.layers[stage]) - 1
+            if leaf.kind in ("B", "I") or (last and leaf.kind in ("COMBINE_B", "MLP_B", "SHARED_B")):
+                found.add(("B", stage, microbatch))
+    return found
+
+
+def _with_reductions(
+    shape: PipelineShape, rank: int, ops: list[Op], serial: list[bool]
+) -> tuple[list[Op], list[bool]]:
+    """REDUCE behind the op that completes a stage's weight gradients."""
+    left: dict[int, int] = {}
+    for stage in shape.placement.stages_of(rank):
+        parts = sum(len(weight_parts(layer)) for layer in shape.layers[stage]) if shape.layers else 1
+        left[stage] = parts * len(shape.microbatches_of(stage))
+    out: list[Op] = []
+    flags: list[bool] = []
+    seq = 0
+    for op, flag in zip(ops, serial, strict=True):
+        out.append(op)
+        flags.append(flag)
+        for leaf in op.leaves:
+            done = leaf.kind in ("B", "W") or leaf.kind.endswith("_W")
+            if done and leaf.stage is not None:
+                left[leaf.stage] -= 1
+                if not left[leaf.stage]:
+                    out.append(Op(kind="REDUCE", lane=DP, stage=leaf.stage, comm=(f"dp{rank}", seq)))
+                    flags.append(False)
+                    seq += 1
+    return out, flags
+
+
+def with_deps(
+    shape: PipelineShape, ops: list[Op], chain: Mapping[int, int] | None = None
+) -> tuple[Op, ...]:
+    """Deps point at whatever an op reads, less what its own lane orders anyway."""
+    table = tabulate_keys(ops)
+    out = []
+    for position, op in enumerate(ops):
+        sources = resolve(shape, op, table)
+        if chain and position in chain:
+            sources.append(chain[position])
+        deps = {source for source in sources if ops[source].lane != op.lane}
+        out.append(op._replace(deps=tuple(sorted(deps))) if deps else op)
+    return tuple(out)

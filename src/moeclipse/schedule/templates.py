@@ -1,0 +1,288 @@
+"""Templates: the order in which the layer ops of an action are launched.
+
+A template is only an order; what each op needs comes from `needs`. An exchange is always launched as soon
+as what it carries has been launched, and in front of the compute that hides it, so the same list overlaps
+on streams and where compute runs inline on the host.
+
+    serial   each op waits for the one before: the order everyone starts from
+    self F   ATTN ROUTE dispatch> SHARED MLP combine>          shared experts hide dispatch
+    self B   combine> SHARED MLP dispatch> dW(MLP) dW(SHARED) ROUTE ATTN  next combine> dW(ATTN)
+                                                               dW hides dispatch, and the next combine
+    pair     ATTN ROUTE of F          over combine of B
+             MLP of B                 over dispatch of F
+             dW(MLP) of B, MLP of F   over dispatch of B
+             ATTN of B, dW(ATTN) of B over combine of F, the next combine of B, and the pipeline's transfers
+
+Row chunks hide what remains of an action alone: with `split = "moe"` the routed rows are cut, with
+`split = "layer"` attention is cut too (by sequences), so that the last combine of one layer runs under the
+attention of the next. With recompute, the parts that run again stand where backward would wait for combine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from moeclipse.core.errors import ScheduleError
+from moeclipse.schedule.lower import Block, lower_blocks
+from moeclipse.schedule.needs import weight_parts
+from moeclipse.schedule.op import A2A, LANE_OF, Op, Program
+from moeclipse.schedule.shape import Layer, PipelineShape
+
+Overlap = Literal["off", "pair", "pair+self"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expansion:
+    """How actions become layer ops."""
+
+    overlap: Overlap = "pair+self"
+    """off: everything serial; pair: only PAIRs (and SELFs) overlap; pair+self: all actions do."""
+    chunks: int = 1
+    split: Literal["moe", "layer"] = "moe"
+
+    def __post_init__(self) -> None:
+        if self.overlap not in ("off", "pair", "pair+self"):
+            raise ScheduleError(f"overlap ({self.overlap!r}) must be 'off', 'pair' or 'pair+self'")
+        if self.split not in ("moe", "layer") or self.chunks < 1:
+            raise ScheduleError(f"split ({self.split!r}) must be 'moe' or 'layer', and chunks ({self.chunks}) at least 1")
+
+
+def expand(
+    program: Program,
+    layers: Sequence[Layer] | Sequence[Sequence[Layer]],
+    expansion: Expansion | None = None,
+    *,
+    reduce: bool = False,
+) -> Program:
+    """The program at layer level. `layers` is one stage's list (for all stages), or one list per stage."""
+    shape = program.pipeline()
+    if program.explicit:
+        raise ScheduleError(f"{program.name} has been lowered already; expand whole actions instead")
+    how = expansion or Expansion()
+    stages = shape.placement.num_stages
+    per_stage = _per_stage(layers, stages)
+    shape = replace(shape, layers=per_stage, reduce=reduce)
+    blocks = []
+    for rank, ops in enumerate(program.ranks):
+        seq = 0
+        row = []
+        for op in ops:
+            block = _expand_action(op, shape, how)
+            numbered = []
+            for layer_op in block.ops:
+                if layer_op.lane == A2A:
+                    layer_op = layer_op._replace(comm=(f"ep{rank}", seq))
+                    seq += 1
+                numbered.append(layer_op)
+            row.append(Block(numbered, block.serial))
+        blocks.append(row)
+    groups = {f"ep{rank}": (rank,) for rank in range(program.num_ranks)}
+    return lower_blocks(f"{program.name} {how.overlap}", shape, blocks, groups)
+
+
+def _per_stage(layers: Sequence[Layer] | Sequence[Sequence[Layer]], stages: int) -> tuple[tuple[Layer, ...], ...]:
+    if not layers:
+        raise ScheduleError("a stage needs at least one layer, but layers is empty")
+    if isinstance(layers[0], Layer):
+        return (tuple(layer for layer in layers if isinstance(layer, Layer)),) * stages
+    listed = tuple(tuple(stage) for stage in layers if not isinstance(stage, Layer))
+    if len(listed) != stages or not all(listed):
+        raise ScheduleError(
+            f"layers must list at least one layer for each of the {stages} stages, but has "
+            f"{[len(stage) for stage in listed]}"
+        )
+    return listed
+
+
+def _expand_action(action: Op, shape: PipelineShape, how: Expansion) -> Block:
+    alone = action.parts[0] if action.kind == "SELF" else action
+    if action.kind == "PAIR":
+        f, b = (_Part(leaf, shape, 1) for leaf in action.parts)
+        if how.overlap == "off":
+            return Block([*serial_forward(f), *serial_backward(b)], serial=True)
+        return Block(list(paired(f, b)))
+    overlapped = how.overlap == "pair+self" or (how.overlap == "pair" and action.kind == "SELF")
+    part = _Part(alone, shape, how.chunks if overlapped else 1, how.split)
+    if alone.kind == "W":
+        return Block(list(all_weight_grads(part)))
+    if alone.kind == "F":
+        order = self_forward(part) if overlapped else serial_forward(part)
+    else:
+        order = self_backward(part) if overlapped else serial_backward(part)
+    return Block(list(order), serial=not overlapped)
+
+
+class _Part:
+    """One microbatch's pass through one stage: makes its ops."""
+
+    def __init__(self, action: Op, shape: PipelineShape, chunks: int, split: str = "moe") -> None:
+        assert action.stage is not None
+        self.stage, self.microbatch = action.stage, action.microbatch
+        self.layers = shape.layers[action.stage]
+        self.with_weights = action.kind == "B"
+        self.chunks, self.split = chunks, split
+
+    def cuts(self, part: str, form: str) -> int:
+        """In how many chunks a part is launched."""
+        if form == "W":
+            return 1
+        whole_layer = self.split == "layer" and form != "R"
+        routed = part in ("DISPATCH", "MLP", "COMBINE")
+        return self.chunks if routed or whole_layer else 1
+
+    def ops(self, index: int, kind: str, chunk: int | None = None) -> Iterator[Op]:
+        """The op `kind` of layer `index` (one chunk of it, or all), if the layer has that part."""
+        part, form = kind.rsplit("_", 1)
+        layer = self.layers[index]
+        if part not in layer.parts or (form == "R" and part not in layer.recomputed):
+            return
+        if form == "W" and not self.with_weights:
+            return
+        cuts = self.cuts(part, form) if layer.moe else 1
+        if cuts == 1:
+            if chunk in (None, 0):
+                yield self._op(index, layer, kind)
+            return
+        for at in range(cuts) if chunk is None else (chunk,):
+            yield self._op(index, layer, kind, at, cuts)
+
+    def _op(self, index: int, layer: Layer, kind: str, chunk: int | None = None, chunks: int = 1) -> Op:
+        alloc, free = _memory(layer, kind)
+        return Op(
+            kind=kind,
+            lane=LANE_OF[kind],
+            stage=self.stage,
+            layer=index,
+            microbatch=self.microbatch,
+            chunk=chunk,
+            chunks=chunks,
+            alloc=alloc / chunks,
+            free=free,
+        )
+
+    def each(self, index: int, *kinds: str) -> Iterator[Op]:
+        for kind in kinds:
+            yield from self.ops(index, kind)
+
+    def by_chunk(self, index: int, *kinds: str) -> Iterator[Op]:
+        """All kinds of chunk 0, then all kinds of chunk 1, ...; parts that are not cut go with chunk 0."""
+        for chunk in range(self.chunks):
+            for kind in kinds:
+                yield from self.ops(index, kind, chunk)
+
+
+def _memory(layer: Layer, kind: str) -> tuple[float, float]:
+    """(taken, given back): forward keeps, recompute restores what forward did not keep, dW releases."""
+    part, form = kind.rsplit("_", 1)
+    size = layer.activation
+    kept = {"ATTN": size.attn, "SHARED": size.shared, "MLP": size.mlp + (0.0 if layer.moe else size.shared)}.get(
+        part, 0.0
+    )
+    outside = size.input if part == "ATTN" else 0.0
+    if form == "F":
+        return outside + (0.0 if part in layer.recomputed else kept), 0.0
+    if form == "R":
+        return kept, 0.0
+    return 0.0, (kept + outside if form == "W" else 0.0)
+
+
+def serial_forward(f: _Part) -> Iterator[Op]:
+    for index, layer in enumerate(f.layers):
+        yield from f.each(index, *(f"{part}_F" for part in layer.parts))
+
+
+def serial_backward(b: _Part) -> Iterator[Op]:
+    """Weight gradients follow their input gradients at once."""
+    for index in reversed(range(len(b.layers))):
+        layer = b.layers[index]
+        yield from b.each(index, *(f"{part}_R" for part in layer.recomputed))
+        for part in reversed(layer.parts):
+            yield from b.each(index, f"{part}_B")
+            if part in weight_parts(layer):
+                yield from b.each(index, f"{part}_W")
+
+
+def all_weight_grads(w: _Part) -> Iterator[Op]:
+    w.with_weights = True
+    for index in reversed(range(len(w.layers))):
+        yield from w.each(index, *(f"{part}_W" for part in weight_parts(w.layers[index])))
+
+
+def self_forward(f: _Part) -> Iterator[Op]:
+    for index in range(len(f.layers)):
+        yield from f.by_chunk(index, "ATTN_F", "ROUTE_F", "DISPATCH_F")
+        yield from f.each(index, "SHARED_F")
+        yield from f.by_chunk(index, "MLP_F", "COMBINE_F")
+
+
+def self_backward(b: _Part) -> Iterator[Op]:
+    last = len(b.layers) - 1
+    yield from b.each(last, "COMBINE_B")
+    for index in range(last, -1, -1):
+        yield from b.each(index, "ATTN_R", "ROUTE_R", "DISPATCH_R", "SHARED_R", "SHARED_B", "MLP_R")
+        yield from b.by_chunk(index, "MLP_B", "DISPATCH_B")
+        yield from b.each(index, "MLP_W", "SHARED_W")
+        for chunk in range(b.chunks):
+            for kind in ("ROUTE_B", "ATTN_B"):
+                yield from b.ops(index, kind, chunk)
+            if index and b.split == "layer":
+                yield from b.ops(index - 1, "COMBINE_B", chunk)
+        if index and b.split != "layer":
+            yield from b.each(index - 1, "COMBINE_B")
+        yield from b.each(index, "ROUTE_W", "ATTN_W")
+
+
+def paired(f: _Part, b: _Part) -> Iterator[Op]:
+    """Layer i of F beside layer L-1-i of B; what one side has more runs alone at the end."""
+    last = len(b.layers) - 1
+    yield from b.each(last, "COMBINE_B")
+    for index in range(max(len(f.layers), len(b.layers))):
+        front = index if index < len(f.layers) else None
+        back = last - index if index <= last else None
+        if back is not None:
+            yield from b.each(back, "ATTN_R", "ROUTE_R", "DISPATCH_R")
+        if front is not None:
+            yield from f.each(front, "ATTN_F", "ROUTE_F", "DISPATCH_F")
+        if back is not None:
+            yield from b.each(back, "SHARED_R", "SHARED_B", "MLP_R", "MLP_B", "DISPATCH_B")
+            yield from b.each(back, "MLP_W", "SHARED_W")
+        if front is not None:
+            yield from f.each(front, "SHARED_F", "MLP_F", "COMBINE_F")
+        if back is not None:
+            yield from b.each(back, "ROUTE_B", "ATTN_B")
+            if back:
+                yield from b.each(back - 1, "COMBINE_B")
+            yield from b.each(back, "ROUTE_W", "ATTN_W")
+
+
+def replicate(program: Program, copies: int) -> Program:
+    """Every rank becomes `copies` ranks that run the same list and share its expert group."""
+    shape = program.pipeline()
+    if not program.explicit or shape.copies != 1 or copies < 1:
+        raise ScheduleError("replicate needs an expanded program of single ranks, and copies of at least 1")
+    groups: dict[str, tuple[int, ...]] = {}
+    renamed: dict[tuple[str, int], str] = {}
+    for group, members in program.groups.items():
+        for copy in range(copies):
+            if len(members) == 2:
+                ends = tuple(rank * copies + copy for rank in members)
+                renamed[group, copy] = f"{ends[0]}>{ends[1]}"
+                groups[renamed[group, copy]] = ends
+            else:
+                renamed[group, copy] = group
+                groups[group] = tuple(members[0] * copies + other for other in range(copies))
+    ranks = []
+    for ops in program.ranks:
+        for copy in range(copies):
+            ranks.append(tuple(_renamed(op, copy, renamed) for op in ops))
+    return replace(program, ranks=tuple(ranks), groups=groups, shape=replace(shape, copies=copies))
+
+
+def _renamed(op: Op, copy: int, names: dict[tuple[str, int], str]) -> Op:
+    if op.comm is None:
+        return op
+    group = names[op.comm[0], copy]
+    lane = f"p2p:{group}" if op.lane.startswith("p2p") else op.lane
+    return op._replace(comm=(group, op.comm[1]), lane=lane)

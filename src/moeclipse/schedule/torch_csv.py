@@ -1,0 +1,123 @@
+"""The CSV form of torch.distributed.pipelining, read and written.
+
+One row per rank, one cell per action: `2F0`, `3SEND_F1`, `(0F7;7B3)OVERLAP_F_B`, empty for a slot in which
+the rank idles. A file with communication (`compute_comms`) also names UNSHARD, RESHARD and REDUCE_GRAD.
+
+What the form cannot say: two stages with one index on different ranks, so DualPipe stays at home; layer
+ops; and self-overlap, which is written as the plain action.
+Hazard: such a file does not say which communicator a transfer uses. It is read as ours: one wire per
+direction between two ranks, in the order of the row.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable
+
+from moeclipse.core.errors import ScheduleError
+from moeclipse.schedule.lower import with_deps
+from moeclipse.schedule.op import DP, P2P, TRANSFERS, Op, Program
+from moeclipse.schedule.shape import PipelineShape, Placement
+from moeclipse.schedule.text import parse_op
+
+PAIR_NAME = "OVERLAP_F_B"
+REDUCE_NAME = "REDUCE_GRAD"
+
+
+def format_csv(program: Program) -> str:
+    """Rows of cells, as torch writes them."""
+    shape = program.pipeline()
+    if shape.placement.num_chains > 1:
+        raise ScheduleError(f"{program.name} runs two directions, which this CSV form cannot express")
+    if shape.layers:
+        raise ScheduleError(f"{program.name} has layer ops; write the CSV before expanding it")
+    out = io.StringIO()
+    writer = csv.writer(out)
+    for ops in program.ranks:
+        writer.writerow([_cell(op) for op in ops])
+    return out.getvalue()
+
+
+def _cell(op: Op) -> str:
+    if op.kind == "PAIR":
+        return f"{op}{PAIR_NAME}"
+    if op.kind == "SELF":
+        return str(op.parts[0])
+    return str(op).replace("REDUCE", REDUCE_NAME)
+
+
+def parse_csv(text: str, name: str = "csv") -> Program:
+    """A program; the placement follows from which rank computes which stage."""
+    rows = [[_parse_cell(cell) for cell in row if cell.strip()] for row in csv.reader(io.StringIO(text))]
+    rank_of: dict[int, int] = {}
+    microbatches = set()
+    for rank, row in enumerate(rows):
+        for op in row:
+            for leaf in op.leaves:
+                if leaf.stage is None:
+                    raise ScheduleError(f"{name}: {op} on rank {rank} names no stage")
+                if rank_of.setdefault(leaf.stage, rank) != rank:
+                    raise ScheduleError(
+                        f"{name}: stage {leaf.stage} appears on ranks {rank_of[leaf.stage]} and {rank}; "
+                        "a stage lives on one rank"
+                    )
+                if leaf.microbatch is not None:
+                    microbatches.add(leaf.microbatch)
+    if not rank_of:
+        raise ScheduleError(f"{name}: no actions found")
+    missing = sorted(set(range(max(rank_of) + 1)) - set(rank_of))
+    if missing:
+        raise ScheduleError(f"{name}: stages {missing} appear on no rank")
+    placement = Placement(num_ranks=len(rows), rank_of=tuple(rank_of[s] for s in range(len(rank_of))))
+    kinds = {op.kind for row in rows for op in row}
+    shape = PipelineShape(
+        placement=placement, num_microbatches=max(microbatches, default=-1) + 1, reduce="REDUCE" in kinds
+    )
+    if not kinds & {*TRANSFERS, "REDUCE", "UNSHARD", "RESHARD"}:
+        return Program(name=name, ranks=tuple(map(tuple, rows)), shape=shape)
+    return _with_communication(name, shape, rows)
+
+
+def _parse_cell(cell: str) -> Op:
+    text = cell.strip()
+    if text.endswith(PAIR_NAME):
+        op = parse_op(text[: -len(PAIR_NAME)])
+        if op.kind != "PAIR":
+            raise ScheduleError(f"{cell!r} must hold two actions")
+        return op
+    return parse_op(text.replace(REDUCE_NAME, "REDUCE"))
+
+
+def _with_communication(name: str, shape: PipelineShape, rows: Iterable[list[Op]]) -> Program:
+    groups: dict[str, tuple[int, ...]] = {}
+    ranks = []
+    for rank, row in enumerate(rows):
+        seq: dict[str, int] = {}
+        ops = []
+        for op in row:
+            group, lane = "", op.lane
+            if op.kind in TRANSFERS:
+                group = _wire(shape.placement, op)
+                groups[group] = tuple(int(end) for end in group.split(">"))
+                lane = f"{P2P}:{group}"
+            elif op.lane == DP:
+                group = f"dp{rank}"
+                groups[group] = (rank,)
+            if group:
+                op = op._replace(lane=lane, comm=(group, seq.get(group, 0)))
+                seq[group] = seq.get(group, 0) + 1
+            ops.append(op)
+        ranks.append(with_deps(shape, ops))
+    return Program(name=name, ranks=tuple(ranks), shape=shape, groups=groups or {"alone": (0,)})
+
+
+def _wire(placement: Placement, op: Op) -> str:
+    assert op.stage is not None
+    towards_next = op.kind in ("SEND_F", "RECV_B")
+    other = placement.next_stage(op.stage) if towards_next else placement.previous_stage(op.stage)
+    if other is None:
+        raise ScheduleError(f"{op} has nobody on the other side: stage {op.stage} is at the end of the model")
+    ends = (placement.rank_of[op.stage], placement.rank_of[other])
+    source, target = ends if op.kind.startswith("SEND") else ends[::-1]
+    return f"{source}>{target}"

@@ -1,0 +1,101 @@
+"""Durations of one layer's exchange from the count matrix.
+
+counts_PE[i, e] is the number of rows that rank i has for expert e; expert e lives on rank e // experts_per_rank.
+Rows for a shadow that a rank holds stay there. Everything follows from counts and costs, so all ranks that
+know the matrix compute the same times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from moeclipse.core.errors import ScheduleError
+from moeclipse.cost.exchange import ExchangeCosts
+from moeclipse.cost.model import Costs
+from moeclipse.schedule.check import Verified, verify
+from moeclipse.schedule.op import Op, Program
+from moeclipse.schedule.shape import ExchangeShape
+from moeclipse.sim.engine import Result, simulate
+
+Counts = npt.NDArray[np.int64] | Sequence[Sequence[int]]
+
+
+class _Rows:
+    """Row counts of one step as every rank sees them."""
+
+    def __init__(self, shape: ExchangeShape, counts: Counts) -> None:
+        self.shape = shape
+        P, E = shape.num_ranks, shape.num_ranks * shape.experts_per_rank
+        table = np.asarray(counts, dtype=np.float64)
+        if table.shape != (P, E):
+            raise ScheduleError(
+                f"counts have shape {table.shape}, expected ({P} ranks, {E} experts: {shape.experts_per_rank} per rank)"
+            )
+        if (table < 0).any():
+            raise ScheduleError("counts must not be negative")
+        self.kept = np.zeros_like(table)
+        for shadow in shape.shadows:
+            for rank in shadow.ranks:
+                self.kept[rank, shadow.expert] = table[rank, shadow.expert]
+        travelling = table - self.kept
+        self.sent = travelling.reshape(P, P, shape.experts_per_rank)  # (from, to, local expert)
+
+    def moved(self, rank: int, op: Op) -> tuple[float, float, float]:
+        """(rows sent, rows received, rows computed) of one event; a rank's own rows do not travel."""
+        assert op.step is not None
+        experts = slice(None) if op.expert is None else op.expert
+        out = [p for p in self.shape.send_to(rank, op.step) if p != rank]
+        source = list(self.shape.receive_from(rank, op.step))
+        away = [p for p in source if p != rank]
+        return (
+            float(self.sent[rank, out][:, experts].sum()) / op.chunks,
+            float(self.sent[away, rank][:, experts].sum()) / op.chunks,
+            float(self.sent[source, rank][:, experts].sum()) / op.chunks,
+        )
+
+
+def exchange_durations(program: Program, counts: Counts, costs: ExchangeCosts) -> list[list[float]]:
+    """Per rank, per op; dX costs as much as forward, and so does dW."""
+    shape = program.exchange()
+    rows = _Rows(shape, counts)
+    lent = {shadow.expert: shadow for shadow in shape.shadows}
+    return [
+        [_seconds(op, rank, shape, rows, lent, costs) for op in ops] for rank, ops in enumerate(program.ranks)
+    ]
+
+
+def _seconds(op: Op, rank: int, shape: ExchangeShape, rows: _Rows, lent: dict, costs: ExchangeCosts) -> float:
+    if op.kind.startswith("SHADOW"):
+        shadow = lent[op.expert]
+        if op.kind in ("SHADOW_SEND", "SHADOW_REDUCE"):
+            return costs.parameters(len(shadow.ranks) if rank == shadow.owner else 1)
+        if op.kind == "SHADOW_ADD":
+            return costs.kernel
+        return costs.compute(float(rows.kept[rank, op.expert]))
+    if op.kind == "C_W":
+        return costs.compute(float(rows.sent[:, rank].sum()))
+    sent, received, computed = rows.moved(rank, op)
+    if op.kind.startswith("C"):
+        return costs.compute(computed)
+    return costs.transfer(max(sent, received), near=op.step == 0)
+
+
+def simulate_exchange(program: Program | Verified, counts: Counts, costs: ExchangeCosts) -> Result:
+    """Time the exchange of one layer for these counts."""
+    verified = program if isinstance(program, Verified) else verify(program)
+    host = Costs(name="exchange", seconds={}, launch=costs.launch, inline_compute=costs.inline_compute)
+    return simulate(verified, host, exchange_durations(verified.program, counts, costs))
+
+
+def lower_bound(program: Program, counts: Counts, costs: ExchangeCosts) -> float:
+    """No order can be faster than the busiest lane of the busiest rank."""
+    durations = exchange_durations(program, counts, costs)
+    busiest = 0.0
+    for ops, seconds in zip(program.ranks, durations, strict=True):
+        for lane in {op.lane for op in ops}:
+            work = sum(s for op, s in zip(ops, seconds, strict=True) if op.lane == lane)
+            busiest = max(busiest, work)
+    return busiest

@@ -1,0 +1,150 @@
+"""A simulated step to look at: Perfetto JSON for the browser, ASCII for the terminal.
+
+Perfetto (ui.perfetto.dev) shows one process per rank, one row per lane, and memory as a counter. The ASCII
+timeline gives each rank one line for compute and, where there is any, one for communication.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moeclipse.schedule.op import COMPUTE, Op
+from moeclipse.sim.engine import Result
+from moeclipse.sim.measure import communication, compute_intervals, memory_curve
+
+GLYPHS = {"F": "F", "B": "B", "I": "I", "W": "W", "PAIR": "#"}
+LEGEND = "F forward  B backward  I dX  W dW  # forward and backward paired  R recompute  . idle"
+WIRE_LEGEND = "- communication under compute  ! exposed"
+
+
+def perfetto(result: Result, *, seconds_per_unit: float = 1.0) -> dict[str, Any]:
+    """Trace events in microseconds."""
+    scale = 1e6 * seconds_per_unit
+    events: list[dict[str, Any]] = []
+    wires = result.verified.graph.wires
+    for rank, ops in enumerate(result.program.ranks):
+        lanes = {COMPUTE: 0}
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
+        begin = result.begin[rank]
+        for position, op in enumerate(ops):
+            row = lanes.setdefault(op.lane, len(lanes))
+            events.append(_slice(rank, row, op, result, begin + position, scale))
+        if wires is not None:
+            for wire in np.flatnonzero(wires.source == rank):
+                lane = f"p2p:{rank}>{wires.destination[wire]}"
+                node = result.verified.graph.num_ops + int(wire)
+                kind = "SEND_F" if wires.is_forward[wire] else "SEND_B"
+                op = Op(kind=kind, lane=lane, stage=int(wires.stage[wire]), microbatch=int(wires.microbatch[wire]))
+                events.append(_slice(rank, lanes.setdefault(lane, len(lanes)), op, result, node, scale))
+        events += [
+            {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": lane}}
+            for lane, row in lanes.items()
+        ]
+        moments, held = memory_curve(result, rank)
+        events += [
+            {"ph": "C", "name": "activations", "pid": rank, "ts": float(t) * scale, "args": {"held": float(h)}}
+            for t, h in zip(moments, held, strict=True)
+        ]
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"program": result.program.name}}
+
+
+def _slice(rank: int, row: int, op: Op, result: Result, node: int, scale: float) -> dict[str, Any]:
+    start, finish = float(result.start[node]), float(result.finish[node])
+    args: dict[str, Any] = {"launched": float(result.ready[node]) * scale}
+    for field in ("stage", "layer", "microbatch", "step", "chunk", "expert"):
+        if getattr(op, field) is not None:
+            args[field] = getattr(op, field)
+    return {
+        "ph": "X",
+        "name": str(op),
+        "cat": op.kind,
+        "pid": rank,
+        "tid": row,
+        "ts": start * scale,
+        "dur": (finish - start) * scale,
+        "args": args,
+    }
+
+
+def write_perfetto(result: Result, path: str | Path, *, seconds_per_unit: float = 1.0) -> None:
+    Path(path).write_text(json.dumps(perfetto(result, seconds_per_unit=seconds_per_unit)))
+
+
+def timeline(result: Result, width: int = 100, *, max_ranks: int = 16) -> str:
+    """One line per rank (two with communication); a column shows what ran longest in it."""
+    ranks = list(range(result.program.num_ranks))
+    hidden = ranks[max_ranks:]
+    lines, any_wire = [], False
+    label = len(str(ranks[-1])) if ranks else 1
+    for rank in ranks[:max_ranks]:
+        lines.append(f"rank {rank:>{label}} {_compute_row(result, rank, width)}")
+        row = _wire_row(result, rank, width)
+        if row.strip():
+            any_wire = True
+            lines.append(" " * (6 + label) + row)
+    if hidden:
+        lines.append(f"... and {len(hidden)} more ranks")
+    legend = LEGEND if _is_pipeline(result) else "S, R exchange  C compute  W dW  H shadow  . idle"
+    return "\n".join([*lines, legend + ("  " + WIRE_LEGEND if any_wire else "")])
+
+
+def _is_pipeline(result: Result) -> bool:
+    return any(op.stage is not None or op.parts for ops in result.program.ranks[:1] for op in ops)
+
+
+def _glyph(op: Op) -> str:
+    if op.kind == "SELF":
+        return _glyph(op.parts[0])
+    if op.kind.startswith("SHADOW"):
+        return "H"
+    if op.kind in ("C_F", "C_B"):
+        return "C"
+    return GLYPHS.get(op.kind, op.kind[-1])
+
+
+def _cells(start: np.ndarray, finish: np.ndarray, makespan: float, width: int) -> list[list[tuple[int, float]]]:
+    """For each column: (index, time spent in it)."""
+    cells: list[list[tuple[int, float]]] = [[] for _ in range(width)]
+    if makespan <= 0:
+        return cells
+    column = makespan / width
+    for index, (begin, end) in enumerate(zip(start, finish, strict=True)):
+        first, last = int(begin / column), min(int(end / column), width - 1)
+        for at in range(min(first, width - 1), last + 1):
+            share = min(end, (at + 1) * column) - max(begin, at * column)
+            if share > 0:
+                cells[at].append((index, share))
+    return cells
+
+
+def _compute_row(result: Result, rank: int, width: int) -> str:
+    ops = [op for op in result.program.ranks[rank] if op.lane == COMPUTE]
+    start, finish = compute_intervals(result, rank)
+    column = result.makespan / width
+    row = ""
+    for cell in _cells(start, finish, result.makespan, width):
+        spent: dict[str, float] = {}
+        for index, share in cell:
+            glyph = _glyph(ops[index])
+            spent[glyph] = spent.get(glyph, 0.0) + share
+        busy = sum(spent.values())
+        row += max(spent, key=lambda g: spent[g]) if busy > column / 2 else "."
+    return row
+
+
+def _wire_row(result: Result, rank: int, width: int) -> str:
+    lane = communication(result, rank)
+    wire = _cells(lane.start, lane.finish, result.makespan, width)
+    work = _cells(*compute_intervals(result, rank), result.makespan, width)
+    column = result.makespan / width
+    row = ""
+    for sent, done in zip(wire, work, strict=True):
+        share = sum(s for _, s in sent)
+        idle = column - sum(s for _, s in done)
+        row += " " if share < column / 4 else "!" if idle > column / 2 else "-"
+    return row
