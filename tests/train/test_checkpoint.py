@@ -16,7 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CheckpointError, ConfigError
+from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train import checkpoint as checkpoint_module
 from moeclipse.train import shard as shard_module
 from moeclipse.train.checkpoint import Checkpoint, OneRank, Piece, Ranks, check_model, newest, save
@@ -110,6 +112,18 @@ def test_whole_tensors_can_be_read_by_hand(tmp_path: Path) -> None:
     }
 
 
+def test_the_script_in_the_documentation_reads_one(tmp_path: Path) -> None:
+    fork_ranks(2, lambda ranks: save_step(tmp_path, 200, ranks))
+    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    script = text.split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {}
+    exec(script.replace("runs/NAME/checkpoints", str(tmp_path)), names)
+    assert names["tensors"].keys() == tensors_at(200).keys()
+    for name, tensor in tensors_at(200).items():
+        assert names["tensors"][name].shape == tensor.shape
+        assert same(names["tensors"][name], tensor)
+
+
 def test_a_large_tensor_leaves_through_a_small_buffer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +214,17 @@ def test_ranks_save_and_other_ranks_load(tmp_path: Path, saving: int, loading: i
         )
 
     assert fork_ranks(loading, load) == [{"result": True}] * loading
+
+
+def save_and_open(mesh: Mesh, folder: str) -> list[str]:
+    save_step(Path(folder), 20, mesh)
+    checkpoint = newest(folder, mesh).checkpoint
+    assert_holds(checkpoint, 20)
+    return names_in(Path(folder))
+
+
+def test_the_mesh_serves_as_ranks(tmp_path: Path) -> None:
+    assert run_ranks(2, save_and_open, str(tmp_path)) == [["step-00000020"]] * 2
 
 
 def test_a_rank_without_pieces_writes_no_file(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -67,10 +68,13 @@ def write_file(disk: Disk, path: Path, chunks: Iterable[memoryview]) -> Written:
     """Writes a new file to stable storage, hashing on the way; one chunk is in memory at a time."""
     digest, size = hashlib.sha256(), 0
     try:
-        with disk.create(path) as file:
+        with disk.create(path) as file, ThreadPoolExecutor(max_workers=1) as hasher:
             for chunk in chunks:
+                hashed = hasher.submit(
+                    digest.update, chunk
+                )  # takes as long as writing, and can run beside it
                 disk.write(file, chunk)
-                digest.update(chunk)
+                hashed.result()
                 size += chunk.nbytes
             disk.fsync(file)
     except OSError as error:
