@@ -1,0 +1,63 @@
+"""Collectives: uneven, empty, in rank order, and skipped where there is only one rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moeclipse.comm.exchange import all_gather_shards, all_to_all, gather, reduce_scatter, total
+from moeclipse.comm.mesh import Mesh
+from moeclipse.testing.run_ranks import run_ranks
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
+
+
+def uneven(mesh: Mesh, dtype: torch.dtype) -> torch.Tensor:
+    """Rank r sends p rows of value 10 r + p to each peer p: nothing at all to rank 0."""
+    send = list(range(mesh.num_ranks))
+    rows = torch.cat([torch.full((p, 2), 10 * mesh.rank + p) for p in send]).to(dtype)
+    return all_to_all(mesh.a2a, mesh.experts, rows, send, [mesh.rank] * mesh.num_ranks, "test").get()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_arrive_where_they_belong(dtype: torch.dtype) -> None:
+    for rank, rows in enumerate(run_ranks(3, uneven, dtype)):
+        expected = [10 * source + rank for source in range(3) for _ in range(rank)]
+        assert rows[:, 0].tolist() == expected
+        assert rows.dtype == dtype
+
+
+def sums(mesh: Mesh) -> tuple:
+    flat = torch.arange(10, dtype=torch.float64) * (mesh.rank + 1)
+    bounds = [0, 3, 3, 10]  # rank 1 owns nothing
+    shard = reduce_scatter(mesh.grads, mesh.world, flat, bounds, "test").get()
+    mine = torch.zeros(10, dtype=torch.float64)
+    mine[bounds[mesh.rank] : bounds[mesh.rank + 1]] = shard
+    whole = all_gather_shards(mesh.grads, mesh.world, mine, bounds, "test").get()
+    added = total(mesh.grads, mesh.world, torch.tensor([[1.0, mesh.rank]]), "test").get()
+    return whole, gather(mesh.a2a, mesh.world, torch.tensor([mesh.rank]), "test").get(), added
+
+
+def test_uneven_shards_sum_and_gather() -> None:
+    for whole, everyone, added in run_ranks(3, sums):
+        assert torch.equal(whole, torch.arange(10, dtype=torch.float64) * 6)
+        assert everyone.tolist() == [[0], [1], [2]]
+        assert added.tolist() == [[3.0, 3.0]]
+
+
+def test_one_rank_sends_nothing() -> None:
+    mesh = Mesh.single()
+    x = torch.randn(4, 2)
+    assert all_to_all(mesh.a2a, mesh.experts, x, [4], [4], "test").get() is x
+    assert gather(mesh.a2a, mesh.world, x, "test").get().shape == (1, 4, 2)
+    assert torch.equal(total(mesh.a2a, mesh.world, x, "test").get(), x)
+
+
+def ordered(mesh: Mesh) -> torch.Tensor:
+    """1e16 + 1 - 1e16 depends on the order; all ranks must take the same one."""
+    value = torch.tensor([[1.0], [1e16], [-1e16]])[mesh.rank].double()
+    return total(mesh.grads, mesh.world, value, "test").get()
+
+
+def test_every_rank_adds_in_rank_order() -> None:
+    assert [float(value) for value in run_ranks(3, ordered)] == [(1.0 + 1e16) - 1e16] * 3

@@ -1,0 +1,56 @@
+"""The harness itself: results, failures, kills, and a deadline that shows where everybody was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from moeclipse.comm.mesh import Mesh
+from moeclipse.testing.compare import difference
+from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
+
+
+def test_results_come_back_in_rank_order() -> None:
+    results = run_ranks(3, lambda mesh, base: {"value": torch.full((2,), mesh.rank + base)}, 10)
+    assert [result["value"].tolist() for result in results] == [[10, 10], [11, 11], [12, 12]]
+
+
+def wait_in_vain(mesh: Mesh) -> None:
+    if mesh.rank == 1:
+        time.sleep(60)
+    mesh.barrier()
+
+
+def test_the_deadline_prints_every_rank_s_stack() -> None:
+    with pytest.raises(AssertionError, match="did not finish within 3 s") as caught:
+        run_ranks(2, wait_in_vain, deadline_s=3)
+    report = str(caught.value)
+    assert "--- rank 0" in report
+    assert "--- rank 1" in report
+    assert report.count("in wait_in_vain") == 2
+
+
+def test_a_failing_rank_fails_the_test_with_its_traceback() -> None:
+    def fail(mesh: Mesh) -> None:
+        if mesh.rank == 1:
+            raise ValueError("no such luck")
+
+    with pytest.raises(AssertionError, match="ValueError: no such luck"):
+        run_ranks(2, fail)
+
+
+def test_a_killed_rank_is_reported() -> None:
+    outcomes = run_ranks_raw(2, lambda mesh: os.kill(os.getpid(), signal.SIGKILL) if mesh.rank else None)
+    assert outcomes[0][0]
+    assert outcomes[1] == (False, "rank 1 ended with exit code -9 and no result")
+
+
+def test_difference_is_relative_to_the_largest_reference() -> None:
+    assert difference(torch.tensor([1.0, 9.0]), torch.tensor([1.0, 10.0])) == pytest.approx(0.1)
+    assert difference(torch.zeros(3), torch.zeros(3)) == 0.0
+    assert difference(torch.ones(1), torch.zeros(1)) == float("inf")
+    assert difference(torch.tensor([float("nan")]), torch.ones(1)) != 0.0
