@@ -41,15 +41,24 @@ def test_5b_has_about_five_billion_parameters_half_a_billion_active() -> None:
     config = load(preset="5b")
     assert (config.model.num_layers, config.model.d_model) == (12, 2048)
     assert (config.moe.num_experts, config.moe.d_ff, config.gate.top_k) == (128, 512, 8)
-    assert 4.5e9 < parameters(config, 128) < 5.5e9
-    assert 0.4e9 < parameters(config, 8) < 0.6e9
+    assert 4.9e9 < parameters(config, 128) < 5.1e9
+    assert 0.49e9 < parameters(config, 8) < 0.52e9
     # bf16 weights, fp32 main_grad, fp32 master weights and two moments must fit beside activations.
     assert parameters(config, 128) * (2 + 4 + 12) < 110 * 2**30
 
 
+@pytest.mark.parametrize("name", ["tiny", "small", "5b"])
+def test_the_formula_counts_what_the_model_has(name: str) -> None:
+    from moeclipse.model.transformer import count_parameters
+
+    config = load(preset=name)
+    counted = count_parameters(config.model, config.moe, config.gate)
+    assert counted == (parameters(config, config.moe.num_experts), parameters(config, config.gate.top_k))
+
+
 def test_tiny_and_small_are_as_large_as_their_headers_say() -> None:
-    assert parameters(load(preset="tiny"), 8) < 5e6
-    assert 2.0e8 < parameters(load(preset="small"), 32) < 2.3e8
+    assert parameters(load(preset="tiny"), 8) == pytest.approx(3.4e6, rel=0.02)
+    assert parameters(load(preset="small"), 32) == pytest.approx(208e6, rel=0.02)
 
 
 def test_deepseek_has_every_part() -> None:

@@ -81,7 +81,7 @@ def run_rank(config: TrainConfig, resume: str) -> int:
         except KeyboardInterrupt:
             observer.close()
             if not launched and rank == 0:
-                print("interrupted", file=sys.stderr)
+                show_interrupted(config)
             return INTERRUPTED
         except Exception as error:
             failure = describe(error, rank)
@@ -98,13 +98,24 @@ def run_rank(config: TrainConfig, resume: str) -> int:
 def resume_again(config: TrainConfig, resume: str, attempt: int, first: bool) -> str:
     """What a restarted attempt resumes: this run's own checkpoints, once it has written any."""
     run = Path(config.run.dir) / config.run.name
-    saved = (run / "checkpoints").is_dir() and any((run / "checkpoints").iterdir())
-    if resume in ("off", "auto") or saved:
+    if resume in ("off", "auto") or has_checkpoint(run):
         return "auto"
     # It began from another run's checkpoint and has none of its own: it begins there again, in a new folder.
     if first and run.exists():
         run.rename(run.with_name(f"{run.name}.attempt-{attempt - 1}"))
     return resume
+
+
+def has_checkpoint(run: Path) -> bool:
+    return any((run / "checkpoints").glob("step-*"))
+
+
+def show_interrupted(config: TrainConfig) -> None:
+    run = Path(config.run.dir) / config.run.name
+    again = (
+        f"; go on with: moeclipse train {run / 'config.toml'} --resume auto" if has_checkpoint(run) else ""
+    )
+    print(f"interrupted{again}", file=sys.stderr)
 
 
 def describe(error: Exception, rank: int) -> Failure:
@@ -201,7 +212,10 @@ def launch_ranks(config: TrainConfig, resume: str, *, num_ranks: int, restarts: 
         for name, value in child_environment(num_ranks, os.environ).items():
             os.environ[name] = value
         try:
-            return _run_agent(command, Path(folder), num_ranks, restarts)
+            code = _run_agent(command, Path(folder), num_ranks, restarts)
+            if code == INTERRUPTED:
+                show_interrupted(config)
+            return code
         finally:
             del os.environ[LAUNCHER]
 
@@ -254,12 +268,8 @@ def _run_agent(command: list[str], folder: Path, num_ranks: int, restarts: int) 
     except NotRestarted as error:
         failure = error.failure
     except SignalException as error:
-        if error.sigval == signal.SIGINT:
-            print("interrupted", file=sys.stderr)
         return 128 + int(error.sigval)
-    if failure.code == INTERRUPTED:
-        print("interrupted", file=sys.stderr)
-    else:
+    if failure.code != INTERRUPTED:
         show_failure(failure, named=not failure.text.startswith(f"rank {failure.rank} "))
     return failure.code
 
