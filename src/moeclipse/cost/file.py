@@ -12,7 +12,7 @@
     [contention]                  # rate of the first lane while the second is busy
     "compute/a2a" = 0.85
 
-Instead of [seconds], `device`, `link` and `num_ranks` with an optional table [layer] compute them from shapes.
+Instead of [seconds], `device`, `link` and `num_ranks` (and a table [layer]) compute them from shapes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,17 @@ from moeclipse.core.errors import ConfigError
 from moeclipse.cost.hardware import device, link
 from moeclipse.cost.model import PRESETS, Costs, LayerWork, layer_costs
 
-TABLE_KEYS = ("name", "launch", "wire", "inline_compute", "rank_speed", "stage_scale", "seconds", "fixed", "contention")
+TABLE_KEYS = (
+    "name",
+    "launch",
+    "wire",
+    "inline_compute",
+    "rank_speed",
+    "stage_scale",
+    "seconds",
+    "fixed",
+    "contention",
+)
 SHAPE_KEYS = ("device", "link", "num_ranks", "comm_processors", "layer")
 
 
@@ -64,7 +74,8 @@ def costs_from(data: dict[str, Any], source: str = "costs") -> Costs:
             pairs[slowed, busy] = rate
     if problems:
         raise ConfigError(problems)
-    given = {key: data[key] for key in ("name", "launch", "wire", "inline_compute") if key in data}
+    plain = ("name", "launch", "wire", "inline_compute")
+    given: dict[str, Any] = {key: data[key] for key in plain if key in data}
     given |= {key: tuple(data[key]) for key in ("rank_speed", "stage_scale") if key in data}
     if pairs:
         given["contention"] = pairs

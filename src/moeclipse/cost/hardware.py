@@ -65,7 +65,7 @@ DEVICES: dict[str, Device] = {
             processors=132,
             launch=5e-6,
             efficiency=0.75,
-            source="NVIDIA H100 SXM data sheet (1979 TFLOP/s with sparsity, halved); efficiency as measured on H200",
+            source="NVIDIA H100 SXM data sheet (1979 TFLOP/s sparse, halved); efficiency as on H200",
         ),
         Device(
             name="h200",
@@ -87,7 +87,7 @@ DEVICES: dict[str, Device] = {
             processors=148,
             launch=5e-6,
             efficiency=0.75,
-            source="NVIDIA DGX B200 data sheet per GPU (4.5 PFLOP/s with sparsity, halved); efficiency assumed as H100",
+            source="NVIDIA DGX B200 data sheet (4.5 PFLOP/s sparse per GPU, halved); efficiency assumed",
         ),
         Device(
             name="cpu",
@@ -98,7 +98,7 @@ DEVICES: dict[str, Device] = {
             processors=2,
             launch=2e-5,
             efficiency=0.8,
-            source="two cores of a server CPU, order of magnitude; call measure_cpu() for the machine at hand",
+            source="two server cores, order of magnitude; measure_cpu() knows the machine at hand",
         ),
     )
 }
@@ -131,7 +131,7 @@ LINKS: dict[str, Link] = {
             bandwidth=63e9,
             latency=3e-6,
             efficiency=0.45,
-            source="PCI Express 5.0 x16 (32 GT/s, 128b/130b); efficiency: 27.4 GB/s per rank measured with two ranks",
+            source="PCI Express 5.0 x16 (32 GT/s, 128b/130b); efficiency: 27.4 GB/s measured, pinned memory",
         ),
         Link(
             name="loopback",
@@ -176,19 +176,19 @@ def measure_cpu(size: int = 512, repeats: int = 5) -> Device:
         processors=known.processors,
         launch=known.launch,
         efficiency=1.0,
-        source=f"measured: best of {repeats} fp32 products of {size}^3 and copies of {block.nbytes >> 20} MiB",
+        source=f"measured: best of {repeats} fp32 products of {size}^3, copies of {block.nbytes >> 20} MiB",
     )
 
 
 def measure_loopback(num_bytes: int = 1 << 24, repeats: int = 3) -> Link:
-    """TCP between two sockets of this process: bandwidth from one long message, latency from short ones."""
+    """Two local sockets of this process: bandwidth from long messages, latency from short ones."""
     left, right = socket.socketpair()
     with left, right:
-        bandwidth = num_bytes / min(_timed(lambda: _transfer(left, right, num_bytes)) for _ in range(repeats))
+        fastest = min(_timed(lambda: _transfer(left, right, num_bytes)) for _ in range(repeats))
         latency = min(_timed(lambda: _transfer(left, right, 1)) for _ in range(repeats))
     return Link(
         name="loopback",
-        bandwidth=bandwidth,
+        bandwidth=num_bytes / fastest,
         latency=latency,
         efficiency=1.0,
         source=f"measured: best of {repeats} local-socket transfers of {num_bytes >> 20} MiB and of 1 byte",

@@ -56,7 +56,9 @@ class Costs:
             if not 0 < rate <= 1:
                 problems.append(f"contention {slowed}/{busy} ({rate}) must lie in (0, 1]: it is a rate")
         problems += [f"speeds of ranks ({speed}) must be positive" for speed in self.rank_speed if speed <= 0]
-        problems += [f"scales of stages ({scale}) must be positive" for scale in self.stage_scale if scale <= 0]
+        problems += [
+            f"scales of stages ({scale}) must be positive" for scale in self.stage_scale if scale <= 0
+        ]
         if problems:
             raise ConfigError(problems)
 
@@ -154,8 +156,10 @@ class LayerWork:
         return self.tokens * self.top_k * self.d_model * self.row_bytes_per_value * share
 
 
-def layer_costs(work: LayerWork, device: Device, link: Link, num_ranks: int, *, comm_processors: int = 0) -> Costs:
-    """Layer-op costs: dX and dW each take as long as forward (attention's core has no dW, but twice the dX)."""
+def layer_costs(
+    work: LayerWork, device: Device, link: Link, num_ranks: int, *, comm_processors: int = 0
+) -> Costs:
+    """dX and dW each take as long as forward, except that attention's core has no dW and twice the dX."""
     rate = device.flops * device.efficiency
     seconds: dict[str, float] = {}
     for part, flops in work.forward_flops().items():

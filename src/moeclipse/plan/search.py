@@ -21,10 +21,10 @@ import numpy as np
 from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.exchange import ExchangeCosts
 from moeclipse.schedule.check import Verified, verify
-from moeclipse.schedule.op import Op
 from moeclipse.schedule.shape import ExchangeShape
 from moeclipse.schedule.smart import natural_units, smart
 from moeclipse.sim.exchange import Counts, exchange_durations, lower_bound, simulate_exchange
+from moeclipse.sim.measure import compute_intervals
 
 Units = tuple[tuple[int, int], ...]
 CHUNKS = (1, 2, 4, 8)
@@ -146,16 +146,11 @@ def _improve(
 
 
 def exposed_ends(choice: Choice, counts: Counts, costs: ExchangeCosts) -> tuple[float, float]:
-    """Seconds before the first C can start and after the last C has ended, on the slowest rank."""
+    """Seconds before the first C and after the last C of the rank that computes most."""
     result = simulate_exchange(choice.verified, counts, costs)
-    first, last = 0.0, 0.0
-    for rank, ops in enumerate(choice.verified.program.ranks):
-        computing = np.array([_is_compute(op) for op in ops])
-        part = result.rank_slice(rank)
-        first = max(first, float(result.start[part][computing].min()))
-        last = max(last, result.makespan - float(result.finish[part][computing].max()))
-    return first, last
-
-
-def _is_compute(op: Op) -> bool:
-    return op.comm is None
+    busiest: tuple[float, float, float] = (-1.0, 0.0, 0.0)
+    for rank in range(result.program.num_ranks):
+        start, finish = compute_intervals(result, rank)
+        work = float((finish - start).sum())
+        busiest = max(busiest, (work, float(start.min()), result.makespan - float(finish.max())))
+    return busiest[1], busiest[2]

@@ -76,7 +76,7 @@ def _check_memory(program: Program, peak: Sequence[float], limit: float | Sequen
             op = _first_above(program.ranks[rank], allowed)
             raise ScheduleError(
                 f"{program.name}: rank {rank} holds {held:g} at its peak, more than the {allowed:g} allowed; "
-                f"{op} is the first to exceed it. Use fewer warm-up forwards, more recompute or another schedule"
+                f"{op} is the first to exceed it. Try another schedule, recompute or smaller microbatches"
             )
 
 
@@ -103,9 +103,8 @@ def _check_cells(program: Program, table: ActionTable) -> None:
     if len(misplaced):
         owner = int(table.owner[misplaced[0]])
         stage = int(table.cell[misplaced[0]]) // M
-        raise ScheduleError(
-            f"{table.ops[owner]} stands on rank {table.rank[owner]}, but stage {stage} lives on rank {rank_of[stage]}"
-        )
+        where = f"stands on rank {table.rank[owner]}, but stage {stage} lives on rank {rank_of[stage]}"
+        raise ScheduleError(f"{table.ops[owner]} {where}")
     for what, kinds in (("F", ("F",)), ("dX", ("B", "I")), ("dW", ("B", "W"))):
         cells, owners = table.of_kind(*kinds)
         found = np.bincount(cells, minlength=len(wanted))
@@ -113,15 +112,16 @@ def _check_cells(program: Program, table: ActionTable) -> None:
         if len(wrong):
             cell = int(wrong[0])
             culprits = [str(table.ops[int(owner)]) for owner in owners[cells == cell]]
+            by = f" by {', '.join(culprits)}" if culprits else ""
+            where = f"{what} of stage {cell // M}, microbatch {cell % M}"
             raise ScheduleError(
-                f"{program.name}: {what} of stage {cell // M}, microbatch {cell % M} is computed {found[cell]} times"
-                f"{' by ' + ', '.join(culprits) if culprits else ''} instead of {wanted[cell]} "
+                f"{program.name}: {where} is computed {found[cell]} times{by} instead of {wanted[cell]} "
                 f"({'/'.join(kinds)} expected; {len(wrong)} cells are wrong)"
             )
 
 
 def _check_pairs(program: Program) -> None:
-    """A pair is one op, so neither half may need the other: within one microbatch the B always needs the F."""
+    """A pair is one op, so neither half may need the other; within one microbatch B always needs F."""
     if isinstance(program.shape, ExchangeShape):
         return
     for rank, ops in enumerate(program.ranks):
@@ -144,7 +144,7 @@ def _dependent_pair(shape: PipelineShape, op: Op, rank: int) -> str:
     shown = path if len(path) <= 8 else [*path[:4], "...", *path[-3:]]
     return (
         f"deadlock: {op} on rank {rank} runs F and B of one microbatch as one op, but the B needs the F: "
-        f"the cycle is {' -> '.join(shown)} -> (same op as {path[0]}). One more warm-up forward separates them"
+        f"the cycle is {' -> '.join(shown)} -> (same op as {path[0]}); one more warm-up forward parts them"
     )
 
 
@@ -165,9 +165,9 @@ def _check_needs(program: Program) -> None:
         for position, sources in enumerate(wanted):
             for source in sources:
                 if ended[position].get(ops[source].lane, -1) < place[source]:
+                    reader, made = ops[position], ops[source]
                     raise ScheduleError(
-                        f"{ops[position]} on rank {rank} may start before {ops[source]} has ended, which it reads; "
-                        "list it in deps"
+                        f"{reader} on rank {rank} reads {made}, but may start before that has ended; list it in deps"
                     )
 
 

@@ -26,7 +26,6 @@ from moeclipse.schedule.op import DP, P2P, Op, Program
 from moeclipse.schedule.shape import PipelineShape
 
 
-
 class Block(NamedTuple):
     """The ops of one action; in a serial block each op waits for the one before."""
 
@@ -157,9 +156,8 @@ class _Wires:
             for message in reversed(queue):
                 if message not in place[target]:
                     letter, stage, microbatch = message
-                    raise ScheduleError(
-                        f"rank {source} sends {letter}{microbatch} to stage {stage}, which rank {target} never reads"
-                    )
+                    what = f"{letter}{microbatch} to stage {stage}"
+                    raise ScheduleError(f"rank {source} sends {what}, which rank {target} never reads")
                 latest = min(latest, place[target][message] - LOOKAHEAD)
                 posts.append(max(latest, 0))
             for seq, (message, post) in enumerate(zip(queue, reversed(posts), strict=True)):
@@ -216,9 +214,7 @@ def _with_reductions(
     return out, flags
 
 
-def with_deps(
-    shape: PipelineShape, ops: list[Op], chain: Mapping[int, int] | None = None
-) -> tuple[Op, ...]:
+def with_deps(shape: PipelineShape, ops: list[Op], chain: Mapping[int, int] | None = None) -> tuple[Op, ...]:
     """Deps point at whatever an op reads, less what its own lane orders anyway."""
     table = tabulate_keys(ops)
     out = []

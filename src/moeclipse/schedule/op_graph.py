@@ -131,14 +131,13 @@ def match(program: Program) -> list[list[tuple[int, int]]]:
     for group, by_rank in launched.items():
         members = program.groups.get(group)
         if members is None:
-            raise ScheduleError(
-                f"group {group!r} has no members listed; known groups: {', '.join(sorted(program.groups)) or 'none'}"
-            )
+            known = ", ".join(sorted(program.groups)) or "none"
+            raise ScheduleError(f"group {group!r} has no members listed; known groups: {known}")
         strangers = sorted(set(by_rank) - set(members))
         if strangers:
-            rank = strangers[0]
+            rank, op = strangers[0], by_rank[strangers[0]][0][1]
             raise ScheduleError(
-                f"{by_rank[rank][0][1]} on rank {rank} uses group {group!r}, whose members are {list(members)}"
+                f"{op} on rank {rank} uses group {group!r}, whose members are {list(members)}"
             )
         meetings += _match_group(program, group, members, by_rank)
     return meetings
@@ -148,6 +147,13 @@ def _match_group(
     program: Program, group: str, members: Sequence[int], by_rank: dict[int, list[tuple[int, Op]]]
 ) -> list[list[tuple[int, int]]]:
     lists = [by_rank.get(rank, []) for rank in members]
+    if len(members) == 1:  # nobody to meet: the order alone can be wrong
+        for k, (_, op) in enumerate(lists[0]):
+            if op.comm != (group, k):
+                raise ScheduleError(
+                    f"group {group!r}: op number {k} of rank {members[0]} is {op}, numbered {op.comm}"
+                )
+        return []
     meetings = []
     for k in range(max(map(len, lists))):
         present = [
@@ -155,10 +161,11 @@ def _match_group(
         ]
         lead_rank, (_, lead) = present[0]
         for rank, (_, op) in present:
-            if _signature(program, op) != _signature(program, lead) or (op.comm and op.comm[1] != k):
+            assert op.comm is not None
+            if _signature(program, op) != _signature(program, lead) or op.comm[1] != k:
                 raise ScheduleError(
-                    f"group {group!r}: op number {k} is {lead} on rank {lead_rank} but {op} on rank {rank} "
-                    f"(numbered {op.comm[1] if op.comm else None}); all members must launch the same ops in the same order"
+                    f"group {group!r}: op number {k} is {lead} on rank {lead_rank} but {op} (numbered "
+                    f"{op.comm[1]}) on rank {rank}; all members must launch the same ops in the same order"
                 )
         missing = [rank for rank, entries in zip(members, lists, strict=True) if k >= len(entries)]
         if missing:
@@ -201,5 +208,5 @@ def _check_peers(group: str, members: Sequence[int], present: Sequence[tuple[int
         for peer in sorted(peers[rank]):
             if peer not in peers or (peer != rank and rank not in peers[peer]):
                 raise ScheduleError(
-                    f"group {group!r}: {op} on rank {rank} exchanges with rank {peer}, which does not exchange with it"
+                    f"group {group!r}: {op} on rank {rank} exchanges with rank {peer}, but not the reverse"
                 )

@@ -46,7 +46,9 @@ class Expansion:
         if self.overlap not in ("off", "pair", "pair+self"):
             raise ScheduleError(f"overlap ({self.overlap!r}) must be 'off', 'pair' or 'pair+self'")
         if self.split not in ("moe", "layer") or self.chunks < 1:
-            raise ScheduleError(f"split ({self.split!r}) must be 'moe' or 'layer', and chunks ({self.chunks}) at least 1")
+            raise ScheduleError(
+                f"split ({self.split!r}) must be 'moe' or 'layer', and chunks ({self.chunks}) at least 1"
+            )
 
 
 def expand(
@@ -82,7 +84,9 @@ def expand(
     return lower_blocks(f"{program.name} {how.overlap}", shape, blocks, groups)
 
 
-def _per_stage(layers: Sequence[Layer] | Sequence[Sequence[Layer]], stages: int) -> tuple[tuple[Layer, ...], ...]:
+def _per_stage(
+    layers: Sequence[Layer] | Sequence[Sequence[Layer]], stages: int
+) -> tuple[tuple[Layer, ...], ...]:
     if not layers:
         raise ScheduleError("a stage needs at least one layer, but layers is empty")
     if isinstance(layers[0], Layer):
@@ -177,9 +181,11 @@ def _memory(layer: Layer, kind: str) -> tuple[float, float]:
     """(taken, given back): forward keeps, recompute restores what forward did not keep, dW releases."""
     part, form = kind.rsplit("_", 1)
     size = layer.activation
-    kept = {"ATTN": size.attn, "SHARED": size.shared, "MLP": size.mlp + (0.0 if layer.moe else size.shared)}.get(
-        part, 0.0
-    )
+    kept = {
+        "ATTN": size.attn,
+        "SHARED": size.shared,
+        "MLP": size.mlp + (0.0 if layer.moe else size.shared),
+    }.get(part, 0.0)
     outside = size.input if part == "ATTN" else 0.0
     if form == "F":
         return outside + (0.0 if part in layer.recomputed else kept), 0.0

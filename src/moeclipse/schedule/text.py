@@ -1,10 +1,10 @@
 """Programs as text, without loss: what is printed can be read back, compared and kept in a file.
 
-    an op       2F0   3SEND_F1   (0F7;7B3)   (2F0)        PAIR, and SELF as a pair of one
-                2.1DISPATCH_F0#0/2      stage 2, layer 1, microbatch 0, chunk 0 of 2
-                S_F@3#1/2~0             step 3, chunk 1 of 2, local expert 0
-    a program   a line of header per shape and group, then `rank 0` and one op per line with what is not
-                implied by its kind:   2.1MLP_F0 lane=compute deps=3,7 comm=ep0:4 peers=0,1 +0.45 -0.1
+an op       2F0   3SEND_F1   (0F7;7B3)   (2F0)        PAIR, and SELF as a pair of one
+            2.1DISPATCH_F0#0/2      stage 2, layer 1, microbatch 0, chunk 0 of 2
+            S_F@3#1/2~0             step 3, chunk 1 of 2, local expert 0
+a program   a line of header per shape and group, then `rank 0` and one op per line with what is not
+            implied by its kind:   2.1MLP_F0 lane=compute deps=3,7 comm=ep0:4 peers=0,1 +0.45 -0.1
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def parse_op(text: str) -> Op:
         raise ScheduleError(f"{text!r} holds {len(inner)} actions; expected (F;B) or (F)")
     found = OP_PATTERN.fullmatch(token)
     if found is None:
-        raise ScheduleError(f"cannot read {text!r} as an op; expected something like 2F0, (0F7;7B3) or 2.0MLP_F1#0/2")
+        raise ScheduleError(
+            f"cannot read {text!r} as an op; expected something like 2F0, (0F7;7B3) or 2.0MLP_F1#0/2"
+        )
     number = {
         name: None if value is None else int(value)
         for name, value in found.groupdict().items()

@@ -57,7 +57,9 @@ def simulate(
     needs_lists = bool(costs.contention) or costs.launch > 0
     if not verified.program.explicit and needs_lists:
         if durations is not None:
-            raise ScheduleError("durations of a program of whole actions cannot go with launch cost or contention")
+            raise ScheduleError(
+                "durations of a program of whole actions cannot go with launch cost or contention"
+            )
         verified = verify(lower(verified.program))
     program = verified.program
     if costs.rank_speed and len(costs.rank_speed) != program.num_ranks:

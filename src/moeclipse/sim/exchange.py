@@ -1,6 +1,6 @@
 """Durations of one layer's exchange from the count matrix.
 
-counts_PE[i, e] is the number of rows that rank i has for expert e; expert e lives on rank e // experts_per_rank.
+counts_PE[i, e] is the number of rows rank i has for expert e, which lives on rank e // experts_per_rank.
 Rows for a shadow that a rank holds stay there. Everything follows from counts and costs, so all ranks that
 know the matrix compute the same times.
 """
@@ -17,7 +17,7 @@ from moeclipse.cost.exchange import ExchangeCosts
 from moeclipse.cost.model import Costs
 from moeclipse.schedule.check import Verified, verify
 from moeclipse.schedule.op import Op, Program
-from moeclipse.schedule.shape import ExchangeShape
+from moeclipse.schedule.shape import ExchangeShape, Shadow
 from moeclipse.sim.engine import Result, simulate
 
 Counts = npt.NDArray[np.int64] | Sequence[Sequence[int]]
@@ -32,7 +32,8 @@ class _Rows:
         table = np.asarray(counts, dtype=np.float64)
         if table.shape != (P, E):
             raise ScheduleError(
-                f"counts have shape {table.shape}, expected ({P} ranks, {E} experts: {shape.experts_per_rank} per rank)"
+                f"counts have shape {table.shape}, expected {P} ranks x {E} experts "
+                f"({shape.experts_per_rank} per rank)"
             )
         if (table < 0).any():
             raise ScheduleError("counts must not be negative")
@@ -62,13 +63,11 @@ def exchange_durations(program: Program, counts: Counts, costs: ExchangeCosts) -
     shape = program.exchange()
     rows = _Rows(shape, counts)
     lent = {shadow.expert: shadow for shadow in shape.shadows}
-    return [
-        [_seconds(op, rank, shape, rows, lent, costs) for op in ops] for rank, ops in enumerate(program.ranks)
-    ]
+    return [[_seconds(op, rank, rows, lent, costs) for op in ops] for rank, ops in enumerate(program.ranks)]
 
 
-def _seconds(op: Op, rank: int, shape: ExchangeShape, rows: _Rows, lent: dict, costs: ExchangeCosts) -> float:
-    if op.kind.startswith("SHADOW"):
+def _seconds(op: Op, rank: int, rows: _Rows, lent: dict[int, Shadow], costs: ExchangeCosts) -> float:
+    if op.kind.startswith("SHADOW") and op.expert is not None:
         shadow = lent[op.expert]
         if op.kind in ("SHADOW_SEND", "SHADOW_REDUCE"):
             return costs.parameters(len(shadow.ranks) if rank == shadow.owner else 1)

@@ -18,6 +18,8 @@ from moeclipse.sim.measure import communication, compute_intervals, memory_curve
 
 GLYPHS = {"F": "F", "B": "B", "I": "I", "W": "W", "PAIR": "#"}
 LEGEND = "F forward  B backward  I dX  W dW  # forward and backward paired  R recompute  . idle"
+NEAR = 6
+"""Compute ops of one side that may follow each other inside a pair."""
 WIRE_LEGEND = "- communication under compute  ! exposed"
 
 
@@ -39,7 +41,9 @@ def perfetto(result: Result, *, seconds_per_unit: float = 1.0) -> dict[str, Any]
                 lane = f"p2p:{rank}>{wires.destination[wire]}"
                 node = result.verified.graph.num_ops + int(wire)
                 kind = "SEND_F" if wires.is_forward[wire] else "SEND_B"
-                op = Op(kind=kind, lane=lane, stage=int(wires.stage[wire]), microbatch=int(wires.microbatch[wire]))
+                op = Op(
+                    kind=kind, lane=lane, stage=int(wires.stage[wire]), microbatch=int(wires.microbatch[wire])
+                )
                 events.append(_slice(rank, lanes.setdefault(lane, len(lanes)), op, result, node, scale))
         events += [
             {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": lane}}
@@ -47,7 +51,13 @@ def perfetto(result: Result, *, seconds_per_unit: float = 1.0) -> dict[str, Any]
         ]
         moments, held = memory_curve(result, rank)
         events += [
-            {"ph": "C", "name": "activations", "pid": rank, "ts": float(t) * scale, "args": {"held": float(h)}}
+            {
+                "ph": "C",
+                "name": "activations",
+                "pid": rank,
+                "ts": float(t) * scale,
+                "args": {"held": float(h)},
+            }
             for t, h in zip(moments, held, strict=True)
         ]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"program": result.program.name}}
@@ -107,7 +117,9 @@ def _glyph(op: Op) -> str:
     return GLYPHS.get(op.kind, op.kind[-1])
 
 
-def _cells(start: np.ndarray, finish: np.ndarray, makespan: float, width: int) -> list[list[tuple[int, float]]]:
+def _cells(
+    start: np.ndarray, finish: np.ndarray, makespan: float, width: int
+) -> list[list[tuple[int, float]]]:
     """For each column: (index, time spent in it)."""
     cells: list[list[tuple[int, float]]] = [[] for _ in range(width)]
     if makespan <= 0:
@@ -125,16 +137,30 @@ def _cells(start: np.ndarray, finish: np.ndarray, makespan: float, width: int) -
 def _compute_row(result: Result, rank: int, width: int) -> str:
     ops = [op for op in result.program.ranks[rank] if op.lane == COMPUTE]
     start, finish = compute_intervals(result, rank)
+    glyphs = _glyphs(ops)
     column = result.makespan / width
     row = ""
     for cell in _cells(start, finish, result.makespan, width):
         spent: dict[str, float] = {}
         for index, share in cell:
-            glyph = _glyph(ops[index])
-            spent[glyph] = spent.get(glyph, 0.0) + share
+            spent[glyphs[index]] = spent.get(glyphs[index], 0.0) + share
         busy = sum(spent.values())
         row += max(spent, key=lambda g: spent[g]) if busy > column / 2 else "."
     return row
+
+
+def _glyphs(ops: list[Op]) -> list[str]:
+    """One per compute op. Layer ops of a pair are known by their neighbours: F and B in turn."""
+    plain = [_glyph(op) for op in ops]
+    glyphs = list(plain)
+    for index, op in enumerate(ops):
+        if op.layer is None:
+            continue
+        other = "BW" if plain[index] == "F" else "F"
+        before, after = plain[max(0, index - NEAR) : index], plain[index + 1 : index + 1 + NEAR]
+        if any(g in other for g in before) and any(g in other for g in after):
+            glyphs[index] = "#"
+    return glyphs
 
 
 def _wire_row(result: Result, rank: int, width: int) -> str:
