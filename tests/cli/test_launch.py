@@ -38,7 +38,7 @@ def start(folder: Path, event: str, *words: str, **environment: str) -> subproce
     return subprocess.Popen(
         command,
         cwd=folder,
-        env=kept | {"FAKE_TRAINER": event, "PYTHONPATH": path} | environment,
+        env=kept | {"FAKE_TRAINER": event, "PYTHONPATH": path, "TMPDIR": str(folder)} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
