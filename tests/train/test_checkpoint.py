@@ -134,6 +134,20 @@ def test_a_large_tensor_leaves_through_a_small_buffer(
     assert same(Checkpoint.open(path, ONE).read("x"), tensor)
 
 
+def save_from_device(folder: str) -> bool:
+    tensor = torch.randn(5000, 700, device="cuda").to(torch.bfloat16)
+    path = save(Path(folder), 0, [whole("x", tensor), whole("t", tensor.t())], {}, ONE, keep=1)
+    checkpoint = Checkpoint.open(path, ONE)
+    return same(checkpoint.read("x"), tensor.cpu()) and same(checkpoint.read("t"), tensor.t().cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a CUDA device")
+def test_tensors_of_a_device(tmp_path: Path) -> None:
+    """In a process of its own: one that has opened a device cannot fork ranks any more."""
+    assert fork_ranks(1, lambda ranks: save_from_device(str(tmp_path))) == [{"result": True}]
+
+
 def test_only_files_that_overlap_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def work(ranks: Ranks) -> str:
         piece = Piece(name="x", shape=(8,), start=2 * ranks.rank, data=torch.arange(2) + 2 * ranks.rank)

@@ -32,7 +32,7 @@ SMALL_FILE = 1 << 20
 """Files below this many bytes are read at once: mapping thousands of them would use up file handles."""
 MAX_MAPPED = 128
 """Mapped files that are kept open; the least recently used one is closed first."""
-PROBE_TOKENS = 1 << 24
+PROBE_TOKENS = 1 << 25
 """A corpus up to this size is checked, hashed and counted whole; of a larger one, so many tokens are."""
 PROBE_WINDOW = 1 << 14
 TOKEN_SUFFIXES = (".npy", ".bin")
