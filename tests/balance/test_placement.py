@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +13,7 @@ from moeclipse.balance.placement import Placement, even_bounds, primary_bounds
 @given(st.integers(0, 40), st.integers(1, 12))
 def test_even_bounds(total: int, parts: int) -> None:
     bounds = even_bounds(total, parts)
-    sizes = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    sizes = [b - a for a, b in pairwise(bounds)]
     assert (bounds[0], bounds[-1], len(sizes)) == (0, total, parts)
     assert max(sizes) - min(sizes) <= 1
 

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.failure import Watch
+from moeclipse.comm.lane import Lane
+from moeclipse.comm.mesh import Group, Mesh
 from moeclipse.core.config import with_values
+from moeclipse.core.errors import CommError
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.tokens import Tokens
@@ -101,6 +104,21 @@ def test_bf16_training_learns() -> None:
     times = records[-1]
     parts = times["compute_ms"] + times["exposed_ms"] + times["straggle_ms"] + times["idle_ms"]
     assert math.isclose(parts, times["step_ms"], rel_tol=1e-6)
+
+
+def test_a_stuck_transfer_ends_at_the_deadline() -> None:
+    mesh = Mesh.single("cuda")
+    watch = Watch(store=None, rank=0, num_ranks=2, deadline_s=0.3)
+    lane = Lane("a2a", torch.device("cuda"), mesh.recorder, watch)
+    group = Group(name="world", ranks=(0, 1), index=0, backend="nccl")
+
+    class Stuck:
+        def wait(self) -> None:
+            torch.cuda._sleep(4_000_000_000)
+
+    ticket = lane.launch(group, "dispatch of rows, layer 2, microbatch 0", Stuck)
+    with pytest.raises(CommError, match=r"rank 0 waited 0\.3 s in dispatch of rows, layer 2, microbatch 0"):
+        ticket.settle()
 
 
 SHARE = """

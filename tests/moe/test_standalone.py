@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 
 import moeclipse
 from moeclipse.comm.mesh import Mesh
@@ -52,7 +52,7 @@ def alone(mesh: Mesh, ranks: int, steps: int) -> dict[str, torch.Tensor]:
 
 def under_ddp(mesh: Mesh, steps: int) -> dict[str, torch.Tensor]:
     model = Net(mesh)
-    ddp = DDP(moeclipse.exclude_experts(model))
+    ddp = DistributedDataParallel(moeclipse.exclude_experts(model))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -77,7 +77,7 @@ def test_three_steps_under_ddp_equal_one_process(dp: int, ep: int) -> None:
 
 
 def forgotten(mesh: Mesh) -> str:
-    ddp = DDP(Net(mesh))
+    ddp = DistributedDataParallel(Net(mesh))
     (ddp(data(2)[mesh.rank]).sum() + moeclipse.aux_loss(ddp)).backward()
     try:
         moeclipse.sync_gradients(ddp)

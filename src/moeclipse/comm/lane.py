@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from moeclipse.comm.mesh import Group
 
 
+SPIN_S = 2e-3  # how long the host spins for a result before it lets others have the core
+
+
 class Ticket:
     """A transfer under way."""
 
@@ -51,6 +54,20 @@ class Ticket:
         if self._move.done is None:
             self._move.done = time.perf_counter_ns()
         self._tensors = None
+
+    def settle(self) -> None:
+        """Wait on the host until the result is there, no longer than the deadline."""
+        self.wait()
+        if self._event is None:
+            return
+        begun = time.monotonic()
+        watch = self._lane.watch
+        while not self._event.query():
+            waited = time.monotonic() - begun
+            if waited > watch.deadline_s:
+                raise watch.explain(self._label, self._group.ranks, TimeoutError("timed out"))
+            if waited > SPIN_S:
+                time.sleep(SPIN_S / 10)
 
     def _block(self) -> None:
         watch = self._lane.watch

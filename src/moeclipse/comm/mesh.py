@@ -207,7 +207,8 @@ def start(
         store=store,
         rank=place.rank,
         world_size=place.num_ranks,
-        timeout=patience if backend == "gloo" else timedelta(seconds=max(deadline_s, start_deadline_s)),
+        # Our own deadlines come first and know the collective's name; this one is the last resort.
+        timeout=max(patience, timedelta(seconds=2 * deadline_s)),
     )
     watch_store = dist.PrefixStore("watch", store)
     return Watch(store=watch_store, rank=place.rank, num_ranks=place.num_ranks, deadline_s=deadline_s)

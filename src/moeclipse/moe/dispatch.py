@@ -109,7 +109,7 @@ def plan_dispatch(expert_ids_TK: torch.Tensor, route: Route, where: str) -> Plan
     # Local sorting runs while the sizes travel.
     order = slots.argsort(stable=True)
     row_token_N = sent_PT.nonzero()[:, 1]
-    table = everyone.get().tolist()
+    table = everyone.to_host()
 
     me = route.group.index
     bounds = [0]

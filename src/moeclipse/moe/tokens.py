@@ -30,9 +30,10 @@ class Tokens:
         if mesh.num_ranks == 1:
             return cls(mesh=mesh, first=0, total=local, step=step, microbatch=microbatch)
         mine = torch.tensor([local], device=mesh.device)
-        everyone = gather(mesh.a2a, mesh.world, mine, "exchange of token counts").get().flatten().tolist()
-        first = sum(everyone[: mesh.rank])
-        return cls(mesh=mesh, first=first, total=sum(everyone), step=step, microbatch=microbatch)
+        everyone = gather(mesh.a2a, mesh.world, mine, "exchange of token counts").to_host()
+        counts = [count for (count,) in everyone]
+        first = sum(counts[: mesh.rank])
+        return cls(mesh=mesh, first=first, total=sum(counts), step=step, microbatch=microbatch)
 
     def gather(self, value: torch.Tensor, label: str) -> Result:
         """Every rank's value, [P, ...]."""

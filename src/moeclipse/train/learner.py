@@ -87,7 +87,8 @@ class Learner:
             shards = [bucket.reduced() for bucket in self.buckets]
             mine = torch.stack([*sums.values(), self.optim.sum_of_squares(shards)])
             # Every rank adds all ranks' numbers in the same order, so all decide alike, to the bit.
-            stats = gather(mesh.grads, mesh.world, mine, "exchange of step results").get().sum(0).tolist()
+            rows = gather(mesh.grads, mesh.world, mine, "exchange of step results").to_host()
+            stats = [sum(column) for column in zip(*rows, strict=True)]
             load = torch.stack([layer.load_E for layer in self.layers]) if self.layers else None
             if load is not None:
                 load = total(mesh.grads, mesh.world, load, "sum of expert loads").get()
