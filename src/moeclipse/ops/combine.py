@@ -1,8 +1,9 @@
 """Sum rows that belong together, with weights, in a wider type.
 
-    out_r = sum over i with index_i = r of weight_i * rows_i
+    sum_rows     out_r = sum over i with index_i = r of weight_i * rows_i        any index
+    gather_sum   out_t = sum over k of weight * rows at place_tk                   the inverse index is known
 
-Rows are added in the order they stand in, in fp32 (fp64 for fp64 rows), and rounded once.
+Rows are added in a fixed order, in fp32 (fp64 for fp64 rows), and rounded once.
 """
 
 from __future__ import annotations
@@ -21,3 +22,41 @@ def sum_rows(
     out = torch.zeros(num_rows, rows_MD.shape[1], dtype=wide, device=rows_MD.device)
     out.index_add_(0, index_M, values_MD)
     return out.to(rows_MD.dtype)
+
+
+def gather_sum_reference(
+    rows_MD: torch.Tensor, place_row_TK: torch.Tensor, weight_M: torch.Tensor | None = None
+) -> torch.Tensor:
+    wide = torch.float64 if rows_MD.dtype == torch.float64 else torch.float32
+    out = torch.zeros(len(place_row_TK), rows_MD.shape[1], dtype=wide, device=rows_MD.device)
+    for row_T in place_row_TK.long().unbind(1):
+        used_T, row_T = row_T >= 0, row_T.clamp(min=0)
+        values_TD = rows_MD[row_T].to(wide)
+        if weight_M is not None:
+            values_TD = values_TD * weight_M[row_T].to(wide)[:, None]
+        out += torch.where(used_T[:, None], values_TD, 0)
+    return out.to(rows_MD.dtype)
+
+
+def gather_sum(
+    rows_MD: torch.Tensor, place_row_TK: torch.Tensor, weight_M: torch.Tensor | None = None
+) -> torch.Tensor:
+    """out [T, D]: of each token the sum of its rows, weighted; a place of -1 adds nothing."""
+    fits = rows_MD.is_cuda and rows_MD.numel() > 0 and rows_MD.dtype.itemsize < 8
+    return (gather_sum_kernel if fits else gather_sum_reference)(rows_MD, place_row_TK, weight_M)
+
+
+def gather_sum_kernel(
+    rows_MD: torch.Tensor, place_row_TK: torch.Tensor, weight_M: torch.Tensor | None = None
+) -> torch.Tensor:
+    from moeclipse.ops.triton import combine
+
+    rows_MD, place_row_TK = rows_MD.contiguous(), place_row_TK.contiguous()
+    (num_tokens, top_k), D = place_row_TK.shape, rows_MD.shape[1]
+    out = rows_MD.new_empty(num_tokens, D)
+    block = min(2048, 1 << (D - 1).bit_length())
+    combine.gather_sum[(num_tokens, -(-D // block))](
+        rows_MD, place_row_TK, weight_M, out, rows_MD.stride(0), D,
+        K=top_k, WEIGHTED=weight_M is not None, BLOCK=block, num_warps=max(1, min(8, block // 256)),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,224 @@
+"""SwiGLU experts over rows grouped by expert, in as few passes over memory as there are matrix products.
+
+    up         h_m = [g, u] = x W_up_e^T,  a_m = silu(g) u       x_m, or x[index_m] gathered while loading
+    down       y_m = a_m W_down_e^T
+    d_hidden   dA = dy W_down_e, then dh, score x a and the score gradient, from h alone
+    d_rows     dx_m = dh_m W_up_e
+
+Contract: W_up is [E, 2F, D] (gate rows first), W_down [E, D, F]; `grouping` says which rows are whose. Only
+x and h are needed for backward: a is rebuilt, y and its gradient are never kept. Rows past the last
+expert's are not written.
+
+Hazard: widths must be multiples of 8 and rows bf16 or fp16 for the kernels; everything else takes the
+reference, which loops over experts and reads counts on the host.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moeclipse.ops.activation import swiglu, swiglu_backward
+from moeclipse.ops.grouped_gemm import grouped_mm_reference
+from moeclipse.ops.routing_metadata import ROW_TILE, Grouping
+from moeclipse.ops.tuning import Tile, num_programs, tile_for
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def up_reference(
+    x: torch.Tensor, up_EHD: torch.Tensor, grouping: Grouping, index_M: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = x if index_M is None else x[index_M.long()]
+    h = _products(rows, up_EHD.transpose(1, 2), grouping)
+    return h, swiglu(h)
+
+
+def down_reference(a_MF: torch.Tensor, down_EDF: torch.Tensor, grouping: Grouping) -> torch.Tensor:
+    return _products(a_MF, down_EDF.transpose(1, 2), grouping)
+
+
+def d_hidden_reference(
+    dy: torch.Tensor,
+    scores_M: torch.Tensor,
+    h_MH: torch.Tensor,
+    down_EDF: torch.Tensor,
+    grouping: Grouping,
+    index_M: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = dy if index_M is None else dy[index_M.long()]
+    d_a = _products(rows, down_EDF, grouping)
+    wide = torch.promote_types(scores_M.dtype, torch.float32)
+    scores = scores_M.to(wide)[:, None]
+    d_h, a = swiglu_backward((d_a * scores).to(dy.dtype), h_MH)
+    d_score = (d_a.to(wide) * a.to(wide)).sum(1)
+    return d_h, (a * scores).to(a.dtype), d_score
+
+
+def d_rows_reference(d_h_MH: torch.Tensor, up_EHD: torch.Tensor, grouping: Grouping) -> torch.Tensor:
+    return _products(d_h_MH, up_EHD, grouping)
+
+
+def _products(rows: torch.Tensor, weight_EIO: torch.Tensor, grouping: Grouping) -> torch.Tensor:
+    used = sum(counts := grouping.counts_E.tolist())
+    out = grouped_mm_reference(rows[:used], weight_EIO, counts)
+    if used == len(rows):
+        return out
+    return torch.cat([out, out.new_zeros(len(rows) - used, out.shape[1])])
+
+
+def up(
+    x: torch.Tensor, up_EHD: torch.Tensor, grouping: Grouping, index_M: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(h [M, 2F], a [M, F])."""
+    picked = up_kernel if mlp_fits(x, up_EHD, grouping) else up_reference
+    return picked(x, up_EHD, grouping, index_M)
+
+
+def down(a_MF: torch.Tensor, down_EDF: torch.Tensor, grouping: Grouping) -> torch.Tensor:
+    """y [M, D], not yet weighted by scores."""
+    picked = down_kernel if mlp_fits(a_MF, down_EDF, grouping) else down_reference
+    return picked(a_MF, down_EDF, grouping)
+
+
+def d_hidden(
+    dy: torch.Tensor,
+    scores_M: torch.Tensor,
+    h_MH: torch.Tensor,
+    down_EDF: torch.Tensor,
+    grouping: Grouping,
+    index_M: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(d_h [M, 2F], score x a [M, F], d_score [M]) from the gradient of the weighted sum of rows."""
+    picked = d_hidden_kernel if mlp_fits(dy, down_EDF, grouping) else d_hidden_reference
+    return picked(dy, scores_M, h_MH, down_EDF, grouping, index_M)
+
+
+def d_rows(d_h_MH: torch.Tensor, up_EHD: torch.Tensor, grouping: Grouping) -> torch.Tensor:
+    """dx [M, D], one for each row."""
+    picked = d_rows_kernel if mlp_fits(d_h_MH, up_EHD, grouping) else d_rows_reference
+    return picked(d_h_MH, up_EHD, grouping)
+
+
+def mlp_fits(rows: torch.Tensor, weight: torch.Tensor, grouping: Grouping) -> bool:
+    """Whether the kernels take these operands."""
+    return (
+        rows.is_cuda
+        and grouping.tiles_3C is not None
+        and rows.dtype in KERNEL_DTYPES
+        and weight.dtype == rows.dtype
+        and weight.is_contiguous()
+        and rows.stride(1) == 1
+        and rows.stride(0) % 8 == 0
+        and rows.data_ptr() % 16 == 0
+        and weight.shape[1] % 16 == 0
+        and weight.shape[2] % 8 == 0
+        and len(rows) > 0
+    )
+
+
+def up_kernel(
+    x: torch.Tensor,
+    up_EHD: torch.Tensor,
+    grouping: Grouping,
+    index_M: torch.Tensor | None = None,
+    tile: Tile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from triton.tools.ragged_tma import create_ragged_descriptor
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from moeclipse.ops.triton import expert_forward
+
+    D, F = x.shape[1], up_EHD.shape[1] // 2
+    tile = tile or tile_for("up", x.device, D, F)
+    h = x.new_empty(grouping.num_rows, 2 * F)
+    a = x.new_empty(grouping.num_rows, F)
+    out_block = [ROW_TILE, tile.n]
+    expert_forward.up_swiglu[(num_programs(tile, x.device),)](
+        x if index_M is not None else TensorDescriptor.from_tensor(x, [ROW_TILE, tile.k]), index_M,
+        TensorDescriptor.from_tensor(up_EHD.flatten(0, 1), [tile.n, tile.k]),
+        create_ragged_descriptor(h[:, :F], out_block), create_ragged_descriptor(h[:, F:], out_block),
+        create_ragged_descriptor(a, out_block),
+        grouping.tiles_3C, grouping.num_tiles, _capacity(grouping), x.stride(0), D, F,
+        GATHER=index_M is not None, EVEN=D % tile.k == 0, FLATTEN=tile.flatten, GROUP=tile.group,
+        PROGRAMS=num_programs(tile, x.device), BM=ROW_TILE, BN=tile.n, BK=tile.k,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return h, a
+
+
+def down_kernel(
+    a_MF: torch.Tensor, down_EDF: torch.Tensor, grouping: Grouping, tile: Tile | None = None
+) -> torch.Tensor:
+    tile = tile or tile_for("down", a_MF.device, *down_EDF.shape[1:])
+    return _rows_times_weight(a_MF, down_EDF, grouping, tile, transposed=True)
+
+
+def d_rows_kernel(
+    d_h_MH: torch.Tensor, up_EHD: torch.Tensor, grouping: Grouping, tile: Tile | None = None
+) -> torch.Tensor:
+    tile = tile or tile_for("d_rows", d_h_MH.device, *up_EHD.shape[1:])
+    return _rows_times_weight(d_h_MH, up_EHD, grouping, tile, transposed=False)
+
+
+def _rows_times_weight(
+    rows: torch.Tensor, weight: torch.Tensor, grouping: Grouping, tile: Tile, *, transposed: bool
+) -> torch.Tensor:
+    from triton.tools.ragged_tma import create_ragged_descriptor
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from moeclipse.ops.triton import expert_forward
+
+    K, N = rows.shape[1], weight.shape[1 if transposed else 2]
+    out = rows.new_empty(grouping.num_rows, N)
+    if transposed:
+        w = TensorDescriptor.from_tensor(weight.flatten(0, 1), [tile.n, tile.k])
+    else:
+        w = TensorDescriptor.from_tensor(weight, [1, tile.k, tile.n])
+    expert_forward.rows_times_weight[(num_programs(tile, rows.device),)](
+        TensorDescriptor.from_tensor(rows, [ROW_TILE, tile.k]), w,
+        create_ragged_descriptor(out, [ROW_TILE, tile.n // tile.split]),
+        grouping.tiles_3C, grouping.num_tiles, _capacity(grouping), K, N,
+        TRANSPOSED=transposed, FLATTEN=tile.flatten, GROUP=tile.group,
+        PROGRAMS=num_programs(tile, rows.device), BM=ROW_TILE, BN=tile.n, BK=tile.k, SPLIT=tile.split,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+def d_hidden_kernel(
+    dy: torch.Tensor,
+    scores_M: torch.Tensor,
+    h_MH: torch.Tensor,
+    down_EDF: torch.Tensor,
+    grouping: Grouping,
+    index_M: torch.Tensor | None = None,
+    tile: Tile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from triton.tools.ragged_tma import create_ragged_descriptor
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from moeclipse.ops.triton import expert_backward
+
+    D, F = down_EDF.shape[1:]
+    tile = tile or tile_for("d_hidden", dy.device, D, F)
+    d_h = torch.empty_like(h_MH)
+    scaled = h_MH.new_empty(grouping.num_rows, F)
+    parts = dy.new_empty(-(-F // tile.n), grouping.num_rows, dtype=torch.float32)
+    block = [ROW_TILE, tile.n // tile.split]
+    expert_backward.d_hidden[(num_programs(tile, dy.device),)](
+        dy if index_M is not None else TensorDescriptor.from_tensor(dy, [ROW_TILE, tile.k]), index_M,
+        TensorDescriptor.from_tensor(down_EDF, [1, tile.k, tile.n]), scores_M,
+        TensorDescriptor.from_tensor(h_MH[:, :F], block), TensorDescriptor.from_tensor(h_MH[:, F:], block),
+        create_ragged_descriptor(d_h[:, :F], block), create_ragged_descriptor(d_h[:, F:], block),
+        create_ragged_descriptor(scaled, block), parts,
+        grouping.tiles_3C, grouping.num_tiles, _capacity(grouping), grouping.num_rows, dy.stride(0), D, F,
+        GATHER=index_M is not None, EVEN=D % tile.k == 0, FLATTEN=tile.flatten, GROUP=tile.group,
+        PROGRAMS=num_programs(tile, dy.device), BM=ROW_TILE, BN=tile.n, BK=tile.k, SPLIT=tile.split,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return d_h, scaled, parts.sum(0)
+
+
+def _capacity(grouping: Grouping) -> int:
+    assert grouping.tiles_3C is not None
+    return grouping.tiles_3C.shape[1]

@@ -1,0 +1,133 @@
+"""Rows grouped by expert: who stands where, without asking the host.
+
+A *pair* is one (token, choice) of `expert_ids_TK`; a pair of -1 is unused. Grouping gives every used pair a
+row: expert 0's rows come first, then expert 1's, tokens ascending inside an expert.
+
+    expert_ids_TK = [[1, 0], [0, -1]]   ->   counts 2, 1 · offsets 0, 2, 3
+    rows: (token 0, expert 0), (token 1, expert 0), (token 0, expert 1)
+    row_token 0, 1, 0 · row_place 1, 2, 0 · place_row [[2, 0], [1, -1]]
+
+Contract: tables have room for T x K rows; how many are in use is `offsets_E1[-1]`, on the device. Entries past
+that are zero. The matrix kernels walk over row tiles (`tiles_3C`), which are made here as well.
+
+Hazard: nothing here may call `.item()` or `.tolist()` on the kernel path: one host copy stalls the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+ROW_TILE = 128
+"""Rows that a matrix kernel works on at once; a wgmma warp group takes 64, and two share the weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grouping:
+    num_rows: int
+    """Rows there is room for."""
+    counts_E: torch.Tensor
+    offsets_E1: torch.Tensor
+    tiles_3C: torch.Tensor | None = None
+    """Of each row tile: expert, first row, end of the expert's rows. Kernels only."""
+    num_tiles: torch.Tensor | None = None
+    row_token_M: torch.Tensor | None = None
+    row_place_M: torch.Tensor | None = None
+    place_row_TK: torch.Tensor | None = None
+    """The inverse: of each pair its row, or -1."""
+
+
+def group_rows_reference(expert_ids_TK: torch.Tensor, num_experts: int) -> Grouping:
+    """By sorting, in plain torch."""
+    top_k = expert_ids_TK.shape[1]
+    ids_M = expert_ids_TK.flatten().to(torch.int64)
+    used = ids_M >= 0
+    order = torch.where(used, ids_M, num_experts).argsort(stable=True).to(torch.int32)
+    counts_E = torch.bincount(ids_M[used], minlength=num_experts).to(torch.int32)
+    offsets = torch.cat([counts_E.new_zeros(1), counts_E.cumsum(0).to(torch.int32)])
+    row = torch.arange(len(ids_M), dtype=torch.int32, device=ids_M.device)
+    place_row = torch.empty_like(row)
+    place_row[order.long()] = row
+    in_use = row < offsets[-1]
+    row_place = torch.where(in_use, order, 0)
+    return Grouping(
+        num_rows=len(ids_M),
+        counts_E=counts_E,
+        offsets_E1=offsets,
+        row_token_M=row_place // top_k,
+        row_place_M=row_place,
+        place_row_TK=torch.where(used, place_row, -1).view(expert_ids_TK.shape),
+    )
+
+
+def group_rows(expert_ids_TK: torch.Tensor, num_experts: int) -> Grouping:
+    """The grouping of a routing; on CUDA by counting, in four small launches."""
+    if expert_ids_TK.is_cuda and expert_ids_TK.numel() > 0:
+        return group_rows_kernel(expert_ids_TK, num_experts)
+    return group_rows_reference(expert_ids_TK, num_experts)
+
+
+def group_counts(counts_E: torch.Tensor, num_rows: int) -> Grouping:
+    """The grouping of rows that arrived in expert order: the first counts[0] are expert 0's, and so on."""
+    if counts_E.is_cuda and num_rows > 0:
+        return group_counts_kernel(counts_E, num_rows)
+    counts_E = counts_E.to(torch.int32)
+    offsets = torch.cat([counts_E.new_zeros(1), counts_E.cumsum(0).to(torch.int32)])
+    return Grouping(num_rows=num_rows, counts_E=counts_E, offsets_E1=offsets)
+
+
+def group_rows_kernel(expert_ids_TK: torch.Tensor, num_experts: int, *, block: int = 128) -> Grouping:
+    from moeclipse.ops.triton import metadata
+
+    num_tokens, top_k = expert_ids_TK.shape
+    num_pairs = num_tokens * top_k
+    ids = expert_ids_TK.contiguous()
+    num_blocks = -(-num_pairs // block)
+    counts_EB = torch.empty(num_experts, num_blocks, dtype=torch.int32, device=ids.device)
+    counts_E = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
+    chunk = min(64, _power_of_two(num_experts))
+    metadata.count_block[(num_blocks,)](
+        ids, counts_EB, num_pairs, num_experts, num_blocks, BLOCK=block, CHUNK=chunk
+    )
+    scan = min(1024, _power_of_two(num_blocks))
+    metadata.scan_experts[(num_experts,)](counts_EB, counts_E, num_blocks, BLOCK=scan)
+    plain = group_counts_kernel(counts_E, num_pairs)
+    place_row = torch.empty(num_tokens, top_k, dtype=torch.int32, device=ids.device)
+    row_place, row_token = torch.zeros(2, num_pairs, dtype=torch.int32, device=ids.device)
+    metadata.place_block[(num_blocks,)](
+        ids, counts_EB, plain.offsets_E1, place_row, row_place, row_token, num_pairs, num_blocks,
+        K=top_k, BLOCK=block,
+    )  # fmt: skip
+    return Grouping(
+        num_rows=num_pairs,
+        counts_E=counts_E,
+        offsets_E1=plain.offsets_E1,
+        tiles_3C=plain.tiles_3C,
+        num_tiles=plain.num_tiles,
+        row_token_M=row_token,
+        row_place_M=row_place,
+        place_row_TK=place_row,
+    )
+
+
+def group_counts_kernel(counts_E: torch.Tensor, num_rows: int) -> Grouping:
+    from moeclipse.ops.triton import metadata
+
+    num_experts = len(counts_E)
+    # Each expert may leave one tile partly filled.
+    capacity = -(-num_rows // ROW_TILE) + num_experts
+    tiles = torch.empty(3, capacity, dtype=torch.int32, device=counts_E.device)
+    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=counts_E.device)
+    num_tiles = torch.empty(1, dtype=torch.int32, device=counts_E.device)
+    metadata.tile_table[(num_experts,)](
+        counts_E, offsets, tiles, num_tiles, capacity, num_experts,
+        BM=ROW_TILE, PADDED=_power_of_two(num_experts), CHUNK=64,
+    )  # fmt: skip
+    return Grouping(
+        num_rows=num_rows, counts_E=counts_E, offsets_E1=offsets, tiles_3C=tiles, num_tiles=num_tiles
+    )
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()

@@ -1,0 +1,76 @@
+"""Forward of SwiGLU experts over ragged rows.
+
+    up_swiglu           h_m = [g, u] = x_index(m) W_up^T,  a_m = silu(g) u        rows gathered while loading
+    rows_times_weight   y_m = a_m W_down^T  (or dx_m = dh_m W_up)                  rows as they lie
+
+Both are persistent: one program for each multiprocessor walks over the tiles. Weights come through TMA
+descriptors, gathered rows through asynchronous 16-byte copies (Hopper's TMA cannot gather).
+"""
+
+import triton
+import triton.language as tl
+
+from moeclipse.ops.triton.tiles import halves, load_rows, row_starts, row_tile, store_clipped, swizzle
+
+
+@triton.jit
+def up_swiglu(
+    x, index, w, gate_out, up_out, a_out, tiles, num_tiles, capacity, x_stride, D, F,
+    GATHER: tl.constexpr, EVEN: tl.constexpr, FLATTEN: tl.constexpr, GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """One tile: BM rows, BN columns of the gate and the same BN columns of the up-projection.
+
+    w is [experts x 2F, D]; expert 1 with F = 512 has its gate in rows 1024.. and its up in rows 1536..
+    A tile with n = 2, BN = 128 multiplies x by w[1280:1408] and w[1792:1920], so both halves of an
+    activation meet in one thread.
+    """
+    num_m = tl.load(num_tiles)
+    num_n = tl.cdiv(F, BN)
+    for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=FLATTEN):
+        m, n = swizzle(tile, num_m, num_n, GROUP)
+        expert, first, left = row_tile(tiles, capacity, m)
+        start = row_starts(x, index, first, left, x_stride, GATHER, BM)
+        gate = tl.zeros((BM, BN), dtype=tl.float32)
+        up = tl.zeros((BM, BN), dtype=tl.float32)
+        for k in range(0, D, BK):
+            rows = load_rows(x, start, k, D, GATHER, BK, EVEN)
+            w_gate = w.load([expert * 2 * F + n * BN, k])
+            w_up = w.load([expert * 2 * F + F + n * BN, k])
+            gate = tl.dot(rows, w_gate.T, gate)
+            up = tl.dot(rows, w_up.T, up)
+        store_clipped(gate_out, first, left, n * BN, gate)
+        store_clipped(up_out, first, left, n * BN, up)
+        a = gate * tl.sigmoid(gate) * up
+        store_clipped(a_out, first, left, n * BN, a)
+
+
+@triton.jit
+def rows_times_weight(
+    x, w, out, tiles, num_tiles, capacity, K, N,
+    TRANSPOSED: tl.constexpr, FLATTEN: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """out_m = x_m W_e: w is [experts, K, N], or [experts x N, K] when TRANSPOSED.
+
+    Expert 3, N = 256, K = 64, TRANSPOSED, n = 1, BN = 128: w rows 896 to 1024, columns k to k + BK.
+    """
+    num_m = tl.load(num_tiles)
+    num_n = tl.cdiv(N, BN)
+    for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=FLATTEN):
+        m, n = swizzle(tile, num_m, num_n, GROUP)
+        expert, first, left = row_tile(tiles, capacity, m)
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        for k in range(0, K, BK):
+            rows = x.load([first, k])
+            if TRANSPOSED:
+                weight = w.load([expert * N + n * BN, k]).T
+            else:
+                weight = tl.reshape(w.load([expert, k, n * BN]), (BK, BN))
+            acc = tl.dot(rows, weight, acc)
+        if SPLIT == 2:
+            left_half, right_half = halves(acc)
+            store_clipped(out, first, left, n * BN, left_half)
+            store_clipped(out, first, left, n * BN + BN // 2, right_half)
+        else:
+            store_clipped(out, first, left, n * BN, acc)

@@ -1,0 +1,133 @@
+"""Weight gradients added where they belong, in fp32, without a temporary of the weight's size.
+
+    dense     into    += dy^T x
+    grouped   into_e  += dy_e^T x_e      rows of expert e: offsets[e] to offsets[e + 1]
+
+Contract: `into` may be wider than the operands (fp32 for bf16 rows) and is changed in place; with
+`accumulate=False` it is overwritten, experts without rows with zeros. `dy_index` and `x_index` name the row
+of dy or x that stands at each place, so that a gathered copy never exists. Offsets stay on the device.
+
+Hazard: the kernels need widths that are multiples of 8 and 16-byte aligned rows; other operands take the
+reference, which reads the offsets on the host.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moeclipse.ops.tuning import Tile, num_programs, tile_for
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def grouped_wgrad_reference(
+    dy_MN: torch.Tensor,
+    x_MD: torch.Tensor,
+    offsets_E1: torch.Tensor,
+    into_END: torch.Tensor,
+    *,
+    dy_index_M: torch.Tensor | None = None,
+    x_index_M: torch.Tensor | None = None,
+    accumulate: bool = True,
+) -> None:
+    bounds = offsets_E1.tolist()
+    for sum_ND, start, stop in zip(into_END, bounds, bounds[1:], strict=False):
+        if not accumulate:
+            sum_ND.zero_()
+        if start < stop:
+            dy = dy_MN[start:stop] if dy_index_M is None else dy_MN[dy_index_M[start:stop].long()]
+            x = x_MD[start:stop] if x_index_M is None else x_MD[x_index_M[start:stop].long()]
+            dense_wgrad(dy, x, sum_ND)
+
+
+def dense_wgrad(dy_MN: torch.Tensor, x_MD: torch.Tensor, into_ND: torch.Tensor) -> None:
+    """into += dy^T x. On CUDA the product itself adds in fp32; elsewhere equal types add in place too."""
+    if into_ND.dtype == dy_MN.dtype:
+        into_ND.addmm_(dy_MN.t(), x_MD)
+    elif dy_MN.is_cuda and into_ND.dtype == torch.float32 and dy_MN.dtype in KERNEL_DTYPES:
+        torch.addmm(into_ND, dy_MN.t(), x_MD, out_dtype=torch.float32, out=into_ND)
+    elif into_ND.dtype.itemsize > dy_MN.dtype.itemsize:
+        into_ND.addmm_(dy_MN.t().to(into_ND.dtype), x_MD.to(into_ND.dtype))
+    else:
+        into_ND.add_(dy_MN.t() @ x_MD)
+
+
+def grouped_wgrad(
+    dy_MN: torch.Tensor,
+    x_MD: torch.Tensor,
+    offsets_E1: torch.Tensor,
+    into_END: torch.Tensor,
+    *,
+    dy_index_M: torch.Tensor | None = None,
+    x_index_M: torch.Tensor | None = None,
+    accumulate: bool = True,
+) -> None:
+    """Add dy_e^T x_e to into[e] for all experts at once."""
+    picked = (
+        grouped_wgrad_kernel
+        if dy_MN.is_cuda and wgrad_fits(dy_MN, x_MD, into_END, accumulate)
+        else grouped_wgrad_reference
+    )
+    picked(
+        dy_MN,
+        x_MD,
+        offsets_E1,
+        into_END,
+        dy_index_M=dy_index_M,
+        x_index_M=x_index_M,
+        accumulate=accumulate,
+    )
+
+
+def wgrad_fits(dy_MN: torch.Tensor, x_MD: torch.Tensor, into_END: torch.Tensor, accumulate: bool) -> bool:
+    """Whether the kernel takes these operands."""
+    rows_fit = all(
+        t.dtype in KERNEL_DTYPES and t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0
+        for t in (dy_MN, x_MD)
+    )
+    # The copy engine adds fp32; bf16 it only writes.
+    into_fits = into_END.dtype == torch.float32 or (not accumulate and into_END.dtype in KERNEL_DTYPES)
+    return (
+        rows_fit
+        and into_fits
+        and dy_MN.dtype == x_MD.dtype
+        and into_END.is_contiguous()
+        and into_END.shape[1] % 8 == 0
+        and into_END.shape[2] % 8 == 0
+        and len(dy_MN) > 0
+        and len(x_MD) > 0
+    )
+
+
+def grouped_wgrad_kernel(
+    dy_MN: torch.Tensor,
+    x_MD: torch.Tensor,
+    offsets_E1: torch.Tensor,
+    into_END: torch.Tensor,
+    *,
+    dy_index_M: torch.Tensor | None = None,
+    x_index_M: torch.Tensor | None = None,
+    accumulate: bool = True,
+    tile: Tile | None = None,
+) -> None:
+    from triton.tools.ragged_tma import create_ragged_descriptor
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from moeclipse.ops.triton import wgrad
+
+    num_experts, N, D = into_END.shape
+    kind = "wgrad_x" if x_index_M is not None else "wgrad_dy" if dy_index_M is not None else "wgrad"
+    tile = tile or tile_for(kind, dy_MN.device, N, D)
+    dy = dy_MN if dy_index_M is not None else create_ragged_descriptor(dy_MN, [tile.k, tile.m])
+    x = x_MD if x_index_M is not None else create_ragged_descriptor(x_MD, [tile.k, tile.n])
+    out = TensorDescriptor.from_tensor(into_END, [1, tile.m, tile.n // tile.split])
+    num_tiles = num_experts * -(-N // tile.m) * -(-D // tile.n)
+    programs = min(num_tiles, num_programs(tile, dy_MN.device)) if tile.per_sm else num_tiles
+    adding = "reduce" if dy_MN.is_cuda else "add"
+    wgrad.grouped_wgrad[(programs,)](
+        dy, dy_index_M, dy_MN.stride(0), x, x_index_M, x_MD.stride(0), out, offsets_E1, num_experts, N, D,
+        GATHER_DY=dy_index_M is not None, GATHER_X=x_index_M is not None,
+        EVEN=N % tile.m == 0 and D % tile.n == 0, MODE=adding if accumulate else "store",
+        FLATTEN=tile.flatten, GROUP=tile.group, PROGRAMS=programs,
+        BM=tile.m, BN=tile.n, BK=tile.k, SPLIT=tile.split, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
