@@ -13,7 +13,7 @@ import pytest
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
-from moeclipse.core.errors import ConfigError, DataError, MoEclipseError
+from moeclipse.core.errors import CheckpointError, ConfigError, DataError, MoEclipseError
 from moeclipse.testing.run_ranks import run_alone, run_ranks, run_ranks_raw
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.trainer import Run, Silence, train
@@ -127,6 +127,14 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     assert shards[0].name in notes[0]
     # Steps 2 and 3 ran twice, the first time on another learning-rate horizon; the rest cannot differ.
     assert [step for step, _ in losses(longer)] == list(range(STEPS))
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
+    config = configure(tmp_path, **{"run.steps": 2})
+    run_alone(finish, config)
+    (tmp_path / "runs/run/checkpoints/step-00000002/index.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole: step-00000002: .*index\.json"):
+        Run(config, Mesh.single(), Silence()).whole("auto")
 
 
 def test_what_a_run_leaves_behind(tmp_path: Path) -> None:

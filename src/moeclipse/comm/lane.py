@@ -40,8 +40,8 @@ class Ticket:
         self._event: torch.cuda.Event | None = None
         self._waited = False
 
-    def wait(self) -> None:
-        """Let what follows use the result."""
+    def wait(self, patience_s: float | None = None) -> None:
+        """Let what follows use the result. `patience_s` replaces the deadline where peers may be slow."""
         if self._waited:
             return
         self._waited = True
@@ -50,29 +50,29 @@ class Ticket:
             if self._event is not None:
                 torch.cuda.current_stream().wait_event(self._event)
             else:
-                self._block()
+                self._block(patience_s)
         if self._move.done is None:
             self._move.done = time.perf_counter_ns()
         self._tensors = None
 
-    def settle(self) -> None:
+    def settle(self, patience_s: float | None = None) -> None:
         """Wait on the host until the result is there, no longer than the deadline."""
-        self.wait()
+        self.wait(patience_s)
         if self._event is None:
             return
         begun = time.monotonic()
         watch = self._lane.watch
         while not self._event.query():
             waited = time.monotonic() - begun
-            if waited > watch.deadline_s:
+            if waited > (patience_s or watch.deadline_s):
                 raise watch.explain(self._label, self._group.ranks, TimeoutError("timed out"))
             if waited > SPIN_S:
                 time.sleep(SPIN_S / 10)
 
-    def _block(self) -> None:
+    def _block(self, patience_s: float | None) -> None:
         watch = self._lane.watch
         try:
-            self._work.wait(timedelta(seconds=watch.deadline_s))
+            self._work.wait(timedelta(seconds=patience_s or watch.deadline_s))
         except RuntimeError as error:
             raise watch.explain(self._label, self._group.ranks, error) from None
 

@@ -100,26 +100,26 @@ class Mesh:
             backend = "nccl" if self.device.type == "cuda" and "nccl" in backend else "gloo"
         return Group(name=name, ranks=mine, index=mine.index(self.rank), handle=handle, backend=backend)
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any, patience_s: float | None = None) -> list[Any]:
         """Every rank's JSON value, in rank order, on every rank; also a barrier."""
         if self.num_ranks == 1:
             return [json.loads(json.dumps(value))]
-        text = torch.frombuffer(bytearray(json.dumps(value).encode() or b" "), dtype=torch.uint8)
-        text = text.to(self.device)
-        sizes = self._all_gather(torch.tensor([text.numel()], device=self.device)).tolist()
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+        mine = torch.tensor([text.numel()], device=self.device)
+        sizes = self._all_gather(mine, patience_s).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
         padded[: text.numel()] = text
-        parts = self._all_gather(padded).view(self.num_ranks, -1).cpu()
-        return [json.loads(bytes(part[:size].tolist())) for part, size in zip(parts, sizes, strict=True)]
+        parts = self._all_gather(padded, patience_s).view(self.num_ranks, -1).cpu().numpy()
+        return [json.loads(part[:size].tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
-    def _all_gather(self, value: torch.Tensor) -> torch.Tensor:
+    def _all_gather(self, value: torch.Tensor, patience_s: float | None) -> torch.Tensor:
         sent, out = value.repeat(self.num_ranks), value.new_empty(self.num_ranks * value.numel())
         group = self.world
 
         def start() -> Any:
             return dist.all_to_all_single(out, sent, group=group.handle, async_op=True)
 
-        self.grads.launch(group, "exchange of control data", start, (out, sent)).wait()
+        self.grads.launch(group, "exchange of control data", start, (out, sent)).settle(patience_s)
         return out
 
     def barrier(self) -> None:

@@ -100,12 +100,16 @@ class CheckpointConfig:
     """Newest checkpoints that are kept."""
     at_end: bool = True
     """Save after the last step."""
+    deadline_s: float = 1800.0
+    """How long ranks wait for the slowest one while a checkpoint is written or verified."""
 
     def problems(self) -> Iterator[str]:
         if self.every < 0:
             yield f"checkpoint.every ({self.every}) must not be negative"
         if self.keep < 1:
             yield f"checkpoint.keep ({self.keep}) must be at least 1"
+        if self.deadline_s <= 0:
+            yield f"checkpoint.deadline_s ({self.deadline_s}) must be positive"
 
 
 @dataclass(frozen=True, kw_only=True)

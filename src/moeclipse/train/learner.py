@@ -28,6 +28,7 @@ from moeclipse.train.corpus import open_corpus
 from moeclipse.train.data import Batches, Samples
 from moeclipse.train.metrics import gather_splits, mean_times, split_of
 from moeclipse.train.optim import AdamW, learning_rate
+from moeclipse.train.ranks import PatientRanks
 
 
 class Learner:
@@ -149,7 +150,8 @@ class Learner:
                 pieces.append(
                     Piece(name=f"buffer/{name}", shape=tuple(buffer.shape), start=0, data=buffer.flatten())
                 )
-        return save(folder, step, pieces, state, self.mesh, keep=self.config.checkpoint.keep)
+        ranks = PatientRanks(self.mesh, self.config.checkpoint.deadline_s)
+        return save(folder, step, pieces, state, ranks, keep=self.config.checkpoint.keep)
 
     def load(self, checkpoint: Checkpoint) -> int:
         """Continue from a checkpoint of any layout; returns the step to run next."""

@@ -7,7 +7,10 @@ rank does its part, and if one of them fails, all of them know before anyone goe
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+from moeclipse.comm.mesh import Mesh
 
 
 class Ranks(Protocol):
@@ -20,6 +23,25 @@ class Ranks(Protocol):
     def gather_objects(self, obj: Any, /) -> list[Any]:
         """Every rank's JSON-able object, in rank order, on every rank."""
         ...
+
+
+@dataclass(frozen=True)
+class PatientRanks:
+    """The ranks of a mesh, when one of them may be busy with a disk for minutes."""
+
+    mesh: Mesh
+    patience_s: float
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self.mesh.num_ranks
+
+    def gather_objects(self, obj: Any, /) -> list[Any]:
+        return self.mesh.gather_objects(obj, self.patience_s)
 
 
 class OneRank:

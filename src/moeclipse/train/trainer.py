@@ -13,15 +13,16 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from moeclipse.comm import mesh as ranks
+from moeclipse.comm import mesh as comm
 from moeclipse.comm.mesh import Mesh, Place
 from moeclipse.core.config import to_toml, validate, with_values
-from moeclipse.core.errors import ConfigError, MoEclipseError
+from moeclipse.core.errors import CheckpointError, ConfigError, MoEclipseError
 from moeclipse.model.transformer import count_parameters
 from moeclipse.train.checkpoint import Checkpoint, newest
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
 from moeclipse.train.metrics import Metrics
+from moeclipse.train.ranks import PatientRanks
 
 
 class Observer(Protocol):
@@ -50,8 +51,8 @@ def train(config: TrainConfig, *, resume: str = "off", observer: Observer | None
         dp, ep = config.parallel.sizes(place.num_ranks, config.moe.num_experts)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    device = ranks.choose_device(config.run.device, place.local_rank)
-    watch = ranks.start(
+    device = comm.choose_device(config.run.device, place.local_rank)
+    watch = comm.start(
         place,
         device=device,
         deadline_s=config.parallel.deadline_s,
@@ -67,7 +68,7 @@ def train(config: TrainConfig, *, resume: str = "off", observer: Observer | None
         watch.publish(text)
         raise
     finally:
-        ranks.stop()
+        comm.stop()
 
 
 class Run:
@@ -150,9 +151,16 @@ class Run:
         """The checkpoint to continue, verified whole, or None to begin."""
         if resume == "off":
             return None
+        ranks = PatientRanks(self.mesh, self.config.checkpoint.deadline_s)
         if resume != "auto":
-            return Checkpoint.open(resume, self.mesh)
-        search = newest(self.checkpoints, self.mesh)
+            return Checkpoint.open(resume, ranks)
+        search = newest(self.checkpoints, ranks)
+        if search.checkpoint is None and search.passed_over:
+            # To begin anew here would throw away what may still be mended.
+            raise CheckpointError(
+                f"no checkpoint in {self.checkpoints} is whole: {'; '.join(search.passed_over)}; "
+                "restore one from a copy, or start a new run with another --run.name"
+            )
         for damaged in search.passed_over:
             self.observer.note(f"passed over a damaged checkpoint, {damaged}")
         return search.checkpoint
