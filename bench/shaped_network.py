@@ -1,0 +1,136 @@
+"""A slow wire on one machine, so that overlap can be measured on two cores.
+
+    with shaped_network(rate_mbit=200) as run:
+        done = run([sys.executable, __file__, "--inside"])     # a command whose loopback is that wire
+
+Idea. A network namespace of its own has a loopback of its own, and a token bucket on it makes transfers cost
+time but no processor. Inside, `set_rate` changes the rate, for instance after compute has been measured.
+
+Contract. The namespace belongs to the command's process tree and ends with it, also when it is killed: nothing
+is left behind and no other process sees the wire. Needs root and iproute2; where they are missing,
+`shaped_network` says so and exits with status 2.
+
+Hazards. At most 250 mbit: above that a core is busy with packets, and communication costs compute again. The
+bucket holds 32 kB: a deeper one refills during compute and gives away the next transfer for nothing. Both
+directions share the loopback's queue: two ranks that send at once each see half of the rate.
+
+Run alone it measures the wire.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+MAX_MBIT = 250.0
+MTU = 9000
+BURST = "32kb"
+
+Run = Callable[[Sequence[str]], "subprocess.CompletedProcess[bytes]"]
+
+
+def why_not() -> str | None:
+    """What this machine lacks for a shaped network; None where it can have one."""
+    missing = [tool for tool in ("unshare", "ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"a shaped network needs {', '.join(missing)} (util-linux and iproute2); install them"
+    if os.geteuid() != 0:
+        return "a shaped network needs root, to make a network namespace; run it with sudo"
+    trial = subprocess.run(
+        ["unshare", "--net", "sh", "-c", f"ip link set lo up mtu {MTU} && {_tc('add', 100)}"],
+        capture_output=True,
+        text=True,
+    )
+    if trial.returncode:
+        return f"this kernel does not shape networks: {trial.stderr.strip()}"
+    return None
+
+
+def _tc(verb: str, rate_mbit: float) -> str:
+    return f"tc qdisc {verb} dev lo root tbf rate {rate_mbit:g}mbit burst {BURST} latency 400ms"
+
+
+def _check(rate_mbit: float) -> None:
+    if not 0 < rate_mbit <= MAX_MBIT:
+        raise ValueError(
+            f"rate_mbit ({rate_mbit:g}) must be positive and at most {MAX_MBIT:g}: "
+            "faster wires cost processor time, and overlap can no longer be seen"
+        )
+
+
+@contextmanager
+def shaped_network(rate_mbit: float) -> Iterator[Run]:
+    """Gives `run`, which runs a command inside the namespace and returns when it has ended."""
+    _check(rate_mbit)
+    reason = why_not()
+    if reason is not None:
+        print(reason, file=sys.stderr)
+        raise SystemExit(2)
+    children: list[subprocess.Popen[bytes]] = []
+
+    def run(command: Sequence[str]) -> subprocess.CompletedProcess[bytes]:
+        script = f'ip link set lo up mtu {MTU} && {_tc("add", rate_mbit)} && exec "$@"'
+        child = subprocess.Popen(["unshare", "--net", "sh", "-c", script, "sh", *command])
+        children.append(child)
+        return subprocess.CompletedProcess(command, child.wait())
+
+    try:
+        yield run
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.terminate()
+                child.wait()
+
+
+def set_rate(rate_mbit: float) -> None:
+    """Inside the namespace: the wire has this rate from now on."""
+    _check(rate_mbit)
+    subprocess.run(_tc("replace", rate_mbit).split(), check=True)
+
+
+def measure_wire(num_bytes: int = 4 << 20) -> float:
+    """Inside the namespace: bytes per second that one connection really gets."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def receive() -> None:
+        connection, _ = server.accept()
+        with connection:
+            left = num_bytes
+            while left:
+                left -= len(connection.recv(min(left, 1 << 16)))
+            connection.sendall(b"!")
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    with server, socket.create_connection(server.getsockname()) as connection:
+        begun = time.perf_counter()
+        connection.sendall(bytes(num_bytes))
+        connection.recv(1)
+        seconds = time.perf_counter() - begun
+    thread.join()
+    return num_bytes / seconds
+
+
+def main() -> int:
+    if sys.argv[1:] == ["--inside"]:
+        for rate in (100.0, 200.0):
+            set_rate(rate)
+            begun = time.process_time()
+            measured = measure_wire() * 8e-6
+            busy = time.process_time() - begun
+            print(f"asked for {rate:g} mbit, got {measured:.0f} mbit, {1e3 * busy:.0f} ms of processor time")
+        return 0
+    with shaped_network(rate_mbit=200) as run:
+        return run([sys.executable, __file__, "--inside"]).returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
