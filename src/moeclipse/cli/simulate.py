@@ -206,8 +206,8 @@ def _verdict(console: Console, question: Question, answer: Answer) -> None:
     summary = answer.summary
     busiest = max(rank.compute for rank in summary.ranks)
     console.print(
-        f"\nmakespan {_time(question, summary.makespan)}: {summary.makespan / busiest:.3f} x the busiest rank's "
-        f"compute; worst bubble {_time(question, summary.bubble)}; "
+        f"\nmakespan {_time(question, summary.makespan)}: {summary.makespan / busiest:.3f} x the compute "
+        f"of the busiest rank; worst bubble {_time(question, summary.bubble)}; "
         f"peak {max(summary.peak):.2f} activations of a rank's layers for one microbatch",
         style="bold",
     )

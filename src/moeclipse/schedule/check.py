@@ -165,9 +165,11 @@ def _check_needs(program: Program) -> None:
         for position, sources in enumerate(wanted):
             for source in sources:
                 if ended[position].get(ops[source].lane, -1) < place[source]:
-                    reader, made = ops[position], ops[source]
+                    late = source > position
+                    fault = "is launched only after it" if late else "may still run when it starts"
                     raise ScheduleError(
-                        f"{reader} on rank {rank} reads {made}, but may start before that has ended; list it in deps"
+                        f"{ops[position]} on rank {rank} reads {ops[source]}, which {fault}; "
+                        f"{'launch it first' if late else 'list it in deps'}"
                     )
 
 

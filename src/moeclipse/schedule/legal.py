@@ -98,7 +98,8 @@ def nearest_legal(
         next(((P, m, V) for m in around(M) if m <= M and legal(P, m, V)), None),
         next(((P, m, V) for m in around(M) if m >= M and legal(P, m, V)), None),
         next(((P, M, v) for v in around(V) if legal(P, M, v)), None),
-        next(((p, M, V) for p in around(P) if legal(p, M, V)), None),
+        next(((p, M, V) for p in around(P) if p <= P and legal(p, M, V)), None),
+        next(((p, M, V) for p in around(P) if p >= P and legal(p, M, V)), None),
     ]
     if not any(found):  # two numbers must change
         V = default_stages_per_rank(name)

@@ -1,0 +1,121 @@
+"""`moeclipse simulate` as a reader meets it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moeclipse.cli.simulate import main
+from moeclipse.core.errors import ConfigError, ScheduleError
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(list(argv)) == 0
+    return capsys.readouterr().out
+
+
+def test_one_schedule_prints_timeline_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "--schedule", "dualpipev", "--ranks", "4", "--microbatches", "8", "--layers", "2")
+    assert "rank 0 F" in out
+    assert "peak activations" in out
+    assert "DISPATCH_F" in out
+    assert "makespan" in out
+
+
+def test_unit_costs_give_the_drawn_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    for schedule, makespan in (("1f1b", 81), ("zb-h1", 67), ("dualpipe", 66)):
+        out = run(capsys, "--schedule", schedule, "--microbatches", "20", "--costs", "unit")
+        assert f"makespan {makespan}:" in out
+
+
+def test_compare_ranks_schedules_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "--compare", "--ranks", "8", "--microbatches", "20", "--costs", "unit")
+    names = [line.split()[0] for line in out.splitlines()[2:12]]
+    assert names[:3] == ["zb-v", "dualpipe", "zb-h1"]
+    assert "zb-v is fastest" in out
+    assert "pp1 left out: needs one rank" in out
+    rows = {line.split()[0]: line for line in out.splitlines()}
+    assert " 66 " in rows["dualpipe"]
+    assert "2x" in rows["dualpipe"]
+
+
+def test_compare_with_names_and_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(
+        capsys,
+        "--compare",
+        "vpp",
+        "vpp+1",
+        "dualpipev",
+        "--ranks",
+        "4",
+        "--microbatches",
+        "8",
+        "--layers",
+        "2",
+    )
+    assert "vpp+1 is fastest" in out
+    assert "exposed communication" in out
+    assert "holds" in out  # what the leaner one saves
+
+
+def test_overlap_off_is_slower(capsys: pytest.CaptureFixture[str]) -> None:
+    def makespan(*argv: str) -> float:
+        out = run(capsys, "--ranks", "2", "--microbatches", "6", "--layers", "2", *argv)
+        word = next(line for line in out.splitlines() if line.startswith("makespan")).split()[1:3]
+        return float(word[0]) * (1e-3 if word[1].startswith("ms") else 1.0)
+
+    times = [makespan("--overlap", overlap) for overlap in ("off", "pair", "pair+self")]
+    assert times[0] > 1.3 * times[1] > 1.3 * times[2]
+    assert makespan("--recompute", "full") > times[2]
+
+
+def test_files_go_out_and_come_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace, order = tmp_path / "t.json", tmp_path / "o.csv"
+    common = ("--ranks", "4", "--microbatches", "8", "--costs", "unit")
+    first = run(capsys, *common, "--trace", str(trace), "--csv", str(order), "--grid")
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert "(0F7;7B3)OVERLAP_F_B" in order.read_text()
+    assert "(0F7;7B3)" in first
+    second = run(capsys, "--from-csv", str(order), "--costs", "unit")
+    assert "o.csv: 4 ranks, 8 microbatches" in second
+    assert [line for line in first.splitlines() if line.startswith("makespan")] == [
+        line for line in second.splitlines() if line.startswith("makespan")
+    ]
+
+
+def test_costs_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "costs.toml"
+    path.write_text('device = "h200"\nlink = "infiniband"\nnum_ranks = 64\ncomm_processors = 20\n')
+    out = run(capsys, "--costs", str(path), "--ranks", "2", "--microbatches", "4", "--layers", "2")
+    assert "costs h200 over infiniband" in out
+
+
+def test_bad_input_is_told_before_anything_is_computed(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match="nearest legal: ranks=8, microbatches=16"):
+        main(["--schedule", "dualpipev", "--ranks", "8", "--microbatches", "10"])
+    with pytest.raises(ScheduleError, match="unknown schedule 'dualpip'; did you mean 'dualpipe'"):
+        main(["--schedule", "dualpip"])
+    with pytest.raises(ConfigError, match="unknown schedule 'nothing'"):
+        main(["--compare", "nothing"])
+    with pytest.raises(ConfigError, match="--trace shows one schedule"):
+        main(["--compare", "--trace", str(tmp_path / "t.json")])
+    with pytest.raises(ConfigError, match="neither a file nor one of"):
+        main(["--costs", "missing.toml"])
+    with pytest.raises(ScheduleError, match="choose a number of layers that 2 divides"):
+        main(["--schedule", "dualpipev", "--layers", "3"])
+    with pytest.raises(ConfigError, match="no file"):
+        main(["--from-csv", str(tmp_path / "none.csv")])
+
+
+def test_torch_is_not_imported() -> None:
+    code = (
+        "import sys; from moeclipse.cli.simulate import main; "
+        "main(['--ranks', '2', '--microbatches', '4', '--layers', '2']); "
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

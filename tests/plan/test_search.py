@@ -1,0 +1,177 @@
+"""The chosen exchange order: never slower than what it was chosen from, near the bound, same on all ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moeclipse.core.errors import ScheduleError
+from moeclipse.cost.exchange import ExchangeCosts
+from moeclipse.plan.search import candidate_orders, choose_exchange, exposed_ends
+from moeclipse.schedule.shape import Shadow
+from moeclipse.schedule.smart import exchange_shape, natural_units, smart
+from moeclipse.sim.exchange import exchange_durations, lower_bound, simulate_exchange
+
+
+def equal_costs(
+    tokens: int, *, near: float = 1.0, latency: float = 0.0, launch: float = 0.0
+) -> ExchangeCosts:
+    """Compute of a rank takes as long as its two exchanges over far links."""
+    row_bytes, far = 4096.0, 25e9
+    return ExchangeCosts(
+        row_bytes=row_bytes,
+        near_bandwidth=near * far,
+        far_bandwidth=far,
+        row_seconds=2 * row_bytes / far,
+        latency=latency,
+        kernel=latency,
+        launch=launch,
+    )
+
+
+def even(P: int, experts: int, tokens: int) -> np.ndarray:
+    return np.full((P, P * experts), tokens // (P * experts))
+
+
+def skewed(P: int, experts: int, tokens: int, s: float = 1.2, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    load = 1 / np.arange(1, P * experts + 1) ** s
+    return np.array([rng.multinomial(tokens, load / load.sum()) for _ in range(P)])
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_sixty_four_ranks_come_near_the_bound_and_blocking_does_not(backward: bool) -> None:
+    counts = even(64, 1, 65536)
+    costs = equal_costs(65536, latency=10e-6)
+    shape = exchange_shape(64, group_size=8, backward=backward)
+    choice = choose_exchange(shape, counts, costs, chunks=(1, 2), swaps=0)
+    bound = lower_bound(smart(shape), counts, costs)
+    assert choice.seconds <= 1.1 * bound
+    blocking = simulate_exchange(
+        smart(exchange_shape(64, group_size=8, blocking=True, backward=backward)), counts, costs
+    )
+    # Backward has three products per row against two exchanges, so its blocking order loses less.
+    assert blocking.makespan >= (1.4 if backward else 1.8) * bound
+
+
+def test_own_group_at_both_ends_wins_where_near_links_are_faster() -> None:
+    counts, costs = even(16, 2, 8192), equal_costs(8192, near=8.0, latency=5e-6)
+    choice = choose_exchange(exchange_shape(16, group_size=4, experts_per_rank=2), counts, costs, swaps=0)
+    assert choice.rule == "ends"
+    assert choice.shape.units[0][0] == choice.shape.units[-1][0] == 0
+    number = choice.shape.chunks
+    assert choice.seconds < choice.tried[f"ring/{number}"] < choice.tried["ring/1"]
+    first, last = exposed_ends(choice, counts, costs)
+    ring = choose_exchange(
+        exchange_shape(16, group_size=4, experts_per_rank=2), counts, costs, chunks=(1,), swaps=0
+    )
+    assert first + last < sum(exposed_ends(ring, counts, costs))
+
+
+def test_the_choice_is_the_best_tried_and_search_only_improves() -> None:
+    counts, costs = skewed(12, 1, 4096), equal_costs(4096)
+    shape = exchange_shape(12, group_size=5)
+    choice = choose_exchange(shape, counts, costs, chunks=(1, 2, 4))
+    assert choice.seconds == pytest.approx(min(choice.tried.values()))
+    assert choice.bound <= choice.seconds
+    plain = choose_exchange(shape, counts, costs, chunks=(1, 2, 4), swaps=0)
+    assert choice.seconds <= plain.seconds
+
+
+def test_chunks_stop_paying_when_ops_have_a_price() -> None:
+    counts = even(8, 1, 512)
+    cheap = choose_exchange(exchange_shape(8, group_size=2), counts, equal_costs(512), swaps=0)
+    dear = choose_exchange(exchange_shape(8, group_size=2), counts, equal_costs(512, latency=1e-4), swaps=0)
+    assert cheap.shape.chunks > dear.shape.chunks == 1
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 1000), st.integers(1, 7), st.integers(1, 4), st.integers(1, 2))
+def test_every_rank_would_choose_alike(seed: int, P: int, size: int, experts: int) -> None:
+    counts = np.random.default_rng(seed).integers(0, 50, (P, P * experts))
+    costs = equal_costs(50, near=4.0)
+    shape = exchange_shape(P, group_size=size, experts_per_rank=experts)
+    one, other = (choose_exchange(shape, counts.copy(), costs, chunks=(1, 2), swaps=5) for _ in range(2))
+    assert one.shape == other.shape
+    assert sorted(one.shape.units) == list(natural_units(one.shape.num_steps, one.shape.chunks))
+
+
+def test_johnson_puts_the_short_way_in_first_and_the_short_way_out_last() -> None:
+    shape = exchange_shape(4)
+    counts = np.zeros((4, 4))
+    for rank in range(4):
+        for step, rows in enumerate((40, 10, 30, 20)):
+            counts[rank, (rank + step) % 4] = rows
+    costs = equal_costs(100)
+    units = candidate_orders(shape, counts, costs)["johnson"]
+    # S and R of a unit are alike, so the rule orders by falling C + R. C is two per row, R one, and own rows
+    # (step 0) do not travel: 80, 30, 90, 60.
+    assert [step for step, _ in units] == [2, 0, 3, 1]
+
+
+def test_rows_are_counted_once() -> None:
+    """Over all steps: sent = received, and computed = what arrived and what stayed."""
+    counts = skewed(6, 2, 600, seed=3)
+    shape = exchange_shape(6, group_size=4, experts_per_rank=2, chunks=2)
+    unit = ExchangeCosts(row_bytes=1, near_bandwidth=1, far_bandwidth=1, row_seconds=1)
+    program = smart(shape)
+    durations = exchange_durations(program, counts, unit)
+    computed = [
+        sum(d for op, d in zip(ops, seconds, strict=True) if op.kind == "C_F")
+        for ops, seconds in zip(program.ranks, durations, strict=True)
+    ]
+    assert sum(computed) == pytest.approx(counts.sum())
+    assert computed == pytest.approx(counts.sum(0).reshape(6, 2).sum(1))
+
+
+def test_shadows_keep_rows_at_home_and_pay_off_on_skew() -> None:
+    P = 8
+    counts = skewed(P, 1, 4096)
+    others = tuple(range(1, P))
+    costs = ExchangeCosts(
+        row_bytes=4096,
+        near_bandwidth=25e9,
+        far_bandwidth=25e9,
+        row_seconds=3e-7,
+        expert_bytes=1e6,
+        latency=5e-6,
+    )
+    totals = {}
+    for shadows in ((), (Shadow(expert=0, owner=0, ranks=others),)):
+        for backward in (False, True):
+            shape = exchange_shape(P, group_size=2, shadows=shadows, backward=backward)
+            totals[bool(shadows), backward] = simulate_exchange(smart(shape), counts, costs).makespan
+    assert totals[True, False] < 0.7 * totals[False, False]
+    assert totals[True, True] < 0.7 * totals[False, True]
+
+
+@pytest.mark.parametrize("tokens", [2048, 65536])
+@pytest.mark.parametrize("experts", [2, 8])
+@pytest.mark.parametrize("skew", [False, True])
+def test_events_per_step_beat_events_per_step_and_expert(tokens: int, experts: int, skew: bool) -> None:
+    """Chunks cut as finely as pays; experts cut as finely as there are experts, and each op has its price."""
+    P = 8
+    counts = skewed(P, experts, tokens, 1.0) if skew else even(P, experts, tokens)
+    costs = equal_costs(tokens, near=4.0, latency=1e-5, launch=5e-6)
+    shape = exchange_shape(P, group_size=2, experts_per_rank=experts)
+    chosen = choose_exchange(shape, counts, costs, swaps=0)
+    fine = smart(exchange_shape(P, group_size=2, experts_per_rank=experts, per_expert=True))
+    assert fine.num_ops == experts * smart(shape).num_ops
+    assert chosen.seconds < simulate_exchange(fine, counts, costs).makespan
+
+
+def test_bad_input_is_refused() -> None:
+    shape, costs = exchange_shape(4), equal_costs(64)
+    with pytest.raises(ScheduleError, match=r"counts have shape \(4, 3\), expected 4 ranks x 4 experts"):
+        choose_exchange(shape, np.zeros((4, 3)), costs)
+    with pytest.raises(ScheduleError, match="must not be negative"):
+        choose_exchange(shape, np.full((4, 4), -1), costs)
+    with pytest.raises(ScheduleError, match="must list numbers of at least 1"):
+        choose_exchange(shape, np.zeros((4, 4)), costs, chunks=())
+
+
+def test_no_rows_at_all() -> None:
+    choice = choose_exchange(exchange_shape(4), np.zeros((4, 4)), equal_costs(1), swaps=3)
+    assert choice.seconds == 0.0

@@ -1,0 +1,131 @@
+"""The exchange of one layer: any ranks, any groups, any order, shadows, both directions."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moeclipse.core.errors import ScheduleError
+from moeclipse.schedule.check import verify
+from moeclipse.schedule.op import Program
+from moeclipse.schedule.shape import ExchangeShape, Shadow, even_groups
+from moeclipse.schedule.smart import exchange_shape, natural_units, smart
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> ExchangeShape:
+    P = draw(st.integers(1, 9))
+    chunks = draw(st.integers(1, 3))
+    ranks = draw(st.permutations(range(P)))
+    cuts = sorted(draw(st.sets(st.integers(1, P - 1), max_size=P - 1))) if P > 1 else []
+    groups = [ranks[a:b] for a, b in zip([0, *cuts], [*cuts, P], strict=True)]
+    units = draw(st.permutations(natural_units(len(groups), chunks)))
+    experts = draw(st.integers(1, 3))
+    shadows = []
+    for expert in draw(st.sets(st.integers(0, P * experts - 1), max_size=4)):
+        owner = expert // experts
+        lent = draw(st.sets(st.sampled_from([r for r in range(P) if r != owner]))) if P > 1 else set()
+        shadows.append(Shadow(expert=expert, owner=owner, ranks=tuple(sorted(lent))))
+    return exchange_shape(
+        P,
+        groups=groups,
+        chunks=chunks,
+        units=units,
+        experts_per_rank=experts,
+        per_expert=draw(st.booleans()),
+        shadows=shadows,
+        backward=draw(st.booleans()),
+        blocking=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=120, deadline=None)
+@given(shapes())
+def test_every_shape_verifies(shape: ExchangeShape) -> None:
+    verify(smart(shape))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_every_group_size_verifies_ragged_ones_too(backward: bool) -> None:
+    for P in range(1, 13):
+        for size in range(1, P + 2):
+            verify(smart(exchange_shape(P, group_size=size, chunks=2, backward=backward)))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_sixty_four_ranks_in_groups_of_eight(backward: bool) -> None:
+    shape = exchange_shape(64, group_size=8, chunks=2, backward=backward)
+    program = smart(shape)
+    verify(program)
+    assert shape.num_steps == 8
+    assert all(sum(op.kind[0] == "S" for op in ops) == 16 for ops in program.ranks)
+
+
+def test_every_row_has_one_step_and_both_ends_agree() -> None:
+    """Over all steps a rank sends to every rank once, and whoever it sends to receives at the same step."""
+    for P, size in [(6, 4), (3, 2), (12, 8), (7, 3), (1, 1)]:
+        shape = exchange_shape(P, group_size=size)
+        for rank in range(P):
+            targets = [t for step in range(shape.num_steps) for t in shape.send_to(rank, step)]
+            assert sorted(targets) == list(range(P))
+            for step in range(shape.num_steps):
+                for target in shape.send_to(rank, step):
+                    assert rank in shape.receive_from(target, step)
+
+
+def test_launch_order_is_that_of_the_docstring() -> None:
+    shape = exchange_shape(3, shadows=[Shadow(expert=2, owner=2, ranks=(0,))])
+    assert launches(smart(shape), 0) == (
+        "S_F@0 S_F@1 S_F@2 SHADOW_SEND~2 C_F@0 R_F@0 C_F@1 R_F@1 C_F@2 R_F@2 SHADOW_F~2"
+    )
+    backward = exchange_shape(3, shadows=[Shadow(expert=2, owner=2, ranks=(0,))], backward=True)
+    program = smart(backward)
+    assert launches(program, 0) == (
+        "S_B@0 S_B@1 S_B@2 SHADOW_B~2 SHADOW_W~2 SHADOW_REDUCE~2 C_B@0 R_B@0 C_B@1 R_B@1 C_B@2 R_B@2 C_W"
+    )
+    assert launches(program, 2).endswith("C_W SHADOW_ADD~2")
+
+
+def launches(program: Program, rank: int) -> str:
+    return " ".join(map(str, program.ranks[rank]))
+
+
+def test_return_waits_for_its_own_compute_alone() -> None:
+    for ops in smart(exchange_shape(4, chunks=2)).ranks:
+        for op in ops:
+            if op.kind == "R_F":
+                (dep,) = op.deps
+                assert (ops[dep].kind, ops[dep].step, ops[dep].chunk) == ("C_F", op.step, op.chunk)
+
+
+def test_blocking_order_waits_for_everything() -> None:
+    ops = smart(exchange_shape(4, blocking=True)).ranks[0]
+    computes = [i for i, op in enumerate(ops) if op.kind == "C_F"]
+    assert all(set(ops[i].deps) == {0, 1, 2, 3} for i in computes)
+    assert all(set(op.deps) == set(computes) for op in ops if op.kind == "R_F")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"groups": [[0, 1], [1, 2, 3]]}, "each of the ranks 0..3 once"),
+        ({"units": [(0, 0), (1, 0)]}, "each of the 4 steps x 1 chunks once"),
+        ({"chunks": 0}, "must be at least 1"),
+        ({"group_size": 0}, "must be at least 1"),
+        ({"shadows": [Shadow(expert=0, owner=0, ranks=(0, 1))]}, "the owner not among those it lends to"),
+        ({"shadows": [Shadow(expert=0, owner=0, ranks=(9,))]}, "distinct ranks below 4"),
+        (
+            {"shadows": [Shadow(expert=0, owner=0, ranks=(1,)), Shadow(expert=0, owner=0, ranks=(2,))]},
+            "shadowed once",
+        ),
+    ],
+)
+def test_bad_shapes_are_refused(change: dict, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        exchange_shape(4, **change)
+
+
+def test_even_groups_leave_a_ragged_last_one() -> None:
+    assert even_groups(7, 3) == ((0, 1, 2), (3, 4, 5), (6,))
+    assert even_groups(2, 8) == ((0, 1),)

@@ -1,0 +1,221 @@
+"""Layer ops of an action: the right ones, in an order that hides what it claims to hide."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from moeclipse.core.errors import ScheduleError
+from moeclipse.cost.model import DEEPSEEK_V3, Costs
+from moeclipse.schedule.catalogue import build
+from moeclipse.schedule.check import verify
+from moeclipse.schedule.legal import broken_rules
+from moeclipse.schedule.op import Program, backward, forward, overlap_alone, pair, pipeline_program
+from moeclipse.schedule.shape import RECOMPUTED, Layer, Placement
+from moeclipse.schedule.templates import Expansion, expand, replicate
+from moeclipse.sim.engine import Result, simulate
+from moeclipse.sim.measure import summarise
+
+PARTS = ("ATTN", "ROUTE", "SHARED", "MLP")
+EVEN = Costs(
+    seconds={f"{p}_{f}": 1.0 for p in PARTS for f in "FBW"}
+    | {f"{p}_{f}": 1.0 for p in ("DISPATCH", "COMBINE") for f in "FB"}
+    | {f"ROUTE_{f}": 0.0 for f in "FBW"}
+)
+LONG = EVEN.scaled(DISPATCH_F=1.5, DISPATCH_B=1.5, COMBINE_F=1.5, COMBINE_B=1.5)
+
+
+def one_rank(*actions: object, microbatches: int = 2) -> Program:
+    return pipeline_program("one", [actions], Placement.loop(1), microbatches)  # type: ignore[list-item]
+
+
+def pair_between() -> Program:
+    return one_rank(forward(0, 0), pair(forward(0, 1), backward(0, 0)), backward(0, 1))
+
+
+def spans(result: Result, wanted: str, microbatch: int) -> list[tuple[float, float]]:
+    return [
+        (float(result.start[i]), float(result.finish[i]))
+        for i, op in enumerate(result.program.ranks[0])
+        if op.kind == wanted and op.microbatch == microbatch
+    ]
+
+
+def under(result: Result, hidden: str, hider: str, of: tuple[int, int]) -> bool:
+    """Each `hidden` of one microbatch meets a `hider` of the other in time."""
+    covers = spans(result, hider, of[1])
+    return all(
+        any(min(end, stop) > max(begin, start) for start, stop in covers)
+        for begin, end in spans(result, hidden, of[0])
+    )
+
+
+def test_every_schedule_expands_and_verifies() -> None:
+    layers = [Layer(), Layer(moe=False), Layer(shared=False)]
+    for name in (
+        "gpipe",
+        "1f1b",
+        "1f1b-pairs",
+        "pp1",
+        "vpp",
+        "vpp+1",
+        "zb-h1",
+        "zb-v",
+        "dualpipe",
+        "dualpipev",
+    ):
+        P = 1 if name == "pp1" else 4
+        V = 2 if broken_rules(name, P, 8, 1) or name.startswith("vpp") else 1
+        for overlap in ("off", "pair", "pair+self"):
+            verify(expand(build(name, P, 8, V), layers, Expansion(overlap=overlap, chunks=2, split="layer")))
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTED)
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("split", ["moe", "layer"])
+def test_recompute_goes_with_every_overlap(recompute: str, shared: bool, chunks: int, split: str) -> None:
+    layers = [Layer(recompute=recompute, shared=shared), Layer(moe=False, recompute=recompute), Layer()]
+    for name, overlap in itertools.product(("dualpipev", "vpp+1", "zb-v"), ("off", "pair", "pair+self")):
+        program = expand(
+            build(name, 2, 4), layers, Expansion(overlap=overlap, chunks=chunks, split=split), reduce=True
+        )
+        verify(program)
+        again = {op.kind[:-2] for ops in program.ranks for op in ops if op.kind.endswith("_R")}
+        expected = set(RECOMPUTED[recompute]) - (set() if shared else {"SHARED"})
+        assert again == expected
+
+
+def test_recompute_lowers_memory() -> None:
+    peaks = {}
+    for recompute in RECOMPUTED:
+        program = expand(build("vpp+1", 4, 8), [Layer(recompute=recompute)] * 2, Expansion())
+        peaks[recompute] = max(verify(program).peak)
+    assert peaks["full"] < 0.4 * peaks["off"]
+    assert peaks["full"] < peaks["mlp"] < peaks["off"]
+    assert peaks["attn"] < peaks["off"]
+
+
+def test_memory_returns_to_zero() -> None:
+    for recompute in RECOMPUTED:
+        layers = [Layer(recompute=recompute), Layer(moe=False, recompute=recompute)]
+        program = expand(build("dualpipev", 2, 4), layers, Expansion(chunks=3, split="layer"))
+        for ops in program.ranks:
+            assert sum(op.alloc - op.free for op in ops) == pytest.approx(0.0)
+
+
+def test_pair_hides_what_the_table_says() -> None:
+    """Attn(F) over combine(B), MLP(B) over dispatch(F), MLP(F) over dispatch(B), attn(B) over combine(F)."""
+    result = simulate(expand(pair_between(), [Layer(shared=False)] * 3, Expansion(overlap="pair")), LONG)
+    F, B = 1, 0
+    assert under(result, "COMBINE_B", "ATTN_F", (B, F))
+    assert under(result, "DISPATCH_F", "MLP_B", (F, B))
+    assert under(result, "DISPATCH_B", "MLP_F", (B, F)) or under(result, "DISPATCH_B", "MLP_W", (B, B))
+    assert under(result, "COMBINE_F", "ATTN_B", (F, B))
+
+
+def test_self_overlap_hides_what_the_table_says() -> None:
+    program = expand(one_rank(forward(0, 0), backward(0, 0), microbatches=1), [Layer()] * 3, Expansion())
+    result = simulate(program, LONG)
+    assert under(result, "DISPATCH_F", "SHARED_F", (0, 0))
+    assert under(result, "COMBINE_B", "SHARED_B", (0, 0))
+    assert under(result, "DISPATCH_B", "MLP_W", (0, 0))
+
+
+def test_the_last_attention_weight_gradient_hides_transfers() -> None:
+    program = expand(build("dualpipev", 4, 10), [Layer(shared=False)] * 2, Expansion())
+    for ops in program.ranks:
+        for i, op in enumerate(ops):
+            if op.kind == "SEND_B":
+                later = [o for o in ops[i + 1 : i + 4] if o.kind == "ATTN_W"]
+                split = [
+                    o
+                    for o in ops[max(0, i - 14) : i]
+                    if o.kind.endswith("_W") and o.microbatch == op.microbatch
+                ]
+                assert later or not split, f"{op} stands behind its dW"
+
+
+def test_serial_overlaps_nothing() -> None:
+    result = simulate(expand(build("vpp+1", 4, 8), [Layer()] * 2, Expansion(overlap="off")), EVEN)
+    exchange = summarise(result).communication("DISPATCH", "COMBINE")
+    assert exchange.hidden == pytest.approx(0.0)
+    alone = simulate(expand(pair_between(), [Layer()] * 2, Expansion(overlap="off")), EVEN)
+    assert alone.makespan == pytest.approx(sum(_work(alone)))
+
+
+def _work(result: Result) -> list[float]:
+    return [float(f - s) for s, f in zip(result.start, result.finish, strict=True)]
+
+
+def test_finer_overlap_never_costs_time() -> None:
+    spent = {}
+    for overlap, chunks, split in (
+        ("off", 1, "moe"),
+        ("pair", 1, "moe"),
+        ("pair+self", 1, "moe"),
+        ("pair+self", 2, "moe"),
+        ("pair+self", 2, "layer"),
+    ):
+        expansion = Expansion(overlap=overlap, chunks=chunks, split=split)
+        program = expand(build("dualpipev", 4, 12), [Layer(shared=False)] * 2, expansion)
+        summary = summarise(simulate(program, DEEPSEEK_V3))
+        exchange = summary.communication("DISPATCH", "COMBINE")
+        spent[overlap, chunks, split] = (summary.makespan, exchange.hidden / exchange.total)
+    makespans = [value[0] for value in spent.values()]
+    assert makespans == sorted(makespans, reverse=True)
+    assert spent["off", 1, "moe"][0] / spent["pair+self", 2, "layer"][0] > 1.5
+    assert spent["pair+self", 2, "layer"][1] > 0.85
+
+
+def test_deepseek_pair_is_predicted_within_three_percent() -> None:
+    """The published pair of four layers took 129.0 ms."""
+    result = simulate(
+        expand(pair_between(), [Layer(shared=False)] * 4, Expansion(overlap="pair")), DEEPSEEK_V3
+    )
+    chosen = [
+        i
+        for i, op in enumerate(result.program.ranks[0])
+        if op.microbatch == (1 if op.kind.endswith("_F") else 0)
+    ]
+    span = result.finish[chosen].max() - result.start[chosen].min()
+    assert span == pytest.approx(0.1290, rel=0.03)
+
+
+def test_uneven_stages_pair_and_the_rest_runs_alone() -> None:
+    layers = [[Layer()] * 1, [Layer()] * 3, [Layer(moe=False)] * 2, [Layer()] * 2]
+    for overlap in ("off", "pair", "pair+self"):
+        verify(expand(build("dualpipev", 2, 6), layers, Expansion(overlap=overlap)))
+    with pytest.raises(ScheduleError, match="each of the 4 stages, but has \\[1, 1\\]"):
+        expand(build("dualpipev", 2, 6), [[Layer()], [Layer()]])
+
+
+def test_copies_meet_in_their_expert_group() -> None:
+    program = replicate(expand(build("vpp+1", 2, 4), [Layer()]), 3)
+    verified = verify(program)
+    assert program.num_ranks == 6
+    assert program.groups["ep1"] == (3, 4, 5)
+    slow = Costs(seconds=EVEN.seconds, rank_speed=(1.0, 1.0, 0.5, 1.0, 1.0, 1.0))
+    summary = summarise(simulate(verified, slow))
+    assert summary.ranks[0].straggle > 0
+    assert summary.ranks[2].straggle == pytest.approx(0.0)
+
+
+def test_self_marks_single_actions() -> None:
+    program = overlap_alone(build("dualpipev", 2, 4))
+    assert str(program.ranks[0][0]) == "(0F0)"
+    marked = expand(program, [Layer()], Expansion(overlap="pair"))
+    everything = expand(build("dualpipev", 2, 4), [Layer()], Expansion(overlap="pair+self"))
+    assert marked.ranks == everything.ranks
+
+
+def test_bad_expansions_are_refused() -> None:
+    with pytest.raises(ScheduleError, match="must be 'off', 'pair' or 'pair\\+self'"):
+        Expansion(overlap="all")  # type: ignore[arg-type]
+    with pytest.raises(ScheduleError, match="chunks \\(0\\)"):
+        Expansion(chunks=0)
+    with pytest.raises(ScheduleError, match="lowered already"):
+        expand(expand(build("1f1b", 2, 2), [Layer()]), [Layer()])
+    with pytest.raises(ScheduleError, match="recompute \\('some'\\)"):
+        Layer(recompute="some")  # type: ignore[arg-type]
