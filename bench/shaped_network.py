@@ -6,8 +6,8 @@
 Idea. A network namespace of its own has a loopback of its own, and a token bucket on it makes transfers cost
 time but no processor. Inside, `set_rate` changes the rate, for instance after compute has been measured.
 
-Contract. The namespace belongs to the command's process tree and ends with it, also when it is killed: nothing
-is left behind and no other process sees the wire. Needs root and iproute2; where they are missing,
+Contract. The namespace belongs to the command's process tree and ends with it, also when it is killed:
+nothing is left behind and no other process sees the wire. Needs root and iproute2; where they are missing,
 `shaped_network` says so and exits with status 2.
 
 Hazards. At most 250 mbit: above that a core is busy with packets, and communication costs compute again. The

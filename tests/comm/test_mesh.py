@@ -90,7 +90,7 @@ mesh = Mesh(dp=1, ep=2, rank=place.rank, device=torch.device("cpu"), watch=watch
 mesh.barrier()
 if place.attempt == 0:
     os.kill(os.getpid(), 9) if place.rank == 1 else time.sleep(60)
-print("sum", sum(mesh.gather_objects(place.rank)), flush=True)
+sys.stdout.write(f"sum {sum(mesh.gather_objects(place.rank))}\\n")  # one write: lines must not mix
 stop()
 """
 
@@ -157,3 +157,52 @@ def test_sizes_of_axes(dp, ep, ranks: int, experts: int, expected: tuple[int, in
 def test_sizes_that_do_not_fit(dp, ep, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ParallelConfig(dp=dp, ep=ep).sizes(8, 4)
+
+
+def tensor_axes(mesh: Mesh) -> tuple:
+    groups = (mesh.tensor, mesh.experts, mesh.shard_experts, mesh.data, mesh.replicas)
+    return (mesh.dp_index, mesh.ep_index, mesh.tp_index, *(group.ranks for group in groups))
+
+
+@pytest.mark.parametrize(("dp", "ep"), [(1, 2), (2, 1)])
+def test_tp_runs_fastest(dp: int, ep: int) -> None:
+    for rank, found in enumerate(run_ranks(4, tensor_axes, dp=dp, tp=2)):
+        block, t = rank // 2, rank % 2
+        tensor, data = (2 * block, 2 * block + 1), (t, t + 2)
+        if ep == 2:
+            assert found == (0, block, t, tensor, (0, 1, 2, 3), data, data, (rank,))
+        else:
+            assert found == (block, 0, t, tensor, tensor, (rank,), data, data)
+
+
+@pytest.mark.parametrize(
+    ("given", "expert_tp", "ranks", "experts", "expected"),
+    [
+        ({"tp": 2}, "folded", 8, 16, (1, 4)),
+        ({"tp": 2}, "folded", 8, 4, (2, 2)),
+        ({"tp": 2}, "sharded", 8, 4, (1, 4)),
+        ({"tp": 4, "dp": 2}, "folded", 8, 4, (2, 1)),
+    ],
+)
+def test_sizes_with_tp(given, expert_tp, ranks: int, experts: int, expected: tuple[int, int]) -> None:
+    assert ParallelConfig(**given).sizes(ranks, experts, expert_tp) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tp": 3}, r"parallel.tp \(3\) must divide the number of ranks \(8\); choose 1, 2, 4, 8"),
+        ({"tp": 2, "ep": 8}, r"parallel.ep \(8\) must divide the number of ranks over parallel.tp \(4\); ch"),
+        ({"tp": 2, "ep": 4}, r"parallel.ep \(4\) x parallel.tp \(2\) must not exceed moe.num_experts \(4\)"),
+    ],
+)
+def test_sizes_with_tp_that_do_not_fit(given, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig(**given).sizes(8, 4)
+
+
+def test_async_all_reduce_with_sequence_parallel_is_refused_with_a_reason() -> None:
+    both = ParallelConfig(tp=2, sequence_parallel=True, async_all_reduce="on")
+    assert "with sequence parallelism no gradient is all-reduced" in next(both.problems())
+    assert not list(ParallelConfig(tp=2, sequence_parallel=False, async_all_reduce="on").problems())
+    assert list(ParallelConfig(tp=0).problems()) == ["parallel.tp (0) must be at least 1"]

@@ -9,12 +9,18 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Mesh axes. Every rank reads its own tokens; `ep` ranks share one set of experts."""
+    """Mesh axes: `tp` ranks read the same tokens and share dense weights, `ep` of these share the experts."""
 
     dp: int | Literal["auto"] = "auto"
     """Copies of the expert set; auto: what the ranks leave after ep."""
     ep: int | Literal["auto"] = "auto"
     """Ranks that share the experts; auto: as many as possible."""
+    tp: int = 1
+    """Ranks that share each dense weight matrix (tensor parallel)."""
+    sequence_parallel: bool = True
+    """With tp: between matrices each rank keeps its part of the tokens, not all of them."""
+    async_all_reduce: Literal["auto", "on", "off"] = "auto"
+    """With tp, without sequence_parallel: all-reduce input gradients under the weight gradient's product."""
     deadline_s: float = 60.0
     """A collective that takes longer than this ends the run and names who did not arrive."""
     start_deadline_s: float = 300.0
@@ -25,37 +31,54 @@ class ParallelConfig:
             size = getattr(self, axis)
             if size != "auto" and size < 1:
                 yield f'parallel.{axis} ({size}) must be at least 1, or "auto"'
+        if self.tp < 1:
+            yield f"parallel.tp ({self.tp}) must be at least 1"
+        if self.tp > 1 and self.sequence_parallel and self.async_all_reduce == "on":
+            yield (
+                "parallel.async_all_reduce = 'on' needs parallel.sequence_parallel = false: with sequence "
+                "parallelism no gradient is all-reduced (its reduce-scatter is hidden anyway); use 'auto'"
+            )
         for name in ("deadline_s", "start_deadline_s"):
             if getattr(self, name) <= 0:
                 yield f"parallel.{name} ({getattr(self, name)}) must be positive"
 
-    def sizes(self, num_ranks: int, num_experts: int) -> tuple[int, int]:
+    def sizes(
+        self, num_ranks: int, num_experts: int, expert_tp: Literal["folded", "sharded"] = "folded"
+    ) -> tuple[int, int]:
         """(dp, ep) for this many ranks; raises ValueError with the choices there are."""
         divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
+        if num_ranks % self.tp:
+            raise ValueError(
+                f"parallel.tp ({self.tp}) must divide the number of ranks ({num_ranks}); "
+                f"choose {', '.join(map(str, divisors))}"
+            )
+        blocks = num_ranks // self.tp
+        what = f"the number of ranks ({num_ranks})"
+        if self.tp > 1:
+            what = f"the number of ranks over parallel.tp ({blocks})"
+            divisors = [n for n in divisors if blocks % n == 0]
         choices = ", ".join(map(str, divisors))
+        folds = self.tp if expert_tp == "folded" else 1
         if self.ep != "auto":
             ep = self.ep
         elif self.dp != "auto":
-            ep = max(num_ranks // self.dp, 1)
+            ep = max(blocks // self.dp, 1)
         else:
-            ep = max(n for n in divisors if n <= max(num_experts, 1))
-        dp = max(num_ranks // ep, 1) if self.dp == "auto" else self.dp
-        if num_ranks % ep:
+            ep = max(n for n in divisors if n == 1 or n * folds <= num_experts)
+        dp = max(blocks // ep, 1) if self.dp == "auto" else self.dp
+        if blocks % ep:
+            raise ValueError(f"parallel.ep ({ep}) must divide {what}; choose {choices}")
+        if blocks % dp:
+            raise ValueError(f"parallel.dp ({dp}) must divide {what}; choose {choices}")
+        if dp * ep != blocks:
             raise ValueError(
-                f"parallel.ep ({ep}) must divide the number of ranks ({num_ranks}); choose {choices}"
+                f"parallel.dp ({dp}) x parallel.ep ({ep}) must equal {what}; leave one of them at auto"
             )
-        if num_ranks % dp:
+        if num_experts and ep * folds > num_experts:
+            name = f"parallel.ep ({ep})" if folds == 1 else f"parallel.ep ({ep}) x parallel.tp ({self.tp})"
+            hint = "" if folds == 1 else "; or set moe.expert_tp = 'sharded'"
             raise ValueError(
-                f"parallel.dp ({dp}) must divide the number of ranks ({num_ranks}); choose {choices}"
-            )
-        if dp * ep != num_ranks:
-            raise ValueError(
-                f"parallel.dp ({dp}) x parallel.ep ({ep}) must equal the number of ranks ({num_ranks}); "
-                "leave one of them at auto"
-            )
-        if num_experts and ep > num_experts:
-            raise ValueError(
-                f"parallel.ep ({ep}) must not exceed moe.num_experts ({num_experts}): "
-                "a rank without experts would only wait"
+                f"{name} must not exceed moe.num_experts ({num_experts}): "
+                f"a rank without experts would only wait{hint}"
             )
         return dp, ep

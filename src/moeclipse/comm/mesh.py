@@ -1,9 +1,17 @@
 """Ranks, their axes and groups, and how they start and stop.
 
-Ranks are numbered with ep running fastest: rank = dp_index * ep + ep_index. Every rank reads its own
-tokens, so dense parameters are shared by all ranks (`world`), and an expert by the ranks with the same
-ep_index (`replicas`). All ranks create all groups in one order. A mesh of one rank has no process group
-at all; whatever would communicate is skipped.
+Ranks are numbered with tp running fastest, then ep, then dp:
+
+    rank = (dp_index * ep + ep_index) * tp + tp_index        data_index = rank // tp
+
+The tp ranks of one `tensor` group read the same tokens and hold cuts of the same dense weights; every data
+index reads its own tokens. A mesh of one rank has no process group at all; whatever would communicate is
+skipped. All ranks create all groups in one order:
+
+    world          all ranks                              dense_grads   the same, for gradients
+    tensor         one data index: tp ranks               data          one tp_index: dp x ep ranks
+    experts        one dp_index: ep x tp ranks            cut_grads     the same as data, for gradients
+    shard_experts  one dp_index, one tp_index: ep ranks   replicas      one ep_index and tp_index: dp ranks
 
 `start` joins what torchrun (or our launcher) set up. Its store is prefixed by the attempt, because a
 restarted rank would otherwise read the address of its dead predecessor, and by the number of starts in
@@ -19,6 +27,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,22 +57,42 @@ class Group:
 class Mesh:
     """This rank's place among all ranks, with its groups, lanes and recorder."""
 
-    def __init__(self, *, dp: int, ep: int, rank: int, device: torch.device, watch: Watch) -> None:
-        self.dp, self.ep = dp, ep
-        self.rank, self.num_ranks = rank, dp * ep
-        self.dp_index, self.ep_index = divmod(rank, ep)
+    def __init__(
+        self, *, dp: int, ep: int, tp: int = 1, rank: int, device: torch.device, watch: Watch
+    ) -> None:
+        self.dp, self.ep, self.tp = dp, ep, tp
+        self.rank, self.num_ranks = rank, dp * ep * tp
+        self.data_index, self.tp_index = divmod(rank, tp)
+        self.dp_index, self.ep_index = divmod(self.data_index, ep)
+        self.num_data = dp * ep
         self.device, self.watch = device, watch
         self.recorder = Recorder(device)
         self.a2a = Lane("a2a", device, self.recorder, watch)
         self.grads = Lane("dp", device, self.recorder, watch)
+        self.tp_comm = Lane("tp", device, self.recorder, watch)
         everyone = [tuple(range(self.num_ranks))]
-        rows = [tuple(range(d * ep, (d + 1) * ep)) for d in range(dp)]
-        columns = [tuple(range(e, dp * ep, ep)) for e in range(ep)]
+        block = ep * tp
+        rows = [tuple(range(d * block, (d + 1) * block)) for d in range(dp)]
+        columns = [tuple(range(e, self.num_ranks, block)) for e in range(block)]
         # Gradient reductions run beside everything else, so they have communicators of their own.
         self.world = self._group("world", everyone)
         self.experts = self._group("experts", rows)
         self.dense_grads = self._group("dense_grads", everyone)
         self.replicas = self._group("replicas", columns)
+        self.data, self.cut_grads, self.shard_experts = self.world, self.dense_grads, self.experts
+        blocks = [tuple(range(k * tp, (k + 1) * tp)) for k in range(self.num_data)]
+        self.tensor = self._group("tensor", blocks)
+        if tp > 1:
+            strides = [tuple(range(t, self.num_ranks, tp)) for t in range(tp)]
+            self.data = self._group("data", strides)
+            self.cut_grads = self._group("cut_grads", strides)
+            self.shard_experts = self._group("shard_experts", [row[t::tp] for row in rows for t in range(tp)])
+
+    @property
+    def groups(self) -> list[Group]:
+        """Every group this rank is a member of, each once."""
+        groups = (self.world, self.experts, self.dense_grads, self.replicas, self.data, self.cut_grads)
+        return list({group.name: group for group in (*groups, self.tensor, self.shard_experts)}.values())
 
     @classmethod
     def single(cls, device: str | torch.device = "cpu") -> Mesh:
@@ -73,22 +102,30 @@ class Mesh:
 
     @classmethod
     def of_world(
-        cls, *, dp: int = 1, ep: int, device: str | torch.device = "cpu", deadline_s: float = 60.0
+        cls,
+        *,
+        dp: int = 1,
+        ep: int = 1,
+        tp: int = 1,
+        device: str | torch.device = "cpu",
+        deadline_s: float = 60.0,
     ) -> Mesh:
         """Over the process group that torch.distributed already has (a user's own set-up)."""
+        num_ranks = dp * ep * tp
         if not dist.is_initialized():
-            if dp * ep == 1:
+            if num_ranks == 1:
                 return cls.single(device)
             raise CommError(
-                f"Mesh.of_world(dp={dp}, ep={ep}) needs torch.distributed; call init_process_group first"
+                f"Mesh.of_world(dp={dp}, ep={ep}, tp={tp}) needs torch.distributed; "
+                "call init_process_group first"
             )
-        if dp * ep != dist.get_world_size():
+        if num_ranks != dist.get_world_size():
             raise ConfigError(
-                f"dp ({dp}) x ep ({ep}) must equal the number of ranks ({dist.get_world_size()})"
+                f"dp ({dp}) x ep ({ep}) x tp ({tp}) must equal the number of ranks ({dist.get_world_size()})"
             )
         store = dist.PrefixStore("moeclipse", dist.distributed_c10d._get_default_store())
-        watch = Watch(store=store, rank=dist.get_rank(), num_ranks=dp * ep, deadline_s=deadline_s)
-        return cls(dp=dp, ep=ep, rank=dist.get_rank(), device=torch.device(device), watch=watch)
+        watch = Watch(store=store, rank=dist.get_rank(), num_ranks=num_ranks, deadline_s=deadline_s)
+        return cls(dp=dp, ep=ep, tp=tp, rank=dist.get_rank(), device=torch.device(device), watch=watch)
 
     def _group(self, name: str, members: list[tuple[int, ...]]) -> Group:
         mine = next(ranks for ranks in members if self.rank in ranks)
@@ -122,12 +159,19 @@ class Mesh:
         self.grads.launch(group, "exchange of control data", start, (out, sent)).settle(patience_s)
         return out
 
+    @cached_property
+    def hosts(self) -> tuple[int, ...]:
+        """The host of each rank, numbered by first appearance. Asked once, by all ranks together."""
+        names = self.gather_objects(host_id())
+        order = list(dict.fromkeys(names))
+        return tuple(order.index(name) for name in names)
+
     def barrier(self) -> None:
         self.gather_objects(None)
 
     def clock_offset(self) -> tuple[float, float]:
         """(seconds to add to this rank's clock to read rank 0's, error). Zero where all share a host."""
-        if len(set(self.gather_objects(host_id()))) == 1:
+        if len(set(self.hosts)) == 1:
             return 0.0, 0.0
         leaving: list[int] = []
         for _ in range(9):

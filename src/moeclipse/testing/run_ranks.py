@@ -33,6 +33,7 @@ def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     dp: int = 1,
+    tp: int = 1,
     deadline_s: float = 60.0,
     collective_deadline_s: float = 30.0,
     device: str = "cpu",
@@ -43,6 +44,7 @@ def run_ranks(
         function,
         *args,
         dp=dp,
+        tp=tp,
         deadline_s=deadline_s,
         collective_deadline_s=collective_deadline_s,
         device=device,
@@ -67,6 +69,7 @@ def run_ranks_raw(
     function: Callable[..., Any],
     *args: Any,
     dp: int = 1,
+    tp: int = 1,
     deadline_s: float = 60.0,
     collective_deadline_s: float = 30.0,
     device: str = "cpu",
@@ -77,7 +80,7 @@ def run_ranks_raw(
         ranks: list[tuple[BaseProcess, Connection]] = []
         for rank in range(num_ranks):
             receiver, sender = context.Pipe(duplex=False)
-            place = (rank, num_ranks, dp, folder, collective_deadline_s, device)
+            place = (rank, num_ranks, dp, tp, folder, collective_deadline_s, device)
             process = context.Process(target=_child, args=(place, sender, function, args), daemon=True)
             process.start()
             sender.close()
@@ -86,7 +89,7 @@ def run_ranks_raw(
 
 
 def _child(place: tuple[Any, ...], sender: Connection, function: Callable[..., Any], args: Any) -> None:
-    rank, num_ranks, dp, folder, collective_deadline_s, device = place
+    rank, num_ranks, dp, tp, folder, collective_deadline_s, device = place
     stacks = open(Path(folder) / f"stack-{rank}", "w")  # noqa: SIM115  (open for the child's whole life)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
@@ -100,7 +103,8 @@ def _child(place: tuple[Any, ...], sender: Connection, function: Callable[..., A
             start_deadline_s=30,
             store=store,
         )
-        mesh = Mesh(dp=dp, ep=num_ranks // dp, rank=rank, device=torch.device(device), watch=watch)
+        ep = num_ranks // (dp * tp)
+        mesh = Mesh(dp=dp, ep=ep, tp=tp, rank=rank, device=torch.device(device), watch=watch)
         try:
             outcome = (True, function(mesh, *args))
         except BaseException as error:
