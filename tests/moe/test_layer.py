@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -44,19 +46,9 @@ def inputs(total: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor
     return x.to(dtype), d_y.to(dtype)
 
 
-def make(gate: GateConfig, num_experts: int, shared: int, mesh: Mesh | None, dtype=torch.float64) -> MoE:
-    moe = MoE(
-        D,
-        FF,
-        num_experts,
-        gate.top_k,
-        gate=gate,
-        num_shared_experts=shared,
-        mesh=mesh,
-        seed=7,
-        init_std=0.5,
-        dtype=dtype,
-    )
+def make(gate: GateConfig, num_experts: int, shared: int, mesh: Mesh | None, **more: Any) -> MoE:
+    settings: dict[str, Any] = {"mesh": mesh, "seed": 7, "init_std": 0.5, "dtype": torch.float64, **more}
+    moe = MoE(D, FF, num_experts, gate=gate, num_shared_experts=shared, **settings)
     with torch.no_grad():
         if gate.kind == "noisy":
             fill_normal(moe.gate.noise_weight, 3, 0.3)
@@ -66,11 +58,20 @@ def make(gate: GateConfig, num_experts: int, shared: int, mesh: Mesh | None, dty
 
 
 def run(
-    mesh: Mesh, gate: GateConfig, num_experts: int, shared: int, sizes: list[int], dtype=torch.float64
+    mesh: Mesh,
+    gate: GateConfig,
+    num_experts: int,
+    shared: int,
+    sizes: list[int],
+    more: dict[str, Any] | None = None,
 ) -> dict:
     """Output and gradients of this rank's part; the loss is a sum over all tokens plus the aux loss."""
-    moe = make(gate, num_experts, shared, mesh, dtype)
-    x, d_y = inputs(sum(sizes), dtype)
+    moe = make(gate, num_experts, shared, mesh, **(more or {}))
+    return gradients(moe, mesh, sizes)
+
+
+def gradients(moe: MoE, mesh: Mesh, sizes: list[int]) -> dict:
+    x, d_y = inputs(sum(sizes), moe.gate.weight.dtype)
     first = sum(sizes[: mesh.rank])
     x, d_y = x[first : first + sizes[mesh.rank]], d_y[first : first + sizes[mesh.rank]]
     x = x.clone().requires_grad_()
@@ -110,10 +111,19 @@ def compare(results: list[dict], reference: dict, dp: int, ep: int) -> None:
     assert not bad, bad
 
 
-def parity(gate: GateConfig, dp: int, ep: int, *, num_experts: int = 8, shared: int = 0, sizes=None) -> dict:
+def parity(
+    gate: GateConfig,
+    dp: int,
+    ep: int,
+    *,
+    num_experts: int = 8,
+    shared: int = 0,
+    sizes: list[int] | None = None,
+    more: dict[str, Any] | None = None,
+) -> dict:
     sizes = sizes or [5, 0, 9, 4][: dp * ep]
     reference = run_alone(run, gate, num_experts, shared, [sum(sizes)])
-    results = run_ranks(dp * ep, run, gate, num_experts, shared, sizes, dp=dp)
+    results = run_ranks(dp * ep, run, gate, num_experts, shared, sizes, more, dp=dp)
     compare(results, reference, dp, ep)
     return reference
 
@@ -183,7 +193,7 @@ def compare_with_definition(_: Mesh) -> None:
 def test_low_precision_stays_near_float64(dtype: torch.dtype) -> None:
     gate = GateConfig(top_k=8)  # all experts: rounding cannot change the choice
     reference = run_alone(run, gate, 8, 1, [12])
-    results = run_ranks(2, run, gate, 8, 1, [5, 7], dtype)
+    results = run_ranks(2, run, gate, 8, 1, [5, 7], {"dtype": dtype})
     y = torch.cat([r["y"] for r in results])
     assert y.dtype == dtype
     bound = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
@@ -196,8 +206,8 @@ def count_rows(mesh: Mesh) -> tuple[list[int], int]:
 
     moe = make(GateConfig(top_k=8), 8, 0, mesh)
     ids = torch.arange(8).repeat(6, 1)
-    plan = plan_dispatch(ids, moe.route, "test")
-    return plan.send_rows, len(plan.pair_place_n)
+    plan = plan_dispatch(ids, moe.route, moe.schedule.shape, "test")
+    return plan.units[0, 0].send_rows, len(plan.pair_place_n)
 
 
 def test_a_token_travels_once_to_each_rank() -> None:

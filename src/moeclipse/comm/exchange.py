@@ -49,12 +49,14 @@ def all_to_all(
     send_counts: Sequence[int],
     receive_counts: Sequence[int],
     label: str,
+    out: torch.Tensor | None = None,
 ) -> Result:
     """Send `send_counts[p]` leading rows to each peer p, in order; receive likewise. Zeros are legal."""
     if group.size == 1:
-        return Result(rows)
+        return Result(rows if out is None else out.copy_(rows))
     rows = rows.contiguous()
-    out = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+    if out is None:
+        out = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
 
     def start() -> Any:
         return dist.all_to_all_single(

@@ -72,6 +72,12 @@ class MoEConfig:
     """Hidden width of one expert."""
     num_shared_experts: int = 0
     """Experts that see every token, beside the routed ones (computed as one, this many times as wide)."""
+    schedule: Literal["blocking", "smart"] = "blocking"
+    """blocking: send all rows, compute, return all; smart: in units, computing one while others travel."""
+    group_size: int | Literal["auto"] = "auto"
+    """Ranks that exchange rows in one step of the smart schedule; auto: those of a host, or each alone."""
+    chunks: int | Literal["auto"] = "auto"
+    """Slices into which the rows of a step are cut (smart); auto: chosen from measured costs."""
 
     def problems(self) -> Iterator[str]:
         if self.num_experts < 1:
@@ -80,6 +86,10 @@ class MoEConfig:
             yield f"moe.d_ff ({self.d_ff}) must be at least 1"
         if self.num_shared_experts < 0:
             yield f"moe.num_shared_experts ({self.num_shared_experts}) must not be negative"
+        for name in ("group_size", "chunks"):
+            value = getattr(self, name)
+            if value != "auto" and value < 1:
+                yield f'moe.{name} ({value}) must be at least 1, or "auto"'
 
 
 def gate_problems(gate: GateConfig, num_experts: int) -> Iterator[str]:

@@ -1,29 +1,34 @@
 """Rows to their experts and back: counts first, then rows, nothing padded.
 
 A *pair* is one (token, expert) choice; a *row* is a token's vector on its way to a rank. When several of a
-token's experts live on one rank, its vector travels there once, and one partial sum returns: N rows, not
-one for each pair. Beside the rows travel, for each pair, the place of its row and its score (8 bytes).
+token's experts live on one rank, its vector travels there once, and one partial sum returns. Beside the rows
+travel, for each pair, the place of its row and its score (8 bytes).
 
-    sender     pairs sorted by (rank, expert, token)      rows sorted by (rank, token)
-    round 1    [pairs for each expert, rows for each rank]  from everyone to everyone
-    round 2    rows and pairs
-    receiver   pairs regrouped by (expert, source rank, token): what the experts compute on
+Rows are cut into *units* (step, chunk): at step s a rank sends to one group of ranks and receives from
+another, and the rows for each rank are cut into chunks. One step and one chunk make the blocking exchange.
 
-The regrouping keeps global token order inside an expert, so sums do not depend on the layout. The plan is
-made once, in forward; backward runs over the same plan. All sizes come to the host in one copy.
+    sender     pairs sorted by (rank, chunk, expert, token)     rows sorted by (unit, rank, token)
+    round 1    [pairs for each chunk and expert, rows for each rank]  from everyone to everyone
+    round 2    pairs at once, rows unit by unit
+    receiver   rows in the order (unit, source, token); pairs regrouped by (unit, expert, source, token)
+
+All index arithmetic is done once for all units; a unit is a slice of each array. All sizes come to the
+host in one copy. The plan is made in forward, and backward runs over the same plan.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from moeclipse.balance.placement import Placement
+from moeclipse.balance.placement import Placement, even_bounds
 from moeclipse.comm.exchange import Result, all_to_all, gather
 from moeclipse.comm.lane import Lane
 from moeclipse.comm.mesh import Group
 from moeclipse.ops.combine import sum_rows
+from moeclipse.schedule.shape import ExchangeShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,52 +53,78 @@ class Route:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Unit:
+    """One slice of the exchange: which rows leave, which arrive, and what the experts do with them."""
+
+    leaving: slice
+    """Of the rows this rank sends."""
+    arriving: slice
+    """Of the rows this rank receives."""
+    pairs: slice
+    """Of the pairs it computes."""
+    send_rows: list[int]
+    receive_rows: list[int]
+    counts: list[int]
+    """Pairs for each expert of this rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Who sends what to whom. N rows and n pairs are sent; R rows and M pairs arrive."""
 
     route: Route
     where: str
     num_tokens: int
+    units: dict[tuple[int, int], Unit]
     row_token_N: torch.Tensor
     pair_place_n: torch.Tensor
     """Of each pair sent, its place in the flattened (token, choice) table."""
     pair_row_n: torch.Tensor
     """Of each pair sent, its row counted from the first row sent to the same rank."""
-    send_rows: list[int]
-    receive_rows: list[int]
     send_pairs: list[int]
     receive_pairs: list[int]
-    counts: list[int]
-    """Pairs for each expert of this rank."""
+    num_arriving: int
     regroup_M: torch.Tensor
-    """From arrival order (source, expert, token) to expert order."""
-    row_start_M: torch.Tensor
-    """Of each pair that arrives, the first row of its source."""
+    """From arrival order (source, chunk, expert, token) to (unit, expert, source, token)."""
+    row_shift_M: torch.Tensor
+    """Of each pair that arrives, what leads from its row's number at the source to its row's place here."""
 
-    def send(self, rows_ND: torch.Tensor, what: str) -> Result:
-        label = f"{what}, {self.where}"
+    def send(self, unit: Unit, rows: torch.Tensor, out: torch.Tensor, what: str) -> Result:
+        """Rows of one unit to the ranks of its step; `rows` and `out` hold those of all units."""
         return all_to_all(
-            self.route.lane, self.route.group, rows_ND, self.send_rows, self.receive_rows, label
+            self.route.lane,
+            self.route.group,
+            rows[unit.leaving],
+            unit.send_rows,
+            unit.receive_rows,
+            f"{what}, {self.where}",
+            out[unit.arriving],
         )
 
-    def send_back(self, rows_RD: torch.Tensor, what: str) -> Result:
-        label = f"{what}, {self.where}"
+    def send_back(self, unit: Unit, rows: torch.Tensor, out: torch.Tensor, what: str) -> Result:
+        """Results for the rows of one unit to where they came from; `rows` are those of this unit alone."""
         return all_to_all(
-            self.route.lane, self.route.group, rows_RD, self.receive_rows, self.send_rows, label
+            self.route.lane,
+            self.route.group,
+            rows,
+            unit.receive_rows,
+            unit.send_rows,
+            f"{what}, {self.where}",
+            out[unit.leaving],
         )
 
     def sum_tokens(self, rows_ND: torch.Tensor) -> torch.Tensor:
-        """The partial sums that came back, added for each token in rank order."""
+        """The partial sums that came back, added for each token."""
         return sum_rows(rows_ND, self.row_token_N, self.num_tokens)
 
 
-def plan_dispatch(expert_ids_TK: torch.Tensor, route: Route, where: str) -> Plan:
+def plan_dispatch(expert_ids_TK: torch.Tensor, route: Route, shape: ExchangeShape, where: str) -> Plan:
     num_tokens, top_k = expert_ids_TK.shape
-    num_ranks, num_experts = route.group.size, route.placement.num_experts
+    num_ranks, num_experts, chunks = route.group.size, route.placement.num_experts, shape.chunks
     device = expert_ids_TK.device
     flat_ids = expert_ids_TK.flatten()
     used = flat_ids >= 0
-    slots = torch.where(used, route.slot_of_E[flat_ids.clamp(min=0)], num_experts)
+    slots = route.slot_of_E[flat_ids.clamp(min=0)]
     ranks = route.rank_of_E[flat_ids.clamp(min=0)]
     tokens = torch.arange(num_tokens, device=device).repeat_interleave(top_k)
 
@@ -102,47 +133,137 @@ def plan_dispatch(expert_ids_TK: torch.Tensor, route: Route, where: str) -> Plan
     sent_PT[torch.where(used, ranks, num_ranks), tokens] = True
     sent_PT = sent_PT[:num_ranks]
     row_of_PT = sent_PT.cumsum(1) - 1
-    pairs_E = torch.bincount(slots, minlength=num_experts + 1)[:num_experts]
-    sizes = torch.cat([pairs_E, sent_PT.sum(1)])
-    everyone = gather(route.lane, route.group, sizes, f"exchange of sizes, {where}")
+    rows_P = sent_PT.sum(1)
+    pair_row = row_of_PT[ranks, tokens]
+    slot_bounds = [0]
+    for experts in route.placement.slots:
+        slot_bounds.append(slot_bounds[-1] + len(experts))
+    key = sort_key(slots, ranks, chunk_of(pair_row, rows_P[ranks], chunks), slot_bounds, chunks)
+    key = torch.where(used, key, num_experts * chunks)
+    pairs = torch.bincount(key, minlength=num_experts * chunks + 1)[: num_experts * chunks]
+    everyone = gather(route.lane, route.group, torch.cat([pairs, rows_P]), f"exchange of sizes, {where}")
 
     # Local sorting runs while the sizes travel.
-    order = slots.argsort(stable=True)
-    row_token_N = sent_PT.nonzero()[:, 1]
-    table = everyone.to_host()
-
-    me = route.group.index
-    bounds = [0]
-    for experts in route.placement.slots:
-        bounds.append(bounds[-1] + len(experts))
-    send_pairs = [sum(table[me][bounds[p] : bounds[p + 1]]) for p in range(num_ranks)]
-    arriving = [source[bounds[me] : bounds[me + 1]] for source in table]  # [source][my expert]
-    receive_rows = [source[num_experts + me] for source in table]
-    receive_pairs = [sum(counts) for counts in arriving]
-    counts = [sum(counts) for counts in zip(*arriving, strict=True)]
-    order = order[: sum(send_pairs)]
-
-    num_mine = len(counts)
-    my_experts = torch.arange(num_mine, device=device).repeat(num_ranks)
-    expert_M = my_experts.repeat_interleave(
-        torch.tensor(arriving, dtype=torch.int64, device=device).flatten()
-    )
-    starts = torch.tensor([sum(receive_rows[:p]) for p in range(num_ranks)], device=device)
+    order = key.argsort(stable=True)
+    row_token = sent_PT.nonzero()[:, 1]
+    sizes = Sizes(everyone.to_host(), slot_bounds, route.group.index, shape)
+    order = order[: sum(sizes.send_pairs)]
+    expert_M = torch.arange(sizes.num_mine, device=device).repeat(num_ranks * chunks)
+    arriving_pairs = torch.tensor(sizes.arriving_pairs, dtype=torch.int64, device=device)
+    per_segment = arriving_pairs.view(num_ranks * chunks, -1).sum(1)
+    unit_M = torch.tensor(sizes.unit_of_segment, device=device).repeat_interleave(per_segment)
+    expert_M = expert_M.repeat_interleave(arriving_pairs)
+    shift = torch.tensor(sizes.row_shift, device=device)
     return Plan(
         route=route,
         where=where,
         num_tokens=num_tokens,
-        row_token_N=row_token_N,
+        units=sizes.units(),
+        row_token_N=row_token[concatenated(sizes.leaving_starts, sizes.leaving_lengths, device)],
         pair_place_n=order,
-        pair_row_n=row_of_PT[ranks[order], tokens[order]],
-        send_rows=table[me][num_experts:],
-        receive_rows=receive_rows,
-        send_pairs=send_pairs,
-        receive_pairs=receive_pairs,
-        counts=counts,
-        regroup_M=expert_M.argsort(stable=True),
-        row_start_M=starts.repeat_interleave(torch.tensor(receive_pairs, device=device)),
+        pair_row_n=pair_row[order],
+        send_pairs=sizes.send_pairs,
+        receive_pairs=sizes.receive_pairs,
+        num_arriving=sum(sum(rows) for rows in sizes.receive_rows),
+        regroup_M=(unit_M * max(sizes.num_mine, 1) + expert_M).argsort(stable=True),
+        row_shift_M=shift.repeat_interleave(per_segment),
     )
+
+
+class Sizes:
+    """The table that everyone has after round 1, read from one rank's point of view.
+
+    A segment is what travels between two ranks in one chunk; segments of arriving rows are counted
+    source by source, chunk by chunk.
+    """
+
+    def __init__(self, table: list[list[int]], slot_bounds: list[int], me: int, shape: ExchangeShape) -> None:
+        self.me, self.shape, self.chunks = me, shape, shape.chunks
+        num_ranks, num_pairs = len(table), slot_bounds[-1] * shape.chunks
+        self.num_mine = slot_bounds[me + 1] - slot_bounds[me]
+        ranks = range(num_ranks)
+        mine = slice(slot_bounds[me] * self.chunks, slot_bounds[me + 1] * self.chunks)
+        blocks = [slice(slot_bounds[p] * self.chunks, slot_bounds[p + 1] * self.chunks) for p in ranks]
+        self.send_pairs = [sum(table[me][block]) for block in blocks]
+        arriving = [source[mine] for source in table]  # [source][chunk x my expert]
+        self.arriving_pairs = [count for counts in arriving for count in counts]
+        self.receive_pairs = [sum(counts) for counts in arriving]
+        send_cuts = [even_bounds(rows, self.chunks) for rows in table[me][num_pairs:]]
+        cuts = [even_bounds(source[num_pairs + me], self.chunks) for source in table]
+        self.send_rows, self.receive_rows = [], []
+        self.leaving_starts: list[int] = []
+        self.leaving_lengths: list[int] = []
+        starts = [0]
+        for rows in table[me][num_pairs:]:
+            starts.append(starts[-1] + rows)
+        self.row_shift = [0] * (num_ranks * self.chunks)
+        self.unit_of_segment = [0] * (num_ranks * self.chunks)
+        arrived = 0
+        for number, (step, chunk) in enumerate(shape.units):
+            send, receive = [0] * num_ranks, [0] * num_ranks
+            for peer in sorted(shape.send_to(me, step)):
+                send[peer] = send_cuts[peer][chunk + 1] - send_cuts[peer][chunk]
+                self.leaving_starts.append(starts[peer] + send_cuts[peer][chunk])
+                self.leaving_lengths.append(send[peer])
+            for peer in sorted(shape.receive_from(me, step)):
+                receive[peer] = cuts[peer][chunk + 1] - cuts[peer][chunk]
+                self.unit_of_segment[peer * self.chunks + chunk] = number
+                self.row_shift[peer * self.chunks + chunk] = arrived - cuts[peer][chunk]
+                arrived += receive[peer]
+            self.send_rows.append(send)
+            self.receive_rows.append(receive)
+
+    def units(self) -> dict[tuple[int, int], Unit]:
+        found: dict[tuple[int, int], Unit] = {}
+        left = arrived = paired = 0
+        for (step, chunk), send, receive in zip(
+            self.shape.units, self.send_rows, self.receive_rows, strict=True
+        ):
+            counts = [0] * self.num_mine
+            for source in self.shape.receive_from(self.me, step):
+                first = (source * self.chunks + chunk) * self.num_mine
+                for slot in range(self.num_mine):
+                    counts[slot] += self.arriving_pairs[first + slot]
+            unit = Unit(
+                leaving=slice(left, left + sum(send)),
+                arriving=slice(arrived, arrived + sum(receive)),
+                pairs=slice(paired, paired + sum(counts)),
+                send_rows=send,
+                receive_rows=receive,
+                counts=counts,
+            )
+            left, arrived, paired = unit.leaving.stop, unit.arriving.stop, unit.pairs.stop
+            found[step, chunk] = unit
+        return found
+
+
+def chunk_of(place: torch.Tensor, total: torch.Tensor, chunks: int) -> torch.Tensor:
+    """Which of `chunks` even parts of range(total) holds `place`; the cuts are those of even_bounds."""
+    if chunks == 1:
+        return torch.zeros_like(place)
+    share = total // chunks
+    larger = (total - share * chunks) * (share + 1)  # where the parts with one more end
+    beyond = (place - larger) // share.clamp(min=1) + (total - share * chunks)
+    return torch.where(place < larger, place // (share + 1), beyond)
+
+
+def sort_key(
+    slots: torch.Tensor, ranks: torch.Tensor, chunk: torch.Tensor, slot_bounds: Sequence[int], chunks: int
+) -> torch.Tensor:
+    """A number for each (rank, chunk, expert), in that order."""
+    first = torch.tensor(slot_bounds, device=slots.device)
+    width = first[ranks + 1] - first[ranks]
+    return first[ranks] * chunks + chunk * width + (slots - first[ranks])
+
+
+def concatenated(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    """range(start, start + length) of each part, one after the other, as indices on the device."""
+    shifts, total = [], 0
+    for start, length in zip(starts, lengths, strict=True):
+        shifts.append(start - total)
+        total += length
+    shift, length = torch.tensor([shifts, lengths], dtype=torch.int64, device=device).view(2, -1)
+    return torch.arange(total, device=device) + shift.repeat_interleave(length)
 
 
 def send_pairs(plan: Plan, scores_TK: torch.Tensor) -> Result:
@@ -150,21 +271,14 @@ def send_pairs(plan: Plan, scores_TK: torch.Tensor) -> Result:
     integer = torch.int64 if scores_TK.dtype == torch.float64 else torch.int32
     places = plan.pair_row_n.to(integer).view(scores_TK.dtype)
     packed = torch.stack([places, scores_TK.flatten()[plan.pair_place_n]], dim=1)
-    route = plan.route
-    return all_to_all(
-        route.lane,
-        route.group,
-        packed,
-        plan.send_pairs,
-        plan.receive_pairs,
-        f"dispatch of scores, {plan.where}",
-    )
+    label = f"dispatch of scores, {plan.where}"
+    return all_to_all(plan.route.lane, plan.route.group, packed, plan.send_pairs, plan.receive_pairs, label)
 
 
 def unpack_pairs(plan: Plan, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(row_M, score_M) in expert order."""
+    """(row_M, score_M) in the order of units and experts; rows are counted over all that arrive."""
     integer = torch.int64 if packed.dtype == torch.float64 else torch.int32
-    row_M = packed[:, 0].contiguous().view(integer).to(torch.int64) + plan.row_start_M
+    row_M = packed[:, 0].contiguous().view(integer).to(torch.int64) + plan.row_shift_M
     return row_M[plan.regroup_M], packed[:, 1][plan.regroup_M]
 
 
@@ -172,12 +286,5 @@ def return_score_grads(plan: Plan, d_score_M: torch.Tensor) -> Result:
     """Score gradients back to the ranks whose gate gave the scores, in the order the pairs were sent."""
     arrival = torch.empty_like(d_score_M)
     arrival[plan.regroup_M] = d_score_M
-    route = plan.route
-    return all_to_all(
-        route.lane,
-        route.group,
-        arrival,
-        plan.receive_pairs,
-        plan.send_pairs,
-        f"return of score gradients, {plan.where}",
-    )
+    label = f"return of score gradients, {plan.where}"
+    return all_to_all(plan.route.lane, plan.route.group, arrival, plan.receive_pairs, plan.send_pairs, label)

@@ -6,7 +6,7 @@ Three calls with explicit state, so that a schedule can place them and many micr
 
     forward   y, saved   = experts.forward(x, counts)
     dgrad     dx, pending = experts.dgrad(dy, saved)
-    wgrad     grads      = experts.wgrad(pending)      adds into main_grad where there is one
+    wgrad     grads      = experts.wgrad([pending])    adds into main_grad where there is one
 
 Rows are grouped by expert, `counts` says how many each has; zero rows are legal everywhere.
 """
@@ -75,13 +75,18 @@ class Experts(nn.Module):
         dx = grouped_mm_dgrad(d_h, self.up, saved.counts)
         return dx, Pending(x=saved.x, d_h=d_h, a=a, dy=dy, counts=saved.counts)
 
-    def wgrad(self, pending: Pending) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What autograd gets for (up, down): nothing where the parameter has a main_grad."""
+    def wgrad(self, pending: Sequence[Pending]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Add up all parts; what autograd gets for (up, down) is nothing where there is a main_grad."""
         up, up_grad = accumulator(self.up)
-        grouped_mm_wgrad(pending.d_h, pending.x, pending.counts, into=up)
         down, down_grad = accumulator(self.down)
-        grouped_mm_wgrad(pending.dy, pending.a, pending.counts, into=down)
+        for part in pending:
+            grouped_mm_wgrad(part.d_h, part.x, part.counts, into=up)
+            grouped_mm_wgrad(part.dy, part.a, part.counts, into=down)
         return up_grad, down_grad
+
+    @property
+    def out_width(self) -> int:
+        return self.down.shape[1]
 
 
 class PadToCapacity:
@@ -106,8 +111,12 @@ class PadToCapacity:
         dx, pending = self.experts.dgrad(self._spread(dy, place), inner)
         return dx[place], pending
 
-    def wgrad(self, pending: Pending) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def wgrad(self, pending: Sequence[Pending]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         return self.experts.wgrad(pending)
+
+    @property
+    def out_width(self) -> int:
+        return self.experts.out_width
 
     def _spread(self, rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         padded = rows.new_zeros(len(self.experts.ids) * self.capacity, rows.shape[1])

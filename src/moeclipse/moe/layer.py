@@ -4,11 +4,8 @@
     y = moe(x)                                                                 # any leading dimensions
     loss = task_loss + moeclipse.aux_loss(model)
 
-The routed part is one autograd node that runs on every rank, also with zero rows: a path that cut
-autograd on one rank would leave the others waiting in the backward exchange.
-
-    forward    rows out (S)    experts       partial sums back (R)    sum over ranks
-    backward   d_out rows (S)  dgrad, wgrad  d_x rows back (R)        sum over ranks; score gradients back
+With `exchange={"schedule": "smart"}` the rows travel in units, and the experts compute one while others
+travel; "blocking" sends all, then computes all, then returns all. Both give the same gradients.
 
 On several ranks give it a mesh: `MoE(..., mesh=Mesh.of_world(ep=4))`. Its expert parameters then differ from
 rank to rank: keep them out of DDP with `DDP(exclude_experts(model))`, and call `sync_gradients(model)` after
@@ -17,6 +14,7 @@ backward, before the optimizer step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +27,13 @@ from moeclipse.comm.exchange import total
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import GateConfig, MoEConfig, gate_problems
-from moeclipse.moe.dispatch import Plan, Route, plan_dispatch, return_score_grads, send_pairs, unpack_pairs
+from moeclipse.moe.dispatch import Route, plan_dispatch
 from moeclipse.moe.experts import Experts, PadToCapacity
 from moeclipse.moe.gates import Gate
 from moeclipse.moe.losses import balance_loss, z_loss
+from moeclipse.moe.routed import Routed
+from moeclipse.moe.schedule import ExchangeSchedule
 from moeclipse.moe.tokens import Tokens
-from moeclipse.ops.combine import sum_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +57,7 @@ class MoE(nn.Module):
         *,
         gate: GateConfig | None = None,
         num_shared_experts: int = 0,
+        exchange: Mapping[str, Any] | None = None,
         mesh: Mesh | None = None,
         layer: int = 0,
         seed: int = 0,
@@ -68,7 +68,9 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         gate = gate or GateConfig(top_k=top_k)
-        config = MoEConfig(num_experts=num_experts, d_ff=d_ff, num_shared_experts=num_shared_experts)
+        config = MoEConfig(
+            num_experts=num_experts, d_ff=d_ff, num_shared_experts=num_shared_experts, **(exchange or {})
+        )
         problems = [*config.problems(), *gate.problems(), *gate_problems(gate, num_experts)]
         self.mesh = mesh or Mesh.single(device or "cpu")
         if self.mesh.ep > num_experts:
@@ -82,6 +84,8 @@ class MoE(nn.Module):
         self.gate = Gate(gate, num_experts=num_experts, **shape)
         placement = Placement.contiguous(num_experts, self.mesh.ep)
         self.route = Route.of(placement, self.mesh.experts, self.mesh.a2a, device)
+        hosts = self.mesh.hosts
+        self.schedule = ExchangeSchedule(config, tuple(hosts[rank] for rank in self.mesh.experts.ranks))
         self.experts = Experts(placement.slots[self.mesh.ep_index], d_ff=d_ff, down_std=down_std, **shape)
         self.shared: Experts | None = None
         if num_shared_experts:
@@ -107,12 +111,14 @@ class MoE(nn.Module):
         where = f"layer {self.layer}, microbatch {tokens.microbatch}"
         routing = self.gate(x_TD, tokens)
         load = total(self.mesh.a2a, self.mesh.world, routing.load_E, f"sum of expert loads, {where}")
-        plan = plan_dispatch(routing.expert_ids_TK, self.route, where)
+        shape = self.schedule.shape
+        plan = plan_dispatch(routing.expert_ids_TK, self.route, shape, where)
         experts: Any = self.experts
         if config.overflow == "pad":
             experts = PadToCapacity(self.experts, routing.capacity)
         parameters = (self.experts.up, self.experts.down)
-        y_TD = _Routed.apply(x_TD, routing.scores_TK, plan, experts, *parameters)
+        programs = self.schedule.programs(shape)
+        y_TD = Routed.apply(x_TD, routing.scores_TK, plan, experts, programs, *parameters)
         if self.shared is not None:
             y_TD = y_TD + _Shared.apply(x_TD, self.shared, self.shared.up, self.shared.down)
         aux = config.balance_loss * balance_loss(routing, load.get(), tokens.total)
@@ -121,41 +127,6 @@ class MoE(nn.Module):
         if self.training:
             self.load_E += routing.load_E
         return y_TD, MoEReport(aux_loss=aux, load_E=routing.load_E, num_dropped=routing.num_dropped)
-
-
-class _Routed(torch.autograd.Function):
-    """Dispatch, experts and combine. Gradients: d_x, d_scores, and the experts' weights by hand."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_TD: torch.Tensor, scores_TK: torch.Tensor, plan: Plan, experts: Any, *_: nn.Parameter
-    ) -> torch.Tensor:
-        rows = plan.send(x_TD[plan.row_token_N], "dispatch of rows")
-        row_M, score_M = unpack_pairs(plan, send_pairs(plan, scores_TK).get())
-        y_MD, saved = experts.forward(rows.get()[row_M], plan.counts)
-        partial_RD = sum_rows(y_MD, row_M, sum(plan.receive_rows), score_M)
-        out_TD = plan.sum_tokens(plan.send_back(partial_RD, "combine of rows").get())
-        ctx.plan, ctx.experts, ctx.saved = plan, experts, saved
-        ctx.scores_shape = scores_TK.shape
-        ctx.save_for_backward(row_M, score_M, y_MD)
-        return out_TD
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out_TD: torch.Tensor) -> tuple[Any, ...]:
-        plan, experts = ctx.plan, ctx.experts
-        row_M, score_M, y_MD = ctx.saved_tensors
-        d_rows = plan.send(d_out_TD[plan.row_token_N], "backward dispatch of rows").get()
-        d_pair_MD = d_rows[row_M]
-        d_score_M = (d_pair_MD.to(score_M.dtype) * y_MD.to(score_M.dtype)).sum(-1)
-        d_scores = return_score_grads(plan, d_score_M)
-        dx_MD, pending = experts.dgrad((d_pair_MD * score_M[:, None]).to(y_MD.dtype), ctx.saved)
-        d_x = plan.send_back(sum_rows(dx_MD, row_M, sum(plan.receive_rows)), "backward combine of rows")
-        weight_grads = experts.wgrad(pending)  # runs while d_x travels
-        d_scores_TK = score_M.new_zeros(ctx.scores_shape)
-        d_scores_TK.view(-1)[plan.pair_place_n] = d_scores.get()
-        ctx.saved = None
-        return plan.sum_tokens(d_x.get()), d_scores_TK, None, None, *weight_grads
 
 
 class _Shared(torch.autograd.Function):
@@ -172,4 +143,4 @@ class _Shared(torch.autograd.Function):
     def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[Any, ...]:
         dx_TD, pending = ctx.experts.dgrad(dy_TD.contiguous(), ctx.saved)
         ctx.saved = None
-        return dx_TD, None, *ctx.experts.wgrad(pending)
+        return dx_TD, None, *ctx.experts.wgrad([pending])

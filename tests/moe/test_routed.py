@@ -1,0 +1,77 @@
+"""The smart schedule: however rows are cut and ordered, gradients are those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_layer import GATES, parity
+
+from moeclipse.balance.placement import even_bounds
+from moeclipse.moe.config import GateConfig
+from moeclipse.moe.dispatch import chunk_of, concatenated
+
+SIZES = [5, 0, 9, 4, 3, 7, 1, 6]
+
+
+def smart(**more: Any) -> dict[str, Any]:
+    return {"exchange": {"schedule": "smart", **more}}
+
+
+CASES = [(ranks, size) for ranks in (1, 2, 3, 4, 6, 8) for size in range(1, ranks + 1)]
+
+
+@pytest.mark.parametrize(("ranks", "size"), CASES)
+def test_every_group_size_ragged_too(ranks: int, size: int) -> None:
+    chunks = 1 + (ranks + size) % 3
+    more = smart(group_size=size, chunks=chunks)
+    parity(GateConfig(top_k=2), 1, ranks, num_experts=ranks * 2, sizes=SIZES[:ranks], more=more)
+
+
+@pytest.mark.parametrize("name", [name for name in GATES if not name.endswith("pad")])
+def test_every_gate(name: str) -> None:
+    parity(GATES[name], 1, 4, shared=1, more=smart(group_size=1, chunks=2))
+
+
+@pytest.mark.parametrize("per_rank", [1, 2, 3])
+def test_experts_per_rank(per_rank: int) -> None:
+    more = smart(chunks=3)
+    parity(GateConfig(top_k=2), 1, 4, num_experts=4 * per_rank, more=more)
+    parity(GateConfig(top_k=2), 2, 2, num_experts=2 * per_rank, more=more)
+
+
+def test_more_chunks_than_rows_and_no_rows_at_all() -> None:
+    parity(GateConfig(top_k=3), 1, 3, sizes=[1, 0, 2], more=smart(chunks=5))
+    parity(GateConfig(top_k=1), 1, 4, sizes=[0, 0, 1, 0], more=smart(chunks=2, group_size=3))
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=4, max_size=4),
+    size=st.integers(1, 4),
+    chunks=st.integers(1, 4),
+    num_experts=st.integers(4, 9),
+    top_k=st.integers(1, 4),
+)
+def test_random_exchanges(sizes: list[int], size: int, chunks: int, num_experts: int, top_k: int) -> None:
+    more = smart(group_size=size, chunks=chunks)
+    parity(GateConfig(top_k=top_k), 1, 4, num_experts=num_experts, sizes=sizes, more=more)
+
+
+@given(st.integers(0, 30), st.integers(1, 7))
+def test_chunks_are_cut_alike_on_both_sides(total: int, chunks: int) -> None:
+    bounds = even_bounds(total, chunks)
+    place = torch.arange(total)
+    found = chunk_of(place, torch.full_like(place, total), chunks).tolist()
+    expected = [next(c for c in range(chunks) if bounds[c] <= i < bounds[c + 1]) for i in range(total)]
+    assert found == expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4)), max_size=6))
+def test_concatenated_ranges(parts: list[tuple[int, int]]) -> None:
+    expected = [i for start, length in parts for i in range(start, start + length)]
+    starts, lengths = [p[0] for p in parts], [p[1] for p in parts]
+    assert concatenated(starts, lengths, torch.device("cpu")).tolist() == expected
