@@ -1,0 +1,295 @@
+"""All-reduce of tensors that are small enough for latency to count, over memory that ranks share.
+
+    reduce = PeerAllReduce.open(mesh.world, mesh.watch, mesh.device)
+    y = reduce.all_reduce(x)                  # out of place; all_reduce(x, out=x) in place
+    reduce.close()                            # or: with PeerAllReduce.open(...) as reduce
+
+Contract: the result is the sum over ranks in rank order, accumulated in fp32 (fp64 for fp64) and rounded
+once; all ranks hold the same bits, in every run. `x` may be overwritten as soon as the call returns. Any
+length, alignment and stride; 2 to 8 ranks. `should_use(x)` says whether peer memory applies and why not; where
+it does not, the same call goes through torch.distributed, whose order of addition is its own. The answer
+depends on what all ranks have in common (group, dtype, size), so all ranks choose alike.
+
+Hazard: like every collective, all ranks make the same calls in the same order. One call at a time: a second
+thread gets an error, not a wrong sum. After an error the object is of no more use, because peers may be one
+step ahead.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from moeclipse.comm.all_reduce_table import DEFAULT_FILE, MAX_RANKS, Choice, choice_for, choice_from
+from moeclipse.comm.failure import Watch
+from moeclipse.comm.mesh import Group
+from moeclipse.comm.peer_cpu import DTYPES, WORDS_PER_RANK, CpuReducer
+from moeclipse.comm.peer_memory import FOLDER, NoPeerMemoryError, PeerMemory, tell_all
+from moeclipse.core.errors import CommError, ConfigError
+from moeclipse.ops.peer_reduce import add_residual, part_bounds, rms_norm
+
+AREA_BYTES = 1 << 20  # two of these per rank
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Use:
+    """An answer with its reason; true where peer memory applies."""
+
+    yes: bool
+    why: str
+
+    def __bool__(self) -> bool:
+        return self.yes
+
+
+class PeerAllReduce:
+    def __init__(
+        self,
+        group: Group,
+        watch: Watch,
+        device: torch.device,
+        reducer: CpuReducer | None,
+        choice: Choice,
+        obstacle: str = "",
+    ) -> None:
+        self.group, self.choice, self.device = group, choice, device
+        self._watch, self._reducer, self._obstacle = watch, reducer, obstacle
+        self._busy = threading.Lock()
+        self._broken: str | None = None
+
+    @classmethod
+    def open(
+        cls,
+        group: Group,
+        watch: Watch,
+        device: torch.device | str = "cpu",
+        *,
+        choice: Choice | None = None,
+        table: Path = DEFAULT_FILE,
+        area_bytes: int = AREA_BYTES,
+        spin: int | None = None,
+        folder: Path = FOLDER,
+    ) -> PeerAllReduce:
+        """Collective. Where ranks cannot share memory the object still works, through torch.distributed."""
+        device = torch.device(device)
+        if area_bytes <= 0 or area_bytes % 4096:
+            raise ConfigError(f"area_bytes ({area_bytes}) must be a positive multiple of 4096")
+        if group.size == 1:
+            return cls(group, watch, device, None, Choice(), "the group has one rank")
+        name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+        mine = choice or choice_for(name, group.size, True, table)
+        shared = tell_all(group, watch, asdict(mine), f"opening of all-reduce, group {group.name}")
+        chosen = choice_from(shared[0])
+        obstacle = _obstacle(group, device)
+        if obstacle:
+            return cls(group, watch, device, None, chosen, obstacle)
+        try:
+            memory = PeerMemory.open(
+                group,
+                watch,
+                num_bytes=2 * area_bytes,
+                num_words=WORDS_PER_RANK * group.size,
+                spin=spin,
+                folder=folder,
+            )
+        except NoPeerMemoryError as error:
+            return cls(group, watch, device, None, chosen, str(error))
+        return cls(group, watch, device, CpuReducer(memory), chosen)
+
+    def should_use(self, x: torch.Tensor) -> Use:
+        """Whether `x` goes over peer memory. Ask it for the reason; the calls below ask it themselves."""
+        if self._reducer is None:
+            return Use(False, self._obstacle)
+        if x.device.type != self.device.type:
+            return Use(False, f"the tensor is on {x.device}, this all-reduce on {self.device}")
+        if x.dtype not in DTYPES:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            return Use(False, f"{str(x.dtype).removeprefix('torch.')} is not one of {names}")
+        if x.layout != torch.strided:
+            return Use(False, f"the tensor is {x.layout}, not dense")
+        if self.choice.max_bytes is not None and x.nbytes > self.choice.max_bytes:
+            return Use(
+                False, f"{x.nbytes} bytes are more than {self.choice.max_bytes}, the most in the table"
+            )
+        return Use(True, "ranks share memory")
+
+    def num_stages(self, x: torch.Tensor) -> int:
+        """1 or 2, as the table says for the size of `x`."""
+        start = self.choice.two_stages_from
+        return 1 if start is None or x.nbytes < start else 2
+
+    def all_reduce(
+        self,
+        x: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        label: str = "all-reduce",
+        stages: int | None = None,
+    ) -> torch.Tensor:
+        """The sum over ranks, in `out` or in a new tensor; `stages` overrides the table."""
+        x = x.detach()
+        _same_kind(x, out)
+        if not self.should_use(x):
+            return self._fall_back(x, out, label)
+        two = (stages or self.num_stages(x)) == 2
+        flat = x.contiguous().view(-1)
+        into = _flat_of(out, x)
+        if flat.numel():
+            self._run(lambda r: r.all_reduce(flat, into, two, self.choice.chunk_bytes, label))
+        return _shaped(into, out, x)
+
+    def reduce_scatter(
+        self, x: torch.Tensor, bounds: Sequence[int] | None = None, *, label: str = "reduce-scatter"
+    ) -> torch.Tensor:
+        """This rank's part of the sum, flat. Without bounds parts are equal, and the last has the rest."""
+        flat = x.detach().contiguous().view(-1)
+        bounds = self._checked(bounds, flat.numel())
+        mine = slice(bounds[self.group.index], bounds[self.group.index + 1])
+        if not self.should_use(x):
+            return self._fall_back(flat, None, label)[mine].clone()
+        out = flat.new_empty(mine.stop - mine.start)
+        self._run(lambda r: r.reduce_scatter(flat, bounds, out, label))
+        return out
+
+    def all_gather(
+        self, shard: torch.Tensor, bounds: Sequence[int], *, label: str = "all-gather"
+    ) -> torch.Tensor:
+        """All ranks' shards, flat, at their bounds: the way back from `reduce_scatter`."""
+        flat = shard.detach().contiguous().view(-1)
+        bounds = self._checked(bounds, bounds[-1])
+        mine = slice(bounds[self.group.index], bounds[self.group.index + 1])
+        if flat.numel() != mine.stop - mine.start:
+            raise ConfigError(
+                f"rank {self.group.ranks[self.group.index]} has a shard of {flat.numel()} elements, "
+                f"but bounds {mine.start} to {mine.stop} ask for {mine.stop - mine.start}"
+            )
+        if not self.should_use(shard):
+            whole = flat.new_zeros(bounds[-1])
+            whole[mine] = flat
+            return self._fall_back(whole, whole, label)
+        out = flat.new_empty(bounds[-1])
+        self._run(lambda r: r.all_gather(flat, bounds, out, label))
+        return out
+
+    def all_reduce_rms_norm(
+        self,
+        x_TD: torch.Tensor,
+        residual_TD: torch.Tensor,
+        weight_D: torch.Tensor,
+        *,
+        eps: float = 1e-6,
+        label: str = "all-reduce with norm",
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(normed, h): h = residual + sum over ranks of x, normed = h / rms(h) * weight. Forward only."""
+        if x_TD.shape != residual_TD.shape or weight_D.shape != x_TD.shape[-1:]:
+            raise ConfigError(
+                f"x {tuple(x_TD.shape)}, residual {tuple(residual_TD.shape)} and weight "
+                f"{tuple(weight_D.shape)} do not fit: expected [..., D], [..., D] and [D]"
+            )
+        D = x_TD.shape[-1]
+        x, residual = (t.detach().contiguous().view(-1, D) for t in (x_TD, residual_TD))
+        if not self.should_use(x) or D * x.dtype.itemsize > AREA_BYTES:
+            h = add_residual([self._fall_back(x, None, label)], residual)
+            normed = rms_norm(h, weight_D.detach(), eps)
+        else:
+            two = self.num_stages(x) == 2
+            normed, h = self._run(
+                lambda r: r.all_reduce_rms_norm(x, residual, weight_D.detach(), eps, two, label)
+            )
+        return normed.view_as(x_TD), h.view_as(x_TD)
+
+    def close(self) -> None:
+        """Let go of the memory; may be called twice. Peers that still wait get an error at their deadline."""
+        if self._reducer is not None:
+            self._reducer.close()
+        self._broken = "it was closed"
+
+    def __enter__(self) -> PeerAllReduce:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, call: Callable[[CpuReducer], T]) -> T:
+        assert self._reducer is not None
+        if self._broken is not None:
+            raise CommError(f"this all-reduce cannot be used any more: {self._broken}; open a new one")
+        if not self._busy.acquire(blocking=False):
+            raise CommError("two threads use one PeerAllReduce at once; open one for each")
+        try:
+            return call(self._reducer)
+        except BaseException as error:
+            self._broken = str(error) or type(error).__name__
+            raise
+        finally:
+            self._busy.release()
+
+    def _fall_back(self, x: torch.Tensor, out: torch.Tensor | None, label: str) -> torch.Tensor:
+        if out is None:
+            out = x.clone()
+        elif out is not x:
+            out.copy_(x)
+        if self.group.size > 1 and x.numel():
+            summed = out.contiguous()
+            try:
+                work: Any = dist.all_reduce(summed, group=self.group.handle, async_op=True)
+                work.wait(timedelta(seconds=self._watch.deadline_s))
+            except RuntimeError as error:
+                raise self._watch.explain(label, self.group.ranks, error) from None
+            if summed is not out:
+                out.copy_(summed)
+        return out
+
+    def _checked(self, bounds: Sequence[int] | None, length: int) -> list[int]:
+        if bounds is None:
+            return part_bounds(length, self.group.size)
+        bounds = list(bounds)
+        grows = all(start <= stop for start, stop in pairwise(bounds))
+        if len(bounds) != self.group.size + 1 or not grows or bounds[0] != 0 or bounds[-1] != length:
+            raise ConfigError(
+                f"bounds {bounds} must be {self.group.size + 1} numbers that grow from 0 to {length}"
+            )
+        return bounds
+
+
+def _obstacle(group: Group, device: torch.device) -> str:
+    if group.size > MAX_RANKS:
+        return f"the group has {group.size} ranks, and peer memory serves 2 to {MAX_RANKS}"
+    if device.type != "cpu":
+        return f"peer memory on {device.type} is not built in"
+    return ""
+
+
+def _same_kind(x: torch.Tensor, out: torch.Tensor | None) -> None:
+    if out is None or (out.shape == x.shape and out.dtype == x.dtype and out.device == x.device):
+        return
+    raise ConfigError(
+        f"out is {out.dtype} {tuple(out.shape)} on {out.device}, "
+        f"expected {x.dtype} {tuple(x.shape)} on {x.device} as the input"
+    )
+
+
+def _flat_of(out: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """Where the flat result is written: straight into `out` where its memory allows."""
+    if out is not None:
+        with suppress(RuntimeError):
+            return out.detach().view(-1)
+    return x.new_empty(x.numel())
+
+
+def _shaped(flat: torch.Tensor, out: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    if out is None:
+        return flat.view(x.shape)
+    if flat.data_ptr() != out.data_ptr():
+        out.detach().copy_(flat.view(x.shape))
+    return out

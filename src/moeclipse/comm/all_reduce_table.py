@@ -1,0 +1,102 @@
+"""Which all-reduce is used for which size: a small table, and a file that overrides it.
+
+A `Choice` is made for a device, a number of ranks and a topology. The defaults for devices are those that
+proved well on NVLink machines: two stages only where all pairs are directly linked, from 512 KiB for up to
+4 ranks and from 256 KiB for up to 8, and never for two ranks, where a second stage saves no byte read.
+Between processes of one host every pair is linked. `bench/all_reduce.py --tune` measures the machine and
+writes the file.
+
+Hazard: ranks that chose differently would wait for each other, so all use the first rank's table.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from moeclipse.core.errors import ConfigError
+
+DEFAULT_FILE = Path("~/.cache/moeclipse/all_reduce.json")
+KIB, MIB = 1 << 10, 1 << 20
+MAX_RANKS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    two_stages_from: int | None = None
+    """Bytes from which two stages are used; None: never."""
+    chunk_bytes: int = 256 * KIB
+    """Bytes that go through shared memory at a time (CPU)."""
+    max_bytes: int | None = None
+    """Bytes above which torch.distributed is used; None: no limit."""
+
+
+def default_choice(device: str, num_ranks: int, linked: bool) -> Choice:
+    """`device` is "cpu" or a device's name; `linked`: every pair of ranks reads each other directly."""
+    if device == "cpu":
+        return Choice(two_stages_from=2 * MIB if num_ranks == 2 else 256 * KIB, chunk_bytes=512 * KIB)
+    if not linked or num_ranks == 2:
+        return Choice(max_bytes=8 * MIB)
+    return Choice(two_stages_from=512 * KIB if num_ranks <= 4 else 256 * KIB, max_bytes=8 * MIB)
+
+
+def key_of(device: str, num_ranks: int, linked: bool) -> str:
+    return f"{device}|{num_ranks} ranks|{'linked' if linked else 'not linked'}"
+
+
+def choice_for(device: str, num_ranks: int, linked: bool, file: Path = DEFAULT_FILE) -> Choice:
+    """From the file if it was tuned there, else the default."""
+    found = read_table(file).get(key_of(device, num_ranks, linked))
+    return default_choice(device, num_ranks, linked) if found is None else found
+
+
+def read_table(file: Path = DEFAULT_FILE) -> dict[str, Choice]:
+    path = file.expanduser()
+    if not path.is_file():
+        return {}
+    advice = "remove it, or write it anew with bench/all_reduce.py --tune"
+    try:
+        data = json.loads(path.read_text())
+        return {key: choice_from(values) for key, values in data.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} is not a table of all-reduce choices ({error}); {advice}") from None
+
+
+def choice_from(values: dict[str, int | None]) -> Choice:
+    unknown = set(values) - {field.name for field in fields(Choice)}
+    if unknown:
+        raise ValueError(f"unknown entry {sorted(unknown)[0]!r}")
+    for name, value in values.items():
+        if not (value is None and name != "chunk_bytes") and (type(value) is not int or value < 0):
+            raise ValueError(f"{name} must be a number of bytes, not {value!r}")
+    return Choice(**values)  # type: ignore[arg-type]
+
+
+def write_choice(key: str, choice: Choice, file: Path = DEFAULT_FILE) -> None:
+    """Add or replace one entry; readers see the old file or the new one, never half of it."""
+    path = file.expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = read_table(path) | {key: choice}
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps({k: asdict(v) for k, v in sorted(table.items())}, indent=2) + "\n")
+    partial.replace(path)
+
+
+def table_lines(device: str, linked: bool, file: Path = DEFAULT_FILE) -> list[str]:
+    """For `moeclipse doctor`: what is used for 2 to 8 ranks, and where that comes from."""
+    tuned, lines = read_table(file), []
+    for num_ranks in (2, 4, 8):
+        key = key_of(device, num_ranks, linked)
+        choice = choice_for(device, num_ranks, linked, file)
+        two = "never" if choice.two_stages_from is None else f"from {_size(choice.two_stages_from)}"
+        most = "any size" if choice.max_bytes is None else f"up to {_size(choice.max_bytes)}"
+        source = "tuned" if key in tuned else "default"
+        lines.append(f"{num_ranks} ranks: {most}, two stages {two} ({source})")
+    return lines
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes % MIB == 0 and num_bytes:
+        return f"{num_bytes // MIB} MiB"
+    return f"{num_bytes / KIB:g} KiB"

@@ -1,0 +1,158 @@
+"""Counters in shared memory that one rank writes and others wait for.
+
+A counter is a 64-bit word on a cache line of its own. Only its owner writes it, it only grows, and what the
+owner wrote before it is visible to whoever saw it. So there are no locks and no read-modify-writes: nothing
+that a killed rank could leave locked.
+
+A waiter polls for a while, then sleeps in the kernel on that word (a futex) until its owner posts. With more
+ranks than cores it polls only briefly, because a rank that polls holds the core the other one needs. Every
+few milliseconds of waiting it looks whether the peer still lives, whether some rank reported a failure, and
+whether the deadline passed; each of them raises an error that names the rank.
+
+Hazard: order of memory. A post is one aligned 8-byte store, made by a C call that the compiler cannot move
+across the copy before it. On x86-64 the hardware keeps stores in order and loads in order, and a store never
+passes an earlier load: that is all this protocol asks for. Weaker machines (Arm) need fences that Python
+cannot issue, so `unordered_reason` refuses them instead of being right most of the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import select
+import time
+from collections.abc import Sequence
+
+from moeclipse.comm.failure import Watch
+from moeclipse.core.errors import CommError
+
+LINE = 64  # bytes of a cache line: neighbours would slow each other down
+WORD = 8
+FUTEX = 202  # system call number on x86-64
+WAIT, WAKE = 0, 1
+EVERYONE = 0x7FFFFFFF
+SPIN_ALONE = 2000  # polls, about 80 us, when every rank has a core
+SPIN_CROWDED = 50
+NAP_S = (0.002, 0.05)  # first and longest sleep between two looks at the peers
+LOOK_S = 0.25  # how often the store is asked whether some rank failed
+
+
+def unordered_reason() -> str | None:
+    """Why plain stores cannot be trusted on this machine; None where they can."""
+    machine = platform.machine()
+    if machine in ("x86_64", "AMD64"):
+        return None
+    return f"the order of plain stores is known on x86-64 alone, and this machine is {machine}"
+
+
+class Peers:
+    """The ranks that take part. Knows within milliseconds when one of them has ended."""
+
+    def __init__(self, ranks: Sequence[int], index: int, pids: Sequence[int | None], watch: Watch) -> None:
+        self.ranks, self.index, self.watch = tuple(ranks), index, watch
+        self.pids = tuple(pids)
+        self._handles: dict[int, int] = {}
+        for peer, pid in enumerate(pids):
+            if pid is None or peer == index:
+                continue  # a peer in another pid namespace is only held to the deadline
+            with contextlib.suppress(OSError):
+                self._handles[peer] = os.pidfd_open(pid)
+
+    def ended(self, peer: int) -> bool:
+        """Whether the process is gone, a zombie counting as gone."""
+        handle = self._handles.get(peer)
+        if handle is None:
+            return False
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def lost(self, peer: int, label: str) -> CommError:
+        """The error for a peer whose process is gone, in its own words if it left any."""
+        text = f"rank {self.ranks[peer]} (process {self.pids[peer]}) ended"
+        return self.watch.explain(label, self.ranks, RuntimeError(text))
+
+    def missing(self, late: Sequence[int], label: str) -> CommError:
+        names = ", ".join(str(self.ranks[peer]) for peer in late)
+        noun = "ranks" if len(late) > 1 else "rank"
+        mine, patience = self.ranks[self.index], self.watch.deadline_s
+        return CommError(f"rank {mine} waited {patience:g} s in {label}: {noun} {names} did not arrive")
+
+    def close(self) -> None:
+        for handle in self._handles.values():
+            os.close(handle)
+        self._handles = {}
+
+
+class Signals:
+    """Words of shared memory, each written by one rank. `words` is a memoryview of 64-bit numbers."""
+
+    def __init__(self, words: memoryview, address: int, peers: Peers, spin: int | None = None) -> None:
+        self._words, self._address, self.peers = words, address, peers
+        crowded = len(peers.ranks) > len(os.sched_getaffinity(0))
+        self.spin = spin if spin is not None else SPIN_CROWDED if crowded else SPIN_ALONE
+        self._next_question = 0.0
+        self._call = ctypes.CDLL(None).syscall  # lets other threads of this process run while it sleeps
+        pointer, number = ctypes.c_void_p, ctypes.c_uint32
+        self._call.argtypes = [ctypes.c_long, pointer, ctypes.c_int, number, pointer, pointer, number]
+
+    def read(self, word: int) -> int:
+        return self._words[word * WORD]
+
+    def write(self, word: int, value: int) -> None:
+        """Store without waking anyone: for words that are read after a post."""
+        self._words[word * WORD] = value
+
+    def post(self, word: int, value: int) -> None:
+        """Publish everything this rank wrote so far, and wake whoever sleeps on the word."""
+        self._words[word * WORD] = value
+        self._call(FUTEX, self._address + word * LINE, WAKE, EVERYONE, None, None, 0)
+
+    def wait(self, word: int, value: int, peer: int, label: str) -> None:
+        """Return once `peer` has posted at least `value`; raise when it cannot come or comes too late."""
+        words, place = self._words, word * WORD
+        if words[place] >= value:
+            return
+        for _ in range(self.spin):
+            if words[place] >= value:
+                return
+        self._sleep(word, value, peer, label)
+
+    def soon(self, word: int, value: int, seconds: float) -> bool:
+        """Wait at most about that long; whether at least `value` is posted."""
+        words, place = self._words, word * WORD
+        for _ in range(self.spin):
+            if words[place] >= value:
+                return True
+        seen = words[place]
+        if seen < value:
+            self._nap(word, seen, seconds)
+        return words[place] >= value
+
+    def look(self, word: int, value: int, peer: int, waited_s: float, label: str) -> None:
+        """Raise if `peer`, still awaited after so many seconds, has ended, failed or used up its time."""
+        if self.peers.ended(peer) and self.read(word) < value:  # it may have posted and left
+            raise self.peers.lost(peer, label)
+        if waited_s > self.peers.watch.deadline_s and self.read(word) < value:
+            raise self.peers.missing([peer], label)
+        now = time.monotonic()
+        if waited_s > LOOK_S and now > self._next_question:
+            self._next_question = now + LOOK_S
+            first = self.peers.watch.first_failure()
+            if first is not None and first[0] != self.peers.watch.rank:
+                raise CommError(f"rank {first[0]} failed: {first[1]}")
+
+    def _sleep(self, word: int, value: int, peer: int, label: str) -> None:
+        begun, nap = time.monotonic(), NAP_S[0]
+        while (seen := self.read(word)) < value:
+            self._nap(word, seen, nap)
+            nap = min(2 * nap, NAP_S[1])
+            if self.read(word) < value:
+                self.look(word, value, peer, time.monotonic() - begun, label)
+
+    def _nap(self, word: int, seen: int, seconds: float) -> None:
+        """Sleep while the word still holds `seen`; the kernel compares, so no post is missed."""
+        limit = (ctypes.c_long * 2)(int(seconds), int(seconds % 1 * 1e9))
+        self._call(FUTEX, self._address + word * LINE, WAIT, seen & 0xFFFFFFFF, limit, None, 0)
