@@ -135,7 +135,7 @@ def up_kernel(
     out_block = [ROW_TILE, tile.n]
     expert_forward.up_swiglu[(num_programs(tile, x.device),)](
         x if index_M is not None else TensorDescriptor.from_tensor(x, [ROW_TILE, tile.k]), index_M,
-        TensorDescriptor.from_tensor(up_EHD.flatten(0, 1), [tile.n, tile.k]),
+        TensorDescriptor.from_tensor(up_EHD.unflatten(1, (2, F)), [1, 2, tile.n, tile.k]),
         create_ragged_descriptor(h[:, :F], out_block), create_ragged_descriptor(h[:, F:], out_block),
         create_ragged_descriptor(a, out_block),
         grouping.tiles_3C, grouping.num_tiles, _capacity(grouping), x.stride(0), D, F,
@@ -160,8 +160,40 @@ def d_rows_kernel(
     return _rows_times_weight(d_h_MH, up_EHD, grouping, tile, transposed=False)
 
 
+def d_hidden_kernel(
+    dy: torch.Tensor,
+    scores_M: torch.Tensor,
+    h_MH: torch.Tensor,
+    down_EDF: torch.Tensor,
+    grouping: Grouping,
+    index_M: torch.Tensor | None = None,
+    tile: Tile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The product, then one pass that turns dA into score x a where it lies: no buffer for dA alone."""
+    from moeclipse.ops.triton import expert_backward
+
+    F = down_EDF.shape[2]
+    tile = tile or tile_for("d_hidden", dy.device, *down_EDF.shape[1:])
+    d_a_scaled = _rows_times_weight(dy, down_EDF, grouping, tile, transposed=False, index_M=index_M)
+    d_h = torch.empty_like(h_MH)
+    d_score = dy.new_empty(grouping.num_rows, dtype=torch.float32)
+    block_f = min(1024, 1 << (F - 1).bit_length())
+    block_m = max(1, 2048 // block_f)
+    expert_backward.swiglu_backward[(-(-grouping.num_rows // block_m),)](
+        d_a_scaled, h_MH, scores_M, d_h, d_score, grouping.offsets_E1, len(grouping.counts_E), F,
+        BLOCK_M=block_m, BLOCK_F=block_f, num_warps=8,
+    )  # fmt: skip
+    return d_h, d_a_scaled, d_score
+
+
 def _rows_times_weight(
-    rows: torch.Tensor, weight: torch.Tensor, grouping: Grouping, tile: Tile, *, transposed: bool
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    grouping: Grouping,
+    tile: Tile,
+    *,
+    transposed: bool,
+    index_M: torch.Tensor | None = None,
 ) -> torch.Tensor:
     from triton.tools.ragged_tma import create_ragged_descriptor
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -174,49 +206,16 @@ def _rows_times_weight(
         w = TensorDescriptor.from_tensor(weight.flatten(0, 1), [tile.n, tile.k])
     else:
         w = TensorDescriptor.from_tensor(weight, [1, tile.k, tile.n])
+    gather = index_M is not None
     expert_forward.rows_times_weight[(num_programs(tile, rows.device),)](
-        TensorDescriptor.from_tensor(rows, [ROW_TILE, tile.k]), w,
+        rows if gather else TensorDescriptor.from_tensor(rows, [ROW_TILE, tile.k]), index_M, w,
         create_ragged_descriptor(out, [ROW_TILE, tile.n // tile.split]),
-        grouping.tiles_3C, grouping.num_tiles, _capacity(grouping), K, N,
-        TRANSPOSED=transposed, FLATTEN=tile.flatten, GROUP=tile.group,
+        grouping.tiles_3C, grouping.num_tiles, _capacity(grouping), rows.stride(0), K, N,
+        GATHER=gather, EVEN=K % tile.k == 0, TRANSPOSED=transposed, FLATTEN=tile.flatten, GROUP=tile.group,
         PROGRAMS=num_programs(tile, rows.device), BM=ROW_TILE, BN=tile.n, BK=tile.k, SPLIT=tile.split,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
-
-
-def d_hidden_kernel(
-    dy: torch.Tensor,
-    scores_M: torch.Tensor,
-    h_MH: torch.Tensor,
-    down_EDF: torch.Tensor,
-    grouping: Grouping,
-    index_M: torch.Tensor | None = None,
-    tile: Tile | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from triton.tools.ragged_tma import create_ragged_descriptor
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    from moeclipse.ops.triton import expert_backward
-
-    D, F = down_EDF.shape[1:]
-    tile = tile or tile_for("d_hidden", dy.device, D, F)
-    d_h = torch.empty_like(h_MH)
-    scaled = h_MH.new_empty(grouping.num_rows, F)
-    parts = dy.new_empty(-(-F // tile.n), grouping.num_rows, dtype=torch.float32)
-    block = [ROW_TILE, tile.n // tile.split]
-    expert_backward.d_hidden[(num_programs(tile, dy.device),)](
-        dy if index_M is not None else TensorDescriptor.from_tensor(dy, [ROW_TILE, tile.k]), index_M,
-        TensorDescriptor.from_tensor(down_EDF, [1, tile.k, tile.n]), scores_M,
-        TensorDescriptor.from_tensor(h_MH[:, :F], block), TensorDescriptor.from_tensor(h_MH[:, F:], block),
-        create_ragged_descriptor(d_h[:, :F], block), create_ragged_descriptor(d_h[:, F:], block),
-        create_ragged_descriptor(scaled, block), parts,
-        grouping.tiles_3C, grouping.num_tiles, _capacity(grouping), grouping.num_rows, dy.stride(0), D, F,
-        GATHER=index_M is not None, EVEN=D % tile.k == 0, FLATTEN=tile.flatten, GROUP=tile.group,
-        PROGRAMS=num_programs(tile, dy.device), BM=ROW_TILE, BN=tile.n, BK=tile.k, SPLIT=tile.split,
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    return d_h, scaled, parts.sum(0)
 
 
 def _capacity(grouping: Grouping) -> int:

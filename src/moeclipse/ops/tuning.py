@@ -32,16 +32,20 @@ class Tile:
     split: int = 1
     """Pieces in which the columns of a tile are written: fewer registers, less shared memory."""
     per_sm: int = 1
-    """Programs for each multiprocessor."""
+    """Programs for each multiprocessor; 0 starts one for each tile (weight gradients only)."""
+    ahead: bool = False
+    """Weight gradients: row numbers are read one step ahead into registers."""
+    swap: bool = False
+    """Weight gradients: multiply x^T dy and turn the tile over when it is written."""
 
 
 TABLE = {
-    "up": Tile(n=128, stages=4),
+    "up": Tile(n=128, stages=4, flatten=True),
     "down": Tile(stages=4, flatten=True, split=2),
-    "d_rows": Tile(stages=4, flatten=True, split=2),
-    "d_hidden": Tile(n=128, stages=4, split=2),
-    "wgrad_dy": Tile(stages=4, split=4),
-    "wgrad_x": Tile(m=256, n=128, stages=4, split=2),
+    "d_rows": Tile(stages=4, flatten=True, split=2, group=4),
+    "d_hidden": Tile(stages=3, flatten=True),
+    "wgrad_dy": Tile(stages=5, split=4),
+    "wgrad_x": Tile(stages=5, split=4, swap=True),
     "wgrad": Tile(stages=4, split=4),
 }
 DEFAULT_FILE = Path("~/.cache/moeclipse/tiles.json")

@@ -116,18 +116,22 @@ def grouped_wgrad_kernel(
     from moeclipse.ops.triton import wgrad
 
     num_experts, N, D = into_END.shape
-    kind = "wgrad_x" if x_index_M is not None else "wgrad_dy" if dy_index_M is not None else "wgrad"
+    gather_dy, gather_x = dy_index_M is not None, x_index_M is not None
+    kind = "wgrad_x" if gather_x else "wgrad_dy" if gather_dy else "wgrad"
     tile = tile or tile_for(kind, dy_MN.device, N, D)
-    dy = dy_MN if dy_index_M is not None else create_ragged_descriptor(dy_MN, [tile.k, tile.m])
-    x = x_MD if x_index_M is not None else create_ragged_descriptor(x_MD, [tile.k, tile.n])
-    out = TensorDescriptor.from_tensor(into_END, [1, tile.m, tile.n // tile.split])
-    num_tiles = num_experts * -(-N // tile.m) * -(-D // tile.n)
+    wide_dy, wide_x = (tile.n, tile.m) if tile.swap else (tile.m, tile.n)
+    dy = dy_MN if gather_dy else create_ragged_descriptor(dy_MN, [tile.k, wide_dy])
+    x = x_MD if gather_x else create_ragged_descriptor(x_MD, [tile.k, wide_x])
+    piece = [tile.n // tile.split, tile.m] if tile.swap else [tile.m, tile.n // tile.split]
+    num_tiles = num_experts * -(-N // wide_dy) * -(-D // wide_x)
     programs = min(num_tiles, num_programs(tile, dy_MN.device)) if tile.per_sm else num_tiles
     adding = "reduce" if dy_MN.is_cuda else "add"
     wgrad.grouped_wgrad[(programs,)](
-        dy, dy_index_M, dy_MN.stride(0), x, x_index_M, x_MD.stride(0), out, offsets_E1, num_experts, N, D,
-        GATHER_DY=dy_index_M is not None, GATHER_X=x_index_M is not None,
-        EVEN=N % tile.m == 0 and D % tile.n == 0, MODE=adding if accumulate else "store",
-        FLATTEN=tile.flatten, GROUP=tile.group, PROGRAMS=programs,
+        dy, dy_index_M, dy_MN.stride(0), x, x_index_M, x_MD.stride(0),
+        TensorDescriptor.from_tensor(into_END, [1, *piece]), offsets_E1, num_experts, N, D,
+        GATHER_DY=gather_dy, GATHER_X=gather_x, EVEN=N % wide_dy == 0 and D % wide_x == 0,
+        MODE=adding if accumulate else "store", AHEAD=tile.ahead, SWAP=tile.swap, GROUP=tile.group,
+        # A program for each tile: the grid's size must not make another kernel.
+        PROGRAMS=programs if tile.per_sm else 1 << 30,
         BM=tile.m, BN=tile.n, BK=tile.k, SPLIT=tile.split, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

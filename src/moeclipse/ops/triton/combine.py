@@ -15,13 +15,12 @@ def gather_sum(
     """place = [[4, -1, 0]]: out_0 = weight[4] rows[4] + weight[0] rows[0]."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < D
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for k in tl.static_range(K):
         row = tl.load(place + token * K + k).to(tl.int64)
-        value = tl.load(rows + row * stride + column, mask=inside & (row >= 0), other=0.0).to(tl.float32)
+        width = tl.where(row >= 0, D, 0)
+        value = tl.load(rows + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
         if WEIGHTED:
             value *= tl.load(weight + row, mask=row >= 0, other=0.0).to(tl.float32)
         total += value
-    tl.store(out + token * D + column, total.to(out.dtype.element_ty), mask=inside)
-
+    tl.store(out + token * D + column, total.to(out.dtype.element_ty), mask=column < D)

@@ -1,81 +1,46 @@
-"""Backward of the down-projection and the activation in one kernel.
+"""Backward of SwiGLU with scores, one pass over rows.
 
-    dA_m = dO_index(m) W_down          one row for each pair, gathered while loading
     g, u = h_m,  a = silu(g) u         rebuilt from the pre-activation, which is all that forward kept
-    dscore_m = <dA_m, a>               in parts, one for each column tile: neither Y nor dY is needed
+    dscore_m = <dA_m, a>               neither Y nor dY is needed: <dO, a W^T> = <dO W, a>
     da = score_m dA_m                  dg = da u silu'(g),  du = da silu(g)
     scaled_m = score_m a               the operand of the weight gradient of W_down
 
-The score gradient's parts are stored and added by whoever reads them, in a fixed order: no atomics.
+dA is read and score x a written in the same place, so dA costs no memory of its own.
 """
 
 import triton
 import triton.language as tl
 
-from moeclipse.ops.triton.tiles import halves, load_rows, row_starts, row_tile, store_clipped, swizzle
-
 
 @triton.jit
-def swiglu_tile(d_a, score, gate_in, up_in, d_gate, d_up, scaled, first, left, column):
-    """The epilogue of some columns; returns their part of the score gradient.
+def swiglu_backward(
+    d_a_scaled, h, scores, d_h, d_score, offsets, num_experts, F, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr
+):
+    """dA comes in, score x a goes out in its place.
 
-    g = 0, u = 2, dA = 1, score = 0.5: a = 0, dg = 0.5 * 2 * 0.5 = 0.5, du = 0, the part is 0.
+    h is [rows, 2F]. Row m with F = 2: g = h[m, 0:2], u = h[m, 2:4]; its score gradient is summed in one
+    program over all F columns.
     """
-    g = gate_in.load([first, column]).to(tl.float32)
-    u = up_in.load([first, column]).to(tl.float32)
-    sigmoid = tl.sigmoid(g)
-    silu = g * sigmoid
-    a = silu * u
-    part = tl.sum(d_a * a, axis=1)
-    store_clipped(scaled, first, left, column, (a * score[:, None]))
-    d_a = d_a * score[:, None]
-    store_clipped(d_up, first, left, column, (d_a * silu))
-    d_g = d_a * u * (sigmoid + silu * (1.0 - sigmoid))
-    store_clipped(d_gate, first, left, column, d_g)
-    return part
-
-
-@triton.jit
-def d_hidden(
-    dy, index, w, scores, gate_in, up_in, d_gate, d_up, scaled, d_score, tiles, num_tiles, capacity,
-    num_rows, dy_stride, D, F,
-    GATHER: tl.constexpr, EVEN: tl.constexpr, FLATTEN: tl.constexpr, GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """One tile: BM rows, BN hidden columns; w is [experts, D, F] and d_score [column tiles, rows].
-
-    F = 256, BN = 128: row m has two parts, d_score[0, m] over columns 0..127 and d_score[1, m] over the rest.
-    """
-    num_m = tl.load(num_tiles)
-    num_n = tl.cdiv(F, BN)
-    for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=FLATTEN):
-        m, n = swizzle(tile, num_m, num_n, GROUP)
-        expert, first, left = row_tile(tiles, capacity, m)
-        start = row_starts(dy, index, first, left, dy_stride, GATHER, BM)
-        offset = tl.arange(0, BM)
-        score = tl.load(scores + first + offset, mask=offset < left, other=0.0)
-        acc = tl.zeros((BM, BN), dtype=tl.float32)
-        for k in range(0, D, BK):
-            rows = load_rows(dy, start, k, D, GATHER, BK, EVEN)
-            weight = tl.reshape(w.load([expert, k, n * BN]), (BK, BN))
-            acc = tl.dot(rows, weight, acc)
-        column = n * BN
-        if SPLIT == 1:
-            part = swiglu_tile(acc, score, gate_in, up_in, d_gate, d_up, scaled, first, left, column)
-        else:
-            acc_0, acc_1 = halves(acc)
-            if SPLIT == 2:
-                part = swiglu_tile(acc_0, score, gate_in, up_in, d_gate, d_up, scaled, first, left, column)
-                column += BN // 2
-                part += swiglu_tile(acc_1, score, gate_in, up_in, d_gate, d_up, scaled, first, left, column)
-            else:
-                acc_00, acc_01 = halves(acc_0)
-                acc_10, acc_11 = halves(acc_1)
-                part = swiglu_tile(acc_00, score, gate_in, up_in, d_gate, d_up, scaled, first, left, column)
-                column += BN // 4
-                part += swiglu_tile(acc_01, score, gate_in, up_in, d_gate, d_up, scaled, first, left, column)
-                column += BN // 4
-                part += swiglu_tile(acc_10, score, gate_in, up_in, d_gate, d_up, scaled, first, left, column)
-                column += BN // 4
-                part += swiglu_tile(acc_11, score, gate_in, up_in, d_gate, d_up, scaled, first, left, column)
-        tl.store(d_score + n * num_rows + first + offset, part, mask=offset < left)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = row < tl.load(offsets + num_experts)
+    score = tl.load(scores + row, mask=inside, other=0.0)
+    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    for first in range(0, F, BLOCK_F):
+        column = first + tl.arange(0, BLOCK_F)
+        mask = inside[:, None] & (column < F)[None, :]
+        at = row[:, None] * F + column[None, :]
+        at_gate = row[:, None] * 2 * F + column[None, :]
+        d_a = tl.load(d_a_scaled + at, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(h + at_gate, mask=mask, other=0.0).to(tl.float32)
+        u = tl.load(h + at_gate + F, mask=mask, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(g)
+        silu = g * sigmoid
+        a = silu * u
+        total += tl.sum(d_a * a, axis=1)
+        d_a *= score[:, None]
+        d_g = d_a * u * (sigmoid + silu * (1.0 - sigmoid))
+        dtype = d_h.dtype.element_ty
+        tl.store(d_a_scaled + at, (a * score[:, None]).to(dtype), mask=mask)
+        tl.store(d_h + at_gate, d_g.to(dtype), mask=mask)
+        tl.store(d_h + at_gate + F, (d_a * silu).to(dtype), mask=mask)
+    tl.store(d_score + row, total, mask=inside)

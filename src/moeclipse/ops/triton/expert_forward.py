@@ -21,9 +21,8 @@ def up_swiglu(
 ):  # fmt: skip
     """One tile: BM rows, BN columns of the gate and the same BN columns of the up-projection.
 
-    w is [experts x 2F, D]; expert 1 with F = 512 has its gate in rows 1024.. and its up in rows 1536..
-    A tile with n = 2, BN = 128 multiplies x by w[1280:1408] and w[1792:1920], so both halves of an
-    activation meet in one thread.
+    w is [experts, 2, F, D], gate first. Expert 1, n = 2, BN = 128: one load brings w[1, 0, 256:384] and
+    w[1, 1, 256:384], which multiply as 256 columns, so both halves of an activation meet in one thread.
     """
     num_m = tl.load(num_tiles)
     num_n = tl.cdiv(F, BN)
@@ -31,25 +30,22 @@ def up_swiglu(
         m, n = swizzle(tile, num_m, num_n, GROUP)
         expert, first, left = row_tile(tiles, capacity, m)
         start = row_starts(x, index, first, left, x_stride, GATHER, BM)
-        gate = tl.zeros((BM, BN), dtype=tl.float32)
-        up = tl.zeros((BM, BN), dtype=tl.float32)
+        acc = tl.zeros((BM, 2 * BN), dtype=tl.float32)
         for k in range(0, D, BK):
             rows = load_rows(x, start, k, D, GATHER, BK, EVEN)
-            w_gate = w.load([expert * 2 * F + n * BN, k])
-            w_up = w.load([expert * 2 * F + F + n * BN, k])
-            gate = tl.dot(rows, w_gate.T, gate)
-            up = tl.dot(rows, w_up.T, up)
+            weight = tl.reshape(w.load([expert, 0, n * BN, k]), (2 * BN, BK))
+            acc = tl.dot(rows, weight.T, acc)
+        gate, up = halves(acc)
         store_clipped(gate_out, first, left, n * BN, gate)
         store_clipped(up_out, first, left, n * BN, up)
-        a = gate * tl.sigmoid(gate) * up
-        store_clipped(a_out, first, left, n * BN, a)
+        store_clipped(a_out, first, left, n * BN, gate * tl.sigmoid(gate) * up)
 
 
 @triton.jit
 def rows_times_weight(
-    x, w, out, tiles, num_tiles, capacity, K, N,
-    TRANSPOSED: tl.constexpr, FLATTEN: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+    x, index, w, out, tiles, num_tiles, capacity, x_stride, K, N,
+    GATHER: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr, FLATTEN: tl.constexpr, GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """out_m = x_m W_e: w is [experts, K, N], or [experts x N, K] when TRANSPOSED.
 
@@ -60,9 +56,10 @@ def rows_times_weight(
     for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=FLATTEN):
         m, n = swizzle(tile, num_m, num_n, GROUP)
         expert, first, left = row_tile(tiles, capacity, m)
+        start = row_starts(x, index, first, left, x_stride, GATHER, BM)
         acc = tl.zeros((BM, BN), dtype=tl.float32)
         for k in range(0, K, BK):
-            rows = x.load([first, k])
+            rows = load_rows(x, start, k, K, GATHER, BK, EVEN)
             if TRANSPOSED:
                 weight = w.load([expert * N + n * BN, k]).T
             else:

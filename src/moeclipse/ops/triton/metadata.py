@@ -14,9 +14,7 @@ import triton.language as tl
 
 
 @triton.jit
-def count_block(
-    ids, counts_EB, num_pairs, num_experts, num_blocks, BLOCK: tl.constexpr, CHUNK: tl.constexpr
-):
+def count_block(ids, counts_EB, num_pairs, num_experts, num_blocks, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """Block 0 of ids [2, 0, 2, -1]: counts 1, 0, 2 for experts 0, 1, 2."""
     block = tl.program_id(0)
     pair = block * BLOCK + tl.arange(0, BLOCK)

@@ -13,20 +13,31 @@ from moeclipse.ops.triton.tiles import halves, load_clipped, swizzle
 
 
 @triton.jit
-def group_rows(
-    x, index, stride, begin, k, count, column, width,
-    GATHER: tl.constexpr, EVEN: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
-):  # fmt: skip
-    """Rows k to k + BK of a group, BW columns of each; rows past the group are zero.
+def rows_at(index, begin, k, count, GATHER: tl.constexpr, BK: tl.constexpr):
+    """Which rows stand at places k to k + BK of a group; -1 past its end.
 
-    A group of 3 rows that begins at row 5, k = 2, BK = 4: row 7 (or x[index[7]]), then three zero rows.
+    index = [4, 9, 7], begin = 1, count = 2, k = 0, BK = 4: rows 9, 7, -1, -1.
     """
     if GATHER:
-        offset = k + tl.arange(0, BK)
-        inside = offset < count
-        row = tl.load(index + begin + offset, mask=inside, other=0)
+        place = k + tl.arange(0, BK)
+        row = tl.load(index + begin + place, mask=place < count, other=-1)
+    else:
+        row = begin
+    return row
+
+
+@triton.jit
+def group_rows(
+    x, row, stride, begin, k, count, column, width,
+    GATHER: tl.constexpr, EVEN: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """Places k to k + BK of a group, BW columns of each; places past the group are zero.
+
+    A group of 3 rows that begins at row 5, k = 2, BK = 4: row 7 (or x[row[0]]), then three zero rows.
+    """
+    if GATHER:
         columns = column + tl.arange(0, BW)
-        mask = inside[:, None]
+        mask = (row >= 0)[:, None]
         if not EVEN:
             mask = mask & (columns < width)[None, :]
         rows = tl.load(x + row.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0.0)
@@ -48,44 +59,63 @@ def put(out, expert, row, column, value, MODE: tl.constexpr):
 
 
 @triton.jit
+def put_tile(out, expert, row, column, acc, MODE: tl.constexpr, SPLIT: tl.constexpr, SWAP: tl.constexpr):
+    """A tile in SPLIT pieces: less shared memory. A swapped tile is turned over on its way."""
+    if SPLIT == 1:
+        if SWAP:
+            put(out, expert, row, column, acc.T, MODE)
+        else:
+            put(out, expert, row, column, acc, MODE)
+    else:
+        left, right = halves(acc)
+        half: tl.constexpr = acc.shape[1] // 2
+        put_tile(out, expert, row, column, left, MODE, SPLIT // 2, SWAP)
+        if SWAP:
+            put_tile(out, expert, row + half, column, right, MODE, SPLIT // 2, SWAP)
+        else:
+            put_tile(out, expert, row, column + half, right, MODE, SPLIT // 2, SWAP)
+
+
+@triton.jit
 def grouped_wgrad(
     dy, dy_index, dy_stride, x, x_index, x_stride, out, offsets, num_experts, N, D,
     GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, EVEN: tl.constexpr, MODE: tl.constexpr,
-    FLATTEN: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    AHEAD: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One tile: BM x BN elements of one expert's gradient [N, D].
+    """One tile of one expert's gradient [N, D]: BM x BN elements, or BN x BM when SWAP.
 
+    SWAP computes x^T dy, so that gathered rows of x stand on the side of the product that is BM wide.
+    AHEAD reads row numbers one step ahead into registers; else they travel through the pipeline.
     offsets = [0, 3, 3, 8]: expert 0 sums over rows 0..2, expert 1 has none (its tiles add nothing, or write
     zeros), expert 2 sums over rows 3..7.
     """
-    num_m = tl.cdiv(N, BM)
-    num_n = tl.cdiv(D, BN)
-    each = num_m * num_n
-    for tile in tl.range(tl.program_id(0), num_experts * each, PROGRAMS, flatten=FLATTEN):
+    WIDE_DY: tl.constexpr = BN if SWAP else BM
+    WIDE_X: tl.constexpr = BM if SWAP else BN
+    num_dy = tl.cdiv(N, WIDE_DY)
+    num_x = tl.cdiv(D, WIDE_X)
+    each = num_dy * num_x
+    for tile in tl.range(tl.program_id(0), num_experts * each, PROGRAMS):
         expert = tile // each
-        m, n = swizzle(tile - expert * each, num_m, num_n, GROUP)
+        m, n = swizzle(tile - expert * each, num_dy, num_x, GROUP)
+        row, column = m * WIDE_DY, n * WIDE_X
         begin = tl.load(offsets + expert)
         count = tl.load(offsets + expert + 1) - begin
         acc = tl.zeros((BM, BN), dtype=tl.float32)
+        dy_row = rows_at(dy_index, begin, 0, count, GATHER_DY, BK)
+        x_row = rows_at(x_index, begin, 0, count, GATHER_X, BK)
         for k in range(0, count, BK):
-            dy_rows = group_rows(
-                dy, dy_index, dy_stride, begin, k, count, m * BM, N, GATHER_DY, EVEN, BK, BM
-            )
-            x_rows = group_rows(x, x_index, x_stride, begin, k, count, n * BN, D, GATHER_X, EVEN, BK, BN)
-            acc = tl.dot(dy_rows.T, x_rows, acc)
-        if MODE == "store" or count > 0:
-            if SPLIT == 1:
-                put(out, expert, m * BM, n * BN, acc, MODE)
+            if not AHEAD:
+                dy_row = rows_at(dy_index, begin, k, count, GATHER_DY, BK)
+                x_row = rows_at(x_index, begin, k, count, GATHER_X, BK)
+            dy_rows = group_rows(dy, dy_row, dy_stride, begin, k, count, row, N, GATHER_DY, EVEN, BK, WIDE_DY)
+            x_rows = group_rows(x, x_row, x_stride, begin, k, count, column, D, GATHER_X, EVEN, BK, WIDE_X)
+            if AHEAD:
+                dy_row = rows_at(dy_index, begin, k + BK, count, GATHER_DY, BK)
+                x_row = rows_at(x_index, begin, k + BK, count, GATHER_X, BK)
+            if SWAP:
+                acc = tl.dot(x_rows.T, dy_rows, acc)
             else:
-                acc_0, acc_1 = halves(acc)
-                if SPLIT == 2:
-                    put(out, expert, m * BM, n * BN, acc_0, MODE)
-                    put(out, expert, m * BM, n * BN + BN // 2, acc_1, MODE)
-                else:
-                    acc_00, acc_01 = halves(acc_0)
-                    acc_10, acc_11 = halves(acc_1)
-                    put(out, expert, m * BM, n * BN, acc_00, MODE)
-                    put(out, expert, m * BM, n * BN + BN // 4, acc_01, MODE)
-                    put(out, expert, m * BM, n * BN + BN // 2, acc_10, MODE)
-                    put(out, expert, m * BM, n * BN + 3 * BN // 4, acc_11, MODE)
+                acc = tl.dot(dy_rows.T, x_rows, acc)
+        if MODE == "store" or count > 0:
+            put_tile(out, expert, row, column, acc, MODE, SPLIT, SWAP)

@@ -1,0 +1,228 @@
+"""How fast a MoE layer is on one GPU: router, grouping, SwiGLU experts and the weighted sum.
+
+    .venv/bin/python bench/moe_layer.py [--configs a b ...] [--json FILE]
+
+TFLOP/s count 6 T n d K for forward and 12 T n d K for backward. `saved` is what forward leaves for backward,
+`peak` the most that was allocated above the inputs and weights. Implementations: the kernels with bf16 gradients
+(what autograd hands out), the kernels adding into fp32 main_grad, plain torch (sort, index, F.grouped_mm), and
+SonicMoE or ScatterMoE where they can be imported. Times are medians; the implementations take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+CONFIGS = {
+    "a": (24576, 1536, 256, 128, 8),
+    "b": (32768, 4096, 512, 128, 8),
+    "c": (32768, 4096, 1024, 128, 8),
+    "olmoe": (32768, 2048, 1024, 64, 8),
+    "qwen3": (32768, 2048, 768, 128, 8),
+    "mixtral": (8192, 4096, 14336, 8, 2),
+}
+BARS = {"a": 426, "b": 530, "c": 556, "olmoe": 575, "qwen3": 548, "mixtral": 580}
+Layer = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Weights:
+    """Router and experts of one configuration, with fp32 sums beside the experts."""
+
+    def __init__(self, d: int, n: int, num_experts: int, top_k: int) -> None:
+        def normal(*shape: int) -> torch.Tensor:
+            weight = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(0, shape[-1] ** -0.5)
+            return weight.requires_grad_()
+
+        self.router = normal(num_experts, d)
+        self.up, self.down = normal(num_experts, 2 * n, d), normal(num_experts, d, n)
+        self.top_k = top_k
+        self.parameters = (self.router, self.up, self.down)
+
+    def route(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The router in plain torch."""
+        logits_TK, ids_TK = F.linear(x_TD, self.router).topk(self.top_k, dim=1)
+        return logits_TK.float().softmax(1), ids_TK
+
+
+def ours(weights: Weights, into: tuple[torch.Tensor, torch.Tensor] | None = None) -> Layer:
+    from moeclipse.ops.routed_experts import routed_experts
+    from moeclipse.ops.topk_softmax import topk_softmax
+
+    def layer(x_TD: torch.Tensor) -> torch.Tensor:
+        scores_TK, ids_TK = topk_softmax(F.linear(x_TD, weights.router), weights.top_k)
+        return routed_experts(x_TD, scores_TK, ids_TK, weights.up, weights.down, into=into)
+
+    return layer
+
+
+def plain_torch(weights: Weights) -> Layer:
+    def layer(x_TD: torch.Tensor) -> torch.Tensor:
+        scores_TK, ids_TK = weights.route(x_TD)
+        num_experts = len(weights.up)
+        order = ids_TK.flatten().argsort(stable=True)
+        ends = torch.bincount(ids_TK.flatten(), minlength=num_experts).cumsum(0).to(torch.int32)
+        token = order // weights.top_k
+        gate, up = F.grouped_mm(x_TD[token], weights.up.transpose(1, 2), offs=ends).chunk(2, dim=1)
+        y = F.grouped_mm(F.silu(gate) * up, weights.down.transpose(1, 2), offs=ends)
+        y = y * scores_TK.flatten()[order, None].to(y.dtype)
+        return torch.zeros_like(x_TD).index_add(0, token, y)
+
+    return layer
+
+
+def sonic(config: tuple[int, ...]) -> Layer:
+    from sonicmoe import MoE
+    from sonicmoe.enums import ActivationType
+
+    _, d, n, num_experts, top_k = config
+    moe = MoE(num_experts, top_k, d, n, ActivationType.SWIGLU, add_bias=False, std=0.02)
+    moe = moe.to(device="cuda", dtype=torch.bfloat16)
+    return lambda x_TD: moe(x_TD)[0]
+
+
+def scatter(weights: Weights, config: tuple[int, ...]) -> Layer:
+    from scattermoe.mlp import GLUMLP
+
+    _, d, n, num_experts, top_k = config
+    mlp = GLUMLP(d, n, num_experts, top_k, activation=torch.nn.SiLU()).to("cuda", torch.bfloat16)
+
+    def layer(x_TD: torch.Tensor) -> torch.Tensor:
+        scores_TK, ids_TK = weights.route(x_TD)
+        return mlp(x_TD, scores_TK.to(x_TD.dtype), ids_TK)
+
+    return layer
+
+
+def implementations(weights: Weights, config: tuple[int, ...]) -> dict[str, Layer]:
+    into = (torch.zeros_like(weights.up, dtype=torch.float32),)
+    into += (torch.zeros_like(weights.down, dtype=torch.float32),)
+    layers = {"moeclipse": ours(weights), "moeclipse, fp32 main_grad": ours(weights, into)}
+    layers["plain torch"] = plain_torch(weights)
+    for name, make in {
+        "SonicMoE": lambda: sonic(config),
+        "ScatterMoE": lambda: scatter(weights, config),
+    }.items():
+        try:
+            layers[name] = make()
+        except ImportError as missing:
+            print(f"  {name}: not measured ({missing})", flush=True)
+    return layers
+
+
+def timed(run: Callable[[], Any], calls: int = 4) -> float:
+    """Milliseconds of one call; several in a row, because a stopped device hides what launching costs."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    run()
+    start.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / calls
+
+
+def memory(layer: Layer, x: torch.Tensor, d_out: torch.Tensor, weights: Weights) -> tuple[float, float]:
+    """GiB (saved, peak). Gradients are counted in the peak."""
+    clear(x, weights)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = layer(x)
+    saved = torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
+    out.backward(d_out)
+    peak = torch.cuda.max_memory_allocated() - before
+    clear(x, weights)
+    return saved / 2**30, peak / 2**30
+
+
+def step(layer: Layer, x: torch.Tensor, d_out: torch.Tensor, weights: Weights) -> None:
+    layer(x).backward(d_out)
+    clear(x, weights)
+
+
+def clear(x: torch.Tensor, weights: Weights) -> None:
+    for tensor in (x, *weights.parameters):
+        tensor.grad = None
+
+
+def measure(name: str, config: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
+    num_tokens, d, n, num_experts, top_k = config
+    weights = Weights(d, n, num_experts, top_k)
+    x = torch.randn(num_tokens, d, device="cuda").bfloat16().requires_grad_()
+    d_out = torch.randn(num_tokens, d, device="cuda").bfloat16()
+    layers = implementations(weights, config)
+    times: dict[str, list[tuple[float, float]]] = {key: [] for key in layers}
+    first: dict[str, float] = {}
+    for turn in range(repeats + 2):
+        for key, layer in layers.items():
+            start = time.perf_counter()
+            with torch.no_grad():
+                forward = timed(lambda layer=layer: layer(x))
+            both = timed(lambda layer=layer: step(layer, x, d_out, weights))
+            first.setdefault(key, time.perf_counter() - start)
+            if turn >= 2:
+                times[key].append((forward, both))
+    rows = []
+    flops = 6 * num_tokens * n * d * top_k / 1e9
+    for key, pairs in times.items():
+        forward = statistics.median(pair[0] for pair in pairs)
+        both = statistics.median(pair[1] for pair in pairs)
+        saved, peak = memory(layers[key], x, d_out, weights)
+        row = {"config": name, "implementation": key, "forward_ms": forward, "both_ms": both}
+        row |= {"forward_tflops": flops / forward, "backward_tflops": 2 * flops / (both - forward)}
+        row |= {"both_tflops": 3 * flops / both, "saved_gib": saved, "peak_gib": peak, "first_s": first[key]}
+        rows.append(row)
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        print(
+            f"{row['config']:8} {row['implementation']:26} {row['both_ms']:8.3f} ms"
+            f"  forward {row['forward_tflops']:4.0f}  backward {row['backward_tflops']:4.0f}"
+            f"  both {row['both_tflops']:4.0f} TFLOP/s"
+            f"  saved {row['saved_gib']:5.2f}  peak {row['peak_gib']:5.2f} GiB  first call {row['first_s']:.1f} s",
+            flush=True,
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=list(CONFIGS))
+    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if torch.cuda.device_count() == 0:
+        print("bench/moe_layer.py measures GPU kernels, and this machine has no CUDA device.")
+        return 2
+    torch.manual_seed(0)
+    rows: list[dict[str, Any]] = []
+    for name in args.configs:
+        new = measure(name, CONFIGS[name], args.repeats)
+        show(new)
+        rows += new
+        torch.cuda.empty_cache()
+    checks = {row["config"]: row["both_tflops"] for row in rows if row["implementation"] == "moeclipse"}
+    for name, value in checks.items():
+        print(f"{name:8} {value:4.0f} TFLOP/s, {value / BARS[name]:.2f} of the bar of {BARS[name]}")
+    if args.json:
+        import triton
+
+        machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+        machine["triton"] = triton.__version__
+        args.json.write_text(json.dumps({"rows": rows, "checks": checks, "machine": machine}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
+    sys.exit(main())
