@@ -1,0 +1,172 @@
+"""Shadows on skewed counts and not on uniform ones; what is predicted adds up; never more than asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import counts_for, placements, zipf_counts
+
+from moeclipse.balance.placement import Placement
+from moeclipse.balance.shadow import ShadowPlan, choose_shadows, forced_shadows, predict
+from moeclipse.balance.shadow_model import ShadowCosts
+from moeclipse.core.errors import ConfigError
+
+
+def costs(**changes: float) -> ShadowCosts:
+    """A wire of 1 Gbit/s, rows of 512 floats, experts of 2 x 512 x 1024, a slow processor."""
+    given = {
+        "num_parameters": 2 * 512 * 1024,
+        "row_width": 512,
+        "bandwidth": 125e6,
+        "row_forward": 4e-5,
+        "dtype": "fp32",
+    }
+    return ShadowCosts.from_shapes(**{**given, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("overlap", [0.0, 1.0])
+@pytest.mark.parametrize("shared_wire", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_skewed_counts_get_shadows_and_uniform_ones_none(
+    seed: int, shared_wire: bool, overlap: float
+) -> None:
+    prices = costs(overlap=overlap, shared_wire=shared_wire)
+    placement = Placement.contiguous(16, 4)
+    skewed = choose_shadows(zipf_counts(4, 16, 1.2, seed=seed), placement, prices)
+    hottest = int(zipf_counts(4, 16, 1.2, seed=seed).sum(0).argmax())
+    assert hottest in [expert for expert, _ in skewed.shadows]
+    assert skewed.after.total < 0.8 * skewed.before.total
+    uniform = choose_shadows(zipf_counts(4, 16, 0.0, seed=seed), placement, prices)
+    assert uniform.shadows == ()
+    assert uniform.after == uniform.before
+    assert uniform.gain == 0
+
+
+def test_a_dear_wire_forbids_shadows() -> None:
+    counts_PE = zipf_counts(4, 16, 1.2, tokens=64)
+    assert choose_shadows(counts_PE, Placement.contiguous(16, 4), costs(bandwidth=1e6)).shadows == ()
+
+
+def test_only_ranks_with_enough_rows_get_a_copy() -> None:
+    counts_PE = np.zeros((4, 4), dtype=np.int64)
+    counts_PE[:, 0] = [4000, 6000, 5000, 3]
+    plan = choose_shadows(counts_PE, Placement.contiguous(4, 4), costs())
+    assert plan.shadows == ((0, (1, 2)),)
+    limited = choose_shadows(counts_PE, Placement.contiguous(4, 4), costs(min_rows=5500))
+    assert limited.shadows == ((0, (1,)),)
+
+
+def test_two_equally_full_ranks() -> None:
+    """One shadow alone wins nothing, because the other rank stays as full."""
+    counts_PE = np.zeros((4, 8), dtype=np.int64)
+    counts_PE[:, 0] = counts_PE[:, 2] = 4000
+    plan = choose_shadows(counts_PE, Placement.contiguous(8, 4), costs())
+    assert {expert for expert, _ in plan.shadows} == {0, 2}
+
+
+def test_gradients_of_twice_the_bytes_cost_twice() -> None:
+    counts_PE = zipf_counts(4, 16, 1.2)
+    shadows = ((int(counts_PE.sum(0).argmax()), (0,)),)
+    placement = Placement.contiguous(16, 4)
+    dear, cheap = (costs(dtype="bf16", gradient_dtype=dtype, shared_wire=True) for dtype in ("fp32", "bf16"))
+    assert dear.parameter_bytes == cheap.parameter_bytes == cheap.gradient_bytes == dear.gradient_bytes / 2
+    more = predict(counts_PE, placement, dear, shadows).backward_wire
+    less = predict(counts_PE, placement, cheap, shadows).backward_wire
+    assert more - less == pytest.approx(cheap.gradient_seconds)
+
+
+def brute_work(counts_PE: np.ndarray, placement: Placement, plan: ShadowPlan) -> tuple[np.ndarray, ...]:
+    """Rows computed, received and sent by each rank, row by row; experts with one replica only."""
+    num_ranks = placement.num_ranks
+    copies = plan.table(placement.num_experts, num_ranks)
+    computed, received, sent = (np.zeros(num_ranks, dtype=np.int64) for _ in range(3))
+    for source in range(num_ranks):
+        for expert in range(placement.num_experts):
+            rows = counts_PE[source, expert]
+            target = source if copies[expert, source] else placement.primary[expert]
+            computed[target] += rows
+            if target != source:
+                sent[source] += rows
+                received[target] += rows
+    return computed, received, sent
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_the_prediction_adds_up(data: st.DataObject) -> None:
+    num_ranks, num_experts = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 8))
+    placement = Placement.contiguous(num_experts, num_ranks)
+    counts_PE = data.draw(counts_for(placement))
+    prices = costs(overlap=data.draw(st.sampled_from([0.0, 0.5, 1.0])), copy=1e-3)
+    plan = choose_shadows(counts_PE, placement, prices)
+    for this, seconds in (
+        (plan, plan.after),
+        (ShadowPlan(shadows=(), before=plan.before, after=plan.before), plan.before),
+    ):
+        computed, received, sent = brute_work(counts_PE, placement, this)
+        copies = this.table(num_experts, num_ranks)
+        owned = [
+            sum(copies[e].sum() for e in range(num_experts) if placement.primary[e] == p)
+            for p in range(num_ranks)
+        ]
+        taken = np.maximum(owned, copies.sum(0))
+        travel = 2 * prices.row_send * np.maximum(received, sent)
+        forward = travel + taken * (prices.parameter_bytes * prices.parameter_byte + prices.copy)
+        backward = travel + taken * (prices.gradient_bytes * prices.gradient_byte + prices.copy)
+        assert seconds.forward_compute == pytest.approx(computed.max() * prices.row_forward)
+        assert seconds.forward_wire == pytest.approx(forward.max())
+        assert seconds.backward_wire == pytest.approx(backward.max())
+        longer, shorter = (
+            max(seconds.forward_compute, forward.max()),
+            min(seconds.forward_compute, forward.max()),
+        )
+        assert seconds.forward == pytest.approx(longer + (1 - prices.overlap) * shorter)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_plans_fit_any_placement(data: st.DataObject) -> None:
+    placement = data.draw(placements())
+    counts_PE = data.draw(counts_for(placement))
+    most = data.draw(st.integers(0, 3))
+    prices = costs(shared_wire=data.draw(st.booleans()), min_rows=3)
+    plan = choose_shadows(counts_PE, placement, prices, max_shadows=most)
+    assert plan == choose_shadows(counts_PE.copy(), placement, prices, max_shadows=most)
+    copies = plan.table(placement.num_experts, placement.num_ranks)
+    assert not (copies & placement.holds_EP).any()
+    assert not (copies & (prices.enough_rows > counts_PE.T)).any()
+    assert copies.sum(0).max() <= most
+    assert list(plan.shadows) == sorted(plan.shadows)
+    assert plan.after.total <= plan.before.total
+    assert plan.after == predict(counts_PE, placement, prices, plan.shadows)
+    placement.with_replicas(plan.shadows)  # a legal placement for one step
+
+
+def test_forced_shadows_go_where_rows_are() -> None:
+    counts_PE = np.array([[5, 0, 0, 1], [0, 0, 0, 2], [7, 3, 0, 0], [1, 0, 0, 4]])
+    plan = forced_shadows(counts_PE, Placement.contiguous(4, 4), costs(), [3, 0, 2, 0])
+    assert plan.shadows == ((0, (2, 3)), (3, (0, 1)))
+    with pytest.raises(ConfigError, match="expert 9 cannot be shadowed; experts are 0 to 3"):
+        forced_shadows(counts_PE, Placement.contiguous(4, 4), costs(), [9])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"row_forward": -1.0}, r"row_forward \(-1.0\) must not be negative"),
+        ({"overlap": 1.5}, r"overlap \(1.5\) must lie between 0 \(blocking\) and 1"),
+        ({"min_rows": 0}, r"min_rows \(0\) must be at least 1"),
+        ({"dtype": "int3"}, "unknown dtype 'int3'; choose one of fp64, fp32"),
+        ({"bandwidth": 0}, r"bandwidth \(0\) must be positive"),
+    ],
+)
+def test_costs_are_checked(changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        costs(**changes)
+
+
+def test_counts_of_another_shape_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"counts are \[2, 2\]"):
+        choose_shadows(np.zeros((2, 2), dtype=np.int64), Placement.contiguous(4, 2), costs())
