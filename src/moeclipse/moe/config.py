@@ -78,6 +78,8 @@ class MoEConfig:
     """Ranks that exchange rows in one step of the smart schedule; auto: those of a host, or each alone."""
     chunks: int | Literal["auto"] = "auto"
     """Slices into which the rows of a step are cut (smart); auto: chosen from measured costs."""
+    expert_tp: Literal["folded", "sharded"] = "folded"
+    """With parallel.tp: folded: each tp rank holds other experts; sharded: a part of each expert's width."""
 
     def problems(self) -> Iterator[str]:
         if self.num_experts < 1:

@@ -21,8 +21,9 @@ from torch import nn
 
 from moeclipse.ops.activation import swiglu, swiglu_backward
 from moeclipse.ops.grouped_gemm import grouped_mm, grouped_mm_dgrad, grouped_mm_wgrad
-from moeclipse.ops.random import fill_normal, key_of
-from moeclipse.tensor.weight_grad import accumulator
+from moeclipse.ops.random import key_of
+from moeclipse.tensor.cut import Cut, mark
+from moeclipse.tensor.weight_grad import WeightGrads, accumulator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,10 @@ class Pending:
 
 
 class Experts(nn.Module):
-    """`ids` are the logical experts in slot order; their initial weights depend on those numbers alone."""
+    """`ids` are the logical experts in slot order; their initial weights depend on those numbers alone.
+
+    `shard` = (index, parts): this rank has its part of each expert's hidden width, and y is part of a sum.
+    """
 
     def __init__(
         self,
@@ -56,14 +60,23 @@ class Experts(nn.Module):
         down_std: float | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
+        shard: tuple[int, int] = (0, 1),
     ) -> None:
         super().__init__()
         self.ids = tuple(ids)
-        self.up = nn.Parameter(torch.empty(len(ids), 2 * d_ff, d_model, device=device, dtype=dtype))
-        self.down = nn.Parameter(torch.empty(len(ids), d_model, d_ff, device=device, dtype=dtype))
-        for name, weight, std in (("up", self.up, init_std), ("down", self.down, down_std or init_std)):
+        self.wgrads = WeightGrads()
+        index, parts = shard
+        what = "the hidden width of an expert"
+        up = Cut.of((2 * d_ff, d_model), 0, index=index, parts=parts, blocks=2, what=what)
+        down = Cut.of((d_model, d_ff), 1, index=index, parts=parts, what=what)
+        self.up = nn.Parameter(torch.empty(len(ids), *up.local_shape, device=device, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(len(ids), *down.local_shape, device=device, dtype=dtype))
+        parameters = (("up", self.up, init_std, up), ("down", self.down, down_std or init_std, down))
+        for name, weight, std, cut in parameters:
+            if parts > 1:
+                mark(weight, cut)
             for slot, expert in enumerate(ids):
-                fill_normal(weight.data[slot], key_of(seed, layer, "expert", expert, name), std)
+                cut.fill(weight.data[slot], key_of(seed, layer, "expert", expert, name), std)
 
     def forward(self, x: torch.Tensor, counts: Sequence[int]) -> tuple[torch.Tensor, Saved]:
         h = grouped_mm(x, self.up, counts)
@@ -77,6 +90,10 @@ class Experts(nn.Module):
 
     def wgrad(self, pending: Sequence[Pending]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Add up all parts; what autograd gets for (up, down) is nothing where there is a main_grad."""
+        up, down = self.wgrads.submit((self.up, self.down), lambda: self._wgrad(pending))
+        return up, down
+
+    def _wgrad(self, pending: Sequence[Pending]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         up, up_grad = accumulator(self.up)
         down, down_grad = accumulator(self.down)
         for part in pending:

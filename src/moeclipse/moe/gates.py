@@ -147,7 +147,7 @@ def drop_over_capacity(
     counts_KE = torch.stack([count_experts(ids_TK[:, k], num_experts) for k in range(num_choices)])
     counts_PKE = tokens.gather(counts_KE, f"exchange of capacity counts, layer {layer}").get()
     earlier_KE = counts_PKE.sum(0).cumsum(0) - counts_PKE.sum(0)  # all first choices before any second
-    earlier_KE = earlier_KE + counts_PKE[: tokens.mesh.rank].sum(0)
+    earlier_KE = earlier_KE + counts_PKE[: tokens.group.index].sum(0)
     kept = []
     for k in range(num_choices):
         ids_T = ids_TK[:, k]

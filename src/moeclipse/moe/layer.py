@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.exchange import total
-from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.mesh import Group, Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import GateConfig, MoEConfig, gate_problems
 from moeclipse.moe.dispatch import Route, plan_dispatch
@@ -58,6 +58,7 @@ class MoE(nn.Module):
         gate: GateConfig | None = None,
         num_shared_experts: int = 0,
         exchange: Mapping[str, Any] | None = None,
+        expert_tp: Literal["folded", "sharded"] = "folded",
         mesh: Mesh | None = None,
         layer: int = 0,
         seed: int = 0,
@@ -73,8 +74,11 @@ class MoE(nn.Module):
         )
         problems = [*config.problems(), *gate.problems(), *gate_problems(gate, num_experts)]
         self.mesh = mesh or Mesh.single(device or "cpu")
-        if self.mesh.ep > num_experts:
-            problems.append(f"ep ({self.mesh.ep}) must not exceed num_experts ({num_experts})")
+        self.sharded = expert_tp == "sharded" and self.mesh.tp > 1
+        group = self.mesh.shard_experts if self.sharded else self.mesh.experts
+        if group.size > num_experts:
+            axes = f"ep ({self.mesh.ep})" if group.size == self.mesh.ep else f"ep x tp ({group.size})"
+            problems.append(f"{axes} must not exceed num_experts ({num_experts})")
         if problems:
             raise ConfigError(problems)
         self.layer, self.num_experts, self.calls = layer, num_experts, 0
@@ -82,11 +86,12 @@ class MoE(nn.Module):
         shape: dict[str, Any] = {"d_model": d_model, "layer": layer, "seed": seed, "init_std": init_std}
         shape |= {"device": device, "dtype": dtype}
         self.gate = Gate(gate, num_experts=num_experts, **shape)
-        placement = Placement.contiguous(num_experts, self.mesh.ep)
-        self.route = Route.of(placement, self.mesh.experts, self.mesh.a2a, device)
+        placement = Placement.contiguous(num_experts, group.size)
+        self.route = Route.of(placement, group, self.mesh.a2a, device)
         hosts = self.mesh.hosts
-        self.schedule = ExchangeSchedule(config, tuple(hosts[rank] for rank in self.mesh.experts.ranks))
-        self.experts = Experts(placement.slots[self.mesh.ep_index], d_ff=d_ff, down_std=down_std, **shape)
+        self.schedule = ExchangeSchedule(config, tuple(hosts[rank] for rank in group.ranks))
+        shape["shard"] = (self.mesh.tp_index, self.mesh.tp) if self.sharded else (0, 1)
+        self.experts = Experts(placement.slots[group.index], d_ff=d_ff, down_std=down_std, **shape)
         self.shared: Experts | None = None
         if num_shared_experts:
             self.shared = Experts([-1], d_ff=num_shared_experts * d_ff, down_std=down_std, **shape)
@@ -100,17 +105,26 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x_TD = x.flatten(0, -2)
-        tokens = Tokens.of(self.mesh, len(x_TD), step=self.calls)
+        tokens = Tokens.of(self.mesh, len(x_TD), step=self.calls, group=self.token_group)
         self.calls += self.training
         y_TD, self.last = self.run(x_TD, tokens)
         return y_TD.view(x.shape)
 
+    @property
+    def token_group(self) -> Group:
+        """The ranks that have different tokens."""
+        return self.mesh.data if self.sharded else self.mesh.world
+
     def run(self, x_TD: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, MoEReport]:
-        """The layer on this rank's part of a global microbatch."""
+        """The layer on this rank's part of a global microbatch.
+
+        Where experts are sharded over tp, all tp ranks get the same tokens, and output, gradients and losses
+        are shares: their sums over tp are the layer's.
+        """
         config = self.gate.config
         where = f"layer {self.layer}, microbatch {tokens.microbatch}"
         routing = self.gate(x_TD, tokens)
-        load = total(self.mesh.a2a, self.mesh.world, routing.load_E, f"sum of expert loads, {where}")
+        load = total(self.mesh.a2a, tokens.group, routing.load_E, f"sum of expert loads, {where}")
         shape = self.schedule.shape
         plan = plan_dispatch(routing.expert_ids_TK, self.route, shape, where)
         experts: Any = self.experts
@@ -124,9 +138,14 @@ class MoE(nn.Module):
         aux = config.balance_loss * balance_loss(routing, load.get(), tokens.total)
         if config.z_loss:
             aux = aux + config.z_loss * z_loss(routing, tokens.total)
+        load_E, num_dropped = routing.load_E, routing.num_dropped
+        if self.sharded:
+            aux = aux / self.mesh.tp
+            counts = int(self.mesh.tp_index == 0)  # every tp rank saw these tokens: one of them counts
+            load_E, num_dropped = load_E * counts, num_dropped * counts
         if self.training:
-            self.load_E += routing.load_E
-        return y_TD, MoEReport(aux_loss=aux, load_E=routing.load_E, num_dropped=routing.num_dropped)
+            self.load_E += load_E
+        return y_TD, MoEReport(aux_loss=aux, load_E=load_E, num_dropped=num_dropped)
 
 
 class _Shared(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """The global microbatch as one rank sees it.
 
-Each rank holds a contiguous part of the microbatch's tokens, in rank order. A gate that counts or draws
-over the whole microbatch asks here, and so gives the same answer however the tokens are shared out.
+Each rank of a group holds a contiguous part of the microbatch's tokens, in rank order. A gate that counts or
+draws over the whole microbatch asks here, and so gives the same answer however the tokens are shared out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from moeclipse.comm.exchange import Result, gather
-from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.mesh import Group, Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,18 +23,27 @@ class Tokens:
     total: int
     step: int = 0
     microbatch: int = 0
+    group: Group = None  # type: ignore[assignment]
+    """The ranks that share out the tokens; left out: all of them."""
+
+    def __post_init__(self) -> None:
+        if self.group is None:
+            object.__setattr__(self, "group", self.mesh.world)
 
     @classmethod
-    def of(cls, mesh: Mesh, local: int, step: int = 0, microbatch: int = 0) -> Tokens:
+    def of(
+        cls, mesh: Mesh, local: int, step: int = 0, microbatch: int = 0, group: Group | None = None
+    ) -> Tokens:
         """Ask the other ranks how many tokens they have."""
-        if mesh.num_ranks == 1:
-            return cls(mesh=mesh, first=0, total=local, step=step, microbatch=microbatch)
-        mine = torch.tensor([local], device=mesh.device)
-        everyone = gather(mesh.a2a, mesh.world, mine, "exchange of token counts").to_host()
-        counts = [count for (count,) in everyone]
-        first = sum(counts[: mesh.rank])
-        return cls(mesh=mesh, first=first, total=sum(counts), step=step, microbatch=microbatch)
+        group = group or mesh.world
+        first, total = 0, local
+        if group.size > 1:
+            mine = torch.tensor([local], device=mesh.device)
+            everyone = gather(mesh.a2a, group, mine, "exchange of token counts").to_host()
+            counts = [count for (count,) in everyone]
+            first, total = sum(counts[: group.index]), sum(counts)
+        return cls(mesh=mesh, first=first, total=total, step=step, microbatch=microbatch, group=group)
 
     def gather(self, value: torch.Tensor, label: str) -> Result:
         """Every rank's value, [P, ...]."""
-        return gather(self.mesh.a2a, self.mesh.world, value, f"{label}, microbatch {self.microbatch}")
+        return gather(self.mesh.a2a, self.group, value, f"{label}, microbatch {self.microbatch}")

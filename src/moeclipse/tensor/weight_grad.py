@@ -1,16 +1,43 @@
 """The one place that knows how a weight gradient reaches its accumulator.
 
-A trainer gives each parameter a `main_grad` (fp32, or the parameter's dtype where that is wider) that
-lives in a flat buffer and sums over microbatches. A parameter without one, in a user's own loop, gets
-its gradient in `.grad` as always. Whoever computes a weight gradient by hand asks `accumulator` where to
-add it and what to tell autograd.
+Idea. A trainer gives each parameter a `main_grad` (fp32, or the parameter's dtype where that is wider) that
+lives in a flat buffer and sums over microbatches. The product dy^T x adds into it inside the GEMM: no
+temporary has the weight's size. A parameter without one, in a user's own loop, gets its gradient in `.grad`
+as always, added to what is there.
+
+    now        the product runs inside backward
+    deferred   it is queued under (microbatch, stage) and runs when the schedule says W
+
+Contract. Deferred and immediate gradients add in the same order and give the same bits. A bucket hears that a
+parameter is ready when its last backward has run AND none of its products is still queued. Queues must be
+empty at the optimizer step (`check_empty`).
+
+Hazard. A queued product keeps its operands alive: memory grows until W runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+
+from moeclipse.core.errors import ConfigError, ScheduleError
+from moeclipse.ops.wgrad import dense_wgrad
+
+WIDER = {
+    torch.float64: (torch.float64,),
+    torch.float32: (torch.float32, torch.float64),
+    torch.bfloat16: (torch.bfloat16, torch.float32, torch.float64),
+    torch.float16: (torch.float16, torch.float32, torch.float64),
+}
+"""The accumulators that products of each operand type may add into."""
+CHUNK_ROWS = 512
+"""Where operands must be widened first, this many rows at a time: the copy stays small."""
+
+Grad = torch.Tensor | None
+Work = Callable[[], Sequence[Grad]]
 
 
 def main_grad_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -18,31 +45,190 @@ def main_grad_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def attach(parameter: torch.nn.Parameter, main_grad: torch.Tensor, ready: Callable[[], None]) -> None:
+class Accumulation:
+    """Where one parameter's gradients go, and who waits for them."""
+
+    def __init__(self, main_grad: torch.Tensor, ready: Callable[[], None]) -> None:
+        self.main_grad, self._ready = main_grad, ready
+        self.queued = 0
+        self._backward_done = False
+
+    def begin(self) -> None:
+        """The last backward of the step begins: what earlier ones reported does not count."""
+        self._backward_done = False
+
+    def backward_done(self) -> None:
+        self._backward_done = True
+        self.settle()
+
+    def settle(self) -> None:
+        if self._backward_done and self.queued == 0:
+            self._backward_done = False
+            self._ready()
+
+
+def attach(parameter: torch.nn.Parameter, main_grad: torch.Tensor, ready: Callable[[], None]) -> Accumulation:
     """From now on gradients of `parameter` add into `main_grad`; `ready` is called after each backward.
 
     The hook runs once in each backward, after all uses of the parameter, also when whoever used it has
     added into main_grad by hand and gave autograd nothing.
     """
+    state = Accumulation(main_grad, ready)
     parameter.main_grad = main_grad  # type: ignore[attr-defined]
+    parameter.accumulation = state  # type: ignore[attr-defined]
 
     def take(p: torch.Tensor) -> None:
         if p.grad is not None:
             main_grad.add_(p.grad)
             p.grad = None
-        ready()
+        state.backward_done()
 
     parameter.register_post_accumulate_grad_hook(take)
+    return state
 
 
-def accumulator(parameter: torch.nn.Parameter) -> tuple[torch.Tensor, torch.Tensor | None]:
+def accumulator(parameter: torch.nn.Parameter) -> tuple[torch.Tensor, Grad]:
     """(where to add a gradient computed by hand, what to hand to autograd afterwards).
 
     With a main_grad autograd gets nothing; without one it gets a fresh gradient, zeros to begin with, so
     that a weight that was not used has a zero gradient and not None.
     """
-    main_grad: torch.Tensor | None = getattr(parameter, "main_grad", None)
+    main_grad: Grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
         return main_grad, None
     grad = torch.zeros_like(parameter)
     return grad, grad
+
+
+def check_dtypes(operand: torch.dtype, into: torch.dtype) -> None:
+    if into not in WIDER.get(operand, ()):
+        choices = ", ".join(str(dtype) for dtype in WIDER.get(operand, ())) or "floating point"
+        raise ConfigError(
+            f"a weight gradient of {operand} operands cannot add into a main_grad of {into}; "
+            f"give the parameter a main_grad of {choices}"
+        )
+
+
+def weight_grad(
+    parameter: torch.nn.Parameter, dy_TN: torch.Tensor, x_TD: torch.Tensor, *, fuse: bool = True
+) -> Grad:
+    """dy^T x, added into main_grad inside the product; what autograd gets where it is not.
+
+    Without `fuse`, or without a main_grad, the product is a tensor of its own.
+    """
+    into: Grad = getattr(parameter, "main_grad", None)
+    if into is None or not fuse:
+        return (dy_TN.t() @ x_TD).to(parameter.dtype)
+    check_dtypes(dy_TN.dtype, into.dtype)
+    if into.dtype == dy_TN.dtype or dy_TN.is_cuda:
+        dense_wgrad(dy_TN, x_TD, into)
+        return None
+    for first in range(0, len(dy_TN), CHUNK_ROWS):
+        rows = slice(first, first + CHUNK_ROWS)
+        dense_wgrad(dy_TN[rows], x_TD[rows], into)
+    return None
+
+
+def bias_grad(parameter: torch.nn.Parameter, dy_TN: torch.Tensor, *, fuse: bool = True) -> Grad:
+    """The sum of dy over tokens, in the accumulator's type; added into main_grad where there is one."""
+    into: Grad = getattr(parameter, "main_grad", None)
+    if into is None or not fuse:
+        return dy_TN.sum(0).to(parameter.dtype)
+    check_dtypes(dy_TN.dtype, into.dtype)
+    into.add_(dy_TN.sum(0, dtype=into.dtype))
+    return None
+
+
+@dataclass(frozen=True)
+class _Queued:
+    parameters: tuple[torch.nn.Parameter, ...]
+    work: Work
+
+
+class WeightGrads:
+    """Runs weight gradients at once, or queues them until the schedule says W. One for a model.
+
+    with grads.deferred(microbatch=0, stage=1):
+        loss.backward()                          # input gradients alone
+    ...
+    grads.run(microbatch=0, stage=1)             # W
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[int, int] | None = None
+        self._queues: dict[tuple[int, int], list[_Queued]] = {}
+
+    @property
+    def deferring(self) -> bool:
+        return self._key is not None
+
+    @contextmanager
+    def deferred(self, *, microbatch: int, stage: int = 0) -> Iterator[None]:
+        """Backward inside this block queues its weight gradients."""
+        if self._key is not None:
+            raise ScheduleError(
+                f"weight gradients of microbatch {microbatch}, stage {stage} cannot be deferred inside those "
+                f"of microbatch {self._key[0]}, stage {self._key[1]}; leave that block first"
+            )
+        self._key = (microbatch, stage)
+        try:
+            yield
+        finally:
+            self._key = None
+
+    def submit(self, parameters: Sequence[torch.nn.Parameter], work: Work) -> Sequence[Grad]:
+        """What autograd gets for `parameters`; `work` gives it now, or is kept for W."""
+        if self._key is None:
+            return work()
+        self._queues.setdefault(self._key, []).append(_Queued(tuple(parameters), work))
+        for parameter in parameters:
+            if (state := getattr(parameter, "accumulation", None)) is not None:
+                state.queued += 1
+        return [None] * len(parameters)
+
+    @torch.no_grad()
+    def run(self, *, microbatch: int, stage: int = 0) -> None:
+        """W: everything that was queued under this key, in the order in which backward met it."""
+        queue = self._queues.pop((microbatch, stage), None)
+        if queue is None:
+            known = ", ".join(f"({m}, {s})" for m, s in sorted(self._queues)) or "none"
+            raise ScheduleError(
+                f"no weight gradient of microbatch {microbatch}, stage {stage} is queued; "
+                f"queued (microbatch, stage): {known}"
+            )
+        for item in queue:
+            for parameter, grad in zip(item.parameters, item.work(), strict=True):
+                _take(parameter, grad)
+
+    def check_empty(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] = ()) -> None:
+        """Before the optimizer step: a gradient that never ran would be lost without a word."""
+        if not self._queues:
+            return
+        names = {id(parameter): name for name, parameter in named_parameters}
+        lost = [
+            f"{names.get(id(parameter), f'a parameter of shape {tuple(parameter.shape)}')} "
+            f"(microbatch {microbatch}, stage {stage})"
+            for (microbatch, stage), queue in sorted(self._queues.items())
+            for item in queue
+            for parameter in item.parameters
+        ]
+        shown = ", ".join(lost[:8]) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
+        raise ScheduleError(
+            f"{len(lost)} weight gradients were deferred and never ran: {shown}; "
+            "run W for them before the optimizer step"
+        )
+
+
+def _take(parameter: torch.nn.Parameter, grad: Grad) -> None:
+    """What autograd and the hook would have done with a gradient that came in time."""
+    state: Accumulation | None = getattr(parameter, "accumulation", None)
+    if grad is not None:
+        if state is not None:
+            state.main_grad.add_(grad)
+        elif parameter.grad is None:
+            parameter.grad = grad
+        else:
+            parameter.grad += grad
+    if state is not None:
+        state.queued -= 1
+        state.settle()
