@@ -3,9 +3,9 @@
     .venv/bin/python bench/schedules.py [--json FILE] [--quick]
 
 Speed: verify and simulate at action level, P=8 M=32 V=2 in milliseconds and DualPipeV P=256 M=1024 (about a
-million actions) in seconds, with sizes in between to see that cost grows about linearly. Orders: makespans
-of the drawn example, the exchange of 64 ranks against its bound, events per step against per (step, expert),
-and schedules side by side on the costs of a published trace.
+million actions) in seconds, with sizes in between to see that cost grows about linearly. Orders: makespans of
+the drawn example, the exchange of 64 ranks against its bound, which rule orders an exchange best, events per
+step against per (step, expert), and schedules side by side on the costs of a published trace.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import platform
 import statistics
@@ -64,25 +65,27 @@ def seconds(work: Callable[[], object], repeats: int) -> float:
 
 def speed(rows: Rows, checks: dict[str, float], quick: bool) -> None:
     say("speed: verify + simulate, whole actions of DualPipeV")
-    slopes = []
-    for P, M in SIZES[: 4 if quick else None]:
+    sizes = SIZES[: 4 if quick else None]
+    for P, M in sizes:
         begin = time.perf_counter()
         program = build("dualpipev", P, M)
         generated = time.perf_counter() - begin
         repeats = 21 if P == 8 else 5 if P <= 32 else 3
         spent = seconds(lambda program=program: simulate(verify(program), UNIT), repeats)
         count = actions(program)
-        slopes.append(spent / count)
         rows.append(
             {"what": "speed", "P": P, "M": M, "actions": count, "generate_s": generated, "spent_s": spent}
         )
-        say(f"  P={P:<4} M={M:<5} {count:>9,} actions  generate {generated:7.3f} s  verify + simulate {spent:7.3f} s"
-            f"  {spent / count * 1e6:5.2f} us per action")  # fmt: skip
+        say(
+            f"  P={P:<4} M={M:<5} {count:>9,} actions  generate {generated:7.3f} s  "
+            f"verify + simulate {spent:7.3f} s  {spent / count * 1e6:5.2f} us per action"
+        )
         if P == 8:
             checks["p8_ms"] = spent * 1e3
         if P == 256:
             checks["p256_s"] = spent
-    checks["growth_per_action"] = slopes[-1] / slopes[1]
+    first, last = ((r["actions"], r["spent_s"]) for r in (rows[-len(sizes) + 1], rows[-1]))
+    checks["growth_exponent"] = math.log(last[1] / first[1]) / math.log(last[0] / first[0])
     lowered = lower(build("dualpipev", 32, 128))
     spent = seconds(lambda: simulate(verify(lowered), UNIT), 3)
     rows.append({"what": "speed lowered", "P": 32, "M": 128, "ops": lowered.num_ops, "spent_s": spent})
@@ -124,10 +127,42 @@ def exchange(rows: Rows, checks: dict[str, float]) -> None:
         say(f"  {rule:<10} {spent / bound:.3f} x the bound {'<- chosen' if spent == choice.seconds else ''}")
 
 
+def orders(rows: Rows, checks: dict[str, float]) -> None:
+    say("which rule orders an exchange best: forward, communication as long as compute, times the bound")
+    rng = np.random.default_rng(1)
+    wins: dict[str, int] = {}
+    for P, size, experts in ((8, 2, 1), (16, 4, 2), (12, 5, 1), (64, 8, 1)):
+        tokens, row_bytes, far = 4096, 4096.0, 25e9
+        for load in (0.0, 0.6, 1.2):
+            share = 1 / np.arange(1, P * experts + 1) ** load
+            counts = np.array([rng.multinomial(tokens, share / share.sum()) for _ in range(P)])
+            for near in (1, 8):
+                costs = ExchangeCosts(
+                    row_bytes=row_bytes,
+                    near_bandwidth=near * far,
+                    far_bandwidth=far,
+                    row_seconds=2 * row_bytes / far,
+                    latency=1e-5,
+                    kernel=1e-5,
+                )
+                shape = exchange_shape(P, group_size=size, experts_per_rank=experts)
+                chunks, swaps = ((1, 2, 4), 40) if P < 64 else ((1, 2), 10)
+                choice = choose_exchange(shape, counts, costs, chunks=chunks, swaps=swaps)
+                wins[choice.rule] = wins.get(choice.rule, 0) + 1
+                over = {rule: round(spent / choice.bound, 3) for rule, spent in choice.tried.items()}
+                rows.append(
+                    {"what": "orders", "P": P, "zipf": load, "near": near, "rule": choice.rule, **over}
+                )
+                say(
+                    f"  P={P:<3} groups of {size}, Zipf {load}, near links {near}x: {choice.rule} with "
+                    f"{choice.shape.chunks} chunks, {choice.seconds / choice.bound:.3f}"
+                )
+    for rule, count in wins.items():
+        checks[f"wins_{rule}"] = count
+
+
 def events(rows: Rows, checks: dict[str, float]) -> None:
-    say(
-        "events per step (chunks chosen) against events per (step, expert); 16 ranks in groups of 4, x the bound"
-    )
+    say("events per step (chunks chosen) against per (step, expert); 16 ranks in groups of 4, x the bound")
     worst = 0.0
     for tokens in (2048, 16384, 65536):
         for experts in (2, 4, 8):
@@ -158,8 +193,11 @@ def events(rows: Rows, checks: dict[str, float]) -> None:
                     "per_expert": each / bound,
                 }
             )
-            say(f"  {tokens:>6} rows, {experts} experts per rank: per step {chosen.seconds / bound:.3f} "
-                f"({chosen.rule}, {chosen.shape.chunks} chunks), per (step, expert) {each / bound:.3f}")  # fmt: skip
+            how = f"{chosen.rule}, {chosen.shape.chunks} chunks"
+            say(
+                f"  {tokens:>6} rows, {experts} experts per rank: per step {chosen.seconds / bound:.3f} "
+                f"({how}), per (step, expert) {each / bound:.3f}"
+            )
     checks["per_step_over_per_expert"] = worst
 
 
@@ -185,7 +223,8 @@ def compare(rows: Rows, checks: dict[str, float]) -> None:
             }
             rows.append(row)
             say(
-                f"  {name:<10} {how:<28} {row['makespan_s']:7.3f} s  hidden {row['hidden']:4.0%}  peak {row['peak']:.2f}"
+                f"  {name:<10} {how:<28} {row['makespan_s']:7.3f} s  "
+                f"hidden {row['hidden']:4.0%}  peak {row['peak']:.2f}"
             )
     best = {
         r["schedule"]: r["makespan_s"] for r in rows if r["what"] == "compare" and "layer" in r["overlap"]
@@ -204,6 +243,7 @@ def main() -> int:
     checks: dict[str, float] = {}
     drawn(rows, checks)
     exchange(rows, checks)
+    orders(rows, checks)
     events(rows, checks)
     compare(rows, checks)
     speed(rows, checks, options.quick)

@@ -201,7 +201,7 @@ def _pipeline_needs(program: Program, ops: Sequence[Op]) -> list[list[int]]:
 
 
 def _exchange_needs(ops: Sequence[Op]) -> list[list[int]]:
-    """S before C before R of one (step, chunk, expert); a shadow's send, compute, reduce and add in turn."""
+    """S before C before R of one (step, chunk, expert); the shadows' send, compute, reduce, add in turn."""
     where = {(op.kind, op.step, op.chunk, op.expert): position for position, op in enumerate(ops)}
     before = {
         "C_F": ("S_F",),

@@ -117,14 +117,7 @@ def _wanted_exchange(shape: ExchangeShape, rank: int) -> Iterator[ExchangeKey]:
                 yield from ((f"{part}_{form}", step, cut, expert) for part in ("S", "C", "R"))
     if shape.backward:
         yield ("C_W", None, None, None)
-    for shadow in shape.shadows:
-        lent, owned = rank in shadow.ranks, rank == shadow.owner
-        kinds: list[str] = []
-        if shape.backward:
-            kinds += ["SHADOW_B", "SHADOW_W"] if lent else []
-            kinds += ["SHADOW_REDUCE"] if lent or owned else []
-            kinds += ["SHADOW_ADD"] if owned else []
-        else:
-            kinds += ["SHADOW_SEND"] if lent or owned else []
-            kinds += ["SHADOW_F"] if lent else []
-        yield from ((kind, None, None, shadow.expert) for kind in kinds)
+    if shape.shadows:
+        forward = ("SHADOW_SEND", "SHADOW_F")
+        backward = ("SHADOW_B", "SHADOW_W", "SHADOW_REDUCE", "SHADOW_ADD")
+        yield from ((kind, None, None, None) for kind in (backward if shape.backward else forward))

@@ -10,7 +10,9 @@ chunks. All ranks share one order of (step, chunk) units; `plan.search` chooses 
                compute  shadow rows  C_0 C_1 ... C_n  dW  add shadow gradients
 
 R_u is launched right behind C_u, never behind the last C. In backward, shadows need no rows from others,
-so they run while the first S travels, and dW runs while the last R travels.
+so they run while the first S travels, and dW runs while the last R travels. The parameters of all shadows
+travel in one uneven exchange that every rank takes part in, whether it lends, borrows or neither: so a
+program depends on whether there are shadows, not on which, and can be kept from step to step.
 Contract: launch order is host order, so S of all units stands before the first C.
 """
 
@@ -129,16 +131,10 @@ def smart(shape: ExchangeShape) -> Program:
     build = _backward if shape.backward else _forward
     ranks = tuple(tuple(build(_RankList(rank, shape))) for rank in range(shape.num_ranks))
     groups = {GROUP: tuple(range(shape.num_ranks))}
-    for shadow in shape.shadows:
-        groups[_shadow_group(shadow)] = (shadow.owner, *shadow.ranks)
     order = "blocking" if shape.blocking else "smart"
     return Program(
         name=f"{order} {'backward' if shape.backward else 'forward'}", ranks=ranks, shape=shape, groups=groups
     )
-
-
-def _shadow_group(shadow: Shadow) -> str:
-    return f"shadow{shadow.expert}"
 
 
 def _events(shape: ExchangeShape) -> list[tuple[tuple[int, int], int | None]]:
@@ -184,35 +180,23 @@ def _compute_and_return(out: _RankList, form: str, sent: list[int], extra: Seque
 
 def _forward(out: _RankList) -> list[Op]:
     sent = _send_all(out, "F")
-    lent: list[tuple[int, int]] = []
-    for shadow in out.shape.shadows:
-        if out.rank in (shadow.owner, *shadow.ranks):
-            position = out.add("SHADOW_SEND", expert=shadow.expert, group=_shadow_group(shadow))
-            if out.rank != shadow.owner:
-                lent.append((shadow.expert, position))
-    _compute_and_return(out, "F", sent, [position for _, position in lent])
-    for expert, position in lent:
-        out.add("SHADOW_F", expert=expert, deps=[position])
+    lent = [out.add("SHADOW_SEND", group=GROUP)] if out.shape.shadows else []
+    _compute_and_return(out, "F", sent, lent)
+    if lent:
+        out.add("SHADOW_F", deps=lent)
     return out.ops
 
 
 def _backward(out: _RankList) -> list[Op]:
     sent = _send_all(out, "B")
     reduced: list[int] = []
-    added: list[tuple[int, int]] = []
-    for shadow in out.shape.shadows:
-        deps = []
-        if out.rank in shadow.ranks:
-            first = out.add("SHADOW_B", expert=shadow.expert)
-            deps = [out.add("SHADOW_W", expert=shadow.expert, deps=[first])]
-        if out.rank in (shadow.owner, *shadow.ranks):
-            position = out.add("SHADOW_REDUCE", expert=shadow.expert, deps=deps, group=_shadow_group(shadow))
-            reduced.append(position)
-            if out.rank == shadow.owner:
-                added.append((shadow.expert, position))
+    if out.shape.shadows:
+        first = out.add("SHADOW_B")
+        weights = out.add("SHADOW_W", deps=[first])
+        reduced.append(out.add("SHADOW_REDUCE", deps=[weights], group=GROUP))
     computed = _compute_and_return(out, "B", sent, reduced)
     if not out.shape.blocking:
         out.add("C_W", deps=computed)
-    for expert, position in added:
-        out.add("SHADOW_ADD", expert=expert, deps=[position])
+    if reduced:
+        out.add("SHADOW_ADD", deps=reduced)
     return out.ops
