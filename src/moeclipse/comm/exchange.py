@@ -108,6 +108,20 @@ def total(lane: Lane, group: Group, value: torch.Tensor, label: str) -> RankSum:
     return RankSum(Result(parts._value.flatten(0, 1), parts._ticket), group.size)
 
 
+def all_reduce(lane: Lane, group: Group, value: torch.Tensor, label: str) -> Result | RankSum:
+    """The sum of every member's `value`, the same bits on every rank; `value` may be overwritten."""
+    if group.size == 1:
+        return Result(value)
+    if group.backend != "nccl":
+        return total(lane, group, value, label)
+    value = value.contiguous()
+
+    def start() -> Any:
+        return dist.all_reduce(value, group=group.handle, async_op=True)
+
+    return Result(value, lane.launch(group, label, start, value))
+
+
 def reduce_scatter(
     lane: Lane, group: Group, flat: torch.Tensor, bounds: Sequence[int], label: str
 ) -> RankSum:
