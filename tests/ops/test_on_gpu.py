@@ -37,7 +37,11 @@ class Case:
         if self.name == "one takes all":
             noise[:, 3] += 10
         ids = noise.topk(self.top_k, 1).indices
-        return torch.where(torch.rand_like(ids, dtype=torch.float32) < 0.3, -1, ids) if self.name == "unused" else ids
+        return (
+            torch.where(torch.rand_like(ids, dtype=torch.float32) < 0.3, -1, ids)
+            if self.name == "unused"
+            else ids
+        )
 
 
 CASES = [
@@ -82,8 +86,11 @@ def test_errors_are_those_of_plain_torch(case: Case) -> None:
     exact = gradients(routed_experts_reference, [t.double() for t in inputs], ids, d_out)
     plain = gradients(routed_experts_reference, inputs, ids, d_out)
     ours = gradients(routed_experts, inputs, ids, d_out)
-    for name, got, beside, truth in zip(("out", "dx", "dscores", "dup", "ddown"), ours, plain, exact, strict=True):
-        assert error(got, truth) <= 1.1 * error(beside, truth) + 1e-7, name
+    for name, got, beside, truth in zip(
+        ("out", "dx", "dscores", "dup", "ddown"), ours, plain, exact, strict=True
+    ):
+        allowed = 1.1 * error(beside, truth) + 1e-7
+        assert error(got, truth) <= allowed, name
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -159,7 +166,10 @@ def test_gate_and_combine() -> None:
     scores.backward(d_scores)
     scores_0.backward(d_scores)
     torch.testing.assert_close(logits.grad, twin.grad, atol=1e-3, rtol=2e-2)
-    rows, place = torch.randn(500, 1000, device="cuda").bfloat16(), torch.randint(-1, 500, (77, 5), device="cuda")
+    rows, place = (
+        torch.randn(500, 1000, device="cuda").bfloat16(),
+        torch.randint(-1, 500, (77, 5), device="cuda"),
+    )
     weight = torch.rand(500, device="cuda")
     torch.testing.assert_close(gather_sum(rows, place, weight), gather_sum_reference(rows, place, weight))
 

@@ -47,11 +47,10 @@ def d_hidden_reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows = dy if index_M is None else dy[index_M.long()]
     d_a = _products(rows, down_EDF, grouping)
-    wide = torch.promote_types(scores_M.dtype, torch.float32)
-    scores = scores_M.to(wide)[:, None]
-    d_h, a = swiglu_backward((d_a * scores).to(dy.dtype), h_MH)
-    d_score = (d_a.to(wide) * a.to(wide)).sum(1)
-    return d_h, (a * scores).to(a.dtype), d_score
+    wide = torch.promote_types(dy.dtype, torch.float32)
+    scores, d_a = scores_M.to(wide)[:, None], d_a.to(wide)
+    d_h, a = swiglu_backward(d_a * scores, h_MH.to(wide))
+    return d_h.to(dy.dtype), (a * scores).to(dy.dtype), (d_a * a).sum(1)
 
 
 def d_rows_reference(d_h_MH: torch.Tensor, up_EHD: torch.Tensor, grouping: Grouping) -> torch.Tensor:
@@ -70,7 +69,9 @@ def up(
     x: torch.Tensor, up_EHD: torch.Tensor, grouping: Grouping, index_M: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(h [M, 2F], a [M, F])."""
-    picked = up_kernel if mlp_fits(x, up_EHD, grouping) else up_reference
+    # Both halves of h are addressed by themselves, so each must begin on 16 bytes.
+    fits = mlp_fits(x, up_EHD, grouping) and up_EHD.shape[1] % 16 == 0
+    picked = up_kernel if fits else up_reference
     return picked(x, up_EHD, grouping, index_M)
 
 
@@ -110,7 +111,7 @@ def mlp_fits(rows: torch.Tensor, weight: torch.Tensor, grouping: Grouping) -> bo
         and rows.stride(1) == 1
         and rows.stride(0) % 8 == 0
         and rows.data_ptr() % 16 == 0
-        and weight.shape[1] % 16 == 0
+        and weight.shape[1] % 8 == 0
         and weight.shape[2] % 8 == 0
         and len(rows) > 0
     )

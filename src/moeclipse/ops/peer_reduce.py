@@ -11,6 +11,7 @@ rank computed which rows of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -73,3 +74,75 @@ def rms_norm(h: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = h.to(wide_of(h.dtype))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale * weight.to(wide.dtype)).to(h.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerSpace:
+    """What the kernels of one rank need to know of the group; `comm/peer_cuda` makes it."""
+
+    table: torch.Tensor
+    """[P] int64: the address of each rank's buffer, flags first."""
+    counts: torch.Tensor
+    """[max_blocks] int32: rounds done."""
+    status: torch.Tensor
+    """[1] int32 in pinned memory: 1 + a peer that did not arrive."""
+    clock: torch.Tensor
+    """[max_blocks] int64: scratch for reading the time."""
+    area_bytes: int
+    head_bytes: int
+    limit_ns: int
+    rank: int
+    num_ranks: int
+    max_blocks: int
+
+
+class AllReduceKernel:
+    """out = sum over ranks of flat x, on a device.
+
+    Compiled kernels are kept, and launched with arguments by position: binding them by name in every call
+    takes several times as long as the kernel.
+    """
+
+    def __init__(self, space: PeerSpace) -> None:
+        self._space, self._compiled = space, {}  # type: ignore[var-annotated]
+        self._shared = (space.table, space.counts, space.status, space.clock)
+        self._sizes = (space.area_bytes, space.head_bytes, space.limit_ns)
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor, two_stages: bool) -> None:
+        space, length = self._space, x.numel()
+        block = 8192 // x.dtype.itemsize
+        part = length // space.num_ranks // 16 * 16  # parts begin on whole vectors
+        share = part if two_stages else length
+        grid = (max(1, min(space.max_blocks, -(-share // block))), 1, 1)
+        constants = (space.rank, space.num_ranks, two_stages, block, space.max_blocks)
+        arguments = (x, out, *self._shared, length, part, *self._sizes, *constants)
+        # What Triton compiles anew for: see the arguments that differ between calls.
+        key = (x.dtype, two_stages, x.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0)
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled[grid](*arguments)
+            return
+        from moeclipse.ops.triton import peer_reduce
+
+        self._compiled[key] = peer_reduce.all_reduce[grid](*arguments, num_warps=16)
+
+
+def all_reduce_rms_norm_kernel(
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    out: tuple[torch.Tensor, torch.Tensor],
+    space: PeerSpace,
+) -> None:
+    """out = (normed, h); see `add_residual` and `rms_norm`."""
+    from moeclipse.ops.triton import peer_reduce
+
+    T, D = x_TD.shape
+    block = 1 << (D - 1).bit_length()
+    peer_reduce.all_reduce_rms_norm[(min(space.max_blocks, T),)](
+        x_TD, residual_TD, weight_D, *out, space.table, space.counts, space.status, space.clock, T, D, eps,
+        space.area_bytes, space.head_bytes, space.limit_ns,
+        RANK=space.rank, W=space.num_ranks, BLOCK=block, MAX_BLOCKS=space.max_blocks,
+        num_warps=max(1, min(16, block // 256)),
+    )  # fmt: skip

@@ -45,7 +45,7 @@ TABLE = {
     "d_rows": Tile(stages=4, flatten=True, split=2, group=4),
     "d_hidden": Tile(stages=3, flatten=True),
     "wgrad_dy": Tile(stages=5, split=4),
-    "wgrad_x": Tile(stages=5, split=4, swap=True),
+    "wgrad_x": Tile(stages=4, split=4, swap=True, ahead=True),
     "wgrad": Tile(stages=4, split=4),
 }
 DEFAULT_FILE = Path("~/.cache/moeclipse/tiles.json")

@@ -124,14 +124,13 @@ def grouped_wgrad_kernel(
     x = x_MD if gather_x else create_ragged_descriptor(x_MD, [tile.k, wide_x])
     piece = [tile.n // tile.split, tile.m] if tile.swap else [tile.m, tile.n // tile.split]
     num_tiles = num_experts * -(-N // wide_dy) * -(-D // wide_x)
-    programs = min(num_tiles, num_programs(tile, dy_MN.device)) if tile.per_sm else num_tiles
+    programs = num_programs(tile, dy_MN.device) if tile.per_sm else num_tiles
     adding = "reduce" if dy_MN.is_cuda else "add"
     wgrad.grouped_wgrad[(programs,)](
         dy, dy_index_M, dy_MN.stride(0), x, x_index_M, x_MD.stride(0),
         TensorDescriptor.from_tensor(into_END, [1, *piece]), offsets_E1, num_experts, N, D,
         GATHER_DY=gather_dy, GATHER_X=gather_x, EVEN=N % wide_dy == 0 and D % wide_x == 0,
         MODE=adding if accumulate else "store", AHEAD=tile.ahead, SWAP=tile.swap, GROUP=tile.group,
-        # A program for each tile: the grid's size must not make another kernel.
-        PROGRAMS=programs if tile.per_sm else 1 << 30,
+        PROGRAMS=programs, PADDED=max(128, 1 << (num_experts - 1).bit_length()),
         BM=tile.m, BN=tile.n, BK=tile.k, SPLIT=tile.split, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -77,15 +77,34 @@ def put_tile(out, expert, row, column, acc, MODE: tl.constexpr, SPLIT: tl.conste
 
 
 @triton.jit
+def num_steps(
+    offsets, num_experts, each, pid, PROGRAMS: tl.constexpr, BK: tl.constexpr, PADDED: tl.constexpr
+):
+    """Steps of one program: for each of its tiles the blocks of BK rows of that expert, at least one.
+
+    Groups of 100 and 0 rows, 3 tiles each, 2 programs, BK = 64: program 0 has tiles 0, 2, 4: 2 + 2 + 1 steps.
+    """
+    expert = tl.arange(0, PADDED)
+    known = expert < num_experts
+    begin = tl.load(offsets + expert, mask=known, other=0)
+    end = tl.load(offsets + expert + 1, mask=known, other=0)
+    steps = tl.maximum((end - begin + BK - 1) // BK, 1)
+    behind = expert * each + PROGRAMS - 1 - pid
+    mine = (behind + each) // PROGRAMS - behind // PROGRAMS
+    return tl.sum(tl.where(known, steps * mine, 0), 0)
+
+
+@triton.jit
 def grouped_wgrad(
     dy, dy_index, dy_stride, x, x_index, x_stride, out, offsets, num_experts, N, D,
     GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, EVEN: tl.constexpr, MODE: tl.constexpr,
-    AHEAD: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    AHEAD: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr, PADDED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One tile of one expert's gradient [N, D]: BM x BN elements, or BN x BM when SWAP.
 
-    SWAP computes x^T dy, so that gathered rows of x stand on the side of the product that is BM wide.
+    Tiles and their blocks of rows are one loop, so that the next tile's rows are on their way while a tile is
+    written. SWAP computes x^T dy: gathered rows of x then stand on the side of the product that is BM wide.
     AHEAD reads row numbers one step ahead into registers; else they travel through the pipeline.
     offsets = [0, 3, 3, 8]: expert 0 sums over rows 0..2, expert 1 has none (its tiles add nothing, or write
     zeros), expert 2 sums over rows 3..7.
@@ -95,27 +114,41 @@ def grouped_wgrad(
     num_dy = tl.cdiv(N, WIDE_DY)
     num_x = tl.cdiv(D, WIDE_X)
     each = num_dy * num_x
-    for tile in tl.range(tl.program_id(0), num_experts * each, PROGRAMS):
-        expert = tile // each
-        m, n = swizzle(tile - expert * each, num_dy, num_x, GROUP)
-        row, column = m * WIDE_DY, n * WIDE_X
-        begin = tl.load(offsets + expert)
-        count = tl.load(offsets + expert + 1) - begin
-        acc = tl.zeros((BM, BN), dtype=tl.float32)
-        dy_row = rows_at(dy_index, begin, 0, count, GATHER_DY, BK)
-        x_row = rows_at(x_index, begin, 0, count, GATHER_X, BK)
-        for k in range(0, count, BK):
-            if not AHEAD:
-                dy_row = rows_at(dy_index, begin, k, count, GATHER_DY, BK)
-                x_row = rows_at(x_index, begin, k, count, GATHER_X, BK)
-            dy_rows = group_rows(dy, dy_row, dy_stride, begin, k, count, row, N, GATHER_DY, EVEN, BK, WIDE_DY)
-            x_rows = group_rows(x, x_row, x_stride, begin, k, count, column, D, GATHER_X, EVEN, BK, WIDE_X)
+    pid = tl.program_id(0)
+    steps = num_steps(offsets, num_experts, each, pid, PROGRAMS, BK, PADDED)
+    tile, expert, row, column, begin, count, k = pid - PROGRAMS, 0, 0, 0, 0, 0, 0
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    dy_row = rows_at(dy_index, 0, 0, 0, GATHER_DY, BK)
+    x_row = rows_at(x_index, 0, 0, 0, GATHER_X, BK)
+    for _ in tl.range(0, steps):
+        if k >= count:
+            tile += PROGRAMS
+            expert = tile // each
+            m, n = swizzle(tile - expert * each, num_dy, num_x, GROUP)
+            row, column, k = m * WIDE_DY, n * WIDE_X, 0
+            begin = tl.load(offsets + expert)
+            count = tl.load(offsets + expert + 1) - begin
             if AHEAD:
-                dy_row = rows_at(dy_index, begin, k + BK, count, GATHER_DY, BK)
-                x_row = rows_at(x_index, begin, k + BK, count, GATHER_X, BK)
-            if SWAP:
-                acc = tl.dot(x_rows.T, dy_rows, acc)
-            else:
-                acc = tl.dot(dy_rows.T, x_rows, acc)
-        if MODE == "store" or count > 0:
+                dy_row = rows_at(dy_index, begin, 0, count, GATHER_DY, BK)
+                x_row = rows_at(x_index, begin, 0, count, GATHER_X, BK)
+        if not AHEAD:
+            dy_row = rows_at(dy_index, begin, k, count, GATHER_DY, BK)
+            x_row = rows_at(x_index, begin, k, count, GATHER_X, BK)
+        dy_rows = group_rows(dy, dy_row, dy_stride, begin, k, count, row, N, GATHER_DY, EVEN, BK, WIDE_DY)
+        x_rows = group_rows(x, x_row, x_stride, begin, k, count, column, D, GATHER_X, EVEN, BK, WIDE_X)
+        last = count - k <= BK
+        k += BK
+        if AHEAD:
+            dy_row = rows_at(dy_index, begin, k, count, GATHER_DY, BK)
+            x_row = rows_at(x_index, begin, k, count, GATHER_X, BK)
+        if SWAP:
+            acc = tl.dot(x_rows.T, dy_rows, acc)
+        else:
+            acc = tl.dot(dy_rows.T, x_rows, acc)
+        # An expert without rows has summed zeros: there is nothing to add and nothing to reset.
+        # (Not `k >= count` after the addition: k must not wait for the end of a step, or nothing is pipelined.)
+        if MODE != "store":
+            last = last & (count > 0)
+        if last:
             put_tile(out, expert, row, column, acc, MODE, SPLIT, SWAP)
+            acc = tl.zeros((BM, BN), dtype=tl.float32)

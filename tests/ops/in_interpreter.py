@@ -1,0 +1,128 @@
+"""Compares every kernel with its reference through Triton's interpreter; run by test_kernels_on_cpu.py.
+
+The interpreter must be chosen before Triton is imported, so this runs in a process of its own, and it prints one
+line, the largest relative error, for each comparison. fp32 and fp16: bf16 products are wrong in the interpreter.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from moeclipse.ops import combine, expert_mlp, routing_metadata, topk_softmax, wgrad
+from moeclipse.ops.tuning import Tile
+
+SMALL = Tile(m=32, n=32, k=16)
+KINDS = ("uniform", "skewed", "empty", "one takes all", "unused", "one choice", "all choices")
+
+
+def routing(kind: str, num_tokens: int = 77, num_experts: int = 5) -> torch.Tensor:
+    top_k = {"one choice": 1, "one takes all": 1, "all choices": num_experts}.get(kind, 3)
+    noise = torch.rand(num_tokens, num_experts)
+    if kind == "skewed":
+        noise += torch.linspace(0, 2, num_experts)
+    if kind == "empty":
+        noise[:, 1:3] -= 10
+    if kind == "one takes all":
+        noise[:, 3] += 10
+    ids = noise.topk(top_k, 1).indices
+    return torch.where(torch.rand(ids.shape) < 0.3, -1, ids) if kind == "unused" else ids
+
+
+def report(name: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert got.dtype == expected.dtype, f"{name}: {got.dtype} instead of {expected.dtype}"
+    difference = (got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)
+    print(f"{name}\t{difference.item():.3e}", flush=True)
+
+
+def check_grouping(kind: str, block: int) -> None:
+    ids = routing(kind)
+    got = routing_metadata.group_rows_kernel(ids, 5, block=block)
+    expected = routing_metadata.group_rows_reference(ids, 5)
+    for name in ("counts_E", "offsets_E1", "row_token_M", "row_place_M", "place_row_TK"):
+        same = torch.equal(getattr(got, name), getattr(expected, name))
+        print(f"grouping {kind} {block} {name}\t{0 if same else 1}", flush=True)
+
+
+def check_experts(kind: str, d: int, f: int, dtype: torch.dtype, *, gather: bool, flatten: bool) -> None:
+    ids = routing(kind)
+    grouping = routing_metadata.group_rows_kernel(ids, 5)
+    used = int(grouping.offsets_E1[-1])
+    name = f"{kind} {d}x{f} {'gathered' if gather else 'as they lie'}"
+    index = grouping.row_token_M if gather else None
+    num_rows = len(ids) if gather else grouping.num_rows
+    up = (torch.randn(5, 2 * f, d) * d**-0.5).to(dtype)
+    down = (torch.randn(5, d, f) * f**-0.5).to(dtype)
+    x, dy = torch.randn(num_rows, d).to(dtype), torch.randn(num_rows, d).to(dtype)
+    scores = torch.rand(grouping.num_rows)
+    tile = Tile(n=32, k=16, flatten=flatten)
+    expected_h, expected_a = expert_mlp.up_reference(x, up, grouping, index)
+    h, a = expert_mlp.up_kernel(x, up, grouping, index, tile)
+    report(f"h {name}", h[:used], expected_h[:used])
+    report(f"a {name}", a[:used], expected_a[:used])
+    y = expert_mlp.down_kernel(expected_a, down, grouping, Tile(n=32, k=16, split=2))
+    report(f"y {name}", y[:used], expert_mlp.down_reference(expected_a, down, grouping)[:used])
+    got = expert_mlp.d_hidden_kernel(dy, scores, expected_h, down, grouping, index, tile)
+    expected = expert_mlp.d_hidden_reference(dy, scores, expected_h, down, grouping, index)
+    for part, ours, theirs in zip(("dh", "scaled", "dscore"), got, expected, strict=True):
+        report(f"{part} {name}", ours[:used], theirs[:used])
+    dx = expert_mlp.d_rows_kernel(expected[0], up, grouping, tile)
+    report(f"dx {name}", dx[:used], expert_mlp.d_rows_reference(expected[0], up, grouping)[:used])
+
+
+def check_wgrad(kind: str, gather: str, tile: Tile, *, accumulate: bool) -> None:
+    ids = routing(kind)
+    grouping = routing_metadata.group_rows_reference(ids, 5)
+    used = int(grouping.offsets_E1[-1])
+    rows = {name: len(ids) if gather == name else grouping.num_rows for name in ("dy", "x")}
+    dy, x = torch.randn(rows["dy"], 40), torch.randn(rows["x"], 56)
+    options = {} if gather == "none" else {f"{gather}_index_M": grouping.row_token_M}
+    into = torch.randn(5, 40, 56)
+    expected = into.clone()
+    wgrad.grouped_wgrad_reference(dy, x, grouping.offsets_E1, expected, accumulate=accumulate, **options)
+    # What lies past the last group must not be looked at.
+    for name, tensor in (("dy", dy), ("x", x)):
+        if gather != name:
+            tensor[used:] = float("nan")
+    wgrad.grouped_wgrad_kernel(
+        dy, x, grouping.offsets_E1, into, accumulate=accumulate, tile=tile, **options
+    )
+    name = f"wgrad {kind} {gather} swap={tile.swap} ahead={tile.ahead} per_sm={tile.per_sm} add={accumulate}"
+    report(name, into, expected)
+
+
+def check_rest() -> None:
+    place = torch.randint(-1, 50, (13, 4), dtype=torch.int32)
+    rows, weight = torch.randn(50, 70), torch.rand(50)
+    for weights in (weight, None):
+        got = combine.gather_sum_kernel(rows, place, weights)
+        report("combine", got, combine.gather_sum_reference(rows, place, weights))
+    logits = torch.randn(37, 11).round(decimals=1).requires_grad_()
+    scores, ids = topk_softmax.topk_softmax_kernel(logits.detach(), 3)
+    expected, expected_ids = topk_softmax.topk_softmax_reference(logits, 3)
+    report("gate scores", scores, expected)
+    print(f"gate ids\t{0 if torch.equal(ids, expected_ids) else 1}", flush=True)
+    d_scores = torch.randn(37, 3)
+    expected.backward(d_scores)
+    got = topk_softmax.topk_softmax_backward_kernel(scores, ids, d_scores, 11, torch.float32)
+    report("gate gradient", got, logits.grad)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    for number, kind in enumerate(KINDS):
+        check_grouping(kind, block=16 if number % 2 else 128)
+        check_experts(kind, 40, 24, torch.float32, gather=number % 2 == 0, flatten=number % 3 == 0)
+        gather = ("x", "dy", "none")[number % 3]
+        tile = Tile(m=32, n=32, k=16, split=2, swap=number % 2 == 0, ahead=number % 4 < 2, per_sm=number % 3 and 1)
+        check_wgrad(kind, gather, tile, accumulate=number % 2 == 0)
+    for gather in ("x", "dy", "none"):
+        check_wgrad("unused", gather, Tile(m=32, n=64, k=16, split=4), accumulate=True)
+    check_experts("skewed", 64, 32, torch.float16, gather=True, flatten=True)
+    check_rest()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
