@@ -62,6 +62,15 @@ def test_compare_with_names_and_layers(capsys: pytest.CaptureFixture[str]) -> No
     assert "holds" in out  # what the leaner one saves
 
 
+def test_a_memory_limit_leaves_out_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("--ranks", "4", "--microbatches", "12", "--costs", "unit", "--memory-limit", "4")
+    out = run(capsys, "--compare", "gpipe", "1f1b", "1f1b-pairs", *common)
+    assert "gpipe left out: gpipe: rank 0 holds 12 at its peak, more than the 4 allowed" in out
+    assert "1f1b-pairs left out" in out
+    with pytest.raises(ScheduleError, match="rank 0 holds 12"):
+        main(["--schedule", "gpipe", *common])
+
+
 def test_overlap_off_is_slower(capsys: pytest.CaptureFixture[str]) -> None:
     def makespan(*argv: str) -> float:
         out = run(capsys, "--ranks", "2", "--microbatches", "6", "--layers", "2", *argv)

@@ -51,6 +51,36 @@ def test_swapping_dependent_actions_is_caught_everywhere() -> None:
                 verify(lower_swapped(program, rank, m))
 
 
+@pytest.mark.parametrize(
+    ("name", "rank", "first", "second"),
+    [
+        ("zb-v", 2, "2F0", "3F0"),  # neighbours on the rank of the fold, forward
+        ("zb-v", 2, "3I0", "2I0"),  # and backward
+        ("dualpipev", 2, "3B1", "2B1"),
+        ("zb-v", 0, "0I1", "0W1"),  # dX before its dW
+        ("zb-h1", 1, "1I0", "1W0"),
+        ("zb-v", 1, "1F0", "1I0"),
+    ],
+)
+def test_swapping_what_one_rank_makes_and_reads_is_caught(
+    name: str, rank: int, first: str, second: str
+) -> None:
+    program = build(name, 3, 6)
+    ops = list(program.ranks[rank])
+
+    def find(text: str) -> int:
+        return next(i for i, op in enumerate(ops) if text in map(str, op.leaves))
+
+    i, j = find(first), find(second)
+    assert i < j
+    if ops[i].kind == "PAIR" or ops[j].kind == "PAIR":
+        ops = [leaf for op in ops for leaf in op.leaves]
+        i, j = find(first), find(second)
+    with pytest.raises(ScheduleError, match="circle") as caught:
+        verify(with_rank(program, rank, swapped(ops, i, j)))
+    assert first in str(caught.value)
+
+
 def lower_swapped(program: Program, rank: int, m: int) -> Program:
     lowered = lower(program)
     ops = list(lowered.ranks[rank])
@@ -116,6 +146,19 @@ def test_reversing_two_collectives_on_one_rank_is_caught() -> None:
     renumbered = [op._replace(comm=("ep", k)) if k < 2 else op for k, op in enumerate(swapped(ops, 0, 1))]
     with pytest.raises(ScheduleError, match="same ops in the same order"):
         verify(with_rank(program, 1, renumbered))
+
+
+def test_wrong_numbers_on_a_communicator_are_caught() -> None:
+    program = smart(exchange_shape(3))
+    ops = [op._replace(comm=("ep", 7)) if k == 1 else op for k, op in enumerate(program.ranks[2])]
+    with pytest.raises(
+        ScheduleError, match=r"op number 1 is S_F@1 on rank 0 but S_F@1 \(numbered 7\) on rank 2"
+    ):
+        verify(with_rank(program, 2, ops))
+    alone = expand(build("pp1", 1, 2), [Layer()])
+    ops = [op._replace(comm=("ep0", 9)) if op.kind == "COMBINE_B" else op for op in alone.ranks[0]]
+    with pytest.raises(ScheduleError, match=r"of rank 0 is 0.0COMBINE_B0, numbered \('ep0', 9\)"):
+        verify(with_rank(alone, 0, ops))
 
 
 def test_reversed_exchanges_of_a_pipeline_are_caught() -> None:

@@ -40,14 +40,15 @@ def test_three_ways_to_the_same_times(name: str, P: int, M: int, seconds: list[f
     if broken_rules(name, P, M, V):
         return
     F, I, W, FB, wire = seconds
-    costs = Costs(
-        seconds={"F": F, "I": I, "W": W, "B": I + W, "PAIR": FB}, wire=wire / 5, inline_compute=inline
-    )
+    costs = Costs(seconds={"F": F, "I": I, "W": W, "B": I + W, "PAIR": FB}, wire=wire, inline_compute=inline)
     program = build(name, P, M, V)
     lowered = verify(lower(program))
     expected = simulate(program, costs)
     by_op = simulate(lowered, costs)
     by_event = simulate(lowered, replace(costs, contention=NO_CONTENTION))
+    computes = [op.comm is None for ops in lowered.program.ranks for op in ops]
+    np.testing.assert_allclose(by_op.start[computes], expected.start[: program.num_ops])
+    np.testing.assert_allclose(by_op.finish[computes], expected.finish[: program.num_ops])
     assert by_op.makespan == pytest.approx(expected.makespan)
     np.testing.assert_allclose(by_event.start, by_op.start)
     np.testing.assert_allclose(by_event.finish, by_op.finish)
@@ -111,6 +112,16 @@ def test_contention_slows_communication_too() -> None:
     result = simulate(program, Costs(seconds={}, contention={("a2a", "compute"): 0.25}), durations)
     # S1 gets a quarter of its rate for 3 s (0.75 done), then 3.25 s alone.
     assert result.finish[1] == pytest.approx(6.25)
+
+
+def test_two_wires_of_one_rank_can_share_its_link() -> None:
+    """The middle rank of three receives F1 and sends F0 at once; sharing halves both rates."""
+    costs = replace(UNIT, wire=1.0)
+    program = lower(build("1f1b", 3, 4))
+    alone = simulate(program, replace(costs, contention=NO_CONTENTION)).makespan
+    shared = simulate(program, replace(costs, contention={("p2p", "p2p"): 0.5})).makespan
+    assert alone == pytest.approx(simulate(program, costs).makespan)
+    assert shared > alone
 
 
 def test_host_launch_cost_delays_an_op_by_its_place() -> None:

@@ -59,6 +59,8 @@ class SimulateConfig:
     """Cut the routed rows alone, or attention too (by sequences)."""
     recompute: Recompute = "off"
     """Parts of every layer that run again in backward."""
+    memory_limit: float | None = None
+    """Refuse schedules that hold more activations (of a rank's layers for one microbatch) on any rank."""
     trace: Path | None = None
     """Write a trace for ui.perfetto.dev."""
     grid: bool = False
@@ -81,6 +83,7 @@ def main(argv: list[str]) -> int:
         stages_per_rank=config.stages_per_rank,
         layers=config.layers,
         recompute=config.recompute,
+        memory_limit=config.memory_limit,
         expansion=Expansion(overlap=config.overlap, chunks=config.chunks, split=config.split),
     )
     if config.layers < 1:
@@ -109,7 +112,8 @@ def simulate_one(console: Console, question: Question, config: SimulateConfig) -
         question = dataclasses.replace(
             question, ranks=shape.placement.num_ranks, microbatches=shape.num_microbatches
         )
-    answer = ask(question, program.name, program)
+    with console.status("simulating ..."):
+        answer = ask(question, program.name, program)
     _headline(console, question, answer.name)
     if config.grid:
         console.print(format_grid(program, max_slots=LONG_GRID), markup=False)

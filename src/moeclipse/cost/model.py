@@ -35,7 +35,8 @@ class Costs:
     inline_compute: bool = False
     """Compute runs on the host (CPU): what is launched behind it waits for its end."""
     contention: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """(slowed lane, busy lane): rate at which the first runs while the second is busy on that rank."""
+    """(slowed lane, busy lane): rate at which the first runs while the second is busy on that rank; p2p
+    beside p2p: a second wire of the same rank."""
     rank_speed: tuple[float, ...] = ()
     """Compute speed of each rank; empty: all 1."""
     stage_scale: tuple[float, ...] = ()

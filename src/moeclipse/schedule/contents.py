@@ -97,7 +97,7 @@ def _check_exchange(program: Program, shape: ExchangeShape) -> None:
             if key in found:
                 raise ScheduleError(f"{program.name}: rank {rank} launches {op} twice")
             found[key] = op
-        wanted = set(_wanted_exchange(shape, rank))
+        wanted = set(_wanted_exchange(shape))
         missing, extra = sorted(wanted - set(found), key=str), sorted(set(found) - wanted, key=str)
         if missing:
             kind, step, chunk, expert = missing[0]
@@ -107,7 +107,7 @@ def _check_exchange(program: Program, shape: ExchangeShape) -> None:
             raise ScheduleError(f"{program.name}: {found[extra[0]]} does not belong on rank {rank}")
 
 
-def _wanted_exchange(shape: ExchangeShape, rank: int) -> Iterator[ExchangeKey]:
+def _wanted_exchange(shape: ExchangeShape) -> Iterator[ExchangeKey]:
     form = "B" if shape.backward else "F"
     experts: range | tuple[None] = range(shape.experts_per_rank) if shape.per_expert else (None,)
     for step in range(shape.num_steps):

@@ -98,7 +98,6 @@ class _Wires:
         self.groups: dict[str, tuple[int, ...]] = {}
         self.messages: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
         """Per (source, destination): (F or B, receiving stage, microbatch)."""
-        self.open: dict[Key, int] = {}
 
     def with_sends(self, rank: int, block: list[Op]) -> list[Op]:
         """The block with each send behind the last op of what it carries."""

@@ -36,6 +36,8 @@ class Question:
     layers: int = 4
     """Per rank (only where costs speak of layer ops)."""
     recompute: Recompute = "off"
+    memory_limit: float | None = None
+    """Most activations a rank may hold, in those of its layers for one microbatch."""
     expansion: Expansion = field(default_factory=lambda: Expansion(chunks=2))
 
     @property
@@ -71,12 +73,14 @@ def ask(question: Question, schedule: str, program: Program | None = None) -> An
     per_rank = max(len(placement.stages_of(rank)) for rank in range(placement.num_ranks))
     share = per_rank // placement.num_chains  # stages that together hold one rank's share of the model
     if question.by_layer:
-        result = simulate(verify(_layers(question, program, share)), question.costs)
+        verified = verify(_layers(question, program, share), question.memory_limit)
+        result = simulate(verified, question.costs)
     else:
         if any(kind.startswith("SELF") for kind in question.costs.seconds):
             program = overlap_alone(program)
         seconds = {kind: value / share for kind, value in question.costs.seconds.items()}
-        result = simulate(_shared_memory(program, share), replace(question.costs, seconds=seconds))
+        verified = verify(_shared_memory(program, share), question.memory_limit)
+        result = simulate(verified, replace(question.costs, seconds=seconds))
     return Answer(
         name=schedule,
         result=result,

@@ -1,13 +1,14 @@
 """Times of a program by an event queue, with lanes of one rank slowing each other down.
 
-While op A runs on one lane and another lane of the same rank is busy, A runs at the product of the
-rates that the costs give for its lane beside each busy one. Whenever a lane of a rank starts or ends,
-the remaining work of what else runs there is brought up to date and its end is moved.
+While an op runs on one lane and another lane of its rank is busy, it runs at the product of the rates that
+the costs give for its lane beside each busy one; two wires of a rank may slow each other too. Whenever a lane
+of a rank starts or ends, the remaining work of what else runs there is brought up to date and its end moved.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from moeclipse.schedule.graph import Graph
@@ -116,11 +117,11 @@ class EventQueue:
     def _update(self, rank: int, now: float, fresh: _Running | None = None) -> None:
         """Settle the work done so far on `rank` and move the ends that changed."""
         ops = self.running[rank]
-        busy = {op.lane for op in ops.values()}
+        busy = Counter(op.lane for op in ops.values())
         for op in ops.values():
             rate = 1.0
-            for other in busy:
-                if other != op.lane:
+            for other, count in busy.items():
+                if other != op.lane or count > 1:
                     rate *= self.contention.get((op.lane, other), 1.0)
             if op is fresh or abs(rate - op.rate) > EPSILON:
                 op.left = max(0.0, op.left - (now - op.since) * op.rate)

@@ -62,18 +62,22 @@ def exchange_durations(program: Program, counts: Counts, costs: ExchangeCosts) -
     """Per rank, per op; dX costs as much as forward, and so does dW."""
     shape = program.exchange()
     rows = _Rows(shape, counts)
-    lent = {shadow.expert: shadow for shadow in shape.shadows}
-    return [[_seconds(op, rank, rows, lent, costs) for op in ops] for rank, ops in enumerate(program.ranks)]
+    return [[_seconds(op, rank, rows, costs) for op in ops] for rank, ops in enumerate(program.ranks)]
 
 
-def _seconds(op: Op, rank: int, rows: _Rows, lent: dict[int, Shadow], costs: ExchangeCosts) -> float:
-    if op.kind.startswith("SHADOW") and op.expert is not None:
-        shadow = lent[op.expert]
+def _copies(shadows: tuple[Shadow, ...], rank: int) -> int:
+    """Experts this rank lends or borrows, whichever is more: both directions of its link work at once."""
+    lends = sum(len(shadow.ranks) for shadow in shadows if shadow.owner == rank)
+    return max(lends, sum(rank in shadow.ranks for shadow in shadows))
+
+
+def _seconds(op: Op, rank: int, rows: _Rows, costs: ExchangeCosts) -> float:
+    if op.kind.startswith("SHADOW"):
         if op.kind in ("SHADOW_SEND", "SHADOW_REDUCE"):
-            return costs.parameters(len(shadow.ranks) if rank == shadow.owner else 1)
+            return costs.parameters(_copies(rows.shape.shadows, rank))
         if op.kind == "SHADOW_ADD":
             return costs.kernel
-        return costs.compute(float(rows.kept[rank, op.expert]))
+        return costs.compute(float(rows.kept[rank].sum()))
     if op.kind == "C_W":
         return costs.compute(float(rows.sent[:, rank].sum()))
     sent, received, computed = rows.moved(rank, op)
