@@ -6,9 +6,9 @@
 
 Contract: the result is the sum over ranks in rank order, accumulated in fp32 (fp64 for fp64) and rounded
 once; all ranks hold the same bits, in every run. `x` may be overwritten as soon as the call returns. Any
-length, alignment and stride; 2 to 8 ranks. `should_use(x)` says whether peer memory applies and why not; where
-it does not, the same call goes through torch.distributed, whose order of addition is its own. The answer
-depends on what all ranks have in common (group, dtype, size), so all ranks choose alike.
+length, alignment and stride; 2 to 8 ranks. `should_use(x)` says whether peer memory applies and why not;
+where it does not, the same call goes through torch.distributed, whose order of addition is its own. The
+answer depends on what all ranks have in common (group, dtype, size), so all ranks choose alike.
 
 Hazard: like every collective, all ranks make the same calls in the same order. One call at a time: a second
 thread gets an error, not a wrong sum. After an error the object is of no more use, because peers may be one
@@ -18,8 +18,8 @@ step ahead.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -29,15 +29,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from moeclipse.comm import peer_cpu, peer_cuda
 from moeclipse.comm.all_reduce_table import DEFAULT_FILE, MAX_RANKS, Choice, choice_for, choice_from
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.mesh import Group
-from moeclipse.comm.peer_cpu import DTYPES, WORDS_PER_RANK, CpuReducer
+from moeclipse.comm.peer_cpu import WORDS_PER_RANK, CpuReducer
+from moeclipse.comm.peer_cuda import HEAD_BYTES, CudaMemory, CudaReducer
 from moeclipse.comm.peer_memory import FOLDER, NoPeerMemoryError, PeerMemory, tell_all
 from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.ops.peer_reduce import add_residual, part_bounds, rms_norm
 
-AREA_BYTES = 1 << 20  # two of these per rank
+AREA_BYTES = {"cpu": 1 << 20, "cuda": 16 << 20}  # two of these per rank
 T = TypeVar("T")
 
 
@@ -58,7 +60,7 @@ class PeerAllReduce:
         group: Group,
         watch: Watch,
         device: torch.device,
-        reducer: CpuReducer | None,
+        reducer: CpuReducer | CudaReducer | None,
         choice: Choice,
         obstacle: str = "",
     ) -> None:
@@ -66,6 +68,7 @@ class PeerAllReduce:
         self._watch, self._reducer, self._obstacle = watch, reducer, obstacle
         self._busy = threading.Lock()
         self._broken: str | None = None
+        self._capturing = False
 
     @classmethod
     def open(
@@ -76,12 +79,13 @@ class PeerAllReduce:
         *,
         choice: Choice | None = None,
         table: Path = DEFAULT_FILE,
-        area_bytes: int = AREA_BYTES,
+        area_bytes: int | None = None,
         spin: int | None = None,
         folder: Path = FOLDER,
     ) -> PeerAllReduce:
         """Collective. Where ranks cannot share memory the object still works, through torch.distributed."""
         device = torch.device(device)
+        area_bytes = area_bytes if area_bytes is not None else AREA_BYTES.get(device.type, 4096)
         if area_bytes <= 0 or area_bytes % 4096:
             raise ConfigError(f"area_bytes ({area_bytes}) must be a positive multiple of 4096")
         if group.size == 1:
@@ -94,13 +98,13 @@ class PeerAllReduce:
         if obstacle:
             return cls(group, watch, device, None, chosen, obstacle)
         try:
+            if device.type == "cuda":
+                shared_memory = CudaMemory.open(group, watch, device, HEAD_BYTES + 2 * area_bytes)
+                reducer = CudaReducer(shared_memory, group, watch, area_bytes)
+                return cls(group, watch, device, reducer, chosen)
+            words = WORDS_PER_RANK * group.size
             memory = PeerMemory.open(
-                group,
-                watch,
-                num_bytes=2 * area_bytes,
-                num_words=WORDS_PER_RANK * group.size,
-                spin=spin,
-                folder=folder,
+                group, watch, num_bytes=2 * area_bytes, num_words=words, spin=spin, folder=folder
             )
         except NoPeerMemoryError as error:
             return cls(group, watch, device, None, chosen, str(error))
@@ -112,8 +116,9 @@ class PeerAllReduce:
             return Use(False, self._obstacle)
         if x.device.type != self.device.type:
             return Use(False, f"the tensor is on {x.device}, this all-reduce on {self.device}")
-        if x.dtype not in DTYPES:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        dtypes = peer_cpu.DTYPES if self.device.type == "cpu" else peer_cuda.DTYPES
+        if x.dtype not in dtypes:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             return Use(False, f"{str(x.dtype).removeprefix('torch.')} is not one of {names}")
         if x.layout != torch.strided:
             return Use(False, f"the tensor is {x.layout}, not dense")
@@ -155,8 +160,8 @@ class PeerAllReduce:
         flat = x.detach().contiguous().view(-1)
         bounds = self._checked(bounds, flat.numel())
         mine = slice(bounds[self.group.index], bounds[self.group.index + 1])
-        if not self.should_use(x):
-            return self._fall_back(flat, None, label)[mine].clone()
+        if not self.should_use(x) or isinstance(self._reducer, CudaReducer):
+            return self.all_reduce(flat, label=label)[mine].clone()
         out = flat.new_empty(mine.stop - mine.start)
         self._run(lambda r: r.reduce_scatter(flat, bounds, out, label))
         return out
@@ -173,10 +178,10 @@ class PeerAllReduce:
                 f"rank {self.group.ranks[self.group.index]} has a shard of {flat.numel()} elements, "
                 f"but bounds {mine.start} to {mine.stop} ask for {mine.stop - mine.start}"
             )
-        if not self.should_use(shard):
+        if not self.should_use(shard) or isinstance(self._reducer, CudaReducer):
             whole = flat.new_zeros(bounds[-1])
             whole[mine] = flat
-            return self._fall_back(whole, whole, label)
+            return self.all_reduce(whole, out=whole, label=label)
         out = flat.new_empty(bounds[-1])
         self._run(lambda r: r.all_gather(flat, bounds, out, label))
         return out
@@ -198,7 +203,7 @@ class PeerAllReduce:
             )
         D = x_TD.shape[-1]
         x, residual = (t.detach().contiguous().view(-1, D) for t in (x_TD, residual_TD))
-        if not self.should_use(x) or D * x.dtype.itemsize > AREA_BYTES:
+        if not self.should_use(x) or D * x.dtype.itemsize > AREA_BYTES[x.device.type]:
             h = add_residual([self._fall_back(x, None, label)], residual)
             normed = rms_norm(h, weight_D.detach(), eps)
         else:
@@ -207,6 +212,32 @@ class PeerAllReduce:
                 lambda r: r.all_reduce_rms_norm(x, residual, weight_D.detach(), eps, two, label)
             )
         return normed.view_as(x_TD), h.view_as(x_TD)
+
+    @contextmanager
+    def capture(self, *dtypes: torch.dtype) -> Iterator[None]:
+        """Around `torch.cuda.graph`; collective: it compiles the kernels for these dtypes, or for all.
+
+        All that a replay needs, peers' addresses and the numbers of the rounds, is on the device from the
+        start, so a graph may be replayed at once; all ranks replay equally often.
+        """
+        if not isinstance(self._reducer, CudaReducer):
+            reason = self._obstacle or f"this all-reduce is on the {self.device.type}"
+            raise ConfigError(f"capture() is for CUDA graphs over peer memory: {reason}")
+        for dtype in dtypes or peer_cuda.DTYPES:
+            for stages in (1, 2):
+                self.all_reduce(torch.ones(4096, dtype=dtype, device=self.device), stages=stages)
+        torch.cuda.synchronize(self.device)
+        self._capturing = True
+        try:
+            yield
+        finally:
+            self._capturing = False
+
+    def check(self) -> None:
+        """On a device: wait for what was launched and raise if a peer did not arrive in time."""
+        if isinstance(self._reducer, CudaReducer):
+            torch.cuda.synchronize(self.device)
+            self._run(lambda r: r.check())
 
     def close(self) -> None:
         """Let go of the memory; may be called twice. Peers that still wait get an error at their deadline."""
@@ -220,7 +251,7 @@ class PeerAllReduce:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, call: Callable[[CpuReducer], T]) -> T:
+    def _run(self, call: Callable[[Any], T]) -> T:
         assert self._reducer is not None
         if self._broken is not None:
             raise CommError(f"this all-reduce cannot be used any more: {self._broken}; open a new one")
@@ -235,6 +266,8 @@ class PeerAllReduce:
             self._busy.release()
 
     def _fall_back(self, x: torch.Tensor, out: torch.Tensor | None, label: str) -> torch.Tensor:
+        if self._capturing:
+            raise ConfigError(f"{label} cannot be captured: {self.should_use(x).why}")
         if out is None:
             out = x.clone()
         elif out is not x:
@@ -265,8 +298,8 @@ class PeerAllReduce:
 def _obstacle(group: Group, device: torch.device) -> str:
     if group.size > MAX_RANKS:
         return f"the group has {group.size} ranks, and peer memory serves 2 to {MAX_RANKS}"
-    if device.type != "cpu":
-        return f"peer memory on {device.type} is not built in"
+    if device.type not in AREA_BYTES:
+        return f"peer memory serves cpu and cuda, not {device.type}"
     return ""
 
 

@@ -128,7 +128,7 @@ class PeerMemory:
 
 
 class Layout:
-    """stamp (a line) | words, a line each | buffer of rank 0 | buffer of rank 1 | ... ; buffers start on pages."""
+    """stamp (a line) | words, a line each | buffer of rank 0 | of rank 1 | ...; buffers are whole pages."""
 
     def __init__(self, num_ranks: int, num_bytes: int, num_words: int) -> None:
         self.num_ranks, self.num_bytes, self.num_words = num_ranks, num_bytes, num_words

@@ -1,0 +1,197 @@
+"""Reductions over the memory of peer GPUs, one Triton kernel per call.
+
+The rounds are those of `peer_cpu`, kept per block: what a block writes for round t goes to area t % 2 of its
+rank's buffer, it posts t to the same block of all peers, waits for theirs, and reads. A rank writes area
+t % 2 again in a later kernel, after one whose blocks saw their peers' kernels begin round t + 1, and those
+begin only when the kernels before them have ended. So no barrier spans a grid, and none ends a call.
+
+The kernel copies its input into the shared area itself. That costs a pass at the speed of local memory and
+saves a launch; peers' pointers are fixed once and for all, so there is nothing to register for a CUDA graph,
+and a graph holds exactly one node per all-reduce. Stage one of two writes to the shared area and not to the
+result, because peers can read the area alone: a result would have to be shared anew in every call.
+
+Buffers come from torch's symmetric memory, or else from CUDA IPC. A peer that does not arrive ends the kernel
+at the deadline; the next call on this rank raises and names it.
+
+Hazard: a result after a missed deadline is wrong until that error is raised: `check` raises it at once, after
+the stream was synchronised. Kernels of all ranks must be able to run at the same time: several ranks on one
+GPU need MPS, or each round costs a time slice of the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from moeclipse.comm.failure import Watch
+from moeclipse.comm.mesh import Group, host_id
+from moeclipse.comm.peer_memory import NoPeerMemoryError, tell_all
+from moeclipse.core.errors import CommError
+from moeclipse.ops.peer_reduce import AllReduceKernel, PeerSpace, all_reduce_rms_norm_kernel
+
+MAX_BLOCKS = 36
+HEAD_BYTES = 4096  # flags: 36 blocks x 16 words of 4 bytes, rounded up
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class CudaMemory:
+    """A buffer of each rank, all of them readable from this device through `table`, their addresses."""
+
+    def __init__(self, own: torch.Tensor, addresses: Sequence[int], keep: object, source: str) -> None:
+        self.own, self._keep, self.source = own, keep, source
+        self.table = torch.tensor(list(addresses), dtype=torch.int64, device=own.device)
+
+    @classmethod
+    def open(cls, group: Group, watch: Watch, device: torch.device, num_bytes: int) -> CudaMemory:
+        """Collective. Symmetric memory where all ranks can have it, else CUDA IPC, else NoPeerMemoryError."""
+        label = f"opening of peer memory on {device.type}, group {group.name}"
+        facts = tell_all(group, watch, _facts(device), label)
+        _refuse(group, facts)
+        problems = []
+        for open_one in (_open_symmetric, _open_ipc):
+            memory, problem = None, None
+            try:
+                memory = open_one(group, watch, device, num_bytes, label)
+            except RuntimeError as error:
+                problem = f"{open_one.__name__.removeprefix('_open_')}: {str(error).splitlines()[0]}"
+            found = tell_all(group, watch, problem, label)
+            if not any(found):
+                assert memory is not None
+                return memory
+            first = next(peer for peer, text in enumerate(found) if text)
+            problems.append(f"rank {group.ranks[first]}, {found[first]}")
+        raise NoPeerMemoryError(
+            f"no rank can read its peers' device memory ({'; '.join(problems)}); "
+            "if PYTORCH_ALLOC_CONF asks for expandable_segments, leave them out, or use torch.distributed"
+        )
+
+
+def _facts(device: torch.device) -> dict[str, object]:
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    number = torch.cuda.device_count()
+    access = [i for i in range(number) if i == index or torch.cuda.can_device_access_peer(index, i)]
+    return {"host": host_id(), "device": index, "access": access, "number": number}
+
+
+def _refuse(group: Group, facts: list[dict[str, object]]) -> None:
+    for rank, fact in zip(group.ranks, facts, strict=True):
+        if fact["host"] != facts[0]["host"]:
+            raise NoPeerMemoryError(
+                f"ranks {group.ranks[0]} and {rank} are on different hosts; "
+                "peer memory works within one host, torch.distributed between hosts"
+            )
+        access = fact["access"]
+        assert isinstance(access, list)
+        for other, theirs in zip(group.ranks, facts, strict=True):
+            # Ranks that see different sets of devices number them differently: then opening is the test.
+            if theirs["number"] == fact["number"] and theirs["device"] not in access:
+                raise NoPeerMemoryError(
+                    f"device {fact['device']} of rank {rank} has no peer access to device {theirs['device']} "
+                    f"of rank {other}; use torch.distributed"
+                )
+
+
+def _open_symmetric(
+    group: Group, _watch: Watch, device: torch.device, num_bytes: int, _label: str
+) -> CudaMemory:
+    from torch.distributed import _symmetric_memory
+
+    own = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+    own.zero_()  # flags must be zero before any peer can write them
+    torch.cuda.synchronize(device)
+    assert group.handle is not None
+    handle = _symmetric_memory.rendezvous(own, group.handle)
+    return CudaMemory(own, [int(address) for address in handle.buffer_ptrs], handle, "symmetric memory")
+
+
+def _open_ipc(group: Group, watch: Watch, device: torch.device, num_bytes: int, label: str) -> CudaMemory:
+    own = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize(device)
+    shared = own.untyped_storage()._share_cuda_()
+    mine = [value.hex() if isinstance(value, bytes) else value for value in shared]
+    offset = own.storage_offset()
+    storages, addresses = [], []
+    for peer, theirs in enumerate(tell_all(group, watch, [mine, offset], label)):
+        if peer == group.index:
+            addresses.append(own.data_ptr())
+            continue
+        texts = (1, 4, 6)  # the handle, the reference counter's name and the event travel as bytes
+        values = [bytes.fromhex(v) if i in texts and v is not None else v for i, v in enumerate(theirs[0])]
+        values[0] = device.index if device.index is not None else torch.cuda.current_device()
+        storage = torch.UntypedStorage._new_shared_cuda(*values)
+        storages.append(storage)
+        addresses.append(storage.data_ptr() + theirs[1])
+    return CudaMemory(own, addresses, storages, "CUDA IPC")
+
+
+class CudaReducer:
+    """The reductions. All tensors are flat, contiguous and on this device; one stream at a time."""
+
+    def __init__(self, memory: CudaMemory, group: Group, watch: Watch, area_bytes: int) -> None:
+        self._memory, self._watch, self._ranks = memory, watch, group.ranks
+        self.index, self.num_ranks, self.area_bytes = group.index, group.size, area_bytes
+        device = memory.own.device
+        self._status = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # kernels write, the host reads
+        self._seen = self._status.numpy()
+        self._label = ""
+        self._space = PeerSpace(
+            table=memory.table,
+            counts=torch.zeros(MAX_BLOCKS, dtype=torch.int32, device=device),
+            status=self._status,
+            clock=torch.zeros(MAX_BLOCKS, dtype=torch.int64, device=device),
+            area_bytes=area_bytes,
+            head_bytes=HEAD_BYTES,
+            limit_ns=int(watch.deadline_s * 1e9),
+            rank=group.index,
+            num_ranks=group.size,
+            max_blocks=MAX_BLOCKS,
+        )
+        self._kernel = AllReduceKernel(self._space)
+        torch.cuda.synchronize(device)
+
+    def check(self, label: str = "") -> None:
+        """Raise if a kernel gave up waiting."""
+        late = int(self._seen[0])
+        if late:
+            mine, name = self._ranks[self.index], self._label or label
+            raise CommError(
+                f"rank {mine} waited {self._watch.deadline_s:g} s in {name}: "
+                f"rank {self._ranks[late - 1]} did not arrive"
+            )
+        self._label = label
+
+    def all_reduce(
+        self, x: torch.Tensor, out: torch.Tensor, two_stages: bool, chunk_bytes: int, label: str
+    ) -> None:
+        del chunk_bytes  # of the CPU
+        self.check(label)
+        chunk = self.area_bytes // x.dtype.itemsize
+        if x.numel() <= chunk:
+            self._kernel(x, out, two_stages)
+            return
+        for start in range(0, x.numel(), chunk):
+            piece = slice(start, min(start + chunk, x.numel()))
+            self._kernel(x[piece], out[piece], two_stages)
+
+    def all_reduce_rms_norm(
+        self,
+        x_TD: torch.Tensor,
+        residual_TD: torch.Tensor,
+        weight_D: torch.Tensor,
+        eps: float,
+        two_stages: bool,
+        label: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        del two_stages  # rows are whole, and the sums are small: one stage
+        self.check(label)
+        normed, h = torch.empty_like(x_TD), torch.empty_like(x_TD)
+        rows = self.area_bytes // (x_TD.shape[1] * x_TD.dtype.itemsize)
+        for start in range(0, len(x_TD), rows):
+            piece = slice(start, start + rows)
+            out = normed[piece], h[piece]
+            all_reduce_rms_norm_kernel(x_TD[piece], residual_TD[piece], weight_D, eps, out, self._space)
+        return normed, h
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self._space.table.device)
