@@ -86,7 +86,7 @@ def gradients(moe: MoE, mesh: Mesh, sizes: list[int]) -> dict:
         "load": report.load_E,
         "dropped": int(report.num_dropped),
         "ids": moe.experts.ids,
-        **{k: v.clone() for k, v in grads.items()},
+        **{k: v.clone() for k, v in grads.items() if v is not None},
     }
 
 
@@ -206,7 +206,7 @@ def count_rows(mesh: Mesh) -> tuple[list[int], int]:
 
     moe = make(GateConfig(top_k=8), 8, 0, mesh)
     ids = torch.arange(8).repeat(6, 1)
-    plan = plan_dispatch(ids, moe.route, moe.schedule.shape, "test")
+    plan = plan_dispatch(ids, moe.route, moe.schedule.shape(), "test")
     return plan.units[0, 0].send_rows, len(plan.pair_place_n)
 
 

@@ -78,6 +78,8 @@ class MoEConfig:
     """Ranks that exchange rows in one step of the smart schedule; auto: those of a host, or each alone."""
     chunks: int | Literal["auto"] = "auto"
     """Slices into which the rows of a step are cut (smart); auto: chosen from measured costs."""
+    shadow: Literal["auto", "off"] | tuple[int, ...] = "off"
+    """Experts lent to other ranks for one step: chosen each step from measured costs, none, or these."""
     expert_tp: Literal["folded", "sharded"] = "folded"
     """With parallel.tp: folded: each tp rank holds other experts; sharded: a part of each expert's width."""
 
@@ -92,6 +94,10 @@ class MoEConfig:
             value = getattr(self, name)
             if value != "auto" and value < 1:
                 yield f'moe.{name} ({value}) must be at least 1, or "auto"'
+        if not isinstance(self.shadow, str):
+            unknown = [expert for expert in self.shadow if not 0 <= expert < self.num_experts]
+            if unknown:
+                yield f"moe.shadow names expert {unknown[0]}; experts are 0 to {self.num_experts - 1}"
 
 
 def gate_problems(gate: GateConfig, num_experts: int) -> Iterator[str]:

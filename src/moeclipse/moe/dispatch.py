@@ -24,9 +24,10 @@ from dataclasses import dataclass
 import torch
 
 from moeclipse.balance.placement import Placement, even_bounds
-from moeclipse.comm.exchange import Result, all_to_all, gather
+from moeclipse.comm.exchange import Result, gather
 from moeclipse.comm.lane import Lane
 from moeclipse.comm.mesh import Group
+from moeclipse.comm.transport import TorchTransport, Transport
 from moeclipse.ops.combine import sum_rows
 from moeclipse.schedule.shape import ExchangeShape
 
@@ -40,15 +41,24 @@ class Route:
     slot_of_E: torch.Tensor
     group: Group
     lane: Lane
+    transport: Transport
 
     @classmethod
-    def of(cls, placement: Placement, group: Group, lane: Lane, device: torch.device) -> Route:
+    def of(
+        cls,
+        placement: Placement,
+        group: Group,
+        lane: Lane,
+        device: torch.device,
+        transport: Transport | None = None,
+    ) -> Route:
         return cls(
             placement=placement,
             rank_of_E=torch.tensor(placement.rank_of, device=device),
             slot_of_E=torch.tensor(placement.slot_of, device=device),
             group=group,
             lane=lane,
+            transport=transport or TorchTransport(lane, group),
         )
 
 
@@ -66,6 +76,8 @@ class Unit:
     receive_rows: list[int]
     counts: list[int]
     """Pairs for each expert of this rank."""
+    local: bool
+    """On every rank these rows stay where they are: nobody waits for anybody."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,26 +103,20 @@ class Plan:
 
     def send(self, unit: Unit, rows: torch.Tensor, out: torch.Tensor, what: str) -> Result:
         """Rows of one unit to the ranks of its step; `rows` and `out` hold those of all units."""
-        return all_to_all(
-            self.route.lane,
-            self.route.group,
-            rows[unit.leaving],
-            unit.send_rows,
-            unit.receive_rows,
-            f"{what}, {self.where}",
-            out[unit.arriving],
+        if unit.local:
+            return Result(out[unit.arriving].copy_(rows[unit.leaving]))
+        label = f"{what}, {self.where}"
+        return self.route.transport.all_to_all(
+            rows[unit.leaving], unit.send_rows, unit.receive_rows, label, out[unit.arriving]
         )
 
     def send_back(self, unit: Unit, rows: torch.Tensor, out: torch.Tensor, what: str) -> Result:
         """Results for the rows of one unit to where they came from; `rows` are those of this unit alone."""
-        return all_to_all(
-            self.route.lane,
-            self.route.group,
-            rows,
-            unit.receive_rows,
-            unit.send_rows,
-            f"{what}, {self.where}",
-            out[unit.leaving],
+        if unit.local:
+            return Result(out[unit.leaving].copy_(rows))
+        label = f"{what}, {self.where}"
+        return self.route.transport.all_to_all(
+            rows, unit.receive_rows, unit.send_rows, label, out[unit.leaving]
         )
 
     def sum_tokens(self, rows_ND: torch.Tensor) -> torch.Tensor:
@@ -231,6 +237,7 @@ class Sizes:
                 send_rows=send,
                 receive_rows=receive,
                 counts=counts,
+                local=step == 0 and max(map(len, self.shape.groups)) == 1,
             )
             left, arrived, paired = unit.leaving.stop, unit.arriving.stop, unit.pairs.stop
             found[step, chunk] = unit
@@ -272,7 +279,7 @@ def send_pairs(plan: Plan, scores_TK: torch.Tensor) -> Result:
     places = plan.pair_row_n.to(integer).view(scores_TK.dtype)
     packed = torch.stack([places, scores_TK.flatten()[plan.pair_place_n]], dim=1)
     label = f"dispatch of scores, {plan.where}"
-    return all_to_all(plan.route.lane, plan.route.group, packed, plan.send_pairs, plan.receive_pairs, label)
+    return plan.route.transport.all_to_all(packed, plan.send_pairs, plan.receive_pairs, label)
 
 
 def unpack_pairs(plan: Plan, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -287,4 +294,4 @@ def return_score_grads(plan: Plan, d_score_M: torch.Tensor) -> Result:
     arrival = torch.empty_like(d_score_M)
     arrival[plan.regroup_M] = d_score_M
     label = f"return of score gradients, {plan.where}"
-    return all_to_all(plan.route.lane, plan.route.group, arrival, plan.receive_pairs, plan.send_pairs, label)
+    return plan.route.transport.all_to_all(arrival, plan.receive_pairs, plan.send_pairs, label)

@@ -13,6 +13,7 @@ Rows are grouped by expert, `counts` says how many each has; zero rows are legal
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -78,14 +79,21 @@ class Experts(nn.Module):
             for slot, expert in enumerate(ids):
                 cut.fill(weight.data[slot], key_of(seed, layer, "expert", expert, name), std)
 
-    def forward(self, x: torch.Tensor, counts: Sequence[int]) -> tuple[torch.Tensor, Saved]:
-        h = grouped_mm(x, self.up, counts)
-        return grouped_mm(swiglu(h), self.down, counts), Saved(x=x, h=h, counts=counts)
+    def forward(
+        self, x: torch.Tensor, counts: Sequence[int], lent: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Saved]:
+        """`lent`: compute with these flat weights of other ranks' experts instead of this rank's own."""
+        up, down = (self.up, self.down) if lent is None else self.unflatten(lent)
+        h = grouped_mm(x, up, counts)
+        return grouped_mm(swiglu(h), down, counts), Saved(x=x, h=h, counts=counts)
 
-    def dgrad(self, dy: torch.Tensor, saved: Saved) -> tuple[torch.Tensor, Pending]:
-        d_a = grouped_mm_dgrad(dy, self.down, saved.counts)
+    def dgrad(
+        self, dy: torch.Tensor, saved: Saved, lent: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Pending]:
+        up, down = (self.up, self.down) if lent is None else self.unflatten(lent)
+        d_a = grouped_mm_dgrad(dy, down, saved.counts)
         d_h, a = swiglu_backward(d_a, saved.h)
-        dx = grouped_mm_dgrad(d_h, self.up, saved.counts)
+        dx = grouped_mm_dgrad(d_h, up, saved.counts)
         return dx, Pending(x=saved.x, d_h=d_h, a=a, dy=dy, counts=saved.counts)
 
     def wgrad(self, pending: Sequence[Pending]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -97,9 +105,25 @@ class Experts(nn.Module):
         up, up_grad = accumulator(self.up)
         down, down_grad = accumulator(self.down)
         for part in pending:
-            grouped_mm_wgrad(part.d_h, part.x, part.counts, into=up)
-            grouped_mm_wgrad(part.dy, part.a, part.counts, into=down)
+            self.add_wgrad(part, up, down)
         return up_grad, down_grad
+
+    @staticmethod
+    def add_wgrad(part: Pending, up: torch.Tensor, down: torch.Tensor) -> None:
+        grouped_mm_wgrad(part.d_h, part.x, part.counts, into=up)
+        grouped_mm_wgrad(part.dy, part.a, part.counts, into=down)
+
+    def flatten(self, slots: Sequence[int]) -> torch.Tensor:
+        """The weights of these experts, one row each: what travels when they are lent."""
+        picked = torch.tensor(list(slots), dtype=torch.int64, device=self.up.device)
+        weights = (self.up.detach()[picked].flatten(1), self.down.detach()[picked].flatten(1))
+        return torch.cat(weights, dim=1)
+
+    def unflatten(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views (up, down) into rows made by `flatten`."""
+        split = math.prod(self.up.shape[1:])
+        up, down = rows[:, :split], rows[:, split:]
+        return up.unflatten(1, self.up.shape[1:]), down.unflatten(1, self.down.shape[1:])
 
     @property
     def out_width(self) -> int:

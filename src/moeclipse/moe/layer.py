@@ -27,7 +27,7 @@ from moeclipse.comm.exchange import total
 from moeclipse.comm.mesh import Group, Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import GateConfig, MoEConfig, gate_problems
-from moeclipse.moe.dispatch import Route, plan_dispatch
+from moeclipse.moe.dispatch import Route
 from moeclipse.moe.experts import Experts, PadToCapacity
 from moeclipse.moe.gates import Gate
 from moeclipse.moe.losses import balance_loss, z_loss
@@ -125,14 +125,15 @@ class MoE(nn.Module):
         where = f"layer {self.layer}, microbatch {tokens.microbatch}"
         routing = self.gate(x_TD, tokens)
         load = total(self.mesh.a2a, tokens.group, routing.load_E, f"sum of expert loads, {where}")
-        shape = self.schedule.shape
-        plan = plan_dispatch(routing.expert_ids_TK, self.route, shape, where)
+        prepared = self.schedule.prepare(
+            routing.expert_ids_TK, self.route, self.experts, self.mesh, where, self.training
+        )
         experts: Any = self.experts
         if config.overflow == "pad":
             experts = PadToCapacity(self.experts, routing.capacity)
         parameters = (self.experts.up, self.experts.down)
-        programs = self.schedule.programs(shape)
-        y_TD = Routed.apply(x_TD, routing.scores_TK, plan, experts, programs, *parameters)
+        arguments = (prepared.plan, experts, prepared.programs, prepared.shadowed)
+        y_TD = Routed.apply(x_TD, routing.scores_TK, *arguments, *parameters)
         if self.shared is not None:
             y_TD = y_TD + _Shared.apply(x_TD, self.shared, self.shared.up, self.shared.down)
         aux = config.balance_loss * balance_loss(routing, load.get(), tokens.total)

@@ -3,6 +3,8 @@
     forward    S rows out     C experts              R partial sums back    then one sum over ranks
     backward   S d_out rows   C dgrad   W weights    R d_x rows back        then one sum over ranks
 
+Rows of borrowed experts (`moe/shadow`) take no part in this: they are computed where they are.
+
 The node runs on every rank, also with zero rows: a path that cut autograd on one rank would leave the
 others waiting in the backward exchange. Which unit of rows travels when is the program's business
 (`schedule/smart`); what an op does to the tensors is written here, and a blocking exchange is the program
@@ -21,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from moeclipse.comm.exchange import Result
 from moeclipse.comm.execute import execute
 from moeclipse.moe.dispatch import Plan, Unit, return_score_grads, send_pairs, unpack_pairs
+from moeclipse.moe.shadow import Shadowed
 from moeclipse.ops.combine import sum_rows
 from moeclipse.schedule.check import Verified
 from moeclipse.schedule.op import Op
@@ -42,6 +45,7 @@ class Forward:
     experts: Any
     rows_ND: torch.Tensor
     scores_TK: torch.Tensor
+    shadowed: Shadowed | None = None
     saved: dict[tuple[int, int], Any] = field(default_factory=dict)
     y: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
@@ -53,18 +57,24 @@ class Forward:
         self.pairs = pairs
         self.row_M: torch.Tensor | None = None
         execute(verified, plan.route.group.index, self.op)
-        return plan.sum_tokens(self.back_NO)
+        out_TO = plan.sum_tokens(self.back_NO)
+        return out_TO if self.shadowed is None else out_TO + self.kept_TO
 
     def op(self, op: Op) -> Result | None:
+        if self.shadowed is not None and op.kind == "SHADOW_SEND":
+            return self.shadowed.send_weights()
+        if self.shadowed is not None and op.kind == "SHADOW_F":
+            self.kept_TO = self.shadowed.forward()
+            return None
         key = (op.step or 0, op.chunk or 0)
         unit = self.plan.units[key]
         if op.kind == "S_F":
             return self.plan.send(unit, self.rows_ND, self.arrived_RD, f"dispatch {op}")
-        if op.kind == "C_F":
-            return self.compute(key, unit)
         if op.kind == "R_F":
             return self.plan.send_back(unit, self.partial_RO, self.back_NO, f"combine {op}")
-        raise AssertionError(f"no such op in forward: {op}")
+        assert op.kind == "C_F", f"no such op in forward: {op}"
+        self.compute(key, unit)
+        return None
 
     def compute(self, key: tuple[int, int], unit: Unit) -> None:
         if self.row_M is None:
@@ -81,6 +91,7 @@ class Backward:
 
     def __init__(self, done: Forward, d_out_TO: torch.Tensor) -> None:
         self.done, self.plan, self.experts = done, done.plan, done.experts
+        self.d_out_TO = d_out_TO
         self.d_rows_NO = d_out_TO[self.plan.row_token_N]
         self.pending: list[Any] = []
 
@@ -93,9 +104,15 @@ class Backward:
         execute(verified, plan.route.group.index, self.op)
         d_scores_TK = torch.zeros_like(done.scores_TK)
         d_scores_TK.view(-1)[plan.pair_place_n] = self.d_scores.get()
-        return plan.sum_tokens(self.back_ND), d_scores_TK
+        d_x_TD, shadowed = plan.sum_tokens(self.back_ND), done.shadowed
+        if shadowed is not None:
+            d_x_TD = d_x_TD + shadowed.d_x_TD
+            d_scores_TK.view(-1)[shadowed.place_m] = shadowed.d_score_m
+        return d_x_TD, d_scores_TK
 
     def op(self, op: Op) -> Result | None:
+        if op.kind.startswith("SHADOW"):
+            return self.shadow_op(op.kind)
         if op.kind == "C_W":
             self.d_scores = return_score_grads(self.plan, self.d_score_M)
             self.weight_grads = self.experts.wgrad(self.pending)
@@ -104,11 +121,24 @@ class Backward:
         unit = self.plan.units[key]
         if op.kind == "S_B":
             return self.plan.send(unit, self.d_rows_NO, self.arrived_RO, f"backward dispatch {op}")
-        if op.kind == "C_B":
-            return self.compute(key, unit)
         if op.kind == "R_B":
             return self.plan.send_back(unit, self.partial_RD, self.back_ND, f"backward combine {op}")
-        raise AssertionError(f"no such op in backward: {op}")
+        assert op.kind == "C_B", f"no such op in backward: {op}"
+        self.compute(key, unit)
+        return None
+
+    def shadow_op(self, kind: str) -> Result | None:
+        shadowed = self.done.shadowed
+        assert shadowed is not None
+        if kind == "SHADOW_B":
+            shadowed.dgrad(self.d_out_TO)
+        elif kind == "SHADOW_W":
+            shadowed.wgrad()
+        elif kind == "SHADOW_REDUCE":
+            return shadowed.return_grads()
+        else:
+            shadowed.add_grads(self.weight_grads)
+        return None
 
     def compute(self, key: tuple[int, int], unit: Unit) -> None:
         done = self.done
@@ -135,9 +165,13 @@ class Routed(torch.autograd.Function):
         plan: Plan,
         experts: Any,
         programs: Programs,
+        shadowed: Shadowed | None,
         *_: nn.Parameter,
     ) -> torch.Tensor:
-        run = Forward(plan=plan, experts=experts, rows_ND=x_TD[plan.row_token_N], scores_TK=scores_TK)
+        rows_ND = x_TD[plan.row_token_N]
+        if shadowed is not None:
+            shadowed.bind(x_TD, scores_TK)
+        run = Forward(plan=plan, experts=experts, rows_ND=rows_ND, scores_TK=scores_TK, shadowed=shadowed)
         out_TO = run.run(programs.forward)
         ctx.run, ctx.programs = run, programs
         return out_TO
@@ -148,4 +182,4 @@ class Routed(torch.autograd.Function):
         back = Backward(ctx.run, d_out_TO)
         d_x_TD, d_scores_TK = back.run(ctx.programs.backward)
         ctx.run = None
-        return d_x_TD, d_scores_TK, None, None, None, *back.weight_grads
+        return d_x_TD, d_scores_TK, None, None, None, None, *back.weight_grads

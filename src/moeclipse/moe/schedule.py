@@ -1,48 +1,219 @@
-"""Which programs a layer's exchange runs: how ranks are grouped, in how many chunks rows are cut.
+"""Which programs a layer's exchange runs: how ranks are grouped, how rows are cut, which experts are lent.
 
 "blocking" is one group of all ranks and one chunk: send all, compute all, return all. "smart" cuts the
 exchange into units (step, chunk). Ranks that are close form a group: those of one host, where there are
 several hosts; otherwise each rank for itself, so that rows that stay on a rank are computed while the others
-travel.
+travel. Where chunks or group size are "auto", they are chosen once, from costs measured after the first step
+and the counts of the second, by simulating the programs themselves (`plan/search`).
 
-Programs are built and verified once for each granularity and kept.
+Programs are built and verified once for each granularity and kept. Everything is decided from what all ranks
+know, so all decide alike.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+import numpy as np
+import torch
+
+from moeclipse.balance.shadow import ShadowPlan, choose_shadows, forced_shadows
+from moeclipse.balance.shadow_model import ShadowCosts
+from moeclipse.comm.exchange import gather
+from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import MoEConfig
+from moeclipse.moe.dispatch import Plan, Route, plan_dispatch
+from moeclipse.moe.experts import Experts
+from moeclipse.moe.probe import Probe, measure
 from moeclipse.moe.routed import Programs
+from moeclipse.moe.shadow import Lending, Shadowed, keep_borrowed
+from moeclipse.plan.search import choose_exchange
 from moeclipse.schedule.check import verify
-from moeclipse.schedule.shape import ExchangeShape
+from moeclipse.schedule.shape import ExchangeShape, Shadow
 from moeclipse.schedule.smart import exchange_shape, smart
 
 Groups = tuple[tuple[int, ...], ...]
-START_CHUNKS = 1
+CHUNKS = (1, 2, 4)
+SOME_SHADOW = (Shadow(expert=0, owner=0, ranks=(1,)),)
+"""Programs depend on whether there are shadows, not on which."""
+FREE = ShadowCosts(
+    row_forward=0,
+    row_backward=0,
+    row_send=0,
+    parameter_bytes=0,
+    gradient_bytes=0,
+    parameter_byte=0,
+    gradient_byte=0,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What one call of the layer runs."""
+
+    plan: Plan
+    programs: Programs
+    shadowed: Shadowed | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Granularity:
+    """How the exchange is cut, and how long that was predicted to take."""
+
+    groups: Groups
+    chunks: int
+    units: tuple[tuple[int, int], ...] | None = None
+    predicted_s: float = 0.0
+    blocking_s: float = 0.0
+    rule: str = "start"
 
 
 class ExchangeSchedule:
-    """The granularity in use, and its verified programs."""
+    """The granularity in use, its verified programs, and the shadows of each step."""
 
     def __init__(self, config: MoEConfig, hosts: tuple[int, ...]) -> None:
-        self.config, self.num_ranks = config, len(hosts)
-        self.groups = start_groups(config.schedule, config.group_size, hosts)
-        chunks = 1 if config.schedule == "blocking" else config.chunks
-        self.chunks = START_CHUNKS if chunks == "auto" else chunks
-        self.units: tuple[tuple[int, int], ...] | None = None
+        self.config, self.num_ranks, self.hosts = config, len(hosts), hosts
+        groups = start_groups(config.schedule, config.group_size, hosts)
+        self.use = Granularity(groups=groups, chunks=1 if self._auto_chunks else int(config.chunks))
+        if config.schedule == "blocking":
+            self.use = Granularity(groups=groups, chunks=1)
+        self.probe: Probe | None = None
+        self.shadow_plan: ShadowPlan | None = None
         self._programs: dict[ExchangeShape, Programs] = {}
+        self._calls = 0
 
     @property
-    def shape(self) -> ExchangeShape:
-        return exchange_shape(self.num_ranks, groups=self.groups, chunks=self.chunks, units=self.units)
+    def _auto_chunks(self) -> bool:
+        return self.config.chunks == "auto"
+
+    @property
+    def _tunes(self) -> bool:
+        smart_auto = self.config.schedule == "smart" and (
+            self._auto_chunks or self.config.group_size == "auto"
+        )
+        return self.num_ranks > 1 and smart_auto
+
+    def shape(self, shadows: bool = False) -> ExchangeShape:
+        use = self.use
+        return exchange_shape(
+            self.num_ranks,
+            groups=use.groups,
+            chunks=use.chunks,
+            units=use.units,
+            shadows=SOME_SHADOW if shadows else (),
+        )
 
     def programs(self, shape: ExchangeShape) -> Programs:
         if shape not in self._programs:
             backward = replace(shape, backward=True)
             self._programs[shape] = Programs(forward=verify(smart(shape)), backward=verify(smart(backward)))
         return self._programs[shape]
+
+    def prepare(
+        self, ids_TK: torch.Tensor, route: Route, experts: Experts, mesh: Mesh, where: str, train: bool
+    ) -> Prepared:
+        """Decide, exchange sizes, and lay everything out for one call of the layer."""
+        if train:
+            self._calls += 1
+            wants_costs = self._tunes or (self.config.shadow == "auto" and self.num_ranks > 1)
+            if self._calls == 2 and wants_costs and self.probe is None:
+                self.probe = measure(experts, route, mesh)
+                if self._tunes:
+                    self.use = self._choose(self._counts(ids_TK, route, where), self.probe)
+        lending, counts_PE = self._lend(ids_TK, route, where)
+        place = ids_TK.new_empty(0)
+        if lending is not None:
+            ids_TK, place = keep_borrowed(ids_TK, lending, route.placement.num_experts)
+        shape = self.shape(shadows=lending is not None)
+        plan = plan_dispatch(ids_TK, route, shape, where)
+        shadowed = None
+        if lending is not None:
+            counts = [int(counts_PE[route.group.index, expert]) for expert in lending.borrowed]
+            shadowed = Shadowed(
+                lending,
+                experts,
+                route.transport,
+                place_m=place[: sum(counts)],
+                counts=counts,
+                where=where,
+            )
+        return Prepared(plan=plan, programs=self.programs(shape), shadowed=shadowed)
+
+    def _counts(self, ids_TK: torch.Tensor, route: Route, where: str) -> np.ndarray:
+        """Rows of each rank for each expert."""
+        num_experts = route.placement.num_experts
+        mine = torch.bincount(ids_TK.flatten() + 1, minlength=num_experts + 1)[1:]
+        table = gather(route.lane, route.group, mine, f"exchange of counts, {where}").to_host()
+        return np.array(table, dtype=np.int64)
+
+    def _lend(self, ids_TK: torch.Tensor, route: Route, where: str) -> tuple[Lending | None, np.ndarray]:
+        """Who borrows what in this call; None where nobody does."""
+        wanted, nobody = self.config.shadow, np.empty((0, 0))
+        if (
+            self.num_ranks == 1
+            or wanted == "off"
+            or wanted == ()
+            or (wanted == "auto" and self.probe is None)
+        ):
+            return None, nobody
+        counts_PE = self._counts(ids_TK, route, where)
+        if wanted == "auto":
+            assert self.probe is not None
+            overlap = 0.0 if self.config.schedule == "blocking" else 1.0
+            costs = self.probe.shadow_costs(overlap=overlap)
+            self.shadow_plan = choose_shadows(counts_PE, route.placement, costs)
+        else:
+            self.shadow_plan = forced_shadows(counts_PE, route.placement, FREE, wanted)
+        shadows = self.shadow_plan.shadows
+        if not shadows:
+            return None, counts_PE
+        return Lending.of(shadows, route.placement, route.group.index), counts_PE
+
+    def _choose(self, counts_PE: np.ndarray, probe: Probe) -> Granularity:
+        """The fastest of the allowed granularities, by simulation."""
+        costs = probe.exchange_costs()
+        per_rank = -(-counts_PE.shape[1] // self.num_ranks)
+        padded = np.zeros((self.num_ranks, per_rank * self.num_ranks), dtype=np.int64)
+        padded[:, : counts_PE.shape[1]] = counts_PE
+        chunks = CHUNKS if self._auto_chunks else (int(self.config.chunks),)
+        best: Granularity | None = None
+        one = exchange_shape(self.num_ranks, group_size=self.num_ranks, experts_per_rank=per_rank)
+        blocking = choose_exchange(one, padded, costs, chunks=(1,), swaps=0).seconds
+        for groups in self._candidates():
+            shape = exchange_shape(self.num_ranks, groups=groups, experts_per_rank=per_rank)
+            found = choose_exchange(shape, padded, costs, chunks=chunks, swaps=0)
+            if best is None or found.seconds < best.predicted_s:
+                best = Granularity(
+                    groups=groups,
+                    chunks=found.shape.chunks,
+                    units=found.shape.units,
+                    predicted_s=found.seconds,
+                    blocking_s=blocking,
+                    rule=found.rule,
+                )
+        assert best is not None
+        return best
+
+    def _candidates(self) -> list[Groups]:
+        start = start_groups("smart", self.config.group_size, self.hosts)
+        if self.config.group_size != "auto" or len(set(self.hosts)) > 1:
+            return [start]
+        sizes = [size for size in (1, 2, 4, 8) if size <= max(self.num_ranks // 2, 1)]
+        return [start_groups("smart", size, self.hosts) for size in sizes]
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to cut rows as this one does, JSON-able."""
+        return {"groups": self.use.groups, "chunks": self.use.chunks, "units": self.use.units}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over a choice, unless it was made for other ranks."""
+        groups = tuple(tuple(members) for members in state["groups"])
+        if sum(map(len, groups)) != self.num_ranks or not self._tunes:
+            return
+        units = tuple((step, chunk) for step, chunk in state["units"]) if state["units"] else None
+        self.use = Granularity(groups=groups, chunks=state["chunks"], units=units, rule="resumed")
+        self._calls = 2
 
 
 def start_groups(

@@ -1,0 +1,152 @@
+"""What this layer costs on these ranks: measured once, by all ranks together, after the first step.
+
+Two sizes give a fixed part and a slope, for rows through experts and for bytes on the wire. One more
+transfer, between two ranks alone, tells whether ranks share a wire: then bytes add up over ranks instead of
+travelling side by side. All ranks leave with the same numbers, because whoever decides from them must decide
+alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from moeclipse.balance.shadow_model import ShadowCosts
+from moeclipse.comm.mesh import Mesh
+from moeclipse.cost.exchange import ExchangeCosts
+from moeclipse.moe.dispatch import Route
+from moeclipse.moe.experts import Experts
+from moeclipse.tensor.weight_grad import main_grad_dtype
+
+REPEATS = 3
+ROWS = (16, 256)
+BYTES = (16 << 10, 256 << 10)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """Seconds and bytes per second; the same on every rank."""
+
+    row_forward: float
+    row_backward: float
+    kernel: float
+    latency: float
+    bandwidth: float
+    """Of each rank while all send to all."""
+    shared_wire: bool
+    row_bytes: float
+    parameter_bytes: float
+    gradient_bytes: float
+
+    def exchange_costs(self) -> ExchangeCosts:
+        return ExchangeCosts(
+            row_bytes=self.row_bytes,
+            near_bandwidth=self.bandwidth,
+            far_bandwidth=self.bandwidth,
+            row_seconds=self.row_forward,
+            expert_bytes=self.parameter_bytes,
+            latency=self.latency,
+            kernel=self.kernel,
+            inline_compute=True,
+        )
+
+    def shadow_costs(self, *, overlap: float) -> ShadowCosts:
+        byte = 1 / self.bandwidth
+        if self.shared_wire:
+            byte /= self.num_ranks  # the policy adds the bytes of all ranks up itself
+        return ShadowCosts(
+            row_forward=self.row_forward,
+            row_backward=self.row_backward,
+            row_send=self.row_bytes * byte,
+            parameter_bytes=self.parameter_bytes,
+            gradient_bytes=self.gradient_bytes,
+            parameter_byte=byte,
+            gradient_byte=byte,
+            copy=self.latency,
+            overlap=overlap,
+            shared_wire=self.shared_wire,
+        )
+
+    num_ranks: int = 1
+
+
+def measure(experts: Experts, route: Route, mesh: Mesh) -> Probe:
+    """Collective over the ranks of `route`."""
+    few, many = (_expert_seconds(experts, rows, mesh) for rows in ROWS)
+    slope = [max(b - a, 0.0) / (ROWS[1] - ROWS[0]) for a, b in zip(few, many, strict=True)]
+    small, large = (_wire_seconds(route, mesh, size, everyone=True) for size in BYTES)
+    pair = _wire_seconds(route, mesh, BYTES[1], everyone=False)
+    sent = BYTES[1] - BYTES[0]
+    bandwidth = (route.group.size - 1) * sent / max(large - small, 1e-7)
+    weight = experts.up
+    size = weight[0].numel() + experts.down[0].numel() if len(weight) else 0
+    mine = [slope[0], slope[1], max(few[0] - ROWS[0] * slope[0], 0.0), float(size)]
+    everyone = mesh.gather_objects(mine)
+    forward, backward, kernel, _ = (sum(column) / len(everyone) for column in zip(*everyone, strict=True))
+    parameters = max(entry[3] for entry in everyone)
+    row_bytes = weight.shape[2] * weight.element_size()
+    return Probe(
+        row_forward=forward,
+        row_backward=backward,
+        kernel=kernel,
+        latency=small,
+        bandwidth=bandwidth,
+        shared_wire=route.group.size > 2 and large > 2 * pair * (route.group.size - 1),
+        row_bytes=row_bytes,
+        parameter_bytes=parameters * weight.element_size(),
+        gradient_bytes=parameters * main_grad_dtype(weight.dtype).itemsize,
+        num_ranks=route.group.size,
+    )
+
+
+def _clock(work: Callable[[], None], device: torch.device) -> float:
+    """Median seconds of `work`, which all ranks run at the same time."""
+    seconds = []
+    for _ in range(REPEATS):
+        begun = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - begun)
+    return sorted(seconds)[REPEATS // 2]
+
+
+def _expert_seconds(experts: Experts, rows: int, mesh: Mesh) -> tuple[float, float]:
+    """(forward, backward) of `rows` rows through one expert, weight gradient included."""
+    if not experts.ids:
+        return 0.0, 0.0
+    weight = experts.up
+    x = weight.new_ones(rows, weight.shape[2])
+    counts = [rows] + [0] * (len(experts.ids) - 1)
+    sums = [torch.zeros_like(p, dtype=main_grad_dtype(p.dtype)) for p in (experts.up, experts.down)]
+    with torch.no_grad():
+        y, saved = experts.forward(x, counts)
+        mesh.barrier()
+        forward = _clock(lambda: experts.forward(x, counts), weight.device)  # type: ignore[arg-type]
+
+        def backward() -> None:
+            experts.add_wgrad(experts.dgrad(y, saved)[1], *sums)
+
+        backward()
+        return forward, _clock(backward, weight.device)
+
+
+def _wire_seconds(route: Route, mesh: Mesh, size: int, *, everyone: bool) -> float:
+    """Of the slowest rank: `size` bytes from every rank to every other, or from rank 0 to rank 1 alone."""
+    group = route.group
+    counts = [size if peer != group.index else 0 for peer in range(group.size)]
+    received = list(counts)
+    if not everyone:
+        counts = [size if (group.index, peer) == (0, 1) else 0 for peer in range(group.size)]
+        received = [size if (peer, group.index) == (0, 1) else 0 for peer in range(group.size)]
+    rows = torch.zeros(sum(counts), dtype=torch.uint8, device=mesh.device)
+
+    def work() -> None:
+        route.transport.all_to_all(rows, counts, received, "probe of the wire").get()
+
+    work()
+    mesh.barrier()
+    return max(mesh.gather_objects(_clock(work, mesh.device)))
