@@ -65,7 +65,7 @@ def test_compare_with_names_and_layers(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_memory_limit_leaves_out_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     common = ("--ranks", "4", "--microbatches", "12", "--costs", "unit", "--memory-limit", "4")
     out = run(capsys, "--compare", "gpipe", "1f1b", "1f1b-pairs", *common)
-    assert "gpipe left out: gpipe: rank 0 holds 12 at its peak, more than the 4 allowed" in out
+    assert "gpipe left out: rank 0 holds 12 at its peak, more than the 4 allowed" in out
     assert "1f1b-pairs left out" in out
     with pytest.raises(ScheduleError, match="rank 0 holds 12"):
         main(["--schedule", "gpipe", *common])

@@ -141,15 +141,18 @@ def _program(question: Question, config: SimulateConfig) -> Program:
 
 
 def _headline(console: Console, question: Question, name: str) -> None:
-    what = (
-        f"{name}: {question.ranks} ranks, {question.microbatches} microbatches, costs {question.costs.name}"
-    )
+    sizes = f"{_counted(question.ranks, 'rank')}, {_counted(question.microbatches, 'microbatch', 'es')}"
+    what = f"{name}: {sizes}, costs {question.costs.name}"
     if question.by_layer:
         how = question.expansion
-        what += f", {question.layers} layers per rank, overlap {how.overlap}"
+        what += f", {_counted(question.layers, 'layer')} per rank, overlap {how.overlap}"
         what += f", {how.chunks} chunks" if how.chunks > 1 else ""
         what += f", recompute {question.recompute}" if question.recompute != "off" else ""
     console.print(what, style="bold")
+
+
+def _counted(number: int, what: str, plural: str = "s") -> str:
+    return f"{number} {what}{'' if number == 1 else plural}"
 
 
 def _coloured(text: str) -> Text:
@@ -229,7 +232,9 @@ def compare(console: Console, question: Question, schedules: tuple[str, ...]) ->
         for line in advise(answers):
             console.print(line, style="bold")
     for name, reason in refused.items():
-        console.print(f"{name} left out: {reason.removeprefix(name + ' ')}", style="dim")
+        for prefix in (f"{name} {question.expansion.overlap}: ", f"{name}: ", f"{name} "):
+            reason = reason.removeprefix(prefix)
+        console.print(f"{name} left out: {reason}", style="dim")
 
 
 def _comparison(question: Question, answers: list[Answer]) -> Table:
