@@ -2,10 +2,11 @@
 
     .venv/bin/python bench/moe_layer.py [--configs a b ...] [--json FILE]
 
-TFLOP/s count 6 T n d K for forward and 12 T n d K for backward. `saved` is what forward leaves for backward,
-`peak` the most that was allocated above the inputs and weights. Implementations: the kernels with bf16 gradients
-(what autograd hands out), the kernels adding into fp32 main_grad, plain torch (sort, index, F.grouped_mm), and
-SonicMoE or ScatterMoE where they can be imported. Times are medians; the implementations take turns.
+TFLOP/s count 6 T n d K for forward and 12 T n d K for backward. `saved` is what forward leaves for backward
+beside the input itself, `peak` the most that was allocated above inputs and weights. Implementations: the
+kernels with bf16 gradients (what autograd hands out), the kernels adding into fp32 main_grad, plain torch
+(sort, index, F.grouped_mm), and SonicMoE or ScatterMoE where they can be imported. Times are medians; the
+implementations take turns.
 """
 
 from __future__ import annotations
@@ -190,7 +191,8 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['config']:8} {row['implementation']:26} {row['both_ms']:8.3f} ms"
             f"  forward {row['forward_tflops']:4.0f}  backward {row['backward_tflops']:4.0f}"
             f"  both {row['both_tflops']:4.0f} TFLOP/s"
-            f"  saved {row['saved_gib']:5.2f}  peak {row['peak_gib']:5.2f} GiB  first call {row['first_s']:.1f} s",
+            f"  saved {row['saved_gib']:5.2f}  peak {row['peak_gib']:5.2f} GiB"
+            f"  first call {row['first_s']:.1f} s",
             flush=True,
         )
 

@@ -2,9 +2,10 @@
 
     .venv/bin/python bench/wgrad.py [--json FILE]
 
-Dense: `torch.addmm` into fp32 (fused) against a bf16 product then an addition, and against the bare bf16 product.
-Grouped: one kernel over all experts with ragged random groups, adding into fp32, against `F.grouped_mm`, which
-writes bf16 and adds nothing, and against `F.grouped_mm` then an addition. `peak` is what a call allocates.
+Dense: `torch.addmm` into fp32 (fused) against a bf16 product then an addition, and against the bare bf16
+product. Grouped: one kernel over all experts with ragged random groups, adding into fp32, against
+`F.grouped_mm`, which writes bf16 and adds nothing, and against `F.grouped_mm` then an addition. `peak` is
+what a call allocates.
 """
 
 from __future__ import annotations

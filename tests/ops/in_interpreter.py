@@ -1,7 +1,7 @@
 """Compares every kernel with its reference through Triton's interpreter; run by test_kernels_on_cpu.py.
 
-The interpreter must be chosen before Triton is imported, so this runs in a process of its own, and it prints one
-line, the largest relative error, for each comparison. fp32 and fp16: bf16 products are wrong in the interpreter.
+The interpreter must be chosen before Triton is imported, so this runs in a process of its own, and it prints
+one line, the relative error, for each comparison. fp32 and fp16: bf16 products are wrong in the interpreter.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from moeclipse.ops import combine, expert_mlp, routing_metadata, topk_softmax, wgrad
 from moeclipse.ops.tuning import Tile
 
-SMALL = Tile(m=32, n=32, k=16)
 KINDS = ("uniform", "skewed", "empty", "one takes all", "unused", "one choice", "all choices")
 
 
@@ -85,11 +84,9 @@ def check_wgrad(kind: str, gather: str, tile: Tile, *, accumulate: bool) -> None
     for name, tensor in (("dy", dy), ("x", x)):
         if gather != name:
             tensor[used:] = float("nan")
-    wgrad.grouped_wgrad_kernel(
-        dy, x, grouping.offsets_E1, into, accumulate=accumulate, tile=tile, **options
-    )
-    name = f"wgrad {kind} {gather} swap={tile.swap} ahead={tile.ahead} per_sm={tile.per_sm} add={accumulate}"
-    report(name, into, expected)
+    wgrad.grouped_wgrad_kernel(dy, x, grouping.offsets_E1, into, accumulate=accumulate, tile=tile, **options)
+    flags = [name for name in ("flatten", "swap", "ahead", "per_sm") if getattr(tile, name)]
+    report(f"wgrad {kind} {gather} add={accumulate} {' '.join(flags)}", into, expected)
 
 
 def check_rest() -> None:
@@ -116,10 +113,21 @@ def main() -> None:
         check_grouping(kind, block=16 if number % 2 else 128)
         check_experts(kind, 40, 24, torch.float32, gather=number % 2 == 0, flatten=number % 3 == 0)
         gather = ("x", "dy", "none")[number % 3]
-        tile = Tile(m=32, n=32, k=16, split=2, swap=number % 2 == 0, ahead=number % 4 < 2, per_sm=number % 3 and 1)
+        tile = Tile(
+            m=32,
+            n=32,
+            k=16,
+            split=2,
+            flatten=number % 2 == 1,
+            swap=number % 4 > 1,
+            ahead=number % 4 == 0,
+            per_sm=int(number % 3 > 0),
+        )
         check_wgrad(kind, gather, tile, accumulate=number % 2 == 0)
     for gather in ("x", "dy", "none"):
-        check_wgrad("unused", gather, Tile(m=32, n=64, k=16, split=4), accumulate=True)
+        for flatten in (True, False):
+            tile = Tile(m=32, n=64, k=16, split=4, flatten=flatten)
+            check_wgrad("unused", gather, tile, accumulate=flatten)
     check_experts("skewed", 64, 32, torch.float16, gather=True, flatten=True)
     check_rest()
 

@@ -1,4 +1,4 @@
-"""The kernels on a CUDA device: errors against float64 beside those of plain torch, equal bits, no host copy."""
+"""The kernels on a CUDA device: errors against float64 beside plain torch's, equal bits, no host copy."""
 
 from __future__ import annotations
 

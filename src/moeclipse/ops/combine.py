@@ -19,7 +19,7 @@ def sum_rows(
     values_MD = rows_MD.to(wide)
     if weight_M is not None:
         values_MD = values_MD * weight_M.to(wide)[:, None]
-    out = torch.zeros(num_rows, rows_MD.shape[1], dtype=wide, device=rows_MD.device)
+    out = torch.zeros((num_rows, *rows_MD.shape[1:]), dtype=wide, device=rows_MD.device)
     out.index_add_(0, index_M, values_MD)
     return out.to(rows_MD.dtype)
 

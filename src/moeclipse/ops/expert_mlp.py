@@ -15,6 +15,8 @@ reference, which loops over experts and reads counts on the host.
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from moeclipse.ops.activation import swiglu, swiglu_backward
@@ -101,10 +103,11 @@ def d_rows(d_h_MH: torch.Tensor, up_EHD: torch.Tensor, grouping: Grouping) -> to
 
 
 def mlp_fits(rows: torch.Tensor, weight: torch.Tensor, grouping: Grouping) -> bool:
-    """Whether the kernels take these operands."""
-    return (
-        rows.is_cuda
-        and grouping.tiles_3C is not None
+    """Whether the kernels take these operands; on CUDA a refusal is told once."""
+    if not rows.is_cuda or len(rows) == 0:
+        return False
+    fits = (
+        grouping.tiles_3C is not None
         and rows.dtype in KERNEL_DTYPES
         and weight.dtype == rows.dtype
         and weight.is_contiguous()
@@ -113,8 +116,14 @@ def mlp_fits(rows: torch.Tensor, weight: torch.Tensor, grouping: Grouping) -> bo
         and rows.data_ptr() % 16 == 0
         and weight.shape[1] % 8 == 0
         and weight.shape[2] % 8 == 0
-        and len(rows) > 0
     )
+    if not fits:
+        warnings.warn(
+            f"experts of {rows.dtype} with weights {tuple(weight.shape)} run in plain torch: the kernels take"
+            " bf16 and fp16, contiguous, with widths that are multiples of 8",
+            stacklevel=3,
+        )
+    return fits
 
 
 def up_kernel(

@@ -66,6 +66,7 @@ class _RoutedExperts(torch.autograd.Function):
         grouping: Grouping,
         into: Into,
     ) -> torch.Tensor:
+        assert grouping.place_row_TK is not None
         x_TD = x_TD.contiguous()
         wide = torch.promote_types(scores_TK.dtype, torch.float32)
         scores_M = scores_TK.flatten().to(wide)[grouping.row_place_M]
@@ -81,7 +82,8 @@ class _RoutedExperts(torch.autograd.Function):
         x_TD, h_MH, scores_M, up_EHD, down_EDF = ctx.saved_tensors
         grouping: Grouping = ctx.grouping
         d_out_TD = d_out_TD.contiguous()
-        token_M, offsets = grouping.row_token_M, grouping.offsets_E1
+        token_M, place_TK, offsets = grouping.row_token_M, grouping.place_row_TK, grouping.offsets_E1
+        assert place_TK is not None
         d_h_MH, scaled_MF, d_score_M = expert_mlp.d_hidden(
             d_out_TD, scores_M, h_MH, down_EDF, grouping, token_M
         )
@@ -89,9 +91,8 @@ class _RoutedExperts(torch.autograd.Function):
         d_up, d_down = (torch.empty_like(up_EHD), torch.empty_like(down_EDF)) if fresh else ctx.into
         grouped_wgrad(d_out_TD, scaled_MF, offsets, d_down, dy_index_M=token_M, accumulate=not fresh)
         del scaled_MF
-        dx_TD = gather_sum(expert_mlp.d_rows(d_h_MH, up_EHD, grouping), grouping.place_row_TK)
+        dx_TD = gather_sum(expert_mlp.d_rows(d_h_MH, up_EHD, grouping), place_TK)
         grouped_wgrad(d_h_MH, x_TD, offsets, d_up, x_index_M=token_M, accumulate=not fresh)
-        place_TK = grouping.place_row_TK
         d_scores_TK = torch.where(place_TK >= 0, d_score_M[place_TK.clamp(min=0).long()], 0)
         weights = (d_up, d_down) if fresh else (None, None)
         return dx_TD, d_scores_TK.to(ctx.scores_dtype), *weights, None, None

@@ -7,8 +7,8 @@ row: expert 0's rows come first, then expert 1's, tokens ascending inside an exp
     rows: (token 0, expert 0), (token 1, expert 0), (token 0, expert 1)
     row_token 0, 1, 0 · row_place 1, 2, 0 · place_row [[2, 0], [1, -1]]
 
-Contract: tables have room for T x K rows; how many are in use is `offsets_E1[-1]`, on the device. Entries past
-that are zero. The matrix kernels walk over row tiles (`tiles_3C`), which are made here as well.
+Contract: tables have room for T x K rows; how many are in use is `offsets_E1[-1]`, on the device. Entries
+past that are zero. The matrix kernels walk over row tiles (`tiles_3C`), which are made here as well.
 
 Hazard: nothing here may call `.item()` or `.tolist()` on the kernel path: one host copy stalls the step.
 """

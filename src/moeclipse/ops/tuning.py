@@ -1,8 +1,8 @@
 """Which tile a matrix kernel uses: a small table, and a file that overrides it.
 
-A `Tile` is everything about a launch that changes speed and nothing about results' meaning. The table below was
+A `Tile` is everything about a launch that changes speed and nothing about what is computed. The table was
 measured on one H200; `tune` measures again on any device and keeps the winners in a JSON file, keyed by
-device, Triton version, kernel and shape class, which later processes read once.
+device, Triton version, kernel and widths, which later processes read once.
 
 Hazard: another tile may add in another order, so bits may differ between devices or after tuning; on one
 device with one file they do not.
@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,22 +40,44 @@ class Tile:
     """Weight gradients: multiply x^T dy and turn the tile over when it is written."""
 
 
+NARROW = 128  # a tile of 128 x 128 with 4 warps: two programs share a multiprocessor
 TABLE = {
     "up": Tile(n=128, stages=4, flatten=True),
     "down": Tile(stages=4, flatten=True, split=2),
     "d_rows": Tile(stages=4, flatten=True, split=2, group=4),
     "d_hidden": Tile(stages=3, flatten=True),
-    "wgrad_dy": Tile(stages=5, split=4),
-    "wgrad_x": Tile(stages=4, split=4, swap=True, ahead=True),
-    "wgrad": Tile(stages=4, split=4),
+    "wgrad": Tile(stages=4, split=4, flatten=True),
+    "wgrad_dy": Tile(stages=5, split=4, per_sm=0),
+    "wgrad_x": Tile(stages=5, split=4, swap=True),
+    # Rows wide enough that two programs hide each other's reading of row numbers and writing of sums.
+    "wgrad_dy, wide": Tile(n=NARROW, warps=4, stages=3, split=4, per_sm=0, ahead=True),
+    "wgrad_x, wide": Tile(n=NARROW, warps=4, stages=3, split=4, per_sm=0, ahead=True),
+    # Few experts with huge gradients: larger tiles read less.
+    "wgrad_x, huge": Tile(stages=4, split=4, swap=True, ahead=True),
 }
+WIDE_DY, WIDE_X, HUGE = 4096, 2048, 8192
 DEFAULT_FILE = Path("~/.cache/moeclipse/tiles.json")
+
+
+def shape_class(kernel: str, *widths: int) -> str:
+    """The line of the table: gathered weight gradients [N, D] differ by their widths, the others do not.
+
+    ("wgrad_x", 2048, 4096) -> "wgrad_x, wide" · ("wgrad_dy", 2048, 768) -> "wgrad_dy"
+    """
+    if kernel == "wgrad_dy" and widths[0] >= WIDE_DY:
+        return "wgrad_dy, wide"
+    if kernel == "wgrad_x" and widths[0] >= HUGE:
+        return "wgrad_x, huge"
+    if kernel == "wgrad_x" and widths[1] >= WIDE_X:
+        return "wgrad_x, wide"
+    return kernel
 
 
 def tile_for(kernel: str, device: torch.device, *widths: int, file: Path = DEFAULT_FILE) -> Tile:
     """The tile of a kernel for these widths: from the file if it was tuned there, else from the table."""
-    tuned = _read(file).get(key_of(kernel, device, *widths))
-    return Tile(**tuned) if tuned else TABLE[kernel]
+    tuned = _read(file)
+    found = tuned.get(key_of(kernel, device, *widths)) if tuned else None
+    return Tile(**found) if found else TABLE[shape_class(kernel, *widths)]
 
 
 def key_of(kernel: str, device: torch.device, *widths: int) -> str:
@@ -75,10 +98,10 @@ def tune(
     """Time `run` with each candidate, keep the fastest in the file, and return it."""
     from triton.testing import do_bench
 
-    best, best_ms = TABLE[kernel], float("inf")
+    best, best_ms = TABLE[shape_class(kernel, *widths)], float("inf")
     for tile in candidates:
         try:
-            ms = do_bench(lambda tile=tile: run(tile), warmup=5, rep=30, return_mode="median")
+            ms = do_bench(functools.partial(run, tile), warmup=5, rep=30, return_mode="median")
         except Exception:  # a tile that does not fit the device is no candidate
             continue
         if ms < best_ms:
@@ -110,7 +133,7 @@ def num_programs(tile: Tile, device: torch.device) -> int:
 
 
 @functools.cache
-def _read(file: Path) -> dict[str, dict[str, int]]:
+def _read(file: Path) -> dict[str, dict[str, Any]]:
     path = file.expanduser()
     try:
         return json.loads(path.read_text())

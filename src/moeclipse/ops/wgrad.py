@@ -130,7 +130,9 @@ def grouped_wgrad_kernel(
         dy, dy_index_M, dy_MN.stride(0), x, x_index_M, x_MD.stride(0),
         TensorDescriptor.from_tensor(into_END, [1, *piece]), offsets_E1, num_experts, N, D,
         GATHER_DY=gather_dy, GATHER_X=gather_x, EVEN=N % wide_dy == 0 and D % wide_x == 0,
-        MODE=adding if accumulate else "store", AHEAD=tile.ahead, SWAP=tile.swap, GROUP=tile.group,
-        PROGRAMS=programs, PADDED=max(128, 1 << (num_experts - 1).bit_length()),
+        MODE=adding if accumulate else "store",
+        FLATTEN=tile.flatten, AHEAD=tile.ahead, SWAP=tile.swap, GROUP=tile.group,
+        # Where each tile has a program of its own, their number must not make another kernel.
+        PROGRAMS=programs if tile.per_sm else 1 << 30, PADDED=max(128, 1 << (num_experts - 1).bit_length()),
         BM=tile.m, BN=tile.n, BK=tile.k, SPLIT=tile.split, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -7,6 +7,9 @@ Both are persistent: one program for each multiprocessor walks over the tiles. W
 descriptors, gathered rows through asynchronous 16-byte copies (Hopper's TMA cannot gather).
 """
 
+# Arguments of kernels have no Python types.
+# mypy: ignore-errors
+
 import triton
 import triton.language as tl
 
@@ -29,7 +32,7 @@ def up_swiglu(
     for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=FLATTEN):
         m, n = swizzle(tile, num_m, num_n, GROUP)
         expert, first, left = row_tile(tiles, capacity, m)
-        start = row_starts(x, index, first, left, x_stride, GATHER, BM)
+        start = row_starts(index, first, left, x_stride, GATHER, BM)
         acc = tl.zeros((BM, 2 * BN), dtype=tl.float32)
         for k in range(0, D, BK):
             rows = load_rows(x, start, k, D, GATHER, BK, EVEN)
@@ -44,8 +47,9 @@ def up_swiglu(
 @triton.jit
 def rows_times_weight(
     x, index, w, out, tiles, num_tiles, capacity, x_stride, K, N,
-    GATHER: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr, FLATTEN: tl.constexpr, GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+    GATHER: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr, FLATTEN: tl.constexpr,
+    GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """out_m = x_m W_e: w is [experts, K, N], or [experts x N, K] when TRANSPOSED.
 
@@ -56,7 +60,7 @@ def rows_times_weight(
     for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=FLATTEN):
         m, n = swizzle(tile, num_m, num_n, GROUP)
         expert, first, left = row_tile(tiles, capacity, m)
-        start = row_starts(x, index, first, left, x_stride, GATHER, BM)
+        start = row_starts(index, first, left, x_stride, GATHER, BM)
         acc = tl.zeros((BM, BN), dtype=tl.float32)
         for k in range(0, K, BK):
             rows = load_rows(x, start, k, K, GATHER, BK, EVEN)

@@ -9,6 +9,9 @@ Four launches, no comparison sort, no atomics, and the host learns nothing. Pair
 expert. A pair of -1 has no row.
 """
 
+# Arguments of kernels have no Python types.
+# mypy: ignore-errors
+
 import triton
 import triton.language as tl
 
@@ -46,7 +49,7 @@ def tile_table(
 ):  # fmt: skip
     """One program for each expert writes its row tiles: (expert, first row, end of the expert's rows).
 
-    Counts 130, 0, 40 with BM = 128: tiles (0, 0, 130), (0, 128, 130), (2, 130, 170); offsets 0, 130, 130, 170.
+    Counts 130, 0, 40, BM = 128: tiles (0, 0, 130), (0, 128, 130), (2, 130, 170), offsets 0, 130, 130, 170.
     """
     expert = tl.program_id(0)
     all_experts = tl.arange(0, PADDED)

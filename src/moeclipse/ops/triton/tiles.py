@@ -8,6 +8,9 @@ Hazard: a tile at the end of an expert reads rows of the next one. Stores go thr
 whose bounds the copy engine checks, so such rows are computed and never written.
 """
 
+# Arguments of kernels have no Python types.
+# mypy: ignore-errors
+
 import triton
 import triton.language as tl
 
@@ -16,7 +19,7 @@ import triton.language as tl
 def row_tile(tiles, capacity, m):
     """(expert, first row, rows left in the expert) of row tile m.
 
-    Experts with 130 and 40 rows, BM = 128: tile 0 -> (0, 0, 130), tile 1 -> (0, 128, 2), tile 2 -> (1, 130, 40).
+    Experts with 130 and 40 rows, BM = 128: tiles (0, 0, 130), (0, 128, 2), (1, 130, 40).
     """
     expert = tl.load(tiles + m)
     first = tl.load(tiles + capacity + m)
@@ -39,7 +42,7 @@ def swizzle(tile, num_m, num_n, GROUP: tl.constexpr):
 
 
 @triton.jit
-def row_starts(x, index, first, left, stride, GATHER: tl.constexpr, BM: tl.constexpr):
+def row_starts(index, first, left, stride, GATHER: tl.constexpr, BM: tl.constexpr):
     """Of each row of a tile where it begins in x; rows that do not exist read the first one.
 
     index = [7, 2, 9], first = 1, left = 2, BM = 4: rows 2, 9, 0, 0.

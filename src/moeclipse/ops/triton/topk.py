@@ -4,6 +4,9 @@ Backward needs the scores and the choices alone: d_logit of choice k is s_k (ds_
 for every expert that was not chosen.
 """
 
+# Arguments of kernels have no Python types.
+# mypy: ignore-errors
+
 import triton
 import triton.language as tl
 
@@ -13,7 +16,7 @@ def topk_softmax(
     logits, scores, ids, num_tokens, E,
     K: tl.constexpr, K_PADDED: tl.constexpr, E_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """K = 2, logits [1, 3, 2]: ids [1, 2], scores [e^0, e^-1] / (e^0 + e^-1). Equal logits: smaller id first."""
+    """K = 2, logits [1, 3, 2]: ids [1, 2], scores [1, 1/e] / (1 + 1/e). Equal logits: smaller id first."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < num_tokens
     expert = tl.arange(0, E_PADDED)

@@ -6,6 +6,9 @@ Adding goes through the copy engine's reduction into fp32 (`reduce`): the sum ne
 each element receives exactly one addition, so two runs give the same bits.
 """
 
+# Arguments of kernels have no Python types.
+# mypy: ignore-errors
+
 import triton
 import triton.language as tl
 
@@ -95,19 +98,57 @@ def num_steps(
 
 
 @triton.jit
-def grouped_wgrad(
+def walk_tiles(
     dy, dy_index, dy_stride, x, x_index, x_stride, out, offsets, num_experts, N, D,
     GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, EVEN: tl.constexpr, MODE: tl.constexpr,
-    AHEAD: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr, PADDED: tl.constexpr,
+    AHEAD: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one expert's gradient [N, D]: BM x BN elements, or BN x BM when SWAP.
+    """A loop over tiles, and in it one over an expert's rows. Faster where rows are gathered.
 
-    Tiles and their blocks of rows are one loop, so that the next tile's rows are on their way while a tile is
-    written. SWAP computes x^T dy: gathered rows of x then stand on the side of the product that is BM wide.
-    AHEAD reads row numbers one step ahead into registers; else they travel through the pipeline.
-    offsets = [0, 3, 3, 8]: expert 0 sums over rows 0..2, expert 1 has none (its tiles add nothing, or write
-    zeros), expert 2 sums over rows 3..7.
+    offsets = [0, 3, 3, 8], one tile each: three rounds, over rows 0..2, over none, over rows 3..7.
+    """
+    WIDE_DY: tl.constexpr = BN if SWAP else BM
+    WIDE_X: tl.constexpr = BM if SWAP else BN
+    num_dy = tl.cdiv(N, WIDE_DY)
+    num_x = tl.cdiv(D, WIDE_X)
+    each = num_dy * num_x
+    for tile in tl.range(tl.program_id(0), num_experts * each, PROGRAMS):
+        expert = tile // each
+        m, n = swizzle(tile - expert * each, num_dy, num_x, GROUP)
+        row, column = m * WIDE_DY, n * WIDE_X
+        begin = tl.load(offsets + expert)
+        count = tl.load(offsets + expert + 1) - begin
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        dy_row = rows_at(dy_index, begin, 0, count, GATHER_DY, BK)
+        x_row = rows_at(x_index, begin, 0, count, GATHER_X, BK)
+        for k in range(0, count, BK):
+            if not AHEAD:
+                dy_row = rows_at(dy_index, begin, k, count, GATHER_DY, BK)
+                x_row = rows_at(x_index, begin, k, count, GATHER_X, BK)
+            dy_rows = group_rows(dy, dy_row, dy_stride, begin, k, count, row, N, GATHER_DY, EVEN, BK, WIDE_DY)
+            x_rows = group_rows(x, x_row, x_stride, begin, k, count, column, D, GATHER_X, EVEN, BK, WIDE_X)
+            if AHEAD:
+                dy_row = rows_at(dy_index, begin, k + BK, count, GATHER_DY, BK)
+                x_row = rows_at(x_index, begin, k + BK, count, GATHER_X, BK)
+            if SWAP:
+                acc = tl.dot(x_rows.T, dy_rows, acc)
+            else:
+                acc = tl.dot(dy_rows.T, x_rows, acc)
+        if MODE == "store" or count > 0:
+            put_tile(out, expert, row, column, acc, MODE, SPLIT, SWAP)
+
+
+@triton.jit
+def walk_steps(
+    dy, dy_index, dy_stride, x, x_index, x_stride, out, offsets, num_experts, N, D,
+    GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, EVEN: tl.constexpr, MODE: tl.constexpr,
+    SWAP: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr, PADDED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Tiles and their blocks of rows as one loop: the next tile's rows travel while a tile is written.
+
+    offsets = [0, 3, 3, 8], one tile each, BK = 4: four steps, one each for experts 0 and 1, two for expert 2.
     """
     WIDE_DY: tl.constexpr = BN if SWAP else BM
     WIDE_X: tl.constexpr = BM if SWAP else BN
@@ -118,8 +159,6 @@ def grouped_wgrad(
     steps = num_steps(offsets, num_experts, each, pid, PROGRAMS, BK, PADDED)
     tile, expert, row, column, begin, count, k = pid - PROGRAMS, 0, 0, 0, 0, 0, 0
     acc = tl.zeros((BM, BN), dtype=tl.float32)
-    dy_row = rows_at(dy_index, 0, 0, 0, GATHER_DY, BK)
-    x_row = rows_at(x_index, 0, 0, 0, GATHER_X, BK)
     for _ in tl.range(0, steps):
         if k >= count:
             tile += PROGRAMS
@@ -128,27 +167,47 @@ def grouped_wgrad(
             row, column, k = m * WIDE_DY, n * WIDE_X, 0
             begin = tl.load(offsets + expert)
             count = tl.load(offsets + expert + 1) - begin
-            if AHEAD:
-                dy_row = rows_at(dy_index, begin, 0, count, GATHER_DY, BK)
-                x_row = rows_at(x_index, begin, 0, count, GATHER_X, BK)
-        if not AHEAD:
-            dy_row = rows_at(dy_index, begin, k, count, GATHER_DY, BK)
-            x_row = rows_at(x_index, begin, k, count, GATHER_X, BK)
+        dy_row = rows_at(dy_index, begin, k, count, GATHER_DY, BK)
+        x_row = rows_at(x_index, begin, k, count, GATHER_X, BK)
         dy_rows = group_rows(dy, dy_row, dy_stride, begin, k, count, row, N, GATHER_DY, EVEN, BK, WIDE_DY)
         x_rows = group_rows(x, x_row, x_stride, begin, k, count, column, D, GATHER_X, EVEN, BK, WIDE_X)
+        # Asked before k moves on: a k that both ends of a step look at would keep loads from being pipelined.
         last = count - k <= BK
         k += BK
-        if AHEAD:
-            dy_row = rows_at(dy_index, begin, k, count, GATHER_DY, BK)
-            x_row = rows_at(x_index, begin, k, count, GATHER_X, BK)
         if SWAP:
             acc = tl.dot(x_rows.T, dy_rows, acc)
         else:
             acc = tl.dot(dy_rows.T, x_rows, acc)
-        # An expert without rows has summed zeros: there is nothing to add and nothing to reset.
-        # (Not `k >= count` after the addition: k must not wait for the end of a step, or nothing is pipelined.)
         if MODE != "store":
+            # An expert without rows has summed zeros: there is nothing to add and nothing to reset.
             last = last & (count > 0)
         if last:
             put_tile(out, expert, row, column, acc, MODE, SPLIT, SWAP)
             acc = tl.zeros((BM, BN), dtype=tl.float32)
+
+
+@triton.jit
+def grouped_wgrad(
+    dy, dy_index, dy_stride, x, x_index, x_stride, out, offsets, num_experts, N, D,
+    GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, EVEN: tl.constexpr, MODE: tl.constexpr,
+    FLATTEN: tl.constexpr, AHEAD: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr, PADDED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """One tile of one expert's gradient [N, D] is BM x BN elements, or BN x BM when SWAP.
+
+    SWAP computes x^T dy: gathered rows of x then stand on the side of the product that is BM wide.
+    AHEAD reads row numbers one step ahead into registers; else they travel through the pipeline.
+    offsets = [0, 3, 3, 8]: expert 0 sums over rows 0..2, expert 1 has none (its tiles add nothing, or write
+    zeros), expert 2 sums over rows 3..7.
+    """
+    if FLATTEN:
+        walk_steps(
+            dy, dy_index, dy_stride, x, x_index, x_stride, out, offsets, num_experts, N, D,
+            GATHER_DY, GATHER_X, EVEN, MODE, SWAP, GROUP, PROGRAMS, PADDED, BM, BN, BK, SPLIT,
+        )  # fmt: skip
+    else:
+        walk_tiles(
+            dy, dy_index, dy_stride, x, x_index, x_stride, out, offsets, num_experts, N, D,
+            GATHER_DY, GATHER_X, EVEN, MODE, AHEAD, SWAP, GROUP, PROGRAMS, BM, BN, BK, SPLIT,
+        )  # fmt: skip
