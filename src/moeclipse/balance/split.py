@@ -1,17 +1,17 @@
 """Tokens over replicas, anew each step: which rows of which source rank go to which replica.
 
 Idea: first quotas, then rows. Quotas pour each expert's load over its ranks like water, so that the fullest
-rank is as low as the placement allows: start from equal shares, then let one expert after the other find its
-level. Rows then go to the replica on their own rank, but only up to its quota (a rank that kept all of its
+rank is as low as the placement allows: start from the shares that suit the loads of the plan, then let one
+expert after the other find its level. Rows then go to the replica on their own rank, but only up to its quota (a rank that kept all of its
 own rows would overflow while others idle), next to a replica on their own node, the rest in order of rank.
 
 Contract: a pure function of the count matrix that the size round exchanged and of the placement, so every
 rank computes the same answer; only exact integers and IEEE additions, divisions and comparisons in a fixed
 order take part, so hosts with different processors agree too. Every row is given exactly one replica.
 
-    table = ReplicaTable.of(placement)        once per placement
-    split = split_rows(counts_PE, table)      each step
-    split.rows_PR[p, j]                       rows of source rank p for the replica in slot j
+    table = ReplicaTable.of(placement, load_E)   once per placement; load_E: what it was planned for
+    split = split_rows(counts_PE, table)         each step
+    split.rows_PR[p, j]                          rows of source rank p for the replica in slot j
 
 Slots are counted rank by rank, as in `Placement.slot_of`; an empty slot is a column of zeros.
 
@@ -21,7 +21,7 @@ Shapes: P ranks, E experts, R slots, X slots of experts with several replicas.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -29,10 +29,14 @@ import numpy as np
 from moeclipse.balance.placement import EMPTY, Placement
 from moeclipse.core.errors import ConfigError
 
-MAX_SWEEPS = 6
-GOOD_ENOUGH = 1.01
+VISITS = 300
+"""Visits of replicas that a step can afford: small layers are swept often, large ones twice at least."""
+EXPECTED_SWEEPS = 100
+BEYOND = 1.3
+"""Over-relaxation: with 1 (no further than level) chains of ranks take twice as many sweeps."""
+GOOD_ENOUGH = 1.001
 """Sweeps end when the fullest rank is this close to the mean load."""
-WORTH_A_SWEEP = 0.998
+WORTH_A_SWEEP = 0.9995
 """Sweeps end when one lowers the fullest rank by less than this factor."""
 
 
@@ -59,9 +63,15 @@ class ReplicaTable:
     """For each of these slots, its expert's place in `several`."""
     first_X: np.ndarray
     """For each of these slots, the first slot of the same expert (a place in X)."""
+    share_X: np.ndarray
+    """Shares to start from, of each expert's load."""
 
     @classmethod
-    def of(cls, placement: Placement) -> ReplicaTable:
+    def of(cls, placement: Placement, expected_E: np.ndarray | None = None) -> ReplicaTable:
+        """With the loads that the placement was made for, steps start from the shares that suit them.
+
+        All ranks must give the same loads, or none.
+        """
         flat = [expert for row in placement.slots for expert in row]
         rank_R = [rank for rank, row in enumerate(placement.slots) for _ in row]
         slot_of = {(rank, expert): j for j, (rank, expert) in enumerate(zip(rank_R, flat, strict=True))}
@@ -70,7 +80,7 @@ class ReplicaTable:
         ranks_of = [placement.holders[e] for e in several]
         sizes = [len(ranks) for ranks in ranks_of]
         starts = np.cumsum([0, *sizes])[:-1]
-        return cls(
+        table = cls(
             num_ranks=placement.num_ranks,
             num_experts=placement.num_experts,
             expert_R=_ints([max(expert, 0) for expert in flat]),
@@ -83,16 +93,19 @@ class ReplicaTable:
             slot_X=_ints([slot_of[r, e] for e, ranks in zip(several, ranks_of, strict=True) for r in ranks]),
             place_X=np.repeat(np.arange(len(several)), sizes),
             first_X=np.repeat(starts, sizes),
+            share_X=np.repeat([1 / size for size in sizes], sizes),
         )
+        if expected_E is None or not several:
+            return table
+        shares, _ = pour(expected_E, table, EXPECTED_SWEEPS, good_enough=1.0, worth_a_sweep=0.9999)
+        total_X = np.repeat(expected_E[several], sizes)
+        flat_X = np.array([y for mine in shares for y in mine])
+        share_X = np.where(total_X > 0, flat_X / np.where(total_X > 0, total_X, 1), table.share_X)
+        return replace(table, share_X=share_X)
 
     @cached_property
     def expert_of_several(self) -> np.ndarray:
         return _ints(self.several)
-
-    @cached_property
-    def share_X(self) -> np.ndarray:  # noqa: N802
-        """1 / number of replicas."""
-        return np.repeat([1 / len(ranks) for ranks in self.ranks_of], [len(ranks) for ranks in self.ranks_of])
 
     @cached_property
     def rank_X(self) -> np.ndarray:  # noqa: N802
@@ -145,9 +158,9 @@ def split_rows(counts_PE: np.ndarray, table: ReplicaTable, node_P: Sequence[int]
     return Split(table=table, rows_PR=rows_PR)
 
 
-def whole_quotas(load_E: np.ndarray, table: ReplicaTable, max_sweeps: int = MAX_SWEEPS) -> np.ndarray:
+def whole_quotas(load_E: np.ndarray, table: ReplicaTable) -> np.ndarray:
     """Rows for each replica of the experts that have several, in the order of `slot_X`."""
-    shares, _ = pour(load_E, table, max_sweeps)
+    shares, _ = pour(load_E, table)
     # Rounding the running sum keeps every expert's total exact.
     bounds = np.rint(np.cumsum([y for mine in shares for y in mine]))
     quota = np.diff(bounds, prepend=0.0)
@@ -155,38 +168,45 @@ def whole_quotas(load_E: np.ndarray, table: ReplicaTable, max_sweeps: int = MAX_
 
 
 def pour(
-    load_E: np.ndarray, table: ReplicaTable, max_sweeps: int = MAX_SWEEPS
+    load_E: np.ndarray,
+    table: ReplicaTable,
+    max_sweeps: int | None = None,
+    *,
+    good_enough: float = GOOD_ENOUGH,
+    worth_a_sweep: float = WORTH_A_SWEEP,
 ) -> tuple[list[list[float]], list[float]]:
     """(rows for each replica of the experts with several, level of each rank), as fractions of rows."""
     level_P = np.bincount(table.single_rank_E, load_E[table.single_E], table.num_ranks)
     if not table.several:
         return [], level_P.tolist()
     several_load = load_E[table.expert_of_several]
-    even_X = several_load[table.place_X] * table.share_X
-    level = (level_P + np.bincount(table.rank_X, even_X, table.num_ranks)).tolist()
-    even = even_X.tolist()
+    start_X = several_load[table.place_X] * table.share_X
+    level = (level_P + np.bincount(table.rank_X, start_X, table.num_ranks)).tolist()
+    start = start_X.tolist()
     shares, begin = [], 0
     for ranks in table.ranks_of:
-        shares.append(even[begin : begin + len(ranks)])
+        shares.append(start[begin : begin + len(ranks)])
         begin += len(ranks)
     # Heavy experts first: they shape the levels that light ones then even out.
     order = np.argsort(-several_load, kind="stable").tolist()
     loads = several_load.tolist()
     jobs = [(i, table.ranks_of[i], float(loads[i])) for i in order if loads[i] > 0]
-    floor = GOOD_ENOUGH * sum(level) / len(level)
+    floor = good_enough * sum(level) / len(level)
     fullest = max(level)
-    for sweep in range(max_sweeps):
-        _sweep(jobs, level, shares)
+    for turn in range(max_sweeps or max(VISITS // len(start), 2)):
+        if fullest <= floor:
+            break
+        sweep(jobs, level, shares)
         before, fullest = fullest, max(level)
-        if fullest <= floor or (sweep > 0 and fullest > WORTH_A_SWEEP * before):
+        if turn > 0 and fullest > worth_a_sweep * before:
             break
     return shares, level
 
 
-def _sweep(
+def sweep(
     jobs: list[tuple[int, tuple[int, ...], float]], level: list[float], shares: list[list[float]]
 ) -> None:
-    """Let each expert in turn find its level above what the others put on its ranks.
+    """Let each expert in turn find its level above what the others put on its ranks, and go a little further.
 
     Plain lists: with a handful of replicas each, they are several times faster than array calls.
     """
@@ -195,7 +215,7 @@ def _sweep(
         if len(ranks) == 2:
             a, b = ranks
             rest_a, rest_b = level[a] - mine[0], level[b] - mine[1]
-            y = (load + rest_b - rest_a) * 0.5
+            y = mine[0] + BEYOND * ((load + rest_b - rest_a) * 0.5 - mine[0])
             y = 0.0 if y < 0.0 else min(y, load)
             level[a], level[b] = rest_a + y, rest_b + (load - y)
             mine[0], mine[1] = y, load - y
@@ -211,8 +231,13 @@ def _sweep(
                 total += height
                 wet += 1
             water = total / wet
-        shares[i] = mine = [water - height if water > height else 0.0 for height in rest]
-        for rank, height, y in zip(ranks, rest, mine, strict=True):
+            filled = [water - height if water > height else 0.0 for height in rest]
+        else:
+            filled = [y + BEYOND * (water - height - y) for height, y in zip(rest, mine, strict=True)]
+            if min(filled) < 0.0:
+                filled = [water - height for height in rest]
+        shares[i] = filled
+        for rank, height, y in zip(ranks, rest, filled, strict=True):
             level[rank] = height + y
 
 

@@ -1,0 +1,178 @@
+"""What a placement costs, in seconds per step of one MoE layer.
+
+    fullest     row_seconds x rows of the fullest rank, with the split that really runs
+    cross       4 exchanges x bytes of the rows that enter or leave the busiest node
+    sync        gradients to the primary and weights back, on the rank with most of them
+    migration   parameters and optimizer state that move, shared among the steps until the next plan
+
+Contract: pure. The same record judges every planner, so their plans can be compared; the solver minimises the
+same sum, with the balance as a linear program.
+
+Hazard: counts must be those of a step that the planner has not seen, or balance looks better than it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moeclipse.balance.placement import Placement
+from moeclipse.balance.split import ReplicaTable, split_rows
+from moeclipse.core.errors import ConfigError
+from moeclipse.cost.hardware import device, link
+
+EXCHANGES = 4
+"""Dispatch and combine, forward and backward."""
+MATRICES = 3
+"""Of a gated expert: gate, up, down."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementCosts:
+    row_seconds: float
+    """One row through one expert, forward and backward."""
+    row_bytes: float
+    weight_bytes: float
+    """Parameters of one expert as they travel to a replica."""
+    gradient_bytes: float
+    state_bytes: float
+    """Master weights and optimizer state of one expert."""
+    near_bandwidth: float
+    """Bytes per second of a rank inside its node."""
+    far_bandwidth: float
+    """Bytes per second of a node, in one direction."""
+    every: int = 50
+    """Steps until the next plan: what a migration is shared among."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} ({getattr(self, name)}) must not be negative"
+            for name in ("row_seconds", "row_bytes", "weight_bytes", "gradient_bytes", "state_bytes")
+            if getattr(self, name) < 0
+        ]
+        problems += [
+            f"{name} ({getattr(self, name)}) must be positive"
+            for name in ("near_bandwidth", "far_bandwidth", "every")
+            if getattr(self, name) <= 0
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+    @classmethod
+    def from_shapes(
+        cls,
+        *,
+        d_model: int,
+        d_ff: int,
+        device_name: str = "h200",
+        near: str = "nvlink4",
+        far: str = "infiniband",
+        links_per_node: int = 8,
+        every: int = 50,
+    ) -> PlacementCosts:
+        """bf16 weights, fp32 gradients and AdamW state, gated experts, on hardware that `cost` knows."""
+        chip, inside, outside = device(device_name), link(near), link(far)
+        parameters = MATRICES * d_model * d_ff
+        return cls(
+            row_seconds=3 * 2 * parameters / (chip.flops * chip.efficiency),
+            row_bytes=2 * d_model,
+            weight_bytes=2 * parameters,
+            gradient_bytes=4 * parameters,
+            state_bytes=12 * parameters,
+            near_bandwidth=inside.bandwidth * inside.efficiency,
+            far_bandwidth=outside.bandwidth * outside.efficiency * links_per_node,
+            every=every,
+        )
+
+    def bandwidth(self, num_nodes: int) -> float:
+        """Of one rank's parameters and gradients: across nodes a rank has its share of the node's links."""
+        return self.near_bandwidth if num_nodes == 1 else min(self.near_bandwidth, self.far_bandwidth)
+
+    def move_seconds(self, weights: int, states: int, num_nodes: int = 1) -> float:
+        """So many copies of parameters and of optimizer state, once."""
+        moved = weights * self.weight_bytes + states * self.state_bytes
+        return moved / self.bandwidth(num_nodes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """Seconds per step, and what they come from."""
+
+    fullest: float
+    cross: float
+    sync: float
+    migration: float
+    balance: float
+    """Mean over fullest rank."""
+    cross_share: float
+    """Part of all rows that cross nodes."""
+    sent_share: float
+    """Part of all rows that leave their rank."""
+    moves: int
+    """Copies of parameters that travel."""
+    states: int
+    """Copies of optimizer state that travel."""
+
+    @property
+    def total(self) -> float:
+        return self.fullest + self.cross + self.sync + self.migration
+
+
+def nodes_of(num_ranks: int, num_nodes: int) -> tuple[int, ...]:
+    """The node of each rank: equal runs of neighbours."""
+    if num_nodes < 1 or num_ranks % num_nodes:
+        fitting = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
+        raise ConfigError(
+            f"nodes ({num_nodes}) must divide ranks ({num_ranks}); choose one of {', '.join(map(str, fitting))}"
+        )
+    return tuple(rank * num_nodes // num_ranks for rank in range(num_ranks))
+
+
+def score(
+    placement: Placement,
+    counts_PE: np.ndarray,
+    costs: PlacementCosts,
+    *,
+    current: Placement | None = None,
+    node_P: Sequence[int] | None = None,
+    expected_E: np.ndarray | None = None,
+) -> Score:
+    """The cost of a step with these counts; `expected_E` are the loads that the plan was made for."""
+    table = ReplicaTable.of(placement, expected_E)
+    split = split_rows(counts_PE, table, node_P)
+    nodes = np.asarray(node_P if node_P is not None else [0] * placement.num_ranks)
+    num_nodes = len(set(nodes.tolist()))
+    sent_PP = split.sent_PP
+    far_PP = np.where(nodes[:, None] != nodes[None, :], sent_PP, 0)
+    out_N = np.bincount(nodes, far_PP.sum(1))
+    in_N = np.bincount(nodes, far_PP.sum(0))
+    rows = max(int(counts_PE.sum()), 1)
+    moves = current.moves(placement) if current is not None else ()
+    weights, states = sum(m.weights for m in moves), sum(m.state for m in moves)
+    busiest = float(np.maximum(out_N, in_N).max())
+    return Score(
+        fullest=costs.row_seconds * float(split.load_P.max()),
+        cross=EXCHANGES * costs.row_bytes * busiest / costs.far_bandwidth,
+        sync=sync_copies(placement)
+        * (costs.gradient_bytes + costs.weight_bytes)
+        / costs.bandwidth(num_nodes),
+        migration=costs.move_seconds(weights, states, num_nodes) / costs.every,
+        balance=split.balance,
+        cross_share=float(far_PP.sum()) / rows,
+        sent_share=(rows - float(np.trace(sent_PP))) / rows if counts_PE.any() else 0.0,
+        moves=weights,
+        states=states,
+    )
+
+
+def sync_copies(placement: Placement) -> int:
+    """Copies of gradients on the rank with most: those it sends as a replica, or receives as a primary."""
+    sends = [0] * placement.num_ranks
+    receives = [0] * placement.num_ranks
+    for primary, ranks in zip(placement.primary, placement.holders, strict=True):
+        receives[primary] += len(ranks) - 1
+        for rank in ranks:
+            sends[rank] += rank != primary
+    return max(map(max, sends, receives))
