@@ -2,11 +2,12 @@
 
     .venv/bin/python bench/overlap.py [--json FILE] [--repeats 9]
 
-Four ranks in a network namespace of their own, whose loopback is a slow wire (bench/shaped_network.py): there
-communication costs time but no processor, so that two cores can show what a cluster would. For each link rate one
-process group runs, in turn and interleaved: compute alone (nothing travels), communication alone (nothing is
-computed), the blocking exchange, and the smart one. A time is that of a whole layer, sizes, forward and backward, of
-the slowest rank; the table shows medians. The bound is max(compute, communication): no schedule can beat it.
+Four ranks in a network namespace of their own, whose loopback is a slow wire (bench/shaped_network.py):
+there communication costs time but no processor, so that two cores can show what a cluster would. For each
+link rate one process group runs, in turn and interleaved: compute alone (nothing travels), communication
+alone (nothing is computed), the blocking exchange, and the smart one. A time is that of a whole layer,
+sizes, forward and backward, of the slowest rank; the table shows medians. The bound is
+max(compute, communication): no schedule can beat it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.dispatch import plan_dispatch
 from moeclipse.moe.layer import MoE
-from moeclipse.moe.routed import Routed
+from moeclipse.moe.routed import Routed, RoutedCall
 from moeclipse.testing.run_ranks import run_ranks
 
 RANKS, WIDTH, HIDDEN, EXPERTS, TOP_K = 4, 512, 1024, 16, 2
@@ -86,7 +87,8 @@ def layer_step(moe: MoE, ids: torch.Tensor, *, wire: bool = True, compute: bool 
             arrived = torch.zeros(len(plan.regroup_M), 2)
         del_pairs = () if wire else (arrived,)
         programs = moe.schedule.programs(shape)
-        out = Routed.apply(x, scores, plan, experts, programs, None, moe.experts.up, moe.experts.down)
+        call = RoutedCall(plan=plan, programs=programs, experts=experts)
+        out = Routed.apply(scores, call, x, *moe.experts.weights)
         out.backward(out.detach())
         del del_pairs
 
@@ -160,7 +162,11 @@ def main() -> int:
 def report(rows: list[dict[str, Any]], file: Path | None) -> int:
     names = [name for name in rows[0] if name != "rate_mbit"]
     print("\nmedian ms of one layer, forward and backward\n")
-    print(f"{'mbit':>6} " + " ".join(f"{name:>13}" for name in names) + f" {'smart/bound':>12} {'block/smart':>12}")
+    print(
+        f"{'mbit':>6} "
+        + " ".join(f"{name:>13}" for name in names)
+        + f" {'smart/bound':>12} {'block/smart':>12}"
+    )
     ratios = []
     for row in rows:
         bound = max(row["compute"], row["communication"])

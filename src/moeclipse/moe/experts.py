@@ -125,6 +125,23 @@ class Experts(nn.Module):
         up, down = rows[:, :split], rows[:, split:]
         return up.unflatten(1, self.up.shape[1:]), down.unflatten(1, self.down.shape[1:])
 
+    def lent_wgrad(self, pending: Pending, rows: torch.Tensor) -> None:
+        """Add the gradients of lent experts to `rows`, one row each."""
+        self.add_wgrad(pending, *self.unflatten(rows))
+
+    def add_lent(
+        self, slots: Sequence[int], rows: torch.Tensor, weight_grads: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Add gradients that came back to where this rank's own went."""
+        for parameter, fresh, grads in zip(self.weights, weight_grads, self.unflatten(rows), strict=True):
+            into = accumulator(parameter)[0] if fresh is None else fresh
+            for slot, grad in zip(slots, grads, strict=True):
+                into[slot] += grad.to(into.dtype)
+
+    @property
+    def weights(self) -> tuple[nn.Parameter, ...]:
+        return self.up, self.down
+
     @property
     def out_width(self) -> int:
         return self.down.shape[1]

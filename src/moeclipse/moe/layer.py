@@ -14,7 +14,7 @@ backward, before the optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,13 +26,15 @@ from moeclipse.balance.placement import Placement
 from moeclipse.comm.exchange import total
 from moeclipse.comm.mesh import Group, Mesh
 from moeclipse.core.errors import ConfigError
+from moeclipse.moe.adapters import Joint, ModuleExperts
 from moeclipse.moe.config import GateConfig, MoEConfig, gate_problems
 from moeclipse.moe.dispatch import Route
 from moeclipse.moe.experts import Experts, PadToCapacity
 from moeclipse.moe.gates import Gate
 from moeclipse.moe.losses import balance_loss, z_loss
-from moeclipse.moe.routed import Routed
+from moeclipse.moe.routed import Routed, RoutedCall
 from moeclipse.moe.schedule import ExchangeSchedule
+from moeclipse.moe.structure import Inputs, Structure
 from moeclipse.moe.tokens import Tokens
 
 
@@ -57,6 +59,8 @@ class MoE(nn.Module):
         *,
         gate: GateConfig | None = None,
         num_shared_experts: int = 0,
+        experts: Callable[[int], nn.Module] | Joint | None = None,
+        d_out: int | None = None,
         exchange: Mapping[str, Any] | None = None,
         expert_tp: Literal["folded", "sharded"] = "folded",
         mesh: Mesh | None = None,
@@ -91,7 +95,12 @@ class MoE(nn.Module):
         hosts = self.mesh.hosts
         self.schedule = ExchangeSchedule(config, tuple(hosts[rank] for rank in group.ranks))
         shape["shard"] = (self.mesh.tp_index, self.mesh.tp) if self.sharded else (0, 1)
-        self.experts = Experts(placement.slots[group.index], d_ff=d_ff, down_std=down_std, **shape)
+        ids = placement.slots[group.index]
+        self.experts: Any = (
+            Experts(ids, d_ff=d_ff, down_std=down_std, **shape)
+            if experts is None
+            else ModuleExperts(ids, experts, d_out or d_model)
+        )
         self.shared: Experts | None = None
         if num_shared_experts:
             self.shared = Experts([-1], d_ff=num_shared_experts * d_ff, down_std=down_std, **shape)
@@ -103,19 +112,23 @@ class MoE(nn.Module):
     load_E: torch.Tensor
     """Tokens of this rank that wanted each expert since the last optimizer step."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x_TD = x.flatten(0, -2)
-        tokens = Tokens.of(self.mesh, len(x_TD), step=self.calls, group=self.token_group)
+    def forward(self, x: Inputs) -> torch.Tensor:
+        """A tensor [..., d_model], or a tuple or dict of tensors of which the first is [tokens, d_model]."""
+        shape = x.shape if isinstance(x, torch.Tensor) else None
+        if isinstance(x, torch.Tensor):
+            x = x.flatten(0, -2)
+        num_tokens = len(Structure.take_apart(x)[1][0])
+        tokens = Tokens.of(self.mesh, num_tokens, step=self.calls, group=self.token_group)
         self.calls += self.training
-        y_TD, self.last = self.run(x_TD, tokens)
-        return y_TD.view(x.shape)
+        y_TO, self.last = self.run(x, tokens)
+        return y_TO if shape is None else y_TO.view(*shape[:-1], -1)
 
     @property
     def token_group(self) -> Group:
         """The ranks that have different tokens."""
         return self.mesh.data if self.sharded else self.mesh.world
 
-    def run(self, x_TD: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, MoEReport]:
+    def run(self, x: Inputs, tokens: Tokens) -> tuple[torch.Tensor, MoEReport]:
         """The layer on this rank's part of a global microbatch.
 
         Where experts are sharded over tp, all tp ranks get the same tokens, and output, gradients and losses
@@ -123,17 +136,24 @@ class MoE(nn.Module):
         """
         config = self.gate.config
         where = f"layer {self.layer}, microbatch {tokens.microbatch}"
+        structure, inputs = Structure.take_apart(x)
+        x_TD = inputs[0]
         routing = self.gate(x_TD, tokens)
         load = total(self.mesh.a2a, tokens.group, routing.load_E, f"sum of expert loads, {where}")
         prepared = self.schedule.prepare(
             routing.expert_ids_TK, self.route, self.experts, self.mesh, where, self.training
         )
-        experts: Any = self.experts
-        if config.overflow == "pad":
-            experts = PadToCapacity(self.experts, routing.capacity)
-        parameters = (self.experts.up, self.experts.down)
-        arguments = (prepared.plan, experts, prepared.programs, prepared.shadowed)
-        y_TD = Routed.apply(x_TD, routing.scores_TK, *arguments, *parameters)
+        padded = config.overflow == "pad"
+        call = RoutedCall(
+            plan=prepared.plan,
+            programs=prepared.programs,
+            experts=PadToCapacity(self.experts, routing.capacity) if padded else self.experts,
+            shadowed=prepared.shadowed,
+            structure=structure,
+            num_inputs=len(inputs),
+        )
+        self.experts.structure = structure
+        y_TD = Routed.apply(routing.scores_TK, call, *inputs, *self.experts.weights)
         if self.shared is not None:
             y_TD = y_TD + _Shared.apply(x_TD, self.shared, self.shared.up, self.shared.down)
         aux = config.balance_loss * balance_loss(routing, load.get(), tokens.total)

@@ -8,25 +8,28 @@ Rows of borrowed experts (`moe/shadow`) take no part in this: they are computed 
 The node runs on every rank, also with zero rows: a path that cut autograd on one rank would leave the
 others waiting in the backward exchange. Which unit of rows travels when is the program's business
 (`schedule/smart`); what an op does to the tensors is written here, and a blocking exchange is the program
-with one unit.
+with one unit. A token may be several tensors (`moe/structure`): their rows travel side by side.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.function import once_differentiable
 
 from moeclipse.comm.exchange import Result
-from moeclipse.comm.execute import execute
+from moeclipse.comm.execute import Transfer, execute
 from moeclipse.moe.dispatch import Plan, Unit, return_score_grads, send_pairs, unpack_pairs
 from moeclipse.moe.shadow import Shadowed
+from moeclipse.moe.structure import Structure
 from moeclipse.ops.combine import sum_rows
 from moeclipse.schedule.check import Verified
 from moeclipse.schedule.op import Op
+
+Key = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,30 +40,44 @@ class Programs:
     backward: Verified
 
 
+class Several:
+    """Transfers that were launched together."""
+
+    def __init__(self, results: Sequence[Result]) -> None:
+        self._results = results
+
+    def get(self) -> None:
+        for result in self._results:
+            result.get()
+
+
 @dataclass(kw_only=True)
 class Forward:
     """Tensors of one forward pass while its program runs, and what backward needs of them."""
 
     plan: Plan
     experts: Any
-    rows_ND: torch.Tensor
+    structure: Structure
+    rows: list[torch.Tensor]
+    """Of each input, the rows this rank sends, in the order of units."""
+    dtypes: list[torch.dtype]
     scores_TK: torch.Tensor
     shadowed: Shadowed | None = None
-    saved: dict[tuple[int, int], Any] = field(default_factory=dict)
-    y: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    saved: dict[Key, Any] = field(default_factory=dict)
+    y: dict[Key, torch.Tensor] = field(default_factory=dict)
 
     def run(self, verified: Verified) -> torch.Tensor:
         plan = self.plan
-        pairs = send_pairs(plan, self.scores_TK)
-        self.arrived_RD = self.rows_ND.new_empty(plan.num_arriving, self.rows_ND.shape[1])
-        self.back_NO = self.rows_ND.new_empty(len(self.rows_ND), self.experts.out_width)
-        self.pairs = pairs
+        self.pairs = send_pairs(plan, self.scores_TK)
+        self.arrived = [rows.new_empty((plan.num_arriving, *rows.shape[1:])) for rows in self.rows]
+        self.back_NO = self.rows[0].new_empty(len(self.rows[0]), self.experts.out_width)
         self.row_M: torch.Tensor | None = None
         execute(verified, plan.route.group.index, self.op)
         out_TO = plan.sum_tokens(self.back_NO)
+        self.arrived = self.rows = []  # what backward needs of them is in `saved`
         return out_TO if self.shadowed is None else out_TO + self.kept_TO
 
-    def op(self, op: Op) -> Result | None:
+    def op(self, op: Op) -> Transfer | None:
         if self.shadowed is not None and op.kind == "SHADOW_SEND":
             return self.shadowed.send_weights()
         if self.shadowed is not None and op.kind == "SHADOW_F":
@@ -69,18 +86,21 @@ class Forward:
         key = (op.step or 0, op.chunk or 0)
         unit = self.plan.units[key]
         if op.kind == "S_F":
-            return self.plan.send(unit, self.rows_ND, self.arrived_RD, f"dispatch {op}")
+            pairs = zip(self.rows, self.arrived, strict=True)
+            return Several([self.plan.send(unit, rows, out, f"dispatch {op}") for rows, out in pairs])
         if op.kind == "R_F":
             return self.plan.send_back(unit, self.partial_RO, self.back_NO, f"combine {op}")
         assert op.kind == "C_F", f"no such op in forward: {op}"
         self.compute(key, unit)
         return None
 
-    def compute(self, key: tuple[int, int], unit: Unit) -> None:
+    def compute(self, key: Key, unit: Unit) -> None:
         if self.row_M is None:
             self.row_M, self.score_M = unpack_pairs(self.plan, self.pairs.get())
         row_M, score_M = self.row_M[unit.pairs], self.score_M[unit.pairs]
-        y_MO, self.saved[key] = self.experts.forward(self.arrived_RD[row_M], unit.counts)
+        gathered = [rows[row_M].to(dtype) for rows, dtype in zip(self.arrived, self.dtypes, strict=True)]
+        x = self.structure.put_together(gathered)
+        y_MO, self.saved[key] = self.experts.forward(x, unit.counts)
         first, num_rows = unit.arriving.start, sum(unit.receive_rows)
         self.partial_RO = sum_rows(y_MO, row_M - first, num_rows, score_M)
         self.y[key] = y_MO
@@ -89,28 +109,36 @@ class Forward:
 class Backward:
     """Tensors of one backward pass while its program runs."""
 
-    def __init__(self, done: Forward, d_out_TO: torch.Tensor) -> None:
+    weight_grads: Sequence[torch.Tensor | None]
+
+    def __init__(self, done: Forward, d_out_TO: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
         self.done, self.plan, self.experts = done, done.plan, done.experts
         self.d_out_TO = d_out_TO
         self.d_rows_NO = d_out_TO[self.plan.row_token_N]
         self.pending: list[Any] = []
+        num_rows = len(self.plan.row_token_N)
+        self.back = [
+            tensor.new_empty((num_rows, *tensor.shape[1:])) if tensor.is_floating_point() else None
+            for tensor in inputs
+        ]
 
-    def run(self, verified: Verified) -> tuple[torch.Tensor, torch.Tensor]:
-        """(d_x_TD, d_scores_TK); weight gradients are in `weight_grads`."""
-        plan, done = self.plan, self.done
+    def run(self, verified: Verified) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+        """(gradients of the inputs, d_scores_TK); those of the weights are in `weight_grads`."""
+        plan, done, shadowed = self.plan, self.done, self.done.shadowed
         self.arrived_RO = self.d_rows_NO.new_empty(plan.num_arriving, self.d_rows_NO.shape[1])
-        self.back_ND = torch.empty_like(done.rows_ND)
         self.d_score_M = torch.empty_like(done.score_M)
         execute(verified, plan.route.group.index, self.op)
         d_scores_TK = torch.zeros_like(done.scores_TK)
         d_scores_TK.view(-1)[plan.pair_place_n] = self.d_scores.get()
-        d_x_TD, shadowed = plan.sum_tokens(self.back_ND), done.shadowed
+        grads = [None if rows is None else plan.sum_tokens(rows) for rows in self.back]
         if shadowed is not None:
-            d_x_TD = d_x_TD + shadowed.d_x_TD
             d_scores_TK.view(-1)[shadowed.place_m] = shadowed.d_score_m
-        return d_x_TD, d_scores_TK
+            for number, more in enumerate(shadowed.d_inputs):
+                mine = grads[number]
+                grads[number] = mine if mine is None or more is None else mine + more
+        return grads, d_scores_TK
 
-    def op(self, op: Op) -> Result | None:
+    def op(self, op: Op) -> Transfer | None:
         if op.kind.startswith("SHADOW"):
             return self.shadow_op(op.kind)
         if op.kind == "C_W":
@@ -122,12 +150,16 @@ class Backward:
         if op.kind == "S_B":
             return self.plan.send(unit, self.d_rows_NO, self.arrived_RO, f"backward dispatch {op}")
         if op.kind == "R_B":
-            return self.plan.send_back(unit, self.partial_RD, self.back_ND, f"backward combine {op}")
+            label = f"backward combine {op}"
+            pairs = zip(self.partial, self.back, strict=True)
+            return Several(
+                [self.plan.send_back(unit, rows, out, label) for rows, out in pairs if out is not None]
+            )
         assert op.kind == "C_B", f"no such op in backward: {op}"
         self.compute(key, unit)
         return None
 
-    def shadow_op(self, kind: str) -> Result | None:
+    def shadow_op(self, kind: str) -> Transfer | None:
         shadowed = self.done.shadowed
         assert shadowed is not None
         if kind == "SHADOW_B":
@@ -140,7 +172,7 @@ class Backward:
             shadowed.add_grads(self.weight_grads)
         return None
 
-    def compute(self, key: tuple[int, int], unit: Unit) -> None:
+    def compute(self, key: Key, unit: Unit) -> None:
         done = self.done
         assert done.row_M is not None
         row_M, score_M = done.row_M[unit.pairs], done.score_M[unit.pairs]
@@ -149,37 +181,60 @@ class Backward:
         wide = score_M.dtype
         self.d_score_M[unit.pairs] = (d_pair_MO.to(wide) * y_MO.to(wide)).sum(-1)
         d_y_MO = (d_pair_MO * score_M[:, None]).to(y_MO.dtype)
-        dx_MD, pending = self.experts.dgrad(d_y_MO, done.saved.pop(key))
+        d_x, pending = self.experts.dgrad(d_y_MO, done.saved.pop(key))
         self.pending.append(pending)
-        self.partial_RD = sum_rows(dx_MD, row_M - unit.arriving.start, sum(unit.receive_rows))
+        place_M, num_rows = row_M - unit.arriving.start, sum(unit.receive_rows)
+        self.partial = [
+            sum_rows(grad, place_M, num_rows) if out is not None else grad
+            for grad, out in zip(done.structure.flatten(d_x), self.back, strict=True)
+        ]
 
 
 class Routed(torch.autograd.Function):
-    """Gradients: d_x, d_scores, and the experts' weights by hand."""
+    """Gradients: d_scores, those of the inputs, and the experts' weights by hand.
+
+    Called with (scores, call, inputs..., weights...): `call` says what runs and how many inputs there are.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TD: torch.Tensor,
-        scores_TK: torch.Tensor,
-        plan: Plan,
-        experts: Any,
-        programs: Programs,
-        shadowed: Shadowed | None,
-        *_: nn.Parameter,
-    ) -> torch.Tensor:
-        rows_ND = x_TD[plan.row_token_N]
+    def forward(ctx: Any, scores_TK: torch.Tensor, call: RoutedCall, *tensors: torch.Tensor) -> torch.Tensor:
+        inputs, plan, shadowed = tensors[: call.num_inputs], call.plan, call.shadowed
         if shadowed is not None:
-            shadowed.bind(x_TD, scores_TK)
-        run = Forward(plan=plan, experts=experts, rows_ND=rows_ND, scores_TK=scores_TK, shadowed=shadowed)
-        out_TO = run.run(programs.forward)
-        ctx.run, ctx.programs = run, programs
+            shadowed.bind(inputs, call.structure, scores_TK)
+        run = Forward(
+            plan=plan,
+            experts=call.experts,
+            structure=call.structure,
+            rows=[as_numbers(tensor)[plan.row_token_N] for tensor in inputs],
+            dtypes=[tensor.dtype for tensor in inputs],
+            scores_TK=scores_TK,
+            shadowed=shadowed,
+        )
+        out_TO = run.run(call.programs.forward)
+        ctx.run, ctx.call, ctx.inputs = run, call, [tensor.detach()[:0] for tensor in inputs]
         return out_TO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out_TO: torch.Tensor) -> tuple[Any, ...]:
-        back = Backward(ctx.run, d_out_TO)
-        d_x_TD, d_scores_TK = back.run(ctx.programs.backward)
+        back = Backward(ctx.run, d_out_TO, ctx.inputs)
+        d_inputs, d_scores_TK = back.run(ctx.call.programs.backward)
         ctx.run = None
-        return d_x_TD, d_scores_TK, None, None, None, None, *back.weight_grads
+        return d_scores_TK, None, *d_inputs, *back.weight_grads
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutedCall:
+    """What one call of the node needs besides tensors that carry gradients."""
+
+    plan: Plan
+    programs: Programs
+    experts: Any
+    shadowed: Shadowed | None = None
+    structure: Structure = field(default_factory=Structure)
+    num_inputs: int = 1
+
+
+def as_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Booleans travel as bytes: not every wire knows them."""
+    return tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,9 +20,9 @@ from moeclipse.balance.placement import Placement
 from moeclipse.balance.shadow import Shadows
 from moeclipse.comm.exchange import Result
 from moeclipse.comm.transport import Transport
-from moeclipse.moe.experts import Experts, Pending, Saved
+from moeclipse.moe.structure import Structure
 from moeclipse.ops.combine import sum_rows
-from moeclipse.tensor.weight_grad import accumulator, main_grad_dtype
+from moeclipse.tensor.weight_grad import main_grad_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class Shadowed:
     def __init__(
         self,
         lending: Lending,
-        experts: Experts,
+        experts: Any,
         transport: Transport,
         *,
         place_m: torch.Tensor,
@@ -83,11 +84,12 @@ class Shadowed:
         self.lending, self.experts, self.transport, self.where = lending, experts, transport, where
         self.place_m, self.counts = place_m, list(counts)
 
-    def bind(self, x_TD: torch.Tensor, scores_TK: torch.Tensor) -> None:
+    def bind(self, inputs: Sequence[torch.Tensor], structure: Structure, scores_TK: torch.Tensor) -> None:
         self.token_m = self.place_m // scores_TK.shape[1]
         self.score_m = scores_TK.flatten()[self.place_m]
-        self.rows_mD = x_TD[self.token_m]
-        self.num_tokens = len(x_TD)
+        self.structure = structure
+        self.rows_m = structure.put_together([tensor[self.token_m] for tensor in inputs])
+        self.num_tokens = len(scores_TK)
 
     def send_weights(self) -> Result:
         lending = self.lending
@@ -98,7 +100,7 @@ class Shadowed:
 
     def forward(self) -> torch.Tensor:
         """What the borrowed experts add to the output."""
-        self.y_mO, self.saved = self.experts.forward(self.rows_mD, self.counts, self.weights.get())
+        self.y_mO, self.saved = self.experts.forward(self.rows_m, self.counts, self.weights.get())
         return sum_rows(self.y_mO, self.token_m, self.num_tokens, self.score_m)
 
     def dgrad(self, d_out_TO: torch.Tensor) -> None:
@@ -106,15 +108,16 @@ class Shadowed:
         d_pair_mO = d_out_TO[self.token_m]
         self.d_score_m = (d_pair_mO.to(wide) * self.y_mO.to(wide)).sum(-1)
         d_y_mO = (d_pair_mO * self.score_m[:, None]).to(self.y_mO.dtype)
-        saved: Saved = self.saved
-        dx_mD, self.pending = self.experts.dgrad(d_y_mO, saved, self.weights.get())
-        self.d_x_TD = sum_rows(dx_mD, self.token_m, self.num_tokens)
+        d_rows, self.pending = self.experts.dgrad(d_y_mO, self.saved, self.weights.get())
+        self.d_inputs = [
+            sum_rows(grad, self.token_m, self.num_tokens) if grad.is_floating_point() else None
+            for grad in self.structure.flatten(d_rows)
+        ]
 
     def wgrad(self) -> None:
         weights = self.weights.get()
         self.grads = torch.zeros_like(weights, dtype=main_grad_dtype(weights.dtype))
-        pending: Pending = self.pending
-        self.experts.add_wgrad(pending, *self.experts.unflatten(self.grads))
+        self.experts.lent_wgrad(self.pending, self.grads)
 
     def return_grads(self) -> Result:
         lending, label = self.lending, f"shadow gradients, {self.where}"
@@ -122,14 +125,6 @@ class Shadowed:
         self.returned = self.transport.all_to_all(self.grads, *counts, label)
         return self.returned
 
-    def add_grads(self, weight_grads: tuple[torch.Tensor | None, torch.Tensor | None]) -> None:
+    def add_grads(self, weight_grads: Sequence[torch.Tensor | None]) -> None:
         """To main_grad, or to what autograd is about to get, in the order of the borrowers."""
-        for parameter, fresh, rows in zip(
-            (self.experts.up, self.experts.down),
-            weight_grads,
-            self.experts.unflatten(self.returned.get()),
-            strict=True,
-        ):
-            into = accumulator(parameter)[0] if fresh is None else fresh
-            for slot, grad in zip(self.lending.send_slots, rows, strict=True):
-                into[slot] += grad.to(into.dtype)
+        self.experts.add_lent(self.lending.send_slots, self.returned.get(), weight_grads)

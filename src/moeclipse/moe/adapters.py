@@ -1,0 +1,192 @@
+"""Any `nn.Module` as an expert.
+
+    MoE(..., experts=lambda expert: MyExpert())            one module for each expert, called with its rows
+    MoE(..., experts=joint(lambda ids: MyExperts(ids)))    one module for all of a rank's experts: called with
+                                                           all rows, grouped, and the number of rows of each
+
+The adapter keeps autograd's graph of each call between forward and backward. It computes input and weight
+gradients together, in dgrad, because a module cannot be asked for one alone; wgrad then only adds them up.
+The width of what comes out may differ from the width of what goes in (`d_out`).
+
+Modules of one layer must be built alike: a lent expert runs in a borrower's module with the owner's weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from moeclipse.core.errors import ConfigError
+from moeclipse.moe.structure import Structure
+from moeclipse.tensor.weight_grad import accumulator
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Marks a factory that makes one module for all experts of a rank."""
+
+    make: Callable[[Sequence[int]], nn.Module]
+
+
+def joint(make: Callable[[Sequence[int]], nn.Module]) -> Joint:
+    """One module for all experts of a rank: module(rows, counts)."""
+    return Joint(make)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One module's run: its inputs and outputs, still joined by autograd's graph."""
+
+    inputs: tuple[torch.Tensor, ...]
+    weights: tuple[torch.Tensor, ...]
+    y: torch.Tensor
+    rows: slice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calls:
+    """The runs of one forward; `empty` has the inputs' shapes, for a forward without any."""
+
+    calls: list[Call]
+    empty: tuple[torch.Tensor, ...]
+
+
+class ModuleExperts(nn.Module):
+    """The modules of this rank's experts, behind the three calls of `moe/experts`."""
+
+    def __init__(self, ids: Sequence[int], make: Callable[[int], nn.Module] | Joint, d_out: int) -> None:
+        super().__init__()
+        self.ids, self.out_width, self.structure = tuple(ids), d_out, Structure()
+        self.joint = isinstance(make, Joint)
+        made = [make.make(self.ids)] if isinstance(make, Joint) else [make(expert) for expert in ids]
+        self.parts = nn.ModuleList(made)
+        self.counts_of_weights = [len(list(module.parameters())) for module in self.parts]
+
+    @property
+    def weights(self) -> tuple[nn.Parameter, ...]:
+        return tuple(parameter for module in self.parts for parameter in module.parameters())
+
+    def forward(
+        self, x: Any, counts: Sequence[int], lent: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Calls]:
+        rows = self.structure.flatten(x)
+        if self.joint:
+            if lent is not None:
+                raise ConfigError("a module for all experts cannot borrow one; set moe.shadow = 'off'")
+            calls = [self._call(self.parts[0], rows, slice(0, len(rows[0])), None, list(counts))]
+        else:
+            calls, start = [], 0
+            for number, count in enumerate(counts):
+                weights = None if lent is None else lent[number]
+                module = self.parts[number if lent is None else 0]
+                calls.append(self._call(module, rows, slice(start, start + count), weights))
+                start += count
+        y = torch.cat([call.y.detach() for call in calls]) if calls else rows[0].new_empty(0, self.out_width)
+        return y, Calls(calls=calls, empty=tuple(tensor[:0] for tensor in rows))
+
+    def _call(
+        self,
+        module: nn.Module,
+        rows: Sequence[torch.Tensor],
+        part: slice,
+        flat: torch.Tensor | None,
+        counts: list[int] | None = None,
+    ) -> Call:
+        with torch.enable_grad():
+            inputs = tuple(tensor[part].detach() for tensor in rows)
+            for tensor in inputs:
+                if tensor.is_floating_point():
+                    tensor.requires_grad_()
+            given = (self.structure.put_together(inputs), *([] if counts is None else [counts]))
+            weights: tuple[torch.Tensor, ...] = tuple(module.parameters())
+            if flat is None:
+                y = module(*given)
+            else:
+                named = self._named(module, flat)
+                weights = tuple(named.values())
+                y = functional_call(module, named, given)
+        if y.shape != (part.stop - part.start, self.out_width):
+            raise ConfigError(
+                f"an expert returned shape {tuple(y.shape)} for {part.stop - part.start} rows; "
+                f"expected [{part.stop - part.start}, {self.out_width}]; give d_out to MoE if it differs"
+            )
+        return Call(inputs=inputs, weights=weights, y=y, rows=part)
+
+    def dgrad(
+        self,
+        dy: torch.Tensor,
+        saved: Calls,
+        lent: torch.Tensor | None = None,  # noqa: ARG002  (the graph knows its weights)
+    ) -> tuple[Any, list[tuple[torch.Tensor | None, ...]]]:
+        """(gradient of the rows, gradients of the weights by call)."""
+        d_rows: list[list[torch.Tensor]] = []
+        d_weights = []
+        for call in saved.calls:
+            wanted = [tensor for tensor in (*call.inputs, *call.weights) if tensor.requires_grad]
+            found = iter(torch.autograd.grad(call.y, wanted, dy[call.rows], allow_unused=True))
+            grads = [next(found) if t.requires_grad else None for t in (*call.inputs, *call.weights)]
+            split = len(call.inputs)
+            d_rows.append(
+                [torch.zeros_like(t) if g is None else g for t, g in zip(call.inputs, grads, strict=False)]
+            )
+            d_weights.append(tuple(grads[split:]))
+        joined = [torch.cat(parts) for parts in zip(saved.empty, *d_rows, strict=True)]
+        return self.structure.put_together(joined), d_weights
+
+    def wgrad(
+        self, pending: Sequence[list[tuple[torch.Tensor | None, ...]]]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Add up the gradients of all calls; what autograd gets for each of `weights`."""
+        places = [accumulator(parameter) for parameter in self.weights]
+        for calls in pending:
+            flat = [grad for grads in calls for grad in grads]
+            for (into, _), grad in zip(places, flat, strict=True):
+                if grad is not None:
+                    into += grad.to(into.dtype)
+        return tuple(fresh for _, fresh in places)
+
+    # Lending: an expert's weights as one row.
+
+    def flatten(self, slots: Sequence[int]) -> torch.Tensor:
+        rows = [torch.cat([p.detach().flatten() for p in self.parts[slot].parameters()]) for slot in slots]
+        if rows:
+            return torch.stack(rows)
+        first = next(iter(self.weights))
+        size = sum(p.numel() for p in self.parts[0].parameters())
+        return first.detach().new_empty(0, size)
+
+    @staticmethod
+    def _named(module: nn.Module, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        named, start = {}, 0
+        for name, parameter in module.named_parameters():
+            part = flat[start : start + parameter.numel()].view_as(parameter).detach()
+            named[name] = part.requires_grad_(parameter.requires_grad)
+            start += parameter.numel()
+        return named
+
+    def lent_wgrad(self, pending: list[tuple[torch.Tensor | None, ...]], rows: torch.Tensor) -> None:
+        """Add the gradients of lent experts to `rows`, one row each."""
+        for row, grads in zip(rows, pending, strict=True):
+            start = 0
+            for parameter, grad in zip(self.parts[0].parameters(), grads, strict=True):
+                if grad is not None:
+                    row[start : start + parameter.numel()] += grad.flatten().to(row.dtype)
+                start += parameter.numel()
+
+    def add_lent(
+        self, slots: Sequence[int], rows: torch.Tensor, weight_grads: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Add gradients that came back to where this rank's own went."""
+        first = [sum(self.counts_of_weights[:slot]) for slot in range(len(self.parts))]
+        for slot, row in zip(slots, rows, strict=True):
+            start = 0
+            for number, parameter in enumerate(self.parts[slot].parameters(), first[slot]):
+                fresh = weight_grads[number]
+                into = accumulator(parameter)[0] if fresh is None else fresh
+                into += row[start : start + parameter.numel()].view_as(into).to(into.dtype)
+                start += parameter.numel()

@@ -1,0 +1,53 @@
+"""What a layer takes: a tensor, or a tuple or dict of tensors that travel together.
+
+All of them have one row for each token. The first is what the gate reads. Integers and booleans travel too,
+but carry no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moeclipse.core.errors import ConfigError
+
+Inputs = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How flat tensors were given: keys of a dict, or their number in a tuple, or one tensor alone."""
+
+    keys: tuple[str, ...] | None = None
+    is_tuple: bool = False
+
+    @classmethod
+    def take_apart(cls, inputs: Inputs) -> tuple[Structure, tuple[torch.Tensor, ...]]:
+        if isinstance(inputs, torch.Tensor):
+            return cls(), (inputs,)
+        if isinstance(inputs, Mapping):
+            structure, tensors = cls(keys=tuple(inputs)), tuple(inputs.values())
+        else:
+            structure, tensors = cls(is_tuple=True), tuple(inputs)
+        sizes = {tensor.shape[:1] for tensor in tensors}
+        if len(sizes) != 1 or not tensors[0].is_floating_point() or tensors[0].dim() != 2:
+            shapes = ", ".join(f"{tuple(tensor.shape)}" for tensor in tensors)
+            raise ConfigError(
+                f"tensors that travel together must have the same leading size, and the first must be "
+                f"[tokens, d_model] in a floating type; got shapes {shapes}"
+            )
+        return structure, tensors
+
+    def put_together(self, tensors: Sequence[Any]) -> Any:
+        if self.keys is not None:
+            return dict(zip(self.keys, tensors, strict=True))
+        return tuple(tensors) if self.is_tuple else tensors[0]
+
+    def flatten(self, value: Any) -> tuple[Any, ...]:
+        """The inverse of put_together."""
+        if self.keys is not None:
+            return tuple(value[key] for key in self.keys)
+        return tuple(value) if self.is_tuple else (value,)
