@@ -9,7 +9,8 @@
 
 Gates compute in fp32 (fp64 for fp64 models). Randomness is keyed by (seed, step, layer, global token), and
 capacity is counted over the global microbatch: first choices in token order, then second choices. So a
-token's experts do not depend on how tokens and experts are shared over ranks.
+token's experts do not depend on how tokens and experts are shared over ranks. The one exception is asked for:
+`gate.max_leaving` limits what leaves this rank's node (`moe/topology`), before capacity is counted.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from torch import nn
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.routing import Routing
 from moeclipse.moe.tokens import Tokens
+from moeclipse.moe.topology import limit_leaving
 from moeclipse.ops.random import fill_normal, key_of, normal, uniform
 
 
 class Gate(nn.Module):
     bias_E: torch.Tensor
+    near_E: torch.Tensor | None
+    """Which experts are on this rank's node; None: all, so that nothing leaves it."""
 
     def __init__(
         self,
@@ -51,14 +55,30 @@ class Gate(nn.Module):
         self.register_buffer(
             "bias_E", torch.zeros(num_experts, device=device, dtype=math_dtype(self.weight.dtype))
         )
+        self.register_buffer("near_E", None, persistent=False)
 
     def forward(self, x_TD: torch.Tensor, tokens: Tokens) -> Routing:
         dtype = math_dtype(x_TD.dtype)
         x_TD = x_TD.to(dtype)
         logits_TE = F.linear(x_TD, self.weight.to(dtype))
         probs_TE = torch.sigmoid(logits_TE) if self.config.kind == "sigmoid" else logits_TE.softmax(-1)
-        ids_TK, scores_TK = self._choose(x_TD, logits_TE, probs_TE, tokens)
+        noisy = self.config.kind == "noisy"
+        values_TE = self._add_noise(x_TD, logits_TE, tokens) if noisy else probs_TE
+        preference_TE = (values_TE + self.bias_E).detach()
+        wanted_TK = self._choose(preference_TE)
+        scores_TK = self._score(values_TE, wanted_TK)
+        ids_TK = wanted_TK
+        if self.config.kind == "gshard":
+            ids_TK = self._skip_second(wanted_TK, scores_TK, tokens)
         load_E = count_experts(ids_TK, self.num_experts)
+        if self.near_E is not None and self.config.max_leaving < 1:
+            reroute = self.config.excess == "reroute"
+            share = self.config.max_leaving
+            ids_TK = limit_leaving(
+                ids_TK, scores_TK, preference_TE, self.near_E, share=share, reroute=reroute
+            )
+            if reroute:  # an unused place keeps its share of the scores, as it does over capacity
+                scores_TK = self._score(values_TE, torch.where(ids_TK >= 0, ids_TK, wanted_TK))
         capacity = 0
         if self.config.capacity_factor:
             rows = tokens.total * self.config.top_k
@@ -75,31 +95,26 @@ class Gate(nn.Module):
             capacity=capacity,
         )
 
-    def _choose(
-        self, x_TD: torch.Tensor, logits_TE: torch.Tensor, probs_TE: torch.Tensor, tokens: Tokens
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(expert_ids_TK, scores_TK) before capacity."""
-        kind, top_k = self.config.kind, self.config.top_k
-        if kind == "noisy":
-            noisy_TE = self._add_noise(x_TD, logits_TE, tokens)
-            ids_TK = noisy_TE.topk(top_k, dim=-1).indices
-            return ids_TK, noisy_TE.gather(1, ids_TK).softmax(-1)
-        if kind == "gshard":
-            ids_TK = probs_TE.topk(2, dim=-1).indices
-            scores_TK = renormalise(probs_TE.gather(1, ids_TK))
-            index_T = tokens.first + torch.arange(len(x_TD), device=x_TD.device)
-            draw_T = uniform(key_of(self.seed, tokens.step, tokens.microbatch, self.layer, "second"), index_T)
-            keep_T = (draw_T < 2 * scores_TK[:, 1]) | (not self.training)
-            ids_TK = torch.stack([ids_TK[:, 0], torch.where(keep_T, ids_TK[:, 1], -1)], dim=1)
-            return ids_TK, scores_TK
-        choice_TE = (probs_TE + self.bias_E).detach()
+    def _choose(self, preference_TE: torch.Tensor) -> torch.Tensor:
         if self.config.num_groups > 1:
-            choice_TE = self._keep_best_groups(choice_TE)
-        ids_TK = choice_TE.topk(top_k, dim=-1).indices
-        scores_TK = probs_TE.gather(1, ids_TK)
-        if self.config.renormalise and kind != "switch":
+            preference_TE = self._keep_best_groups(preference_TE)
+        return preference_TE.topk(self.config.top_k, dim=-1).indices
+
+    def _score(self, values_TE: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
+        """How much a token listens to each of these experts."""
+        kind, scores_TK = self.config.kind, values_TE.gather(1, ids_TK)
+        if kind == "noisy":
+            return scores_TK.softmax(-1)
+        if kind == "gshard" or (self.config.renormalise and kind != "switch"):
             scores_TK = renormalise(scores_TK)
-        return ids_TK, scores_TK
+        return scores_TK
+
+    def _skip_second(self, ids_TK: torch.Tensor, scores_TK: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        """In training, the second choice stays with a chance of twice its score."""
+        index_T = tokens.first + torch.arange(len(ids_TK), device=ids_TK.device)
+        draw_T = uniform(key_of(self.seed, tokens.step, tokens.microbatch, self.layer, "second"), index_T)
+        keep_T = (draw_T < 2 * scores_TK[:, 1]) | (not self.training)
+        return torch.stack([ids_TK[:, 0], torch.where(keep_T, ids_TK[:, 1], -1)], dim=1)
 
     def _add_noise(self, x_TD: torch.Tensor, logits_TE: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         if not self.training:
@@ -131,6 +146,8 @@ def math_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def renormalise(scores_TK: torch.Tensor) -> torch.Tensor:
+    if scores_TK.shape[1] == 1:
+        return torch.ones_like(scores_TK)  # s / s: its gradient is zero, not what rounding leaves of it
     return scores_TK / (scores_TK.sum(-1, keepdim=True) + 1e-20)
 
 
