@@ -1,13 +1,14 @@
 """The planner that moves little: a few replicas change places, and only if that pays.
 
-Idea: the split already evens out what the placement lets it. So look at the fullest rank, and try what would
-relieve it most: a replica of one of its experts on a rank with room (in an empty slot, or in the slot of a
-replica that others can stand in for), or an exchange of two experts. The best guesses are tried, the best try is
-kept, and so on until the ranks are even, the moves are spent or nothing helps. Of all places on that way the
-one with the least seconds, migration included, is the plan.
+Idea: the split already evens out what the placement lets it. So look at the fullest rank, and try what
+would relieve it most: a replica of one of its experts on a rank with room (in an empty slot, or in the slot
+of a replica that others can stand in for), or an exchange of two experts. The best guesses are tried, the
+best try is kept, and so on until the ranks are even, the moves are spent or nothing helps. Of all places on
+that way the one with the least seconds, migration included, is the plan.
 
 Contract: pure and deterministic. No expert is lost, no rank gets more slots. A plan that does not win
-`min_gain` of the step, or does not pay for its moves before the next plan, is not made: `current` is returned.
+`min_gain` of the step, or does not pay for its moves before the next plan, is not made: `current` is
+returned.
 
 Hazard: pouring is only as good as the loads. Feed it a moving average, not one step.
 """

@@ -1,8 +1,8 @@
 """Load: how many rows each expert of each layer got from each source rank, averaged and traced.
 
-Idea: planners want a moving average, people want to see its course. `LoadAverage` is the first, a value that
-each step replaces; `LoadTrace` is the second, with a bounded number of steps: when it is full, every other step
-is dropped, so it always spans the whole run.
+Idea: planners want a moving average, people want to see its course. `LoadAverage` is the first, a value
+that each step replaces; `LoadTrace` is the second, with a bounded number of steps: when it is full, every
+other step is dropped, so it always spans the whole run.
 
 Contract: all ranks that add the same counts have the same average. Files are plain arrays (`np.load` with
 allow_pickle=False); a damaged or foreign file gives a ConfigError that says what is missing.
@@ -53,7 +53,7 @@ class LoadAverage:
         )
 
     @property
-    def rows_LPE(self) -> np.ndarray:
+    def rows_LPE(self) -> np.ndarray:  # noqa: N802
         """Rows per step."""
         if self.sum_LPE is None:
             raise ConfigError("there is no load yet; add the counts of a step first")

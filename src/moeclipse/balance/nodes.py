@@ -1,8 +1,8 @@
 """Wrap-fill over two levels: experts over nodes first, then over the ranks of each node.
 
-Idea: a row that stays on its node is cheap. Experts with many rows from everywhere get a place on every node, as
-long as slots last, so their rows need not cross; every other expert goes to the node that sends it most rows and
-still has room. Then each node is filled by itself, as if it were alone.
+Idea: a row that stays on its node is cheap. Experts with many rows from everywhere get a place on every
+node, as long as slots last, so their rows need not cross; every other expert goes to the node that sends it
+most rows and still has room. Then each node is filled by itself, as if it were alone.
 
 Contract: pure and deterministic; the result fits the slots of each rank, whatever the nodes look like.
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from moeclipse.balance.incremental import refined
 from moeclipse.balance.placement import Placement
-from moeclipse.balance.replicate import plan_wrap_fill, placement_of
+from moeclipse.balance.replicate import placement_of, plan_wrap_fill
 
 REFINING_MOVES = 12
 

@@ -125,7 +125,8 @@ def nodes_of(num_ranks: int, num_nodes: int) -> tuple[int, ...]:
     if num_nodes < 1 or num_ranks % num_nodes:
         fitting = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
         raise ConfigError(
-            f"nodes ({num_nodes}) must divide ranks ({num_ranks}); choose one of {', '.join(map(str, fitting))}"
+            f"nodes ({num_nodes}) must divide ranks ({num_ranks}); "
+            f"choose one of {', '.join(map(str, fitting))}"
         )
     return tuple(rank * num_nodes // num_ranks for rank in range(num_ranks))
 

@@ -26,6 +26,10 @@ from moeclipse.balance.solve import polish
 from moeclipse.balance.split import ReplicaTable, balance_of, pour
 from moeclipse.core.errors import ConfigError
 
+HOPELESS = 0.7
+"""Below this the few moves of one plan are not even tried."""
+SMALL = 128
+"""Tables with so few slots are searched further."""
 PLANNERS = ("random", "greedy", "incremental", "wrap_fill", "exact")
 FAR_FROM_ENOUGH = 0.95
 """Below this predicted balance a few moves will not do, and a clean table is considered."""
@@ -100,27 +104,35 @@ def incremental(
     costs: PlacementCosts,
     node_P: Sequence[int],
 ) -> Placement:
+    """A few moves where that is enough; else the cheapest, in seconds, of few, many and all."""
     load_E = counts_PE.sum(0)
-    most = int(config.max_moved * sum(slots_P))
-    near = plan_incremental(
-        load_E,
-        current,
-        costs,
-        max_moves=most,
-        min_gain=config.min_gain,
-        noise=config.noise,
-        slots_P=slots_P,
-    )
-    reached = expected_balance(near, load_E)
-    if reached >= FAR_FROM_ENOUGH and len(set(node_P)) == 1:
-        return near
+
+    def few(share: float) -> Placement:
+        return plan_incremental(
+            load_E,
+            current,
+            costs,
+            max_moves=int(share * sum(slots_P)),
+            min_gain=config.min_gain,
+            noise=config.noise,
+            slots_P=slots_P,
+        )
+
+    candidates = [current]
+    if expected_balance(current, load_E) >= HOPELESS:
+        candidates = [few(config.max_moved)]
+        if expected_balance(candidates[0], load_E) >= FAR_FROM_ENOUGH and len(set(node_P)) == 1:
+            return candidates[0]
+    elif sum(slots_P) <= SMALL:
+        candidates.append(few(0.5))
+    candidates.append(wrap_filled(counts_PE, slots_P, current, node_P, config.noise))
     rows_PE = np.rint(counts_PE).astype(np.int64)
-    far = wrap_filled(counts_PE, slots_P, current, node_P, config.noise)
-    near_seconds, far_seconds = (
-        score(placement, rows_PE, costs, current=current, node_P=node_P, expected_E=load_E).total
-        for placement in (near, far)
-    )
-    return far if far_seconds < (1 - config.min_gain) * near_seconds else near
+    best, least = candidates[0], np.inf
+    for candidate in candidates:
+        seconds = score(candidate, rows_PE, costs, current=current, node_P=node_P, expected_E=load_E).total
+        if seconds < (1 - config.min_gain) * least:
+            best, least = candidate, seconds
+    return best
 
 
 def expected_balance(placement: Placement, load_E: np.ndarray) -> float:

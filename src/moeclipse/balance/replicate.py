@@ -1,16 +1,16 @@
 """Planners that start from a clean table: random, greedy, and wrap-fill.
 
-Idea of wrap-fill: with a split that is chosen anew each step, a placement need not cut loads into equal shares;
-it only has to let them flow. Ranks are filled one after the other up to the mean load: each takes what is left
-of the largest expert and some small ones, and what does not fit flows on to the next rank. So neighbours share
-an expert, all ranks hang together, and E + P - 1 slots are enough for perfect balance. Slots that remain
-become further replicas of the experts whose replicas carry most.
+Idea of wrap-fill: with a split that is chosen anew each step, a placement need not cut loads into equal
+shares; it only has to let them flow. Ranks are filled one after the other up to the mean load: each takes
+what is left of the largest expert and some small ones, and what does not fit flows on to the next rank. So
+neighbours share an expert, all ranks hang together, and E + P - 1 slots are enough for perfect balance.
+Slots that remain become further replicas of the experts whose replicas carry most.
 
 Greedy is the baseline that others use: replicas by load per replica, then largest first onto the least loaded
 rank, as if each replica got an equal share.
 
-Contract: pure and deterministic. Every expert is placed, never twice on a rank, and no rank holds more than its
-slots. `slots_P` gives the slots of each rank; a rank may have none.
+Contract: pure and deterministic. Every expert is placed, never twice on a rank, and no rank holds more than
+its slots. `slots_P` gives the slots of each rank; a rank may have none.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def spread_primaries(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def relabelled(new: Placement, old: Placement, groups: Sequence[Sequence[int]] | None = None) -> Placement:
-    """`new` with its rows given to those ranks that hold most of them already; only inside a group of ranks."""
+    """`new` with its rows given to the ranks that hold most of them already, inside groups of ranks."""
     shared_PP = new.holds_EP.T.astype(np.int64) @ old.holds_EP.astype(np.int64)
     rank_of = list(range(new.num_ranks))
     for group in groups or [range(new.num_ranks)]:

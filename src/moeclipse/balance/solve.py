@@ -1,7 +1,7 @@
-"""The exact polish: a mixed-integer program over replicas, solved by HiGHS, or by Gurobi where it is licensed.
+"""The exact polish: a mixed-integer program over replicas, solved by HiGHS, or Gurobi where licensed.
 
-Idea: heuristics find a good placement; a solver finds one that is as even with fewer moves. It starts from the
-heuristic's plan, so whatever the time limit cuts off, the answer is never worse than that plan.
+Idea: heuristics find a good placement; a solver finds one that is as even with fewer moves. It starts from
+the heuristic's plan, so whatever the time limit cuts off, the answer is never worse than that plan.
 
     x[e,p] in {0,1}  rank p holds expert e          y[e,p] in [0,1]  part of e's load that p computes
     sum_p y[e,p] = 1         y[e,p] <= x[e,p]       sum_e x[e,p] <= slots of p
@@ -9,7 +9,8 @@ heuristic's plan, so whatever the time limit cuts off, the answer is never worse
     minimise  row_seconds T + (weight_seconds / every) sum v + (state_seconds / every) sum q
     q[e] >= 1 - x[e, primary now]                   the optimizer state has to move
 
-Contract: a placement that fits the slots, no expert lost. Without a solver a ConfigError says what to install.
+Contract: a placement that fits the slots, no expert lost. Without a solver a ConfigError says what to
+install.
 
 Hazard: a cold start is hopeless from 256 experts on 32 ranks on (ranks are interchangeable). Run it beside
 training, never in its way; and never import highspy and ortools into one process.

@@ -2,8 +2,9 @@
 
 Idea: first quotas, then rows. Quotas pour each expert's load over its ranks like water, so that the fullest
 rank is as low as the placement allows: start from the shares that suit the loads of the plan, then let one
-expert after the other find its level. Rows then go to the replica on their own rank, but only up to its quota (a rank that kept all of its
-own rows would overflow while others idle), next to a replica on their own node, the rest in order of rank.
+expert after the other find its level. Rows then go to the replica on their own rank, but only up to its
+quota (a rank that kept all of its own rows would overflow while others idle), next to a replica on their
+own node, the rest in order of rank.
 
 Contract: a pure function of the count matrix that the size round exchanged and of the placement, so every
 rank computes the same answer; only exact integers and IEEE additions, divisions and comparisons in a fixed

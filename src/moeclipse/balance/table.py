@@ -1,12 +1,13 @@
 """A placement in the making: loads poured over slots, and changes tried out cheaply.
 
 Idea: planners try hundreds of changes. A try copies little, pours again only the experts that the change
-touches, and is judged by a power mean over the ranks' levels; only the change that is taken is poured in full.
+touches, and is judged by a power mean over the ranks' levels; only the change that is taken is poured in
+full.
 
-A rank whose experts have no other replica cannot hand anything over when loads fluctuate. So its level counts a
-reserve on top: `noise` (how much an expert's load jitters from step to step, relative) times the root of the
-sum of squares of those loads. Planning for the mean alone would fill such ranks to the brim, and each step one
-of them would run over.
+A rank whose experts have no other replica cannot hand anything over when loads fluctuate. So its level
+counts a reserve on top: `noise` (how much an expert's load jitters from step to step, relative) times the
+root of the sum of squares of those loads. Planning for the mean alone would fill such ranks to the brim,
+and each step one of them would run over.
 
 Contract: a `Table` is never changed by `changed`, `trial` or `poured`; they return another one.
 """
@@ -31,8 +32,8 @@ TRIAL_SWEEPS = 2
 class Change:
     """`put` goes into a slot of rank `target`.
 
-    What was there gives way, or goes into another slot (`to_rank`, `to_slot`) and what was *there* gives way; if
-    that was `put` itself, two experts have been exchanged.
+    What was there gives way, or goes into another slot (`to_rank`, `to_slot`) and what was *there* gives
+    way; if that was `put` itself, two experts have been exchanged.
     """
 
     put: int

@@ -28,6 +28,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("moeclipse.cli.train", "train a model, on this machine's ranks or under torchrun"),
     "simulate": Command("moeclipse.cli.simulate", "predict a schedule's timeline without running it"),
+    "place": Command("moeclipse.cli.place", "plan who holds which expert from the loads of a run"),
     "doctor": Command("moeclipse.cli.doctor", "what works on this machine, what does not, what to do"),
 }
 

@@ -1,0 +1,336 @@
+"""`moeclipse place`: plan who holds which expert from the loads of a run, without a device.
+
+    moeclipse place runs/NAME/load.npz --ranks 16 --slots 3
+    moeclipse place runs/NAME/load.npz --ranks 16 --slots 3 --nodes 2 --current plan.json --out next.json
+    moeclipse place runs/NAME/load.npz --ranks 8 --slots 5 --plot heat.png
+
+Planners see the loads up to the step before the last one in the file; balance is measured on the last one,
+with the split that training uses. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moeclipse.balance.heatmap import Panel, draw, write_png
+from moeclipse.balance.load import Load
+from moeclipse.balance.objective import PlacementCosts, Score, nodes_of, score
+from moeclipse.balance.placement import Placement
+from moeclipse.balance.planner import PLANNERS, PlanConfig, plan
+from moeclipse.balance.replicate import slots_for
+from moeclipse.balance.split import ReplicaTable, split_rows
+from moeclipse.core.errors import ConfigError
+
+COMPARED = ("greedy", "incremental", "wrap_fill", "exact")
+SHADES = " ░▒▓█"
+ASCII_SHADES = " .+#@"
+MAX_LAYER_ROWS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceConfig:
+    """Plan placements from the loads of a run: balance, moves and cross-node rows of every planner."""
+
+    load: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="LOAD.npz")]
+    """Loads that training wrote: runs/NAME/load.npz."""
+    ranks: int
+    """Ranks that share the experts of a layer."""
+    slots: int
+    """Experts that a rank can hold in each layer."""
+    nodes: int = 1
+    """Nodes that the ranks stand on, in equal runs."""
+    current: Path | None = None
+    """The placement that holds now (JSON); without it: experts in order, one replica each."""
+    out: Path | None = None
+    """Write the plan of --planner here, as JSON that --current and training read."""
+    plot: Path | None = None
+    """Write a heat map of loads and ranks here, as PNG."""
+    planner: str = "incremental"
+    """Whose plan is written: random, greedy, incremental, wrap_fill or exact."""
+    layer: int | None = None
+    """Only this layer."""
+    time_limit: float = 10.0
+    """Seconds per layer for the exact solver; 0 leaves it out."""
+    max_moved: float = 0.05
+    """Part of the slots that one incremental plan may fill anew."""
+    every: int = 50
+    """Steps until the next plan: what a migration is shared among."""
+    d_model: int = 2048
+    d_ff: int = 1408
+    """Shape of an expert, for seconds."""
+    device: str = "h200"
+    link: str = "infiniband"
+    """Between nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer's question: what planners may see, and what they are measured on."""
+
+    number: int
+    seen_PE: np.ndarray
+    next_PE: np.ndarray
+    current: Placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    name: str
+    placements: list[Placement]
+    scores: list[Score]
+    milliseconds: float
+
+
+def main(argv: list[str]) -> int:
+    config = tyro.cli(PlaceConfig, args=argv, prog="moeclipse place")
+    console = Console(highlight=False, soft_wrap=True)
+    load = Load.read(config.load)
+    layers = questions(config, load)
+    node_P = nodes_of(config.ranks, config.nodes)
+    costs = PlacementCosts.from_shapes(
+        d_model=config.d_model,
+        d_ff=config.d_ff,
+        device_name=config.device,
+        far=config.link,
+        links_per_node=max(config.ranks // config.nodes, 1),
+        every=config.every,
+    )
+    wanted = PlanConfig(planner=config.planner, max_moved=config.max_moved, time_limit=config.time_limit)
+    _headline(console, config, load, layers)
+    _draw_loads(console, layers)
+    names = list(COMPARED) if config.planner in COMPARED else [config.planner, *COMPARED]
+    verdicts = [judge("static", [layer.current for layer in layers], layers, costs, node_P, 0.0)]
+    for name in names:
+        if name == "exact" and config.time_limit == 0:
+            continue
+        verdict = _planned(console, name, wanted, config, layers, costs, node_P)
+        verdicts += [] if verdict is None else [verdict]
+    console.print(_comparison(verdicts, config.nodes > 1))
+    chosen = next(verdict for verdict in verdicts if verdict.name == config.planner)
+    _draw_ranks(console, layers, verdicts[0], chosen, node_P)
+    if config.out is not None:
+        config.out.write_text(plan_text(chosen.placements))
+        console.print(f"plan of {chosen.name} written to {config.out}")
+    if config.plot is not None:
+        write_png(config.plot, heat_map(layers, verdicts[0], chosen, node_P))
+        console.print(f"heat map written to {config.plot}")
+    return 0
+
+
+def questions(config: PlaceConfig, load: Load) -> list[Layer]:
+    if config.ranks < 1 or config.slots < 1:
+        raise ConfigError(f"--ranks ({config.ranks}) and --slots ({config.slots}) must be at least 1")
+    if config.planner not in PLANNERS:
+        raise ConfigError(f"--planner {config.planner!r} is unknown; choose one of {', '.join(PLANNERS)}")
+    slots_for(load.num_experts, config.ranks, config.slots)
+    numbers = range(load.num_layers) if config.layer is None else [config.layer]
+    if config.layer is not None and not 0 <= config.layer < load.num_layers:
+        raise ConfigError(f"--layer ({config.layer}) must lie between 0 and {load.num_layers - 1}")
+    current = _current(config, load, len(numbers))
+    past = load.before_last()
+    found = []
+    for number, placement in zip(numbers, current, strict=True):
+        seen_PE = past.counts(number, config.ranks)
+        measured = load.last_step(number, config.ranks)
+        next_PE = np.rint(seen_PE).astype(np.int64) if measured is None else measured
+        found.append(Layer(number=number, seen_PE=seen_PE, next_PE=next_PE, current=placement))
+    return found
+
+
+def _current(config: PlaceConfig, load: Load, count: int) -> list[Placement]:
+    if config.current is None:
+        return [Placement.contiguous(load.num_experts, config.ranks)] * count
+    expected = {"num_experts": load.num_experts, "num_ranks": config.ranks, "max_slots": config.slots}
+    if not config.current.is_file():
+        raise ConfigError(f"--current: there is no file {config.current}")
+    try:
+        value = json.loads(config.current.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--current: {config.current} is not JSON: {error}") from None
+    values = value["layers"] if isinstance(value, dict) and "layers" in value else [value] * count
+    if not isinstance(values, list) or len(values) != count:
+        raise ConfigError(
+            f"--current: {config.current} holds placements for {len(values)} layers, but {count} are planned; "
+            "give one for each, or a single one for all"
+        )
+    return [Placement.parse(entry, **expected) for entry in values]
+
+
+def plan_text(placements: list[Placement]) -> str:
+    if len(placements) == 1:
+        return placements[0].to_json()
+    body = ",\n".join(placement.to_json().rstrip() for placement in placements)
+    return f'{{"layers": [\n{body}\n]}}\n'
+
+
+def judge(
+    name: str,
+    placements: list[Placement],
+    layers: list[Layer],
+    costs: PlacementCosts,
+    node_P: tuple[int, ...],
+    milliseconds: float,
+) -> Verdict:
+    scores = [
+        score(
+            placement,
+            layer.next_PE,
+            costs,
+            current=layer.current,
+            node_P=node_P,
+            expected_E=layer.seen_PE.sum(0),
+        )
+        for placement, layer in zip(placements, layers, strict=True)
+    ]
+    return Verdict(name=name, placements=placements, scores=scores, milliseconds=milliseconds)
+
+
+def _planned(
+    console: Console,
+    name: str,
+    wanted: PlanConfig,
+    config: PlaceConfig,
+    layers: list[Layer],
+    costs: PlacementCosts,
+    node_P: tuple[int, ...],
+) -> Verdict | None:
+    """None when a planner that was not asked for cannot run here."""
+    how = PlanConfig(planner=name, max_moved=wanted.max_moved, time_limit=wanted.time_limit)
+    slots_P = (config.slots,) * config.ranks
+    try:
+        with console.status(f"planning: {name} ..."):
+            begin = time.perf_counter()
+            placements = [plan(how, layer.seen_PE, slots_P, layer.current, costs, node_P) for layer in layers]
+            spent = 1e3 * (time.perf_counter() - begin) / len(layers)
+    except ConfigError as error:
+        if name == config.planner or name != "exact":
+            raise
+        console.print(f"exact left out: {error}", style="dim")
+        return None
+    return judge(name, placements, layers, costs, node_P, spent)
+
+
+def _headline(console: Console, config: PlaceConfig, load: Load, layers: list[Layer]) -> None:
+    nodes = f" on {config.nodes} nodes" if config.nodes > 1 else ""
+    which = f"layer {layers[0].number}" if len(layers) == 1 else f"{len(layers)} layers"
+    console.print(
+        f"{which}, {load.num_experts} experts, {config.ranks} ranks{nodes} with {config.slots} slots each",
+        style="bold",
+    )
+    if len(load.steps_N) > 1:
+        console.print(
+            f"planned from the loads up to step {load.steps_N[-2]}; measured on step {load.steps_N[-1]}, "
+            "which no planner has seen"
+        )
+    else:
+        console.print("the file holds no single steps: planned from and measured on the same average")
+
+
+def _draw_loads(console: Console, layers: list[Layer]) -> None:
+    """Layers by experts as shades: what is above, at and below the mean."""
+    room = max(min(console.width - 24, 128), 16)
+    shades = ASCII_SHADES if console.options.ascii_only else SHADES
+    console.print("\nload of each expert (left to right), relative to the layer's mean", style="dim")
+    for layer in layers[:MAX_LAYER_ROWS]:
+        load_E = layer.seen_PE.sum(0)
+        relative = load_E / max(load_E.mean(), 1e-300)
+        parts = np.array_split(relative, min(room, len(relative)))
+        width = max(min(room // len(parts), 3), 1)
+        cells = "".join(shades[_shade(part.max(), len(shades))] * width for part in parts)
+        console.print(
+            Text.assemble(f"layer {layer.number:<4}", (cells, "blue"), f" max {relative.max():.1f} x")
+        )
+    if len(layers) > MAX_LAYER_ROWS:
+        console.print(f"... and {len(layers) - MAX_LAYER_ROWS} more layers", style="dim")
+    console.print()
+
+
+def _shade(relative: float, levels: int) -> int:
+    return int(np.searchsorted([0.25, 0.75, 1.5, 4.0][: levels - 1], relative))
+
+
+def _comparison(verdicts: list[Verdict], several_nodes: bool) -> Table:
+    caption = (
+        "balance: mean over fullest rank, 1 is perfect. moves: experts sent, per layer (with their state). "
+    )
+    caption += "ms/step: predicted for one layer: fullest rank, cross-node rows, replicas, moves."
+    table = Table(box=None, pad_edge=False, caption=caption, caption_justify="left")
+    table.add_column("planner", no_wrap=True)
+    columns = ["balance", "worst", "moves", "sent", "cross-node", "ms/step", "plan ms"]
+    for column in columns if several_nodes else [name for name in columns if name != "cross-node"]:
+        table.add_column(column, justify="right", no_wrap=True)
+    best = min(_mean(verdict, "total") for verdict in verdicts)
+    for verdict in verdicts:
+        cells = [
+            f"{_mean(verdict, 'balance'):.3f}",
+            f"{min(s.balance for s in verdict.scores):.3f}",
+            f"{_mean(verdict, 'moves'):.1f} ({_mean(verdict, 'states'):.1f})",
+            f"{_mean(verdict, 'sent_share'):.0%}",
+            f"{_mean(verdict, 'cross_share'):.1%}",
+            f"{1e3 * _mean(verdict, 'total'):.3f}",
+            f"{verdict.milliseconds:.1f}" if verdict.milliseconds else "-",
+        ]
+        if not several_nodes:
+            del cells[4]
+        table.add_row(
+            verdict.name.replace("_", "-"), *cells, style="bold" if _mean(verdict, "total") == best else ""
+        )
+    return table
+
+
+def _mean(verdict: Verdict, what: str) -> float:
+    return float(np.mean([getattr(s, what) for s in verdict.scores]))
+
+
+def _rank_loads(layers: list[Layer], verdict: Verdict, node_P: tuple[int, ...]) -> np.ndarray:
+    """Rows of each rank relative to the layer's mean: [layers, P]."""
+    loads = []
+    for layer, placement in zip(layers, verdict.placements, strict=True):
+        table = ReplicaTable.of(placement, layer.seen_PE.sum(0))
+        load_P = split_rows(layer.next_PE, table, node_P).load_P
+        loads.append(load_P / max(load_P.mean(), 1e-300))
+    return np.array(loads)
+
+
+def _draw_ranks(
+    console: Console, layers: list[Layer], static: Verdict, chosen: Verdict, node_P: tuple[int, ...]
+) -> None:
+    """The ranks of the worst layer, before and after."""
+    worst = int(np.argmin([s.balance for s in static.scores]))
+    mark = "#" if console.options.ascii_only else "█"
+    room = max(min(console.width - 30, 60), 10)
+    console.print(f"\nranks of layer {layers[worst].number}, rows relative to the mean", style="dim")
+    for verdict, colour in ((static, "red"), (chosen, "green")):
+        load_P = np.sort(_rank_loads(layers, verdict, node_P)[worst])[::-1]
+        top = float(_rank_loads(layers, static, node_P)[worst].max())
+        shown = load_P[:3].tolist() + ([float(load_P[-1])] if len(load_P) > 3 else [])
+        for place, value in enumerate(shown):
+            last = place == len(shown) - 1 and len(load_P) > 3
+            name = verdict.name.replace("_", "-") if place == 0 else ""
+            word = "emptiest" if last else "fullest" if place == 0 else ""
+            bar = mark * round(value / top * room)
+            console.print(Text.assemble(f"{name:<12}{word:<9}", (bar, colour), f" {value:.2f}"))
+
+
+def heat_map(layers: list[Layer], static: Verdict, chosen: Verdict, node_P: tuple[int, ...]) -> np.ndarray:
+    loads = np.array([layer.next_PE.sum(0) for layer in layers], dtype=float)
+    relative = loads / np.maximum(loads.mean(1, keepdims=True), 1e-300)
+    return draw(
+        [
+            Panel(title="load", rows=relative, columns="experts"),
+            Panel(title="static", rows=_rank_loads(layers, static, node_P), columns="ranks"),
+            Panel(
+                title=chosen.name.replace("_", "-"), rows=_rank_loads(layers, chosen, node_P), columns="ranks"
+            ),
+        ]
+    )
