@@ -39,7 +39,7 @@ from moeclipse.comm.peer_memory import FOLDER, NoPeerMemoryError, PeerMemory, te
 from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.ops.peer_reduce import add_residual, part_bounds, rms_norm
 
-AREA_BYTES = {"cpu": 1 << 20, "cuda": 16 << 20}  # two of these per rank
+AREA_BYTES = {"cpu": 2 << 20, "cuda": 16 << 20}  # two of these per rank
 T = TypeVar("T")
 
 

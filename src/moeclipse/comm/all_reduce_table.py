@@ -26,7 +26,7 @@ MAX_RANKS = 8
 class Choice:
     two_stages_from: int | None = None
     """Bytes from which two stages are used; None: never."""
-    chunk_bytes: int = 256 * KIB
+    chunk_bytes: int = 2 * MIB
     """Bytes that go through shared memory at a time (CPU)."""
     max_bytes: int | None = None
     """Bytes above which torch.distributed is used; None: no limit."""
@@ -35,7 +35,7 @@ class Choice:
 def default_choice(device: str, num_ranks: int, linked: bool) -> Choice:
     """`device` is "cpu" or a device's name; `linked`: every pair of ranks reads each other directly."""
     if device == "cpu":
-        return Choice(two_stages_from=2 * MIB if num_ranks == 2 else 256 * KIB, chunk_bytes=512 * KIB)
+        return Choice(two_stages_from=None if num_ranks == 2 else 512 * KIB)
     if not linked or num_ranks == 2:
         return Choice(max_bytes=8 * MIB)
     return Choice(two_stages_from=512 * KIB if num_ranks <= 4 else 256 * KIB, max_bytes=8 * MIB)

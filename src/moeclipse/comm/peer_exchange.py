@@ -18,12 +18,15 @@ half of its rows unsent lets its peers run into their deadline.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from ctypes import memmove
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -57,40 +60,46 @@ class PeerResult(exchange.Result):
 
 
 class Transfer:
-    """One exchange of one rank: how many bytes are still to be sent and received."""
+    """One exchange of one rank: how many bytes are still to be sent and received. Keeps its tensors alive."""
 
-    def __init__(self, lane: Lane, label: str, move: Move) -> None:
-        self.lane, self.label, self.move = lane, label, move
+    def __init__(self, lane: Lane, label: str, move: Move, tensors: tuple[torch.Tensor, ...]) -> None:
+        self.lane, self.label, self.move, self.tensors = lane, label, move, tensors
         self.open_bytes = 0
 
 
 class Flow:
-    """One direction of one pair: a ring, a counter each for its two ends, and what waits to pass."""
+    """One direction of one pair: a ring, a counter each for its two ends, and what waits to pass.
+
+    Bytes are moved by address: slicing tensors would take longer than copying a few kilobytes.
+    """
 
     def __init__(self, ring: torch.Tensor, written_word: int, taken_word: int, peer: int) -> None:
         self.ring, self.peer = ring, peer
         self.written_word, self.taken_word = written_word, taken_word
+        self.address, self.room = ring.data_ptr(), ring.numel()
         self.position = 0  # bytes that this rank has written (or taken) so far
-        self.queue: deque[tuple[torch.Tensor, Transfer]] = deque()
+        self.queue: deque[list[Any]] = deque()  # [address, bytes left, transfer]
 
-    def add(self, data: torch.Tensor, transfer: Transfer) -> None:
-        if data.numel():
-            transfer.open_bytes += data.numel()
-            self.queue.append((data, transfer))
+    def add(self, address: int, count: int, transfer: Transfer) -> None:
+        if count:
+            transfer.open_bytes += count
+            self.queue.append([address, count, transfer])
 
-    def window(self, available: int) -> torch.Tensor:
-        """The next bytes of the ring: no more than are available, than a piece, or than up to its end."""
-        start = self.position % self.ring.numel()
-        return self.ring[start : min(start + min(available, PIECE_BYTES), self.ring.numel())]
-
-    def advance(self, count: int) -> None:
-        data, transfer = self.queue[0]
-        self.position += count
-        transfer.open_bytes -= count
-        if count == data.numel():
-            self.queue.popleft()
-        else:
-            self.queue[0] = (data[count:], transfer)
+    def move(self, available: int, outward: bool) -> int:
+        """Copy the next bytes between queue and ring: at most a piece, or up to the end of the ring."""
+        entry = self.queue[0]
+        start = self.position % self.room
+        count = min(available, entry[1], PIECE_BYTES, self.room - start)
+        if count:
+            inside, outside = self.address + start, entry[0]
+            memmove(inside if outward else outside, outside if outward else inside, count)
+            self.position += count
+            entry[0] += count
+            entry[1] -= count
+            entry[2].open_bytes -= count
+            if not entry[1]:
+                self.queue.popleft()
+        return count
 
 
 class PeerExchange:
@@ -170,20 +179,23 @@ class PeerExchange:
         _check_counts(len(rows), send_counts, receive_counts, group)
         rows = rows.detach().contiguous()
         out = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
-        row_bytes = rows[0].nbytes if len(rows) else out[0].nbytes if len(out) else 0
-        source, target = (t.view(-1).view(torch.uint8) for t in (rows, out))
-        send_ends = [0, *(row_bytes * end for end in accumulate(send_counts))]
-        receive_ends = [0, *(row_bytes * end for end in accumulate(receive_counts))]
+        row_bytes = rows.dtype.itemsize * math.prod(rows.shape[1:])
+        send_ends = [0, *accumulate(send_counts)]
+        receive_ends = [0, *accumulate(receive_counts)]
+        source, target, me = rows.data_ptr(), out.data_ptr(), group.index
         with self._lock:
             self._check_usable()
-            transfer = Transfer(lane, label, lane.recorder.launch(group.name, label))
+            transfer = Transfer(lane, label, lane.recorder.launch(group.name, label), (rows, out))
             for flow in self._sends:
-                flow.add(source[send_ends[flow.peer] : send_ends[flow.peer + 1]], transfer)
+                peer = flow.peer
+                flow.add(source + row_bytes * send_ends[peer], row_bytes * send_counts[peer], transfer)
                 self._push(flow)
             for flow in self._receives:
-                flow.add(target[receive_ends[flow.peer] : receive_ends[flow.peer + 1]], transfer)
-            me = group.index
-            target[receive_ends[me] : receive_ends[me + 1]] = source[send_ends[me] : send_ends[me + 1]]
+                peer = flow.peer
+                flow.add(target + row_bytes * receive_ends[peer], row_bytes * receive_counts[peer], transfer)
+            if send_counts[me]:
+                mine = row_bytes * send_counts[me]
+                memmove(target + row_bytes * receive_ends[me], source + row_bytes * send_ends[me], mine)
         return PeerResult(out, transfer, self)
 
     def close(self) -> None:
@@ -205,28 +217,20 @@ class PeerExchange:
 
     def _push(self, flow: Flow) -> bool:
         """Write what there is room for; whether anything moved."""
-        begun = flow.position
+        begun, signals = flow.position, self._signals
         while flow.queue:
-            room = flow.ring.numel() - (flow.position - self._signals.read(flow.taken_word))
-            window = flow.window(min(room, flow.queue[0][0].numel()))
-            if not window.numel():
+            if not flow.move(flow.room - flow.position + signals.read(flow.taken_word), True):
                 break
-            window.copy_(flow.queue[0][0][: window.numel()])
-            flow.advance(window.numel())
-            self._signals.post(flow.written_word, flow.position)
+            signals.post(flow.written_word, flow.position)
         return flow.position > begun
 
     def _pull(self, flow: Flow) -> bool:
         """Take what the peer wrote; whether anything moved."""
-        begun = flow.position
+        begun, signals = flow.position, self._signals
         while flow.queue:
-            ready = self._signals.read(flow.written_word) - flow.position
-            window = flow.window(min(ready, flow.queue[0][0].numel()))
-            if not window.numel():
+            if not flow.move(signals.read(flow.written_word) - flow.position, False):
                 break
-            flow.queue[0][0][: window.numel()].copy_(window)
-            flow.advance(window.numel())
-            self._signals.post(flow.taken_word, flow.position)
+            signals.post(flow.taken_word, flow.position)
         return flow.position > begun
 
     def _complete(self, transfer: Transfer) -> None:
@@ -239,6 +243,7 @@ class PeerExchange:
                 raise
         if transfer.move.done is None:
             transfer.move.done = time.perf_counter_ns()
+        transfer.tensors = ()
 
     def _move_until_done(self, transfer: Transfer) -> None:
         idle_since = time.monotonic()
@@ -256,11 +261,11 @@ class PeerExchange:
         sends = [(flow, flow.taken_word) for flow in self._sends if flow.queue]
         waiting = receives + sends
         flow, word = waiting[0]
-        seen = flow.position if receives else flow.position - flow.ring.numel()
+        seen = flow.position if receives else flow.position - flow.room
         if self._signals.soon(word, seen + 1, NAP_S):
             return
         for late, awaited in waiting:
-            behind = late.position if awaited == late.written_word else late.position - late.ring.numel()
+            behind = late.position if awaited == late.written_word else late.position - late.room
             self._signals.look(awaited, behind + 1, late.peer, idle_s, transfer.label)
 
 

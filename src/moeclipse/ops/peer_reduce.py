@@ -64,7 +64,7 @@ def sum_ranks(parts: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
 
 def add_residual(parts: Sequence[torch.Tensor], residual: torch.Tensor) -> torch.Tensor:
     """h = round(residual + sum of the parts), added in that order of ranks, then the residual."""
-    total = parts[0].to(wide_of(residual.dtype))
+    total = parts[0].to(wide_of(residual.dtype), copy=True)  # a part lies in memory that others still read
     for part in parts[1:]:
         total += part
     return (total + residual).to(residual.dtype)

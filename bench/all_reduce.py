@@ -1,0 +1,265 @@
+"""All-reduce and all-to-all over peer memory against torch.distributed, on the ranks of one machine.
+
+    .venv/bin/python bench/all_reduce.py [--ranks 2 4] [--device cpu|cuda] [--json FILE] [--tune] [--quick]
+
+On the CPU: ours in one and in two stages, and gloo. On CUDA (several ranks on one GPU need MPS and
+TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1): ours and torch's symmetric-memory operators, eager and captured
+in a graph; torch's need their input in symmetric memory, so they are timed with and without that copy.
+Microseconds per call, medians of interleaved repeats; GB/s is the size of the tensor over that time.
+Checks are the factor over gloo with two ranks. `--tune` writes the table that PeerAllReduce reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
+
+import torch
+import torch.distributed as dist
+
+from moeclipse.comm.all_reduce import PeerAllReduce
+from moeclipse.comm.all_reduce_table import DEFAULT_FILE, Choice, key_of, table_lines, write_choice
+from moeclipse.comm.exchange import all_to_all
+from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.peer_exchange import PeerExchange
+from moeclipse.testing.run_ranks import run_ranks
+
+KIB = 1 << 10
+SIZES = [KIB << shift for shift in (0, 2, 4, 6, 8, 10, 12, 14, 16)]
+QUICK = [KIB, 64 * KIB, 1024 * KIB, 16384 * KIB]
+CHUNKS = (256 * KIB, 512 * KIB, 1024 * KIB, 2048 * KIB)
+Calls = dict[str, Callable[[], Any]]
+
+
+def size_name(size: int) -> str:
+    return f"{size >> 20} MB" if size >= 1 << 20 else f"{size >> 10} KB"
+
+
+def measure(calls: Calls, meet: Callable[[], Any], size: int, repeats: int) -> dict[str, float]:
+    """Median microseconds per call. Variants take turns, so that a slow moment of the machine hits all."""
+    inner = max(1, min(20, (1 << 21) // size))
+    spent: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(repeats + 1):
+        for name, call in calls.items():
+            meet()
+            begun = time.perf_counter()
+            for _ in range(inner):
+                call()
+            if repeat:  # the first round warms up
+                spent[name].append((time.perf_counter() - begun) / inner * 1e6)
+    return {name: statistics.median(values) for name, values in spent.items()}
+
+
+def on_cpu(mesh: Mesh, sizes: list[int], repeats: int) -> list[str]:
+    n, group, rows = mesh.num_ranks, mesh.world, []
+    with (
+        PeerAllReduce.open(group, mesh.watch) as reduce,
+        PeerExchange.open(group, mesh.watch) as exchange,
+        PeerAllReduce.open(group, mesh.watch, area_bytes=4096) as gate,
+    ):
+        token = torch.zeros(1)
+        for size in sizes:
+            x = torch.ones(size // 4)
+            y = torch.empty_like(x)
+            counts = [x.numel() // n] * n
+            sent = x[: sum(counts)]
+
+            def gloo(x: torch.Tensor = x, y: torch.Tensor = y) -> None:
+                y.copy_(x)
+                dist.all_reduce(y, group=group.handle)
+
+            calls: Calls = {
+                "one stage": lambda x=x, y=y: reduce.all_reduce(x, out=y, stages=1),
+                "two stages": lambda x=x, y=y: reduce.all_reduce(x, out=y, stages=2),
+                "as the table says": lambda x=x, y=y: reduce.all_reduce(x, out=y),
+                "gloo": gloo,
+                "all-to-all": lambda s=sent, c=counts: exchange.all_to_all(
+                    mesh.a2a, group, s, c, c, "bench"
+                ).get(),
+                "all-to-all gloo": lambda s=sent, c=counts: all_to_all(
+                    mesh.a2a, group, s, c, c, "bench"
+                ).get(),
+            }
+            times = measure(calls, lambda: gate.all_reduce(token), size, repeats)
+            rows.append({"ranks": n, "size": size, "device": "cpu", **times})
+            if mesh.rank == 0:
+                show(rows[-1])
+    return [json.dumps(rows)]
+
+
+def show(row: dict[str, Any]) -> None:
+    times = {key: value for key, value in row.items() if isinstance(value, float)}
+    cells = "  ".join(f"{name} {us:8.1f} us {row['size'] / us / 1e3:6.2f} GB/s" for name, us in times.items())
+    kind = row.get("dtype", "float32")
+    print(f"{row['ranks']} ranks {size_name(row['size']):>6} {kind:9} {cells}", flush=True)
+
+
+def graph_of(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            call()
+    return graph
+
+
+def device_calls(
+    mesh: Mesh, reduce: PeerAllReduce, size: int, dtype: torch.dtype
+) -> Calls:  # pragma: no cover
+    from torch.distributed import _symmetric_memory
+
+    x = torch.ones(size // dtype.itemsize, device=mesh.device, dtype=dtype)
+    y = torch.empty_like(x)
+    calls: Calls = {
+        "one stage": lambda: reduce.all_reduce(x, out=y, stages=1),
+        "two stages": lambda: reduce.all_reduce(x, out=y, stages=2),
+    }
+    if dtype == torch.float16:
+        return calls  # torch's operators do not know it
+    assert mesh.world.handle is not None
+    name = mesh.world.handle.group_name
+    t = _symmetric_memory.empty(x.numel(), device=mesh.device, dtype=dtype)
+    t.zero_()
+    _symmetric_memory.rendezvous(t, mesh.world.handle)
+    ops = torch.ops.symm_mem
+
+    def two_with_copies() -> None:
+        t.copy_(x)
+        ops.two_shot_all_reduce_(t, "sum", name)
+        y.copy_(t)
+
+    def one_with_copy() -> None:
+        t.copy_(x)
+        ops.one_shot_all_reduce(t, "sum", name)
+
+    return calls | {
+        "torch one": lambda: ops.one_shot_all_reduce(t, "sum", name),
+        "torch two": lambda: ops.two_shot_all_reduce_(t, "sum", name),
+        "torch one + copy": one_with_copy,
+        "torch two + copies": two_with_copies,
+    }
+
+
+def on_cuda(mesh: Mesh, sizes: list[int], repeats: int) -> list[str]:
+    torch.cuda.set_device(mesh.device)
+    reduce = PeerAllReduce.open(mesh.world, mesh.watch, mesh.device, choice=Choice(), area_bytes=64 << 20)
+    why = reduce.should_use(torch.ones(1, device=mesh.device))
+    assert why, why
+    rows = []
+    for size in sizes:
+        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+            calls = device_calls(mesh, reduce, size, dtype)
+            for call in calls.values():
+                call()
+            torch.cuda.synchronize()
+            mesh.barrier()
+            graphs = {f"{name}, graph": graph_of(call).replay for name, call in calls.items()}
+            times: dict[str, list[float]] = {name: [] for name in [*calls, *graphs]}
+            for repeat in range(repeats + 1):
+                for name, call in [*calls.items(), *graphs.items()]:
+                    mesh.barrier()
+                    us = device_time(call, 10 if name in calls else 2) / (1 if name in calls else 10)
+                    if repeat:
+                        times[name].append(us)
+            medians = {name: statistics.median(values) for name, values in times.items()}
+            kind = str(dtype).removeprefix("torch.")
+            rows.append({"ranks": mesh.num_ranks, "size": size, "device": "cuda", "dtype": kind, **medians})
+            if mesh.rank == 0:
+                show(rows[-1])
+    reduce.check()
+    return [json.dumps(rows)]
+
+
+def device_time(call: Callable[[], Any], count: int) -> float:
+    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begun.record()
+    for _ in range(count):
+        call()
+    ended.record()
+    torch.cuda.synchronize()
+    return begun.elapsed_time(ended) * 1e3 / count
+
+
+def tuned(mesh: Mesh, sizes: list[int], repeats: int) -> list[str]:
+    """The best chunk for large tensors, then the size from which two stages win and keep winning."""
+    best: dict[int, dict[str, float]] = {}
+    opened = {
+        chunk: PeerAllReduce.open(mesh.world, mesh.watch, choice=Choice(chunk_bytes=chunk))
+        for chunk in CHUNKS
+    }
+    gate, token = opened[CHUNKS[0]], torch.zeros(1)
+    for size in sizes:
+        x = torch.ones(size // 4)
+        y = torch.empty_like(x)
+        calls: Calls = {}
+        for chunk, reduce in opened.items():
+            for stages in (1, 2):
+                calls[f"{chunk} {stages}"] = partial(reduce.all_reduce, x, out=y, stages=stages)
+        best[size] = measure(calls, lambda: gate.all_reduce(token), size, repeats)
+    # Every rank must come to the same choice, so rank 0's times count.
+    large = [size for size in sizes if size >= 1 << 20]
+    cost = {c: sum(min(best[s][f"{c} 1"], best[s][f"{c} 2"]) / s for s in large) for c in CHUNKS}
+    chunk = min(CHUNKS, key=cost.__getitem__)
+    start = None
+    for size in reversed(sizes):
+        if best[size][f"{chunk} 2"] >= best[size][f"{chunk} 1"]:
+            break
+        start = size
+    return [json.dumps({"two_stages_from": start, "chunk_bytes": chunk})]
+
+
+def checks_of(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """How many times faster than gloo, two ranks."""
+    checks = {}
+    for row in rows:
+        if row["ranks"] == 2 and row["device"] == "cpu":
+            name = size_name(row["size"]).replace(" ", "")
+            checks[f"all_reduce_{name}"] = row["gloo"] / row["as the table says"]
+            checks[f"all_to_all_{name}"] = row["all-to-all gloo"] / row["all-to-all"]
+    return checks
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="four sizes only")
+    parser.add_argument("--tune", action="store_true", help=f"measure (CPU) and write {DEFAULT_FILE}")
+    parser.add_argument("--json", type=Path, help="write rows, checks and machine here")
+    args = parser.parse_args()
+    sizes = QUICK if args.quick else SIZES
+    if args.device == "cuda" and torch.cuda.device_count() == 0:
+        print("bench/all_reduce.py --device cuda: this machine has no CUDA device.")
+        return 2
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    for ranks in args.ranks:
+        if args.tune:
+            found = json.loads(run_ranks(ranks, tuned, SIZES, args.repeats, deadline_s=600)[0][0])
+            write_choice(key_of("cpu", ranks, True), Choice(**found))
+        work, device = (on_cpu, "cpu") if args.device == "cpu" else (on_cuda, "cuda:0")
+        rows += json.loads(run_ranks(ranks, work, sizes, args.repeats, deadline_s=600, device=device)[0][0])
+    if args.device == "cpu":
+        print("table:", *table_lines("cpu", True), sep="\n  ")
+    checks = checks_of(rows)
+    for name, factor in checks.items():
+        print(f"{name:18} {factor:5.1f} x as fast as gloo")
+    if args.json:
+        machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
+        args.json.write_text(json.dumps({"rows": rows, "checks": checks, "machine": machine}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
