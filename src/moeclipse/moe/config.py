@@ -36,6 +36,10 @@ class GateConfig:
     """Most rows per expert = ceil(factor x rows / experts) over the global microbatch; 0: dropless."""
     overflow: Literal["drop", "pad"] = "drop"
     """drop: rows over capacity are dropped; pad: besides, every expert computes exactly capacity rows."""
+    max_leaving: float = 1.0
+    """Most of a rank's rows, all choices counted, that may leave its node, as a share; 1: no limit."""
+    excess: Literal["reroute", "drop"] = "reroute"
+    """Rows over gate.max_leaving: go to the best expert of the node that is still free, or are dropped."""
 
     def problems(self) -> Iterator[str]:
         if self.top_k < 1:
@@ -59,6 +63,8 @@ class GateConfig:
                 yield f"gate.{name} ({getattr(self, name)}) must not be negative"
         if self.scale <= 0:
             yield f"gate.scale ({self.scale}) must be positive"
+        if not 0 <= self.max_leaving <= 1:
+            yield f"gate.max_leaving ({self.max_leaving}) must be between 0 and 1; 1 is no limit"
         if self.overflow == "pad" and not self.capacity_factor:
             yield "gate.overflow = 'pad' needs gate.capacity_factor > 0"
 

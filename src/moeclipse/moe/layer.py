@@ -36,6 +36,7 @@ from moeclipse.moe.routed import Routed, RoutedCall
 from moeclipse.moe.schedule import ExchangeSchedule
 from moeclipse.moe.structure import Inputs, Structure
 from moeclipse.moe.tokens import Tokens
+from moeclipse.moe.topology import near_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,7 @@ class MoE(nn.Module):
         shape |= {"device": device, "dtype": dtype}
         self.gate = Gate(gate, num_experts=num_experts, **shape)
         placement = Placement.contiguous(num_experts, group.size)
+        self.gate.near_E = near_experts(self.mesh, group, placement, device, sharded=self.sharded)
         self.route = Route.of(placement, group, self.mesh.a2a, device)
         hosts = self.mesh.hosts
         self.schedule = ExchangeSchedule(config, tuple(hosts[rank] for rank in group.ranks))
