@@ -15,6 +15,8 @@ from moeclipse.model.config import ModelConfig
 from moeclipse.model.transformer import Transformer, count_parameters
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.tokens import Tokens
+from moeclipse.tensor.cut import cut_of
+from moeclipse.tensor.parallel import TensorParallel
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 
@@ -33,7 +35,13 @@ MLA = replace(
 MOE = MoEConfig(num_experts=6, d_ff=10, num_shared_experts=2)
 GATE = GateConfig(top_k=2)
 SETTINGS = Settings(
-    layer=0, num_layers=1, seed=0, init_std=0.3, device=torch.device("cpu"), dtype=torch.float64
+    layer=0,
+    num_layers=1,
+    seed=0,
+    init_std=0.3,
+    device=torch.device("cpu"),
+    dtype=torch.float64,
+    tp=TensorParallel.of(Mesh.single()),
 )
 
 
@@ -96,7 +104,7 @@ def test_grouped_attention_by_hand() -> None:
         score = (q @ k.transpose(1, 2) / 6**0.5).masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf"))
         rows.append(score.softmax(-1) @ v)
     expected = torch.cat(rows, dim=-1) @ attention.o.weight.T
-    assert difference(attention(x, table), expected) < 1e-13
+    assert difference(attention(x[0], table), expected[0]) < 1e-13
 
 
 def test_norm_by_its_formula() -> None:
@@ -127,6 +135,47 @@ def test_initial_weights_ignore_the_layout() -> None:
     assert seen == expected.keys()
     values = [value.flatten()[0].item() for name, value in expected.items() if "norm" not in name]
     assert len(set(values)) == len(values), "no two tensors are alike"
+
+
+def parts(mesh: Mesh, config: ModelConfig, expert_tp: str) -> list[tuple[str, dict, torch.Tensor]]:
+    """(logical name, how it is cut, this rank's part) of every parameter."""
+    moe = replace(MOE, expert_tp=expert_tp)
+    model = Transformer(config, moe, GATE, mesh=mesh, seed=3, dtype=torch.float64)
+    found = []
+    for name, parameter in model.named_parameters():
+        cut = cut_of(parameter)
+        facts = {} if cut is None else {"dim": cut.dim, "at": [cut.start, cut.stop], "blocks": cut.blocks}
+        if ".experts." in name:
+            head, key = name.rsplit(".", 1)
+            ids = model.get_submodule(head).ids
+            found += [(f"{head}.{e}.{key}", facts, parameter.data[s].clone()) for s, e in enumerate(ids)]
+        else:
+            found.append((name, facts, parameter.data.clone()))
+    return found
+
+
+@pytest.mark.parametrize("expert_tp", ["folded", "sharded"])
+@pytest.mark.parametrize("config", [MODEL, MLA], ids=["gqa", "mla"])
+def test_initial_weights_of_parts_are_those_of_the_whole(config: ModelConfig, expert_tp: str) -> None:
+    expected = {name: value for name, _, value in run_alone(parts, config, expert_tp)}
+    covered = dict.fromkeys(expected, 0)
+    for found in run_ranks(2, parts, config, expert_tp, tp=2):
+        for name, facts, value in found:
+            whole = expected[name]
+            value = value.view(-1, *whole.shape[-1:]) if whole.dim() == 2 and not facts else value
+            if facts and facts["dim"] == 1:
+                whole = whole[..., facts["at"][0] : facts["at"][1]]
+            elif facts:
+                whole = whole.unflatten(-2, (facts["blocks"], -1))[..., facts["at"][0] : facts["at"][1], :]
+                whole = whole.flatten(-3, -2)
+            assert torch.equal(value, whole), name
+            covered[name] += value.numel()
+    folded = expert_tp == "folded"
+    whole_on_both = [n for n, count in covered.items() if count == 2 * expected[n].numel()]
+    assert all(count in (1, 2) for count in (covered[n] // expected[n].numel() for n in covered))
+    for name in whole_on_both:
+        narrow = any(word in name for word in ("norm", "gate", "q_down", "kv_down"))
+        assert narrow or (folded and "shared" in name), f"{name} is whole on both ranks"
 
 
 def test_a_rank_without_samples_runs() -> None:

@@ -1,7 +1,11 @@
 """Causal self-attention: grouped-query, and multi-head latent (DeepSeek-V3).
 
-Shapes: B samples, S positions, D model width, H heads, d head width.
+Shapes: T tokens, B samples, S positions, D model width, H heads of this rank, d head width.
 Both rotate pairs of query and key components by an angle that grows with the position (RoPE).
+
+Under tensor parallelism each rank computes some heads for all tokens. Grouped-query attention gathers the
+input once for queries, keys and values. Latent attention computes its narrow latents where the tokens are
+and gathers those, not the wide input.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ from torch import nn
 
 from moeclipse.model.blocks import Linear, RMSNorm, Settings
 from moeclipse.model.config import ModelConfig
+from moeclipse.tensor.linear import column_linear
+from moeclipse.tensor.parallel import move
 
 
 def rope_table(seq_len: int, width: int, base: float, device: torch.device) -> torch.Tensor:
@@ -32,23 +38,24 @@ def rotate(x_BHSd: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 class GroupedQueryAttention(nn.Module):
     def __init__(self, config: ModelConfig, settings: Settings) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = (
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-        )
-        self.q = Linear(config.d_model, config.num_heads * config.head_dim, settings, "q")
-        self.k = Linear(config.d_model, config.num_kv_heads * config.head_dim, settings, "k")
-        self.v = Linear(config.d_model, config.num_kv_heads * config.head_dim, settings, "v")
-        self.o = Linear(config.num_heads * config.head_dim, config.d_model, settings, "o", residual=True)
+        self.tp, self.head_dim = settings.tp, config.head_dim
+        self.group = config.num_heads // config.num_kv_heads
+        self.label = f"queries, keys and values, layer {settings.layer}"
+        width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        unit = self.group * config.head_dim  # query heads stay with their key-value head
+        self.q = settings.column(config.d_model, width, "q", unit=unit)
+        self.k = settings.column(config.d_model, kv_width, "k", unit=config.head_dim)
+        self.v = settings.column(config.d_model, kv_width, "v", unit=config.head_dim)
+        self.o = settings.row(width, config.d_model, "o", unit=unit)
 
-    def forward(self, x_BSD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        q = self.q(x_BSD).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        k = self.k(x_BSD).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
-        v = self.v(x_BSD).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
-        q, k = rotate(q, table), rotate(k, table)
-        out = attend(q, k, v, self.num_heads // self.num_kv_heads)
-        return self.o(out.transpose(1, 2).flatten(2))
+    def forward(self, x_TD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        weights = [self.q.weight, self.k.weight, self.v.weight]
+        q, k, v = (
+            heads(part_TD, table.shape[1], self.head_dim)
+            for part_TD in column_linear(x_TD, weights, self.tp, label=self.label)
+        )
+        out = attend(rotate(q, table), rotate(k, table), v, self.group)
+        return self.o(out.transpose(1, 2).flatten(2).flatten(0, 1))
 
 
 class LatentAttention(nn.Module):
@@ -56,10 +63,10 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, settings: Settings) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
+        self.tp = settings.tp
         self.nope, self.rope_width = config.qk_nope_head_dim, config.rope_width
         self.v_head_dim, self.kv_rank = config.v_head_dim, config.kv_lora_rank
-        q_width = config.num_heads * (self.nope + self.rope_width)
+        self.qk = self.nope + self.rope_width
         self.q_down: nn.Module = nn.Identity()
         self.q_norm: nn.Module = nn.Identity()
         q_in = config.d_model
@@ -67,23 +74,35 @@ class LatentAttention(nn.Module):
             q_in = config.q_lora_rank
             self.q_down = Linear(config.d_model, q_in, settings, "q_down")
             self.q_norm = RMSNorm(q_in, settings, config.norm_eps)
-        self.q_up = Linear(q_in, q_width, settings, "q_up")
+        self.q_up = settings.column(q_in, config.num_heads * self.qk, "q_up", unit=self.qk)
         self.kv_down = Linear(config.d_model, self.kv_rank + self.rope_width, settings, "kv_down")
         self.kv_norm = RMSNorm(self.kv_rank, settings, config.norm_eps)
-        kv_width = config.num_heads * (self.nope + self.v_head_dim)
-        self.kv_up = Linear(self.kv_rank, kv_width, settings, "kv_up")
-        self.o = Linear(config.num_heads * self.v_head_dim, config.d_model, settings, "o", residual=True)
+        kv_head = self.nope + self.v_head_dim
+        self.kv_up = settings.column(self.kv_rank, config.num_heads * kv_head, "kv_up", unit=kv_head)
+        self.o = settings.row(config.num_heads * self.v_head_dim, config.d_model, "o", unit=self.v_head_dim)
+        self.label = f"rotary keys, layer {settings.layer}"
 
-    def forward(self, x_BSD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        q = self.q_up(self.q_norm(self.q_down(x_BSD))).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+    def forward(self, x_TD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        positions = table.shape[1]
+        q = heads(self.q_up(self.q_norm(self.q_down(x_TD))), positions, self.qk)
         q_nope, q_rope = q.split([self.nope, self.rope_width], dim=-1)
-        latent, k_rope = self.kv_down(x_BSD).split([self.kv_rank, self.rope_width], dim=-1)
-        kv = self.kv_up(self.kv_norm(latent)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        latent, k_rope = self.kv_down(x_TD).split([self.kv_rank, self.rope_width], dim=-1)
+        kv = heads(self.kv_up(self.kv_norm(latent)), positions, self.nope + self.v_head_dim)
         k_nope, v = kv.split([self.nope, self.v_head_dim], dim=-1)
-        k_rope = rotate(k_rope[:, None], table).expand(-1, self.num_heads, -1, -1)  # one for all heads
+        # One for all heads, so each rank's heads give a share of its gradient.
+        if self.tp.parts_tokens:
+            k_rope = move(k_rope, self.tp, "gather", "sum_scatter", self.label)
+        else:
+            k_rope = move(k_rope, self.tp, "same", "sum", self.label)
+        k_rope = rotate(heads(k_rope, positions, self.rope_width), table).expand(-1, k_nope.shape[1], -1, -1)
         q = torch.cat([q_nope, rotate(q_rope, table)], dim=-1)
         k = torch.cat([k_nope, k_rope], dim=-1)
-        return self.o(attend(q, k, v, 1).transpose(1, 2).flatten(2))
+        return self.o(attend(q, k, v, 1).transpose(1, 2).flatten(2).flatten(0, 1))
+
+
+def heads(x_TD: torch.Tensor, positions: int, width: int) -> torch.Tensor:
+    """[B, H, S, d] from the flattened tokens of whole samples."""
+    return x_TD.view(-1, positions, x_TD.shape[1] // width, width).transpose(1, 2)
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: int) -> torch.Tensor:

@@ -1,4 +1,9 @@
-"""Small parts with initial weights that depend on (seed, layer, name) alone, never on the layout."""
+"""Small parts with initial weights that depend on (seed, layer, name) alone, never on the layout.
+
+Under tensor parallelism `column` and `row` make linears that are cut over the tp ranks; a `Linear` is whole
+on each. Parts between linears see replicated tokens, or this rank's tokens with sequence parallelism; what
+that means for their gradients is marked on their parameters (`tensor/cut`).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from moeclipse.ops.random import fill_normal, key_of
+from moeclipse.tensor.cut import mark
+from moeclipse.tensor.linear import ColumnParallelLinear, RowParallelLinear, column_linear
+from moeclipse.tensor.parallel import TensorParallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,26 +30,61 @@ class Settings:
     init_std: float
     device: torch.device
     dtype: torch.dtype
+    tp: TensorParallel
 
     @property
     def residual_std(self) -> float:
         """Of weights that write to the residual stream: its variance must not grow with depth."""
         return self.init_std / math.sqrt(2 * max(self.num_layers, 1))
 
+    def key(self, name: str) -> int:
+        return key_of(self.seed, self.layer, name)
+
+    def column(
+        self, d_in: int, d_out: int, name: str, *, unit: int = 1, blocks: int = 1
+    ) -> ColumnParallelLinear:
+        """y = x W^T, no bias, cut along its outputs; `unit` of them (a head) stay together."""
+        return ColumnParallelLinear(
+            d_in,
+            d_out,
+            tp=self.tp,
+            unit=unit,
+            blocks=blocks,
+            key=self.key(name),
+            name=f"{name}, layer {self.layer}",
+            init_std=self.init_std,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def row(self, d_in: int, d_out: int, name: str, *, unit: int = 1) -> RowParallelLinear:
+        """y = x W^T, no bias, cut along its inputs; it writes to the residual stream."""
+        return RowParallelLinear(
+            d_in,
+            d_out,
+            tp=self.tp,
+            unit=unit,
+            key=self.key(name),
+            name=f"{name}, layer {self.layer}",
+            init_std=self.residual_std,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
 
 class Linear(nn.Module):
-    """y = x W^T, no bias."""
+    """y = x W^T, no bias, whole on every rank: for narrow outputs that all ranks need."""
 
-    def __init__(
-        self, d_in: int, d_out: int, settings: Settings, name: str, *, residual: bool = False
-    ) -> None:
+    def __init__(self, d_in: int, d_out: int, settings: Settings, name: str) -> None:
         super().__init__()
+        self.alone = settings.tp.alone
         self.weight = nn.Parameter(torch.empty(d_out, d_in, device=settings.device, dtype=settings.dtype))
-        std = settings.residual_std if residual else settings.init_std
-        fill_normal(self.weight.data, key_of(settings.seed, settings.layer, name), std)
+        mark(self.weight, settings.tp.whole_share)
+        fill_normal(self.weight.data, settings.key(name), settings.init_std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight)
+        (y,) = column_linear(x, [self.weight], self.alone)
+        return y
 
 
 class RMSNorm(nn.Module):
@@ -49,6 +92,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(width, device=settings.device, dtype=settings.dtype))
+        mark(self.weight, settings.tp.whole_share)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
@@ -61,8 +105,8 @@ class DenseMLP(nn.Module):
 
     def __init__(self, d_model: int, d_ff: int, settings: Settings) -> None:
         super().__init__()
-        self.up = Linear(d_model, 2 * d_ff, settings, "up")
-        self.down = Linear(d_ff, d_model, settings, "down", residual=True)
+        self.up = settings.column(d_model, 2 * d_ff, "up", blocks=2)
+        self.down = settings.row(d_ff, d_model, "down")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.up(x).chunk(2, dim=-1)

@@ -25,7 +25,7 @@ gather, so it serves a product that runs at once and is never saved.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -96,6 +96,12 @@ class TensorParallel:
     def of(cls, mesh: Mesh, **options: Any) -> TensorParallel:
         """Over the tp ranks of a mesh."""
         return cls(group=mesh.tensor, lane=mesh.tp_comm, **options)
+
+    @property
+    def alone(self) -> TensorParallel:
+        """For linears that are whole on every rank: they tell nobody, and defer with the others."""
+        group = replace(self.group, ranks=(self.group.ranks[self.index],), index=0, handle=None)
+        return replace(self, group=group, sequence_parallel=False, async_all_reduce=None)
 
     @property
     def size(self) -> int:

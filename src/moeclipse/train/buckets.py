@@ -1,11 +1,15 @@
 """Flat buffers: parameters and their gradients in buckets, each cut into one shard per rank.
 
 A bucket's parameters are views into one flat tensor and their `main_grad`s views into another, so a
-reduction is one collective and an update is one pass over a shard. There are two kinds:
+reduction is one collective and an update is one pass over a shard. The kinds:
 
     dense     shared by all ranks; equal shards, wherever they fall (ZeRO-1)
+    same      likewise, where all tp ranks computed the same gradient: that of tp_index 0 counts
+    cut       parts of tensors that are cut over tp; shared by the ranks with the same tp_index
     experts   shared by the ranks that hold copies; shards are whole experts, and the rank that owns one is
               the expert's primary: its optimizer state lives there and nowhere else
+
+So every element of every logical tensor lies in exactly one rank's shard.
 
 Buckets are reduced in one fixed order on all ranks, from the last layer to the first, each as soon as
 backward has filled it. Every parameter's logical entries (a dense tensor, or one expert of a stacked tensor)
@@ -27,20 +31,26 @@ from moeclipse.comm.exchange import RankSum, Result, all_gather_shards, reduce_s
 from moeclipse.comm.mesh import Group, Mesh
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.standalone import moe_layers
-from moeclipse.tensor.weight_grad import attach, main_grad_dtype
+from moeclipse.tensor.cut import Cut, Share, cut_of, share_of
+from moeclipse.tensor.weight_grad import Accumulation, attach, main_grad_dtype
+from moeclipse.train.slabs import Slab
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A logical tensor inside a bucket: elements offset .. offset + numel."""
+    """Part of a logical tensor, as checkpoints know it: elements offset .. offset + numel of a bucket."""
 
     name: str
     shape: tuple[int, ...]
     offset: int
+    start: int = 0
+    """Its first element, counted inside the logical tensor."""
+    length: int | None = None
+    """Left out: the tensor is here whole."""
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape)
+        return math.prod(self.shape) if self.length is None else self.length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +75,15 @@ class Content:
     bounds: list[int]
     group: Group
     decay: bool
+    counts: bool = True
+    """Whether this rank's gradients count: where tp ranks computed the same, one of them does."""
 
 
 class Bucket:
     def __init__(self, content: Content, mesh: Mesh) -> None:
         self.name, self.entries, self.bounds = content.name, content.entries, content.bounds
         self.group, self.decay, self.mesh = content.group, content.decay, mesh
+        self.counts = content.counts
         first = content.parameters[0]
         self.params = torch.zeros(self.bounds[-1], dtype=first.dtype, device=first.device)
         self.grads = torch.zeros(self.bounds[-1], dtype=main_grad_dtype(first.dtype), device=first.device)
@@ -90,6 +103,8 @@ class Bucket:
 
     def launch(self) -> None:
         label = f"reduction of gradients, bucket {self.name}"
+        if not self.counts:
+            self.grads.zero_()
         self._sum = reduce_scatter(self.mesh.grads, self.group, self.grads, self.bounds, label)
 
     def reduced(self) -> torch.Tensor:
@@ -109,7 +124,10 @@ class Bucket:
             start, stop = max(entry.offset, first), min(entry.offset + entry.numel, last)
             if start < stop:
                 yield Segment(
-                    entry=entry, start=start - entry.offset, place=start - first, length=stop - start
+                    entry=entry,
+                    start=entry.start + start - entry.offset,
+                    place=start - first,
+                    length=stop - start,
                 )
 
 
@@ -120,11 +138,12 @@ class Buckets:
         self.buckets = [Bucket(content, mesh) for content in contents(model, mesh, bucket_mb)]
         self._armed = False
         self._next = 0
+        self._states: list[Accumulation] = []
         for bucket in self.buckets:
             offset = 0
             for index, parameter in enumerate(bucket.parameters):
                 main_grad = bucket.grads[offset : offset + parameter.numel()].view(parameter.shape)
-                attach(parameter, main_grad, partial(self._ready, bucket, index))
+                self._states.append(attach(parameter, main_grad, partial(self._ready, bucket, index)))
                 offset += parameter.numel()
 
     def __iter__(self) -> Iterator[Bucket]:
@@ -137,6 +156,8 @@ class Buckets:
     def arm(self) -> None:
         """From here on, a bucket whose gradients are complete is reduced: the last backward begins."""
         self._armed, self._next = True, 0
+        for state in self._states:
+            state.begin()
         for bucket in self.buckets:
             bucket.missing = set(range(len(bucket.parameters)))
 
@@ -165,7 +186,7 @@ def contents(model: nn.Module, mesh: Mesh, bucket_mb: float) -> Iterator[Content
         for key, p in layer.experts.named_parameters()
     }
     limit = bucket_mb * 2**20
-    open_buckets: dict[bool, list[tuple[str, nn.Parameter]]] = {True: [], False: []}
+    open_buckets: dict[tuple[bool, Share], list[tuple[str, nn.Parameter]]] = {}
     number = 0
     for name, parameter in reversed(list(model.named_parameters())):
         if not parameter.requires_grad:
@@ -173,47 +194,72 @@ def contents(model: nn.Module, mesh: Mesh, bucket_mb: float) -> Iterator[Content
         if id(parameter) in layers:
             yield expert_content(parameter, *layers[id(parameter)], mesh)
             continue
-        decay = parameter.dim() > 1
-        open_buckets[decay].append((name, parameter))
-        size = sum(p.numel() * main_grad_dtype(p.dtype).itemsize for _, p in open_buckets[decay])
-        if size >= limit:
-            yield dense_content(f"dense.{number}", open_buckets[decay], decay, mesh)
+        kind = (parameter.dim() > 1, share_of(parameter) if mesh.tp > 1 else "sum")
+        members = open_buckets.setdefault(kind, [])
+        members.append((name, parameter))
+        if sum(logical_bytes(p) for _, p in members) >= limit:
+            yield dense_content(f"dense.{number}", open_buckets.pop(kind), *kind, mesh)
             number += 1
-            open_buckets[decay] = []
-    for decay, members in open_buckets.items():
-        if members:
-            yield dense_content(f"dense.{number}", members, decay, mesh)
-            number += 1
+    for kind in sorted(open_buckets):
+        yield dense_content(f"dense.{number}", open_buckets[kind], *kind, mesh)
+        number += 1
 
 
-def dense_content(name: str, members: Sequence[tuple[str, nn.Parameter]], decay: bool, mesh: Mesh) -> Content:
-    entries, offset = [], 0
+def logical_bytes(parameter: nn.Parameter) -> int:
+    """Of the whole gradient: parts may differ from rank to rank, but buckets must end at the same place."""
+    cut = cut_of(parameter)
+    numel = parameter.numel() if cut is None else math.prod(cut.shape)
+    return numel * main_grad_dtype(parameter.dtype).itemsize
+
+
+def dense_content(
+    name: str, members: Sequence[tuple[str, nn.Parameter]], decay: bool, share: Share, mesh: Mesh
+) -> Content:
+    entries: list[Entry] = []
+    offset = 0
     for key, parameter in members:
-        entries.append(Entry(name=key, shape=tuple(parameter.shape), offset=offset))
+        entries += entries_of(key, tuple(parameter.shape), offset, cut_of(parameter))
         offset += parameter.numel()
-    share = -(-offset // mesh.num_ranks)  # the last shards may reach into padding
+    group = mesh.cut_grads if share == "cut" else mesh.dense_grads
+    portion = -(-offset // group.size)  # the last shards may reach into padding
     return Content(
         name=name,
         parameters=[parameter for _, parameter in members],
         entries=entries,
-        bounds=[rank * share for rank in range(mesh.num_ranks + 1)],
-        group=mesh.dense_grads,
+        bounds=[rank * portion for rank in range(group.size + 1)],
+        group=group,
         decay=decay,
+        counts=share != "same" or mesh.tp_index == 0,
     )
 
 
+def entries_of(name: str, shape: tuple[int, ...], offset: int, cut: Cut | None) -> Iterator[Entry]:
+    """A local tensor in the terms of the logical one: whole, runs of its rows, or some of its columns."""
+    if cut is None or cut.local_shape == cut.shape:
+        yield Entry(name=name, shape=shape, offset=offset)
+    elif cut.columns is not None:
+        yield Entry(name=Slab(name, *cut.columns).key, shape=shape, offset=offset)
+    else:
+        logical = (*shape[: len(shape) - len(cut.shape)], *cut.shape)  # a stack of one keeps its first 1
+        for start, length in cut.runs:
+            yield Entry(name=name, shape=logical, offset=offset, start=start, length=length)
+            offset += length
+
+
 def expert_content(parameter: nn.Parameter, name: str, layer: MoE, key: str, mesh: Mesh) -> Content:
-    """`key` of all experts of this rank: one entry for each logical expert."""
+    """`key` of all experts of this rank, each an expert of its own to checkpoints."""
     shape = tuple(parameter.shape[1:])
     size = math.prod(shape)
     prefix = f"{name}." if name else ""
     ids = layer.experts.ids
+    cut = cut_of(parameter)
     return Content(
         name=f"{prefix}experts.{key}",
         parameters=[parameter],
         entries=[
-            Entry(name=f"{prefix}experts.{expert}.{key}", shape=shape, offset=slot * size)
+            entry
             for slot, expert in enumerate(ids)
+            for entry in entries_of(f"{prefix}experts.{expert}.{key}", shape, slot * size, cut)
         ],
         bounds=[bound * size for bound in primary_bounds(len(ids), mesh.dp, layer.layer)],
         group=mesh.replicas,

@@ -147,3 +147,24 @@ class TrainConfig:
             )
         if not self.data.tokenizer and not self.data.files and self.model.vocab_size < 256:
             yield f"model.vocab_size ({self.model.vocab_size}) must be at least 256 for bytes"
+        if self.parallel.tp > 1:
+            yield from tensor_problems(self)
+
+
+def tensor_problems(config: TrainConfig) -> Iterator[str]:
+    """What cannot be cut over tp."""
+    tp, model, moe = config.parallel.tp, config.model, config.moe
+    heads = "num_kv_heads" if model.attention == "gqa" else "num_heads"
+    widths = {f"model.{heads}": getattr(model, heads), "model.vocab_size": model.vocab_size}
+    if model.num_dense_layers:
+        widths["model.d_ff"] = model.d_ff
+    if moe.expert_tp == "sharded" and model.num_dense_layers < model.num_layers:
+        widths["moe.d_ff"] = moe.d_ff
+    for name, width in widths.items():
+        if width < tp:
+            yield f"{name} ({width}) must be at least parallel.tp ({tp}): every rank holds a part of it"
+    if config.parallel.sequence_parallel and config.data.seq_len % tp:
+        yield (
+            f"data.seq_len ({config.data.seq_len}) must be a multiple of parallel.tp ({tp}) with "
+            "parallel.sequence_parallel; change it, or set parallel.sequence_parallel = false"
+        )

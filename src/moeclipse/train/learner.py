@@ -21,6 +21,7 @@ from moeclipse.model.transformer import Transformer
 from moeclipse.moe.standalone import moe_layers
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.random import key_of
+from moeclipse.tensor.parallel import TensorParallel
 from moeclipse.train.buckets import Buckets
 from moeclipse.train.checkpoint import Checkpoint, Piece, check_model, save
 from moeclipse.train.config import TrainConfig
@@ -41,8 +42,13 @@ class Learner:
         self.corpus = corpus
         self.batches = Batches(samples, config.data.batch_size, config.optim.accumulate)
         self.dtype = choose_dtype(config.model.dtype, mesh.device)
+        parallel = config.parallel
+        wanted = {"auto": None, "on": True, "off": False}[parallel.async_all_reduce]
+        tp = TensorParallel.of(
+            mesh, sequence_parallel=parallel.sequence_parallel and mesh.tp > 1, async_all_reduce=wanted
+        )
         self.model = Transformer(
-            config.model, config.moe, config.gate, mesh=mesh, seed=config.run.seed, dtype=self.dtype
+            config.model, config.moe, config.gate, mesh=mesh, tp=tp, seed=config.run.seed, dtype=self.dtype
         )
         self.buckets = Buckets(self.model, mesh, config.optim.bucket_mb)
         self.optim = AdamW(self.buckets, config.optim)
@@ -56,13 +62,15 @@ class Learner:
     def backward(self, step: int) -> dict[str, torch.Tensor]:
         """All microbatches of a step; gradients are on their way afterwards. Returns this rank's sums."""
         mesh, recorder, accumulate = self.mesh, self.mesh.recorder, self.config.optim.accumulate
-        torch.manual_seed(key_of(self.config.run.seed, step, mesh.rank) >> 1)  # for a user's own layers
+        # For a user's own layers: tp ranks that hold the same tokens draw the same numbers.
+        place = mesh.rank if self.model.tp.parts_tokens else mesh.data_index
+        torch.manual_seed(key_of(self.config.run.seed, step, place) >> 1)
         sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # loss, aux loss, dropped rows
         self.buckets.zero()
         for layer in self.layers:
             layer.load_E.zero_()
         for m in range(accumulate):
-            batch = self.batches.microbatch(step, m, mesh.rank, mesh.num_ranks)
+            batch = self.batches.microbatch(step, m, mesh.data_index, mesh.num_data)
             tokens = Tokens(
                 mesh=mesh, first=batch.first_token, total=batch.total_tokens, step=step, microbatch=m
             )
@@ -72,10 +80,10 @@ class Learner:
                     self.buckets.arm()
                 (out.loss_sum / self.tokens_per_step + out.aux_loss / accumulate).backward()
                 dropped = sum((report.num_dropped for report in out.reports), start=sums.new_zeros(()))
-                sums += torch.stack(
-                    [out.loss_sum.detach(), out.aux_loss.detach() / accumulate, dropped]
-                ).double()
+                loss_sum = out.loss_sum.detach() * (mesh.tp_index == 0)  # tp ranks have the same loss
+                sums += torch.stack([loss_sum, out.aux_loss.detach() / accumulate, dropped]).double()
         with recorder.compute():
+            self.model.tp.wgrads.check_empty(self.model.named_parameters())
             self.buckets.finish()
         return {"loss": sums[0], "aux_loss": sums[1], "dropped": sums[2]}
 
@@ -131,8 +139,9 @@ class Learner:
     def fingerprint(self) -> dict[str, Any]:
         """What a checkpoint must have in common with a run that continues it."""
         model = asdict(self.config.model) | {"dtype": str(self.dtype).removeprefix("torch.")}
-        gate = asdict(self.config.gate)
-        return {"model": model, "moe": asdict(self.config.moe), "gate": {"kind": gate["kind"]}}
+        # How experts are placed and rows exchanged is the layout's business.
+        moe = {name: getattr(self.config.moe, name) for name in ("num_experts", "d_ff", "num_shared_experts")}
+        return {"model": model, "moe": moe, "gate": {"kind": self.config.gate.kind}}
 
     def save(self, folder: Path, step: int) -> Path:
         """A checkpoint of the state before `step`."""

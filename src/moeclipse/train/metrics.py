@@ -29,7 +29,7 @@ def split_of(stamps: StepStamps, mesh: Mesh) -> StepSplit:
     for group_name, _, launched, _ in stamps.moves:
         launches[group_name].append(launched)
     last: dict[str, list[float]] = {}
-    for group in (mesh.world, mesh.experts, mesh.dense_grads, mesh.replicas):
+    for group in mesh.groups:
         mine = launches.get(group.name)
         if mine:  # all members launched the same transfers in the same order
             tensor = torch.tensor(mine, dtype=torch.float64, device=mesh.device)

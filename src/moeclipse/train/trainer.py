@@ -48,7 +48,7 @@ def train(config: TrainConfig, *, resume: str = "off", observer: Observer | None
     validate(config)
     place = Place.read()
     try:
-        dp, ep = config.parallel.sizes(place.num_ranks, config.moe.num_experts)
+        dp, ep = config.parallel.sizes(place.num_ranks, config.moe.num_experts, config.moe.expert_tp)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     device = comm.choose_device(config.run.device, place.local_rank)
@@ -59,7 +59,8 @@ def train(config: TrainConfig, *, resume: str = "off", observer: Observer | None
         start_deadline_s=config.parallel.start_deadline_s,
     )
     try:
-        mesh = Mesh(dp=dp, ep=ep, rank=place.rank, device=device, watch=watch)
+        tp = config.parallel.tp
+        mesh = Mesh(dp=dp, ep=ep, tp=tp, rank=place.rank, device=device, watch=watch)
         quiet = place.rank != 0 or observer is None
         run = Run(config, mesh, Silence() if quiet or observer is None else observer)
         return run.whole(resume)
@@ -174,6 +175,7 @@ class Run:
             "num_ranks": mesh.num_ranks,
             "dp": mesh.dp,
             "ep": mesh.ep,
+            "tp": mesh.tp,
             "device": str(mesh.device),
             "dtype": str(learner.dtype).removeprefix("torch."),
             "num_parameters": everything,
