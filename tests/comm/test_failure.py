@@ -45,9 +45,8 @@ def test_others_fail_with_the_message_of_the_rank_that_failed() -> None:
 
 def test_a_killed_rank_is_noticed_within_seconds() -> None:
     text, seconds = others("kill")
-    assert "lost a peer in combine of rows, layer 3, microbatch 1" in text
+    assert "rank 0 lost rank 1 in combine of rows, layer 3, microbatch 1: " in text
     assert seconds < 10
-    assert "1" in text
 
 
 def named(mesh: Mesh) -> str:

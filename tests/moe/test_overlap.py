@@ -1,0 +1,167 @@
+"""That communication really runs beside compute: order of events on a wire that is slow on purpose."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_layer import D, gradients, make, parity
+
+from moeclipse.comm.exchange import Result
+from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.transport import TorchTransport
+from moeclipse.moe.config import GateConfig
+from moeclipse.moe.dispatch import Route
+from moeclipse.moe.tokens import Tokens
+from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
+
+DELAY = 0.03
+Event = tuple[str, str, float]
+
+
+class SlowResult:
+    """A transfer that is done no earlier than `due`."""
+
+    def __init__(self, inner: Result, due: float) -> None:
+        self.inner, self.due = inner, due
+
+    def get(self) -> torch.Tensor:
+        time.sleep(max(0.0, self.due - time.monotonic()))
+        return self.inner.get()
+
+
+class SlowTransport(TorchTransport):
+    """A wire that carries one transfer at a time, each for DELAY seconds, and writes down when it began."""
+
+    def __init__(self, plain: TorchTransport, events: list[Event]) -> None:
+        super().__init__(plain.lane, plain.group)
+        object.__setattr__(self, "events", events)
+        object.__setattr__(self, "state", {"free": 0.0})
+
+    def all_to_all(self, rows: Any, send: Any, receive: Any, label: str, out: Any = None) -> Any:
+        now = time.monotonic()
+        due = max(now, self.state["free"]) + DELAY
+        self.state["free"] = due
+        self.events.append(("launch", label, now))
+        self.events.append(("due", label, due))
+        return SlowResult(super().all_to_all(rows, send, receive, label, out), due)
+
+
+def timeline(mesh: Mesh) -> list[Event]:
+    moe = make(GateConfig(top_k=2), 8, 0, mesh, exchange={"schedule": "smart", "group_size": 1, "chunks": 2})
+    events: list[Event] = []
+    route = moe.route
+    slow = SlowTransport(TorchTransport(route.lane, route.group), events)
+    moe.route = Route(
+        placement=route.placement,
+        rank_of_E=route.rank_of_E,
+        slot_of_E=route.slot_of_E,
+        group=route.group,
+        lane=route.lane,
+        transport=slow,
+    )
+    plain_forward, plain_dgrad = moe.experts.forward, moe.experts.dgrad
+
+    def timed(name: str, function: Any) -> Any:
+        def run(*args: Any) -> Any:
+            events.append(("begin", name, time.monotonic()))
+            result = function(*args)
+            time.sleep(DELAY)
+            events.append(("end", name, time.monotonic()))
+            return result
+
+        return run
+
+    moe.experts.forward, moe.experts.dgrad = timed("C_F", plain_forward), timed("C_B", plain_dgrad)
+    gradients(moe, mesh, [20] * mesh.num_ranks)
+    return events
+
+
+def check(events: list[Event], form: str) -> None:
+    """All S before the first C; each R right behind its C; no C waits for a later S."""
+    names = [(what, label) for what, label, _ in events]
+    times = {(what, label): at for what, label, at in events}
+    sends = [i for i, (what, label) in enumerate(names) if what == "launch" and f" S_{form}@" in label]
+    returns = [i for i, (what, label) in enumerate(names) if what == "launch" and f" R_{form}@" in label]
+    begins = [i for i, (what, label) in enumerate(names) if (what, label) == ("begin", f"C_{form}")]
+    ends = [i for i, (what, label) in enumerate(names) if (what, label) == ("end", f"C_{form}")]
+    assert len(sends) == len(returns) == 2 * 2, "steps 1 and 2, two chunks each; step 0 stays at home"
+    assert len(begins) == 3 * 2
+    assert max(sends) < begins[0], "everything that can leave leaves before the first rows are computed"
+    # The two chunks of step 0 are computed first; then each R is launched before the next C begins.
+    for number, index in enumerate(returns):
+        assert ends[number + 2] < index, "results leave after they are computed ..."
+        if number + 3 < len(begins):
+            assert index < begins[number + 3], "... and before anything else is computed"
+    last_send = max(times["due", names[i][1]] for i in sends)
+    first_begin = next(at for what, label, at in events if (what, label) == ("begin", f"C_{form}"))
+    assert first_begin < last_send, "compute begins while rows are still on the wire"
+    assert events[returns[0]][2] < events[ends[-1]][2], "the first results leave before the last C"
+
+
+def test_rows_travel_while_experts_compute() -> None:
+    for events in run_ranks(3, timeline):
+        check(events, "F")
+        check(events, "B")
+
+
+def dies(mesh: Mesh) -> None:
+    moe = make(GateConfig(top_k=2), 8, 0, mesh, exchange={"schedule": "smart", "chunks": 2, "group_size": 1})
+    gradients(moe, mesh, [9, 9, 9])
+    plain = moe.experts.forward
+
+    def once(*args: Any) -> Any:
+        if mesh.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(*args)
+
+    moe.experts.forward = once
+    moe.run(torch.ones(9, D, dtype=torch.float64), Tokens(mesh=mesh, first=9 * mesh.rank, total=27))
+
+
+def test_a_rank_that_dies_in_the_exchange_is_noticed() -> None:
+    begun = time.monotonic()
+    outcomes = run_ranks_raw(3, dies, collective_deadline_s=10, deadline_s=40)
+    assert time.monotonic() - begun < 20
+    for rank in (0, 1):
+        ok, text = outcomes[rank]
+        assert not ok
+        assert re.search(r"CommError: .*lost rank 2 in .*layer 0, microbatch 0", text), text
+
+
+STRANGE = {
+    "sizes": st.lists(st.integers(0, 9), min_size=4, max_size=4),
+    "group_size": st.integers(1, 4),
+    "chunks": st.integers(1, 4),
+    "num_experts": st.integers(4, 9),
+    "top_k": st.integers(1, 4),
+    "shadow": st.sets(st.integers(0, 3)),
+}
+
+
+def no_deadlock(
+    sizes: list[int], group_size: int, chunks: int, num_experts: int, top_k: int, shadow: set[int]
+) -> None:
+    exchange = {"schedule": "smart", "group_size": group_size, "chunks": chunks, "shadow": tuple(shadow)}
+    more = {"exchange": exchange}
+    parity(GateConfig(top_k=top_k), 1, 4, num_experts=num_experts, sizes=sizes, more=more)
+
+
+@settings(max_examples=8, deadline=None)
+@given(**STRANGE)
+def test_no_deadlock(**case: Any) -> None:
+    no_deadlock(**case)
+
+
+@pytest.mark.full
+@settings(max_examples=1000, deadline=None)
+@given(**STRANGE)
+def test_no_deadlock_in_a_thousand_cases(**case: Any) -> None:
+    no_deadlock(**case)
