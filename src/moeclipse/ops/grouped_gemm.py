@@ -12,9 +12,12 @@ be empty. The reference loops; on CUDA torch's grouped kernel does all groups at
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
+
+from moeclipse.ops.wgrad import grouped_wgrad
 
 
 def grouped_mm(x_NI: torch.Tensor, weight_EOI: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
@@ -59,14 +62,5 @@ def grouped_mm_wgrad(
     dy_NO: torch.Tensor, x_NI: torch.Tensor, counts: Sequence[int], *, into: torch.Tensor
 ) -> None:
     """Add dy_e^T x_e to into[e]; an expert without rows adds nothing."""
-    start = 0
-    same = into.dtype == dy_NO.dtype
-    for sum_OI, count in zip(into, counts, strict=True):
-        stop = start + count
-        if count:
-            dy, x = dy_NO[start:stop], x_NI[start:stop]
-            if same:
-                sum_OI.addmm_(dy.t(), x)
-            else:
-                sum_OI.add_(dy.t() @ x)
-        start = stop
+    offsets = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=dy_NO.device)
+    grouped_wgrad(dy_NO, x_NI, offsets, into)
