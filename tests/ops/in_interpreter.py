@@ -90,11 +90,11 @@ def check_wgrad(kind: str, gather: str, tile: Tile, *, accumulate: bool) -> None
 
 
 def check_rest() -> None:
-    place = torch.randint(-1, 50, (13, 4), dtype=torch.int32)
     rows, weight = torch.randn(50, 70), torch.rand(50)
-    for weights in (weight, None):
+    for weights, choices in ((weight, 4), (None, 4), (weight, 20)):
+        place = torch.randint(-1, 50, (13, choices), dtype=torch.int32)
         got = combine.gather_sum_kernel(rows, place, weights)
-        report("combine", got, combine.gather_sum_reference(rows, place, weights))
+        report(f"combine {choices}", got, combine.gather_sum_reference(rows, place, weights))
     logits = torch.randn(37, 11).round(decimals=1).requires_grad_()
     scores, ids = topk_softmax.topk_softmax_kernel(logits.detach(), 3)
     expected, expected_ids = topk_softmax.topk_softmax_reference(logits, 3)

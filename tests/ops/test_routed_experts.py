@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moeclipse.ops.combine import gather_sum, sum_rows
 from moeclipse.ops.routed_experts import routed_experts, routed_experts_reference
-from moeclipse.ops.routing_metadata import group_counts, group_rows
+from moeclipse.ops.routing_metadata import group_counts, group_rows, places_of
 from moeclipse.ops.topk_softmax import topk_softmax
 from moeclipse.ops.wgrad import dense_wgrad, grouped_wgrad
 
@@ -57,6 +58,19 @@ def test_a_grouping_of_rows_that_arrived_in_order() -> None:
     grouping = group_counts(torch.tensor([2, 0, 3]), 5)
     assert grouping.offsets_E1.tolist() == [0, 2, 2, 5]
     assert group_rows(torch.tensor([[1, 0], [0, -1]]), 2).place_row_TK.tolist() == [[2, 0], [1, -1]]
+
+
+def test_the_inverse_of_an_index_sums_the_same_rows() -> None:
+    torch.manual_seed(0)
+    ids = torch.rand(11, 4).topk(3, 1).indices
+    ids[::3, 2] = -1
+    grouping = group_rows(ids, 4)
+    used = int(grouping.offsets_E1[-1])
+    index_M, rows, weight = grouping.row_token_M, torch.randn(33, 5), torch.rand(33)
+    places = places_of(index_M, grouping, 11)
+    expected = sum_rows(rows[:used], index_M[:used].long(), 11, weight[:used])
+    torch.testing.assert_close(gather_sum(rows, places, weight), expected)
+    assert (places >= 0).sum() == used
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -77,6 +77,23 @@ def group_counts(counts_E: torch.Tensor, num_rows: int) -> Grouping:
     return Grouping(num_rows=num_rows, counts_E=counts_E, offsets_E1=offsets)
 
 
+def places_of(index_M: torch.Tensor, grouping: Grouping, num_tokens: int) -> torch.Tensor:
+    """The inverse of an index into tokens, for `gather_sum`: [num_tokens, E], of each expert the row or -1.
+
+    For rows that arrived by dispatch, where a token's vector came once for several experts of this rank.
+    index 0, 1, 0 with counts 2, 1: places [[0, 2], [1, -1]]. A token must not choose an expert twice.
+    """
+    num_experts = len(grouping.counts_E)
+    row_M = torch.arange(len(index_M), dtype=torch.int32, device=index_M.device)
+    expert_M = torch.searchsorted(grouping.offsets_E1[1:].contiguous(), row_M, right=True)
+    # Rows that are not in use go to a token that nobody is.
+    used_M = expert_M < num_experts
+    token_M = torch.where(used_M, index_M.long(), num_tokens)
+    places = row_M.new_full((num_tokens + 1, num_experts), -1)
+    places[token_M, expert_M.clamp(max=num_experts - 1)] = torch.where(used_M, row_M, -1)
+    return places[:num_tokens]
+
+
 def group_rows_kernel(expert_ids_TK: torch.Tensor, num_experts: int, *, block: int = 128) -> Grouping:
     from moeclipse.ops.triton import metadata
 

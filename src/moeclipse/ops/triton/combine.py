@@ -12,6 +12,17 @@ import triton.language as tl
 
 
 @triton.jit
+def add_row(total, rows, place, weight, stride, column, D, WEIGHTED: tl.constexpr):
+    """total + weight[row] rows[row] for the row that stands at `place`; -1 changes nothing."""
+    row = tl.load(place).to(tl.int64)
+    width = tl.where(row >= 0, D, 0)
+    value = tl.load(rows + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
+    if WEIGHTED:
+        value *= tl.load(weight + row, mask=row >= 0, other=0.0).to(tl.float32)
+    return total + value
+
+
+@triton.jit
 def gather_sum(
     rows, place, weight, out, stride, D, K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -19,11 +30,11 @@ def gather_sum(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for k in tl.static_range(K):
-        row = tl.load(place + token * K + k).to(tl.int64)
-        width = tl.where(row >= 0, D, 0)
-        value = tl.load(rows + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
-        if WEIGHTED:
-            value *= tl.load(weight + row, mask=row >= 0, other=0.0).to(tl.float32)
-        total += value
+    if K <= 16:
+        # Unrolled, all rows are on their way at once.
+        for k in tl.static_range(K):
+            total = add_row(total, rows, place + token * K + k, weight, stride, column, D, WEIGHTED)
+    else:
+        for k in range(K):
+            total = add_row(total, rows, place + token * K + k, weight, stride, column, D, WEIGHTED)
     tl.store(out + token * D + column, total.to(out.dtype.element_ty), mask=column < D)
