@@ -13,7 +13,8 @@ import torch
 
 from moeclipse.comm.exchange import all_to_all
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.peer_exchange import PeerExchange
+from moeclipse.comm.peer_exchange import PeerExchange, PeerTransport
+from moeclipse.comm.transport import Transport
 from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
 
@@ -108,6 +109,24 @@ def records(mesh: Mesh) -> tuple[list[str], bool]:
 
 def test_transfers_are_recorded_as_any_other() -> None:
     assert run_ranks(2, records) == [(["experts", "dispatch, layer 0"], True)] * 2
+
+
+def wired(mesh: Mesh) -> bool:
+    """As the MoE layer calls it, into memory that is there already."""
+    with PeerExchange.open(mesh.experts, mesh.watch) as exchange:
+        transport: Transport = PeerTransport(mesh.a2a, exchange)
+        out = torch.empty(4, 3)
+        got = transport.all_to_all(torch.full((4, 3), 1.0 + mesh.rank), [2, 2], [2, 2], "test", out)
+        assert got.to_host() == [[1.0] * 3] * 2 + [[2.0] * 3] * 2
+        with pytest.raises(
+            ConfigError, match=r"out is torch.float32 \(4, 3\), expected torch.float64 \(4, 3\)"
+        ):
+            transport.all_to_all(torch.ones(4, 3).double(), [2, 2], [2, 2], "test", out)
+        return got.get() is out
+
+
+def test_it_is_a_transport() -> None:
+    assert run_ranks(2, wired) == [True, True]
 
 
 def refused(mesh: Mesh) -> None:

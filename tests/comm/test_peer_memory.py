@@ -137,6 +137,26 @@ def test_views_stay_inside_and_end_with_the_memory() -> None:
     run_ranks(2, bounds)
 
 
+def mapped(mesh: Mesh) -> list[int]:
+    """Segments that this process has mapped, and files it has open: before, during and after."""
+
+    def count() -> int:
+        return Path("/proc/self/maps").read_text().count("moeclipse-") + len(os.listdir("/proc/self/fd"))
+
+    first = count()
+    memories = [opened(mesh) for _ in range(5)]
+    during = count()
+    for memory in memories:
+        memory.close()
+    return [first, during, count()]
+
+
+def test_closing_unmaps() -> None:
+    for before, during, after in run_ranks(2, mapped):
+        assert during >= before + 10
+        assert after == before
+
+
 def ping_pong(mesh: Mesh, spin: int) -> int:
     """Payload after payload in one place: whoever saw the number must see the payload that came before it."""
     with opened(mesh, spin=spin) as memory:
@@ -201,3 +221,18 @@ def brief(mesh: Mesh) -> bool:
 
 def test_a_short_wait_gives_up_without_an_error() -> None:
     assert run_ranks(2, brief) == [True, True]
+
+
+def woken(mesh: Mesh) -> float:
+    peer_signal.NAP_S = (5.0, 5.0)
+    with opened(mesh, spin=0) as memory:
+        begun = time.monotonic()
+        if mesh.rank == 1:
+            time.sleep(0.2)
+            memory.signals.post(1, 1)
+        memory.signals.wait(1, 1, 1, "test")
+        return time.monotonic() - begun
+
+
+def test_a_post_wakes_a_sleeper() -> None:
+    assert max(run_ranks(2, woken)) < 2.0

@@ -114,7 +114,7 @@ class PeerAllReduce:
         """Whether `x` goes over peer memory. Ask it for the reason; the calls below ask it themselves."""
         if self._reducer is None:
             return Use(False, self._obstacle)
-        if x.device.type != self.device.type:
+        if x.device.type != self.device.type or self.device.index not in (None, x.device.index):
             return Use(False, f"the tensor is on {x.device}, this all-reduce on {self.device}")
         dtypes = peer_cpu.DTYPES if self.device.type == "cpu" else peer_cuda.DTYPES
         if x.dtype not in dtypes:

@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from ctypes import memmove
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ import torch
 
 from moeclipse.comm import exchange
 from moeclipse.comm.all_reduce import Use
+from moeclipse.comm.exchange import Result
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.lane import Lane
 from moeclipse.comm.mesh import Group
@@ -44,7 +46,7 @@ PIECE_BYTES = 128 << 10  # posted at a time, so that a peer can take while we wr
 NAP_S = 0.001
 
 
-class PeerResult(exchange.Result):
+class PeerResult(Result):
     """Rows that may still be in the rings; `get` completes them."""
 
     def __init__(self, value: torch.Tensor, transfer: Transfer, owner: PeerExchange) -> None:
@@ -170,15 +172,22 @@ class PeerExchange:
         send_counts: Sequence[int],
         receive_counts: Sequence[int],
         label: str,
-    ) -> exchange.Result:
+        out: torch.Tensor | None = None,
+    ) -> Result:
         """Send `send_counts[p]` leading rows to each peer p, in order; receive likewise. Zeros are legal."""
         if group.ranks != self.group.ranks:
             raise ConfigError(f"this exchange serves ranks {self.group.ranks}, not {group.ranks}")
         if not self.should_use(rows):
-            return exchange.all_to_all(lane, group, rows, send_counts, receive_counts, label)
+            return exchange.all_to_all(lane, group, rows, send_counts, receive_counts, label, out)
         _check_counts(len(rows), send_counts, receive_counts, group)
         rows = rows.detach().contiguous()
-        out = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+        shape = (sum(receive_counts), *rows.shape[1:])
+        if out is None:
+            out = rows.new_empty(shape)
+        elif out.shape != shape or out.dtype != rows.dtype or not out.is_contiguous():
+            raise ConfigError(
+                f"out is {out.dtype} {tuple(out.shape)}, expected {rows.dtype} {shape}, contiguous"
+            )
         row_bytes = rows.dtype.itemsize * math.prod(rows.shape[1:])
         send_ends = [0, *accumulate(send_counts)]
         receive_ends = [0, *accumulate(receive_counts)]
@@ -193,6 +202,7 @@ class PeerExchange:
             for flow in self._receives:
                 peer = flow.peer
                 flow.add(target + row_bytes * receive_ends[peer], row_bytes * receive_counts[peer], transfer)
+                self._pull(flow)  # of earlier exchanges, too: it makes room for their senders
             if send_counts[me]:
                 mine = row_bytes * send_counts[me]
                 memmove(target + row_bytes * receive_ends[me], source + row_bytes * send_ends[me], mine)
@@ -267,6 +277,25 @@ class PeerExchange:
         for late, awaited in waiting:
             behind = late.position if awaited == late.written_word else late.position - late.room
             self._signals.look(awaited, behind + 1, late.peer, idle_s, transfer.label)
+
+
+@dataclass(frozen=True)
+class PeerTransport:
+    """A `transport.Transport` over peer memory."""
+
+    lane: Lane
+    exchange: PeerExchange
+
+    def all_to_all(
+        self,
+        rows: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        label: str,
+        out: torch.Tensor | None = None,
+    ) -> Result:
+        group = self.exchange.group
+        return self.exchange.all_to_all(self.lane, group, rows, send_counts, receive_counts, label, out)
 
 
 def _check_counts(num_rows: int, send: Sequence[int], receive: Sequence[int], group: Group) -> None:

@@ -118,7 +118,7 @@ class PeerMemory:
     def close(self) -> None:
         """Let go; may be called twice. The memory is free when the last view and the last rank let go."""
         self._bytes = None
-        self.signals.peers.close()
+        self.signals.close()
 
     def __enter__(self) -> PeerMemory:
         return self

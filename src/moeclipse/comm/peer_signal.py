@@ -105,6 +105,10 @@ class Signals:
         pointer, number = ctypes.c_void_p, ctypes.c_uint32
         self._call.argtypes = [ctypes.c_long, pointer, ctypes.c_int, number, pointer, pointer, number]
 
+    def close(self) -> None:
+        self._words = memoryview(b"")  # the mapping goes with its last view
+        self.peers.close()
+
     def read(self, word: int) -> int:
         return self._words[word * WORD]
 
