@@ -64,6 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "switch": {"gate.kind": "switch", "gate.top_k": 1, "gate.capacity_factor": 1.0},
     "gshard": {"gate.kind": "gshard", "gate.capacity_factor": 0.8},
     "noisy": {"gate.kind": "noisy", "moe.num_experts": 6},
+    "smart": {"moe.schedule": "smart", "moe.group_size": 1, "moe.chunks": 2, "moe.shadow": (0, 2)},
     "pad": {"gate.capacity_factor": 0.7, "gate.overflow": "pad", "gate.z_loss": 0.1},
 }
 

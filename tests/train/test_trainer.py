@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,18 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
     (tmp_path / "runs/run/checkpoints/step-00000002/index.json").unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole: step-00000002: .*index\.json"):
         Run(config, Mesh.single(), Silence()).whole("auto")
+
+
+def test_a_resumed_run_cuts_rows_as_before(tmp_path: Path) -> None:
+    """The smart schedule's choice comes from measured times; a resumed run must not measure another one."""
+    config = configure(tmp_path, **{"moe.schedule": "smart", "moe.shadow": "off"})
+    run_ranks(2, whole, config)
+    expected = losses(config)
+    shutil.rmtree(tmp_path / "runs/run/checkpoints/step-00000006")
+    run_ranks(2, whole, config, "auto")
+    assert losses(config) == expected
+    summary = json.loads((tmp_path / "runs/run/summary.json").read_text())
+    assert [choice["rule"] for choice in summary["exchange"]] == ["resumed", "resumed"]
 
 
 def test_what_a_run_leaves_behind(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.model.attention import GroupedQueryAttention, LatentAttention, rope_table
 from moeclipse.model.blocks import DenseMLP, RMSNorm, Settings
 from moeclipse.model.config import ModelConfig
-from moeclipse.moe.config import GateConfig, MoEConfig
+from moeclipse.moe.config import EXCHANGE_KEYS, GateConfig, MoEConfig
 from moeclipse.moe.layer import MoE, MoEReport
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.random import key_of
@@ -74,7 +74,7 @@ class Layer(nn.Module):
             gate.top_k,
             gate=gate,
             num_shared_experts=moe.num_shared_experts,
-            exchange={"schedule": moe.schedule, "group_size": moe.group_size, "chunks": moe.chunks},
+            exchange={name: getattr(moe, name) for name in EXCHANGE_KEYS},
             expert_tp=moe.expert_tp,
             mesh=mesh,
             layer=index,

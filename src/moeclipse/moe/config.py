@@ -106,6 +106,12 @@ class MoEConfig:
                 yield f"moe.shadow names expert {unknown[0]}; experts are 0 to {self.num_experts - 1}"
 
 
+EXCHANGE_KEYS = ("schedule", "group_size", "chunks", "shadow")
+"""Of MoEConfig: how rows travel, which changes speed and never the model."""
+SHAPE_KEYS = ("num_experts", "d_ff", "num_shared_experts")
+"""Of MoEConfig: what the parameters look like."""
+
+
 def gate_problems(gate: GateConfig, num_experts: int) -> Iterator[str]:
     """What does not fit between a gate and the number of experts it chooses from."""
     if gate.top_k > num_experts:

@@ -153,6 +153,7 @@ class MoE(nn.Module):
             shadowed=prepared.shadowed,
             structure=structure,
             num_inputs=len(inputs),
+            watch=self.schedule.watch,
         )
         self.experts.structure = structure
         y_TD = Routed.apply(routing.scores_TK, call, *inputs, *self.experts.weights)

@@ -13,6 +13,8 @@ with one unit. A token may be several tensors (`moe/structure`): their rows trav
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -190,6 +192,34 @@ class Backward:
         ]
 
 
+class Stopwatch:
+    """Times a few forward exchanges, to hold them against what was predicted; never blocks."""
+
+    LAPS = 5
+
+    def __init__(self, cuda: bool) -> None:
+        self.cuda = cuda
+        self._laps: list[tuple[Any, Any]] = []
+
+    def stamp(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def lap(self, began: Any) -> None:
+        if len(self._laps) < self.LAPS:
+            self._laps.append((began, self.stamp()))
+
+    def seconds(self) -> float | None:
+        """Median; None before the first lap."""
+        if not self._laps:
+            return None
+        laps = [a.elapsed_time(b) * 1e-3 if self.cuda else b - a for a, b in self._laps]
+        return statistics.median(laps)
+
+
 class Routed(torch.autograd.Function):
     """Gradients: d_scores, those of the inputs, and the experts' weights by hand.
 
@@ -210,7 +240,10 @@ class Routed(torch.autograd.Function):
             scores_TK=scores_TK,
             shadowed=shadowed,
         )
+        began = call.watch.stamp() if call.watch is not None else None
         out_TO = run.run(call.programs.forward)
+        if call.watch is not None:
+            call.watch.lap(began)
         ctx.run, ctx.call, ctx.inputs = run, call, [tensor.detach()[:0] for tensor in inputs]
         return out_TO
 
@@ -233,6 +266,7 @@ class RoutedCall:
     shadowed: Shadowed | None = None
     structure: Structure = field(default_factory=Structure)
     num_inputs: int = 1
+    watch: Stopwatch | None = None
 
 
 def as_numbers(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.dispatch import Plan, Route, plan_dispatch
 from moeclipse.moe.experts import Experts
 from moeclipse.moe.probe import Probe, measure
-from moeclipse.moe.routed import Programs
+from moeclipse.moe.routed import Programs, Stopwatch
 from moeclipse.moe.shadow import Lending, Shadowed, keep_borrowed
 from moeclipse.plan.search import choose_exchange
 from moeclipse.schedule.check import verify
@@ -80,6 +80,7 @@ class ExchangeSchedule:
             self.use = Granularity(groups=groups, chunks=1)
         self.probe: Probe | None = None
         self.shadow_plan: ShadowPlan | None = None
+        self.watch: Stopwatch | None = None
         self._programs: dict[ExchangeShape, Programs] = {}
         self._calls = 0
 
@@ -121,6 +122,7 @@ class ExchangeSchedule:
                 self.probe = measure(experts, route, mesh)
                 if self._tunes:
                     self.use = self._choose(self._counts(ids_TK, route, where), self.probe)
+                    self.watch = Stopwatch(cuda=ids_TK.is_cuda)
         lending, counts_PE = self._lend(ids_TK, route, where)
         place = ids_TK.new_empty(0)
         if lending is not None:
@@ -200,7 +202,20 @@ class ExchangeSchedule:
         if self.config.group_size != "auto" or len(set(self.hosts)) > 1:
             return [start]
         sizes = [size for size in (1, 2, 4, 8) if size <= max(self.num_ranks // 2, 1)]
-        return [start_groups("smart", size, self.hosts) for size in sizes]
+        # One group of all ranks is the blocking exchange, or its chunks: sometimes nothing is faster.
+        return [start_groups("smart", size, self.hosts) for size in (*sizes, self.num_ranks)]
+
+    def report(self) -> dict[str, Any]:
+        """The choice, what was predicted of it, and how long forward exchanges took since."""
+        measured = self.watch.seconds() if self.watch is not None else None
+        return {
+            "steps": len(self.use.groups),
+            "chunks": self.use.chunks,
+            "rule": self.use.rule,
+            "predicted_ms": 1e3 * self.use.predicted_s,
+            "blocking_ms": 1e3 * self.use.blocking_s,
+            "measured_ms": None if measured is None else 1e3 * measured,
+        }
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to cut rows as this one does, JSON-able."""

@@ -18,6 +18,7 @@ from moeclipse.comm.exchange import gather, total
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import DivergedError
 from moeclipse.model.transformer import Transformer
+from moeclipse.moe.config import SHAPE_KEYS
 from moeclipse.moe.standalone import moe_layers
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.random import key_of
@@ -140,7 +141,7 @@ class Learner:
         """What a checkpoint must have in common with a run that continues it."""
         model = asdict(self.config.model) | {"dtype": str(self.dtype).removeprefix("torch.")}
         # How experts are placed and rows exchanged is the layout's business.
-        moe = {name: getattr(self.config.moe, name) for name in ("num_experts", "d_ff", "num_shared_experts")}
+        moe = {name: getattr(self.config.moe, name) for name in SHAPE_KEYS}
         return {"model": model, "moe": moe, "gate": {"kind": self.config.gate.kind}}
 
     def save(self, folder: Path, step: int) -> Path:
@@ -152,6 +153,7 @@ class Learner:
             "seed": self.config.run.seed,
             "data": self.batches.state(step),
             "fingerprint": self.fingerprint(),
+            "exchange": [layer.schedule.state() for layer in self.layers],
         }
         pieces = list(self.optim.pieces())
         if self.mesh.rank == 0:
@@ -170,6 +172,8 @@ class Learner:
         self.batches.check_state(state["data"], step)
         self.optim.load(checkpoint, int(state["updates"]))
         self.bad_steps = int(state["bad_steps"])
+        for layer, choice in zip(self.layers, state["exchange"], strict=True):
+            layer.schedule.load_state(choice)  # another cut of rows would round sums differently
         for name, buffer in self._buffers():
             buffer.copy_(checkpoint.read(f"buffer/{name}").view(buffer.shape))
         return step

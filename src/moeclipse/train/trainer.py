@@ -10,6 +10,7 @@ symptoms.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,9 @@ from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
 from moeclipse.train.metrics import Metrics
 from moeclipse.train.ranks import PatientRanks
+
+TUNED_AFTER = 6
+"""Steps after which a choice made from measured costs has been measured itself."""
 
 
 class Observer(Protocol):
@@ -105,6 +109,7 @@ class Run:
         extra = {
             "unigram_entropy": learner.corpus.unigram_entropy(),
             "checkpoint": str(path) if path else None,
+            "exchange": [layer.schedule.report() for layer in learner.layers],
         }
         summary = metrics.summary(extra)
         self.observer.end(summary)
@@ -116,6 +121,8 @@ class Run:
             record = learner.step(step)
             metrics.add(record)
             self.observer.step(record)
+            if step == start + TUNED_AFTER:
+                self._tell_choice(learner)
             if record["skipped"]:
                 self.observer.note(
                     f"step {step} skipped on all ranks: loss {record['loss']}, "
@@ -126,6 +133,22 @@ class Run:
             if due or (done == config.run.steps and config.checkpoint.at_end):
                 path = learner.save(self.checkpoints, done)
         return path
+
+    def _tell_choice(self, learner: Learner) -> None:
+        """What the smart schedule chose from measured costs, where it chose anything."""
+        choices = [layer.schedule.report() for layer in learner.layers]
+        choices = [choice for choice in choices if choice["measured_ms"] is not None]
+        if choices:
+            cuts = Counter(f"{choice['steps']} steps x {choice['chunks']} chunks" for choice in choices)
+            chosen = ", ".join(f"{cut} in {count} layers" for cut, count in cuts.most_common())
+            predicted, measured, blocking = (
+                sum(choice[name] for choice in choices)
+                for name in ("predicted_ms", "measured_ms", "blocking_ms")
+            )
+            self.observer.note(
+                f"rows travel in {chosen}; all forward exchanges: predicted {predicted:.1f} ms, measured "
+                f"{measured:.1f} ms (blocking: predicted {blocking:.1f} ms)"
+            )
 
     def _open_directory(self, resume: str) -> None:
         """Rank 0 looks and creates; all ranks learn what it found before anyone goes on."""
