@@ -46,15 +46,17 @@ class NoPeerMemoryError(CommError):
 
 def tell_all(group: Group, watch: Watch, value: Any, label: str) -> list[Any]:
     """Every member's JSON value, in order, on every member; within the deadline."""
+    device = "cuda" if group.backend == "nccl" else "cpu"
 
     def share(mine: torch.Tensor) -> torch.Tensor:
-        sent, out = mine.repeat(group.size), mine.new_empty(group.size * mine.numel())
+        sent = mine.repeat(group.size).to(device)
+        out = torch.empty_like(sent)
         try:
             work = dist.all_to_all_single(out, sent, group=group.handle, async_op=True)
             work.wait(timedelta(seconds=watch.deadline_s))
         except RuntimeError as error:
             raise watch.explain(label, group.ranks, error) from None
-        return out.view(group.size, -1)
+        return out.cpu().view(group.size, -1)
 
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = share(torch.tensor([text.numel()])).flatten().tolist()
