@@ -40,7 +40,7 @@ def shapes(draw: st.DrawFn) -> ExchangeShape:
     )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(shapes())
 def test_every_shape_verifies(shape: ExchangeShape) -> None:
     verify(smart(shape))

@@ -17,7 +17,7 @@ from moeclipse.sim.engine import simulate
 from moeclipse.sim.measure import Summary, summarise
 
 COSTS = [(F, I, W) for F in (1, 2, 3) for I in (1, 2, 3) for W in (1, 2, 3)]
-SIZES = [(P, M) for P in (1, 2, 3, 4, 8) for M in (1, 3, 4, 8, 9, 16, 20)]
+SIZES = [(P, M) for P in (1, 2, 3, 4, 8) for M in (1, 3, 4, 8, 9, 16)]
 
 
 def timed(verified: Verified, F: float, I: float, W: float, FB: float | None = None) -> Summary:

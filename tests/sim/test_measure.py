@@ -20,7 +20,7 @@ from moeclipse.sim.engine import Result, simulate
 from moeclipse.sim.measure import communication, compute_intervals, memory_curve, summarise
 
 
-def slow_classes(result: Result, rank: int, samples: int = 4000) -> dict[str, float]:
+def slow_classes(result: Result, rank: int, samples: int = 2000) -> dict[str, float]:
     """The same four classes by looking at many instants: slow and obvious."""
     start, finish = compute_intervals(result, rank)
     lane = communication(result, rank)
@@ -40,7 +40,7 @@ def slow_classes(result: Result, rank: int, samples: int = 4000) -> dict[str, fl
     return spent
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(0, 10_000), st.integers(2, 5), st.integers(1, 3))
 def test_classes_add_up_and_equal_the_slow_count(seed: int, P: int, size: int) -> None:
     program = smart(exchange_shape(P, group_size=size, chunks=2, backward=True))
