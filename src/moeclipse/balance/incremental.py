@@ -16,6 +16,7 @@ Hazard: pouring is only as good as the loads. Feed it a moving average, not one 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -23,13 +24,13 @@ from moeclipse.balance.objective import PlacementCosts
 from moeclipse.balance.placement import EMPTY, Placement
 from moeclipse.balance.table import Change, Table
 
-TRIES = 4
-"""Of each kind of change, so many of the best guesses are tried."""
+FEWEST_TRIES, MOST_TRIES, TRIED_SLOTS = 3, 10, 960
+"""Of each kind of change, so many of the best guesses are tried: more where tables are small."""
 FINALISTS = 2
 """Of all tries, so many are poured in full."""
 EVEN = 1.002
 """Search ends when the fullest rank is this close to the mean."""
-PATIENCE = 4
+PATIENCE = 3
 
 
 def plan_incremental(
@@ -110,18 +111,16 @@ class Guesses:
         width = max(map(len, table.slots))
         # -2 marks a slot that a rank does not have: nothing may be put there.
         self.slots_PS = np.array([row + [EMPTY - 1] * (width - len(row)) for row in table.slots])
+        self.tries = min(max(TRIED_SLOTS // self.slots_PS.size, FEWEST_TRIES), MOST_TRIES)
         self.level_P = np.array(table.level)
         self.fullest = table.fullest
         self.hot = int(self.level_P.argmax())
-        amount = {
-            (rank, expert): y
-            for expert, (ranks, mine) in enumerate(zip(table.holders, table.shares, strict=True))
-            for rank, y in zip(ranks, mine, strict=True)
-        }
-        self.share_PS = np.array(
-            [[amount.get((rank, e), 0.0) for e in row] for rank, row in enumerate(self.slots_PS.tolist())]
-        )
         self.replicas_E = np.array([len(ranks) for ranks in table.holders])
+        share_EP = np.zeros((len(table.holders), len(table.slots)))
+        expert_X = np.repeat(np.arange(len(table.holders)), self.replicas_E)
+        share_EP[expert_X, list(chain(*table.holders))] = list(chain(*table.shares))
+        ranks_P = np.arange(len(table.slots))[:, None]
+        self.share_PS = np.where(self.slots_PS >= 0, share_EP[np.maximum(self.slots_PS, 0), ranks_P], 0.0)
 
     def replications(self) -> list[Change]:
         """A replica of one of the fullest rank's experts in a slot that another rank can spare."""
@@ -138,7 +137,7 @@ class Guesses:
             guess = np.maximum(self.fullest - given, rest_PS + given) + 0.5 * raised_PS
             for value, target, slot in self._best(np.where(allowed, guess, np.inf)):
                 found.append((value, Change(put=expert, target=target, slot=slot)))
-        return [change for _, change in sorted(found, key=lambda pair: pair[0])[:TRIES]]
+        return [change for _, change in sorted(found, key=lambda pair: pair[0])[: self.tries]]
 
     def exchanges(self) -> list[Change]:
         """An expert of the fullest rank against a lighter one of another rank."""
@@ -152,7 +151,7 @@ class Guesses:
             for value, target, slot in self._best(np.where(allowed, guess, np.inf)):
                 change = Change(put=expert, target=target, slot=slot, to_rank=self.hot, to_slot=place)
                 found.append((value, change))
-        return [change for _, change in sorted(found, key=lambda pair: pair[0])[:TRIES]]
+        return [change for _, change in sorted(found, key=lambda pair: pair[0])[: self.tries]]
 
     def displacements(self) -> list[Change]:
         """A replica of one of the fullest rank's experts in place of one that finds another slot."""
@@ -161,7 +160,9 @@ class Guesses:
         others_PS = np.where(slots_PS >= 0, self.replicas_E[names] - 1, 0)
         harm_PS = self.level_P[:, None] - self.share_PS / 2
         harm_PS = np.where((slots_PS == EMPTY) | (others_PS > 0), harm_PS, np.inf)
-        spare = [divmod(i, slots_PS.shape[1]) for i in np.argsort(harm_PS, axis=None, kind="stable")[:TRIES]]
+        spare = [
+            divmod(i, slots_PS.shape[1]) for i in np.argsort(harm_PS, axis=None, kind="stable")[: self.tries]
+        ]
         spare = [(int(rank), int(slot)) for rank, slot in spare if np.isfinite(harm_PS[rank, slot])]
         alone_PS = (slots_PS >= 0) & (others_PS == 0)
         rest_PS = self.level_P[:, None] - self.share_PS
@@ -177,7 +178,7 @@ class Guesses:
                         change = Change(put=expert, target=target, slot=slot, to_rank=rank, to_slot=other)
                         found.append((value, change))
                         break
-        return [change for _, change in sorted(found, key=lambda pair: pair[0])[:TRIES]]
+        return [change for _, change in sorted(found, key=lambda pair: pair[0])[: self.tries]]
 
     def _of_the_fullest(self) -> list[tuple[int, int]]:
         """(slot, expert) of the fullest rank."""
@@ -185,6 +186,6 @@ class Guesses:
 
     def _best(self, guess_PS: np.ndarray) -> list[tuple[float, int, int]]:
         """(guess, rank, slot) of the best places that are better than the fullest rank is now."""
-        order = np.argsort(guess_PS, axis=None, kind="stable")[:TRIES].tolist()
+        order = np.argsort(guess_PS, axis=None, kind="stable")[: self.tries].tolist()
         places = [(float(guess_PS.flat[i]), *divmod(i, guess_PS.shape[1])) for i in order]
         return [place for place in places if place[0] < self.fullest]

@@ -254,10 +254,10 @@ class Placement:
         """The same experts on the same ranks, in the slots and with the primaries of `old` where it can."""
         _refuse_other_shape(old, self)
         rows = []
-        for held, before in zip(self.held, old.slots, strict=True):
-            row = [expert if expert in held else EMPTY for expert in before]
-            coming = [expert for expert in held if expert not in before]
-            row += [EMPTY] * (sum(expert != EMPTY for expert in row) + len(coming) - len(row))
+        for after, before in zip(self.slots, old.slots, strict=True):
+            row = [expert if expert in after else EMPTY for expert in before]
+            row += [EMPTY] * (len(after) - len(row))
+            coming = [expert for expert in after if expert != EMPTY and expert not in before]
             for place, expert in enumerate(row):
                 if expert == EMPTY and coming:
                     row[place] = coming.pop(0)

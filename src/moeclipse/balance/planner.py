@@ -21,7 +21,7 @@ from moeclipse.balance.incremental import plan_incremental
 from moeclipse.balance.nodes import plan_two_level
 from moeclipse.balance.objective import PlacementCosts, score
 from moeclipse.balance.placement import Placement
-from moeclipse.balance.replicate import plan_greedy, plan_random, relabelled
+from moeclipse.balance.replicate import plan_greedy, plan_random, relabelled, slots_for
 from moeclipse.balance.solve import polish
 from moeclipse.balance.split import ReplicaTable, balance_of, pour
 from moeclipse.core.errors import ConfigError
@@ -41,7 +41,7 @@ class PlanConfig:
     """random, greedy, incremental, wrap_fill or exact."""
     max_moved: float = 0.05
     """Part of the slots that one incremental plan may fill anew."""
-    min_gain: float = 0.02
+    min_gain: float = 0.01
     """A plan must win this part of the fullest rank's time."""
     noise: float = 0.03
     """How much the load of an expert jitters from step to step, relative."""
@@ -71,6 +71,7 @@ def plan(
     node_P: Sequence[int] | None = None,
 ) -> Placement:
     """The next placement of one layer, for counts [source rank, expert] averaged over the last steps."""
+    _refuse_what_does_not_fit(counts_PE, slots_P, current)
     load_E = counts_PE.sum(0)
     node_P = tuple(node_P) if node_P is not None else (0,) * len(slots_P)
     if config.planner == "random":
@@ -83,6 +84,23 @@ def plan(
     if config.planner == "exact":
         return polish(load_E, slots_P, current, found, costs, time_limit=config.time_limit)
     return found
+
+
+def _refuse_what_does_not_fit(counts_PE: np.ndarray, slots_P: Sequence[int], current: Placement) -> None:
+    expected = (current.num_ranks, current.num_experts)
+    if counts_PE.shape != expected or len(slots_P) != current.num_ranks:
+        raise ConfigError(
+            f"counts are {list(counts_PE.shape)} and slots are given for {len(slots_P)} ranks, "
+            f"but the current placement has {expected[0]} ranks and {expected[1]} experts"
+        )
+    slots_for(current.num_experts, current.num_ranks, slots_P)
+    problems = [
+        f"rank {rank} has {len(row)} slots now, but only {count} in the plan; give it {len(row)}"
+        for rank, (row, count) in enumerate(zip(current.slots, slots_P, strict=True))
+        if len(row) > count
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def wrap_filled(

@@ -134,8 +134,11 @@ class Table:
                 ranks.setdefault(yielding, set(holders[yielding])).remove(to_rank)
             if leaving != EMPTY:
                 ranks[leaving].add(to_rank)
+        # Reserves change where slots do, and where an expert stops or starts standing alone.
         touched = {target, to_rank} - {EMPTY}
         for expert, new in ranks.items():
+            if (len(new) == 1) != (len(holders[expert]) == 1):
+                touched |= new | set(holders[expert])
             old_share = dict(zip(holders[expert], shares[expert], strict=True))
             for rank, amount in old_share.items():
                 level[rank] -= amount
@@ -145,7 +148,6 @@ class Table:
             shares[expert] = [amount + lost for amount in kept.values()]
             for rank, amount in zip(holders[expert], shares[expert], strict=True):
                 level[rank] += amount
-            touched |= new | set(old_share)
         after = Table(self.loads, self.noise, slots, holders, shares, level, reserve)
         for rank in touched:
             level[rank] -= reserve[rank]

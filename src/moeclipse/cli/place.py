@@ -160,8 +160,8 @@ def _current(config: PlaceConfig, load: Load, count: int) -> list[Placement]:
     values = value["layers"] if isinstance(value, dict) and "layers" in value else [value] * count
     if not isinstance(values, list) or len(values) != count:
         raise ConfigError(
-            f"--current: {config.current} holds placements for {len(values)} layers, but {count} are planned; "
-            "give one for each, or a single one for all"
+            f"--current: {config.current} holds {len(values)} placements, but {count} layers are planned; "
+            "give one for each of them, or a single one for all"
         )
     return [Placement.parse(entry, **expected) for entry in values]
 

@@ -1,0 +1,125 @@
+"""`moeclipse place`: a table of planners, plans that can be read back, a picture, clear refusals."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeclipse.balance.load import LoadTrace
+from moeclipse.balance.placement import Placement
+from moeclipse.cli.main import main
+
+
+@pytest.fixture
+def load_file(tmp_path: Path) -> Path:
+    trace = LoadTrace()
+    rng = np.random.default_rng(0)
+    weight_LE = np.stack([rng.permutation(np.arange(1, 17) ** -1.5) for _ in range(3)])
+    for step in range(12):
+        weight_LE = weight_LE * np.exp(rng.normal(0, 0.02, weight_LE.shape))
+        counts = [rng.multinomial(32768, weight / weight.sum(), size=4) for weight in weight_LE]
+        trace.add(step, np.stack(counts))
+    trace.save(tmp_path / "load.npz")
+    return tmp_path / "load.npz"
+
+
+def place(load_file: Path, *words: str) -> int:
+    return main(["place", str(load_file), "--time-limit", "0", *words])
+
+
+def test_the_table(load_file: Path, capsys: pytest.CaptureFixture) -> None:
+    assert place(load_file, "--ranks", "4", "--slots", "6", "--nodes", "2") == 0
+    out = capsys.readouterr().out
+    assert "3 layers, 16 experts, 4 ranks on 2 nodes with 6 slots each" in out
+    assert "planned from the loads up to step 10; measured on step 11, which no planner has seen" in out
+    rows: dict[str, list[str]] = {}
+    for line in out.splitlines():
+        if line and line[0] != " ":
+            rows.setdefault(line.split()[0], line.split())
+    for name in ("static", "greedy", "incremental", "wrap-fill"):
+        assert name in rows
+    assert float(rows["static"][1]) < 0.7
+    assert float(rows["wrap-fill"][1]) > 0.98
+    assert float(rows["static"][3]) == 0
+    assert "cross-node" in rows["planner"]
+    assert "exact" not in out
+
+
+def test_one_node_has_no_cross_node_column(load_file: Path, capsys: pytest.CaptureFixture) -> None:
+    assert place(load_file, "--ranks", "4", "--slots", "6", "--layer", "1") == 0
+    out = capsys.readouterr().out
+    assert not any("cross-node" in line for line in out.splitlines() if line.startswith("planner"))
+    assert "layer 1, 16 experts" in out
+
+
+def test_plans_are_read_back(load_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    plan = tmp_path / "plan.json"
+    words = ("--ranks", "8", "--slots", "4", "--planner", "wrap_fill", "--out", str(plan))
+    assert place(load_file, *words) == 0
+    layers = [Placement.parse(entry, max_slots=4) for entry in json.loads(plan.read_text())["layers"]]
+    assert [(p.num_experts, p.num_ranks) for p in layers] == [(16, 8)] * 3
+    capsys.readouterr()
+    assert place(load_file, *words, "--current", str(plan)) == 0
+    static = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("static")]
+    assert float(static[0][1]) > 0.95  # what holds now is the plan, not the order of experts
+    assert place(load_file, "--ranks", "8", "--slots", "4", "--layer", "0", "--out", str(plan)) == 0
+    assert Placement.load(plan).num_ranks == 8
+
+
+def test_the_picture(load_file: Path, tmp_path: Path) -> None:
+    assert place(load_file, "--ranks", "4", "--slots", "6", "--plot", str(tmp_path / "heat.png")) == 0
+    assert (tmp_path / "heat.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--ranks", "2", "--slots", "6"), "16 experts do not fit into 12 slots (2 ranks)"),
+        (("--ranks", "4", "--slots", "6", "--nodes", "3"), "nodes (3) must divide ranks (4)"),
+        (("--ranks", "4", "--slots", "6", "--layer", "3"), "--layer (3) must lie between 0 and 2"),
+        (
+            ("--ranks", "4", "--slots", "6", "--planner", "x"),
+            "--planner 'x' is unknown; choose one of random",
+        ),
+        (("--ranks", "0", "--slots", "6"), "--ranks (0) and --slots (6) must be at least 1"),
+        (("--ranks", "4", "--slots", "6", "--current", "no.json"), "--current: there is no file no.json"),
+    ],
+)
+def test_refusals(
+    load_file: Path, capsys: pytest.CaptureFixture, words: tuple[str, ...], message: str
+) -> None:
+    assert place(load_file, *words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_placement_that_does_not_fit_is_refused(
+    load_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    bad = tmp_path / "bad.json"
+    words = ("--ranks", "4", "--slots", "6", "--current", str(bad))
+    for text, message in (
+        (json.dumps([[0, 99], [1], [2], [3]]), "rank 0 is given expert 99, but experts are 0 to 15"),
+        (json.dumps({"layers": [[[0]]]}), "holds 1 placements, but 3 layers are planned"),
+        ("[[0", "is not JSON"),
+    ):
+        bad.write_text(text)
+        assert place(load_file, *words) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_exact(load_file: Path, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("highspy")
+    words = [str(load_file), "--ranks", "4", "--slots", "6", "--layer", "0", "--time-limit", "1"]
+    assert main(["place", *words]) == 0
+    assert any(line.startswith("exact") for line in capsys.readouterr().out.splitlines())
+
+
+def test_no_torch() -> None:
+    code = "import sys, moeclipse.cli.place; assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
