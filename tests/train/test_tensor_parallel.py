@@ -89,7 +89,7 @@ def reduced(learner: Learner) -> Pieces:
     for bucket in learner.buckets:
         shard = bucket.reduced()
         for segment in bucket.segments():
-            values = shard[segment.place : segment.place + segment.length].clone()
+            values = shard[segment.place : segment.place + segment.length].to("cpu", copy=True)
             pieces.append((segment.entry.name, segment.start, list(segment.entry.shape), values))
     return pieces
 
