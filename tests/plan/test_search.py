@@ -76,6 +76,9 @@ def test_the_choice_is_the_best_tried_and_search_only_improves() -> None:
     choice = choose_exchange(shape, counts, costs, chunks=(1, 2, 4))
     assert choice.seconds == pytest.approx(min(choice.tried.values()))
     assert choice.bound <= choice.seconds
+    searched = [spent for rule, spent in choice.tried.items() if rule.startswith("search")]
+    assert searched == [choice.seconds]
+    assert choice.rule == "search"  # ragged groups and skew: swaps find more than any rule
     plain = choose_exchange(shape, counts, costs, chunks=(1, 2, 4), swaps=0)
     assert choice.seconds <= plain.seconds
 
@@ -109,6 +112,20 @@ def test_johnson_puts_the_short_way_in_first_and_the_short_way_out_last() -> Non
     # S and R of a unit are alike, so the rule orders by falling C + R. C is two per row, R one, and own rows
     # (step 0) do not travel: 80, 30, 90, 60.
     assert [step for step, _ in units] == [2, 0, 3, 1]
+
+
+def test_near_links_carry_the_own_group_alone() -> None:
+    """Groups of two: at step 0 one peer over the near link, then two over the far one, own rows nowhere."""
+    costs = ExchangeCosts(
+        row_bytes=10, near_bandwidth=100, far_bandwidth=10, row_seconds=0.5, latency=1, kernel=2
+    )
+    program = smart(exchange_shape(4, group_size=2))
+    counts = [[7, 3, 2, 1]] * 4
+    ops, seconds = program.ranks[0], exchange_durations(program, counts, costs)[0]
+    spent = {str(op): value for op, value in zip(ops, seconds, strict=True)}
+    assert spent["S_F@0"] == spent["R_F@0"] == pytest.approx(1 + 7 * 10 / 100)  # receives 7, sends 3
+    assert spent["S_F@1"] == pytest.approx(1 + 14 * 10 / 10)  # receives 7 from each of two, sends 2 + 1
+    assert spent["C_F@0"] == pytest.approx(2 + 14 * 0.5)
 
 
 def test_rows_are_counted_once() -> None:

@@ -62,6 +62,17 @@ def test_pipelines_add_up_too() -> None:
             assert time.compute + time.exposed + time.straggle + time.idle == pytest.approx(result.makespan)
 
 
+def test_a_receive_posted_ahead_is_idle_and_a_late_peer_is_straggle() -> None:
+    pipeline = summarise(simulate(lower(build("1f1b", 4, 6)), replace(UNIT, wire=0.3)))
+    assert all(rank.straggle == 0.0 and rank.idle > 0 for rank in pipeline.ranks)
+    program = smart(exchange_shape(2, backward=True))
+    # Per rank: S0 S1 C0 R0 C1 R1 W. Rank 1 computes for 5 s before its R0; rank 0 has nothing to do.
+    durations = [[0.0] * 7, [0.0, 0.0, 5.0, 0.0, 1.0, 1.0, 0.0]]
+    late = summarise(simulate(program, Costs(seconds={}), durations)).ranks[0]
+    assert late.straggle > 0
+    assert late.compute == 0.0
+
+
 def test_implied_and_written_transfers_are_measured_alike() -> None:
     costs = replace(UNIT, wire=0.3)
     one = summarise(simulate(build("dualpipev", 4, 9), costs))
