@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -352,7 +353,7 @@ def kill(times: int, seed: int) -> None:
             last = text.strip().splitlines()[-1]
             if rank != victim:
                 assert "CommError" in text, text
-                assert str(victim) in last, (victim, last)
+                assert re.search(rf"\brank {victim}\b", last), (victim, last)
         assert list(SHM.glob("moeclipse-*")) == []
     assert run_ranks(3, exact, (403,), 4096) == [8, 8, 8]
 
