@@ -65,3 +65,13 @@ def test_a_missing_solver_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     current = Placement.contiguous(4, 2)
     with pytest.raises(ConfigError, match=r"neither highspy nor .* run: pip install 'moeclipse\[solver\]'"):
         polish(np.ones(4), (2, 2), current, current, COSTS)
+
+
+def test_tight_slots_are_respected() -> None:
+    """Replicas would help, but there is no slot for them."""
+    pytest.importorskip("highspy")
+    counts_PE = zipf_counts(4, 8, 1.2, tokens=32768)
+    current = Placement.contiguous(8, 4)
+    polished = polish(counts_PE.sum(0), (3, 2, 2, 2), current, current, COSTS, time_limit=5.0)
+    assert all(len(held) <= count for held, count in zip(polished.held, (3, 2, 2, 2), strict=True))
+    assert polished.num_replicas == 9

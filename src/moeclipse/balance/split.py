@@ -30,7 +30,7 @@ import numpy as np
 from moeclipse.balance.placement import EMPTY, Placement
 from moeclipse.core.errors import ConfigError
 
-VISITS = 300
+VISITS = 250
 """Visits of replicas that a step can afford: small layers are swept often, large ones twice at least."""
 EXPECTED_SWEEPS = 100
 BEYOND = 1.3
@@ -192,12 +192,13 @@ def pour(
     order = np.argsort(-several_load, kind="stable").tolist()
     loads = several_load.tolist()
     jobs = [(i, table.ranks_of[i], float(loads[i])) for i in order if loads[i] > 0]
-    floor = good_enough * sum(level) / len(level)
+    mean = sum(level) / len(level)
+    floor, close = good_enough * mean, (good_enough - 1) * mean
     fullest = max(level)
     for turn in range(max_sweeps or max(VISITS // len(start), 2)):
         if fullest <= floor:
             break
-        sweep(jobs, level, shares)
+        sweep(jobs, level, shares, close)
         before, fullest = fullest, max(level)
         if turn > 0 and fullest > worth_a_sweep * before:
             break
@@ -205,9 +206,14 @@ def pour(
 
 
 def sweep(
-    jobs: list[tuple[int, tuple[int, ...], float]], level: list[float], shares: list[list[float]]
+    jobs: list[tuple[int, tuple[int, ...], float]],
+    level: list[float],
+    shares: list[list[float]],
+    close: float = 0.0,
 ) -> None:
     """Let each expert in turn find its level above what the others put on its ranks, and go a little further.
+
+    Experts whose ranks differ by no more than `close` are left as they are.
 
     Plain lists: with a handful of replicas each, they are several times faster than array calls.
     """
@@ -215,13 +221,18 @@ def sweep(
         mine = shares[i]
         if len(ranks) == 2:
             a, b = ranks
+            if -close < level[a] - level[b] < close:
+                continue
             rest_a, rest_b = level[a] - mine[0], level[b] - mine[1]
             y = mine[0] + BEYOND * ((load + rest_b - rest_a) * 0.5 - mine[0])
             y = 0.0 if y < 0.0 else min(y, load)
             level[a], level[b] = rest_a + y, rest_b + (load - y)
             mine[0], mine[1] = y, load - y
             continue
-        rest = [level[rank] - y for rank, y in zip(ranks, mine, strict=True)]
+        heights = [level[rank] for rank in ranks]
+        if max(heights) - min(heights) < close:
+            continue
+        rest = [height - y for height, y in zip(heights, mine, strict=True)]
         water = (load + sum(rest)) / len(rest)
         if water < max(rest):
             # Some ranks are above the water already: pour over the lowest ones alone.
