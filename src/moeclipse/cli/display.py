@@ -58,7 +58,8 @@ class Display:
         self.begun = time.monotonic()
         ranks = int(info.get("num_ranks", 1))
         dot = "·" if self.unicode else "|"
-        layout = f"{count(ranks, 'rank')} (dp {info.get('dp', 1)} x ep {info.get('ep', 1)})"
+        tp = f" x tp {info['tp']}" if info.get("tp", 1) > 1 else ""
+        layout = f"{count(ranks, 'rank')} (dp {info.get('dp', 1)} x ep {info.get('ep', 1)}{tp})"
         place = f"{info.get('device', '?')} {str(info.get('dtype', '')).removeprefix('torch.')}"
         name = str(info.get("name", "run"))
         self.console.print(Text.assemble((name, "bold"), f" {dot} {layout} {dot} {place}"))
