@@ -41,6 +41,11 @@ class Pending:
     a: torch.Tensor
     dy: torch.Tensor
     counts: Sequence[int]
+    kernels: bool = False
+
+    def add_to(self, up: torch.Tensor, down: torch.Tensor) -> None:
+        grouped_mm_wgrad(self.d_h, self.x, self.counts, into=up, kernels=self.kernels)
+        grouped_mm_wgrad(self.dy, self.a, self.counts, into=down, kernels=self.kernels)
 
 
 class Experts(nn.Module):
@@ -65,6 +70,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.ids = tuple(ids)
+        self.kernels = False
         self.wgrads = WeightGrads()
         index, parts = shard
         what = "the hidden width of an expert"
@@ -94,7 +100,7 @@ class Experts(nn.Module):
         d_a = grouped_mm_dgrad(dy, down, saved.counts)
         d_h, a = swiglu_backward(d_a, saved.h)
         dx = grouped_mm_dgrad(d_h, up, saved.counts)
-        return dx, Pending(x=saved.x, d_h=d_h, a=a, dy=dy, counts=saved.counts)
+        return dx, Pending(x=saved.x, d_h=d_h, a=a, dy=dy, counts=saved.counts, kernels=self.kernels)
 
     def wgrad(self, pending: Sequence[Pending]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Add up all parts; what autograd gets for (up, down) is nothing where there is a main_grad."""
@@ -105,13 +111,8 @@ class Experts(nn.Module):
         up, up_grad = accumulator(self.up)
         down, down_grad = accumulator(self.down)
         for part in pending:
-            self.add_wgrad(part, up, down)
+            part.add_to(up, down)
         return up_grad, down_grad
-
-    @staticmethod
-    def add_wgrad(part: Pending, up: torch.Tensor, down: torch.Tensor) -> None:
-        grouped_mm_wgrad(part.d_h, part.x, part.counts, into=up)
-        grouped_mm_wgrad(part.dy, part.a, part.counts, into=down)
 
     def flatten(self, slots: Sequence[int]) -> torch.Tensor:
         """The weights of these experts, one row each: what travels when they are lent."""
@@ -127,7 +128,7 @@ class Experts(nn.Module):
 
     def lent_wgrad(self, pending: Pending, rows: torch.Tensor) -> None:
         """Add the gradients of lent experts to `rows`, one row each."""
-        self.add_wgrad(pending, *self.unflatten(rows))
+        pending.add_to(*self.unflatten(rows))
 
     def add_lent(
         self, slots: Sequence[int], rows: torch.Tensor, weight_grads: Sequence[torch.Tensor | None]

@@ -128,7 +128,7 @@ def _expert_seconds(experts: Experts, rows: int, mesh: Mesh) -> tuple[float, flo
         forward = _clock(lambda: experts.forward(x, counts), weight.device)  # type: ignore[arg-type]
 
         def backward() -> None:
-            experts.add_wgrad(experts.dgrad(y, saved)[1], *sums)
+            experts.dgrad(y, saved)[1].add_to(*sums)
 
         backward()
         return forward, _clock(backward, weight.device)

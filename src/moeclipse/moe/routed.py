@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from moeclipse.comm.exchange import Result
 from moeclipse.comm.execute import Transfer, execute
 from moeclipse.moe.dispatch import Plan, Unit, return_score_grads, send_pairs, unpack_pairs
+from moeclipse.moe.fused import FusedExperts
 from moeclipse.moe.shadow import Shadowed
 from moeclipse.moe.structure import Structure
 from moeclipse.ops.combine import sum_rows
@@ -63,6 +64,7 @@ class Forward:
     rows: list[torch.Tensor]
     """Of each input, the rows this rank sends, in the order of units."""
     dtypes: list[torch.dtype]
+    fused: FusedExperts | None = None
     scores_TK: torch.Tensor
     shadowed: Shadowed | None = None
     saved: dict[Key, Any] = field(default_factory=dict)
@@ -100,6 +102,10 @@ class Forward:
         if self.row_M is None:
             self.row_M, self.score_M = unpack_pairs(self.plan, self.pairs.get())
         row_M, score_M = self.row_M[unit.pairs], self.score_M[unit.pairs]
+        if self.fused is not None:
+            rows, index_M = self.arrived[0][unit.arriving], row_M - unit.arriving.start
+            self.partial_RO, self.saved[key] = self.fused.forward(rows, index_M, unit.counts, score_M)
+            return
         gathered = [rows[row_M].to(dtype) for rows, dtype in zip(self.arrived, self.dtypes, strict=True)]
         x = self.structure.put_together(gathered)
         y_MO, self.saved[key] = self.experts.forward(x, unit.counts)
@@ -177,6 +183,13 @@ class Backward:
     def compute(self, key: Key, unit: Unit) -> None:
         done = self.done
         assert done.row_M is not None
+        if done.fused is not None:
+            rows = self.arrived_RO[unit.arriving]
+            d_rows, d_score_M, pending = done.fused.dgrad(rows, done.saved.pop(key))
+            self.d_score_M[unit.pairs] = d_score_M.to(self.d_score_M.dtype)
+            self.partial = [d_rows]
+            self.pending.append(pending)
+            return
         row_M, score_M = done.row_M[unit.pairs], done.score_M[unit.pairs]
         y_MO = done.y.pop(key)
         d_pair_MO = self.arrived_RO[row_M]
@@ -239,6 +252,7 @@ class Routed(torch.autograd.Function):
             dtypes=[tensor.dtype for tensor in inputs],
             scores_TK=scores_TK,
             shadowed=shadowed,
+            fused=call.fused,
         )
         began = call.watch.stamp() if call.watch is not None else None
         out_TO = run.run(call.programs.forward)
@@ -266,6 +280,7 @@ class RoutedCall:
     shadowed: Shadowed | None = None
     structure: Structure = field(default_factory=Structure)
     num_inputs: int = 1
+    fused: FusedExperts | None = None
     watch: Stopwatch | None = None
 
 

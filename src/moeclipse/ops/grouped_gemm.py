@@ -17,7 +17,7 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
-from moeclipse.ops.wgrad import grouped_wgrad
+from moeclipse.ops.wgrad import grouped_wgrad, grouped_wgrad_reference
 
 
 def grouped_mm(x_NI: torch.Tensor, weight_EOI: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
@@ -59,8 +59,13 @@ def _has_kernel(x_NI: torch.Tensor, weight_EIO: torch.Tensor) -> bool:
 
 
 def grouped_mm_wgrad(
-    dy_NO: torch.Tensor, x_NI: torch.Tensor, counts: Sequence[int], *, into: torch.Tensor
+    dy_NO: torch.Tensor,
+    x_NI: torch.Tensor,
+    counts: Sequence[int],
+    *,
+    into: torch.Tensor,
+    kernels: bool = True,
 ) -> None:
     """Add dy_e^T x_e to into[e]; an expert without rows adds nothing."""
     offsets = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=dy_NO.device)
-    grouped_wgrad(dy_NO, x_NI, offsets, into)
+    (grouped_wgrad if kernels else grouped_wgrad_reference)(dy_NO, x_NI, offsets, into)
