@@ -24,11 +24,11 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,8 @@ from moeclipse.comm.failure import Watch
 from moeclipse.comm.lane import Lane
 from moeclipse.comm.record import Recorder
 from moeclipse.core.errors import CommError, ConfigError
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +60,17 @@ class Mesh:
     """This rank's place among all ranks, with its groups, lanes and recorder."""
 
     def __init__(
-        self, *, dp: int, ep: int, tp: int = 1, rank: int, device: torch.device, watch: Watch
+        self,
+        *,
+        dp: int,
+        ep: int,
+        tp: int = 1,
+        rank: int,
+        device: torch.device,
+        watch: Watch,
+        hosts: Sequence[Any] | None = None,
     ) -> None:
+        """`hosts` names the host of each rank, alike on all ranks; left out, the machines are asked."""
         self.dp, self.ep, self.tp = dp, ep, tp
         self.rank, self.num_ranks = rank, dp * ep * tp
         self.data_index, self.tp_index = divmod(rank, tp)
@@ -70,23 +81,29 @@ class Mesh:
         self.a2a = Lane("a2a", device, self.recorder, watch)
         self.grads = Lane("dp", device, self.recorder, watch)
         self.tp_comm = Lane("tp", device, self.recorder, watch)
+        if hosts is not None:
+            self.hosts = number_hosts(hosts, self.num_ranks)
+        self.partitions: dict[str, list[tuple[int, ...]]] = {}
+        self._kept: dict[str, Any] = {}
         everyone = [tuple(range(self.num_ranks))]
         block = ep * tp
         rows = [tuple(range(d * block, (d + 1) * block)) for d in range(dp)]
         columns = [tuple(range(e, self.num_ranks, block)) for e in range(block)]
         # Gradient reductions run beside everything else, so they have communicators of their own.
-        self.world = self._group("world", everyone)
-        self.experts = self._group("experts", rows)
-        self.dense_grads = self._group("dense_grads", everyone)
-        self.replicas = self._group("replicas", columns)
+        self.world = self.new_group("world", everyone)
+        self.experts = self.new_group("experts", rows)
+        self.dense_grads = self.new_group("dense_grads", everyone)
+        self.replicas = self.new_group("replicas", columns)
         self.data, self.cut_grads, self.shard_experts = self.world, self.dense_grads, self.experts
         blocks = [tuple(range(k * tp, (k + 1) * tp)) for k in range(self.num_data)]
-        self.tensor = self._group("tensor", blocks)
+        self.tensor = self.new_group("tensor", blocks)
         if tp > 1:
             strides = [tuple(range(t, self.num_ranks, tp)) for t in range(tp)]
-            self.data = self._group("data", strides)
-            self.cut_grads = self._group("cut_grads", strides)
-            self.shard_experts = self._group("shard_experts", [row[t::tp] for row in rows for t in range(tp)])
+            self.data = self.new_group("data", strides)
+            self.cut_grads = self.new_group("cut_grads", strides)
+            self.shard_experts = self.new_group(
+                "shard_experts", [row[t::tp] for row in rows for t in range(tp)]
+            )
 
     @property
     def groups(self) -> list[Group]:
@@ -109,6 +126,7 @@ class Mesh:
         tp: int = 1,
         device: str | torch.device = "cpu",
         deadline_s: float = 60.0,
+        hosts: Sequence[Any] | None = None,
     ) -> Mesh:
         """Over the process group that torch.distributed already has (a user's own set-up)."""
         num_ranks = dp * ep * tp
@@ -125,17 +143,26 @@ class Mesh:
             )
         store = dist.PrefixStore("moeclipse", dist.distributed_c10d._get_default_store())
         watch = Watch(store=store, rank=dist.get_rank(), num_ranks=num_ranks, deadline_s=deadline_s)
-        return cls(dp=dp, ep=ep, tp=tp, rank=dist.get_rank(), device=torch.device(device), watch=watch)
+        where: dict[str, Any] = {"rank": dist.get_rank(), "device": torch.device(device), "hosts": hosts}
+        return cls(dp=dp, ep=ep, tp=tp, watch=watch, **where)
 
-    def _group(self, name: str, members: list[tuple[int, ...]]) -> Group:
+    def new_group(self, name: str, members: list[tuple[int, ...]], *, backend: str | None = None) -> Group:
+        """This rank's group in a partition of all ranks. All ranks enter, also those that are alone in it."""
+        self.partitions[name] = members
         mine = next(ranks for ranks in members if self.rank in ranks)
-        handle, backend = None, ""
-        if len(mine) > 1:
-            handles = [dist.new_group(ranks) for ranks in members]  # every rank enters every group
-            handle = handles[members.index(mine)]
+        handles = [dist.new_group(ranks, backend=backend) if len(ranks) > 1 else None for ranks in members]
+        handle, backend = handles[members.index(mine)], ""
+        if handle is not None:
             backend = dist.get_backend_config(handle)
             backend = "nccl" if self.device.type == "cuda" and "nccl" in backend else "gloo"
         return Group(name=name, ranks=mine, index=mine.index(self.rank), handle=handle, backend=backend)
+
+    def once(self, key: str, make: Callable[[], Made]) -> Made:
+        """What all ranks make together and use again, like the groups of a transport."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        made: Made = self._kept[key]
+        return made
 
     def gather_objects(self, value: Any, patience_s: float | None = None) -> list[Any]:
         """Every rank's JSON value, in rank order, on every rank; also a barrier."""
@@ -162,9 +189,7 @@ class Mesh:
     @cached_property
     def hosts(self) -> tuple[int, ...]:
         """The host of each rank, numbered by first appearance. Asked once, by all ranks together."""
-        names = self.gather_objects(host_id())
-        order = list(dict.fromkeys(names))
-        return tuple(order.index(name) for name in names)
+        return number_hosts(self.gather_objects(host_id()), self.num_ranks)
 
     def barrier(self) -> None:
         self.gather_objects(None)
@@ -183,6 +208,16 @@ class Mesh:
         )
         middle = offsets[len(offsets) // 2]
         return middle, max(offsets[-1] - middle, middle - offsets[0])
+
+
+def number_hosts(names: Sequence[Any], num_ranks: int) -> tuple[int, ...]:
+    """A number for each name, by first appearance."""
+    if len(names) != num_ranks:
+        raise ConfigError(
+            f"hosts names {len(names)} hosts, but there are {num_ranks} ranks; name one for each"
+        )
+    order = list(dict.fromkeys(names))
+    return tuple(order.index(name) for name in names)
 
 
 def host_id() -> str:
