@@ -86,6 +86,10 @@ class MoEConfig:
     """Slices into which the rows of a step are cut (smart); auto: chosen from measured costs."""
     shadow: Literal["auto", "off"] | tuple[int, ...] = "off"
     """Experts lent to other ranks for one step: chosen each step from measured costs, none, or these."""
+    transport: Literal["direct", "two_level"] = "direct"
+    """direct: rank to rank; two_level: inside the host, then across hosts in fewer, larger messages."""
+    kernels: Literal["on", "off"] = "off"
+    """on: our Triton kernels compute bf16 and fp16 experts on CUDA; off: plain torch."""
     expert_tp: Literal["folded", "sharded"] = "folded"
     """With parallel.tp: folded: each tp rank holds other experts; sharded: a part of each expert's width."""
 
@@ -106,7 +110,7 @@ class MoEConfig:
                 yield f"moe.shadow names expert {unknown[0]}; experts are 0 to {self.num_experts - 1}"
 
 
-EXCHANGE_KEYS = ("schedule", "group_size", "chunks", "shadow")
+EXCHANGE_KEYS = ("schedule", "group_size", "chunks", "shadow", "transport", "kernels")
 """Of MoEConfig: how rows travel, which changes speed and never the model."""
 SHAPE_KEYS = ("num_experts", "d_ff", "num_shared_experts")
 """Of MoEConfig: what the parameters look like."""

@@ -25,18 +25,22 @@ from torch.autograd.function import once_differentiable
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.exchange import total
 from moeclipse.comm.mesh import Group, Mesh
+from moeclipse.comm.two_level import two_level
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.adapters import Joint, ModuleExperts
 from moeclipse.moe.config import GateConfig, MoEConfig, gate_problems
 from moeclipse.moe.dispatch import Route
 from moeclipse.moe.experts import Experts, PadToCapacity
+from moeclipse.moe.fused import FusedExperts, fits
 from moeclipse.moe.gates import Gate
 from moeclipse.moe.losses import balance_loss, z_loss
 from moeclipse.moe.routed import Routed, RoutedCall
+from moeclipse.moe.routing import Routing
 from moeclipse.moe.schedule import ExchangeSchedule
 from moeclipse.moe.structure import Inputs, Structure
 from moeclipse.moe.tokens import Tokens
 from moeclipse.moe.topology import near_experts
+from moeclipse.ops.routed_experts import routed_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,25 +81,16 @@ class MoE(nn.Module):
         config = MoEConfig(
             num_experts=num_experts, d_ff=d_ff, num_shared_experts=num_shared_experts, **(exchange or {})
         )
-        problems = [*config.problems(), *gate.problems(), *gate_problems(gate, num_experts)]
         self.mesh = mesh or Mesh.single(device or "cpu")
         self.sharded = expert_tp == "sharded" and self.mesh.tp > 1
         group = self.mesh.shard_experts if self.sharded else self.mesh.experts
-        if group.size > num_experts:
-            axes = f"ep ({self.mesh.ep})" if group.size == self.mesh.ep else f"ep x tp ({group.size})"
-            problems.append(f"{axes} must not exceed num_experts ({num_experts})")
-        if problems:
-            raise ConfigError(problems)
+        check(config, gate, self.mesh, group)
         self.layer, self.num_experts, self.calls = layer, num_experts, 0
         device = device or self.mesh.device
         shape: dict[str, Any] = {"d_model": d_model, "layer": layer, "seed": seed, "init_std": init_std}
         shape |= {"device": device, "dtype": dtype}
         self.gate = Gate(gate, num_experts=num_experts, **shape)
-        placement = Placement.contiguous(num_experts, group.size)
-        self.gate.near_E = near_experts(self.mesh, group, placement, device, sharded=self.sharded)
-        self.route = Route.of(placement, group, self.mesh.a2a, device)
-        hosts = self.mesh.hosts
-        self.schedule = ExchangeSchedule(config, tuple(hosts[rank] for rank in group.ranks))
+        placement = self._place(config, group, device)
         shape["shard"] = (self.mesh.tp_index, self.mesh.tp) if self.sharded else (0, 1)
         ids = placement.slots[group.index]
         self.experts: Any = (
@@ -107,12 +102,24 @@ class MoE(nn.Module):
         if num_shared_experts:
             self.shared = Experts([-1], d_ff=num_shared_experts * d_ff, down_std=down_std, **shape)
         self.last: MoEReport | None = None
+        self.fused: bool | None = None if config.kernels == "on" else False  # None: where the kernels fit
+        self.experts.kernels = config.kernels == "on"
         self.register_buffer(
             "load_E", torch.zeros(num_experts, dtype=torch.int64, device=device), persistent=False
         )
 
     load_E: torch.Tensor
     """Tokens of this rank that wanted each expert since the last optimizer step."""
+
+    def _place(self, config: MoEConfig, group: Group, device: torch.device) -> Placement:
+        """Which rank holds which expert, and how rows get there."""
+        placement = Placement.contiguous(self.num_experts, group.size)
+        self.gate.near_E = near_experts(self.mesh, group, placement, device, sharded=self.sharded)
+        transport = two_level(self.mesh, group) if config.transport == "two_level" else None
+        self.route = Route.of(placement, group, self.mesh.a2a, device, transport)
+        hosts = self.mesh.hosts
+        self.schedule = ExchangeSchedule(config, tuple(hosts[rank] for rank in group.ranks))
+        return placement
 
     def forward(self, x: Inputs) -> torch.Tensor:
         """A tensor [..., d_model], or a tuple or dict of tensors of which the first is [tokens, d_model]."""
@@ -142,21 +149,7 @@ class MoE(nn.Module):
         x_TD = inputs[0]
         routing = self.gate(x_TD, tokens)
         load = total(self.mesh.a2a, tokens.group, routing.load_E, f"sum of expert loads, {where}")
-        prepared = self.schedule.prepare(
-            routing.expert_ids_TK, self.route, self.experts, self.mesh, where, self.training
-        )
-        padded = config.overflow == "pad"
-        call = RoutedCall(
-            plan=prepared.plan,
-            programs=prepared.programs,
-            experts=PadToCapacity(self.experts, routing.capacity) if padded else self.experts,
-            shadowed=prepared.shadowed,
-            structure=structure,
-            num_inputs=len(inputs),
-            watch=self.schedule.watch,
-        )
-        self.experts.structure = structure
-        y_TD = Routed.apply(routing.scores_TK, call, *inputs, *self.experts.weights)
+        y_TD = self._routed(routing, structure, inputs, where)
         if self.shared is not None:
             y_TD = y_TD + _Shared.apply(x_TD, self.shared, self.shared.up, self.shared.down)
         aux = config.balance_loss * balance_loss(routing, load.get(), tokens.total)
@@ -170,6 +163,45 @@ class MoE(nn.Module):
         if self.training:
             self.load_E += load_E
         return y_TD, MoEReport(aux_loss=aux, load_E=load_E, num_dropped=num_dropped)
+
+    def _routed(
+        self, routing: Routing, structure: Structure, inputs: tuple[torch.Tensor, ...], where: str
+    ) -> torch.Tensor:
+        """Dispatch, experts and combine; on one rank with kernels, all of it without a word to the host."""
+        experts, padded = self.experts, self.gate.config.overflow == "pad"
+        fused = not padded and (fits(experts, inputs) if self.fused is None else self.fused)
+        if fused and self.route.group.size == 1 and not experts.wgrads.deferring:
+            up, down = (getattr(weight, "main_grad", None) for weight in experts.weights)
+            into = None if up is None or down is None else (up, down)
+            choices = (routing.scores_TK, routing.expert_ids_TK)
+            return routed_experts(inputs[0], *choices, *experts.weights, into=into)
+        prepared = self.schedule.prepare(
+            routing.expert_ids_TK, self.route, experts, self.mesh, where, self.training
+        )
+        experts.structure = structure
+        call = RoutedCall(
+            plan=prepared.plan,
+            programs=prepared.programs,
+            experts=PadToCapacity(experts, routing.capacity) if padded else experts,
+            shadowed=prepared.shadowed,
+            structure=structure,
+            num_inputs=len(inputs),
+            fused=FusedExperts(experts, routing.expert_ids_TK.shape[1]) if fused else None,
+            watch=self.schedule.watch,
+        )
+        return Routed.apply(routing.scores_TK, call, *inputs, *experts.weights)
+
+
+def check(config: MoEConfig, gate: GateConfig, mesh: Mesh, group: Group) -> None:
+    """All that is wrong with a layer, in one error."""
+    problems = [*config.problems(), *gate.problems(), *gate_problems(gate, config.num_experts)]
+    if group.size > config.num_experts:
+        axes = f"ep ({mesh.ep})" if group.size == mesh.ep else f"ep x tp ({group.size})"
+        problems.append(f"{axes} must not exceed num_experts ({config.num_experts})")
+    if config.schedule == "smart" and gate.overflow == "pad":
+        problems.append("gate.overflow = 'pad' needs moe.schedule = 'blocking': each unit would be padded")
+    if problems:
+        raise ConfigError(problems)
 
 
 class _Shared(torch.autograd.Function):
