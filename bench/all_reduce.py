@@ -1,6 +1,6 @@
 """All-reduce and all-to-all over peer memory against torch.distributed, on the ranks of one machine.
 
-    .venv/bin/python bench/all_reduce.py [--ranks 2 4] [--device cpu|cuda] [--json FILE] [--tune] [--quick]
+    .venv/bin/python bench/all_reduce.py [--ranks 2 4] [--device cpu|cuda] [--json FILE] [--tune] [--pin]
 
 On the CPU: ours in one and in two stages, and gloo. On CUDA (several ranks on one GPU need MPS and
 TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1): ours and torch's symmetric-memory operators, eager and captured
@@ -53,16 +53,19 @@ def measure(calls: Calls, meet: Callable[[], Any], size: int, repeats: int) -> d
     for repeat in range(repeats + 1):
         for name, call in calls.items():
             meet()
-            begun = time.perf_counter()
             for _ in range(inner):
+                begun = time.perf_counter()
                 call()
-            if repeat:  # the first round warms up
-                spent[name].append((time.perf_counter() - begun) / inner * 1e6)
+                if repeat:  # the first round warms up
+                    spent[name].append((time.perf_counter() - begun) * 1e6)
     return {name: statistics.median(values) for name, values in spent.items()}
 
 
-def on_cpu(mesh: Mesh, sizes: list[int], repeats: int) -> list[str]:
+def on_cpu(mesh: Mesh, sizes: list[int], repeats: int, pin: bool) -> list[str]:
     n, group, rows = mesh.num_ranks, mesh.world, []
+    if pin:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[mesh.rank % len(cores)]})
     with (
         PeerAllReduce.open(group, mesh.watch) as reduce,
         PeerExchange.open(group, mesh.watch) as exchange,
@@ -234,6 +237,9 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument(
+        "--pin", action="store_true", help="each rank on a core of its own, gloo's threads too"
+    )
     parser.add_argument("--quick", action="store_true", help="four sizes only")
     parser.add_argument("--tune", action="store_true", help=f"measure (CPU) and write {DEFAULT_FILE}")
     parser.add_argument("--json", type=Path, help="write rows, checks and machine here")
@@ -246,10 +252,13 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for ranks in args.ranks:
         if args.tune:
-            found = json.loads(run_ranks(ranks, tuned, SIZES, args.repeats, deadline_s=600)[0][0])
-            write_choice(key_of("cpu", ranks, True), Choice(**found))
-        work, device = (on_cpu, "cpu") if args.device == "cpu" else (on_cuda, "cuda:0")
-        rows += json.loads(run_ranks(ranks, work, sizes, args.repeats, deadline_s=600, device=device)[0][0])
+            best = json.loads(run_ranks(ranks, tuned, SIZES, args.repeats, deadline_s=600)[0][0])
+            write_choice(key_of("cpu", ranks, True), Choice(**best))
+        if args.device == "cpu":
+            found = run_ranks(ranks, on_cpu, sizes, args.repeats, args.pin, deadline_s=600)
+        else:
+            found = run_ranks(ranks, on_cuda, sizes, args.repeats, deadline_s=600, device="cuda:0")
+        rows += json.loads(found[0][0])
     if args.device == "cpu":
         print("table:", *table_lines("cpu", True), sep="\n  ")
     checks = checks_of(rows)
