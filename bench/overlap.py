@@ -220,11 +220,9 @@ def report(found: dict[str, Any], file: Path | None) -> int:
         "shadow_ratio": skewed["smart + shadows"] / skewed["smart"],
         "predicted_over_measured_gain": skewed["predicted_gain"] / skewed["measured_gain"],
     }
-    print(
-        f"\nskewed routing at {skewed['rate_mbit']:g} mbit: smart {1e3 * skewed['smart']:.0f} ms, with shadows ",
-        end="",
-    )
-    print(f"{1e3 * skewed['smart + shadows']:.0f} ms; gain predicted {1e3 * skewed['predicted_gain']:.0f} ms")
+    times = {name: 1e3 * skewed[name] for name in ("smart", "smart + shadows", "predicted_gain")}
+    print(f"\nskewed routing at {skewed['rate_mbit']:g} mbit: smart {times['smart']:.0f} ms, ", end="")
+    print(f"with shadows {times['smart + shadows']:.0f} ms; gain predicted {times['predicted_gain']:.0f} ms")
     print(f"shadows (expert, ranks): {skewed['shadows']}\n")
     print("  ".join(f"{name} {value:.2f}" for name, value in checks.items()))
     if file is not None:
