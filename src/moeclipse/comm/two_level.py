@@ -47,6 +47,8 @@ from moeclipse.comm.mesh import Group, Mesh, number_hosts
 from moeclipse.comm.transport import TorchTransport, Transport
 from moeclipse.core.errors import ConfigError
 
+STAGES = 3  # sizes, inside, across
+
 
 def two_level(mesh: Mesh, group: Group, hosts: Sequence[Any] | None = None) -> Transport:
     """Collective over all ranks, made once for each group of the mesh and kept there.
@@ -259,7 +261,8 @@ class Queue:
 
     def _next(self) -> Journey | None:
         for before, journey in zip([None, *self._open], self._open, strict=False):
-            if (before is None or before.launched > journey.launched) and not journey.waits:
+            first = before is None or before.launched > journey.launched
+            if (first or journey.launched == STAGES) and not journey.waits:
                 return journey
         return None
 
