@@ -30,7 +30,7 @@ import numpy as np
 from moeclipse.balance.placement import EMPTY, Placement
 from moeclipse.core.errors import ConfigError
 
-VISITS = 250
+VISITS = 300
 """Visits of replicas that a step can afford: small layers are swept often, large ones twice at least."""
 EXPECTED_SWEEPS = 100
 BEYOND = 1.3
