@@ -78,12 +78,14 @@ def tables(num_ranks: int) -> st.SearchStrategy[list[Counts]]:
 def test_equals_the_direct_exchange(name: str, inline: bool, data: st.DataObject) -> None:
     hosts = LAYOUTS[name]
     drawn = data.draw(tables(len(hosts)))
-    zeros = [[0] * len(hosts)] * len(hosts)
-    assert all(run_ranks(len(hosts), both, hosts, [*drawn, zeros], inline))
+    ranks = range(len(hosts))
+    zeros = [[0 for _ in ranks] for _ in ranks]
+    uneven = [[(3 * source + 5 * peer) % 4 for peer in ranks] for source in ranks]
+    assert all(run_ranks(len(hosts), both, hosts, [*drawn, zeros, uneven], inline))
 
 
 def in_inference_mode(mesh: Mesh) -> list[int]:
-    mesh.hosts = (0, 0, 1, 1)
+    mesh.hosts = (0, 1, 1, 0)
     with torch.inference_mode():
         rows = torch.arange(4) + 10 * mesh.rank
         return two_level(mesh, mesh.experts).all_to_all(rows, [1] * 4, [1] * 4, "test").get().tolist()
