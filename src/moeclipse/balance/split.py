@@ -32,6 +32,10 @@ from moeclipse.core.errors import ConfigError
 
 VISITS = 300
 """Visits of replicas that a step can afford: small layers are swept often, large ones twice at least."""
+MANY_SWEEPS = 5
+LEVEL = 0.004
+"""In large layers, swept less often than that, ranks that differ by this part of the mean count as level."""
+NEAR_FULLEST = 0.3
 EXPECTED_SWEEPS = 100
 BEYOND = 1.3
 """Over-relaxation: with 1 (no further than level) chains of ranks take twice as many sweeps."""
@@ -193,12 +197,15 @@ def pour(
     loads = several_load.tolist()
     jobs = [(i, table.ranks_of[i], float(loads[i])) for i in order if loads[i] > 0]
     mean = sum(level) / len(level)
-    floor, close = good_enough * mean, (good_enough - 1) * mean
+    sweeps = max_sweeps or max(VISITS // len(start), 2)
+    large = max_sweeps is None and sweeps < MANY_SWEEPS
+    floor, close = good_enough * mean, mean * (LEVEL if large else good_enough - 1)
     fullest = max(level)
-    for turn in range(max_sweeps or max(VISITS // len(start), 2)):
+    for turn in range(sweeps):
         if fullest <= floor:
             break
-        sweep(jobs, level, shares, close)
+        # Only the fullest ranks set the pace: where none is near, nothing is won.
+        sweep(jobs, level, shares, close, mean + NEAR_FULLEST * (fullest - mean) if large else 0.0)
         before, fullest = fullest, max(level)
         if turn > 0 and fullest > worth_a_sweep * before:
             break
@@ -210,10 +217,11 @@ def sweep(
     level: list[float],
     shares: list[list[float]],
     close: float = 0.0,
+    low: float = 0.0,
 ) -> None:
     """Let each expert in turn find its level above what the others put on its ranks, and go a little further.
 
-    Experts whose ranks differ by no more than `close` are left as they are.
+    Experts whose ranks differ by no more than `close`, or are all below `low`, are left as they are.
 
     Plain lists: with a handful of replicas each, they are several times faster than array calls.
     """
@@ -221,7 +229,7 @@ def sweep(
         mine = shares[i]
         if len(ranks) == 2:
             a, b = ranks
-            if -close < level[a] - level[b] < close:
+            if -close < level[a] - level[b] < close or (level[a] < low and level[b] < low):
                 continue
             rest_a, rest_b = level[a] - mine[0], level[b] - mine[1]
             y = mine[0] + BEYOND * ((load + rest_b - rest_a) * 0.5 - mine[0])
@@ -230,7 +238,8 @@ def sweep(
             mine[0], mine[1] = y, load - y
             continue
         heights = [level[rank] for rank in ranks]
-        if max(heights) - min(heights) < close:
+        highest = max(heights)
+        if highest < low or highest - min(heights) < close:
             continue
         rest = [height - y for height, y in zip(heights, mine, strict=True)]
         water = (load + sum(rest)) / len(rest)
