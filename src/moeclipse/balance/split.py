@@ -35,7 +35,7 @@ VISITS = 300
 MANY_SWEEPS = 5
 LEVEL = 0.004
 """In large layers, swept less often than that, ranks that differ by this part of the mean count as level."""
-NEAR_FULLEST = 0.3
+NEAR_FULLEST = 0.4
 EXPECTED_SWEEPS = 100
 BEYOND = 1.3
 """Over-relaxation: with 1 (no further than level) chains of ranks take twice as many sweeps."""
