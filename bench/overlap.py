@@ -3,13 +3,15 @@
     .venv/bin/python bench/overlap.py [--json FILE] [--repeats 9]
 
 Four ranks in a network namespace of their own, whose loopback is a slow wire (bench/shaped_network.py):
-there communication costs time but no processor, so that two cores can show what a cluster would. For each
-link rate one process group runs, in turn and interleaved: compute alone (nothing travels), communication
-alone (nothing is computed), the blocking exchange, and the smart one, with given chunks and with a
-granularity chosen from measured costs. A time is that of a whole layer, sizes, forward and backward, of the
-slowest rank; the table shows medians. The bound is max(compute, communication): no schedule can beat it.
+there communication costs time but no processor, so that two cores can show what a cluster would. For several
+link rates and widths of experts one process group runs, in turn and interleaved: compute alone (nothing
+travels), communication alone (nothing is computed), the blocking exchange in which nothing overlaps, our own
+one-unit exchange (weight gradients already hide the last transfer), and the smart one, with given chunks and
+with a granularity chosen from measured costs. A time is that of a whole layer, sizes, forward and
+backward, of the slowest rank; the table shows medians. The bound is max(compute, communication): no schedule
+can beat it.
 
-A second table has skewed routing (Zipf, s = 1.2, 16 experts) and small experts: smart without and with
+A second table has skewed routing (Zipf, s = 1.2, 16 experts, top-2) and small experts: smart without and with
 shadows, and what the policy had predicted.
 """
 
@@ -37,13 +39,16 @@ from moeclipse.comm.exchange import Result
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.layer import MoE
-from moeclipse.moe.routed import Routed, RoutedCall
+from moeclipse.moe.routed import Programs, Routed, RoutedCall
+from moeclipse.schedule.check import verify
+from moeclipse.schedule.smart import smart
 from moeclipse.testing.run_ranks import run_ranks
 
-RANKS, WIDTH, EXPERTS, TOP_K = 4, 512, 16, 2
-EVEN = {"tokens": 384, "hidden": 1024}
-SKEWED = {"tokens": 1024, "hidden": 64}
-ZIPF = 1.2
+RANKS, WIDTH = 4, 512
+TOKENS, FEW_EXPERTS = 640, 4
+POINTS = ((240.0, 4096), (240.0, 2048), (140.0, 2048))
+"""(mbit, hidden width of an expert): communication is about 0.5, 1 and 2 times compute."""
+SKEWED_TOKENS, SKEWED_HIDDEN, MANY_EXPERTS, TOP_K, ZIPF = 1024, 64, 16, 2, 1.2
 SKEWED_RATE = 240.0
 
 
@@ -71,14 +76,28 @@ class NoExperts:
         return None, None
 
 
-def make(mesh: Mesh, hidden: int, **exchange: Any) -> MoE:
-    return MoE(WIDTH, hidden, EXPERTS, gate=GateConfig(top_k=TOP_K), mesh=mesh, exchange=exchange)
+def make(mesh: Mesh, experts: int, hidden: int, **exchange: Any) -> MoE:
+    return MoE(WIDTH, hidden, experts, gate=GateConfig(top_k=1), mesh=mesh, exchange=exchange)
 
 
-def layer_step(moe: MoE, ids: torch.Tensor, *, wire: bool = True, compute: bool = True) -> Callable[[], None]:
+def serial(moe: MoE) -> Programs:
+    """Nothing overlaps: rows out, all compute with the weight gradients, results back."""
+    shape = replace(moe.schedule.shape(), blocking=True)
+    forward, backward = (verify(smart(replace(shape, backward=back))) for back in (False, True))
+    return Programs(forward=forward, backward=backward)
+
+
+def layer_step(
+    moe: MoE,
+    ids: torch.Tensor,
+    *,
+    wire: bool = True,
+    compute: bool = True,
+    programs: Programs | None = None,
+) -> Callable[[], None]:
     """One forward and backward of the routed part with a fixed routing."""
     x = torch.randn(len(ids), WIDTH, requires_grad=True)
-    scores = torch.full(ids.shape, 1.0 / TOP_K, requires_grad=True)
+    scores = torch.full(ids.shape, 1.0 / ids.shape[1], requires_grad=True)
 
     def step() -> None:
         prepared = moe.schedule.prepare(ids, moe.route, moe.experts, moe.mesh, "bench", True)
@@ -87,7 +106,7 @@ def layer_step(moe: MoE, ids: torch.Tensor, *, wire: bool = True, compute: bool 
             plan = replace(plan, route=replace(moe.route, transport=NoWire()))
         call = RoutedCall(
             plan=plan,
-            programs=prepared.programs,
+            programs=programs or prepared.programs,
             experts=moe.experts if compute else NoExperts(),
             shadowed=prepared.shadowed,
         )
@@ -97,12 +116,12 @@ def layer_step(moe: MoE, ids: torch.Tensor, *, wire: bool = True, compute: bool 
     return step
 
 
-def choices(mesh: Mesh, tokens: int, zipf: float = 0.0) -> torch.Tensor:
-    """Random experts of each token, the k-th of them with weight k^-zipf."""
+def choices(mesh: Mesh, tokens: int, experts: int, top_k: int, zipf: float = 0.0) -> torch.Tensor:
+    """Random experts of each token, the k-th of all with weight k^-zipf."""
     generator = torch.Generator().manual_seed(mesh.rank)
-    weight_E = torch.arange(1, EXPERTS + 1, dtype=torch.float64) ** -zipf
-    draw = torch.rand(tokens, EXPERTS, generator=generator, dtype=torch.float64)
-    return (draw.log() / weight_E).topk(TOP_K).indices
+    weight_E = torch.arange(1, experts + 1, dtype=torch.float64) ** -zipf
+    draw = torch.rand(tokens, experts, generator=generator, dtype=torch.float64)
+    return (draw.log() / weight_E).topk(top_k).indices
 
 
 def timed(mesh: Mesh, step: Callable[[], None]) -> float:
@@ -131,31 +150,35 @@ def interleaved(
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def measure_even(mesh: Mesh, rates: list[float], repeats: int) -> list[dict[str, Any]]:
-    ids, hidden = choices(mesh, EVEN["tokens"]), EVEN["hidden"]
+def measure_even(mesh: Mesh, repeats: int) -> list[dict[str, Any]]:
+    ids = choices(mesh, TOKENS, FEW_EXPERTS, 1)
     rows = []
-    for rate in rates:
-        blocking = make(mesh, hidden, schedule="blocking")
-        chosen = make(mesh, hidden, schedule="smart")
+    for rate, hidden in POINTS:
+        blocking = make(mesh, FEW_EXPERTS, hidden, schedule="blocking")
+        chosen = make(mesh, FEW_EXPERTS, hidden, schedule="smart")
         cases = {
             "compute": layer_step(blocking, ids, wire=False),
             "communication": layer_step(blocking, ids, compute=False),
-            "blocking": layer_step(blocking, ids),
+            "blocking": layer_step(blocking, ids, programs=serial(blocking)),
+            "one unit": layer_step(blocking, ids),
         }
         for chunks in (1, 2):
-            moe = make(mesh, hidden, schedule="smart", group_size=1, chunks=chunks)
+            moe = make(mesh, FEW_EXPERTS, hidden, schedule="smart", group_size=1, chunks=chunks)
             cases[f"smart/{chunks}"] = layer_step(moe, ids)
         cases["chosen"] = layer_step(chosen, ids)
         use = interleaved(mesh, cases, rate, repeats)
         report = chosen.schedule.report()
-        rows.append({"rate_mbit": rate, **use, "cut": f"{report['steps']}x{report['chunks']}"})
+        rows.append(
+            {"rate_mbit": rate, "hidden": hidden, **use, "cut": f"{report['steps']}x{report['chunks']}"}
+        )
     return rows
 
 
 def measure_skewed(mesh: Mesh, repeats: int) -> dict[str, Any]:
-    ids, hidden = choices(mesh, SKEWED["tokens"], ZIPF), SKEWED["hidden"]
-    plain = make(mesh, hidden, schedule="smart", group_size=1, chunks=1)
-    lent = make(mesh, hidden, schedule="smart", group_size=1, chunks=1, shadow="auto")
+    ids = choices(mesh, SKEWED_TOKENS, MANY_EXPERTS, TOP_K, ZIPF)
+    settings = {"schedule": "smart", "group_size": 1, "chunks": 1}
+    plain = make(mesh, MANY_EXPERTS, SKEWED_HIDDEN, **settings)
+    lent = make(mesh, MANY_EXPERTS, SKEWED_HIDDEN, shadow="auto", **settings)
     cases = {"smart": layer_step(plain, ids), "smart + shadows": layer_step(lent, ids)}
     found = interleaved(mesh, cases, SKEWED_RATE, repeats)
     plan = lent.schedule.shadow_plan
@@ -170,46 +193,43 @@ def measure_skewed(mesh: Mesh, repeats: int) -> dict[str, Any]:
     }
 
 
-def measure(mesh: Mesh, rates: list[float], repeats: int) -> dict[str, Any]:
+def measure(mesh: Mesh, repeats: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    return {"even": measure_even(mesh, rates, repeats), "skewed": measure_skewed(mesh, repeats)}
+    return {"even": measure_even(mesh, repeats), "skewed": measure_skewed(mesh, repeats)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--rates", type=float, nargs="+", default=[240.0, 180.0, 120.0])
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.inside is None:
-        with tempfile.TemporaryDirectory() as folder, shaped_network(given.rates[0]) as run:
+        with tempfile.TemporaryDirectory() as folder, shaped_network(POINTS[0][0]) as run:
             out = Path(folder) / "rows.json"
-            rates = [str(rate) for rate in given.rates]
-            command = [sys.executable, __file__, "--inside", str(out), "--repeats", str(given.repeats)]
-            code = run([*command, "--rates", *rates]).returncode
+            code = run(
+                [sys.executable, __file__, "--inside", str(out), "--repeats", str(given.repeats)]
+            ).returncode
             if code:
                 return code
             found = json.loads(out.read_text())
         return report(found, given.json)
-    given.inside.write_text(
-        json.dumps(run_ranks(RANKS, measure, given.rates, given.repeats, deadline_s=1800)[0])
-    )
+    given.inside.write_text(json.dumps(run_ranks(RANKS, measure, given.repeats, deadline_s=1800)[0]))
     return 0
 
 
 def report(found: dict[str, Any], file: Path | None) -> int:
     rows, skewed = found["even"], found["skewed"]
-    names = [name for name in rows[0] if name not in ("rate_mbit", "cut")]
+    names = [name for name in rows[0] if name not in ("rate_mbit", "hidden", "cut")]
     print("\n\nmedian ms of one layer, forward and backward; even routing\n")
     print(f"{'mbit':>5} " + " ".join(f"{name:>13}" for name in names) + "  cut smart/bound block/smart")
     ratios = []
     for row in rows:
         bound = max(row["compute"], row["communication"])
-        smart = row["chosen"]
-        ratios.append((row["communication"] / row["compute"], smart / bound, row["blocking"] / smart))
+        chosen = row["chosen"]
+        ratios.append((row["communication"] / row["compute"], chosen / bound, row["blocking"] / chosen))
         cells = " ".join(f"{1e3 * row[name]:13.0f}" for name in names)
-        ends = f"{smart / bound:11.2f} {row['blocking'] / smart:11.2f}"
+        ends = f"{chosen / bound:11.2f} {row['blocking'] / chosen:11.2f}"
         print(f"{row['rate_mbit']:5g} {cells} {row['cut']:>4} {ends}")
     inside = [entry for entry in ratios if 0.5 <= entry[0] <= 2.0] or ratios
     closest = min(ratios, key=lambda entry: abs(entry[0] - 1.0))

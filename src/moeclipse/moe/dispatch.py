@@ -273,20 +273,45 @@ def concatenated(starts: Sequence[int], lengths: Sequence[int], device: torch.de
     return torch.arange(total, device=device) + shift.repeat_interleave(length)
 
 
-def send_pairs(plan: Plan, scores_TK: torch.Tensor) -> Result:
-    """Row places and scores, bit-packed side by side in the scores' own type."""
-    integer = torch.int64 if scores_TK.dtype == torch.float64 else torch.int32
-    places = plan.pair_row_n.to(integer).view(scores_TK.dtype)
-    packed = torch.stack([places, scores_TK.flatten()[plan.pair_place_n]], dim=1)
-    label = f"dispatch of scores, {plan.where}"
-    return plan.route.transport.all_to_all(packed, plan.send_pairs, plan.receive_pairs, label)
+class Pairs:
+    """Where each pair's row is and what its score is: (row_M, score_M) in the order of units and experts.
 
+    Those of rows that stay on this rank are known before anything has arrived, so their unit need not wait.
+    """
 
-def unpack_pairs(plan: Plan, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(row_M, score_M) in the order of units and experts; rows are counted over all that arrive."""
-    integer = torch.int64 if packed.dtype == torch.float64 else torch.int32
-    row_M = packed[:, 0].contiguous().view(integer).to(torch.int64) + plan.row_shift_M
-    return row_M[plan.regroup_M], packed[:, 1][plan.regroup_M]
+    def __init__(self, plan: Plan, scores_TK: torch.Tensor) -> None:
+        self.plan = plan
+        self.integer = torch.int64 if scores_TK.dtype == torch.float64 else torch.int32
+        # Row places and scores travel bit-packed, side by side, in the scores' own type.
+        places = plan.pair_row_n.to(self.integer).view(scores_TK.dtype)
+        packed = torch.stack([places, scores_TK.flatten()[plan.pair_place_n]], dim=1)
+        me = plan.route.group.index
+        first = sum(plan.send_pairs[:me])
+        self._own = packed[first : first + plan.send_pairs[me]]
+        label = f"dispatch of scores, {plan.where}"
+        self._result = plan.route.transport.all_to_all(packed, plan.send_pairs, plan.receive_pairs, label)
+        self._all: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def of(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pairs of one unit; rows are counted over all that arrive."""
+        if unit.local and self._all is None:
+            plan = self.plan
+            arrival = plan.regroup_M[unit.pairs]
+            start = sum(plan.receive_pairs[: plan.route.group.index])
+            return self._unpack(self._own[arrival - start], plan.row_shift_M[arrival])
+        row_M, score_M = self.all()
+        return row_M[unit.pairs], score_M[unit.pairs]
+
+    def all(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._all is None:
+            regroup_M = self.plan.regroup_M
+            packed = self._result.get()[regroup_M]
+            self._all = self._unpack(packed, self.plan.row_shift_M[regroup_M])
+        return self._all
+
+    def _unpack(self, packed: torch.Tensor, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        row = packed[:, 0].contiguous().view(self.integer).to(torch.int64) + shift
+        return row, packed[:, 1]
 
 
 def return_score_grads(plan: Plan, d_score_M: torch.Tensor) -> Result:

@@ -21,8 +21,9 @@ from moeclipse.moe.dispatch import Route
 from moeclipse.moe.experts import Experts
 from moeclipse.tensor.weight_grad import main_grad_dtype
 
-REPEATS = 3
-ROWS = (16, 256)
+REPEATS = 5
+ROWS = (4, 96)
+"""For each expert of a rank."""
 BYTES = (16 << 10, 256 << 10)
 
 
@@ -33,6 +34,7 @@ class Probe:
     row_forward: float
     row_backward: float
     kernel: float
+    """Of all experts of a rank, however few their rows: reading weights, launching."""
     latency: float
     bandwidth: float
     """Of each rank while all send to all."""
@@ -76,14 +78,15 @@ class Probe:
 def measure(experts: Experts, route: Route, mesh: Mesh) -> Probe:
     """Collective over the ranks of `route`."""
     few, many = (_expert_seconds(experts, rows, mesh) for rows in ROWS)
-    slope = [max(b - a, 0.0) / (ROWS[1] - ROWS[0]) for a, b in zip(few, many, strict=True)]
+    more = max(len(experts.ids), 1) * (ROWS[1] - ROWS[0])
+    slope = [max(b - a, 0.0) / more for a, b in zip(few, many, strict=True)]
     small, large = (_wire_seconds(route, mesh, size, everyone=True) for size in BYTES)
     pair = _wire_seconds(route, mesh, BYTES[1], everyone=False)
     sent = BYTES[1] - BYTES[0]
     bandwidth = (route.group.size - 1) * sent / max(large - small, 1e-7)
     weight = experts.up
     size = weight[0].numel() + experts.down[0].numel() if len(weight) else 0
-    mine = [slope[0], slope[1], max(few[0] - ROWS[0] * slope[0], 0.0), float(size)]
+    mine = [slope[0], slope[1], max(few[0] - len(experts.ids) * ROWS[0] * slope[0], 0.0), float(size)]
     everyone = mesh.gather_objects(mine)
     forward, backward, kernel, _ = (sum(column) / len(everyone) for column in zip(*everyone, strict=True))
     parameters = max(entry[3] for entry in everyone)
@@ -115,12 +118,12 @@ def _clock(work: Callable[[], None], device: torch.device) -> float:
 
 
 def _expert_seconds(experts: Experts, rows: int, mesh: Mesh) -> tuple[float, float]:
-    """(forward, backward) of `rows` rows through one expert, weight gradient included."""
+    """(forward, backward) of `rows` rows through each expert, weight gradients included."""
     if not experts.ids:
         return 0.0, 0.0
     weight = experts.up
-    x = weight.new_ones(rows, weight.shape[2])
-    counts = [rows] + [0] * (len(experts.ids) - 1)
+    x = weight.new_ones(rows * len(experts.ids), weight.shape[2])
+    counts = [rows] * len(experts.ids)
     sums = [torch.zeros_like(p, dtype=main_grad_dtype(p.dtype)) for p in (experts.up, experts.down)]
     with torch.no_grad():
         y, saved = experts.forward(x, counts)

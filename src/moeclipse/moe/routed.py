@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from moeclipse.comm.exchange import Result
 from moeclipse.comm.execute import Transfer, execute
-from moeclipse.moe.dispatch import Plan, Unit, return_score_grads, send_pairs, unpack_pairs
+from moeclipse.moe.dispatch import Pairs, Plan, Unit, return_score_grads
 from moeclipse.moe.fused import FusedExperts
 from moeclipse.moe.shadow import Shadowed
 from moeclipse.moe.structure import Structure
@@ -72,10 +72,9 @@ class Forward:
 
     def run(self, verified: Verified) -> torch.Tensor:
         plan = self.plan
-        self.pairs = send_pairs(plan, self.scores_TK)
+        self.pairs = Pairs(plan, self.scores_TK)
         self.arrived = [rows.new_empty((plan.num_arriving, *rows.shape[1:])) for rows in self.rows]
         self.back_NO = self.rows[0].new_empty(len(self.rows[0]), self.experts.out_width)
-        self.row_M: torch.Tensor | None = None
         execute(verified, plan.route.group.index, self.op)
         out_TO = plan.sum_tokens(self.back_NO)
         self.arrived = self.rows = []  # what backward needs of them is in `saved`
@@ -99,9 +98,7 @@ class Forward:
         return None
 
     def compute(self, key: Key, unit: Unit) -> None:
-        if self.row_M is None:
-            self.row_M, self.score_M = unpack_pairs(self.plan, self.pairs.get())
-        row_M, score_M = self.row_M[unit.pairs], self.score_M[unit.pairs]
+        row_M, score_M = self.pairs.of(unit)
         if self.fused is not None:
             rows, index_M = self.arrived[0][unit.arriving], row_M - unit.arriving.start
             self.partial_RO, self.saved[key] = self.fused.forward(rows, index_M, unit.counts, score_M)
@@ -134,7 +131,7 @@ class Backward:
         """(gradients of the inputs, d_scores_TK); those of the weights are in `weight_grads`."""
         plan, done, shadowed = self.plan, self.done, self.done.shadowed
         self.arrived_RO = self.d_rows_NO.new_empty(plan.num_arriving, self.d_rows_NO.shape[1])
-        self.d_score_M = torch.empty_like(done.score_M)
+        self.d_score_M = torch.empty_like(done.pairs.all()[1])
         execute(verified, plan.route.group.index, self.op)
         d_scores_TK = torch.zeros_like(done.scores_TK)
         d_scores_TK.view(-1)[plan.pair_place_n] = self.d_scores.get()
@@ -182,7 +179,6 @@ class Backward:
 
     def compute(self, key: Key, unit: Unit) -> None:
         done = self.done
-        assert done.row_M is not None
         if done.fused is not None:
             rows = self.arrived_RO[unit.arriving]
             d_rows, d_score_M, pending = done.fused.dgrad(rows, done.saved.pop(key))
@@ -190,7 +186,7 @@ class Backward:
             self.partial = [d_rows]
             self.pending.append(pending)
             return
-        row_M, score_M = done.row_M[unit.pairs], done.score_M[unit.pairs]
+        row_M, score_M = done.pairs.of(unit)
         y_MO = done.y.pop(key)
         d_pair_MO = self.arrived_RO[row_M]
         wide = score_M.dtype

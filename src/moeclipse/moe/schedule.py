@@ -149,6 +149,27 @@ class ExchangeSchedule:
         table = gather(route.lane, route.group, mine, f"exchange of counts, {where}").to_host()
         return np.array(table, dtype=np.int64)
 
+    def _counts_and_rows(
+        self, ids_TK: torch.Tensor, route: Route, where: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Pairs of each rank for each expert, and the rows that travel for them.
+
+        A token's vector goes to a rank once, however many of its experts live there. The row counts for the
+        least wanted of them: busy experts are lent first, so it is saved when that one is lent, too.
+        """
+        num_experts = route.placement.num_experts
+        used_TK, known_TK = ids_TK >= 0, ids_TK.clamp(min=0)
+        ranks_TK = torch.where(used_TK, route.rank_of_E[known_TK], -1)
+        pairs_E = torch.bincount(ids_TK.flatten() + 1, minlength=num_experts + 1)[1:]
+        wanted_TK = pairs_E[known_TK] * num_experts - known_TK  # no two experts are wanted alike
+        together_TKK = ranks_TK[:, :, None] == ranks_TK[:, None, :]
+        rarer_TKK = together_TKK & (wanted_TK[:, None, :] < wanted_TK[:, :, None])
+        counts_TK = used_TK & ~rarer_TKK.any(2)
+        rows_E = torch.bincount(known_TK[counts_TK], minlength=num_experts)
+        mine = torch.stack([pairs_E, rows_E])
+        table = np.array(gather(route.lane, route.group, mine, f"exchange of counts, {where}").to_host())
+        return table[:, 0], table[:, 1]
+
     def _lend(self, ids_TK: torch.Tensor, route: Route, where: str) -> tuple[Lending | None, np.ndarray]:
         """Who borrows what in this call; None where nobody does."""
         wanted, nobody = self.config.shadow, np.empty((0, 0))
@@ -159,12 +180,15 @@ class ExchangeSchedule:
             or (wanted == "auto" and self.probe is None)
         ):
             return None, nobody
-        counts_PE = self._counts(ids_TK, route, where)
+        counts_PE, rows_PE = self._counts_and_rows(ids_TK, route, where)
         if wanted == "auto":
             assert self.probe is not None
-            overlap = 0.0 if self.config.schedule == "blocking" else 1.0
-            costs = self.probe.shadow_costs(overlap=overlap)
-            self.shadow_plan = choose_shadows(counts_PE, route.placement, costs)
+            costs = self.probe.shadow_costs(overlap=0.0 if self.config.schedule == "blocking" else 1.0)
+            pairs = float(counts_PE.sum()) / max(float(rows_PE.sum()), 1.0)
+            costs = replace(
+                costs, row_forward=pairs * costs.row_forward, row_backward=pairs * costs.row_backward
+            )
+            self.shadow_plan = choose_shadows(rows_PE, route.placement, costs)
         else:
             self.shadow_plan = forced_shadows(counts_PE, route.placement, FREE, wanted)
         shadows = self.shadow_plan.shadows
