@@ -159,7 +159,10 @@ def curve(mesh: Mesh, config: TrainConfig, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("model", ["softmax", "latent", "gshard"])
-@pytest.mark.parametrize(("dp", "ep"), [(2, 1), (1, 2), (2, 2), (1, 4)])
+@pytest.mark.parametrize(
+    ("dp", "ep"),
+    [(1, 2), (2, 2), *(pytest.param(*other, marks=pytest.mark.full) for other in ((2, 1), (1, 4)))],
+)
 def test_loss_curves_of_20_steps_agree(model: str, dp: int, ep: int, corpus: str) -> None:
     config = configure(corpus, **MODELS[model])
     expected = torch.tensor(run_alone(curve, config, 20), dtype=torch.float64)
