@@ -45,6 +45,18 @@ def test_one_host_has_one_clock() -> None:
     assert run_ranks(2, lambda mesh: mesh.clock_offset()) == [(0.0, 0.0)] * 2
 
 
+def offset_between_hosts(mesh: Mesh) -> tuple[float, float]:
+    mesh.hosts = (0, 1)  # two hosts, as far as the mesh knows
+    return mesh.clock_offset()
+
+
+def test_clocks_of_two_hosts_are_compared() -> None:
+    for offset, error in run_ranks(2, offset_between_hosts):
+        assert abs(offset) < 0.5, "in truth both read one clock"
+        assert 0 <= error < 0.5
+    assert run_ranks(2, offset_between_hosts)[0][0] == 0.0, "rank 0 is the one that all speak in"
+
+
 def start_stop_start(rank: int, folder: str) -> float:
     """Three lives of one process over one store; the second has other groups than the first."""
     store = dist.FileStore(f"{folder}/store", 2)

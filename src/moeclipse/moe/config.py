@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-GATES = ("softmax", "sigmoid", "switch", "gshard", "noisy")
-
 
 @dataclass(frozen=True, kw_only=True)
 class GateConfig:

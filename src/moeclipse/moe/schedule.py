@@ -25,12 +25,13 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.dispatch import Plan, Route, plan_dispatch
 from moeclipse.moe.experts import Experts
+from moeclipse.moe.gates import count_experts
 from moeclipse.moe.probe import Probe, measure
 from moeclipse.moe.routed import Programs, Stopwatch
 from moeclipse.moe.shadow import Lending, Shadowed, keep_borrowed
 from moeclipse.plan.search import choose_exchange
 from moeclipse.schedule.check import verify
-from moeclipse.schedule.shape import ExchangeShape, Shadow
+from moeclipse.schedule.shape import ExchangeShape, Shadow, even_groups
 from moeclipse.schedule.smart import exchange_shape, smart
 
 Groups = tuple[tuple[int, ...], ...]
@@ -144,8 +145,7 @@ class ExchangeSchedule:
 
     def _counts(self, ids_TK: torch.Tensor, route: Route, where: str) -> np.ndarray:
         """Rows of each rank for each expert."""
-        num_experts = route.placement.num_experts
-        mine = torch.bincount(ids_TK.flatten() + 1, minlength=num_experts + 1)[1:]
+        mine = count_experts(ids_TK, route.placement.num_experts)
         table = gather(route.lane, route.group, mine, f"exchange of counts, {where}").to_host()
         return np.array(table, dtype=np.int64)
 
@@ -160,7 +160,7 @@ class ExchangeSchedule:
         num_experts = route.placement.num_experts
         used_TK, known_TK = ids_TK >= 0, ids_TK.clamp(min=0)
         ranks_TK = torch.where(used_TK, route.rank_of_E[known_TK], -1)
-        pairs_E = torch.bincount(ids_TK.flatten() + 1, minlength=num_experts + 1)[1:]
+        pairs_E = count_experts(ids_TK, num_experts)
         wanted_TK = pairs_E[known_TK] * num_experts - known_TK  # no two experts are wanted alike
         together_TKK = ranks_TK[:, :, None] == ranks_TK[:, None, :]
         rarer_TKK = together_TKK & (wanted_TK[:, None, :] < wanted_TK[:, :, None])
@@ -263,7 +263,7 @@ def start_groups(
     if schedule == "blocking":
         return (tuple(ranks),)
     if size != "auto":
-        return tuple(tuple(ranks[first : first + size]) for first in range(0, len(ranks), size))
+        return even_groups(len(ranks), size)
     if len(set(hosts)) > 1:
         return tuple(tuple(rank for rank in ranks if hosts[rank] == host) for host in dict.fromkeys(hosts))
-    return tuple((rank,) for rank in ranks)
+    return even_groups(len(ranks), 1)

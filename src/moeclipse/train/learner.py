@@ -55,6 +55,7 @@ class Learner:
         self.optim = AdamW(self.buckets, config.optim)
         self.layers = [layer for _, layer in moe_layers(self.model)]
         self.bad_steps = 0
+        self.clock_s, self.clock_error_s = mesh.clock_offset()
 
     @property
     def tokens_per_step(self) -> int:
@@ -112,7 +113,7 @@ class Learner:
                     layer.gate.rebalance(load[index])
         stamps = recorder.end_step()
         self._judge(step, skipped, loss, norm)
-        per_rank = gather_splits(split_of(stamps, mesh), mesh)
+        per_rank = gather_splits(split_of(stamps, mesh, self.clock_s), mesh)
         times = mean_times(per_rank)
         return {
             "step": step,

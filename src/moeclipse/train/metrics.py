@@ -23,11 +23,14 @@ from moeclipse.report.intervals import StepSplit, Transfer, split_step
 TIMES = ("step", "compute", "exposed", "straggle", "idle", "comm")
 
 
-def split_of(stamps: StepStamps, mesh: Mesh) -> StepSplit:
-    """This rank's step, after asking its peers when they launched each transfer."""
+def split_of(stamps: StepStamps, mesh: Mesh, clock_s: float = 0.0) -> StepSplit:
+    """This rank's step, after asking its peers when they launched each transfer.
+
+    Hosts have clocks of their own: `clock_s` leads from this rank's to the one that all of them speak in.
+    """
     launches: dict[str, list[float]] = defaultdict(list)
     for group_name, _, launched, _ in stamps.moves:
-        launches[group_name].append(launched)
+        launches[group_name].append(launched + clock_s)
     last: dict[str, list[float]] = {}
     for group in mesh.groups:
         mine = launches.get(group.name)
@@ -38,7 +41,7 @@ def split_of(stamps: StepStamps, mesh: Mesh) -> StepSplit:
     counted: dict[str, int] = defaultdict(int)
     transfers = []
     for group_name, label, launched, done in stamps.moves:
-        latest = last[group_name][counted[group_name]]
+        latest = last[group_name][counted[group_name]] - clock_s
         counted[group_name] += 1
         transfers.append(Transfer(label=label, launched=launched, last_launched=latest, done=done))
     return split_step(stamps.window, compute=stamps.compute, waits=stamps.waits, transfers=transfers)

@@ -65,9 +65,8 @@ def train(config: TrainConfig, *, resume: str = "off", observer: Observer | None
     try:
         tp = config.parallel.tp
         mesh = Mesh(dp=dp, ep=ep, tp=tp, rank=place.rank, device=device, watch=watch)
-        quiet = place.rank != 0 or observer is None
-        run = Run(config, mesh, Silence() if quiet or observer is None else observer)
-        return run.whole(resume)
+        watching = observer if observer is not None and place.rank == 0 else Silence()
+        return Run(config, mesh, watching).whole(resume)
     except BaseException as error:
         text = str(error) if isinstance(error, MoEclipseError) else f"{type(error).__name__}: {error}"
         watch.publish(text)
@@ -109,6 +108,7 @@ class Run:
         extra = {
             "unigram_entropy": learner.corpus.unigram_entropy(),
             "checkpoint": str(path) if path else None,
+            "clock_error_ms": 1e3 * learner.clock_error_s,
             "exchange": [layer.schedule.report() for layer in learner.layers],
         }
         summary = metrics.summary(extra)
