@@ -9,7 +9,10 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Mesh axes: `tp` ranks read the same tokens and share dense weights, `ep` of these share the experts."""
+    """Mesh axes: `tp` ranks read the same tokens and share dense weights, `ep` of these share the experts.
+
+    `pp` times as many ranks hold the layers in turn.
+    """
 
     dp: int | Literal["auto"] = "auto"
     """Copies of the expert set; auto: what the ranks leave after ep."""
@@ -17,6 +20,8 @@ class ParallelConfig:
     """Ranks that share the experts; auto: as many as possible."""
     tp: int = 1
     """Ranks that share each dense weight matrix (tensor parallel)."""
+    pp: int = 1
+    """Ranks that hold the layers in turn (pipeline parallel); see `pipeline.schedule`."""
     sequence_parallel: bool = True
     """With tp: between matrices each rank keeps its part of the tokens, not all of them."""
     async_all_reduce: Literal["auto", "on", "off"] = "auto"
@@ -31,8 +36,9 @@ class ParallelConfig:
             size = getattr(self, axis)
             if size != "auto" and size < 1:
                 yield f'parallel.{axis} ({size}) must be at least 1, or "auto"'
-        if self.tp < 1:
-            yield f"parallel.tp ({self.tp}) must be at least 1"
+        for axis in ("tp", "pp"):
+            if getattr(self, axis) < 1:
+                yield f"parallel.{axis} ({getattr(self, axis)}) must be at least 1"
         if self.tp > 1 and self.sequence_parallel and self.async_all_reduce == "on":
             yield (
                 "parallel.async_all_reduce = 'on' needs parallel.sequence_parallel = false: with sequence "
@@ -46,25 +52,23 @@ class ParallelConfig:
         self, num_ranks: int, num_experts: int, expert_tp: Literal["folded", "sharded"] = "folded"
     ) -> tuple[int, int]:
         """(dp, ep) for this many ranks; raises ValueError with the choices there are."""
-        divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
-        if num_ranks % self.tp:
-            raise ValueError(
-                f"parallel.tp ({self.tp}) must divide the number of ranks ({num_ranks}); "
-                f"choose {', '.join(map(str, divisors))}"
-            )
-        blocks = num_ranks // self.tp
-        what = f"the number of ranks ({num_ranks})"
-        if self.tp > 1:
-            what = f"the number of ranks over parallel.tp ({blocks})"
-            divisors = [n for n in divisors if blocks % n == 0]
-        choices = ", ".join(map(str, divisors))
+        blocks, name = num_ranks, "the number of ranks"
+        for axis in ("pp", "tp"):
+            size = getattr(self, axis)
+            if blocks % size:
+                raise ValueError(
+                    f"parallel.{axis} ({size}) must divide {name} ({blocks}); choose {listed_divisors(blocks)}"
+                )
+            blocks //= size
+            name += f" over parallel.{axis}" if size > 1 else ""
+        what, choices = f"{name} ({blocks})", listed_divisors(blocks)
         folds = self.tp if expert_tp == "folded" else 1
         if self.ep != "auto":
             ep = self.ep
         elif self.dp != "auto":
             ep = max(blocks // self.dp, 1)
         else:
-            ep = max(n for n in divisors if n == 1 or n * folds <= num_experts)
+            ep = max(n for n in divisors(blocks) if n == 1 or n * folds <= num_experts)
         dp = max(blocks // ep, 1) if self.dp == "auto" else self.dp
         if blocks % ep:
             raise ValueError(f"parallel.ep ({ep}) must divide {what}; choose {choices}")
@@ -82,3 +86,11 @@ class ParallelConfig:
                 f"a rank without experts would only wait{hint}"
             )
         return dp, ep
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def listed_divisors(number: int) -> str:
+    return ", ".join(map(str, divisors(number)))

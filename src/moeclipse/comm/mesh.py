@@ -1,17 +1,20 @@
 """Ranks, their axes and groups, and how they start and stop.
 
-Ranks are numbered with tp running fastest, then ep, then dp:
+Ranks are numbered with tp running fastest, then ep, then dp, then pp:
 
-    rank = (dp_index * ep + ep_index) * tp + tp_index        data_index = rank // tp
+    rank = ((pp_index * dp + dp_index) * ep + ep_index) * tp + tp_index
 
-The tp ranks of one `tensor` group read the same tokens and hold cuts of the same dense weights; every data
-index reads its own tokens. A mesh of one rank has no process group at all; whatever would communicate is
-skipped. All ranks create all groups in one order:
+The ranks of one pp_index hold the same layers; the tp ranks of one `tensor` group read the same tokens and
+hold cuts of the same dense weights; every data index reads its own tokens. A mesh of one rank has no process
+group at all; whatever would communicate is skipped. All ranks create all groups in one order; but for the
+first and the last, all lie inside one pp_index:
 
-    world          all ranks                              dense_grads   the same, for gradients
+    world          all ranks
+    stage          one pp_index: dp x ep x tp ranks       dense_grads   the same, for gradients
     tensor         one data index: tp ranks               data          one tp_index: dp x ep ranks
     experts        one dp_index: ep x tp ranks            cut_grads     the same as data, for gradients
     shard_experts  one dp_index, one tp_index: ep ranks   replicas      one ep_index and tp_index: dp ranks
+    pipes          one place in a stage: pp ranks, four times over (`pipe`)
 
 `start` joins what torchrun (or our launcher) set up. Its store is prefixed by the attempt, because a
 restarted rank would otherwise read the address of its dead predecessor, and by the number of starts in
@@ -65,15 +68,18 @@ class Mesh:
         dp: int,
         ep: int,
         tp: int = 1,
+        pp: int = 1,
         rank: int,
         device: torch.device,
         watch: Watch,
         hosts: Sequence[Any] | None = None,
     ) -> None:
         """`hosts` names the host of each rank, alike on all ranks; left out, the machines are asked."""
-        self.dp, self.ep, self.tp = dp, ep, tp
-        self.rank, self.num_ranks = rank, dp * ep * tp
-        self.data_index, self.tp_index = divmod(rank, tp)
+        self.dp, self.ep, self.tp, self.pp = dp, ep, tp, pp
+        per_stage = dp * ep * tp
+        self.rank, self.num_ranks = rank, per_stage * pp
+        self.pp_index, place = divmod(rank, per_stage)
+        self.data_index, self.tp_index = divmod(place, tp)
         self.dp_index, self.ep_index = divmod(self.data_index, ep)
         self.num_data = dp * ep
         self.device, self.watch = device, watch
@@ -85,31 +91,49 @@ class Mesh:
             self.hosts = number_hosts(hosts, self.num_ranks)
         self.partitions: dict[str, list[tuple[int, ...]]] = {}
         self._kept: dict[str, Any] = {}
-        everyone = [tuple(range(self.num_ranks))]
-        block = ep * tp
-        rows = [tuple(range(d * block, (d + 1) * block)) for d in range(dp)]
-        columns = [tuple(range(e, self.num_ranks, block)) for e in range(block)]
-        # Gradient reductions run beside everything else, so they have communicators of their own.
-        self.world = self.new_group("world", everyone)
+        self._make_groups(per_stage)
+
+    def _make_groups(self, per_stage: int) -> None:
+        dp, tp, block = self.dp, self.tp, self.ep * self.tp
+        starts = range(0, self.num_ranks, per_stage)
+        stages = [tuple(range(first, first + per_stage)) for first in starts]
+        rows = [stage[d * block : (d + 1) * block] for stage in stages for d in range(dp)]
+        columns = [stage[e::block] for stage in stages for e in range(block)]
+        self.world = self.new_group("world", [tuple(range(self.num_ranks))])
+        self.stage = self.world if self.pp == 1 else self.new_group("stage", stages)
         self.experts = self.new_group("experts", rows)
-        self.dense_grads = self.new_group("dense_grads", everyone)
+        # Gradient reductions run beside everything else, so they have communicators of their own.
+        self.dense_grads = self.new_group("dense_grads", stages)
         self.replicas = self.new_group("replicas", columns)
-        self.data, self.cut_grads, self.shard_experts = self.world, self.dense_grads, self.experts
-        blocks = [tuple(range(k * tp, (k + 1) * tp)) for k in range(self.num_data)]
+        self.data, self.cut_grads, self.shard_experts = self.stage, self.dense_grads, self.experts
+        blocks = [tuple(range(k, k + tp)) for k in range(0, self.num_ranks, tp)]
         self.tensor = self.new_group("tensor", blocks)
         if tp > 1:
-            strides = [tuple(range(t, self.num_ranks, tp)) for t in range(tp)]
+            strides = [stage[t::tp] for stage in stages for t in range(tp)]
             self.data = self.new_group("data", strides)
             self.cut_grads = self.new_group("cut_grads", strides)
             self.shard_experts = self.new_group(
                 "shard_experts", [row[t::tp] for row in rows for t in range(tp)]
             )
+        # One communicator for each direction and each of F and B: a posted receive never blocks a send.
+        self._pipes: dict[tuple[str, bool], Group] = {}
+        if self.pp > 1:
+            lines = [tuple(range(place, self.num_ranks, per_stage)) for place in range(per_stage)]
+            for letter in ("F", "B"):
+                for up in (True, False):
+                    name = f"pipe.{letter}.{'up' if up else 'down'}"
+                    self._pipes[letter, up] = self.new_group(name, lines)
+
+    def pipe(self, letter: str, source: int, target: int) -> Group:
+        """The communicator of activations ("F") or gradients ("B") from pp_index `source` to `target`."""
+        return self._pipes[letter, source < target]
 
     @property
     def groups(self) -> list[Group]:
         """Every group this rank is a member of, each once."""
-        groups = (self.world, self.experts, self.dense_grads, self.replicas, self.data, self.cut_grads)
-        return list({group.name: group for group in (*groups, self.tensor, self.shard_experts)}.values())
+        groups = (self.world, self.stage, self.experts, self.dense_grads, self.replicas, self.data)
+        groups += (self.cut_grads, self.tensor, self.shard_experts)
+        return list({group.name: group for group in groups}.values())
 
     @classmethod
     def single(cls, device: str | torch.device = "cpu") -> Mesh:
@@ -124,27 +148,29 @@ class Mesh:
         dp: int = 1,
         ep: int = 1,
         tp: int = 1,
+        pp: int = 1,
         device: str | torch.device = "cpu",
         deadline_s: float = 60.0,
         hosts: Sequence[Any] | None = None,
     ) -> Mesh:
         """Over the process group that torch.distributed already has (a user's own set-up)."""
-        num_ranks = dp * ep * tp
+        num_ranks = dp * ep * tp * pp
         if not dist.is_initialized():
             if num_ranks == 1:
                 return cls.single(device)
             raise CommError(
-                f"Mesh.of_world(dp={dp}, ep={ep}, tp={tp}) needs torch.distributed; "
+                f"Mesh.of_world(dp={dp}, ep={ep}, tp={tp}, pp={pp}) needs torch.distributed; "
                 "call init_process_group first"
             )
         if num_ranks != dist.get_world_size():
             raise ConfigError(
-                f"dp ({dp}) x ep ({ep}) x tp ({tp}) must equal the number of ranks ({dist.get_world_size()})"
+                f"dp ({dp}) x ep ({ep}) x tp ({tp}) x pp ({pp}) must equal the number of ranks "
+                f"({dist.get_world_size()})"
             )
         store = dist.PrefixStore("moeclipse", dist.distributed_c10d._get_default_store())
         watch = Watch(store=store, rank=dist.get_rank(), num_ranks=num_ranks, deadline_s=deadline_s)
         where: dict[str, Any] = {"rank": dist.get_rank(), "device": torch.device(device), "hosts": hosts}
-        return cls(dp=dp, ep=ep, tp=tp, watch=watch, **where)
+        return cls(dp=dp, ep=ep, tp=tp, pp=pp, watch=watch, **where)
 
     def new_group(self, name: str, members: list[tuple[int, ...]], *, backend: str | None = None) -> Group:
         """This rank's group in a partition of all ranks. All ranks enter, also those that are alone in it."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
@@ -36,7 +37,7 @@ from moeclipse.moe.gates import Gate
 from moeclipse.moe.losses import balance_loss, z_loss
 from moeclipse.moe.routed import Routed, RoutedCall
 from moeclipse.moe.routing import Routing
-from moeclipse.moe.schedule import ExchangeSchedule
+from moeclipse.moe.schedule import ExchangeSchedule, Loads
 from moeclipse.moe.structure import Inputs, Structure
 from moeclipse.moe.tokens import Tokens
 from moeclipse.moe.topology import near_experts
@@ -69,6 +70,7 @@ class MoE(nn.Module):
         exchange: Mapping[str, Any] | None = None,
         expert_tp: Literal["folded", "sharded"] = "folded",
         mesh: Mesh | None = None,
+        placement: Placement | None = None,
         layer: int = 0,
         seed: int = 0,
         init_std: float = 0.02,
@@ -76,6 +78,7 @@ class MoE(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        """`placement`: which rank of the expert group holds which experts; left out: each its equal part."""
         super().__init__()
         gate = gate or GateConfig(top_k=top_k)
         config = MoEConfig(
@@ -84,13 +87,13 @@ class MoE(nn.Module):
         self.mesh = mesh or Mesh.single(device or "cpu")
         self.sharded = expert_tp == "sharded" and self.mesh.tp > 1
         group = self.mesh.shard_experts if self.sharded else self.mesh.experts
-        check(config, gate, self.mesh, group)
+        check(config, gate, self.mesh, group, placement)
         self.layer, self.num_experts, self.calls = layer, num_experts, 0
         device = device or self.mesh.device
         shape: dict[str, Any] = {"d_model": d_model, "layer": layer, "seed": seed, "init_std": init_std}
         shape |= {"device": device, "dtype": dtype}
         self.gate = Gate(gate, num_experts=num_experts, **shape)
-        placement = self._place(config, group, device)
+        placement = self._place(config, group, device, placement)
         shape["shard"] = (self.mesh.tp_index, self.mesh.tp) if self.sharded else (0, 1)
         ids = placement.slots[group.index]
         self.experts: Any = (
@@ -111,15 +114,25 @@ class MoE(nn.Module):
     load_E: torch.Tensor
     """Tokens of this rank that wanted each expert since the last optimizer step."""
 
-    def _place(self, config: MoEConfig, group: Group, device: torch.device) -> Placement:
+    def _place(
+        self, config: MoEConfig, group: Group, device: torch.device, placement: Placement | None
+    ) -> Placement:
         """Which rank holds which expert, and how rows get there."""
-        placement = Placement.contiguous(self.num_experts, group.size)
+        placement = placement or Placement.contiguous(self.num_experts, group.size)
         self.gate.near_E = near_experts(self.mesh, group, placement, device, sharded=self.sharded)
         transport = two_level(self.mesh, group) if config.transport == "two_level" else None
         self.route = Route.of(placement, group, self.mesh.a2a, device, transport)
         hosts = self.mesh.hosts
         self.schedule = ExchangeSchedule(config, tuple(hosts[rank] for rank in group.ranks))
         return placement
+
+    def move_to(self, placement: Placement, expected_E: np.ndarray | None = None) -> None:
+        """Route rows by another placement from now on; whoever calls this has moved the weights."""
+        self.route = self.route.moved(placement, expected_E)
+        group = self.route.group
+        self.experts.ids = placement.slots[group.index]
+        device = self.route.rank_of_E.device
+        self.gate.near_E = near_experts(self.mesh, group, placement, device, sharded=self.sharded)
 
     def forward(self, x: Inputs) -> torch.Tensor:
         """A tensor [..., d_model], or a tuple or dict of tensors of which the first is [tokens, d_model]."""
@@ -135,7 +148,7 @@ class MoE(nn.Module):
     @property
     def token_group(self) -> Group:
         """The ranks that have different tokens."""
-        return self.mesh.data if self.sharded else self.mesh.world
+        return self.mesh.data if self.sharded else self.mesh.stage
 
     def run(self, x: Inputs, tokens: Tokens) -> tuple[torch.Tensor, MoEReport]:
         """The layer on this rank's part of a global microbatch.
@@ -149,7 +162,7 @@ class MoE(nn.Module):
         x_TD = inputs[0]
         routing = self.gate(x_TD, tokens)
         load = total(self.mesh.a2a, tokens.group, routing.load_E, f"sum of expert loads, {where}")
-        y_TD = self._routed(routing, structure, inputs, where)
+        y_TD = self._routed(routing, structure, inputs, where, Loads(load, tokens.group))
         if self.shared is not None:
             y_TD = y_TD + _Shared.apply(x_TD, self.shared, self.shared.up, self.shared.down)
         aux = config.balance_loss * balance_loss(routing, load.get(), tokens.total)
@@ -165,18 +178,24 @@ class MoE(nn.Module):
         return y_TD, MoEReport(aux_loss=aux, load_E=load_E, num_dropped=num_dropped)
 
     def _routed(
-        self, routing: Routing, structure: Structure, inputs: tuple[torch.Tensor, ...], where: str
+        self,
+        routing: Routing,
+        structure: Structure,
+        inputs: tuple[torch.Tensor, ...],
+        where: str,
+        loads: Loads | None = None,
     ) -> torch.Tensor:
         """Dispatch, experts and combine; on one rank with kernels, all of it without a word to the host."""
         experts, padded = self.experts, self.gate.config.overflow == "pad"
         fused = not padded and (fits(experts, inputs) if self.fused is None else self.fused)
-        if fused and self.route.group.size == 1 and not experts.wgrads.deferring:
+        in_order = experts.ids == tuple(range(self.num_experts))
+        if fused and in_order and self.route.group.size == 1 and not experts.wgrads.deferring:
             up, down = (getattr(weight, "main_grad", None) for weight in experts.weights)
             into = None if up is None or down is None else (up, down)
             choices = (routing.scores_TK, routing.expert_ids_TK)
             return routed_experts(inputs[0], *choices, *experts.weights, into=into)
         prepared = self.schedule.prepare(
-            routing.expert_ids_TK, self.route, experts, self.mesh, where, self.training
+            routing.expert_ids_TK, self.route, experts, self.mesh, where, self.training, loads
         )
         experts.structure = structure
         call = RoutedCall(
@@ -192,10 +211,19 @@ class MoE(nn.Module):
         return Routed.apply(routing.scores_TK, call, *inputs, *experts.weights)
 
 
-def check(config: MoEConfig, gate: GateConfig, mesh: Mesh, group: Group) -> None:
+def check(
+    config: MoEConfig, gate: GateConfig, mesh: Mesh, group: Group, placement: Placement | None
+) -> None:
     """All that is wrong with a layer, in one error."""
     problems = [*config.problems(), *gate.problems(), *gate_problems(gate, config.num_experts)]
-    if group.size > config.num_experts:
+    if placement is not None:
+        given, expected = (placement.num_experts, placement.num_ranks), (config.num_experts, group.size)
+        if given != expected:
+            problems.append(
+                f"the placement has {given[0]} experts on {given[1]} ranks, but the layer has {expected[0]} "
+                f"experts on {expected[1]} ranks"
+            )
+    elif group.size > config.num_experts:
         axes = f"ep ({mesh.ep})" if group.size == mesh.ep else f"ep x tp ({group.size})"
         problems.append(f"{axes} must not exceed num_experts ({config.num_experts})")
     if config.schedule == "smart" and gate.overflow == "pad":

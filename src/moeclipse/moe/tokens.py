@@ -28,14 +28,14 @@ class Tokens:
 
     def __post_init__(self) -> None:
         if self.group is None:
-            object.__setattr__(self, "group", self.mesh.world)
+            object.__setattr__(self, "group", self.mesh.stage)
 
     @classmethod
     def of(
         cls, mesh: Mesh, local: int, step: int = 0, microbatch: int = 0, group: Group | None = None
     ) -> Tokens:
         """Ask the other ranks how many tokens they have."""
-        group = group or mesh.world
+        group = group or mesh.stage
         first, total = 0, local
         if group.size > 1:
             mine = torch.tensor([local], device=mesh.device)

@@ -34,6 +34,7 @@ def run_ranks(
     *args: Any,
     dp: int = 1,
     tp: int = 1,
+    pp: int = 1,
     deadline_s: float = 60.0,
     collective_deadline_s: float = 30.0,
     device: str = "cpu",
@@ -45,6 +46,7 @@ def run_ranks(
         *args,
         dp=dp,
         tp=tp,
+        pp=pp,
         deadline_s=deadline_s,
         collective_deadline_s=collective_deadline_s,
         device=device,
@@ -70,6 +72,7 @@ def run_ranks_raw(
     *args: Any,
     dp: int = 1,
     tp: int = 1,
+    pp: int = 1,
     deadline_s: float = 60.0,
     collective_deadline_s: float = 30.0,
     device: str = "cpu",
@@ -80,7 +83,7 @@ def run_ranks_raw(
         ranks: list[tuple[BaseProcess, Connection]] = []
         for rank in range(num_ranks):
             receiver, sender = context.Pipe(duplex=False)
-            place = (rank, num_ranks, dp, tp, folder, collective_deadline_s, device)
+            place = (rank, num_ranks, dp, tp, pp, folder, collective_deadline_s, device)
             process = context.Process(target=_child, args=(place, sender, function, args), daemon=True)
             process.start()
             sender.close()
@@ -89,7 +92,7 @@ def run_ranks_raw(
 
 
 def _child(place: tuple[Any, ...], sender: Connection, function: Callable[..., Any], args: Any) -> None:
-    rank, num_ranks, dp, tp, folder, collective_deadline_s, device = place
+    rank, num_ranks, dp, tp, pp, folder, collective_deadline_s, device = place
     stacks = open(Path(folder) / f"stack-{rank}", "w")  # noqa: SIM115  (open for the child's whole life)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
@@ -103,8 +106,8 @@ def _child(place: tuple[Any, ...], sender: Connection, function: Callable[..., A
             start_deadline_s=30,
             store=store,
         )
-        ep = num_ranks // (dp * tp)
-        mesh = Mesh(dp=dp, ep=ep, tp=tp, rank=rank, device=torch.device(device), watch=watch)
+        ep = num_ranks // (dp * tp * pp)
+        mesh = Mesh(dp=dp, ep=ep, tp=tp, pp=pp, rank=rank, device=torch.device(device), watch=watch)
         try:
             outcome = (True, function(mesh, *args))
         except BaseException as error:
