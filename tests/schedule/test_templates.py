@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from moeclipse.cost.model import DEEPSEEK_V3, Costs
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.legal import broken_rules
+from moeclipse.schedule.needs import needs
 from moeclipse.schedule.op import Program, backward, forward, overlap_alone, pair, pipeline_program
 from moeclipse.schedule.shape import RECOMPUTED, Layer, Placement
 from moeclipse.schedule.templates import Expansion, expand, replicate
@@ -219,3 +221,29 @@ def test_bad_expansions_are_refused() -> None:
         expand(expand(build("1f1b", 2, 2), [Layer()]), [Layer()])
     with pytest.raises(ScheduleError, match="recompute \\('some'\\)"):
         Layer(recompute="some")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("moe", [True, False])
+@pytest.mark.parametrize("split", ["moe", "layer"])
+def test_the_head_is_the_end_of_forward_and_the_start_of_backward(moe: bool, split: str) -> None:
+    last = Layer(moe=moe, head=True, activation=replace(Layer().activation, head=2.0))
+    for name in ("pp1", "1f1b", "1f1b-pairs", "vpp+1", "zb-h1", "zb-v", "dualpipev"):
+        P = 1 if name == "pp1" else 2
+        program = build(name, P, 4)
+        stages = program.pipeline().placement.num_stages
+        layers = [[Layer(), Layer()]] * (stages - 1) + [[Layer(), last]]
+        for overlap in ("off", "pair", "pair+self"):
+            expanded = expand(program, layers, Expansion(overlap=overlap, chunks=2, split=split))
+            verify(expanded)
+            for ops in expanded.ranks:
+                assert sum(op.alloc - op.free for op in ops) == pytest.approx(0.0)
+            heads = [op for ops in expanded.ranks for op in ops if op.kind == "HEAD_F"]
+            assert {(op.stage, op.layer) for op in heads} == {(stages - 1, 1)}
+            order = {
+                (op.kind, op.layer, op.microbatch): i for ops in expanded.ranks for i, op in enumerate(ops)
+            }
+            for op in heads:
+                done = "COMBINE_F" if moe else "MLP_F"
+                assert (done, op.stage, 1, op.microbatch) in needs(expanded.pipeline(), op)
+                first = "COMBINE_B" if moe else "MLP_B"
+                assert order["HEAD_B", 1, op.microbatch] < order[first, 1, op.microbatch]

@@ -26,6 +26,8 @@ class ParallelConfig:
     """With tp: between matrices each rank keeps its part of the tokens, not all of them."""
     async_all_reduce: Literal["auto", "on", "off"] = "auto"
     """With tp, without sequence_parallel: all-reduce input gradients under the weight gradient's product."""
+    peer: Literal["auto", "on", "off"] = "auto"
+    """Ranks of a host reduce through each other's memory: where they can; or fail; or torch.distributed."""
     deadline_s: float = 60.0
     """A collective that takes longer than this ends the run and names who did not arrive."""
     start_deadline_s: float = 300.0
@@ -57,11 +59,11 @@ class ParallelConfig:
             size = getattr(self, axis)
             if blocks % size:
                 raise ValueError(
-                    f"parallel.{axis} ({size}) must divide {name} ({blocks}); choose {listed_divisors(blocks)}"
+                    f"parallel.{axis} ({size}) must divide {name} ({blocks}); choose {list_divisors(blocks)}"
                 )
             blocks //= size
             name += f" over parallel.{axis}" if size > 1 else ""
-        what, choices = f"{name} ({blocks})", listed_divisors(blocks)
+        what, choices = f"{name} ({blocks})", list_divisors(blocks)
         folds = self.tp if expert_tp == "folded" else 1
         if self.ep != "auto":
             ep = self.ep
@@ -92,5 +94,5 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def listed_divisors(number: int) -> str:
+def list_divisors(number: int) -> str:
     return ", ".join(map(str, divisors(number)))

@@ -8,6 +8,8 @@ ended before the reader starts. A key is (kind, stage, layer, microbatch); B and
               MLP <- DISPATCH          COMBINE <- MLP            layer = COMBINE + SHARED
     backward  COMBINE, SHARED <- layer behind   MLP <- COMBINE   DISPATCH <- MLP
               ROUTE <- DISPATCH        ATTN <- ROUTE + SHARED    W of a part <- B of the part
+
+The model's HEAD, where there is one, is the last part of the last layer, and the first in backward.
 """
 
 from __future__ import annotations
@@ -115,6 +117,11 @@ def _gradient_into(shape: PipelineShape, stage: int, m: int) -> list[Key]:
 
 
 def _layer_output(layer: Layer, stage: int, index: int, m: int) -> list[Key]:
+    return [("HEAD_F", stage, index, m)] if layer.head else _body_output(layer, stage, index, m)
+
+
+def _body_output(layer: Layer, stage: int, index: int, m: int) -> list[Key]:
+    """What the head reads."""
     if not layer.moe:
         return [("MLP_F", stage, index, m)]
     shared: list[Key] = [("SHARED_F", stage, index, m)] if layer.shared else []
@@ -128,6 +135,8 @@ def _forward_needs(
         if index == 0:
             return _input_of(shape, stage, m)
         return _layer_output(shape.layers[stage][index - 1], stage, index - 1, m)
+    if part == "HEAD":
+        return _body_output(layer, stage, index, m)
     source = {"ROUTE": "ATTN", "SHARED": "ATTN", "DISPATCH": "ROUTE", "COMBINE": "MLP"}.get(part)
     if part == "MLP":
         source = "DISPATCH" if layer.moe else "ATTN"
@@ -142,7 +151,11 @@ def _backward_needs(
         saved = [(f"{part}_R", stage, index, m)]
     elif part not in ("DISPATCH", "COMBINE"):
         saved = [(f"{part}_F", stage, index, m)]
+    if part == "HEAD":
+        return [*saved, *_gradient_into(shape, stage, m)]
     if part in ("COMBINE", "SHARED") or (part == "MLP" and not layer.moe):
+        if layer.head:
+            return [*saved, ("HEAD_B", stage, index, m)]
         if index + 1 < len(shape.layers[stage]):
             return [*saved, ("ATTN_B", stage, index + 1, m)]
         return [*saved, *_gradient_into(shape, stage, m)]

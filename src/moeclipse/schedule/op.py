@@ -25,7 +25,7 @@ P2P = "p2p"
 
 BACKWARD = ("B", "I")
 LEAVES = ("F", "B", "I", "W")
-LAYER_PARTS = ("ATTN", "ROUTE", "SHARED", "DISPATCH", "MLP", "COMBINE")
+LAYER_PARTS = ("ATTN", "ROUTE", "SHARED", "DISPATCH", "MLP", "COMBINE", "HEAD")
 LAYER_FORMS = ("F", "B", "W", "R")
 """Forward, backward dX, backward dW, and forward run again (recompute)."""
 EXCHANGE_PARTS = ("DISPATCH", "COMBINE")

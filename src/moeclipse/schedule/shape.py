@@ -77,6 +77,8 @@ class Activation:
     attn: float = 0.35
     shared: float = 0.1
     mlp: float = 0.45
+    head: float = 0.0
+    """Logits, where the model's head follows this layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,8 @@ class Layer:
     """Shared experts beside the routed ones (a dense layer has none)."""
     recompute: Recompute = "off"
     activation: Activation = Activation()
+    head: bool = False
+    """The model's head and loss follow: the last layer of the last stage."""
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTED:
@@ -98,10 +102,11 @@ class Layer:
     @cached_property
     def parts(self) -> tuple[str, ...]:
         """In forward order."""
+        head = ("HEAD",) if self.head else ()
         if not self.moe:
-            return ("ATTN", "MLP")
+            return ("ATTN", "MLP", *head)
         shared = ("SHARED",) if self.shared else ()
-        return ("ATTN", "ROUTE", *shared, "DISPATCH", "MLP", "COMBINE")
+        return ("ATTN", "ROUTE", *shared, "DISPATCH", "MLP", "COMBINE", *head)
 
     @cached_property
     def recomputed(self) -> tuple[str, ...]:

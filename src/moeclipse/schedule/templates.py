@@ -12,6 +12,7 @@ on streams and where compute runs inline on the host.
              MLP of B                 over dispatch of F
              dW(MLP) of B, MLP of F   over dispatch of B
              ATTN of B, dW(ATTN) of B over combine of F, the next combine of B, and the pipeline's transfers
+             the model's HEAD stands at both ends: its dW hides the first combine of B
 
 Row chunks hide what remains of an action alone: with `split = "moe"` the routed rows are cut, with
 `split = "layer"` attention is cut too (by sequences), so that the last combine of one layer runs under the
@@ -185,6 +186,7 @@ def _memory(layer: Layer, kind: str) -> tuple[float, float]:
         "ATTN": size.attn,
         "SHARED": size.shared,
         "MLP": size.mlp + (0.0 if layer.moe else size.shared),
+        "HEAD": size.head,
     }.get(part, 0.0)
     outside = size.input if part == "ATTN" else 0.0
     if form == "F":
@@ -221,11 +223,13 @@ def self_forward(f: _Part) -> Iterator[Op]:
         yield from f.by_chunk(index, "ATTN_F", "ROUTE_F", "DISPATCH_F")
         yield from f.each(index, "SHARED_F")
         yield from f.by_chunk(index, "MLP_F", "COMBINE_F")
+    yield from f.each(len(f.layers) - 1, "HEAD_F")
 
 
 def self_backward(b: _Part) -> Iterator[Op]:
     last = len(b.layers) - 1
-    yield from b.each(last, "COMBINE_B")
+    yield from b.by_chunk(last, "HEAD_B", "COMBINE_B")
+    yield from b.each(last, "HEAD_W")
     for index in range(last, -1, -1):
         yield from b.each(index, "ATTN_R", "ROUTE_R", "DISPATCH_R", "SHARED_R", "SHARED_B", "MLP_R")
         yield from b.by_chunk(index, "MLP_B", "DISPATCH_B")
@@ -243,7 +247,7 @@ def self_backward(b: _Part) -> Iterator[Op]:
 def paired(f: _Part, b: _Part) -> Iterator[Op]:
     """Layer i of F beside layer L-1-i of B; what one side has more runs alone at the end."""
     last = len(b.layers) - 1
-    yield from b.each(last, "COMBINE_B")
+    yield from b.each(last, "HEAD_B", "COMBINE_B", "HEAD_W")
     for index in range(max(len(f.layers), len(b.layers))):
         front = index if index < len(f.layers) else None
         back = last - index if index <= last else None
@@ -261,6 +265,7 @@ def paired(f: _Part, b: _Part) -> Iterator[Op]:
             if back:
                 yield from b.each(back - 1, "COMBINE_B")
             yield from b.each(back, "ROUTE_W", "ATTN_W")
+    yield from f.each(len(f.layers) - 1, "HEAD_F")
 
 
 def replicate(program: Program, copies: int) -> Program:
