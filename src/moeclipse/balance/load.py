@@ -86,7 +86,8 @@ class LoadTrace:
         average = self.average.rows_LPE
         shape = (0, average.shape[0], average.shape[2])
         rows = np.stack(self.rows_LE) if self.rows_LE else np.zeros(shape, dtype=np.int64)
-        return Load(average_LPE=average, steps_N=np.array(self.steps, dtype=np.int64), rows_NLE=rows)
+        steps_N = np.array(self.steps, dtype=np.int64)
+        return Load(average_LPE=average, steps_N=steps_N, rows_NLE=rows, every=self.every)
 
     def save(self, path: Path) -> None:
         self.load().save(path)
@@ -101,14 +102,15 @@ class Load:
     steps_N: np.ndarray
     rows_NLE: np.ndarray
     """Rows of single steps, summed over source ranks."""
+    every: int = 1
+    """Steps from one recorded step to the next."""
 
     def save(self, path: Path) -> None:
         # Written beside and renamed: a reader never sees half a file.
         beside = path.with_name(path.name + ".tmp")
         with beside.open("wb") as file:
-            np.savez_compressed(
-                file, average_LPE=self.average_LPE, steps_N=self.steps_N, rows_NLE=self.rows_NLE
-            )
+            arrays = {"average_LPE": self.average_LPE, "steps_N": self.steps_N, "rows_NLE": self.rows_NLE}
+            np.savez_compressed(file, every=np.array(self.every), **arrays)
         os.replace(beside, path)
 
     @classmethod
@@ -121,6 +123,7 @@ class Load:
                 if missing:
                     raise ConfigError(f"{path} is no load file: it lacks {', '.join(missing)}")
                 average_LPE, steps_N, rows_NLE = (file[key] for key in FILE_KEYS)
+                every = int(file["every"]) if "every" in file else 1
         except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -128,7 +131,7 @@ class Load:
         problems = _problems(average_LPE, steps_N, rows_NLE)
         if problems:
             raise ConfigError([f"{path}: {problem}" for problem in problems])
-        return cls(average_LPE=average_LPE.astype(float), steps_N=steps_N, rows_NLE=rows_NLE)
+        return cls(average_LPE=average_LPE.astype(float), steps_N=steps_N, rows_NLE=rows_NLE, every=every)
 
     @property
     def num_layers(self) -> int:
@@ -141,8 +144,8 @@ class Load:
     def counts(self, layer: int, num_ranks: int) -> np.ndarray:
         """Average counts [P, E] of a layer for so many ranks.
 
-        Another number of ranks than was recorded shares the same rows evenly: ranks hold shards of the same
-        data, so no source is special.
+        Several groups of so many ranks (data parallelism) count as one. Any other number of ranks shares the
+        same rows evenly: ranks hold shards of the same data, so no source is special.
         """
         return spread(self.average_LPE[layer], num_ranks)
 
@@ -171,8 +174,8 @@ class Load:
 
 
 def spread(counts_PE: np.ndarray, num_ranks: int) -> np.ndarray:
-    if len(counts_PE) == num_ranks:
-        return counts_PE
+    if len(counts_PE) % num_ranks == 0:
+        return counts_PE.reshape(-1, num_ranks, counts_PE.shape[1]).sum(0)
     return np.repeat(counts_PE.sum(0, keepdims=True) / num_ranks, num_ranks, axis=0)
 
 

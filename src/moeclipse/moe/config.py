@@ -13,7 +13,21 @@ class GateConfig:
 
     kind: Literal["softmax", "sigmoid", "switch", "gshard", "noisy"] = "softmax"
     top_k: int = 2
-    """Experts per token (switch: 1, gshard: 2)."""
+    """Experts per token (switch: 1, gshard: 2); the most of them where gate.choose lets it vary."""
+    choose: Literal["top_k", "gap", "top_p", "threshold"] = "top_k"
+    """How many experts a token visits: top_k, or fewer by its probabilities (docs/gates.md)."""
+    threshold: float = 0.1
+    """threshold: the least probability of a further expert; gap: the first largest gap to the best one."""
+    gap_factor: float = 0.8
+    """gap: the largest gap moves towards this many times the mean gap of the two best, ..."""
+    gap_rate: float = 0.05
+    """... each step by this part of the way; 0 keeps it."""
+    top_p: float = 0.7
+    """top_p: experts are added until their probabilities sum to this; where the controller begins."""
+    mean_experts: float = 0.0
+    """top_p: a controller moves gate.top_p so that tokens visit so many experts on average; 0: off."""
+    mean_rate: float = 0.5
+    """How fast the controller moves logit(top_p)."""
     renormalise: bool = True
     """Divide the chosen scores by their sum (softmax and sigmoid)."""
     scale: float = 1.0
@@ -65,6 +79,52 @@ class GateConfig:
             yield f"gate.max_leaving ({self.max_leaving}) must be between 0 and 1; 1 is no limit"
         if self.overflow == "pad" and not self.capacity_factor:
             yield "gate.overflow = 'pad' needs gate.capacity_factor > 0"
+        yield from dynamic_problems(self)
+
+    @property
+    def expected_experts(self) -> float:
+        """Experts per token that room is made for."""
+        return self.mean_experts or self.top_k
+
+
+def dynamic_problems(config: GateConfig) -> Iterator[str]:
+    """What is wrong with the keys of dynamic gates."""
+    if config.choose == "top_k":
+        if config.mean_experts:
+            yield (
+                f"gate.mean_experts ({config.mean_experts}) needs gate.choose = 'top_p': "
+                "with 'top_k' every token visits gate.top_k experts"
+            )
+        return
+    if config.kind not in ("softmax", "sigmoid"):
+        yield (
+            f"gate.choose = {config.choose!r} needs gate.kind softmax or sigmoid, not {config.kind!r}, "
+            "which decides about places itself"
+        )
+    if config.top_k < 2:
+        yield (
+            f"gate.choose = {config.choose!r} needs gate.top_k (the most experts of a token) of at least 2, "
+            f"not {config.top_k}: one place is always used"
+        )
+    if config.mean_experts and config.choose != "top_p":
+        yield (
+            f"gate.mean_experts ({config.mean_experts}) needs gate.choose = 'top_p', not {config.choose!r}"
+        )
+    elif config.mean_experts and not 1 < config.mean_experts < config.top_k:
+        yield (
+            f"gate.mean_experts ({config.mean_experts}) must lie between 1 and gate.top_k "
+            f"({config.top_k}), both excluded; 0 leaves gate.top_p where it is"
+        )
+    if not 0 < config.top_p < 1:
+        yield f"gate.top_p ({config.top_p}) must lie between 0 and 1, both excluded"
+    if not 0 <= config.threshold <= 1:
+        yield f"gate.threshold ({config.threshold}) must be between 0 and 1"
+    if not 0 <= config.gap_rate <= 1:
+        yield f"gate.gap_rate ({config.gap_rate}) must be between 0 and 1; 0 keeps the limit"
+    if config.gap_factor < 0 or config.gap_factor == float("inf"):
+        yield f"gate.gap_factor ({config.gap_factor}) must not be negative"
+    if config.mean_rate <= 0:
+        yield f"gate.mean_rate ({config.mean_rate}) must be positive"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@
     gshard    the best expert, and the second best with a chance of twice its (renormalised) score
     noisy     top-k of x W^T + noise * softplus(x V^T), scores = softmax over the chosen
 
+With softmax and sigmoid, `gate.choose` may leave out some of the k (`moe/dynamic_gates`).
 Gates compute in fp32 (fp64 for fp64 models). Randomness is keyed by (seed, step, layer, global token), and
 capacity is counted over the global microbatch: first choices in token order, then second choices. So a
 token's experts do not depend on how tokens and experts are shared over ranks. The one exception is asked for:
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moeclipse.moe.config import GateConfig
+from moeclipse.moe.dynamic_gates import DynamicChoice, renormalise_used
 from moeclipse.moe.routing import Routing
 from moeclipse.moe.tokens import Tokens
 from moeclipse.moe.topology import limit_leaving
@@ -56,6 +58,7 @@ class Gate(nn.Module):
             "bias_E", torch.zeros(num_experts, device=device, dtype=math_dtype(self.weight.dtype))
         )
         self.register_buffer("near_E", None, persistent=False)
+        self.dynamic = DynamicChoice(config, device) if config.choose != "top_k" else None
 
     def forward(self, x_TD: torch.Tensor, tokens: Tokens) -> Routing:
         dtype = math_dtype(x_TD.dtype)
@@ -65,9 +68,12 @@ class Gate(nn.Module):
         noisy = self.config.kind == "noisy"
         values_TE = self._add_noise(x_TD, logits_TE, tokens) if noisy else probs_TE
         preference_TE = (values_TE + self.bias_E).detach()
+        if self.config.kind == "sigmoid":  # dynamic choices and the loss want probabilities that sum to one
+            probs_TE = probs_TE / probs_TE.sum(-1, keepdim=True)
         wanted_TK = self._choose(preference_TE)
-        scores_TK = self._score(values_TE, wanted_TK)
-        ids_TK = wanted_TK
+        used_TK = None if self.dynamic is None else self.dynamic(probs_TE.detach().gather(1, wanted_TK))
+        scores_TK = self._score(values_TE, wanted_TK, used_TK)
+        ids_TK = wanted_TK if used_TK is None else wanted_TK.masked_fill(~used_TK, -1)
         if self.config.kind == "gshard":
             ids_TK = self._skip_second(wanted_TK, scores_TK, tokens)
         load_E = count_experts(ids_TK, self.num_experts)
@@ -78,14 +84,12 @@ class Gate(nn.Module):
                 ids_TK, scores_TK, preference_TE, self.near_E, share=share, reroute=reroute
             )
             if reroute:  # an unused place keeps its share of the scores, as it does over capacity
-                scores_TK = self._score(values_TE, torch.where(ids_TK >= 0, ids_TK, wanted_TK))
+                scores_TK = self._score(values_TE, torch.where(ids_TK >= 0, ids_TK, wanted_TK), used_TK)
         capacity = 0
         if self.config.capacity_factor:
-            rows = tokens.total * self.config.top_k
+            rows = tokens.total * self.config.expected_experts
             capacity = math.ceil(self.config.capacity_factor * rows / self.num_experts)
             ids_TK = drop_over_capacity(ids_TK, self.num_experts, capacity, tokens, self.layer)
-        if self.config.kind == "sigmoid":  # the loss wants probabilities that sum to one
-            probs_TE = probs_TE / probs_TE.sum(-1, keepdim=True)
         return Routing(
             expert_ids_TK=ids_TK,
             scores_TK=scores_TK * self.config.scale,
@@ -100,9 +104,13 @@ class Gate(nn.Module):
             preference_TE = self._keep_best_groups(preference_TE)
         return preference_TE.topk(self.config.top_k, dim=-1).indices
 
-    def _score(self, values_TE: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
-        """How much a token listens to each of these experts."""
+    def _score(
+        self, values_TE: torch.Tensor, ids_TK: torch.Tensor, used_TK: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """How much a token listens to each of these experts, or to those of them that it chose to use."""
         kind, scores_TK = self.config.kind, values_TE.gather(1, ids_TK)
+        if used_TK is not None:
+            return renormalise_used(scores_TK, used_TK) if self.config.renormalise else scores_TK * used_TK
         if kind == "noisy":
             return scores_TK.softmax(-1)
         if kind == "gshard" or (self.config.renormalise and kind != "switch"):
@@ -133,12 +141,28 @@ class Gate(nn.Module):
         open_TG = torch.zeros_like(group_TG, dtype=torch.bool).scatter(1, kept, True)
         return choice_TGe.masked_fill(~open_TG[:, :, None], -math.inf).flatten(1)
 
+    @property
+    def adapts(self) -> bool:
+        """Whether something in it moves once a step."""
+        return self.config.bias_rate > 0 or (self.dynamic is not None and self.dynamic.moves)
+
+    def take_seen(self) -> torch.Tensor:
+        """What this rank's dynamic choice saw since it was last asked (zeros without one), int64 [3]."""
+        if self.dynamic is None:
+            return self.bias_E.new_zeros(3, dtype=torch.int64)
+        return self.dynamic.take_seen()
+
     @torch.no_grad()
-    def rebalance(self, global_load_E: torch.Tensor) -> None:
-        """Once a step: busy experts become less, idle ones more attractive, by a fixed amount."""
+    def rebalance(self, global_load_E: torch.Tensor, global_seen_3: torch.Tensor | None = None) -> None:
+        """Once a step, with sums over all ranks.
+
+        Busy experts become less, idle ones more attractive, by a fixed amount; moving limits move.
+        """
         if self.config.bias_rate:
             load_E = global_load_E.to(self.bias_E.dtype)
             self.bias_E += self.config.bias_rate * torch.sign(load_E.mean() - load_E)
+        if self.dynamic is not None and global_seen_3 is not None:
+            self.dynamic.adapt(global_seen_3)
 
 
 def math_dtype(dtype: torch.dtype) -> torch.dtype:

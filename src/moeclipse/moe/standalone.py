@@ -69,7 +69,8 @@ def sync_gradients(model: nn.Module) -> None:
             label = f"sum of expert gradients, {name}.{key}"
             summed = total(mesh.grads, mesh.replicas, parameter.grad, label).get()
             parameter.grad = summed.view_as(parameter) / mesh.num_ranks
-        if layer.gate.config.bias_rate:
-            load = total(mesh.grads, mesh.world, layer.load_E, f"sum of expert loads, {name}").get()
-            layer.gate.rebalance(load)
+        if layer.gate.adapts:
+            mine = torch.cat([layer.load_E, layer.gate.take_seen()])
+            load = total(mesh.grads, mesh.world, mine, f"sum of expert loads, {name}").get()
+            layer.gate.rebalance(load[:-3], load[-3:])
         layer.load_E.zero_()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from moeclipse.comm.exchange import gather, total
+from moeclipse.comm.exchange import gather
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import DivergedError
 from moeclipse.model.transformer import Transformer
@@ -28,6 +28,7 @@ from moeclipse.train.checkpoint import Checkpoint, Piece, check_model, save
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.corpus import open_corpus
 from moeclipse.train.data import Batches, Samples
+from moeclipse.train.load_trace import LoadHistory, StepLoad
 from moeclipse.train.metrics import gather_splits, mean_times, split_of
 from moeclipse.train.optim import AdamW, learning_rate
 from moeclipse.train.ranks import PatientRanks
@@ -55,6 +56,7 @@ class Learner:
         self.optim = AdamW(self.buckets, config.optim)
         self.layers = [layer for _, layer in moe_layers(self.model)]
         self.bad_steps = 0
+        self.loads = LoadHistory()
         self.clock_s, self.clock_error_s = mesh.clock_offset()
 
     @property
@@ -100,17 +102,14 @@ class Learner:
             # Every rank adds all ranks' numbers in the same order, so all decide alike, to the bit.
             rows = gather(mesh.grads, mesh.world, mine, "exchange of step results").to_host()
             stats = [sum(column) for column in zip(*rows, strict=True)]
-            load = torch.stack([layer.load_E for layer in self.layers]) if self.layers else None
-            if load is not None:
-                load = total(mesh.grads, mesh.world, load, "sum of expert loads").get()
+            load = StepLoad.of(self.layers, mesh)
             loss, norm = stats[0] / self.tokens_per_step, math.sqrt(stats[3]) if stats[3] >= 0 else math.nan
             lr = learning_rate(self.config.optim, step, self.config.run.steps)
             skipped = not (math.isfinite(loss) and math.isfinite(norm))
             if not skipped:
                 self.optim.step(shards, lr, norm)
-                for index, layer in enumerate(self.layers):
-                    assert load is not None
-                    layer.gate.rebalance(load[index])
+                load.rebalance(self.layers)
+                self.loads.add(step, load)
         stamps = recorder.end_step()
         self._judge(step, skipped, loss, norm)
         per_rank = gather_splits(split_of(stamps, mesh, self.clock_s), mesh)
@@ -125,7 +124,7 @@ class Learner:
             "num_tokens": self.tokens_per_step,
             **times,
             "ranks": per_rank,
-            "load": load.tolist() if load is not None else [],
+            **load.record(self.tokens_per_step),
             "dropped": int(stats[2]),
             "skipped": skipped,
         }
@@ -143,7 +142,11 @@ class Learner:
         model = asdict(self.config.model) | {"dtype": str(self.dtype).removeprefix("torch.")}
         # How experts are placed and rows exchanged is the layout's business.
         moe = {name: getattr(self.config.moe, name) for name in SHAPE_KEYS}
-        return {"model": model, "moe": moe, "gate": {"kind": self.config.gate.kind}}
+        gate: dict[str, str] = {"kind": self.config.gate.kind}
+        if self.config.gate.choose != "top_k":
+            held = " with gate.mean_experts" if self.config.gate.mean_experts else ""
+            gate["choose"] = f"{self.config.gate.choose}{held}"
+        return {"model": model, "moe": moe, "gate": gate}
 
     def save(self, folder: Path, step: int) -> Path:
         """A checkpoint of the state before `step`."""
@@ -162,6 +165,7 @@ class Learner:
                 pieces.append(
                     Piece(name=f"buffer/{name}", shape=tuple(buffer.shape), start=0, data=buffer.flatten())
                 )
+            pieces += self.loads.pieces()
         ranks = PatientRanks(self.mesh, self.config.checkpoint.deadline_s)
         return save(folder, step, pieces, state, ranks, keep=self.config.checkpoint.keep)
 
@@ -177,6 +181,7 @@ class Learner:
             layer.schedule.load_state(choice)  # another cut of rows would round sums differently
         for name, buffer in self._buffers():
             buffer.copy_(checkpoint.read(f"buffer/{name}").view(buffer.shape))
+        self.loads.load(checkpoint, self.layers)
         return step
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:

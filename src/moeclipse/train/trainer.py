@@ -102,6 +102,7 @@ class Run:
             tensorboard=config.metrics.tensorboard,
         )
         metrics.continue_from(start)
+        learner.loads.continue_from(self.directory, start)
         self.observer.start(self._info(learner, start))
         path = self._steps(learner, metrics, start)
         path = path or (found.path if found is not None else None)
@@ -110,6 +111,7 @@ class Run:
             "checkpoint": str(path) if path else None,
             "clock_error_ms": 1e3 * learner.clock_error_s,
             "exchange": [layer.schedule.report() for layer in learner.layers],
+            "load_by_layer": learner.loads.average_by_layer(),
         }
         summary = metrics.summary(extra)
         self.observer.end(summary)
@@ -130,8 +132,11 @@ class Run:
                 )
             done = step + 1
             due = config.checkpoint.every and done % config.checkpoint.every == 0
-            if due or (done == config.run.steps and config.checkpoint.at_end):
+            saves = due or (done == config.run.steps and config.checkpoint.at_end)
+            if saves:
                 path = learner.save(self.checkpoints, done)
+            if self.mesh.rank == 0:
+                learner.loads.write(self.directory, done, now=bool(saves) or done == config.run.steps)
         return path
 
     def _tell_choice(self, learner: Learner) -> None:

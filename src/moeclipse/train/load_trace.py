@@ -1,0 +1,137 @@
+"""The load of a run: who sent how many rows to which expert, kept as an average and as `load.npz`.
+
+Idea. At the end of a step every rank tells all others how many of its tokens wanted each expert of each
+layer. Their sums move the gates; the table, source by source, feeds a moving average (for planners) and a
+trace of single steps of bounded size (for people): `balance/load`.
+
+Contract. All ranks have the same table and the same average. Rank 0 writes the file beside and renames it, so
+a reader never sees half of it: every 20 steps, later whenever the run has grown by a twentieth, at every
+checkpoint and at the end. A checkpoint holds the average; a resumed run takes single steps from the file,
+those before its first step, so it ends with the file that the uninterrupted run would have written.
+
+Hazard. Loads count what gates wanted, before anything was dropped; steps that were skipped are left out.
+
+Shapes: P source ranks, L layers with experts, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moeclipse.balance.load import Load, LoadAverage, LoadTrace, spread
+from moeclipse.comm.exchange import gather
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.errors import ConfigError
+from moeclipse.moe.layer import MoE
+from moeclipse.train.checkpoint import Checkpoint, Piece
+
+FILE = "load.npz"
+FIRST_WRITES = 20  # steps between writes of a young run
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLoad:
+    """One step's loads, the same on every rank."""
+
+    counts_PLE: torch.Tensor
+    """int64, on the host: tokens of each source rank that wanted each expert."""
+    seen_L3: torch.Tensor
+    """int64, on the host: what dynamic gates saw, over all ranks."""
+
+    @classmethod
+    def of(cls, layers: Sequence[MoE], mesh: Mesh) -> StepLoad:
+        """Ask everyone. Collective; `layer.load_E` holds what this rank saw since the step began."""
+        if not layers:
+            nothing = torch.zeros(0, 0, 0, dtype=torch.int64)
+            return cls(counts_PLE=nothing, seen_L3=torch.zeros(0, 3, dtype=torch.int64))
+        mine = torch.stack([torch.cat([layer.load_E, layer.gate.take_seen()]) for layer in layers])
+        everyone = gather(mesh.grads, mesh.stage, mine, "exchange of expert loads").get().cpu()
+        if layers[0].sharded:  # the tp ranks share their tokens, and the first of them counted
+            everyone = everyone[:: mesh.tp]
+        return cls(counts_PLE=everyone[..., :-3].contiguous(), seen_L3=everyone[..., -3:].sum(0))
+
+    def rebalance(self, layers: Sequence[MoE]) -> None:
+        """Move what gates adapt by the load of all ranks."""
+        load_LE = self.counts_PLE.sum(0)
+        for layer, load_E, seen_3 in zip(layers, load_LE, self.seen_L3, strict=True):
+            if layer.gate.adapts:
+                device = layer.load_E.device
+                layer.gate.rebalance(load_E.to(device), seen_3.to(device))
+
+    def record(self, num_tokens: int) -> dict[str, Any]:
+        """For a line of metrics: rows by layer and expert, and experts per token over all layers."""
+        load_LE = self.counts_PLE.sum(0)
+        if not load_LE.numel():
+            return {"load": []}
+        mean = int(load_LE.sum()) / (len(load_LE) * max(num_tokens, 1))
+        return {"load": load_LE.tolist(), "mean_experts": mean}
+
+
+class LoadHistory:
+    """The loads of a run up to now."""
+
+    def __init__(self) -> None:
+        self.trace = LoadTrace()
+        self._written = 0
+
+    @property
+    def average(self) -> LoadAverage:
+        """The moving average that planners read; the same on every rank."""
+        return self.trace.average
+
+    def add(self, step: int, load: StepLoad) -> None:
+        if load.counts_PLE.numel():
+            self.trace.add(step, load.counts_PLE.transpose(0, 1).numpy())
+
+    def average_by_layer(self) -> list[list[float]]:
+        """Rows per step of each layer's experts, from all ranks."""
+        return [] if self.average.sum_LPE is None else self.average.rows_LPE.sum(1).tolist()
+
+    def write(self, directory: Path, done: int, *, now: bool = False) -> None:
+        """After `done` steps: write the file if it is time, or at once."""
+        if self.average.sum_LPE is not None and (
+            now or done - self._written >= max(FIRST_WRITES, done // 20)
+        ):
+            self.trace.save(directory / FILE)
+            self._written = done
+
+    def continue_from(self, directory: Path, start: int) -> None:
+        """Take over the single steps before `start` that an earlier part of the run wrote down."""
+        if not start or not (directory / FILE).exists():
+            return
+        try:
+            load = Load.read(directory / FILE)
+        except ConfigError:
+            return  # a trace is for people: a damaged one is begun anew
+        known = self.average.sum_LPE
+        if known is not None and load.average_LPE.shape[::2] != known.shape[::2]:
+            return
+        kept = load.steps_N < start
+        self.trace.steps = load.steps_N[kept].tolist()
+        self.trace.rows_LE = list(load.rows_NLE[kept])
+        self.trace.every = load.every
+        self._written = start
+
+    def pieces(self) -> Iterator[Piece]:
+        """What a checkpoint holds; for one rank to write."""
+        if self.average.sum_LPE is not None:
+            total = torch.from_numpy(self.average.sum_LPE).contiguous()
+            yield Piece(name="load/sum_LPE", shape=tuple(total.shape), start=0, data=total.flatten())
+            weight = torch.tensor([self.average.weight], dtype=torch.float64)
+            yield Piece(name="load/weight", shape=(1,), start=0, data=weight)
+
+    def load(self, checkpoint: Checkpoint, layers: Sequence[MoE]) -> None:
+        """The average of a checkpoint; other ranks than those that saved it share its rows evenly."""
+        if "load/sum_LPE" not in checkpoint or not layers:
+            return
+        num_ranks = layers[0].token_group.size
+        saved_LPE = checkpoint.read("load/sum_LPE").view(checkpoint.shape("load/sum_LPE")).numpy()
+        total_LPE = np.stack([spread(saved_PE, num_ranks) for saved_PE in saved_LPE])
+        weight = float(checkpoint.read("load/weight")[0])
+        self.trace.average = replace(self.trace.average, sum_LPE=total_LPE, weight=weight)
