@@ -109,8 +109,13 @@ class Load:
         # Written beside and renamed: a reader never sees half a file.
         beside = path.with_name(path.name + ".tmp")
         with beside.open("wb") as file:
-            arrays = {"average_LPE": self.average_LPE, "steps_N": self.steps_N, "rows_NLE": self.rows_NLE}
-            np.savez_compressed(file, every=np.array(self.every), **arrays)
+            np.savez_compressed(
+                file,
+                average_LPE=self.average_LPE,
+                steps_N=self.steps_N,
+                rows_NLE=self.rows_NLE,
+                every=np.array(self.every),
+            )
         os.replace(beside, path)
 
     @classmethod

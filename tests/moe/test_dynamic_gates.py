@@ -1,0 +1,252 @@
+"""Gates that let tokens choose how many experts they visit: against their definition, and over ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeclipse.comm.exchange import Result
+from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.transport import Transport
+from moeclipse.moe.config import GateConfig, gate_problems
+from moeclipse.moe.dynamic_gates import GAP_UNIT, places_in_use, places_in_use_reference
+from moeclipse.moe.gates import Gate
+from moeclipse.moe.layer import MoE
+from moeclipse.moe.losses import balance_loss, z_loss
+from moeclipse.moe.tokens import Tokens
+from moeclipse.ops.random import fill_normal
+from moeclipse.testing.run_ranks import run_ranks
+
+T, D, E = 48, 6, 8
+MESH = Mesh.single()
+RULES = {
+    "gap": GateConfig(choose="gap", top_k=3, threshold=0.12),
+    "top_p": GateConfig(choose="top_p", top_k=4, top_p=0.55),
+    "threshold": GateConfig(choose="threshold", top_k=4, threshold=0.15),
+    "mean": GateConfig(choose="top_p", top_k=4, top_p=0.6, mean_experts=2.2),
+    "sigmoid": GateConfig(choose="top_p", kind="sigmoid", top_k=3, top_p=0.3, bias_rate=0.01),
+    "raw": GateConfig(choose="threshold", top_k=4, threshold=0.15, renormalise=False, scale=1.5),
+}
+
+
+def inputs(total: int = T) -> torch.Tensor:
+    return fill_normal(torch.empty(total, D, dtype=torch.float64), 4, 1.0)
+
+
+def make(config: GateConfig) -> Gate:
+    return Gate(config, d_model=D, num_experts=E, init_std=0.8, dtype=torch.float64)
+
+
+def tokens() -> Tokens:
+    return Tokens(mesh=MESH, first=0, total=T)
+
+
+def limit_of(config: GateConfig) -> float:
+    return config.top_p if config.choose == "top_p" else config.threshold
+
+
+@given(
+    st.lists(st.lists(st.floats(0, 1), min_size=3, max_size=3), max_size=6),
+    st.sampled_from(["gap", "top_p", "threshold"]),
+    st.floats(0, 1),
+)
+def test_places_are_those_of_the_definition(rows: list[list[float]], choose: str, limit: float) -> None:
+    rows = [sorted(row, reverse=True) for row in rows]
+    share_TK = torch.tensor(rows, dtype=torch.float64).view(-1, 3)
+    slow = places_in_use_reference(share_TK, choose, limit)
+    fast = places_in_use(share_TK, choose, limit)
+    border = (share_TK[:, :1] - share_TK - limit).abs() < 1e-12
+    border |= (share_TK.cumsum(1) - share_TK - limit).abs() < 1e-12
+    assert torch.equal(fast | border, slow | border)
+    assert fast[:, 0].all()
+
+
+def slow_scores(config: GateConfig, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Scores by token and expert [T, E], from the definition alone."""
+    logits = x @ weight.T
+    values = torch.sigmoid(logits) if config.kind == "sigmoid" else logits.softmax(-1)
+    rows = []
+    for value in values:
+        share = (value / value.sum()).detach()
+        order = value.detach().argsort(descending=True)[: config.top_k]
+        (used,) = places_in_use_reference(share[order][None], config.choose, limit_of(config)).tolist()
+        chosen = [int(expert) for expert, keep in zip(order, used, strict=True) if keep]
+        total = sum(value[expert] for expert in chosen) if config.renormalise else 1.0
+        row = [value[e] / total if e in chosen else value[e] * 0 for e in range(E)]
+        rows.append(torch.stack(row))
+    return torch.stack(rows) * config.scale
+
+
+def fast_scores(gate: Gate, x: torch.Tensor) -> torch.Tensor:
+    routing = gate(x, tokens())
+    ids = torch.where(routing.expert_ids_TK >= 0, routing.expert_ids_TK, E)
+    return torch.zeros(len(x), E + 1, dtype=x.dtype).scatter_add(1, ids, routing.scores_TK)[:, :E]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_scores_and_gradients_are_those_of_a_slow_reference(rule: str) -> None:
+    config = RULES[rule]
+    gate, x = make(config), inputs().requires_grad_()
+    found, expected = fast_scores(gate, x), slow_scores(config, gate.weight, x)
+    assert torch.allclose(found, expected, rtol=1e-13, atol=1e-15)
+    used = (found > 0).sum(1)
+    assert used.min() >= 1
+    assert len(used.unique()) > 1, "the number of experts must vary in this test"
+    probe = fill_normal(torch.empty_like(found), 8, 1.0)
+    grads = torch.autograd.grad((found * probe).sum(), [x, gate.weight])
+    slow = torch.autograd.grad((expected * probe).sum(), [x, gate.weight])
+    for a, b in zip(grads, slow, strict=True):
+        assert (a - b).abs().max() <= 1e-12 * b.abs().max()
+
+
+@pytest.mark.parametrize("rule", ["gap", "sigmoid", "raw"])
+def test_gradcheck(rule: str) -> None:
+    gate = make(RULES[rule]).eval()
+    x = inputs()[:6].requires_grad_()
+    assert torch.autograd.gradcheck(lambda value: fast_scores(gate, value), (x,))
+
+
+def test_losses_count_the_rows_there_are() -> None:
+    gate = make(RULES["threshold"])
+    routing = gate(inputs(), tokens())
+    rows = int((routing.expert_ids_TK >= 0).sum())
+    assert T < rows < 4 * T
+    assert routing.load_E.sum() == rows
+    share = routing.load_E.double() / rows
+    expected = E * (share * routing.probs_TE.mean(0)).sum()
+    assert torch.allclose(balance_loss(routing, routing.load_E, T), expected, rtol=1e-13)
+    assert torch.allclose(z_loss(routing, T), routing.logits_TE.logsumexp(-1).square().mean(), rtol=1e-13)
+
+
+def test_the_largest_gap_follows_the_mean_gap() -> None:
+    config = RULES["gap"]
+    gate, expected = make(config), config.threshold
+    for _ in range(30):
+        routing = gate(inputs(), tokens())
+        best = routing.probs_TE.detach().topk(2).values
+        gap = float((best[:, 0] - best[:, 1]).mean())
+        gate.rebalance(routing.load_E, gate.take_seen())
+        expected = 0.95 * expected + 0.04 * gap
+        assert gate.dynamic is not None
+        assert abs(float(gate.dynamic.limit) - expected) < 2 * GAP_UNIT
+    for _ in range(300):
+        gate(inputs(), tokens())
+        gate.rebalance(routing.load_E, gate.take_seen())
+    assert math.isclose(float(gate.dynamic.limit), 0.8 * gap, rel_tol=1e-5)
+    assert "dynamic.limit" in gate.state_dict()
+
+
+@pytest.mark.parametrize("target", [1.3, 2.2, 3.5])
+@pytest.mark.parametrize("spread", [0.05, 0.8])
+def test_the_controller_holds_the_mean(target: float, spread: float) -> None:
+    """Also where the gate knows nothing yet, and all tokens would take or leave a place together."""
+    gate = make(dataclasses.replace(RULES["mean"], mean_experts=target))
+    fill_normal(gate.weight.data, 5, spread)
+    means = []
+    for step in range(120):
+        x = fill_normal(torch.empty(T, D, dtype=torch.float64), step, 1.0)
+        routing = gate(x, tokens())
+        means.append(int(routing.load_E.sum()) / T)
+        gate.rebalance(routing.load_E, gate.take_seen())
+    assert abs(sum(means[60:]) / 60 - target) < 0.05
+
+
+def test_an_evaluation_moves_nothing() -> None:
+    gate = make(RULES["mean"]).eval()
+    routing = gate(inputs(), tokens())
+    assert gate.take_seen().tolist() == [0, 0, 0]
+    gate.rebalance(routing.load_E, gate.take_seen())
+    assert gate.dynamic is not None
+    assert float(gate.dynamic.limit) == 0.6
+
+
+def test_capacity_makes_room_for_the_mean() -> None:
+    config = dataclasses.replace(RULES["mean"], capacity_factor=0.6)
+    routing = make(config)(inputs(), tokens())
+    assert routing.capacity == math.ceil(0.6 * 2.2 * T / E)
+    ids = routing.expert_ids_TK[routing.expert_ids_TK >= 0]
+    assert ids.bincount().max() <= routing.capacity
+    assert routing.num_dropped > 0
+    free = make(RULES["mean"])(inputs(), tokens())
+    assert torch.equal(routing.scores_TK, free.scores_TK), "what is dropped keeps its share of the scores"
+
+
+@pytest.mark.parametrize("excess", ["reroute", "drop"])
+def test_the_topology_gate_sees_the_places_in_use(excess: Any) -> None:
+    config = dataclasses.replace(RULES["top_p"], max_leaving=0.25, excess=excess)
+    free, gate = make(RULES["top_p"])(inputs(), tokens()), make(config)
+    gate.near_E = torch.arange(E) < 4
+    routing = gate(inputs(), tokens())
+    used = routing.expert_ids_TK >= 0
+    leaving = int((routing.expert_ids_TK >= 4).sum())
+    wanted = int((free.expert_ids_TK >= 0).sum())
+    assert leaving == math.floor(0.25 * wanted)
+    assert not (used & (free.expert_ids_TK < 0)).any(), "a place that the token left free stays free"
+    if excess == "reroute":
+        assert torch.allclose(routing.scores_TK.sum(1), torch.ones(T, dtype=torch.float64), rtol=1e-12)
+
+
+class CountingTransport:
+    """Notes how many rows leave this rank, and passes everything on."""
+
+    def __init__(self, inner: Transport, me: int) -> None:
+        self.inner, self.me, self.rows = inner, me, 0
+
+    def all_to_all(
+        self,
+        rows: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        label: str,
+        out: torch.Tensor | None = None,
+    ) -> Result:
+        if rows.dim() == 2 and rows.shape[1] == D:
+            self.rows += sum(send_counts) - send_counts[self.me]
+        return self.inner.all_to_all(rows, send_counts, receive_counts, label, out)
+
+
+def rows_on_the_wire(mesh: Mesh, gate: GateConfig) -> tuple[int, int]:
+    moe = MoE(D, 8, E, gate=gate, mesh=mesh, init_std=0.8, dtype=torch.float64)
+    wire = CountingTransport(moe.route.transport, mesh.rank)
+    moe.route = dataclasses.replace(moe.route, transport=wire)
+    x = inputs(T * mesh.num_ranks)[mesh.rank * T : (mesh.rank + 1) * T].requires_grad_()
+    moe(x).sum().backward()
+    return wire.rows, int(moe.load_E.sum())
+
+
+def test_rows_that_are_not_routed_do_not_travel() -> None:
+    every = sum(rows for rows, _ in run_ranks(2, rows_on_the_wire, GateConfig(top_k=4)))
+    for rule in ("gap", "top_p", "threshold"):
+        config = dataclasses.replace(RULES[rule], top_k=4)
+        results = run_ranks(2, rows_on_the_wire, config)
+        rows, routed = sum(rows for rows, _ in results), sum(load for _, load in results)
+        # Forward and backward, there and back; a token's rows to one rank share a vector.
+        assert rows < every
+        assert routed < 4 * 2 * T
+        assert rows <= 4 * routed
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GateConfig(choose="gap", kind="noisy"), "gate.choose = 'gap' needs gate.kind softmax or sigmoid"),
+        (GateConfig(choose="top_p", top_k=1), "needs gate.top_k (the most experts of a token) of at least 2"),
+        (GateConfig(mean_experts=1.5), "gate.mean_experts (1.5) needs gate.choose = 'top_p'"),
+        (GateConfig(choose="gap", mean_experts=1.5), "needs gate.choose = 'top_p', not 'gap'"),
+        (GateConfig(choose="top_p", mean_experts=2.0), "must lie between 1 and gate.top_k (2)"),
+        (GateConfig(choose="top_p", top_p=1.0), "gate.top_p (1.0) must lie between 0 and 1"),
+        (GateConfig(choose="threshold", threshold=-0.1), "gate.threshold (-0.1) must be between 0 and 1"),
+        (GateConfig(choose="gap", gap_rate=2.0), "gate.gap_rate (2.0) must be between 0 and 1"),
+        (GateConfig(choose="gap", gap_factor=-1.0), "gate.gap_factor (-1.0) must not be negative"),
+        (GateConfig(choose="top_p", mean_rate=0.0), "gate.mean_rate (0.0) must be positive"),
+    ],
+)
+def test_dynamic_gates_that_cannot_be(config: GateConfig, message: str) -> None:
+    assert any(message in problem for problem in [*config.problems(), *gate_problems(config, E)])

@@ -1,0 +1,130 @@
+"""Training with dynamic gates in any layout: raw gradients, curves and limits equal one process."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_learner import BOUND, SMALL, curve, gradients, join, save_after
+
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.config import with_values
+from moeclipse.core.errors import CheckpointError
+from moeclipse.testing.compare import difference
+from moeclipse.testing.run_ranks import run_alone, run_ranks
+from moeclipse.train.checkpoint import Checkpoint
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.learner import Learner
+
+RULES: dict[str, dict[str, Any]] = {
+    "gap": {"gate.choose": "gap", "gate.top_k": 2, "gate.threshold": 0.02},
+    "top_p": {"gate.choose": "top_p", "gate.top_k": 4, "gate.top_p": 0.6, "gate.z_loss": 0.01},
+    "threshold": {"gate.choose": "threshold", "gate.top_k": 3, "gate.threshold": 0.21},
+    "mean": {"gate.choose": "top_p", "gate.top_k": 3, "gate.top_p": 0.5, "gate.mean_experts": 1.8},
+    "sigmoid": {
+        "gate.choose": "top_p",
+        "gate.kind": "sigmoid",
+        "gate.top_k": 3,
+        "gate.top_p": 0.5,
+        "gate.bias_rate": 0.01,
+        "gate.mean_experts": 2.3,
+        "gate.capacity_factor": 1.1,
+        "moe.schedule": "smart",
+    },
+}
+SHORT = [("gap", 1, 2), ("top_p", 1, 4), ("threshold", 2, 1), ("mean", 2, 2), ("sigmoid", 1, 2)]
+LONG = [(rule, dp, ep) for rule in RULES for dp, ep in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4))]
+LONG = [case for case in LONG if case not in SHORT]
+
+
+def configure(rule: str, **changes: Any) -> TrainConfig:
+    values = {**SMALL, "data.files": (__file__,), "moe.num_experts": 6, **RULES[rule], **changes}
+    return with_values(TrainConfig(), values)
+
+
+def compare_gradients(config: TrainConfig, num_ranks: int, **layout: int) -> None:
+    reference = run_alone(gradients, config)
+    expected, results = join([reference]), run_ranks(num_ranks, gradients, config, **layout)
+    found = join(results)
+    assert found.keys() == expected.keys()
+    bad = {name: difference(found[name], expected[name]) for name in expected}
+    assert not (bad := {name: value for name, value in bad.items() if not value <= BOUND}), bad
+    assert math.isclose(sum(loss for _, loss in results), reference[1], rel_tol=BOUND)
+
+
+@pytest.mark.parametrize(
+    ("rule", "dp", "ep"), [*SHORT, *(pytest.param(*case, marks=pytest.mark.full) for case in LONG)]
+)
+def test_raw_gradients_equal_one_process(rule: str, dp: int, ep: int) -> None:
+    compare_gradients(configure(rule), dp * ep, dp=dp)
+
+
+@pytest.mark.parametrize("expert_tp", ["folded", pytest.param("sharded", marks=pytest.mark.full)])
+def test_raw_gradients_with_tensor_parallelism(expert_tp: str) -> None:
+    config = configure("mean", **{"moe.expert_tp": expert_tp, "model.num_kv_heads": 2, "parallel.tp": 2})
+    results = run_ranks(2, records, config, 3, tp=2)
+    expected = run_alone(records, config, 3)
+    for steps, limits in results:
+        assert limits == expected[1], "the tp ranks see each token once or together: limits are the same"
+        for record, reference in zip(steps, expected[0], strict=True):
+            assert math.isclose(record["loss"], reference["loss"], rel_tol=BOUND)
+            assert record["load"] == reference["load"]
+
+
+def records(mesh: Mesh, config: TrainConfig, steps: int) -> tuple[list[dict[str, Any]], list[float]]:
+    learner = Learner(config, mesh)
+    found = [learner.step(step) for step in range(steps)]
+    return found, [float(layer.gate.dynamic.limit) for layer in learner.layers]
+
+
+CURVES = [(rule, dp, ep) for rule in RULES for dp, ep in ((2, 1), (1, 2), (2, 2), (1, 4))]
+
+
+@pytest.mark.parametrize(
+    ("rule", "dp", "ep"),
+    [("mean", 1, 2), *(pytest.param(*case, marks=pytest.mark.full) for case in CURVES)],
+)
+def test_loss_curves_of_20_steps_agree(rule: str, dp: int, ep: int) -> None:
+    config = configure(rule)
+    expected, limits = run_alone(records, config, 20)
+    truth = torch.tensor([record["loss"] for record in expected], dtype=torch.float64)
+    assert truth[-1] < 0.97 * truth[0], "it must learn something, or the curve proves nothing"
+    assert len({record["mean_experts"] for record in expected}) > 1, "the number of experts must vary"
+    for found, other_limits in run_ranks(dp * ep, records, config, 20, dp=dp):
+        losses = torch.tensor([record["loss"] for record in found], dtype=torch.float64)
+        assert difference(losses, truth) <= BOUND
+        assert [record["load"] for record in found] == [record["load"] for record in expected]
+        assert all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(other_limits, limits, strict=True))
+
+
+def test_the_controller_holds_the_mean_while_training() -> None:
+    config = configure("mean", **{"moe.num_shared_experts": 0, "data.batch_size": 4})
+    means = [record["mean_experts"] for record in run_alone(records, config, 60)[0]]
+    assert abs(means[0] - 1.8) > 0.2, "it must begin elsewhere, or it holds nothing"
+    assert abs(sum(means[20:]) / 40 - 1.8) < 0.05
+
+
+@pytest.mark.parametrize("rule", [pytest.param("gap", marks=pytest.mark.full), "mean"])
+def test_limits_are_saved_and_read_by_another_layout(rule: str, tmp_path: Path) -> None:
+    config = configure(rule)
+    path = run_ranks(2, save_after, config, str(tmp_path), 4)[0]
+    expected = run_alone(curve, config, 7)[4:]
+    for losses in [run_alone(go_on, config, path), *run_ranks(2, go_on, config, path, dp=2)]:
+        assert difference(torch.tensor(losses), torch.tensor(expected)) < 1e-11
+
+
+def go_on(mesh: Mesh, config: TrainConfig, path: str) -> list[float]:
+    learner = Learner(config, mesh)
+    start = learner.load(Checkpoint.open(path, mesh))
+    return [learner.step(step)["loss"] for step in range(start, start + 3)]
+
+
+def test_another_way_to_choose_does_not_resume(tmp_path: Path) -> None:
+    path = run_alone(save_after, configure("mean"), str(tmp_path), 1)
+    mesh = Mesh.single()
+    other = Learner(configure("gap"), mesh)
+    with pytest.raises(CheckpointError, match=r"gate\.choose is 'top_p with gate\.mean_experts'"):
+        other.load(Checkpoint.open(path, mesh))
