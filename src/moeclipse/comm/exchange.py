@@ -101,6 +101,10 @@ class RankSum:
             total += part
         return total
 
+    def parts(self) -> torch.Tensor:
+        """What each rank gave, in rank order; where the library has added up already there is one part."""
+        return self._parts.get().unflatten(0, (self._num_parts, -1))
+
 
 def total(lane: Lane, group: Group, value: torch.Tensor, label: str) -> RankSum:
     """The sum of every member's `value`: the same bits on every rank."""

@@ -12,6 +12,9 @@ another, and the rows for each rank are cut into chunks. One step and one chunk 
     round 2    pairs at once, rows unit by unit
     receiver   rows in the order (unit, source, token); pairs regrouped by (unit, expert, source, token)
 
+Where an expert has several replicas, `moe/replicas` has chosen a slot for each pair before sizes travel, so
+nothing here knows of replicas: a pair goes to a slot, and a slot is on a rank.
+
 All index arithmetic is done once for all units; a unit is a slice of each array. All sizes come to the
 host in one copy. The plan is made in forward, and backward runs over the same plan.
 """
@@ -20,10 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
+import numpy as np
 import torch
 
 from moeclipse.balance.placement import Placement, even_bounds
+from moeclipse.balance.split import ReplicaTable
 from moeclipse.comm.exchange import Result, gather
 from moeclipse.comm.lane import Lane
 from moeclipse.comm.mesh import Group
@@ -38,10 +45,14 @@ class Route:
 
     placement: Placement
     rank_of_E: torch.Tensor
+    """Of each expert's primary."""
     slot_of_E: torch.Tensor
+    """The place of its primary when slots are counted rank by rank."""
     group: Group
     lane: Lane
     transport: Transport
+    table: ReplicaTable | None = None
+    """How rows are shared among replicas; None where every expert has one."""
 
     @classmethod
     def of(
@@ -51,7 +62,10 @@ class Route:
         lane: Lane,
         device: torch.device,
         transport: Transport | None = None,
+        expected_E: np.ndarray | None = None,
     ) -> Route:
+        """`expected_E`: the loads that the placement was planned for, the same on all ranks."""
+        replicated = placement.num_replicas > placement.num_experts
         return cls(
             placement=placement,
             rank_of_E=torch.tensor(placement.rank_of, device=device),
@@ -59,7 +73,23 @@ class Route:
             group=group,
             lane=lane,
             transport=transport or TorchTransport(lane, group),
+            table=ReplicaTable.of(placement, expected_E) if replicated else None,
         )
+
+    def moved(self, placement: Placement, expected_E: np.ndarray | None = None) -> Route:
+        """The same ranks and wire, another placement."""
+        device = self.rank_of_E.device
+        return Route.of(placement, self.group, self.lane, device, self.transport, expected_E)
+
+    @cached_property
+    def slot_bounds(self) -> list[int]:
+        """Slots of rank p: slot_bounds[p] to slot_bounds[p + 1] - 1, empty ones included."""
+        return [0, *accumulate(map(len, self.placement.slots))]
+
+    @cached_property
+    def rank_of_slot(self) -> torch.Tensor:
+        ranks = [rank for rank, row in enumerate(self.placement.slots) for _ in row]
+        return torch.tensor(ranks, dtype=torch.int64, device=self.rank_of_E.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,14 +154,23 @@ class Plan:
         return sum_rows(rows_ND, self.row_token_N, self.num_tokens)
 
 
-def plan_dispatch(expert_ids_TK: torch.Tensor, route: Route, shape: ExchangeShape, where: str) -> Plan:
+def plan_dispatch(
+    expert_ids_TK: torch.Tensor,
+    route: Route,
+    shape: ExchangeShape,
+    where: str,
+    slots: torch.Tensor | None = None,
+) -> Plan:
+    """`slots`: of each choice, flattened, the slot that computes it; left out: that of its primary."""
     num_tokens, top_k = expert_ids_TK.shape
-    num_ranks, num_experts, chunks = route.group.size, route.placement.num_experts, shape.chunks
+    slot_bounds, chunks = route.slot_bounds, shape.chunks
+    num_ranks, num_slots = route.group.size, slot_bounds[-1]
     device = expert_ids_TK.device
     flat_ids = expert_ids_TK.flatten()
     used = flat_ids >= 0
-    slots = route.slot_of_E[flat_ids.clamp(min=0)]
-    ranks = route.rank_of_E[flat_ids.clamp(min=0)]
+    if slots is None:
+        slots = route.slot_of_E[flat_ids.clamp(min=0)]
+    ranks = route.rank_of_slot[slots]
     tokens = torch.arange(num_tokens, device=device).repeat_interleave(top_k)
 
     # Unused places mark an extra rank that nobody is.
@@ -141,12 +180,9 @@ def plan_dispatch(expert_ids_TK: torch.Tensor, route: Route, shape: ExchangeShap
     row_of_PT = sent_PT.cumsum(1) - 1
     rows_P = sent_PT.sum(1)
     pair_row = row_of_PT[ranks, tokens]
-    slot_bounds = [0]
-    for experts in route.placement.slots:
-        slot_bounds.append(slot_bounds[-1] + len(experts))
     key = sort_key(slots, ranks, chunk_of(pair_row, rows_P[ranks], chunks), slot_bounds, chunks)
-    key = torch.where(used, key, num_experts * chunks)
-    pairs = torch.bincount(key, minlength=num_experts * chunks + 1)[: num_experts * chunks]
+    key = torch.where(used, key, num_slots * chunks)
+    pairs = torch.bincount(key, minlength=num_slots * chunks + 1)[: num_slots * chunks]
     everyone = gather(route.lane, route.group, torch.cat([pairs, rows_P]), f"exchange of sizes, {where}")
 
     # Local sorting runs while the sizes travel.

@@ -13,6 +13,7 @@ know, so all decide alike.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -20,13 +21,15 @@ import torch
 
 from moeclipse.balance.shadow import ShadowPlan, choose_shadows, forced_shadows
 from moeclipse.balance.shadow_model import ShadowCosts
-from moeclipse.comm.exchange import gather
-from moeclipse.comm.mesh import Mesh
+from moeclipse.balance.split import ReplicaTable, split_rows
+from moeclipse.comm.exchange import RankSum, gather
+from moeclipse.comm.mesh import Group, Mesh
 from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.dispatch import Plan, Route, plan_dispatch
 from moeclipse.moe.experts import Experts
 from moeclipse.moe.gates import count_experts
 from moeclipse.moe.probe import Probe, measure
+from moeclipse.moe.replicas import choose_slots
 from moeclipse.moe.routed import Programs, Stopwatch
 from moeclipse.moe.shadow import Lending, Shadowed, keep_borrowed
 from moeclipse.plan.search import choose_exchange
@@ -47,6 +50,20 @@ FREE = ShadowCosts(
     parameter_byte=0,
     gradient_byte=0,
 )
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Rows of each rank of a group for each expert, maybe still on their way."""
+
+    sums: RankSum
+    group: Group
+
+    def of(self, group: Group) -> np.ndarray:
+        """Those of the ranks of another group, [P, E]."""
+        places = [self.group.ranks.index(rank) for rank in group.ranks]
+        table: np.ndarray = self.sums.parts().cpu().numpy()[places]
+        return table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,23 +130,37 @@ class ExchangeSchedule:
         return self._programs[shape]
 
     def prepare(
-        self, ids_TK: torch.Tensor, route: Route, experts: Experts, mesh: Mesh, where: str, train: bool
+        self,
+        ids_TK: torch.Tensor,
+        route: Route,
+        experts: Experts,
+        mesh: Mesh,
+        where: str,
+        train: bool,
+        loads: Loads | None = None,
     ) -> Prepared:
-        """Decide, exchange sizes, and lay everything out for one call of the layer."""
+        """Decide, exchange sizes, and lay everything out for one call of the layer.
+
+        `loads` are on their way for other reasons; where they are left out, replicas ask for counts.
+        """
         if train:
             self._calls += 1
             wants_costs = self._tunes or (self.config.shadow == "auto" and self.num_ranks > 1)
             if self._calls == 2 and wants_costs and self.probe is None:
                 self.probe = measure(experts, route, mesh)
                 if self._tunes:
-                    self.use = self._choose(self._counts(ids_TK, route, where), self.probe)
+                    self.use = self._choose(self._counts(ids_TK, route, where), route, self.probe)
                     self.watch = Stopwatch(cuda=ids_TK.is_cuda)
         lending, counts_PE = self._lend(ids_TK, route, where)
         place = ids_TK.new_empty(0)
         if lending is not None:
             ids_TK, place = keep_borrowed(ids_TK, lending, route.placement.num_experts)
         shape = self.shape(shadows=lending is not None)
-        plan = plan_dispatch(ids_TK, route, shape, where)
+        slots = None
+        if route.table is not None:
+            travelling_PE = self._rows_that_travel(ids_TK, route, where, loads, counts_PE)
+            slots = choose_slots(ids_TK, route, travelling_PE, self.hosts)
+        plan = plan_dispatch(ids_TK, route, shape, where, slots)
         shadowed = None
         if lending is not None:
             counts = [int(counts_PE[route.group.index, expert]) for expert in lending.borrowed]
@@ -148,6 +179,20 @@ class ExchangeSchedule:
         mine = count_experts(ids_TK, route.placement.num_experts)
         table = gather(route.lane, route.group, mine, f"exchange of counts, {where}").to_host()
         return np.array(table, dtype=np.int64)
+
+    def _rows_that_travel(
+        self, ids_TK: torch.Tensor, route: Route, where: str, loads: Loads | None, counts_PE: np.ndarray
+    ) -> np.ndarray:
+        """Rows of each rank for each expert, those of borrowed experts left out: what replicas share."""
+        if not counts_PE.size and loads is not None:
+            return loads.of(route.group)
+        if not counts_PE.size:
+            return self._counts(ids_TK, route, where)
+        counts_PE = counts_PE.copy()
+        assert self.shadow_plan is not None
+        for expert, ranks in self.shadow_plan.shadows:
+            counts_PE[list(ranks), expert] = 0
+        return counts_PE
 
     def _counts_and_rows(
         self, ids_TK: torch.Tensor, route: Route, where: str
@@ -196,12 +241,15 @@ class ExchangeSchedule:
             return None, counts_PE
         return Lending.of(shadows, route.placement, route.group.index), counts_PE
 
-    def _choose(self, counts_PE: np.ndarray, probe: Probe) -> Granularity:
+    def _choose(self, counts_PE: np.ndarray, route: Route, probe: Probe) -> Granularity:
         """The fastest of the allowed granularities, by simulation."""
         costs = probe.exchange_costs()
-        per_rank = -(-counts_PE.shape[1] // self.num_ranks)
+        table = route.table or ReplicaTable.of(route.placement)
+        rows_PR = split_rows(counts_PE, table, self.hosts).rows_PR
+        per_rank = route.placement.max_slots
         padded = np.zeros((self.num_ranks, per_rank * self.num_ranks), dtype=np.int64)
-        padded[:, : counts_PE.shape[1]] = counts_PE
+        for rank, (first, stop) in enumerate(pairwise(route.slot_bounds)):
+            padded[:, rank * per_rank : rank * per_rank + stop - first] = rows_PR[:, first:stop]
         chunks = CHUNKS if self._auto_chunks else (int(self.config.chunks),)
         best: Granularity | None = None
         one = exchange_shape(self.num_ranks, group_size=self.num_ranks, experts_per_rank=per_rank)
