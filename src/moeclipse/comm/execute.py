@@ -22,19 +22,37 @@ class Transfer(Protocol):
         """Wait until what follows may use the result."""
 
 
-def execute(verified: Verified, rank: int, run: Callable[[Op], Transfer | None]) -> None:
-    """Run `rank`'s ops; when this returns, every transfer has been waited for."""
-    under_way: list[Transfer | None] = []
-    for op in verified.program.ranks[rank]:
-        for position in op.deps:
-            transfer = under_way[position]
+class Execution:
+    """One rank's part of a program, run in pieces where something else runs in between."""
+
+    def __init__(self, verified: Verified, rank: int, run: Callable[[Op], Transfer | None]) -> None:
+        self.program, self.rank = verified.program, rank
+        self.ops = self.program.ranks[rank]
+        self._run = run
+        self._under_way: list[Transfer | None] = []
+
+    def advance(self, stop: int | None = None) -> None:
+        """Run ops up to position `stop`, or to the end."""
+        for op in self.ops[len(self._under_way) : stop]:
+            for position in op.deps:
+                transfer = self._under_way[position]
+                if transfer is not None:
+                    transfer.get()
+            try:
+                self._under_way.append(self._run(op))
+            except Exception as error:
+                error.add_note(f"in op {op} of {self.program.name} on rank {self.rank}")
+                raise
+
+    def get(self) -> None:
+        """Wait for every transfer launched so far."""
+        for transfer in self._under_way:
             if transfer is not None:
                 transfer.get()
-        try:
-            under_way.append(run(op))
-        except Exception as error:
-            error.add_note(f"in op {op} of {verified.program.name} on rank {rank}")
-            raise
-    for transfer in under_way:
-        if transfer is not None:
-            transfer.get()
+
+
+def execute(verified: Verified, rank: int, run: Callable[[Op], Transfer | None]) -> None:
+    """Run `rank`'s ops; when this returns, every transfer has been waited for."""
+    execution = Execution(verified, rank, run)
+    execution.advance()
+    execution.get()

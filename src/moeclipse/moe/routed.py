@@ -71,13 +71,22 @@ class Forward:
     y: dict[Key, torch.Tensor] = field(default_factory=dict)
 
     def run(self, verified: Verified) -> torch.Tensor:
+        self.start()
+        execute(verified, self.plan.route.group.index, self.op)
+        return self.finish()
+
+    def start(self) -> None:
         plan = self.plan
         self.pairs = Pairs(plan, self.scores_TK)
         self.arrived = [rows.new_empty((plan.num_arriving, *rows.shape[1:])) for rows in self.rows]
         self.back_NO = self.rows[0].new_empty(len(self.rows[0]), self.experts.out_width)
-        execute(verified, plan.route.group.index, self.op)
-        out_TO = plan.sum_tokens(self.back_NO)
-        self.arrived = self.rows = []  # what backward needs of them is in `saved`
+
+    def finish(self, keep_rows: bool = False) -> torch.Tensor:
+        """The layer's output; everything has come back. `keep_rows`: they will be computed once more."""
+        out_TO = self.plan.sum_tokens(self.back_NO)
+        self.rows, self.back_NO = [], out_TO[:0]
+        if not keep_rows:
+            self.arrived = []  # what backward needs of them is in `saved`
         return out_TO if self.shadowed is None else out_TO + self.kept_TO
 
     def op(self, op: Op) -> Transfer | None:
@@ -119,6 +128,7 @@ class Backward:
     def __init__(self, done: Forward, d_out_TO: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
         self.done, self.plan, self.experts = done, done.plan, done.experts
         self.d_out_TO = d_out_TO
+        self.d_scores: Result | None = None
         self.d_rows_NO = d_out_TO[self.plan.row_token_N]
         self.pending: list[Any] = []
         num_rows = len(self.plan.row_token_N)
@@ -129,10 +139,22 @@ class Backward:
 
     def run(self, verified: Verified) -> tuple[list[torch.Tensor | None], torch.Tensor]:
         """(gradients of the inputs, d_scores_TK); those of the weights are in `weight_grads`."""
+        self.start()
+        execute(verified, self.plan.route.group.index, self.op)
+        return self.finish()
+
+    def start(self) -> None:
+        self.arrived_RO = self.d_rows_NO.new_empty(self.plan.num_arriving, self.d_rows_NO.shape[1])
+        self.d_score_M = torch.empty_like(self.done.pairs.all()[1])
+
+    def return_scores(self) -> None:
+        """Score gradients travel once all units have them; behind the rows, because they are small."""
+        if self.d_scores is None:
+            self.d_scores = return_score_grads(self.plan, self.d_score_M)
+
+    def finish(self) -> tuple[list[torch.Tensor | None], torch.Tensor]:
         plan, done, shadowed = self.plan, self.done, self.done.shadowed
-        self.arrived_RO = self.d_rows_NO.new_empty(plan.num_arriving, self.d_rows_NO.shape[1])
-        self.d_score_M = torch.empty_like(done.pairs.all()[1])
-        execute(verified, plan.route.group.index, self.op)
+        assert self.d_scores is not None
         d_scores_TK = torch.zeros_like(done.scores_TK)
         d_scores_TK.view(-1)[plan.pair_place_n] = self.d_scores.get()
         grads = [None if rows is None else plan.sum_tokens(rows) for rows in self.back]
@@ -147,7 +169,7 @@ class Backward:
         if op.kind.startswith("SHADOW"):
             return self.shadow_op(op.kind)
         if op.kind == "C_W":
-            self.d_scores = return_score_grads(self.plan, self.d_score_M)
+            self.return_scores()
             self.weight_grads = self.experts.wgrad(self.pending)
             return None
         key = (op.step or 0, op.chunk or 0)
@@ -237,19 +259,8 @@ class Routed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scores_TK: torch.Tensor, call: RoutedCall, *tensors: torch.Tensor) -> torch.Tensor:
-        inputs, plan, shadowed = tensors[: call.num_inputs], call.plan, call.shadowed
-        if shadowed is not None:
-            shadowed.bind(inputs, call.structure, scores_TK)
-        run = Forward(
-            plan=plan,
-            experts=call.experts,
-            structure=call.structure,
-            rows=[as_numbers(tensor)[plan.row_token_N] for tensor in inputs],
-            dtypes=[tensor.dtype for tensor in inputs],
-            scores_TK=scores_TK,
-            shadowed=shadowed,
-            fused=call.fused,
-        )
+        inputs = tensors[: call.num_inputs]
+        run = call.forward(scores_TK, inputs)
         began = call.watch.stamp() if call.watch is not None else None
         out_TO = run.run(call.programs.forward)
         if call.watch is not None:
@@ -278,6 +289,25 @@ class RoutedCall:
     num_inputs: int = 1
     fused: FusedExperts | None = None
     watch: Stopwatch | None = None
+
+    def forward(self, scores_TK: torch.Tensor, inputs: Sequence[torch.Tensor]) -> Forward:
+        """The state of one forward pass, before anything travels."""
+        if self.shadowed is not None:
+            self.shadowed.bind(inputs, self.structure, scores_TK)
+        return Forward(
+            plan=self.plan,
+            experts=self.experts,
+            structure=self.structure,
+            rows=self.rows_of(inputs),
+            dtypes=[tensor.dtype for tensor in inputs],
+            scores_TK=scores_TK,
+            shadowed=self.shadowed,
+            fused=self.fused,
+        )
+
+    def rows_of(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What travels of each input."""
+        return [as_numbers(tensor)[self.plan.row_token_N] for tensor in inputs]
 
 
 def as_numbers(tensor: torch.Tensor) -> torch.Tensor:

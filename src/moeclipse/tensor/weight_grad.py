@@ -6,7 +6,7 @@ temporary has the weight's size. A parameter without one, in a user's own loop, 
 as always, added to what is there.
 
     now        the product runs inside backward
-    deferred   it is queued under (microbatch, stage) and runs when the schedule says W
+    deferred   it is queued under (microbatch, stage, part) and runs when the schedule says W
 
 Contract. Deferred and immediate gradients add in the same order and give the same bits. A bucket hears that a
 parameter is ready when its last backward has run AND none of its products is still queued. Queues must be
@@ -51,19 +51,23 @@ class Accumulation:
     def __init__(self, main_grad: torch.Tensor, ready: Callable[[], None]) -> None:
         self.main_grad, self._ready = main_grad, ready
         self.queued = 0
-        self._backward_done = False
+        self.uses = 1
+        """Passes through different parts of the model in which one microbatch meets the parameter."""
+        self._left = 0
+        self._due = False
 
-    def begin(self) -> None:
-        """The last backward of the step begins: what earlier ones reported does not count."""
-        self._backward_done = False
+    def begin(self, backwards: int = 1) -> None:
+        """So many backward passes are still to come: what earlier ones reported does not count."""
+        self._left, self._due = backwards * self.uses, False
 
     def backward_done(self) -> None:
-        self._backward_done = True
+        self._left = max(self._left - 1, 0)
+        self._due = self._left == 0
         self.settle()
 
     def settle(self) -> None:
-        if self._backward_done and self.queued == 0:
-            self._backward_done = False
+        if self._due and self.queued == 0:
+            self._due = False
             self._ready()
 
 
@@ -155,22 +159,22 @@ class WeightGrads:
     """
 
     def __init__(self) -> None:
-        self._key: tuple[int, int] | None = None
-        self._queues: dict[tuple[int, int], list[_Queued]] = {}
+        self._key: tuple[int, int, str] | None = None
+        self._queues: dict[tuple[int, int, str], list[_Queued]] = {}
 
     @property
     def deferring(self) -> bool:
         return self._key is not None
 
     @contextmanager
-    def deferred(self, *, microbatch: int, stage: int = 0) -> Iterator[None]:
-        """Backward inside this block queues its weight gradients."""
+    def deferred(self, *, microbatch: int, stage: int = 0, part: str = "") -> Iterator[None]:
+        """Backward inside this block queues its weight gradients; `part` names a piece of the stage."""
         if self._key is not None:
             raise ScheduleError(
                 f"weight gradients of microbatch {microbatch}, stage {stage} cannot be deferred inside those "
                 f"of microbatch {self._key[0]}, stage {self._key[1]}; leave that block first"
             )
-        self._key = (microbatch, stage)
+        self._key = (microbatch, stage, part)
         try:
             yield
         finally:
@@ -187,14 +191,14 @@ class WeightGrads:
         return [None] * len(parameters)
 
     @torch.no_grad()
-    def run(self, *, microbatch: int, stage: int = 0) -> None:
+    def run(self, *, microbatch: int, stage: int = 0, part: str = "") -> None:
         """W: everything that was queued under this key, in the order in which backward met it."""
-        queue = self._queues.pop((microbatch, stage), None)
+        queue = self._queues.pop((microbatch, stage, part), None)
         if queue is None:
-            known = ", ".join(f"({m}, {s})" for m, s in sorted(self._queues)) or "none"
+            known = ", ".join(f"({m}, {s}{', ' * bool(p)}{p})" for m, s, p in sorted(self._queues)) or "none"
             raise ScheduleError(
-                f"no weight gradient of microbatch {microbatch}, stage {stage} is queued; "
-                f"queued (microbatch, stage): {known}"
+                f"no weight gradient of microbatch {microbatch}, stage {stage}{', ' * bool(part)}{part} is "
+                f"queued; queued (microbatch, stage): {known}"
             )
         for item in queue:
             for parameter, grad in zip(item.parameters, item.work(), strict=True):
@@ -207,8 +211,8 @@ class WeightGrads:
         names = {id(parameter): name for name, parameter in named_parameters}
         lost = [
             f"{names.get(id(parameter), f'a parameter of shape {tuple(parameter.shape)}')} "
-            f"(microbatch {microbatch}, stage {stage})"
-            for (microbatch, stage), queue in sorted(self._queues.items())
+            f"(microbatch {microbatch}, stage {stage}{', ' * bool(part)}{part})"
+            for (microbatch, stage, part), queue in sorted(self._queues.items())
             for item in queue
             for parameter in item.parameters
         ]
@@ -219,16 +223,33 @@ class WeightGrads:
         )
 
 
+@torch.no_grad()
+def deliver(parameter: torch.nn.Parameter, grad: Grad) -> None:
+    """A gradient of which autograd knows nothing; None where it is in main_grad already."""
+    if not parameter.requires_grad:
+        return
+    _add(parameter, grad)
+    state: Accumulation | None = getattr(parameter, "accumulation", None)
+    if state is not None:
+        state.backward_done()
+
+
 def _take(parameter: torch.nn.Parameter, grad: Grad) -> None:
     """What autograd and the hook would have done with a gradient that came in time."""
+    _add(parameter, grad)
     state: Accumulation | None = getattr(parameter, "accumulation", None)
-    if grad is not None:
-        if state is not None:
-            state.main_grad.add_(grad)
-        elif parameter.grad is None:
-            parameter.grad = grad
-        else:
-            parameter.grad += grad
     if state is not None:
         state.queued -= 1
         state.settle()
+
+
+def _add(parameter: torch.nn.Parameter, grad: Grad) -> None:
+    if grad is None:
+        return
+    state: Accumulation | None = getattr(parameter, "accumulation", None)
+    if state is not None:
+        state.main_grad.add_(grad)
+    elif parameter.grad is None:
+        parameter.grad = grad
+    else:
+        parameter.grad += grad
