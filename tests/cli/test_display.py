@@ -106,7 +106,8 @@ def test_a_dumb_terminal_gets_plain_lines() -> None:
 @pytest.mark.parametrize("experts", [1, 2, 8, 16, 64, 300])
 @pytest.mark.parametrize("unicode", [True, False])
 def test_the_summary_fits_into_80_columns(experts: int, unicode: bool) -> None:
-    summary = SUMMARY | {"load": [float(1 + i % 7) for i in range(experts)], "directory": "runs/x"}
+    load = [float(1 + i % 7) for i in range(experts)]
+    summary = SUMMARY | {"load": load, "load_by_layer": [load, load[::-1]] * 9, "directory": "runs/x"}
     for _, lines in summary_lines(summary, 80, unicode):
         assert all(len(line) <= 70 for line in lines)
 
@@ -120,6 +121,34 @@ def test_an_empty_summary_still_prints() -> None:
     display = Display(console())
     display.end({})
     assert "not measured" in text_of(display.console)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_experts_per_token_are_shown_where_tokens_choose(terminal: bool) -> None:
+    record = {"step": 0, "loss": 5.0, "lr": 1e-3, "grad_norm": 1.5, "tokens_per_s": 9.0, "mean_experts": 1.25}
+    for vary in (False, True):
+        display = Display(console(width=120, terminal=terminal))
+        display.start(INFO | {"steps": 2, "experts_vary": vary})
+        display.step(record)
+        if display.progress is not None:
+            display.progress.refresh()
+        shown = "1.25 experts" if terminal else "experts 1.25"
+        assert (shown in text_of(display.console)) == vary
+        display.end(SUMMARY | {"mean_experts": 1.25 if vary else 2.0})
+        assert ("experts   1.25 per token, on average" in plain(text_of(display.console))) == vary
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+
+
+def test_the_load_of_each_layer_is_a_line_of_shades() -> None:
+    load = [[0.0, 4.0, 4.0, 8.0], [1.0, 1.0, 1.0, 1.0]]
+    lines = dict(summary_lines(SUMMARY | {"load_by_layer": load}, 80, False))["by layer"]
+    assert [line.plain for line in lines] == [
+        "layer 0      ++++++### max 2.0 x",
+        "layer 1   ++++++++++++ max 1.0 x",
+    ]
 
 
 def test_resumed_runs_say_so() -> None:

@@ -49,6 +49,8 @@ GLYPHS = {
 # fmt: on
 DOT = 2
 LINE = 7 * DOT
+SCALE_WIDTH = 240
+SCALE_WORDS = "TIMES THE MEAN OF THE LAYER"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,32 +93,42 @@ def draw(panels: Sequence[Panel], width: int = 1400) -> np.ndarray:
     cell = max(2, min(24, (width - 2 * margin - gap * (len(panels) - 1)) // total))
     tall = int(np.clip(480 // layers, 4, 48))
     top = max(2.0, max(float(panel.rows.max()) for panel in panels))
-    wide = max(2 * margin + cell * total + gap * (len(panels) - 1), 420)
+    widths = [max(cell * panel.rows.shape[1], 4 * DOT * _letters(panel)) for panel in panels]
+    scale = 2 * margin + SCALE_WIDTH + 12 + 4 * DOT * len(SCALE_WORDS)
+    wide = max(2 * margin + sum(widths) + gap * (len(panels) - 1), scale)
     head, foot = 44, 64
     image = np.full((head + tall * layers + foot, wide, 3), BACKGROUND, dtype=np.uint8)
     left = margin
-    for panel in panels:
+    for panel, panel_width in zip(panels, widths, strict=True):
         columns = panel.rows.shape[1]
         text(image, left, 12, panel.title.upper(), INK)
-        text(image, left, 12 + LINE, f"0-{columns - 1} {panel.columns}".upper(), FAINT)
+        text(image, left, 12 + LINE, _columns(panel).upper(), FAINT)
         cells = colour(panel.rows, top).repeat(tall, 0).repeat(cell, 1)
         if cell >= 6 and tall >= 6:
             cells[::tall] = cells[::tall] // 10 * 9  # thin lines between cells
             cells[:, ::cell] = cells[:, ::cell] // 10 * 9
         image[head : head + tall * layers, left : left + cell * columns] = cells
-        left += cell * columns + gap
+        left += panel_width + gap
     for layer in range(0, layers, max(1, -(-LINE // tall))):
         text(image, 12, head + layer * tall + max((tall - 5 * DOT) // 2, 0), str(layer), FAINT)
     _scale(image, margin, head + tall * layers + 16, top)
     return image
 
 
+def _columns(panel: Panel) -> str:
+    return f"0-{panel.rows.shape[1] - 1} {panel.columns}"
+
+
+def _letters(panel: Panel) -> int:
+    return max(len(panel.title), len(_columns(panel)))
+
+
 def _scale(image: np.ndarray, left: int, y: int, top: float) -> None:
-    width = 240
+    width = SCALE_WIDTH
     image[y : y + 10, left : left + width] = colour(np.linspace(0, top, width)[None], top).repeat(10, 0)
     text(image, left, y + 16, "0", FAINT)
     text(image, left + width - 5 * 4 * DOT, y + 16, f"{top:.1f}", FAINT)
-    text(image, left + width + 12, y, "TIMES THE MEAN OF THE LAYER", INK)
+    text(image, left + width + 12, y, SCALE_WORDS, INK)
 
 
 def text(image: np.ndarray, x: int, y: int, words: str, ink: tuple[int, int, int]) -> None:

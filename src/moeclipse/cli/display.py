@@ -16,9 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
+
+from moeclipse.cli.heat import heat_lines
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ASCII_LEVELS = " .:-=+*#@"
@@ -47,6 +50,7 @@ class Display:
         self.unicode = not console.options.ascii_only
         self.live = console.is_terminal and not console.is_dumb_terminal
         self.losses: list[float] = []
+        self.experts_vary = False
         self.steps = 0
         self.first_step = 0
         self.begun = time.monotonic()
@@ -56,6 +60,7 @@ class Display:
     def start(self, info: dict[str, Any]) -> None:
         self.steps, self.first_step = int(info.get("steps", 0)), int(info.get("start_step", 0))
         self.begun = time.monotonic()
+        self.experts_vary = bool(info.get("experts_vary"))
         ranks = int(info.get("num_ranks", 1))
         dot = "·" if self.unicode else "|"
         tp = f" x tp {info['tp']}" if info.get("tp", 1) > 1 else ""
@@ -78,14 +83,14 @@ class Display:
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=None),
             TextColumn("[bold]loss {task.fields[loss]}[/] [cyan]{task.fields[spark]}[/]"),
-            TextColumn("{task.fields[speed]} tok/s"),
+            TextColumn("{task.fields[speed]} tok/s{task.fields[experts]}"),
             TimeRemainingColumn(compact=True),
             console=self.console,
             transient=True,
             expand=True,
         )
         begin: dict[str, Any] = {"total": self.steps, "completed": self.first_step}
-        self.task = self.progress.add_task("", **begin, loss="-", spark="", speed="-")
+        self.task = self.progress.add_task("", **begin, loss="-", spark="", speed="-", experts="")
         self.progress.start()
 
     def step(self, record: dict[str, Any]) -> None:
@@ -95,7 +100,10 @@ class Display:
         if self.progress is not None:
             spark = sparkline(self.losses, SPARK_WIDTH, self.unicode)
             speed = short(record.get("tokens_per_s"))
-            self.progress.update(self.task, completed=done, loss=f"{loss:.3f}", spark=spark, speed=speed)
+            experts = self._experts(record, " {:.2f} experts")
+            self.progress.update(
+                self.task, completed=done, loss=f"{loss:.3f}", spark=spark, speed=speed, experts=experts
+            )
             return
         every = max(self.steps // PLAIN_LINES, 1)
         if done == self.first_step + 1 or done % every == 0 or done == self.steps:
@@ -107,8 +115,14 @@ class Display:
         speed = short(record.get("tokens_per_s"))
         self.console.print(
             f"step {done:>{width}}/{self.steps}  loss {loss:.4f}  lr {record.get('lr', 0.0):.2e}  "
-            f"grad norm {record.get('grad_norm', math.nan):.2f}  {speed} tokens/s  left {clock(left)}"
+            f"grad norm {record.get('grad_norm', math.nan):.2f}  "
+            f"{self._experts(record, 'experts {:.2f}  ')}{speed} tokens/s  left {clock(left)}"
         )
+
+    def _experts(self, record: dict[str, Any], text: str) -> str:
+        """Experts per token, where tokens choose how many they visit."""
+        mean = record.get("mean_experts")
+        return text.format(mean) if self.experts_vary and mean is not None else ""
 
     def note(self, text: str) -> None:
         self.console.print(Text(f"note: {text}", style="yellow"))
@@ -148,6 +162,12 @@ def summary_lines(summary: dict[str, Any], width: int, unicode: bool) -> list[tu
     load = [float(value) for value in summary.get("load") or []]
     if load:
         lines.append(("load", load_chart(load, room, unicode)))
+    layers = summary.get("load_by_layer") or []
+    if len(layers) > 1:
+        lines.append(("by layer", heat_lines(np.array(layers), room, unicode)))
+    mean = summary.get("mean_experts")
+    if mean is not None and not float(mean).is_integer():
+        lines.append(("experts", [Text(f"{mean:.2f} per token, on average")]))
     if summary.get("dropped"):
         lines.append(("dropped", [Text(f"{summary['dropped']:,} rows over capacity")]))
     directory = str(summary.get("directory", ""))

@@ -1,8 +1,8 @@
 """`moeclipse place`: plan who holds which expert from the loads of a run, without a device.
 
+    moeclipse place runs/NAME/load.npz --plot
     moeclipse place runs/NAME/load.npz --ranks 16 --slots 3
     moeclipse place runs/NAME/load.npz --ranks 16 --slots 3 --nodes 2 --current plan.json --out next.json
-    moeclipse place runs/NAME/load.npz --ranks 8 --slots 5 --plot heat.png
 
 Planners see the loads up to the step before the last one in the file; balance is measured on the last one,
 with the split that training uses. Nothing here needs torch.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -29,12 +29,11 @@ from moeclipse.balance.placement import Placement
 from moeclipse.balance.planner import PLANNERS, PlanConfig, plan
 from moeclipse.balance.replicate import slots_for
 from moeclipse.balance.split import ReplicaTable, split_rows
+from moeclipse.cli.heat import heat_lines
 from moeclipse.core.errors import ConfigError
 
+BESIDE = "beside the loads"
 COMPARED = ("greedy", "incremental", "wrap_fill", "exact")
-SHADES = " ░▒▓█"
-ASCII_SHADES = " .+#@"
-MAX_LAYER_ROWS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +42,10 @@ class PlaceConfig:
 
     load: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="LOAD.npz")]
     """Loads that training wrote: runs/NAME/load.npz."""
-    ranks: int
-    """Ranks that share the experts of a layer."""
-    slots: int
-    """Experts that a rank can hold in each layer."""
+    ranks: int | None = None
+    """Ranks that share the experts of a layer; left out: as many as wrote the loads."""
+    slots: int | None = None
+    """Experts that a rank can hold in each layer; left out: an even share and one more."""
     nodes: int = 1
     """Nodes that the ranks stand on, in equal runs."""
     current: Path | None = None
@@ -54,7 +53,7 @@ class PlaceConfig:
     out: Path | None = None
     """Write the plan of --planner here, as JSON that --current and training read."""
     plot: Path | None = None
-    """Write a heat map of loads and ranks here, as PNG."""
+    """Write a heat map of loads and ranks here, as PNG; without a name: beside the loads."""
     planner: str = "incremental"
     """Whose plan is written: random, greedy, incremental, wrap_fill or exact."""
     layer: int | None = None
@@ -71,6 +70,14 @@ class PlaceConfig:
     device: str = "h200"
     link: str = "infiniband"
     """Between nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullConfig(PlaceConfig):
+    """With all that was left out."""
+
+    ranks: int
+    slots: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +99,10 @@ class Verdict:
 
 
 def main(argv: list[str]) -> int:
-    config = tyro.cli(PlaceConfig, args=argv, prog="moeclipse place")
+    given = tyro.cli(PlaceConfig, args=name_plot(argv), prog="moeclipse place")
     console = Console(highlight=False, soft_wrap=True)
-    load = Load.read(config.load)
+    load = Load.read(given.load)
+    config = fill(given, load)
     layers = questions(config, load)
     node_P = nodes_of(config.ranks, config.nodes)
     costs = PlacementCosts.from_shapes(
@@ -127,7 +135,26 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def questions(config: PlaceConfig, load: Load) -> list[Layer]:
+def name_plot(argv: list[str]) -> list[str]:
+    """`--plot` with nothing behind it means a file of its own; the flag itself takes a name."""
+    named = []
+    for word, follower in zip(argv, [*argv[1:], "--"], strict=True):
+        named += [word, BESIDE] if word == "--plot" and follower.startswith("-") else [word]
+    return named
+
+
+def fill(config: PlaceConfig, load: Load) -> FullConfig:
+    """What was not given, from the loads."""
+    ranks = min(load.average_LPE.shape[1], load.num_experts) if config.ranks is None else config.ranks
+    share = -(-load.num_experts // max(ranks, 1))
+    given = {field.name: getattr(config, field.name) for field in fields(config)}
+    given["ranks"] = ranks
+    given["slots"] = min(share + 1, load.num_experts) if config.slots is None else config.slots
+    given["plot"] = config.load.with_suffix(".png") if config.plot == Path(BESIDE) else config.plot
+    return FullConfig(**given)
+
+
+def questions(config: FullConfig, load: Load) -> list[Layer]:
     if config.ranks < 1 or config.slots < 1:
         raise ConfigError(f"--ranks ({config.ranks}) and --slots ({config.slots}) must be at least 1")
     if config.planner not in PLANNERS:
@@ -147,7 +174,7 @@ def questions(config: PlaceConfig, load: Load) -> list[Layer]:
     return found
 
 
-def _current(config: PlaceConfig, load: Load, count: int) -> list[Placement]:
+def _current(config: FullConfig, load: Load, count: int) -> list[Placement]:
     if config.current is None:
         return [Placement.contiguous(load.num_experts, config.ranks)] * count
     expected = {"num_experts": load.num_experts, "num_ranks": config.ranks, "max_slots": config.slots}
@@ -199,7 +226,7 @@ def _planned(
     console: Console,
     name: str,
     wanted: PlanConfig,
-    config: PlaceConfig,
+    config: FullConfig,
     layers: list[Layer],
     costs: PlacementCosts,
     node_P: tuple[int, ...],
@@ -220,7 +247,7 @@ def _planned(
     return judge(name, placements, layers, costs, node_P, spent)
 
 
-def _headline(console: Console, config: PlaceConfig, load: Load, layers: list[Layer]) -> None:
+def _headline(console: Console, config: FullConfig, load: Load, layers: list[Layer]) -> None:
     nodes = f" on {config.nodes} nodes" if config.nodes > 1 else ""
     which = f"layer {layers[0].number}" if len(layers) == 1 else f"{len(layers)} layers"
     console.print(
@@ -238,25 +265,12 @@ def _headline(console: Console, config: PlaceConfig, load: Load, layers: list[La
 
 def _draw_loads(console: Console, layers: list[Layer]) -> None:
     """Layers by experts as shades: what is above, at and below the mean."""
-    room = max(min(console.width - 24, 128), 16)
-    shades = ASCII_SHADES if console.options.ascii_only else SHADES
     console.print("\nload of each expert (left to right), relative to the layer's mean", style="dim")
-    for layer in layers[:MAX_LAYER_ROWS]:
-        load_E = layer.seen_PE.sum(0)
-        relative = load_E / max(load_E.mean(), 1e-300)
-        parts = np.array_split(relative, min(room, len(relative)))
-        width = max(min(room // len(parts), 3), 1)
-        cells = "".join(shades[_shade(part.max(), len(shades))] * width for part in parts)
-        console.print(
-            Text.assemble(f"layer {layer.number:<4}", (cells, "blue"), f" max {relative.max():.1f} x")
-        )
-    if len(layers) > MAX_LAYER_ROWS:
-        console.print(f"... and {len(layers) - MAX_LAYER_ROWS} more layers", style="dim")
+    loads = np.array([layer.seen_PE.sum(0) for layer in layers])
+    numbers = [layer.number for layer in layers]
+    for line in heat_lines(loads, console.width, not console.options.ascii_only, numbers):
+        console.print(line)
     console.print()
-
-
-def _shade(relative: float, levels: int) -> int:
-    return int(np.searchsorted([0.25, 0.75, 1.5, 4.0][: levels - 1], relative))
 
 
 def _comparison(verdicts: list[Verdict], several_nodes: bool) -> Table:

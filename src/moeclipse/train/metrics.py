@@ -102,6 +102,9 @@ class Metrics:
             means["tokens_per_s"] = 1e3 * window[0]["num_tokens"] / means["step_ms"]
             comm = means["comm_ms"]
             means["hidden_fraction"] = means["hidden_ms"] / comm if comm > 0 else 0.0
+            experts = [r["mean_experts"] for r in window if "mean_experts" in r]
+            if experts:
+                means["mean_experts"] = sum(experts) / len(experts)
             load = [sum(layers) for layers in zip(*(sum_load(r["load"]) for r in window), strict=True)]
         summary: dict[str, Any] = {
             "loss_first": self.records[0]["loss"] if self.records else None,

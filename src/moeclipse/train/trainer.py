@@ -208,6 +208,7 @@ class Run:
             "dtype": str(learner.dtype).removeprefix("torch."),
             "num_parameters": everything,
             "num_active_parameters": active,
+            "experts_vary": config.gate.choose != "top_k" or config.gate.kind == "gshard",
             "corpus": learner.corpus.what,
             "unigram_entropy": learner.corpus.unigram_entropy(),
             "steps": config.run.steps,

@@ -1,0 +1,117 @@
+"""The load of a run: who sent what to whom, in a file that outlives kills and that `place` reads."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_trainer import configure, whole
+
+from moeclipse.balance.load import Load
+from moeclipse.cli.main import main
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.config import with_values
+from moeclipse.testing.run_ranks import run_alone, run_ranks, run_ranks_raw
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.learner import Learner
+from moeclipse.train.load_trace import LoadHistory, StepLoad
+
+
+def sources(mesh: Mesh, config: TrainConfig) -> tuple[torch.Tensor, list[list[int]], list[list[int]]]:
+    learner = Learner(config, mesh)
+    record = learner.step(0)
+    mine = [layer.load_E.tolist() for layer in learner.layers]
+    return torch.from_numpy(learner.loads.average.rows_LPE.round()), record["load"], mine
+
+
+@pytest.mark.parametrize(("dp", "tp", "expert_tp"), [(1, 1, "folded"), (2, 1, "folded"), (1, 2, "sharded")])
+def test_every_rank_knows_who_sent_what(tmp_path: Path, dp: int, tp: int, expert_tp: str) -> None:
+    changes = {"moe.expert_tp": expert_tp, "model.num_kv_heads": 2, "parallel.tp": tp}
+    results = run_ranks(2, sources, configure(tmp_path, **changes), dp=dp, tp=tp)
+    for table_LPE, total, _ in results:
+        assert torch.equal(table_LPE, results[0][0])
+        assert table_LPE.sum(1).tolist() == total
+        assert table_LPE.shape == (2, 1 if expert_tp == "sharded" else 2, 4)
+    for rank, (table_LPE, _, mine) in enumerate(results[: results[0][0].shape[1]]):
+        assert table_LPE[:, rank].tolist() == mine
+    assert np.array(results[0][1]).sum() == 2 * 2 * 4 * 16  # layers x choices x samples x positions
+
+
+def read(config: TrainConfig) -> Load:
+    return Load.read(Path(config.run.dir) / config.run.name / "load.npz")
+
+
+def same(a: Load, b: Load) -> bool:
+    names = ("average_LPE", "steps_N", "rows_NLE")
+    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
+
+
+def test_a_killed_run_ends_with_the_same_file(tmp_path: Path) -> None:
+    config = configure(tmp_path, **{"run.name": "whole"})
+    run_ranks(2, whole, config)
+    expected = read(config)
+    assert expected.steps_N.tolist() == list(range(6))
+    assert expected.rows_NLE[0].sum() == 2 * 2 * 4 * 16
+    config = configure(tmp_path, **{"run.name": "killed"})
+    run_ranks_raw(
+        2, whole, config, "off", 0, 4
+    )  # the newest checkpoint holds 4 steps, the killed rank knew 5
+    run_ranks(2, whole, config, "auto")
+    assert same(read(config), expected)
+    run_alone(whole, with_values(config, {"run.steps": 8}), "auto")
+    longer = read(config)
+    assert longer.steps_N.tolist() == list(range(8))
+    assert longer.average_LPE.shape == (2, 1, 4)
+    assert np.allclose(longer.average_LPE.sum((1, 2)), 2 * 4 * 16), "other ranks share the same rows"
+
+
+def test_the_file_of_a_later_step_does_not_leak_into_an_earlier_one(tmp_path: Path) -> None:
+    config = configure(tmp_path, **{"checkpoint.keep": 5})
+    run_alone(whole, config)
+    expected = read(config)
+    for step in (4, 6):
+        shutil.rmtree(tmp_path / f"runs/run/checkpoints/step-0000000{step}")
+    run_alone(whole, config, "auto")
+    assert same(read(config), expected)
+
+
+def test_a_damaged_file_is_begun_anew(tmp_path: Path) -> None:
+    config = configure(tmp_path)
+    run_alone(whole, config)
+    (tmp_path / "runs/run/load.npz").write_bytes(b"nothing")
+    run_alone(whole, with_values(config, {"run.steps": 8}), "auto")
+    assert read(config).steps_N.tolist() == [6, 7]
+
+
+def test_a_long_run_writes_ever_more_seldom(tmp_path: Path) -> None:
+    history, writes = LoadHistory(), []
+    counts = torch.ones(2, 1, 3, dtype=torch.int64)
+    step_load = StepLoad(counts_PLE=counts, seen_L3=torch.zeros(1, 3, dtype=torch.int64))
+    file = tmp_path / "load.npz"
+    for step in range(1500):
+        history.add(step, step_load)
+        history.write(tmp_path, step + 1)
+        if file.exists():
+            writes.append(step + 1)
+            file.unlink()
+    assert writes[:4] == [20, 40, 60, 80]
+    assert len(writes) < 50
+    history.write(tmp_path, 1500, now=True)
+    load = Load.read(file)
+    assert len(load.steps_N) <= 256
+    assert (load.steps_N[0], load.steps_N[-1], load.every) == (0, 1496, 8)
+
+
+def test_place_draws_what_training_wrote(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    values: dict[str, Any] = {"gate.choose": "threshold", "gate.threshold": 0.3, "gate.bias_rate": 0.0}
+    run_ranks(2, whole, configure(tmp_path, **values))
+    folder = tmp_path / "runs/run"
+    assert main(["place", str(folder / "load.npz"), "--plot", "--time-limit", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "2 layers, 4 experts, 2 ranks with 3 slots each" in out
+    assert "layer 1 " in out
+    assert (folder / "load.png").read_bytes().startswith(b"\x89PNG")
