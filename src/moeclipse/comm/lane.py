@@ -83,9 +83,20 @@ class Lane:
         self.device = device
         self._stream: torch.cuda.Stream | None = None
 
-    def launch(self, group: Group, label: str, start: Callable[[], Any], tensors: Any = None) -> Ticket:
-        """Start a transfer; `start` returns the Work of an asynchronous collective."""
-        if self.device.type == "cuda" and group.backend == "nccl":
+    def launch(
+        self,
+        group: Group,
+        label: str,
+        start: Callable[[], Any],
+        tensors: Any = None,
+        *,
+        on_stream: bool = False,
+    ) -> Ticket:
+        """Start a transfer; `start` returns the Work of an asynchronous collective.
+
+        `on_stream`: it enqueues its work on the current stream, whatever library the group belongs to.
+        """
+        if self.device.type == "cuda" and (on_stream or group.backend == "nccl"):
             return self._launch_on_stream(group, label, start, tensors)
         move = self.recorder.launch(group.name, label)
         ticket = Ticket(self, group, label, move, tensors)
@@ -118,4 +129,8 @@ def _stamp_when_done(work: Any, move: Move) -> None:
         if move.done is None:
             move.done = time.perf_counter_ns()
 
-    work.get_future().add_done_callback(done)
+    try:
+        future = work.get_future()
+    except RuntimeError:  # gloo's sends and receives have none: whoever waits for them stamps
+        return
+    future.add_done_callback(done)

@@ -15,22 +15,26 @@ rank computes a part of each expert's width for all tokens, and the parts are su
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from moeclipse.balance.placement import even_bounds
+from moeclipse.balance.placement import Placement, even_bounds
 from moeclipse.comm.mesh import Mesh
 from moeclipse.model.attention import GroupedQueryAttention, LatentAttention, rope_table
 from moeclipse.model.blocks import DenseMLP, RMSNorm, Settings
 from moeclipse.model.config import ModelConfig
+from moeclipse.model.nodes import DensePass, Microbatch, MicrobatchLoads, ModelStage, MoEPass
 from moeclipse.moe.config import EXCHANGE_KEYS, GateConfig, MoEConfig
 from moeclipse.moe.layer import MoE, MoEReport
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.random import key_of
+from moeclipse.pipeline.stage import LayerPass, Where
+from moeclipse.schedule.shape import Layer as LayerShape
 from moeclipse.tensor.cut import Cut, mark
-from moeclipse.tensor.linear import column_linear
+from moeclipse.tensor.linear import ColumnParallelLinear, column_linear
 from moeclipse.tensor.parallel import MoveKind, TensorParallel, move
 from moeclipse.tensor.vocab import cross_entropy, embed
 
@@ -55,8 +59,10 @@ class Layer(nn.Module):
         gate: GateConfig,
         mesh: Mesh,
         settings: Settings,
+        placement: Placement | None = None,
     ) -> None:
         super().__init__()
+        self.index = index
         attention = LatentAttention if config.attention == "mla" else GroupedQueryAttention
         self.tp = settings.tp
         self.attention_norm = RMSNorm(config.d_model, settings, config.norm_eps)
@@ -77,6 +83,7 @@ class Layer(nn.Module):
             exchange={name: getattr(moe, name) for name in EXCHANGE_KEYS},
             expert_tp=moe.expert_tp,
             mesh=mesh,
+            placement=placement,
             layer=index,
             seed=settings.seed,
             init_std=config.init_std,
@@ -91,35 +98,62 @@ class Layer(nn.Module):
     def forward(
         self, h_TD: torch.Tensor, table: torch.Tensor, tokens: Tokens
     ) -> tuple[torch.Tensor, MoEReport | None]:
-        h_TD = h_TD + self.attention(self.attention_norm(h_TD), table)
-        x_TD = self.mlp_norm(h_TD)
+        h_TD, x_TD = self.attend(h_TD, table)
         if self.dense is not None:
             return h_TD + self.dense(x_TD), None
-        y_TD, report = self.mix(x_TD, tokens)
-        return h_TD + y_TD, report
+        assert self.moe is not None
+        part_TD, tokens = self.to_experts(x_TD, tokens)
+        y_TD, report = self.moe.run(part_TD, tokens)
+        return h_TD + self.from_experts(y_TD, len(x_TD)), report
 
-    def mix(self, x_TD: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, MoEReport]:
-        """The MoE layer between tokens as linears hold them; `tokens` are those of the data index."""
+    def attend(self, h_TD: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the residual stream behind attention, what the feed-forward block reads of it)."""
+        h_TD = h_TD + self.attention(self.attention_norm(h_TD), table)
+        return h_TD, self.mlp_norm(h_TD)
+
+    def to_experts(self, x_TD: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, Tokens]:
+        """From tokens as linears hold them to those this rank's MoE layer takes, and where they lie."""
         moe, tp = self.moe, self.tp
         assert moe is not None
-        label = f"tokens of experts, layer {moe.layer}"
         if moe.sharded:
             there: tuple[MoveKind, MoveKind] = (
                 ("gather", "sum_scatter") if tp.parts_tokens else ("same", "sum")
             )
-            y_TD, report = moe.run(move(x_TD, tp, *there, label), tokens)
-            back: tuple[MoveKind, MoveKind] = (
-                ("sum_scatter", "gather") if tp.parts_tokens else ("sum", "same")
-            )
-            return move(y_TD, tp, *back, label), report
+            return move(x_TD, tp, *there, self._label), tokens
         num_tokens = len(x_TD) * (tp.size if tp.parts_tokens else 1)
         bounds = even_bounds(num_tokens, tp.size)
         mine = replace(tokens, first=tokens.first + bounds[tp.index], group=moe.token_group)
         if tp.parts_tokens:
-            return moe.run(x_TD, mine)
-        part_TD = move(x_TD, tp, "slice", "gather", label, bounds=bounds)
-        y_TD, report = moe.run(part_TD, mine)
-        return move(y_TD, tp, "gather", "slice", label, bounds=bounds), report
+            return x_TD, mine
+        return move(x_TD, tp, "slice", "gather", self._label, bounds=bounds), mine
+
+    def from_experts(self, y_TD: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """And back; `num_tokens` as linears hold them."""
+        moe, tp = self.moe, self.tp
+        assert moe is not None
+        if moe.sharded:
+            back: tuple[MoveKind, MoveKind] = (
+                ("sum_scatter", "gather") if tp.parts_tokens else ("sum", "same")
+            )
+            return move(y_TD, tp, *back, self._label)
+        if tp.parts_tokens:
+            return y_TD
+        return move(y_TD, tp, "gather", "slice", self._label, bounds=even_bounds(num_tokens, tp.size))
+
+    @property
+    def _label(self) -> str:
+        return f"tokens of experts, layer {self.index}"
+
+    # For the pipeline (`pipeline/stage`).
+
+    def describe(self) -> LayerShape:
+        """The layer as a schedule sees it."""
+        shared = self.moe is not None and self.moe.shared is not None
+        return LayerShape(moe=self.moe is not None, shared=shared)
+
+    def begin(self, h_TD: torch.Tensor, microbatch: Microbatch, where: Where, shape: LayerShape) -> LayerPass:
+        kind = DensePass if self.moe is None else MoEPass
+        return kind(self, h_TD, microbatch, where, shape)
 
 
 class Transformer(nn.Module):
@@ -133,10 +167,20 @@ class Transformer(nn.Module):
         tp: TensorParallel | None = None,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
+        held: Sequence[int] | None = None,
+        placement_of: Callable[[int], Placement | None] = lambda _: None,
     ) -> None:
+        """`held`: the layers of this rank in a pipeline; left out: all. Names and weights never depend on it.
+
+        The embedding belongs to the first layer, norm and head to the last. Tied to it, the head has a copy
+        of the embedding where another rank holds the first layer.
+        """
         super().__init__()
         self.config, self.mesh = config, mesh
+        held = range(config.num_layers) if held is None else held
+        self.begins, self.ends = 0 in held, config.num_layers - 1 in held
         self.tp = tp or TensorParallel.of(mesh)
+        self.dtype = dtype
 
         def settings(layer: int) -> Settings:
             return Settings(
@@ -157,33 +201,89 @@ class Transformer(nn.Module):
             parts=self.tp.size,
             what="model.vocab_size",
         )
-        self.embedding = nn.Parameter(torch.empty(self.vocab.local_shape, device=mesh.device, dtype=dtype))
-        mark(self.embedding, self.vocab)
-        self.vocab.fill(self.embedding.data, key_of(seed, "embedding"), config.init_std)
-        self.layers = nn.ModuleList(
-            Layer(index, config, moe, gate, mesh, settings(index)) for index in range(config.num_layers)
+        if self.begins or (self.ends and config.tie_embeddings):
+            empty = torch.empty(self.vocab.local_shape, device=mesh.device, dtype=dtype)
+            self.embedding = nn.Parameter(empty)
+            mark(self.embedding, self.vocab)
+            self.vocab.fill(self.embedding.data, key_of(seed, "embedding"), config.init_std)
+        self.layers = nn.ModuleDict(
+            {
+                str(index): Layer(index, config, moe, gate, mesh, settings(index), placement_of(index))
+                for index in held
+            }
         )
-        self.norm = RMSNorm(config.d_model, outside, config.norm_eps)
-        self.head = (
-            None if config.tie_embeddings else outside.column(config.d_model, config.vocab_size, "head")
-        )
+        self.head: ColumnParallelLinear | None = None
+        if self.ends:
+            self.norm = RMSNorm(config.d_model, outside, config.norm_eps)
+            if not config.tie_embeddings:
+                self.head = outside.column(config.d_model, config.vocab_size, "head")
 
     def forward(self, ids_BS: torch.Tensor, targets_BS: torch.Tensor, tokens: Tokens) -> Output:
         """`tokens`: where this rank's tokens lie among those of all ranks that read others."""
-        h_TD = embed(ids_BS, self.embedding, self.vocab, self.tp)
-        table = rope_table(ids_BS.shape[1], self.config.rope_width, self.config.rope_base, h_TD.device)
+        h_TD = self.embed(ids_BS)
+        table = self.positions(ids_BS)
         reports: list[MoEReport] = []
         tokens = replace(tokens, group=self.mesh.data)
-        for layer in self.layers:
+        for layer in self.layers.values():
             h_TD, report = layer(h_TD, table, tokens)
             if report is not None:
                 reports.append(report)
-        weight = self.embedding if self.head is None else self.head.weight
-        (logits_TV,) = column_linear(self.norm(h_TD), [weight], self.tp, label="head")
-        loss_sum = cross_entropy(logits_TV, targets_BS.flatten(), self.vocab, self.tp)
+        loss_sum = self.loss(h_TD, targets_BS)
         shares = [report.aux_loss for report in reports]
         aux_loss = torch.stack(shares).sum() if shares else loss_sum.new_zeros(())
         return Output(loss_sum=loss_sum, aux_loss=aux_loss, reports=reports)
+
+    def embed(self, ids_BS: torch.Tensor) -> torch.Tensor:
+        return embed(ids_BS, self.embedding, self.vocab, self.tp)
+
+    def positions(self, ids_BS: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        return rope_table(ids_BS.shape[1], config.rope_width, config.rope_base, self.mesh.device)
+
+    def loss(self, h_TD: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
+        """Norm, head and cross-entropy, summed over this rank's tokens."""
+        weight = self.embedding if self.head is None else self.head.weight
+        (logits_TV,) = column_linear(self.norm(h_TD), [weight], self.tp, label="head")
+        return cross_entropy(logits_TV, targets_BS.flatten(), self.vocab, self.tp)
+
+    # For the pipeline (`pipeline/stage`).
+
+    def microbatch(
+        self,
+        ids_BS: torch.Tensor,
+        targets_BS: torch.Tensor,
+        tokens: Tokens,
+        loads: MicrobatchLoads,
+        aux_scale: float,
+    ) -> Microbatch:
+        """One chunk of a microbatch, for `stage`; all chunks of one share `loads`."""
+        dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return Microbatch(
+            ids_BS=ids_BS,
+            targets_BS=targets_BS,
+            table=self.positions(ids_BS),
+            tokens=replace(tokens, group=self.mesh.data),
+            rows=ids_BS.numel() // (self.tp.size if self.tp.parts_tokens else 1),
+            loads=loads,
+            aux_scale=torch.tensor(aux_scale, dtype=dtype, device=self.mesh.device),
+        )
+
+    def stage(self, layers: Sequence[int]) -> ModelStage:
+        """Some of this rank's layers, with the embedding and the head where they belong."""
+
+        def enter(microbatch: Microbatch) -> torch.Tensor:
+            return self.embed(microbatch.ids_BS)
+
+        def leave(h_TD: torch.Tensor, microbatch: Microbatch) -> torch.Tensor:
+            loss_sum = self.loss(h_TD, microbatch.targets_BS)
+            microbatch.loss_sum = loss_sum.detach()
+            return loss_sum
+
+        return ModelStage(
+            layers=[self.layers[str(index)] for index in layers],
+            embed=enter if 0 in layers else None,
+            head=leave if self.config.num_layers - 1 in layers else None,
+        )
 
 
 def count_parameters(config: ModelConfig, moe: MoEConfig, gate: GateConfig) -> tuple[int, int]:

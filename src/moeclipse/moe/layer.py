@@ -14,7 +14,7 @@ backward, before the optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,9 +24,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from moeclipse.balance.placement import Placement
-from moeclipse.comm.exchange import total
+from moeclipse.comm.exchange import RankSum, total
 from moeclipse.comm.mesh import Group, Mesh
-from moeclipse.comm.two_level import two_level
+from moeclipse.comm.wire import open_wire
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.adapters import Joint, ModuleExperts
 from moeclipse.moe.config import GateConfig, MoEConfig, gate_problems
@@ -120,7 +120,7 @@ class MoE(nn.Module):
         """Which rank holds which expert, and how rows get there."""
         placement = placement or Placement.contiguous(self.num_experts, group.size)
         self.gate.near_E = near_experts(self.mesh, group, placement, device, sharded=self.sharded)
-        transport = two_level(self.mesh, group) if config.transport == "two_level" else None
+        transport = open_wire(config.transport, self.mesh, group)
         self.route = Route.of(placement, group, self.mesh.a2a, device, transport)
         hosts = self.mesh.hosts
         self.schedule = ExchangeSchedule(config, tuple(hosts[rank] for rank in group.ranks))
@@ -156,15 +156,26 @@ class MoE(nn.Module):
         Where experts are sharded over tp, all tp ranks get the same tokens, and output, gradients and losses
         are shares: their sums over tp are the layer's.
         """
-        config = self.gate.config
-        where = f"layer {self.layer}, microbatch {tokens.microbatch}"
         structure, inputs = Structure.take_apart(x)
         x_TD = inputs[0]
         routing = self.gate(x_TD, tokens)
-        load = total(self.mesh.a2a, tokens.group, routing.load_E, f"sum of expert loads, {where}")
-        y_TD = self._routed(routing, structure, inputs, where, Loads(load, tokens.group))
+        load = self.sum_load([routing], tokens)
+        y_TD = self._routed(routing, structure, inputs, tokens, Loads(load, tokens.group))
         if self.shared is not None:
             y_TD = y_TD + _Shared.apply(x_TD, self.shared, self.shared.up, self.shared.down)
+        return y_TD, self.report(routing, load, tokens)
+
+    def sum_load(self, routings: Sequence[Routing], tokens: Tokens) -> RankSum:
+        """The load of the whole microbatch, on its way; `routings` are those of this rank's tokens."""
+        load_E = torch.stack([routing.load_E for routing in routings]).sum(0)
+        return total(self.mesh.a2a, tokens.group, load_E, f"sum of expert loads, {self.where(tokens)}")
+
+    def where(self, tokens: Tokens) -> str:
+        return f"layer {self.layer}, microbatch {tokens.microbatch}"
+
+    def report(self, routing: Routing, load: RankSum, tokens: Tokens) -> MoEReport:
+        """Losses and counts of one call; in training the counts are added up until the optimizer step."""
+        config = self.gate.config
         aux = config.balance_loss * balance_loss(routing, load.get(), tokens.total)
         if config.z_loss:
             aux = aux + config.z_loss * z_loss(routing, tokens.total)
@@ -175,30 +186,49 @@ class MoE(nn.Module):
             load_E, num_dropped = load_E * counts, num_dropped * counts
         if self.training:
             self.load_E += load_E
-        return y_TD, MoEReport(aux_loss=aux, load_E=load_E, num_dropped=num_dropped)
+        return MoEReport(aux_loss=aux, load_E=load_E, num_dropped=num_dropped)
 
     def _routed(
         self,
         routing: Routing,
         structure: Structure,
         inputs: tuple[torch.Tensor, ...],
-        where: str,
+        tokens: Tokens,
         loads: Loads | None = None,
     ) -> torch.Tensor:
         """Dispatch, experts and combine; on one rank with kernels, all of it without a word to the host."""
-        experts, padded = self.experts, self.gate.config.overflow == "pad"
-        fused = not padded and (fits(experts, inputs) if self.fused is None else self.fused)
+        experts = self.experts
+        fused = self._takes_kernels(inputs)
         in_order = experts.ids == tuple(range(self.num_experts))
         if fused and in_order and self.route.group.size == 1 and not experts.wgrads.deferring:
             up, down = (getattr(weight, "main_grad", None) for weight in experts.weights)
             into = None if up is None or down is None else (up, down)
             choices = (routing.scores_TK, routing.expert_ids_TK)
             return routed_experts(inputs[0], *choices, *experts.weights, into=into)
+        call = self.prepare(routing, structure, inputs, tokens, loads)
+        return Routed.apply(routing.scores_TK, call, *inputs, *experts.weights)
+
+    def _takes_kernels(self, inputs: Sequence[torch.Tensor]) -> bool:
+        if self.gate.config.overflow == "pad":
+            return False
+        return fits(self.experts, inputs) if self.fused is None else self.fused
+
+    def prepare(
+        self,
+        routing: Routing,
+        structure: Structure,
+        inputs: tuple[torch.Tensor, ...],
+        tokens: Tokens,
+        loads: Loads | None = None,
+    ) -> RoutedCall:
+        """Exchange sizes and decide what runs; no row travels yet."""
+        experts, padded = self.experts, self.gate.config.overflow == "pad"
+        fused, where = self._takes_kernels(inputs), self.where(tokens)
         prepared = self.schedule.prepare(
             routing.expert_ids_TK, self.route, experts, self.mesh, where, self.training, loads
         )
         experts.structure = structure
-        call = RoutedCall(
+        return RoutedCall(
             plan=prepared.plan,
             programs=prepared.programs,
             experts=PadToCapacity(experts, routing.capacity) if padded else experts,
@@ -208,7 +238,6 @@ class MoE(nn.Module):
             fused=FusedExperts(experts, routing.expert_ids_TK.shape[1]) if fused else None,
             watch=self.schedule.watch,
         )
-        return Routed.apply(routing.scores_TK, call, *inputs, *experts.weights)
 
 
 def check(

@@ -107,12 +107,12 @@ class RoutedPass:
         return self.back.finish()
 
     def weights(self) -> None:
-        """W: weight gradients, and those that borrowers returned."""
-        self.backward.advance()
-        self.backward.get()
+        """W: weight gradients, and those that borrowers returned; before or after dispatch_back."""
+        self.back.wgrad()
+        if self.state.shadowed is not None:
+            self.state.shadowed.add_grads(self.back.weight_grads)
         for parameter, grad in zip(self.call.experts.weights, self.back.weight_grads, strict=True):
             deliver(parameter, grad)
-        del self.back, self.backward
 
 
 class Together:

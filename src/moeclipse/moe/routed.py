@@ -152,6 +152,10 @@ class Backward:
         if self.d_scores is None:
             self.d_scores = return_score_grads(self.plan, self.d_score_M)
 
+    def wgrad(self) -> None:
+        self.weight_grads = self.experts.wgrad(self.pending)
+        self.pending = []
+
     def finish(self) -> tuple[list[torch.Tensor | None], torch.Tensor]:
         plan, done, shadowed = self.plan, self.done, self.done.shadowed
         assert self.d_scores is not None
@@ -170,7 +174,7 @@ class Backward:
             return self.shadow_op(op.kind)
         if op.kind == "C_W":
             self.return_scores()
-            self.weight_grads = self.experts.wgrad(self.pending)
+            self.wgrad()
             return None
         key = (op.step or 0, op.chunk or 0)
         unit = self.plan.units[key]

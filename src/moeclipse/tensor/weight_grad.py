@@ -204,6 +204,11 @@ class WeightGrads:
             for parameter, grad in zip(item.parameters, item.work(), strict=True):
                 _take(parameter, grad)
 
+    def run_if_any(self, *, microbatch: int, stage: int = 0, part: str = "") -> None:
+        """The same, where nothing may have been queued: a piece of a model without such weights."""
+        if (microbatch, stage, part) in self._queues:
+            self.run(microbatch=microbatch, stage=stage, part=part)
+
     def check_empty(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] = ()) -> None:
         """Before the optimizer step: a gradient that never ran would be lost without a word."""
         if not self._queues:

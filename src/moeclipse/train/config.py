@@ -7,12 +7,16 @@ is reported at once, on every rank, before any rank waits for another.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
+from moeclipse.balance.config import PlacementConfig
 from moeclipse.comm.config import ParallelConfig
+from moeclipse.core.errors import ConfigError
 from moeclipse.model.config import ModelConfig
 from moeclipse.moe.config import GateConfig, MoEConfig, gate_problems
+from moeclipse.pipeline.config import PipelineConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +134,9 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     gate: GateConfig = field(default_factory=GateConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -149,6 +155,38 @@ class TrainConfig:
             yield f"model.vocab_size ({self.model.vocab_size}) must be at least 256 for bytes"
         if self.parallel.tp > 1:
             yield from tensor_problems(self)
+        yield from placement_problems(self)
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that can share the experts of a layer: more than there are experts only with replicas."""
+        if self.placement.slots:
+            with suppress(ConfigError):
+                return self.placement.placements(self.moe.num_experts)[0].num_ranks
+        if self.placement.moves and self.parallel.ep != "auto":
+            return max(self.moe.num_experts, self.parallel.ep * self.parallel.tp)
+        return self.moe.num_experts
+
+
+def placement_problems(config: TrainConfig) -> Iterator[str]:
+    """What does not fit between the placement, the experts and the ranks, as far as these are known."""
+    placement, parallel, moe = config.placement, config.parallel, config.moe
+    folds = parallel.tp if moe.expert_tp == "folded" else 1
+    num_ranks = None if parallel.ep == "auto" else parallel.ep * folds
+    if moe.num_experts < 1:
+        return
+    try:
+        if placement.slots:
+            placement.placements(moe.num_experts, num_ranks)
+        elif num_ranks is not None:
+            placement.start(moe.num_experts, num_ranks, 0)
+    except ConfigError as error:
+        yield from error.problems
+    if placement.moves and config.gate.max_leaving < 1:
+        yield (
+            f"gate.max_leaving ({config.gate.max_leaving}) needs placement.planner = 'static': which experts "
+            "are near would change with every plan, and the routing with it"
+        )
 
 
 def tensor_problems(config: TrainConfig) -> Iterator[str]:

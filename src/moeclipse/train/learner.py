@@ -22,6 +22,7 @@ from moeclipse.moe.config import SHAPE_KEYS
 from moeclipse.moe.standalone import moe_layers
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.random import key_of
+from moeclipse.pipeline.overlap import lay_out
 from moeclipse.tensor.parallel import TensorParallel
 from moeclipse.train.buckets import Buckets
 from moeclipse.train.checkpoint import Checkpoint, Piece, check_model, save
@@ -31,6 +32,7 @@ from moeclipse.train.data import Batches, Samples
 from moeclipse.train.load_trace import LoadHistory, StepLoad
 from moeclipse.train.metrics import gather_splits, mean_times, split_of
 from moeclipse.train.optim import AdamW, learning_rate
+from moeclipse.train.pipelined import Pipelined
 from moeclipse.train.ranks import PatientRanks
 
 
@@ -47,12 +49,28 @@ class Learner:
         parallel = config.parallel
         wanted = {"auto": None, "on": True, "off": False}[parallel.async_all_reduce]
         tp = TensorParallel.of(
-            mesh, sequence_parallel=parallel.sequence_parallel and mesh.tp > 1, async_all_reduce=wanted
+            mesh,
+            peer=parallel.peer,
+            sequence_parallel=parallel.sequence_parallel and mesh.tp > 1,
+            async_all_reduce=wanted,
         )
+        layout = None
+        if mesh.pp > 1 or config.pipeline.used:
+            layout = lay_out(config.pipeline, config.model.num_layers, mesh.pp, config.optim.accumulate)
         self.model = Transformer(
-            config.model, config.moe, config.gate, mesh=mesh, tp=tp, seed=config.run.seed, dtype=self.dtype
+            config.model,
+            config.moe,
+            config.gate,
+            mesh=mesh,
+            tp=tp,
+            seed=config.run.seed,
+            dtype=self.dtype,
+            held=None if layout is None else layout.layers_of(mesh.pp_index),
         )
-        self.buckets = Buckets(self.model, mesh, config.optim.bucket_mb)
+        self.pipelined: Pipelined | None = None
+        if layout is not None:
+            self.pipelined = Pipelined(config, mesh, layout, self.model, self.batches)
+        self.buckets = Buckets(self.model, mesh, config.optim.bucket_mb, parallel.peer)
         self.optim = AdamW(self.buckets, config.optim)
         self.layers = [layer for _, layer in moe_layers(self.model)]
         self.bad_steps = 0
@@ -73,7 +91,11 @@ class Learner:
         self.buckets.zero()
         for layer in self.layers:
             layer.load_E.zero_()
-        for m in range(accumulate):
+        if self.pipelined is not None:
+            with recorder.compute():
+                self.buckets.arm(self.pipelined.backwards)
+                sums += self.pipelined.run(step)
+        for m in range(accumulate) if self.pipelined is None else ():
             batch = self.batches.microbatch(step, m, mesh.data_index, mesh.num_data)
             tokens = Tokens(
                 mesh=mesh, first=batch.first_token, total=batch.total_tokens, step=step, microbatch=m

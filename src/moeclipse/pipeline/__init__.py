@@ -1,0 +1,1 @@
+"""Runs a verified program over the stages of a model."""

@@ -1,0 +1,62 @@
+"""How microbatches are scheduled over stages, and what of their communication is hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from moeclipse.schedule.shape import RECOMPUTED
+
+Schedule = Literal["auto", "gpipe", "1f1b", "1f1b-pairs", "vpp", "vpp+1", "zb-h1", "zb-v", "dualpipev"]
+PAIRED = ("pp1", "1f1b-pairs", "vpp+1", "dualpipev")
+"""Schedules in which the forward of one microbatch stands beside the backward of another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """Schedule, overlap and recompute. Microbatches are those of optim.accumulate, also where pp = 1."""
+
+    schedule: Schedule = "auto"
+    """auto: 1f1b, or with overlap the fastest that has pairs (pp = 1: pairs of microbatches)."""
+    overlap: Literal["off", "pair", "pair+self"] = "off"
+    """pair: forward of one microbatch under backward of another; +self: warm-up and cool-down, too."""
+    layers_per_virtual_stage: int | Literal["auto"] = "auto"
+    """vpp: layers of one stage, of which a rank has several; auto: two stages for each rank."""
+    layers: tuple[int, ...] = ()
+    """Layers of each stage, where they are not to be shared out evenly."""
+    chunks: int | Literal["auto"] = "auto"
+    """+self: microbatches outside pairs are cut into so many, by samples; auto: 2 where there are samples."""
+    recompute: Literal["off", "attn", "mlp", "moe", "full"] = "off"
+    """What of a layer runs again in backward instead of being kept."""
+    recompute_layers: int | Literal["all"] = "all"
+    """Only the first so many layers of the model do."""
+    comm_sms: int = 0
+    """On CUDA: the most multiprocessors communication kernels may take; 0: as the library likes."""
+
+    def problems(self) -> Iterator[str]:
+        if self.recompute not in RECOMPUTED:
+            yield f"pipeline.recompute ({self.recompute!r}) must be one of {', '.join(map(repr, RECOMPUTED))}"
+        for name in ("layers_per_virtual_stage", "chunks"):
+            value = getattr(self, name)
+            if value != "auto" and value < 1:
+                yield f'pipeline.{name} ({value}) must be at least 1, or "auto"'
+        if self.recompute_layers != "all" and self.recompute_layers < 0:
+            yield f'pipeline.recompute_layers ({self.recompute_layers}) must not be negative, or "all"'
+        if self.comm_sms < 0:
+            yield f"pipeline.comm_sms ({self.comm_sms}) must not be negative"
+        if self.overlap == "pair" and self.schedule not in ("auto", *PAIRED):
+            yield (
+                f"pipeline.overlap = 'pair' needs a schedule with pairs, and {self.schedule} has none: in it "
+                f"the F and B side by side belong to one microbatch, or are too close; use "
+                f"{', '.join(PAIRED[1:])}, or pipeline.overlap = 'pair+self'"
+            )
+        if self.layers and any(count < 1 for count in self.layers):
+            yield f"pipeline.layers ({list(self.layers)}) must give every stage at least one layer"
+        if self.layers and self.layers_per_virtual_stage != "auto":
+            yield "pipeline.layers and pipeline.layers_per_virtual_stage both cut the layers; give only one"
+
+    @property
+    def used(self) -> bool:
+        """Whether anything here asks for the runtime on one rank of a pipeline."""
+        return self.schedule != "auto" or self.overlap != "off" or self.recompute != "off"

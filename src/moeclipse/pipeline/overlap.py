@@ -1,0 +1,118 @@
+"""From a configuration to the program that a pipeline runs.
+
+    schedule      which microbatch when                       (`schedule/catalogue`)
+    stages        which layers where                          even, by layers_per_virtual_stage, or as listed
+    overlap       PAIR and SELF as the templates say          (`schedule/templates`)
+    verifier      nothing leaves this file unproved
+
+Chosen where the configuration says auto: with overlap, pairs; over several ranks vpp+1 where layers and
+microbatches allow it, because doubled warm-up (1f1b-pairs) costs twice the activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from moeclipse.balance.placement import even_bounds
+from moeclipse.core.errors import ConfigError, ScheduleError
+from moeclipse.pipeline.config import PAIRED, PipelineConfig
+from moeclipse.schedule.catalogue import build
+from moeclipse.schedule.check import Verified, verify
+from moeclipse.schedule.legal import broken_rules, default_stages_per_rank, require_legal
+from moeclipse.schedule.shape import Layer
+from moeclipse.schedule.templates import Expansion, expand
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The schedule's name and the layers of each stage."""
+
+    schedule: str
+    stages: tuple[range, ...]
+    rank_of: tuple[int, ...]
+
+    def held_by(self, rank: int) -> dict[int, range]:
+        """Stages of a rank, by number."""
+        return {s: layers for s, layers in enumerate(self.stages) if self.rank_of[s] == rank}
+
+    def layers_of(self, rank: int) -> list[int]:
+        return sorted(layer for layers in self.held_by(rank).values() for layer in layers)
+
+
+def lay_out(config: PipelineConfig, num_layers: int, num_ranks: int, num_microbatches: int) -> Layout:
+    """Which layers go where; raises ConfigError with what would fit."""
+    name = choose_schedule(config, num_layers, num_ranks, num_microbatches)
+    per_rank = stages_per_rank(config, name, num_layers, num_ranks)
+    try:
+        require_legal(name, num_ranks, num_microbatches, per_rank)
+    except ScheduleError as error:
+        raise ConfigError(f"pipeline.schedule: {error} (microbatches are optim.accumulate)") from None
+    num_stages = num_ranks * per_rank
+    if config.layers:
+        if len(config.layers) != num_stages or sum(config.layers) != num_layers:
+            raise ConfigError(
+                f"pipeline.layers ({list(config.layers)}) must list the layers of {num_stages} stages, "
+                f"{num_layers} in all"
+            )
+        bounds = [sum(config.layers[:stage]) for stage in range(num_stages + 1)]
+    else:
+        if num_layers < num_stages:
+            raise ConfigError(
+                f"{name} on parallel.pp = {num_ranks} makes {num_stages} stages, but the model has "
+                f"{num_layers} layers; every stage needs one"
+            )
+        bounds = even_bounds(num_layers, num_stages)
+    placement = build(name, num_ranks, num_microbatches, per_rank).pipeline().placement
+    stages = tuple(range(first, last) for first, last in pairwise(bounds))
+    return Layout(schedule=name, stages=stages, rank_of=placement.rank_of)
+
+
+def choose_schedule(config: PipelineConfig, num_layers: int, num_ranks: int, num_microbatches: int) -> str:
+    if config.schedule != "auto":
+        return config.schedule
+    if config.overlap == "off" or num_microbatches == 1:
+        return "1f1b"
+    if num_ranks == 1:
+        return "pp1"
+    per_rank = stages_per_rank(config, "vpp+1", num_layers, num_ranks)
+    fits = per_rank > 1 and num_layers >= num_ranks * per_rank
+    return (
+        "vpp+1" if fits and not broken_rules("vpp+1", num_ranks, num_microbatches, per_rank) else "1f1b-pairs"
+    )
+
+
+def stages_per_rank(config: PipelineConfig, name: str, num_layers: int, num_ranks: int) -> int:
+    if config.layers:
+        return max(len(config.layers) // num_ranks, 1)
+    if config.layers_per_virtual_stage == "auto" or not name.startswith("vpp"):
+        return default_stages_per_rank(name)
+    return max(num_layers // (num_ranks * config.layers_per_virtual_stage), 1)
+
+
+def make_program(
+    config: PipelineConfig,
+    layout: Layout,
+    layers: Sequence[Layer],
+    num_ranks: int,
+    num_microbatches: int,
+    chunks: int = 1,
+) -> Verified:
+    """The verified program; `layers` are those of the whole model, as `describe` says."""
+    limit = len(layers) if config.recompute_layers == "all" else config.recompute_layers
+    shaped = [
+        replace(
+            layer,
+            recompute=config.recompute if index < limit else "off",
+            head=index == len(layers) - 1,
+        )
+        for index, layer in enumerate(layers)
+    ]
+    actions = build(layout.schedule, num_ranks, num_microbatches, len(layout.stages) // num_ranks)
+    how = Expansion(overlap=config.overlap, chunks=chunks, split="layer")
+    return verify(expand(actions, [[shaped[i] for i in stage] for stage in layout.stages], how))
+
+
+def has_pairs(layout: Layout) -> bool:
+    return layout.schedule in PAIRED

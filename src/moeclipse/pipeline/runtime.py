@@ -1,0 +1,282 @@
+"""Binds a verified program to the stages of a rank and runs it, op by op, on `comm/execute`.
+
+    runtime = Runtime(verified, mesh, stages, wgrads, width=d_model, dtype=dtype)
+    runtime.step(feed, scale)          # feed(m, chunk, chunks): what the model needs of a microbatch
+
+Nothing runs that the verifier has not seen. A program that cuts a microbatch into chunks cuts it on all
+stages and in both directions: its chunks are passes of their own, and an op without a chunk runs all of them.
+
+Activations travel forward and gradients back through `mesh.pipe`, one communicator for each direction of
+each, so that a posted receive never blocks a send.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from moeclipse.comm.exchange import Result
+from moeclipse.comm.execute import Execution, Transfer
+from moeclipse.comm.lane import Lane
+from moeclipse.comm.mesh import Mesh
+from moeclipse.pipeline.backward import Deferral, Segment
+from moeclipse.pipeline.stage import LayerPass, Stage, Where, begin
+from moeclipse.schedule.check import Verified
+from moeclipse.schedule.op import TRANSFERS, Op
+from moeclipse.tensor.weight_grad import WeightGrads
+
+
+class Fed(Protocol):
+    """What `feed` returns; the rest of it is between the caller and its model."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of activations that this rank has of the chunk."""
+
+
+Feed = Callable[[int, int, int], Fed]
+
+
+class Together:
+    """The transfers of all chunks of one op."""
+
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
+        self._transfers = transfers
+
+    def get(self) -> None:
+        for transfer in self._transfers:
+            transfer.get()
+
+
+class At(NamedTuple):
+    """Where a layer op belongs."""
+
+    stage: int
+    layer: int
+    microbatch: int
+
+    @classmethod
+    def of(cls, op: Op) -> At:
+        return cls(op.stage or 0, op.layer or 0, op.microbatch or 0)
+
+
+@dataclass(kw_only=True)
+class StagePass:
+    """One chunk of a microbatch in one stage."""
+
+    microbatch: Fed
+    layers: list[LayerPass] = field(default_factory=list)
+    embedded: Segment | None = None
+    head: Segment | None = None
+    ready: set[int] = field(default_factory=set)
+    """Layers that have the gradient of their output."""
+    d_out: torch.Tensor | None = None
+    """Gradient of the last layer's output, from the head or from the stage behind."""
+
+
+class Runtime:
+    def __init__(
+        self,
+        verified: Verified,
+        mesh: Mesh,
+        stages: Mapping[int, Stage],
+        wgrads: WeightGrads,
+        *,
+        width: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """`stages`: those of this rank, by number."""
+        self.verified, self.mesh, self.stages, self.wgrads = verified, mesh, stages, wgrads
+        self.width, self.dtype = width, dtype
+        self.shape = verified.program.pipeline()
+        self.ops = verified.program.ranks[mesh.pp_index]
+        self.chunks = cuts_of(verified)
+        self._lanes: dict[str, Lane] = {}
+        self._uses = Counter((op.stage, op.microbatch) for op in self.ops if op.layer is not None)
+        self.observe: Callable[[Op, Any, Any], None] | None = None
+        """Called with each op and the stamps around it, waiting excluded."""
+
+    def step(self, feed: Feed, scale: torch.Tensor) -> None:
+        """All microbatches, forward and backward; `scale` is the gradient of each loss."""
+        self._feed, self._scale = feed, scale
+        self._passes: dict[tuple[int, int], list[StagePass]] = {}
+        self._left = Counter(self._uses)
+        self._received: dict[tuple[str, int, int], Result] = {}
+        self._handed: dict[tuple[int, int], list[torch.Tensor]] = {}
+        execution = Execution(self.verified, self.mesh.pp_index, self._op)
+        with torch.no_grad():
+            execution.advance()
+            execution.get()
+
+    # ops
+
+    def _op(self, op: Op) -> Transfer | None:
+        if self.observe is None:
+            return self._run(op)
+        recorder = self.mesh.recorder
+        begun = recorder.stamp()
+        transfer = self._run(op)
+        self.observe(op, begun, recorder.stamp())
+        return transfer
+
+    def _run(self, op: Op) -> Transfer | None:
+        if op.kind in TRANSFERS:
+            return self._send(op) if op.kind.startswith("SEND") else self._receive(op)
+        if op.layer is None:
+            return None  # REDUCE: buckets launch as soon as their gradients are complete
+        at = At.of(op)
+        part, form = op.kind.rsplit("_", 1)
+        passes = self._open(at)
+        chosen = range(len(passes)) if op.chunk is None or len(passes) == 1 else (op.chunk,)
+        transfers = [self._run_part(at, passes, chunk, part, form) for chunk in chosen]
+        self._left[at.stage, at.microbatch] -= 1
+        if not self._left[at.stage, at.microbatch]:
+            del self._passes[at.stage, at.microbatch]
+        under_way = [transfer for transfer in transfers if transfer is not None]
+        return Together(under_way) if under_way else None
+
+    def _open(self, at: At) -> list[StagePass]:
+        key = (at.stage, at.microbatch)
+        if key not in self._passes:
+            chunks = self.chunks.get(at.microbatch, 1)
+            fed = [self._feed(at.microbatch, chunk, chunks) for chunk in range(chunks)]
+            self._passes[key] = [StagePass(microbatch=part) for part in fed]
+        return self._passes[key]
+
+    def _run_part(self, at: At, passes: list[StagePass], chunk: int, part: str, form: str) -> Transfer | None:
+        one = passes[chunk]
+        if part == "HEAD":
+            self._head(at, one, chunk, form)
+            return None
+        if part == "ATTN" and form == "F":
+            h = one.layers[-1].output() if at.layer else self._input(at, passes, chunk)
+            where = Where(wgrads=self.wgrads, **at._asdict(), chunk=chunk)
+            layer = self.stages[at.stage].layers[at.layer]
+            shape = self.shape.layers[at.stage][at.layer]
+            one.layers.append(begin(layer, h, one.microbatch, where, shape))
+        running = one.layers[at.layer]
+        if form == "B" and at.layer not in one.ready:
+            running.take_gradient(self._gradient_into(at, passes, chunk))
+            one.ready.add(at.layer)
+        transfer = running.run(part, form)
+        if part == "ATTN" and form == "B" and at.layer == 0:
+            self._leave_stage(at, one, chunk)
+        return transfer
+
+    def _input(self, at: At, passes: list[StagePass], chunk: int) -> torch.Tensor:
+        """What the first layer of a stage reads."""
+        one, embed = passes[chunk], self.stages[at.stage].embed
+        if embed is not None:
+            one.embedded = Segment(lambda: (embed(one.microbatch),), [], self._deferral(at, chunk, "EMBED"))
+            return one.embedded.outputs[0]
+        before = (at.stage - 1, at.microbatch)
+        if before in self._passes:  # the same rank holds both stages
+            return self._passes[before][chunk].layers[-1].output()
+        return self._arrived("F", at, passes, chunk)
+
+    def _deferral(self, at: At, chunk: int, part: str) -> Deferral:
+        return Where(
+            wgrads=self.wgrads, microbatch=at.microbatch, stage=at.stage, layer=-1, chunk=chunk
+        ).deferral(part)
+
+    def _arrived(self, letter: str, at: At, passes: list[StagePass], chunk: int) -> torch.Tensor:
+        key = (letter, at.stage, at.microbatch)
+        parts = self._received[key].get().split([one.microbatch.rows for one in passes])
+        if chunk == len(passes) - 1:
+            del self._received[key]
+        return parts[chunk]
+
+    def _gradient_into(self, at: At, passes: list[StagePass], chunk: int) -> torch.Tensor:
+        """The gradient of a layer's output."""
+        one, key = passes[chunk], (at.stage, at.microbatch)
+        found: torch.Tensor | None
+        if at.layer + 1 < len(one.layers):
+            found = one.layers[at.layer + 1].gradient()
+        elif one.head is not None:
+            found = one.d_out
+        elif key in self._handed:
+            found = self._handed[key][chunk]
+            if chunk == len(passes) - 1:
+                del self._handed[key]
+        else:
+            found = self._arrived("B", at, passes, chunk)
+        assert found is not None, f"no gradient reached layer {at.layer} of stage {at.stage}"
+        return found
+
+    def _head(self, at: At, one: StagePass, chunk: int, form: str) -> None:
+        head = self.stages[at.stage].head
+        assert head is not None
+        if form == "F":
+            h, microbatch = one.layers[-1].output(), one.microbatch
+            deferral = self._deferral(at, chunk, "HEAD")
+            one.head = Segment(lambda h: (head(h, microbatch),), [h], deferral)
+            return
+        assert one.head is not None
+        if form == "B":
+            (one.d_out,) = one.head.backward([self._scale])
+        else:
+            one.head.weights()
+
+    def _leave_stage(self, at: At, one: StagePass, chunk: int) -> None:
+        """The gradient of the stage's input is there: to the embedding, or to the stage before."""
+        d_h = one.layers[0].gradient()
+        assert d_h is not None
+        if one.embedded is not None:
+            one.embedded.backward([d_h])
+            one.embedded.weights()
+            return
+        parts = self._handed.setdefault((at.stage - 1, at.microbatch), [])
+        assert len(parts) == chunk, "chunks leave a stage in order"
+        parts.append(d_h)
+
+    # transfers
+
+    def _launch(self, op: Op, tensor: torch.Tensor, start: Callable[..., Any]) -> Result:
+        """One message on the wire of an op; `start` is dist.isend or dist.irecv."""
+        assert op.comm is not None
+        mesh = self.mesh
+        source, target = map(int, op.comm[0].split(">"))
+        group = mesh.pipe(op.kind[-1], source, target)
+        other = group.ranks[source if mesh.pp_index == target else target]
+        if op.lane not in self._lanes:
+            self._lanes[op.lane] = Lane(op.lane, mesh.device, mesh.recorder, mesh.watch)
+        what = "activations" if op.kind.endswith("F") else "gradients"
+        label = f"{what} {op} (stage {op.stage}, microbatch {op.microbatch}) on lane {op.lane}"
+        seq = op.comm[1]
+
+        def go() -> Any:
+            return start(tensor, other, group=group.handle, tag=seq)
+
+        return Result(tensor, self._lanes[op.lane].launch(group, label, go, tensor))
+
+    def _send(self, op: Op) -> Transfer:
+        stage, microbatch = op.stage or 0, op.microbatch or 0
+        if op.kind == "SEND_F":
+            parts = [one.layers[-1].output() for one in self._passes[stage, microbatch]]
+        else:
+            parts = self._handed.pop((stage - 1, microbatch))
+        return self._launch(op, parts[0].contiguous() if len(parts) == 1 else torch.cat(parts), dist.isend)
+
+    def _receive(self, op: Op) -> Transfer:
+        stage, microbatch = op.stage or 0, op.microbatch or 0
+        chunks = self.chunks.get(microbatch, 1)
+        rows = sum(self._feed(microbatch, chunk, chunks).rows for chunk in range(chunks))
+        out = torch.empty(rows, self.width, dtype=self.dtype, device=self.mesh.device)
+        result = self._launch(op, out, dist.irecv)
+        self._received[op.kind[-1], stage, microbatch] = result
+        return result
+
+
+def cuts_of(verified: Verified) -> dict[int, int]:
+    """Chunks of each microbatch that any op of any rank cuts."""
+    return {
+        op.microbatch: op.chunks
+        for ops in verified.program.ranks
+        for op in ops
+        if op.chunks > 1 and op.microbatch is not None
+    }

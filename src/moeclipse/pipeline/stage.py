@@ -1,0 +1,124 @@
+"""What a model offers to the pipeline: stages of layers, each layer in parts that a schedule can place.
+
+A layer that knows its parts returns a `LayerPass` from `begin`: the state of one microbatch on its way
+through it. The parts and the forms of each are those of `schedule/op`:
+
+    ATTN ROUTE SHARED DISPATCH MLP COMBINE     F forward   B input gradients   W weight gradients   R again
+
+A layer without `begin` still runs, whole, at the place of its attention (`WholeLayer`). The runtime asks for
+nothing else, so a user's own model can be run by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from moeclipse.comm.execute import Transfer
+from moeclipse.pipeline.backward import Deferral, Segment
+from moeclipse.schedule.shape import Layer
+from moeclipse.tensor.weight_grad import WeightGrads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """Names a pass."""
+
+    wgrads: WeightGrads
+    microbatch: int
+    stage: int
+    layer: int
+    """Position in the stage."""
+    chunk: int
+
+    def deferral(self, part: str) -> Deferral:
+        name = f"layer {self.layer} {part} chunk {self.chunk}"
+        return Deferral(wgrads=self.wgrads, microbatch=self.microbatch, stage=self.stage, part=name)
+
+
+class LayerPass(Protocol):
+    """One microbatch, or one chunk of it, in one layer. Calls come in the order that the verifier allows."""
+
+    def run(self, part: str, form: str) -> Transfer | None:
+        """One op; an exchange returns its transfer."""
+
+    def output(self) -> torch.Tensor:
+        """What the next layer reads, once all parts have run forward."""
+
+    def take_gradient(self, d_out: torch.Tensor) -> None:
+        """The gradient of the output, before the first part runs backward."""
+
+    def gradient(self) -> torch.Tensor | None:
+        """That of the input, after the last."""
+
+
+@runtime_checkable
+class SplitLayer(Protocol):
+    """A layer that offers its parts."""
+
+    def describe(self) -> Layer: ...
+
+    def begin(self, h: torch.Tensor, microbatch: Any, where: Where, layer: Layer) -> LayerPass: ...
+
+
+class Stage(Protocol):
+    """A piece of the model. `microbatch` is whatever the model was given for it."""
+
+    layers: Sequence[nn.Module]
+    embed: Callable[[Any], torch.Tensor] | None
+    """First stage: the input of its first layer."""
+    head: Callable[[torch.Tensor, Any], torch.Tensor] | None
+    """Last stage: the loss, from the output of its last layer."""
+
+
+class WholeLayer:
+    """A layer that does not know its parts, in one piece."""
+
+    def __init__(
+        self, module: nn.Module, h: torch.Tensor, microbatch: Any, where: Where, again: bool
+    ) -> None:
+        self._begin = lambda: Segment(
+            lambda h: (module(h, microbatch),), [h], where.deferral("whole"), again=again
+        )
+        self._segment: Segment | None = None
+        self._d_out: torch.Tensor | None = None
+        self._d_in: torch.Tensor | None = None
+
+    def run(self, part: str, form: str) -> Transfer | None:
+        if part != "ATTN":
+            return None
+        if form == "F":
+            self._segment = self._begin()
+        assert self._segment is not None
+        if form == "R":
+            self._segment.recompute()
+        elif form == "B":
+            (self._d_in,) = self._segment.backward([self._d_out])
+        elif form == "W":
+            self._segment.weights()
+        return None
+
+    def output(self) -> torch.Tensor:
+        assert self._segment is not None
+        return self._segment.outputs[0]
+
+    def take_gradient(self, d_out: torch.Tensor) -> None:
+        self._d_out = d_out
+
+    def gradient(self) -> torch.Tensor | None:
+        return self._d_in
+
+
+def describe(layer: nn.Module) -> Layer:
+    """The layer as a schedule sees it; one without parts looks like a dense one."""
+    return layer.describe() if isinstance(layer, SplitLayer) else Layer(moe=False, shared=False)
+
+
+def begin(layer: nn.Module, h: torch.Tensor, microbatch: Any, where: Where, shape: Layer) -> LayerPass:
+    if isinstance(layer, SplitLayer):
+        return layer.begin(h, microbatch, where, shape)
+    return WholeLayer(layer, h, microbatch, where, again="ATTN" in shape.recomputed)

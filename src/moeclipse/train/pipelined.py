@@ -1,0 +1,95 @@
+"""The microbatches of a step through a verified program: stages over ranks, overlap, recompute.
+
+What `Learner.backward` does microbatch by microbatch, in the order of a program instead. The sums it returns
+and the gradients it leaves are the same.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moeclipse.balance.placement import even_bounds
+from moeclipse.comm.mesh import Mesh
+from moeclipse.model.nodes import Microbatch, MicrobatchLoads, layer_shapes
+from moeclipse.model.transformer import Transformer
+from moeclipse.moe.tokens import Tokens
+from moeclipse.pipeline.overlap import Layout, make_program
+from moeclipse.pipeline.runtime import Runtime
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.data import Batches
+
+
+class Pipelined:
+    """This rank's stages, and the program that runs them."""
+
+    def __init__(
+        self, config: TrainConfig, mesh: Mesh, layout: Layout, model: Transformer, batches: Batches
+    ) -> None:
+        self.config, self.mesh, self.model, self.batches = config, mesh, model, batches
+        self.layout = layout
+        shapes = layer_shapes(config.model, config.moe)
+        verified = make_program(
+            config.pipeline, layout, shapes, mesh.pp, config.optim.accumulate, chunks_of(config, mesh)
+        )
+        stages = {number: model.stage(layers) for number, layers in layout.held_by(mesh.pp_index).items()}
+        self.runtime = Runtime(
+            verified, mesh, stages, model.tp.wgrads, width=config.model.d_model, dtype=model.dtype
+        )
+
+    @property
+    def backwards(self) -> int:
+        """Backward passes of a step through each layer: chunks of a microbatch go one by one."""
+        return sum(self.runtime.chunks.get(m, 1) for m in range(self.config.optim.accumulate))
+
+    def run(self, step: int) -> torch.Tensor:
+        """This rank's (loss, aux loss, dropped rows), summed."""
+        mesh, accumulate = self.mesh, self.config.optim.accumulate
+        fed: dict[tuple[int, int], Microbatch] = {}
+        loads: dict[int, MicrobatchLoads] = {}
+
+        def feed(m: int, chunk: int, chunks: int) -> Microbatch:
+            if (m, chunk) not in fed:
+                loads.setdefault(m, MicrobatchLoads(chunks))
+                fed[m, chunk] = self._read(step, m, chunk, chunks, loads[m])
+            return fed[m, chunk]
+
+        dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
+        tokens = self.config.data.batch_size * self.config.data.seq_len
+        self.runtime.step(feed, torch.tensor(1 / tokens, dtype=dtype, device=mesh.device))
+        sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
+        for key in sorted(fed):
+            part = fed[key]
+            if part.loss_sum is not None:
+                sums[0] += part.loss_sum * (mesh.tp_index == 0)  # tp ranks have the same loss
+            for report in part.reports:
+                sums[1] += report.aux_loss / accumulate
+                sums[2] += report.num_dropped
+        return sums
+
+    def _read(self, step: int, m: int, chunk: int, chunks: int, loads: MicrobatchLoads) -> Microbatch:
+        mesh = self.mesh
+        batch = self.batches.microbatch(step, m, mesh.data_index, mesh.num_data)
+        bounds = even_bounds(len(batch.inputs), chunks)
+        part = slice(bounds[chunk], bounds[chunk + 1])
+        tokens = Tokens(
+            mesh=mesh,
+            first=batch.first_token + bounds[chunk] * batch.inputs.shape[1],
+            total=batch.total_tokens,
+            step=step,
+            microbatch=m,
+        )
+        inputs, targets = batch.inputs[part].to(mesh.device), batch.targets[part].to(mesh.device)
+        return self.model.microbatch(inputs, targets, tokens, loads, 1 / self.config.optim.accumulate)
+
+
+def chunks_of(config: TrainConfig, mesh: Mesh) -> int:
+    """Into how many chunks a microbatch outside pairs is cut."""
+    pipeline, gate = config.pipeline, config.gate
+    if pipeline.overlap != "pair+self":
+        return 1
+    fewest = config.data.batch_size // (config.optim.accumulate * mesh.num_data)
+    # A gate that counts rows over the whole microbatch cannot choose for half of it.
+    whole = bool(gate.capacity_factor) or gate.max_leaving < 1
+    if pipeline.chunks == "auto":
+        return 1 if whole else min(2, max(fewest, 1))
+    return pipeline.chunks
