@@ -29,7 +29,7 @@ def opened(mesh: Mesh, **options: Any) -> PeerAllReduce:
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     torch.cuda.set_device(0)
     reduce = PeerAllReduce.open(mesh.world, mesh.watch, torch.device("cuda", 0), choice=Choice(), **options)
-    assert reduce.should_use(torch.ones(1, device="cuda")), reduce._obstacle
+    assert reduce.should_use(torch.ones(1, device="cuda")), reduce.obstacle
     return reduce
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,9 +26,9 @@ def ids() -> tuple[torch.Tensor, torch.Tensor]:
     return (index * 7 + 3) % V, (index * 5) % V
 
 
-def run(mesh: Mesh, sequence_parallel: bool, with_main_grad: bool) -> dict:
+def run(mesh: Mesh, sequence_parallel: bool, with_main_grad: bool, **options: Any) -> dict:
     """A tied model: embed, square, head, loss."""
-    tp = TensorParallel.of(mesh, sequence_parallel=sequence_parallel)
+    tp = TensorParallel.of(mesh, sequence_parallel=sequence_parallel, **options)
     cut = Cut.of((V, D), 0, index=tp.index, parts=tp.size)
     weight = nn.Parameter(torch.empty(cut.local_shape, dtype=torch.float64))
     cut.fill(weight.data, 1, 1.0)

@@ -10,6 +10,9 @@ length, alignment and stride; 2 to 8 ranks. `should_use(x)` says whether peer me
 where it does not, the same call goes through torch.distributed, whose order of addition is its own. The
 answer depends on what all ranks have in common (group, dtype, size), so all ranks choose alike.
 
+`begin_*` do the same without waiting, on the CPU: the input is shown to the peers at once, `get` of what they
+return reads theirs. One such call is open at a time, and the next call of any kind completes it first.
+
 Hazard: like every collective, all ranks make the same calls in the same order. One call at a time: a second
 thread gets an error, not a wrong sum. After an error the object is of no more use, because peers may be one
 step ahead.
@@ -18,8 +21,8 @@ step ahead.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -36,6 +39,7 @@ from moeclipse.comm.mesh import Group
 from moeclipse.comm.peer_cpu import WORDS_PER_RANK, CpuReducer
 from moeclipse.comm.peer_cuda import HEAD_BYTES, CudaMemory, CudaReducer
 from moeclipse.comm.peer_memory import FOLDER, NoPeerMemoryError, PeerMemory, tell_all
+from moeclipse.comm.peer_pending import Pending, flat_of, same_kind, shaped
 from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.ops.peer_reduce import add_residual, part_bounds, rms_norm
 
@@ -65,9 +69,10 @@ class PeerAllReduce:
         obstacle: str = "",
     ) -> None:
         self.group, self.choice, self.device = group, choice, device
-        self._watch, self._reducer, self._obstacle = watch, reducer, obstacle
+        self._watch, self._reducer, self.obstacle = watch, reducer, obstacle
         self._busy = threading.Lock()
         self._broken: str | None = None
+        self._open: Pending | None = None
         self._capturing = False
 
     @classmethod
@@ -113,7 +118,7 @@ class PeerAllReduce:
     def should_use(self, x: torch.Tensor) -> Use:
         """Whether `x` goes over peer memory. Ask it for the reason; the calls below ask it themselves."""
         if self._reducer is None:
-            return Use(False, self._obstacle)
+            return Use(False, self.obstacle)
         if x.device.type != self.device.type or self.device.index not in (None, x.device.index):
             return Use(False, f"the tensor is on {x.device}, this all-reduce on {self.device}")
         dtypes = peer_cpu.DTYPES if self.device.type == "cpu" else peer_cuda.DTYPES
@@ -143,15 +148,39 @@ class PeerAllReduce:
     ) -> torch.Tensor:
         """The sum over ranks, in `out` or in a new tensor; `stages` overrides the table."""
         x = x.detach()
-        _same_kind(x, out)
+        same_kind(x, out)
         if not self.should_use(x):
             return self._fall_back(x, out, label)
         two = (stages or self.num_stages(x)) == 2
         flat = x.contiguous().view(-1)
-        into = _flat_of(out, x)
+        into = flat_of(out, x)
         if flat.numel():
             self._run(lambda r: r.all_reduce(flat, into, two, self.choice.chunk_bytes, label))
-        return _shaped(into, out, x)
+        return shaped(into, out, x)
+
+    def begin_all_reduce(self, x: torch.Tensor, *, label: str = "all-reduce") -> Pending:
+        """The sum over ranks, in a new tensor. For tensors that `should_use` is true of, on the CPU."""
+        x = x.detach()
+        flat, out = x.contiguous().view(-1), x.new_empty(x.shape)
+        two = self.num_stages(x) == 2
+        chunk = self.choice.chunk_bytes
+        return self._begin(lambda r: r.all_reduce(flat, out.view(-1), two, chunk, label), out, x.numel())
+
+    def begin_reduce_scatter(
+        self, flat: torch.Tensor, bounds: Sequence[int], *, label: str = "reduce-scatter"
+    ) -> Pending:
+        """This rank's part of the sum over ranks of a flat tensor; as `begin_all_reduce`."""
+        bounds = self._checked(bounds, flat.numel())
+        out = flat.new_empty(bounds[self.group.index + 1] - bounds[self.group.index])
+        return self._begin(lambda r: r.reduce_scatter(flat.detach(), bounds, out, label), out, flat.numel())
+
+    def begin_all_gather(
+        self, flat: torch.Tensor, bounds: Sequence[int], *, label: str = "all-gather"
+    ) -> Pending:
+        """All ranks' shards of a flat tensor, in place; as `begin_all_reduce`."""
+        bounds = self._checked(bounds, flat.numel())
+        shard = flat.detach()[bounds[self.group.index] : bounds[self.group.index + 1]]
+        return self._begin(lambda r: r.all_gather(shard, bounds, flat.detach(), label), flat, flat.numel())
 
     def reduce_scatter(
         self, x: torch.Tensor, bounds: Sequence[int] | None = None, *, label: str = "reduce-scatter"
@@ -160,7 +189,7 @@ class PeerAllReduce:
         flat = x.detach().contiguous().view(-1)
         bounds = self._checked(bounds, flat.numel())
         mine = slice(bounds[self.group.index], bounds[self.group.index + 1])
-        if not self.should_use(x) or isinstance(self._reducer, CudaReducer):
+        if not self.should_use(flat) or isinstance(self._reducer, CudaReducer):
             return self.all_reduce(flat, label=label)[mine].clone()
         out = flat.new_empty(mine.stop - mine.start)
         self._run(lambda r: r.reduce_scatter(flat, bounds, out, label))
@@ -178,11 +207,10 @@ class PeerAllReduce:
                 f"rank {self.group.ranks[self.group.index]} has a shard of {flat.numel()} elements, "
                 f"but bounds {mine.start} to {mine.stop} ask for {mine.stop - mine.start}"
             )
-        if not self.should_use(shard) or isinstance(self._reducer, CudaReducer):
-            whole = flat.new_zeros(bounds[-1])
-            whole[mine] = flat
-            return self.all_reduce(whole, out=whole, label=label)
-        out = flat.new_empty(bounds[-1])
+        out = flat.new_empty(bounds[-1])  # what all ranks have in common, so all of them decide alike
+        if not self.should_use(out) or isinstance(self._reducer, CudaReducer):
+            out.zero_()[mine] = flat
+            return self.all_reduce(out, out=out, label=label)
         self._run(lambda r: r.all_gather(flat, bounds, out, label))
         return out
 
@@ -221,7 +249,7 @@ class PeerAllReduce:
         start, so a graph may be replayed at once; all ranks replay equally often.
         """
         if not isinstance(self._reducer, CudaReducer):
-            reason = self._obstacle or f"this all-reduce is on the {self.device.type}"
+            reason = self.obstacle or f"this all-reduce is on the {self.device.type}"
             raise ConfigError(f"capture() is for CUDA graphs over peer memory: {reason}")
         for dtype in dtypes or peer_cuda.DTYPES:
             for stages in (1, 2):
@@ -251,14 +279,38 @@ class PeerAllReduce:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _begin(self, call: Callable[[Any], Iterator[None]], out: torch.Tensor, length: int) -> Pending:
+        reducer = self._reducer
+        if not isinstance(reducer, CpuReducer):
+            raise ConfigError("begin_* is for peer memory on the CPU; on a device every call is asynchronous")
+
+        def complete() -> None:
+            self._run(lambda _: None)
+
+        def begin(reducer: CpuReducer) -> Pending:
+            pending = Pending(call(reducer) if length else None, out, complete, lambda: reducer.arrived)
+            self._open = pending if pending.advance() else None
+            return pending
+
+        return self._run(begin)
+
     def _run(self, call: Callable[[Any], T]) -> T:
+        """Complete what is open, then make the call; a reduction that comes as steps is run to its end."""
         assert self._reducer is not None
         if self._broken is not None:
             raise CommError(f"this all-reduce cannot be used any more: {self._broken}; open a new one")
         if not self._busy.acquire(blocking=False):
             raise CommError("two threads use one PeerAllReduce at once; open one for each")
         try:
-            return call(self._reducer)
+            if self._open is not None:
+                while self._open.advance():
+                    pass
+                self._open = None
+            made = call(self._reducer)
+            if isinstance(made, Generator):
+                for _ in made:
+                    pass
+            return made
         except BaseException as error:
             self._broken = str(error) or type(error).__name__
             raise
@@ -301,28 +353,3 @@ def _obstacle(group: Group, device: torch.device) -> str:
     if device.type not in AREA_BYTES:
         return f"peer memory serves cpu and cuda, not {device.type}"
     return ""
-
-
-def _same_kind(x: torch.Tensor, out: torch.Tensor | None) -> None:
-    if out is None or (out.shape == x.shape and out.dtype == x.dtype and out.device == x.device):
-        return
-    raise ConfigError(
-        f"out is {out.dtype} {tuple(out.shape)} on {out.device}, "
-        f"expected {x.dtype} {tuple(x.shape)} on {x.device} as the input"
-    )
-
-
-def _flat_of(out: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """Where the flat result is written: straight into `out` where its memory allows."""
-    if out is not None:
-        with suppress(RuntimeError):
-            return out.detach().view(-1)
-    return x.new_empty(x.numel())
-
-
-def _shaped(flat: torch.Tensor, out: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    if out is None:
-        return flat.view(x.shape)
-    if flat.data_ptr() != out.data_ptr():
-        out.detach().copy_(flat.view(x.shape))
-    return out

@@ -15,11 +15,15 @@ one and two stages agree bit for bit. Longer tensors go through the areas in chu
 
 In the first round of a call each rank also shows what it was called with. Peers that were called with
 something else are found out before any sum is wrong.
+
+A reduction is a generator that stops where it would wait for the first time: its input is shown, and peers
+can read it while this rank computes. Whoever wants the result runs it to the end. Only one may be open: the
+next one writes areas that are free only when this one has been read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -61,13 +65,26 @@ class PeerRounds:
         """What every rank wrote before the barrier that was just passed."""
         return [self.area(peer, dtype, count, first, back=1) for peer in range(self.num_ranks)]
 
-    def meet(self, label: str) -> None:
-        """End of writing: on return all peers have written this round, and it may be read."""
-        number, signals = self._round, self._signals
-        signals.post(self.index, number)
+    def post(self) -> None:
+        """End of writing."""
+        self._signals.post(self.index, self._round)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether all peers have written this round already."""
+        read, number = self._signals.read, self._round
+        return all(read(peer) >= number for peer in self._others)
+
+    def arrive(self, label: str) -> None:
+        """On return all peers have written this round, and it may be read."""
+        number, wait = self._round, self._signals.wait
         for peer in self._others:
-            signals.wait(peer, number, peer, label)
+            wait(peer, number, peer, label)
         self._round = number + 1
+
+    def meet(self, label: str) -> None:
+        self.post()
+        self.arrive(label)
 
     def announce(self, kind: int, dtype: torch.dtype, length: int) -> None:
         """Say before the first round of a call what it is."""
@@ -107,34 +124,46 @@ class CpuReducer:
         self._rounds = PeerRounds(self._memory)  # drops the views
         self._memory.close()
 
+    @property
+    def arrived(self) -> bool:
+        return self._rounds.arrived
+
     def all_reduce(
         self, x: torch.Tensor, out: torch.Tensor, two_stages: bool, chunk_bytes: int, label: str
-    ) -> None:
+    ) -> Iterator[None]:
         self._rounds.announce(0, x.dtype, x.numel())
         step = self._two_stages if two_stages else self._one_stage
         length, chunk = x.numel(), self._elements(chunk_bytes, x.dtype)
         if length <= chunk:
-            step(x, out, label, True)
+            yield from step(x, out, label, True)
             return
         for start in range(0, length, chunk):
             stop = min(start + chunk, length)
-            step(x[start:stop], out[start:stop], label, start == 0)
+            yield from step(x[start:stop], out[start:stop], label, start == 0)
 
     def _elements(self, chunk_bytes: int, dtype: torch.dtype) -> int:
         return max(1, min(chunk_bytes, self._rounds.area_bytes) // dtype.itemsize)
 
-    def _one_stage(self, x: torch.Tensor, out: torch.Tensor, label: str, first: bool) -> None:
-        rounds, length = self._rounds, x.numel()
-        rounds.area(self.index, x.dtype, length).copy_(x)
-        rounds.meet(label)
+    def _shown(self, label: str, first: bool) -> Iterator[None]:
+        """The barrier of a step; the first one is where a reduction may be left open."""
+        rounds = self._rounds
+        rounds.post()
+        if first:
+            yield
+        rounds.arrive(label)
         if first:
             rounds.compare(label)
+
+    def _one_stage(self, x: torch.Tensor, out: torch.Tensor, label: str, first: bool) -> Iterator[None]:
+        rounds, length = self._rounds, x.numel()
+        rounds.area(self.index, x.dtype, length).copy_(x)
+        yield from self._shown(label, first)
         parts = rounds.shown(x.dtype, length)
         if self.num_ranks == 2:
             parts[self.index] = x  # nearer than its copy; with more ranks `out` may be `x` and half added
         sum_ranks(parts, out)
 
-    def _two_stages(self, x: torch.Tensor, out: torch.Tensor, label: str, first: bool) -> None:
+    def _two_stages(self, x: torch.Tensor, out: torch.Tensor, label: str, first: bool) -> Iterator[None]:
         rounds, length, me = self._rounds, x.numel(), self.index
         bounds = part_bounds(length, self.num_ranks)
         mine = slice(bounds[me], bounds[me + 1])
@@ -143,9 +172,7 @@ class CpuReducer:
             shown[bounds[1 - me] : bounds[2 - me]].copy_(x[bounds[1 - me] : bounds[2 - me]])
         else:
             shown.copy_(x)
-        rounds.meet(label)
-        if first:
-            rounds.compare(label)
+        yield from self._shown(label, first)
         parts = rounds.shown(x.dtype, bounds[me + 1] - bounds[me], bounds[me])
         if self.num_ranks == 2:
             parts[me] = x[mine]
@@ -158,7 +185,9 @@ class CpuReducer:
             start, stop = bounds[peer], bounds[peer + 1]
             out[start:stop].copy_(rounds.area(peer, x.dtype, stop - start, back=1))
 
-    def reduce_scatter(self, x: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str) -> None:
+    def reduce_scatter(
+        self, x: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str
+    ) -> Iterator[None]:
         """out = the sum over ranks of x[bounds[me] : bounds[me + 1]]."""
         rounds, me = self._rounds, self.index
         rounds.announce(1, x.dtype, x.numel())
@@ -167,17 +196,20 @@ class CpuReducer:
         for offset in range(0, max(longest, 1), lane):
             for peer, (start, stop) in enumerate(pairwise(bounds)):
                 count = min(lane, stop - start - offset)
-                if count > 0:
+                if count > 0 and peer != me:
                     source = x[start + offset : start + offset + count]
                     rounds.area(me, x.dtype, count, peer * lane).copy_(source)
-            rounds.meet(label)
-            if offset == 0:
-                rounds.compare(label)
+            yield from self._shown(label, offset == 0)
             count = min(lane, bounds[me + 1] - bounds[me] - offset)
             if count > 0:
-                sum_ranks(rounds.shown(x.dtype, count, me * lane), out[offset : offset + count])
+                parts = rounds.shown(x.dtype, count, me * lane)
+                first = bounds[me] + offset
+                parts[me] = x[first : first + count]
+                sum_ranks(parts, out[offset : offset + count])
 
-    def all_gather(self, shard: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str) -> None:
+    def all_gather(
+        self, shard: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str
+    ) -> Iterator[None]:
         """out[bounds[p] : bounds[p + 1]] = the shard of rank p."""
         rounds, me = self._rounds, self.index
         rounds.announce(2, shard.dtype, bounds[-1])
@@ -187,15 +219,15 @@ class CpuReducer:
             count = min(lane, shard.numel() - offset)
             if count > 0:
                 rounds.area(me, shard.dtype, count).copy_(shard[offset : offset + count])
-            rounds.meet(label)
-            if offset == 0:
-                rounds.compare(label)
+            yield from self._shown(label, offset == 0)
             for step in range(self.num_ranks):
                 peer = (me + step) % self.num_ranks
                 start = bounds[peer] + offset
                 count = min(lane, bounds[peer + 1] - start)
                 if count > 0:
-                    source = rounds.area(peer, shard.dtype, count, back=1)
+                    source = shard[offset : offset + count]
+                    if peer != me:
+                        source = rounds.area(peer, shard.dtype, count, back=1)
                     out[start : start + count].copy_(source)
 
     def all_reduce_rms_norm(

@@ -32,9 +32,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from moeclipse.balance.placement import even_bounds
-from moeclipse.comm.exchange import RankSum, Result, all_gather_shards, all_reduce, gather, reduce_scatter
+from moeclipse.comm.exchange import RankSum, Result
 from moeclipse.comm.lane import Lane
 from moeclipse.comm.mesh import Group, Mesh
+from moeclipse.comm.peer_collectives import Collectives, PeerUse, collectives
 from moeclipse.core.errors import ConfigError
 from moeclipse.tensor.weight_grad import WeightGrads
 
@@ -82,6 +83,8 @@ class TensorParallel:
     """Hide gathers under the input gradient's product, and reduce-scatters under the weight gradient's."""
     fuse: bool = True
     """Add weight gradients into main_grad inside the product."""
+    wire: Collectives | None = field(default=None, repr=False)
+    """How the ranks talk; None: over torch.distributed."""
     wgrads: WeightGrads = field(default_factory=WeightGrads)
     buffer: GatherBuffer = field(default_factory=GatherBuffer, repr=False)
 
@@ -93,15 +96,20 @@ class TensorParallel:
             )
 
     @classmethod
-    def of(cls, mesh: Mesh, **options: Any) -> TensorParallel:
-        """Over the tp ranks of a mesh."""
-        return cls(group=mesh.tensor, lane=mesh.tp_comm, **options)
+    def of(cls, mesh: Mesh, *, peer: PeerUse = "off", **options: Any) -> TensorParallel:
+        """Over the tp ranks of a mesh; with `peer`, through each other's memory where that applies."""
+        wire = collectives(mesh, mesh.tensor, mesh.tp_comm, peer)
+        return cls(group=mesh.tensor, lane=mesh.tp_comm, wire=wire, **options)
 
     @property
     def alone(self) -> TensorParallel:
         """For linears that are whole on every rank: they tell nobody, and defer with the others."""
         group = replace(self.group, ranks=(self.group.ranks[self.index],), index=0, handle=None)
-        return replace(self, group=group, sequence_parallel=False, async_all_reduce=None)
+        return replace(self, group=group, wire=None, sequence_parallel=False, async_all_reduce=None)
+
+    @property
+    def comm(self) -> Collectives:
+        return self.wire or Collectives(self.lane, self.group)
 
     @property
     def size(self) -> int:
@@ -135,7 +143,7 @@ class TensorParallel:
         shape = (bounds[-1], *x.shape[1:])
         out = self.buffer.take(shape, x) if reuse else x.new_empty(shape)
         out[bounds[self.index] : bounds[self.index + 1]] = x
-        result = all_gather_shards(self.lane, self.group, out.view(-1), self._flat(bounds, out), label)
+        result = self.comm.all_gather_shards(out.view(-1), self._flat(bounds, out), label)
         return Waiting(result, shape)
 
     def sum_scatter_rows(
@@ -152,12 +160,12 @@ class TensorParallel:
                 )
             bounds = even_bounds(len(x), self.size)
         x = x.contiguous()
-        result = reduce_scatter(self.lane, self.group, x.view(-1), self._flat(bounds, x), label)
+        result = self.comm.reduce_scatter(x.view(-1), self._flat(bounds, x), label)
         return Waiting(result, (bounds[self.index + 1] - bounds[self.index], *x.shape[1:]))
 
     def sum_rows(self, x: torch.Tensor, label: str) -> Waiting:
         """The sum over ranks, the same bits on each."""
-        return Waiting(all_reduce(self.lane, self.group, x, label), x.shape)
+        return Waiting(self.comm.all_reduce(x, label), x.shape)
 
     @staticmethod
     def _flat(bounds: Sequence[int], rows: torch.Tensor) -> list[int]:
@@ -224,7 +232,7 @@ def _moved(
         bounds = bounds or even_bounds(len(x), tp.size)
         return x[bounds[tp.index] : bounds[tp.index + 1]].contiguous()
     if kind == "gather_columns":
-        parts = gather(tp.lane, tp.group, x.contiguous(), label).get()
+        parts = tp.comm.gather(x.contiguous(), label).get()
         return torch.cat(parts.unbind(), dim=-1)
     width = x.shape[-1] // tp.size
     return x[..., tp.index * width : (tp.index + 1) * width].contiguous()

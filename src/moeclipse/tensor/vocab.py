@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from moeclipse.comm.exchange import gather
 from moeclipse.tensor.cut import Cut
 from moeclipse.tensor.parallel import TensorParallel
 from moeclipse.tensor.weight_grad import accumulator
@@ -97,7 +96,7 @@ class _CrossEntropy(torch.autograd.Function):
         sum_T = (wide_TV - largest_T[:, None]).exp_().sum(1)
         if tp.size > 1:
             mine = torch.stack([largest_T, sum_T, target_T])
-            parts_P3T = gather(tp.lane, tp.group, mine, "exchange of loss statistics").get()
+            parts_P3T = tp.comm.gather(mine, "exchange of loss statistics").get()
             largest_T = parts_P3T[:, 0].amax(0)
             sum_T = (parts_P3T[:, 1] * (parts_P3T[:, 0] - largest_T).exp()).sum(0)
             target_T = parts_P3T[:, 2].sum(0)

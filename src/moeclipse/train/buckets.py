@@ -19,7 +19,7 @@ are known by name, so a shard can be saved and loaded piece by piece under any l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,8 +27,9 @@ import torch
 from torch import nn
 
 from moeclipse.balance.placement import primary_bounds
-from moeclipse.comm.exchange import RankSum, Result, all_gather_shards, reduce_scatter
+from moeclipse.comm.exchange import RankSum, Result
 from moeclipse.comm.mesh import Group, Mesh
+from moeclipse.comm.peer_collectives import SMALL_BYTES, PeerUse, collectives
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.standalone import moe_layers
 from moeclipse.tensor.cut import Cut, Share, cut_of, share_of
@@ -80,16 +81,17 @@ class Content:
 
 
 class Bucket:
-    def __init__(self, content: Content, mesh: Mesh) -> None:
+    def __init__(self, content: Content, mesh: Mesh, peer: PeerUse = "off") -> None:
         self.name, self.entries, self.bounds = content.name, content.entries, content.bounds
         self.group, self.decay, self.mesh = content.group, content.decay, mesh
         self.counts = content.counts
+        self.wire = collectives(mesh, content.group, mesh.grads, peer, max_bytes=SMALL_BYTES)
         first = content.parameters[0]
         self.params = torch.zeros(self.bounds[-1], dtype=first.dtype, device=first.device)
         self.grads = torch.zeros(self.bounds[-1], dtype=main_grad_dtype(first.dtype), device=first.device)
         self.parameters = content.parameters
         self.missing: set[int] = set()
-        self._sum: RankSum | None = None
+        self._sum: Result | RankSum | None = None
         offset = 0
         for parameter in content.parameters:
             view = slice(offset, offset + parameter.numel())
@@ -105,7 +107,7 @@ class Bucket:
         label = f"reduction of gradients, bucket {self.name}"
         if not self.counts:
             self.grads.zero_()
-        self._sum = reduce_scatter(self.mesh.grads, self.group, self.grads, self.bounds, label)
+        self._sum = self.wire.reduce_scatter(self.grads, self.bounds, label)
 
     def reduced(self) -> torch.Tensor:
         """This rank's shard of the summed gradient."""
@@ -113,12 +115,22 @@ class Bucket:
         shard, self._sum = self._sum.get(), None
         return shard
 
+    def weights(self) -> torch.Tensor:
+        """This rank's shard of the parameters in the optimizer's type: the parameters themselves, or a copy."""
+        return self.params[self.shard].to(self.grads.dtype)
+
+    def store(self, weight: torch.Tensor) -> None:
+        """Round updated weights to the parameters' type, where these are not the same tensor."""
+        if weight.dtype != self.params.dtype:
+            self.params[self.shard] = weight.to(self.params.dtype)
+
     def publish(self) -> Result:
         """Send this rank's shard of the parameters to the ranks that share them."""
         label = f"gather of parameters, bucket {self.name}"
-        return all_gather_shards(self.mesh.grads, self.group, self.params, self.bounds, label)
+        return self.wire.all_gather_shards(self.params, self.bounds, label)
 
-    def segments(self) -> Iterator[Segment]:
+    def segments(self, everything: bool = False) -> Iterator[Segment]:  # noqa: ARG002
+        """This rank's part of each logical tensor; `everything`: also what a checkpoint has from others."""
         first, last = self.shard.start, self.shard.stop
         for entry in self.entries:
             start, stop = max(entry.offset, first), min(entry.offset + entry.numel, last)
@@ -134,8 +146,22 @@ class Bucket:
 class Buckets:
     """All buckets of a model, in the order in which they are reduced."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, bucket_mb: float) -> None:
-        self.buckets = [Bucket(content, mesh) for content in contents(model, mesh, bucket_mb)]
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        bucket_mb: float,
+        peer: PeerUse = "off",
+        place: ExpertPlace | None = None,
+    ) -> None:
+        """`peer`: small buckets are reduced through peer memory, where that applies.
+
+        `place` makes the buckets of experts that move or have replicas.
+        """
+        self.buckets = [
+            content if isinstance(content, Bucket) else Bucket(content, mesh, peer)
+            for content in contents(model, mesh, bucket_mb, place)
+        ]
         self._armed = False
         self._next = 0
         self._states: list[Accumulation] = []
@@ -153,11 +179,11 @@ class Buckets:
         for bucket in self.buckets:
             bucket.grads.zero_()
 
-    def arm(self) -> None:
-        """From here on, a bucket whose gradients are complete is reduced: the last backward begins."""
+    def arm(self, backwards: int = 1) -> None:
+        """From here on, a bucket whose gradients are complete is reduced: so many backwards are to come."""
         self._armed, self._next = True, 0
         for state in self._states:
-            state.begin()
+            state.begin(backwards)
         for bucket in self.buckets:
             bucket.missing = set(range(len(bucket.parameters)))
 
@@ -178,7 +204,12 @@ class Buckets:
             self._next += 1
 
 
-def contents(model: nn.Module, mesh: Mesh, bucket_mb: float) -> Iterator[Content]:
+ExpertPlace = Callable[[nn.Parameter, str, MoE, str], Bucket | None]
+
+
+def contents(
+    model: nn.Module, mesh: Mesh, bucket_mb: float, place: ExpertPlace | None = None
+) -> Iterator[Content | Bucket]:
     """The model's parameters from last to first, in buckets; experts each stacked tensor for itself."""
     layers = {
         id(p): (name, layer, key)
@@ -192,7 +223,8 @@ def contents(model: nn.Module, mesh: Mesh, bucket_mb: float) -> Iterator[Content
         if not parameter.requires_grad:
             continue
         if id(parameter) in layers:
-            yield expert_content(parameter, *layers[id(parameter)], mesh)
+            own = place(parameter, *layers[id(parameter)]) if place is not None else None
+            yield own or expert_content(parameter, *layers[id(parameter)], mesh)
             continue
         kind = (parameter.dim() > 1, share_of(parameter) if mesh.tp > 1 else "sum")
         members = open_buckets.setdefault(kind, [])
