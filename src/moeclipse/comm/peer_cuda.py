@@ -20,8 +20,6 @@ GPU need MPS, or each round costs a time slice of the driver.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from moeclipse.comm.failure import Watch
@@ -38,9 +36,10 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class CudaMemory:
     """A buffer of each rank, all of them readable from this device through `table`, their addresses."""
 
-    def __init__(self, own: torch.Tensor, addresses: Sequence[int], keep: object, source: str) -> None:
-        self.own, self._keep, self.source = own, keep, source
-        self.table = torch.tensor(list(addresses), dtype=torch.int64, device=own.device)
+    def __init__(self, own: torch.Tensor, buffers: list[torch.Tensor], keep: object, source: str) -> None:
+        self.own, self.buffers, self._keep, self.source = own, buffers, keep, source
+        addresses = [buffer.data_ptr() for buffer in buffers]
+        self.table = torch.tensor(addresses, dtype=torch.int64, device=own.device)
 
     @classmethod
     def open(cls, group: Group, watch: Watch, device: torch.device, num_bytes: int) -> CudaMemory:
@@ -102,7 +101,8 @@ def _open_symmetric(
     torch.cuda.synchronize(device)
     assert group.handle is not None
     handle = _symmetric_memory.rendezvous(own, group.handle)
-    return CudaMemory(own, [int(address) for address in handle.buffer_ptrs], handle, "symmetric memory")
+    buffers = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.size)]
+    return CudaMemory(own, buffers, handle, "symmetric memory")
 
 
 def _open_ipc(group: Group, watch: Watch, device: torch.device, num_bytes: int, label: str) -> CudaMemory:
@@ -111,18 +111,17 @@ def _open_ipc(group: Group, watch: Watch, device: torch.device, num_bytes: int, 
     shared = own.untyped_storage()._share_cuda_()
     mine = [value.hex() if isinstance(value, bytes) else value for value in shared]
     offset = own.storage_offset()
-    storages, addresses = [], []
+    buffers: list[torch.Tensor] = []
     for peer, theirs in enumerate(tell_all(group, watch, [mine, offset], label)):
         if peer == group.index:
-            addresses.append(own.data_ptr())
+            buffers.append(own)
             continue
         texts = (1, 4, 6)  # the handle, the reference counter's name and the event travel as bytes
         values = [bytes.fromhex(v) if i in texts and v is not None else v for i, v in enumerate(theirs[0])]
         values[0] = device.index if device.index is not None else torch.cuda.current_device()
         storage = torch.UntypedStorage._new_shared_cuda(*values)
-        storages.append(storage)
-        addresses.append(storage.data_ptr() + theirs[1])
-    return CudaMemory(own, addresses, storages, "CUDA IPC")
+        buffers.append(own.new_empty(0).set_(storage, theirs[1], (num_bytes,), (1,)))
+    return CudaMemory(own, buffers, None, "CUDA IPC")
 
 
 class CudaReducer:

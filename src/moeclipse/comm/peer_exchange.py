@@ -108,7 +108,7 @@ class PeerExchange:
     """The exchanges of one group. Open it on all its ranks; `all_to_all` is a drop-in for the module's."""
 
     def __init__(self, group: Group, watch: Watch, memory: PeerMemory | None, obstacle: str = "") -> None:
-        self.group, self._watch, self._memory, self._obstacle = group, watch, memory, obstacle
+        self.group, self._watch, self._memory, self.obstacle = group, watch, memory, obstacle
         self._lock = threading.RLock()
         self._broken: str | None = None
         self._sends: list[Flow] = []
@@ -157,7 +157,7 @@ class PeerExchange:
 
     def should_use(self, rows: torch.Tensor) -> Use:
         if self._memory is None:
-            return Use(False, self._obstacle)
+            return Use(False, self.obstacle)
         if rows.device.type != "cpu":
             return Use(
                 False, f"the rows are on {rows.device}, and this exchange is between processes on the CPU"
@@ -179,7 +179,7 @@ class PeerExchange:
             raise ConfigError(f"this exchange serves ranks {self.group.ranks}, not {group.ranks}")
         if not self.should_use(rows):
             return exchange.all_to_all(lane, group, rows, send_counts, receive_counts, label, out)
-        _check_counts(len(rows), send_counts, receive_counts, group)
+        check_counts(len(rows), send_counts, receive_counts, group)
         rows = rows.detach().contiguous()
         shape = (sum(receive_counts), *rows.shape[1:])
         if out is None:
@@ -244,23 +244,33 @@ class PeerExchange:
         return flow.position > begun
 
     def _complete(self, transfer: Transfer) -> None:
+        """Take what is there, as work of this rank; only what must be waited for is communication."""
         recorder = transfer.lane.recorder
-        with self._lock, recorder.waiting():
+        with self._lock:
             try:
-                self._move_until_done(transfer)
+                if transfer.open_bytes:
+                    self._check_usable()
+                    self._move()
+                waits = transfer.open_bytes > 0
+                if waits:
+                    with recorder.waiting():
+                        self._move_until_done(transfer)
             except BaseException as error:
                 self._broken = str(error) or type(error).__name__
                 raise
         if transfer.move.done is None:
-            transfer.move.done = time.perf_counter_ns()
+            transfer.move.done = time.perf_counter_ns() if waits else transfer.move.begun
         transfer.tensors = ()
+
+    def _move(self) -> bool:
+        moved = [self._pull(flow) for flow in self._receives] + [self._push(flow) for flow in self._sends]
+        return any(moved)
 
     def _move_until_done(self, transfer: Transfer) -> None:
         idle_since = time.monotonic()
         while transfer.open_bytes:
             self._check_usable()
-            moved = [self._pull(flow) for flow in self._receives] + [self._push(flow) for flow in self._sends]
-            if any(moved):
+            if self._move():
                 idle_since = time.monotonic()
             elif transfer.open_bytes:
                 self._rest(transfer, time.monotonic() - idle_since)
@@ -298,7 +308,7 @@ class PeerTransport:
         return self.exchange.all_to_all(self.lane, group, rows, send_counts, receive_counts, label, out)
 
 
-def _check_counts(num_rows: int, send: Sequence[int], receive: Sequence[int], group: Group) -> None:
+def check_counts(num_rows: int, send: Sequence[int], receive: Sequence[int], group: Group) -> None:
     if len(send) != group.size or len(receive) != group.size or min(*send, *receive) < 0:
         raise ConfigError(
             f"send_counts {list(send)} and receive_counts {list(receive)} "

@@ -114,6 +114,18 @@ class PeerMemory:
         return self._bytes[start + offset : start + stop].view(dtype)
 
     @property
+    def span(self) -> tuple[int, int]:
+        """(address, bytes) of the whole segment, for whoever must tell a device about it."""
+        if self._bytes is None:
+            raise CommError("this peer memory is closed; open a new one")
+        return self._bytes.data_ptr(), self._bytes.numel()
+
+    @property
+    def words_at(self) -> int:
+        """Where in the segment the words begin, a line each."""
+        return LINE
+
+    @property
     def closed(self) -> bool:
         return self._bytes is None
 
