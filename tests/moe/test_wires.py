@@ -1,0 +1,68 @@
+"""A whole layer whose rows travel through memory of the host: gradients are those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_layer import compare, run
+
+from moeclipse.comm import peer_memory, pinned
+from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.peer_exchange import PeerTransport
+from moeclipse.core.errors import ConfigError
+from moeclipse.moe.config import GateConfig
+from moeclipse.moe.layer import MoE
+from moeclipse.testing.run_ranks import run_alone, run_ranks
+
+GATE = GateConfig(top_k=3, z_loss=0.1)
+SIZES = [5, 0, 9, 4]
+EXCHANGES: dict[str, dict[str, Any]] = {
+    "blocking": {},
+    "blocking-shadows": {"shadow": (1, 2, 6)},
+    "smart": {"schedule": "smart"},
+    "smart-shadows": {"schedule": "smart", "group_size": 1, "chunks": 3, "shadow": (0, 5, 6)},
+}
+
+
+def over(mesh: Mesh, wire: str, slot_bytes: int) -> list[dict]:
+    """All exchanges, one after the other, over one transport; slots that hold less than a row."""
+    pinned.SLOT_BYTES["cpu"] = slot_bytes
+    kinds = {"peer": PeerTransport, "pinned": pinned.PinnedTransport}
+    found = []
+    for exchange in EXCHANGES.values():
+        more = {"exchange": {"transport": wire, **exchange}}
+        assert isinstance(MoE(8, 8, 8, mesh=mesh, **more).route.transport, kinds[wire])
+        found.append(run(mesh, GATE, 8, 1, SIZES[: mesh.num_ranks], more))
+    return found
+
+
+@pytest.mark.parametrize("wire", ["peer", "pinned"])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_a_layer_over_memory_of_the_host(num_ranks: int, wire: str) -> None:
+    ranks = run_ranks(num_ranks, over, wire, 90 if num_ranks == 3 else 1 << 16)
+    reference = run_alone(run, GATE, 8, 1, [sum(SIZES[:num_ranks])])
+    for number in range(len(EXCHANGES)):
+        compare([results[number] for results in ranks], reference, 1, num_ranks)
+
+
+def apart(mesh: Mesh, wire: str) -> None:
+    peer_memory.host_id = lambda: f"host {mesh.rank}"
+    text = rf'"{wire}" does not work between ranks \(0, 1\): ranks 0 and 1 are on different hosts'
+    with pytest.raises(ConfigError, match=text):
+        MoE(8, 8, 8, mesh=mesh, exchange={"transport": wire})
+
+
+@pytest.mark.parametrize("wire", ["peer", "pinned"])
+def test_ranks_on_other_hosts_are_refused_before_anybody_waits(wire: str) -> None:
+    run_ranks(2, apart, wire)
+
+
+def alone(mesh: Mesh) -> bool:
+    moe = MoE(8, 8, 8, mesh=mesh, exchange={"transport": "pinned"})
+    return bool(moe(torch.ones(3, 8)).isfinite().all())
+
+
+def test_one_rank_needs_no_wire() -> None:
+    assert run_alone(alone)
