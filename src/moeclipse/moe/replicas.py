@@ -5,8 +5,8 @@
     slots             for each (token, expert) choice of this rank the slot that computes it
 
 A rank's rows of an expert fill its replicas' quotas in the order of tokens, the replica of its own rank
-first. Sizes travel afterwards as always, so what a receiver expects never depends on counts: wrong ones (a gate
-that drops rows after it has counted them) cost balance, not correctness.
+first. Sizes travel afterwards as always, so what a receiver expects never depends on counts: wrong ones (a
+gate that drops rows after it has counted them) cost balance, not correctness.
 
 In a user's own training loop `sum_over_replicas` gives every replica the gradient of all of them. The trainer
 sums to the primary instead (`train/expert_buckets`).

@@ -101,6 +101,7 @@ class ExchangeSchedule:
         self.watch: Stopwatch | None = None
         self._programs: dict[ExchangeShape, Programs] = {}
         self._calls = 0
+        self._computed: list[int] = []
 
     @property
     def _auto_chunks(self) -> bool:
@@ -161,6 +162,8 @@ class ExchangeSchedule:
             travelling_PE = self._rows_that_travel(ids_TK, route, where, loads, counts_PE)
             slots = choose_slots(ids_TK, route, travelling_PE, self.hosts)
         plan = plan_dispatch(ids_TK, route, shape, where, slots)
+        if train and route.table is not None:
+            self._count(plan)
         shadowed = None
         if lending is not None:
             counts = [int(counts_PE[route.group.index, expert]) for expert in lending.borrowed]
@@ -173,6 +176,17 @@ class ExchangeSchedule:
                 where=where,
             )
         return Prepared(plan=plan, programs=self.programs(shape), shadowed=shadowed)
+
+    def _count(self, plan: Plan) -> None:
+        """Remember how many rows each slot of this rank computes."""
+        for unit in plan.units.values():
+            before = self._computed or [0] * len(unit.counts)
+            self._computed = [a + b for a, b in zip(before, unit.counts, strict=True)]
+
+    def take_computed(self) -> list[int]:
+        """Rows that the slots of this rank computed in training since this was last asked."""
+        computed, self._computed = self._computed, []
+        return computed
 
     def _counts(self, ids_TK: torch.Tensor, route: Route, where: str) -> np.ndarray:
         """Rows of each rank for each expert."""

@@ -1,0 +1,149 @@
+"""Where experts live during training, and when that changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from moeclipse.balance.placement import EMPTY, Placement
+from moeclipse.core.errors import ConfigError
+
+SPARE = 4
+"""Where slots are left to us: one more for every so many experts of a rank, and one at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig:
+    """Which rank holds which experts of each layer; planners add replicas and move experts."""
+
+    slots: tuple[tuple[int, ...], ...] | str = ""
+    """Experts of each rank, like [[0, 3], [1, 2], [1, 2], [0, 3]], or a file of them; empty: even shares."""
+    slots_per_rank: int | Literal["auto"] = "auto"
+    """Experts that a rank can hold in each layer; auto: its share, with a planner also some to spare."""
+    planner: Literal["static", "random", "greedy", "incremental", "wrap_fill", "exact"] = "static"
+    """static: nothing moves; the others re-plan from the loads, beside training (docs/placement.md)."""
+    start_step: int = 10
+    """Steps before the first plan; the next ones follow after 2, 4, ... times as many, ..."""
+    every: int = 50
+    """... at most this many steps apart."""
+    max_moved: float = 0.05
+    """Part of the slots that one incremental plan may fill anew; a first plan may take more."""
+    time_limit_s: float = 10.0
+    """For planner = "exact", per layer, beside training."""
+    reduce: Literal["sum", "fedavg"] = "sum"
+    """sum: one optimizer step with the gradient of all replicas; fedavg: each steps, weights are averaged."""
+    average_every: int = 1
+    """With fedavg: steps between averages of the replicas' weights, by the rows each has seen."""
+    check_every: int = 100
+    """Steps between comparisons of the replicas, bit by bit; 0: never."""
+
+    def problems(self) -> Iterator[str]:
+        if self.slots_per_rank != "auto" and self.slots_per_rank < 1:
+            yield f'placement.slots_per_rank ({self.slots_per_rank}) must be at least 1, or "auto"'
+        for name in ("start_step", "every", "average_every"):
+            if getattr(self, name) < 1:
+                yield f"placement.{name} ({getattr(self, name)}) must be at least 1"
+        if self.check_every < 0:
+            yield f"placement.check_every ({self.check_every}) must not be negative; 0: never"
+        if not 0 <= self.max_moved <= 1:
+            yield f"placement.max_moved ({self.max_moved}) must lie between 0 and 1: a part of the slots"
+        if self.time_limit_s <= 0:
+            yield f"placement.time_limit_s ({self.time_limit_s}) must be positive"
+
+    @property
+    def moves(self) -> bool:
+        return self.planner != "static"
+
+    @property
+    def in_use(self) -> bool:
+        """Whether experts have slots of their own, instead of one even share for each rank."""
+        return self.moves or bool(self.slots) or self.slots_per_rank != "auto"
+
+    def due(self, step: int) -> bool:
+        """Whether a plan is asked for after this step: soon at first, then every `every` steps."""
+        done, after, apart = step + 1, self.start_step, self.start_step
+        while after < done:
+            apart = min(2 * apart, self.every)
+            if apart == self.every and done > after:
+                return (done - after) % self.every == 0
+            after += apart
+        return after == done
+
+    def tables(self) -> list[Any]:
+        """What `slots` gives: one table for all layers, or one for each."""
+        value: Any = self.slots
+        if isinstance(value, str):
+            value = read_tables(value)
+        if isinstance(value, dict) and set(value) == {"layers"} and isinstance(value["layers"], list):
+            return value["layers"]
+        return [value]
+
+    def placements(self, num_experts: int, num_ranks: int | None = None) -> list[Placement]:
+        """The tables of `slots`, checked: all problems in one error."""
+        found: list[Placement] = []
+        problems: list[str] = []
+        most = None if self.slots_per_rank == "auto" else self.slots_per_rank
+        try:
+            tables = self.tables()
+        except ConfigError as error:
+            raise ConfigError([f"placement.slots: {problem}" for problem in error.problems]) from None
+        for number, table in enumerate(tables):
+            where = "placement.slots" if len(tables) == 1 else f"placement.slots, layer {number}"
+            try:
+                parsed = Placement.parse(table, num_experts=num_experts, num_ranks=num_ranks, max_slots=most)
+                found.append(padded(parsed, most))
+            except ConfigError as error:
+                problems += [f"{where}: {problem}" for problem in error.problems]
+        if problems:
+            raise ConfigError(problems)
+        return found
+
+    def start(self, num_experts: int, num_ranks: int, layer: int) -> Placement:
+        """The placement that a layer (counted among those with experts) begins with."""
+        if self.slots:
+            placements = self.placements(num_experts, num_ranks)
+            if len(placements) > 1 and layer >= len(placements):
+                raise ConfigError(
+                    f"placement.slots holds {len(placements)} layers, but the model has more with experts; "
+                    "give one table for all of them, or one for each"
+                )
+            return placements[layer if len(placements) > 1 else 0]
+        even = Placement.contiguous(num_experts, num_ranks)
+        share = even.max_slots
+        if self.slots_per_rank != "auto":
+            if self.slots_per_rank < share:
+                raise ConfigError(
+                    f"placement.slots_per_rank ({self.slots_per_rank}) is too small: {num_experts} experts "
+                    f"on {num_ranks} ranks need {share}"
+                )
+            return padded(even, min(self.slots_per_rank, num_experts))
+        if not self.moves:
+            return even
+        return padded(even, min(share + max(share // SPARE, 1), num_experts))
+
+
+def padded(placement: Placement, slots: int | None) -> Placement:
+    """With empty slots behind each rank's, up to so many."""
+    if slots is None:
+        return placement
+    rows = tuple(row + (EMPTY,) * (slots - len(row)) for row in placement.slots)
+    return Placement(rows, placement.primary)
+
+
+def read_tables(text: str) -> Any:
+    """JSON, or the path of a file with JSON: one table, or {"layers": [...]} as `moeclipse place` writes."""
+    if not text.lstrip().startswith(("[", "{")):
+        path = Path(text)
+        if not path.is_file():
+            raise ConfigError(f"there is no placement file {path}")
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from None
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"a placement must be JSON, like [[0, 3], [1, 2]]: {error}") from None

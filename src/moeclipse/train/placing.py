@@ -1,0 +1,203 @@
+"""Where experts live during a run: the placement of each layer, its replicas, and its changes.
+
+    before the model   placement_of(layer)     from placement.slots, or even shares and empty slots
+    buckets            bucket(...)             one table of homes for each layer (`train/expert_buckets`)
+    after each step    after_step(...)         average or compare replicas, ask for plans, take one, move
+
+Contract. Training with any sequence of placements equals training without: gates speak of experts, gradients
+of replicas are summed, and state moves with its owner. All of it is collective and decided alike on all
+ranks. Without a [placement] in the configuration nothing here runs.
+
+Hazard. A plan that is under way when a checkpoint is saved is not saved: a resumed run holds the placement of
+the checkpoint and plans again when that is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from moeclipse.balance.homes import Homes
+from moeclipse.balance.load import LoadAverage
+from moeclipse.balance.objective import PlacementCosts
+from moeclipse.balance.placement import Placement
+from moeclipse.balance.planner import PlanConfig
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.errors import ConfigError
+from moeclipse.moe.layer import MoE
+from moeclipse.moe.probe import Probe, measure
+from moeclipse.train.averaging import average_replicas
+from moeclipse.train.buckets import Bucket
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.expert_buckets import ExpertBucket
+from moeclipse.train.moving import House
+from moeclipse.train.optim import AdamW
+from moeclipse.train.planning import Planning, Proposal, Question
+from moeclipse.train.replica_check import check_replicas
+
+STATE_TENSORS = 3  # master weights and two moments
+
+
+class Placing:
+    def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
+        self.config, self.mesh = config.placement, mesh
+        sharded = config.moe.expert_tp == "sharded" and mesh.tp > 1
+        self.group = mesh.shard_experts if sharded else mesh.experts
+        self.num_experts, self.seed = config.moe.num_experts, config.run.seed
+        self.first_layer = config.model.num_dense_layers
+        self.houses: list[House] = []
+        self.planning = Planning(mesh)
+        self.costs: PlacementCosts | None = None
+        self.plans_taken = self.parcels = 0
+
+    @property
+    def in_use(self) -> bool:
+        return self.config.in_use
+
+    def placement_of(self, layer: int) -> Placement | None:
+        """What layer `layer` of the model begins with; None: even shares, for good."""
+        if not self.in_use:
+            return None
+        return self.config.start(self.num_experts, self.group.size, layer - self.first_layer)
+
+    def bucket(self, parameter: nn.Parameter, name: str, layer: MoE, key: str) -> Bucket | None:
+        if not self.in_use:
+            return None
+        homes = self._homes(layer.route.placement, layer)
+        return ExpertBucket(parameter, f"{name}." if name else "", layer, key, homes, self.mesh)
+
+    def _homes(self, placement: Placement, layer: MoE, old: Homes | None = None) -> Homes:
+        return Homes.of(placement, self.mesh.dp, reduce=self.config.reduce, layer=layer.layer, old=old)
+
+    def bind(self, optim: AdamW) -> None:
+        """After the optimizer has been made: find what belongs to each layer."""
+        self.optim = optim
+        found: dict[int, tuple[list[ExpertBucket], list[Any]]] = {}
+        for bucket, state in zip(optim.buckets, optim.states, strict=True):
+            if isinstance(bucket, ExpertBucket):
+                buckets, states = found.setdefault(bucket.layer.layer, ([], []))
+                buckets.append(bucket)
+                states.append(state)
+        self.houses = [House(*found[number]) for number in sorted(found)]
+
+    def after_step(self, step: int, loads: LoadAverage) -> list[str]:
+        """What is to be done between two steps; returns what is to be said about it. Collective."""
+        if not self.houses:
+            return []
+        config, done = self.config, step + 1
+        averaged = config.reduce == "sum"
+        if config.reduce == "fedavg" and done % config.average_every == 0:
+            average_replicas(self.houses)
+            averaged = True
+        notes = self._plan(step, loads) if config.moves else []
+        if averaged and config.check_every and done % config.check_every == 0:
+            check_replicas(self.houses)
+        return notes
+
+    def before_save(self) -> None:
+        """A checkpoint holds one set of weights for each expert."""
+        if self.houses and self.config.reduce == "fedavg":
+            average_replicas(self.houses)
+
+    def _plan(self, step: int, loads: LoadAverage) -> list[str]:
+        if self.config.due(step) and loads.sum_LPE is not None:
+            self.planning.ask(step, self._questions(step, loads))
+        proposal, note = self.planning.take([house.homes.placement for house in self.houses])
+        notes = [note] if note else []
+        if proposal is not None:
+            notes += self.move(proposal)
+        return notes
+
+    def move(self, proposal: Proposal) -> list[str]:
+        """Take a plan that all ranks agreed on."""
+        changed = [
+            (house, new, load)
+            for house, new, load in zip(self.houses, proposal.placements, proposal.expected, strict=True)
+            if new != house.homes.placement
+        ]
+        if changed and self.config.reduce == "fedavg":
+            average_replicas(self.houses)
+        parcels = 0
+        for house, new, load in changed:
+            homes = self._homes(new, house.layer, house.homes)
+            parcels += house.relocate(homes, self.optim.updates, np.array(load))
+        self.plans_taken += 1
+        self.parcels += parcels
+        if not changed:
+            return []
+        return [f"plan of step {proposal.step}: {len(changed)} layers changed, {parcels} parcels travelled"]
+
+    def _questions(self, step: int, loads: LoadAverage) -> list[Question]:
+        if self.costs is None:
+            layer = self.houses[0].layer
+            probe = layer.schedule.probe or measure(layer.experts, layer.route, self.mesh)
+            self.costs = costs_of(probe, self.config.every)
+        found = []
+        for number, house in enumerate(self.houses):
+            planner = PlanConfig(
+                planner=self.config.planner,
+                max_moved=self.config.max_moved,
+                time_limit=self.config.time_limit_s,
+                seed=(self.seed * 1_000_003 + step) * 1009 + house.layer.layer,
+            )
+            # Copies hold the same experts and share out other tokens: their mean is a copy's load.
+            counts_PE = loads.rows_LPE[number].reshape(self.mesh.dp, self.group.size, -1).mean(0)
+            found.append(
+                Question(
+                    config=planner,
+                    counts_PE=counts_PE,
+                    current=house.homes.placement,
+                    costs=self.costs,
+                    node_P=house.layer.schedule.hosts,
+                )
+            )
+        return found
+
+    def state(self) -> list[dict[str, Any]]:
+        """For a checkpoint: who holds what, by layer."""
+        return [
+            {
+                "layer": house.layer.layer,
+                "slots": house.homes.placement.slots,
+                "primary": house.homes.placement.primary,
+            }
+            for house in self.houses
+        ]
+
+    def load_state(self, saved: list[Mapping[str, Any]] | None) -> None:
+        """Before weights are read: hold what the checkpoint held, where that fits these ranks and slots.
+
+        A table given in the configuration counts more, and nothing is taken over where nothing would move.
+        """
+        by_layer = {entry["layer"]: entry for entry in saved or ()}
+        for house in self.houses:
+            now, entry = house.homes.placement, by_layer.get(house.layer.layer)
+            if entry is None or self.config.slots or not self.config.moves:
+                continue
+            try:
+                found = Placement.parse(
+                    {"slots": entry["slots"], "primary": entry["primary"]},
+                    num_experts=now.num_experts,
+                    num_ranks=now.num_ranks,
+                )
+            except ConfigError:
+                continue
+            if [len(row) for row in found.slots] == [len(row) for row in now.slots]:
+                house.lay_out(self._homes(found, house.layer))
+
+
+def costs_of(probe: Probe, every: int) -> PlacementCosts:
+    """What was measured, in the terms of planners: all ranks count as near, their wire is what it is."""
+    return PlacementCosts(
+        row_seconds=probe.row_forward + probe.row_backward,
+        row_bytes=probe.row_bytes,
+        weight_bytes=probe.parameter_bytes,
+        gradient_bytes=probe.gradient_bytes,
+        state_bytes=STATE_TENSORS * probe.gradient_bytes,
+        near_bandwidth=probe.bandwidth,
+        far_bandwidth=probe.bandwidth,
+        every=every,
+    )
