@@ -44,3 +44,15 @@ def test_pairs_of_microbatches_on_one_stage(corpus: str, model: str, overlap: st
     if overlap == "off":
         changes["pipeline.schedule"] = "1f1b"
     check(corpus, ep, changes, {})
+
+
+SCHEDULES = ["gpipe", "1f1b", "1f1b-pairs", "vpp", "vpp+1", "zb-h1", "zb-v", "dualpipev"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("overlap", ["off", "pair+self"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_over_ranks(corpus: str, schedule: str, overlap: str, tied: bool) -> None:
+    changes = {**BASE, **MODELS["softmax"], "model.tie_embeddings": tied}
+    changes |= {"pipeline.overlap": overlap, "pipeline.schedule": schedule}
+    check(corpus, 4, changes, {"pp": 2})

@@ -124,6 +124,19 @@ class Mesh:
                     name = f"pipe.{letter}.{'up' if up else 'down'}"
                     self._pipes[letter, up] = self.new_group(name, lines)
 
+    @property
+    def line(self) -> Group:
+        """This place in every stage: pp ranks."""
+        return self._pipes["F", True] if self.pp > 1 else Group(name="line", ranks=(self.rank,), index=0)
+
+    def ends(self) -> Group:
+        """This place in the first and in the last stage; collective."""
+        per_stage = self.num_ranks // self.pp
+        last = self.num_ranks - per_stage
+        pairs = [(place, last + place) for place in range(per_stage)]
+        between = [(rank,) for rank in range(per_stage, last)]
+        return self.once("ends", lambda: self.new_group("ends", pairs + between))
+
     def pipe(self, letter: str, source: int, target: int) -> Group:
         """The communicator of activations ("F") or gradients ("B") from pp_index `source` to `target`."""
         return self._pipes[letter, source < target]

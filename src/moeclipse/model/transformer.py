@@ -206,6 +206,7 @@ class Transformer(nn.Module):
             self.embedding = nn.Parameter(empty)
             mark(self.embedding, self.vocab)
             self.vocab.fill(self.embedding.data, key_of(seed, "embedding"), config.init_std)
+            self.embedding.is_copy = not self.begins  # type: ignore[attr-defined]
         self.layers = nn.ModuleDict(
             {
                 str(index): Layer(index, config, moe, gate, mesh, settings(index), placement_of(index))

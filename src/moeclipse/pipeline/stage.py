@@ -68,11 +68,16 @@ class SplitLayer(Protocol):
 class Stage(Protocol):
     """A piece of the model. `microbatch` is whatever the model was given for it."""
 
-    layers: Sequence[nn.Module]
-    embed: Callable[[Any], torch.Tensor] | None
-    """First stage: the input of its first layer."""
-    head: Callable[[torch.Tensor, Any], torch.Tensor] | None
-    """Last stage: the loss, from the output of its last layer."""
+    @property
+    def layers(self) -> Sequence[nn.Module]: ...
+
+    @property
+    def embed(self) -> Callable[[Any], torch.Tensor] | None:
+        """First stage: the input of its first layer."""
+
+    @property
+    def head(self) -> Callable[[torch.Tensor, Any], torch.Tensor] | None:
+        """Last stage: the loss, from the output of its last layer."""
 
 
 class WholeLayer:

@@ -53,12 +53,14 @@ class Accumulation:
         self.queued = 0
         self.uses = 1
         """Passes through different parts of the model in which one microbatch meets the parameter."""
+        self.elsewhere = 0
+        """Further gradients of a step, which other ranks computed."""
         self._left = 0
         self._due = False
 
     def begin(self, backwards: int = 1) -> None:
         """So many backward passes are still to come: what earlier ones reported does not count."""
-        self._left, self._due = backwards * self.uses, False
+        self._left, self._due = backwards * self.uses + self.elsewhere, False
 
     def backward_done(self) -> None:
         self._left = max(self._left - 1, 0)

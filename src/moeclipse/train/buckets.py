@@ -76,6 +76,8 @@ class Content:
     bounds: list[int]
     group: Group
     decay: bool
+    owned: bool = True
+    """Not a copy of another stage's parameters, which counts and saves them."""
     counts: bool = True
     """Whether this rank's gradients count: where tp ranks computed the same, one of them does."""
 
@@ -84,7 +86,7 @@ class Bucket:
     def __init__(self, content: Content, mesh: Mesh, peer: PeerUse = "off") -> None:
         self.name, self.entries, self.bounds = content.name, content.entries, content.bounds
         self.group, self.decay, self.mesh = content.group, content.decay, mesh
-        self.counts = content.counts
+        self.counts, self.owned = content.counts, content.owned
         self.wire = collectives(mesh, content.group, mesh.grads, peer, max_bytes=SMALL_BYTES)
         first = content.parameters[0]
         self.params = torch.zeros(self.bounds[-1], dtype=first.dtype, device=first.device)
@@ -116,7 +118,7 @@ class Bucket:
         return shard
 
     def weights(self) -> torch.Tensor:
-        """This rank's shard of the parameters in the optimizer's type: the parameters themselves, or a copy."""
+        """This rank's shard of the parameters in the optimizer's type: themselves, or a copy."""
         return self.params[self.shard].to(self.grads.dtype)
 
     def store(self, weight: torch.Tensor) -> None:
@@ -129,8 +131,10 @@ class Bucket:
         label = f"gather of parameters, bucket {self.name}"
         return self.wire.all_gather_shards(self.params, self.bounds, label)
 
-    def segments(self, everything: bool = False) -> Iterator[Segment]:  # noqa: ARG002
+    def segments(self, everything: bool = False) -> Iterator[Segment]:
         """This rank's part of each logical tensor; `everything`: also what a checkpoint has from others."""
+        if not (self.owned or everything):
+            return
         first, last = self.shard.start, self.shard.stop
         for entry in self.entries:
             start, stop = max(entry.offset, first), min(entry.offset + entry.numel, last)
@@ -217,7 +221,7 @@ def contents(
         for key, p in layer.experts.named_parameters()
     }
     limit = bucket_mb * 2**20
-    open_buckets: dict[tuple[bool, Share], list[tuple[str, nn.Parameter]]] = {}
+    open_buckets: dict[tuple[bool, Share, bool], list[tuple[str, nn.Parameter]]] = {}
     number = 0
     for name, parameter in reversed(list(model.named_parameters())):
         if not parameter.requires_grad:
@@ -226,7 +230,8 @@ def contents(
             own = place(parameter, *layers[id(parameter)]) if place is not None else None
             yield own or expert_content(parameter, *layers[id(parameter)], mesh)
             continue
-        kind = (parameter.dim() > 1, share_of(parameter) if mesh.tp > 1 else "sum")
+        share = share_of(parameter) if mesh.tp > 1 else "sum"
+        kind = (parameter.dim() > 1, share, not getattr(parameter, "is_copy", False))
         members = open_buckets.setdefault(kind, [])
         members.append((name, parameter))
         if sum(logical_bytes(p) for _, p in members) >= limit:
@@ -245,7 +250,7 @@ def logical_bytes(parameter: nn.Parameter) -> int:
 
 
 def dense_content(
-    name: str, members: Sequence[tuple[str, nn.Parameter]], decay: bool, share: Share, mesh: Mesh
+    name: str, members: Sequence[tuple[str, nn.Parameter]], decay: bool, share: Share, owned: bool, mesh: Mesh
 ) -> Content:
     entries: list[Entry] = []
     offset = 0
@@ -261,6 +266,7 @@ def dense_content(
         bounds=[rank * portion for rank in range(group.size + 1)],
         group=group,
         decay=decay,
+        owned=owned,
         counts=share != "same" or mesh.tp_index == 0,
     )
 

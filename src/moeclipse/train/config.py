@@ -17,6 +17,7 @@ from moeclipse.core.errors import ConfigError
 from moeclipse.model.config import ModelConfig
 from moeclipse.moe.config import GateConfig, MoEConfig, gate_problems
 from moeclipse.pipeline.config import PipelineConfig
+from moeclipse.pipeline.overlap import lay_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +156,8 @@ class TrainConfig:
             yield f"model.vocab_size ({self.model.vocab_size}) must be at least 256 for bytes"
         if self.parallel.tp > 1:
             yield from tensor_problems(self)
+        if self.parallel.pp > 1 or self.pipeline.used:
+            yield from pipeline_problems(self)
         yield from placement_problems(self)
 
     @property
@@ -186,6 +189,24 @@ def placement_problems(config: TrainConfig) -> Iterator[str]:
         yield (
             f"gate.max_leaving ({config.gate.max_leaving}) needs placement.planner = 'static': which experts "
             "are near would change with every plan, and the routing with it"
+        )
+
+
+def pipeline_problems(config: TrainConfig) -> Iterator[str]:
+    """What cannot be scheduled."""
+    pipeline, gate = config.pipeline, config.gate
+    if list(pipeline.problems()) or config.parallel.pp < 1 or config.optim.accumulate < 1:
+        return  # told already
+    try:
+        lay_out(pipeline, config.model.num_layers, config.parallel.pp, config.optim.accumulate)
+    except ConfigError as error:
+        yield str(error)
+    cut = pipeline.overlap == "pair+self" and pipeline.chunks not in ("auto", 1)
+    if cut and (gate.capacity_factor or gate.max_leaving < 1):
+        whole = "gate.capacity_factor" if gate.capacity_factor else "gate.max_leaving"
+        yield (
+            f"pipeline.chunks ({pipeline.chunks}) cannot go with {whole}, which counts rows over the whole "
+            "microbatch; set it to 1, and moe.schedule = 'smart', which cuts rows behind the gate"
         )
 
 

@@ -8,6 +8,7 @@ tells every rank loss, norm and whether all is finite, then the update. Everythi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import DivergedError
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.config import SHAPE_KEYS
+from moeclipse.moe.layer import MoE
 from moeclipse.moe.standalone import moe_layers
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.random import key_of
@@ -33,6 +35,7 @@ from moeclipse.train.load_trace import LoadHistory, StepLoad
 from moeclipse.train.metrics import gather_splits, mean_times, split_of
 from moeclipse.train.optim import AdamW, learning_rate
 from moeclipse.train.pipelined import Pipelined
+from moeclipse.train.placing import Placing
 from moeclipse.train.ranks import PatientRanks
 
 
@@ -57,6 +60,7 @@ class Learner:
         layout = None
         if mesh.pp > 1 or config.pipeline.used:
             layout = lay_out(config.pipeline, config.model.num_layers, mesh.pp, config.optim.accumulate)
+        self.placing = Placing(config, mesh)
         self.model = Transformer(
             config.model,
             config.moe,
@@ -66,12 +70,17 @@ class Learner:
             seed=config.run.seed,
             dtype=self.dtype,
             held=None if layout is None else layout.layers_of(mesh.pp_index),
+            placement_of=self.placing.placement_of,
         )
         self.pipelined: Pipelined | None = None
         if layout is not None:
             self.pipelined = Pipelined(config, mesh, layout, self.model, self.batches)
-        self.buckets = Buckets(self.model, mesh, config.optim.bucket_mb, parallel.peer)
+        place = self.placing.bucket
+        self.buckets = Buckets(self.model, mesh, config.optim.bucket_mb, parallel.peer, place)
+        if self.pipelined is not None:
+            self.pipelined.prepare()
         self.optim = AdamW(self.buckets, config.optim)
+        self.placing.bind(self.optim)
         self.layers = [layer for _, layer in moe_layers(self.model)]
         self.bad_steps = 0
         self.loads = LoadHistory()
@@ -124,14 +133,16 @@ class Learner:
             # Every rank adds all ranks' numbers in the same order, so all decide alike, to the bit.
             rows = gather(mesh.grads, mesh.world, mine, "exchange of step results").to_host()
             stats = [sum(column) for column in zip(*rows, strict=True)]
-            load = StepLoad.of(self.layers, mesh)
+            shape = (self.num_moe_layers, self.config.moe.num_experts)
+            load = StepLoad.of(self.numbered, shape, mesh, self.config.moe.expert_tp == "sharded")
             loss, norm = stats[0] / self.tokens_per_step, math.sqrt(stats[3]) if stats[3] >= 0 else math.nan
             lr = learning_rate(self.config.optim, step, self.config.run.steps)
             skipped = not (math.isfinite(loss) and math.isfinite(norm))
             if not skipped:
                 self.optim.step(shards, lr, norm)
-                load.rebalance(self.layers)
+                load.rebalance(self.numbered)
                 self.loads.add(step, load)
+            notes = self.placing.after_step(step, self.loads.average)
         stamps = recorder.end_step()
         self._judge(step, skipped, loss, norm)
         per_rank = gather_splits(split_of(stamps, mesh, self.clock_s), mesh)
@@ -149,6 +160,7 @@ class Learner:
             **load.record(self.tokens_per_step),
             "dropped": int(stats[2]),
             "skipped": skipped,
+            **({"notes": notes} if notes else {}),
         }
 
     def _judge(self, step: int, skipped: bool, loss: float, norm: float) -> None:
@@ -172,6 +184,7 @@ class Learner:
 
     def save(self, folder: Path, step: int) -> Path:
         """A checkpoint of the state before `step`."""
+        self.placing.before_save()
         state = {
             "step": step,
             "updates": self.optim.updates,
@@ -179,14 +192,16 @@ class Learner:
             "seed": self.config.run.seed,
             "data": self.batches.state(step),
             "fingerprint": self.fingerprint(),
-            "exchange": [layer.schedule.state() for layer in self.layers],
+            "exchange": self.of_all_layers(lambda layer: layer.schedule.state()),
+            "placement": self.placing.state(),
         }
         pieces = list(self.optim.pieces())
-        if self.mesh.rank == 0:
+        if self.mesh.stage.index == 0:
             for name, buffer in self._buffers():
                 pieces.append(
                     Piece(name=f"buffer/{name}", shape=tuple(buffer.shape), start=0, data=buffer.flatten())
                 )
+        if self.mesh.rank == 0:
             pieces += self.loads.pieces()
         ranks = PatientRanks(self.mesh, self.config.checkpoint.deadline_s)
         return save(folder, step, pieces, state, ranks, keep=self.config.checkpoint.keep)
@@ -197,14 +212,33 @@ class Learner:
         check_model(state, self.fingerprint())
         step = int(state["step"])
         self.batches.check_state(state["data"], step)
+        self.placing.load_state(state.get("placement"))
         self.optim.load(checkpoint, int(state["updates"]))
         self.bad_steps = int(state["bad_steps"])
-        for layer, choice in zip(self.layers, state["exchange"], strict=True):
-            layer.schedule.load_state(choice)  # another cut of rows would round sums differently
+        for number, layer in self.numbered.items():
+            # Another cut of rows would round sums differently.
+            layer.schedule.load_state(state["exchange"][number])
         for name, buffer in self._buffers():
             buffer.copy_(checkpoint.read(f"buffer/{name}").view(buffer.shape))
         self.loads.load(checkpoint, self.layers)
         return step
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Of the whole model."""
+        return self.config.model.num_layers - self.config.model.num_dense_layers
+
+    @property
+    def numbered(self) -> dict[int, MoE]:
+        """This rank's MoE layers, by their number among those of the whole model."""
+        return {layer.layer - self.config.model.num_dense_layers: layer for layer in self.layers}
+
+    def of_all_layers(self, tell: Callable[[MoE], Any]) -> list[Any]:
+        """What each MoE layer of the model says of itself (JSON-able), on every rank. Collective."""
+        mine = {str(number): tell(layer) for number, layer in self.numbered.items()}
+        stages = self.mesh.gather_objects(mine) if self.mesh.pp > 1 else [mine]
+        known = {number: said for stage in stages for number, said in stage.items()}
+        return [known[str(number)] for number in range(self.num_moe_layers)]
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         kept = set(self.model.state_dict())

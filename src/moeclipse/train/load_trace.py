@@ -16,7 +16,7 @@ Shapes: P source ranks, L layers with experts, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from moeclipse.balance.load import Load, LoadAverage, LoadTrace, spread
-from moeclipse.comm.exchange import gather
+from moeclipse.comm.exchange import gather, total
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.layer import MoE
@@ -45,24 +45,35 @@ class StepLoad:
     """int64, on the host: what dynamic gates saw, over all ranks."""
 
     @classmethod
-    def of(cls, layers: Sequence[MoE], mesh: Mesh) -> StepLoad:
-        """Ask everyone. Collective; `layer.load_E` holds what this rank saw since the step began."""
-        if not layers:
+    def of(cls, layers: Mapping[int, MoE], shape: tuple[int, int], mesh: Mesh, sharded: bool) -> StepLoad:
+        """Ask everyone. Collective; `layer.load_E` holds what this rank saw since the step began.
+
+        `layers` are this rank's, by their number among the layers with experts; `shape` is (layers, experts)
+        of the whole model; `sharded`: its experts are cut over tp.
+        """
+        num_layers, num_experts = shape
+        if not num_layers:
             nothing = torch.zeros(0, 0, 0, dtype=torch.int64)
             return cls(counts_PLE=nothing, seen_L3=torch.zeros(0, 3, dtype=torch.int64))
-        mine = torch.stack([torch.cat([layer.load_E, layer.gate.take_seen()]) for layer in layers])
-        everyone = gather(mesh.grads, mesh.stage, mine, "exchange of expert loads").get().cpu()
-        if layers[0].sharded:  # the tp ranks share their tokens, and the first of them counted
-            everyone = everyone[:: mesh.tp]
+        mine = torch.zeros(num_layers, num_experts + 3, dtype=torch.int64, device=mesh.device)
+        for number, layer in layers.items():
+            mine[number] = torch.cat([layer.load_E, layer.gate.take_seen()])
+        everyone = gather(mesh.grads, mesh.stage, mine, "exchange of expert loads").get()
+        if mesh.pp > 1:  # each stage knows its own layers
+            everyone = total(mesh.grads, mesh.line, everyone.flatten(0, 1), "loads of all stages").get()
+            everyone = everyone.view(-1, *mine.shape)
+        everyone = everyone.cpu()
+        if sharded:
+            everyone = everyone[:: mesh.tp]  # the tp ranks share their tokens, and the first of them counted
         return cls(counts_PLE=everyone[..., :-3].contiguous(), seen_L3=everyone[..., -3:].sum(0))
 
-    def rebalance(self, layers: Sequence[MoE]) -> None:
+    def rebalance(self, layers: Mapping[int, MoE]) -> None:
         """Move what gates adapt by the load of all ranks."""
         load_LE = self.counts_PLE.sum(0)
-        for layer, load_E, seen_3 in zip(layers, load_LE, self.seen_L3, strict=True):
+        for number, layer in layers.items():
             if layer.gate.adapts:
                 device = layer.load_E.device
-                layer.gate.rebalance(load_E.to(device), seen_3.to(device))
+                layer.gate.rebalance(load_LE[number].to(device), self.seen_L3[number].to(device))
 
     def record(self, num_tokens: int) -> dict[str, Any]:
         """For a line of metrics: rows by layer and expert, and experts per token over all layers."""

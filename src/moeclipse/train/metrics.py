@@ -41,6 +41,9 @@ def split_of(stamps: StepStamps, mesh: Mesh, clock_s: float = 0.0) -> StepSplit:
     counted: dict[str, int] = defaultdict(int)
     transfers = []
     for group_name, label, launched, done in stamps.moves:
+        if group_name not in last:  # between stages: who waits there waits for the other stage's compute
+            transfers.append(Transfer(label=label, launched=launched, last_launched=done, done=done))
+            continue
         latest = last[group_name][counted[group_name]] - clock_s
         counted[group_name] += 1
         transfers.append(Transfer(label=label, launched=launched, last_launched=latest, done=done))

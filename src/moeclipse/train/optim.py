@@ -50,14 +50,15 @@ class AdamW:
         self.states = [self._state(bucket) for bucket in buckets]
 
     def _state(self, bucket: Bucket) -> ShardState:
-        weight = bucket.params[bucket.shard]
-        if weight.dtype != bucket.grads.dtype:
-            weight = weight.to(bucket.grads.dtype)
+        weight = bucket.weights()
         return ShardState(weight=weight, adam_m=torch.zeros_like(weight), adam_v=torch.zeros_like(weight))
 
     def sum_of_squares(self, shards: list[torch.Tensor]) -> torch.Tensor:
         """Of this rank's shards; over all ranks each gradient element counts once."""
-        return torch.stack([shard.double().square().sum() for shard in shards]).sum()
+        squares = [
+            shard.double().square().sum() * b.owned for b, shard in zip(self.buckets, shards, strict=True)
+        ]
+        return torch.stack(squares).sum()
 
     @torch.no_grad()
     def step(self, shards: list[torch.Tensor], lr: float, norm: float) -> None:
@@ -68,8 +69,7 @@ class AdamW:
         for bucket, state, grad in zip(self.buckets, self.states, shards, strict=True):
             if grad.numel():
                 self._update(state, grad * factor, lr, self.config.weight_decay if bucket.decay else 0.0)
-                if state.weight.dtype != bucket.params.dtype:
-                    bucket.params[bucket.shard] = state.weight.to(bucket.params.dtype)
+                bucket.store(state.weight)
             on_the_way.append(bucket.publish())
         for result in on_the_way:
             result.get()
@@ -100,12 +100,11 @@ class AdamW:
         """Take this rank's shards out of a checkpoint of any layout and send the weights out."""
         self.updates = updates
         for bucket, state in zip(self.buckets, self.states, strict=True):
-            for segment in bucket.segments():
+            for segment in bucket.segments(everything=True):
                 for kind in STATES:
                     stop = segment.start + segment.length
                     data = checkpoint.read(f"{kind}/{segment.entry.name}", segment.start, stop)
                     getattr(state, kind)[segment.place : segment.place + segment.length] = data
-            if state.weight.dtype != bucket.params.dtype:
-                bucket.params[bucket.shard] = state.weight.to(bucket.params.dtype)
+            bucket.store(state.weight)
         for result in [bucket.publish() for bucket in self.buckets]:
             result.get()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from moeclipse.balance.placement import even_bounds
-from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.exchange import total
+from moeclipse.comm.mesh import Group, Mesh
 from moeclipse.model.nodes import Microbatch, MicrobatchLoads, layer_shapes
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.tokens import Tokens
@@ -36,6 +37,32 @@ class Pipelined:
             verified, mesh, stages, model.tp.wgrads, width=config.model.d_model, dtype=model.dtype
         )
 
+        self._tie()
+
+    def _tie(self) -> None:
+        """A head that is tied to the embedding adds to the same gradient, maybe on another rank."""
+        first, last = self.layout.rank_of[0], self.layout.rank_of[-1]
+        self._ends: Group | None = None
+        if self.config.model.tie_embeddings and first != last:
+            self._ends = self.mesh.ends()
+
+    def prepare(self) -> None:
+        """Before the first step: say how often gradients of the embedding come in a step."""
+        embedding = getattr(self.model, "embedding", None)
+        if embedding is None or not self.config.model.tie_embeddings:
+            return
+        embedding.accumulation.uses = int(self.model.begins) + int(self.model.ends)
+        embedding.accumulation.elsewhere = int(self._ends is not None)
+
+    def _add_other_end(self) -> None:
+        """The embedding's gradient of both ends, the same bits on both, before it is reduced over dp."""
+        if self._ends is None or self._ends.size == 1:
+            return
+        state = self.model.embedding.accumulation  # type: ignore[attr-defined]
+        both = total(self.mesh.grads, self._ends, state.main_grad, "gradient of the tied embedding").get()
+        state.main_grad.copy_(both.view_as(state.main_grad))
+        state.backward_done()
+
     @property
     def backwards(self) -> int:
         """Backward passes of a step through each layer: chunks of a microbatch go one by one."""
@@ -56,6 +83,7 @@ class Pipelined:
         dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
         tokens = self.config.data.batch_size * self.config.data.seq_len
         self.runtime.step(feed, torch.tensor(1 / tokens, dtype=dtype, device=mesh.device))
+        self._add_other_end()
         sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
         for key in sorted(fed):
             part = fed[key]

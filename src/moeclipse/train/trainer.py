@@ -52,7 +52,7 @@ def train(config: TrainConfig, *, resume: str = "off", observer: Observer | None
     validate(config)
     place = Place.read()
     try:
-        dp, ep = config.parallel.sizes(place.num_ranks, config.moe.num_experts, config.moe.expert_tp)
+        dp, ep = config.parallel.sizes(place.num_ranks, config.expert_ranks, config.moe.expert_tp)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     device = comm.choose_device(config.run.device, place.local_rank)
@@ -63,8 +63,8 @@ def train(config: TrainConfig, *, resume: str = "off", observer: Observer | None
         start_deadline_s=config.parallel.start_deadline_s,
     )
     try:
-        tp = config.parallel.tp
-        mesh = Mesh(dp=dp, ep=ep, tp=tp, rank=place.rank, device=device, watch=watch)
+        tp, pp = config.parallel.tp, config.parallel.pp
+        mesh = Mesh(dp=dp, ep=ep, tp=tp, pp=pp, rank=place.rank, device=device, watch=watch)
         watching = observer if observer is not None and place.rank == 0 else Silence()
         return Run(config, mesh, watching).whole(resume)
     except BaseException as error:
@@ -125,6 +125,8 @@ class Run:
             self.observer.step(record)
             if step == start + TUNED_AFTER:
                 self._tell_choice(learner)
+            for note in record.get("notes", ()):
+                self.observer.note(note)
             if record["skipped"]:
                 self.observer.note(
                     f"step {step} skipped on all ranks: loss {record['loss']}, "
