@@ -136,7 +136,8 @@ class Placing:
             probe = layer.schedule.probe or measure(layer.experts, layer.route, self.mesh)
             self.costs = costs_of(probe, self.config.every)
         found = []
-        for number, house in enumerate(self.houses):
+        for house in self.houses:
+            number = house.layer.layer - self.first_layer
             planner = PlanConfig(
                 planner=self.config.planner,
                 max_moved=self.config.max_moved,
@@ -157,8 +158,8 @@ class Placing:
         return found
 
     def state(self) -> list[dict[str, Any]]:
-        """For a checkpoint: who holds what, by layer."""
-        return [
+        """For a checkpoint: who holds what, by layer of the whole model. Collective."""
+        mine = [
             {
                 "layer": house.layer.layer,
                 "slots": house.homes.placement.slots,
@@ -166,6 +167,10 @@ class Placing:
             }
             for house in self.houses
         ]
+        if not self.in_use or self.mesh.pp == 1:
+            return mine
+        everyone = self.mesh.gather_objects(mine)
+        return list({entry["layer"]: entry for entries in everyone for entry in entries}.values())
 
     def load_state(self, saved: list[Mapping[str, Any]] | None) -> None:
         """Before weights are read: hold what the checkpoint held, where that fits these ranks and slots.
