@@ -147,7 +147,7 @@ def layout_problems(config: TrainConfig, num_ranks: int) -> Iterator[str]:
     if num_ranks < 1 or config.moe.num_experts < 1:
         return
     try:
-        config.parallel.sizes(num_ranks, config.moe.num_experts, config.moe.expert_tp)
+        config.parallel.sizes(num_ranks, config.expert_ranks, config.moe.expert_tp)
     except ValueError as error:
         yield str(error)
 
