@@ -207,12 +207,11 @@ class Transformer(nn.Module):
             mark(self.embedding, self.vocab)
             self.vocab.fill(self.embedding.data, key_of(seed, "embedding"), config.init_std)
             self.embedding.is_copy = not self.begins  # type: ignore[attr-defined]
-        self.layers = nn.ModuleDict(
-            {
-                str(index): Layer(index, config, moe, gate, mesh, settings(index), placement_of(index))
-                for index in held
-            }
-        )
+
+        def layer(index: int) -> Layer:
+            return Layer(index, config, moe, gate, mesh, settings(index), placement_of(index))
+
+        self.layers = nn.ModuleDict({str(index): layer(index) for index in held})
         self.head: ColumnParallelLinear | None = None
         if self.ends:
             self.norm = RMSNorm(config.d_model, outside, config.norm_eps)
