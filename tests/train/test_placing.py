@@ -1,0 +1,108 @@
+"""Training with replicas and with experts that move equals training without: gradients, state and curves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_learner import BOUND, LATENT, configure, corpus, gradients, join  # noqa: F401  (a fixture)
+
+from moeclipse.comm.mesh import Mesh
+from moeclipse.testing.compare import difference
+from moeclipse.testing.run_ranks import run_alone, run_ranks
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.learner import Learner
+
+TABLES = {
+    "seed": (4, ((0, 3), (1, 2), (1, 2), (0, 3))),
+    "ragged": (5, ((0, 1, 2), (0, 3), (4, 0, -1), (0,))),
+    "few": (2, ((1,), (0, 1), (), (0,))),
+}
+STEPS = 50
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("schedule", ["blocking", "smart"])
+def test_gradients_of_replicas_are_summed_to_the_owner(table: str, schedule: str, corpus: str) -> None:  # noqa: F811
+    num_experts, slots = TABLES[table]
+    common = {"moe.num_experts": num_experts, "gate.top_k": 2}
+    expected = join([run_alone(gradients, configure(corpus, **common))])
+    smart = {"moe.schedule": "smart", "moe.group_size": 1, "moe.chunks": 2} if schedule == "smart" else {}
+    results = run_ranks(4, gradients, configure(corpus, **common, **smart, **{"placement.slots": slots}))
+    compare(join(results), expected)
+
+
+def test_gradients_of_replicas_in_copies(corpus: str) -> None:  # noqa: F811
+    expected = join([run_alone(gradients, configure(corpus))])
+    slots = ((0, 1, 2, 4), (3, 1, 0))
+    results = run_ranks(4, gradients, configure(corpus, **{"placement.slots": slots}), dp=2)
+    compare(join(results), expected)
+
+
+@pytest.mark.parametrize("expert_tp", ["folded", "sharded"])
+def test_gradients_of_replicas_with_tp(expert_tp: str, corpus: str) -> None:  # noqa: F811
+    common = {"model.num_kv_heads": 2, "moe.expert_tp": expert_tp}
+    expected = join([run_alone(gradients, configure(corpus, **common))])
+    slots: Any = ((0, 1, 2, 4), (3, 1, 0)) if expert_tp == "sharded" else ((0, 3), (1, 2), (4, 2), (0, 1))
+    config = configure(corpus, **common, **{"placement.slots": slots})
+    compare(join_slabs(run_ranks(4, gradients, config, tp=2)), expected)
+
+
+def join_slabs(results: list[tuple[list, float]]) -> dict[str, torch.Tensor]:
+    """Columns that tp cut are put side by side."""
+    import re
+
+    whole: dict[str, torch.Tensor] = {}
+    slabs: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for name, values in join(results).items():
+        found = re.fullmatch(r"(.*)\[:, (\d+):(\d+)\]", name)
+        if found is None:
+            whole[name] = values
+        else:
+            width = int(found[3]) - int(found[2])
+            slabs.setdefault(found[1], []).append((int(found[2]), values.view(-1, width)))
+    for name, parts in slabs.items():
+        whole[name] = torch.cat([part for _, part in sorted(parts, key=lambda p: p[0])], dim=1).flatten()
+    return whole
+
+
+def compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float = BOUND) -> None:
+    assert found.keys() == expected.keys()
+    bad = {name: difference(found[name], expected[name]) for name in expected}
+    bad = {name: value for name, value in bad.items() if not value <= bound}
+    assert not bad, bad
+
+
+def trained(mesh: Mesh, config: TrainConfig, steps: int) -> tuple[list, list[float], int]:
+    """State after some steps, the losses, and how many plans were taken."""
+    learner = Learner(config, mesh)
+    losses = [learner.step(step)["loss"] for step in range(steps)]
+    pieces = [(piece.name, piece.start, piece.data.clone()) for piece in learner.optim.pieces()]
+    return pieces, losses, learner.placing.plans_taken
+
+
+RANDOM = {
+    "placement.planner": "random",
+    "placement.start_step": 1,
+    "placement.every": 3,
+    "placement.slots_per_rank": 3,
+    "placement.check_every": 2,
+}
+
+
+def same_as_without(corpus: str, steps: int, layout: dict[str, int], **changes: Any) -> None:  # noqa: F811
+    """Optimizer state and losses with random re-placements every 3 steps, and of one process."""
+    ranks = layout["ranks"]
+    alone, expected, _ = run_alone(trained, configure(corpus, **changes), steps)
+    config = configure(corpus, **changes, **RANDOM)
+    axes = {"dp": layout.get("dp", 1), "tp": layout.get("tp", 1)}
+    results = run_ranks(ranks, trained, config, steps, **axes, deadline_s=600.0)
+    assert all(plans >= steps // 3 - 2 for _, _, plans in results), [plans for *_, plans in results]
+    compare(join_slabs([(pieces, 0.0) for pieces, _, _ in results]), join_slabs([(alone, 0.0)]))
+    for _, losses, _ in results:
+        assert difference(torch.tensor(losses), torch.tensor(expected)) <= BOUND
+
+
+def test_random_re_placement_changes_nothing(corpus: str) -> None:  # noqa: F811
+    same_as_without(corpus, 14, {"ranks": 4})
