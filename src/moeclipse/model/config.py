@@ -33,6 +33,8 @@ class ModelConfig:
     """Per head, the part of query and key with rotary position (mla)."""
     v_head_dim: int = 32
     """Width of one head's values (mla)."""
+    memory: int = 0
+    """Positions of the segment before that each layer also attends to (Transformer-XL); 0: none."""
     rope_base: float = 10000.0
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
@@ -65,6 +67,8 @@ class ModelConfig:
                     f"model.qk_rope_head_dim ({self.qk_rope_head_dim}) must be even: "
                     "rotary position turns pairs"
                 )
+        if self.memory < 0:
+            yield f"model.memory ({self.memory}) must not be negative; 0 is no memory"
         if self.init_std <= 0 or self.norm_eps <= 0:
             yield f"model.init_std ({self.init_std}) and model.norm_eps ({self.norm_eps}) must be positive"
 

@@ -127,7 +127,7 @@ class DensePass:
         self._h_TD = None
 
     def _attend(self, h_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self.layer.attend(h_TD, self.microbatch.table)
+        return self.layer.attend(h_TD, self.microbatch.table, self.microbatch.tokens)
 
     def attn_r(self) -> None:
         self.attn.recompute()
@@ -183,7 +183,7 @@ class MoEPass(DensePass):
         return self.layer.moe
 
     def _attend(self, h_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        h_TD, x_TD = self.layer.attend(h_TD, self.microbatch.table)
+        h_TD, x_TD = self.layer.attend(h_TD, self.microbatch.table, self.microbatch.tokens)
         self.num_tokens = len(x_TD)
         x_TD, self.tokens = self.layer.to_experts(x_TD, self.microbatch.tokens)
         return h_TD, x_TD

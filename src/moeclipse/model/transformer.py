@@ -98,7 +98,7 @@ class Layer(nn.Module):
     def forward(
         self, h_TD: torch.Tensor, table: torch.Tensor, tokens: Tokens
     ) -> tuple[torch.Tensor, MoEReport | None]:
-        h_TD, x_TD = self.attend(h_TD, table)
+        h_TD, x_TD = self.attend(h_TD, table, tokens)
         if self.dense is not None:
             return h_TD + self.dense(x_TD), None
         assert self.moe is not None
@@ -106,9 +106,11 @@ class Layer(nn.Module):
         y_TD, report = self.moe.run(part_TD, tokens)
         return h_TD + self.from_experts(y_TD, len(x_TD)), report
 
-    def attend(self, h_TD: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(
+        self, h_TD: torch.Tensor, table: torch.Tensor, tokens: Tokens
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(the residual stream behind attention, what the feed-forward block reads of it)."""
-        h_TD = h_TD + self.attention(self.attention_norm(h_TD), table)
+        h_TD = h_TD + self.attention(self.attention_norm(h_TD), table, tokens)
         return h_TD, self.mlp_norm(h_TD)
 
     def to_experts(self, x_TD: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, Tokens]:

@@ -52,6 +52,8 @@ class DataConfig:
     batch_size: int = 16
     """Samples per step over all ranks: it does not change with the number of ranks."""
     shuffle: bool = True
+    order: Literal["samples", "stream"] = "samples"
+    """samples: each stands alone; stream: row b of a step goes on where row b of the step before ended."""
 
     def problems(self) -> Iterator[str]:
         for name in ("seq_len", "batch_size"):
@@ -154,6 +156,11 @@ class TrainConfig:
             )
         if not self.data.tokenizer and not self.data.files and self.model.vocab_size < 256:
             yield f"model.vocab_size ({self.model.vocab_size}) must be at least 256 for bytes"
+        if self.model.memory > 0 and self.data.order != "stream":
+            yield (
+                f"model.memory ({self.model.memory}) needs data.order = 'stream': row b of a step must go on "
+                "with the text of row b of the step before"
+            )
         if self.parallel.tp > 1:
             yield from tensor_problems(self)
         if self.parallel.pp > 1 or self.pipeline.used:
@@ -222,6 +229,11 @@ def tensor_problems(config: TrainConfig) -> Iterator[str]:
     for name, width in widths.items():
         if width < tp:
             yield f"{name} ({width}) must be at least parallel.tp ({tp}): every rank holds a part of it"
+    if config.parallel.sequence_parallel and model.memory % tp:
+        yield (
+            f"model.memory ({model.memory}) must be a multiple of parallel.tp ({tp}) with "
+            "parallel.sequence_parallel; change it, or set parallel.sequence_parallel = false"
+        )
     if config.parallel.sequence_parallel and config.data.seq_len % tp:
         yield (
             f"data.seq_len ({config.data.seq_len}) must be a multiple of parallel.tp ({tp}) with "

@@ -5,6 +5,10 @@ shuffled order. Step s takes the global samples [s * B, (s + 1) * B); microbatch
 them, and a data rank's share a contiguous part of the microbatch. So the number of ranks, the number of
 microbatches and restarts change who reads a sample, never which samples a step is made of.
 
+With `data.order = "stream"` the corpus is cut into B streams of equal length instead: row b of a step is the
+window behind that of row b of the step before, until the streams end and a new epoch begins. A shuffle then
+changes which row reads which stream in an epoch. Windows left over (fewer than B) are not read.
+
 Contract. Nothing here has state that must be saved except the step; `Batches.state` adds what must be the
 same for that number to mean the same samples, and `check_state` compares it.
 
@@ -15,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,6 +28,8 @@ from moeclipse.core.errors import CheckpointError, ConfigError, DataError
 from moeclipse.train.corpus import Corpus
 from moeclipse.train.fingerprint import differences
 from moeclipse.train.shuffle import permute, shuffle_key
+
+Order = Literal["samples", "stream"]
 
 
 class Samples:
@@ -55,8 +61,12 @@ class Samples:
 
     def take(self, global_index: np.ndarray) -> np.ndarray:
         """Samples by global index, int64 [n, seq_len + 1]; they may belong to several epochs."""
-        rows = np.empty((len(global_index), self.seq_len + 1), dtype=np.int64)
-        for row, window in zip(rows, self.windows(np.asarray(global_index, dtype=np.int64)), strict=True):
+        return self.read(self.windows(np.asarray(global_index, dtype=np.int64)))
+
+    def read(self, windows: np.ndarray) -> np.ndarray:
+        """These windows of the corpus, int64 [n, seq_len + 1]."""
+        rows = np.empty((len(windows), self.seq_len + 1), dtype=np.int64)
+        for row, window in zip(rows, windows, strict=True):
             start = int(window) * self.seq_len
             row[:] = self.corpus.read(start, start + self.seq_len + 1)
         return rows
@@ -70,6 +80,31 @@ class Samples:
             mine = epoch == number
             place[mine] = permute(place[mine], len(self), shuffle_key(self.seed, int(number)))
         return place
+
+
+class Streams:
+    """The corpus as one text for each row of a batch."""
+
+    def __init__(self, samples: Samples, batch_size: int) -> None:
+        self.samples, self.batch_size = samples, batch_size
+        self.length = len(samples) // batch_size
+        if not self.length:
+            raise DataError(
+                f"data.order = 'stream' needs a sample for each of data.batch_size ({batch_size}) streams, "
+                f"but the corpus ({samples.corpus.what}) has {len(samples)}; give more files, or lower "
+                "data.batch_size or data.seq_len"
+            )
+
+    def windows(self, step: int, rows: np.ndarray) -> np.ndarray:
+        """Which window of the corpus each row of a step's batch reads."""
+        epoch, place = divmod(step, self.length)
+        if self.samples.shuffle:
+            rows = permute(rows, self.batch_size, shuffle_key(self.samples.seed, epoch))
+        return rows * self.length + place
+
+    def continues(self, step: int) -> bool:
+        """Whether every row goes on where it stood in the step before."""
+        return step % self.length > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,13 +128,25 @@ class Microbatch:
 class Batches:
     """Cuts the global order of samples into steps, microbatches and shares of data ranks."""
 
-    def __init__(self, samples: Samples, batch_size: int, accumulate: int = 1) -> None:
+    def __init__(
+        self, samples: Samples, batch_size: int, accumulate: int = 1, order: Order = "samples"
+    ) -> None:
         if batch_size < 1 or not 1 <= accumulate <= batch_size:
             raise ConfigError(
                 f"data.batch_size ({batch_size}) must be at least 1 and at least optim.accumulate "
                 f"({accumulate}), which must be at least 1: a microbatch needs a sample"
             )
         self.samples, self.batch_size, self.accumulate = samples, batch_size, accumulate
+        self.streams = Streams(samples, batch_size) if order == "stream" else None
+
+    def rows(self, m: int, data_rank: int = 0, num_data_ranks: int = 1) -> tuple[int, int, int]:
+        """Of microbatch m: its first row in the batch, and [first, stop) of a data rank's rows in it."""
+        first, stop = even_part(self.batch_size, self.accumulate, m)
+        return first, *even_part(stop - first, num_data_ranks, data_rank)
+
+    def continues(self, step: int) -> bool:
+        """Whether row b goes on with the text of row b of the step before."""
+        return self.streams is not None and self.streams.continues(step)
 
     def microbatch(self, step: int, m: int, data_rank: int = 0, num_data_ranks: int = 1) -> Microbatch:
         """Microbatch m of a step (counted from 0) as rank data_rank of num_data_ranks reads it."""
@@ -110,8 +157,12 @@ class Batches:
             )
         first, stop = even_part(self.batch_size, self.accumulate, m)
         my_first, my_stop = even_part(stop - first, num_data_ranks, data_rank)
-        origin = step * self.batch_size + first
-        rows = torch.from_numpy(self.samples.take(np.arange(origin + my_first, origin + my_stop)))
+        places = np.arange(first + my_first, first + my_stop)
+        if self.streams is None:
+            windows = self.samples.windows(step * self.batch_size + places)
+        else:
+            windows = self.streams.windows(step, places)
+        rows = torch.from_numpy(self.samples.read(windows))
         return Microbatch(
             inputs=rows[:, :-1].contiguous(),
             targets=rows[:, 1:].contiguous(),
@@ -140,6 +191,7 @@ class Batches:
             "seed": samples.seed,
             "shuffle": samples.shuffle,
             "corpus": samples.corpus.fingerprint(),
+            **({} if self.streams is None else {"order": "stream"}),
         }
 
 

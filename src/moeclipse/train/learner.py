@@ -26,6 +26,7 @@ from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.random import key_of
 from moeclipse.pipeline.overlap import lay_out
 from moeclipse.tensor.parallel import TensorParallel
+from moeclipse.train import memory_state
 from moeclipse.train.buckets import Buckets
 from moeclipse.train.checkpoint import Checkpoint, Piece, check_model, save
 from moeclipse.train.config import TrainConfig
@@ -47,7 +48,9 @@ class Learner:
         corpus = open_corpus(config.data, config.model.vocab_size)
         samples = Samples(corpus, config.data.seq_len, config.run.seed, config.data.shuffle)
         self.corpus = corpus
-        self.batches = Batches(samples, config.data.batch_size, config.optim.accumulate)
+        self.batches = Batches(
+            samples, config.data.batch_size, config.optim.accumulate, order=config.data.order
+        )
         self.dtype = choose_dtype(config.model.dtype, mesh.device)
         parallel = config.parallel
         wanted = {"auto": None, "on": True, "off": False}[parallel.async_all_reduce]
@@ -98,6 +101,7 @@ class Learner:
         torch.manual_seed(key_of(self.config.run.seed, step, place) >> 1)
         sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # loss, aux loss, dropped rows
         self.buckets.zero()
+        memory_state.begin_step(self.model, self.batches.continues(step))
         for layer in self.layers:
             layer.load_E.zero_()
         if self.pipelined is not None:
@@ -143,6 +147,7 @@ class Learner:
                 load.rebalance(self.numbered)
                 self.loads.add(step, load)
             notes = self.placing.after_step(step, self.loads.average)
+            memory_state.end_step(self.model, skipped=skipped)
         stamps = recorder.end_step()
         self._judge(step, skipped, loss, norm)
         per_rank = gather_splits(split_of(stamps, mesh, self.clock_s), mesh)
@@ -195,7 +200,7 @@ class Learner:
             "exchange": self.of_all_layers(lambda layer: layer.schedule.state()),
             "placement": self.placing.state(),
         }
-        pieces = list(self.optim.pieces())
+        pieces = [*self.optim.pieces(), *memory_state.memory_pieces(self.model, self.batches)]
         if self.mesh.stage.index == 0:
             for name, buffer in self._buffers():
                 pieces.append(
@@ -220,6 +225,7 @@ class Learner:
             layer.schedule.load_state(state["exchange"][number])
         for name, buffer in self._buffers():
             buffer.copy_(checkpoint.read(f"buffer/{name}").view(buffer.shape))
+        memory_state.load_memory(self.model, self.batches, self.mesh, checkpoint)
         self.loads.load(checkpoint, self.layers)
         return step
 
