@@ -232,3 +232,47 @@ def test_another_position_is_named() -> None:
 
 def test_another_accumulation_is_the_same_data() -> None:
     batches_of(100, 4, 6, 3).check_state(batches_of(100, 4, 6, 1).state(5), 5)
+
+
+# ---- streams
+
+
+@settings(deadline=None)
+@given(
+    num_tokens=st.integers(40, 400),
+    seq_len=st.integers(1, 8),
+    batch_size=st.integers(1, 5),
+    shuffle=st.booleans(),
+    ranks=st.integers(1, 3),
+)
+def test_rows_of_a_stream_go_on(
+    num_tokens: int, seq_len: int, batch_size: int, shuffle: bool, ranks: int
+) -> None:
+    samples = Samples(corpus_of(num_tokens), seq_len, seed=3, shuffle=shuffle)
+    batches = Batches(samples, batch_size, min(2, batch_size), order="stream")
+    assert batches.streams is not None
+    length = batches.streams.length
+    before = None
+    for step in range(2 * length):
+        now = step_of(batches, step, ranks)
+        assert batches.continues(step) == (step % length > 0)
+        if before is not None and batches.continues(step):
+            assert torch.equal(now, before + seq_len), "row b begins where row b ended"
+        before = now
+    epoch = torch.cat([step_of(batches, step, 1) for step in range(length, 2 * length)])
+    assert sorted(epoch.flatten().tolist()) == list(range(batch_size * length * seq_len)), "each token once"
+
+
+def test_streams_change_rows_from_epoch_to_epoch_and_are_part_of_the_state() -> None:
+    samples = Samples(corpus_of(1000), 4, seed=0)
+    batches = Batches(samples, 8, order="stream")
+    assert batches.streams is not None
+    firsts = [step_of(batches, epoch * batches.streams.length, 1)[:, 0].tolist() for epoch in range(3)]
+    assert len({tuple(first) for first in firsts}) == 3
+    assert len({tuple(sorted(first)) for first in firsts}) == 1
+    plain = Batches(samples, 8)
+    with pytest.raises(CheckpointError, match=r"data\.order"):
+        plain.check_state(batches.state(3), 3)
+    with pytest.raises(CheckpointError, match=r"data\.order"):
+        batches.check_state(plain.state(3), 3)
+    assert not plain.continues(1)

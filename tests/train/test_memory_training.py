@@ -88,6 +88,33 @@ def test_raw_gradients_with_tensor_parallelism(model: str, sequence_parallel: bo
     compare(configure(model, **alone), configure(model, **changes), 2 * dp, dp=dp, tp=2)
 
 
+PIPELINES: dict[str, tuple[int, dict[str, Any], int]] = {
+    "pairs in chunks, attention again": (
+        1,
+        {"pipeline.overlap": "pair+self", "pipeline.recompute": "full"},
+        2,
+    ),
+    "two directions": (2, {"pipeline.schedule": "dualpipev", "pipeline.overlap": "pair"}, 2),
+    "pairs": (1, {"pipeline.overlap": "pair"}, 2),
+    "weights later": (2, {"pipeline.schedule": "zb-h1"}, 2),
+    "four ranks": (2, {"pipeline.schedule": "1f1b", "pipeline.overlap": "off"}, 4),
+}
+SHORT_PIPELINES = [("same", "pairs in chunks, attention again"), ("latent", "two directions")]
+LONG_PIPELINES = [(model, how) for model in ("same", "short", "latent") for how in PIPELINES]
+LONG_PIPELINES = [case for case in LONG_PIPELINES if case not in SHORT_PIPELINES]
+
+
+@pytest.mark.parametrize(
+    ("model", "how"),
+    [*SHORT_PIPELINES, *(pytest.param(*case, marks=pytest.mark.full) for case in LONG_PIPELINES)],
+)
+def test_raw_gradients_in_pipelines(model: str, how: str) -> None:
+    pp, changes, num_ranks = PIPELINES[how]
+    base = {"optim.accumulate": 4, "data.batch_size": 18, "model.num_layers": 4}
+    other = configure(model, **base, **changes, **{"parallel.pp": pp})
+    compare(configure(model, **base), other, num_ranks, pp=pp)
+
+
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_microbatches_remember_their_own_rows(accumulate: int) -> None:
     plain = {"gate.balance_loss": 0.0}  # which is a mean over each microbatch
@@ -121,6 +148,7 @@ def test_curves_of_20_steps_agree_and_any_layout_resumes(model: str, tmp_path: P
         (1, {}, alone),
         (2, {"tp": 2}, config),
         (2, {"dp": 2}, with_values(alone, {"optim.accumulate": 1})),
+        (2, {"pp": 2}, with_values(alone, {"parallel.pp": 2, "pipeline.overlap": "pair+self"})),
     ]:
         found = run_ranks(num_ranks, go_on, other, path, 3, **layout)[0]
         assert difference(torch.tensor(found, dtype=torch.float64), expected[5:8]) < 1e-11
