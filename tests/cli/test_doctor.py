@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moeclipse.cli import checks
+from moeclipse.cli import checks, peers
 from moeclipse.cli.checks import Item
 from moeclipse.cli.doctor import can_train, main, render
 
@@ -25,7 +25,14 @@ def test_json_covers_every_section_and_training_can_run(
     report = json.loads(capsys.readouterr().out)
     assert report["can_train"] is True
     sections = {item["section"] for item in report["items"]}
-    assert sections == {"versions", "back ends", "devices", "machine", "network", "environment"}
+    assert sections == {
+        "versions", "back ends", "devices", "peer memory", "machine", "network", "environment",
+    }  # fmt: skip
+    lines = [item["value"] for item in report["items"] if item["name"] == "cpu"]
+    assert lines[0].startswith("2 ranks: any size, two stages never")
+    reduced = next(item for item in report["items"] if item["name"] == "all-reduce")
+    assert reduced["state"] == "works"
+    assert "ranks share memory; two of them reduced 64 KB in " in reduced["value"]
     gloo = next(item for item in report["items"] if item["name"] == "gloo")
     assert gloo["state"] == "works"
     assert all(item["advice"] for item in report["items"] if item["state"] in ("limited", "broken"))
@@ -36,6 +43,12 @@ def test_gloo_that_does_not_answer_is_broken(monkeypatch: pytest.MonkeyPatch) ->
     item = by_name(checks.backends())["gloo"]
     assert (item.state, item.value) == ("broken", "no answer in 30 s")
     assert not can_train([item])
+
+
+def test_peer_memory_that_cannot_be_had_is_said_with_the_reason() -> None:
+    item = by_name(peers.peers((False, "peer memory needs 8.1 MiB in /dev/shm")))["all-reduce"]
+    assert (item.state, item.value) == ("limited", "peer memory needs 8.1 MiB in /dev/shm")
+    assert can_train([item])
 
 
 def test_gloo_failures_are_reported_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 
-from moeclipse.cli import checks
+from moeclipse.cli import checks, peers
 from moeclipse.cli.checks import Item
 from moeclipse.core.config import build, flag_layer
 from moeclipse.core.toml import docs_of
@@ -53,10 +53,12 @@ def main(words: list[str]) -> int:
 
 
 def examine(directory: str) -> Iterator[Item]:
-    """All checks; `backends` forks and so comes before any device is opened."""
+    """All checks; those that fork come before any device is opened."""
+    answer = peers.try_peers()
     yield from checks.versions()
     yield from checks.backends()
     yield from checks.devices()
+    yield from peers.peers(answer)
     yield from checks.machine(directory)
     yield from checks.network()
     yield from checks.environment(os.environ)

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from moeclipse.cli.display import make_observer
+from moeclipse.cli.pin import pin_rank
 from moeclipse.core.config import to_toml
 from moeclipse.core.errors import CommError, ConfigError, MoEclipseError
 from moeclipse.train.config import TrainConfig
@@ -72,6 +73,8 @@ def run_rank(config: TrainConfig, resume: str) -> int:
     if attempt > 0:
         resume = resume_again(config, resume, attempt, first=rank == 0)
     launched = LAUNCHER in os.environ
+    if launched and config.parallel.pin == "auto":
+        pin_rank(os.environ, usable_cores())
     observer = make_observer()
     with leave_on_signal():
         try:

@@ -28,6 +28,8 @@ class ParallelConfig:
     """With tp, without sequence_parallel: all-reduce input gradients under the weight gradient's product."""
     peer: Literal["auto", "on", "off"] = "auto"
     """Ranks of a host reduce through each other's memory: where they can; or fail; or torch.distributed."""
+    pin: Literal["auto", "off"] = "auto"
+    """auto: the launcher keeps each rank to cores of its own, where there are enough; off: to any core."""
     deadline_s: float = 60.0
     """A collective that takes longer than this ends the run and names who did not arrive."""
     start_deadline_s: float = 300.0
