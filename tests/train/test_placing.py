@@ -94,8 +94,9 @@ RANDOM = {
 def same_as_without(corpus: str, steps: int, layout: dict[str, int], **changes: Any) -> None:  # noqa: F811
     """Optimizer state and losses with random re-placements every 3 steps, and of one process."""
     ranks = layout["ranks"]
-    alone, expected, _ = run_alone(trained, configure(corpus, **changes), steps)
-    config = configure(corpus, **changes, **RANDOM)
+    plain = {key: value for key, value in changes.items() if not key.startswith("placement.")}
+    alone, expected, _ = run_alone(trained, configure(corpus, **plain), steps)
+    config = configure(corpus, **{**RANDOM, **changes})
     axes = {"dp": layout.get("dp", 1), "tp": layout.get("tp", 1)}
     results = run_ranks(ranks, trained, config, steps, **axes, deadline_s=600.0)
     assert all(plans >= steps // 3 - 2 for _, _, plans in results), [plans for *_, plans in results]
@@ -106,3 +107,21 @@ def same_as_without(corpus: str, steps: int, layout: dict[str, int], **changes: 
 
 def test_random_re_placement_changes_nothing(corpus: str) -> None:  # noqa: F811
     same_as_without(corpus, 14, {"ranks": 4})
+
+
+FULL_CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "blocking": ({"ranks": 4}, {}),
+    "smart": ({"ranks": 4}, {"moe.schedule": "smart", "moe.group_size": 1, "moe.chunks": 2}),
+    "shadows": ({"ranks": 4}, {"moe.schedule": "smart", "moe.group_size": 2, "moe.shadow": (0, 2)}),
+    "copies": ({"ranks": 4, "dp": 2}, {}),
+    "tp folded": ({"ranks": 4, "tp": 2}, {"model.num_kv_heads": 2}),
+    "tp sharded": ({"ranks": 4, "tp": 2}, {"model.num_kv_heads": 2, "moe.expert_tp": "sharded"}),
+    "latent": ({"ranks": 4}, {**LATENT, "placement.slots_per_rank": 4}),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", FULL_CASES)
+def test_fifty_steps_with_a_random_re_placement_every_three(case: str, corpus: str) -> None:  # noqa: F811
+    layout, changes = FULL_CASES[case]
+    same_as_without(corpus, STEPS, layout, **changes)

@@ -1,0 +1,208 @@
+"""Plans in training: made beside it, taken by all ranks or by none, kept in checkpoints; and fedavg."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_learner import configure, corpus, join, save_after, state_after_load  # noqa: F401  (a fixture)
+from test_placing import RANDOM, compare
+
+from moeclipse.balance.placement import Placement
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.errors import CommError
+from moeclipse.moe import migrate
+from moeclipse.testing.compare import difference
+from moeclipse.testing.run_ranks import run_alone, run_ranks, run_ranks_raw
+from moeclipse.train import planning
+from moeclipse.train.checkpoint import Checkpoint
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.learner import Learner
+
+PLANNED = {**RANDOM, "placement.planner": "incremental", "placement.start_step": 2, "placement.every": 4}
+
+
+def save_and_go_on(mesh: Mesh, config: TrainConfig, folder: str, steps: int) -> tuple[str, list, list[float]]:
+    """A checkpoint after some steps, the placements it holds, and three more losses."""
+    learner = Learner(config, mesh)
+    for step in range(steps):
+        learner.step(step)
+    path = str(learner.save(Path(folder), steps))
+    tables = [entry["slots"] for entry in learner.placing.state()]
+    return path, tables, [learner.step(step)["loss"] for step in range(steps, steps + 3)]
+
+
+def tables_after_load(mesh: Mesh, config: TrainConfig, path: str) -> list:
+    learner = Learner(config, mesh)
+    learner.load(Checkpoint.open(path, mesh))
+    return [entry["slots"] for entry in learner.placing.state()]
+
+
+@pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_checkpoint_of_one_placement_is_read_by_any_other(many: bool, corpus: str, tmp_path: Path) -> None:  # noqa: F811
+    saved = run_ranks(4, save_and_go_on, configure(corpus, **RANDOM), str(tmp_path), 5)
+    path, tables, losses = saved[0]
+    assert any(tables[0] != other for other in ([[0, 1, -1], [2, -1, -1]], tables[1])), "experts have moved"
+    truth: dict[str, torch.Tensor] | None = None
+    other = {"placement.slots": ((0, 1, 2), (1, 3, 4)), "placement.planner": "static"}
+    layouts: list[tuple[int, int, dict[str, Any]]] = [
+        (1, 1, {}),
+        (2, 1, other),
+        (4, 2, other),
+        (4, 1, RANDOM),
+        (2, 1, RANDOM),
+        (3, 1, {}),
+    ]
+    for ranks, dp, changes in layouts if many else layouts[:2]:
+        results = run_ranks(ranks, state_after_load, configure(corpus, **changes), path, dp=dp)
+        state = join([(pieces, 0.0) for pieces, _, _ in results])
+        truth = truth or state
+        compare(state, truth, bound=0.0)
+        for _, _, found in results:
+            assert difference(torch.tensor(found), torch.tensor(losses)) < 1e-11
+
+
+def test_a_resumed_run_holds_what_the_checkpoint_held(corpus: str, tmp_path: Path) -> None:  # noqa: F811
+    config = configure(corpus, **RANDOM)
+    path, tables, _ = run_ranks(4, save_and_go_on, config, str(tmp_path), 5)[0]
+    assert run_ranks(4, tables_after_load, config, path)[0] == tables
+    given = configure(corpus, **{**RANDOM, "placement.slots": ((0, 1, 4), (2,), (3,), (4,))})
+    assert run_ranks(4, tables_after_load, given, path)[0][0] != tables[0], "a given table counts more"
+
+
+def planned(mesh: Mesh, config: TrainConfig, steps: int) -> tuple[list[float], int, list[str], list[int]]:
+    learner = Learner(config, mesh)
+    losses, notes = [], []
+    for step in range(steps):
+        record = learner.step(step)
+        losses.append(record["loss"])
+        notes += record.get("notes", [])
+    replicas = [house.homes.placement.num_replicas for house in learner.placing.houses]
+    return losses, learner.placing.plans_taken, notes, replicas
+
+
+@pytest.mark.parametrize("planner", ["incremental", "wrap_fill"])
+def test_planned_training_has_the_same_losses(planner: str, corpus: str) -> None:  # noqa: F811
+    expected, *_ = run_alone(planned, configure(corpus), 8)
+    config = configure(corpus, **{**PLANNED, "placement.planner": planner, "placement.check_every": 1})
+    for losses, plans, notes, replicas in run_ranks(4, planned, config, 8):
+        assert difference(torch.tensor(losses), torch.tensor(expected)) <= 1e-12
+        assert plans >= 1, notes
+        if planner == "wrap_fill":
+            assert min(replicas) > 5, "spare slots hold replicas"
+            assert any("parcels travelled" in note for note in notes)
+
+
+def with_slow_planner(mesh: Mesh, config: TrainConfig) -> tuple[list[str], int, int]:
+    """A planner that does not answer before three more steps have been made, and then fails."""
+    may_answer = threading.Event()
+
+    def slow(*_: Any) -> Placement:
+        may_answer.wait()
+        raise RuntimeError("no licence")
+
+    planning.plan = slow
+    learner = Learner(config, mesh)
+    notes = [note for step in range(4) for note in learner.step(step).get("notes", [])]
+    assert not notes
+    left_out = learner.placing.planning.left_out
+    may_answer.set()
+    step = 4
+    while not notes:
+        notes = learner.step(step).get("notes", [])
+        step += 1
+    return notes, learner.placing.plans_taken, left_out
+
+
+def test_training_does_not_wait_for_a_planner_and_survives_its_failure(corpus: str) -> None:  # noqa: F811
+    config = configure(corpus, **{**PLANNED, "placement.start_step": 1, "placement.every": 1})
+    for notes, taken, left_out in run_ranks(2, with_slow_planner, config):
+        assert notes == ["the planner asked at step 0 failed: no licence; experts stay"]
+        assert taken == 0
+        assert left_out == 3, "plans that were due meanwhile are left out, and counted"
+
+
+def with_bad_plan(mesh: Mesh, config: TrainConfig, how: str) -> tuple[list[str], int, bool]:
+    plain = planning.plan
+
+    def bad(*args: Any) -> Any:
+        good = plain(*args)
+        rows = [list(row) for row in good.slots]
+        rows[0].append(-1)
+        return type("Bad", (), {"slots": rows, "primary": good.primary})()
+
+    if how == "slots":
+        planning.plan = bad
+    learner = Learner(config, mesh)
+    before = [house.homes.placement for house in learner.placing.houses]
+    if how == "disagree" and mesh.rank == 1:
+        placement = before[0]
+        primary = tuple(placement.holders[e][-1] for e in range(placement.num_experts))
+        other = Placement((placement.slots[0], placement.slots[1][::-1]), primary)
+        object.__setattr__(learner.placing.houses[0].buckets[0].homes, "placement", other)
+    proposal, note = None, ""
+    averages = run_a_step(learner)
+    learner.placing.planning.ask(0, learner.placing._questions(0, averages))
+    while learner.placing.planning.pending is not None:
+        current = [house.homes.placement for house in learner.placing.houses]
+        proposal, note = learner.placing.planning.take(current)
+        time.sleep(0.01)
+    return [note], learner.placing.plans_taken, proposal is None
+
+
+def run_a_step(learner: Learner) -> Any:
+    learner.backward(0)
+    from moeclipse.balance.load import LoadAverage
+
+    counts = torch.stack([layer.load_E for layer in learner.layers])[:, None].repeat(1, 2, 1)
+    for bucket in learner.buckets:
+        bucket.reduced()
+    return LoadAverage().add(counts.numpy())
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("slots", "slots on its ranks, but there are"), ("disagree", "ranks disagree")]
+)
+def test_a_plan_that_does_not_fit_moves_nobody(how: str, reason: str, corpus: str) -> None:  # noqa: F811
+    for notes, taken, refused in run_ranks(2, with_bad_plan, configure(corpus, **PLANNED), how):
+        assert refused
+        assert taken == 0
+        assert reason in notes[0], notes
+        assert notes[0].startswith("a plan was refused, experts stay")
+
+
+def dies_while_moving(mesh: Mesh, config: TrainConfig, folder: str) -> str:
+    learner = Learner(config, mesh)
+    learner.step(0)
+    learner.save(Path(folder), 1)
+    if mesh.rank == 1:
+
+        def killed(*_: Any) -> list[int]:
+            os._exit(9)
+
+        migrate.header = killed
+    try:
+        for step in range(1, 12):
+            learner.step(step)
+    except CommError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_dies_while_experts_move(corpus: str, tmp_path: Path) -> None:  # noqa: F811
+    config = configure(corpus, **RANDOM)
+    outcomes = run_ranks_raw(4, dies_while_moving, config, str(tmp_path), collective_deadline_s=15.0)
+    assert outcomes[1] == (False, "rank 1 ended with exit code 9 and no result")
+    for rank in (0, 2, 3):
+        ok, told = outcomes[rank]
+        assert ok, told
+        assert re.match(f"rank {rank} lost rank 1 in migration of experts, layer [01]:", told), told
+    found = sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("."))
+    assert len(found) == 1
+    run_alone(state_after_load, configure(corpus), str(tmp_path / found[0]))
