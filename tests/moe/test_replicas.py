@@ -19,6 +19,7 @@ from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.replicas import choose_slots, sum_over_replicas
+from moeclipse.moe.standalone import sync_gradients
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 
@@ -172,6 +173,20 @@ def test_own_loops_sum_over_replicas() -> None:
         [2100.0, 210.0],
         [1001.0, 2100.0, 3002.0],
     ]
+
+
+def own_loop(mesh: Mesh, sizes: list[int], table: Any) -> tuple[Any, torch.Tensor]:
+    moe = make(GateConfig(top_k=2), 4, 0, mesh, **({} if table is None else {"placement": Placement(table)}))
+    gradients(moe, mesh, sizes)
+    sync_gradients(moe)
+    return moe.experts.ids, moe.experts.up.grad
+
+
+def test_after_sync_gradients_all_replicas_have_the_whole_gradient() -> None:
+    _, expected = run_alone(own_loop, [26], None)
+    for ids, grad in run_ranks(4, own_loop, [9, 14, 3, 0], SEED_TABLE):
+        for slot, expert in enumerate(ids):
+            assert difference(4 * grad[slot], expected[expert]) <= BOUND
 
 
 def test_a_placement_of_another_size_is_refused() -> None:

@@ -6,8 +6,8 @@
     optimizer.step()
 
 DDP averages dense gradients over all ranks. An expert has already summed over the ranks that share it, so
-`sync_gradients` sums over the ranks that hold copies of it and divides by the number of ranks: then all
-parameters have the gradient of the mean of the ranks' losses.
+`sync_gradients` sums over the ranks that hold copies or replicas of it and divides by the number of ranks:
+then all parameters have the gradient of the mean of the ranks' losses.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moeclipse.comm.exchange import total
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.layer import MoE
+from moeclipse.moe.replicas import sum_over_replicas
 
 
 def moe_layers(model: nn.Module) -> Iterator[tuple[str, MoE]]:
@@ -67,8 +68,11 @@ def sync_gradients(model: nn.Module) -> None:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             label = f"sum of expert gradients, {name}.{key}"
-            summed = total(mesh.grads, mesh.replicas, parameter.grad, label).get()
-            parameter.grad = summed.view_as(parameter) / mesh.num_ranks
+            summed = total(mesh.grads, mesh.replicas, parameter.grad, label).get().view_as(parameter)
+            if layer.route.table is not None:
+                route = layer.route
+                summed = sum_over_replicas(summed, route.placement, route.group, mesh.a2a, label)
+            parameter.grad = summed / mesh.num_ranks
         if layer.gate.adapts:
             mine = torch.cat([layer.load_E, layer.gate.take_seen()])
             load = total(mesh.grads, mesh.world, mine, f"sum of expert loads, {name}").get()
