@@ -20,6 +20,7 @@ from moeclipse.moe.dynamic_gates import GAP_UNIT, places_in_use, places_in_use_r
 from moeclipse.moe.gates import Gate
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.losses import balance_loss, z_loss
+from moeclipse.moe.standalone import aux_loss, sync_gradients
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.random import fill_normal
 from moeclipse.testing.run_ranks import run_ranks
@@ -250,3 +251,22 @@ def test_rows_that_are_not_routed_do_not_travel() -> None:
 )
 def test_dynamic_gates_that_cannot_be(config: GateConfig, message: str) -> None:
     assert any(message in problem for problem in [*config.problems(), *gate_problems(config, E)])
+
+
+def standalone(mesh: Mesh) -> list[float]:
+    """In somebody else's loop: a limit after each of three steps."""
+    moe = MoE(D, 8, E, gate=RULES["mean"], mesh=mesh, init_std=0.8, dtype=torch.float64)
+    limits = []
+    for _ in range(3):
+        part = T // mesh.num_ranks
+        x = inputs()[mesh.rank * part : (mesh.rank + 1) * part]
+        (moe(x).sum() + aux_loss(moe)).backward()
+        sync_gradients(moe)
+        limits.append(float(moe.gate.dynamic.limit))
+    return limits
+
+
+def test_limits_move_in_somebody_elses_loop() -> None:
+    alone, *ranks = run_ranks(1, standalone) + run_ranks(2, standalone)
+    assert len(set(alone)) == 3
+    assert ranks == [alone, alone]

@@ -16,6 +16,7 @@ from moeclipse.cli.main import main
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.testing.run_ranks import run_alone, run_ranks, run_ranks_raw
+from moeclipse.train.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
 from moeclipse.train.load_trace import LoadHistory, StepLoad
@@ -115,3 +116,22 @@ def test_place_draws_what_training_wrote(tmp_path: Path, capsys: pytest.CaptureF
     assert "2 layers, 4 experts, 2 ranks with 3 slots each" in out
     assert "layer 1 " in out
     assert (folder / "load.png").read_bytes().startswith(b"\x89PNG")
+
+
+def saved_average(mesh: Mesh, config: TrainConfig, folder: str) -> tuple[torch.Tensor, torch.Tensor]:
+    learner = Learner(config, mesh)
+    for step in range(3):
+        learner.step(step)
+    path = learner.save(Path(folder), 3)
+    other = Learner(config, mesh)
+    other.load(Checkpoint.open(path, mesh))
+    return tuple(torch.from_numpy(one.loads.average.rows_LPE) for one in (learner, other))  # type: ignore[return-value]
+
+
+def test_a_stage_without_experts_reads_the_average_too(tmp_path: Path) -> None:
+    changes = {"model.num_dense_layers": 1, "parallel.pp": 2, "optim.accumulate": 2}
+    for before, after in run_ranks(
+        2, saved_average, configure(tmp_path, **changes), str(tmp_path / "c"), pp=2
+    ):
+        assert before.shape == (1, 1, 4)
+        assert torch.equal(before, after)

@@ -226,7 +226,8 @@ class Learner:
         for name, buffer in self._buffers():
             buffer.copy_(checkpoint.read(f"buffer/{name}").view(buffer.shape))
         memory_state.load_memory(self.model, self.batches, self.mesh, checkpoint)
-        self.loads.load(checkpoint, self.layers)
+        sharded = self.config.moe.expert_tp == "sharded"
+        self.loads.load(checkpoint, self.mesh.num_data if sharded else self.mesh.stage.size)
         return step
 
     @property

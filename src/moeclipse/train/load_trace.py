@@ -16,7 +16,7 @@ Shapes: P source ranks, L layers with experts, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -137,11 +137,10 @@ class LoadHistory:
             weight = torch.tensor([self.average.weight], dtype=torch.float64)
             yield Piece(name="load/weight", shape=(1,), start=0, data=weight)
 
-    def load(self, checkpoint: Checkpoint, layers: Sequence[MoE]) -> None:
-        """The average of a checkpoint; other ranks than those that saved it share its rows evenly."""
-        if "load/sum_LPE" not in checkpoint or not layers:
+    def load(self, checkpoint: Checkpoint, num_ranks: int) -> None:
+        """The average of a checkpoint; another number of ranks shares its rows evenly."""
+        if "load/sum_LPE" not in checkpoint:
             return
-        num_ranks = layers[0].token_group.size
         saved_LPE = checkpoint.read("load/sum_LPE").view(checkpoint.shape("load/sum_LPE")).numpy()
         total_LPE = np.stack([spread(saved_PE, num_ranks) for saved_PE in saved_LPE])
         weight = float(checkpoint.read("load/weight")[0])
