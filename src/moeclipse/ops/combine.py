@@ -52,6 +52,8 @@ def gather_sum_kernel(
     from moeclipse.ops.triton import combine
 
     rows_MD, place_row_TK = rows_MD.contiguous(), place_row_TK.contiguous()
+    # Scores that travelled beside other numbers arrive as a column: every second element.
+    weight_M = None if weight_M is None else weight_M.contiguous()
     (num_tokens, top_k), D = place_row_TK.shape, rows_MD.shape[1]
     out = rows_MD.new_empty(num_tokens, D)
     block = min(2048, 1 << (D - 1).bit_length())
