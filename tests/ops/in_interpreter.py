@@ -10,7 +10,8 @@ import sys
 
 import torch
 
-from moeclipse.ops import combine, expert_mlp, routing_metadata, topk_softmax, wgrad
+from moeclipse.ops import bias, combine, expert_mlp, routing_metadata, topk_softmax, wgrad
+from moeclipse.ops.activation import hidden_width
 from moeclipse.ops.tuning import Tile
 
 KINDS = ("uniform", "skewed", "empty", "one takes all", "unused", "one choice", "all choices")
@@ -44,30 +45,57 @@ def check_grouping(kind: str, block: int) -> None:
         print(f"grouping {kind} {block} {name}\t{0 if same else 1}", flush=True)
 
 
-def check_experts(kind: str, d: int, f: int, dtype: torch.dtype, *, gather: bool, flatten: bool) -> None:
+def check_experts(
+    kind: str,
+    d: int,
+    f: int,
+    dtype: torch.dtype,
+    *,
+    gather: bool,
+    flatten: bool,
+    activation: str = "swiglu",
+    biased: bool = False,
+) -> None:
     ids = routing(kind)
     grouping = routing_metadata.group_rows_kernel(ids, 5)
     used = int(grouping.offsets_E1[-1])
-    name = f"{kind} {d}x{f} {'gathered' if gather else 'as they lie'}"
+    name = f"{kind} {d}x{f} {'gathered' if gather else 'as they lie'} {activation}{' bias' if biased else ''}"
     index = grouping.row_token_M if gather else None
-    num_rows = len(ids) if gather else grouping.num_rows
-    up = (torch.randn(5, 2 * f, d) * d**-0.5).to(dtype)
+    num_rows, width = len(ids) if gather else grouping.num_rows, hidden_width(activation, f)
+    up = (torch.randn(5, width, d) * d**-0.5).to(dtype)
     down = (torch.randn(5, d, f) * f**-0.5).to(dtype)
+    up_bias, down_bias = (torch.randn(5, n).to(dtype) if biased else None for n in (width, d))
     x, dy = torch.randn(num_rows, d).to(dtype), torch.randn(num_rows, d).to(dtype)
-    scores = torch.rand(grouping.num_rows)
+    scores = torch.rand(grouping.num_rows, 2)[:, 1]  # as they arrive by dispatch: a column
     tile = Tile(n=32, k=16, flatten=flatten)
-    expected_h, expected_a = expert_mlp.up_reference(x, up, grouping, index)
-    h, a = expert_mlp.up_kernel(x, up, grouping, index, tile)
+    options = {"activation": activation, "bias_EH": up_bias}
+    expected_h, expected_a = expert_mlp.up_reference(x, up, grouping, index, **options)
+    h, a = expert_mlp.up_kernel(x, up, grouping, index, tile, **options)
     report(f"h {name}", h[:used], expected_h[:used])
     report(f"a {name}", a[:used], expected_a[:used])
-    y = expert_mlp.down_kernel(expected_a, down, grouping, Tile(n=32, k=16, split=2))
-    report(f"y {name}", y[:used], expert_mlp.down_reference(expected_a, down, grouping)[:used])
-    got = expert_mlp.d_hidden_kernel(dy, scores, expected_h, down, grouping, index, tile)
-    expected = expert_mlp.d_hidden_reference(dy, scores, expected_h, down, grouping, index)
+    y = expert_mlp.down_kernel(expected_a, down, grouping, Tile(n=32, k=16, split=2), bias_ED=down_bias)
+    expected_y = expert_mlp.down_reference(expected_a, down, grouping, bias_ED=down_bias)
+    report(f"y {name}", y[:used], expected_y[:used])
+    back = (dy, scores, expected_h, down, grouping, index)
+    got = expert_mlp.d_hidden_kernel(*back, tile, activation=activation)
+    expected = expert_mlp.d_hidden_reference(*back, activation=activation)
     for part, ours, theirs in zip(("dh", "scaled", "dscore"), got, expected, strict=True):
         report(f"{part} {name}", ours[:used], theirs[:used])
     dx = expert_mlp.d_rows_kernel(expected[0], up, grouping, tile)
     report(f"dx {name}", dx[:used], expert_mlp.d_rows_reference(expected[0], up, grouping)[:used])
+
+
+def check_group_sum(kind: str, *, gather: bool, accumulate: bool) -> None:
+    ids = routing(kind)
+    grouping = routing_metadata.group_rows_kernel(ids, 5)
+    rows = torch.randn(len(ids) if gather else grouping.num_rows, 70)
+    options = {"index_M": grouping.row_token_M if gather else None, "accumulate": accumulate}
+    options["weight_M"] = torch.rand(grouping.num_rows, 2)[:, 1] if gather else None
+    into = torch.randn(5, 70)
+    expected = into.clone()
+    bias.group_sum_reference(rows, grouping, expected, **options)
+    bias.group_sum_kernel(rows, grouping, into, **options)
+    report(f"group sum {kind} {gather}", into, expected)
 
 
 def check_wgrad(kind: str, gather: str, tile: Tile, *, accumulate: bool) -> None:
@@ -90,7 +118,7 @@ def check_wgrad(kind: str, gather: str, tile: Tile, *, accumulate: bool) -> None
 
 
 def check_rest() -> None:
-    rows, weight = torch.randn(50, 70), torch.rand(50)
+    rows, weight = torch.randn(50, 70), torch.rand(50, 2)[:, 1]
     for weights, choices in ((weight, 4), (None, 4), (weight, 20)):
         place = torch.randint(-1, 50, (13, choices), dtype=torch.int32)
         got = combine.gather_sum_kernel(rows, place, weights)
@@ -129,6 +157,11 @@ def main() -> None:
             tile = Tile(m=32, n=64, k=16, split=4, flatten=flatten)
             check_wgrad("unused", gather, tile, accumulate=flatten)
     check_experts("skewed", 64, 32, torch.float16, gather=True, flatten=True)
+    for number, activation in enumerate(("swiglu", "geglu", "relu2", "gelu")):
+        options = {"gather": number % 2 == 0, "flatten": number > 1, "activation": activation}
+        check_experts("unused", 40, 24, torch.float32, biased=True, **options)
+    for kind in ("empty", "unused"):
+        check_group_sum(kind, gather=kind == "unused", accumulate=kind == "empty")
     check_rest()
 
 

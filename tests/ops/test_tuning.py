@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeclipse.ops.tuning import TABLE, Tile, num_programs, shape_class, variants
+from moeclipse.ops.tuning import TABLE, Tile, delay, num_programs, shape_class, variants
 
 pytest.importorskip("triton")
 
@@ -16,12 +16,17 @@ CPU = torch.device("cpu")
 
 
 def test_every_shape_class_is_in_the_table() -> None:
-    for kernel in ("up", "down", "d_rows", "d_hidden", "wgrad", "wgrad_dy", "wgrad_x"):
-        for widths in ((512, 1536), (2048, 4096), (28672, 4096), (4096, 14336)):
+    kernels = ["up", "up, no gate", "down", "d_rows", "d_hidden"]
+    kernels += [f"{kind}{mode}" for kind in ("wgrad", "wgrad_dy", "wgrad_x") for mode in ("", ", add")]
+    for kernel in kernels:
+        for widths in ((512, 1536), (2048, 4096), (28672, 4096), (4096, 14336), (8, 8)):
             assert shape_class(kernel, *widths) in TABLE
     assert shape_class("wgrad_x", 28672, 4096) == "wgrad_x, huge"
-    assert shape_class("wgrad_x", 2048, 4096) == "wgrad_x, wide"
-    assert shape_class("wgrad_x", 512, 1536) == "wgrad_x"
+    assert shape_class("wgrad_x", 8, 8) != shape_class("wgrad_x", 28672, 4096)
+
+
+def test_only_many_tiles_are_staggered() -> None:
+    assert delay(Tile(stagger=800), CPU, 10**6) == 0, "nothing runs at the same time"
 
 
 def test_a_file_overrides_the_table(tmp_path: Path) -> None:
@@ -39,7 +44,7 @@ def test_a_broken_file_is_no_reason_to_stop(tmp_path: Path) -> None:
 
     file = tmp_path / "tiles.json"
     file.write_text("{ not json")
-    assert tile_for("down", CPU, 64, 32, file=file) == TABLE["down"]
+    assert tile_for("down", CPU, 64, 32, file=file) == TABLE["down, small"]
 
 
 def test_variants_are_all_combinations() -> None:

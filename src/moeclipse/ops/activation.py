@@ -1,31 +1,74 @@
-"""SwiGLU on a fused projection.
+"""What stands between the two projections of an expert.
 
-    h_N2F = [gate, up],  a_NF = silu(gate) * up
+    kind      h            a
+    swiglu    [gate, up]   silu(gate) * up
+    geglu     [gate, up]   gelu(gate) * up         gelu with the error function, not its tanh approximation
+    relu2     [up]         max(up, 0)^2
+    gelu      [up]         gelu(up)
 
-    backward   d_gate = d_a * up * sigmoid(gate) * (1 + gate * (1 - sigmoid(gate)))
-               d_up   = d_a * silu(gate)
+    backward   d_gate = d_a * up * f'(gate),  d_up = d_a * f(gate)       gated
+               d_up   = d_a * f'(up)                                      not gated
 
 Only h is kept for backward: the activation is cheap to rebuild and as large as everything else.
 """
 
 from __future__ import annotations
 
+import math
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 
+Activation = Literal["swiglu", "geglu", "relu2", "gelu"]
+ACTIVATIONS = ("swiglu", "geglu", "relu2", "gelu")
+GATED = ("swiglu", "geglu")
+
+
+def hidden_width(activation: Activation, d_ff: int) -> int:
+    """Columns of h: gated experts project twice."""
+    return 2 * d_ff if activation in GATED else d_ff
+
+
+def activate(h_NH: torch.Tensor, activation: Activation = "swiglu") -> torch.Tensor:
+    if activation not in GATED:
+        return F.gelu(h_NH) if activation == "gelu" else F.relu(h_NH).square()
+    gate, up = h_NH.chunk(2, dim=-1)
+    return (F.silu(gate) if activation == "swiglu" else F.gelu(gate)) * up
+
+
+def activate_backward(
+    d_a_NF: torch.Tensor, h_NH: torch.Tensor, activation: Activation = "swiglu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(d_h, a): the activation falls out on the way, and the weight gradient needs it."""
+    if activation not in GATED:
+        value, slope = value_and_slope(h_NH, activation)
+        return d_a_NF * slope, value
+    gate, up = h_NH.chunk(2, dim=-1)
+    value, slope = value_and_slope(gate, activation)
+    d_h = torch.empty_like(h_NH)
+    d_gate, d_up = d_h.chunk(2, dim=-1)
+    torch.mul(d_a_NF, up * slope, out=d_gate)
+    torch.mul(d_a_NF, value, out=d_up)
+    return d_h, value * up
+
+
+def value_and_slope(x: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, torch.Tensor]:
+    """f and its derivative, elementwise: silu, gelu or the squared positive part."""
+    if activation == "swiglu":
+        sigmoid = torch.sigmoid(x)
+        silu = x * sigmoid
+        return silu, sigmoid + silu * (1 - sigmoid)
+    if activation == "relu2":
+        positive = F.relu(x)
+        return positive.square(), 2 * positive
+    share = 0.5 * (1 + torch.erf(x * 0.5**0.5))
+    return x * share, share + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+
 
 def swiglu(h_N2F: torch.Tensor) -> torch.Tensor:
-    gate, up = h_N2F.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return activate(h_N2F, "swiglu")
 
 
 def swiglu_backward(d_a_NF: torch.Tensor, h_N2F: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(d_h, a): the activation falls out on the way, and the weight gradient needs it."""
-    gate, up = h_N2F.chunk(2, dim=-1)
-    sigmoid = torch.sigmoid(gate)
-    silu = gate * sigmoid
-    d_h = torch.empty_like(h_N2F)
-    d_gate, d_up = d_h.chunk(2, dim=-1)
-    torch.mul(d_a_NF, up * (sigmoid + silu * (1 - sigmoid)), out=d_gate)
-    torch.mul(d_a_NF, silu, out=d_up)
-    return d_h, silu * up
+    return activate_backward(d_a_NF, h_N2F, "swiglu")

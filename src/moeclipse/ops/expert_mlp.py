@@ -1,13 +1,13 @@
-"""SwiGLU experts over rows grouped by expert, in as few passes over memory as there are matrix products.
+"""Experts over rows grouped by expert, in as few passes over memory as there are matrix products.
 
-    up         h_m = [g, u] = x W_up_e^T,  a_m = silu(g) u       x_m, or x[index_m] gathered while loading
-    down       y_m = a_m W_down_e^T
+    up         h_m = x W_up_e^T + b_up_e,  a_m = f(h_m)          x_m, or x[index_m] gathered while loading
+    down       y_m = a_m W_down_e^T + b_down_e
     d_hidden   dA = dy W_down_e, then dh, score x a and the score gradient, from h alone
     d_rows     dx_m = dh_m W_up_e
 
-Contract: W_up is [E, 2F, D] (gate rows first), W_down [E, D, F]; `grouping` says which rows are whose. Only
-x and h are needed for backward: a is rebuilt, y and its gradient are never kept. Rows past the last
-expert's are not written.
+Contract: W_up is [E, H, D], W_down [E, D, F]; H is 2F for gated activations (gate rows first), else F;
+`grouping` says which rows are whose; biases are optional. Only x and h are needed for backward: a is rebuilt,
+y and its gradient are never kept. Rows past the last expert's are not written.
 
 Hazard: widths must be multiples of 8 and rows bf16 or fp16 for the kernels; everything else takes the
 reference, which loops over experts and reads counts on the host.
@@ -19,24 +19,33 @@ import warnings
 
 import torch
 
-from moeclipse.ops.activation import swiglu, swiglu_backward
+from moeclipse.ops.activation import GATED, Activation, activate, activate_backward
+from moeclipse.ops.bias import add_bias, bias_dots
 from moeclipse.ops.grouped_gemm import grouped_mm_reference
 from moeclipse.ops.routing_metadata import ROW_TILE, Grouping
-from moeclipse.ops.tuning import Tile, num_programs, tile_for
+from moeclipse.ops.tuning import Tile, delay, num_programs, tile_for
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def up_reference(
-    x: torch.Tensor, up_EHD: torch.Tensor, grouping: Grouping, index_M: torch.Tensor | None = None
+    x: torch.Tensor,
+    up_EHD: torch.Tensor,
+    grouping: Grouping,
+    index_M: torch.Tensor | None = None,
+    *,
+    activation: Activation = "swiglu",
+    bias_EH: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = x if index_M is None else x[index_M.long()]
-    h = _products(rows, up_EHD.transpose(1, 2), grouping)
-    return h, swiglu(h)
+    h = add_bias(_products(rows, up_EHD.transpose(1, 2), grouping), bias_EH, grouping)
+    return h, activate(h, activation)
 
 
-def down_reference(a_MF: torch.Tensor, down_EDF: torch.Tensor, grouping: Grouping) -> torch.Tensor:
-    return _products(a_MF, down_EDF.transpose(1, 2), grouping)
+def down_reference(
+    a_MF: torch.Tensor, down_EDF: torch.Tensor, grouping: Grouping, *, bias_ED: torch.Tensor | None = None
+) -> torch.Tensor:
+    return add_bias(_products(a_MF, down_EDF.transpose(1, 2), grouping), bias_ED, grouping)
 
 
 def d_hidden_reference(
@@ -46,12 +55,14 @@ def d_hidden_reference(
     down_EDF: torch.Tensor,
     grouping: Grouping,
     index_M: torch.Tensor | None = None,
+    *,
+    activation: Activation = "swiglu",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows = dy if index_M is None else dy[index_M.long()]
     d_a = _products(rows, down_EDF, grouping)
     wide = torch.promote_types(dy.dtype, torch.float32)
     scores, d_a = scores_M.to(wide)[:, None], d_a.to(wide)
-    d_h, a = swiglu_backward(d_a * scores, h_MH.to(wide))
+    d_h, a = activate_backward(d_a * scores, h_MH.to(wide), activation)
     return d_h.to(dy.dtype), (a * scores).to(dy.dtype), (d_a * a).sum(1)
 
 
@@ -68,19 +79,27 @@ def _products(rows: torch.Tensor, weight_EIO: torch.Tensor, grouping: Grouping) 
 
 
 def up(
-    x: torch.Tensor, up_EHD: torch.Tensor, grouping: Grouping, index_M: torch.Tensor | None = None
+    x: torch.Tensor,
+    up_EHD: torch.Tensor,
+    grouping: Grouping,
+    index_M: torch.Tensor | None = None,
+    *,
+    activation: Activation = "swiglu",
+    bias_EH: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(h [M, 2F], a [M, F])."""
+    """(h [M, H], a [M, F])."""
     # Both halves of h are addressed by themselves, so each must begin on 16 bytes.
-    fits = mlp_fits(x, up_EHD, grouping) and up_EHD.shape[1] % 16 == 0
+    fits = mlp_fits(x, up_EHD, grouping) and (activation not in GATED or up_EHD.shape[1] % 16 == 0)
     picked = up_kernel if fits else up_reference
-    return picked(x, up_EHD, grouping, index_M)
+    return picked(x, up_EHD, grouping, index_M, activation=activation, bias_EH=bias_EH)
 
 
-def down(a_MF: torch.Tensor, down_EDF: torch.Tensor, grouping: Grouping) -> torch.Tensor:
+def down(
+    a_MF: torch.Tensor, down_EDF: torch.Tensor, grouping: Grouping, *, bias_ED: torch.Tensor | None = None
+) -> torch.Tensor:
     """y [M, D], not yet weighted by scores."""
     picked = down_kernel if mlp_fits(a_MF, down_EDF, grouping) else down_reference
-    return picked(a_MF, down_EDF, grouping)
+    return picked(a_MF, down_EDF, grouping, bias_ED=bias_ED)
 
 
 def d_hidden(
@@ -90,10 +109,16 @@ def d_hidden(
     down_EDF: torch.Tensor,
     grouping: Grouping,
     index_M: torch.Tensor | None = None,
+    *,
+    activation: Activation = "swiglu",
+    bias_ED: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(d_h [M, 2F], score x a [M, F], d_score [M]) from the gradient of the weighted sum of rows."""
+    """(d_h [M, H], score x a [M, F], d_score [M]) from the gradient of the weighted sum of rows."""
     picked = d_hidden_kernel if mlp_fits(dy, down_EDF, grouping) else d_hidden_reference
-    return picked(dy, scores_M, h_MH, down_EDF, grouping, index_M)
+    d_h, scaled, d_score = picked(dy, scores_M, h_MH, down_EDF, grouping, index_M, activation=activation)
+    if bias_ED is not None:
+        d_score = d_score + bias_dots(dy, bias_ED, grouping, index_M)
+    return d_h, scaled, d_score
 
 
 def d_rows(d_h_MH: torch.Tensor, up_EHD: torch.Tensor, grouping: Grouping) -> torch.Tensor:
@@ -132,35 +157,64 @@ def up_kernel(
     grouping: Grouping,
     index_M: torch.Tensor | None = None,
     tile: Tile | None = None,
+    *,
+    activation: Activation = "swiglu",
+    bias_EH: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from triton.tools.ragged_tma import create_ragged_descriptor
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from moeclipse.ops.triton import expert_forward
 
+    if activation not in GATED:
+        return _up_without_gate(x, up_EHD, grouping, index_M, tile, activation, bias_EH)
     D, F = x.shape[1], up_EHD.shape[1] // 2
     tile = tile or tile_for("up", x.device, D, F)
     h = x.new_empty(grouping.num_rows, 2 * F)
     a = x.new_empty(grouping.num_rows, F)
     out_block = [ROW_TILE, tile.n]
-    expert_forward.up_swiglu[(num_programs(tile, x.device),)](
+    expert_forward.up_gated[(num_programs(tile, x.device),)](
         x if index_M is not None else TensorDescriptor.from_tensor(x, [ROW_TILE, tile.k]), index_M,
-        TensorDescriptor.from_tensor(up_EHD.unflatten(1, (2, F)), [1, 2, tile.n, tile.k]),
+        TensorDescriptor.from_tensor(up_EHD.unflatten(1, (2, F)), [1, 2, tile.n, tile.k]), _plain(bias_EH),
         create_ragged_descriptor(h[:, :F], out_block), create_ragged_descriptor(h[:, F:], out_block),
         create_ragged_descriptor(a, out_block),
         grouping.tiles_3C, grouping.num_tiles, _capacity(grouping), x.stride(0), D, F,
+        ACT=activation, BIAS=bias_EH is not None,
         GATHER=index_M is not None, EVEN=D % tile.k == 0, FLATTEN=tile.flatten, GROUP=tile.group,
+        STAGGER=delay(tile, x.device, _capacity(grouping) * -(-F // tile.n)),
         PROGRAMS=num_programs(tile, x.device), BM=ROW_TILE, BN=tile.n, BK=tile.k,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return h, a
 
 
+def _up_without_gate(
+    x: torch.Tensor,
+    up_EFD: torch.Tensor,
+    grouping: Grouping,
+    index_M: torch.Tensor | None,
+    tile: Tile | None,
+    activation: Activation,
+    bias_EF: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tile = tile or tile_for("up, no gate", x.device, *up_EFD.shape[1:])
+    a = x.new_empty(grouping.num_rows, up_EFD.shape[1])
+    h = _rows_times_weight(
+        x, up_EFD, grouping, tile, transposed=True, index_M=index_M, bias=bias_EF, activation=activation, a=a
+    )
+    return h, a
+
+
 def down_kernel(
-    a_MF: torch.Tensor, down_EDF: torch.Tensor, grouping: Grouping, tile: Tile | None = None
+    a_MF: torch.Tensor,
+    down_EDF: torch.Tensor,
+    grouping: Grouping,
+    tile: Tile | None = None,
+    *,
+    bias_ED: torch.Tensor | None = None,
 ) -> torch.Tensor:
     tile = tile or tile_for("down", a_MF.device, *down_EDF.shape[1:])
-    return _rows_times_weight(a_MF, down_EDF, grouping, tile, transposed=True)
+    return _rows_times_weight(a_MF, down_EDF, grouping, tile, transposed=True, bias=bias_ED)
 
 
 def d_rows_kernel(
@@ -178,6 +232,8 @@ def d_hidden_kernel(
     grouping: Grouping,
     index_M: torch.Tensor | None = None,
     tile: Tile | None = None,
+    *,
+    activation: Activation = "swiglu",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The product, then one pass that turns dA into score x a where it lies: no buffer for dA alone."""
     from moeclipse.ops.triton import expert_backward
@@ -189,9 +245,9 @@ def d_hidden_kernel(
     d_score = dy.new_empty(grouping.num_rows, dtype=torch.float32)
     block_f = min(1024, 1 << (F - 1).bit_length())
     block_m = max(1, 2048 // block_f)
-    expert_backward.swiglu_backward[(-(-grouping.num_rows // block_m),)](
-        d_a_scaled, h_MH, scores_M, d_h, d_score, grouping.offsets_E1, len(grouping.counts_E), F,
-        BLOCK_M=block_m, BLOCK_F=block_f, num_warps=8,
+    expert_backward.activation_backward[(-(-grouping.num_rows // block_m),)](
+        d_a_scaled, h_MH, scores_M.contiguous(), d_h, d_score, grouping.offsets_E1, len(grouping.counts_E), F,
+        ACT=activation, GATED=activation in GATED, BLOCK_M=block_m, BLOCK_F=block_f, num_warps=8,
     )  # fmt: skip
     return d_h, d_a_scaled, d_score
 
@@ -204,7 +260,11 @@ def _rows_times_weight(
     *,
     transposed: bool,
     index_M: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    a: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """The product; with an activation, its value goes to `a` on the way."""
     from triton.tools.ragged_tma import create_ragged_descriptor
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -216,16 +276,22 @@ def _rows_times_weight(
         w = TensorDescriptor.from_tensor(weight.flatten(0, 1), [tile.n, tile.k])
     else:
         w = TensorDescriptor.from_tensor(weight, [1, tile.k, tile.n])
-    gather = index_M is not None
+    gather, piece = index_M is not None, [ROW_TILE, tile.n // tile.split]
     expert_forward.rows_times_weight[(num_programs(tile, rows.device),)](
-        rows if gather else TensorDescriptor.from_tensor(rows, [ROW_TILE, tile.k]), index_M, w,
-        create_ragged_descriptor(out, [ROW_TILE, tile.n // tile.split]),
+        rows if gather else TensorDescriptor.from_tensor(rows, [ROW_TILE, tile.k]), index_M, w, _plain(bias),
+        create_ragged_descriptor(out, piece), None if a is None else create_ragged_descriptor(a, piece),
         grouping.tiles_3C, grouping.num_tiles, _capacity(grouping), rows.stride(0), K, N,
+        ACT=activation or "none", BIAS=bias is not None,
         GATHER=gather, EVEN=K % tile.k == 0, TRANSPOSED=transposed, FLATTEN=tile.flatten, GROUP=tile.group,
+        STAGGER=delay(tile, rows.device, _capacity(grouping) * -(-N // tile.n)),
         PROGRAMS=num_programs(tile, rows.device), BM=ROW_TILE, BN=tile.n, BK=tile.k, SPLIT=tile.split,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
+
+
+def _plain(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else bias.contiguous()
 
 
 def _capacity(grouping: Grouping) -> int:

@@ -1,28 +1,28 @@
 """The routed part of a MoE layer on one rank: gate's choice in, weighted sum of experts out.
 
-    forward    h, a = up(x)       y = down(a)        out = sum over choices of score * y
-    backward   dh, score a, dscore = d_hidden(dout)  dW_down += dout^T (score a)
-               dx rows = d_rows(dh)                  dW_up += dh^T x       dx = sum over choices
-
-Kept for backward: x, h, the scores in row order and the grouping; no gathered copy, no a, no y.
+Differentiable in x, the scores, both weights and both biases; what is computed is in `ops/routed_passes`.
 `into` names fp32 sums that the weight gradients are added to; without them autograd gets fresh gradients
-in the weights' type. `routed_experts_reference` is the same function in plain torch operations.
+in the weights' type. `routed_experts_reference` is the same function in plain torch operations. Inside
+`torch.compile` the call is one registered operator (`ops/registered`).
+
+Hazard: inside `torch.compile` gradients cannot be added to `into`: a compiled backward must not change
+its inputs. The call is refused there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from moeclipse.ops import expert_mlp
-from moeclipse.ops.activation import swiglu
-from moeclipse.ops.combine import gather_sum
+from moeclipse.ops import registered
+from moeclipse.ops.activation import Activation, activate
+from moeclipse.ops.routed_passes import Weights, backward_pass, forward_pass
 from moeclipse.ops.routing_metadata import Grouping, group_rows
-from moeclipse.ops.wgrad import grouped_wgrad
 
-Into = tuple[torch.Tensor, torch.Tensor] | None
+Into = Sequence[torch.Tensor | None] | None
 
 
 def routed_experts_reference(
@@ -31,12 +31,19 @@ def routed_experts_reference(
     expert_ids_TK: torch.Tensor,
     up_EHD: torch.Tensor,
     down_EDF: torch.Tensor,
+    up_bias_EH: torch.Tensor | None = None,
+    down_bias_ED: torch.Tensor | None = None,
+    *,
+    activation: Activation = "swiglu",
 ) -> torch.Tensor:
     """One expert after the other; autograd does the rest."""
     out = torch.zeros_like(x_TD, dtype=torch.promote_types(x_TD.dtype, torch.float32))
     for expert, (up_HD, down_DF) in enumerate(zip(up_EHD, down_EDF, strict=True)):
         token, choice = (expert_ids_TK == expert).nonzero(as_tuple=True)
-        y = swiglu(x_TD[token] @ up_HD.t()) @ down_DF.t()
+        h = x_TD[token] @ up_HD.t()
+        h = h if up_bias_EH is None else h + up_bias_EH[expert]
+        y = activate(h, activation) @ down_DF.t()
+        y = y if down_bias_ED is None else y + down_bias_ED[expert]
         out = out.index_add(0, token, y.to(out.dtype) * scores_TK[token, choice].to(out.dtype)[:, None])
     return out.to(x_TD.dtype)
 
@@ -47,12 +54,20 @@ def routed_experts(
     expert_ids_TK: torch.Tensor,
     up_EHD: torch.Tensor,
     down_EDF: torch.Tensor,
+    up_bias_EH: torch.Tensor | None = None,
+    down_bias_ED: torch.Tensor | None = None,
     *,
+    activation: Activation = "swiglu",
     into: Into = None,
 ) -> torch.Tensor:
-    """out [T, D]. Differentiable in x, the scores and both weights."""
+    """out [T, D]. `into`: sums for the gradients of (up, down), or of (up, down, up_bias, down_bias)."""
+    weights = (up_EHD, down_EDF, up_bias_EH, down_bias_ED)
+    if torch.compiler.is_compiling():
+        if into is not None:
+            raise ValueError("routed_experts cannot add gradients to `into` inside torch.compile; omit it")
+        return registered.routed_experts(x_TD, scores_TK, expert_ids_TK, *weights, activation)[0]
     grouping = group_rows(expert_ids_TK, len(up_EHD))
-    return _RoutedExperts.apply(x_TD, scores_TK, up_EHD, down_EDF, grouping, into)
+    return _RoutedExperts.apply(x_TD, scores_TK, *weights, grouping, activation, into)
 
 
 class _RoutedExperts(torch.autograd.Function):
@@ -63,36 +78,35 @@ class _RoutedExperts(torch.autograd.Function):
         scores_TK: torch.Tensor,
         up_EHD: torch.Tensor,
         down_EDF: torch.Tensor,
+        up_bias_EH: torch.Tensor | None,
+        down_bias_ED: torch.Tensor | None,
         grouping: Grouping,
+        activation: Activation,
         into: Into,
     ) -> torch.Tensor:
-        assert grouping.place_row_TK is not None
-        x_TD = x_TD.contiguous()
-        wide = torch.promote_types(scores_TK.dtype, torch.float32)
-        scores_M = scores_TK.flatten().to(wide)[grouping.row_place_M]
-        h_MH, a_MF = expert_mlp.up(x_TD, up_EHD, grouping, grouping.row_token_M)
-        y_MD = expert_mlp.down(a_MF, down_EDF, grouping)
-        ctx.save_for_backward(x_TD, h_MH, scores_M, up_EHD, down_EDF)
-        ctx.grouping, ctx.into, ctx.scores_dtype = grouping, into, scores_TK.dtype
-        return gather_sum(y_MD, grouping.place_row_TK, scores_M)
+        weights = (up_EHD, down_EDF, up_bias_EH, down_bias_ED)
+        out_TD, h_MH, scores_M = forward_pass(x_TD, scores_TK, Weights.of(weights), grouping, activation)
+        ctx.save_for_backward(x_TD, h_MH, scores_M, *weights)
+        ctx.grouping, ctx.activation, ctx.into = grouping, activation, into
+        ctx.scores_dtype = scores_TK.dtype
+        return out_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out_TD: torch.Tensor) -> tuple[Any, ...]:
-        x_TD, h_MH, scores_M, up_EHD, down_EDF = ctx.saved_tensors
-        grouping: Grouping = ctx.grouping
-        d_out_TD = d_out_TD.contiguous()
-        token_M, place_TK, offsets = grouping.row_token_M, grouping.place_row_TK, grouping.offsets_E1
-        assert place_TK is not None
-        d_h_MH, scaled_MF, d_score_M = expert_mlp.d_hidden(
-            d_out_TD, scores_M, h_MH, down_EDF, grouping, token_M
+        x_TD, h_MH, scores_M, *tensors = ctx.saved_tensors
+        weights, fresh = Weights.of(tensors), ctx.into is None
+        grads = weights.empty_like() if fresh else Weights.of((*ctx.into, None, None)[:4])
+        dx_TD, d_scores_TK = backward_pass(
+            d_out_TD,
+            x_TD,
+            h_MH,
+            scores_M,
+            weights,
+            grads,
+            ctx.grouping,
+            ctx.activation,
+            accumulate=not fresh,
         )
-        fresh = ctx.into is None
-        d_up, d_down = (torch.empty_like(up_EHD), torch.empty_like(down_EDF)) if fresh else ctx.into
-        grouped_wgrad(d_out_TD, scaled_MF, offsets, d_down, dy_index_M=token_M, accumulate=not fresh)
-        del scaled_MF
-        dx_TD = gather_sum(expert_mlp.d_rows(d_h_MH, up_EHD, grouping), place_TK)
-        grouped_wgrad(d_h_MH, x_TD, offsets, d_up, x_index_M=token_M, accumulate=not fresh)
-        d_scores_TK = torch.where(place_TK >= 0, d_score_M[place_TK.clamp(min=0).long()], 0)
-        weights = (d_up, d_down) if fresh else (None, None)
-        return dx_TD, d_scores_TK.to(ctx.scores_dtype), *weights, None, None
+        found = grads.tensors() if fresh else (None,) * 4
+        return dx_TD, d_scores_TK.to(ctx.scores_dtype), *found, None, None, None

@@ -132,8 +132,7 @@ def group_counts_kernel(counts_E: torch.Tensor, num_rows: int) -> Grouping:
     from moeclipse.ops.triton import metadata
 
     num_experts = len(counts_E)
-    # Each expert may leave one tile partly filled.
-    capacity = -(-num_rows // ROW_TILE) + num_experts
+    capacity = tile_capacity(num_rows, num_experts)
     tiles = torch.empty(3, capacity, dtype=torch.int32, device=counts_E.device)
     offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=counts_E.device)
     num_tiles = torch.empty(1, dtype=torch.int32, device=counts_E.device)
@@ -144,6 +143,11 @@ def group_counts_kernel(counts_E: torch.Tensor, num_rows: int) -> Grouping:
     return Grouping(
         num_rows=num_rows, counts_E=counts_E, offsets_E1=offsets, tiles_3C=tiles, num_tiles=num_tiles
     )
+
+
+def tile_capacity(num_rows: int, num_experts: int) -> int:
+    """Row tiles there is room for: each expert may leave one partly filled."""
+    return -(-num_rows // ROW_TILE) + num_experts
 
 
 def _power_of_two(n: int) -> int:

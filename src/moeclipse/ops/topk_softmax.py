@@ -3,6 +3,7 @@
     scores_TK, ids_TK = topk_softmax(logits_TE, k)        scores in fp32 (fp64 for fp64 logits), ids int32
 
 Contract: ids descend by logit, equal logits by ascending id; scores sum to one; differentiable in the logits.
+Inside `torch.compile` the call is the registered operator `moeclipse::topk_softmax`.
 Hazard: NaN logits choose no expert that exists; find them before the gate does.
 """
 
@@ -22,9 +23,15 @@ def topk_softmax_reference(logits_TE: torch.Tensor, k: int) -> tuple[torch.Tenso
 
 
 def topk_softmax(logits_TE: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    if logits_TE.is_cuda and logits_TE.numel() > 0 and logits_TE.dtype != torch.float64 and k <= 32:
-        return _TopkSoftmax.apply(logits_TE, k)
-    return topk_softmax_reference(logits_TE, k)
+    if not gate_fits(logits_TE, k):
+        return topk_softmax_reference(logits_TE, k)
+    if torch.compiler.is_compiling():
+        return registered(logits_TE, k)
+    return _TopkSoftmax.apply(logits_TE, k)
+
+
+def gate_fits(logits_TE: torch.Tensor, k: int) -> bool:
+    return logits_TE.is_cuda and logits_TE.numel() > 0 and logits_TE.dtype != torch.float64 and k <= 32
 
 
 class _TopkSoftmax(torch.autograd.Function):
@@ -78,3 +85,31 @@ def _launch(num_experts: int, k: int) -> dict[str, int]:
     padded = 1 << (num_experts - 1).bit_length()
     block = max(1, 2048 // padded)
     return {"K": k, "K_PADDED": 1 << (k - 1).bit_length(), "E_PADDED": padded, "BLOCK": block}
+
+
+@torch.library.custom_op("moeclipse::topk_softmax", mutates_args=())
+def registered(logits_TE: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return (topk_softmax_kernel if gate_fits(logits_TE, k) else topk_softmax_reference)(logits_TE, k)
+
+
+@registered.register_fake
+def _(logits_TE: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = torch.promote_types(logits_TE.dtype, torch.float32)
+    shape = (logits_TE.shape[0], k)
+    return logits_TE.new_empty(shape, dtype=wide), logits_TE.new_empty(shape, dtype=torch.int32)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(*output)
+    ctx.num_experts, ctx.dtype = inputs[0].shape[1], inputs[0].dtype
+
+
+def _differentiate(ctx: Any, d_scores_TK: torch.Tensor, _: Any) -> tuple[torch.Tensor, None]:
+    """In plain operations, which a compiler fuses by itself."""
+    scores_TK, ids_TK = ctx.saved_tensors
+    d_logits_TK = scores_TK * (d_scores_TK - (scores_TK * d_scores_TK).sum(1, keepdim=True))
+    d_logits_TE = d_logits_TK.new_zeros(len(ids_TK), ctx.num_experts)
+    return d_logits_TE.scatter(1, ids_TK.long(), d_logits_TK).to(ctx.dtype), None
+
+
+registered.register_autograd(_differentiate, setup_context=_keep)

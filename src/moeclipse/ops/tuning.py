@@ -38,39 +38,52 @@ class Tile:
     """Weight gradients: row numbers are read one step ahead into registers."""
     swap: bool = False
     """Weight gradients: multiply x^T dy and turn the tile over when it is written."""
+    stagger: int = 0
+    """Programs begin spread over one tile, whose steps take about this many nanoseconds; 0: together."""
 
 
-NARROW = 128  # a tile of 128 x 128 with 4 warps: two programs share a multiprocessor
 TABLE = {
-    "up": Tile(n=128, stages=4, flatten=True),
-    "down": Tile(stages=4, flatten=True, split=2),
-    "d_rows": Tile(stages=4, flatten=True, split=2, group=4),
-    "d_hidden": Tile(stages=3, flatten=True),
+    "up": Tile(n=128, stages=4, flatten=True, stagger=800),
+    "up, huge": Tile(n=128, stages=4, flatten=True),
+    "up, no gate": Tile(stages=3, flatten=True, split=2),
+    "down": Tile(stages=4, flatten=True, split=2, stagger=800),
+    "down, small": Tile(stages=4, flatten=True, split=2),
+    "down, huge": Tile(stages=4, flatten=True, split=2),
+    "d_rows": Tile(stages=4, flatten=True, split=2, group=4, stagger=400),
+    "d_rows, small": Tile(stages=4, flatten=True, split=2, group=4),
+    "d_rows, huge": Tile(stages=4, flatten=True, split=2, group=4),
+    "d_hidden": Tile(stages=3, flatten=True, stagger=400),
+    "d_hidden, small": Tile(stages=3, flatten=True, stagger=800),
+    "d_hidden, huge": Tile(stages=3, flatten=True),
+    # Weight gradients: written in bf16, or added to fp32 sums.
     "wgrad": Tile(stages=4, split=4, flatten=True),
-    "wgrad_dy": Tile(stages=5, split=4, per_sm=0),
-    "wgrad_x": Tile(stages=5, split=4, swap=True),
-    # Rows wide enough that two programs hide each other's reading of row numbers and writing of sums.
-    "wgrad_dy, wide": Tile(n=NARROW, warps=4, stages=3, split=4, per_sm=0, ahead=True),
-    "wgrad_x, wide": Tile(n=NARROW, warps=4, stages=3, split=4, per_sm=0, ahead=True),
-    # Few experts with huge gradients: larger tiles read less.
+    "wgrad, add": Tile(stages=4, split=4, flatten=True, stagger=900),
+    "wgrad, add, huge": Tile(stages=4, split=4, flatten=True, stagger=700),
+    "wgrad_dy": Tile(stages=5, split=4, stagger=800),
+    "wgrad_dy, small": Tile(stages=5, split=4),
+    "wgrad_dy, add": Tile(stages=5, split=4, stagger=1100),
+    "wgrad_x": Tile(stages=5, split=4, swap=True, stagger=800),
+    "wgrad_x, medium": Tile(stages=5, split=4, swap=True, stagger=400),
+    "wgrad_x, add": Tile(stages=5, split=4, swap=True, stagger=1100),
+    # Few experts with huge gradients: row numbers are read ahead.
+    "wgrad_dy, huge": Tile(stages=4, split=4, ahead=True),
+    "wgrad_dy, add, huge": Tile(stages=4, split=4, ahead=True, stagger=800),
     "wgrad_x, huge": Tile(stages=4, split=4, swap=True, ahead=True),
+    "wgrad_x, add, huge": Tile(stages=4, split=4, swap=True, ahead=True, stagger=800),
 }
-WIDE_DY, WIDE_X, HUGE = 4096, 2048, 8192
+CLASSES = (("huge", 8192), ("wide", 4096), ("medium", 2048), ("small", 0))
 DEFAULT_FILE = Path("~/.cache/moeclipse/tiles.json")
 
 
 def shape_class(kernel: str, *widths: int) -> str:
-    """The line of the table: gathered weight gradients [N, D] differ by their widths, the others do not.
+    """The line of the table for a kernel and its weight: by the wider width, where that has a line.
 
-    ("wgrad_x", 2048, 4096) -> "wgrad_x, wide" · ("wgrad_dy", 2048, 768) -> "wgrad_dy"
+    ("wgrad_x", 28672, 4096) -> "wgrad_x, huge" · ("down", 2048, 768) -> "down"
     """
-    if kernel == "wgrad_dy" and widths[0] >= WIDE_DY:
-        return "wgrad_dy, wide"
-    if kernel == "wgrad_x" and widths[0] >= HUGE:
-        return "wgrad_x, huge"
-    if kernel == "wgrad_x" and widths[1] >= WIDE_X:
-        return "wgrad_x, wide"
-    return kernel
+    widest = max(widths)
+    name = next((name for name, least in CLASSES if widest >= least), "")
+    line = f"{kernel}, {name}"
+    return line if line in TABLE else kernel
 
 
 def tile_for(kernel: str, device: torch.device, *widths: int, file: Path = DEFAULT_FILE) -> Tile:
@@ -130,6 +143,12 @@ def num_programs(tile: Tile, device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return tile.per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def delay(tile: Tile, device: torch.device, num_tiles: int) -> int:
+    """Programs begin apart only where each has so many tiles that waiting for one of them hardly counts."""
+    many = tile.stagger and device.type == "cuda" and num_tiles >= 10 * num_programs(tile, device) > 0
+    return tile.stagger if many else 0
 
 
 @functools.cache

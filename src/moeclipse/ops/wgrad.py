@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from moeclipse.ops.tuning import Tile, num_programs, tile_for
+from moeclipse.ops.tuning import Tile, delay, num_programs, tile_for
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -118,7 +118,7 @@ def grouped_wgrad_kernel(
     num_experts, N, D = into_END.shape
     gather_dy, gather_x = dy_index_M is not None, x_index_M is not None
     kind = "wgrad_x" if gather_x else "wgrad_dy" if gather_dy else "wgrad"
-    tile = tile or tile_for(kind, dy_MN.device, N, D)
+    tile = tile or tile_for(f"{kind}, add" if accumulate else kind, dy_MN.device, N, D)
     wide_dy, wide_x = (tile.n, tile.m) if tile.swap else (tile.m, tile.n)
     dy = dy_MN if gather_dy else create_ragged_descriptor(dy_MN, [tile.k, wide_dy])
     x = x_MD if gather_x else create_ragged_descriptor(x_MD, [tile.k, wide_x])
@@ -132,6 +132,7 @@ def grouped_wgrad_kernel(
         GATHER_DY=gather_dy, GATHER_X=gather_x, EVEN=N % wide_dy == 0 and D % wide_x == 0,
         MODE=adding if accumulate else "store",
         FLATTEN=tile.flatten, AHEAD=tile.ahead, SWAP=tile.swap, GROUP=tile.group,
+        STAGGER=delay(tile, dy_MN.device, num_tiles),
         # Where each tile has a program of its own, their number must not make another kernel.
         PROGRAMS=programs if tile.per_sm else 1 << 30, PADDED=max(128, 1 << (num_experts - 1).bit_length()),
         BM=tile.m, BN=tile.n, BK=tile.k, SPLIT=tile.split, num_warps=tile.warps, num_stages=tile.stages,

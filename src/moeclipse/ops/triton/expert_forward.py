@@ -1,7 +1,8 @@
-"""Forward of SwiGLU experts over ragged rows.
+"""Forward of experts over ragged rows.
 
-    up_swiglu           h_m = [g, u] = x_index(m) W_up^T,  a_m = silu(g) u        rows gathered while loading
-    rows_times_weight   y_m = a_m W_down^T  (or dx_m = dh_m W_up)                  rows as they lie
+    up_gated            h_m = [g, u] = x_index(m) W_up^T + b,  a_m = f(g) u       rows gathered while loading
+    rows_times_weight   y_m = a_m W_down^T + b  (or dx_m = dh_m W_up)             rows as they lie
+                        h_m = x_index(m) W_up^T + b,  a_m = f(h_m)                experts without a gate
 
 Both are persistent: one program for each multiprocessor walks over the tiles. Weights come through TMA
 descriptors, gathered rows through asynchronous 16-byte copies (Hopper's TMA cannot gather).
@@ -13,14 +14,34 @@ descriptors, gathered rows through asynchronous 16-byte copies (Hopper's TMA can
 import triton
 import triton.language as tl
 
-from moeclipse.ops.triton.tiles import halves, load_rows, row_starts, row_tile, store_clipped, swizzle
+from moeclipse.ops.triton.activations import value_of
+from moeclipse.ops.triton.tiles import (
+    halves,
+    load_rows,
+    row_starts,
+    row_tile,
+    stagger,
+    store_clipped,
+    swizzle,
+)
 
 
 @triton.jit
-def up_swiglu(
-    x, index, w, gate_out, up_out, a_out, tiles, num_tiles, capacity, x_stride, D, F,
-    GATHER: tl.constexpr, EVEN: tl.constexpr, FLATTEN: tl.constexpr, GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+def with_bias(value, bias, begin, column, end, BIAS: tl.constexpr, BN: tl.constexpr):
+    """value plus bias[begin + column ...] in every row; columns from `end` on have none."""
+    if BIAS:
+        columns = column + tl.arange(0, BN)
+        more = tl.load(bias + begin + columns, mask=columns < end, other=0.0)
+        value = value + more.to(tl.float32)[None, :]
+    return value
+
+
+@triton.jit
+def up_gated(
+    x, index, w, bias, gate_out, up_out, a_out, tiles, num_tiles, capacity, x_stride, D, F,
+    ACT: tl.constexpr, BIAS: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr,
+    FLATTEN: tl.constexpr, GROUP: tl.constexpr, STAGGER: tl.constexpr, PROGRAMS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One tile: BM rows, BN columns of the gate and the same BN columns of the up-projection.
 
@@ -29,6 +50,7 @@ def up_swiglu(
     """
     num_m = tl.load(num_tiles)
     num_n = tl.cdiv(F, BN)
+    stagger(tl.cdiv(D, BK), PROGRAMS, STAGGER)
     for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=FLATTEN):
         m, n = swizzle(tile, num_m, num_n, GROUP)
         expert, first, left = row_tile(tiles, capacity, m)
@@ -39,16 +61,28 @@ def up_swiglu(
             weight = tl.reshape(w.load([expert, 0, n * BN, k]), (2 * BN, BK))
             acc = tl.dot(rows, weight.T, acc)
         gate, up = halves(acc)
+        gate = with_bias(gate, bias, expert * 2 * F, n * BN, F, BIAS, BN)
+        up = with_bias(up, bias, expert * 2 * F + F, n * BN, F, BIAS, BN)
         store_clipped(gate_out, first, left, n * BN, gate)
         store_clipped(up_out, first, left, n * BN, up)
-        store_clipped(a_out, first, left, n * BN, gate * tl.sigmoid(gate) * up)
+        store_clipped(a_out, first, left, n * BN, value_of(gate, ACT) * up)
+
+
+@triton.jit
+def put_rows(out, a_out, first, left, column, value, bias, begin, N, ACT: tl.constexpr, BIAS: tl.constexpr):
+    """Write some columns of a row tile, and beside them the activation, if there is one."""
+    value = with_bias(value, bias, begin, column, N, BIAS, value.shape[1])
+    store_clipped(out, first, left, column, value)
+    if ACT != "none":
+        store_clipped(a_out, first, left, column, value_of(value, ACT))
 
 
 @triton.jit
 def rows_times_weight(
-    x, index, w, out, tiles, num_tiles, capacity, x_stride, K, N,
-    GATHER: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr, FLATTEN: tl.constexpr,
-    GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    x, index, w, bias, out, a_out, tiles, num_tiles, capacity, x_stride, K, N,
+    ACT: tl.constexpr, BIAS: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr,
+    TRANSPOSED: tl.constexpr, FLATTEN: tl.constexpr, GROUP: tl.constexpr, STAGGER: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """out_m = x_m W_e: w is [experts, K, N], or [experts x N, K] when TRANSPOSED.
@@ -57,6 +91,7 @@ def rows_times_weight(
     """
     num_m = tl.load(num_tiles)
     num_n = tl.cdiv(N, BN)
+    stagger(tl.cdiv(K, BK), PROGRAMS, STAGGER)
     for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=FLATTEN):
         m, n = swizzle(tile, num_m, num_n, GROUP)
         expert, first, left = row_tile(tiles, capacity, m)
@@ -71,7 +106,7 @@ def rows_times_weight(
             acc = tl.dot(rows, weight, acc)
         if SPLIT == 2:
             left_half, right_half = halves(acc)
-            store_clipped(out, first, left, n * BN, left_half)
-            store_clipped(out, first, left, n * BN + BN // 2, right_half)
+            put_rows(out, a_out, first, left, n * BN, left_half, bias, expert * N, N, ACT, BIAS)
+            put_rows(out, a_out, first, left, n * BN + BN // 2, right_half, bias, expert * N, N, ACT, BIAS)
         else:
-            store_clipped(out, first, left, n * BN, acc)
+            put_rows(out, a_out, first, left, n * BN, acc, bias, expert * N, N, ACT, BIAS)

@@ -3,7 +3,8 @@
 The reduction runs over an expert's rows, from its device offset to the next one: empty groups cost one
 look, no group is padded, and nothing is copied to the host. Either operand may be gathered row by row.
 Adding goes through the copy engine's reduction into fp32 (`reduce`): the sum never visits registers, and
-each element receives exactly one addition, so two runs give the same bits.
+each element receives exactly one addition, so two runs give the same bits. Programs are staggered: when all
+add at once, all wait.
 """
 
 # Arguments of kernels have no Python types.
@@ -12,7 +13,7 @@ each element receives exactly one addition, so two runs give the same bits.
 import triton
 import triton.language as tl
 
-from moeclipse.ops.triton.tiles import halves, load_clipped, swizzle
+from moeclipse.ops.triton.tiles import halves, load_clipped, stagger, swizzle
 
 
 @triton.jit
@@ -191,7 +192,7 @@ def grouped_wgrad(
     dy, dy_index, dy_stride, x, x_index, x_stride, out, offsets, num_experts, N, D,
     GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, EVEN: tl.constexpr, MODE: tl.constexpr,
     FLATTEN: tl.constexpr, AHEAD: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr, PADDED: tl.constexpr,
+    STAGGER: tl.constexpr, PROGRAMS: tl.constexpr, PADDED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One tile of one expert's gradient [N, D] is BM x BN elements, or BN x BM when SWAP.
@@ -201,6 +202,8 @@ def grouped_wgrad(
     offsets = [0, 3, 3, 8]: expert 0 sums over rows 0..2, expert 1 has none (its tiles add nothing, or write
     zeros), expert 2 sums over rows 3..7.
     """
+    if STAGGER > 0:
+        stagger(tl.load(offsets + num_experts) // (num_experts * BK), PROGRAMS, STAGGER)
     if FLATTEN:
         walk_steps(
             dy, dy_index, dy_stride, x, x_index, x_stride, out, offsets, num_experts, N, D,

@@ -1,0 +1,139 @@
+"""The routed experts as operators that torch knows: for `torch.compile` and its tools.
+
+A compiler cannot look into Triton launches with descriptors, so each operator says what shapes come out
+(its *fake*) and what its gradient is. Everything that backward needs is an output; a grouping travels as six
+tensors.
+
+    moeclipse::routed_experts            (out, h, scores_M, then the grouping)
+    moeclipse::routed_experts_backward   (dx, d_scores, gradients of the weights; empty for no bias)
+
+Hazard: an operator's outputs must not share memory with its inputs or with each other, so views are cloned.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from moeclipse.ops.activation import Activation
+from moeclipse.ops.routed_passes import Weights, backward_pass, forward_pass
+from moeclipse.ops.routing_metadata import Grouping, group_rows, tile_capacity
+
+Tensor = torch.Tensor
+Done = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def pack(grouping: Grouping) -> list[torch.Tensor]:
+    """A grouping as tensors; one without tiles (plain torch) has empty ones."""
+    tiles, num_tiles = grouping.tiles_3C, grouping.num_tiles
+    if tiles is None or num_tiles is None:
+        tiles, num_tiles = grouping.counts_E.new_empty(3, 0), grouping.counts_E.new_empty(0)
+    assert grouping.row_place_M is not None
+    assert grouping.row_token_M is not None
+    assert grouping.place_row_TK is not None
+    tables_2M = torch.stack([grouping.row_place_M, grouping.row_token_M])
+    return [grouping.counts_E, grouping.offsets_E1, tiles, num_tiles, tables_2M, grouping.place_row_TK]
+
+
+def unpack(tensors: list[torch.Tensor]) -> Grouping:
+    counts_E, offsets_E1, tiles_3C, num_tiles, tables_2M, place_row_TK = tensors
+    has_tiles = num_tiles.numel() > 0
+    return Grouping(
+        num_rows=tables_2M.shape[1],
+        counts_E=counts_E,
+        offsets_E1=offsets_E1,
+        tiles_3C=tiles_3C if has_tiles else None,
+        num_tiles=num_tiles if has_tiles else None,
+        row_place_M=tables_2M[0],
+        row_token_M=tables_2M[1],
+        place_row_TK=place_row_TK,
+    )
+
+
+@torch.library.custom_op("moeclipse::routed_experts", mutates_args=())
+def routed_experts(
+    x_TD: Tensor,
+    scores_TK: Tensor,
+    expert_ids_TK: Tensor,
+    up_EHD: Tensor,
+    down_EDF: Tensor,
+    up_bias_EH: Tensor | None,
+    down_bias_ED: Tensor | None,
+    activation: str,
+) -> Done:
+    weights = Weights.of((up_EHD, down_EDF, up_bias_EH, down_bias_ED))
+    grouping = group_rows(expert_ids_TK, len(up_EHD))
+    done = forward_pass(x_TD, scores_TK, weights, grouping, cast(Activation, activation))
+    return cast(Done, (*done, *pack(grouping)))
+
+
+@routed_experts.register_fake
+def _(x_TD: Tensor, scores_TK: Tensor, expert_ids_TK: Tensor, up_EHD: Tensor, *_rest: Any) -> Done:
+    num_experts, H = up_EHD.shape[:2]
+    num_rows, cuda = expert_ids_TK.numel(), x_TD.is_cuda
+    wide = torch.promote_types(scores_TK.dtype, torch.float32)
+
+    def table(*shape: Any) -> Tensor:
+        return x_TD.new_empty(shape, dtype=torch.int32)
+
+    return (
+        x_TD.new_empty(x_TD.shape),
+        x_TD.new_empty(num_rows, H),
+        x_TD.new_empty(num_rows, dtype=wide),
+        table(num_experts),
+        table(num_experts + 1),
+        table(3, tile_capacity(num_rows, num_experts) if cuda else 0),
+        table(1 if cuda else 0),
+        table(2, num_rows),
+        table(*expert_ids_TK.shape),
+    )
+
+
+@torch.library.custom_op("moeclipse::routed_experts_backward", mutates_args=())
+def routed_experts_backward(
+    d_out_TD: Tensor,
+    x_TD: Tensor,
+    h_MH: Tensor,
+    scores_M: Tensor,
+    up_EHD: Tensor,
+    down_EDF: Tensor,
+    up_bias_EH: Tensor | None,
+    down_bias_ED: Tensor | None,
+    grouping: list[Tensor],
+    activation: str,
+) -> Grads:
+    weights = Weights.of((up_EHD, down_EDF, up_bias_EH, down_bias_ED))
+    grads, kind = weights.empty_like(), cast(Activation, activation)
+    known = (d_out_TD, x_TD, h_MH, scores_M, weights, grads, unpack(grouping), kind)
+    dx_TD, d_scores_TK = backward_pass(*known, accumulate=False)
+    found = [x_TD.new_empty(0) if grad is None else grad for grad in grads.tensors()]
+    return cast(Grads, (dx_TD, d_scores_TK, *found))
+
+
+@routed_experts_backward.register_fake
+def _(_d_out: Tensor, x_TD: Tensor, _h: Tensor, scores_M: Tensor, *rest: Any) -> Grads:
+    *weights, grouping, _activation = rest
+    d_scores_TK = scores_M.new_empty(grouping[-1].shape)
+    found = [x_TD.new_empty(0) if weight is None else torch.empty_like(weight) for weight in weights]
+    return cast(Grads, (x_TD.new_empty(x_TD.shape), d_scores_TK, *found))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Done) -> None:
+    x_TD, scores_TK, _, *weights, activation = inputs
+    ctx.save_for_backward(x_TD, *weights, *output[1:])
+    ctx.activation, ctx.scores_dtype = activation, scores_TK.dtype
+
+
+def _differentiate(ctx: Any, d_out_TD: Tensor, *_: Any) -> tuple[Any, ...]:
+    x_TD, up, down, up_bias, down_bias, h_MH, scores_M, *grouping = ctx.saved_tensors
+    weights = (up, down, up_bias, down_bias)
+    dx_TD, d_scores_TK, *grads = routed_experts_backward(
+        d_out_TD, x_TD, h_MH, scores_M, *weights, grouping, ctx.activation
+    )
+    found = [None if weight is None else grad for weight, grad in zip(weights, grads, strict=True)]
+    return dx_TD, d_scores_TK.to(ctx.scores_dtype), None, *found, None
+
+
+routed_experts.register_autograd(_differentiate, setup_context=_keep)

@@ -1,0 +1,80 @@
+"""The registered operators: torch's own checks, and compiled calls against eager ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moeclipse.ops import registered
+from moeclipse.ops.activation import ACTIVATIONS, hidden_width
+from moeclipse.ops.routed_experts import routed_experts, routed_experts_reference
+from moeclipse.ops.topk_softmax import registered as gate
+from moeclipse.ops.topk_softmax import topk_softmax_reference
+
+
+def arguments(activation: str, *, bias: bool, num_tokens: int = 7) -> tuple[list[torch.Tensor], torch.Tensor]:
+    torch.manual_seed(0)
+    d, f, num_experts, top_k = 6, 4, 5, 3
+    h = hidden_width(activation, f)
+    shapes = [(num_tokens, d), (num_tokens, top_k), (num_experts, h, d), (num_experts, d, f)]
+    shapes += [(num_experts, h), (num_experts, d)] if bias else []
+    ids = torch.rand(num_tokens, num_experts).topk(top_k, 1).indices
+    ids[::3, 1] = -1
+    return [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes], ids
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_torch_accepts_the_operators(bias: bool) -> None:
+    tensors, ids = arguments("geglu", bias=bias)
+    x, scores, *weights = tensors
+    weights += [] if bias else [None, None]
+    torch.library.opcheck(registered.routed_experts, (x, scores, ids, *weights, "geglu"))
+    torch.library.opcheck(gate, (torch.randn(5, 9, dtype=torch.float64, requires_grad=True), 3))
+
+
+def test_the_registered_gate_equals_autograd() -> None:
+    logits = torch.randn(6, 9, dtype=torch.float64, requires_grad=True)
+    d_scores = torch.randn(6, 3, dtype=torch.float64)
+    found = torch.autograd.grad(gate(logits, 3)[0], logits, d_scores)
+    expected = torch.autograd.grad(topk_softmax_reference(logits, 3)[0], logits, d_scores)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_graph_gives_the_eager_gradients(activation: str, bias: bool) -> None:
+    tensors, ids = arguments(activation, bias=bias)
+
+    def layer(x: torch.Tensor, scores: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        return routed_experts(x * 2, scores, ids, *weights, activation=activation).tanh()
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    found, expected = compiled(*tensors), layer(*tensors)
+    torch.testing.assert_close(found, expected)
+    d_out = torch.randn_like(expected)
+    for got, truth in zip(
+        torch.autograd.grad(found, tensors, d_out), torch.autograd.grad(expected, tensors, d_out), strict=True
+    ):
+        torch.testing.assert_close(got, truth)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients_are_those_of_finite_differences(activation: str, bias: bool) -> None:
+    tensors, ids = arguments(activation, bias=bias, num_tokens=4)
+    torch.autograd.gradcheck(
+        lambda x, scores, *weights: routed_experts(x, scores, ids, *weights, activation=activation), tensors
+    )
+    expected = routed_experts_reference(*tensors[:2], ids, *tensors[2:], activation=activation)
+    found = routed_experts(*tensors[:2], ids, *tensors[2:], activation=activation)
+    torch.testing.assert_close(found, expected)
+
+
+def test_sums_cannot_be_added_to_inside_a_graph() -> None:
+    tensors, ids = arguments("swiglu", bias=False)
+    into = (torch.zeros_like(tensors[2]), torch.zeros_like(tensors[3]))
+    compiled = torch.compile(
+        lambda *t: routed_experts(*t[:2], ids, *t[2:], into=into), fullgraph=True, backend="aot_eager"
+    )
+    with pytest.raises(Exception, match="cannot add gradients to `into` inside"):
+        compiled(*tensors)
