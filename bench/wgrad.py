@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 from collections.abc import Callable
@@ -37,25 +38,32 @@ def bf16(*shape: int) -> torch.Tensor:
 
 
 def compare(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, tuple[float, float]]:
-    """(milliseconds, MiB allocated) of each, in turns; several calls in a row, so launching is hidden."""
+    """(milliseconds, MiB allocated) of each; enough calls in a row that each runs at its own clock.
+
+    The device slows down under load and recovers in between, so what ran before matters: the order is
+    shuffled in every turn.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
     peaks = {}
+    order = list(runs)
     for turn in range(repeats + 1):
-        for name, run in runs.items():
+        random.Random(turn).shuffle(order)
+        for name in order:
+            run = runs[name]
+            calls = 5 if turn == 0 else max(5, int(20 / times[name][0]))
             run()
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            for _ in range(5):
+            for _ in range(calls):
                 run()
             end.record()
             end.synchronize()
             peaks[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
-            if turn:
-                times[name].append(start.elapsed_time(end) / 5)
-    return {name: (statistics.median(ms), peaks[name]) for name, ms in times.items()}
+            times[name].append(start.elapsed_time(end) / calls)
+    return {name: (statistics.median(ms[1:]), peaks[name]) for name, ms in times.items()}
 
 
 def dense(tokens: int, out: int, width: int, repeats: int) -> list[dict[str, Any]]:

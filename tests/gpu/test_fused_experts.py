@@ -8,6 +8,8 @@ import torch
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.layer import MoE
+from moeclipse.moe.routing import Routing
+from moeclipse.moe.structure import Structure
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.random import fill_normal
 
@@ -41,21 +43,19 @@ def run(device: str, dtype: torch.dtype, top_k: int, fused: bool | None, deferre
     wgrads = moe.experts.wgrads
     if deferred:
         with wgrads.deferred(microbatch=0):
-            y = call(moe, routing, x)
+            y = call(moe, routing, x, tokens)
             y.double().square().sum().backward()
         wgrads.run(microbatch=0)
     else:
-        y = call(moe, routing, x)
+        y = call(moe, routing, x, tokens)
         y.double().square().sum().backward()
     up, down = (parameter.main_grad for parameter in moe.experts.parameters())
     found = {"y": y.detach(), "dx": x.grad, "dscores": scores.grad, "up": up, "down": down}
     return {name: value.double().cpu() for name, value in found.items()}
 
 
-def call(moe: MoE, routing, x: torch.Tensor) -> torch.Tensor:
-    from moeclipse.moe.structure import Structure
-
-    return moe._routed(routing, Structure(), (x,), "test")
+def call(moe: MoE, routing: Routing, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    return moe._routed(routing, Structure(), (x,), tokens)
 
 
 def errors(found: dict, expected: dict) -> dict[str, float]:
