@@ -94,10 +94,10 @@ RANDOM = {
 def same_as_without(corpus: str, steps: int, layout: dict[str, int], **changes: Any) -> None:  # noqa: F811
     """Optimizer state and losses with random re-placements every 3 steps, and of one process."""
     ranks = layout["ranks"]
-    plain = {key: value for key, value in changes.items() if not key.startswith("placement.")}
+    plain = {k: value for k, value in changes.items() if not k.startswith(("placement.", "pipeline."))}
     alone, expected, _ = run_alone(trained, configure(corpus, **plain), steps)
     config = configure(corpus, **{**RANDOM, **changes})
-    axes = {"dp": layout.get("dp", 1), "tp": layout.get("tp", 1)}
+    axes = {"dp": layout.get("dp", 1), "tp": layout.get("tp", 1), "pp": layout.get("pp", 1)}
     results = run_ranks(ranks, trained, config, steps, **axes, deadline_s=600.0)
     assert all(plans >= steps // 3 - 2 for _, _, plans in results), [plans for *_, plans in results]
     compare(join_slabs([(pieces, 0.0) for pieces, _, _ in results]), join_slabs([(alone, 0.0)]))
@@ -109,6 +109,7 @@ def test_random_re_placement_changes_nothing(corpus: str) -> None:  # noqa: F811
     same_as_without(corpus, 14, {"ranks": 4})
 
 
+MICROBATCHES = {"optim.accumulate": 4, "data.batch_size": 18, "model.num_layers": 4}
 FULL_CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "blocking": ({"ranks": 4}, {}),
     "smart": ({"ranks": 4}, {"moe.schedule": "smart", "moe.group_size": 1, "moe.chunks": 2}),
@@ -117,6 +118,12 @@ FULL_CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "tp folded": ({"ranks": 4, "tp": 2}, {"model.num_kv_heads": 2}),
     "tp sharded": ({"ranks": 4, "tp": 2}, {"model.num_kv_heads": 2, "moe.expert_tp": "sharded"}),
     "latent": ({"ranks": 4}, {**LATENT, "placement.slots_per_rank": 4}),
+    "overlap": ({"ranks": 2}, {**MICROBATCHES, "pipeline.overlap": "pair+self"}),
+    "pipeline": ({"ranks": 4, "pp": 2}, {**MICROBATCHES, "pipeline.schedule": "1f1b"}),
+    "dualpipev": (
+        {"ranks": 4, "pp": 2},
+        {**MICROBATCHES, "pipeline.schedule": "dualpipev", "pipeline.overlap": "pair+self"},
+    ),
 }
 
 
