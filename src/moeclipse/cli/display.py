@@ -63,8 +63,8 @@ class Display:
         self.experts_vary = bool(info.get("experts_vary"))
         ranks = int(info.get("num_ranks", 1))
         dot = "·" if self.unicode else "|"
-        tp = f" x tp {info['tp']}" if info.get("tp", 1) > 1 else ""
-        layout = f"{count(ranks, 'rank')} (dp {info.get('dp', 1)} x ep {info.get('ep', 1)}{tp})"
+        more = "".join(f" x {axis} {info[axis]}" for axis in ("tp", "pp") if info.get(axis, 1) > 1)
+        layout = f"{count(ranks, 'rank')} (dp {info.get('dp', 1)} x ep {info.get('ep', 1)}{more})"
         place = f"{info.get('device', '?')} {str(info.get('dtype', '')).removeprefix('torch.')}"
         name = str(info.get("name", "run"))
         self.console.print(Text.assemble((name, "bold"), f" {dot} {layout} {dot} {place}"))

@@ -1,6 +1,6 @@
-"""SwiGLU experts: the ones this rank holds, computed together.
+"""Experts with two projections: the ones this rank holds, computed together.
 
-    h = x W_up^T,  a = silu(h_gate) * h_up,  y = a W_down^T
+    h = x W_up^T + b_up,  a = f(h),  y = a W_down^T + b_down       f: see `ops/activation`; biases on request
 
 Three calls with explicit state, so that a schedule can place them and many microbatches can be in flight:
 
@@ -20,9 +20,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from moeclipse.ops.activation import swiglu, swiglu_backward
+from moeclipse.ops.activation import GATED, Activation, activate, activate_backward, hidden_width
+from moeclipse.ops.bias import group_sum
 from moeclipse.ops.grouped_gemm import grouped_mm, grouped_mm_dgrad, grouped_mm_wgrad
 from moeclipse.ops.random import key_of
+from moeclipse.ops.routing_metadata import group_counts
 from moeclipse.tensor.cut import Cut, mark
 from moeclipse.tensor.weight_grad import WeightGrads, accumulator
 
@@ -43,16 +45,24 @@ class Pending:
     counts: Sequence[int]
     kernels: bool = False
 
-    def add_to(self, up: torch.Tensor, down: torch.Tensor) -> None:
+    def add_to(self, up: torch.Tensor, down: torch.Tensor, *biases: torch.Tensor) -> None:
         grouped_mm_wgrad(self.d_h, self.x, self.counts, into=up, kernels=self.kernels)
         grouped_mm_wgrad(self.dy, self.a, self.counts, into=down, kernels=self.kernels)
+        if biases:
+            grouping = group_counts(torch.tensor(list(self.counts), device=self.dy.device), len(self.dy))
+            for rows, into in zip((self.d_h, self.dy), biases, strict=True):
+                group_sum(rows, grouping, into)
 
 
 class Experts(nn.Module):
     """`ids` are the logical experts in slot order; their initial weights depend on those numbers alone.
 
     `shard` = (index, parts): this rank has its part of each expert's hidden width, and y is part of a sum.
+    Biases begin at zero; experts that are sharded cannot have any.
     """
+
+    up_bias: nn.Parameter
+    down_bias: nn.Parameter
 
     def __init__(
         self,
@@ -67,14 +77,17 @@ class Experts(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
         shard: tuple[int, int] = (0, 1),
+        activation: Activation = "swiglu",
+        bias: bool = False,
     ) -> None:
         super().__init__()
-        self.ids = tuple(ids)
+        self.ids, self.activation = tuple(ids), activation
         self.kernels = False
         self.wgrads = WeightGrads()
         index, parts = shard
         what = "the hidden width of an expert"
-        up = Cut.of((2 * d_ff, d_model), 0, index=index, parts=parts, blocks=2, what=what)
+        width, blocks = hidden_width(activation, d_ff), 2 if activation in GATED else 1
+        up = Cut.of((width, d_model), 0, index=index, parts=parts, blocks=blocks, what=what)
         down = Cut.of((d_model, d_ff), 1, index=index, parts=parts, what=what)
         self.up = nn.Parameter(torch.empty(len(ids), *up.local_shape, device=device, dtype=dtype))
         self.down = nn.Parameter(torch.empty(len(ids), *down.local_shape, device=device, dtype=dtype))
@@ -84,47 +97,54 @@ class Experts(nn.Module):
                 mark(weight, cut)
             for slot, expert in enumerate(ids):
                 cut.fill(weight.data[slot], key_of(seed, layer, "expert", expert, name), std)
+        self.biased = bias
+        if bias:
+            assert parts == 1, "each part of a sum would add the bias"
+            self.up_bias = nn.Parameter(torch.zeros(len(ids), width, device=device, dtype=dtype))
+            self.down_bias = nn.Parameter(torch.zeros(len(ids), d_model, device=device, dtype=dtype))
 
     def forward(
         self, x: torch.Tensor, counts: Sequence[int], lent: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Saved]:
         """`lent`: compute with these flat weights of other ranks' experts instead of this rank's own."""
-        up, down = (self.up, self.down) if lent is None else self.unflatten(lent)
+        up, down, *biases = self.weights if lent is None else self.unflatten(lent)
         h = grouped_mm(x, up, counts)
-        return grouped_mm(swiglu(h), down, counts), Saved(x=x, h=h, counts=counts)
+        if not biases:
+            return grouped_mm(activate(h, self.activation), down, counts), Saved(x=x, h=h, counts=counts)
+        up_bias, down_bias = (spread(bias, counts) for bias in biases)
+        h += up_bias
+        y = grouped_mm(activate(h, self.activation), down, counts)
+        return y.add_(down_bias), Saved(x=x, h=h, counts=counts)
 
     def dgrad(
         self, dy: torch.Tensor, saved: Saved, lent: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Pending]:
-        up, down = (self.up, self.down) if lent is None else self.unflatten(lent)
+        up, down, *_ = self.weights if lent is None else self.unflatten(lent)
         d_a = grouped_mm_dgrad(dy, down, saved.counts)
-        d_h, a = swiglu_backward(d_a, saved.h)
+        d_h, a = activate_backward(d_a, saved.h, self.activation)
         dx = grouped_mm_dgrad(d_h, up, saved.counts)
         return dx, Pending(x=saved.x, d_h=d_h, a=a, dy=dy, counts=saved.counts, kernels=self.kernels)
 
-    def wgrad(self, pending: Sequence[Pending]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Add up all parts; what autograd gets for (up, down) is nothing where there is a main_grad."""
-        up, down = self.wgrads.submit((self.up, self.down), lambda: self._wgrad(pending))
-        return up, down
+    def wgrad(self, pending: Sequence[Pending]) -> tuple[torch.Tensor | None, ...]:
+        """Add up all parts; what autograd gets for each weight is nothing where there is a main_grad."""
+        return tuple(self.wgrads.submit(self.weights, lambda: self._wgrad(pending)))
 
-    def _wgrad(self, pending: Sequence[Pending]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        up, up_grad = accumulator(self.up)
-        down, down_grad = accumulator(self.down)
+    def _wgrad(self, pending: Sequence[Pending]) -> tuple[torch.Tensor | None, ...]:
+        places = [accumulator(weight) for weight in self.weights]
         for part in pending:
-            part.add_to(up, down)
-        return up_grad, down_grad
+            part.add_to(*(into for into, _ in places))
+        return tuple(grad for _, grad in places)
 
     def flatten(self, slots: Sequence[int]) -> torch.Tensor:
         """The weights of these experts, one row each: what travels when they are lent."""
         picked = torch.tensor(list(slots), dtype=torch.int64, device=self.up.device)
-        weights = (self.up.detach()[picked].flatten(1), self.down.detach()[picked].flatten(1))
-        return torch.cat(weights, dim=1)
+        return torch.cat([weight.detach()[picked].flatten(1) for weight in self.weights], dim=1)
 
-    def unflatten(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views (up, down) into rows made by `flatten`."""
-        split = math.prod(self.up.shape[1:])
-        up, down = rows[:, :split], rows[:, split:]
-        return up.unflatten(1, self.up.shape[1:]), down.unflatten(1, self.down.shape[1:])
+    def unflatten(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Views of the weights in rows made by `flatten`, in the same order."""
+        shapes = [weight.shape[1:] for weight in self.weights]
+        parts = rows.split([math.prod(shape) for shape in shapes], dim=1)
+        return tuple(part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True))
 
     def lent_wgrad(self, pending: Pending, rows: torch.Tensor) -> None:
         """Add the gradients of lent experts to `rows`, one row each."""
@@ -141,11 +161,17 @@ class Experts(nn.Module):
 
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
-        return self.up, self.down
+        return (self.up, self.down, self.up_bias, self.down_bias) if self.biased else (self.up, self.down)
 
     @property
     def out_width(self) -> int:
         return self.down.shape[1]
+
+
+def spread(bias_EN: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Of each row its expert's bias."""
+    repeats = torch.tensor(list(counts), device=bias_EN.device)
+    return bias_EN.detach().repeat_interleave(repeats, dim=0, output_size=sum(counts))
 
 
 class PadToCapacity:
@@ -170,8 +196,12 @@ class PadToCapacity:
         dx, pending = self.experts.dgrad(self._spread(dy, place), inner)
         return dx[place], pending
 
-    def wgrad(self, pending: Sequence[Pending]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def wgrad(self, pending: Sequence[Pending]) -> tuple[torch.Tensor | None, ...]:
         return self.experts.wgrad(pending)
+
+    @property
+    def weights(self) -> tuple[nn.Parameter, ...]:
+        return self.experts.weights
 
     @property
     def out_width(self) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from moeclipse.balance.shadow_model import ShadowCosts
+from moeclipse.comm.exchange import gather
 from moeclipse.comm.mesh import Mesh
 from moeclipse.cost.exchange import ExchangeCosts
 from moeclipse.moe.dispatch import Route
@@ -76,7 +77,7 @@ class Probe:
 
 
 def measure(experts: Experts, route: Route, mesh: Mesh) -> Probe:
-    """Collective over the ranks of `route`."""
+    """Collective over the ranks of a stage: all that have this layer."""
     few, many = (_expert_seconds(experts, rows, mesh) for rows in ROWS)
     more = max(len(experts.ids), 1) * (ROWS[1] - ROWS[0])
     slope = [max(b - a, 0.0) / more for a, b in zip(few, many, strict=True)]
@@ -87,7 +88,7 @@ def measure(experts: Experts, route: Route, mesh: Mesh) -> Probe:
     weight = experts.up
     size = weight[0].numel() + experts.down[0].numel() if len(weight) else 0
     mine = [slope[0], slope[1], max(few[0] - len(experts.ids) * ROWS[0] * slope[0], 0.0), float(size)]
-    everyone = mesh.gather_objects(mine)
+    everyone = tell(mesh, mine)
     forward, backward, kernel, _ = (sum(column) / len(everyone) for column in zip(*everyone, strict=True))
     parameters = max(entry[3] for entry in everyone)
     row_bytes = weight.shape[2] * weight.element_size()
@@ -120,7 +121,7 @@ def _clock(work: Callable[[], None], device: torch.device) -> float:
 def _expert_seconds(experts: Experts, rows: int, mesh: Mesh) -> tuple[float, float]:
     """(forward, backward) of `rows` rows through each expert, weight gradients included."""
     if not experts.ids:
-        mesh.barrier()
+        tell(mesh, [])
         return 0.0, 0.0
     weight = experts.up
     x = weight.new_ones(rows * len(experts.ids), weight.shape[2])
@@ -128,7 +129,7 @@ def _expert_seconds(experts: Experts, rows: int, mesh: Mesh) -> tuple[float, flo
     sums = [torch.zeros_like(p, dtype=main_grad_dtype(p.dtype)) for p in (experts.up, experts.down)]
     with torch.no_grad():
         y, saved = experts.forward(x, counts)
-        mesh.barrier()
+        tell(mesh, [])
         forward = _clock(lambda: experts.forward(x, counts), weight.device)  # type: ignore[arg-type]
 
         def backward() -> None:
@@ -152,5 +153,11 @@ def _wire_seconds(route: Route, mesh: Mesh, size: int, *, everyone: bool) -> flo
         route.transport.all_to_all(rows, counts, received, "probe of the wire").get()
 
     work()
-    mesh.barrier()
-    return max(mesh.gather_objects(_clock(work, mesh.device)))
+    tell(mesh, [])
+    return max(seconds for (seconds,) in tell(mesh, [_clock(work, mesh.device)]))
+
+
+def tell(mesh: Mesh, numbers: list[float]) -> list[list[float]]:
+    """Everyone's numbers, on every rank of the stage; without any, a barrier."""
+    mine = torch.tensor([*numbers, 0.0], dtype=torch.float64, device=mesh.device)
+    return [row[:-1] for row in gather(mesh.a2a, mesh.stage, mine, "exchange of measured costs").to_host()]

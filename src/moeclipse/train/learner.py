@@ -60,6 +60,7 @@ class Learner:
             sequence_parallel=parallel.sequence_parallel and mesh.tp > 1,
             async_all_reduce=wanted,
         )
+        assert mesh.hosts is not None  # all ranks ask together, also those whose layers need not know
         layout = None
         if mesh.pp > 1 or config.pipeline.used:
             layout = lay_out(config.pipeline, config.model.num_layers, mesh.pp, config.optim.accumulate)

@@ -206,6 +206,7 @@ class Run:
             "dp": mesh.dp,
             "ep": mesh.ep,
             "tp": mesh.tp,
+            "pp": mesh.pp,
             "device": str(mesh.device),
             "dtype": str(learner.dtype).removeprefix("torch."),
             "num_parameters": everything,
