@@ -1,0 +1,83 @@
+"""fedavg: replicas step for themselves and are averaged by the rows they have seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_learner import configure, corpus  # noqa: F401  (a fixture)
+from test_moving import build
+from test_placing import compare
+
+from moeclipse.balance.placement import Placement
+from moeclipse.comm.mesh import Mesh
+from moeclipse.testing.run_ranks import run_ranks
+from moeclipse.train.averaging import average_replicas
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.learner import Learner
+from moeclipse.train.replica_check import check_replicas
+
+TABLE = ((0, 1), (1, 2), (2, 1))
+ROWS = {(0, 0): 7, (1, 0): 1, (1, 1): 4, (1, 2): 5, (2, 1): 0, (2, 2): 0}
+"""(expert, rank) -> rows that the replica has seen."""
+
+
+def averaged(mesh: Mesh) -> list[list[float]]:
+    house = build(mesh, Placement(TABLE), "fedavg", torch.float64)
+    for state in house.states:
+        for at, home in enumerate(house.buckets[0].here):
+            state.weight.view(len(house.buckets[0].here), -1)[at] = 10.0**mesh.rank * (1 + home.expert)
+    rows = [ROWS[expert, mesh.rank] for expert in TABLE[mesh.rank]]
+    house.layer.schedule._computed = rows
+    average_replicas([house])
+    check_replicas([house])
+    assert house.layer.schedule.take_computed() == []
+    return [house.buckets[0].rows[slot, 0].item() for slot in range(2)]
+
+
+def test_weights_are_averaged_by_rows() -> None:
+    found = run_ranks(3, averaged)
+    one = 2 * (1 * 1 + 4 * 10 + 5 * 100) / 10
+    none = 3 * (10 + 100) / 2  # nobody has seen a row of expert 2: the plain mean
+    assert torch.allclose(torch.tensor(found), torch.tensor([[1.0, one], [one, none], [none, one]]))
+
+
+def trained(mesh: Mesh, config: TrainConfig, steps: int, folder: str) -> tuple[list, list[float]]:
+    learner = Learner(config, mesh)
+    losses = [learner.step(step)["loss"] for step in range(steps)]
+    learner.save(Path(folder), steps)
+    return [(piece.name, piece.start, piece.data.clone()) for piece in learner.optim.pieces()], losses
+
+
+def states(results: list[tuple[list, list[float]]]) -> dict[str, torch.Tensor]:
+    parts = [(name, start, data) for pieces, _ in results for name, start, data in pieces]
+    found: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for name, start, data in parts:
+        found.setdefault(name, []).append((start, data))
+    return {
+        name: torch.cat([data for _, data in sorted(some, key=lambda p: p[0])])
+        for name, some in found.items()
+    }
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_fedavg_is_another_model_but_replicas_agree(every: int, corpus: str, tmp_path: Path) -> None:  # noqa: F811
+    shared = {"placement.slots": ((0, 1, 2), (3, 4, 0), (1, 3)), "placement.check_every": 1}
+    fed = {"placement.reduce": "fedavg", "placement.average_every": every}
+    results = run_ranks(3, trained, configure(corpus, **shared, **fed), 6, str(tmp_path / "a"))
+    summed = run_ranks(3, trained, configure(corpus, **shared), 6, str(tmp_path / "b"))
+    assert results[0][1] != summed[0][1]
+    assert results[0][1][-1] < results[0][1][0]
+    alone = {**shared, "placement.slots": ((0, 1), (3, 4), (2,))}
+    plain = states(run_ranks(3, trained, configure(corpus, **alone), 3, str(tmp_path / "c")))
+    same = states(run_ranks(3, trained, configure(corpus, **alone, **fed), 3, str(tmp_path / "d")))
+    compare(same, plain, bound=1e-15)  # without replicas there is nothing to average
+
+
+def test_fedavg_with_random_re_placements(corpus: str, tmp_path: Path) -> None:  # noqa: F811
+    moving = {"placement.planner": "random", "placement.start_step": 1, "placement.every": 2}
+    fed = {"placement.reduce": "fedavg", "placement.slots_per_rank": 4, "placement.check_every": 1}
+    config = configure(corpus, **moving, **fed)
+    for _, losses in run_ranks(4, trained, config, 7, str(tmp_path), dp=2):
+        assert losses[-1] < losses[0]
