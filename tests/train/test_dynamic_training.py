@@ -102,9 +102,9 @@ def test_loss_curves_of_20_steps_agree(rule: str, dp: int, ep: int) -> None:
 
 def test_the_controller_holds_the_mean_while_training() -> None:
     config = configure("mean", **{"moe.num_shared_experts": 0, "data.batch_size": 4})
-    means = [record["mean_experts"] for record in run_alone(records, config, 60)[0]]
+    means = [record["mean_experts"] for record in run_alone(records, config, 40)[0]]
     assert abs(means[0] - 1.8) > 0.2, "it must begin elsewhere, or it holds nothing"
-    assert abs(sum(means[20:]) / 40 - 1.8) < 0.05
+    assert abs(sum(means[20:]) / 20 - 1.8) < 0.05
 
 
 @pytest.mark.parametrize("rule", [pytest.param("gap", marks=pytest.mark.full), "mean"])

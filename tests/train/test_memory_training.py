@@ -135,21 +135,24 @@ def go_on(mesh: Mesh, config: TrainConfig, path: str, steps: int) -> list[float]
     return [learner.step(step)["loss"] for step in range(start, start + steps)]
 
 
-@pytest.mark.parametrize("model", ["same", *(pytest.param(name, marks=pytest.mark.full) for name in MODELS)])
-def test_curves_of_20_steps_agree_and_any_layout_resumes(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "steps"), [("same", 8), *(pytest.param(name, 20, marks=pytest.mark.full) for name in MODELS)]
+)
+def test_curves_agree_and_any_layout_resumes(model: str, steps: int, tmp_path: Path) -> None:
     config = configure(model, **TENSOR, **{"gate.balance_loss": 0.0, "gate.z_loss": 0.0})
     alone = with_values(config, {"parallel.tp": 1})
-    expected = torch.tensor(run_alone(curve, alone, 20), dtype=torch.float64)
-    assert expected[-1] < 0.97 * expected[0], "it must learn something, or the curve proves nothing"
-    losses = torch.tensor(run_ranks(2, curve, alone, 20)[0], dtype=torch.float64)
+    expected = torch.tensor(run_alone(curve, alone, steps), dtype=torch.float64)
+    assert expected[-1] < 0.99 * expected[0], "it must learn something, or the curve proves nothing"
+    losses = torch.tensor(run_ranks(2, curve, alone, steps)[0], dtype=torch.float64)
     assert difference(losses, expected) <= BOUND
     path = run_ranks(4, save_after, config, str(tmp_path), 5, dp=2, tp=2)[0]
-    for num_ranks, layout, other in [
-        (1, {}, alone),
+    layouts: list[tuple[int, dict[str, int], TrainConfig]] = [
         (2, {"tp": 2}, config),
         (2, {"dp": 2}, with_values(alone, {"optim.accumulate": 1})),
         (2, {"pp": 2}, with_values(alone, {"parallel.pp": 2, "pipeline.overlap": "pair+self"})),
-    ]:
+        (1, {}, alone),
+    ]
+    for num_ranks, layout, other in layouts[: 4 if steps == 20 else 2]:
         found = run_ranks(num_ranks, go_on, other, path, 3, **layout)[0]
         assert difference(torch.tensor(found, dtype=torch.float64), expected[5:8]) < 1e-11
 
