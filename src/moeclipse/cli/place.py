@@ -29,6 +29,7 @@ from moeclipse.balance.placement import Placement
 from moeclipse.balance.planner import PLANNERS, PlanConfig, plan
 from moeclipse.balance.replicate import slots_for
 from moeclipse.balance.split import ReplicaTable, split_rows
+from moeclipse.cli.display import count
 from moeclipse.cli.heat import heat_lines
 from moeclipse.core.errors import ConfigError
 
@@ -251,7 +252,8 @@ def _headline(console: Console, config: FullConfig, load: Load, layers: list[Lay
     nodes = f" on {config.nodes} nodes" if config.nodes > 1 else ""
     which = f"layer {layers[0].number}" if len(layers) == 1 else f"{len(layers)} layers"
     console.print(
-        f"{which}, {load.num_experts} experts, {config.ranks} ranks{nodes} with {config.slots} slots each",
+        f"{which}, {load.num_experts} experts, {count(config.ranks, 'rank')}{nodes} "
+        f"with {config.slots} slots each",
         style="bold",
     )
     if len(load.steps_N) > 1:
