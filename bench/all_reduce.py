@@ -4,7 +4,8 @@
 
 On the CPU: ours in one and in two stages, and gloo. On CUDA (several ranks on one GPU need MPS and
 TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1): ours and torch's symmetric-memory operators, eager and captured
-in a graph; torch's need their input in symmetric memory, so they are timed with and without that copy.
+in a graph, where ours reads larger inputs in place; torch's need their input in symmetric memory, so they are
+timed with and without that copy.
 Microseconds per call, medians of interleaved repeats; GB/s is the size of the tensor over that time.
 Checks are the factor over gloo with two ranks. `--tune` writes the table that PeerAllReduce reads.
 """
@@ -166,7 +167,8 @@ def on_cuda(mesh: Mesh, sizes: list[int], repeats: int) -> list[str]:
                 call()
             torch.cuda.synchronize()
             mesh.barrier()
-            graphs = {f"{name}, graph": graph_of(call).replay for name, call in calls.items()}
+            with reduce.capture(dtype):
+                graphs = {f"{name}, graph": graph_of(call).replay for name, call in calls.items()}
             times: dict[str, list[float]] = {name: [] for name in [*calls, *graphs]}
             for repeat in range(repeats + 1):
                 for name, call in [*calls.items(), *graphs.items()]:

@@ -369,32 +369,41 @@ def test_fifty_killed_ranks() -> None:
 
 INTERPRETED = """
 import torch
+import triton.language as tl
 from moeclipse.comm.peer_memory import PeerMemory
 from moeclipse.ops.peer_reduce import AllReduceKernel, PeerSpace, all_reduce_rms_norm_kernel, rms_norm
 from moeclipse.testing.run_ranks import run_ranks
 
-def inputs(P, length):
+def inputs_of(P, length):
     return list(torch.randint(-8, 9, (P, length), generator=torch.Generator().manual_seed(length)).float())
 
 def kernels(mesh):
     from moeclipse.ops.triton import peer_reduce
-    peer_reduce.globaltimer = lambda **_: 0  # inline assembly is not interpreted
+    # Inline assembly is not interpreted.
+    peer_reduce.poll = lambda flags: tl.load(flags, volatile=True)
+    peer_reduce.clock = lambda lane: lane.to(tl.int64) * 0
     P, area = mesh.num_ranks, 1 << 16
-    memory = PeerMemory.open(mesh.world, mesh.watch, num_bytes=4096 + 2 * area, num_words=1)
+    memory = PeerMemory.open(mesh.world, mesh.watch, num_bytes=8192 + 3 * area, num_words=1)
     addresses = [memory.view(peer, torch.uint8, 0, 8).data_ptr() for peer in range(P)]
+    row = torch.tensor([address + 8192 + 2 * area for address in addresses])
     space = PeerSpace(
         table=torch.tensor(addresses), counts=torch.zeros(4, dtype=torch.int32),
-        status=torch.zeros(1, dtype=torch.int32), clock=torch.zeros(4, dtype=torch.int64), area_bytes=area,
-        head_bytes=4096, limit_ns=1 << 60, rank=mesh.rank, num_ranks=P, max_blocks=4,
+        status=torch.zeros(1, dtype=torch.int32), area_bytes=area,
+        head_bytes=8192, limit_us=1 << 30, rank=mesh.rank, num_ranks=P, max_blocks=4,
     )
     kernel = AllReduceKernel(space)
     for length in (3, 5001):
-        for two in (False, True, True):
-            xs = inputs(P, length)
-            out = torch.full((length,), 7.0)
-            kernel(xs[mesh.rank].clone(), out, two)
-            assert torch.equal(out, sum(xs)), (length, two)
-    xs = [x.view(5, 100) for x in inputs(P, 500)]
+        for two in (False, True):
+            for inputs in (None, row):
+                xs = inputs_of(P, length)
+                x = memory.view(mesh.rank, torch.float32, 8192 + 2 * area, length).copy_(xs[mesh.rank])
+                out = torch.full((length,), 7.0)
+                kernel(x, out, two, inputs)
+                x.fill_(99)  # in place: all peers have read it
+                assert torch.equal(out, sum(xs)), (length, two, inputs)
+    kernel(x, out.fill_(7), True, torch.zeros(P, dtype=torch.int64))
+    assert out.eq(7).all() and space.status.tolist() == [1000], "not registered: nothing happens"
+    xs = [x.view(5, 100) for x in inputs_of(P, 500)]
     normed, h = torch.empty(5, 100), torch.empty(5, 100)
     weight = torch.linspace(1, 2, 100)
     all_reduce_rms_norm_kernel(xs[mesh.rank], torch.ones(5, 100), weight, 1e-6, (normed, h), space)
@@ -403,7 +412,7 @@ def kernels(mesh):
     return space.counts.tolist()
 
 torch.set_num_threads(1)
-assert run_ranks(3, kernels) == [[11] * 4] * 3  # 2 x (1 + 2 + 2) rounds, and one
+assert run_ranks(3, kernels) == [[15] * 4] * 3  # 2 x (1 + 2) rounds, in place 2 x (2 + 2), and one
 """
 
 

@@ -109,24 +109,31 @@ def test_sum_residual_and_norm_in_one_kernel() -> None:
     assert max(run_ranks(2, fused, device="cuda:0", deadline_s=100)) < 4e-3
 
 
-def captured(mesh: Mesh) -> int:
+def captured(mesh: Mesh) -> list[int]:
+    """Small inputs are copied by the kernel, large ones read where they are: one node a call either way."""
     torch.utils.deterministic.fill_uninitialized_memory = False  # its fills would be nodes, too
-    with opened(mesh) as reduce, reduce.capture(torch.bfloat16):
-        x, z = (torch.zeros(n, device="cuda", dtype=torch.bfloat16) for n in (5001, 300000))
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.graph(graph):
-            y = reduce.all_reduce(x, stages=1)
-            reduce.all_reduce(z, out=z, stages=2)
-            w = reduce.all_reduce(y, stages=2)
-        nodes = ctypes.c_size_t()
-        ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(
-            ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(nodes)
-        )
+    P = mesh.num_ranks
+    with opened(mesh) as reduce:
+        with reduce.capture(torch.bfloat16):
+            x, z, u = (torch.zeros(n, device="cuda", dtype=torch.bfloat16) for n in (5001, 300000, 700001))
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
+            with torch.cuda.graph(graph):
+                y = reduce.all_reduce(x, stages=1)
+                reduce.all_reduce(z, out=z, stages=2)
+                w = reduce.all_reduce(y, stages=2)
+                v = reduce.all_reduce(u, stages=1)
+                u.fill_(77)  # a peer that still reads it would see this
+            nodes = ctypes.c_size_t()
+            ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(
+                ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(nodes)
+            )
+            shared = len(reduce._reducer.inputs._waiting)
         graph.instantiate()
         for i in range(25):
             xs, zs = inputs(mesh, 5001, torch.bfloat16, i), inputs(mesh, 300000, torch.bfloat16, 100 + i)
-            x.copy_(xs[mesh.rank])
-            z.copy_(zs[mesh.rank])
+            us = inputs(mesh, 700001, torch.bfloat16, 200 + i)
+            for mine, all_ranks in ((x, xs), (z, zs), (u, us)):
+                mine.copy_(all_ranks[mesh.rank])
             if i % 5 == mesh.rank:
                 time.sleep(0.002)
             graph.replay()
@@ -134,13 +141,37 @@ def captured(mesh: Mesh) -> int:
                 assert torch.equal(reduce.all_reduce(xs[mesh.rank]), sum_ranks_reference(xs))
             assert torch.equal(y, sum_ranks_reference(xs))
             assert torch.equal(z, sum_ranks_reference(zs))
-            assert torch.equal(w, (sum_ranks_reference(xs).float() * mesh.num_ranks).bfloat16())
-    return nodes.value
+            assert torch.equal(w, (sum_ranks_reference(xs).float() * P).bfloat16())
+            assert torch.equal(v, sum_ranks_reference(us))
+        reduce.check()
+        mesh.barrier()  # inputs outlive their readers
+    return [nodes.value, shared]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_graph_replays_with_new_inputs_and_holds_one_node_per_call(num_ranks: int) -> None:
-    assert run_ranks(num_ranks, captured, device="cuda:0", deadline_s=100) == [3] * num_ranks
+    assert run_ranks(num_ranks, captured, device="cuda:0", deadline_s=100) == [[5, 2]] * num_ranks
+
+
+def too_early(mesh: Mesh) -> str:
+    text = ""
+    with opened(mesh) as reduce, reduce.capture(torch.float32):
+        x = torch.ones(1 << 18, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            reduce.all_reduce(x, label="gradients of layer 3")
+        graph.replay()
+        try:
+            reduce.check()
+        except CommError as error:
+            text = str(error)
+    mesh.barrier()
+    return text
+
+
+def test_a_replay_before_inputs_are_shared_is_an_error() -> None:
+    for rank, text in enumerate(run_ranks(2, too_early, device="cuda:0", deadline_s=60)):
+        assert text.startswith(f"rank {rank} replayed a graph with gradients of layer 3 before its inputs")
 
 
 def over_ipc(mesh: Mesh) -> bool:

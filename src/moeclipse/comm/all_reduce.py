@@ -36,14 +36,15 @@ from moeclipse.comm import peer_cpu, peer_cuda
 from moeclipse.comm.all_reduce_table import DEFAULT_FILE, MAX_RANKS, Choice, choice_for, choice_from
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.mesh import Group
-from moeclipse.comm.peer_cpu import WORDS_PER_RANK, CpuReducer
+from moeclipse.comm.peer_cpu import WORDS_PER_RANK, CpuReducer, OneStagePlan
 from moeclipse.comm.peer_cuda import HEAD_BYTES, CudaMemory, CudaReducer
 from moeclipse.comm.peer_memory import FOLDER, NoPeerMemoryError, PeerMemory, tell_all
-from moeclipse.comm.peer_pending import Pending, flat_of, same_kind, shaped
+from moeclipse.comm.peer_pending import Pending, flat_of, is_plain, same_kind, shaped
 from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.ops.peer_reduce import add_residual, part_bounds, rms_norm
 
 AREA_BYTES = {"cpu": 2 << 20, "cuda": 16 << 20}  # two of these per rank
+MAX_PLANS = 64  # lengths whose views are kept
 T = TypeVar("T")
 
 
@@ -73,6 +74,8 @@ class PeerAllReduce:
         self._busy = threading.Lock()
         self._broken: str | None = None
         self._open: Pending | None = None
+        self._plans: dict[tuple[torch.dtype, int, int | None], OneStagePlan] = {}
+        self._fast = reducer if isinstance(reducer, CudaReducer) else None
         self._capturing = False
 
     @classmethod
@@ -147,6 +150,14 @@ class PeerAllReduce:
         stages: int | None = None,
     ) -> torch.Tensor:
         """The sum over ranks, in `out` or in a new tensor; `stages` overrides the table."""
+        if self._fast is not None and self._simple(x, out):
+            return self._launch(self._fast, x, out, label, stages)
+        plan = self._plans.get((x.dtype, x.numel(), stages))
+        if plan is not None and is_plain(x, out):
+            if out is None:
+                out = torch.empty_like(x)
+            self._run(lambda _: plan(x, out, label))
+            return out
         x = x.detach()
         same_kind(x, out)
         if not self.should_use(x):
@@ -156,7 +167,40 @@ class PeerAllReduce:
         into = flat_of(out, x)
         if flat.numel():
             self._run(lambda r: r.all_reduce(flat, into, two, self.choice.chunk_bytes, label))
+            if not two and isinstance(self._reducer, CpuReducer):
+                self._keep_plan(self._reducer, x, stages)
         return shaped(into, out, x)
+
+    def _keep_plan(self, reducer: CpuReducer, x: torch.Tensor, stages: int | None) -> None:
+        plan = reducer.plan(x.dtype, x.numel(), self.choice.chunk_bytes)
+        if plan is not None and len(self._plans) < MAX_PLANS:
+            self._plans[x.dtype, x.numel(), stages] = plan
+
+    def _simple(self, x: torch.Tensor, out: torch.Tensor | None) -> bool:
+        """Whether a call on a device needs no preparation: most of a small call is the host's time."""
+        limit = self.choice.max_bytes
+        known = x.is_cuda and x.dtype in peer_cuda.DTYPES and x.is_contiguous()
+        if not known or not x.numel() or (limit is not None and x.nbytes > limit):
+            return False
+        if x.device != self.device and self.device.index is not None:
+            return False
+        return out is None or (
+            out.shape == x.shape and out.dtype == x.dtype and out.device == x.device and out.is_contiguous()
+        )
+
+    def _launch(
+        self,
+        reducer: CudaReducer,
+        x: torch.Tensor,
+        out: torch.Tensor | None,
+        label: str,
+        stages: int | None,
+    ) -> torch.Tensor:
+        if out is None:
+            out = torch.empty_like(x, requires_grad=False)
+        two = (stages or self.num_stages(x)) == 2
+        self._run(lambda _: reducer.all_reduce(x, out, two, 0, label))
+        return out
 
     def begin_all_reduce(self, x: torch.Tensor, *, label: str = "all-reduce") -> Pending:
         """The sum over ranks, in a new tensor. For tensors that `should_use` is true of, on the CPU."""
@@ -245,21 +289,21 @@ class PeerAllReduce:
     def capture(self, *dtypes: torch.dtype) -> Iterator[None]:
         """Around `torch.cuda.graph`; collective: it compiles the kernels for these dtypes, or for all.
 
-        All that a replay needs, peers' addresses and the numbers of the rounds, is on the device from the
-        start, so a graph may be replayed at once; all ranks replay equally often.
+        Larger inputs are read where they are: their addresses are exchanged when the block ends, and a graph
+        that is replayed before is an error. All ranks replay equally often.
         """
-        if not isinstance(self._reducer, CudaReducer):
+        reducer = self._reducer
+        if not isinstance(reducer, CudaReducer):
             reason = self.obstacle or f"this all-reduce is on the {self.device.type}"
             raise ConfigError(f"capture() is for CUDA graphs over peer memory: {reason}")
-        for dtype in dtypes or peer_cuda.DTYPES:
-            for stages in (1, 2):
-                self.all_reduce(torch.ones(4096, dtype=dtype, device=self.device), stages=stages)
-        torch.cuda.synchronize(self.device)
+        reducer.begin_capture(dtypes or peer_cuda.DTYPES, self.choice.in_place_from)
         self._capturing = True
         try:
             yield
         finally:
             self._capturing = False
+            reducer.in_place_from = None
+        reducer.inputs.register()
 
     def check(self) -> None:
         """On a device: wait for what was launched and raise if a peer did not arrive in time."""
@@ -269,6 +313,7 @@ class PeerAllReduce:
 
     def close(self) -> None:
         """Let go of the memory; may be called twice. Peers that still wait get an error at their deadline."""
+        self._plans = {}  # they hold views
         if self._reducer is not None:
             self._reducer.close()
         self._broken = "it was closed"

@@ -30,6 +30,8 @@ class Choice:
     """Bytes that go through shared memory at a time (CPU)."""
     max_bytes: int | None = None
     """Bytes above which torch.distributed is used; None: no limit."""
+    in_place_from: int | None = 256 * KIB
+    """Bytes from which captured inputs are read where they are (CUDA); None: never."""
 
 
 def default_choice(device: str, num_ranks: int, linked: bool) -> Choice:

@@ -24,8 +24,11 @@ next one writes areas that are free only when this one has been read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from ctypes import memmove
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
 
 from moeclipse.comm.peer_memory import PeerMemory
@@ -86,10 +89,32 @@ class PeerRounds:
         self.post()
         self.arrive(label)
 
+    def code_of(self, kind: int, dtype: torch.dtype, length: int) -> int:
+        """What a call is, in one word."""
+        return length << 8 | DTYPES.index(dtype) << 4 | kind
+
     def announce(self, kind: int, dtype: torch.dtype, length: int) -> None:
         """Say before the first round of a call what it is."""
-        code = length << 8 | DTYPES.index(dtype) << 4 | kind
+        code = self.code_of(kind, dtype, length)
         self._signals.write(self._announcement(self.index, self._round), code)
+
+    @property
+    def number(self) -> int:
+        """Of the round being written."""
+        return self._round
+
+    def exchange(self, code: int, label: str) -> None:
+        """The first round of a call that was announced by nobody yet: announce, meet and compare."""
+        number, signals = self._round, self._signals
+        signals.write(self._announcement(self.index, number), code)
+        signals.post(self.index, number)
+        same = True
+        for peer in self._others:
+            signals.wait(peer, number, peer, label)
+            same = same and signals.read(self._announcement(peer, number)) == code
+        self._round = number + 1
+        if not same:
+            self.compare(label)
 
     def compare(self, label: str) -> None:
         """After the first round: were all ranks called with the same?"""
@@ -112,6 +137,37 @@ def _spoken(code: int) -> str:
     return f"{KINDS[code & 15]} of {code >> 8} x {str(DTYPES[code >> 4 & 15]).removeprefix('torch.')}"
 
 
+class OneStagePlan:
+    """One stage for one length and dtype, with everything looked up beforehand.
+
+    For tensors of some kilobytes looking up is most of the work; numpy's calls cost half of torch's.
+    """
+
+    def __init__(self, rounds: PeerRounds, dtype: torch.dtype, length: int) -> None:
+        self._rounds, self._num_bytes = rounds, length * dtype.itemsize
+        self._code = rounds.code_of(0, dtype, length)
+        n, me, view = rounds.num_ranks, rounds.index, rounds.memory.view
+        areas = [
+            [view(peer, dtype, parity * rounds.area_bytes, length) for peer in range(n)] for parity in (0, 1)
+        ]
+        self._addresses = [parts[me].data_ptr() for parts in areas]
+        self._areas, self._numpy = areas, n == 2 and dtype in (torch.float32, torch.float64)
+        self._theirs: list[Any] = [parts[1 - me].numpy() for parts in areas] if self._numpy else []
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor, label: str) -> None:
+        rounds = self._rounds
+        parity = rounds.number % 2
+        memmove(self._addresses[parity], x.data_ptr(), self._num_bytes)
+        rounds.exchange(self._code, label)
+        if self._numpy:  # a + b = b + a to the bit
+            np.add(x.view(-1).numpy(), self._theirs[parity], out=out.view(-1).numpy())
+            return
+        parts = list(self._areas[parity])
+        if rounds.num_ranks == 2:
+            parts[rounds.index] = x.view(-1)
+        sum_ranks(parts, out.view(-1))
+
+
 class CpuReducer:
     """The reductions. All tensors are flat, contiguous and on the CPU; one call at a time."""
 
@@ -127,6 +183,12 @@ class CpuReducer:
     @property
     def arrived(self) -> bool:
         return self._rounds.arrived
+
+    def plan(self, dtype: torch.dtype, length: int, chunk_bytes: int) -> OneStagePlan | None:
+        """For repeated calls in one stage; None where they go in chunks."""
+        if not 0 < length <= self._elements(chunk_bytes, dtype):
+            return None
+        return OneStagePlan(self._rounds, dtype, length)
 
     def all_reduce(
         self, x: torch.Tensor, out: torch.Tensor, two_stages: bool, chunk_bytes: int, label: str

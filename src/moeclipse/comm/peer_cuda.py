@@ -5,10 +5,14 @@ rank's buffer, it posts t to the same block of all peers, waits for theirs, and 
 t % 2 again in a later kernel, after one whose blocks saw their peers' kernels begin round t + 1, and those
 begin only when the kernels before them have ended. So no barrier spans a grid, and none ends a call.
 
-The kernel copies its input into the shared area itself. That costs a pass at the speed of local memory and
-saves a launch; peers' pointers are fixed once and for all, so there is nothing to register for a CUDA graph,
-and a graph holds exactly one node per all-reduce. Stage one of two writes to the shared area and not to the
-result, because peers can read the area alone: a result would have to be shared anew in every call.
+The kernel copies its input into the shared area itself, which saves a launch: a graph holds exactly one node
+per all-reduce. Stage one of two writes to the shared area and not to the result, because peers can read the
+area alone: a result would have to be shared anew in every call.
+
+Inputs that a graph captures stay where they are, so larger ones are shared once (`peer_register`) and read
+there: the kernel gets a row of a table of addresses, which is filled when the capture ends. Small ones are
+copied all the same: that takes less time than the second round, without which a rank could overwrite its
+input under a peer that still reads it.
 
 Buffers come from torch's symmetric memory, or else from CUDA IPC. A peer that does not arrive ends the kernel
 at the deadline; the next call on this rank raises and names it.
@@ -20,16 +24,20 @@ GPU need MPS, or each round costs a time slice of the driver.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.mesh import Group, host_id
 from moeclipse.comm.peer_memory import NoPeerMemoryError, tell_all
+from moeclipse.comm.peer_register import SharedInputs
 from moeclipse.core.errors import CommError
-from moeclipse.ops.peer_reduce import AllReduceKernel, PeerSpace, all_reduce_rms_norm_kernel
+from moeclipse.ops.peer_reduce import LARGE_BYTES, AllReduceKernel, PeerSpace, all_reduce_rms_norm_kernel
 
-MAX_BLOCKS = 36
-HEAD_BYTES = 4096  # flags: 36 blocks x 16 words of 4 bytes, rounded up
+MAX_BLOCKS = 64
+HEAD_BYTES = 8192  # flags: 64 blocks x 32 words of 4 bytes
+NOT_REGISTERED = 1000  # what a kernel reports whose input's addresses are not in the table yet
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -125,7 +133,7 @@ def _open_ipc(group: Group, watch: Watch, device: torch.device, num_bytes: int, 
 
 
 class CudaReducer:
-    """The reductions. All tensors are flat, contiguous and on this device; one stream at a time."""
+    """The reductions. All tensors are contiguous and on this device; one stream at a time."""
 
     def __init__(self, memory: CudaMemory, group: Group, watch: Watch, area_bytes: int) -> None:
         self._memory, self._watch, self._ranks = memory, watch, group.ranks
@@ -138,15 +146,16 @@ class CudaReducer:
             table=memory.table,
             counts=torch.zeros(MAX_BLOCKS, dtype=torch.int32, device=device),
             status=self._status,
-            clock=torch.zeros(MAX_BLOCKS, dtype=torch.int64, device=device),
             area_bytes=area_bytes,
             head_bytes=HEAD_BYTES,
-            limit_ns=int(watch.deadline_s * 1e9),
+            limit_us=min(int(watch.deadline_s * 1e6), 2**31 - 1),
             rank=group.index,
             num_ranks=group.size,
             max_blocks=MAX_BLOCKS,
         )
-        self._kernel = AllReduceKernel(self._space)
+        self.kernel = AllReduceKernel(self._space)
+        self.inputs = SharedInputs(group, watch, device)
+        self.in_place_from: int | None = None  # bytes; only while a graph is captured
         torch.cuda.synchronize(device)
 
     def check(self, label: str = "") -> None:
@@ -154,6 +163,11 @@ class CudaReducer:
         late = int(self._seen[0])
         if late:
             mine, name = self._ranks[self.index], self._label or label
+            if late == NOT_REGISTERED:
+                raise CommError(
+                    f"rank {mine} replayed a graph with {name} before its inputs were shared; "
+                    "leave the `with all_reduce.capture():` block first"
+                )
             raise CommError(
                 f"rank {mine} waited {self._watch.deadline_s:g} s in {name}: "
                 f"rank {self._ranks[late - 1]} did not arrive"
@@ -166,12 +180,39 @@ class CudaReducer:
         del chunk_bytes  # of the CPU
         self.check(label)
         chunk = self.area_bytes // x.dtype.itemsize
+        start = self.in_place_from
         if x.numel() <= chunk:
-            self._kernel(x, out, two_stages)
+            shared = start is not None and x.nbytes >= start and x.data_ptr() % 16 == 0
+            self.kernel(x, out, two_stages, self.inputs.add(x) if shared else None)
             return
-        for start in range(0, x.numel(), chunk):
-            piece = slice(start, min(start + chunk, x.numel()))
-            self._kernel(x[piece], out[piece], two_stages)
+        x, out = x.view(-1), out.view(-1)
+        for first in range(0, x.numel(), chunk):
+            piece = slice(first, min(first + chunk, x.numel()))
+            self.kernel(x[piece], out[piece], two_stages)
+
+    def begin_capture(self, dtypes: Sequence[torch.dtype], in_place_from: int | None) -> None:
+        """Collective. Compile what a capture may need, and find out whether inputs can be shared."""
+        device = self._space.table.device
+        sizes = (4096, LARGE_BYTES)  # one for each tiling
+        xs = [torch.ones(size // t.itemsize, dtype=t, device=device) for t in dtypes for size in sizes]
+        outs = [torch.empty_like(x) for x in xs]
+        rows: list[torch.Tensor | None] = [None] * len(xs)
+        self._try(xs, outs, rows)
+        if in_place_from is not None:
+            rows = [self.inputs.add(x) for x in xs]
+            try:
+                self.inputs.register()
+            except CommError:  # every rank gets this error, so all of them copy instead
+                self.inputs.forget()
+                return
+            self._try(xs, outs, rows)
+        self.in_place_from = in_place_from
+
+    def _try(self, xs: list[torch.Tensor], outs: list[torch.Tensor], rows: list[torch.Tensor | None]) -> None:
+        for x, out, row in zip(xs, outs, rows, strict=True):
+            for two in (False, True):
+                self.kernel(x, out, two, row)
+        torch.cuda.synchronize(self._space.table.device)
 
     def all_reduce_rms_norm(
         self,
@@ -194,3 +235,4 @@ class CudaReducer:
 
     def close(self) -> None:
         torch.cuda.synchronize(self._space.table.device)
+        self.inputs.close()

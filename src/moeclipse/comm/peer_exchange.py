@@ -42,7 +42,7 @@ from moeclipse.comm.record import Move
 from moeclipse.core.errors import CommError, ConfigError
 
 BUFFER_BYTES = 8 << 20  # of each rank, divided into one ring per peer
-PIECE_BYTES = 128 << 10  # posted at a time, so that a peer can take while we write
+PIECE_BYTES = 512 << 10  # posted at a time, so that a peer can take while we write
 NAP_S = 0.001
 
 
@@ -177,7 +177,7 @@ class PeerExchange:
         """Send `send_counts[p]` leading rows to each peer p, in order; receive likewise. Zeros are legal."""
         if group.ranks != self.group.ranks:
             raise ConfigError(f"this exchange serves ranks {self.group.ranks}, not {group.ranks}")
-        if not self.should_use(rows):
+        if self._memory is None or not rows.is_cpu:
             return exchange.all_to_all(lane, group, rows, send_counts, receive_counts, label, out)
         check_counts(len(rows), send_counts, receive_counts, group)
         rows = rows.detach().contiguous()

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.mesh import Group, host_id
-from moeclipse.comm.peer_signal import LINE, Peers, Signals, unordered_reason
+from moeclipse.comm.peer_signal import LINE, SPIN_CROWDED, Peers, Signals, unordered_reason
 from moeclipse.core.errors import CommError
 
 FOLDER = Path("/dev/shm")
@@ -99,9 +99,13 @@ class PeerMemory:
             path.unlink(missing_ok=True)
         pids = [fact["pid"] if fact["pids"] == facts[group.index]["pids"] else None for fact in facts]
         peers = Peers(group.ranks, group.index, pids, watch)
-        words = memoryview(segment)[LINE : LINE + num_words * LINE].cast("Q")
+        # Ranks that are pinned to a core each are not crowded.
+        cores = {core for fact in facts for core in fact["cores"]}
+        if spin is None and len(cores) < group.size:
+            spin = SPIN_CROWDED
+        words = memoryview(segment)[LINE : LINE + (num_words + group.size) * LINE].cast("Q")
         address = torch.frombuffer(segment, dtype=torch.uint8).data_ptr() + LINE
-        return cls(segment, layout, Signals(words, address, peers, spin))
+        return cls(segment, layout, Signals(words, address, peers, spin, num_words))
 
     def view(self, peer: int, dtype: torch.dtype, offset: int, count: int) -> torch.Tensor:
         """`count` elements from byte `offset` of a rank's buffer; the offset is a multiple of their size."""
@@ -142,11 +146,14 @@ class PeerMemory:
 
 
 class Layout:
-    """stamp (a line) | words, a line each | buffer of rank 0 | of rank 1 | ...; buffers are whole pages."""
+    """stamp (a line) | words, a line each, and one more for each rank | buffer of rank 0 | of rank 1 | ...
+
+    Buffers are whole pages. The words of the ranks say who sleeps.
+    """
 
     def __init__(self, num_ranks: int, num_bytes: int, num_words: int) -> None:
         self.num_ranks, self.num_bytes, self.num_words = num_ranks, num_bytes, num_words
-        self.head = _pages(LINE + num_words * LINE)
+        self.head = _pages(LINE + (num_words + num_ranks) * LINE)
         self.stride = _pages(num_bytes)
         self.total = self.head + num_ranks * self.stride
 
@@ -172,6 +179,7 @@ def _facts(layout: Layout, folder: Path) -> dict[str, Any]:
     return {
         "host": host_id(),
         "pid": os.getpid(),
+        "cores": sorted(os.sched_getaffinity(0)),
         "pids": pids,
         "token": secrets.token_hex(16),
         "size": [layout.num_bytes, layout.num_words],

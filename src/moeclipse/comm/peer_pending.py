@@ -68,3 +68,13 @@ def shaped(flat: torch.Tensor, out: torch.Tensor | None, x: torch.Tensor) -> tor
     if flat.data_ptr() != out.data_ptr():
         out.detach().copy_(flat.view(x.shape))
     return out
+
+
+def is_plain(x: torch.Tensor, out: torch.Tensor | None) -> bool:
+    """Whether both lie in the memory of the host as they are: dense, contiguous and without a gradient."""
+    if not x.is_cpu or x.requires_grad or x.layout is not torch.strided or not x.is_contiguous():
+        return False
+    return out is None or (
+        out.dtype is x.dtype and out.shape == x.shape and out.is_cpu and not out.requires_grad
+        and out.is_contiguous()
+    )  # fmt: skip

@@ -4,15 +4,19 @@ A counter is a 64-bit word on a cache line of its own. Only its owner writes it,
 owner wrote before it is visible to whoever saw it. So there are no locks and no read-modify-writes: nothing
 that a killed rank could leave locked.
 
-A waiter polls for a while, then sleeps in the kernel on that word (a futex) until its owner posts. With more
-ranks than cores it polls only briefly, because a rank that polls holds the core the other one needs. Every
+A waiter polls for a while, then sleeps in the kernel on that word (a futex) until its owner posts. It says so
+in a word of its own, and who posts wakes only sleepers, because a system call takes longer than all the rest.
+With more ranks than cores it polls only briefly: a rank that polls holds the core the other one needs. Every
 few milliseconds of waiting it looks whether the peer still lives, whether some rank reported a failure, and
 whether the deadline passed; each of them raises an error that names the rank.
 
 Hazard: order of memory. A post is one aligned 8-byte store, made by a C call that the compiler cannot move
 across the copy before it. On x86-64 the hardware keeps stores in order and loads in order, and a store never
-passes an earlier load: that is all this protocol asks for. Weaker machines (Arm) need fences that Python
-cannot issue, so `unordered_reason` refuses them instead of being right most of the time.
+passes an earlier load: that is all this protocol asks for, but in one place. A post must be visible before
+its owner looks for sleepers, and taking a lock, which on x86-64 is a full fence, sees to that; the sleeper's
+fence is its system call. Were a sleeper missed all the same, it would wake when its nap ends.
+Weaker machines (Arm) need fences that Python cannot issue: `unordered_reason` refuses them instead of being
+right most of the time.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import ctypes
 import os
 import platform
 import select
+import threading
 import time
 from collections.abc import Sequence
 
@@ -33,7 +38,7 @@ WORD = 8
 FUTEX = 202  # system call number on x86-64
 WAIT, WAKE = 0, 1
 EVERYONE = 0x7FFFFFFF
-SPIN_ALONE = 100  # polls, some 5 us, when every rank has a core; more gains nothing and starves others
+SPIN_ALONE = 300  # polls, some 10 us, when every rank has a core: as long as falling asleep and waking takes
 SPIN_CROWDED = 50
 NAP_S = (0.002, 0.05)  # first and longest sleep between two looks at the peers
 LOOK_S = 0.25  # how often the store is asked whether some rank failed
@@ -96,10 +101,17 @@ class Peers:
 class Signals:
     """Words of shared memory, each written by one rank. `words` is a memoryview of 64-bit numbers."""
 
-    def __init__(self, words: memoryview, address: int, peers: Peers, spin: int | None = None) -> None:
+    def __init__(
+        self, words: memoryview, address: int, peers: Peers, spin: int | None = None, first_sleeper: int = 0
+    ) -> None:
+        """From word `first_sleeper` on there is one for each rank: how many of its threads sleep."""
         self._words, self._address, self.peers = words, address, peers
-        crowded = len(peers.ranks) > len(os.sched_getaffinity(0))
-        self.spin = spin if spin is not None else SPIN_CROWDED if crowded else SPIN_ALONE
+        self._sleeps = (first_sleeper + peers.index) * WORD
+        self._sleepers = [
+            (first_sleeper + peer) * WORD for peer in range(len(peers.ranks)) if peer != peers.index
+        ]
+        self._num_asleep, self._fence = 0, threading.Lock()
+        self.spin = SPIN_ALONE if spin is None else spin
         self._next_question = 0.0
         self._call = ctypes.CDLL(None).syscall  # lets other threads of this process run while it sleeps
         pointer, number = ctypes.c_void_p, ctypes.c_uint32
@@ -118,8 +130,14 @@ class Signals:
 
     def post(self, word: int, value: int) -> None:
         """Publish everything this rank wrote so far, and wake whoever sleeps on the word."""
-        self._words[word * WORD] = value
-        self._call(FUTEX, self._address + word * LINE, WAKE, EVERYONE, None, None, 0)
+        words = self._words
+        words[word * WORD] = value
+        self._fence.acquire()
+        self._fence.release()
+        for place in self._sleepers:
+            if words[place]:
+                self._call(FUTEX, self._address + word * LINE, WAKE, EVERYONE, None, None, 0)
+                return
 
     def wait(self, word: int, value: int, peer: int, label: str) -> None:
         """Return once `peer` has posted at least `value`; raise when it cannot come or comes too late."""
@@ -164,4 +182,14 @@ class Signals:
     def _nap(self, word: int, seen: int, seconds: float) -> None:
         """Sleep while the word still holds `seen`; the kernel compares, so no post is missed."""
         limit = (ctypes.c_long * 2)(int(seconds), int(seconds % 1 * 1e9))
-        self._call(FUTEX, self._address + word * LINE, WAIT, seen & 0xFFFFFFFF, limit, None, 0)
+        self._count_sleepers(1)
+        try:
+            self._call(FUTEX, self._address + word * LINE, WAIT, seen & 0xFFFFFFFF, limit, None, 0)
+        finally:
+            self._count_sleepers(-1)
+
+    def _count_sleepers(self, more: int) -> None:
+        with self._fence:  # two threads of a rank may wait at once
+            self._num_asleep += more
+            if self._words:  # closed meanwhile
+                self._words[self._sleeps] = self._num_asleep

@@ -10,8 +10,10 @@ rank computed which rows of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -86,45 +88,106 @@ class PeerSpace:
     """[max_blocks] int32: rounds done."""
     status: torch.Tensor
     """[1] int32 in pinned memory: 1 + a peer that did not arrive."""
-    clock: torch.Tensor
-    """[max_blocks] int64: scratch for reading the time."""
     area_bytes: int
     head_bytes: int
-    limit_ns: int
+    limit_us: int
     rank: int
     num_ranks: int
     max_blocks: int
 
 
-class AllReduceKernel:
-    """out = sum over ranks of flat x, on a device.
+@dataclass(frozen=True)
+class Tiling:
+    """How the work of a launch is dealt: bytes that a block handles at a time, and the most blocks."""
 
-    Compiled kernels are kept, and launched with arguments by position: binding them by name in every call
-    takes several times as long as the kernel.
+    tile_bytes: int
+    blocks: int
+
+
+SMALL, LARGE, LARGE_BYTES = Tiling(8 << 10, 36), Tiling(32 << 10, 64), 1 << 20
+"""Small tensors want many blocks with little to do; large ones more loads under way in each thread."""
+
+
+def tiling_of(num_bytes: int) -> Tiling:
+    return SMALL if num_bytes < LARGE_BYTES else LARGE
+
+
+class AllReduceKernel:
+    """out = sum over ranks of flat x, on a device; `inputs` is a row of all ranks' addresses of x, if known.
+
+    Compiled kernels are kept and launched through the driver: Triton's own launch binds and checks arguments
+    anew in every call, which takes longer than the kernel.
     """
 
-    def __init__(self, space: PeerSpace) -> None:
-        self._space, self._compiled = space, {}  # type: ignore[var-annotated]
-        self._shared = (space.table, space.counts, space.status, space.clock)
-        self._sizes = (space.area_bytes, space.head_bytes, space.limit_ns)
+    def __init__(self, space: PeerSpace, tiling: Callable[[int], Tiling] = tiling_of) -> None:
+        self._space, self._tiling = space, tiling
+        self._launchers: dict[tuple[object, ...], Launcher] = {}
+        self._sizes = (space.area_bytes, space.head_bytes, space.limit_us, space.rank, space.max_blocks)
 
-    def __call__(self, x: torch.Tensor, out: torch.Tensor, two_stages: bool) -> None:
-        space, length = self._space, x.numel()
-        block = 8192 // x.dtype.itemsize
+    def __call__(
+        self, x: torch.Tensor, out: torch.Tensor, two_stages: bool, inputs: torch.Tensor | None = None
+    ) -> None:
+        space, length, dtype = self._space, x.numel(), x.dtype
+        tiling = self._tiling(x.nbytes)
+        block = tiling.tile_bytes // dtype.itemsize
         part = length // space.num_ranks // 16 * 16  # parts begin on whole vectors
         share = part if two_stages else length
-        grid = (max(1, min(space.max_blocks, -(-share // block))), 1, 1)
-        constants = (space.rank, space.num_ranks, two_stages, block, space.max_blocks)
-        arguments = (x, out, *self._shared, length, part, *self._sizes, *constants)
+        blocks = max(1, min(space.max_blocks, tiling.blocks, -(-share // block)))
+        from_x, to_out = x.data_ptr(), out.data_ptr()
         # What Triton compiles anew for: see the arguments that differ between calls.
-        key = (x.dtype, two_stages, x.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0)
-        compiled = self._compiled.get(key)
-        if compiled is not None:
-            compiled[grid](*arguments)
+        key = (dtype, two_stages, inputs is None, block, from_x % 16, to_out % 16)
+        launcher = self._launchers.get(key)
+        if launcher is not None:
+            row = 0 if inputs is None else inputs.data_ptr()
+            launcher.launch(blocks, from_x, to_out, row, length, part)
             return
         from moeclipse.ops.triton import peer_reduce
 
-        self._compiled[key] = peer_reduce.all_reduce[grid](*arguments, num_warps=16)
+        row_of = space.table if inputs is None else inputs
+        values = (x, out, row_of, space.table, space.counts, space.status, length, part, *self._sizes)
+        constants = (space.num_ranks, two_stages, inputs is not None, block)
+        compiled = peer_reduce.all_reduce[(blocks, 1, 1)](*values, *constants, num_warps=16)
+        if compiled is not None:  # None: the interpreter compiles nothing
+            self._launchers[key] = Launcher(compiled, values)
+
+
+class Launcher:
+    """One compiled kernel with its arguments in place; only those that differ between calls are written."""
+
+    def __init__(self, compiled: Any, values: Sequence[torch.Tensor | int]) -> None:
+        self._device = next(v.device.index for v in values if isinstance(v, torch.Tensor) and v.is_cuda)
+        self._slots = [
+            ctypes.c_uint64(value.data_ptr()) if isinstance(value, torch.Tensor) else ctypes.c_int32(value)
+            for value in values
+        ]
+        wanted = _num_parameters(compiled.asm["ptx"])
+        if not 0 <= wanted - len(self._slots) <= 2:  # Triton adds up to two scratch pointers
+            raise RuntimeError(f"the kernel takes {wanted} arguments, expected {len(self._slots)}")
+        self._slots += [ctypes.c_uint64(0)] * (wanted - len(self._slots))
+        pointers = [ctypes.addressof(slot) for slot in self._slots]
+        self._arguments = (ctypes.c_void_p * wanted)(*pointers)
+        self._x, self._out, self._inputs = self._slots[:3]
+        self._length, self._part = self._slots[6:8]
+        self._call = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
+        unsigned, pointer = ctypes.c_uint, ctypes.c_void_p
+        self._call.argtypes = [pointer, *[unsigned] * 7, pointer, pointer, pointer]
+        self._compiled = compiled  # keeps the module loaded
+        self._shape = (1, 1, 32 * compiled.metadata.num_warps, 1, 1, compiled.metadata.shared)
+        self._stream_of = torch._C._cuda_getCurrentRawStream
+
+    def launch(self, blocks: int, x: int, out: int, inputs: int, length: int, part: int) -> None:
+        self._x.value, self._out.value, self._inputs.value = x, out, inputs
+        self._length.value, self._part.value = length, part
+        stream = self._stream_of(self._device)
+        code = self._call(self._compiled.function, blocks, *self._shape, stream, self._arguments, None)
+        if code:
+            raise RuntimeError(f"the all-reduce kernel could not be launched: CUDA driver error {code}")
+
+
+def _num_parameters(ptx: str) -> int:
+    """Of the kernel's entry point, as the driver sees it."""
+    entry = ptx[ptx.index(".entry") :]
+    return entry[: entry.index(")")].count(".param")
 
 
 def all_reduce_rms_norm_kernel(
@@ -141,8 +204,7 @@ def all_reduce_rms_norm_kernel(
     T, D = x_TD.shape
     block = 1 << (D - 1).bit_length()
     peer_reduce.all_reduce_rms_norm[(min(space.max_blocks, T),)](
-        x_TD, residual_TD, weight_D, *out, space.table, space.counts, space.status, space.clock, T, D, eps,
-        space.area_bytes, space.head_bytes, space.limit_ns,
-        RANK=space.rank, W=space.num_ranks, BLOCK=block, MAX_BLOCKS=space.max_blocks,
-        num_warps=max(1, min(16, block // 256)),
+        x_TD, residual_TD, weight_D, *out, space.table, space.counts, space.status, T, D, eps,
+        space.area_bytes, space.head_bytes, space.limit_us, space.rank, space.max_blocks,
+        W=space.num_ranks, BLOCK=block, num_warps=max(1, min(16, block // 256)),
     )  # fmt: skip

@@ -7,54 +7,72 @@ peers' block b and never for a whole grid: nothing hangs when blocks do not all 
 Work is dealt so that block b copies in, reduces and gathers the same elements of every part. Then whatever a
 block reads from a peer was written by that peer's block b, which is the one it waited for.
 The numbers of the rounds live on the device, so a captured graph replays correctly.
+
+Inputs are read where they lie, if every rank's address of them is known (`inputs`, a row of P addresses), or
+else copied to the shared area first. Read in place, an input may be overwritten only when all peers have read
+it: in one stage that takes a second round, in two stages the second round is there anyway.
 """
 # mypy: disable-error-code="no-untyped-def"
 # (Triton compiles these functions; their arguments have Triton's types.)
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import globaltimer
 
-FLAGS = tl.constexpr(16)
+FLAGS = tl.constexpr(32)  # one for each thread of a warp: all threads of a warp leave a loop together
 LOOK = tl.constexpr(256)  # polls between two looks at the clock
+NOT_REGISTERED = tl.constexpr(1000)
 
 
 @triton.jit
-def post_and_wait(table, status, clock, block, number, limit_ns, RANK: tl.constexpr, W: tl.constexpr):
-    """Publish what this block wrote and wait for the same block of all peers, at most `limit_ns`.
+def poll(flags):
+    """Each thread reads a flag, and sees whatever its writer wrote before it."""
+    return tl.inline_asm_elementwise(
+        "ld.acquire.sys.global.u32 $0, [$1];", "=r,l", [flags], dtype=tl.int32, is_pure=False, pack=1
+    )
 
-    All threads must leave the loop together, so the time, which each thread would read for itself, goes
-    through an atomic: one thread writes it, and all of them get what was there before.
+
+@triton.jit
+def clock(lane):
+    return tl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l,r", [lane], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def post_and_wait(table, status, block, number, limit_us, rank, W: tl.constexpr):
+    """Publish what this block wrote and wait for the same block of all peers, at most `limit_us`.
+
+    Every warp polls for itself: a thread watches one peer, and the least of what a warp sees decides for all
+    of its threads. Nothing in the loop makes warps wait for each other, so they may leave it one by one.
     """
     tl.debug_barrier()
-    lane = tl.arange(0, FLAGS)  # one thread for each peer
-    to = (lane < W) & (lane != RANK)
-    flags = tl.load(table + lane, mask=to, other=0).to(tl.pointer_type(tl.int32))
-    tl.atomic_xchg(flags + block * FLAGS + RANK, number, mask=to, sem="release", scope="sys")
-    mine = tl.load(table + RANK).to(tl.pointer_type(tl.int32)) + block * FLAGS
-    for peer in tl.static_range(W):
-        if peer != RANK:
-            seen = tl.atomic_add(mine + peer, 0, sem="acquire", scope="sys")
-            polls = 0
-            first = tl.full((), 0, tl.int64)
-            while (seen - number < 0) & (polls >= 0):
-                seen = tl.atomic_add(mine + peer, 0, sem="acquire", scope="sys")
-                polls += 1
-                if polls % LOOK == 0:
-                    last = tl.atomic_xchg(clock + block, globaltimer(), sem="relaxed", scope="gpu")
-                    if polls == 2 * LOOK:
-                        first = last
-                    if (polls > 2 * LOOK) & (last - first > limit_ns):
-                        polls = -1
-            if seen - number < 0:
-                tl.store(status, peer + 1)
+    lane = tl.arange(0, FLAGS)
+    to = (lane < W) & (lane != rank)
+    theirs = tl.load(table + lane, mask=to, other=0).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(theirs + block * FLAGS + rank, number, mask=to, sem="release", scope="sys")
+    mine = tl.load(table + rank).to(tl.pointer_type(tl.int32)) + block * FLAGS
+    watched = mine + tl.where(to, lane, rank)
+    behind = tl.where(to, poll(watched) - number, 0)
+    least = tl.min(behind, axis=0)
+    polls = 0
+    begun = tl.full((), 0, tl.int64)
+    while (least < 0) & (polls >= 0):
+        behind = tl.where(to, poll(watched) - number, 0)
+        least = tl.min(behind, axis=0)
+        polls += 1
+        if polls % LOOK == 0:
+            now = tl.min(clock(lane), axis=0)
+            begun = tl.where(polls == LOOK, now, begun)
+            polls = tl.where(now - begun > limit_us.to(tl.int64) * 1000, -1, polls)
+    if least < 0:
+        tl.store(status, tl.max(tl.where(behind < 0, lane + 1, 0), axis=0))
     tl.debug_barrier()
 
 
 @triton.jit
-def count_rounds(counts, block, grid, number, MAX_BLOCKS: tl.constexpr):
+def count_rounds(counts, block, grid, number, max_blocks):
     """All lines stay at the same number, those of blocks that this launch did not need included."""
-    for line in range(block, MAX_BLOCKS, grid):
+    for line in range(block, max_blocks, grid):
         tl.store(counts + line, number)
 
 
@@ -66,27 +84,36 @@ def area_of(table, peer, number, area_bytes, head_bytes, like):
 
 
 @triton.jit
-def copy_part(source, target, start, stop, to, block, grid, BLOCK: tl.constexpr):
-    """target[to : ...] = source[start:stop], the tiles of this block."""
+def input_of(inputs, peer, like):
+    """A rank's input where it lies; registered ones begin on whole vectors."""
+    return tl.multiple_of(tl.load(inputs + peer).to(tl.pointer_type(like.dtype.element_ty)), 16)
+
+
+@triton.jit
+def copy_part(source, target, start, stop, block, grid, BLOCK: tl.constexpr):
+    """target[start:stop] = source[start:stop], the tiles of this block."""
     lane = tl.arange(0, BLOCK)
     full = (stop - start) // BLOCK
     for tile in range(block, full, grid):
-        place = tile * BLOCK + lane
-        tl.store(target + to + place, tl.load(source + start + place, cache_modifier=".cg"))
+        place = start + tile * BLOCK + lane
+        tl.store(target + place, tl.load(source + place, cache_modifier=".cg"))
     if full % grid == block:
-        place = full * BLOCK + lane
-        inside = start + place < stop
-        value = tl.load(source + start + place, mask=inside, cache_modifier=".cg")
-        tl.store(target + to + place, value, mask=inside)
+        place = start + full * BLOCK + lane
+        inside = place < stop
+        tl.store(target + place, tl.load(source + place, mask=inside, cache_modifier=".cg"), mask=inside)
 
 
 @triton.jit
 def sum_tile(
-    table, number, area_bytes, head_bytes, like, place, inside, W: tl.constexpr, MASKED: tl.constexpr
-):
+    table, inputs, number, area_bytes, head_bytes, like, place, inside,
+    W: tl.constexpr, IN_PLACE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     total = tl.zeros(place.shape, dtype=tl.float32)
     for peer in tl.static_range(W):
-        shown = area_of(table, peer, number, area_bytes, head_bytes, like)
+        if IN_PLACE:
+            shown = input_of(inputs, peer, like)
+        else:
+            shown = area_of(table, peer, number, area_bytes, head_bytes, like)
         if MASKED:
             value = tl.load(shown + place, mask=inside, other=0.0, cache_modifier=".cg")
         else:
@@ -97,90 +124,129 @@ def sum_tile(
 
 @triton.jit
 def sum_part(
-    table, number, area_bytes, head_bytes, target, start, stop, to, block, grid,
-    W: tl.constexpr, BLOCK: tl.constexpr,
+    table, inputs, number, area_bytes, head_bytes, target, start, stop, block, grid,
+    W: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """target[to : ...] = sum over ranks, in rank order, of the elements start:stop that they show."""
+    """target[start:stop] = sum over ranks, in rank order, of what they show there."""
     lane = tl.arange(0, BLOCK)
     full = (stop - start) // BLOCK
     for tile in range(block, full, grid):
-        place = tile * BLOCK + lane
-        total = sum_tile(table, number, area_bytes, head_bytes, target, start + place, place >= 0, W, False)
-        tl.store(target + to + place, total.to(target.dtype.element_ty))
-    if full % grid == block:
-        place = full * BLOCK + lane
-        inside = start + place < stop
-        total = sum_tile(table, number, area_bytes, head_bytes, target, start + place, inside, W, True)
-        tl.store(target + to + place, total.to(target.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["length"])
-def all_reduce(
-    x, out, table, counts, status, clock, length, part, area_bytes, head_bytes, limit_ns,
-    RANK: tl.constexpr, W: tl.constexpr, TWO: tl.constexpr, BLOCK: tl.constexpr, MAX_BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """out = sum over ranks of x. The last part, of rank W - 1, takes the remainder."""
-    block, grid = tl.program_id(0), tl.num_programs(0)
-    number = tl.load(counts + block) + 1
-    mine = area_of(table, RANK, number, area_bytes, head_bytes, x)
-    if TWO:
-        for peer in tl.static_range(W):
-            stop = length if peer == W - 1 else (peer + 1) * part
-            copy_part(x, mine, peer * part, stop, peer * part, block, grid, BLOCK)
-        post_and_wait(table, status, clock, block, number, limit_ns, RANK, W)
-        stop = length if RANK == W - 1 else (RANK + 1) * part
-        reduced = area_of(table, RANK, number + 1, area_bytes, head_bytes, x)
-        sum_part(
-            table,
-            number,
-            area_bytes,
-            head_bytes,
-            reduced,
-            RANK * part,
-            stop,
-            RANK * part,
-            block,
-            grid,
-            W,
-            BLOCK,
+        place = start + tile * BLOCK + lane
+        total = sum_tile(
+            table, inputs, number, area_bytes, head_bytes, target, place, place >= 0, W, IN_PLACE, False
         )
-        number += 1
-        post_and_wait(table, status, clock, block, number, limit_ns, RANK, W)
-        for step in tl.static_range(W):
-            peer = (RANK + step) % W
-            stop = length if peer == W - 1 else (peer + 1) * part
-            shown = area_of(table, peer, number, area_bytes, head_bytes, x)
-            copy_part(shown, out, peer * part, stop, peer * part, block, grid, BLOCK)
-    else:
-        copy_part(x, mine, 0, length, 0, block, grid, BLOCK)
-        post_and_wait(table, status, clock, block, number, limit_ns, RANK, W)
-        sum_part(table, number, area_bytes, head_bytes, out, 0, length, 0, block, grid, W, BLOCK)
-    count_rounds(counts, block, grid, number, MAX_BLOCKS)
+        tl.store(target + place, total.to(target.dtype.element_ty))
+    if full % grid == block:
+        place = start + full * BLOCK + lane
+        inside = place < stop
+        total = sum_tile(
+            table, inputs, number, area_bytes, head_bytes, target, place, inside, W, IN_PLACE, True
+        )
+        tl.store(target + place, total.to(target.dtype.element_ty), mask=inside)
 
 
 @triton.jit
+def part_end(peer, part, length, W: tl.constexpr):
+    """The last part, of rank W - 1, takes the remainder."""
+    return tl.where(peer == W - 1, length, (peer + 1) * part)
+
+
+@triton.jit
+def reduce_in_one(
+    x, out, inputs, table, status, number, length, area_bytes, head_bytes, limit_us, rank, block, grid,
+    W: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if not IN_PLACE:
+        mine = area_of(table, rank, number, area_bytes, head_bytes, x)
+        copy_part(x, mine, 0, length, block, grid, BLOCK)
+    post_and_wait(table, status, block, number, limit_us, rank, W)
+    sum_part(table, inputs, number, area_bytes, head_bytes, out, 0, length, block, grid, W, IN_PLACE, BLOCK)
+    if IN_PLACE:
+        number += 1
+        post_and_wait(table, status, block, number, limit_us, rank, W)
+    return number
+
+
+@triton.jit
+def reduce_in_two(
+    x, out, inputs, table, status, number, length, part, area_bytes, head_bytes, limit_us, rank, block, grid,
+    W: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if not IN_PLACE:
+        mine = area_of(table, rank, number, area_bytes, head_bytes, x)
+        for peer in tl.static_range(W):
+            copy_part(x, mine, peer * part, part_end(peer, part, length, W), block, grid, BLOCK)
+    post_and_wait(table, status, block, number, limit_us, rank, W)
+    reduced = area_of(table, rank, number + 1, area_bytes, head_bytes, x)
+    stop = part_end(rank, part, length, W)
+    sum_part(
+        table, inputs, number, area_bytes, head_bytes, reduced, rank * part, stop, block, grid,
+        W, IN_PLACE, BLOCK,
+    )  # fmt: skip
+    number += 1
+    post_and_wait(table, status, block, number, limit_us, rank, W)
+    for step in tl.static_range(W):
+        peer = (rank + step) % W
+        shown = area_of(table, peer, number, area_bytes, head_bytes, x)
+        copy_part(shown, out, peer * part, part_end(peer, part, length, W), block, grid, BLOCK)
+    return number
+
+
+@triton.jit(
+    do_not_specialize=["length", "part", "area_bytes", "head_bytes", "limit_us", "rank", "max_blocks"]
+)
+def all_reduce(
+    x, out, inputs, table, counts, status,
+    length, part, area_bytes, head_bytes, limit_us, rank, max_blocks,
+    W: tl.constexpr, TWO: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out = sum over ranks of x. `part` is a multiple of 16 elements."""
+    block, grid = tl.program_id(0), tl.num_programs(0)
+    number = tl.load(counts + block) + 1
+    part = part // 16 * 16  # tells the compiler that parts begin on whole vectors
+    ready = tl.full((), 1, tl.int64)
+    if IN_PLACE:
+        ready = tl.load(inputs)
+    if ready != 0:
+        if TWO:
+            number = reduce_in_two(
+                x, out, inputs, table, status, number, length, part, area_bytes, head_bytes, limit_us,
+                rank, block, grid, W, IN_PLACE, BLOCK,
+            )  # fmt: skip
+        else:
+            number = reduce_in_one(
+                x, out, inputs, table, status, number, length, area_bytes, head_bytes, limit_us,
+                rank, block, grid, W, IN_PLACE, BLOCK,
+            )  # fmt: skip
+        count_rounds(counts, block, grid, number, max_blocks)
+    else:
+        tl.store(status, NOT_REGISTERED)
+
+
+@triton.jit(do_not_specialize=["limit_us", "rank", "max_blocks", "area_bytes", "head_bytes"])
 def all_reduce_rms_norm(
-    x, residual, weight, normed, h, table, counts, status, clock, T, D, eps, area_bytes, head_bytes, limit_ns,
-    RANK: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    x, residual, weight, normed, h, table, counts, status, T, D, eps,
+    area_bytes, head_bytes, limit_us, rank, max_blocks,
+    W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """h = round(sum over ranks of x + residual), normed = h / rms(h) * weight; a row at a time, one stage."""
     block, grid = tl.program_id(0), tl.num_programs(0)
     number = tl.load(counts + block) + 1
     column = tl.arange(0, BLOCK)
     inside = column < D
-    mine = area_of(table, RANK, number, area_bytes, head_bytes, x)
+    mine = area_of(table, rank, number, area_bytes, head_bytes, x)
     for row in range(block, T, grid):
         place = row * D + column
         tl.store(mine + place, tl.load(x + place, mask=inside), mask=inside)
-    post_and_wait(table, status, clock, block, number, limit_ns, RANK, W)
+    post_and_wait(table, status, block, number, limit_us, rank, W)
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     for row in range(block, T, grid):
         place = row * D + column
-        total = sum_tile(table, number, area_bytes, head_bytes, x, place, inside, W, True)
+        total = sum_tile(table, table, number, area_bytes, head_bytes, x, place, inside, W, False, True)
         total += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
         rounded = total.to(h.dtype.element_ty)
         tl.store(h + place, rounded, mask=inside)
         wide = rounded.to(tl.float32)
         inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / D + eps)
         tl.store(normed + place, (wide * inverse * scale).to(normed.dtype.element_ty), mask=inside)
-    count_rounds(counts, block, grid, number, MAX_BLOCKS)
+    count_rounds(counts, block, grid, number, max_blocks)
