@@ -46,6 +46,7 @@ from moeclipse.comm.mesh import Group, Mesh
 from moeclipse.comm.peer_cuda import CudaMemory
 from moeclipse.comm.peer_exchange import check_counts
 from moeclipse.comm.peer_memory import PeerMemory, tell_all
+from moeclipse.comm.peer_signal import LINE
 from moeclipse.comm.pinned_streams import LOW, Driver, DriverStream, Mark, Stream, ThreadStream
 from moeclipse.comm.record import Move
 from moeclipse.comm.transport import TorchTransport, Transport
@@ -177,22 +178,26 @@ class PinnedTransport:
             threading.Thread(target=self._watch, name="moeclipse-pinned", daemon=True).start()
 
     def _streams(self, wanted: bool) -> tuple[Stream, Stream]:
-        device, memory = self.lane.device, self._slots.memory
+        """Collective on devices: either all ranks leave waiting to the driver, or none does."""
+        device, signals = self.lane.device, self._signals
         if device.type == "cuda":
-            driver, words, problem = None, 0, "not wanted"
-            try:
-                driver = Driver(device)
-                address, num_bytes = memory.span
-                words = driver.register(address, num_bytes) + memory.words_at
-                own = 2 * self.group.index * (self.group.size + 1)  # of the pair of this rank with itself
-                problem = driver.probe(words + own * 64) or "" if wanted else problem
-            except (CommError, OSError, AttributeError) as error:
-                problem = str(error)
+            driver, words, problem = self._try_driver(device) if wanted else (None, 0, "not wanted")
             label = f"opening of pinned memory, group {self.group.name}"
-            if driver is not None and not any(tell_all(self.group, self.lane.watch, problem, label)):
+            found = tell_all(self.group, self.lane.watch, problem, label)
+            if driver is not None and not any(found):
                 return DriverStream(driver, words), DriverStream(driver, words)
-        signals = self._signals
         return ThreadStream("send", signals, device), ThreadStream("receive", signals, device)
+
+    def _try_driver(self, device: torch.device) -> tuple[Driver | None, int, str]:
+        """(driver, the device's address of the first word, why that does not work)."""
+        memory = self._slots.memory
+        try:
+            driver = Driver(device)
+            words = driver.register(*memory.span) + memory.words_at
+            own = 2 * self.group.index * (self.group.size + 1)  # of the pair of this rank with itself
+            return driver, words, driver.probe(words + own * LINE) or ""
+        except (CommError, OSError, AttributeError) as error:
+            return None, 0, str(error)
 
     def all_to_all(
         self,
@@ -212,6 +217,7 @@ class PinnedTransport:
             raise ConfigError(
                 f"out is {out.dtype} {tuple(out.shape)}, expected {rows.dtype} {shape}, contiguous"
             )
+        self._forget_done()
         journey = Journey(label, self.lane.recorder.launch(self.group.name, label), (rows, out))
         row_bytes = rows.dtype.itemsize * math.prod(rows.shape[1:])
         sources, targets = _parts(rows, send_counts, row_bytes), _parts(out, receive_counts, row_bytes)
@@ -268,6 +274,7 @@ class PinnedTransport:
         with recorder.waiting():
             for mark in journey.marks:
                 mark.wait()
+        journey.tensors = ()  # whatever uses their memory next comes behind the marks
         self.check()
         if journey.move.done is None:
             journey.move.done = recorder.stamp()
@@ -275,7 +282,7 @@ class PinnedTransport:
 
     def _forget_done(self) -> None:
         while self._under_way and self._under_way[0].done():
-            self._under_way.popleft().tensors = ()
+            self._under_way.popleft()
 
     # --- looking after streams that cannot give up -------------------------------------------------------
 
@@ -284,8 +291,8 @@ class PinnedTransport:
         peers, deadline_s = self._signals.peers, self.lane.watch.deadline_s
         ended_at: float | None = None
         while not self._closed.wait(LOOK_S):
-            oldest = self._under_way[0] if self._under_way else None
-            if oldest is None or oldest.done():
+            oldest = next((journey for journey in list(self._under_way) if not journey.done()), None)
+            if oldest is None:
                 continue
             now, late = time.monotonic(), self._late()
             ended = [peer for peer in late if peers.ended(peer)]

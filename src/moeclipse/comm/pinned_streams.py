@@ -64,6 +64,8 @@ class Driver:
         self._write = _first(library, "cuStreamWriteValue32_v2", "cuStreamWriteValue32")
         for call in (self._wait, self._write):
             call.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+        self._copy = library.cuMemcpyAsync
+        self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
         self._pointer = library.cuMemHostGetDevicePointer_v2
         self._pointer.argtypes = [ctypes.POINTER(ctypes.c_uint64), ctypes.c_void_p, ctypes.c_uint]
         self.device = device
@@ -76,6 +78,10 @@ class Driver:
         there = ctypes.c_uint64()
         check(self._pointer(ctypes.byref(there), address, 0), "cuMemHostGetDevicePointer")
         return there.value
+
+    def copy(self, stream: int, to: int, source: int, count: int) -> None:
+        """Between any two memories: addresses say where they are."""
+        check(self._copy(to, source, count, stream), "cuMemcpyAsync")
 
     def wait(self, stream: int, address: int, value: int) -> None:
         check(self._wait(stream, address, value & LOW, AT_LEAST), "cuStreamWaitValue32")
@@ -137,8 +143,7 @@ class DriverStream:
         self._driver.wait(self.stream.cuda_stream, self._words + word * LINE, value)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.cuda.stream(self.stream):
-            to.copy_(source, non_blocking=True)
+        self._driver.copy(self.stream.cuda_stream, to.data_ptr(), source.data_ptr(), to.nbytes)
 
     def write(self, word: int, value: int) -> None:
         self._driver.write(self.stream.cuda_stream, self._words + word * LINE, value)
