@@ -30,6 +30,7 @@ from moeclipse.model.nodes import DensePass, Microbatch, MicrobatchLoads, ModelS
 from moeclipse.moe.config import EXCHANGE_KEYS, GateConfig, MoEConfig
 from moeclipse.moe.layer import MoE, MoEReport
 from moeclipse.moe.tokens import Tokens
+from moeclipse.ops.activation import hidden_width
 from moeclipse.ops.random import key_of
 from moeclipse.pipeline.stage import LayerPass, Where
 from moeclipse.schedule.shape import Layer as LayerShape
@@ -80,6 +81,8 @@ class Layer(nn.Module):
             gate.top_k,
             gate=gate,
             num_shared_experts=moe.num_shared_experts,
+            activation=moe.activation,
+            expert_bias=moe.expert_bias,
             exchange={name: getattr(moe, name) for name in EXCHANGE_KEYS},
             expert_tp=moe.expert_tp,
             mesh=mesh,
@@ -300,7 +303,8 @@ def count_parameters(config: ModelConfig, moe: MoEConfig, gate: GateConfig) -> t
         attention += d * (config.kv_lora_rank + config.qk_rope_head_dim) + config.kv_lora_rank
         attention += config.kv_lora_rank * config.num_heads * (config.qk_nope_head_dim + config.v_head_dim)
         attention += config.num_heads * config.v_head_dim * d
-    expert = 3 * d * moe.d_ff
+    hidden = hidden_width(moe.activation, moe.d_ff)
+    expert = d * (hidden + moe.d_ff) + (hidden + d) * moe.expert_bias
     num_moe = config.num_layers - config.num_dense_layers
     routers = (2 if gate.kind == "noisy" else 1) * d * moe.num_experts
     always = config.vocab_size * d * (1 if config.tie_embeddings else 2) + d

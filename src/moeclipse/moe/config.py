@@ -136,6 +136,10 @@ class MoEConfig:
     """Hidden width of one expert."""
     num_shared_experts: int = 0
     """Experts that see every token, beside the routed ones (computed as one, this many times as wide)."""
+    activation: Literal["swiglu", "geglu", "relu2", "gelu"] = "swiglu"
+    """Between an expert's projections; relu2 (squared ReLU) and gelu have no gate, so up is half as wide."""
+    expert_bias: bool = False
+    """Add a bias after each of an expert's projections."""
     schedule: Literal["blocking", "smart"] = "blocking"
     """blocking: send all rows, compute, return all; smart: in units, computing one while others travel."""
     group_size: int | Literal["auto"] = "auto"
@@ -146,8 +150,8 @@ class MoEConfig:
     """Experts lent to other ranks for one step: chosen each step from measured costs, none, or these."""
     transport: Literal["direct", "two_level", "peer", "pinned"] = "direct"
     """direct: rank to rank; two_level: in the host, then across; peer, pinned: by memory of one host."""
-    kernels: Literal["on", "off"] = "off"
-    """on: our Triton kernels compute bf16 and fp16 experts on CUDA; off: plain torch."""
+    kernels: Literal["auto", "off"] = "auto"
+    """auto: our Triton kernels compute bf16 and fp16 experts on CUDA, where they fit; off: plain torch."""
     expert_tp: Literal["folded", "sharded"] = "folded"
     """With parallel.tp: folded: each tp rank holds other experts; sharded: a part of each expert's width."""
 
@@ -158,6 +162,8 @@ class MoEConfig:
             yield f"moe.d_ff ({self.d_ff}) must be at least 1"
         if self.num_shared_experts < 0:
             yield f"moe.num_shared_experts ({self.num_shared_experts}) must not be negative"
+        if self.expert_bias and self.expert_tp == "sharded":
+            yield "moe.expert_bias needs moe.expert_tp = 'folded': each part of a sharded sum would add it"
         for name in ("group_size", "chunks"):
             value = getattr(self, name)
             if value != "auto" and value < 1:
@@ -172,6 +178,8 @@ EXCHANGE_KEYS = ("schedule", "group_size", "chunks", "shadow", "transport", "ker
 """Of MoEConfig: how rows travel, which changes speed and never the model."""
 SHAPE_KEYS = ("num_experts", "d_ff", "num_shared_experts")
 """Of MoEConfig: what the parameters look like."""
+STYLE_KEYS = ("activation", "expert_bias")
+"""Of MoEConfig: the same; told in checkpoints where they are not as usual."""
 
 
 def gate_problems(gate: GateConfig, num_experts: int) -> Iterator[str]:

@@ -49,7 +49,8 @@ class Pending:
         grouped_mm_wgrad(self.d_h, self.x, self.counts, into=up, kernels=self.kernels)
         grouped_mm_wgrad(self.dy, self.a, self.counts, into=down, kernels=self.kernels)
         if biases:
-            grouping = group_counts(torch.tensor(list(self.counts), device=self.dy.device), len(self.dy))
+            counts_E = torch.tensor(list(self.counts), dtype=torch.int64, device=self.dy.device)
+            grouping = group_counts(counts_E, len(self.dy))
             for rows, into in zip((self.d_h, self.dy), biases, strict=True):
                 group_sum(rows, grouping, into)
 
@@ -170,7 +171,7 @@ class Experts(nn.Module):
 
 def spread(bias_EN: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     """Of each row its expert's bias."""
-    repeats = torch.tensor(list(counts), device=bias_EN.device)
+    repeats = torch.tensor(list(counts), dtype=torch.int64, device=bias_EN.device)
     return bias_EN.detach().repeat_interleave(repeats, dim=0, output_size=sum(counts))
 
 

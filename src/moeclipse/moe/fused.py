@@ -18,6 +18,7 @@ import torch
 from moeclipse.moe.experts import Experts
 from moeclipse.moe.gates import rank_among_equals
 from moeclipse.ops import expert_mlp
+from moeclipse.ops.bias import group_sum
 from moeclipse.ops.combine import gather_sum
 from moeclipse.ops.routing_metadata import Grouping, group_counts
 from moeclipse.ops.wgrad import grouped_wgrad
@@ -42,17 +43,22 @@ class FusedPending:
     d_h_MH: torch.Tensor
     scaled_MF: torch.Tensor
 
-    def add_to(self, up: torch.Tensor, down: torch.Tensor) -> None:
+    def add_to(self, up: torch.Tensor, down: torch.Tensor, *biases: torch.Tensor) -> None:
         saved, offsets = self.saved, self.saved.grouping.offsets_E1
         grouped_wgrad(self.d_rows_RD, self.scaled_MF, offsets, down, dy_index_M=saved.index_M)
         grouped_wgrad(self.d_h_MH, saved.rows_RD, offsets, up, x_index_M=saved.index_M)
+        if biases:
+            up_bias, down_bias = biases
+            group_sum(self.d_h_MH, saved.grouping, up_bias)
+            rows, index_M, score_M = self.d_rows_RD, saved.index_M, saved.score_M
+            group_sum(rows, saved.grouping, down_bias, index_M=index_M, weight_M=score_M)
 
 
 def fits(experts: object, inputs: Sequence[torch.Tensor]) -> bool:
     """Whether the kernels take these experts and rows."""
     if not isinstance(experts, Experts) or len(inputs) != 1 or not experts.ids:
         return False
-    x, widths = inputs[0], (experts.up.shape[1] // 2, experts.up.shape[2])
+    x, widths = inputs[0], (experts.down.shape[2], experts.up.shape[2])
     takes = x.is_cuda and x.dtype in expert_mlp.KERNEL_DTYPES and experts.up.dtype == x.dtype
     return takes and all(width % 8 == 0 for width in widths)
 
@@ -75,8 +81,12 @@ class FusedExperts:
         pair_M = torch.arange(len(index_M), dtype=torch.int32, device=device)
         places_RK[index_M, rank_among_equals(index_M)] = pair_M
         index_M = index_M.to(torch.int32)
-        h_MH, a_MF = expert_mlp.up(rows_RD, self.experts.up, grouping, index_M)
-        y_MD = expert_mlp.down(a_MF, self.experts.down, grouping)
+        experts = self.experts
+        up_bias, down_bias = (experts.up_bias, experts.down_bias) if experts.biased else (None, None)
+        h_MH, a_MF = expert_mlp.up(
+            rows_RD, experts.up, grouping, index_M, activation=experts.activation, bias_EH=up_bias
+        )
+        y_MD = expert_mlp.down(a_MF, experts.down, grouping, bias_ED=down_bias)
         saved = FusedSaved(
             rows_RD=rows_RD,
             h_MH=h_MH,
@@ -94,7 +104,14 @@ class FusedExperts:
         d_rows_RD = d_rows_RD.contiguous()
         experts, grouping = self.experts, saved.grouping
         d_h_MH, scaled_MF, d_score_M = expert_mlp.d_hidden(
-            d_rows_RD, saved.score_M, saved.h_MH, experts.down, grouping, saved.index_M
+            d_rows_RD,
+            saved.score_M,
+            saved.h_MH,
+            experts.down,
+            grouping,
+            saved.index_M,
+            activation=experts.activation,
+            bias_ED=experts.down_bias if experts.biased else None,
         )
         dx_RD = gather_sum(expert_mlp.d_rows(d_h_MH, experts.up, grouping), saved.places_RK)
         pending = FusedPending(saved=saved, d_rows_RD=d_rows_RD, d_h_MH=d_h_MH, scaled_MF=scaled_MF)

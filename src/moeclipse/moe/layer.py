@@ -41,6 +41,7 @@ from moeclipse.moe.schedule import ExchangeSchedule, Loads
 from moeclipse.moe.structure import Inputs, Structure
 from moeclipse.moe.tokens import Tokens
 from moeclipse.moe.topology import near_experts
+from moeclipse.ops.activation import Activation
 from moeclipse.ops.routed_experts import routed_experts
 
 
@@ -65,6 +66,8 @@ class MoE(nn.Module):
         *,
         gate: GateConfig | None = None,
         num_shared_experts: int = 0,
+        activation: Activation = "swiglu",
+        expert_bias: bool = False,
         experts: Callable[[int], nn.Module] | Joint | None = None,
         d_out: int | None = None,
         exchange: Mapping[str, Any] | None = None,
@@ -81,9 +84,9 @@ class MoE(nn.Module):
         """`placement`: which rank of the expert group holds which experts; left out: each its equal part."""
         super().__init__()
         gate = gate or GateConfig(top_k=top_k)
-        config = MoEConfig(
-            num_experts=num_experts, d_ff=d_ff, num_shared_experts=num_shared_experts, **(exchange or {})
-        )
+        sizes: dict[str, Any] = {"num_experts": num_experts, "d_ff": d_ff}
+        sizes["num_shared_experts"] = num_shared_experts
+        config = MoEConfig(**sizes, expert_bias=expert_bias, expert_tp=expert_tp, **(exchange or {}))
         self.mesh = mesh or Mesh.single(device or "cpu")
         self.sharded = expert_tp == "sharded" and self.mesh.tp > 1
         group = self.mesh.shard_experts if self.sharded else self.mesh.experts
@@ -95,6 +98,7 @@ class MoE(nn.Module):
         self.gate = Gate(gate, num_experts=num_experts, **shape)
         placement = self._place(config, group, device, placement)
         shape["shard"] = (self.mesh.tp_index, self.mesh.tp) if self.sharded else (0, 1)
+        shape |= {"activation": activation, "bias": expert_bias}
         ids = placement.slots[group.index]
         self.experts: Any = (
             Experts(ids, d_ff=d_ff, down_std=down_std, **shape)
@@ -105,8 +109,8 @@ class MoE(nn.Module):
         if num_shared_experts:
             self.shared = Experts([-1], d_ff=num_shared_experts * d_ff, down_std=down_std, **shape)
         self.last: MoEReport | None = None
-        self.fused: bool | None = None if config.kernels == "on" else False  # None: where the kernels fit
-        self.experts.kernels = config.kernels == "on"
+        self.fused: bool | None = False if config.kernels == "off" else None  # None: where the kernels fit
+        self.experts.kernels = config.kernels != "off"
         self.register_buffer(
             "load_E", torch.zeros(num_experts, dtype=torch.int64, device=device), persistent=False
         )
@@ -162,7 +166,7 @@ class MoE(nn.Module):
         load = self.sum_load([routing], tokens)
         y_TD = self._routed(routing, structure, inputs, tokens, Loads(load, tokens.group))
         if self.shared is not None:
-            y_TD = y_TD + _Shared.apply(x_TD, self.shared, self.shared.up, self.shared.down)
+            y_TD = y_TD + _Shared.apply(x_TD, self.shared, *self.shared.weights)
         return y_TD, self.report(routing, load, tokens)
 
     def sum_load(self, routings: Sequence[Routing], tokens: Tokens) -> RankSum:
@@ -201,10 +205,10 @@ class MoE(nn.Module):
         fused = self._takes_kernels(inputs)
         in_order = experts.ids == tuple(range(self.num_experts))
         if fused and in_order and self.route.group.size == 1 and not experts.wgrads.deferring:
-            up, down = (getattr(weight, "main_grad", None) for weight in experts.weights)
-            into = None if up is None or down is None else (up, down)
-            choices = (routing.scores_TK, routing.expert_ids_TK)
-            return routed_experts(inputs[0], *choices, *experts.weights, into=into)
+            sums = tuple(getattr(weight, "main_grad", None) for weight in experts.weights)
+            into = None if any(into is None for into in sums) else sums
+            given = (inputs[0], routing.scores_TK, routing.expert_ids_TK, *experts.weights)
+            return routed_experts(*given, activation=experts.activation, into=into)
         call = self.prepare(routing, structure, inputs, tokens, loads)
         return Routed.apply(routing.scores_TK, call, *inputs, *experts.weights)
 

@@ -19,7 +19,7 @@ from moeclipse.comm.exchange import gather
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import DivergedError
 from moeclipse.model.transformer import Transformer
-from moeclipse.moe.config import SHAPE_KEYS
+from moeclipse.moe.config import SHAPE_KEYS, STYLE_KEYS, MoEConfig
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.standalone import moe_layers
 from moeclipse.moe.tokens import Tokens
@@ -182,6 +182,12 @@ class Learner:
         model = asdict(self.config.model) | {"dtype": str(self.dtype).removeprefix("torch.")}
         # How experts are placed and rows exchanged is the layout's business.
         moe = {name: getattr(self.config.moe, name) for name in SHAPE_KEYS}
+        usual = MoEConfig()
+        moe |= {
+            name: value
+            for name in STYLE_KEYS
+            if (value := getattr(self.config.moe, name)) != getattr(usual, name)
+        }
         gate: dict[str, str] = {"kind": self.config.gate.kind}
         if self.config.gate.choose != "top_k":
             held = " with gate.mean_experts" if self.config.gate.mean_experts else ""
