@@ -28,6 +28,12 @@ def split_of(stamps: StepStamps, mesh: Mesh, clock_s: float = 0.0) -> StepSplit:
 
     Hosts have clocks of their own: `clock_s` leads from this rank's to the one that all of them speak in.
     """
+    transfers = transfers_of(stamps, mesh, clock_s)
+    return split_step(stamps.window, compute=stamps.compute, waits=stamps.waits, transfers=transfers)
+
+
+def transfers_of(stamps: StepStamps, mesh: Mesh, clock_s: float = 0.0) -> list[Transfer]:
+    """All transfers of a step, with the moment when the last member of each launched it. Collective."""
     launches: dict[str, list[float]] = defaultdict(list)
     for group_name, _, launched, _ in stamps.moves:
         launches[group_name].append(launched + clock_s)
@@ -47,7 +53,7 @@ def split_of(stamps: StepStamps, mesh: Mesh, clock_s: float = 0.0) -> StepSplit:
         latest = last[group_name][counted[group_name]] - clock_s
         counted[group_name] += 1
         transfers.append(Transfer(label=label, launched=launched, last_launched=latest, done=done))
-    return split_step(stamps.window, compute=stamps.compute, waits=stamps.waits, transfers=transfers)
+    return transfers
 
 
 def gather_splits(split: StepSplit, mesh: Mesh) -> dict[str, list[float]]:

@@ -1,0 +1,344 @@
+"""How much of the all-to-all of one microbatch hides under another's compute, on a slow wire.
+
+    .venv/bin/python bench/fb_overlap.py [--json FILE] [--repeats 9] [--pp 1 2] [--ratio 0.5] [--trace FILE]
+
+Two ranks share the experts (and with --pp 2 two such pairs share the layers), in a network namespace of their
+own whose loopback is a slow wire (bench/shaped_network.py). Its rate is set so that, without overlap, the
+exchanges of a step take `--ratio` of its compute. Interleaved in each repeat:
+
+    off         microbatch by microbatch, every op waits for the one before
+    smart       the same, the rows of a layer cut into units (moe.schedule = "smart")
+    pair        the forward of one microbatch beside the backward of another
+    pair+self   and warm-up and cool-down cut into halves that hide each other's exchanges
+
+Times come from the library's own record. A transfer counts from the moment its last rank launched it; hidden
+is what of it lies under this rank's compute, so `off` scores 0 by definition. Steady is the time between the
+start of the first pair and the end of the last, edges are the rest. Gradients are not reduced: that is
+another wire's business. The prediction is the simulator's, from the mean times of the ops of `off`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from shaped_network import MAX_MBIT, set_rate, shaped_network
+
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.config import with_values
+from moeclipse.cost.model import Costs
+from moeclipse.pipeline.runtime import Runtime
+from moeclipse.report.intervals import Span, Transfer, clip, length, split_step, subtract
+from moeclipse.schedule.check import Verified
+from moeclipse.schedule.op import A2A, COMPUTE, Op
+from moeclipse.sim.engine import simulate
+from moeclipse.testing.run_ranks import run_ranks
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.learner import Learner
+from moeclipse.train.metrics import transfers_of
+
+RATE_MBIT = 200.0
+MODES: dict[str, dict[str, Any]] = {
+    "off": {"pipeline.schedule": "1f1b"},
+    "smart": {"pipeline.schedule": "1f1b", "moe.schedule": "smart", "moe.group_size": 1, "moe.chunks": 2},
+    "pair": {"pipeline.overlap": "pair"},
+    "pair+self": {"pipeline.overlap": "pair+self"},
+}
+MODEL: dict[str, Any] = {
+    "model.d_model": 256,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 4,
+    "model.head_dim": 64,
+    "model.dtype": "float32",
+    "moe.num_experts": 8,
+    "moe.d_ff": 1024,
+    "moe.num_shared_experts": 1,
+    "gate.top_k": 2,
+    "data.seq_len": 128,
+}
+
+
+class Case:
+    """A model in one mode, ready to run steps."""
+
+    def __init__(self, mesh: Mesh, mode: str, microbatches: int, layers: int) -> None:
+        samples = 2 * mesh.num_data * microbatches  # two of each microbatch on each rank, so it can be cut
+        values = {**MODEL, **MODES[mode], "optim.accumulate": microbatches, "data.batch_size": samples}
+        values |= {"model.num_layers": layers, "data.files": (__file__,), "parallel.pp": mesh.pp}
+        self.mesh, self.mode = mesh, mode
+        self.learner = Learner(with_values(TrainConfig(), values), mesh)
+        assert self.learner.pipelined is not None
+        self.runtime: Runtime = self.learner.pipelined.runtime
+        self.stamps: list[tuple[Op, Any, Any]] = []
+        self.runtime.observe = lambda op, begun, ended: self.stamps.append((op, begun, ended))
+        self.steps = 0
+
+    def run(self) -> dict[str, Any]:
+        """Seconds of one step on this rank, and where they went."""
+        mesh, recorder, pipelined = self.mesh, self.mesh.recorder, self.learner.pipelined
+        assert pipelined is not None
+        self.learner.buckets.zero()
+        self.stamps.clear()
+        mesh.barrier()
+        recorder.begin_step()
+        with recorder.compute():
+            pipelined.run(self.steps)
+        stamps = recorder.end_step()
+        self.steps += 1
+        transfers = [t for t in transfers_of(stamps, mesh) if is_exchange(t)]
+        spans = [(op, recorder._seconds(a), recorder._seconds(b)) for op, a, b in self.stamps]
+        found: dict[str, Any] = {"window": stamps.window, "waits": stamps.waits, "spans": spans}
+        found |= {"transfers": transfers, "compute": stamps.compute}
+        return found
+
+
+def is_exchange(transfer: Transfer) -> bool:
+    return "dispatch" in transfer.label or "combine" in transfer.label
+
+
+def steady_window(verified: Verified, rank: int, spans: list[tuple[Op, float, float]]) -> Span:
+    """From the first op of the first pair to the last op of the last; without pairs, nothing."""
+    ops = [op for op, _, _ in spans]
+    both = [i for i in range(1, len(ops)) if is_forward(ops[i - 1]) != is_forward(ops[i]) and near(ops, i)]
+    if not both:
+        return (0.0, 0.0)
+    return spans[both[0] - 1][1], spans[both[-1]][2]
+
+
+def is_forward(op: Op) -> bool:
+    return op.kind.endswith("_F")
+
+
+def near(ops: list[Op], i: int) -> bool:
+    """Two ops side by side, a forward and a backward of two microbatches, neither at the end of its pass."""
+    a, b = ops[i - 1], ops[i]
+    return a.microbatch != b.microbatch and a.lane in (COMPUTE, A2A) and b.lane in (COMPUTE, A2A)
+
+
+def phases(case: Case, found: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds of exchanges, all and exposed, in the steady state and at the edges."""
+    window = found["window"]
+    whole = split_step(window, compute=found["compute"], waits=found["waits"], transfers=found["transfers"])
+    steady = (0.0, 0.0)
+    if case.mode.startswith("pair"):
+        steady = steady_window(case.runtime.verified, case.mesh.pp_index, found["spans"])
+    middle = split_step(steady, compute=found["compute"], waits=found["waits"], transfers=found["transfers"])
+    times = {
+        "step_ms": whole.step,
+        "compute_ms": whole.compute,
+        "comm_ms": whole.comm,
+        "exposed_ms": whole.exposed,
+        "straggle_ms": whole.straggle,
+        "idle_ms": whole.idle,
+        "steady_comm_ms": middle.comm,
+        "steady_exposed_ms": middle.exposed,
+        "edge_comm_ms": whole.comm - middle.comm,
+        "edge_exposed_ms": whole.exposed - middle.exposed,
+    }
+    return {name: 1e3 * seconds for name, seconds in times.items()}
+
+
+def op_seconds(case: Case, found: dict[str, Any]) -> dict[str, list[float]]:
+    """Of each kind: compute without waits, and exchanges from the last launch to their end."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    exchanges: dict[str, list[float]] = defaultdict(list)
+    waits = found["waits"]
+    for op, begun, ended in found["spans"]:
+        if op.lane == COMPUTE:
+            seconds[op.kind].append(length(subtract([(begun, ended)], clip(waits, (begun, ended)))))
+    kinds = {"dispatch S": "DISPATCH_F", "combine R": "COMBINE_F"}
+    kinds |= {"backward dispatch S": "COMBINE_B", "backward combine R": "DISPATCH_B"}
+    for transfer in found["transfers"]:
+        for start, kind in kinds.items():
+            if transfer.label.startswith(start):
+                exchanges[kind].append(transfer.done - max(transfer.launched, transfer.last_launched))
+    return {**seconds, **exchanges}
+
+
+def predict(verified: Verified, costs: Costs) -> float:
+    return 1e3 * simulate(verified, costs).makespan
+
+
+def calibrate(mesh: Mesh, found: list[dict[str, list[float]]]) -> Costs:
+    """Means over repeats and ranks."""
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for repeat in found:
+        for kind, values in repeat.items():
+            sums[kind][0] += sum(values)
+            sums[kind][1] += len(values)
+    everyone = mesh.gather_objects(sums)
+    seconds = {}
+    for kind in sorted({kind for rank in everyone for kind in rank}):
+        told = [rank[kind] for rank in everyone if kind in rank]
+        seconds[kind] = sum(total for total, _ in told) / max(sum(count for _, count in told), 1)
+    return Costs(name="measured without overlap", seconds=seconds, inline_compute=True)
+
+
+def set_rate_once(mesh: Mesh, rate: float) -> None:
+    mesh.barrier()
+    if mesh.rank == 0:
+        set_rate(rate)
+    mesh.barrier()
+
+
+def means(mesh: Mesh, times: dict[str, float]) -> dict[str, float]:
+    everyone = mesh.gather_objects(times)
+    return {name: sum(rank[name] for rank in everyone) / len(everyone) for name in times}
+
+
+def measure(mesh: Mesh, given: dict[str, Any]) -> dict[str, Any]:
+    if (os.cpu_count() or 1) >= 2:
+        os.sched_setaffinity(0, {mesh.stage.index % (os.cpu_count() or 1)})
+    torch.set_num_threads(1)
+    layers, microbatches = given["layers"] * mesh.pp, given["microbatches"]
+    cases = {mode: Case(mesh, mode, microbatches, layers) for mode in MODES}
+    set_rate_once(mesh, RATE_MBIT)
+    for case in cases.values():
+        case.run()
+    trial = [means(mesh, phases(cases["off"], cases["off"].run())) for _ in range(3)]
+    ratio = statistics.median(t["comm_ms"] / t["compute_ms"] for t in trial)
+    rate = min(RATE_MBIT * ratio / given["ratio"], MAX_MBIT)
+    set_rate_once(mesh, rate)
+    found: dict[str, list[dict[str, float]]] = {mode: [] for mode in cases}
+    ops: list[dict[str, list[float]]] = []
+    for repeat in range(given["repeats"] + 1):
+        for mode in cases if repeat % 2 else reversed(cases):
+            seen = cases[mode].run()
+            times = means(mesh, phases(cases[mode], seen))
+            if repeat:
+                found[mode].append(times)
+                if mode == "off":
+                    ops.append(op_seconds(cases[mode], seen))
+                elif mode == "pair+self" and given["trace"] and repeat == given["repeats"]:
+                    write_trace(mesh, seen, f"{given['trace']}.pp{mesh.pp}.json")
+        if mesh.rank == 0:
+            print(f"\rpp {mesh.pp}: {repeat}/{given['repeats']}", end="", file=sys.stderr, flush=True)
+    costs = calibrate(mesh, ops)
+    fewer = Case(mesh, "pair+self", max(microbatches // 2, 2), layers)
+    fewer.run()
+    half = [means(mesh, phases(fewer, fewer.run())) for _ in range(max(given["repeats"] // 2, 3))]
+    rows = []
+    for mode, times in found.items():
+        row: dict[str, Any] = {name: statistics.median(t[name] for t in times) for name in times[0]}
+        verified = cases[mode].runtime.verified
+        predicted = predict(verified, costs) if mode != "smart" else None
+        rows.append(
+            {"pp": mesh.pp, "mode": mode, "microbatches": microbatches, **row} | {"predicted_ms": predicted}
+        )
+    row = {name: statistics.median(t[name] for t in half) for name in half[0]}
+    row |= {"predicted_ms": predict(fewer.runtime.verified, costs)}
+    rows.append({"pp": mesh.pp, "mode": "pair+self", "microbatches": max(microbatches // 2, 2), **row})
+    return {"rows": rows, "rate_mbit": rate, "costs_ms": {k: 1e3 * v for k, v in costs.seconds.items()}}
+
+
+def write_trace(mesh: Mesh, seen: dict[str, Any], file: str) -> None:
+    """The lanes of all ranks as they were, for ui.perfetto.dev."""
+    first = seen["window"][0]
+    mine = [("compute", str(op), begun, ended) for op, begun, ended in seen["spans"] if op.lane == COMPUTE]
+    mine += [("a2a", t.label, max(t.launched, t.last_launched), t.done) for t in seen["transfers"]]
+    everyone = mesh.gather_objects([(lane, name, a, b) for lane, name, a, b in mine])
+    first = min(mesh.gather_objects(first))
+    events: list[dict[str, Any]] = []
+    for rank, spans in enumerate(everyone):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        for lane, name, a, b in spans:
+            slot = {"ph": "X", "name": name, "pid": rank, "tid": lane, "ts": 1e6 * (a - first)}
+            events.append(slot | {"dur": 1e6 * (b - a)})
+    if mesh.rank == 0:
+        Path(file).write_text(json.dumps({"traceEvents": events}))
+
+
+def checks_of(results: list[dict[str, Any]]) -> dict[str, float]:
+    checks: dict[str, float] = {}
+    for result in results:
+        first = {}
+        for row in result["rows"]:
+            first.setdefault(row["mode"], row)
+        best, off = first["pair+self"], first["off"]
+        suffix = "" if off["pp"] == 1 else f"_pp{off['pp']}"
+        share = {
+            f"{part}_hidden": 1 - best[f"{part}_exposed_ms"] / max(best[f"{part}_comm_ms"], 1e-9)
+            for part in ("steady", "edge")
+        }
+        checks |= {f"{name}{suffix}": value for name, value in share.items()}
+        checks[f"hidden_when_off{suffix}"] = 1 - off["exposed_ms"] / off["comm_ms"]
+        checks[f"speedup{suffix}"] = off["step_ms"] / best["step_ms"]
+        checks[f"over_smart{suffix}"] = first["smart"]["step_ms"] / best["step_ms"]
+        checks[f"comm_over_compute{suffix}"] = off["comm_ms"] / off["compute_ms"]
+        checks[f"compute_slowdown{suffix}"] = best["compute_ms"] / off["compute_ms"]
+        checks[f"prediction_error{suffix}"] = max(
+            abs(row["predicted_ms"] / row["step_ms"] - 1)
+            for row in result["rows"]
+            if row["mode"] == "pair+self"
+        )
+    return checks
+
+
+def report(results: list[dict[str, Any]], file: Path | None) -> None:
+    names = ("step_ms", "compute_ms", "comm_ms", "exposed_ms", "straggle_ms", "idle_ms")
+    for result in results:
+        print(f"\n\nwire of {result['rate_mbit']:.0f} mbit\n")
+        head = " ".join(f"{name:>11}" for name in names)
+        print(f"{'pp':>2} {'M':>3} {'overlap':<10} {head} {'predicted':>10} {'steady':>7} {'edges':>7}")
+        for row in result["rows"]:
+            cells = " ".join(f"{row[name]:11.1f}" for name in names)
+            predicted = "" if row["predicted_ms"] is None else f"{row['predicted_ms']:.1f}"
+            shares = [
+                hidden(row, part) if row["mode"].startswith("pair") else "" for part in ("steady", "edge")
+            ]
+            print(
+                f"{row['pp']:>2} {row['microbatches']:>3} {row['mode']:<10} {cells} {predicted:>10} "
+                f"{shares[0]:>7} {shares[1]:>7}"
+            )
+    checks = checks_of(results)
+    print("\nhidden share of exchanges: steady, edges\n")
+    print("  ".join(f"{name} {value:.2f}" for name, value in checks.items()))
+    if file is not None:
+        machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
+        rows = [row for result in results for row in result["rows"]]
+        file.write_text(json.dumps({"rows": rows, "checks": checks, "machine": machine}, indent=1) + "\n")
+
+
+def hidden(row: dict[str, Any], part: str) -> str:
+    comm = row[f"{part}_comm_ms"]
+    return f"{1 - row[f'{part}_exposed_ms'] / comm:.2f}" if comm > 1 else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--pp", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--layers", type=int, default=3, help="of each rank")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--ratio", type=float, default=0.5, help="exchanges over compute, without overlap")
+    parser.add_argument("--trace", type=str, default="", help="write measured lanes to FILE.ppN.json")
+    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.inside is not None:
+        options = {"deadline_s": 1800.0, "collective_deadline_s": 60.0}
+        asked = {k: v for k, v in vars(given).items() if k not in ("json", "inside", "pp")}
+        results = [run_ranks(2 * pp, measure, asked, pp=pp, **options)[0] for pp in given.pp]
+        given.inside.write_text(json.dumps(results))
+        return 0
+    with tempfile.TemporaryDirectory() as folder, shaped_network(RATE_MBIT) as run:
+        out = Path(folder) / "result.json"
+        code = run([sys.executable, __file__, "--inside", str(out), *sys.argv[1:]]).returncode
+        if code == 0:
+            report(json.loads(out.read_text()), given.json)
+        return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
