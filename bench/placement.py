@@ -42,7 +42,7 @@ LATER_PLANS = 4
 PLAN_REPEATS, SPLIT_REPEATS = 3, 9  # the best of so many counts
 MICROBATCHES = 8  # of a step; counts are those of one
 COSTS = PlacementCosts.from_shapes(d_model=2048, d_ff=1408, every=EVERY)
-COSTS = replace(COSTS, row_seconds=MICROBATCHES * COSTS.row_seconds)
+COSTS = replace(COSTS, row_seconds=MICROBATCHES * COSTS.row_seconds, row_bytes=MICROBATCHES * COSTS.row_bytes)
 SHAPES = ((256, 64, 5), (256, 32, 10), (64, 8, 10))
 METHODS = ("static", "greedy even", "greedy", "wrap_fill", "incremental")
 

@@ -1,6 +1,7 @@
 """What a placement costs, in seconds per step of one MoE layer.
 
     fullest     row_seconds x rows of the fullest rank, with the split that really runs
+    near        4 exchanges x bytes of the rows that enter or leave the busiest rank inside its node
     cross       4 exchanges x bytes of the rows that enter or leave the busiest node
     sync        gradients to the primary and weights back, on the rank with most of them
     migration   parameters and optimizer state that move, shared among the steps until the next plan
@@ -43,6 +44,8 @@ class PlacementCosts:
     """Bytes per second of a rank inside its node."""
     far_bandwidth: float
     """Bytes per second of a node, in one direction."""
+    shared_wire: bool = False
+    """All ranks of a node share one wire: `near_bandwidth` is a rank's part of it while all send."""
     every: int = 50
     """Steps until the next plan: what a migration is shared among."""
 
@@ -101,6 +104,7 @@ class Score:
     """Seconds per step, and what they come from."""
 
     fullest: float
+    near: float
     cross: float
     sync: float
     migration: float
@@ -117,7 +121,7 @@ class Score:
 
     @property
     def total(self) -> float:
-        return self.fullest + self.cross + self.sync + self.migration
+        return self.fullest + self.near + self.cross + self.sync + self.migration
 
 
 def nodes_of(num_ranks: int, num_nodes: int) -> tuple[int, ...]:
@@ -150,15 +154,21 @@ def score(
     out_N = np.bincount(nodes, far_PP.sum(1))
     in_N = np.bincount(nodes, far_PP.sum(0))
     rows = max(int(counts_PE.sum()), 1)
+    near_PP = sent_PP - far_PP
+    np.fill_diagonal(near_PP, 0)
+    busiest_rank = float(np.maximum(near_PP.sum(0), near_PP.sum(1)).max())
+    copies = float(sync_copies(placement))
+    if costs.shared_wire:
+        busiest_rank = float(near_PP.sum()) / placement.num_ranks
+        copies = (placement.num_replicas - placement.num_experts) / placement.num_ranks
     moves = current.moves(placement) if current is not None else ()
     weights, states = sum(m.weights for m in moves), sum(m.state for m in moves)
     busiest = float(np.maximum(out_N, in_N).max())
     return Score(
         fullest=costs.row_seconds * float(split.load_P.max()),
+        near=EXCHANGES * costs.row_bytes * busiest_rank / costs.near_bandwidth,
         cross=EXCHANGES * costs.row_bytes * busiest / costs.far_bandwidth,
-        sync=sync_copies(placement)
-        * (costs.gradient_bytes + costs.weight_bytes)
-        / costs.bandwidth(num_nodes),
+        sync=copies * (costs.gradient_bytes + costs.weight_bytes) / costs.bandwidth(num_nodes),
         migration=costs.move_seconds(weights, states, num_nodes) / costs.every,
         balance=split.balance,
         cross_share=float(far_PP.sum()) / rows,

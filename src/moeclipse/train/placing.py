@@ -204,5 +204,6 @@ def costs_of(probe: Probe, every: int) -> PlacementCosts:
         state_bytes=STATE_TENSORS * probe.gradient_bytes,
         near_bandwidth=probe.bandwidth,
         far_bandwidth=probe.bandwidth,
+        shared_wire=probe.shared_wire,
         every=every,
     )
