@@ -393,15 +393,23 @@ def kernels(mesh):
     )
     kernel = AllReduceKernel(space)
     for length in (3, 5001):
-        for two in (False, True):
+        for kind in (1, 2):
             for inputs in (None, row):
                 xs = inputs_of(P, length)
                 x = memory.view(mesh.rank, torch.float32, 8192 + 2 * area, length).copy_(xs[mesh.rank])
                 out = torch.full((length,), 7.0)
-                kernel(x, out, two, inputs)
+                kernel(x, out, kind, inputs)
                 x.fill_(99)  # in place: all peers have read it
-                assert torch.equal(out, sum(xs)), (length, two, inputs)
-    kernel(x, out.fill_(7), True, torch.zeros(P, dtype=torch.int64))
+                assert torch.equal(out, sum(xs)), (length, kind, inputs)
+    xs, part = inputs_of(P, 5001), 5001 // P // 16 * 16
+    bounds = [rank * part for rank in range(P)] + [5001]
+    mine = torch.full((bounds[mesh.rank + 1] - bounds[mesh.rank],), 7.0)
+    kernel(xs[mesh.rank], mine, 3)
+    assert torch.equal(mine, sum(xs)[bounds[mesh.rank] : bounds[mesh.rank + 1]])
+    whole = torch.full((5001,), 7.0)
+    kernel(mine, whole, 4)
+    assert torch.equal(whole, sum(xs))
+    kernel(x, out.fill_(7), 2, torch.zeros(P, dtype=torch.int64))
     assert out.eq(7).all() and space.status.tolist() == [1000], "not registered: nothing happens"
     xs = [x.view(5, 100) for x in inputs_of(P, 500)]
     normed, h = torch.empty(5, 100), torch.empty(5, 100)
@@ -412,7 +420,7 @@ def kernels(mesh):
     return space.counts.tolist()
 
 torch.set_num_threads(1)
-assert run_ranks(3, kernels) == [[15] * 4] * 3  # 2 x (1 + 2) rounds, in place 2 x (2 + 2), and one
+assert run_ranks(3, kernels) == [[17] * 4] * 3  # 2 x (1 + 2) rounds, in place 2 x (2 + 2), 1, 1 and 1
 """
 
 

@@ -67,6 +67,30 @@ def test_sums_are_exact(num_ranks: int) -> None:
     assert run_ranks(num_ranks, exact, device="cuda:0", deadline_s=150) == [48] * num_ranks
 
 
+def parted(mesh: Mesh) -> int:
+    """Equal parts by kernels of their own, others as parts of an all-reduce."""
+    P, checked = mesh.num_ranks, 0
+    with opened(mesh) as reduce:
+        for length in (403, 4096 * P, 16 * P, 48 * P + 7, 1 << 20):
+            xs = inputs(mesh, length, torch.bfloat16, length)
+            expected = sum_ranks_reference(xs)
+            for part in {length // P // 16 * 16, length // P}:
+                bounds = [rank * part for rank in range(P)] + [length]
+                mine = slice(bounds[mesh.rank], bounds[mesh.rank + 1])
+                shard = reduce.reduce_scatter(xs[mesh.rank], bounds)
+                assert torch.equal(shard, expected[mine]), (length, part)
+                assert torch.equal(reduce.all_gather(shard, bounds), expected), (length, part)
+                checked += 1
+        reduce.check()
+    return checked
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_parts_are_scattered_and_gathered(num_ranks: int) -> None:
+    found = run_ranks(num_ranks, parted, device="cuda:0", deadline_s=60)
+    assert min(found) == max(found) > 5
+
+
 def bits(mesh: Mesh) -> list[torch.Tensor]:
     """Many rounds of random numbers, with stragglers; every rank's result, as it is."""
     kept = []

@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -39,24 +39,13 @@ from moeclipse.comm.mesh import Group
 from moeclipse.comm.peer_cpu import WORDS_PER_RANK, CpuReducer, OneStagePlan
 from moeclipse.comm.peer_cuda import HEAD_BYTES, CudaMemory, CudaReducer
 from moeclipse.comm.peer_memory import FOLDER, NoPeerMemoryError, PeerMemory, tell_all
-from moeclipse.comm.peer_pending import Pending, flat_of, is_plain, same_kind, shaped
+from moeclipse.comm.peer_pending import Pending, Use, flat_of, is_plain, same_kind, shaped
 from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.ops.peer_reduce import add_residual, part_bounds, rms_norm
 
 AREA_BYTES = {"cpu": 2 << 20, "cuda": 16 << 20}  # two of these per rank
 MAX_PLANS = 64  # lengths whose views are kept
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Use:
-    """An answer with its reason; true where peer memory applies."""
-
-    yes: bool
-    why: str
-
-    def __bool__(self) -> bool:
-        return self.yes
 
 
 class PeerAllReduce:
@@ -233,7 +222,7 @@ class PeerAllReduce:
         flat = x.detach().contiguous().view(-1)
         bounds = self._checked(bounds, flat.numel())
         mine = slice(bounds[self.group.index], bounds[self.group.index + 1])
-        if not self.should_use(flat) or isinstance(self._reducer, CudaReducer):
+        if not self.should_use(flat) or not self._can_part(bounds, flat):
             return self.all_reduce(flat, label=label)[mine].clone()
         out = flat.new_empty(mine.stop - mine.start)
         self._run(lambda r: r.reduce_scatter(flat, bounds, out, label))
@@ -252,11 +241,14 @@ class PeerAllReduce:
                 f"but bounds {mine.start} to {mine.stop} ask for {mine.stop - mine.start}"
             )
         out = flat.new_empty(bounds[-1])  # what all ranks have in common, so all of them decide alike
-        if not self.should_use(out) or isinstance(self._reducer, CudaReducer):
+        if not self.should_use(out) or not self._can_part(bounds, out):
             out.zero_()[mine] = flat
             return self.all_reduce(out, out=out, label=label)
         self._run(lambda r: r.all_gather(flat, bounds, out, label))
         return out
+
+    def _can_part(self, bounds: Sequence[int], x: torch.Tensor) -> bool:
+        return not isinstance(self._reducer, CudaReducer) or self._reducer.can_part(bounds, x.dtype)
 
     def all_reduce_rms_norm(
         self,

@@ -33,7 +33,16 @@ from moeclipse.comm.mesh import Group, host_id
 from moeclipse.comm.peer_memory import NoPeerMemoryError, tell_all
 from moeclipse.comm.peer_register import SharedInputs
 from moeclipse.core.errors import CommError
-from moeclipse.ops.peer_reduce import LARGE_BYTES, AllReduceKernel, PeerSpace, all_reduce_rms_norm_kernel
+from moeclipse.ops.peer_reduce import (
+    GATHER,
+    LARGE_BYTES,
+    ONE,
+    SCATTER,
+    TWO,
+    AllReduceKernel,
+    PeerSpace,
+    all_reduce_rms_norm_kernel,
+)
 
 MAX_BLOCKS = 64
 HEAD_BYTES = 8192  # flags: 64 blocks x 32 words of 4 bytes
@@ -179,16 +188,35 @@ class CudaReducer:
     ) -> None:
         del chunk_bytes  # of the CPU
         self.check(label)
+        kind = TWO if two_stages else ONE
         chunk = self.area_bytes // x.dtype.itemsize
         start = self.in_place_from
         if x.numel() <= chunk:
             shared = start is not None and x.nbytes >= start and x.data_ptr() % 16 == 0
-            self.kernel(x, out, two_stages, self.inputs.add(x) if shared else None)
+            self.kernel(x, out, kind, self.inputs.add(x) if shared else None)
             return
         x, out = x.view(-1), out.view(-1)
         for first in range(0, x.numel(), chunk):
             piece = slice(first, min(first + chunk, x.numel()))
-            self.kernel(x[piece], out[piece], two_stages)
+            self.kernel(x[piece], out[piece], kind)
+
+    def can_part(self, bounds: Sequence[int], dtype: torch.dtype) -> bool:
+        """Whether these are the parts that kernels make: equal ones that begin on whole vectors."""
+        part, length = bounds[1], bounds[-1]
+        equal = all(bound == rank * part for rank, bound in enumerate(bounds[:-1]))
+        right = part > 0 and part == length // self.num_ranks // 16 * 16
+        return equal and right and length * dtype.itemsize <= self.area_bytes
+
+    def reduce_scatter(self, x: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str) -> None:
+        """For parts that `can_part` is true of."""
+        del bounds
+        self.check(label)
+        self.kernel(x, out, SCATTER)
+
+    def all_gather(self, shard: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str) -> None:
+        del bounds
+        self.check(label)
+        self.kernel(shard, out, GATHER)
 
     def begin_capture(self, dtypes: Sequence[torch.dtype], in_place_from: int | None) -> None:
         """Collective. Compile what a capture may need, and find out whether inputs can be shared."""
@@ -210,8 +238,8 @@ class CudaReducer:
 
     def _try(self, xs: list[torch.Tensor], outs: list[torch.Tensor], rows: list[torch.Tensor | None]) -> None:
         for x, out, row in zip(xs, outs, rows, strict=True):
-            for two in (False, True):
-                self.kernel(x, out, two, row)
+            for kind in (ONE, TWO):
+                self.kernel(x, out, kind, row)
         torch.cuda.synchronize(self._space.table.device)
 
     def all_reduce_rms_norm(

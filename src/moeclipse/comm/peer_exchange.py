@@ -32,12 +32,12 @@ from typing import Any
 import torch
 
 from moeclipse.comm import exchange
-from moeclipse.comm.all_reduce import Use
 from moeclipse.comm.exchange import Result
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.lane import Lane
 from moeclipse.comm.mesh import Group
 from moeclipse.comm.peer_memory import FOLDER, NoPeerMemoryError, PeerMemory
+from moeclipse.comm.peer_pending import Use
 from moeclipse.comm.record import Move
 from moeclipse.core.errors import CommError, ConfigError
 

@@ -1,4 +1,4 @@
-"""A reduction that was begun, and how tensors of any shape become flat ones and back.
+"""Whether a reduction applies, one that was begun, and how tensors of any shape become flat ones and back.
 
 `Pending` is what `PeerAllReduce.begin_*` return: the input is where peers can read it, and the rest, waiting
 for theirs and reading them, is done by `get`, or by the next call of the same all-reduce.
@@ -8,10 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 
 from moeclipse.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Use:
+    """An answer with its reason; true where peer memory applies."""
+
+    yes: bool
+    why: str
+
+    def __bool__(self) -> bool:
+        return self.yes
 
 
 class Pending:

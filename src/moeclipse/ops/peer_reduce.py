@@ -112,8 +112,12 @@ def tiling_of(num_bytes: int) -> Tiling:
     return SMALL if num_bytes < LARGE_BYTES else LARGE
 
 
+ONE, TWO, SCATTER, GATHER = 1, 2, 3, 4
+"""What a kernel does: all-reduce in one stage or two; or the first stage alone; or the second."""
+
+
 class AllReduceKernel:
-    """out = sum over ranks of flat x, on a device; `inputs` is a row of all ranks' addresses of x, if known.
+    """out = sum over ranks of x, on a device; `inputs` is a row of all ranks' addresses of x, if known.
 
     Compiled kernels are kept and launched through the driver: Triton's own launch binds and checks arguments
     anew in every call, which takes longer than the kernel.
@@ -125,17 +129,19 @@ class AllReduceKernel:
         self._sizes = (space.area_bytes, space.head_bytes, space.limit_us, space.rank, space.max_blocks)
 
     def __call__(
-        self, x: torch.Tensor, out: torch.Tensor, two_stages: bool, inputs: torch.Tensor | None = None
+        self, x: torch.Tensor, out: torch.Tensor, kind: int, inputs: torch.Tensor | None = None
     ) -> None:
-        space, length, dtype = self._space, x.numel(), x.dtype
-        tiling = self._tiling(x.nbytes)
+        """Flat or not, contiguous. With SCATTER `out` is this rank's part, with GATHER `x` is."""
+        space, dtype = self._space, x.dtype
+        whole = out if kind == GATHER else x
+        length, tiling = whole.numel(), self._tiling(whole.nbytes)
         block = tiling.tile_bytes // dtype.itemsize
         part = length // space.num_ranks // 16 * 16  # parts begin on whole vectors
-        share = part if two_stages else length
+        share = length if kind == ONE else part
         blocks = max(1, min(space.max_blocks, tiling.blocks, -(-share // block)))
         from_x, to_out = x.data_ptr(), out.data_ptr()
         # What Triton compiles anew for: see the arguments that differ between calls.
-        key = (dtype, two_stages, inputs is None, block, from_x % 16, to_out % 16)
+        key = (dtype, kind, inputs is None, block, from_x % 16, to_out % 16)
         launcher = self._launchers.get(key)
         if launcher is not None:
             row = 0 if inputs is None else inputs.data_ptr()
@@ -145,7 +151,7 @@ class AllReduceKernel:
 
         row_of = space.table if inputs is None else inputs
         values = (x, out, row_of, space.table, space.counts, space.status, length, part, *self._sizes)
-        constants = (space.num_ranks, two_stages, inputs is not None, block)
+        constants = (space.num_ranks, kind, inputs is not None, block)
         compiled = peer_reduce.all_reduce[(blocks, 1, 1)](*values, *constants, num_warps=16)
         if compiled is not None:  # None: the interpreter compiles nothing
             self._launchers[key] = Launcher(compiled, values)

@@ -18,6 +18,7 @@ it: in one stage that takes a second round, in two stages the second round is th
 import triton
 import triton.language as tl
 
+ONE, TWO, SCATTER, GATHER = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
 FLAGS = tl.constexpr(32)  # one for each thread of a warp: all threads of a warp leave a loop together
 LOOK = tl.constexpr(256)  # polls between two looks at the clock
 NOT_REGISTERED = tl.constexpr(1000)
@@ -168,28 +169,34 @@ def reduce_in_one(
 
 
 @triton.jit
-def reduce_in_two(
-    x, out, inputs, table, status, number, length, part, area_bytes, head_bytes, limit_us, rank, block, grid,
-    W: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
+def scatter(
+    x, target, inputs, table, status, number, length, part, area_bytes, head_bytes, limit_us, rank, block,
+    grid, W: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """target[this rank's part] = the sum over ranks of that part."""
     if not IN_PLACE:
         mine = area_of(table, rank, number, area_bytes, head_bytes, x)
         for peer in tl.static_range(W):
             copy_part(x, mine, peer * part, part_end(peer, part, length, W), block, grid, BLOCK)
     post_and_wait(table, status, block, number, limit_us, rank, W)
-    reduced = area_of(table, rank, number + 1, area_bytes, head_bytes, x)
     stop = part_end(rank, part, length, W)
     sum_part(
-        table, inputs, number, area_bytes, head_bytes, reduced, rank * part, stop, block, grid,
+        table, inputs, number, area_bytes, head_bytes, target, rank * part, stop, block, grid,
         W, IN_PLACE, BLOCK,
     )  # fmt: skip
-    number += 1
+
+
+@triton.jit
+def collect(
+    out, table, status, number, length, part, area_bytes, head_bytes, limit_us, rank, block, grid,
+    W: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out = the parts that all ranks show in this round, from this rank's own on."""
     post_and_wait(table, status, block, number, limit_us, rank, W)
     for step in tl.static_range(W):
         peer = (rank + step) % W
-        shown = area_of(table, peer, number, area_bytes, head_bytes, x)
+        shown = area_of(table, peer, number, area_bytes, head_bytes, out)
         copy_part(shown, out, peer * part, part_end(peer, part, length, W), block, grid, BLOCK)
-    return number
 
 
 @triton.jit(
@@ -198,9 +205,10 @@ def reduce_in_two(
 def all_reduce(
     x, out, inputs, table, counts, status,
     length, part, area_bytes, head_bytes, limit_us, rank, max_blocks,
-    W: tl.constexpr, TWO: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
+    W: tl.constexpr, KIND: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out = sum over ranks of x. `part` is a multiple of 16 elements."""
+    """out = sum over ranks of x, in one stage or two; or one of the two stages: this rank's part of the sum,
+    or all ranks' parts together. `part` is a multiple of 16 elements."""
     block, grid = tl.program_id(0), tl.num_programs(0)
     number = tl.load(counts + block) + 1
     part = part // 16 * 16  # tells the compiler that parts begin on whole vectors
@@ -208,15 +216,29 @@ def all_reduce(
     if IN_PLACE:
         ready = tl.load(inputs)
     if ready != 0:
-        if TWO:
-            number = reduce_in_two(
-                x, out, inputs, table, status, number, length, part, area_bytes, head_bytes, limit_us,
-                rank, block, grid, W, IN_PLACE, BLOCK,
-            )  # fmt: skip
-        else:
+        if KIND == ONE:
             number = reduce_in_one(
                 x, out, inputs, table, status, number, length, area_bytes, head_bytes, limit_us,
                 rank, block, grid, W, IN_PLACE, BLOCK,
+            )  # fmt: skip
+        elif KIND == GATHER:
+            mine = area_of(table, rank, number, area_bytes, head_bytes, x)
+            stop = part_end(rank, part, length, W)
+            copy_part(x - rank * part, mine, rank * part, stop, block, grid, BLOCK)
+        else:
+            reduced = out - rank * part
+            if KIND == TWO:
+                reduced = area_of(table, rank, number + 1, area_bytes, head_bytes, x)
+            scatter(
+                x, reduced, inputs, table, status, number, length, part, area_bytes, head_bytes, limit_us,
+                rank, block, grid, W, IN_PLACE, BLOCK,
+            )  # fmt: skip
+            if KIND == TWO:
+                number += 1
+        if (KIND == TWO) | (KIND == GATHER):
+            collect(
+                out, table, status, number, length, part, area_bytes, head_bytes, limit_us,
+                rank, block, grid, W, BLOCK,
             )  # fmt: skip
         count_rounds(counts, block, grid, number, max_blocks)
     else:
