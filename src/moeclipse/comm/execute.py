@@ -35,9 +35,7 @@ class Execution:
         """Run ops up to position `stop`, or to the end."""
         for op in self.ops[len(self._under_way) : stop]:
             for position in op.deps:
-                transfer = self._under_way[position]
-                if transfer is not None:
-                    transfer.get()
+                self._wait(position)
             try:
                 self._under_way.append(self._run(op))
             except Exception as error:
@@ -46,9 +44,14 @@ class Execution:
 
     def get(self) -> None:
         """Wait for every transfer launched so far."""
-        for transfer in self._under_way:
-            if transfer is not None:
-                transfer.get()
+        for position in range(len(self._under_way)):
+            self._wait(position)
+
+    def _wait(self, position: int) -> None:
+        """Once waited for, a transfer is forgotten, and with it the tensors that it holds."""
+        transfer, self._under_way[position] = self._under_way[position], None
+        if transfer is not None:
+            transfer.get()
 
 
 def execute(verified: Verified, rank: int, run: Callable[[Op], Transfer | None]) -> None:

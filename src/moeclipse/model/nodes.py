@@ -114,7 +114,8 @@ class DensePass:
         self._d_out = d_out
 
     def gradient(self) -> torch.Tensor | None:
-        return self._d_h
+        d_h, self._d_h = self._d_h, None
+        return d_h
 
     def _segment(self, part: str, function: Any, inputs: Sequence[torch.Tensor]) -> Segment:
         return Segment(function, inputs, self.where.deferral(part), again=part in self.again)
@@ -134,7 +135,7 @@ class DensePass:
 
     def attn_b(self) -> None:
         (self._d_h,) = self.attn.backward([self._d_out, self._d_x])
-        self._d_out = self._d_x = None
+        self._d_out = self._d_x = self._out = None
 
     def attn_w(self) -> None:
         self.attn.weights()

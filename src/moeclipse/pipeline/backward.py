@@ -43,7 +43,8 @@ class Segment:
         again: bool = False,
     ) -> None:
         """`again`: keep nothing but the inputs; `recompute` comes before backward."""
-        self._function, self._deferral, self._again = function, deferral, again
+        self._function: Callable[..., Tensors] | None = function
+        self._deferral = deferral
         self._leaves = [leaf_of(tensor) for tensor in inputs]
         self._outputs: Tensors = ()
         self._random = random_state() if again else None
@@ -57,6 +58,7 @@ class Segment:
     """Detached: whoever reads them begins a segment of its own."""
 
     def _run(self) -> None:
+        assert self._function is not None
         with torch.enable_grad():
             self._outputs = self._function(*self._leaves)
         self.outputs = tuple(tensor.detach() for tensor in self._outputs)
@@ -78,6 +80,7 @@ class Segment:
         ]
         pairs += [(t, g) for t, g in more if t.requires_grad]
         self._outputs = self.outputs = ()
+        self._function = None  # it may know whoever holds this segment: a cycle would outlive the step
         if pairs:
             tensors, gradients = zip(*pairs, strict=True)
             if self._deferral is None:

@@ -25,7 +25,7 @@ from moeclipse.comm.execute import Execution, Transfer
 from moeclipse.comm.lane import Lane
 from moeclipse.comm.mesh import Mesh
 from moeclipse.pipeline.backward import Deferral, Segment
-from moeclipse.pipeline.stage import LayerPass, Stage, Where, begin
+from moeclipse.pipeline.stage import Stage, Where, begin
 from moeclipse.schedule.check import Verified
 from moeclipse.schedule.op import TRANSFERS, Op
 from moeclipse.tensor.weight_grad import WeightGrads
@@ -53,6 +53,18 @@ class Together:
             transfer.get()
 
 
+class Sent:
+    """A message on its way; it keeps what it carries no longer than it must."""
+
+    def __init__(self, result: Result) -> None:
+        self._result: Result | None = result
+
+    def get(self) -> None:
+        result, self._result = self._result, None
+        if result is not None:
+            result.get()
+
+
 class At(NamedTuple):
     """Where a layer op belongs."""
 
@@ -70,13 +82,26 @@ class StagePass:
     """One chunk of a microbatch in one stage."""
 
     microbatch: Fed
-    layers: list[LayerPass] = field(default_factory=list)
+    layers: list[Any] = field(default_factory=list)
+    """A LayerPass each, and in the end a Finished."""
     embedded: Segment | None = None
     head: Segment | None = None
     ready: set[int] = field(default_factory=set)
     """Layers that have the gradient of their output."""
     d_out: torch.Tensor | None = None
-    """Gradient of the last layer's output, from the head or from the stage behind."""
+    """Gradient of the last layer's output, from the head."""
+    num_finished: int = 0
+
+
+class Finished:
+    """What is left of a layer that has run its last op: a gradient, until somebody takes it."""
+
+    def __init__(self, d_in: torch.Tensor | None) -> None:
+        self._d_in = d_in
+
+    def gradient(self) -> torch.Tensor | None:
+        d_in, self._d_in = self._d_in, None
+        return d_in
 
 
 class Runtime:
@@ -97,7 +122,7 @@ class Runtime:
         self.ops = verified.program.ranks[mesh.pp_index]
         self.chunks = cuts_of(verified)
         self._lanes: dict[str, Lane] = {}
-        self._uses = Counter((op.stage, op.microbatch) for op in self.ops if op.layer is not None)
+        self._uses = Counter(At.of(op) for op in self.ops if op.layer is not None)
         self.observe: Callable[[Op, Any, Any], None] | None = None
         """Called with each op and the stamps around it, waiting excluded."""
 
@@ -108,6 +133,7 @@ class Runtime:
         self._left = Counter(self._uses)
         self._received: dict[tuple[str, int, int], Result] = {}
         self._handed: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._sent: dict[tuple[int, int], Sent] = {}
         execution = Execution(self.verified, self.mesh.pp_index, self._op)
         with torch.no_grad():
             execution.advance()
@@ -134,9 +160,9 @@ class Runtime:
         passes = self._open(at)
         chosen = range(len(passes)) if op.chunk is None or len(passes) == 1 else (op.chunk,)
         transfers = [self._run_part(at, passes, chunk, part, form) for chunk in chosen]
-        self._left[at.stage, at.microbatch] -= 1
-        if not self._left[at.stage, at.microbatch]:
-            del self._passes[at.stage, at.microbatch]
+        self._left[at] -= 1
+        if not self._left[at]:
+            self._close(at, passes)
         under_way = [transfer for transfer in transfers if transfer is not None]
         return Together(under_way) if under_way else None
 
@@ -147,6 +173,14 @@ class Runtime:
             fed = [self._feed(at.microbatch, chunk, chunks) for chunk in range(chunks)]
             self._passes[key] = [StagePass(microbatch=part) for part in fed]
         return self._passes[key]
+
+    def _close(self, at: At, passes: list[StagePass]) -> None:
+        """A layer has run its last op: all that it holds goes, but for a gradient that nobody took yet."""
+        for one in passes:
+            one.layers[at.layer] = Finished(one.layers[at.layer].gradient())
+            one.num_finished += 1
+        if all(one.num_finished == len(one.layers) for one in passes):
+            del self._passes[at.stage, at.microbatch]
 
     def _run_part(self, at: At, passes: list[StagePass], chunk: int, part: str, form: str) -> Transfer | None:
         one = passes[chunk]
@@ -187,6 +221,8 @@ class Runtime:
     def _arrived(self, letter: str, at: At, passes: list[StagePass], chunk: int) -> torch.Tensor:
         key = (letter, at.stage, at.microbatch)
         parts = self._received[key].get().split([one.microbatch.rows for one in passes])
+        if letter == "B" and chunk == 0:  # who answers has received: what was sent can go
+            self._sent.pop((at.stage, at.microbatch)).get()
         if chunk == len(passes) - 1:
             del self._received[key]
         return parts[chunk]
@@ -260,7 +296,11 @@ class Runtime:
             parts = [one.layers[-1].output() for one in self._passes[stage, microbatch]]
         else:
             parts = self._handed.pop((stage - 1, microbatch))
-        return self._launch(op, parts[0].contiguous() if len(parts) == 1 else torch.cat(parts), dist.isend)
+        rows = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+        sent = Sent(self._launch(op, rows, dist.isend))
+        if op.kind == "SEND_F":
+            self._sent[stage, microbatch] = sent
+        return sent
 
     def _receive(self, op: Op) -> Transfer:
         stage, microbatch = op.stage or 0, op.microbatch or 0

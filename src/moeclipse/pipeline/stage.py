@@ -53,7 +53,7 @@ class LayerPass(Protocol):
         """The gradient of the output, before the first part runs backward."""
 
     def gradient(self) -> torch.Tensor | None:
-        """That of the input, after the last."""
+        """That of the input, after the last; asked for once."""
 
 
 @runtime_checkable
@@ -115,7 +115,8 @@ class WholeLayer:
         self._d_out = d_out
 
     def gradient(self) -> torch.Tensor | None:
-        return self._d_in
+        d_in, self._d_in = self._d_in, None
+        return d_in
 
 
 def describe(layer: nn.Module) -> Layer:
