@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from moeclipse.ops.tuning import TABLE, Tile, delay, num_programs, shape_class, variants
+from moeclipse.ops.tuning import TABLE, Tile, delay, device_fits, num_programs, shape_class, variants
 
 pytest.importorskip("triton")
 
@@ -23,6 +24,14 @@ def test_every_shape_class_is_in_the_table() -> None:
             assert shape_class(kernel, *widths) in TABLE
     assert shape_class("wgrad_x", 28672, 4096) == "wgrad_x, huge"
     assert shape_class("wgrad_x", 8, 8) != shape_class("wgrad_x", 28672, 4096)
+
+
+def test_kernels_need_a_device_that_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not device_fits(CPU)
+    for number, (major, kib, fits) in enumerate([(9, 227, True), (8, 163, False), (12, 99, False)]):
+        found = SimpleNamespace(major=major, shared_memory_per_block_optin=kib * 1024)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=found: found)
+        assert device_fits(torch.device("cuda", 90 + number)) is fits
 
 
 def test_only_many_tiles_are_staggered() -> None:

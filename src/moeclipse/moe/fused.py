@@ -21,6 +21,7 @@ from moeclipse.ops import expert_mlp
 from moeclipse.ops.bias import group_sum
 from moeclipse.ops.combine import gather_sum
 from moeclipse.ops.routing_metadata import Grouping, group_counts
+from moeclipse.ops.tuning import device_fits
 from moeclipse.ops.wgrad import grouped_wgrad
 
 
@@ -59,7 +60,7 @@ def fits(experts: object, inputs: Sequence[torch.Tensor]) -> bool:
     if not isinstance(experts, Experts) or len(inputs) != 1 or not experts.ids:
         return False
     x, widths = inputs[0], (experts.down.shape[2], experts.up.shape[2])
-    takes = x.is_cuda and x.dtype in expert_mlp.KERNEL_DTYPES and experts.up.dtype == x.dtype
+    takes = device_fits(x.device) and x.dtype in expert_mlp.KERNEL_DTYPES and experts.up.dtype == x.dtype
     return takes and all(width % 8 == 0 for width in widths)
 
 

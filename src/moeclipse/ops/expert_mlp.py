@@ -23,7 +23,7 @@ from moeclipse.ops.activation import GATED, Activation, activate, activate_backw
 from moeclipse.ops.bias import add_bias, bias_dots
 from moeclipse.ops.grouped_gemm import grouped_mm_reference
 from moeclipse.ops.routing_metadata import ROW_TILE, Grouping
-from moeclipse.ops.tuning import Tile, delay, num_programs, tile_for
+from moeclipse.ops.tuning import Tile, delay, device_fits, num_programs, tile_for
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -141,11 +141,12 @@ def mlp_fits(rows: torch.Tensor, weight: torch.Tensor, grouping: Grouping) -> bo
         and rows.data_ptr() % 16 == 0
         and weight.shape[1] % 8 == 0
         and weight.shape[2] % 8 == 0
+        and device_fits(rows.device)
     )
     if not fits:
         warnings.warn(
             f"experts of {rows.dtype} with weights {tuple(weight.shape)} run in plain torch: the kernels take"
-            " bf16 and fp16, contiguous, with widths that are multiples of 8",
+            " bf16 and fp16, contiguous, with widths that are multiples of 8, on Hopper GPUs",
             stacklevel=3,
         )
     return fits

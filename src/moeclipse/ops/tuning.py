@@ -14,6 +14,7 @@ import functools
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ TABLE = {
     "wgrad_x, add, huge": Tile(stages=4, split=4, swap=True, ahead=True, stagger=800),
 }
 CLASSES = (("huge", 8192), ("wide", 4096), ("medium", 2048), ("small", 0))
+SHARED_MEMORY = 227 * 1024
 DEFAULT_FILE = Path("~/.cache/moeclipse/tiles.json")
 
 
@@ -143,6 +145,16 @@ def num_programs(tile: Tile, device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return tile.per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def device_fits(device: torch.device) -> bool:
+    """Whether a device has the copy engine and the shared memory that the table's tiles are made for."""
+    if device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
+        return False
+    properties = torch.cuda.get_device_properties(device)
+    room = getattr(properties, "shared_memory_per_block_optin", SHARED_MEMORY)  # not every torch tells
+    return properties.major in (9, 10) and room >= SHARED_MEMORY
 
 
 def delay(tile: Tile, device: torch.device, num_tiles: int) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from moeclipse.ops.tuning import Tile, delay, num_programs, tile_for
+from moeclipse.ops.tuning import Tile, delay, device_fits, num_programs, tile_for
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -96,6 +96,7 @@ def wgrad_fits(dy_MN: torch.Tensor, x_MD: torch.Tensor, into_END: torch.Tensor, 
         and into_END.shape[2] % 8 == 0
         and len(dy_MN) > 0
         and len(x_MD) > 0
+        and device_fits(dy_MN.device)
     )
 
 
