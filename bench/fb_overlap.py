@@ -1,6 +1,7 @@
 """How much of the all-to-all of one microbatch hides under another's compute, on a slow wire.
 
     .venv/bin/python bench/fb_overlap.py [--json FILE] [--repeats 9] [--pp 1 2] [--ratio 0.5] [--trace FILE]
+    .venv/bin/python bench/fb_overlap.py --device cuda [--ranks 2] [--json FILE]
 
 Two ranks share the experts (and with --pp 2 two such pairs share the layers), in a network namespace of their
 own whose loopback is a slow wire (bench/shaped_network.py). Its rate is set so that, without overlap, the
@@ -15,6 +16,9 @@ Times come from the library's own record. A transfer counts from the moment its 
 is what of it lies under this rank's compute, so `off` scores 0 by definition. Steady is the time between the
 start of the first pair and the end of the last, edges are the rest. Gradients are not reduced: that is
 another wire's business. The prediction is the simulator's, from the mean times of the ops of `off`.
+
+With `--device cuda` the ranks share one GPU under MPS (nvidia-cuda-mps-control -d), and rows go through
+pinned memory of the host: copy engines move them at a network's rate. There the rate is what it is.
 """
 
 from __future__ import annotations
@@ -69,6 +73,19 @@ MODEL: dict[str, Any] = {
 }
 
 
+ON_DEVICE: dict[str, Any] = {
+    "model.d_model": 2048,
+    "model.num_heads": 16,
+    "model.num_kv_heads": 16,
+    "model.head_dim": 128,
+    "model.dtype": "bfloat16",
+    "moe.d_ff": 3072,
+    "moe.transport": "pinned",
+    "data.files": (),
+    "data.seq_len": 4096,
+}
+
+
 class Case:
     """A model in one mode, ready to run steps."""
 
@@ -76,6 +93,8 @@ class Case:
         samples = 2 * mesh.num_data * microbatches  # two of each microbatch on each rank, so it can be cut
         values = {**MODEL, **MODES[mode], "optim.accumulate": microbatches, "data.batch_size": samples}
         values |= {"model.num_layers": layers, "data.files": (__file__,), "parallel.pp": mesh.pp}
+        if mesh.device.type == "cuda":
+            values |= ON_DEVICE
         self.mesh, self.mode = mesh, mode
         self.learner = Learner(with_values(TrainConfig(), values), mesh)
         assert self.learner.pipelined is not None
@@ -198,18 +217,24 @@ def means(mesh: Mesh, times: dict[str, float]) -> dict[str, float]:
 
 
 def measure(mesh: Mesh, given: dict[str, Any]) -> dict[str, Any]:
-    if (os.cpu_count() or 1) >= 2:
+    on_device = mesh.device.type == "cuda"
+    if on_device:
+        torch.cuda.set_device(mesh.device)
+    elif (os.cpu_count() or 1) >= 2:
         os.sched_setaffinity(0, {mesh.stage.index % (os.cpu_count() or 1)})
     torch.set_num_threads(1)
     layers, microbatches = given["layers"] * mesh.pp, given["microbatches"]
     cases = {mode: Case(mesh, mode, microbatches, layers) for mode in MODES}
-    set_rate_once(mesh, RATE_MBIT)
+    if not on_device:
+        set_rate_once(mesh, RATE_MBIT)
     for case in cases.values():
         case.run()
     trial = [means(mesh, phases(cases["off"], cases["off"].run())) for _ in range(3)]
     ratio = statistics.median(t["comm_ms"] / t["compute_ms"] for t in trial)
-    rate = min(RATE_MBIT * ratio / given["ratio"], MAX_MBIT)
-    set_rate_once(mesh, rate)
+    rate = 0.0
+    if not on_device:
+        rate = min(RATE_MBIT * ratio / given["ratio"], MAX_MBIT)
+        set_rate_once(mesh, rate)
     found: dict[str, list[dict[str, float]]] = {mode: [] for mode in cases}
     ops: list[dict[str, list[float]]] = []
     for repeat in range(given["repeats"] + 1):
@@ -288,7 +313,8 @@ def checks_of(results: list[dict[str, Any]]) -> dict[str, float]:
 def report(results: list[dict[str, Any]], file: Path | None) -> None:
     names = ("step_ms", "compute_ms", "comm_ms", "exposed_ms", "straggle_ms", "idle_ms")
     for result in results:
-        print(f"\n\nwire of {result['rate_mbit']:.0f} mbit\n")
+        wire = f"wire of {result['rate_mbit']:.0f} mbit" if result["rate_mbit"] else "pinned host memory"
+        print(f"\n\n{wire}\n")
         head = " ".join(f"{name:>11}" for name in names)
         print(f"{'pp':>2} {'M':>3} {'overlap':<10} {head} {'predicted':>10} {'steady':>7} {'edges':>7}")
         for row in result["rows"]:
@@ -324,8 +350,18 @@ def main() -> int:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--ratio", type=float, default=0.5, help="exchanges over compute, without overlap")
     parser.add_argument("--trace", type=str, default="", help="write measured lanes to FILE.ppN.json")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--ranks", type=int, default=2, help="with --device cuda: ranks that share the GPU")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.device == "cuda":
+        if torch.cuda.device_count() == 0:
+            print("bench/fb_overlap.py --device cuda: this machine has no CUDA device.")
+            return 2
+        asked = {k: v for k, v in vars(given).items() if k not in ("json", "inside", "pp")}
+        options = {"deadline_s": 900.0, "collective_deadline_s": 60.0, "device": "cuda:0"}
+        report([run_ranks(given.ranks, measure, asked, **options)[0]], given.json)
+        return 0
     if given.inside is not None:
         options = {"deadline_s": 1800.0, "collective_deadline_s": 60.0}
         asked = {k: v for k, v in vars(given).items() if k not in ("json", "inside", "pp")}
