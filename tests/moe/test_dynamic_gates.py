@@ -30,7 +30,7 @@ MESH = Mesh.single()
 RULES = {
     "gap": GateConfig(choose="gap", top_k=3, threshold=0.12),
     "top_p": GateConfig(choose="top_p", top_k=4, top_p=0.55),
-    "threshold": GateConfig(choose="threshold", top_k=4, threshold=0.15),
+    "threshold": GateConfig(choose="threshold", top_k=4, threshold=0.125),
     "mean": GateConfig(choose="top_p", top_k=4, top_p=0.6, mean_experts=2.2),
     "sigmoid": GateConfig(choose="top_p", kind="sigmoid", top_k=3, top_p=0.3, bias_rate=0.01),
     "raw": GateConfig(choose="threshold", top_k=4, threshold=0.15, renormalise=False, scale=1.5),
@@ -244,6 +244,7 @@ def test_rows_that_are_not_routed_do_not_travel() -> None:
         (GateConfig(choose="top_p", mean_experts=2.0), "must lie between 1 and gate.top_k (2)"),
         (GateConfig(choose="top_p", top_p=1.0), "gate.top_p (1.0) must lie between 0 and 1"),
         (GateConfig(choose="threshold", threshold=-0.1), "gate.threshold (-0.1) must be between 0 and 1"),
+        (GateConfig(choose="threshold", threshold=0.13), "must be at most 1 / moe.num_experts (0.125) with"),
         (GateConfig(choose="gap", gap_rate=2.0), "gate.gap_rate (2.0) must be between 0 and 1"),
         (GateConfig(choose="gap", gap_factor=-1.0), "gate.gap_factor (-1.0) must not be negative"),
         (GateConfig(choose="top_p", mean_rate=0.0), "gate.mean_rate (0.0) must be positive"),

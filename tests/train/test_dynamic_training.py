@@ -22,7 +22,7 @@ from moeclipse.train.learner import Learner
 RULES: dict[str, dict[str, Any]] = {
     "gap": {"gate.choose": "gap", "gate.top_k": 2, "gate.threshold": 0.02},
     "top_p": {"gate.choose": "top_p", "gate.top_k": 4, "gate.top_p": 0.6, "gate.z_loss": 0.01},
-    "threshold": {"gate.choose": "threshold", "gate.top_k": 3, "gate.threshold": 0.21},
+    "threshold": {"gate.choose": "threshold", "gate.top_k": 3, "gate.threshold": 0.16},
     "mean": {"gate.choose": "top_p", "gate.top_k": 3, "gate.top_p": 0.5, "gate.mean_experts": 1.8},
     "sigmoid": {
         "gate.choose": "top_p",

@@ -108,7 +108,7 @@ def test_a_long_run_writes_ever_more_seldom(tmp_path: Path) -> None:
 
 
 def test_place_draws_what_training_wrote(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    values: dict[str, Any] = {"gate.choose": "threshold", "gate.threshold": 0.3, "gate.bias_rate": 0.0}
+    values: dict[str, Any] = {"gate.choose": "threshold", "gate.threshold": 0.24, "gate.bias_rate": 0.0}
     run_ranks(2, whole, configure(tmp_path, **values))
     folder = tmp_path / "runs/run"
     assert main(["place", str(folder / "load.npz"), "--plot", "--time-limit", "0"]) == 0

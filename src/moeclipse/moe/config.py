@@ -186,6 +186,13 @@ def gate_problems(gate: GateConfig, num_experts: int) -> Iterator[str]:
     """What does not fit between a gate and the number of experts it chooses from."""
     if gate.top_k > num_experts:
         yield f"gate.top_k ({gate.top_k}) must be at most moe.num_experts ({num_experts})"
+    if gate.choose == "threshold" and gate.renormalise and gate.threshold * num_experts > 1:
+        yield (
+            f"gate.threshold ({gate.threshold}) must be at most 1 / moe.num_experts ({1 / num_experts:.3g}) "
+            "with gate.renormalise: at the start all probabilities are alike, every token would visit one expert "
+            "with the score 1, and the gate would learn nothing from the loss; lower it, or set "
+            "gate.renormalise = false"
+        )
     if gate.num_groups > 1:
         if num_experts % gate.num_groups:
             yield f"gate.num_groups ({gate.num_groups}) must divide moe.num_experts ({num_experts})"
