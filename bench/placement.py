@@ -1,6 +1,6 @@
 """Placement: how even the ranks are, how little moves, and how long deciding takes.
 
-    .venv/bin/python bench/placement.py [--json FILE] [--quick]
+    .venv/bin/python bench/placement.py [--json FILE] [--quick] [--part quality | end_to_end | fedavg]
 
 Loads follow Zipf's law and drift: every expert's load walks at random, by a tenth (or a quarter) over the
 50 steps between two plans. Planners see a moving average of the steps before; balance (mean over fullest
@@ -8,7 +8,9 @@ rank) is measured on the steps AFTER the plan, with the split that training runs
 others do: a fresh table for each plan, shown with its own equal shares and with our split. Times are
 processor time of one thread.
 
-Parts: `quality` (here, needs nothing). `end_to_end` (step times on the shaped network) joins in PARTS.
+Parts: `quality` (this). `end_to_end`: step times of real training on the shaped network, which needs root and
+is left out where that is missing (bench/_placement_steps.py). `fedavg`: how far averaging the weights of
+replicas is from summing their gradients.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +27,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import _placement_fedavg
+import _placement_steps
 import numpy as np
+from shaped_network import why_not
 
 from moeclipse.balance.load import LoadAverage
 from moeclipse.balance.objective import PlacementCosts
@@ -33,6 +41,7 @@ from moeclipse.balance.planner import PlanConfig, plan
 from moeclipse.balance.split import ReplicaTable, balance_of, split_rows
 
 T = TypeVar("T")
+Found = tuple[list[dict[str, Any]], dict[str, float]]
 
 ROWS_PER_RANK = 32768
 EVERY = 50
@@ -160,13 +169,15 @@ def lowest_fullest(load_E: np.ndarray, placement: Placement) -> float | None:
     return float(solver.getInfo().objective_function_value)
 
 
-def quality(quick: bool) -> tuple[list[dict[str, Any]], dict[str, float]]:
+def quality(quick: bool) -> Found:
     rows: list[dict[str, Any]] = []
     checks: dict[str, float] = {}
     seeds = range(2 if quick else 5)
     cases = [(shape, 1.2, 0.1) for shape in SHAPES] + (
         [] if quick else [(SHAPES[0], 0.8, 0.1), (SHAPES[0], 1.2, 0.25)]
     )
+    print("balance on steps behind a plan (first, later plans), at the end of an interval;")
+    print("moved: part of the slots, worst later plan\n")
     print(
         f"{'experts/ranks/slots':<20}{'zipf':>5}{'drift':>6}  {'method':<12}{'first':>7}{'later':>7}"
         f"{'end':>7}{'moved':>7}{'plan ms':>9}{'split us':>9}{'of LP':>7}"
@@ -218,7 +229,19 @@ def checks_of(shape: tuple[int, int, int], method: str, row: dict[str, Any]) -> 
     }
 
 
-PARTS: dict[str, Callable[[bool], tuple[list[dict[str, Any]], dict[str, float]]]] = {"quality": quality}
+def end_to_end(quick: bool) -> Found:
+    reason = why_not()
+    if reason is not None:
+        print(f"end_to_end left out: {reason}")
+        return [], {}
+    return _placement_steps.report(_placement_steps.run_here(3 if quick else 9))
+
+
+PARTS: dict[str, Callable[[bool], Found]] = {
+    "quality": quality,
+    "end_to_end": end_to_end,
+    "fedavg": lambda quick: _placement_fedavg.report(_placement_fedavg.run_here(4 if quick else 40)),
+}
 
 
 def main() -> int:
@@ -231,14 +254,13 @@ def main() -> int:
     checks: dict[str, float] = {}
     for name, part in PARTS.items():
         if options.part in (name, "all"):
-            print(
-                f"{name}: balance on steps behind a plan (first, later plans), at the end of an interval; "
-                "moved: part of the slots, worst later plan"
-            )
+            print(f"\n== {name}")
             more, found = part(options.quick)
             rows += more
             checks |= found
-    print("\n".join(f"{name:<24} {value:.4g}" for name, value in checks.items()))
+    if options.part == "end_to_end" and not rows:
+        return 2
+    print("\n".join(f"{name:<28} {value:.4g}" for name, value in checks.items()))
     if options.json:
         machine = {
             "processor": platform.processor() or platform.machine(),

@@ -1,0 +1,210 @@
+"""Step times of real training under a skewed gate on a slow wire: static, random, planned, with shadows.
+
+    .venv/bin/python bench/placement.py --part end_to_end [--json FILE] [--repeats 9]
+
+Four ranks in a network namespace of their own, whose loopback is a slow wire (bench/shaped_network.py), train
+a small model with 16 experts. The gate is made to choose experts with Zipf frequencies (s = 1.2), the same
+ones in every case, so all cases compute the same loss; only where experts live differs:
+
+    static                experts in order, four on each rank
+    random                random replicas in six slots per rank, drawn anew every 5 steps
+    placement             six slots per rank, planned once from the loads of the first steps (incremental)
+    placement + shadows   the same, and experts are lent for a step where that pays
+
+The cases take turns, step by step; the table shows the median step of the slowest rank. A plan is taken
+during the first steps, which are left out. All ranks share one wire, so bytes add up over ranks, and two
+cores compute for four: what is won comes from rows that stay at home more than from even ranks. On a cluster,
+where each rank has a wire and a processor of its own, the fullest rank counts as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
+import torch
+from shaped_network import shaped_network
+
+from moeclipse.balance.split import ReplicaTable, split_rows
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.config import with_values
+from moeclipse.moe.gates import count_experts
+from moeclipse.moe.layer import MoE
+from moeclipse.moe.routing import Routing
+from moeclipse.moe.tokens import Tokens
+from moeclipse.testing.run_ranks import run_ranks
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.learner import Learner
+
+RANKS, EXPERTS, ZIPF, SLOTS = 4, 16, 1.2, 6
+RATE_MBIT = 120.0
+WARMUP = 6
+MODEL: dict[str, Any] = {
+    "model.num_layers": 1,
+    "model.d_model": 256,
+    "model.head_dim": 32,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 1,
+    "model.tie_embeddings": True,
+    "model.dtype": "float32",
+    "moe.num_experts": EXPERTS,
+    "moe.d_ff": 64,
+    "moe.schedule": "smart",
+    "moe.group_size": 1,
+    "moe.chunks": 1,
+    "gate.top_k": 1,
+    "gate.renormalise": False,
+    "gate.balance_loss": 0.0,
+    "data.seq_len": 128,
+    "data.batch_size": 128,
+    "optim.accumulate": 4,
+}
+PLANNED: dict[str, Any] = {
+    "placement.planner": "incremental",
+    "placement.slots_per_rank": SLOTS,
+    "placement.start_step": 2,
+    "placement.every": 1000,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "static": {},
+    "random": {**PLANNED, "placement.planner": "random", "placement.every": 5},
+    "placement": PLANNED,
+    "placement + shadows": {**PLANNED, "moe.shadow": "auto"},
+}
+
+
+def skew(layer: MoE) -> None:
+    """Let the gate choose with Zipf frequencies; probabilities and gradients stay the gate's own."""
+    gate = layer.gate
+    plain: Callable[[torch.Tensor, Tokens], Routing] = gate.forward
+    weight_E = torch.arange(1, EXPERTS + 1, dtype=torch.float64) ** -ZIPF
+
+    def forward(x_TD: torch.Tensor, tokens: Tokens) -> Routing:
+        routing = plain(x_TD, tokens)
+        seed = (tokens.step * 1009 + tokens.microbatch) * 1_000_003 + tokens.first
+        draw = torch.rand(
+            len(x_TD), EXPERTS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
+        ids_TK = (draw.log() / weight_E).topk(routing.expert_ids_TK.shape[1]).indices
+        scores_TK = routing.probs_TE.gather(1, ids_TK).to(routing.scores_TK.dtype)
+        load_E = count_experts(ids_TK, EXPERTS)
+        return replace(routing, expert_ids_TK=ids_TK, scores_TK=scores_TK, load_E=load_E)
+
+    gate.forward = forward  # type: ignore[method-assign]
+
+
+def make(mesh: Mesh, changes: dict[str, Any]) -> Learner:
+    learner = Learner(with_values(TrainConfig(), {**MODEL, **changes}), mesh)
+    for layer in learner.layers:
+        skew(layer)
+    return learner
+
+
+def measure(mesh: Mesh, repeats: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    learners = {name: make(mesh, changes) for name, changes in CASES.items()}
+    times: dict[str, list[float]] = {name: [] for name in CASES}
+    losses: dict[str, list[float]] = {name: [] for name in CASES}
+    for step in range(WARMUP + repeats):
+        for name, learner in learners.items():
+            mesh.barrier()
+            begun = time.perf_counter()
+            losses[name].append(learner.step(step)["loss"])
+            seconds = max(mesh.gather_objects(time.perf_counter() - begun))
+            if step >= WARMUP:
+                times[name].append(seconds)
+        if mesh.rank == 0:
+            done = max(step + 1 - WARMUP, 0)
+            print(f"\rend to end: {done}/{repeats} ", end="", file=sys.stderr, flush=True)
+    rows = []
+    for name, learner in learners.items():
+        rows.append(
+            {
+                "case": name,
+                "step_ms": 1e3 * statistics.median(times[name]),
+                "steps_ms": [1e3 * seconds for seconds in times[name]],
+                "loss": losses[name][-1],
+                **judge(learner),
+            }
+        )
+    return {"rows": rows, "same_loss": spread(losses)}
+
+
+def judge(learner: Learner) -> dict[str, Any]:
+    """How even ranks are, and how many rows travel, with the average loads."""
+    layer = learner.layers[0]
+    counts_PE = np.rint(learner.loads.average.rows_LPE[0]).astype(np.int64)
+    placement = layer.route.placement
+    split = split_rows(counts_PE, layer.route.table or ReplicaTable.of(placement))
+    plan = layer.schedule.shadow_plan
+    return {
+        "balance": split.balance,
+        "sent": 1 - float(np.trace(split.sent_PP)) / float(counts_PE.sum()),
+        "replicas": placement.num_replicas,
+        "shadows": 0 if plan is None else sum(len(ranks) for _, ranks in plan.shadows),
+    }
+
+
+def spread(losses: dict[str, list[float]]) -> float:
+    """The largest relative difference between cases in any step."""
+    table = np.array(list(losses.values()))
+    return float(((table.max(0) - table.min(0)) / table.mean(0)).max())
+
+
+def run_here(repeats: int) -> dict[str, Any]:
+    """All cases on a shaped network; ends the program with status 2 where there is none."""
+    with tempfile.TemporaryDirectory() as folder, shaped_network(RATE_MBIT) as run:
+        out = Path(folder) / "rows.json"
+        done = run([sys.executable, __file__, "--inside", str(out), "--repeats", str(repeats)])
+        if done.returncode:
+            raise SystemExit(done.returncode)
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+
+def report(found: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Print the table; rows and checks."""
+    rows = found["rows"]
+    static = rows[0]["step_ms"]
+    print(f"\n\n{EXPERTS} experts, {RANKS} ranks, Zipf {ZIPF}, {RATE_MBIT:g} mbit: median step\n")
+    print(f"{'case':<22}{'ms':>7}{'gain':>7}{'balance':>9}{'sent':>7}{'replicas':>10}{'shadows':>9}")
+    for row in rows:
+        print(
+            f"{row['case']:<22}{row['step_ms']:>7.0f}{static / row['step_ms']:>6.2f}x{row['balance']:>9.3f}"
+            f"{row['sent']:>7.0%}{row['replicas']:>10}{row['shadows']:>9}"
+        )
+    print(f"\nlosses of the cases differ by {found['same_loss']:.1e} at most (fp32)\n")
+    by_name = {row["case"]: row["step_ms"] for row in rows}
+    checks = {
+        "end_to_end": static / by_name["placement"],
+        "end_to_end_shadows": static / by_name["placement + shadows"],
+        "end_to_end_random": static / by_name["random"],
+        "end_to_end_loss_difference": found["same_loss"],
+    }
+    return rows, checks
+
+
+def main() -> int:
+    """The part that runs inside the namespace."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, required=True)
+    parser.add_argument("--inside", type=Path, required=True)
+    given = parser.parse_args()
+    found = run_ranks(RANKS, measure, given.repeats, deadline_s=1800, collective_deadline_s=60)[0]
+    given.inside.write_text(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
