@@ -8,10 +8,10 @@ on streams and where compute runs inline on the host.
     self F   ATTN ROUTE dispatch> SHARED MLP combine>          shared experts hide dispatch
     self B   combine> SHARED MLP dispatch> dW(MLP) dW(SHARED) ROUTE ATTN  next combine> dW(ATTN)
                                                                dW hides dispatch, and the next combine
-    pair     ATTN ROUTE of F          over combine of B
+    pair     ATTN of F, SHARED of B   over combine of B
              MLP of B                 over dispatch of F
              dW(MLP) of B, MLP of F   over dispatch of B
-             ATTN of B, dW(ATTN) of B over combine of F, the next combine of B, and the pipeline's transfers
+             ATTN of B, dW of SHARED and ATTN  over combine of F, the next combine of B, and transfers
              the model's HEAD stands at both ends: its dW hides the first combine of B
 
 Row chunks hide what remains of an action alone: with `split = "moe"` the routed rows are cut, with
@@ -220,8 +220,12 @@ def all_weight_grads(w: _Part) -> Iterator[Op]:
 
 def self_forward(f: _Part) -> Iterator[Op]:
     for index in range(len(f.layers)):
-        yield from f.by_chunk(index, "ATTN_F", "ROUTE_F", "DISPATCH_F")
-        yield from f.each(index, "SHARED_F")
+        if f.chunks > 1 and f.split == "layer":
+            # ROUTE exchanges sizes, which wait on the wire behind the last combine: give that time to end.
+            yield from f.by_chunk(index, "ATTN_F", "SHARED_F", "ROUTE_F", "DISPATCH_F")
+        else:
+            yield from f.by_chunk(index, "ATTN_F", "ROUTE_F", "DISPATCH_F")
+            yield from f.each(index, "SHARED_F")
         yield from f.by_chunk(index, "MLP_F", "COMBINE_F")
     yield from f.each(len(f.layers) - 1, "HEAD_F")
 
@@ -252,19 +256,22 @@ def paired(f: _Part, b: _Part) -> Iterator[Op]:
         front = index if index < len(f.layers) else None
         back = last - index if index <= last else None
         if back is not None:
-            yield from b.each(back, "ATTN_R", "ROUTE_R", "DISPATCH_R")
+            yield from b.each(back, "ATTN_R", "ROUTE_R", "DISPATCH_R", "SHARED_R")
         if front is not None:
-            yield from f.each(front, "ATTN_F", "ROUTE_F", "DISPATCH_F")
+            yield from f.each(front, "ATTN_F")
         if back is not None:
-            yield from b.each(back, "SHARED_R", "SHARED_B", "MLP_R", "MLP_B", "DISPATCH_B")
-            yield from b.each(back, "MLP_W", "SHARED_W")
+            yield from b.each(back, "SHARED_B")
+        if front is not None:
+            yield from f.each(front, "ROUTE_F", "DISPATCH_F")
+        if back is not None:
+            yield from b.each(back, "MLP_R", "MLP_B", "DISPATCH_B", "MLP_W")
         if front is not None:
             yield from f.each(front, "SHARED_F", "MLP_F", "COMBINE_F")
         if back is not None:
             yield from b.each(back, "ROUTE_B", "ATTN_B")
             if back:
                 yield from b.each(back - 1, "COMBINE_B")
-            yield from b.each(back, "ROUTE_W", "ATTN_W")
+            yield from b.each(back, "SHARED_W", "ROUTE_W", "ATTN_W")
     yield from f.each(len(f.layers) - 1, "HEAD_F")
 
 
