@@ -192,3 +192,8 @@ def test_after_sync_gradients_all_replicas_have_the_whole_gradient() -> None:
 def test_a_placement_of_another_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="the placement has 4 experts on 4 ranks, but the layer has 4 expe"):
         MoE(12, 20, 4, placement=Placement(SEED_TABLE))
+
+
+def test_modules_of_users_have_no_replicas() -> None:
+    with pytest.raises(ConfigError, match="modules of your own may stand on one rank each"):
+        MoE(12, 20, 2, experts=lambda _: torch.nn.Linear(12, 12), placement=Placement(((0, 1), (0,))))

@@ -90,7 +90,7 @@ class MoE(nn.Module):
         self.mesh = mesh or Mesh.single(device or "cpu")
         self.sharded = expert_tp == "sharded" and self.mesh.tp > 1
         group = self.mesh.shard_experts if self.sharded else self.mesh.experts
-        check(config, gate, self.mesh, group, placement)
+        check(config, gate, self.mesh, group, placement, own=experts is None)
         self.layer, self.num_experts, self.calls = layer, num_experts, 0
         device = device or self.mesh.device
         shape: dict[str, Any] = {"d_model": d_model, "layer": layer, "seed": seed, "init_std": init_std}
@@ -245,7 +245,7 @@ class MoE(nn.Module):
 
 
 def check(
-    config: MoEConfig, gate: GateConfig, mesh: Mesh, group: Group, placement: Placement | None
+    config: MoEConfig, gate: GateConfig, mesh: Mesh, group: Group, placement: Placement | None, *, own: bool
 ) -> None:
     """All that is wrong with a layer, in one error."""
     problems = [*config.problems(), *gate.problems(), *gate_problems(gate, config.num_experts)]
@@ -255,6 +255,11 @@ def check(
             problems.append(
                 f"the placement has {given[0]} experts on {given[1]} ranks, but the layer has {expected[0]} "
                 f"experts on {expected[1]} ranks"
+            )
+        if not own and any(len(ranks) > 1 for ranks in placement.holders):
+            problems.append(
+                "a placement with replicas needs experts whose initial weights follow from their numbers; "
+                "modules of your own may stand on one rank each"
             )
     elif group.size > config.num_experts:
         axes = f"ep ({mesh.ep})" if group.size == mesh.ep else f"ep x tp ({group.size})"
