@@ -189,8 +189,8 @@ def gate_problems(gate: GateConfig, num_experts: int) -> Iterator[str]:
     if gate.choose == "threshold" and gate.renormalise and gate.threshold * num_experts > 1:
         yield (
             f"gate.threshold ({gate.threshold}) must be at most 1 / moe.num_experts ({1 / num_experts:.3g}) "
-            "with gate.renormalise: at the start all probabilities are alike, every token would visit one expert "
-            "with the score 1, and the gate would learn nothing from the loss; lower it, or set "
+            "with gate.renormalise: at the start all probabilities are alike, every token would visit one "
+            "expert with the score 1, and the gate would learn nothing from the loss; lower it, or set "
             "gate.renormalise = false"
         )
     if gate.num_groups > 1:
