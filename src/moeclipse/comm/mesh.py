@@ -73,8 +73,13 @@ class Mesh:
         device: torch.device,
         watch: Watch,
         hosts: Sequence[Any] | None = None,
+        comm_sms: int = 0,
     ) -> None:
-        """`hosts` names the host of each rank, alike on all ranks; left out, the machines are asked."""
+        """`hosts` names the host of each rank, alike on all ranks; left out, the machines are asked.
+
+        `comm_sms` bounds the multiprocessors that NCCL's kernels take; 0: NCCL decides.
+        """
+        self.comm_sms = comm_sms
         self.dp, self.ep, self.tp, self.pp = dp, ep, tp, pp
         per_stage = dp * ep * tp
         self.rank, self.num_ranks = rank, per_stage * pp
@@ -133,9 +138,9 @@ class Mesh:
         """This place in the first and in the last stage; collective."""
         per_stage = self.num_ranks // self.pp
         last = self.num_ranks - per_stage
-        pairs = [(place, last + place) for place in range(per_stage)]
-        between = [(rank,) for rank in range(per_stage, last)]
-        return self.once("ends", lambda: self.new_group("ends", pairs + between))
+        members: list[tuple[int, ...]] = [(place, last + place) for place in range(per_stage)]
+        members += [(rank,) for rank in range(per_stage, last)]
+        return self.once("ends", lambda: self.new_group("ends", members))
 
     def pipe(self, letter: str, source: int, target: int) -> Group:
         """The communicator of activations ("F") or gradients ("B") from pp_index `source` to `target`."""
@@ -144,8 +149,8 @@ class Mesh:
     @property
     def groups(self) -> list[Group]:
         """Every group this rank is a member of, each once."""
-        groups = (self.world, self.stage, self.experts, self.dense_grads, self.replicas, self.data)
-        groups += (self.cut_grads, self.tensor, self.shard_experts)
+        groups = [self.world, self.stage, self.experts, self.dense_grads, self.replicas, self.data]
+        groups += [self.cut_grads, self.tensor, self.shard_experts]
         return list({group.name: group for group in groups}.values())
 
     @classmethod
@@ -189,12 +194,27 @@ class Mesh:
         """This rank's group in a partition of all ranks. All ranks enter, also those that are alone in it."""
         self.partitions[name] = members
         mine = next(ranks for ranks in members if self.rank in ranks)
-        handles = [dist.new_group(ranks, backend=backend) if len(ranks) > 1 else None for ranks in members]
+        options = self._nccl_options() if backend is None else None
+        handles = [
+            dist.new_group(ranks, backend=backend, pg_options=options) if len(ranks) > 1 else None
+            for ranks in members
+        ]
         handle, backend = handles[members.index(mine)], ""
         if handle is not None:
             backend = dist.get_backend_config(handle)
             backend = "nccl" if self.device.type == "cuda" and "nccl" in backend else "gloo"
         return Group(name=name, ranks=mine, index=mine.index(self.rank), handle=handle, backend=backend)
+
+    def _nccl_options(self) -> Any:
+        """None, or NCCL's options with a bound on its blocks, each of which takes a multiprocessor."""
+        if not self.comm_sms or self.device.type != "cuda" or not dist.is_nccl_available():
+            return None
+        if "nccl" not in dist.get_backend_config():
+            return None
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = self.comm_sms
+        options.config.min_ctas = min(options.config.min_ctas, self.comm_sms)
+        return options
 
     def once(self, key: str, make: Callable[[], Made]) -> Made:
         """What all ranks make together and use again, like the groups of a transport."""

@@ -64,7 +64,8 @@ def train(config: TrainConfig, *, resume: str = "off", observer: Observer | None
     )
     try:
         tp, pp = config.parallel.tp, config.parallel.pp
-        mesh = Mesh(dp=dp, ep=ep, tp=tp, pp=pp, rank=place.rank, device=device, watch=watch)
+        where: dict[str, Any] = {"rank": place.rank, "device": device, "watch": watch}
+        mesh = Mesh(dp=dp, ep=ep, tp=tp, pp=pp, comm_sms=config.pipeline.comm_sms, **where)
         watching = observer if observer is not None and place.rank == 0 else Silence()
         return Run(config, mesh, watching).whole(resume)
     except BaseException as error:
