@@ -16,7 +16,7 @@ from test_placing import RANDOM, compare
 
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
-from moeclipse.core.errors import CommError
+from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.moe import migrate
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks, run_ranks_raw
@@ -206,3 +206,18 @@ def test_a_rank_that_dies_while_experts_move(corpus: str, tmp_path: Path) -> Non
     found = sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("."))
     assert len(found) == 1
     run_alone(state_after_load, configure(corpus), str(tmp_path / found[0]))
+
+
+def refused(mesh: Mesh, config: TrainConfig) -> str:
+    try:
+        Learner(config, mesh)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_stage_without_experts_cannot_be_planned(corpus: str) -> None:  # noqa: F811
+    stages = {"model.num_layers": 4, "model.num_dense_layers": 2, "optim.accumulate": 4}
+    config = configure(corpus, **PLANNED, **stages, **{"pipeline.schedule": "1f1b"})
+    for told in run_ranks(2, refused, config, pp=2):
+        assert "needs a layer with experts in every stage, but rank 0 of the pipeline holds none" in told

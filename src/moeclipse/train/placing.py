@@ -82,6 +82,14 @@ class Placing:
                 buckets.append(bucket)
                 states.append(state)
         self.houses = [House(*found[number]) for number in sorted(found)]
+        if self.config.moves and self.mesh.pp > 1:
+            empty = [rank for rank, count in enumerate(self.mesh.gather_objects(len(found))) if not count]
+            if empty:
+                raise ConfigError(
+                    f"placement.planner = {self.config.planner!r} needs a layer with experts in every stage, "
+                    f"but rank {empty[0]} of the pipeline holds none; lower model.num_dense_layers or "
+                    "parallel.pp, or set placement.planner = 'static'"
+                )
 
     def after_step(self, step: int, loads: LoadAverage) -> list[str]:
         """What is to be done between two steps; returns what is to be said about it. Collective."""
