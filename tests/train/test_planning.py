@@ -218,6 +218,7 @@ def refused(mesh: Mesh, config: TrainConfig) -> str:
 
 def test_a_stage_without_experts_cannot_be_planned(corpus: str) -> None:  # noqa: F811
     stages = {"model.num_layers": 4, "model.num_dense_layers": 2, "optim.accumulate": 4}
-    config = configure(corpus, **PLANNED, **stages, **{"pipeline.schedule": "1f1b"})
+    stages |= {"pipeline.schedule": "1f1b", "placement.slots_per_rank": 5}
+    config = configure(corpus, **{**PLANNED, **stages})
     for told in run_ranks(2, refused, config, pp=2):
         assert "needs a layer with experts in every stage, but rank 0 of the pipeline holds none" in told
