@@ -247,7 +247,7 @@ class ExchangeSchedule:
             costs = replace(
                 costs, row_forward=pairs * costs.row_forward, row_backward=pairs * costs.row_backward
             )
-            self.shadow_plan = choose_shadows(rows_PE, route.placement, costs)
+            self.shadow_plan = choose_shadows(rows_PE, route.placement, costs, table=route.table)
         else:
             self.shadow_plan = forced_shadows(counts_PE, route.placement, FREE, wanted)
         shadows = self.shadow_plan.shadows

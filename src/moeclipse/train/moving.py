@@ -29,6 +29,8 @@ class House:
     def __init__(self, buckets: Sequence[ExpertBucket], states: Sequence[ShardState]) -> None:
         self.buckets, self.states = buckets, states
         self.layer = buckets[0].layer
+        self.expected_E: np.ndarray | None = None
+        """The loads that the placement was planned for."""
 
     @property
     def homes(self) -> Homes:
@@ -57,17 +59,21 @@ class House:
             for kind in STATES:
                 setattr(state, kind, getattr(after, kind))
             bucket.settle(new)
-        self.layer.move_to(new.placement, expected_E)
+        self._route(new, expected_E)
         return len(parcels)
 
-    def lay_out(self, new: Homes) -> None:
+    def _route(self, new: Homes, expected_E: np.ndarray | None) -> None:
+        self.expected_E = expected_E
+        self.layer.move_to(new.placement, expected_E)
+
+    def lay_out(self, new: Homes, expected_E: np.ndarray | None = None) -> None:
         """Make `new` hold without weights and state: they are about to be read from a checkpoint."""
         for bucket, state in zip(self.buckets, self.states, strict=True):
             bucket.settle(new)
             size = len(bucket.here) * bucket.size
             for kind in STATES:
                 setattr(state, kind, torch.zeros(size, dtype=bucket.grads.dtype, device=bucket.grads.device))
-        self.layer.move_to(new.placement)
+        self._route(new, expected_E)
 
     # What one expert is made of, in bytes: parameter by parameter, and of each state by state.
 

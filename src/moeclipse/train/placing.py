@@ -165,6 +165,10 @@ class Placing:
             )
         return found
 
+    def summary(self) -> dict[str, int]:
+        """For the summary of a run."""
+        return {"plans": self.plans_taken, "parcels": self.parcels, "left_out": self.planning.left_out}
+
     def state(self) -> list[dict[str, Any]]:
         """For a checkpoint: who holds what, by layer of the whole model. Collective."""
         mine = [
@@ -172,6 +176,7 @@ class Placing:
                 "layer": house.layer.layer,
                 "slots": house.homes.placement.slots,
                 "primary": house.homes.placement.primary,
+                "expected": None if house.expected_E is None else house.expected_E.tolist(),
             }
             for house in self.houses
         ]
@@ -199,7 +204,9 @@ class Placing:
             except ConfigError:
                 continue
             if [len(row) for row in found.slots] == [len(row) for row in now.slots]:
-                house.lay_out(self._homes(found, house.layer))
+                expected = entry.get("expected")
+                loads = None if expected is None else np.array(expected)
+                house.lay_out(self._homes(found, house.layer), loads)
 
 
 def costs_of(probe: Probe, every: int) -> PlacementCosts:
