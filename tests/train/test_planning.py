@@ -222,3 +222,27 @@ def test_a_stage_without_experts_cannot_be_planned(corpus: str) -> None:  # noqa
     config = configure(corpus, **{**PLANNED, **stages})
     for told in run_ranks(2, refused, config, pp=2):
         assert "needs a layer with experts in every stage, but rank 0 of the pipeline holds none" in told
+
+
+def curve_from(mesh: Mesh, config: TrainConfig, path: str, steps: int) -> list[float]:
+    learner = Learner(config, mesh)
+    start = learner.load(Checkpoint.open(path, mesh))
+    return [learner.step(step)["loss"] for step in range(start, start + steps)]
+
+
+def planned_once(mesh: Mesh, config: TrainConfig, folder: str) -> tuple[str, list[float]]:
+    """Train until a plan has been taken, save, go on for three steps."""
+    learner = Learner(config, mesh)
+    step = 0
+    while not learner.placing.plans_taken:
+        learner.step(step)
+        step += 1
+    path = str(learner.save(Path(folder), step))
+    return path, [learner.step(step)["loss"] for step in range(step, step + 3)]
+
+
+def test_a_resumed_run_repeats_the_bits_of_the_first(corpus: str, tmp_path: Path) -> None:  # noqa: F811
+    plans = {"placement.planner": "wrap_fill", "placement.start_step": 2, "placement.every": 1000}
+    config = configure(corpus, **{**PLANNED, **plans, "model.dtype": "float32"})
+    path, losses = run_ranks(3, planned_once, config, str(tmp_path))[0]
+    assert run_ranks(3, curve_from, config, path, 3)[0] == losses
