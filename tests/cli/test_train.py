@@ -20,7 +20,7 @@ from moeclipse.cli.train import (
     name_run,
     read_command,
 )
-from moeclipse.core.config import flag_layer, from_table, keys_of, to_flat, to_toml
+from moeclipse.core.config import flag_layer, from_table, keys_of, to_flat, to_toml, with_values
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.presets import load, merge
 
@@ -203,3 +203,10 @@ def test_layout_is_not_judged_while_experts_are_wrong() -> None:
 
 def test_no_option_hides_a_section() -> None:
     assert not {field.name for field in fields(Options)} & {field.name for field in fields(TrainConfig)}
+
+
+def test_a_placement_for_other_ranks_is_refused_before_any_starts() -> None:
+    values = {"moe.num_experts": 4, "placement.slots": ((0, 3), (1, 2), (1,))}
+    problems = list(layout_problems(with_values(TrainConfig(), values), 2))
+    assert problems == ["placement.slots: the placement speaks of 3 ranks, but there are 2"]
+    assert not list(layout_problems(with_values(TrainConfig(), values), 6))

@@ -17,7 +17,7 @@ from typing import Literal
 
 from moeclipse.core.config import build, flag_layer, keys_of, to_toml, with_values
 from moeclipse.core.errors import ConfigError, DataError
-from moeclipse.train.config import TrainConfig
+from moeclipse.train.config import TrainConfig, placement_problems
 from moeclipse.train.presets import Merged, merge, preset_names
 
 CPU_RANKS = 2
@@ -147,9 +147,12 @@ def layout_problems(config: TrainConfig, num_ranks: int) -> Iterator[str]:
     if num_ranks < 1 or config.moe.num_experts < 1:
         return
     try:
-        config.parallel.sizes(num_ranks, config.expert_ranks, config.moe.expert_tp)
+        _, ep = config.parallel.sizes(num_ranks, config.expert_ranks, config.moe.expert_tp)
     except ValueError as error:
         yield str(error)
+        return
+    if config.parallel.ep == "auto" and not list(placement_problems(config)):
+        yield from placement_problems(with_values(config, {"parallel.ep": ep}))
 
 
 def directory_problems(config: TrainConfig, resume: str) -> Iterator[str]:
