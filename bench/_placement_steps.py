@@ -104,18 +104,23 @@ def skew(layer: MoE) -> None:
     gate.forward = forward  # type: ignore[method-assign]
 
 
-def make(mesh: Mesh, changes: dict[str, Any]) -> Learner:
-    learner = Learner(with_values(TrainConfig(), {**MODEL, **changes}), mesh)
-    for layer in learner.layers:
-        skew(layer)
-    return learner
-
-
 def measure(mesh: Mesh, repeats: int) -> dict[str, Any]:
+    learners = {name: make(mesh, {**MODEL, **changes}) for name, changes in CASES.items()}
+    for learner in learners.values():
+        for layer in learner.layers:
+            skew(layer)
+    return in_turn(mesh, learners, repeats)
+
+
+def make(mesh: Mesh, values: dict[str, Any]) -> Learner:
+    return Learner(with_values(TrainConfig(), values), mesh)
+
+
+def in_turn(mesh: Mesh, learners: dict[str, Learner], repeats: int) -> dict[str, Any]:
+    """Train all of them side by side, each step of one after that of another."""
     torch.set_num_threads(1)
-    learners = {name: make(mesh, changes) for name, changes in CASES.items()}
-    times: dict[str, list[float]] = {name: [] for name in CASES}
-    losses: dict[str, list[float]] = {name: [] for name in CASES}
+    times: dict[str, list[float]] = {name: [] for name in learners}
+    losses: dict[str, list[float]] = {name: [] for name in learners}
     for step in range(WARMUP + repeats):
         for name, learner in learners.items():
             mesh.barrier()
@@ -126,7 +131,7 @@ def measure(mesh: Mesh, repeats: int) -> dict[str, Any]:
                 times[name].append(seconds)
         if mesh.rank == 0:
             done = max(step + 1 - WARMUP, 0)
-            print(f"\rend to end: {done}/{repeats} ", end="", file=sys.stderr, flush=True)
+            print(f"\rsteps: {done}/{repeats} ", end="", file=sys.stderr, flush=True)
     rows = []
     for name, learner in learners.items():
         rows.append(
@@ -134,7 +139,9 @@ def measure(mesh: Mesh, repeats: int) -> dict[str, Any]:
                 "case": name,
                 "step_ms": 1e3 * statistics.median(times[name]),
                 "steps_ms": [1e3 * seconds for seconds in times[name]],
-                "loss": losses[name][-1],
+                "losses": losses[name],
+                "plans": learner.placing.plans_taken,
+                "parcels": learner.placing.parcels,
                 **judge(learner),
             }
         )

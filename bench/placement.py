@@ -1,6 +1,6 @@
 """Placement: how even the ranks are, how little moves, and how long deciding takes.
 
-    .venv/bin/python bench/placement.py [--json FILE] [--quick] [--part quality | end_to_end | fedavg]
+    .venv/bin/python bench/placement.py [--json FILE] [--quick] [--part NAME]
 
 Loads follow Zipf's law and drift: every expert's load walks at random, by a tenth (or a quarter) over the
 50 steps between two plans. Planners see a moving average of the steps before; balance (mean over fullest
@@ -9,8 +9,9 @@ others do: a fresh table for each plan, shown with its own equal shares and with
 processor time of one thread.
 
 Parts: `quality` (this). `end_to_end`: step times of real training on the shaped network, which needs root and
-is left out where that is missing (bench/_placement_steps.py). `fedavg`: how far averaging the weights of
-replicas is from summing their gradients.
+is left out where that is missing (bench/_placement_steps.py). `memory`: a segment-recurrent model, static,
+random and planned (bench/_placement_memory.py). `fedavg`: how far averaging the weights of replicas is from
+summing their gradients (bench/_placement_fedavg.py).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any, TypeVar
 sys.path.insert(0, str(Path(__file__).parent))
 
 import _placement_fedavg
+import _placement_memory
 import _placement_steps
 import numpy as np
 from shaped_network import why_not
@@ -240,6 +242,7 @@ def end_to_end(quick: bool) -> Found:
 PARTS: dict[str, Callable[[bool], Found]] = {
     "quality": quality,
     "end_to_end": end_to_end,
+    "memory": lambda quick: _placement_memory.report(_placement_memory.run_here(4 if quick else 60)),
     "fedavg": lambda quick: _placement_fedavg.report(_placement_fedavg.run_here(4 if quick else 40)),
 }
 
