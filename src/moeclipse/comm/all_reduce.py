@@ -25,6 +25,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -63,8 +64,7 @@ class PeerAllReduce:
         self._busy = threading.Lock()
         self._broken: str | None = None
         self._open: Pending | None = None
-        self._plans: dict[tuple[torch.dtype, int, int | None], OneStagePlan] = {}
-        self._fast = reducer if isinstance(reducer, CudaReducer) else None
+        self._plans: dict[tuple[torch.dtype, int, int | None], Callable[..., torch.Tensor | None]] = {}
         self._capturing = False
 
     @classmethod
@@ -139,14 +139,11 @@ class PeerAllReduce:
         stages: int | None = None,
     ) -> torch.Tensor:
         """The sum over ranks, in `out` or in a new tensor; `stages` overrides the table."""
-        if self._fast is not None and self._simple(x, out):
-            return self._launch(self._fast, x, out, label, stages)
         plan = self._plans.get((x.dtype, x.numel(), stages))
-        if plan is not None and is_plain(x, out):
-            if out is None:
-                out = torch.empty_like(x)
-            self._run(lambda _: plan(x, out, label))
-            return out
+        if plan is not None:
+            made = plan(x, out, label)
+            if made is not None:
+                return made
         x = x.detach()
         same_kind(x, out)
         if not self.should_use(x):
@@ -156,40 +153,31 @@ class PeerAllReduce:
         into = flat_of(out, x)
         if flat.numel():
             self._run(lambda r: r.all_reduce(flat, into, two, self.choice.chunk_bytes, label))
-            if not two and isinstance(self._reducer, CpuReducer):
-                self._keep_plan(self._reducer, x, stages)
+            self._keep_plan(flat, into, two, stages)
         return shaped(into, out, x)
 
-    def _keep_plan(self, reducer: CpuReducer, x: torch.Tensor, stages: int | None) -> None:
-        plan = reducer.plan(x.dtype, x.numel(), self.choice.chunk_bytes)
-        if plan is not None and len(self._plans) < MAX_PLANS:
-            self._plans[x.dtype, x.numel(), stages] = plan
+    def _keep_plan(self, x: torch.Tensor, out: torch.Tensor, two: bool, stages: int | None) -> None:
+        """The next call for this length finds everything looked up: that is most of a small one's time."""
+        key = (x.dtype, x.numel(), stages)
+        if key in self._plans or len(self._plans) >= MAX_PLANS:
+            return
+        if isinstance(self._reducer, CudaReducer):
+            again = self._reducer.plan(x, out)
+            if again is not None:
+                self._plans[key] = again
+        elif isinstance(self._reducer, CpuReducer) and not two:
+            plan = self._reducer.plan(x.dtype, x.numel(), self.choice.chunk_bytes)
+            if plan is not None:
+                self._plans[key] = partial(self._planned, plan)
 
-    def _simple(self, x: torch.Tensor, out: torch.Tensor | None) -> bool:
-        """Whether a call on a device needs no preparation: most of a small call is the host's time."""
-        limit = self.choice.max_bytes
-        known = x.is_cuda and x.dtype in peer_cuda.DTYPES and x.is_contiguous()
-        if not known or not x.numel() or (limit is not None and x.nbytes > limit):
-            return False
-        if x.device != self.device and self.device.index is not None:
-            return False
-        return out is None or (
-            out.shape == x.shape and out.dtype == x.dtype and out.device == x.device and out.is_contiguous()
-        )
-
-    def _launch(
-        self,
-        reducer: CudaReducer,
-        x: torch.Tensor,
-        out: torch.Tensor | None,
-        label: str,
-        stages: int | None,
-    ) -> torch.Tensor:
-        if out is None:
-            out = torch.empty_like(x, requires_grad=False)
-        two = (stages or self.num_stages(x)) == 2
-        self._run(lambda _: reducer.all_reduce(x, out, two, 0, label))
-        return out
+    def _planned(
+        self, plan: OneStagePlan, x: torch.Tensor, out: torch.Tensor | None, label: str
+    ) -> torch.Tensor | None:
+        if not is_plain(x, out):
+            return None
+        into = torch.empty_like(x) if out is None else out
+        self._run(lambda _: plan(x, into, label))
+        return into
 
     def begin_all_reduce(self, x: torch.Tensor, *, label: str = "all-reduce") -> Pending:
         """The sum over ranks, in a new tensor. For tensors that `should_use` is true of, on the CPU."""
@@ -349,7 +337,7 @@ class PeerAllReduce:
                     pass
             return made
         except BaseException as error:
-            self._broken = str(error) or type(error).__name__
+            self._broken, self._plans = str(error) or type(error).__name__, {}
             raise
         finally:
             self._busy.release()

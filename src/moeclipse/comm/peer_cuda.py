@@ -25,6 +25,7 @@ GPU need MPS, or each round costs a time slice of the driver.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -40,6 +41,7 @@ from moeclipse.ops.peer_reduce import (
     SCATTER,
     TWO,
     AllReduceKernel,
+    Launcher,
     PeerSpace,
     all_reduce_rms_norm_kernel,
 )
@@ -55,6 +57,7 @@ class CudaMemory:
 
     def __init__(self, own: torch.Tensor, buffers: list[torch.Tensor], keep: object, source: str) -> None:
         self.own, self.buffers, self._keep, self.source = own, buffers, keep, source
+        self.max_blocks = MAX_BLOCKS
         addresses = [buffer.data_ptr() for buffer in buffers]
         self.table = torch.tensor(addresses, dtype=torch.int64, device=own.device)
 
@@ -74,6 +77,7 @@ class CudaMemory:
             found = tell_all(group, watch, problem, label)
             if not any(found):
                 assert memory is not None
+                memory.max_blocks = _blocks_that_fit(facts)
                 return memory
             first = next(peer for peer, text in enumerate(found) if text)
             problems.append(f"rank {group.ranks[first]}, {found[first]}")
@@ -83,14 +87,29 @@ class CudaMemory:
         )
 
 
-def _facts(device: torch.device) -> dict[str, object]:
+def _blocks_that_fit(facts: list[dict[str, Any]]) -> int:
+    """Blocks that wait hold their processors. All ranks that share a device must fit on it together, or those
+    that run wait for ever for those that do not."""
+    sharing = max(sum(other["uuid"] == fact["uuid"] for other in facts) for fact in facts)
+    return max(1, min(MAX_BLOCKS, min(int(fact["processors"]) for fact in facts) // sharing))
+
+
+def _facts(device: torch.device) -> dict[str, Any]:
     index = device.index if device.index is not None else torch.cuda.current_device()
     number = torch.cuda.device_count()
     access = [i for i in range(number) if i == index or torch.cuda.can_device_access_peer(index, i)]
-    return {"host": host_id(), "device": index, "access": access, "number": number}
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "host": host_id(),
+        "device": index,
+        "access": access,
+        "number": number,
+        "uuid": str(properties.uuid),
+        "processors": properties.multi_processor_count,
+    }
 
 
-def _refuse(group: Group, facts: list[dict[str, object]]) -> None:
+def _refuse(group: Group, facts: list[dict[str, Any]]) -> None:
     for rank, fact in zip(group.ranks, facts, strict=True):
         if fact["host"] != facts[0]["host"]:
             raise NoPeerMemoryError(
@@ -98,7 +117,6 @@ def _refuse(group: Group, facts: list[dict[str, object]]) -> None:
                 "peer memory works within one host, torch.distributed between hosts"
             )
         access = fact["access"]
-        assert isinstance(access, list)
         for other, theirs in zip(group.ranks, facts, strict=True):
             # Ranks that see different sets of devices number them differently: then opening is the test.
             if theirs["number"] == fact["number"] and theirs["device"] not in access:
@@ -141,6 +159,30 @@ def _open_ipc(group: Group, watch: Watch, device: torch.device, num_bytes: int, 
     return CudaMemory(own, buffers, None, "CUDA IPC")
 
 
+class CudaPlan:
+    """A call that was made before, with all but its pointers known. None where it does not apply."""
+
+    def __init__(self, owner: CudaReducer, last: tuple[Launcher, int, int, int]) -> None:
+        self._owner, self._device = owner, owner.device.index
+        launcher, self._blocks, self._length, self._part = last
+        self._launch = launcher.launch
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None, label: str) -> torch.Tensor | None:
+        owner = self._owner
+        if owner.in_place_from is not None or x.get_device() != self._device or not x.is_contiguous():
+            return None
+        if out is None:
+            out = torch.empty_like(x)
+        elif out.get_device() != self._device or not out.is_contiguous() or out.shape != x.shape:
+            return None
+        source, target = x.data_ptr(), out.data_ptr()
+        if (source | target) & 15 or out.dtype is not x.dtype or owner.troubled:
+            return None
+        owner.label = label
+        self._launch(self._blocks, source, target, 0, self._length, self._part)
+        return out
+
+
 class CudaReducer:
     """The reductions. All tensors are contiguous and on this device; one stream at a time."""
 
@@ -150,7 +192,8 @@ class CudaReducer:
         device = memory.own.device
         self._status = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # kernels write, the host reads
         self._seen = self._status.numpy()
-        self._label = ""
+        self.label = ""
+        self.device = device
         self._space = PeerSpace(
             table=memory.table,
             counts=torch.zeros(MAX_BLOCKS, dtype=torch.int32, device=device),
@@ -160,18 +203,29 @@ class CudaReducer:
             limit_us=min(int(watch.deadline_s * 1e6), 2**31 - 1),
             rank=group.index,
             num_ranks=group.size,
-            max_blocks=MAX_BLOCKS,
+            max_blocks=memory.max_blocks,
         )
         self.kernel = AllReduceKernel(self._space)
         self.inputs = SharedInputs(group, watch, device)
         self.in_place_from: int | None = None  # bytes; only while a graph is captured
         torch.cuda.synchronize(device)
 
+    @property
+    def troubled(self) -> bool:
+        """Whether a kernel gave up waiting."""
+        return bool(self._seen[0])
+
+    def plan(self, x: torch.Tensor, out: torch.Tensor) -> CudaPlan | None:
+        """To repeat the call that was just made; None where it was not a single aligned launch."""
+        last = self.kernel.last
+        small = x.nbytes <= self.area_bytes and (x.data_ptr() | out.data_ptr()) % 16 == 0
+        return CudaPlan(self, last) if last is not None and small and self.in_place_from is None else None
+
     def check(self, label: str = "") -> None:
         """Raise if a kernel gave up waiting."""
         late = int(self._seen[0])
         if late:
-            mine, name = self._ranks[self.index], self._label or label
+            mine, name = self._ranks[self.index], self.label or label
             if late == NOT_REGISTERED:
                 raise CommError(
                     f"rank {mine} replayed a graph with {name} before its inputs were shared; "
@@ -181,7 +235,7 @@ class CudaReducer:
                 f"rank {mine} waited {self._watch.deadline_s:g} s in {name}: "
                 f"rank {self._ranks[late - 1]} did not arrive"
             )
-        self._label = label
+        self.label = label
 
     def all_reduce(
         self, x: torch.Tensor, out: torch.Tensor, two_stages: bool, chunk_bytes: int, label: str
@@ -193,6 +247,7 @@ class CudaReducer:
         start = self.in_place_from
         if x.numel() <= chunk:
             shared = start is not None and x.nbytes >= start and x.data_ptr() % 16 == 0
+            self.kernel.last = None
             self.kernel(x, out, kind, self.inputs.add(x) if shared else None)
             return
         x, out = x.view(-1), out.view(-1)
@@ -221,8 +276,9 @@ class CudaReducer:
     def begin_capture(self, dtypes: Sequence[torch.dtype], in_place_from: int | None) -> None:
         """Collective. Compile what a capture may need, and find out whether inputs can be shared."""
         device = self._space.table.device
-        sizes = (4096, LARGE_BYTES)  # one for each tiling
-        xs = [torch.ones(size // t.itemsize, dtype=t, device=device) for t in dtypes for size in sizes]
+        # All tilings, in one stage and in two.
+        sizes = [n for n in (4096, LARGE_BYTES, LARGE_BYTES * self.num_ranks) if n <= self.area_bytes]
+        xs = [torch.ones(n // t.itemsize, dtype=t, device=device) for t in dtypes for n in sizes]
         outs = [torch.empty_like(x) for x in xs]
         rows: list[torch.Tensor | None] = [None] * len(xs)
         self._try(xs, outs, rows)

@@ -93,21 +93,27 @@ class Slots:
     """Where rings and counters lie."""
 
     def __init__(
-        self, memory: PeerMemory, buffers: list[torch.Tensor], group: Group, slot_bytes: int, slots: int
+        self,
+        memory: PeerMemory,
+        device_memory: CudaMemory | None,
+        group: Group,
+        slot_bytes: int,
+        slots: int,
     ) -> None:
-        self.memory, self.buffers, self.num_ranks = memory, buffers, group.size
+        self.memory, self._device_memory, self.num_ranks = memory, device_memory, group.size
         self.slot_bytes, self.slots = slot_bytes, slots
+        if device_memory is not None:
+            self.buffers = device_memory.buffers  # which do not keep it alive
+        else:
+            self.buffers = [memory.view(rank, torch.uint8, 0, memory.num_bytes) for rank in range(group.size)]
 
     @classmethod
     def open(cls, mesh: Mesh, group: Group, through: Through, slot_bytes: int, slots: int) -> Slots:
         total, words = group.size * slots * slot_bytes, 2 * group.size**2
         on_device = through == "device" and mesh.device.type == "cuda"
         memory = PeerMemory.open(group, mesh.watch, num_bytes=0 if on_device else total, num_words=words)
-        if on_device:
-            buffers = CudaMemory.open(group, mesh.watch, mesh.device, total).buffers
-        else:
-            buffers = [memory.view(rank, torch.uint8, 0, total) for rank in range(group.size)]
-        return cls(memory, buffers, group, slot_bytes, slots)
+        there = CudaMemory.open(group, mesh.watch, mesh.device, total) if on_device else None
+        return cls(memory, there, group, slot_bytes, slots)
 
     def flow(self, sender: int, receiver: int, peer: int) -> Flow:
         word, size = 2 * (sender * self.num_ranks + receiver), self.slots * self.slot_bytes

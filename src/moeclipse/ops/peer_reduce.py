@@ -104,11 +104,12 @@ class Tiling:
     blocks: int
 
 
-SMALL, LARGE, LARGE_BYTES = Tiling(8 << 10, 36), Tiling(32 << 10, 64), 1 << 20
-"""Small tensors want many blocks with little to do; large ones more loads under way in each thread."""
+SMALL, LARGE, LARGE_BYTES = Tiling(8 << 10, 64), Tiling(32 << 10, 64), 4 << 20
+"""Few bytes want many blocks with little to do; many want more loads under way in each thread."""
 
 
 def tiling_of(num_bytes: int) -> Tiling:
+    """For the bytes that a rank adds up: all in one stage, a part of them in two."""
     return SMALL if num_bytes < LARGE_BYTES else LARGE
 
 
@@ -127,17 +128,19 @@ class AllReduceKernel:
         self._space, self._tiling = space, tiling
         self._launchers: dict[tuple[object, ...], Launcher] = {}
         self._sizes = (space.area_bytes, space.head_bytes, space.limit_us, space.rank, space.max_blocks)
+        self.last: tuple[Launcher, int, int, int] | None = None
+        """How the last call was launched, for whoever wants to repeat it: launcher, blocks, length, part."""
 
     def __call__(
         self, x: torch.Tensor, out: torch.Tensor, kind: int, inputs: torch.Tensor | None = None
     ) -> None:
         """Flat or not, contiguous. With SCATTER `out` is this rank's part, with GATHER `x` is."""
         space, dtype = self._space, x.dtype
-        whole = out if kind == GATHER else x
-        length, tiling = whole.numel(), self._tiling(whole.nbytes)
-        block = tiling.tile_bytes // dtype.itemsize
+        length = out.numel() if kind == GATHER else x.numel()
         part = length // space.num_ranks // 16 * 16  # parts begin on whole vectors
         share = length if kind == ONE else part
+        tiling = self._tiling(share * dtype.itemsize)
+        block = tiling.tile_bytes // dtype.itemsize
         blocks = max(1, min(space.max_blocks, tiling.blocks, -(-share // block)))
         from_x, to_out = x.data_ptr(), out.data_ptr()
         # What Triton compiles anew for: see the arguments that differ between calls.
@@ -146,6 +149,7 @@ class AllReduceKernel:
         if launcher is not None:
             row = 0 if inputs is None else inputs.data_ptr()
             launcher.launch(blocks, from_x, to_out, row, length, part)
+            self.last = (launcher, blocks, length, part)
             return
         from moeclipse.ops.triton import peer_reduce
 
