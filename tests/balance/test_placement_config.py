@@ -73,6 +73,8 @@ def test_all_problems_come_together() -> None:
         assert part in problems, problems
     for part in ("max_moved (1.5)", "check_every (-1)", "gate.max_leaving (0.5) needs placement.planner"):
         assert part in problems, problems
+    both = {"placement.slots": ((0, 1, 2, 3), (0,)), "gate.max_leaving": 0.5}
+    assert "experts without replicas" in " ".join(problems_of(configure(**both)))
     few = configure(**{"placement.slots_per_rank": 1, "parallel.ep": 2})
     assert list(problems_of(few)) == [
         "placement.slots_per_rank (1) is too small: 4 experts on 2 ranks need 2",

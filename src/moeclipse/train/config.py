@@ -185,17 +185,19 @@ def placement_problems(config: TrainConfig) -> Iterator[str]:
     num_ranks = None if parallel.ep == "auto" else parallel.ep * folds
     if moe.num_experts < 1:
         return
+    replicated = False
     try:
         if placement.slots:
-            placement.placements(moe.num_experts, num_ranks)
+            tables = placement.placements(moe.num_experts, num_ranks)
+            replicated = any(table.num_replicas > table.num_experts for table in tables)
         elif num_ranks is not None:
             placement.start(moe.num_experts, num_ranks, 0)
     except ConfigError as error:
         yield from error.problems
-    if placement.moves and config.gate.max_leaving < 1:
+    if (placement.moves or replicated) and config.gate.max_leaving < 1:
         yield (
-            f"gate.max_leaving ({config.gate.max_leaving}) needs placement.planner = 'static': which experts "
-            "are near would change with every plan, and the routing with it"
+            f"gate.max_leaving ({config.gate.max_leaving}) needs placement.planner = 'static' and experts "
+            "without replicas: which are near would change with every plan or split, and the routing with it"
         )
 
 
