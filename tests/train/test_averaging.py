@@ -61,7 +61,7 @@ def states(results: list[tuple[list, list[float]]]) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.full)])
 def test_fedavg_is_another_model_but_replicas_agree(every: int, corpus: str, tmp_path: Path) -> None:  # noqa: F811
     shared = {"placement.slots": ((0, 1, 2), (3, 4, 0), (1, 3)), "placement.check_every": 1}
     fed = {"placement.reduce": "fedavg", "placement.average_every": every}

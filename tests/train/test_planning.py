@@ -68,6 +68,7 @@ def test_a_checkpoint_of_one_placement_is_read_by_any_other(many: bool, corpus: 
             assert difference(torch.tensor(found), torch.tensor(losses)) < 1e-11
 
 
+@pytest.mark.full
 def test_a_resumed_run_holds_what_the_checkpoint_held(corpus: str, tmp_path: Path) -> None:  # noqa: F811
     config = configure(corpus, **RANDOM)
     path, tables, _ = run_ranks(4, save_and_go_on, config, str(tmp_path), 5)[0]
@@ -87,7 +88,7 @@ def planned(mesh: Mesh, config: TrainConfig, steps: int) -> tuple[list[float], i
     return losses, learner.placing.plans_taken, notes, replicas
 
 
-@pytest.mark.parametrize("planner", ["incremental", "wrap_fill"])
+@pytest.mark.parametrize("planner", ["wrap_fill", pytest.param("incremental", marks=pytest.mark.full)])
 def test_planned_training_has_the_same_losses(planner: str, corpus: str) -> None:  # noqa: F811
     expected, *_ = run_alone(planned, configure(corpus), 8)
     config = configure(corpus, **{**PLANNED, "placement.planner": planner, "placement.check_every": 1})
