@@ -18,7 +18,9 @@ shadows, and what the policy had predicted.
 With `--device cuda` two to four ranks share one GPU under MPS (nvidia-cuda-mps-control -d), and rows go
 through pinned memory of the host: copy engines move them at some 27 GB/s, which is a network's rate, and take
 no processor of the device. Experts are as wide as they must be for communication to take 0.5, 1 and 2 times
-as long as compute.
+as long as compute. `neither` is what is left when nothing travels and nothing is computed: sizes are still
+exchanged and rows put in order, and no schedule hides that. `hidden` is what smart saves of what could be
+saved: (blocking - smart) / (blocking - bound).
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from shaped_network import set_rate, shaped_network
 from moeclipse.comm.exchange import Result
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
+from moeclipse.moe.granularity import CALLS, TRIED
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.routed import Programs, Routed, RoutedCall
 from moeclipse.schedule.check import verify
@@ -134,6 +137,7 @@ def layer_step(
             programs=programs or prepared.programs,
             experts=moe.experts if compute else NoExperts(bed.width),
             shadowed=prepared.shadowed,
+            watch=moe.schedule.watch,
         )
         out = Routed.apply(scores, call, x, *moe.experts.weights)
         out.backward(out.detach())
@@ -177,6 +181,14 @@ def interleaved(
     return {name: statistics.median(found) for name, found in times.items()}
 
 
+def tune(mesh: Mesh, step: Callable[[], None], rate: float | None) -> None:
+    """Let a layer measure and try until it has chosen how to cut its exchange."""
+    if mesh.rank == 0 and rate is not None:
+        set_rate(rate)
+    for _ in range(2 + CALLS * TRIED):
+        timed(mesh, step)
+
+
 def points_for(mesh: Mesh, bed: Bed, ids: torch.Tensor) -> list[tuple[None, int]]:
     """Hidden widths for which communication takes RATIOS times as long as compute."""
     trial = 2048
@@ -204,10 +216,13 @@ def measure_even(mesh: Mesh, bed: Bed, repeats: int) -> list[dict[str, Any]]:
             "blocking": layer_step(blocking, bed, ids, programs=serial(blocking)),
             "one unit": layer_step(blocking, bed, ids),
         }
+        if bed.device != "cpu":
+            cases["neither"] = layer_step(blocking, bed, ids, wire=False, compute=False)
         for chunks in (1, 2):
             moe = make(mesh, bed, experts, hidden, schedule="smart", group_size=1, chunks=chunks)
             cases[f"smart/{chunks}"] = layer_step(moe, bed, ids)
         cases["chosen"] = layer_step(chosen, bed, ids)
+        tune(mesh, cases["chosen"], rate)
         use = interleaved(mesh, cases, rate, repeats)
         report = chosen.schedule.report()
         rows.append(
@@ -282,7 +297,7 @@ def report(found: dict[str, Any], file: Path | None) -> int:
     print(
         f"{'mbit':>5} {'hidden':>6} "
         + " ".join(f"{name:>13}" for name in names)
-        + "  cut smart/bound block/smart"
+        + "  cut smart/bound block/smart hidden"
     )
     ratios = []
     for row in rows:
@@ -290,7 +305,8 @@ def report(found: dict[str, Any], file: Path | None) -> int:
         chosen = row["chosen"]
         ratios.append((row["communication"] / row["compute"], chosen / bound, row["blocking"] / chosen))
         cells = " ".join(f"{1e3 * row[name]:13.1f}" for name in names)
-        ends = f"{chosen / bound:11.2f} {row['blocking'] / chosen:11.2f}"
+        hidden = (row["blocking"] - chosen) / max(row["blocking"] - bound, 1e-9)
+        ends = f"{chosen / bound:11.2f} {row['blocking'] / chosen:11.2f} {hidden:6.2f}"
         print(f"{row['rate_mbit'] or '':>5} {row['hidden']:6} {cells} {row['cut']:>4} {ends}")
     inside = [entry for entry in ratios if 0.5 <= entry[0] <= 2.0] or ratios
     closest = min(ratios, key=lambda entry: abs(entry[0] - 1.0))

@@ -13,8 +13,6 @@ with one unit. A token may be several tensors (`moe/structure`): their rows trav
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +24,7 @@ from moeclipse.comm.exchange import Result
 from moeclipse.comm.execute import Transfer, execute
 from moeclipse.moe.dispatch import Pairs, Plan, Unit, return_score_grads
 from moeclipse.moe.fused import FusedExperts
+from moeclipse.moe.granularity import Stopwatch
 from moeclipse.moe.shadow import Shadowed
 from moeclipse.moe.structure import Structure
 from moeclipse.ops.combine import sum_rows
@@ -227,34 +226,6 @@ class Backward:
         ]
 
 
-class Stopwatch:
-    """Times a few forward exchanges, to hold them against what was predicted; never blocks."""
-
-    LAPS = 5
-
-    def __init__(self, cuda: bool) -> None:
-        self.cuda = cuda
-        self._laps: list[tuple[Any, Any]] = []
-
-    def stamp(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def lap(self, began: Any) -> None:
-        if len(self._laps) < self.LAPS:
-            self._laps.append((began, self.stamp()))
-
-    def seconds(self) -> float | None:
-        """Median; None before the first lap."""
-        if not self._laps:
-            return None
-        laps = [a.elapsed_time(b) * 1e-3 if self.cuda else b - a for a, b in self._laps]
-        return statistics.median(laps)
-
-
 class Routed(torch.autograd.Function):
     """Gradients: d_scores, those of the inputs, and the experts' weights by hand.
 
@@ -268,16 +239,20 @@ class Routed(torch.autograd.Function):
         began = call.watch.stamp() if call.watch is not None else None
         out_TO = run.run(call.programs.forward)
         if call.watch is not None:
-            call.watch.lap(began)
+            call.watch.lap(began, "F")
         ctx.run, ctx.call, ctx.inputs = run, call, [tensor.detach()[:0] for tensor in inputs]
         return out_TO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out_TO: torch.Tensor) -> tuple[Any, ...]:
+        watch = ctx.call.watch
+        began = watch.stamp() if watch is not None else None
         back = Backward(ctx.run, d_out_TO, ctx.inputs)
         d_inputs, d_scores_TK = back.run(ctx.call.programs.backward)
         ctx.run = None
+        if watch is not None:
+            watch.lap(began, "B")
         return d_scores_TK, None, *d_inputs, *back.weight_grads
 
 

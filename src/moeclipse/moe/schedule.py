@@ -4,7 +4,7 @@
 exchange into units (step, chunk). Ranks that are close form a group: those of one host, where there are
 several hosts; otherwise each rank for itself, so that rows that stay on a rank are computed while the others
 travel. Where chunks or group size are "auto", they are chosen once, from costs measured after the first step
-and the counts of the second, by simulating the programs themselves (`plan/search`).
+and the counts of the second: the programs are simulated, and the best of them tried (`moe/granularity`).
 
 Programs are built and verified once for each granularity and kept. Everything is decided from what all ranks
 know, so all decide alike.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,17 +28,23 @@ from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.dispatch import Plan, Route, plan_dispatch
 from moeclipse.moe.experts import Experts
 from moeclipse.moe.gates import count_experts
-from moeclipse.moe.probe import Probe, measure
+from moeclipse.moe.granularity import (
+    CHUNKS,
+    Granularity,
+    Groups,
+    Stopwatch,
+    Trials,
+    rank_by_simulation,
+    start_groups,
+)
+from moeclipse.moe.probe import Probe, measure, tell
 from moeclipse.moe.replicas import choose_slots
-from moeclipse.moe.routed import Programs, Stopwatch
+from moeclipse.moe.routed import Programs
 from moeclipse.moe.shadow import Lending, Shadowed, keep_borrowed
-from moeclipse.plan.search import choose_exchange
 from moeclipse.schedule.check import verify
-from moeclipse.schedule.shape import ExchangeShape, Shadow, even_groups
+from moeclipse.schedule.shape import ExchangeShape, Shadow
 from moeclipse.schedule.smart import exchange_shape, smart
 
-Groups = tuple[tuple[int, ...], ...]
-CHUNKS = (1, 2, 4)
 SOME_SHADOW = (Shadow(expert=0, owner=0, ranks=(1,)),)
 """Programs depend on whether there are shadows, not on which."""
 FREE = ShadowCosts(
@@ -75,18 +81,6 @@ class Prepared:
     shadowed: Shadowed | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Granularity:
-    """How the exchange is cut, and how long that was predicted to take."""
-
-    groups: Groups
-    chunks: int
-    units: tuple[tuple[int, int], ...] | None = None
-    predicted_s: float = 0.0
-    blocking_s: float = 0.0
-    rule: str = "start"
-
-
 class ExchangeSchedule:
     """The granularity in use, its verified programs, and the shadows of each step."""
 
@@ -99,6 +93,7 @@ class ExchangeSchedule:
         self.probe: Probe | None = None
         self.shadow_plan: ShadowPlan | None = None
         self.watch: Stopwatch | None = None
+        self.trials: Trials | None = None
         self._programs: dict[ExchangeShape, Programs] = {}
         self._calls = 0
         self._computed: list[int] = []
@@ -145,13 +140,7 @@ class ExchangeSchedule:
         `loads` are on their way for other reasons; where they are left out, replicas ask for counts.
         """
         if train:
-            self._calls += 1
-            wants_costs = self._tunes or (self.config.shadow == "auto" and self.num_ranks > 1)
-            if self._calls == 2 and wants_costs and self.probe is None:
-                self.probe = measure(experts, route, mesh)
-                if self._tunes:
-                    self.use = self._choose(self._counts(ids_TK, route, where), route, self.probe)
-                    self.watch = Stopwatch(cuda=ids_TK.is_cuda)
+            self._learn(ids_TK, route, experts, mesh, where)
         lending, counts_PE = self._lend(ids_TK, route, where)
         place = ids_TK.new_empty(0)
         if lending is not None:
@@ -176,6 +165,23 @@ class ExchangeSchedule:
                 where=where,
             )
         return Prepared(plan=plan, programs=self.programs(shape), shadowed=shadowed)
+
+    def _learn(self, ids_TK: torch.Tensor, route: Route, experts: Experts, mesh: Mesh, where: str) -> None:
+        """The second call measures costs; the best granularities by simulation are then tried in turn."""
+        self._calls += 1
+        wants_costs = self._tunes or (self.config.shadow == "auto" and self.num_ranks > 1)
+        if self._calls == 2 and wants_costs and self.probe is None:
+            self.probe = measure(experts, route, mesh)
+            if self._tunes:
+                ranked = self._rank(self._counts(ids_TK, route, where), route, self.probe)
+                self.trials = Trials(ranked, cuda=ids_TK.is_cuda)
+        if self.trials is None:
+            return
+        if self.trials.over:
+            self.use = self.trials.choose(lambda numbers: tell(mesh, numbers))
+            self.watch, self.trials = Stopwatch(cuda=ids_TK.is_cuda), None
+        else:
+            self.use, self.watch = self.trials.next()
 
     def _count(self, plan: Plan) -> None:
         """Remember how many rows each slot of this rank computes."""
@@ -255,9 +261,8 @@ class ExchangeSchedule:
             return None, counts_PE
         return Lending.of(shadows, route.placement, route.group.index), counts_PE
 
-    def _choose(self, counts_PE: np.ndarray, route: Route, probe: Probe) -> Granularity:
-        """The fastest of the allowed granularities, by simulation."""
-        costs = probe.exchange_costs()
+    def _rank(self, counts_PE: np.ndarray, route: Route, probe: Probe) -> list[Granularity]:
+        """The allowed granularities, the fastest by simulation first."""
         table = route.table or ReplicaTable.of(route.placement)
         rows_PR = split_rows(counts_PE, table, self.hosts).rows_PR
         per_rank = route.placement.max_slots
@@ -265,23 +270,7 @@ class ExchangeSchedule:
         for rank, (first, stop) in enumerate(pairwise(route.slot_bounds)):
             padded[:, rank * per_rank : rank * per_rank + stop - first] = rows_PR[:, first:stop]
         chunks = CHUNKS if self._auto_chunks else (int(self.config.chunks),)
-        best: Granularity | None = None
-        one = exchange_shape(self.num_ranks, group_size=self.num_ranks, experts_per_rank=per_rank)
-        blocking = choose_exchange(one, padded, costs, chunks=(1,), swaps=0).seconds
-        for groups in self._candidates():
-            shape = exchange_shape(self.num_ranks, groups=groups, experts_per_rank=per_rank)
-            found = choose_exchange(shape, padded, costs, chunks=chunks, swaps=0)
-            if best is None or found.seconds < best.predicted_s:
-                best = Granularity(
-                    groups=groups,
-                    chunks=found.shape.chunks,
-                    units=found.shape.units,
-                    predicted_s=found.seconds,
-                    blocking_s=blocking,
-                    rule=found.rule,
-                )
-        assert best is not None
-        return best
+        return rank_by_simulation(self._candidates(), chunks, padded, probe.exchange_costs())
 
     def _candidates(self) -> list[Groups]:
         start = start_groups("smart", self.config.group_size, self.hosts)
@@ -305,7 +294,8 @@ class ExchangeSchedule:
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to cut rows as this one does, JSON-able."""
-        return {"groups": self.use.groups, "chunks": self.use.chunks, "units": self.use.units}
+        use = self.use if self.trials is None else self.trials.candidates[0]
+        return {"groups": use.groups, "chunks": use.chunks, "units": use.units}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over a choice, unless it was made for other ranks."""
@@ -315,17 +305,3 @@ class ExchangeSchedule:
         units = tuple((step, chunk) for step, chunk in state["units"]) if state["units"] else None
         self.use = Granularity(groups=groups, chunks=state["chunks"], units=units, rule="resumed")
         self._calls = 2
-
-
-def start_groups(
-    schedule: Literal["blocking", "smart"], size: int | Literal["auto"], hosts: tuple[int, ...]
-) -> Groups:
-    """The partition of the ranks before anything was measured."""
-    ranks = range(len(hosts))
-    if schedule == "blocking":
-        return (tuple(ranks),)
-    if size != "auto":
-        return even_groups(len(ranks), size)
-    if len(set(hosts)) > 1:
-        return tuple(tuple(rank for rank in ranks if hosts[rank] == host) for host in dict.fromkeys(hosts))
-    return even_groups(len(ranks), 1)

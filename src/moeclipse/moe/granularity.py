@@ -1,0 +1,151 @@
+"""How an exchange is cut: which granularities there are, which the simulator prefers, which is fastest.
+
+Costs measured on idle ranks do not know everything: several ranks may share a processor, small products are
+slower than their share of a large one, a wire may be shared. So the simulator only says which granularities
+are worth a try; each of those runs a few calls, forward and backward, and the fastest stays, judged by the
+slowest rank.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from moeclipse.cost.exchange import ExchangeCosts
+from moeclipse.plan.search import choose_exchange
+from moeclipse.schedule.shape import even_groups
+from moeclipse.schedule.smart import exchange_shape
+
+Groups = tuple[tuple[int, ...], ...]
+CHUNKS = (1, 2, 4)
+TRIED = 3
+"""Granularities that are tried ..."""
+CALLS = 4
+"""... in so many calls each; the first of them builds programs and does not count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Granularity:
+    """How the exchange is cut, and how long that was predicted to take."""
+
+    groups: Groups
+    chunks: int
+    units: tuple[tuple[int, int], ...] | None = None
+    predicted_s: float = 0.0
+    blocking_s: float = 0.0
+    rule: str = "start"
+
+
+def start_groups(
+    schedule: Literal["blocking", "smart"], size: int | Literal["auto"], hosts: tuple[int, ...]
+) -> Groups:
+    """The partition of the ranks before anything was measured."""
+    ranks = range(len(hosts))
+    if schedule == "blocking":
+        return (tuple(ranks),)
+    if size != "auto":
+        return even_groups(len(ranks), size)
+    if len(set(hosts)) > 1:
+        return tuple(tuple(rank for rank in ranks if hosts[rank] == host) for host in dict.fromkeys(hosts))
+    return even_groups(len(ranks), 1)
+
+
+def rank_by_simulation(
+    partitions: Sequence[Groups], chunks: Sequence[int], rows_PR: np.ndarray, costs: ExchangeCosts
+) -> list[Granularity]:
+    """Every granularity with its predicted time, the fastest first. `rows_PR`: rows for each slot."""
+    num_ranks = len(rows_PR)
+    per_rank = rows_PR.shape[1] // num_ranks
+    one = exchange_shape(num_ranks, group_size=num_ranks, experts_per_rank=per_rank)
+    blocking = choose_exchange(one, rows_PR, costs, chunks=(1,), swaps=0).seconds
+    found = []
+    for groups in partitions:
+        shape = exchange_shape(num_ranks, groups=groups, experts_per_rank=per_rank)
+        for number in chunks:
+            best = choose_exchange(shape, rows_PR, costs, chunks=(number,), swaps=0)
+            found.append(
+                Granularity(
+                    groups=groups,
+                    chunks=best.shape.chunks,
+                    units=best.shape.units,
+                    predicted_s=best.seconds,
+                    blocking_s=blocking,
+                    rule=best.rule,
+                )
+            )
+    return sorted(found, key=lambda use: use.predicted_s)
+
+
+class Stopwatch:
+    """Times a few exchanges, forward and backward, to hold them against what was predicted; never blocks."""
+
+    LAPS = 5
+
+    def __init__(self, cuda: bool) -> None:
+        self.cuda = cuda
+        self._laps: dict[str, list[tuple[Any, Any]]] = {"F": [], "B": []}
+
+    def stamp(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def lap(self, began: Any, letter: str) -> None:
+        if len(self._laps[letter]) < self.LAPS:
+            self._laps[letter].append((began, self.stamp()))
+
+    def seconds(self, letter: str = "F", skip: int = 0) -> float | None:
+        """Median of the laps after the first `skip`; None where there are none."""
+        laps = self._laps[letter][skip:]
+        if not laps:
+            return None
+        return statistics.median(a.elapsed_time(b) * 1e-3 if self.cuda else b - a for a, b in laps)
+
+
+class Trials:
+    """The most promising granularities, tried in turn in the same order on all ranks."""
+
+    def __init__(self, ranked: Sequence[Granularity], cuda: bool) -> None:
+        self.candidates, self.cuda = list(ranked[:TRIED]), cuda
+        self.watches = [Stopwatch(cuda) for _ in self.candidates]
+        self._calls = 0
+
+    @property
+    def over(self) -> bool:
+        return len(self.candidates) == 1 or self._calls >= CALLS * len(self.candidates)
+
+    def next(self) -> tuple[Granularity, Stopwatch]:
+        """What this call runs. Candidates take turns, so that all see the same weather."""
+        number = self._calls % len(self.candidates)
+        self._calls += 1
+        return self.candidates[number], self.watches[number]
+
+    def choose(self, tell: Callable[[list[float]], list[list[float]]]) -> Granularity:
+        """The fastest, judged by the slowest rank; collective through `tell`.
+
+        Where a rank has no time of some candidate (its backward runs elsewhere), the prediction decides.
+        """
+        if self.cuda:
+            torch.cuda.synchronize()
+        mine = [self._seconds(watch) for watch in self.watches]
+        columns = list(zip(*tell(mine), strict=True))
+        if any(min(column) < 0 for column in columns):
+            return self.candidates[0]
+        slowest = [max(column) for column in columns]
+        best = min(range(len(slowest)), key=lambda number: slowest[number])
+        chosen = self.candidates[best]
+        return chosen if best == 0 else replace(chosen, rule=f"{chosen.rule}, fastest of {len(slowest)}")
+
+    @staticmethod
+    def _seconds(watch: Stopwatch) -> float:
+        """Forward and backward; -1 where one of them was not seen."""
+        forward, backward = watch.seconds("F", skip=1), watch.seconds("B", skip=1)
+        return -1.0 if forward is None or backward is None else forward + backward

@@ -1,0 +1,59 @@
+"""The granularity that stays is the fastest one tried, on all ranks alike."""
+
+from __future__ import annotations
+
+import pytest
+
+from moeclipse.moe.granularity import CALLS, Granularity, Stopwatch, Trials
+
+RANKED = [
+    Granularity(groups=((0,), (1,)), chunks=chunks, predicted_s=chunks * 1e-3) for chunks in (1, 2, 4, 8)
+]
+
+
+def run(trials: Trials, seconds: dict[int, float], backward: bool = True) -> int:
+    """Pretend to run every call; returns how many there were."""
+    count = 0
+    while not trials.over:
+        use, watch = trials.next()
+        now = watch.stamp()
+        watch._laps["F"].append((now, now + seconds[use.chunks]))
+        if backward:
+            watch._laps["B"].append((now, now + 2 * seconds[use.chunks]))
+        count += 1
+    return count
+
+
+def test_the_fastest_of_the_best_predicted_stays() -> None:
+    trials = Trials(RANKED, cuda=False)
+    assert run(trials, {1: 5.0, 2: 3.0, 4: 4.0}) == 3 * CALLS  # the fourth is not worth a try
+    chosen = trials.choose(lambda mine: [mine, mine])
+    assert chosen.chunks == 2
+    assert "fastest of 3" in chosen.rule
+
+
+def test_the_slowest_rank_decides() -> None:
+    trials = Trials(RANKED, cuda=False)
+    run(trials, {1: 5.0, 2: 3.0, 4: 4.0})
+    chosen = trials.choose(lambda mine: [mine, [6.0, 90.0, 7.0]])
+    assert chosen.chunks == 4
+
+
+def test_without_times_the_prediction_decides() -> None:
+    trials = Trials(RANKED, cuda=False)
+    run(trials, {1: 5.0, 2: 3.0, 4: 4.0}, backward=False)
+    assert trials.choose(lambda mine: [mine, mine]) == RANKED[0]
+
+
+def test_a_single_candidate_needs_no_trial() -> None:
+    assert Trials(RANKED[:1], cuda=False).over
+
+
+def test_a_stopwatch_takes_the_median_of_what_counts() -> None:
+    watch = Stopwatch(cuda=False)
+    assert watch.seconds() is None
+    watch._laps["F"] = [(0.0, 9.0), (0.0, 1.0), (0.0, 3.0), (0.0, 2.0)]
+    assert watch.seconds("F", skip=1) == pytest.approx(2.0)
+    for _ in range(20):
+        watch.lap(watch.stamp(), "B")
+    assert len(watch._laps["B"]) == Stopwatch.LAPS
