@@ -23,9 +23,9 @@ from moeclipse.moe.experts import Experts
 from moeclipse.tensor.weight_grad import main_grad_dtype
 
 REPEATS = 5
-ROWS = (4, 96)
-"""For each expert of a rank."""
-BYTES = (16 << 10, 256 << 10)
+ROWS = {"cpu": (4, 96), "cuda": (64, 2048)}
+"""For each expert of a rank; a device needs some thousand rows to show what one of them costs."""
+BYTES = {"cpu": (16 << 10, 256 << 10), "cuda": (1 << 20, 16 << 20)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,16 +78,20 @@ class Probe:
 
 def measure(experts: Experts, route: Route, mesh: Mesh) -> Probe:
     """Collective over the ranks of a stage: all that have this layer."""
-    few, many = (_expert_seconds(experts, rows, mesh) for rows in ROWS)
-    more = max(len(experts.ids), 1) * (ROWS[1] - ROWS[0])
+    rows, sizes = ROWS[mesh.device.type], BYTES[mesh.device.type]
+    few, many = (_expert_seconds(experts, number, mesh) for number in rows)
+    more = max(len(experts.ids), 1) * (rows[1] - rows[0])
     slope = [max(b - a, 0.0) / more for a, b in zip(few, many, strict=True)]
-    small, large = (_wire_seconds(route, mesh, size, everyone=True) for size in BYTES)
-    pair = _wire_seconds(route, mesh, BYTES[1], everyone=False)
-    sent = BYTES[1] - BYTES[0]
+    small, large = (_wire_seconds(route, mesh, size, everyone=True) for size in sizes)
+    pair = _wire_seconds(route, mesh, sizes[1], everyone=False)
+    sent = sizes[1] - sizes[0]
     bandwidth = (route.group.size - 1) * sent / max(large - small, 1e-7)
+    latency = small
+    if mesh.device.type == "cuda":  # there even the small transfer is large, so that it can be seen
+        latency = max(small - (route.group.size - 1) * sizes[0] / bandwidth, 1e-6)
     weight = experts.up
     size = weight[0].numel() + experts.down[0].numel() if len(weight) else 0
-    mine = [slope[0], slope[1], max(few[0] - len(experts.ids) * ROWS[0] * slope[0], 0.0), float(size)]
+    mine = [slope[0], slope[1], max(few[0] - len(experts.ids) * rows[0] * slope[0], 0.0), float(size)]
     everyone = tell(mesh, mine)
     forward, backward, kernel, _ = (sum(column) / len(everyone) for column in zip(*everyone, strict=True))
     parameters = max(entry[3] for entry in everyone)
@@ -96,7 +100,7 @@ def measure(experts: Experts, route: Route, mesh: Mesh) -> Probe:
         row_forward=forward,
         row_backward=backward,
         kernel=kernel,
-        latency=small,
+        latency=latency,
         bandwidth=bandwidth,
         shared_wire=route.group.size > 2 and large > 2 * pair * (route.group.size - 1),
         row_bytes=row_bytes,
