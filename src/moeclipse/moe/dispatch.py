@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from moeclipse.balance.placement import Placement, even_bounds
+from moeclipse.balance.quota import QuotaOrder
 from moeclipse.balance.split import ReplicaTable
 from moeclipse.comm.exchange import Result, gather
 from moeclipse.comm.lane import Lane
@@ -85,6 +86,10 @@ class Route:
     def slot_bounds(self) -> list[int]:
         """Slots of rank p: slot_bounds[p] to slot_bounds[p + 1] - 1, empty ones included."""
         return [0, *accumulate(map(len, self.placement.slots))]
+
+    @cached_property
+    def quota_order(self) -> QuotaOrder:
+        return QuotaOrder.of(self.placement, self.group.index)
 
     @cached_property
     def rank_of_slot(self) -> torch.Tensor:

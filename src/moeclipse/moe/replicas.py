@@ -38,7 +38,7 @@ def choose_slots(
     assert route.table is not None
     me, device = route.group.index, expert_ids_TK.device
     quota_R = split_rows(counts_PE, route.table, node_P).rows_PR[me]
-    order = quota_order(route.placement, me)
+    order = route.quota_order
     first_E = order.first_E
     quota_R = quota_R[order.slots_R]
     # Where the quotas of each slot begin when all rows of this rank are laid out by expert.
@@ -53,26 +53,6 @@ def choose_slots(
     place = begin[known] + rank_among_equals(flat)
     found = torch.searchsorted(ends, place, right=True)
     return slots[torch.minimum(torch.maximum(found, first[known]), last[known])]
-
-
-class QuotaOrder:
-    """The slots that hold experts, expert by expert, a rank's own slot before the others."""
-
-    def __init__(self, slots_R: np.ndarray, first_E: np.ndarray) -> None:
-        self.slots_R, self.first_E = slots_R, first_E
-
-
-def quota_order(placement: Placement, me: int) -> QuotaOrder:
-    places: list[list[tuple[bool, int]]] = [[] for _ in range(placement.num_experts)]
-    slot = 0
-    for rank, row in enumerate(placement.slots):
-        for expert in row:
-            if expert >= 0:
-                places[expert].append((rank != me, slot))
-            slot += 1
-    slots = [slot for found in places for _, slot in sorted(found)]
-    first = np.cumsum([0, *map(len, places)])
-    return QuotaOrder(np.array(slots, dtype=np.int64), first)
 
 
 def sum_over_replicas(

@@ -76,6 +76,8 @@ class ExpertBucket(Bucket):
         tag = self.layer.layer << 32
         self.slot_tags = index([tag + max(expert, 0) for expert in ids])[self.slots_out]
         self.home_tags = index([tag + home.expert for home in self.here])[self.homes_out]
+        # Where no expert has a second holder anywhere, all ranks know it, and nobody sends anything.
+        self.quiet = homes.copies == 1 and all(len(home.members) == 1 for home in homes.homes)
         alone = not any(self.home_counts) and ties.own_slots == tuple(range(self.num_slots))
         self.alone = alone and not any(self.slot_counts)
 
@@ -86,6 +88,9 @@ class ExpertBucket(Bucket):
     def launch(self) -> None:
         label = f"reduction of gradients, bucket {self.name}"
         rows = self.grads.view(self.num_slots, self.size)
+        if self.quiet:
+            self._parts = Result(rows[:0])
+            return
         counts = (self.slot_counts, self.home_counts)
         self._parts = all_to_all(self.mesh.grads, self.group, rows[self.slots_out], *counts, label)
 
@@ -113,6 +118,8 @@ class ExpertBucket(Bucket):
 
     def publish(self) -> Result:
         """Send the weights of what this rank owns to all ranks that hold it."""
+        if self.quiet:
+            return Result(self.params)
         owned = self.rows[self.own_slots][self.homes_out]  # in the order of homes
         labelled = torch.cat([_bytes(self.home_tags[:, None]), _bytes(owned)], dim=1)
         label = f"weights to replicas, bucket {self.name}"

@@ -188,12 +188,12 @@ class Placing:
     def load_state(self, saved: list[Mapping[str, Any]] | None) -> None:
         """Before weights are read: hold what the checkpoint held, where that fits these ranks and slots.
 
-        A table given in the configuration counts more, and nothing is taken over where nothing would move.
+        Without a planner the configuration counts: its table, or even shares.
         """
         by_layer = {entry["layer"]: entry for entry in saved or ()}
         for house in self.houses:
             now, entry = house.homes.placement, by_layer.get(house.layer.layer)
-            if entry is None or self.config.slots or not self.config.moves:
+            if entry is None or not self.config.moves:
                 continue
             try:
                 found = Placement.parse(
