@@ -58,6 +58,7 @@ POINTS = ((240.0, 4096), (240.0, 2048), (140.0, 2048))
 """(mbit, hidden width of an expert): communication is about 0.5, 1 and 2 times compute."""
 SKEWED_TOKENS, SKEWED_HIDDEN, MANY_EXPERTS, TOP_K, ZIPF = 1024, 64, 16, 2, 1.2
 SKEWED_RATE = 240.0
+WIRE_CPU = "processor time of communication"
 RATIOS = (0.5, 1.0, 2.0)
 """Communication over compute, on a device."""
 
@@ -155,12 +156,19 @@ def choices(mesh: Mesh, tokens: int, experts: int, top_k: int, zipf: float = 0.0
 
 def timed(mesh: Mesh, step: Callable[[], None]) -> float:
     """Seconds of the slowest rank, from a common start."""
+    return timed_with_cpu(mesh, step)[0]
+
+
+def timed_with_cpu(mesh: Mesh, step: Callable[[], None]) -> tuple[float, float]:
+    """(seconds of the slowest rank, processor seconds of all ranks over the number of cores)."""
     mesh.barrier()
-    begun = time.perf_counter()
+    begun, busy = time.perf_counter(), time.process_time()
     step()
     if mesh.device.type == "cuda":
         torch.cuda.synchronize()
-    return max(mesh.gather_objects(time.perf_counter() - begun))
+    mine = (time.perf_counter() - begun, time.process_time() - busy)
+    everyone = mesh.gather_objects(mine)
+    return max(wall for wall, _ in everyone), sum(cpu for _, cpu in everyone) / (os.cpu_count() or 1)
 
 
 def interleaved(
@@ -170,15 +178,17 @@ def interleaved(
     if mesh.rank == 0 and rate is not None:
         set_rate(rate)
     mesh.barrier()
-    times: dict[str, list[float]] = {name: [] for name in cases}
+    times: dict[str, list[float]] = {name: [] for name in [*cases, WIRE_CPU]}
     for repeat in range(-2, repeats):
         for name, step in cases.items():
-            seconds = timed(mesh, step)
+            seconds, busy = timed_with_cpu(mesh, step)
             if repeat >= 0:
                 times[name].append(seconds)
+                if name == "communication":
+                    times[WIRE_CPU].append(busy)
         if mesh.rank == 0:
             print(f"\r{max(repeat + 1, 0)}/{repeats} ", end="", file=sys.stderr, flush=True)
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(found) for name, found in times.items() if found}
 
 
 def tune(mesh: Mesh, step: Callable[[], None], rate: float | None) -> None:
@@ -314,6 +324,7 @@ def report(found: dict[str, Any], file: Path | None) -> int:
         "smart_over_bound": max(entry[1] for entry in inside),
         "blocking_over_smart": closest[2],
         "communication_over_compute": closest[0],
+        "smart_over_bound_of_cores": max(bound_of_cores(row) for row in rows),
     }
     if skewed is not None:
         checks |= show_skewed(skewed)
@@ -322,6 +333,11 @@ def report(found: dict[str, Any], file: Path | None) -> int:
         machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
         file.write_text(json.dumps({"rows": found, "checks": checks, "machine": machine}, indent=1))
     return 0
+
+
+def bound_of_cores(row: dict[str, Any]) -> float:
+    """Chosen over what the cores allow: communication takes some of them, too."""
+    return float(row["chosen"] / max(row["compute"] + row[WIRE_CPU], row["communication"]))
 
 
 def show_skewed(skewed: dict[str, Any]) -> dict[str, float]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from moeclipse.moe.granularity import CALLS, Granularity, Stopwatch, Trials
+from moeclipse.moe.granularity import CALLS, TRIED, Granularity, Stopwatch, Trials
 
 RANKED = [
-    Granularity(groups=((0,), (1,)), chunks=chunks, predicted_s=chunks * 1e-3) for chunks in (1, 2, 4, 8)
+    Granularity(groups=((0,), (1,)), chunks=chunks, predicted_s=chunks * 1e-3) for chunks in (1, 2, 4, 8, 16)
 ]
 
 
@@ -26,22 +26,22 @@ def run(trials: Trials, seconds: dict[int, float], backward: bool = True) -> int
 
 def test_the_fastest_of_the_best_predicted_stays() -> None:
     trials = Trials(RANKED, cuda=False)
-    assert run(trials, {1: 5.0, 2: 3.0, 4: 4.0}) == 3 * CALLS  # the fourth is not worth a try
+    assert run(trials, {1: 5.0, 2: 3.0, 4: 4.0, 8: 6.0}) == TRIED * CALLS  # the fifth is not worth a try
     chosen = trials.choose(lambda mine: [mine, mine])
     assert chosen.chunks == 2
-    assert "fastest of 3" in chosen.rule
+    assert "fastest of 4" in chosen.rule
 
 
 def test_the_slowest_rank_decides() -> None:
     trials = Trials(RANKED, cuda=False)
-    run(trials, {1: 5.0, 2: 3.0, 4: 4.0})
-    chosen = trials.choose(lambda mine: [mine, [6.0, 90.0, 7.0]])
+    run(trials, {1: 5.0, 2: 3.0, 4: 4.0, 8: 6.0})
+    chosen = trials.choose(lambda mine: [mine, [60.0, 90.0, 7.0, 80.0]])
     assert chosen.chunks == 4
 
 
 def test_without_times_the_prediction_decides() -> None:
     trials = Trials(RANKED, cuda=False)
-    run(trials, {1: 5.0, 2: 3.0, 4: 4.0}, backward=False)
+    run(trials, {1: 5.0, 2: 3.0, 4: 4.0, 8: 6.0}, backward=False)
     assert trials.choose(lambda mine: [mine, mine]) == RANKED[0]
 
 

@@ -24,7 +24,7 @@ from moeclipse.schedule.smart import exchange_shape
 
 Groups = tuple[tuple[int, ...], ...]
 CHUNKS = (1, 2, 4)
-TRIED = 3
+TRIED = 4
 """Granularities that are tried ..."""
 CALLS = 4
 """... in so many calls each; the first of them builds programs and does not count."""
@@ -59,7 +59,7 @@ def start_groups(
 def rank_by_simulation(
     partitions: Sequence[Groups], chunks: Sequence[int], rows_PR: np.ndarray, costs: ExchangeCosts
 ) -> list[Granularity]:
-    """Every granularity with its predicted time, the fastest first. `rows_PR`: rows for each slot."""
+    """Every granularity with its predicted time, the most promising first. `rows_PR`: rows for each slot."""
     num_ranks = len(rows_PR)
     per_rank = rows_PR.shape[1] // num_ranks
     one = exchange_shape(num_ranks, group_size=num_ranks, experts_per_rank=per_rank)
@@ -79,7 +79,10 @@ def rank_by_simulation(
                     rule=best.rule,
                 )
             )
-    return sorted(found, key=lambda use: use.predicted_s)
+    found.sort(key=lambda use: use.predicted_s)
+    # The best of each partition first: neighbours differ less from one another than partitions do.
+    best = [next(use for use in found if use.groups == groups) for groups in {use.groups: 0 for use in found}]
+    return [*best, *(use for use in found if use not in best)]
 
 
 class Stopwatch:

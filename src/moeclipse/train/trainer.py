@@ -25,7 +25,7 @@ from moeclipse.train.learner import Learner
 from moeclipse.train.metrics import Metrics
 from moeclipse.train.ranks import PatientRanks
 
-TUNED_AFTER = 18
+TUNED_AFTER = 22
 """Steps after which a choice made from measured costs has been measured itself."""
 
 
