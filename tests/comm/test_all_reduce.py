@@ -296,6 +296,8 @@ def test_the_table(tmp_path: Path) -> None:
     assert default_choice("NVIDIA H100", 4, True).two_stages_from == 512 << 10
     assert default_choice("NVIDIA H100", 8, True).two_stages_from == 256 << 10
     assert default_choice("NVIDIA H100", 8, False).two_stages_from is None
+    assert default_choice("NVIDIA H100", 8, True, shared=True) == Choice()
+    assert key_of("NVIDIA H100", 8, True, shared=True) == "NVIDIA H100|8 ranks|one device"
     file = tmp_path / "table.json"
     assert choice_for("cpu", 2, True, file) == default_choice("cpu", 2, True)
     write_choice(key_of("cpu", 4, True), Choice(two_stages_from=1 << 10), file)

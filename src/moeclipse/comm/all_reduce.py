@@ -38,7 +38,7 @@ from moeclipse.comm.all_reduce_table import DEFAULT_FILE, MAX_RANKS, Choice, cho
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.mesh import Group
 from moeclipse.comm.peer_cpu import WORDS_PER_RANK, CpuReducer, OneStagePlan
-from moeclipse.comm.peer_cuda import HEAD_BYTES, CudaMemory, CudaReducer
+from moeclipse.comm.peer_cuda import HEAD_BYTES, CudaMemory, CudaReducer, share_a_device
 from moeclipse.comm.peer_memory import FOLDER, NoPeerMemoryError, PeerMemory, tell_all
 from moeclipse.comm.peer_pending import Pending, Use, flat_of, is_plain, same_kind, shaped
 from moeclipse.core.errors import CommError, ConfigError
@@ -87,8 +87,10 @@ class PeerAllReduce:
             raise ConfigError(f"area_bytes ({area_bytes}) must be a positive multiple of 4096")
         if group.size == 1:
             return cls(group, watch, device, None, Choice(), "the group has one rank")
-        name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
-        mine = choice or choice_for(name, group.size, True, table)
+        name, one_device = "cpu", False
+        if device.type == "cuda":
+            name, one_device = torch.cuda.get_device_name(device), share_a_device(group, watch, device)
+        mine = choice or choice_for(name, group.size, True, table, shared=one_device)
         shared = tell_all(group, watch, asdict(mine), f"opening of all-reduce, group {group.name}")
         chosen = choice_from(shared[0])
         obstacle = _obstacle(group, device)

@@ -30,27 +30,38 @@ class Choice:
     """Bytes that go through shared memory at a time (CPU)."""
     max_bytes: int | None = None
     """Bytes above which torch.distributed is used; None: no limit."""
-    in_place_from: int | None = 256 * KIB
+    in_place_from: int | None = 512 * KIB
     """Bytes from which captured inputs are read where they are (CUDA); None: never."""
 
 
-def default_choice(device: str, num_ranks: int, linked: bool) -> Choice:
-    """`device` is "cpu" or a device's name; `linked`: every pair of ranks reads each other directly."""
+def default_choice(device: str, num_ranks: int, linked: bool, shared: bool = False) -> Choice:
+    """`device` is "cpu" or a device's name; `linked`: every pair of ranks reads each other directly.
+
+    `shared`: ranks run on one device. Reading is as fast for all of them, so a second stage saves nothing.
+    """
     if device == "cpu":
         return Choice(two_stages_from=None if num_ranks == 2 else 512 * KIB)
+    # Two ranks spend less on a copy than on the second round that reading in place needs, for long.
+    in_place = 4 * MIB if num_ranks == 2 else 512 * KIB
+    if shared:
+        return Choice(in_place_from=in_place)
     if not linked or num_ranks == 2:
-        return Choice(max_bytes=8 * MIB)
-    return Choice(two_stages_from=512 * KIB if num_ranks <= 4 else 256 * KIB, max_bytes=8 * MIB)
+        return Choice(max_bytes=8 * MIB, in_place_from=in_place)
+    start = 512 * KIB if num_ranks <= 4 else 256 * KIB
+    return Choice(two_stages_from=start, max_bytes=8 * MIB, in_place_from=in_place)
 
 
-def key_of(device: str, num_ranks: int, linked: bool) -> str:
-    return f"{device}|{num_ranks} ranks|{'linked' if linked else 'not linked'}"
+def key_of(device: str, num_ranks: int, linked: bool, shared: bool = False) -> str:
+    topology = "one device" if shared else "linked" if linked else "not linked"
+    return f"{device}|{num_ranks} ranks|{topology}"
 
 
-def choice_for(device: str, num_ranks: int, linked: bool, file: Path = DEFAULT_FILE) -> Choice:
+def choice_for(
+    device: str, num_ranks: int, linked: bool, file: Path = DEFAULT_FILE, *, shared: bool = False
+) -> Choice:
     """From the file if it was tuned there, else the default."""
-    found = read_table(file).get(key_of(device, num_ranks, linked))
-    return default_choice(device, num_ranks, linked) if found is None else found
+    found = read_table(file).get(key_of(device, num_ranks, linked, shared))
+    return default_choice(device, num_ranks, linked, shared) if found is None else found
 
 
 def read_table(file: Path = DEFAULT_FILE) -> dict[str, Choice]:

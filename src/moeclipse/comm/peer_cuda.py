@@ -94,6 +94,13 @@ def _blocks_that_fit(facts: list[dict[str, Any]]) -> int:
     return max(1, min(MAX_BLOCKS, min(int(fact["processors"]) for fact in facts) // sharing))
 
 
+def share_a_device(group: Group, watch: Watch, device: torch.device) -> bool:
+    """Collective. Whether some ranks of the group run on the same device."""
+    mine = str(torch.cuda.get_device_properties(device).uuid)
+    everyone = tell_all(group, watch, mine, f"opening of all-reduce, group {group.name}")
+    return len(set(everyone)) < len(everyone)
+
+
 def _facts(device: torch.device) -> dict[str, Any]:
     index = device.index if device.index is not None else torch.cuda.current_device()
     number = torch.cuda.device_count()
@@ -164,22 +171,27 @@ class CudaPlan:
 
     def __init__(self, owner: CudaReducer, last: tuple[Launcher, int, int, int]) -> None:
         self._owner, self._device = owner, owner.device.index
-        launcher, self._blocks, self._length, self._part = last
-        self._launch = launcher.launch
+        launcher, *numbers = last
+        self._repeat = launcher.again(*numbers).repeat
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None, label: str) -> torch.Tensor | None:
-        owner = self._owner
-        if owner.in_place_from is not None or x.get_device() != self._device or not x.is_contiguous():
+        owner, device = self._owner, self._device
+        if x.get_device() != device or not x.is_contiguous() or owner.in_place_from is not None:
             return None
         if out is None:
             out = torch.empty_like(x)
-        elif out.get_device() != self._device or not out.is_contiguous() or out.shape != x.shape:
+        elif out is not x and (
+            out.get_device() != device
+            or out.dtype is not x.dtype
+            or not out.is_contiguous()
+            or out.shape != x.shape
+        ):
             return None
         source, target = x.data_ptr(), out.data_ptr()
-        if (source | target) & 15 or out.dtype is not x.dtype or owner.troubled:
+        if (source | target) & 15 or owner.seen[0]:
             return None
         owner.label = label
-        self._launch(self._blocks, source, target, 0, self._length, self._part)
+        self._repeat(source, target)
         return out
 
 
@@ -191,7 +203,7 @@ class CudaReducer:
         self.index, self.num_ranks, self.area_bytes = group.index, group.size, area_bytes
         device = memory.own.device
         self._status = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # kernels write, the host reads
-        self._seen = self._status.numpy()
+        self.seen = self._status.numpy()  # not zero: a kernel gave up waiting
         self.label = ""
         self.device = device
         self._space = PeerSpace(
@@ -210,11 +222,6 @@ class CudaReducer:
         self.in_place_from: int | None = None  # bytes; only while a graph is captured
         torch.cuda.synchronize(device)
 
-    @property
-    def troubled(self) -> bool:
-        """Whether a kernel gave up waiting."""
-        return bool(self._seen[0])
-
     def plan(self, x: torch.Tensor, out: torch.Tensor) -> CudaPlan | None:
         """To repeat the call that was just made; None where it was not a single aligned launch."""
         last = self.kernel.last
@@ -223,7 +230,7 @@ class CudaReducer:
 
     def check(self, label: str = "") -> None:
         """Raise if a kernel gave up waiting."""
-        late = int(self._seen[0])
+        late = int(self.seen[0])
         if late:
             mine, name = self._ranks[self.index], self.label or label
             if late == NOT_REGISTERED:

@@ -158,38 +158,65 @@ class AllReduceKernel:
         constants = (space.num_ranks, kind, inputs is not None, block)
         compiled = peer_reduce.all_reduce[(blocks, 1, 1)](*values, *constants, num_warps=16)
         if compiled is not None:  # None: the interpreter compiles nothing
-            self._launchers[key] = Launcher(compiled, values)
+            plain = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values]
+            self._launchers[key] = Launcher(compiled, x.get_device(), plain, 6)
+
+
+class LaunchConfig(ctypes.Structure):
+    """The driver's CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    ]
 
 
 class Launcher:
     """One compiled kernel with its arguments in place; only those that differ between calls are written."""
 
-    def __init__(self, compiled: Any, values: Sequence[torch.Tensor | int]) -> None:
-        self._device = next(v.device.index for v in values if isinstance(v, torch.Tensor) and v.is_cuda)
-        self._slots = [
-            ctypes.c_uint64(value.data_ptr()) if isinstance(value, torch.Tensor) else ctypes.c_int32(value)
-            for value in values
+    def __init__(self, compiled: Any, device: int, values: Sequence[int], num_pointers: int) -> None:
+        """`values`: first pointers, then 32-bit numbers. Who owns the memory behind them keeps it."""
+        self._compiled, self._given = compiled, (device, values, num_pointers)
+        self._device = device
+        slots = [
+            ctypes.c_uint64(value) if place < num_pointers else ctypes.c_int32(value)
+            for place, value in enumerate(values)
         ]
         wanted = _num_parameters(compiled.asm["ptx"])
-        if not 0 <= wanted - len(self._slots) <= 2:  # Triton adds up to two scratch pointers
-            raise RuntimeError(f"the kernel takes {wanted} arguments, expected {len(self._slots)}")
-        self._slots += [ctypes.c_uint64(0)] * (wanted - len(self._slots))
-        pointers = [ctypes.addressof(slot) for slot in self._slots]
-        self._arguments = (ctypes.c_void_p * wanted)(*pointers)
+        if not 0 <= wanted - len(slots) <= 2:  # Triton adds up to two scratch pointers
+            raise RuntimeError(f"the kernel takes {wanted} arguments, expected {len(slots)}")
+        self._slots = slots + [ctypes.c_uint64(0)] * (wanted - len(slots))
+        self._arguments = (ctypes.c_void_p * wanted)(*[ctypes.addressof(slot) for slot in self._slots])
         self._x, self._out, self._inputs = self._slots[:3]
         self._length, self._part = self._slots[6:8]
-        self._call = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
-        unsigned, pointer = ctypes.c_uint, ctypes.c_void_p
-        self._call.argtypes = [pointer, *[unsigned] * 7, pointer, pointer, pointer]
-        self._compiled = compiled  # keeps the module loaded
-        self._shape = (1, 1, 32 * compiled.metadata.num_warps, 1, 1, compiled.metadata.shared)
+        threads = 32 * compiled.metadata.num_warps
+        self._config = LaunchConfig((1, 1, 1), (threads, 1, 1), compiled.metadata.shared, None, None, 0)
+        self._call = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+        function, config = ctypes.c_void_p(compiled.function), ctypes.byref(self._config)
+        self._fixed = (config, function, self._arguments, None)
         self._stream_of = torch._C._cuda_getCurrentRawStream
 
+    def again(self, blocks: int, length: int, part: int) -> Launcher:
+        """A launcher of its own for calls of one length: `repeat` writes two pointers and nothing else."""
+        same = Launcher(self._compiled, *self._given)
+        same._config.grid[0] = blocks
+        same._length.value, same._part.value = length, part
+        return same
+
     def launch(self, blocks: int, x: int, out: int, inputs: int, length: int, part: int) -> None:
-        self._x.value, self._out.value, self._inputs.value = x, out, inputs
+        self._config.grid[0] = blocks
+        self._inputs.value = inputs
         self._length.value, self._part.value = length, part
-        stream = self._stream_of(self._device)
-        code = self._call(self._compiled.function, blocks, *self._shape, stream, self._arguments, None)
+        self.repeat(x, out)
+
+    def repeat(self, x: int, out: int) -> None:
+        self._x.value, self._out.value = x, out
+        self._config.stream = self._stream_of(self._device)
+        code = self._call(*self._fixed)
         if code:
             raise RuntimeError(f"the all-reduce kernel could not be launched: CUDA driver error {code}")
 

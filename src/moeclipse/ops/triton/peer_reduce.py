@@ -20,6 +20,7 @@ import triton.language as tl
 
 ONE, TWO, SCATTER, GATHER = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
 FLAGS = tl.constexpr(32)  # one for each thread of a warp: all threads of a warp leave a loop together
+MOST_BLOCKS = tl.constexpr(64)
 LOOK = tl.constexpr(256)  # polls between two looks at the clock
 NOT_REGISTERED = tl.constexpr(1000)
 
@@ -73,8 +74,8 @@ def post_and_wait(table, status, block, number, limit_us, rank, W: tl.constexpr)
 @triton.jit
 def count_rounds(counts, block, grid, number, max_blocks):
     """All lines stay at the same number, those of blocks that this launch did not need included."""
-    for line in range(block, max_blocks, grid):
-        tl.store(counts + line, number)
+    line = block + tl.arange(0, MOST_BLOCKS) * grid
+    tl.store(counts + line, number, mask=line < max_blocks)
 
 
 @triton.jit
