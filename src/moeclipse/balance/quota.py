@@ -14,7 +14,7 @@ from moeclipse.balance.placement import Placement
 
 @dataclass(frozen=True)
 class QuotaOrder:
-    """The slots that hold experts, expert by expert; expert e has first_E[e] .. first_E[e + 1] - 1 of them."""
+    """The slots that hold experts, expert by expert; those of expert e begin at first_E[e]."""
 
     slots_R: np.ndarray
     first_E: np.ndarray
