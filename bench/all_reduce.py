@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,14 @@ import torch
 import torch.distributed as dist
 
 from moeclipse.comm.all_reduce import PeerAllReduce
-from moeclipse.comm.all_reduce_table import DEFAULT_FILE, Choice, key_of, table_lines, write_choice
+from moeclipse.comm.all_reduce_table import (
+    DEFAULT_FILE,
+    Choice,
+    default_choice,
+    key_of,
+    table_lines,
+    write_choice,
+)
 from moeclipse.comm.exchange import all_to_all
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.peer_exchange import PeerExchange
@@ -179,7 +187,8 @@ def on_cuda(mesh: Mesh, sizes: list[int], repeats: int) -> list[str]:
                         times[name].append(us)
             medians = {name: statistics.median(values) for name, values in times.items()}
             kind = str(dtype).removeprefix("torch.")
-            rows.append({"ranks": mesh.num_ranks, "size": size, "device": "cuda", "dtype": kind, **medians})
+            where = {"device": "cuda", "name": torch.cuda.get_device_name(mesh.device), "dtype": kind}
+            rows.append({"ranks": mesh.num_ranks, "size": size, **where, **medians})
             if mesh.rank == 0:
                 show(rows[-1])
     reduce.check()
@@ -216,12 +225,28 @@ def tuned(mesh: Mesh, sizes: list[int], repeats: int) -> list[str]:
     large = [size for size in sizes if size >= 1 << 20]
     cost = {c: sum(min(best[s][f"{c} 1"], best[s][f"{c} 2"]) / s for s in large) for c in CHUNKS}
     chunk = min(CHUNKS, key=cost.__getitem__)
+    pairs = {size: (times[f"{chunk} 1"], times[f"{chunk} 2"]) for size, times in best.items()}
+    return [json.dumps({"two_stages_from": border(pairs), "chunk_bytes": chunk})]
+
+
+def border(pairs: dict[int, tuple[float, float]]) -> int | None:
+    """The size from which two stages win and keep winning, given the times of one and of two."""
     start = None
-    for size in reversed(sizes):
-        if best[size][f"{chunk} 2"] >= best[size][f"{chunk} 1"]:
+    for size, (one, two) in sorted(pairs.items(), reverse=True):
+        if two >= one:
             break
         start = size
-    return [json.dumps({"two_stages_from": start, "chunk_bytes": chunk})]
+    return start
+
+
+def tune_device(rows: list[dict[str, Any]]) -> None:
+    """Write what the graphs of one number of ranks say about stages."""
+    ranks, name = rows[0]["ranks"], rows[0]["name"]
+    shared = ranks > torch.cuda.device_count()
+    timed = [row for row in rows if row["dtype"] == "bfloat16"]
+    pairs = {row["size"]: (row["one stage, graph"], row["two stages, graph"]) for row in timed}
+    choice = replace(default_choice(name, ranks, True, shared), two_stages_from=border(pairs))
+    write_choice(key_of(name, ranks, True, shared), choice)
 
 
 def checks_of(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -244,7 +269,7 @@ def main() -> int:
         "--pin", action="store_true", help="each rank on a core of its own, gloo's threads too"
     )
     parser.add_argument("--quick", action="store_true", help="four sizes only")
-    parser.add_argument("--tune", action="store_true", help=f"measure (CPU) and write {DEFAULT_FILE}")
+    parser.add_argument("--tune", action="store_true", help=f"write what was measured to {DEFAULT_FILE}")
     parser.add_argument("--json", type=Path, help="write rows, checks and machine here")
     args = parser.parse_args()
     sizes = QUICK if args.quick else SIZES
@@ -254,7 +279,7 @@ def main() -> int:
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     for ranks in args.ranks:
-        if args.tune:
+        if args.tune and args.device == "cpu":
             best = json.loads(run_ranks(ranks, tuned, SIZES, args.repeats, deadline_s=600)[0][0])
             write_choice(key_of("cpu", ranks, True), Choice(**best))
         if args.device == "cpu":
@@ -262,6 +287,8 @@ def main() -> int:
         else:
             found = run_ranks(ranks, on_cuda, sizes, args.repeats, deadline_s=600, device="cuda:0")
         rows += json.loads(found[0][0])
+        if args.tune and args.device == "cuda":
+            tune_device([row for row in rows if row["ranks"] == ranks])
     if args.device == "cpu":
         print("table:", *table_lines("cpu", True), sep="\n  ")
     checks = checks_of(rows)
