@@ -16,7 +16,7 @@ A second table has skewed routing (Zipf, s = 1.2, 16 experts, top-2) and small e
 shadows, and what the policy had predicted.
 
 With `--device cuda` two to four ranks share one GPU under MPS (nvidia-cuda-mps-control -d), and rows go
-through pinned memory of the host: copy engines move them at some 27 GB/s, which is a network's rate, and take
+through pinned memory of the host: copy engines move them at some 17 GB/s each way, a network's rate, and take
 no processor of the device. Experts are as wide as they must be for communication to take 0.5, 1 and 2 times
 as long as compute. `neither` is what is left when nothing travels and nothing is computed: sizes are still
 exchanged and rows put in order, and no schedule hides that. `hidden` is what smart saves of what could be
