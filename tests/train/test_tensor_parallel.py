@@ -210,7 +210,9 @@ def test_any_layout_loads_any_other(saved: tuple, corpus: str, tmp_path: Path) -
         for _, losses in results:
             assert difference(torch.tensor(losses), torch.tensor(expected)) < 1e-11
     logical = Checkpoint.open(path, OneRank())
-    assert logical.names == sorted([*truth, *(name for name in logical.names if name.startswith("buffer/"))])
+    assert logical.names == sorted(
+        [*truth, *(name for name in logical.names if name.startswith(("buffer/", "load/")))]
+    )
     for name, value in truth.items():
         assert logical.shape(name) == tuple(value.shape)
         assert torch.equal(logical.read(name), value.flatten())
