@@ -160,9 +160,8 @@ class AllReduceKernel:
         compiled = peer_reduce.all_reduce[(blocks, 1, 1)](*values, *constants, num_warps=16)
         if compiled is not None:  # None: the interpreter compiles nothing
             plain = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values]
-            with suppress(
-                RuntimeError, ValueError, AttributeError, OSError
-            ):  # then Triton launches every call
+            # Where the driver's launch does not fit, Triton launches every call.
+            with suppress(RuntimeError, ValueError, AttributeError, OSError):
                 self._launchers[key] = Launcher(compiled, x.get_device(), plain, 6)
 
 
