@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_peer_memory import left_over
 
 from moeclipse.comm.all_reduce import PeerAllReduce
 from moeclipse.comm.all_reduce_table import (
@@ -35,7 +36,6 @@ from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 SIZES = (1, 2, 3, 7, 403, 1000, 4097, 65537, 300001)
-SHM = Path("/dev/shm")
 
 
 def opened(mesh: Mesh, **options: Any) -> PeerAllReduce:
@@ -356,7 +356,7 @@ def kill(times: int, seed: int) -> None:
             if rank != victim:
                 assert "CommError" in text, text
                 assert re.search(rf"\brank {victim}\b", last), (victim, last)
-        assert list(SHM.glob("moeclipse-*")) == []
+        assert left_over() == []
     assert run_ranks(3, exact, (403,), 4096) == [8, 8, 8]
 
 

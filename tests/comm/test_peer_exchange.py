@@ -6,10 +6,10 @@ import os
 import random
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from test_peer_memory import left_over
 
 from moeclipse.comm.exchange import all_to_all
 from moeclipse.comm.mesh import Mesh
@@ -193,4 +193,4 @@ def test_a_missing_peer_is_named(how: str, deadline_s: float, texts: tuple[str, 
         ok, text = outcomes[rank]
         assert not ok
         assert any(expected in text.strip().splitlines()[-1] for expected in texts), text
-    assert list(Path("/dev/shm").glob("moeclipse-*")) == []
+    assert left_over() == []

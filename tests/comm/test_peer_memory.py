@@ -22,7 +22,13 @@ SHM = Path("/dev/shm")
 
 
 def left_over() -> list[str]:
-    return sorted(path.name for path in SHM.glob("moeclipse-*"))
+    """Names that stay. Other runs on this machine have theirs for some milliseconds while they open memory."""
+    names = {path.name for path in SHM.glob("moeclipse-*")}
+    until = time.monotonic() + 2
+    while names and time.monotonic() < until:
+        time.sleep(0.02)
+        names &= {path.name for path in SHM.glob("moeclipse-*")}
+    return sorted(names)
 
 
 def opened(mesh: Mesh, **options: Any) -> PeerMemory:

@@ -6,11 +6,11 @@ import os
 import random
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_peer_memory import left_over
 
 from moeclipse.comm.exchange import all_to_all
 from moeclipse.comm.mesh import Mesh
@@ -158,4 +158,4 @@ def test_a_missing_peer_is_named(how: str, deadline_s: float, text: str) -> None
     ends = [outcomes[rank][1].strip().splitlines()[-1] for rank in (0, 2)]
     assert any(text in end for end in ends), ends
     assert all("rank 1" in end for end in ends), ends
-    assert list(Path("/dev/shm").glob("moeclipse-*")) == []
+    assert left_over() == []
