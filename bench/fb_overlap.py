@@ -74,12 +74,12 @@ MODEL: dict[str, Any] = {
 
 
 ON_DEVICE: dict[str, Any] = {
-    "model.d_model": 1024,
-    "model.num_heads": 8,
-    "model.num_kv_heads": 8,
+    "model.d_model": 2048,
+    "model.num_heads": 16,
+    "model.num_kv_heads": 16,
     "model.head_dim": 128,
     "model.dtype": "bfloat16",
-    "moe.d_ff": 2048,
+    "moe.d_ff": 3072,
     "moe.transport": "pinned",
     "data.files": (),
     "data.seq_len": 4096,
