@@ -22,7 +22,7 @@ SHM = Path("/dev/shm")
 
 
 def left_over() -> list[str]:
-    """Names that stay. Other runs on this machine have theirs for some milliseconds while they open memory."""
+    """Names that stay. Other runs on this machine have theirs for a moment, while they open memory."""
     names = {path.name for path in SHM.glob("moeclipse-*")}
     until = time.monotonic() + 2
     while names and time.monotonic() < until:
