@@ -14,8 +14,8 @@ exchanges of a step take `--ratio` of its compute. Interleaved in each repeat:
 
 Times come from the library's own record. A transfer counts from the moment its last rank launched it; hidden
 is what of it lies under this rank's compute, so `off` scores 0 by definition. Steady is the time between the
-start of the first pair and the end of the last, edges are the rest. Gradients are not reduced: that is
-another wire's business. The prediction is the simulator's, from the mean times of the ops of `off`.
+start of the first pair and the end of the last; warm-up and cool-down are the edges. Gradients are not
+reduced: that is another wire's business. The prediction is the simulator's, from the mean times of the ops of `off`.
 
 With `--device cuda` the ranks share one GPU under MPS (nvidia-cuda-mps-control -d), and rows go through
 pinned memory of the host: copy engines move them at a network's rate. There the rate is what it is.
@@ -146,13 +146,15 @@ def near(ops: list[Op], i: int) -> bool:
 
 
 def phases(case: Case, found: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds of exchanges, all and exposed, in the steady state and at the edges."""
+    """Milliseconds of exchanges, all and exposed, in warm-up, steady state and cool-down."""
     window = found["window"]
     whole = split_step(window, compute=found["compute"], waits=found["waits"], transfers=found["transfers"])
     steady = (0.0, 0.0)
     if case.mode.startswith("pair"):
         steady = steady_window(case.runtime.verified, case.mesh.pp_index, found["spans"])
-    middle = split_step(steady, compute=found["compute"], waits=found["waits"], transfers=found["transfers"])
+    spans = {"compute": found["compute"], "waits": found["waits"], "transfers": found["transfers"]}
+    middle = split_step(steady, **spans)
+    before = split_step((window[0], steady[0] or window[0]), **spans)
     times = {
         "step_ms": whole.step,
         "compute_ms": whole.compute,
@@ -162,8 +164,10 @@ def phases(case: Case, found: dict[str, Any]) -> dict[str, float]:
         "idle_ms": whole.idle,
         "steady_comm_ms": middle.comm,
         "steady_exposed_ms": middle.exposed,
-        "edge_comm_ms": whole.comm - middle.comm,
-        "edge_exposed_ms": whole.exposed - middle.exposed,
+        "warm_comm_ms": before.comm,
+        "warm_exposed_ms": before.exposed,
+        "cool_comm_ms": whole.comm - middle.comm - before.comm,
+        "cool_exposed_ms": whole.exposed - middle.exposed - before.exposed,
     }
     return {name: 1e3 * seconds for name, seconds in times.items()}
 
@@ -298,9 +302,10 @@ def checks_of(results: list[dict[str, Any]]) -> dict[str, float]:
             first.setdefault(row["mode"], row)
         best, off = first["pair+self"], first["off"]
         suffix = "" if off["pp"] == 1 else f"_pp{off['pp']}"
+        edge = {name: best[f"warm_{name}_ms"] + best[f"cool_{name}_ms"] for name in ("comm", "exposed")}
         share = {
-            f"{part}_hidden": 1 - best[f"{part}_exposed_ms"] / max(best[f"{part}_comm_ms"], 1e-9)
-            for part in ("steady", "edge")
+            "steady_hidden": 1 - best["steady_exposed_ms"] / max(best["steady_comm_ms"], 1e-9),
+            "edge_hidden": 1 - edge["exposed"] / max(edge["comm"], 1e-9),
         }
         checks |= {f"{name}{suffix}": value for name, value in share.items()}
         checks[f"hidden_when_off{suffix}"] = 1 - off["exposed_ms"] / off["comm_ms"]
@@ -322,19 +327,19 @@ def report(results: list[dict[str, Any]], file: Path | None) -> None:
         wire = f"wire of {result['rate_mbit']:.0f} mbit" if result["rate_mbit"] else "pinned host memory"
         print(f"\n\n{wire}\n")
         head = " ".join(f"{name:>11}" for name in names)
-        print(f"{'pp':>2} {'M':>3} {'overlap':<10} {head} {'predicted':>10} {'steady':>7} {'edges':>7}")
+        print(
+            f"{'pp':>2} {'M':>3} {'overlap':<10} {head} {'predicted':>10} {'warm':>5} {'steady':>6} {'cool':>5}"
+        )
         for row in result["rows"]:
             cells = " ".join(f"{row[name]:11.1f}" for name in names)
             predicted = "" if row["predicted_ms"] is None else f"{row['predicted_ms']:.1f}"
-            shares = [
-                hidden(row, part) if row["mode"].startswith("pair") else "" for part in ("steady", "edge")
-            ]
+            parts = ("warm", "steady", "cool") if row["mode"].startswith("pair") else ()
+            shares = " ".join(f"{hidden(row, part):>5}" for part in parts)
             print(
-                f"{row['pp']:>2} {row['microbatches']:>3} {row['mode']:<10} {cells} {predicted:>10} "
-                f"{shares[0]:>7} {shares[1]:>7}"
+                f"{row['pp']:>2} {row['microbatches']:>3} {row['mode']:<10} {cells} {predicted:>10} {shares}"
             )
     checks = checks_of(results)
-    print("\nhidden share of exchanges: steady, edges\n")
+    print("\nlast columns: hidden share of the exchanges of each phase\n")
     print("  ".join(f"{name} {value:.2f}" for name, value in checks.items()))
     if file is not None:
         machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
