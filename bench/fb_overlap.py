@@ -15,7 +15,8 @@ exchanges of a step take `--ratio` of its compute. Interleaved in each repeat:
 Times come from the library's own record. A transfer counts from the moment its last rank launched it; hidden
 is what of it lies under this rank's compute, so `off` scores 0 by definition. Steady is the time between the
 start of the first pair and the end of the last; warm-up and cool-down are the edges. Gradients are not
-reduced: that is another wire's business. The prediction is the simulator's, from the mean times of the ops of `off`.
+reduced: that is another wire's business. The prediction is the simulator's, from the mean times of the ops
+of `off`.
 
 With `--device cuda` the ranks share one GPU under MPS (nvidia-cuda-mps-control -d), and rows go through
 pinned memory of the host: copy engines move them at a network's rate. There the rate is what it is.
@@ -326,10 +327,8 @@ def report(results: list[dict[str, Any]], file: Path | None) -> None:
     for result in results:
         wire = f"wire of {result['rate_mbit']:.0f} mbit" if result["rate_mbit"] else "pinned host memory"
         print(f"\n\n{wire}\n")
-        head = " ".join(f"{name:>11}" for name in names)
-        print(
-            f"{'pp':>2} {'M':>3} {'overlap':<10} {head} {'predicted':>10} {'warm':>5} {'steady':>6} {'cool':>5}"
-        )
+        head = " ".join(f"{name:>11}" for name in names) + f" {'predicted':>10}"
+        print(f"{'pp':>2} {'M':>3} {'overlap':<10} {head} {'warm':>5} {'steady':>5} {'cool':>5}")
         for row in result["rows"]:
             cells = " ".join(f"{row[name]:11.1f}" for name in names)
             predicted = "" if row["predicted_ms"] is None else f"{row['predicted_ms']:.1f}"
