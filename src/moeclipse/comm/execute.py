@@ -10,7 +10,7 @@ order that was proved free of deadlock, and simulated, is the order that runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from moeclipse.schedule.check import Verified
@@ -20,6 +20,17 @@ from moeclipse.schedule.op import Op
 class Transfer(Protocol):
     def get(self) -> Any:
         """Wait until what follows may use the result."""
+
+
+class Together:
+    """Transfers that were launched one after the other and are waited for as one."""
+
+    def __init__(self, transfers: Iterable[Transfer | None]) -> None:
+        self._transfers = [transfer for transfer in transfers if transfer is not None]
+
+    def get(self) -> None:
+        for transfer in self._transfers:
+            transfer.get()
 
 
 class Execution:

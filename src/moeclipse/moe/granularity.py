@@ -81,8 +81,9 @@ def rank_by_simulation(
             )
     found.sort(key=lambda use: use.predicted_s)
     # The best of each partition first: neighbours differ less from one another than partitions do.
-    best = [next(use for use in found if use.groups == groups) for groups in {use.groups: 0 for use in found}]
-    return [*best, *(use for use in found if use not in best)]
+    firsts = list({use.groups: use for use in reversed(found)}.values())
+    firsts.sort(key=lambda use: use.predicted_s)
+    return [*firsts, *(use for use in found if use not in firsts)]
 
 
 class Stopwatch:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moeclipse.comm.execute import Execution, Transfer
+from moeclipse.comm.execute import Execution, Together, Transfer
 from moeclipse.moe.routed import Backward, Forward, RoutedCall
 from moeclipse.schedule.check import Verified
 from moeclipse.schedule.op import A2A, Op
@@ -113,18 +113,6 @@ class RoutedPass:
             self.state.shadowed.add_grads(self.back.weight_grads)
         for parameter, grad in zip(self.call.experts.weights, self.back.weight_grads, strict=True):
             deliver(parameter, grad)
-
-
-class Together:
-    """Transfers that were launched one after the other."""
-
-    def __init__(self, transfers: Sequence[Transfer | None]) -> None:
-        self._transfers = transfers
-
-    def get(self) -> None:
-        for transfer in self._transfers:
-            if transfer is not None:
-                transfer.get()
 
 
 def first_compute(ops: Sequence[Op]) -> int:

@@ -21,7 +21,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from moeclipse.comm.exchange import Result
-from moeclipse.comm.execute import Transfer, execute
+from moeclipse.comm.execute import Together, Transfer, execute
 from moeclipse.moe.dispatch import Pairs, Plan, Unit, return_score_grads
 from moeclipse.moe.fused import FusedExperts
 from moeclipse.moe.granularity import Stopwatch
@@ -40,17 +40,6 @@ class Programs:
 
     forward: Verified
     backward: Verified
-
-
-class Several:
-    """Transfers that were launched together."""
-
-    def __init__(self, results: Sequence[Result]) -> None:
-        self._results = results
-
-    def get(self) -> None:
-        for result in self._results:
-            result.get()
 
 
 @dataclass(kw_only=True)
@@ -98,7 +87,7 @@ class Forward:
         unit = self.plan.units[key]
         if op.kind == "S_F":
             pairs = zip(self.rows, self.arrived, strict=True)
-            return Several([self.plan.send(unit, rows, out, f"dispatch {op}") for rows, out in pairs])
+            return Together([self.plan.send(unit, rows, out, f"dispatch {op}") for rows, out in pairs])
         if op.kind == "R_F":
             return self.plan.send_back(unit, self.partial_RO, self.back_NO, f"combine {op}")
         assert op.kind == "C_F", f"no such op in forward: {op}"
@@ -182,7 +171,7 @@ class Backward:
         if op.kind == "R_B":
             label = f"backward combine {op}"
             pairs = zip(self.partial, self.back, strict=True)
-            return Several(
+            return Together(
                 [self.plan.send_back(unit, rows, out, label) for rows, out in pairs if out is not None]
             )
         assert op.kind == "C_B", f"no such op in backward: {op}"

@@ -13,7 +13,7 @@ each, so that a posted receive never blocks a send.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from moeclipse.comm.exchange import Result
-from moeclipse.comm.execute import Execution, Transfer
+from moeclipse.comm.execute import Execution, Together, Transfer
 from moeclipse.comm.lane import Lane
 from moeclipse.comm.mesh import Mesh
 from moeclipse.pipeline.backward import Deferral, Segment
@@ -40,17 +40,6 @@ class Fed(Protocol):
 
 
 Feed = Callable[[int, int, int], Fed]
-
-
-class Together:
-    """The transfers of all chunks of one op."""
-
-    def __init__(self, transfers: Sequence[Transfer]) -> None:
-        self._transfers = transfers
-
-    def get(self) -> None:
-        for transfer in self._transfers:
-            transfer.get()
 
 
 class Sent:
