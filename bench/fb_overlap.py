@@ -16,7 +16,7 @@ Times come from the library's own record. A transfer counts from the moment its 
 is what of it lies under this rank's compute, so `off` scores 0 by definition. Steady is the time between the
 start of the first pair and the end of the last; warm-up and cool-down are the edges. Gradients are not
 reduced: that is another wire's business. The prediction is the simulator's, from the mean times of the ops
-of `off`.
+of `off`, whole and in halves (bench/_fb_prediction.py).
 
 With `--device cuda` the ranks share one GPU under MPS (nvidia-cuda-mps-control -d), and rows go through
 pinned memory of the host: copy engines move them at a network's rate. There the rate is what it is.
@@ -31,23 +31,22 @@ import platform
 import statistics
 import sys
 import tempfile
-from collections import defaultdict
+import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
+from _fb_prediction import Prediction
 from shaped_network import MAX_MBIT, set_rate, shaped_network
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
-from moeclipse.cost.model import Costs
 from moeclipse.pipeline.runtime import Runtime
-from moeclipse.report.intervals import Span, Transfer, clip, length, split_step, subtract
+from moeclipse.report.intervals import Span, Transfer, split_step
 from moeclipse.schedule.check import Verified
 from moeclipse.schedule.op import A2A, COMPUTE, Op
-from moeclipse.sim.engine import simulate
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
@@ -90,9 +89,10 @@ ON_DEVICE: dict[str, Any] = {
 class Case:
     """A model in one mode, ready to run steps."""
 
-    def __init__(self, mesh: Mesh, mode: str, microbatches: int, layers: int) -> None:
-        samples = 2 * mesh.num_data * microbatches  # two of each microbatch on each rank, so it can be cut
-        values = {**MODEL, **MODES[mode], "optim.accumulate": microbatches, "data.batch_size": samples}
+    def __init__(self, mesh: Mesh, mode: str, microbatches: int, layers: int, samples: int = 2) -> None:
+        """Two samples of each microbatch on each rank, so that it can be cut."""
+        batch = samples * mesh.num_data * microbatches
+        values = {**MODEL, **MODES[mode], "optim.accumulate": microbatches, "data.batch_size": batch}
         values |= {"model.num_layers": layers, "data.files": (__file__,), "parallel.pp": mesh.pp}
         if mesh.device.type == "cuda":
             values |= ON_DEVICE
@@ -111,15 +111,17 @@ class Case:
         self.learner.buckets.zero()
         self.stamps.clear()
         mesh.barrier()
+        busy = time.process_time()
         recorder.begin_step()
         with recorder.compute():
             pipelined.run(self.steps)
         stamps = recorder.end_step()
+        busy = time.process_time() - busy
         self.steps += 1
         transfers = [t for t in transfers_of(stamps, mesh) if is_exchange(t)]
         spans = [(op, recorder._seconds(a), recorder._seconds(b)) for op, a, b in self.stamps]
         found: dict[str, Any] = {"window": stamps.window, "waits": stamps.waits, "spans": spans}
-        found |= {"transfers": transfers, "compute": stamps.compute}
+        found |= {"transfers": transfers, "compute": stamps.compute, "busy": busy}
         return found
 
 
@@ -173,48 +175,6 @@ def phases(case: Case, found: dict[str, Any]) -> dict[str, float]:
     return {name: 1e3 * seconds for name, seconds in times.items()}
 
 
-def op_seconds(case: Case, found: dict[str, Any]) -> dict[str, list[float]]:
-    """Of each kind: compute without waits, and exchanges from the last launch to their end.
-
-    ROUTE is told with its wait for the sizes, which the host cannot avoid.
-    """
-    seconds: dict[str, list[float]] = defaultdict(list)
-    exchanges: dict[str, list[float]] = defaultdict(list)
-    waits = found["waits"]
-    for op, begun, ended in found["spans"]:
-        if op.kind == "ROUTE_F":
-            seconds[op.kind].append(ended - begun)
-        elif op.lane == COMPUTE:
-            seconds[op.kind].append(length(subtract([(begun, ended)], clip(waits, (begun, ended)))))
-    kinds = {"dispatch S": "DISPATCH_F", "combine R": "COMBINE_F"}
-    kinds |= {"backward dispatch S": "COMBINE_B", "backward combine R": "DISPATCH_B"}
-    for transfer in found["transfers"]:
-        for start, kind in kinds.items():
-            if transfer.label.startswith(start):
-                exchanges[kind].append(transfer.done - max(transfer.launched, transfer.last_launched))
-    return {**seconds, **exchanges}
-
-
-def predict(verified: Verified, costs: Costs) -> float:
-    return 1e3 * simulate(verified, costs).makespan
-
-
-def calibrate(mesh: Mesh, found: list[dict[str, list[float]]]) -> Costs:
-    """Means over repeats and ranks; of sizes, who comes last waits for the wire alone."""
-    every: dict[str, list[float]] = defaultdict(list)
-    for repeat in found:
-        for kind, values in repeat.items():
-            every[kind] += values
-    everyone = mesh.gather_objects(every)
-    seconds = {}
-    for kind in sorted({kind for rank in everyone for kind in rank}):
-        told = [rank[kind] for rank in everyone if kind in rank]
-        if kind == "ROUTE_F":
-            told = [[min(both) for both in zip(*told, strict=True)]]
-        seconds[kind] = statistics.mean(value for values in told for value in values)
-    return Costs(name="measured without overlap", seconds=seconds, inline_compute=True)
-
-
 def set_rate_once(mesh: Mesh, rate: float) -> None:
     mesh.barrier()
     if mesh.rank == 0:
@@ -247,7 +207,7 @@ def measure(mesh: Mesh, given: dict[str, Any]) -> dict[str, Any]:
         rate = min(RATE_MBIT * ratio / given["ratio"], MAX_MBIT)
         set_rate_once(mesh, rate)
     found: dict[str, list[dict[str, float]]] = {mode: [] for mode in cases}
-    ops: list[dict[str, list[float]]] = []
+    whole: list[dict[str, Any]] = []
     for repeat in range(given["repeats"] + 1):
         for mode in cases if repeat % 2 else reversed(cases):
             seen = cases[mode].run()
@@ -255,12 +215,17 @@ def measure(mesh: Mesh, given: dict[str, Any]) -> dict[str, Any]:
             if repeat:
                 found[mode].append(times)
                 if mode == "off":
-                    ops.append(op_seconds(cases[mode], seen))
+                    whole.append(seen)
                 elif mode == "pair+self" and given["trace"] and repeat == given["repeats"]:
                     write_trace(mesh, seen, f"{given['trace']}.pp{mesh.pp}.json")
         if mesh.rank == 0:
             print(f"\rpp {mesh.pp}: {repeat}/{given['repeats']}", end="", file=sys.stderr, flush=True)
-    costs = calibrate(mesh, ops)
+    halves = Case(mesh, "off", 2 * microbatches, layers, samples=1)
+    halves.run()
+    off = statistics.median(times["step_ms"] - times["straggle_ms"] for times in found["off"])
+    prediction = Prediction(
+        mesh, whole, [halves.run() for _ in range(3)], cases["off"].runtime.verified, 1e-3 * off
+    )
     fewer = Case(mesh, "pair+self", max(microbatches // 2, 2), layers)
     fewer.run()
     half = [means(mesh, phases(fewer, fewer.run())) for _ in range(max(given["repeats"] // 2, 3))]
@@ -268,14 +233,14 @@ def measure(mesh: Mesh, given: dict[str, Any]) -> dict[str, Any]:
     for mode, times in found.items():
         row: dict[str, Any] = {name: statistics.median(t[name] for t in times) for name in times[0]}
         verified = cases[mode].runtime.verified
-        predicted = predict(verified, costs) if mode != "smart" else None
+        predicted = 1e3 * prediction.seconds(verified) if mode != "smart" else None
         rows.append(
             {"pp": mesh.pp, "mode": mode, "microbatches": microbatches, **row} | {"predicted_ms": predicted}
         )
     row = {name: statistics.median(t[name] for t in half) for name in half[0]}
-    row |= {"predicted_ms": predict(fewer.runtime.verified, costs)}
+    row |= {"predicted_ms": 1e3 * prediction.seconds(fewer.runtime.verified)}
     rows.append({"pp": mesh.pp, "mode": "pair+self", "microbatches": max(microbatches // 2, 2), **row})
-    return {"rows": rows, "rate_mbit": rate, "costs_ms": {k: 1e3 * v for k, v in costs.seconds.items()}}
+    return {"rows": rows, "rate_mbit": rate, "costs_ms": {k: 1e3 * v for k, v in prediction.whole.items()}}
 
 
 def write_trace(mesh: Mesh, seen: dict[str, Any], file: str) -> None:
