@@ -33,6 +33,8 @@ SMALL = 128
 PLANNERS = ("random", "greedy", "incremental", "wrap_fill", "exact")
 FAR_FROM_ENOUGH = 0.95
 """Below this predicted balance a few moves will not do, and a clean table is considered."""
+UPHEAVAL = 0.05
+"""Gain from which a plan that moves most of many slots is taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,9 +151,11 @@ def incremental(
         candidates.append(plan_greedy(load_E, slots_P).arranged_like(current))
     rows_PE = np.rint(counts_PE).astype(np.int64)
     best, least = candidates[0], np.inf
-    for candidate in candidates:
+    for number, candidate in enumerate(candidates):
         seconds = score(candidate, rows_PE, costs, current=current, node_P=node_P, expected_E=load_E).total
-        if seconds < (1 - config.min_gain) * least:
+        # Of many slots most would move: that must be worth more than what a prediction may be wrong by.
+        margin = max(config.min_gain, UPHEAVAL) if number and sum(slots_P) > SMALL else config.min_gain
+        if seconds < (1 - margin) * least:
             best, least = candidate, seconds
     return best
 
