@@ -86,9 +86,8 @@ def measure(experts: Experts, route: Route, mesh: Mesh) -> Probe:
     pair = _wire_seconds(route, mesh, sizes[1], everyone=False)
     sent = sizes[1] - sizes[0]
     bandwidth = (route.group.size - 1) * sent / max(large - small, 1e-7)
-    latency = small
-    if mesh.device.type == "cuda":  # there even the small transfer is large, so that it can be seen
-        latency = max(small - (route.group.size - 1) * sizes[0] / bandwidth, 1e-6)
+    # What a transfer of nothing would take; on a slow wire even the small one is mostly bytes.
+    latency = max(small - (route.group.size - 1) * sizes[0] / bandwidth, 0.1 * small)
     weight = experts.up
     size = weight[0].numel() + experts.down[0].numel() if len(weight) else 0
     mine = [slope[0], slope[1], max(few[0] - len(experts.ids) * rows[0] * slope[0], 0.0), float(size)]
