@@ -45,7 +45,6 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.pipeline.runtime import Runtime
 from moeclipse.report.intervals import Span, Transfer, split_step
-from moeclipse.schedule.check import Verified
 from moeclipse.schedule.op import A2A, COMPUTE, Op
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
@@ -129,7 +128,7 @@ def is_exchange(transfer: Transfer) -> bool:
     return "dispatch" in transfer.label or "combine" in transfer.label
 
 
-def steady_window(verified: Verified, rank: int, spans: list[tuple[Op, float, float]]) -> Span:
+def steady_window(spans: list[tuple[Op, float, float]]) -> Span:
     """From the first op of the first pair to the last op of the last; without pairs, nothing."""
     ops = [op for op, _, _ in spans]
     both = [i for i in range(1, len(ops)) if is_forward(ops[i - 1]) != is_forward(ops[i]) and near(ops, i)]
@@ -154,7 +153,7 @@ def phases(case: Case, found: dict[str, Any]) -> dict[str, float]:
     whole = split_step(window, compute=found["compute"], waits=found["waits"], transfers=found["transfers"])
     steady = (0.0, 0.0)
     if case.mode.startswith("pair"):
-        steady = steady_window(case.runtime.verified, case.mesh.pp_index, found["spans"])
+        steady = steady_window(found["spans"])
     spans = {"compute": found["compute"], "waits": found["waits"], "transfers": found["transfers"]}
     middle = split_step(steady, **spans)
     before = split_step((window[0], steady[0] or window[0]), **spans)

@@ -181,13 +181,7 @@ class PeerExchange:
             return exchange.all_to_all(lane, group, rows, send_counts, receive_counts, label, out)
         check_counts(len(rows), send_counts, receive_counts, group)
         rows = rows.detach().contiguous()
-        shape = (sum(receive_counts), *rows.shape[1:])
-        if out is None:
-            out = rows.new_empty(shape)
-        elif out.shape != shape or out.dtype != rows.dtype or not out.is_contiguous():
-            raise ConfigError(
-                f"out is {out.dtype} {tuple(out.shape)}, expected {rows.dtype} {shape}, contiguous"
-            )
+        out = room_for(rows, receive_counts, out)
         row_bytes = rows.dtype.itemsize * math.prod(rows.shape[1:])
         send_ends = [0, *accumulate(send_counts)]
         receive_ends = [0, *accumulate(receive_counts)]
@@ -306,6 +300,16 @@ class PeerTransport:
     ) -> Result:
         group = self.exchange.group
         return self.exchange.all_to_all(self.lane, group, rows, send_counts, receive_counts, label, out)
+
+
+def room_for(rows: torch.Tensor, receive_counts: Sequence[int], out: torch.Tensor | None) -> torch.Tensor:
+    """Where arriving rows go: `out` if it fits, or a tensor of its own."""
+    shape = (sum(receive_counts), *rows.shape[1:])
+    if out is None:
+        return rows.new_empty(shape)
+    if out.shape != shape or out.dtype != rows.dtype or not out.is_contiguous():
+        raise ConfigError(f"out is {out.dtype} {tuple(out.shape)}, expected {rows.dtype} {shape}, contiguous")
+    return out
 
 
 def check_counts(num_rows: int, send: Sequence[int], receive: Sequence[int], group: Group) -> None:

@@ -44,7 +44,7 @@ from moeclipse.comm.exchange import Result
 from moeclipse.comm.lane import Lane
 from moeclipse.comm.mesh import Group, Mesh
 from moeclipse.comm.peer_cuda import CudaMemory
-from moeclipse.comm.peer_exchange import check_counts
+from moeclipse.comm.peer_exchange import check_counts, room_for
 from moeclipse.comm.peer_memory import PeerMemory, tell_all
 from moeclipse.comm.peer_signal import LINE
 from moeclipse.comm.pinned_streams import LOW, Driver, DriverStream, Mark, Stream, ThreadStream
@@ -216,13 +216,7 @@ class PinnedTransport:
         self.check()
         check_counts(len(rows), send_counts, receive_counts, self.group)
         rows = rows.detach().contiguous()
-        shape = (sum(receive_counts), *rows.shape[1:])
-        if out is None:
-            out = rows.new_empty(shape)
-        elif out.shape != shape or out.dtype != rows.dtype or not out.is_contiguous():
-            raise ConfigError(
-                f"out is {out.dtype} {tuple(out.shape)}, expected {rows.dtype} {shape}, contiguous"
-            )
+        out = room_for(rows, receive_counts, out)
         self._forget_done()
         journey = Journey(label, self.lane.recorder.launch(self.group.name, label), (rows, out))
         row_bytes = rows.dtype.itemsize * math.prod(rows.shape[1:])

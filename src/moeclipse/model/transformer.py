@@ -28,6 +28,7 @@ from moeclipse.model.blocks import DenseMLP, RMSNorm, Settings
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.nodes import DensePass, Microbatch, MicrobatchLoads, ModelStage, MoEPass
 from moeclipse.moe.config import EXCHANGE_KEYS, GateConfig, MoEConfig
+from moeclipse.moe.gates import math_dtype
 from moeclipse.moe.layer import MoE, MoEReport
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.activation import hidden_width
@@ -262,7 +263,6 @@ class Transformer(nn.Module):
         aux_scale: float,
     ) -> Microbatch:
         """One chunk of a microbatch, for `stage`; all chunks of one share `loads`."""
-        dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         return Microbatch(
             ids_BS=ids_BS,
             targets_BS=targets_BS,
@@ -270,7 +270,7 @@ class Transformer(nn.Module):
             tokens=replace(tokens, group=self.mesh.data),
             rows=ids_BS.numel() // (self.tp.size if self.tp.parts_tokens else 1),
             loads=loads,
-            aux_scale=torch.tensor(aux_scale, dtype=dtype, device=self.mesh.device),
+            aux_scale=torch.tensor(aux_scale, dtype=math_dtype(self.dtype), device=self.mesh.device),
         )
 
     def stage(self, layers: Sequence[int]) -> ModelStage:

@@ -35,7 +35,7 @@ class RoutedPass:
     """One microbatch's rows on their way to the experts and back, forward and backward."""
 
     def __init__(self, call: RoutedCall, scores_TK: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
-        self.call, self.scores_TK = call, scores_TK
+        self.call = call
         self.empty = [tensor.detach()[:0] for tensor in inputs]
         self.state: Forward = call.forward(scores_TK, inputs)
         self.rank = call.plan.route.group.index

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from moeclipse.balance.placement import even_bounds
 from moeclipse.core.errors import ConfigError, ScheduleError
-from moeclipse.pipeline.config import PAIRED, PipelineConfig
+from moeclipse.pipeline.config import PipelineConfig
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import Verified, verify
 from moeclipse.schedule.legal import broken_rules, default_stages_per_rank, require_legal
@@ -112,7 +112,3 @@ def make_program(
     actions = build(layout.schedule, num_ranks, num_microbatches, len(layout.stages) // num_ranks)
     how = Expansion(overlap=config.overlap, chunks=chunks, split="layer")
     return verify(expand(actions, [[shaped[i] for i in stage] for stage in layout.stages], how))
-
-
-def has_pairs(layout: Layout) -> bool:
-    return layout.schedule in PAIRED

@@ -96,20 +96,30 @@ class Learner:
 
     def backward(self, step: int) -> dict[str, torch.Tensor]:
         """All microbatches of a step; gradients are on their way afterwards. Returns this rank's sums."""
-        mesh, recorder, accumulate = self.mesh, self.mesh.recorder, self.config.optim.accumulate
+        mesh, recorder = self.mesh, self.mesh.recorder
         # For a user's own layers: tp ranks that hold the same tokens draw the same numbers.
         place = mesh.rank if self.model.tp.parts_tokens else mesh.data_index
         torch.manual_seed(key_of(self.config.run.seed, step, place) >> 1)
-        sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # loss, aux loss, dropped rows
         self.buckets.zero()
         memory_state.begin_step(self.model, self.batches.continues(step))
         for layer in self.layers:
             layer.load_E.zero_()
-        if self.pipelined is not None:
+        if self.pipelined is None:
+            sums = self._one_by_one(step)
+        else:
             with recorder.compute():
                 self.buckets.arm(self.pipelined.backwards)
-                sums += self.pipelined.run(step)
-        for m in range(accumulate) if self.pipelined is None else ():
+                sums = self.pipelined.run(step)
+        with recorder.compute():
+            self.model.tp.wgrads.check_empty(self.model.named_parameters())
+            self.buckets.finish()
+        return {"loss": sums[0], "aux_loss": sums[1], "dropped": sums[2]}
+
+    def _one_by_one(self, step: int) -> torch.Tensor:
+        """Each microbatch forward and backward in turn; (loss, aux loss, dropped rows) of this rank."""
+        mesh, recorder, accumulate = self.mesh, self.mesh.recorder, self.config.optim.accumulate
+        sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
+        for m in range(accumulate):
             batch = self.batches.microbatch(step, m, mesh.data_index, mesh.num_data)
             tokens = Tokens(
                 mesh=mesh, first=batch.first_token, total=batch.total_tokens, step=step, microbatch=m
@@ -122,10 +132,7 @@ class Learner:
                 dropped = sum((report.num_dropped for report in out.reports), start=sums.new_zeros(()))
                 loss_sum = out.loss_sum.detach() * (mesh.tp_index == 0)  # tp ranks have the same loss
                 sums += torch.stack([loss_sum, out.aux_loss.detach() / accumulate, dropped]).double()
-        with recorder.compute():
-            self.model.tp.wgrads.check_empty(self.model.named_parameters())
-            self.buckets.finish()
-        return {"loss": sums[0], "aux_loss": sums[1], "dropped": sums[2]}
+        return sums
 
     def step(self, step: int) -> dict[str, Any]:
         """One optimizer step; returns its record, the same on every rank but for times."""

@@ -13,11 +13,13 @@ from moeclipse.comm.exchange import total
 from moeclipse.comm.mesh import Group, Mesh
 from moeclipse.model.nodes import Microbatch, MicrobatchLoads, layer_shapes
 from moeclipse.model.transformer import Transformer
+from moeclipse.moe.gates import math_dtype
 from moeclipse.moe.tokens import Tokens
 from moeclipse.pipeline.overlap import Layout, make_program
 from moeclipse.pipeline.runtime import Runtime
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.data import Batches
+from moeclipse.train.data import Microbatch as Batch
 
 
 class Pipelined:
@@ -36,7 +38,6 @@ class Pipelined:
         self.runtime = Runtime(
             verified, mesh, stages, model.tp.wgrads, width=config.model.d_model, dtype=model.dtype
         )
-
         self._tie()
 
     def _tie(self) -> None:
@@ -75,12 +76,14 @@ class Pipelined:
         loads: dict[int, MicrobatchLoads] = {}
 
         def feed(m: int, chunk: int, chunks: int) -> Microbatch:
-            if (m, chunk) not in fed:
-                loads.setdefault(m, MicrobatchLoads(chunks))
-                fed[m, chunk] = self._read(step, m, chunk, chunks, loads[m])
+            if m not in loads:
+                loads[m] = MicrobatchLoads(chunks)
+                batch = self.batches.microbatch(step, m, mesh.data_index, mesh.num_data)
+                for number in range(chunks):
+                    fed[m, number] = self._chunk(batch, step, m, number, loads[m])
             return fed[m, chunk]
 
-        dtype = torch.float64 if self.model.dtype == torch.float64 else torch.float32
+        dtype = math_dtype(self.model.dtype)
         tokens = self.config.data.batch_size * self.config.data.seq_len
         self.runtime.step(feed, torch.tensor(1 / tokens, dtype=dtype, device=mesh.device))
         self._add_other_end()
@@ -94,10 +97,9 @@ class Pipelined:
                 sums[2] += report.num_dropped
         return sums
 
-    def _read(self, step: int, m: int, chunk: int, chunks: int, loads: MicrobatchLoads) -> Microbatch:
+    def _chunk(self, batch: Batch, step: int, m: int, chunk: int, loads: MicrobatchLoads) -> Microbatch:
         mesh = self.mesh
-        batch = self.batches.microbatch(step, m, mesh.data_index, mesh.num_data)
-        bounds = even_bounds(len(batch.inputs), chunks)
+        bounds = even_bounds(len(batch.inputs), loads.chunks)
         part = slice(bounds[chunk], bounds[chunk + 1])
         tokens = Tokens(
             mesh=mesh,
