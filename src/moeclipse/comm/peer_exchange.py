@@ -83,9 +83,8 @@ class Flow:
         self.queue: deque[list[Any]] = deque()  # [address, bytes left, transfer]
 
     def add(self, address: int, count: int, transfer: Transfer) -> None:
-        if count:
-            transfer.open_bytes += count
-            self.queue.append([address, count, transfer])
+        transfer.open_bytes += count
+        self.queue.append([address, count, transfer])
 
     def move(self, available: int, outward: bool) -> int:
         """Copy the next bytes between queue and ring: at most a piece, or up to the end of the ring."""
@@ -175,30 +174,30 @@ class PeerExchange:
         out: torch.Tensor | None = None,
     ) -> Result:
         """Send `send_counts[p]` leading rows to each peer p, in order; receive likewise. Zeros are legal."""
-        if group.ranks != self.group.ranks:
+        if group is not self.group and group.ranks != self.group.ranks:
             raise ConfigError(f"this exchange serves ranks {self.group.ranks}, not {group.ranks}")
         if self._memory is None or not rows.is_cpu:
             return exchange.all_to_all(lane, group, rows, send_counts, receive_counts, label, out)
-        check_counts(len(rows), send_counts, receive_counts, group)
+        send_ends, receive_ends = checked_ends(len(rows), send_counts, receive_counts, group)
         rows = rows.detach().contiguous()
-        out = room_for(rows, receive_counts, out)
         row_bytes = rows.dtype.itemsize * math.prod(rows.shape[1:])
-        send_ends = [0, *accumulate(send_counts)]
-        receive_ends = [0, *accumulate(receive_counts)]
+        out = room_for(rows, receive_ends[-1], out)
         source, target, me = rows.data_ptr(), out.data_ptr(), group.index
         with self._lock:
             self._check_usable()
             transfer = Transfer(lane, label, lane.recorder.launch(group.name, label), (rows, out))
             for flow in self._sends:
-                peer = flow.peer
-                flow.add(source + row_bytes * send_ends[peer], row_bytes * send_counts[peer], transfer)
-                self._push(flow)
+                count = row_bytes * send_counts[flow.peer]
+                if count:
+                    flow.add(source + row_bytes * send_ends[flow.peer], count, transfer)
+                    self._push(flow)
             for flow in self._receives:
-                peer = flow.peer
-                flow.add(target + row_bytes * receive_ends[peer], row_bytes * receive_counts[peer], transfer)
+                count = row_bytes * receive_counts[flow.peer]
+                if count:
+                    flow.add(target + row_bytes * receive_ends[flow.peer], count, transfer)
                 self._pull(flow)  # of earlier exchanges, too: it makes room for their senders
-            if send_counts[me]:
-                mine = row_bytes * send_counts[me]
+            mine = row_bytes * send_counts[me]
+            if mine:
                 memmove(target + row_bytes * receive_ends[me], source + row_bytes * send_ends[me], mine)
         return PeerResult(out, transfer, self)
 
@@ -302,9 +301,9 @@ class PeerTransport:
         return self.exchange.all_to_all(self.lane, group, rows, send_counts, receive_counts, label, out)
 
 
-def room_for(rows: torch.Tensor, receive_counts: Sequence[int], out: torch.Tensor | None) -> torch.Tensor:
+def room_for(rows: torch.Tensor, num_received: int, out: torch.Tensor | None) -> torch.Tensor:
     """Where arriving rows go: `out` if it fits, or a tensor of its own."""
-    shape = (sum(receive_counts), *rows.shape[1:])
+    shape = (num_received, *rows.shape[1:])
     if out is None:
         return rows.new_empty(shape)
     if out.shape != shape or out.dtype != rows.dtype or not out.is_contiguous():
@@ -312,16 +311,21 @@ def room_for(rows: torch.Tensor, receive_counts: Sequence[int], out: torch.Tenso
     return out
 
 
-def check_counts(num_rows: int, send: Sequence[int], receive: Sequence[int], group: Group) -> None:
-    if len(send) != group.size or len(receive) != group.size or min(*send, *receive) < 0:
+def checked_ends(
+    num_rows: int, send: Sequence[int], receive: Sequence[int], group: Group
+) -> tuple[list[int], list[int]]:
+    """Where the rows to each peer, and those from it, begin; with the end of the last ones behind them."""
+    if len(send) != group.size or len(receive) != group.size or min(send) < 0 or min(receive) < 0:
         raise ConfigError(
             f"send_counts {list(send)} and receive_counts {list(receive)} "
             f"must be {group.size} numbers >= 0 each"
         )
-    if sum(send) != num_rows:
-        raise ConfigError(f"send_counts {list(send)} add up to {sum(send)}, but there are {num_rows} rows")
+    ends = [0, *accumulate(send)], [0, *accumulate(receive)]
+    if ends[0][-1] != num_rows:
+        raise ConfigError(f"send_counts {list(send)} add up to {ends[0][-1]}, but there are {num_rows} rows")
     if send[group.index] != receive[group.index]:
         raise ConfigError(
             f"rank {group.ranks[group.index]} sends {send[group.index]} rows to itself "
             f"but receives {receive[group.index]}"
         )
+    return ends

@@ -44,7 +44,7 @@ from moeclipse.comm.exchange import Result
 from moeclipse.comm.lane import Lane
 from moeclipse.comm.mesh import Group, Mesh
 from moeclipse.comm.peer_cuda import CudaMemory
-from moeclipse.comm.peer_exchange import check_counts, room_for
+from moeclipse.comm.peer_exchange import checked_ends, room_for
 from moeclipse.comm.peer_memory import PeerMemory, tell_all
 from moeclipse.comm.peer_signal import LINE
 from moeclipse.comm.pinned_streams import LOW, Driver, DriverStream, Mark, Stream, ThreadStream
@@ -214,9 +214,9 @@ class PinnedTransport:
         out: torch.Tensor | None = None,
     ) -> Result:
         self.check()
-        check_counts(len(rows), send_counts, receive_counts, self.group)
+        _, receive_ends = checked_ends(len(rows), send_counts, receive_counts, self.group)
         rows = rows.detach().contiguous()
-        out = room_for(rows, receive_counts, out)
+        out = room_for(rows, receive_ends[-1], out)
         self._forget_done()
         journey = Journey(label, self.lane.recorder.launch(self.group.name, label), (rows, out))
         row_bytes = rows.dtype.itemsize * math.prod(rows.shape[1:])
