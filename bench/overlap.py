@@ -4,28 +4,32 @@
     .venv/bin/python bench/overlap.py --device cuda --transport pinned --ranks 2 [--json FILE]
 
 Four ranks in a network namespace of their own, whose loopback is a slow wire (bench/shaped_network.py):
-there communication costs time but no processor, so that two cores can show what a cluster would. For several
-link rates and widths of experts one process group runs, in turn and interleaved: compute alone (nothing
-travels), communication alone (nothing is computed), the blocking exchange in which nothing overlaps, our own
-one-unit exchange (weight gradients already hide the last transfer), and the smart one, with given chunks and
-with a granularity chosen from measured costs. A time is that of a whole layer, sizes, forward and
-backward, of the slowest rank; the table shows medians. The bound is max(compute, communication): no schedule
-can beat it.
+there communication costs time but no processor, so that two cores can show what a cluster would. Experts are
+as wide as they must be for communication to take RATIOS times as long as compute. One process group runs, in
+turn and interleaved: compute alone (nothing travels), communication alone (nothing is computed), the blocking
+exchange in which nothing overlaps, our own one-unit exchange (weight gradients already hide the last
+transfer), and the smart one, with given chunks and with a granularity chosen from measured costs. The table
+shows medians.
+
+Forward (with the exchange of sizes) and backward are timed each from a common start, of the slowest rank:
+nothing of backward can begin before forward has ended, so each has its own bound, max(compute,
+communication), and no schedule can beat their sum. Backward computes twice as much for the same rows, so the
+two never are at the same ratio.
 
 A second table has skewed routing (Zipf, s = 1.2, 16 experts, top-2) and small experts: smart without and with
 shadows, and what the policy had predicted.
 
 With `--device cuda` two to four ranks share one GPU under MPS (nvidia-cuda-mps-control -d), and rows go
 through pinned memory of the host: copy engines move them at some 17 GB/s each way, a network's rate, and take
-no processor of the device. Experts are as wide as they must be for communication to take 0.5, 1 and 2 times
-as long as compute. `neither` is what is left when nothing travels and nothing is computed: sizes are still
-exchanged and rows put in order, and no schedule hides that. `hidden` is what smart saves of what could be
-saved: (blocking - smart) / (blocking - bound).
+no processor of the device. `neither` is what is left when nothing travels and nothing is computed: sizes are
+still exchanged and rows put in order, and no schedule hides that. `hidden` is what smart saves of what could
+be saved: (blocking - smart) / (blocking - bound).
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -41,7 +45,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from shaped_network import set_rate, shaped_network
+from shaped_network import shaped_network
 
 from moeclipse.comm.exchange import Result
 from moeclipse.comm.mesh import Mesh
@@ -53,14 +57,14 @@ from moeclipse.schedule.check import verify
 from moeclipse.schedule.smart import smart
 from moeclipse.testing.run_ranks import run_ranks
 
-RANKS, WIDTH = 4, 512
-POINTS = ((240.0, 4096), (240.0, 2048), (140.0, 2048))
-"""(mbit, hidden width of an expert): communication is about 0.5, 1 and 2 times compute."""
-SKEWED_TOKENS, SKEWED_HIDDEN, MANY_EXPERTS, TOP_K, ZIPF = 1024, 64, 16, 2, 1.2
-SKEWED_RATE = 240.0
+RANKS, RATE = 4, 240.0
+SKEWED_TOKENS, SKEWED_WIDTH, SKEWED_HIDDEN, MANY_EXPERTS, TOP_K, ZIPF = 1024, 512, 64, 16, 2, 1.2
 WIRE_CPU = "processor time of communication"
-RATIOS = (0.5, 1.0, 2.0)
-"""Communication over compute, on a device."""
+RATIOS = (2 / 3, 1.0, 4 / 3)
+"""Communication over compute of both directions: 1, 1.5 and 2 in forward, 0.5, 0.75 and 1 in backward."""
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+Times = dict[str, dict[str, float]]
+"""Median seconds of each direction and case."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,8 @@ class Bed:
 
     device: str = "cpu"
     transport: str = "direct"
-    tokens: int = 640
-    width: int = WIDTH
+    tokens: int = 1280
+    width: int = 256
     dtype: torch.dtype = torch.float32
 
 
@@ -115,35 +119,43 @@ def serial(moe: MoE) -> Programs:
     return Programs(forward=forward, backward=backward)
 
 
-def layer_step(
-    moe: MoE,
-    bed: Bed,
-    ids: torch.Tensor,
-    *,
-    wire: bool = True,
-    compute: bool = True,
-    programs: Programs | None = None,
-) -> Callable[[], None]:
+class LayerStep:
     """One forward and backward of the routed part with a fixed routing."""
-    x = torch.randn(len(ids), bed.width, dtype=bed.dtype, device=ids.device, requires_grad=True)
-    scores = torch.full(ids.shape, 1.0 / ids.shape[1], device=ids.device, requires_grad=True)
 
-    def step() -> None:
-        prepared = moe.schedule.prepare(ids, moe.route, moe.experts, moe.mesh, "bench", True)
+    def __init__(
+        self,
+        moe: MoE,
+        bed: Bed,
+        ids: torch.Tensor,
+        *,
+        wire: bool = True,
+        compute: bool = True,
+        programs: Programs | None = None,
+    ) -> None:
+        self.moe, self.bed, self.ids, self.wire, self.compute = moe, bed, ids, wire, compute
+        self.programs = programs
+        shape = len(ids), bed.width
+        self.x = torch.randn(shape, dtype=bed.dtype, device=ids.device, requires_grad=True)
+        self.scores = torch.full(ids.shape, 1.0 / ids.shape[1], device=ids.device, requires_grad=True)
+
+    def forward(self) -> None:
+        moe = self.moe
+        prepared = moe.schedule.prepare(self.ids, moe.route, moe.experts, moe.mesh, "bench", True)
         plan = prepared.plan
-        if not wire:
+        if not self.wire:
             plan = replace(plan, route=replace(moe.route, transport=NoWire()))
         call = RoutedCall(
             plan=plan,
-            programs=programs or prepared.programs,
-            experts=moe.experts if compute else NoExperts(bed.width),
+            programs=self.programs or prepared.programs,
+            experts=moe.experts if self.compute else NoExperts(self.bed.width),
             shadowed=prepared.shadowed,
             watch=moe.schedule.watch,
         )
-        out = Routed.apply(scores, call, x, *moe.experts.weights)
-        out.backward(out.detach())
+        self.out = Routed.apply(self.scores, call, self.x, *moe.experts.weights)
 
-    return step
+    def backward(self) -> None:
+        self.out.backward(self.out.detach())
+        del self.out
 
 
 def choices(mesh: Mesh, tokens: int, experts: int, top_k: int, zipf: float = 0.0) -> torch.Tensor:
@@ -154,16 +166,11 @@ def choices(mesh: Mesh, tokens: int, experts: int, top_k: int, zipf: float = 0.0
     return (draw.log() / weight_E).topk(top_k).indices.to(mesh.device)
 
 
-def timed(mesh: Mesh, step: Callable[[], None]) -> float:
-    """Seconds of the slowest rank, from a common start."""
-    return timed_with_cpu(mesh, step)[0]
-
-
-def timed_with_cpu(mesh: Mesh, step: Callable[[], None]) -> tuple[float, float]:
-    """(seconds of the slowest rank, processor seconds of all ranks over the number of cores)."""
+def timed(mesh: Mesh, work: Callable[[], None]) -> tuple[float, float]:
+    """From a common start: (seconds of the slowest rank, processor seconds of all ranks over the cores)."""
     mesh.barrier()
     begun, busy = time.perf_counter(), time.process_time()
-    step()
+    work()
     if mesh.device.type == "cuda":
         torch.cuda.synchronize()
     mine = (time.perf_counter() - begun, time.process_time() - busy)
@@ -171,88 +178,95 @@ def timed_with_cpu(mesh: Mesh, step: Callable[[], None]) -> tuple[float, float]:
     return max(wall for wall, _ in everyone), sum(cpu for _, cpu in everyone) / (os.cpu_count() or 1)
 
 
-def interleaved(
-    mesh: Mesh, cases: dict[str, Callable[[], None]], rate: float | None, repeats: int
-) -> dict[str, float]:
-    """Median seconds of each case at this rate; the first two rounds measure costs and warm up."""
-    if mesh.rank == 0 and rate is not None:
-        set_rate(rate)
-    mesh.barrier()
-    times: dict[str, list[float]] = {name: [] for name in [*cases, WIRE_CPU]}
+def interleaved(mesh: Mesh, cases: dict[str, LayerStep], repeats: int) -> Times:
+    """Median seconds of each case; the first two rounds measure costs and warm up."""
+    times: dict[str, dict[str, list[float]]] = {"forward": {}, "backward": {}}
     for repeat in range(-2, repeats):
         for name, step in cases.items():
-            seconds, busy = timed_with_cpu(mesh, step)
-            if repeat >= 0:
-                times[name].append(seconds)
-                if name == "communication":
-                    times[WIRE_CPU].append(busy)
+            for direction, work in (("forward", step.forward), ("backward", step.backward)):
+                seconds, busy = timed(mesh, work)
+                if repeat >= 0:
+                    times[direction].setdefault(name, []).append(seconds)
+                    if name == "communication":
+                        times[direction].setdefault(WIRE_CPU, []).append(busy)
         if mesh.rank == 0:
             print(f"\r{max(repeat + 1, 0)}/{repeats} ", end="", file=sys.stderr, flush=True)
-    return {name: statistics.median(found) for name, found in times.items() if found}
-
-
-def tune(mesh: Mesh, step: Callable[[], None], rate: float | None) -> None:
-    """Let a layer measure and try until it has chosen how to cut its exchange."""
-    if mesh.rank == 0 and rate is not None:
-        set_rate(rate)
-    for _ in range(2 + CALLS * TRIED):
-        timed(mesh, step)
-
-
-def points_for(mesh: Mesh, bed: Bed, ids: torch.Tensor) -> list[tuple[None, int]]:
-    """Hidden widths for which communication takes RATIOS times as long as compute."""
-    trial = 2048
-    moe = make(mesh, bed, mesh.num_ranks, trial)
-    cases = {
-        "compute": layer_step(moe, bed, ids, wire=False),
-        "communication": layer_step(moe, bed, ids, compute=False),
+    return {
+        direction: {name: statistics.median(found) for name, found in cases.items()}
+        for direction, cases in times.items()
     }
-    found = interleaved(mesh, cases, None, 3)
-    per_column = mesh.gather_objects(found["compute"] / trial)[0]
-    wire = mesh.gather_objects(found["communication"])[0]
-    return [(None, max(256, round(wire / ratio / per_column / 256) * 256)) for ratio in RATIOS]
+
+
+def tune(mesh: Mesh, step: LayerStep) -> None:
+    """Let a layer measure and try until it has chosen how to cut its exchange."""
+    for _ in range(2 + CALLS * TRIED):
+        timed(mesh, step.forward)
+        timed(mesh, step.backward)
+
+
+def widths_for(mesh: Mesh, bed: Bed, ids: torch.Tensor) -> list[int]:
+    """Hidden widths for which communication takes RATIOS times as long as compute."""
+    found: list[tuple[int, float]] = []
+    wire = 0.0
+    for trial in (2048, 4096):  # two of them: what does not depend on the width is not divided by it
+        moe = make(mesh, bed, mesh.num_ranks, trial)
+        cases = {"compute": LayerStep(moe, bed, ids, wire=False)}
+        if not found:
+            cases["communication"] = LayerStep(moe, bed, ids, compute=False)
+        times = interleaved(mesh, cases, 5)
+        total = {name: times["forward"][name] + times["backward"][name] for name in cases}
+        found.append((trial, total["compute"]))
+        wire = total.get("communication", wire)
+    (narrow, less), (wide, more) = found
+    per_column = (more - less) / (wide - narrow)
+    fixed = less - per_column * narrow
+    wanted = [(wire / ratio - fixed) / per_column for ratio in RATIOS]
+    return [max(256, round(width / 256) * 256) for width in mesh.gather_objects(wanted)[0]]
 
 
 def measure_even(mesh: Mesh, bed: Bed, repeats: int) -> list[dict[str, Any]]:
     experts = mesh.num_ranks
     ids = choices(mesh, bed.tokens, experts, 1)
     rows = []
-    for rate, hidden in POINTS if bed.device == "cpu" else points_for(mesh, bed, ids):
+    for hidden in widths_for(mesh, bed, ids):
         blocking = make(mesh, bed, experts, hidden, schedule="blocking")
         chosen = make(mesh, bed, experts, hidden, schedule="smart")
         cases = {
-            "compute": layer_step(blocking, bed, ids, wire=False),
-            "communication": layer_step(blocking, bed, ids, compute=False),
-            "blocking": layer_step(blocking, bed, ids, programs=serial(blocking)),
-            "one unit": layer_step(blocking, bed, ids),
+            "compute": LayerStep(blocking, bed, ids, wire=False),
+            "communication": LayerStep(blocking, bed, ids, compute=False),
+            "blocking": LayerStep(blocking, bed, ids, programs=serial(blocking)),
+            "one unit": LayerStep(blocking, bed, ids),
         }
         if bed.device != "cpu":
-            cases["neither"] = layer_step(blocking, bed, ids, wire=False, compute=False)
+            cases["neither"] = LayerStep(blocking, bed, ids, wire=False, compute=False)
         for chunks in (1, 2):
             moe = make(mesh, bed, experts, hidden, schedule="smart", group_size=1, chunks=chunks)
-            cases[f"smart/{chunks}"] = layer_step(moe, bed, ids)
-        cases["chosen"] = layer_step(chosen, bed, ids)
-        tune(mesh, cases["chosen"], rate)
-        use = interleaved(mesh, cases, rate, repeats)
+            cases[f"smart/{chunks}"] = LayerStep(moe, bed, ids)
+        cases["chosen"] = LayerStep(chosen, bed, ids)
+        tune(mesh, cases["chosen"])
+        times = interleaved(mesh, cases, repeats)
         report = chosen.schedule.report()
-        rows.append(
-            {"rate_mbit": rate, "hidden": hidden, **use, "cut": f"{report['steps']}x{report['chunks']}"}
-        )
+        cut = f"{report['steps']}x{report['chunks']} {report['rule'].split(',')[0]}"
+        rows += [
+            {"hidden": hidden, "direction": direction, **found, "cut": cut}
+            for direction, found in times.items()
+        ]
     return rows
 
 
 def measure_skewed(mesh: Mesh, bed: Bed, repeats: int) -> dict[str, Any]:
+    bed = replace(bed, width=SKEWED_WIDTH)
     ids = choices(mesh, SKEWED_TOKENS, MANY_EXPERTS, TOP_K, ZIPF)
     settings = {"schedule": "smart", "group_size": 1, "chunks": 1}
     plain = make(mesh, bed, MANY_EXPERTS, SKEWED_HIDDEN, **settings)
     lent = make(mesh, bed, MANY_EXPERTS, SKEWED_HIDDEN, shadow="auto", **settings)
-    cases = {"smart": layer_step(plain, bed, ids), "smart + shadows": layer_step(lent, bed, ids)}
-    found = interleaved(mesh, cases, SKEWED_RATE, repeats)
+    cases = {"smart": LayerStep(plain, bed, ids), "smart + shadows": LayerStep(lent, bed, ids)}
+    times = interleaved(mesh, cases, repeats)
+    found = {name: times["forward"][name] + times["backward"][name] for name in cases}
     plan = lent.schedule.shadow_plan
     assert plan is not None
     measured = found["smart"] - found["smart + shadows"]
     return {
-        "rate_mbit": SKEWED_RATE,
         **found,
         "shadows": [list(entry) for entry in plan.shadows],
         "predicted_gain": plan.gain,
@@ -260,11 +274,23 @@ def measure_skewed(mesh: Mesh, bed: Bed, repeats: int) -> dict[str, Any]:
     }
 
 
+def keep_memory() -> None:
+    """Freed blocks stay with the process: else every large tensor costs as many page faults as it has pages.
+
+    A device's allocator does the same; without it a third of "compute" would be the kernel clearing pages.
+    """
+    change = ctypes.CDLL(None).mallopt
+    for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 << 20)):
+        if not change(option, value):
+            raise SystemExit("bench/overlap.py wants the allocator of glibc; this C library has another one.")
+
+
 def measure(mesh: Mesh, bed: Bed, repeats: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     if bed.device != "cpu":
         torch.cuda.set_device(mesh.device)
         return {"even": measure_even(mesh, bed, repeats), "skewed": None}
+    keep_memory()
     return {"even": measure_even(mesh, bed, repeats), "skewed": measure_skewed(mesh, bed, repeats)}
 
 
@@ -287,7 +313,7 @@ def main() -> int:
         options = {"deadline_s": 1800, "device": bed.device}
         return report(run_ranks(given.ranks, measure, bed, given.repeats, **options)[0], given.json)
     if given.inside is None:
-        with tempfile.TemporaryDirectory() as folder, shaped_network(POINTS[0][0]) as run:
+        with tempfile.TemporaryDirectory() as folder, shaped_network(RATE) as run:
             out = Path(folder) / "rows.json"
             code = run(
                 [sys.executable, __file__, "--inside", str(out), "--repeats", str(given.repeats)]
@@ -302,49 +328,67 @@ def main() -> int:
 
 def report(found: dict[str, Any], file: Path | None) -> int:
     rows, skewed = found["even"], found["skewed"]
-    names = [name for name in rows[0] if name not in ("rate_mbit", "hidden", "cut")]
-    print("\n\nmedian ms of one layer, forward and backward; even routing\n")
-    print(
-        f"{'mbit':>5} {'hidden':>6} "
-        + " ".join(f"{name:>13}" for name in names)
-        + "  cut smart/bound block/smart hidden"
-    )
-    ratios = []
+    names = [name for name in rows[0] if name not in ("hidden", "direction", "cut", WIRE_CPU)]
+    print("\n\nmedian ms of one layer; even routing\n")
+    heads = " ".join(f"{name:>13}" for name in names)
+    print(f"hidden {'direction':>9} {heads}  {'cut':<12} smart/bound block/smart hidden")
     for row in rows:
-        bound = max(row["compute"], row["communication"])
-        chosen = row["chosen"]
-        ratios.append((row["communication"] / row["compute"], chosen / bound, row["blocking"] / chosen))
         cells = " ".join(f"{1e3 * row[name]:13.1f}" for name in names)
-        hidden = (row["blocking"] - chosen) / max(row["blocking"] - bound, 1e-9)
-        ends = f"{chosen / bound:11.2f} {row['blocking'] / chosen:11.2f} {hidden:6.2f}"
-        print(f"{row['rate_mbit'] or '':>5} {row['hidden']:6} {cells} {row['cut']:>4} {ends}")
-    inside = [entry for entry in ratios if 0.5 <= entry[0] <= 2.0] or ratios
-    closest = min(ratios, key=lambda entry: abs(entry[0] - 1.0))
-    checks = {
-        "smart_over_bound": max(entry[1] for entry in inside),
-        "blocking_over_smart": closest[2],
-        "communication_over_compute": closest[0],
-        "smart_over_bound_of_cores": max(bound_of_cores(row) for row in rows),
-    }
+        hidden = (row["blocking"] - row["chosen"]) / max(row["blocking"] - bound(row), 1e-9)
+        ends = f"{over_bound(row):11.2f} {row['blocking'] / row['chosen']:11.2f} {hidden:6.2f}"
+        print(f"{row['hidden']:6} {row['direction']:>9} {cells}  {row['cut']:<12} {ends}")
+    checks = even_checks(rows)
     if skewed is not None:
         checks |= show_skewed(skewed)
-    print("  ".join(f"{name} {value:.2f}" for name, value in checks.items()))
+    print("\n" + "  ".join(f"{name} {value:.2f}" for name, value in checks.items()))
     if file is not None:
         machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
         file.write_text(json.dumps({"rows": found, "checks": checks, "machine": machine}, indent=1))
     return 0
 
 
-def bound_of_cores(row: dict[str, Any]) -> float:
-    """Chosen over what the cores allow: communication takes some of them, too."""
-    return float(row["chosen"] / max(row["compute"] + row[WIRE_CPU], row["communication"]))
+def bound(row: dict[str, Any]) -> float:
+    return float(max(row["compute"], row["communication"]))
+
+
+def over_bound(row: dict[str, Any]) -> float:
+    return float(row["chosen"] / bound(row))
+
+
+def even_checks(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """The worst where communication takes 0.5 to 2 times compute; speed-ups where that is nearest 1."""
+
+    def ratio(row: dict[str, Any]) -> float:
+        return float(row["communication"] / row["compute"])
+
+    checks = {}
+    for direction in ("forward", "backward"):
+        mine = [row for row in rows if row["direction"] == direction]
+        nearest = min(mine, key=lambda row: abs(ratio(row) - 1.0))
+        checks[f"{direction}_ratio"] = ratio(nearest)
+        checks[f"{direction}_over_bound"] = over_bound(nearest)
+        checks[f"{direction}_blocking_over_smart"] = nearest["blocking"] / nearest["chosen"]
+    inside = [row for row in rows if 0.5 <= ratio(row) <= 2.0] or rows
+    pairs = list(zip(rows[::2], rows[1::2], strict=True))
+    whole = [sum(row["chosen"] for row in pair) / sum(map(bound, pair)) for pair in pairs]
+    return {
+        "smart_over_bound": max(map(over_bound, inside)),
+        "blocking_over_smart": min(
+            checks["forward_blocking_over_smart"], checks["backward_blocking_over_smart"]
+        ),
+        "layer_over_bounds": max(whole),
+        "smart_over_bound_of_cores": max(
+            row["chosen"] / max(row["compute"] + row[WIRE_CPU], row["communication"]) for row in inside
+        ),
+        **checks,
+    }
 
 
 def show_skewed(skewed: dict[str, Any]) -> dict[str, float]:
     times = {name: 1e3 * skewed[name] for name in ("smart", "smart + shadows", "predicted_gain")}
-    print(f"\nskewed routing at {skewed['rate_mbit']:g} mbit: smart {times['smart']:.0f} ms, ", end="")
+    print(f"\nskewed routing: smart {times['smart']:.0f} ms, ", end="")
     print(f"with shadows {times['smart + shadows']:.0f} ms; gain predicted {times['predicted_gain']:.0f} ms")
-    print(f"shadows (expert, ranks): {skewed['shadows']}\n")
+    print(f"shadows (expert, ranks): {skewed['shadows']}")
     return {
         "shadow_ratio": skewed["smart + shadows"] / skewed["smart"],
         "predicted_over_measured_gain": skewed["predicted_gain"] / skewed["measured_gain"],

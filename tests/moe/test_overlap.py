@@ -95,11 +95,14 @@ def check(events: list[Event], form: str) -> None:
     assert len(sends) == len(returns) == 2 * 2, "steps 1 and 2, two chunks each; step 0 stays at home"
     assert len(begins) == 3 * 2
     assert max(sends) < begins[0], "everything that can leave leaves before the first rows are computed"
-    # The two chunks of step 0 are computed first; then each R is launched before the next C begins.
+    # Own rows (step 0): one chunk first and one last in forward, where it covers the last R; both first in
+    # backward, where weight gradients do. Each R is launched before the next C begins.
+    own = 1 if form == "F" else 2
     for number, index in enumerate(returns):
-        assert ends[number + 2] < index, "results leave after they are computed ..."
-        if number + 3 < len(begins):
-            assert index < begins[number + 3], "... and before anything else is computed"
+        assert ends[number + own] < index, "results leave after they are computed ..."
+        if number + own + 1 < len(begins):
+            assert index < begins[number + own + 1], "... and before anything else is computed"
+    assert form == "B" or returns[-1] < begins[-1], "own rows are computed while the last results travel"
     last_send = max(times["due", names[i][1]] for i in sends)
     first_begin = next(at for what, label, at in events if (what, label) == ("begin", f"C_{form}"))
     assert first_begin < last_send, "compute begins while rows are still on the wire"

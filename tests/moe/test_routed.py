@@ -65,7 +65,7 @@ def test_random_exchanges(sizes: list[int], size: int, chunks: int, num_experts:
 def test_chunks_are_cut_alike_on_both_sides(total: int, chunks: int) -> None:
     bounds = even_bounds(total, chunks)
     place = torch.arange(total)
-    found = chunk_of(place, torch.full_like(place, total), chunks).tolist()
+    found = chunk_of(place, torch.full_like(place, total), torch.full_like(place, chunks)).tolist()
     expected = [next(c for c in range(chunks) if bounds[c] <= i < bounds[c + 1]) for i in range(total)]
     assert found == expected
 

@@ -10,7 +10,7 @@ from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.op import Program
 from moeclipse.schedule.shape import ExchangeShape, Shadow, even_groups
-from moeclipse.schedule.smart import exchange_shape, natural_units, smart
+from moeclipse.schedule.smart import end_units, exchange_shape, natural_units, smart
 
 
 @st.composite
@@ -20,7 +20,7 @@ def shapes(draw: st.DrawFn) -> ExchangeShape:
     ranks = draw(st.permutations(range(P)))
     cuts = sorted(draw(st.sets(st.integers(1, P - 1), max_size=P - 1))) if P > 1 else []
     groups = [ranks[a:b] for a, b in zip([0, *cuts], [*cuts, P], strict=True)]
-    units = draw(st.permutations(natural_units(len(groups), chunks)))
+    units = draw(st.permutations(natural_units(len(groups), chunks, draw(st.integers(1, 4)))))
     experts = draw(st.integers(1, 3))
     shadows = []
     for expert in draw(st.sets(st.integers(0, P * experts - 1), max_size=4)):
@@ -89,6 +89,16 @@ def test_launch_order_is_that_of_the_docstring() -> None:
 
 def launches(program: Program, rank: int) -> str:
     return " ".join(map(str, program.ranks[rank]))
+
+
+def test_own_rows_stand_at_both_ends() -> None:
+    assert end_units(3) == ((0, 0), (1, 0), (2, 0), (0, 1)), "own rows alone are halved"
+    assert end_units(2, 3) == ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (0, 2))
+    program = smart(exchange_shape(3, units=end_units(3)))
+    assert launches(program, 1) == (
+        "S_F@0#0/2 S_F@1 S_F@2 S_F@0#1/2 C_F@0#0/2 R_F@0#0/2 C_F@1 R_F@1 C_F@2 R_F@2 C_F@0#1/2 R_F@0#1/2"
+    )
+    verify(program)
 
 
 def test_return_waits_for_its_own_compute_alone() -> None:

@@ -168,7 +168,7 @@ def plan_dispatch(
 ) -> Plan:
     """`slots`: of each choice, flattened, the slot that computes it; left out: that of its primary."""
     num_tokens, top_k = expert_ids_TK.shape
-    slot_bounds, chunks = route.slot_bounds, shape.chunks
+    slot_bounds, chunks = route.slot_bounds, shape.most_chunks
     num_ranks, num_slots = route.group.size, slot_bounds[-1]
     device = expert_ids_TK.device
     flat_ids = expert_ids_TK.flatten()
@@ -185,7 +185,12 @@ def plan_dispatch(
     row_of_PT = sent_PT.cumsum(1) - 1
     rows_P = sent_PT.sum(1)
     pair_row = row_of_PT[ranks, tokens]
-    key = sort_key(slots, ranks, chunk_of(pair_row, rows_P[ranks], chunks), slot_bounds, chunks)
+    chunk = torch.zeros_like(pair_row)
+    if chunks > 1:
+        cuts_P = torch.full_like(rows_P, shape.chunks)
+        cuts_P[list(shape.send_to(route.group.index, 0))] = shape.own_chunks
+        chunk = chunk_of(pair_row, rows_P[ranks], cuts_P[ranks])
+    key = sort_key(slots, ranks, chunk, slot_bounds, chunks)
     key = torch.where(used, key, num_slots * chunks)
     pairs = torch.bincount(key, minlength=num_slots * chunks + 1)[: num_slots * chunks]
     everyone = gather(route.lane, route.group, torch.cat([pairs, rows_P]), f"exchange of sizes, {where}")
@@ -225,8 +230,8 @@ class Sizes:
     """
 
     def __init__(self, table: list[list[int]], slot_bounds: list[int], me: int, shape: ExchangeShape) -> None:
-        self.me, self.shape, self.chunks = me, shape, shape.chunks
-        num_ranks, num_pairs = len(table), slot_bounds[-1] * shape.chunks
+        self.me, self.shape, self.chunks = me, shape, shape.most_chunks
+        num_ranks, num_pairs = len(table), slot_bounds[-1] * self.chunks
         self.num_mine = slot_bounds[me + 1] - slot_bounds[me]
         ranks = range(num_ranks)
         mine = slice(slot_bounds[me] * self.chunks, slot_bounds[me + 1] * self.chunks)
@@ -235,8 +240,10 @@ class Sizes:
         arriving = [source[mine] for source in table]  # [source][chunk x my expert]
         self.arriving_pairs = [count for counts in arriving for count in counts]
         self.receive_pairs = [sum(counts) for counts in arriving]
-        send_cuts = [even_bounds(rows, self.chunks) for rows in table[me][num_pairs:]]
-        cuts = [even_bounds(source[num_pairs + me], self.chunks) for source in table]
+        near = shape.send_to(me, 0)
+        parts = [shape.own_chunks if peer in near else shape.chunks for peer in ranks]
+        send_cuts = [even_bounds(rows, parts[peer]) for peer, rows in enumerate(table[me][num_pairs:])]
+        cuts = [even_bounds(source[num_pairs + me], parts[peer]) for peer, source in enumerate(table)]
         self.send_rows, self.receive_rows = [], []
         self.leaving_starts: list[int] = []
         self.leaving_lengths: list[int] = []
@@ -285,10 +292,8 @@ class Sizes:
         return found
 
 
-def chunk_of(place: torch.Tensor, total: torch.Tensor, chunks: int) -> torch.Tensor:
+def chunk_of(place: torch.Tensor, total: torch.Tensor, chunks: torch.Tensor) -> torch.Tensor:
     """Which of `chunks` even parts of range(total) holds `place`; the cuts are those of even_bounds."""
-    if chunks == 1:
-        return torch.zeros_like(place)
     share = total // chunks
     larger = (total - share * chunks) * (share + 1)  # where the parts with one more end
     beyond = (place - larger) // share.clamp(min=1) + (total - share * chunks)

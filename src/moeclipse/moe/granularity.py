@@ -26,7 +26,7 @@ Groups = tuple[tuple[int, ...], ...]
 CHUNKS = (1, 2, 4)
 TRIED = 4
 """Granularities that are tried ..."""
-CALLS = 4
+CALLS = 6
 """... in so many calls each; the first of them builds programs and does not count."""
 
 
@@ -89,7 +89,7 @@ def rank_by_simulation(
 class Stopwatch:
     """Times a few exchanges, forward and backward, to hold them against what was predicted; never blocks."""
 
-    LAPS = 5
+    LAPS = CALLS
 
     def __init__(self, cuda: bool) -> None:
         self.cuda = cuda
@@ -106,12 +106,17 @@ class Stopwatch:
         if len(self._laps[letter]) < self.LAPS:
             self._laps[letter].append((began, self.stamp()))
 
-    def seconds(self, letter: str = "F", skip: int = 0) -> float | None:
-        """Median of the laps after the first `skip`; None where there are none."""
-        laps = self._laps[letter][skip:]
-        if not laps:
-            return None
-        return statistics.median(a.elapsed_time(b) * 1e-3 if self.cuda else b - a for a, b in laps)
+    def seconds(self, letter: str = "F") -> float | None:
+        """Median of the laps; None where there are none."""
+        laps = self._all(letter)
+        return statistics.median(laps) if laps else None
+
+    def best(self, letter: str) -> float | None:
+        """Of all laps but the first: what disturbs a lap, lengthens it."""
+        return min(self._all(letter)[1:], default=None)
+
+    def _all(self, letter: str) -> list[float]:
+        return [a.elapsed_time(b) * 1e-3 if self.cuda else b - a for a, b in self._laps[letter]]
 
 
 class Trials:
@@ -151,5 +156,5 @@ class Trials:
     @staticmethod
     def _seconds(watch: Stopwatch) -> float:
         """Forward and backward; -1 where one of them was not seen."""
-        forward, backward = watch.seconds("F", skip=1), watch.seconds("B", skip=1)
+        forward, backward = watch.best("F"), watch.best("B")
         return -1.0 if forward is None or backward is None else forward + backward

@@ -2,9 +2,10 @@
 
 "blocking" is one group of all ranks and one chunk: send all, compute all, return all. "smart" cuts the
 exchange into units (step, chunk). Ranks that are close form a group: those of one host, where there are
-several hosts; otherwise each rank for itself, so that rows that stay on a rank are computed while the others
-travel. Where chunks or group size are "auto", they are chosen once, from costs measured after the first step
-and the counts of the second: the programs are simulated, and the best of them tried (`moe/granularity`).
+several hosts; otherwise each rank for itself. Rows that stay in the group are computed first and last, while
+the first of the others arrive and the last of them return. Where chunks or group size are "auto", they are
+chosen once, from costs measured after the first step and the counts of the second: the programs are
+simulated, and the best of them tried (`moe/granularity`).
 
 Programs are built and verified once for each granularity and kept. Everything is decided from what all ranks
 know, so all decide alike.
@@ -43,7 +44,7 @@ from moeclipse.moe.routed import Programs
 from moeclipse.moe.shadow import Lending, Shadowed, keep_borrowed
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.shape import ExchangeShape, Shadow
-from moeclipse.schedule.smart import exchange_shape, smart
+from moeclipse.schedule.smart import end_units, exchange_shape, smart
 
 SOME_SHADOW = (Shadow(expert=0, owner=0, ranks=(1,)),)
 """Programs depend on whether there are shadows, not on which."""
@@ -87,9 +88,9 @@ class ExchangeSchedule:
     def __init__(self, config: MoEConfig, hosts: tuple[int, ...]) -> None:
         self.config, self.num_ranks, self.hosts = config, len(hosts), hosts
         groups = start_groups(config.schedule, config.group_size, hosts)
-        self.use = Granularity(groups=groups, chunks=1 if self._auto_chunks else int(config.chunks))
-        if config.schedule == "blocking":
-            self.use = Granularity(groups=groups, chunks=1)
+        chunks = 1 if self._auto_chunks or config.schedule == "blocking" else int(config.chunks)
+        units = end_units(len(groups), chunks) if len(groups) > 1 else None
+        self.use = Granularity(groups=groups, chunks=chunks, units=units)
         self.probe: Probe | None = None
         self.shadow_plan: ShadowPlan | None = None
         self.watch: Stopwatch | None = None
@@ -121,7 +122,9 @@ class ExchangeSchedule:
 
     def programs(self, shape: ExchangeShape) -> Programs:
         if shape not in self._programs:
-            backward = replace(shape, backward=True)
+            # There weight gradients cover the last R, so all own rows serve to cover the first S.
+            own_first = tuple(sorted(shape.units, key=lambda unit: unit[0] > 0))
+            backward = replace(shape, backward=True, units=own_first)
             self._programs[shape] = Programs(forward=verify(smart(shape)), backward=verify(smart(backward)))
         return self._programs[shape]
 

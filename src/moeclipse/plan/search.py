@@ -4,7 +4,8 @@ What cannot be hidden is the first S, before any C can run, and the last R, afte
 matters at its two ends, and chunks shorten both. Candidates, all permutations that every rank shares:
 
     ring        own group first, then around the ring
-    ends        the own group's first chunk first and its last chunk last: both ends use near links
+    ends        the own group's first chunk first and its last chunk last: both ends use near links; where
+                steps are not cut, the own rows alone are halved
     johnson     Johnson's rule for S, C, R: short way in first, short way out last
     search      the best of these, improved by swaps as long as the simulator finds a shorter one
 
@@ -22,7 +23,7 @@ from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.exchange import ExchangeCosts
 from moeclipse.schedule.check import Verified, verify
 from moeclipse.schedule.shape import ExchangeShape
-from moeclipse.schedule.smart import natural_units, smart
+from moeclipse.schedule.smart import end_units, natural_units, smart
 from moeclipse.sim.exchange import Counts, exchange_durations, lower_bound, simulate_exchange
 from moeclipse.sim.measure import compute_intervals
 
@@ -88,9 +89,8 @@ def candidate_orders(shape: ExchangeShape, counts: Counts, costs: ExchangeCosts)
     """The closed-form orders for a shape with its number of chunks."""
     ring = natural_units(shape.num_steps, shape.chunks)
     orders = {"ring": ring}
-    if shape.chunks > 1 and shape.num_steps > 1:
-        first, last = (0, 0), (0, shape.chunks - 1)
-        orders["ends"] = (first, *(unit for unit in ring if unit not in (first, last)), last)
+    if shape.num_steps > 1:
+        orders["ends"] = end_units(shape.num_steps, shape.chunks)
     if shape.num_steps > 1:
         orders["johnson"] = _johnson(shape, counts, costs)
     return orders

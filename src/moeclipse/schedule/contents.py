@@ -101,7 +101,8 @@ def _check_exchange(program: Program, shape: ExchangeShape) -> None:
         missing, extra = sorted(wanted - set(found), key=str), sorted(set(found) - wanted, key=str)
         if missing:
             kind, step, chunk, expert = missing[0]
-            op = Op(kind=kind, step=step, chunk=chunk, chunks=shape.chunks, expert=expert)
+            chunks = shape.chunks_of(step or 0)
+            op = Op(kind=kind, step=step, chunk=chunk, chunks=chunks, expert=expert)
             raise ScheduleError(f"{program.name}: rank {rank} lacks {op}")
         if extra:
             raise ScheduleError(f"{program.name}: {found[extra[0]]} does not belong on rank {rank}")
@@ -111,9 +112,10 @@ def _wanted_exchange(shape: ExchangeShape) -> Iterator[ExchangeKey]:
     form = "B" if shape.backward else "F"
     experts: range | tuple[None] = range(shape.experts_per_rank) if shape.per_expert else (None,)
     for step in range(shape.num_steps):
-        for chunk in range(shape.chunks):
+        chunks = shape.chunks_of(step)
+        for chunk in range(chunks):
             for expert in experts:
-                cut = chunk if shape.chunks > 1 else None
+                cut = chunk if chunks > 1 else None
                 yield from ((f"{part}_{form}", step, cut, expert) for part in ("S", "C", "R"))
     if shape.backward:
         yield ("C_W", None, None, None)

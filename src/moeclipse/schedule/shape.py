@@ -151,6 +151,7 @@ class ExchangeShape:
     units: tuple[tuple[int, int], ...]
     """(step, chunk) in the order all ranks share."""
     chunks: int = 1
+    """Of every step but the first: the rows of the own group may be cut into another number of them."""
     experts_per_rank: int = 1
     per_expert: bool = False
     """One event per (step, expert) instead of one per step."""
@@ -165,6 +166,18 @@ class ExchangeShape:
     @property
     def num_steps(self) -> int:
         return len(self.groups)
+
+    @cached_property
+    def own_chunks(self) -> int:
+        """Into how many chunks the rows that stay in the own group are cut."""
+        return sum(step == 0 for step, _ in self.units)
+
+    @property
+    def most_chunks(self) -> int:
+        return max(self.own_chunks, self.chunks)
+
+    def chunks_of(self, step: int) -> int:
+        return self.chunks if step else self.own_chunks
 
     def group_of(self, rank: int) -> int:
         for index, members in enumerate(self.groups):

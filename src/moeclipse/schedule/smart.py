@@ -27,9 +27,24 @@ from moeclipse.schedule.shape import ExchangeShape, Shadow, even_groups
 GROUP = "ep"
 
 
-def natural_units(num_steps: int, chunks: int = 1) -> tuple[tuple[int, int], ...]:
-    """Own group first, then around the ring; chunks of a step side by side."""
-    return tuple((step, chunk) for step in range(num_steps) for chunk in range(chunks))
+def natural_units(num_steps: int, chunks: int = 1, own_chunks: int = 0) -> tuple[tuple[int, int], ...]:
+    """Own group first, then around the ring; chunks of a step side by side.
+
+    `own_chunks`: of the own group; 0: as many as the others have.
+    """
+    cuts = [own_chunks or chunks, *[chunks] * (num_steps - 1)]
+    return tuple((step, chunk) for step, number in enumerate(cuts) for chunk in range(number))
+
+
+def end_units(num_steps: int, chunks: int = 1) -> tuple[tuple[int, int], ...]:
+    """Own rows first and last: they need no far link, and cover both the first S and the last R.
+
+    Where other steps stay whole, the own rows alone are halved, so that few products become smaller.
+    """
+    own = max(chunks, 2)
+    first, last = (0, 0), (0, own - 1)
+    ring = natural_units(num_steps, chunks, own)
+    return (first, *(unit for unit in ring if unit not in (first, last)), last)
 
 
 def exchange_shape(
@@ -54,9 +69,11 @@ def exchange_shape(
     if chunks < 1 or experts_per_rank < 1:
         raise ScheduleError(f"chunks ({chunks}) and experts_per_rank ({experts_per_rank}) must be at least 1")
     order = natural_units(len(ring), chunks) if units is None else tuple(units)
-    if sorted(order) != list(natural_units(len(ring), chunks)):
+    own = sum(step == 0 for step, _ in order)
+    if not own or sorted(order) != list(natural_units(len(ring), chunks, own)):
         raise ScheduleError(
-            f"units must hold each of the {len(ring)} steps x {chunks} chunks once, but are {order}"
+            f"units must hold each of the {len(ring)} steps x {chunks} chunks once (step 0 may have any "
+            f"number of chunks), but are {order}"
         )
     for shadow in shadows:
         ranks = (shadow.owner, *shadow.ranks)
@@ -102,13 +119,13 @@ class _RankList:
         if group is not None:
             comm = (group, self.seq.get(group, 0))
             self.seq[group] = comm[1] + 1
-        cut = self.shape.chunks > 1 and unit is not None
+        chunks = self.shape.chunks_of(unit[0]) if unit is not None else 1
         op = Op(
             kind=kind,
             lane=LANE_OF[kind],
             step=unit[0] if unit else None,
-            chunk=unit[1] if unit and cut else None,
-            chunks=self.shape.chunks if cut else 1,
+            chunk=unit[1] if unit and chunks > 1 else None,
+            chunks=chunks,
             expert=expert,
             deps=tuple(deps),
             comm=comm,
