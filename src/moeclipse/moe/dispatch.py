@@ -187,8 +187,7 @@ def plan_dispatch(
     pair_row = row_of_PT[ranks, tokens]
     chunk = torch.zeros_like(pair_row)
     if chunks > 1:
-        cuts_P = torch.full_like(rows_P, shape.chunks)
-        cuts_P[list(shape.send_to(route.group.index, 0))] = shape.own_chunks
+        cuts_P = torch.tensor(cuts_of_ranks(shape, route.group.index), device=device)
         chunk = chunk_of(pair_row, rows_P[ranks], cuts_P[ranks])
     key = sort_key(slots, ranks, chunk, slot_bounds, chunks)
     key = torch.where(used, key, num_slots * chunks)
@@ -240,10 +239,11 @@ class Sizes:
         arriving = [source[mine] for source in table]  # [source][chunk x my expert]
         self.arriving_pairs = [count for counts in arriving for count in counts]
         self.receive_pairs = [sum(counts) for counts in arriving]
-        near = shape.send_to(me, 0)
-        parts = [shape.own_chunks if peer in near else shape.chunks for peer in ranks]
-        send_cuts = [even_bounds(rows, parts[peer]) for peer, rows in enumerate(table[me][num_pairs:])]
-        cuts = [even_bounds(source[num_pairs + me], parts[peer]) for peer, source in enumerate(table)]
+        parts = cuts_of_ranks(shape, me)
+        send_cuts = [even_bounds(*cut) for cut in zip(table[me][num_pairs:], parts, strict=True)]
+        cuts = [
+            even_bounds(source[num_pairs + me], number) for source, number in zip(table, parts, strict=True)
+        ]
         self.send_rows, self.receive_rows = [], []
         self.leaving_starts: list[int] = []
         self.leaving_lengths: list[int] = []
@@ -285,11 +285,17 @@ class Sizes:
                 send_rows=send,
                 receive_rows=receive,
                 counts=counts,
-                local=step == 0 and max(map(len, self.shape.groups)) == 1,
+                local=step == 0 and self.shape.keeps_own_rows,
             )
             left, arrived, paired = unit.leaving.stop, unit.arriving.stop, unit.pairs.stop
             found[step, chunk] = unit
         return found
+
+
+def cuts_of_ranks(shape: ExchangeShape, me: int) -> list[int]:
+    """Into how many chunks the rows between this rank and each other are cut, the same in both directions."""
+    near = shape.send_to(me, 0)
+    return [shape.own_chunks if rank in near else shape.chunks for rank in range(shape.num_ranks)]
 
 
 def chunk_of(place: torch.Tensor, total: torch.Tensor, chunks: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,8 @@ import torch
 from moeclipse.cost.exchange import ExchangeCosts
 from moeclipse.plan.search import choose_exchange
 from moeclipse.schedule.shape import even_groups
-from moeclipse.schedule.smart import exchange_shape
+from moeclipse.schedule.smart import backward_of, exchange_shape, smart
+from moeclipse.sim.exchange import simulate_exchange
 
 Groups = tuple[tuple[int, ...], ...]
 CHUNKS = (1, 2, 4)
@@ -38,6 +39,9 @@ class Granularity:
     chunks: int
     units: tuple[tuple[int, int], ...] | None = None
     predicted_s: float = 0.0
+    """Of forward, which is also what is measured afterwards ..."""
+    both_s: float = 0.0
+    """... and of forward and backward, which decides."""
     blocking_s: float = 0.0
     rule: str = "start"
 
@@ -69,20 +73,22 @@ def rank_by_simulation(
         shape = exchange_shape(num_ranks, groups=groups, experts_per_rank=per_rank)
         for number in chunks:
             best = choose_exchange(shape, rows_PR, costs, chunks=(number,), swaps=0)
+            back = simulate_exchange(smart(backward_of(best.shape)), rows_PR, costs).makespan
             found.append(
                 Granularity(
                     groups=groups,
                     chunks=best.shape.chunks,
                     units=best.shape.units,
                     predicted_s=best.seconds,
+                    both_s=best.seconds + back,
                     blocking_s=blocking,
                     rule=best.rule,
                 )
             )
-    found.sort(key=lambda use: use.predicted_s)
+    found.sort(key=lambda use: use.both_s)
     # The best of each partition first: neighbours differ less from one another than partitions do.
     firsts = list({use.groups: use for use in reversed(found)}.values())
-    firsts.sort(key=lambda use: use.predicted_s)
+    firsts.sort(key=lambda use: use.both_s)
     return [*firsts, *(use for use in found if use not in firsts)]
 
 

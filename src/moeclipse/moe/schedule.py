@@ -44,7 +44,7 @@ from moeclipse.moe.routed import Programs
 from moeclipse.moe.shadow import Lending, Shadowed, keep_borrowed
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.shape import ExchangeShape, Shadow
-from moeclipse.schedule.smart import end_units, exchange_shape, smart
+from moeclipse.schedule.smart import backward_of, end_units, exchange_shape, smart
 
 SOME_SHADOW = (Shadow(expert=0, owner=0, ranks=(1,)),)
 """Programs depend on whether there are shadows, not on which."""
@@ -122,10 +122,8 @@ class ExchangeSchedule:
 
     def programs(self, shape: ExchangeShape) -> Programs:
         if shape not in self._programs:
-            # There weight gradients cover the last R, so all own rows serve to cover the first S.
-            own_first = tuple(sorted(shape.units, key=lambda unit: unit[0] > 0))
-            backward = replace(shape, backward=True, units=own_first)
-            self._programs[shape] = Programs(forward=verify(smart(shape)), backward=verify(smart(backward)))
+            back = backward_of(shape)
+            self._programs[shape] = Programs(forward=verify(smart(shape)), backward=verify(smart(back)))
         return self._programs[shape]
 
     def prepare(

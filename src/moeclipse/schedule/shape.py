@@ -173,6 +173,11 @@ class ExchangeShape:
         return sum(step == 0 for step, _ in self.units)
 
     @property
+    def keeps_own_rows(self) -> bool:
+        """Every rank is a group of its own, so what belongs to step 0 stays where it is."""
+        return max(map(len, self.groups)) == 1
+
+    @property
     def most_chunks(self) -> int:
         return max(self.own_chunks, self.chunks)
 

@@ -19,6 +19,7 @@ Contract: launch order is host order, so S of all units stands before the first 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule.op import LANE_OF, Op, Program
@@ -93,6 +94,11 @@ def exchange_shape(
         backward=backward,
         blocking=blocking,
     )
+
+
+def backward_of(shape: ExchangeShape) -> ExchangeShape:
+    """The shape of the way back. Weight gradients cover its last R, so all own rows cover its first S."""
+    return replace(shape, backward=True, units=tuple(sorted(shape.units, key=lambda unit: unit[0] > 0)))
 
 
 class _RankList:
