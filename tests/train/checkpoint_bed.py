@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from moeclipse.core.errors import CheckpointError
-from moeclipse.train.checkpoint import Piece, Ranks, save
-from moeclipse.train.disk import DISK, Disk
+from moeclipse.train.checkpoints.checkpoint import Piece, Ranks, save
+from moeclipse.train.checkpoints.disk import DISK, Disk
 
 DEADLINE_S = 30
 

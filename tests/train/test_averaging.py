@@ -13,10 +13,10 @@ from test_placing import compare
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
 from moeclipse.testing.run_ranks import run_ranks
-from moeclipse.train.averaging import average_replicas
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
-from moeclipse.train.replica_check import check_replicas
+from moeclipse.train.placement.averaging import average_replicas
+from moeclipse.train.placement.replica_check import check_replicas
 
 TABLE = ((0, 1), (1, 2), (2, 1))
 ROWS = {(0, 0): 7, (1, 0): 1, (1, 1): 4, (1, 2): 5, (2, 1): 0, (2, 2): 0}

@@ -19,9 +19,17 @@ from safetensors.torch import load_file
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CheckpointError, ConfigError
 from moeclipse.testing.run_ranks import run_ranks
-from moeclipse.train import checkpoint as checkpoint_module
-from moeclipse.train import shard as shard_module
-from moeclipse.train.checkpoint import Checkpoint, OneRank, Piece, Ranks, check_model, newest, save
+from moeclipse.train.checkpoints import checkpoint as checkpoint_module
+from moeclipse.train.checkpoints import shard as shard_module
+from moeclipse.train.checkpoints.checkpoint import (
+    Checkpoint,
+    OneRank,
+    Piece,
+    Ranks,
+    check_model,
+    newest,
+    save,
+)
 
 ONE = OneRank()
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int32, torch.bool]

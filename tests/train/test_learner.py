@@ -16,7 +16,7 @@ from moeclipse.model.transformer import Transformer
 from moeclipse.moe.tokens import Tokens
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
-from moeclipse.train.checkpoint import Checkpoint
+from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
 

@@ -16,10 +16,10 @@ from moeclipse.cli.main import main
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.testing.run_ranks import run_alone, run_ranks, run_ranks_raw
-from moeclipse.train.checkpoint import Checkpoint
+from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
-from moeclipse.train.load_trace import LoadHistory, StepLoad
+from moeclipse.train.placement.load_trace import LoadHistory, StepLoad
 
 
 def sources(mesh: Mesh, config: TrainConfig) -> tuple[torch.Tensor, list[list[int]], list[list[int]]]:

@@ -15,11 +15,11 @@ import torch
 from checkpoint_bed import fork_ranks, save_step
 
 from moeclipse.core.errors import CheckpointError
-from moeclipse.train import checkpoint as checkpoint_module
-from moeclipse.train import manifest as manifest_module
-from moeclipse.train.checkpoint import Checkpoint, OneRank, Piece, Ranks, newest, save
-from moeclipse.train.disk import Written
-from moeclipse.train.manifest import encode_manifest
+from moeclipse.train.checkpoints import checkpoint as checkpoint_module
+from moeclipse.train.checkpoints import manifest as manifest_module
+from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank, Piece, Ranks, newest, save
+from moeclipse.train.checkpoints.disk import Written
+from moeclipse.train.checkpoints.manifest import encode_manifest
 
 ONE = OneRank()
 OLD, NEW = "step-00000010", "step-00000020"

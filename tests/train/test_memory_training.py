@@ -18,7 +18,7 @@ from moeclipse.core.errors import ConfigError, DataError
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train import memory_state
-from moeclipse.train.checkpoint import Checkpoint
+from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
 

@@ -19,10 +19,10 @@ from moeclipse.moe.layer import MoE
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.buckets import Buckets
 from moeclipse.train.config import OptimConfig
-from moeclipse.train.expert_buckets import ExpertBucket
-from moeclipse.train.moving import House
 from moeclipse.train.optim import STATES, AdamW
-from moeclipse.train.replica_check import check_replicas
+from moeclipse.train.placement.expert_buckets import ExpertBucket
+from moeclipse.train.placement.moving import House
+from moeclipse.train.placement.replica_check import check_replicas
 
 SHAPES = ((5, (2, 3, 0, 2)), (1, (1, 1, 1, 1)), (2, (1, 1, 0, 1)), (7, (7, 1, 2, 0)), (4, (4, 4, 4, 4)))
 """(experts, slots of each rank): ranks without experts, one expert everywhere, fewer experts than ranks."""

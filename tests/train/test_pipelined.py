@@ -13,7 +13,7 @@ from test_tensor_parallel import Pieces, join, reduced
 from moeclipse.comm.mesh import Mesh
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
-from moeclipse.train.checkpoint import Checkpoint
+from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
 

@@ -20,10 +20,10 @@ from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.moe import migrate
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks, run_ranks_raw
-from moeclipse.train import planning
-from moeclipse.train.checkpoint import Checkpoint
+from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
+from moeclipse.train.placement import planning
 
 PLANNED = {**RANDOM, "placement.planner": "incremental", "placement.start_step": 2, "placement.every": 4}
 

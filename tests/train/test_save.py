@@ -27,11 +27,11 @@ from checkpoint_bed import (
 )
 
 from moeclipse.core.errors import CheckpointError
-from moeclipse.train.checkpoint import Checkpoint, OneRank, Piece, Ranks, newest, save
-from moeclipse.train.disk import DISK
-from moeclipse.train.folder import checkpoints_in
-from moeclipse.train.manifest import inspect
-from moeclipse.train.save import size_text
+from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank, Piece, Ranks, newest, save
+from moeclipse.train.checkpoints.disk import DISK
+from moeclipse.train.checkpoints.folder import checkpoints_in
+from moeclipse.train.checkpoints.manifest import inspect
+from moeclipse.train.checkpoints.save import size_text
 
 ONE = OneRank()
 

@@ -15,7 +15,7 @@ from moeclipse.core.config import validate, with_values
 from moeclipse.core.errors import CheckpointError, ConfigError, ScheduleError
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
-from moeclipse.train.checkpoint import Checkpoint, OneRank, Piece, save
+from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank, Piece, save
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
 from moeclipse.train.slabs import Slab

@@ -218,7 +218,7 @@ def test_a_run_directory_that_cannot_be_written(tmp_path: Path) -> None:
 def full_disk(mesh: Mesh, config: TrainConfig) -> str:
     """Rank 1's disk is full from the second checkpoint on."""
     import moeclipse.train.learner as learner
-    from moeclipse.train.disk import Disk
+    from moeclipse.train.checkpoints.disk import Disk
 
     class Full(Disk):
         def write(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ first. Sizes travel afterwards as always, so what a receiver expects never depen
 gate that drops rows after it has counted them) cost balance, not correctness.
 
 In a user's own training loop `sum_over_replicas` gives every replica the gradient of all of them. The trainer
-sums to the primary instead (`train/expert_buckets`).
+sums to the primary instead (`train/placement/expert_buckets`).
 """
 
 from __future__ import annotations

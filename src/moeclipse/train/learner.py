@@ -28,15 +28,15 @@ from moeclipse.pipeline.overlap import lay_out
 from moeclipse.tensor.parallel import TensorParallel
 from moeclipse.train import memory_state
 from moeclipse.train.buckets import Buckets
-from moeclipse.train.checkpoint import Checkpoint, Piece, check_model, save
+from moeclipse.train.checkpoints.checkpoint import Checkpoint, Piece, check_model, save
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.corpus import open_corpus
 from moeclipse.train.data import Batches, Samples
-from moeclipse.train.load_trace import LoadHistory, StepLoad
 from moeclipse.train.metrics import gather_splits, mean_times, split_of
 from moeclipse.train.optim import AdamW, learning_rate
 from moeclipse.train.pipelined import Pipelined
-from moeclipse.train.placing import Placing
+from moeclipse.train.placement.load_trace import LoadHistory, StepLoad
+from moeclipse.train.placement.placing import Placing
 from moeclipse.train.ranks import PatientRanks
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.model.memory import memories
-from moeclipse.train.checkpoint import Checkpoint, Piece
+from moeclipse.train.checkpoints.checkpoint import Checkpoint, Piece
 from moeclipse.train.data import Batches
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from moeclipse.train.buckets import Bucket, Buckets
-from moeclipse.train.checkpoint import Checkpoint, Piece
+from moeclipse.train.checkpoints.checkpoint import Checkpoint, Piece
 from moeclipse.train.config import OptimConfig
 
 STATES = ("weight", "adam_m", "adam_v")

@@ -19,7 +19,7 @@ from moeclipse.comm.mesh import Mesh, Place
 from moeclipse.core.config import to_toml, validate, with_values
 from moeclipse.core.errors import CheckpointError, ConfigError, MoEclipseError
 from moeclipse.model.transformer import count_parameters
-from moeclipse.train.checkpoint import Checkpoint, newest
+from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
 from moeclipse.train.metrics import Metrics

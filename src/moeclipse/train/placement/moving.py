@@ -19,8 +19,8 @@ import torch
 from moeclipse.balance.homes import Homes, Parcel
 from moeclipse.balance.placement import EMPTY
 from moeclipse.moe.migrate import as_bytes, ship
-from moeclipse.train.expert_buckets import ExpertBucket
 from moeclipse.train.optim import STATES, ShardState
+from moeclipse.train.placement.expert_buckets import ExpertBucket
 
 
 class House:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from moeclipse.comm.exchange import all_to_all, gather
-from moeclipse.train.moving import House
+from moeclipse.train.placement.moving import House
 
 
 @torch.no_grad()

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from moeclipse.core.errors import CheckpointError, ConfigError
-from moeclipse.train import folder as layout
-from moeclipse.train.disk import DISK, Disk, Written, make_folders, remove_tree, write_file
-from moeclipse.train.manifest import INDEX, MANIFEST, Index, build_index, encode_manifest
+from moeclipse.train.checkpoints import folder as layout
+from moeclipse.train.checkpoints.disk import DISK, Disk, Written, make_folders, remove_tree, write_file
+from moeclipse.train.checkpoints.manifest import INDEX, MANIFEST, Index, build_index, encode_manifest
+from moeclipse.train.checkpoints.shard import Piece, Shard
 from moeclipse.train.ranks import Ranks, RanksFailed, together
-from moeclipse.train.shard import Piece, Shard
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 

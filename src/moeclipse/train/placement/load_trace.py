@@ -29,7 +29,7 @@ from moeclipse.comm.exchange import gather, total
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.layer import MoE
-from moeclipse.train.checkpoint import Checkpoint, Piece
+from moeclipse.train.checkpoints.checkpoint import Checkpoint, Piece
 
 FILE = "load.npz"
 FIRST_WRITES = 20  # steps between writes of a young run

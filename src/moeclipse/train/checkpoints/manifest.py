@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from moeclipse.core.errors import CheckpointError
-from moeclipse.train.disk import Written, sha256_of
-from moeclipse.train.folder import checkpoints_in
-from moeclipse.train.shard import DTYPES
+from moeclipse.train.checkpoints.disk import Written, sha256_of
+from moeclipse.train.checkpoints.folder import checkpoints_in
+from moeclipse.train.checkpoints.shard import DTYPES
 
 FORMAT = "moeclipse checkpoint"
 VERSION = 1

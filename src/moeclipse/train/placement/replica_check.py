@@ -13,7 +13,7 @@ import torch
 
 from moeclipse.comm.exchange import gather
 from moeclipse.core.errors import CommError
-from moeclipse.train.moving import House
+from moeclipse.train.placement.moving import House
 
 
 def check_replicas(houses: Sequence[House]) -> None:

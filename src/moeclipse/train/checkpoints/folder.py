@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from moeclipse.train.disk import Disk, remove_tree
+from moeclipse.train.checkpoints.disk import Disk, remove_tree
 
 TEMPORARY = ".tmp-"
 TRASH = ".trash-"

@@ -28,12 +28,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moeclipse.core.errors import CheckpointError
+from moeclipse.train.checkpoints.folder import checkpoints_in
+from moeclipse.train.checkpoints.manifest import MANIFEST, Index, StoredPiece, StoredTensor, inspect
+from moeclipse.train.checkpoints.save import save
+from moeclipse.train.checkpoints.shard import DTYPES, Piece
 from moeclipse.train.fingerprint import differences
-from moeclipse.train.folder import checkpoints_in
-from moeclipse.train.manifest import MANIFEST, Index, StoredPiece, StoredTensor, inspect
 from moeclipse.train.ranks import OneRank, Ranks
-from moeclipse.train.save import save
-from moeclipse.train.shard import DTYPES, Piece
 from moeclipse.train.slabs import Slab, are_whole, by_matrix, read_columns
 
 __all__ = ["Checkpoint", "Newest", "OneRank", "Piece", "Ranks", "check_model", "newest", "save"]

@@ -1,7 +1,7 @@
 """Where experts live during a run: the placement of each layer, its replicas, and its changes.
 
     before the model   placement_of(layer)     from placement.slots, or even shares and empty slots
-    buckets            bucket(...)             one table of homes for each layer (`train/expert_buckets`)
+    buckets            bucket(...)             one table of homes for each layer (`expert_buckets`)
     after each step    after_step(...)         average or compare replicas, ask for plans, take one, move
 
 Contract. Training with any sequence of placements equals training without: gates speak of experts, gradients
@@ -29,14 +29,14 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.probe import Probe, measure
-from moeclipse.train.averaging import average_replicas
 from moeclipse.train.buckets import Bucket
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.expert_buckets import ExpertBucket
-from moeclipse.train.moving import House
 from moeclipse.train.optim import AdamW
-from moeclipse.train.planning import Planning, Proposal, Question
-from moeclipse.train.replica_check import check_replicas
+from moeclipse.train.placement.averaging import average_replicas
+from moeclipse.train.placement.expert_buckets import ExpertBucket
+from moeclipse.train.placement.moving import House
+from moeclipse.train.placement.planning import Planning, Proposal, Question
+from moeclipse.train.placement.replica_check import check_replicas
 
 STATE_TENSORS = 3  # master weights and two moments
 

@@ -1,0 +1,1 @@
+"""Checkpoints: what is written, in which order, and how any layout reads it."""

@@ -1,0 +1,1 @@
+"""Where experts live during a run, and how they move."""
