@@ -6,6 +6,7 @@ is reported at once, on every rank, before any rank waits for another.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -80,6 +81,8 @@ class OptimConfig:
     """Gradients are reduced in buckets of about this size, while backward goes on."""
     max_bad_steps: int = 10
     """So many steps in a row with a non-finite loss or gradient end the run."""
+    loss_scale: float | Literal["auto"] = "auto"
+    """The loss is multiplied by it before backward; auto: found while training in float16, 1 otherwise."""
 
     def problems(self) -> Iterator[str]:
         if self.lr <= 0:
@@ -95,6 +98,8 @@ class OptimConfig:
         for name in ("accumulate", "max_bad_steps"):
             if getattr(self, name) < 1:
                 yield f"optim.{name} ({getattr(self, name)}) must be at least 1"
+        if self.loss_scale != "auto" and not 0 < self.loss_scale < math.inf:
+            yield f"optim.loss_scale ({self.loss_scale}) must be auto or a positive number"
         if self.eps <= 0 or self.bucket_mb <= 0:
             yield f"optim.eps ({self.eps}) and optim.bucket_mb ({self.bucket_mb}) must be positive"
 

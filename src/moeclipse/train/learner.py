@@ -32,6 +32,7 @@ from moeclipse.train.checkpoints.checkpoint import Checkpoint, Piece, check_mode
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.corpus import open_corpus
 from moeclipse.train.data import Batches, Samples
+from moeclipse.train.loss_scale import LossScale
 from moeclipse.train.metrics import gather_splits, mean_times, split_of
 from moeclipse.train.optim import AdamW, learning_rate
 from moeclipse.train.pipelined import Pipelined
@@ -87,6 +88,7 @@ class Learner:
         self.placing.bind(self.optim)
         self.layers = [layer for _, layer in moe_layers(self.model)]
         self.bad_steps = 0
+        self.loss_scale = LossScale(config.optim.loss_scale, self.dtype)
         self.loads = LoadHistory()
         self.clock_s, self.clock_error_s = mesh.clock_offset()
 
@@ -109,7 +111,7 @@ class Learner:
         else:
             with recorder.compute():
                 self.buckets.arm(self.pipelined.backwards)
-                sums = self.pipelined.run(step)
+                sums = self.pipelined.run(step, self.loss_scale.value)
         with recorder.compute():
             self.model.tp.wgrads.check_empty(self.model.named_parameters())
             self.buckets.finish()
@@ -128,7 +130,8 @@ class Learner:
                 out = self.model(batch.inputs.to(mesh.device), batch.targets.to(mesh.device), tokens)
                 if m == accumulate - 1:
                     self.buckets.arm()
-                (out.loss_sum / self.tokens_per_step + out.aux_loss / accumulate).backward()
+                loss = out.loss_sum / self.tokens_per_step + out.aux_loss / accumulate
+                (loss * self.loss_scale.value).backward()
                 dropped = sum((report.num_dropped for report in out.reports), start=sums.new_zeros(()))
                 loss_sum = out.loss_sum.detach() * (mesh.tp_index == 0)  # tp ranks have the same loss
                 sums += torch.stack([loss_sum, out.aux_loss.detach() / accumulate, dropped]).double()
@@ -147,11 +150,13 @@ class Learner:
             stats = [sum(column) for column in zip(*rows, strict=True)]
             shape = (self.num_moe_layers, self.config.moe.num_experts)
             load = StepLoad.of(self.numbered, shape, mesh, self.config.moe.expert_tp == "sharded")
-            loss, norm = stats[0] / self.tokens_per_step, math.sqrt(stats[3]) if stats[3] >= 0 else math.nan
+            scale = self.loss_scale.value
+            loss = stats[0] / self.tokens_per_step
+            norm = math.sqrt(stats[3]) / scale if stats[3] >= 0 else math.nan
             lr = learning_rate(self.config.optim, step, self.config.run.steps)
             skipped = not (math.isfinite(loss) and math.isfinite(norm))
             if not skipped:
-                self.optim.step(shards, lr, norm)
+                self.optim.step(shards, lr, norm, scale)
                 load.rebalance(self.numbered)
                 self.loads.add(step, load)
             notes = self.placing.after_step(step, self.loads.average)
@@ -173,10 +178,13 @@ class Learner:
             **load.record(self.tokens_per_step),
             "dropped": int(stats[2]),
             "skipped": skipped,
+            **({"loss_scale": scale} if scale != 1 else {}),
             **({"notes": notes} if notes else {}),
         }
 
     def _judge(self, step: int, skipped: bool, loss: float, norm: float) -> None:
+        if self.loss_scale.after_step(loss, norm):
+            return
         self.bad_steps = self.bad_steps + 1 if skipped else 0
         if self.bad_steps >= self.config.optim.max_bad_steps:
             raise DivergedError(
@@ -208,6 +216,7 @@ class Learner:
             "step": step,
             "updates": self.optim.updates,
             "bad_steps": self.bad_steps,
+            "loss_scale": self.loss_scale.state(),
             "seed": self.config.run.seed,
             "data": self.batches.state(step),
             "fingerprint": self.fingerprint(),
@@ -234,6 +243,7 @@ class Learner:
         self.placing.load_state(state.get("placement"))
         self.optim.load(checkpoint, int(state["updates"]))
         self.bad_steps = int(state["bad_steps"])
+        self.loss_scale.load_state(state.get("loss_scale"))
         for number, layer in self.numbered.items():
             # Another cut of rows would round sums differently.
             layer.schedule.load_state(state["exchange"][number])

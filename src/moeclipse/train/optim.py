@@ -61,10 +61,11 @@ class AdamW:
         return torch.stack(squares).sum()
 
     @torch.no_grad()
-    def step(self, shards: list[torch.Tensor], lr: float, norm: float) -> None:
+    def step(self, shards: list[torch.Tensor], lr: float, norm: float, scale: float = 1.0) -> None:
+        """`shards` are gradients times `scale`, `norm` is that of the gradients themselves."""
         self.updates += 1
         clip = self.config.clip_norm
-        factor = clip / norm if clip and norm > clip else 1.0
+        factor = (clip / norm if clip and norm > clip else 1.0) / scale
         on_the_way = []
         for bucket, state, grad in zip(self.buckets, self.states, shards, strict=True):
             if grad.numel():

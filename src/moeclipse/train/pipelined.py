@@ -69,8 +69,8 @@ class Pipelined:
         """Backward passes of a step through each layer: chunks of a microbatch go one by one."""
         return sum(self.runtime.chunks.get(m, 1) for m in range(self.config.optim.accumulate))
 
-    def run(self, step: int) -> torch.Tensor:
-        """This rank's (loss, aux loss, dropped rows), summed."""
+    def run(self, step: int, loss_scale: float = 1.0) -> torch.Tensor:
+        """This rank's (loss, aux loss, dropped rows), summed; gradients are `loss_scale` times theirs."""
         mesh, accumulate = self.mesh, self.config.optim.accumulate
         fed: dict[tuple[int, int], Microbatch] = {}
         loads: dict[int, MicrobatchLoads] = {}
@@ -80,12 +80,12 @@ class Pipelined:
                 loads[m] = MicrobatchLoads(chunks)
                 batch = self.batches.microbatch(step, m, mesh.data_index, mesh.num_data)
                 for number in range(chunks):
-                    fed[m, number] = self._chunk(batch, step, m, number, loads[m])
+                    fed[m, number] = self._chunk(batch, step, m, number, loads[m], loss_scale)
             return fed[m, chunk]
 
         dtype = math_dtype(self.model.dtype)
         tokens = self.config.data.batch_size * self.config.data.seq_len
-        self.runtime.step(feed, torch.tensor(1 / tokens, dtype=dtype, device=mesh.device))
+        self.runtime.step(feed, torch.tensor(loss_scale / tokens, dtype=dtype, device=mesh.device))
         self._add_other_end()
         sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
         for key in sorted(fed):
@@ -97,7 +97,9 @@ class Pipelined:
                 sums[2] += report.num_dropped
         return sums
 
-    def _chunk(self, batch: Batch, step: int, m: int, chunk: int, loads: MicrobatchLoads) -> Microbatch:
+    def _chunk(
+        self, batch: Batch, step: int, m: int, chunk: int, loads: MicrobatchLoads, loss_scale: float
+    ) -> Microbatch:
         mesh = self.mesh
         bounds = even_bounds(len(batch.inputs), loads.chunks)
         part = slice(bounds[chunk], bounds[chunk + 1])
@@ -109,7 +111,8 @@ class Pipelined:
             microbatch=m,
         )
         inputs, targets = batch.inputs[part].to(mesh.device), batch.targets[part].to(mesh.device)
-        return self.model.microbatch(inputs, targets, tokens, loads, 1 / self.config.optim.accumulate)
+        aux_scale = loss_scale / self.config.optim.accumulate
+        return self.model.microbatch(inputs, targets, tokens, loads, aux_scale)
 
 
 def chunks_of(config: TrainConfig, mesh: Mesh) -> int:

@@ -19,13 +19,14 @@ from moeclipse.comm.mesh import Mesh, Place
 from moeclipse.core.config import to_toml, validate, with_values
 from moeclipse.core.errors import CheckpointError, ConfigError, MoEclipseError
 from moeclipse.model.transformer import count_parameters
+from moeclipse.moe.granularity import CALLS, TRIED
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
 from moeclipse.train.metrics import Metrics
 from moeclipse.train.ranks import PatientRanks
 
-TUNED_AFTER = 22
+TUNED_AFTER = 2 + TRIED * CALLS + 4
 """Steps after which a choice made from measured costs has been measured itself."""
 
 
@@ -130,9 +131,10 @@ class Run:
             for note in record.get("notes", ()):
                 self.observer.note(note)
             if record["skipped"]:
+                scale = f", loss scale {record['loss_scale']:g}" if "loss_scale" in record else ""
                 self.observer.note(
                     f"step {step} skipped on all ranks: loss {record['loss']}, "
-                    f"gradient norm {record['grad_norm']}"
+                    f"gradient norm {record['grad_norm']}{scale}"
                 )
             done = step + 1
             due = config.checkpoint.every and done % config.checkpoint.every == 0
