@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from moeclipse.moe.granularity import CALLS, TRIED, Granularity, Stopwatch, Trials
+from moeclipse.cost.exchange import ExchangeCosts
+from moeclipse.moe.granularity import CALLS, TRIED, Granularity, Stopwatch, Trials, rank_by_simulation
+from moeclipse.schedule.shape import even_groups
 
 RANKED = [
     Granularity(groups=((0,), (1,)), chunks=chunks, predicted_s=chunks * 1e-3) for chunks in (1, 2, 4, 8, 16)
@@ -59,3 +62,20 @@ def test_a_stopwatch_tells_the_median_and_the_best() -> None:
     for _ in range(20):
         watch.lap(watch.stamp(), "B")
     assert len(watch._laps["B"]) == Stopwatch.LAPS
+
+
+def test_own_rows_stand_at_both_ends_where_orders_are_alike() -> None:
+    """A latency that fills the wire makes orders equal on paper; the ends are hidden all the same."""
+    costs = ExchangeCosts(
+        row_bytes=1024, near_bandwidth=7.5e6, far_bandwidth=7.5e6, row_seconds=1.9e-4, latency=5e-3
+    )
+    partitions = [even_groups(4, size) for size in (1, 2, 4)]
+    ranked = rank_by_simulation(partitions, (1, 2), np.full((4, 4), 320), costs)
+    assert {use.rule for use in ranked if len(use.groups) > 1} == {"ends"}
+    for use in ranked:
+        if use.rule == "ends":
+            assert use.units is not None
+            assert use.units[0] == (0, 0)
+            assert use.units[-1][0] == 0
+        assert use.both_s > use.predicted_s
+    assert [use.both_s for use in ranked[:3]] == sorted(use.both_s for use in ranked[:3])
