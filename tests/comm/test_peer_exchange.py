@@ -78,6 +78,68 @@ def test_storms(num_ranks: int) -> None:
         run_ranks(num_ranks, storm, (64, 1000, 1 << 16, 1 << 20)[seed % 4], seed, deadline_s=300)
 
 
+def direct(mesh: Mesh) -> list[int]:
+    """Large results lie in peer memory, stay what they are while they are held, and make room when not."""
+    P, rows = mesh.num_ranks, torch.arange(1 << 16).float().view(-1, 16) + 1e6 * mesh.rank
+    counts = [len(rows) // P] * P
+    expected = all_to_all(mesh.a2a, mesh.experts, rows, counts, counts, "gloo").get()
+    inside = []
+    with PeerExchange.open(mesh.experts, mesh.watch, arena_bytes=600_000) as exchange:
+        arena = exchange._arena
+        assert arena is not None
+        held = []
+        for turn in range(12):
+            if turn == 6:
+                held.clear()
+            if turn % 3 == mesh.rank:
+                time.sleep(0.003)
+            got = exchange.all_to_all(mesh.a2a, mesh.experts, rows + turn, counts, counts, "test").get()
+            inside.append(arena.place_of(got) is not None)
+            held.append((got, turn))
+            assert all(torch.equal(kept, expected + t) for kept, t in held)
+        # Into a result that was given back, as a layer may keep it.
+        exchange.all_to_all(mesh.a2a, mesh.experts, rows - 5, counts, counts, "test", held[0][0]).get()
+        assert torch.equal(held[0][0], expected - 5)
+        mesh.barrier()
+    assert torch.equal(held[0][0], expected - 5), "results outlive the exchange"
+    return [k for k, yes in enumerate(inside) if yes]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_large_results_lie_in_peer_memory_while_there_is_room(num_ranks: int) -> None:
+    assert run_ranks(num_ranks, direct) == [[0, 1, 6, 7]] * num_ranks
+
+
+def ways(mesh: Mesh) -> int:
+    """Rank 1 comes when rank 0 has said where it wants its rows."""
+    rows = torch.ones(1 << 16)
+    counts = [len(rows) // 2] * 2
+    with PeerExchange.open(mesh.experts, mesh.watch) as exchange:
+        mesh.barrier()
+        if mesh.rank == 1:
+            time.sleep(0.3)
+        got = exchange.all_to_all(mesh.a2a, mesh.experts, rows, counts, counts, "test").get()
+        assert torch.equal(got, rows)
+        return exchange._sends[0].position
+
+
+def test_who_comes_first_does_not_wait_and_who_comes_later_writes_where_rows_belong() -> None:
+    assert run_ranks(2, ways) == [1 << 17, 1]
+
+
+def crowded_out(mesh: Mesh) -> bool:
+    """There is room for the rings alone."""
+    with PeerExchange.open(mesh.experts, mesh.watch, arena_bytes=1 << 50) as exchange:
+        rows = torch.ones(1 << 16, 2)
+        got = exchange.all_to_all(mesh.a2a, mesh.experts, rows, [1 << 15] * 2, [1 << 15] * 2, "test")
+        assert torch.equal(got.get(), rows)
+        return exchange._arena is None and not exchange.obstacle
+
+
+def test_rings_suffice() -> None:
+    assert run_ranks(2, crowded_out) == [True, True]
+
+
 def beside(mesh: Mesh) -> float:
     """Rows that fit leave at launch: a peer gets them while this rank is away."""
     P = mesh.num_ranks

@@ -175,10 +175,17 @@ class PeerAllReduce:
     def _planned(
         self, plan: OneStagePlan, x: torch.Tensor, out: torch.Tensor | None, label: str
     ) -> torch.Tensor | None:
-        if not is_plain(x, out):
+        if self._open is not None or self._broken is not None or not is_plain(x, out):
             return None
         into = torch.empty_like(x) if out is None else out
-        self._run(lambda _: plan(x, into, label))
+        self._enter()
+        try:
+            plan(x, into, label)
+        except BaseException as error:
+            self._break(error)
+            raise
+        finally:
+            self._busy.release()
         return into
 
     def begin_all_reduce(self, x: torch.Tensor, *, label: str = "all-reduce") -> Pending:
@@ -326,8 +333,7 @@ class PeerAllReduce:
         assert self._reducer is not None
         if self._broken is not None:
             raise CommError(f"this all-reduce cannot be used any more: {self._broken}; open a new one")
-        if not self._busy.acquire(blocking=False):
-            raise CommError("two threads use one PeerAllReduce at once; open one for each")
+        self._enter()
         try:
             if self._open is not None:
                 while self._open.advance():
@@ -339,10 +345,17 @@ class PeerAllReduce:
                     pass
             return made
         except BaseException as error:
-            self._broken, self._plans = str(error) or type(error).__name__, {}
+            self._break(error)
             raise
         finally:
             self._busy.release()
+
+    def _enter(self) -> None:
+        if not self._busy.acquire(blocking=False):
+            raise CommError("two threads use one PeerAllReduce at once; open one for each")
+
+    def _break(self, error: BaseException) -> None:
+        self._broken, self._plans = str(error) or type(error).__name__, {}
 
     def _fall_back(self, x: torch.Tensor, out: torch.Tensor | None, label: str) -> torch.Tensor:
         if self._capturing:

@@ -50,6 +50,9 @@ class PeerRounds:
         self._signals = memory.signals
         self._others = [peer for peer in range(self.num_ranks) if peer != self.index]
         self._round = 1  # the one being written
+        first = [self.num_ranks * (1 + parity) for parity in (0, 1)]
+        self._said = [place + self.index for place in first]  # words of announcements, by parity of the round
+        self._heard = [[(peer, place + peer) for peer in self._others] for place in first]
         self._views: dict[tuple[int, int, torch.dtype, int, int], torch.Tensor] = {}
 
     def area(self, peer: int, dtype: torch.dtype, count: int, first: int = 0, back: int = 0) -> torch.Tensor:
@@ -106,12 +109,12 @@ class PeerRounds:
     def exchange(self, code: int, label: str) -> None:
         """The first round of a call that was announced by nobody yet: announce, meet and compare."""
         number, signals = self._round, self._signals
-        signals.write(self._announcement(self.index, number), code)
+        signals.write(self._said[number % 2], code)
         signals.post(self.index, number)
         same = True
-        for peer in self._others:
+        for peer, said in self._heard[number % 2]:
             signals.wait(peer, number, peer, label)
-            same = same and signals.read(self._announcement(peer, number)) == code
+            same = same and signals.read(said) == code
         self._round = number + 1
         if not same:
             self.compare(label)
@@ -159,13 +162,15 @@ class OneStagePlan:
         parity = rounds.number % 2
         memmove(self._addresses[parity], x.data_ptr(), self._num_bytes)
         rounds.exchange(self._code, label)
+        if x.dim() != 1:
+            x, out = x.view(-1), out.view(-1)
         if self._numpy:  # a + b = b + a to the bit
-            np.add(x.view(-1).numpy(), self._theirs[parity], out=out.view(-1).numpy())
+            np.add(x.numpy(), self._theirs[parity], out=out.numpy())
             return
         parts = list(self._areas[parity])
         if rounds.num_ranks == 2:
-            parts[rounds.index] = x.view(-1)
-        sum_ranks(parts, out.view(-1))
+            parts[rounds.index] = x
+        sum_ranks(parts, out)
 
 
 class CpuReducer:

@@ -1,16 +1,18 @@
 """All-to-all of rows over peer memory: the call of `exchange.all_to_all` without a socket in between.
 
-Each ordered pair of ranks has a ring of bytes in the sender's buffer and two counters: bytes written, posted
-by the sender, and bytes taken, posted by the receiver. Both know from their counts how many bytes go from one
-to the other, so a message needs no header, pairs without rows exchange nothing at all, and no rank waits for
-a rank it gets nothing from.
+Each ordered pair of ranks has a flow (`peer_flow`). Both know from their counts how many bytes go from one to
+the other, so pairs without rows exchange nothing at all, and no rank waits for a rank it gets nothing from.
 
-    launch   copy rows into the rings as far as they have room; nothing is waited for
+    launch   say where rows are wanted, copy this rank's own, and send what peers are ready for, or else what
+             has room in the rings; nothing is waited for
     get      take what peers wrote and write what did not fit, until this exchange is complete
 
-Several exchanges may be under way; their bytes follow each other in the rings, and `get` of a later one first
-completes the earlier ones. Rows that fit into the rings leave at launch, so a rank may compute before it
-calls `get` without holding up its peers. Larger ones leave while both sides are in `get`.
+Larger results are made in this rank's peer memory (`peer_arena`), so that a sender that comes after its
+receiver writes rows where they belong: one copy instead of two. One that comes first does not wait for that.
+
+Several exchanges may be under way; their bytes follow each other, and `get` of a later one first completes
+the earlier ones. Rows that fit into the rings leave at launch, so a rank may compute before it calls `get`
+without holding up its peers. Larger ones leave while both sides are in `get`.
 
 Hazard: rows must not change before `get` returns, and every exchange must be got: a rank that goes away with
 half of its rows unsent lets its peers run into their deadline.
@@ -21,13 +23,11 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from ctypes import memmove
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -36,13 +36,16 @@ from moeclipse.comm.exchange import Result
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.lane import Lane
 from moeclipse.comm.mesh import Group
-from moeclipse.comm.peer_memory import FOLDER, NoPeerMemoryError, PeerMemory
+from moeclipse.comm.peer_arena import Arena
+from moeclipse.comm.peer_flow import MAX_PLACE, WORDS_PER_FLOW, Place, Receiver, Sender
+from moeclipse.comm.peer_memory import FOLDER, PAGE, NoPeerMemoryError, PeerMemory
 from moeclipse.comm.peer_pending import Use
 from moeclipse.comm.record import Move
 from moeclipse.core.errors import CommError, ConfigError
 
 BUFFER_BYTES = 8 << 20  # of each rank, divided into one ring per peer
-PIECE_BYTES = 512 << 10  # posted at a time, so that a peer can take while we write
+ARENA_BYTES = 24 << 20  # of each rank, for results
+IN_ARENA_FROM = 128 << 10  # bytes of a result; smaller ones are copied in less time than memory is looked for
 NAP_S = 0.001
 
 
@@ -64,69 +67,47 @@ class PeerResult(Result):
 class Transfer:
     """One exchange of one rank: how many bytes are still to be sent and received. Keeps its tensors alive."""
 
-    def __init__(self, lane: Lane, label: str, move: Move, tensors: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, lane: Lane, label: str, move: Move | None, tensors: tuple[torch.Tensor, ...]) -> None:
         self.lane, self.label, self.move, self.tensors = lane, label, move, tensors
         self.open_bytes = 0
-
-
-class Flow:
-    """One direction of one pair: a ring, a counter each for its two ends, and what waits to pass.
-
-    Bytes are moved by address: slicing tensors would take longer than copying a few kilobytes.
-    """
-
-    def __init__(self, ring: torch.Tensor, written_word: int, taken_word: int, peer: int) -> None:
-        self.ring, self.peer = ring, peer
-        self.written_word, self.taken_word = written_word, taken_word
-        self.address, self.room = ring.data_ptr(), ring.numel()
-        self.position = 0  # bytes that this rank has written (or taken) so far
-        self.queue: deque[list[Any]] = deque()  # [address, bytes left, transfer]
-
-    def add(self, address: int, count: int, transfer: Transfer) -> None:
-        transfer.open_bytes += count
-        self.queue.append([address, count, transfer])
-
-    def move(self, available: int, outward: bool) -> int:
-        """Copy the next bytes between queue and ring: at most a piece, or up to the end of the ring."""
-        entry = self.queue[0]
-        start = self.position % self.room
-        count = min(available, entry[1], PIECE_BYTES, self.room - start)
-        if count:
-            inside, outside = self.address + start, entry[0]
-            memmove(inside if outward else outside, outside if outward else inside, count)
-            self.position += count
-            entry[0] += count
-            entry[1] -= count
-            entry[2].open_bytes -= count
-            if not entry[1]:
-                self.queue.popleft()
-        return count
 
 
 class PeerExchange:
     """The exchanges of one group. Open it on all its ranks; `all_to_all` is a drop-in for the module's."""
 
-    def __init__(self, group: Group, watch: Watch, memory: PeerMemory | None, obstacle: str = "") -> None:
+    def __init__(
+        self,
+        group: Group,
+        watch: Watch,
+        memory: PeerMemory | None,
+        obstacle: str = "",
+        *,
+        ring_bytes: int = 0,
+        arena_bytes: int = 0,
+    ) -> None:
         self.group, self._watch, self._memory, self.obstacle = group, watch, memory, obstacle
         self._lock = threading.RLock()
         self._broken: str | None = None
-        self._sends: list[Flow] = []
-        self._receives: list[Flow] = []
+        self._sends: list[Sender] = []
+        self._receives: list[Receiver] = []
+        self._arena: Arena | None = None
         if memory is None:
             return
         self._signals = memory.signals
         n, me = group.size, group.index
-        ring_bytes = memory.num_bytes // n
 
-        def flow(sender: int, receiver: int, peer: int) -> Flow:
-            word = 2 * (sender * n + receiver)
-            ring = memory.view(sender, torch.uint8, receiver * ring_bytes, ring_bytes)
-            return Flow(ring, word, word + 1, peer)
+        def place(sender: int, receiver: int) -> Place:
+            ring = memory.view(sender, torch.uint8, receiver * ring_bytes, ring_bytes).data_ptr()
+            buffer = memory.view(receiver, torch.uint8, 0, 1).data_ptr()
+            return Place(ring, ring_bytes, WORDS_PER_FLOW * (sender * n + receiver), buffer)
 
+        if arena_bytes:
+            first = memory.num_bytes - arena_bytes
+            self._arena = Arena(memory.view(me, torch.uint8, first, arena_bytes), first)
         # Starting behind oneself spreads the load: at any time each rank is read by another one.
         others = [(me + step) % n for step in range(1, n)]
-        self._sends = [flow(me, peer, peer) for peer in others]
-        self._receives = [flow(peer, me, peer) for peer in reversed(others)]
+        self._sends = [Sender(memory.signals, place(me, peer), peer) for peer in others]
+        self._receives = [Receiver(memory.signals, place(peer, me), peer) for peer in reversed(others)]
 
     @classmethod
     def open(
@@ -135,24 +116,35 @@ class PeerExchange:
         watch: Watch,
         *,
         buffer_bytes: int = BUFFER_BYTES,
+        arena_bytes: int = ARENA_BYTES,
         spin: int | None = None,
         folder: Path = FOLDER,
     ) -> PeerExchange:
-        """Collective. Where ranks cannot share memory the object still works, through torch.distributed."""
+        """Collective. Where ranks cannot share memory the object still works, through torch.distributed.
+
+        Where there is no room for `arena_bytes` besides, all rows go through the rings.
+        """
         if group.size == 1:
             return cls(group, watch, None, "the group has one rank")
         if buffer_bytes < group.size:
             raise ConfigError(
                 f"buffer_bytes ({buffer_bytes}) must be at least {group.size}, a byte for each rank"
             )
-        words = 2 * group.size**2
-        try:
-            memory = PeerMemory.open(
-                group, watch, num_bytes=buffer_bytes, num_words=words, spin=spin, folder=folder
-            )
-        except NoPeerMemoryError as error:
-            return cls(group, watch, None, str(error))
-        return cls(group, watch, memory)
+        ring_bytes = buffer_bytes // group.size
+        first = -(-buffer_bytes // PAGE) * PAGE
+        words = WORDS_PER_FLOW * group.size**2
+        problem = ""
+        for arena in sorted({arena_bytes if first + arena_bytes <= MAX_PLACE else 0, 0}, reverse=True):
+            num_bytes = first + arena if arena else buffer_bytes
+            try:
+                memory = PeerMemory.open(
+                    group, watch, num_bytes=num_bytes, num_words=words, spin=spin, folder=folder
+                )
+            except NoPeerMemoryError as error:
+                problem = str(error)
+            else:
+                return cls(group, watch, memory, ring_bytes=ring_bytes, arena_bytes=arena)
+        return cls(group, watch, None, problem)
 
     def should_use(self, rows: torch.Tensor) -> Use:
         if self._memory is None:
@@ -179,31 +171,60 @@ class PeerExchange:
         if self._memory is None or not rows.is_cpu:
             return exchange.all_to_all(lane, group, rows, send_counts, receive_counts, label, out)
         send_ends, receive_ends = checked_ends(len(rows), send_counts, receive_counts, group)
-        rows = rows.detach().contiguous()
-        row_bytes = rows.dtype.itemsize * math.prod(rows.shape[1:])
-        out = room_for(rows, receive_ends[-1], out)
-        source, target, me = rows.data_ptr(), out.data_ptr(), group.index
+        if not rows.is_contiguous():
+            rows = rows.detach().contiguous()
+        recorder = lane.recorder
         with self._lock:
             self._check_usable()
-            transfer = Transfer(lane, label, lane.recorder.launch(group.name, label), (rows, out))
-            for flow in self._sends:
-                count = row_bytes * send_counts[flow.peer]
-                if count:
-                    flow.add(source + row_bytes * send_ends[flow.peer], count, transfer)
-                    self._push(flow)
-            for flow in self._receives:
-                count = row_bytes * receive_counts[flow.peer]
-                if count:
-                    flow.add(target + row_bytes * receive_ends[flow.peer], count, transfer)
-                self._pull(flow)  # of earlier exchanges, too: it makes room for their senders
-            mine = row_bytes * send_counts[me]
-            if mine:
-                memmove(target + row_bytes * receive_ends[me], source + row_bytes * send_ends[me], mine)
+            out, place = self._room_for(rows, receive_ends[-1], out)
+            move = recorder.launch(group.name, label) if recorder.active else None
+            transfer = Transfer(lane, label, move, (rows, out))
+            self._launch(transfer, place, (send_ends, receive_ends))
         return PeerResult(out, transfer, self)
+
+    def _launch(
+        self, transfer: Transfer, place: int | None, ends: tuple[Sequence[int], Sequence[int]]
+    ) -> None:
+        (rows, out), (send, receive), me = transfer.tensors, ends, self.group.index
+        row_bytes = rows.dtype.itemsize * math.prod(rows.shape[1:])
+        source, target = rows.data_ptr(), out.data_ptr()
+        for incoming in self._receives:
+            first = receive[incoming.peer]
+            count = row_bytes * (receive[incoming.peer + 1] - first)
+            if count:
+                wanted = None if place is None else place + row_bytes * first
+                incoming.expect(target + row_bytes * first, count, transfer, wanted)
+        mine = row_bytes * (send[me + 1] - send[me])
+        if mine:  # meanwhile peers may say where they want theirs
+            memmove(target + row_bytes * receive[me], source + row_bytes * send[me], mine)
+        for outgoing in self._sends:
+            first = send[outgoing.peer]
+            count = row_bytes * (send[outgoing.peer + 1] - first)
+            if count:
+                outgoing.send(source + row_bytes * first, count, transfer)
+        for incoming in self._receives:
+            incoming.move()  # of earlier exchanges, too: it makes room for their senders
+
+    def _room_for(
+        self, rows: torch.Tensor, num_received: int, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, int | None]:
+        """Where arriving rows go, and the place of that in this rank's peer memory if it lies there."""
+        arena = self._arena
+        if arena is None:
+            return room_for(rows, num_received, out), None
+        if out is not None:
+            out = room_for(rows, num_received, out)
+            return out, arena.place_of(out)
+        shape = (num_received, *rows.shape[1:])
+        if math.prod(shape) * rows.dtype.itemsize >= IN_ARENA_FROM:
+            taken = arena.take(shape, rows.dtype)
+            if taken is not None:
+                return taken
+        return torch.empty_like(rows) if num_received == len(rows) else rows.new_empty(shape), None
 
     def close(self) -> None:
         """Let go of the memory; may be called twice."""
-        self._sends, self._receives = [], []
+        self._sends, self._receives, self._arena = [], [], None
         if self._memory is not None:
             self._memory.close()
         self._broken = "it was closed"
@@ -218,68 +239,52 @@ class PeerExchange:
         if self._broken is not None:
             raise CommError(f"this exchange cannot be used any more: {self._broken}; open a new one")
 
-    def _push(self, flow: Flow) -> bool:
-        """Write what there is room for; whether anything moved."""
-        begun, signals = flow.position, self._signals
-        while flow.queue:
-            if not flow.move(flow.room - flow.position + signals.read(flow.taken_word), True):
-                break
-            signals.post(flow.written_word, flow.position)
-        return flow.position > begun
-
-    def _pull(self, flow: Flow) -> bool:
-        """Take what the peer wrote; whether anything moved."""
-        begun, signals = flow.position, self._signals
-        while flow.queue:
-            if not flow.move(signals.read(flow.written_word) - flow.position, False):
-                break
-            signals.post(flow.taken_word, flow.position)
-        return flow.position > begun
-
     def _complete(self, transfer: Transfer) -> None:
         """Take what is there, as work of this rank; only what must be waited for is communication."""
-        recorder = transfer.lane.recorder
-        with self._lock:
-            try:
-                if transfer.open_bytes:
+        waits = False
+        if transfer.open_bytes:
+            with self._lock:
+                try:
                     self._check_usable()
                     self._move()
-                waits = transfer.open_bytes > 0
-                if waits:
-                    with recorder.waiting():
-                        self._move_until_done(transfer)
-            except BaseException as error:
-                self._broken = str(error) or type(error).__name__
-                raise
-        if transfer.move.done is None:
-            transfer.move.done = time.perf_counter_ns() if waits else transfer.move.begun
+                    waits = transfer.open_bytes > 0
+                    if waits:
+                        self._wait(transfer)
+                except BaseException as error:
+                    self._broken = str(error) or type(error).__name__
+                    raise
+        move = transfer.move
+        if move is not None and move.done is None:
+            move.done = time.perf_counter_ns() if waits else move.begun
         transfer.tensors = ()
 
+    def _wait(self, transfer: Transfer) -> None:
+        if not transfer.lane.recorder.active:
+            self._move_until_done(transfer)
+            return
+        with transfer.lane.recorder.waiting():
+            self._move_until_done(transfer)
+
     def _move(self) -> bool:
-        moved = [self._pull(flow) for flow in self._receives] + [self._push(flow) for flow in self._sends]
-        return any(moved)
+        moved = False
+        for flow in (*self._receives, *self._sends):
+            if flow.queue and flow.move():
+                moved = True
+        return moved
 
     def _move_until_done(self, transfer: Transfer) -> None:
-        idle_since = time.monotonic()
+        idle_since = None
         while transfer.open_bytes:
             self._check_usable()
+            waiting = [flow for flow in (*self._receives, *self._sends) if flow.queue]
+            # Wait a moment for one of the peers; any of the others may move meanwhile, so not for long.
+            if not self._signals.soon(*waiting[0].awaited, NAP_S):
+                now = time.monotonic()
+                idle_since = idle_since or now
+                for late in waiting:
+                    self._signals.look(*late.awaited, late.peer, now - idle_since, transfer.label)
             if self._move():
-                idle_since = time.monotonic()
-            elif transfer.open_bytes:
-                self._rest(transfer, time.monotonic() - idle_since)
-
-    def _rest(self, transfer: Transfer, idle_s: float) -> None:
-        """Wait a moment for one of the peers; any of the others may have moved meanwhile, so not for long."""
-        receives = [(flow, flow.written_word) for flow in self._receives if flow.queue]
-        sends = [(flow, flow.taken_word) for flow in self._sends if flow.queue]
-        waiting = receives + sends
-        flow, word = waiting[0]
-        seen = flow.position if receives else flow.position - flow.room
-        if self._signals.soon(word, seen + 1, NAP_S):
-            return
-        for late, awaited in waiting:
-            behind = late.position if awaited == late.written_word else late.position - late.room
-            self._signals.look(awaited, behind + 1, late.peer, idle_s, transfer.label)
+                idle_since = None
 
 
 @dataclass(frozen=True)

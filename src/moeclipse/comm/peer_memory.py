@@ -14,7 +14,7 @@ In each step every rank tells the others how it went, so all of them raise the s
 
 Hazards. Space is reserved, never just promised: writing to promised pages of a full file system ends the
 process without a word. A view keeps the mapping alive, so `close` does not pull memory from under it.
-Only the owner writes its buffer.
+Only the owner writes its buffer, but for places that it offered to a peer (`peer_flow`).
 """
 
 from __future__ import annotations

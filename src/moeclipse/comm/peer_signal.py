@@ -104,8 +104,9 @@ class Signals:
     def __init__(
         self, words: memoryview, address: int, peers: Peers, spin: int | None = None, first_sleeper: int = 0
     ) -> None:
-        """From word `first_sleeper` on there is one for each rank: how many of its threads sleep."""
-        self._words, self._address, self.peers = words, address, peers
+        """Word i is words[i * WORD]. From word `first_sleeper` on there is one for each rank: how many of its
+        threads sleep."""
+        self.words, self._address, self.peers = words, address, peers
         self._sleeps = (first_sleeper + peers.index) * WORD
         self._sleepers = [
             (first_sleeper + peer) * WORD for peer in range(len(peers.ranks)) if peer != peers.index
@@ -118,19 +119,19 @@ class Signals:
         self._call.argtypes = [ctypes.c_long, pointer, ctypes.c_int, number, pointer, pointer, number]
 
     def close(self) -> None:
-        self._words = memoryview(b"")  # the mapping goes with its last view
+        self.words = memoryview(b"")  # the mapping goes with its last view
         self.peers.close()
 
     def read(self, word: int) -> int:
-        return self._words[word * WORD]
+        return self.words[word * WORD]
 
     def write(self, word: int, value: int) -> None:
         """Store without waking anyone: for words that are read after a post."""
-        self._words[word * WORD] = value
+        self.words[word * WORD] = value
 
     def post(self, word: int, value: int) -> None:
         """Publish everything this rank wrote so far, and wake whoever sleeps on the word."""
-        words = self._words
+        words = self.words
         words[word * WORD] = value
         self._fence.acquire()
         self._fence.release()
@@ -141,7 +142,7 @@ class Signals:
 
     def wait(self, word: int, value: int, peer: int, label: str) -> None:
         """Return once `peer` has posted at least `value`; raise when it cannot come or comes too late."""
-        words, place = self._words, word * WORD
+        words, place = self.words, word * WORD
         if words[place] >= value:
             return
         for _ in range(self.spin):
@@ -151,7 +152,7 @@ class Signals:
 
     def soon(self, word: int, value: int, seconds: float) -> bool:
         """Wait at most about that long; whether at least `value` is posted."""
-        words, place = self._words, word * WORD
+        words, place = self.words, word * WORD
         for _ in range(self.spin):
             if words[place] >= value:
                 return True
@@ -191,5 +192,5 @@ class Signals:
     def _count_sleepers(self, more: int) -> None:
         with self._fence:  # two threads of a rank may wait at once
             self._num_asleep += more
-            if self._words:  # closed meanwhile
-                self._words[self._sleeps] = self._num_asleep
+            if self.words:  # closed meanwhile
+                self.words[self._sleeps] = self._num_asleep
