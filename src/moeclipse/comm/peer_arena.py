@@ -26,7 +26,8 @@ ALIGN = 64  # a cache line: no tensor shares one with its neighbour
 
 class Arena:
     def __init__(self, memory: torch.Tensor, offset: int) -> None:
-        self._bytes = memoryview(memory.numpy())
+        as_buffer: Any = memory.numpy()
+        self._bytes = memoryview(as_buffer)
         self._offset, self._address = offset, memory.data_ptr()
         self.num_bytes = memory.numel()
         self._starts: list[int] = []  # of what is taken, in order
@@ -37,9 +38,9 @@ class Arena:
         """A tensor of that shape and its place in the buffer, or None."""
         num_bytes = math.prod(shape) * dtype.itemsize
         while self._returned:
-            start = self._returned.popleft()
-            self._starts.remove(start)
-            del self._taken[start]
+            back = self._returned.popleft()
+            self._starts.remove(back)
+            del self._taken[back]
         start = self._gap(num_bytes)
         if start is None or not num_bytes:
             return None

@@ -37,7 +37,7 @@ from moeclipse.comm.failure import Watch
 from moeclipse.comm.lane import Lane
 from moeclipse.comm.mesh import Group
 from moeclipse.comm.peer_arena import Arena
-from moeclipse.comm.peer_flow import MAX_PLACE, WORDS_PER_FLOW, Place, Receiver, Sender
+from moeclipse.comm.peer_flow import MAX_PLACE, WORDS_PER_FLOW, Flow, Place, Receiver, Sender
 from moeclipse.comm.peer_memory import FOLDER, PAGE, NoPeerMemoryError, PeerMemory
 from moeclipse.comm.peer_pending import Use
 from moeclipse.comm.record import Move
@@ -276,7 +276,7 @@ class PeerExchange:
         idle_since = None
         while transfer.open_bytes:
             self._check_usable()
-            waiting = [flow for flow in (*self._receives, *self._sends) if flow.queue]
+            waiting: list[Flow] = [flow for flow in (*self._receives, *self._sends) if flow.queue]
             # Wait a moment for one of the peers; any of the others may move meanwhile, so not for long.
             if not self._signals.soon(*waiting[0].awaited, NAP_S):
                 now = time.monotonic()

@@ -90,6 +90,15 @@ class Flow:
         self._count = 0  # messages so far
         self.queue: deque[Message] = deque()
 
+    @property
+    def awaited(self) -> tuple[int, int]:
+        """(word, value) whose coming lets this flow go on."""
+        raise NotImplementedError
+
+    def move(self) -> bool:
+        """Pass what can pass now; whether anything did."""
+        raise NotImplementedError
+
     def _queue(self, address: int, count: int, owner: Passing) -> Message:
         owner.open_bytes += count
         message = Message(address, count, owner, self._count)
@@ -138,7 +147,6 @@ class Sender(Flow):
 
     @property
     def awaited(self) -> tuple[int, int]:
-        """(word, value) whose coming lets this flow go on."""
         return self._taken, self.position - self._place.room + 1
 
     def move(self) -> bool:
