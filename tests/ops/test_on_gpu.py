@@ -11,7 +11,8 @@ from moeclipse.ops.combine import gather_sum, gather_sum_reference
 from moeclipse.ops.routed_experts import routed_experts, routed_experts_reference
 from moeclipse.ops.routing_metadata import group_rows, group_rows_reference
 from moeclipse.ops.topk_softmax import topk_softmax, topk_softmax_reference
-from moeclipse.ops.wgrad import dense_wgrad, grouped_wgrad, grouped_wgrad_reference
+from moeclipse.ops.tuning import Tile, has_warpgroups
+from moeclipse.ops.wgrad import dense_wgrad, grouped_wgrad, grouped_wgrad_kernel, grouped_wgrad_reference
 
 # Counted through NVML: asking CUDA itself here would spoil forked ranks.
 HAS_GPU = torch.cuda.device_count() > 0
@@ -140,6 +141,40 @@ def test_wgrad_of_ragged_groups(gather: str, accumulate: bool) -> None:
             tensor[rows:] = float("nan")
     grouped_wgrad(dy, x, offsets, into, accumulate=accumulate, **options)
     assert error(into, expected) < 1e-5
+
+
+WARPGROUPS = {
+    "two buffers": Tile(stages=4, split=8, staging=2),
+    "one buffer": Tile(stages=4, split=4, staging=1),
+    "short blocks": Tile(stages=8, k=32, split=8, staging=2),
+}
+
+
+@pytest.mark.parametrize("name", WARPGROUPS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("into_dtype", [torch.float32, None])
+def test_wgrad_by_warpgroups(name: str, dtype: torch.dtype, into_dtype: torch.dtype | None) -> None:
+    if not has_warpgroups(torch.device("cuda", torch.cuda.current_device())):
+        pytest.skip("needs Hopper and Gluon")
+    torch.manual_seed(3)
+    # In blocks: none, one, a tail, just a ring full and one row more; long groups after short ones.
+    counts = torch.tensor([130, 0, 1, 64, 0, 517, 63, 256, 257, 0, 2048, 5, 1024, 0])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).to("cuda", torch.int32)
+    rows, accumulate = int(counts.sum()), into_dtype is not None
+    for n, d in ((136, 264), (640, 1536)):
+        dy = torch.randn(rows + 40, n, device="cuda").to(dtype)
+        x = torch.randn(rows + 40, d, device="cuda").to(dtype)
+        dy[rows:], x[rows:] = float("nan"), float("nan")
+        before = torch.randn(len(counts), n, d, device="cuda").to(into_dtype or dtype)
+        expected = before.double()
+        sums = [before.clone() for _ in range(3)]
+        for into in sums:
+            for _ in range(2):  # adding twice, or writing over what is there
+                grouped_wgrad_kernel(dy, x, offsets, into, accumulate=accumulate, tile=WARPGROUPS[name])
+                if into is sums[0]:
+                    grouped_wgrad_reference(dy.double(), x.double(), offsets, expected, accumulate=accumulate)
+        assert error(sums[0], expected) < (3e-5 if accumulate else 6e-3)
+        assert all(torch.equal(sums[0], other) for other in sums[1:])
 
 
 def test_dense_wgrad_adds_in_place_without_a_temporary() -> None:

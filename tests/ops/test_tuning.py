@@ -9,7 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moeclipse.ops.tuning import TABLE, Tile, delay, device_fits, num_programs, shape_class, variants
+from moeclipse.ops.tuning import (
+    TABLE,
+    Tile,
+    delay,
+    device_fits,
+    has_warpgroups,
+    num_programs,
+    shape_class,
+    variants,
+)
 
 pytest.importorskip("triton")
 
@@ -18,7 +27,8 @@ CPU = torch.device("cpu")
 
 def test_every_shape_class_is_in_the_table() -> None:
     kernels = ["up", "up, no gate", "down", "d_rows", "d_hidden"]
-    kernels += [f"{kind}{mode}" for kind in ("wgrad", "wgrad_dy", "wgrad_x") for mode in ("", ", add")]
+    wgrads = ("wgrad", "wgrad_roles", "wgrad_dy", "wgrad_x")
+    kernels += [f"{kind}{mode}" for kind in wgrads for mode in ("", ", add")]
     for kernel in kernels:
         for widths in ((512, 1536), (2048, 4096), (28672, 4096), (4096, 14336), (8, 8)):
             assert shape_class(kernel, *widths) in TABLE
@@ -32,6 +42,14 @@ def test_kernels_need_a_device_that_has_room(monkeypatch: pytest.MonkeyPatch) ->
         found = SimpleNamespace(major=major, shared_memory_per_block_optin=kib * 1024)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=found: found)
         assert device_fits(torch.device("cuda", 90 + number)) is fits
+
+
+def test_warps_divide_the_work_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not has_warpgroups(CPU)
+    for number, (major, divides) in enumerate([(9, True), (10, False)]):
+        found = SimpleNamespace(major=major, shared_memory_per_block_optin=227 * 1024)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=found: found)
+        assert has_warpgroups(torch.device("cuda", 80 + number)) is divides
 
 
 def test_only_many_tiles_are_staggered() -> None:

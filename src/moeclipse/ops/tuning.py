@@ -41,6 +41,9 @@ class Tile:
     """Weight gradients: multiply x^T dy and turn the tile over when it is written."""
     stagger: int = 0
     """Programs begin spread over one tile, whose steps take about this many nanoseconds; 0: together."""
+    staging: int = 0
+    """Weight gradients of rows in order, on Hopper: one warp loads, each half of a tile is written through so
+    many buffers of n / split columns, a divisor of `split`; 0: all warps do everything in turn."""
 
 
 TABLE = {
@@ -60,6 +63,9 @@ TABLE = {
     "wgrad": Tile(stages=4, split=4, flatten=True),
     "wgrad, add": Tile(stages=4, split=4, flatten=True, stagger=900),
     "wgrad, add, huge": Tile(stages=4, split=4, flatten=True, stagger=700),
+    # The same where warps divide the work.
+    "wgrad_roles": Tile(stages=4, split=4, staging=2, stagger=900),
+    "wgrad_roles, add": Tile(k=32, stages=8, split=8, staging=2, stagger=450),
     "wgrad_dy": Tile(stages=5, split=4, stagger=800),
     "wgrad_dy, small": Tile(stages=5, split=4),
     "wgrad_dy, add": Tile(stages=5, split=4, stagger=1100),
@@ -155,6 +161,18 @@ def device_fits(device: torch.device) -> bool:
     properties = torch.cuda.get_device_properties(device)
     room = getattr(properties, "shared_memory_per_block_optin", SHARED_MEMORY)  # not every torch tells
     return properties.major in (9, 10) and room >= SHARED_MEMORY
+
+
+@functools.cache
+def has_warpgroups(device: torch.device) -> bool:
+    """Whether a kernel's warps may divide the work: on Hopper, with a Triton that has Gluon for it."""
+    if not device_fits(device) or torch.cuda.get_device_properties(device).major != 9:
+        return False
+    try:
+        from moeclipse.ops.triton import wgrad_gluon  # noqa: F401
+    except (ImportError, AttributeError):  # names in Gluon still change
+        return False
+    return True
 
 
 def delay(tile: Tile, device: torch.device, num_tiles: int) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from moeclipse.ops.tuning import Tile, delay, device_fits, num_programs, tile_for
+from moeclipse.ops.tuning import Tile, delay, device_fits, has_warpgroups, num_programs, tile_for
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -118,8 +118,14 @@ def grouped_wgrad_kernel(
 
     num_experts, N, D = into_END.shape
     gather_dy, gather_x = dy_index_M is not None, x_index_M is not None
-    kind = "wgrad_x" if gather_x else "wgrad_dy" if gather_dy else "wgrad"
-    tile = tile or tile_for(f"{kind}, add" if accumulate else kind, dy_MN.device, N, D)
+    in_order = "wgrad_roles" if has_warpgroups(dy_MN.device) else "wgrad"
+    kind = "wgrad_x" if gather_x else "wgrad_dy" if gather_dy else in_order
+    # Overwritten fp32 sums take as much room on their way as those that are added.
+    wide = accumulate or (kind == "wgrad_roles" and into_END.dtype == torch.float32)
+    tile = tile or tile_for(f"{kind}, add" if wide else kind, dy_MN.device, N, D)
+    if tile.staging and kind == "wgrad_roles":
+        _by_warpgroups(dy_MN, x_MD, offsets_E1, into_END, accumulate, tile)
+        return
     wide_dy, wide_x = (tile.n, tile.m) if tile.swap else (tile.m, tile.n)
     dy = dy_MN if gather_dy else create_ragged_descriptor(dy_MN, [tile.k, wide_dy])
     x = x_MD if gather_x else create_ragged_descriptor(x_MD, [tile.k, wide_x])
@@ -137,4 +143,39 @@ def grouped_wgrad_kernel(
         # Where each tile has a program of its own, their number must not make another kernel.
         PROGRAMS=programs if tile.per_sm else 1 << 30, PADDED=max(128, 1 << (num_experts - 1).bit_length()),
         BM=tile.m, BN=tile.n, BK=tile.k, SPLIT=tile.split, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _by_warpgroups(
+    dy_MN: torch.Tensor,
+    x_MD: torch.Tensor,
+    offsets_E1: torch.Tensor,
+    into_END: torch.Tensor,
+    accumulate: bool,
+    tile: Tile,
+) -> None:
+    """The kernel whose warps divide the work; rows in order only."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from triton.tools.ragged_tma import create_ragged_descriptor
+
+    from moeclipse.ops.triton import wgrad_gluon
+
+    num_experts, N, D = into_END.shape
+    half, piece = tile.m // 2, tile.n // tile.split
+
+    def ragged(rows: torch.Tensor, width: int) -> TensorDescriptor:
+        plain = create_ragged_descriptor(rows, [tile.k, width])
+        layout = NVMMASharedLayout(128, 16, rank=4)
+        return TensorDescriptor(rows, plain.shape, plain.strides, plain.block_shape, layout)
+
+    size = into_END.itemsize
+    layout = NVMMASharedLayout(min(128, piece * size), 8 * size, rank=3)
+    num_tiles = num_experts * -(-N // tile.m) * -(-D // tile.n)
+    programs = num_programs(tile, dy_MN.device)
+    wgrad_gluon.grouped_wgrad[(programs,)](
+        ragged(dy_MN, half), ragged(x_MD, tile.n),
+        TensorDescriptor.from_tensor(into_END, [1, half, piece], layout), offsets_E1, num_experts, N, D,
+        ADD=accumulate, GROUP=tile.group, STAGGER=delay(tile, dy_MN.device, num_tiles), PROGRAMS=programs,
+        BM=tile.m, BN=tile.n, BK=tile.k, STAGES=tile.stages, BUFFERS=tile.staging, num_warps=4,
     )  # fmt: skip
