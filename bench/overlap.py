@@ -102,7 +102,7 @@ class NoExperts:
     def dgrad(self, dy: torch.Tensor, saved: None) -> tuple[torch.Tensor, None]:
         return dy, None
 
-    def wgrad(self, pending: Any) -> tuple[None, None]:
+    def wgrad(self, pending: Any, begun: Any) -> tuple[None, None]:
         return None, None
 
 
@@ -116,7 +116,7 @@ def serial(moe: MoE) -> Programs:
     """Nothing overlaps: rows out, all compute with the weight gradients, results back."""
     shape = replace(moe.schedule.shape(), blocking=True)
     forward, backward = (verify(smart(replace(shape, backward=back))) for back in (False, True))
-    return Programs(forward=forward, backward=backward)
+    return Programs(forward=forward, backward=backward, pieces=backward)
 
 
 class LayerStep:

@@ -80,6 +80,7 @@ def timeline(mesh: Mesh) -> list[Event]:
         return run
 
     moe.experts.forward, moe.experts.dgrad = timed("C_F", plain_forward), timed("C_B", plain_dgrad)
+    moe.experts.wgrad = timed("C_W", moe.experts.wgrad)
     gradients(moe, mesh, [20] * mesh.num_ranks)
     return events
 
@@ -102,7 +103,12 @@ def check(events: list[Event], form: str) -> None:
         assert ends[number + own] < index, "results leave after they are computed ..."
         if number + own + 1 < len(begins):
             assert index < begins[number + own + 1], "... and before anything else is computed"
-    assert form == "B" or returns[-1] < begins[-1], "own rows are computed while the last results travel"
+    if form == "F":
+        assert returns[-1] < begins[-1], "own rows are computed while the last results travel"
+    else:
+        early, late = (i for i, (what, label) in enumerate(names) if (what, label) == ("begin", "C_W"))
+        assert ends[own] < early < begins[own + 1], "own weight gradients run while rows are awaited"
+        assert returns[-1] < late, "all others while the last results travel"
     last_send = max(times["due", names[i][1]] for i in sends)
     first_begin = next(at for what, label, at in events if (what, label) == ("begin", f"C_{form}"))
     assert first_begin < last_send, "compute begins while rows are still on the wire"

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_layer import GATES, parity
+from test_layer import GATES, gradients, make, parity
 
 from moeclipse.balance.placement import even_bounds
+from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.dispatch import chunk_of, concatenated
+from moeclipse.tensor.weight_grad import attach
+from moeclipse.testing.run_ranks import run_ranks
 
 SIZES = [5, 0, 9, 4, 3, 7, 1, 6]
 
@@ -41,6 +45,32 @@ def test_experts_per_rank(per_rank: int) -> None:
     more = smart(chunks=3)
     parity(GateConfig(top_k=2), 1, 4, num_experts=4 * per_rank, more=more)
     parity(GateConfig(top_k=2), 2, 2, num_experts=2 * per_rank, more=more)
+
+
+def with_weights_last(mesh: Mesh, late: bool, main_grads: bool) -> dict[str, torch.Tensor]:
+    """Gradients with the weight gradients of own rows placed early, or all of them last."""
+    exchange = {"schedule": "smart", "group_size": 1, "chunks": 2}
+    moe = make(GateConfig(top_k=2), 6, 0, mesh, exchange=exchange)
+    if main_grads:
+        for parameter in moe.experts.parameters():
+            attach(parameter, torch.full_like(parameter, 0.25), lambda: None)
+    if late:
+        both = moe.schedule.programs
+        moe.schedule.programs = lambda shape: replace(both(shape), backward=both(shape).pieces)
+    found = gradients(moe, mesh, [7, 9, 5])
+    places = {name: getattr(p, "main_grad", None) for name, p in moe.experts.named_parameters()}
+    return {**found, **{f"main {name}": grad for name, grad in places.items() if grad is not None}}
+
+
+@pytest.mark.parametrize("main_grads", [False, True])
+def test_early_weight_gradients_change_no_bit(main_grads: bool) -> None:
+    late, early = (run_ranks(3, with_weights_last, when, main_grads) for when in (True, False))
+    for one, other in zip(late, early, strict=True):
+        assert one.keys() == other.keys()
+        assert ("main up" in one) == main_grads
+        assert ("experts.up" in one) != main_grads
+        for name, value in one.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other[name])), name
 
 
 def test_more_chunks_than_rows_and_no_rows_at_all() -> None:

@@ -14,7 +14,7 @@ from moeclipse.cost.exchange import ExchangeCosts
 from moeclipse.plan.search import candidate_orders, choose_exchange, exposed_ends
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.shape import Shadow
-from moeclipse.schedule.smart import exchange_shape, natural_units, smart
+from moeclipse.schedule.smart import backward_of, end_units, exchange_shape, natural_units, smart
 from moeclipse.sim.exchange import exchange_durations, lower_bound, simulate_exchange
 
 
@@ -57,6 +57,24 @@ def test_sixty_four_ranks_come_near_the_bound_and_blocking_does_not(backward: bo
     )
     # Backward has three products per row against two exchanges, so its blocking order loses less.
     assert blocking.makespan >= (1.4 if backward else 1.8) * bound
+
+
+@pytest.mark.parametrize(("P", "chunks"), [(2, 2), (4, 1), (4, 2), (8, 1)])
+@pytest.mark.parametrize("ratio", [0.5, 0.8, 1.0, 1.25, 2.0])
+def test_backward_reaches_the_bound(P: int, chunks: int, ratio: float) -> None:
+    """Weight gradients of own rows fill the wait for the first rows, which else costs up to an eighth."""
+    counts, seconds = np.full((P, P), 1024 // P), 1e-6
+    bandwidth = (P - 1) / P / (ratio * seconds)
+    costs = ExchangeCosts(
+        row_bytes=1.0, near_bandwidth=bandwidth, far_bandwidth=bandwidth, row_seconds=seconds
+    )
+    shape = exchange_shape(P, chunks=chunks, units=end_units(P, chunks))
+    bound = max(2 * 1024 * seconds, 2 * 1024 * ratio * seconds)
+    early = simulate_exchange(smart(backward_of(shape)), counts, costs).makespan
+    late = simulate_exchange(smart(backward_of(shape, own_weights=0)), counts, costs).makespan
+    assert early <= bound * 1.0001
+    assert late >= 0.9999 * early
+    assert ratio != 1.0 or late >= 1.05 * bound
 
 
 def test_own_group_at_both_ends_wins_where_near_links_are_faster() -> None:

@@ -10,7 +10,7 @@ from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.op import Program
 from moeclipse.schedule.shape import ExchangeShape, Shadow, even_groups
-from moeclipse.schedule.smart import end_units, exchange_shape, natural_units, smart
+from moeclipse.schedule.smart import backward_of, end_units, exchange_shape, natural_units, smart
 
 
 @st.composite
@@ -44,6 +44,8 @@ def shapes(draw: st.DrawFn) -> ExchangeShape:
 @given(shapes())
 def test_every_shape_verifies(shape: ExchangeShape) -> None:
     verify(smart(shape))
+    verify(smart(backward_of(shape)))
+    verify(smart(backward_of(shape, own_weights=0)))
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -99,6 +101,22 @@ def test_own_rows_stand_at_both_ends() -> None:
         "S_F@0#0/2 S_F@1 S_F@2 S_F@0#1/2 C_F@0#0/2 R_F@0#0/2 C_F@1 R_F@1 C_F@2 R_F@2 C_F@0#1/2 R_F@0#1/2"
     )
     verify(program)
+
+
+def test_own_rows_give_their_weight_gradients_before_others_are_needed() -> None:
+    whole = smart(backward_of(exchange_shape(3, units=end_units(3))))
+    assert launches(whole, 0).endswith(
+        "C_B@0#0/2 R_B@0#0/2 C_B@0#1/2 R_B@0#1/2 C_W@0 C_B@1 R_B@1 C_B@2 R_B@2 C_W"
+    )
+    cut = smart(backward_of(exchange_shape(2, chunks=2)))
+    assert launches(cut, 0).endswith(
+        "C_B@0#0/2 R_B@0#0/2 C_B@0#1/2 R_B@0#1/2 C_B@1#0/2 R_B@1#0/2 C_W@0 C_B@1#1/2 R_B@1#1/2 C_W"
+    )
+    one_group = smart(backward_of(exchange_shape(3, group_size=3)))
+    assert launches(one_group, 0) == "S_B@0 C_B@0 R_B@0 C_W", "nothing comes from elsewhere"
+    too_early = backward_of(exchange_shape(3, units=end_units(3)), own_weights=1)
+    with pytest.raises(ScheduleError):
+        verify(smart(too_early))
 
 
 def test_return_waits_for_its_own_compute_alone() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.func import functional_call
 
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.structure import Structure
-from moeclipse.tensor.weight_grad import accumulator
+from moeclipse.tensor.weight_grad import Grads, accumulator
 
 
 @dataclass(frozen=True)
@@ -138,11 +139,9 @@ class ModuleExperts(nn.Module):
         joined = [torch.cat(parts) for parts in zip(saved.empty, *d_rows, strict=True)]
         return self.structure.put_together(joined), d_weights
 
-    def wgrad(
-        self, pending: Sequence[list[tuple[torch.Tensor | None, ...]]]
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Add up the gradients of all calls; what autograd gets for each of `weights`."""
-        places = [accumulator(parameter) for parameter in self.weights]
+    def wgrad(self, pending: Sequence[list[Grads]], begun: Grads = ()) -> Grads:
+        """Add up the gradients of all calls, to `begun` too; what autograd gets for each of `weights`."""
+        places = [accumulator(*pair) for pair in zip_longest(self.weights, begun)]
         for calls in pending:
             flat = [grad for grads in calls for grad in grads]
             for (into, _), grad in zip(places, flat, strict=True):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ from moeclipse.ops.grouped_gemm import grouped_mm, grouped_mm_dgrad, grouped_mm_
 from moeclipse.ops.random import key_of
 from moeclipse.ops.routing_metadata import group_counts
 from moeclipse.tensor.cut import Cut, mark
-from moeclipse.tensor.weight_grad import WeightGrads, accumulator
+from moeclipse.tensor.weight_grad import Grads, WeightGrads, accumulator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +127,15 @@ class Experts(nn.Module):
         dx = grouped_mm_dgrad(d_h, up, saved.counts)
         return dx, Pending(x=saved.x, d_h=d_h, a=a, dy=dy, counts=saved.counts, kernels=self.kernels)
 
-    def wgrad(self, pending: Sequence[Pending]) -> tuple[torch.Tensor | None, ...]:
-        """Add up all parts; what autograd gets for each weight is nothing where there is a main_grad."""
-        return tuple(self.wgrads.submit(self.weights, lambda: self._wgrad(pending)))
+    def wgrad(self, pending: Sequence[Pending], begun: Grads = ()) -> Grads:
+        """Add up all parts; what autograd gets for each weight is nothing where there is a main_grad.
 
-    def _wgrad(self, pending: Sequence[Pending]) -> tuple[torch.Tensor | None, ...]:
-        places = [accumulator(weight) for weight in self.weights]
+        `begun` is what an earlier call of the same backward returned: these parts add to it.
+        """
+        return tuple(self.wgrads.submit(self.weights, lambda: self._wgrad(pending, begun)))
+
+    def _wgrad(self, pending: Sequence[Pending], begun: Grads) -> Grads:
+        places = [accumulator(*pair) for pair in zip_longest(self.weights, begun)]
         for part in pending:
             part.add_to(*(into for into, _ in places))
         return tuple(grad for _, grad in places)
@@ -197,8 +201,8 @@ class PadToCapacity:
         dx, pending = self.experts.dgrad(self._spread(dy, place), inner)
         return dx[place], pending
 
-    def wgrad(self, pending: Sequence[Pending]) -> tuple[torch.Tensor | None, ...]:
-        return self.experts.wgrad(pending)
+    def wgrad(self, pending: Sequence[Pending], begun: Grads = ()) -> Grads:
+        return self.experts.wgrad(pending, begun)
 
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:

@@ -87,7 +87,7 @@ class RoutedPass:
     def combine_back(self, d_out_TO: torch.Tensor) -> Transfer:
         self.back = Backward(self.state, d_out_TO, self.empty)
         self.back.start()
-        self.backward = self._execution(self.call.programs.backward, self.back)
+        self.backward = self._execution(self.call.programs.pieces, self.back)
         self.backward.advance(first_compute(self.backward.ops))
         return self.backward if len(self.call.plan.units) == 1 else Nothing()
 

@@ -36,10 +36,12 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Programs:
-    """What a layer runs; both are verified and share one shape."""
+    """What a layer runs; all are verified and share one shape."""
 
     forward: Verified
     backward: Verified
+    pieces: Verified
+    """Backward for pipelines, which place weight gradients themselves: all of them come last."""
 
 
 @dataclass(kw_only=True)
@@ -111,14 +113,14 @@ class Forward:
 class Backward:
     """Tensors of one backward pass while its program runs."""
 
-    weight_grads: Sequence[torch.Tensor | None]
-
     def __init__(self, done: Forward, d_out_TO: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
         self.done, self.plan, self.experts = done, done.plan, done.experts
         self.d_out_TO = d_out_TO
         self.d_scores: Result | None = None
         self.d_rows_NO = d_out_TO[self.plan.row_token_N]
-        self.pending: list[Any] = []
+        self.pending: list[tuple[int, Any]] = []
+        """Weight gradients to come, each with its step."""
+        self.weight_grads: tuple[torch.Tensor | None, ...] = ()
         num_rows = len(self.plan.row_token_N)
         self.back = [
             tensor.new_empty((num_rows, *tensor.shape[1:])) if tensor.is_floating_point() else None
@@ -140,9 +142,11 @@ class Backward:
         if self.d_scores is None:
             self.d_scores = return_score_grads(self.plan, self.d_score_M)
 
-    def wgrad(self) -> None:
-        self.weight_grads = self.experts.wgrad(self.pending)
-        self.pending = []
+    def wgrad(self, step: int | None = None) -> None:
+        """Of one step's rows, or of all that are left."""
+        now = [pending for of, pending in self.pending if step in (None, of)]
+        self.pending = [later for later in self.pending if step not in (None, later[0])]
+        self.weight_grads = self.experts.wgrad(now, self.weight_grads)
 
     def finish(self) -> tuple[list[torch.Tensor | None], torch.Tensor]:
         plan, done, shadowed = self.plan, self.done, self.done.shadowed
@@ -161,8 +165,9 @@ class Backward:
         if op.kind.startswith("SHADOW"):
             return self.shadow_op(op.kind)
         if op.kind == "C_W":
-            self.return_scores()
-            self.wgrad()
+            if op.step is None:  # the last ones: every unit has its score gradients
+                self.return_scores()
+            self.wgrad(op.step)
             return None
         key = (op.step or 0, op.chunk or 0)
         unit = self.plan.units[key]
@@ -198,7 +203,7 @@ class Backward:
             d_rows, d_score_M, pending = done.fused.dgrad(rows, done.saved.pop(key))
             self.d_score_M[unit.pairs] = d_score_M.to(self.d_score_M.dtype)
             self.partial = [d_rows]
-            self.pending.append(pending)
+            self.pending.append((key[0], pending))
             return
         row_M, score_M = done.pairs.of(unit)
         y_MO = done.y.pop(key)
@@ -207,7 +212,7 @@ class Backward:
         self.d_score_M[unit.pairs] = (d_pair_MO.to(wide) * y_MO.to(wide)).sum(-1)
         d_y_MO = (d_pair_MO * score_M[:, None]).to(y_MO.dtype)
         d_x, pending = self.experts.dgrad(d_y_MO, done.saved.pop(key))
-        self.pending.append(pending)
+        self.pending.append((key[0], pending))
         place_M, num_rows = row_M - unit.arriving.start, sum(unit.receive_rows)
         self.partial = [
             sum_rows(grad, place_M, num_rows) if out is not None else grad

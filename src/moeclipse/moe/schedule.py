@@ -122,8 +122,9 @@ class ExchangeSchedule:
 
     def programs(self, shape: ExchangeShape) -> Programs:
         if shape not in self._programs:
-            back = backward_of(shape)
-            self._programs[shape] = Programs(forward=verify(smart(shape)), backward=verify(smart(back)))
+            shapes = shape, backward_of(shape), backward_of(shape, own_weights=0)
+            forward, backward, pieces = (verify(smart(wanted)) for wanted in shapes)
+            self._programs[shape] = Programs(forward=forward, backward=backward, pieces=pieces)
         return self._programs[shape]
 
     def prepare(

@@ -218,5 +218,6 @@ def _exchange_needs(ops: Sequence[Op]) -> list[list[int]]:
         keys = [(kind, op.step, op.chunk, op.expert) for kind in before.get(op.kind, ())]
         wanted.append([where[key] for key in keys if key in where])
         if op.kind == "C_W":
-            wanted[-1] += [position for position, other in enumerate(ops) if other.kind == "C_B"]
+            steps = {other.step for other in ops} if op.step is None else {op.step}
+            wanted[-1] += [i for i, other in enumerate(ops) if other.kind == "C_B" and other.step in steps]
     return wanted

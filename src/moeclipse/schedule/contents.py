@@ -119,6 +119,8 @@ def _wanted_exchange(shape: ExchangeShape) -> Iterator[ExchangeKey]:
                 yield from ((f"{part}_{form}", step, cut, expert) for part in ("S", "C", "R"))
     if shape.backward:
         yield ("C_W", None, None, None)
+        if shape.own_weights:
+            yield ("C_W", 0, None, None)
     if shape.shadows:
         forward = ("SHADOW_SEND", "SHADOW_F")
         backward = ("SHADOW_B", "SHADOW_W", "SHADOW_REDUCE", "SHADOW_ADD")

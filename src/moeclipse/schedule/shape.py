@@ -158,6 +158,8 @@ class ExchangeShape:
     shadows: tuple[Shadow, ...] = ()
     backward: bool = False
     blocking: bool = False
+    own_weights: int = 0
+    """After so many units backward computes the weight gradients of the own group's rows; 0: with all."""
 
     @property
     def num_ranks(self) -> int:

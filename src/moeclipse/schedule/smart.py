@@ -7,12 +7,13 @@ chunks. All ranks share one order of (step, chunk) units; `plan.search` chooses 
     forward    a2a      S_0 S_1 ... S_n  shadow parameters  R_0 R_1 ... R_n
                compute      C_0 C_1 ... C_n  shadow rows
     backward   a2a      S_0 S_1 ... S_n  shadow gradients   R_0 R_1 ... R_n
-               compute  shadow rows  C_0 C_1 ... C_n  dW  add shadow gradients
+               compute  shadow rows  C_0 dW_0 C_1 ... C_n  dW  add shadow gradients
 
-R_u is launched right behind C_u, never behind the last C. In backward, shadows need no rows from others,
-so they run while the first S travels, and dW runs while the last R travels. The parameters of all shadows
-travel in one uneven exchange that every rank takes part in, whether it lends, borrows or neither: so a
-program depends on whether there are shadows, not on which, and can be kept from step to step.
+R_u is launched right behind C_u, never behind the last C. In backward, shadows and own rows need nothing
+from others, so they and their dW run while the first S travels; all other dW run while the last R travels.
+The parameters of all shadows travel in one uneven exchange that every rank takes part in, whether it lends,
+borrows or neither: so a program depends on whether there are shadows, not on which, and can be kept from
+step to step.
 Contract: launch order is host order, so S of all units stands before the first C.
 """
 
@@ -96,9 +97,18 @@ def exchange_shape(
     )
 
 
-def backward_of(shape: ExchangeShape) -> ExchangeShape:
-    """The shape of the way back. Weight gradients cover its last R, so all own rows cover its first S."""
-    return replace(shape, backward=True, units=tuple(sorted(shape.units, key=lambda unit: unit[0] > 0)))
+def backward_of(shape: ExchangeShape, *, own_weights: int | None = None) -> ExchangeShape:
+    """The shape of the way back. Weight gradients cover its last R, so all own rows cover its first S.
+
+    So do their weight gradients, unless `own_weights` says otherwise: there is work for twice as long before
+    something must have arrived, and enough of it is left for the last R. Where steps are cut, the first chunk
+    from elsewhere goes before them: it has come by then, and its results can start to travel.
+    """
+    units = tuple(sorted(shape.units, key=lambda unit: unit[0] > 0))
+    if own_weights is None:
+        early = shape.num_steps > 1 and not shape.blocking
+        own_weights = shape.own_chunks + (shape.chunks > 1) if early else 0
+    return replace(shape, backward=True, units=units, own_weights=own_weights)
 
 
 class _RankList:
@@ -113,7 +123,7 @@ class _RankList:
         self,
         kind: str,
         *,
-        unit: tuple[int, int] | None = None,
+        unit: tuple[int, int | None] | None = None,
         expert: int | None = None,
         deps: Sequence[int] = (),
         group: str | None = None,
@@ -131,7 +141,7 @@ class _RankList:
             lane=LANE_OF[kind],
             step=unit[0] if unit else None,
             chunk=unit[1] if unit and chunks > 1 else None,
-            chunks=chunks,
+            chunks=chunks if unit and unit[1] is not None else 1,
             expert=expert,
             deps=tuple(deps),
             comm=comm,
@@ -177,7 +187,8 @@ def _send_all(out: _RankList, form: str) -> list[int]:
 def _compute_and_return(out: _RankList, form: str, sent: list[int], extra: Sequence[int]) -> list[int]:
     """Smart: C_u needs S_u, R_u needs C_u. Blocking: every C needs every S, every R needs every C."""
     events, blocking = _events(out.shape), out.shape.blocking
-    computed = []
+    computed: list[int] = []
+    own_weights = out.shape.own_weights * len(events) // len(out.shape.units)
     returns: list[tuple[tuple[int, int], int | None]] = []
 
     def give_back(unit: tuple[int, int], expert: int | None, deps: Sequence[int]) -> None:
@@ -192,6 +203,9 @@ def _compute_and_return(out: _RankList, form: str, sent: list[int], extra: Seque
             returns.append((unit, expert))
         else:
             give_back(unit, expert, computed[-1:])
+            if form == "B" and len(computed) == own_weights:
+                own = [op for op, ((step, _), _) in zip(computed, events, strict=False) if step == 0]
+                out.add("C_W", unit=(0, None), deps=own)
     if blocking:
         after = list(computed)
         if form == "B":

@@ -78,8 +78,9 @@ def _seconds(op: Op, rank: int, rows: _Rows, costs: ExchangeCosts) -> float:
         if op.kind == "SHADOW_ADD":
             return costs.kernel
         return costs.compute(float(rows.kept[rank].sum()))
-    if op.kind == "C_W":
-        return costs.compute(float(rows.sent[:, rank].sum()))
+    if op.kind == "C_W" and op.step is None:
+        done = rows.sent[list(rows.shape.receive_from(rank, 0)), rank].sum() if rows.shape.own_weights else 0
+        return costs.compute(float(rows.sent[:, rank].sum() - done))
     sent, received, computed = rows.moved(rank, op)
     if op.kind.startswith("C"):
         return costs.compute(computed)

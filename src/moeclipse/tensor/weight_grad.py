@@ -37,6 +37,7 @@ CHUNK_ROWS = 512
 """Where operands must be widened first, this many rows at a time: the copy stays small."""
 
 Grad = torch.Tensor | None
+Grads = tuple[Grad, ...]
 Work = Callable[[], Sequence[Grad]]
 
 
@@ -93,15 +94,18 @@ def attach(parameter: torch.nn.Parameter, main_grad: torch.Tensor, ready: Callab
     return state
 
 
-def accumulator(parameter: torch.nn.Parameter) -> tuple[torch.Tensor, Grad]:
+def accumulator(parameter: torch.nn.Parameter, begun: Grad = None) -> tuple[torch.Tensor, Grad]:
     """(where to add a gradient computed by hand, what to hand to autograd afterwards).
 
     With a main_grad autograd gets nothing; without one it gets a fresh gradient, zeros to begin with, so
-    that a weight that was not used has a zero gradient and not None.
+    that a weight that was not used has a zero gradient and not None. `begun` is one that earlier parts of
+    the same backward have added to.
     """
     main_grad: Grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
         return main_grad, None
+    if begun is not None:
+        return begun, begun
     grad = torch.zeros_like(parameter)
     return grad, grad
 
