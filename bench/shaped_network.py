@@ -6,7 +6,15 @@
 Idea. A network namespace of its own has a loopback of its own, and a token bucket on it makes transfers cost
 time but no processor. Inside, `set_rate` changes the rate, for instance after compute has been measured.
 
-Contract. The namespace belongs to the command's process tree and ends with it, also when it is killed:
+    with switched_network() as run:                            # a command in whose namespace is a switch
+        run([...])                                             # there, each rank calls join_switch(rank, 60)
+
+A loopback is one wire for all ranks: who has its rows early computes while others use the wire, and even a
+blocking exchange overlaps a little. On a cluster each host has a link of its own that nobody else can use:
+`join_switch` gives a rank a namespace of its own and a cable to the switch, with the same rate in each
+direction.
+
+Contract. A namespace belongs to the command's process tree and ends with it, also when it is killed:
 nothing is left behind and no other process sees the wire. Needs root and iproute2; where they are missing,
 `shaped_network` says so and exits with status 2.
 
@@ -14,13 +22,15 @@ Hazards. At most 250 mbit: above that a core is busy with packets, and communica
 bucket holds 32 kB: a deeper one refills during compute and gives away the next transfer for nothing. Packets
 are nearly as large as it may hold: each of them wakes a thread of gloo, which takes the core from a rank that
 computes, and with packets of 9 kB those switches alone cost a tenth of compute. Both
-directions share the loopback's queue: two ranks that send at once each see half of the rate.
+directions share the loopback's queue: two ranks that send at once each see half of the rate. Cables have
+Reno's congestion control, which every kernel has, so that the bed is the same on every machine.
 
 Run alone it measures the wire.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import socket
@@ -33,16 +43,19 @@ from contextlib import contextmanager
 
 MAX_MBIT = 250.0
 MTU = 32000
+CABLE_MTU = 9000
 BURST = "32kb"
+SWITCH = "switch0"
+CLONE_NEWNET = 0x40000000
 
 Run = Callable[[Sequence[str]], "subprocess.CompletedProcess[bytes]"]
 
 
 def why_not() -> str | None:
     """What this machine lacks for a shaped network; None where it can have one."""
-    missing = [tool for tool in ("unshare", "ip", "tc") if shutil.which(tool) is None]
+    missing = [tool for tool in ("unshare", "nsenter", "sysctl", "ip", "tc") if shutil.which(tool) is None]
     if missing:
-        return f"a shaped network needs {', '.join(missing)} (util-linux and iproute2); install them"
+        return f"a shaped network needs {', '.join(missing)} (util-linux, procps and iproute2); install them"
     if os.geteuid() != 0:
         return "a shaped network needs root, to make a network namespace; run it with sudo"
     trial = subprocess.run(
@@ -55,8 +68,8 @@ def why_not() -> str | None:
     return None
 
 
-def _tc(verb: str, rate_mbit: float) -> str:
-    return f"tc qdisc {verb} dev lo root tbf rate {rate_mbit:g}mbit burst {BURST} latency 400ms"
+def _tc(verb: str, rate_mbit: float, device: str = "lo") -> str:
+    return f"tc qdisc {verb} dev {device} root tbf rate {rate_mbit:g}mbit burst {BURST} latency 400ms"
 
 
 def _check(rate_mbit: float) -> None:
@@ -71,6 +84,21 @@ def _check(rate_mbit: float) -> None:
 def shaped_network(rate_mbit: float) -> Iterator[Run]:
     """Gives `run`, which runs a command inside the namespace and returns when it has ended."""
     _check(rate_mbit)
+    with _namespace(f"ip link set lo up mtu {MTU} && {_tc('add', rate_mbit)}") as run:
+        yield run
+
+
+@contextmanager
+def switched_network() -> Iterator[Run]:
+    """Gives `run`, as above; in the namespace is a switch without cables."""
+    with _namespace(
+        f"ip link set lo up && ip link add {SWITCH} type bridge && ip link set {SWITCH} up"
+    ) as run:
+        yield run
+
+
+@contextmanager
+def _namespace(set_up: str) -> Iterator[Run]:
     reason = why_not()
     if reason is not None:
         print(reason, file=sys.stderr)
@@ -78,7 +106,7 @@ def shaped_network(rate_mbit: float) -> Iterator[Run]:
     children: list[subprocess.Popen[bytes]] = []
 
     def run(command: Sequence[str]) -> subprocess.CompletedProcess[bytes]:
-        script = f'ip link set lo up mtu {MTU} && {_tc("add", rate_mbit)} && exec "$@"'
+        script = f'{set_up} && exec "$@"'
         child = subprocess.Popen(["unshare", "--net", "sh", "-c", script, "sh", *command])
         children.append(child)
         return subprocess.CompletedProcess(command, child.wait())
@@ -90,6 +118,33 @@ def shaped_network(rate_mbit: float) -> Iterator[Run]:
             if child.poll() is None:
                 child.terminate()
                 child.wait()
+
+
+def join_switch(rank: int, rate_mbit: float) -> None:
+    """In a child of the process that has the switch: move to a namespace of one's own, with a cable to it.
+
+    The cable is made by the side that has the switch (this process' parent) and goes with this process.
+    """
+    _check(rate_mbit)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNET):
+        number = ctypes.get_errno()
+        raise OSError(number, f"no network namespace for rank {rank}: {os.strerror(number)}")
+    card, port = f"card{rank}", f"port{rank}"
+    there = ["nsenter", "--net", "--target", str(os.getppid())]
+    cable = f"{port} mtu {CABLE_MTU} type veth peer name {card} mtu {CABLE_MTU} netns {os.getpid()}"
+    for command in (
+        [*there, *f"ip link add {cable}".split()],
+        [*there, *f"ip link set {port} master {SWITCH} up".split()],
+        [*there, *_tc("add", rate_mbit, port).split()],
+        f"ip addr add 10.77.0.{rank + 1}/24 dev {card}".split(),
+        f"ip link set {card} up".split(),
+        ["ip", "link", "set", "lo", "up"],
+        ["sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno"],
+        _tc("add", rate_mbit, card).split(),
+    ):
+        subprocess.run(command, check=True)
+    os.environ["GLOO_SOCKET_IFNAME"] = card
 
 
 def set_rate(rate_mbit: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -17,6 +18,26 @@ from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
 def test_results_come_back_in_rank_order() -> None:
     results = run_ranks(3, lambda mesh, base: {"value": torch.full((2,), mesh.rank + base)}, 10)
     assert [result["value"].tolist() for result in results] == [[10, 10], [11, 11], [12, 12]]
+
+
+def read_mark(mesh: Mesh) -> tuple[int, str, bool]:
+    return mesh.rank, os.environ["MARK"], "pytest" in sys.modules
+
+
+def mark(rank: int) -> None:
+    os.environ["MARK"] = f"rank {rank}"
+
+
+@pytest.mark.parametrize("parent_uses_cuda", [False, True])
+def test_something_runs_before_a_rank_meets_the_others(
+    monkeypatch: pytest.MonkeyPatch, parent_uses_cuda: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: parent_uses_cuda)
+    found = run_ranks(2, read_mark, before=mark)
+    assert [(rank, text) for rank, text, _ in found] == [(0, "rank 0"), (1, "rank 1")]
+    forked = [inherited for _, _, inherited in found]
+    assert parent_uses_cuda or all(forked), "ranks are forked where that is possible"
+    assert "MARK" not in os.environ
 
 
 def wait_in_vain(mesh: Mesh) -> None:
@@ -39,7 +60,7 @@ def test_a_failing_rank_fails_the_test_with_its_traceback() -> None:
         if mesh.rank == 1:
             raise ValueError("no such luck")
 
-    with pytest.raises(AssertionError, match="ValueError: no such luck"):
+    with pytest.raises(AssertionError, match=r"rank 1:[\s\S]*ValueError: no such luck"):
         run_ranks(2, fail)
 
 

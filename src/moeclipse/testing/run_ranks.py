@@ -1,8 +1,8 @@
 """Run a function on several ranks of this machine and get back what each returns.
 
-Ranks are forked (0.1 s for two; spawning takes seconds), joined by gloo over a file, and watched: at the
-deadline every rank prints its stack and the test fails with all of them. The parent must not have
-started torch threads, so tests keep torch at one thread.
+Ranks are forked (0.1 s for two; spawning takes seconds, and is for parents that use CUDA), joined by gloo
+over a file, and watched: at the deadline every rank prints its stack and the test fails with all of them. The
+parent must not have started torch threads, so tests keep torch at one thread.
 """
 
 from __future__ import annotations
@@ -38,8 +38,12 @@ def run_ranks(
     deadline_s: float = 60.0,
     collective_deadline_s: float = 30.0,
     device: str = "cpu",
+    before: Callable[[int], None] | None = None,
 ) -> list[Any]:
-    """[function(mesh, *args) for each rank]; results are tensors and plain values. Raises any failure."""
+    """[function(mesh, *args) for each rank]; results are tensors and plain values. Raises any failure.
+
+    `before(rank)` runs in each rank's process before it meets the others.
+    """
     outcomes = run_ranks_raw(
         num_ranks,
         function,
@@ -50,11 +54,12 @@ def run_ranks(
         deadline_s=deadline_s,
         collective_deadline_s=collective_deadline_s,
         device=device,
+        before=before,
     )
-    failures = [outcome for outcome in outcomes if not outcome[0]]
+    failures = [f"rank {rank}:\n{what}" for rank, (well, what) in enumerate(outcomes) if not well]
     if failures:
-        raise AssertionError("\n".join(f"rank {outcomes.index(f)}:\n{f[1]}" for f in failures))
-    return [outcome[1] for outcome in outcomes]
+        raise AssertionError("\n".join(failures))
+    return [what for _, what in outcomes]
 
 
 def run_alone(function: Callable[..., Any], *args: Any) -> Any:
@@ -76,14 +81,16 @@ def run_ranks_raw(
     deadline_s: float = 60.0,
     collective_deadline_s: float = 30.0,
     device: str = "cpu",
+    before: Callable[[int], None] | None = None,
 ) -> list[tuple[bool, Any]]:
     """(True, result) or (False, traceback) of each rank; a rank that was killed reports its signal."""
-    context = multiprocessing.get_context("fork")
+    # CUDA that this process has begun to use does not survive a fork: then ranks start from nothing.
+    context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
     with tempfile.TemporaryDirectory() as folder:
         ranks: list[tuple[BaseProcess, Connection]] = []
         for rank in range(num_ranks):
             receiver, sender = context.Pipe(duplex=False)
-            place = (rank, num_ranks, dp, tp, pp, folder, collective_deadline_s, device)
+            place = (rank, num_ranks, dp, tp, pp, folder, collective_deadline_s, device, before)
             process = context.Process(target=_child, args=(place, sender, function, args), daemon=True)
             process.start()
             sender.close()
@@ -92,11 +99,13 @@ def run_ranks_raw(
 
 
 def _child(place: tuple[Any, ...], sender: Connection, function: Callable[..., Any], args: Any) -> None:
-    rank, num_ranks, dp, tp, pp, folder, collective_deadline_s, device = place
+    rank, num_ranks, dp, tp, pp, folder, collective_deadline_s, device, before = place
     stacks = open(Path(folder) / f"stack-{rank}", "w")  # noqa: SIM115  (open for the child's whole life)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
     try:
+        if before is not None:
+            before(rank)
         store = dist.FileStore(str(Path(folder) / "store"), num_ranks)
         where = Place(rank=rank, num_ranks=num_ranks, local_rank=rank, local_ranks=num_ranks)
         watch = start(
