@@ -6,11 +6,13 @@ import json
 import os
 import random
 import re
+import runpy
 import signal
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,14 @@ from moeclipse.comm.all_reduce_table import (
 )
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CommError, ConfigError
-from moeclipse.ops.peer_reduce import add_residual, part_bounds, rms_norm, sum_ranks, sum_ranks_reference
+from moeclipse.ops.peer_reduce import (
+    add_residual,
+    part_bounds,
+    rms_norm,
+    sum_ranks,
+    sum_ranks_reference,
+    tile_of,
+)
 from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -296,7 +305,11 @@ def test_the_table(tmp_path: Path) -> None:
     assert default_choice("NVIDIA H100", 4, True).two_stages_from == 512 << 10
     assert default_choice("NVIDIA H100", 8, True).two_stages_from == 256 << 10
     assert default_choice("NVIDIA H100", 8, False).two_stages_from is None
-    assert default_choice("NVIDIA H100", 8, True, shared=True) == Choice()
+    shared = default_choice("NVIDIA H100", 8, True, shared=True)
+    assert shared == Choice(in_place_from=4 << 20)
+    assert default_choice("NVIDIA H100", 2, True, shared=True) == replace(
+        shared, copied_two_stages_from=8 << 20
+    )
     assert key_of("NVIDIA H100", 8, True, shared=True) == "NVIDIA H100|8 ranks|one device"
     file = tmp_path / "table.json"
     assert choice_for("cpu", 2, True, file) == default_choice("cpu", 2, True)
@@ -308,6 +321,41 @@ def test_the_table(tmp_path: Path) -> None:
         "4 ranks: any size, two stages from 1 KiB (tuned)",
     ]
     assert json.loads(file.read_text())["cpu|2 ranks|linked"]["max_bytes"] == 1 << 20
+
+
+def test_stages_depend_on_whether_inputs_are_copied() -> None:
+    mesh, x = Mesh.single(), torch.ones(256)
+    for choice, eager, captured in (
+        (Choice(), 1, 1),
+        (Choice(two_stages_from=1024), 2, 2),
+        (Choice(copied_two_stages_from=1024), 2, 1),
+        (Choice(two_stages_from=512, copied_two_stages_from=2048), 1, 2),
+    ):
+        reduce = PeerAllReduce(mesh.world, mesh.watch, torch.device("cpu"), None, choice)
+        assert reduce.num_stages(x) == eager
+        reduce._capturing = True
+        assert reduce.num_stages(x) == captured
+
+
+def test_the_bench_writes_what_a_device_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    bench = runpy.run_path(str(Path(__file__).parents[2] / "bench" / "all_reduce.py"))
+
+    def row(size: int, *times: float) -> dict[str, object]:
+        names = ("one stage", "two stages", "one stage, graph", "two stages, graph")
+        where = {"ranks": 2, "size": size, "name": "H", "dtype": "bfloat16"}
+        return where | dict(zip(names, times, strict=True))
+
+    bench["tune_device"]([row(1 << 10, 9, 8, 3, 5), row(1 << 20, 9, 10, 5, 6), row(1 << 24, 42, 37, 24, 29)])
+    found = choice_for("H", 2, True, shared=True)
+    assert found == replace(default_choice("H", 2, True, True), copied_two_stages_from=1 << 24)
+    assert found.two_stages_from is None, "in a graph one stage won at every size"
+
+
+def test_tiles_keep_blocks_busy() -> None:
+    assert [tile_of(n << 10, 64) >> 10 for n in (1, 512, 513, 1024, 1025, 16384)] == [8, 8, 16, 16, 32, 32]
+    assert [tile_of(n << 10, 33) >> 10 for n in (64, 512, 1024)] == [8, 16, 32]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"cpu": {"stages": 1}}', '{"cpu": {"chunk_bytes": "much"}}'])
@@ -403,6 +451,14 @@ def kernels(mesh):
                 kernel(x, out, kind, inputs)
                 x.fill_(99)  # in place: all peers have read it
                 assert torch.equal(out, sum(xs)), (length, kind, inputs)
+    for kind in (1, 2):  # an input that begins in the middle of a vector
+        xs = inputs_of(P, 5001)
+        odd = torch.zeros(5002)[1:].copy_(xs[mesh.rank])
+        assert odd.data_ptr() % 16
+        kernel(odd, out.fill_(7), kind)
+        assert torch.equal(out, sum(xs)), ("odd", kind)
+        kernel(odd, odd, kind)
+        assert torch.equal(odd, sum(xs)), ("odd, in place", kind)
     xs, part = inputs_of(P, 5001), 5001 // P // 16 * 16
     bounds = [rank * part for rank in range(P)] + [5001]
     mine = torch.full((bounds[mesh.rank + 1] - bounds[mesh.rank],), 7.0)
@@ -422,7 +478,8 @@ def kernels(mesh):
     return space.counts.tolist()
 
 torch.set_num_threads(1)
-assert run_ranks(3, kernels) == [[17] * 4] * 3  # 2 x (1 + 2) rounds, in place 2 x (2 + 2), 1, 1 and 1
+# 2 x (1 + 2) rounds, of inputs where they lie 2 x (2 + 2), 2 x (1 + 2), 1, 1 and 1
+assert run_ranks(3, kernels) == [[23] * 4] * 3
 """
 
 

@@ -129,7 +129,9 @@ class PeerAllReduce:
 
     def num_stages(self, x: torch.Tensor) -> int:
         """1 or 2, as the table says for the size of `x`."""
-        start = self.choice.two_stages_from
+        start, copied = self.choice.two_stages_from, self.choice.copied_two_stages_from
+        if copied is not None and not self._capturing:
+            start = copied
         return 1 if start is None or x.nbytes < start else 2
 
     def all_reduce(

@@ -26,6 +26,9 @@ MAX_RANKS = 8
 class Choice:
     two_stages_from: int | None = None
     """Bytes from which two stages are used; None: never."""
+    copied_two_stages_from: int | None = None
+    """The same for inputs that are copied to shared memory first, as all are outside of graphs (CUDA): two
+    stages copy less of them. None: as `two_stages_from`."""
     chunk_bytes: int = 2 * MIB
     """Bytes that go through shared memory at a time (CPU)."""
     max_bytes: int | None = None
@@ -37,14 +40,16 @@ class Choice:
 def default_choice(device: str, num_ranks: int, linked: bool, shared: bool = False) -> Choice:
     """`device` is "cpu" or a device's name; `linked`: every pair of ranks reads each other directly.
 
-    `shared`: ranks run on one device. Reading is as fast for all of them, so a second stage saves nothing.
+    `shared`: ranks run on one device. Reading is as fast for all of them, so a second stage saves nothing
+    where inputs lie.
     """
     if device == "cpu":
         return Choice(two_stages_from=None if num_ranks == 2 else 512 * KIB)
-    # Two ranks spend less on a copy than on the second round that reading in place needs, for long.
-    in_place = 4 * MIB if num_ranks == 2 else 512 * KIB
+    # Two ranks spend less on a copy than on the second round that reading in place needs, for long; so do
+    # more of them on one device, which all read as fast as their own.
+    in_place = 4 * MIB if num_ranks == 2 or shared else 512 * KIB
     if shared:
-        return Choice(in_place_from=in_place)
+        return Choice(in_place_from=in_place, copied_two_stages_from=8 * MIB if num_ranks == 2 else None)
     if not linked or num_ranks == 2:
         return Choice(max_bytes=8 * MIB, in_place_from=in_place)
     start = 512 * KIB if num_ranks <= 4 else 256 * KIB

@@ -36,9 +36,9 @@ from moeclipse.comm.peer_register import SharedInputs
 from moeclipse.core.errors import CommError
 from moeclipse.ops.peer_reduce import (
     GATHER,
-    LARGE_BYTES,
     ONE,
     SCATTER,
+    TILES,
     TWO,
     AllReduceKernel,
     Launcher,
@@ -170,7 +170,7 @@ class CudaPlan:
     """A call that was made before, with all but its pointers known. None where it does not apply."""
 
     def __init__(self, owner: CudaReducer, last: tuple[Launcher, int, int, int]) -> None:
-        self._owner, self._device = owner, owner.device.index
+        self._owner, self._device, self._seen = owner, owner.device.index, owner.seen
         launcher, *numbers = last
         self._repeat = launcher.again(*numbers).repeat
 
@@ -188,7 +188,7 @@ class CudaPlan:
         ):
             return None
         source, target = x.data_ptr(), out.data_ptr()
-        if (source | target) & 15 or owner.seen[0]:
+        if (source | target) & 15 or self._seen[0]:
             return None
         owner.label = label
         self._repeat(source, target)
@@ -203,7 +203,8 @@ class CudaReducer:
         self.index, self.num_ranks, self.area_bytes = group.index, group.size, area_bytes
         device = memory.own.device
         self._status = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # kernels write, the host reads
-        self.seen = self._status.numpy()  # not zero: a kernel gave up waiting
+        as_buffer: Any = self._status.numpy()
+        self.seen = memoryview(as_buffer)  # not zero: a kernel gave up waiting
         self.label = ""
         self.device = device
         self._space = PeerSpace(
@@ -282,28 +283,30 @@ class CudaReducer:
 
     def begin_capture(self, dtypes: Sequence[torch.dtype], in_place_from: int | None) -> None:
         """Collective. Compile what a capture may need, and find out whether inputs can be shared."""
-        device = self._space.table.device
-        # All tilings, in one stage and in two.
-        sizes = [n for n in (4096, LARGE_BYTES, LARGE_BYTES * self.num_ranks) if n <= self.area_bytes]
-        xs = [torch.ones(n // t.itemsize, dtype=t, device=device) for t in dtypes for n in sizes]
-        outs = [torch.empty_like(x) for x in xs]
-        rows: list[torch.Tensor | None] = [None] * len(xs)
-        self._try(xs, outs, rows)
+        shares = [tile * self._space.max_blocks for tile in TILES]  # one for each tile
+        kinds = {ONE: shares, TWO: [share * self.num_ranks for share in shares]}
+        sizes = [(kind, n) for kind, all_n in kinds.items() for n in all_n if n <= self.area_bytes]
+        self._compile(dtypes, sizes, in_place=False)
         if in_place_from is not None:
-            rows = [self.inputs.add(x) for x in xs]
             try:
-                self.inputs.register()
+                self._compile(dtypes, sizes, in_place=True)
             except CommError:  # every rank gets this error, so all of them copy instead
                 self.inputs.forget()
                 return
-            self._try(xs, outs, rows)
         self.in_place_from = in_place_from
 
-    def _try(self, xs: list[torch.Tensor], outs: list[torch.Tensor], rows: list[torch.Tensor | None]) -> None:
-        for x, out, row in zip(xs, outs, rows, strict=True):
-            for kind in (ONE, TWO):
-                self.kernel(x, out, kind, row)
-        torch.cuda.synchronize(self._space.table.device)
+    def _compile(self, dtypes: Sequence[torch.dtype], sizes: list[tuple[int, int]], in_place: bool) -> None:
+        """Call everything once, in all tiles."""
+        device = self._space.table.device
+        calls = [
+            (kind, torch.ones(n // t.itemsize, dtype=t, device=device)) for t in dtypes for kind, n in sizes
+        ]
+        rows = [self.inputs.add(x) if in_place else None for _, x in calls]
+        if in_place:
+            self.inputs.register()
+        for (kind, x), row in zip(calls, rows, strict=True):
+            self.kernel(x, torch.empty_like(x), kind, row)
+        torch.cuda.synchronize(device)
 
     def all_reduce_rms_norm(
         self,

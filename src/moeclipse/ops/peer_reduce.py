@@ -97,21 +97,14 @@ class PeerSpace:
     max_blocks: int
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """How the work of a launch is dealt: bytes that a block handles at a time, and the most blocks."""
-
-    tile_bytes: int
-    blocks: int
+TILES = (8 << 10, 16 << 10, 32 << 10)
+"""Bytes that a block handles at a time. More keep more loads under way, fewer leave work for more blocks."""
 
 
-SMALL, LARGE, LARGE_BYTES = Tiling(8 << 10, 64), Tiling(32 << 10, 64), 4 << 20
-"""Few bytes want many blocks with little to do; many want more loads under way in each thread."""
-
-
-def tiling_of(num_bytes: int) -> Tiling:
-    """For the bytes that a rank adds up: all in one stage, a part of them in two."""
-    return SMALL if num_bytes < LARGE_BYTES else LARGE
+def tile_of(num_bytes: int, blocks: int) -> int:
+    """For the bytes that a rank adds up, all in one stage or a part of them in two: the smallest tile with
+    which a block comes round once, because every turn waits for memory anew."""
+    return next((tile for tile in TILES if tile * blocks >= num_bytes), TILES[-1])
 
 
 ONE, TWO, SCATTER, GATHER = 1, 2, 3, 4
@@ -125,8 +118,8 @@ class AllReduceKernel:
     anew in every call, which takes longer than the kernel.
     """
 
-    def __init__(self, space: PeerSpace, tiling: Callable[[int], Tiling] = tiling_of) -> None:
-        self._space, self._tiling = space, tiling
+    def __init__(self, space: PeerSpace, tile: Callable[[int, int], int] = tile_of) -> None:
+        self._space, self._tile = space, tile
         self._launchers: dict[tuple[object, ...], Launcher] = {}
         self._sizes = (space.area_bytes, space.head_bytes, space.limit_us, space.rank, space.max_blocks)
         self.last: tuple[Launcher, int, int, int] | None = None
@@ -140,9 +133,8 @@ class AllReduceKernel:
         length = out.numel() if kind == GATHER else x.numel()
         part = length // space.num_ranks // 16 * 16  # parts begin on whole vectors
         share = length if kind == ONE else part
-        tiling = self._tiling(share * dtype.itemsize)
-        block = tiling.tile_bytes // dtype.itemsize
-        blocks = max(1, min(space.max_blocks, tiling.blocks, -(-share // block)))
+        block = self._tile(share * dtype.itemsize, space.max_blocks) // dtype.itemsize
+        blocks = max(1, min(space.max_blocks, -(-share // block)))
         from_x, to_out = x.data_ptr(), out.data_ptr()
         # What Triton compiles anew for: see the arguments that differ between calls.
         key = (dtype, kind, inputs is None, block, from_x % 16, to_out % 16)
@@ -156,7 +148,7 @@ class AllReduceKernel:
 
         row_of = space.table if inputs is None else inputs
         values = (x, out, row_of, space.table, space.counts, space.status, length, part, *self._sizes)
-        constants = (space.num_ranks, kind, inputs is not None, block)
+        constants = (space.num_ranks, kind, inputs is not None, from_x % 16 == 0, block)
         compiled = peer_reduce.all_reduce[(blocks, 1, 1)](*values, *constants, num_warps=16)
         if compiled is not None:  # None: the interpreter compiles nothing
             plain = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values]
@@ -202,6 +194,7 @@ class Launcher:
         function, config = ctypes.c_void_p(compiled.function), ctypes.byref(self._config)
         self._fixed = (config, function, self._arguments, None)
         self._stream_of = torch._C._cuda_getCurrentRawStream
+        self._stream = 0  # as `_config` has it
 
     def again(self, blocks: int, length: int, part: int) -> Launcher:
         """A launcher of its own for calls of one length: `repeat` writes two pointers and nothing else."""
@@ -218,7 +211,9 @@ class Launcher:
 
     def repeat(self, x: int, out: int) -> None:
         self._x.value, self._out.value = x, out
-        self._config.stream = self._stream_of(self._device)
+        stream = self._stream_of(self._device)
+        if stream != self._stream:
+            self._config.stream = self._stream = stream
         code = self._call(*self._fixed)
         if code:
             raise RuntimeError(f"the all-reduce kernel could not be launched: CUDA driver error {code}")

@@ -99,23 +99,34 @@ def copy_part(source, target, start, stop, block, grid, BLOCK: tl.constexpr):
     for tile in range(block, full, grid):
         place = start + tile * BLOCK + lane
         tl.store(target + place, tl.load(source + place, cache_modifier=".cg"))
-    if full % grid == block:
+    if (full % grid == block) & (start + full * BLOCK < stop):
         place = start + full * BLOCK + lane
         inside = place < stop
         tl.store(target + place, tl.load(source + place, mask=inside, cache_modifier=".cg"), mask=inside)
 
 
 @triton.jit
+def own_or_area_of(x, rank, table, peer, number, area_bytes, head_bytes):
+    """A peer's area, but this rank's own input where it lies, on whole vectors."""
+    area = tl.load(table + peer) + head_bytes + (number & 1).to(tl.int64) * area_bytes
+    place = tl.where(peer == rank, x.to(tl.int64), area)
+    return tl.multiple_of(place.to(tl.pointer_type(x.dtype.element_ty)), 16)
+
+
+@triton.jit
 def sum_tile(
-    table, inputs, number, area_bytes, head_bytes, like, place, inside,
-    W: tl.constexpr, IN_PLACE: tl.constexpr, MASKED: tl.constexpr,
+    x, rank, table, inputs, number, area_bytes, head_bytes, place, inside,
+    W: tl.constexpr, IN_PLACE: tl.constexpr, OWN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    """OWN: this rank's input is read where it lies."""
     total = tl.zeros(place.shape, dtype=tl.float32)
     for peer in tl.static_range(W):
         if IN_PLACE:
-            shown = input_of(inputs, peer, like)
+            shown = input_of(inputs, peer, x)
+        elif OWN:
+            shown = own_or_area_of(x, rank, table, peer, number, area_bytes, head_bytes)
         else:
-            shown = area_of(table, peer, number, area_bytes, head_bytes, like)
+            shown = area_of(table, peer, number, area_bytes, head_bytes, x)
         if MASKED:
             value = tl.load(shown + place, mask=inside, other=0.0, cache_modifier=".cg")
         else:
@@ -126,25 +137,29 @@ def sum_tile(
 
 @triton.jit
 def sum_part(
-    table, inputs, number, area_bytes, head_bytes, target, start, stop, block, grid,
-    W: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
+    x, rank, table, inputs, number, area_bytes, head_bytes, target, copy, start, stop, block, grid,
+    W: tl.constexpr, IN_PLACE: tl.constexpr, OWN: tl.constexpr, TWICE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """target[start:stop] = sum over ranks, in rank order, of what they show there."""
+    """target[start:stop], and with TWICE copy[start:stop], = sum over ranks, in order, of what they show."""
     lane = tl.arange(0, BLOCK)
     full = (stop - start) // BLOCK
     for tile in range(block, full, grid):
         place = start + tile * BLOCK + lane
         total = sum_tile(
-            table, inputs, number, area_bytes, head_bytes, target, place, place >= 0, W, IN_PLACE, False
-        )
-        tl.store(target + place, total.to(target.dtype.element_ty))
-    if full % grid == block:
+            x, rank, table, inputs, number, area_bytes, head_bytes, place, place >= 0, W, IN_PLACE, OWN, False
+        ).to(target.dtype.element_ty)
+        tl.store(target + place, total)
+        if TWICE:
+            tl.store(copy + place, total)
+    if (full % grid == block) & (start + full * BLOCK < stop):
         place = start + full * BLOCK + lane
         inside = place < stop
         total = sum_tile(
-            table, inputs, number, area_bytes, head_bytes, target, place, inside, W, IN_PLACE, True
-        )
-        tl.store(target + place, total.to(target.dtype.element_ty), mask=inside)
+            x, rank, table, inputs, number, area_bytes, head_bytes, place, inside, W, IN_PLACE, OWN, True
+        ).to(target.dtype.element_ty)
+        tl.store(target + place, total, mask=inside)
+        if TWICE:
+            tl.store(copy + place, total, mask=inside)
 
 
 @triton.jit
@@ -162,7 +177,10 @@ def reduce_in_one(
         mine = area_of(table, rank, number, area_bytes, head_bytes, x)
         copy_part(x, mine, 0, length, block, grid, BLOCK)
     post_and_wait(table, status, block, number, limit_us, rank, W)
-    sum_part(table, inputs, number, area_bytes, head_bytes, out, 0, length, block, grid, W, IN_PLACE, BLOCK)
+    sum_part(
+        x, rank, table, inputs, number, area_bytes, head_bytes, out, out, 0, length, block, grid,
+        W, IN_PLACE, False, False, BLOCK,
+    )  # fmt: skip
     if IN_PLACE:
         number += 1
         post_and_wait(table, status, block, number, limit_us, rank, W)
@@ -171,30 +189,33 @@ def reduce_in_one(
 
 @triton.jit
 def scatter(
-    x, target, inputs, table, status, number, length, part, area_bytes, head_bytes, limit_us, rank, block,
-    grid, W: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
+    x, target, copy, inputs, table, status, number, length, part, area_bytes, head_bytes, limit_us, rank,
+    block, grid, W: tl.constexpr, IN_PLACE: tl.constexpr, OWN: tl.constexpr, TWICE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """target[this rank's part] = the sum over ranks of that part."""
+    """target[this rank's part] = the sum over ranks of that part. OWN: nobody else reads this rank's part of
+    its input, so it is not copied."""
     if not IN_PLACE:
         mine = area_of(table, rank, number, area_bytes, head_bytes, x)
-        for peer in tl.static_range(W):
+        for step in tl.static_range(1 if OWN else 0, W):
+            peer = (rank + step) % W
             copy_part(x, mine, peer * part, part_end(peer, part, length, W), block, grid, BLOCK)
     post_and_wait(table, status, block, number, limit_us, rank, W)
     stop = part_end(rank, part, length, W)
     sum_part(
-        table, inputs, number, area_bytes, head_bytes, target, rank * part, stop, block, grid,
-        W, IN_PLACE, BLOCK,
+        x, rank, table, inputs, number, area_bytes, head_bytes, target, copy, rank * part, stop, block, grid,
+        W, IN_PLACE, OWN, TWICE, BLOCK,
     )  # fmt: skip
 
 
 @triton.jit
 def collect(
     out, table, status, number, length, part, area_bytes, head_bytes, limit_us, rank, block, grid,
-    W: tl.constexpr, BLOCK: tl.constexpr,
+    W: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """out = the parts that all ranks show in this round, from this rank's own on."""
+    """out = the parts that all ranks show in this round, from this rank's own on; FIRST 1: it is there."""
     post_and_wait(table, status, block, number, limit_us, rank, W)
-    for step in tl.static_range(W):
+    for step in tl.static_range(FIRST, W):
         peer = (rank + step) % W
         shown = area_of(table, peer, number, area_bytes, head_bytes, out)
         copy_part(shown, out, peer * part, part_end(peer, part, length, W), block, grid, BLOCK)
@@ -206,10 +227,10 @@ def collect(
 def all_reduce(
     x, out, inputs, table, counts, status,
     length, part, area_bytes, head_bytes, limit_us, rank, max_blocks,
-    W: tl.constexpr, KIND: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
+    W: tl.constexpr, KIND: tl.constexpr, IN_PLACE: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out = sum over ranks of x, in one stage or two; or one of the two stages: this rank's part of the sum,
-    or all ranks' parts together. `part` is a multiple of 16 elements."""
+    or all ranks' parts together. `part` is a multiple of 16 elements. OWN: x begins on a whole vector."""
     block, grid = tl.program_id(0), tl.num_programs(0)
     number = tl.load(counts + block) + 1
     part = part // 16 * 16  # tells the compiler that parts begin on whole vectors
@@ -231,15 +252,15 @@ def all_reduce(
             if KIND == TWO:
                 reduced = area_of(table, rank, number + 1, area_bytes, head_bytes, x)
             scatter(
-                x, reduced, inputs, table, status, number, length, part, area_bytes, head_bytes, limit_us,
-                rank, block, grid, W, IN_PLACE, BLOCK,
+                x, reduced, out, inputs, table, status, number, length, part, area_bytes, head_bytes,
+                limit_us, rank, block, grid, W, IN_PLACE, OWN, KIND == TWO, BLOCK,
             )  # fmt: skip
             if KIND == TWO:
                 number += 1
         if (KIND == TWO) | (KIND == GATHER):
             collect(
                 out, table, status, number, length, part, area_bytes, head_bytes, limit_us,
-                rank, block, grid, W, BLOCK,
+                rank, block, grid, W, BLOCK, 1 if KIND == TWO else 0,
             )  # fmt: skip
         count_rounds(counts, block, grid, number, max_blocks)
     else:
@@ -265,7 +286,9 @@ def all_reduce_rms_norm(
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     for row in range(block, T, grid):
         place = row * D + column
-        total = sum_tile(table, table, number, area_bytes, head_bytes, x, place, inside, W, False, True)
+        total = sum_tile(
+            x, rank, table, table, number, area_bytes, head_bytes, place, inside, W, False, False, True
+        )
         total += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
         rounded = total.to(h.dtype.element_ty)
         tl.store(h + place, rounded, mask=inside)
