@@ -452,7 +452,7 @@ def kernels(mesh):
                 x.fill_(99)  # in place: all peers have read it
                 assert torch.equal(out, sum(xs)), (length, kind, inputs)
     for kind in (1, 2):  # an input that begins in the middle of a vector
-        xs = inputs_of(P, 5001)
+        xs = [(kind + 2) * x for x in inputs_of(P, 5001)]  # areas still hold what was there before
         odd = torch.zeros(5002)[1:].copy_(xs[mesh.rank])
         assert odd.data_ptr() % 16
         kernel(odd, out.fill_(7), kind)
