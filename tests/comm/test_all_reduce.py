@@ -323,6 +323,33 @@ def test_the_table(tmp_path: Path) -> None:
     assert json.loads(file.read_text())["cpu|2 ranks|linked"]["max_bytes"] == 1 << 20
 
 
+def mixed(mesh: Mesh) -> int:
+    """Odd calls of odd ranks have an input that no plan serves; chunks are the same all the same."""
+    checked = 0
+    choice = Choice(chunk_bytes=4096)
+    with PeerAllReduce.open(mesh.world, mesh.watch, choice=choice) as reduce:
+        for dtype in (torch.float32, torch.bfloat16):
+            for length in (700, 1024, 5000, 8192):
+                for turn in range(4):
+                    parts = [
+                        torch.arange(length).remainder(5 + rank + turn).to(dtype)
+                        for rank in range(mesh.num_ranks)
+                    ]
+                    x, expected = parts[mesh.rank], sum_ranks_reference(parts)
+                    if turn % 2 and mesh.rank % 2:
+                        x = torch.stack([x, x], dim=1)[:, 0]
+                    out = x if turn == 2 else None
+                    assert torch.equal(reduce.all_reduce(x, out=out), expected)
+                    checked += 1
+        assert len(reduce._plans) == 8
+    return checked
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_plans_and_other_calls_meet_in_every_chunk(num_ranks: int) -> None:
+    assert run_ranks(num_ranks, mixed) == [32] * num_ranks
+
+
 def test_stages_depend_on_whether_inputs_are_copied() -> None:
     mesh, x = Mesh.single(), torch.ones(256)
     for choice, eager, captured in (

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,7 +130,10 @@ def test_who_comes_first_does_not_wait_and_who_comes_later_writes_where_rows_bel
 
 def crowded_out(mesh: Mesh) -> bool:
     """There is room for the rings alone."""
-    with PeerExchange.open(mesh.experts, mesh.watch, arena_bytes=1 << 50) as exchange:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=20 << 20, f_frsize=1))
+        exchange = PeerExchange.open(mesh.experts, mesh.watch)
+    with exchange:
         rows = torch.ones(1 << 16, 2)
         got = exchange.all_to_all(mesh.a2a, mesh.experts, rows, [1 << 15] * 2, [1 << 15] * 2, "test")
         assert torch.equal(got.get(), rows)

@@ -44,7 +44,9 @@ def default_choice(device: str, num_ranks: int, linked: bool, shared: bool = Fal
     where inputs lie.
     """
     if device == "cpu":
-        return Choice(two_stages_from=None if num_ranks == 2 else 512 * KIB)
+        if num_ranks == 2:
+            return Choice(chunk_bytes=512 * KIB)  # two areas of both ranks stay in a cache of 2 MiB
+        return Choice(two_stages_from=512 * KIB)
     # Two ranks spend less on a copy than on the second round that reading in place needs, for long; so do
     # more of them on one device, which all read as fast as their own.
     in_place = 4 * MIB if num_ranks == 2 or shared else 512 * KIB

@@ -143,33 +143,52 @@ def _spoken(code: int) -> str:
 class OneStagePlan:
     """One stage for one length and dtype, with everything looked up beforehand.
 
-    For tensors of some kilobytes looking up is most of the work; numpy's calls cost half of torch's.
+    For tensors of some kilobytes looking up is most of the work; numpy's calls cost half of torch's. Longer
+    ones go in chunks, the same as without a plan: a rank that has one meets peers that have none.
     """
 
-    def __init__(self, rounds: PeerRounds, dtype: torch.dtype, length: int) -> None:
-        self._rounds, self._num_bytes = rounds, length * dtype.itemsize
-        self._code = rounds.code_of(0, dtype, length)
-        n, me, view = rounds.num_ranks, rounds.index, rounds.memory.view
+    def __init__(self, rounds: PeerRounds, dtype: torch.dtype, length: int, chunk: int) -> None:
+        self._rounds, self._length, self._chunk = rounds, length, chunk
+        self._itemsize, self._code = dtype.itemsize, rounds.code_of(0, dtype, length)
+        n, me, view, most = rounds.num_ranks, rounds.index, rounds.memory.view, min(length, chunk)
         areas = [
-            [view(peer, dtype, parity * rounds.area_bytes, length) for peer in range(n)] for parity in (0, 1)
+            [view(peer, dtype, parity * rounds.area_bytes, most) for peer in range(n)] for parity in (0, 1)
         ]
         self._addresses = [parts[me].data_ptr() for parts in areas]
         self._areas, self._numpy = areas, n == 2 and dtype in (torch.float32, torch.float64)
         self._theirs: list[Any] = [parts[1 - me].numpy() for parts in areas] if self._numpy else []
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor, label: str) -> None:
-        rounds = self._rounds
-        parity = rounds.number % 2
-        memmove(self._addresses[parity], x.data_ptr(), self._num_bytes)
-        rounds.exchange(self._code, label)
         if x.dim() != 1:
             x, out = x.view(-1), out.view(-1)
-        if self._numpy:  # a + b = b + a to the bit
-            np.add(x.numpy(), self._theirs[parity], out=out.numpy())
+        if self._length <= self._chunk:
+            parity = self._rounds.number % 2
+            memmove(self._addresses[parity], x.data_ptr(), self._length * self._itemsize)
+            self._rounds.exchange(self._code, label)
+            self._add(x, out, parity)
             return
-        parts = list(self._areas[parity])
-        if rounds.num_ranks == 2:
-            parts[rounds.index] = x
+        for start in range(0, self._length, self._chunk):
+            self._one_chunk(x, out, start, label)
+
+    def _one_chunk(self, x: torch.Tensor, out: torch.Tensor, start: int, label: str) -> None:
+        rounds, stop = self._rounds, min(start + self._chunk, self._length)
+        parity = rounds.number % 2
+        size = self._itemsize
+        memmove(self._addresses[parity], x.data_ptr() + start * size, (stop - start) * size)
+        if start:
+            rounds.meet(label)
+        else:
+            rounds.exchange(self._code, label)
+        self._add(x[start:stop], out[start:stop], parity)
+
+    def _add(self, x: torch.Tensor, out: torch.Tensor, parity: int) -> None:
+        count = x.numel()
+        if self._numpy:  # a + b = b + a to the bit
+            np.add(x.numpy(), self._theirs[parity][:count], out=out.numpy())
+            return
+        parts = [part[:count] for part in self._areas[parity]]
+        if self._rounds.num_ranks == 2:
+            parts[self._rounds.index] = x
         sum_ranks(parts, out)
 
 
@@ -190,10 +209,10 @@ class CpuReducer:
         return self._rounds.arrived
 
     def plan(self, dtype: torch.dtype, length: int, chunk_bytes: int) -> OneStagePlan | None:
-        """For repeated calls in one stage; None where they go in chunks."""
-        if not 0 < length <= self._elements(chunk_bytes, dtype):
+        """For repeated calls in one stage."""
+        if length == 0:
             return None
-        return OneStagePlan(self._rounds, dtype, length)
+        return OneStagePlan(self._rounds, dtype, length, self._elements(chunk_bytes, dtype))
 
     def all_reduce(
         self, x: torch.Tensor, out: torch.Tensor, two_stages: bool, chunk_bytes: int, label: str
