@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from moeclipse.ops.combine import gather_sum, gather_sum_reference
 from moeclipse.ops.routed_experts import routed_experts, routed_experts_reference
 from moeclipse.ops.routing_metadata import group_rows, group_rows_reference
 from moeclipse.ops.topk_softmax import topk_softmax, topk_softmax_reference
-from moeclipse.ops.tuning import Tile, has_warpgroups
-from moeclipse.ops.wgrad import dense_wgrad, grouped_wgrad, grouped_wgrad_kernel, grouped_wgrad_reference
+from moeclipse.ops.tuning import TABLE, Tile, has_warpgroups
+from moeclipse.ops.wgrad import dense_wgrad, grouped_wgrad_kernel, grouped_wgrad_reference
 
 # Counted through NVML: asking CUDA itself here would spoil forked ranks.
 HAS_GPU = torch.cuda.device_count() > 0
@@ -124,8 +124,11 @@ def test_grouping_equals_sorting(case: Case) -> None:
 
 @pytest.mark.parametrize("gather", ["dy", "x", "none"])
 @pytest.mark.parametrize("accumulate", [True, False])
-def test_wgrad_of_ragged_groups(gather: str, accumulate: bool) -> None:
+@pytest.mark.parametrize("divided", [True, False])
+def test_wgrad_of_ragged_groups(gather: str, accumulate: bool, divided: bool) -> None:
     torch.manual_seed(1)
+    line = ("wgrad" if gather == "none" else f"wgrad_{gather}") + (", add" if accumulate else "")
+    tile = None if divided else TABLE[line]  # which all warps compute in turn, everywhere
     counts = torch.tensor([130, 0, 1, 64, 0, 517])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).to("cuda", torch.int32)
     rows, room = int(counts.sum()), int(counts.sum()) + 40
@@ -139,7 +142,7 @@ def test_wgrad_of_ragged_groups(gather: str, accumulate: bool) -> None:
     for tensor, gathered in ((dy, gather == "dy"), (x, gather == "x")):
         if not gathered:
             tensor[rows:] = float("nan")
-    grouped_wgrad(dy, x, offsets, into, accumulate=accumulate, **options)
+    grouped_wgrad_kernel(dy, x, offsets, into, accumulate=accumulate, tile=tile, **options)
     assert error(into, expected) < 1e-5
 
 
@@ -174,6 +177,52 @@ def test_wgrad_by_warpgroups(name: str, dtype: torch.dtype, into_dtype: torch.dt
                 if into is sums[0]:
                     grouped_wgrad_reference(dy.double(), x.double(), offsets, expected, accumulate=accumulate)
         assert error(sums[0], expected) < (3e-5 if accumulate else 6e-3)
+        assert all(torch.equal(sums[0], other) for other in sums[1:])
+
+
+GATHERED = {
+    "wide": Tile(stages=4, split=8, staging=2, stagger=900),
+    "tall": Tile(m=256, n=128, k=32, stages=8, split=4, staging=2),
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+@pytest.mark.parametrize("gather", ["dy", "x"])
+@pytest.mark.parametrize(
+    ("dtype", "into_dtype", "accumulate"),
+    [
+        (torch.bfloat16, torch.float32, True),
+        (torch.float16, torch.float32, False),
+        (torch.bfloat16, torch.bfloat16, False),
+    ],
+)
+def test_gathered_wgrad_by_warpgroups(
+    name: str, gather: str, dtype: torch.dtype, into_dtype: torch.dtype, accumulate: bool
+) -> None:
+    if not has_warpgroups(torch.device("cuda", torch.cuda.current_device())):
+        pytest.skip("needs Hopper and Gluon")
+    torch.manual_seed(4)
+    counts = torch.tensor([0, 130, 0, 0, 1, 64, 0, 517, 63, 256, 257, 0, 2048, 5, 1024, 0])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).to("cuda", torch.int32)
+    rows, wide = int(counts.sum()), into_dtype == torch.float32
+    tile = GATHERED[name] if wide else replace(GATHERED[name], split=GATHERED[name].split // 2)
+    # Nobody may look at places past the last group, nor at rows that no place names.
+    index = torch.randint(rows // 3, (rows + 40,), device="cuda", dtype=torch.int32)
+    index[rows:] = 1 << 30
+    for n, d in ((136, 264), (640, 1536)):
+        dy = torch.randn(rows + 40, n, device="cuda").to(dtype)
+        x = torch.randn(rows + 40, d, device="cuda").to(dtype)
+        for tensor, named in ((dy, gather == "dy"), (x, gather == "x")):
+            tensor[rows // 3 if named else rows :] = float("nan")
+        before = torch.randn(len(counts), n, d, device="cuda").to(into_dtype)
+        expected, options = before.double(), {f"{gather}_index_M": index, "accumulate": accumulate}
+        sums = [before.clone() for _ in range(3)]
+        for into in sums:
+            for _ in range(2):  # adding twice, or writing over what is there
+                grouped_wgrad_kernel(dy, x, offsets, into, tile=tile, **options)
+                if into is sums[0]:
+                    grouped_wgrad_reference(dy.double(), x.double(), offsets, expected, **options)
+        assert error(sums[0], expected) < (3e-5 if wide else 6e-3)
         assert all(torch.equal(sums[0], other) for other in sums[1:])
 
 

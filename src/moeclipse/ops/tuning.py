@@ -42,8 +42,8 @@ class Tile:
     stagger: int = 0
     """Programs begin spread over one tile, whose steps take about this many nanoseconds; 0: together."""
     staging: int = 0
-    """Weight gradients of rows in order, on Hopper: one warp loads, each half of a tile is written through so
-    many buffers of n / split columns, a divisor of `split`; 0: all warps do everything in turn."""
+    """Weight gradients on Hopper: some warps only load, and each half of a tile is written through so many
+    buffers of 64 x n / split elements, a divisor of its pieces; 0: all warps do everything in turn."""
 
 
 TABLE = {
@@ -63,9 +63,6 @@ TABLE = {
     "wgrad": Tile(stages=4, split=4, flatten=True),
     "wgrad, add": Tile(stages=4, split=4, flatten=True, stagger=900),
     "wgrad, add, huge": Tile(stages=4, split=4, flatten=True, stagger=700),
-    # The same where warps divide the work.
-    "wgrad_roles": Tile(stages=4, split=4, staging=2, stagger=900),
-    "wgrad_roles, add": Tile(k=32, stages=8, split=8, staging=2, stagger=450),
     "wgrad_dy": Tile(stages=5, split=4, stagger=800),
     "wgrad_dy, small": Tile(stages=5, split=4),
     "wgrad_dy, add": Tile(stages=5, split=4, stagger=1100),
@@ -77,6 +74,13 @@ TABLE = {
     "wgrad_dy, add, huge": Tile(stages=4, split=4, ahead=True, stagger=800),
     "wgrad_x, huge": Tile(stages=4, split=4, swap=True, ahead=True),
     "wgrad_x, add, huge": Tile(stages=4, split=4, swap=True, ahead=True, stagger=800),
+    # The same where warps divide the work.
+    "wgrad_roles": Tile(stages=4, split=4, staging=2, stagger=900),
+    "wgrad_roles, add": Tile(k=32, stages=8, split=8, staging=2, stagger=450),
+    "wgrad_roles_dy": Tile(stages=4, split=4, staging=2, stagger=450),
+    "wgrad_roles_dy, add": Tile(stages=4, split=8, staging=2, stagger=900),
+    "wgrad_roles_x": Tile(m=256, n=128, stages=4, split=2, staging=2),
+    "wgrad_roles_x, add": Tile(stages=4, split=8, staging=2, stagger=900),
 }
 CLASSES = (("huge", 8192), ("wide", 4096), ("medium", 2048), ("small", 0))
 SHARED_MEMORY = 227 * 1024

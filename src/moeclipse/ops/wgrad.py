@@ -118,13 +118,13 @@ def grouped_wgrad_kernel(
 
     num_experts, N, D = into_END.shape
     gather_dy, gather_x = dy_index_M is not None, x_index_M is not None
-    in_order = "wgrad_roles" if has_warpgroups(dy_MN.device) else "wgrad"
-    kind = "wgrad_x" if gather_x else "wgrad_dy" if gather_dy else in_order
+    roles = has_warpgroups(dy_MN.device) and not (gather_dy and gather_x)
+    kind = ("wgrad_roles" if roles else "wgrad") + ("_x" if gather_x else "_dy" if gather_dy else "")
     # Overwritten fp32 sums take as much room on their way as those that are added.
-    wide = accumulate or (kind == "wgrad_roles" and into_END.dtype == torch.float32)
+    wide = accumulate or (roles and into_END.dtype == torch.float32)
     tile = tile or tile_for(f"{kind}, add" if wide else kind, dy_MN.device, N, D)
-    if tile.staging and kind == "wgrad_roles":
-        _by_warpgroups(dy_MN, x_MD, offsets_E1, into_END, accumulate, tile)
+    if tile.staging and roles:
+        _by_warpgroups(dy_MN, x_MD, offsets_E1, into_END, dy_index_M, x_index_M, accumulate, tile)
         return
     wide_dy, wide_x = (tile.n, tile.m) if tile.swap else (tile.m, tile.n)
     dy = dy_MN if gather_dy else create_ragged_descriptor(dy_MN, [tile.k, wide_dy])
@@ -151,10 +151,12 @@ def _by_warpgroups(
     x_MD: torch.Tensor,
     offsets_E1: torch.Tensor,
     into_END: torch.Tensor,
+    dy_index_M: torch.Tensor | None,
+    x_index_M: torch.Tensor | None,
     accumulate: bool,
     tile: Tile,
 ) -> None:
-    """The kernel whose warps divide the work; rows in order only."""
+    """The kernel whose warps divide the work; one operand may be gathered."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     from triton.tools.ragged_tma import create_ragged_descriptor
@@ -162,20 +164,23 @@ def _by_warpgroups(
     from moeclipse.ops.triton import wgrad_gluon
 
     num_experts, N, D = into_END.shape
-    half, piece = tile.m // 2, tile.n // tile.split
 
     def ragged(rows: torch.Tensor, width: int) -> TensorDescriptor:
         plain = create_ragged_descriptor(rows, [tile.k, width])
         layout = NVMMASharedLayout(128, 16, rank=4)
         return TensorDescriptor(rows, plain.shape, plain.strides, plain.block_shape, layout)
 
-    size = into_END.itemsize
+    gather_dy, gather_x = dy_index_M is not None, x_index_M is not None
+    gathered = dy_MN if gather_dy else x_MD
+    size, piece = into_END.itemsize, tile.n // tile.split
     layout = NVMMASharedLayout(min(128, piece * size), 8 * size, rank=3)
     num_tiles = num_experts * -(-N // tile.m) * -(-D // tile.n)
     programs = num_programs(tile, dy_MN.device)
     wgrad_gluon.grouped_wgrad[(programs,)](
-        ragged(dy_MN, half), ragged(x_MD, tile.n),
-        TensorDescriptor.from_tensor(into_END, [1, half, piece], layout), offsets_E1, num_experts, N, D,
-        ADD=accumulate, GROUP=tile.group, STAGGER=delay(tile, dy_MN.device, num_tiles), PROGRAMS=programs,
+        dy_MN if gather_dy else ragged(dy_MN, tile.m // 2), x_MD if gather_x else ragged(x_MD, tile.n),
+        dy_index_M if gather_dy else x_index_M, gathered.stride(0) // 8,
+        TensorDescriptor.from_tensor(into_END, [1, 64, piece], layout), offsets_E1, num_experts, N, D,
+        GATHER="dy" if gather_dy else "x" if gather_x else "none", ADD=accumulate, GROUP=tile.group,
+        STAGGER=delay(tile, dy_MN.device, num_tiles), PROGRAMS=programs,
         BM=tile.m, BN=tile.n, BK=tile.k, STAGES=tile.stages, BUFFERS=tile.staging, num_warps=4,
     )  # fmt: skip
