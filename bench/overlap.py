@@ -301,6 +301,8 @@ def measure(mesh: Mesh, bed: Bed, repeats: int) -> dict[str, Any]:
     if bed.device != "cpu":
         torch.cuda.set_device(mesh.device)
         return {"even": measure_even(mesh, bed, repeats), "skewed": None}
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        mesh.hosts = tuple(range(mesh.num_ranks))  # each rank has a cable of its own, as hosts have
     keep_memory()
     return {"even": measure_even(mesh, bed, repeats), "skewed": measure_skewed(mesh, bed, repeats)}
 

@@ -66,6 +66,7 @@ def test_lent_gradients_reach_main_grad() -> None:
 
 
 SLOW_EXPERTS = Probe(
+    link=1e9,
     row_forward=1e-4,
     row_backward=2e-4,
     kernel=1e-5,

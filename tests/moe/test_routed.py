@@ -9,14 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_layer import GATES, gradients, make, parity
+from test_layer import GATES, compare, gradients, make, parity, run
 
 from moeclipse.balance.placement import even_bounds
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.dispatch import chunk_of, concatenated
 from moeclipse.tensor.weight_grad import attach
-from moeclipse.testing.run_ranks import run_ranks
+from moeclipse.testing.run_ranks import run_alone, run_ranks
 
 SIZES = [5, 0, 9, 4, 3, 7, 1, 6]
 
@@ -45,6 +45,21 @@ def test_experts_per_rank(per_rank: int) -> None:
     more = smart(chunks=3)
     parity(GateConfig(top_k=2), 1, 4, num_experts=4 * per_rank, more=more)
     parity(GateConfig(top_k=2), 2, 2, num_experts=2 * per_rank, more=more)
+
+
+def run_far(mesh: Mesh, *args: Any) -> dict:
+    mesh.hosts = tuple(range(mesh.num_ranks))  # rows then go by courier
+    found = run(mesh, *args)
+    assert mesh.a2a._couriers, "nothing went by courier"
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["smart", "blocking"])
+def test_every_rank_on_a_host_of_its_own(schedule: str) -> None:
+    more = {"exchange": {"schedule": schedule, **({"chunks": 2} if schedule == "smart" else {})}}
+    gate, sizes = GateConfig(top_k=2), [5, 0, 9, 4]
+    reference = run_alone(run, gate, 8, 0, [sum(sizes)])
+    compare(run_ranks(4, run_far, gate, 8, 0, sizes, more), reference, 1, 4)
 
 
 def with_weights_last(mesh: Mesh, late: bool, main_grads: bool) -> dict[str, torch.Tensor]:

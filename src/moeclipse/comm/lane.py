@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moeclipse.comm.courier import Courier
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.record import Move, Recorder
 
@@ -82,6 +83,13 @@ class Lane:
         self.name, self.recorder, self.watch = name, recorder, watch
         self.device = device
         self._stream: torch.cuda.Stream | None = None
+        self._couriers: dict[str, Courier] = {}
+
+    def courier(self, group: Group) -> Courier:
+        """Who carries rows between pairs of this group, one after the other."""
+        if group.name not in self._couriers:
+            self._couriers[group.name] = Courier(group)
+        return self._couriers[group.name]
 
     def launch(
         self,

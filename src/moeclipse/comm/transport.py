@@ -4,8 +4,9 @@
     ...                      # compute that does not need them
     rows = result.get()
 
-`TorchTransport` is torch.distributed's all-to-all on a lane; a step of the pair-wise exchange has zero counts
-for all ranks but its own, and empty messages cost next to nothing. Other wires offer the same call.
+`TorchTransport` is torch.distributed's all-to-all on a lane; between hosts that only have gloo, a courier's
+sends and receives (`courier` says why). A step of the pair-wise exchange has zero counts for all ranks but
+one, and empty messages cost next to nothing. Other wires offer the same call.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Protocol
 
 import torch
 
+from moeclipse.comm.courier import Parcel
 from moeclipse.comm.exchange import Result, all_to_all
 from moeclipse.comm.lane import Lane
-from moeclipse.comm.mesh import Group
+from moeclipse.comm.mesh import Group, Mesh
 
 
 class Transport(Protocol):
@@ -35,8 +37,11 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class TorchTransport:
+    """`by_courier`: on all ranks of the group, or on none; rows are on the CPU."""
+
     lane: Lane
     group: Group
+    by_courier: bool = False
 
     def all_to_all(
         self,
@@ -46,4 +51,21 @@ class TorchTransport:
         label: str,
         out: torch.Tensor | None = None,
     ) -> Result:
-        return all_to_all(self.lane, self.group, rows, send_counts, receive_counts, label, out)
+        if not self.by_courier:
+            return all_to_all(self.lane, self.group, rows, send_counts, receive_counts, label, out)
+        rows = rows.detach().contiguous()
+        if out is None:
+            out = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+        leaving, arriving = rows.split(list(send_counts)), out.detach().split(list(receive_counts))
+
+        def start() -> Parcel:
+            return self.lane.courier(self.group).send(leaving, arriving)
+
+        return Result(out, self.lane.launch(self.group, label, start, (out, rows)))
+
+
+def direct(mesh: Mesh, group: Group, hosts: Sequence[int]) -> TorchTransport:
+    """Rank to rank. Within a host gloo's all-to-all costs less processor time; between hosts links count."""
+    several = len({hosts[rank] for rank in group.ranks}) > 1
+    far = several and group.backend == "gloo" and mesh.device.type == "cpu"
+    return TorchTransport(mesh.a2a, group, by_courier=far)

@@ -44,7 +44,7 @@ import torch.distributed as dist
 from moeclipse.comm.exchange import Result
 from moeclipse.comm.lane import Lane
 from moeclipse.comm.mesh import Group, Mesh, number_hosts
-from moeclipse.comm.transport import TorchTransport, Transport
+from moeclipse.comm.transport import Transport, direct
 from moeclipse.core.errors import ConfigError
 
 STAGES = 3  # sizes, inside, across
@@ -64,7 +64,7 @@ def two_level(mesh: Mesh, group: Group, hosts: Sequence[Any] | None = None) -> T
     def make() -> Transport:
         tables = [table for table in families if len(table) > 1 and len(table[0]) > 1]
         if not tables:
-            return TorchTransport(mesh.a2a, group)
+            return direct(mesh, group, numbers)
         # Every rank enters every group; ranks of direct groups only help to make the others.
         alone = [(rank,) for rank in range(mesh.num_ranks) if not any(rank in sum(t, ()) for t in tables)]
         inside = [host for table in tables for host in table] + alone
@@ -76,7 +76,7 @@ def two_level(mesh: Mesh, group: Group, hosts: Sequence[Any] | None = None) -> T
         )
         mine = next((table for table in tables if mesh.rank in sum(table, ())), None)
         if mine is None:
-            return TorchTransport(mesh.a2a, group)
+            return direct(mesh, group, numbers)
         places = tuple(tuple(group.ranks.index(rank) for rank in host) for host in mine)
         return TwoLevelTransport(mesh.a2a, group, *groups, places)
 

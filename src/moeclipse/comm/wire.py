@@ -1,6 +1,6 @@
 """Which wire the rows of a layer take; `moe.transport` names it.
 
-    direct      torch.distributed's all-to-all, rank to rank
+    direct      torch.distributed, rank to rank
     two_level   inside the host, then across hosts (`two_level`)
     peer        within a host, through memory that ranks can read of each other (`peer_exchange`; on devices
                 copy engines pull from the senders, `pinned` with through="device")
@@ -17,7 +17,7 @@ from moeclipse.comm.mesh import Group, Mesh
 from moeclipse.comm.peer_exchange import PeerExchange, PeerTransport
 from moeclipse.comm.peer_memory import NoPeerMemoryError
 from moeclipse.comm.pinned import pinned
-from moeclipse.comm.transport import TorchTransport, Transport
+from moeclipse.comm.transport import Transport, direct
 from moeclipse.comm.two_level import two_level
 from moeclipse.core.errors import ConfigError
 
@@ -29,7 +29,7 @@ def open_wire(kind: Wire, mesh: Mesh, group: Group) -> Transport:
     if kind == "two_level":
         return two_level(mesh, group)
     if kind == "direct" or group.size == 1:
-        return TorchTransport(mesh.a2a, group)
+        return direct(mesh, group, mesh.hosts)
     if kind == "peer" and mesh.device.type == "cpu":
         exchange = mesh.once(f"peer {group.name}", lambda: PeerExchange.open(group, mesh.watch))
         if exchange.obstacle:

@@ -1,7 +1,9 @@
 """What this layer costs on these ranks: measured once, by all ranks together, after the first step.
 
-Two sizes give a fixed part and a slope, for rows through experts and for bytes on the wire. One more
-transfer, between two ranks alone, tells whether ranks share a wire: then bytes add up over ranks instead of
+Two sizes give a fixed part and a slope, for rows through experts and for bytes on the wire. The wire is
+measured twice: while all ranks send to all others, step by step as an exchange does, and between two ranks
+alone. The second tells what one link carries when others rest, which is how it is around a busy expert; and
+where all together are much slower than that, ranks share a wire, and bytes add up over ranks instead of
 travelling side by side. All ranks leave with the same numbers, because whoever decides from them must decide
 alike.
 """
@@ -39,6 +41,8 @@ class Probe:
     latency: float
     bandwidth: float
     """Of each rank while all send to all."""
+    link: float
+    """Of one rank while all others rest."""
     shared_wire: bool
     row_bytes: float
     parameter_bytes: float
@@ -57,9 +61,8 @@ class Probe:
         )
 
     def shadow_costs(self, *, overlap: float) -> ShadowCosts:
-        byte = 1 / self.bandwidth
-        if self.shared_wire:
-            byte /= self.num_ranks  # the policy adds the bytes of all ranks up itself
+        # The fullest rank sets the pace. On a shared wire the policy adds the bytes of all ranks up itself.
+        byte = 1 / (self.bandwidth * self.num_ranks) if self.shared_wire else 1 / self.link
         return ShadowCosts(
             row_forward=self.row_forward,
             row_backward=self.row_backward,
@@ -83,11 +86,11 @@ def measure(experts: Experts, route: Route, mesh: Mesh) -> Probe:
     more = max(len(experts.ids), 1) * (rows[1] - rows[0])
     slope = [max(b - a, 0.0) / more for a, b in zip(few, many, strict=True)]
     small, large = (_wire_seconds(route, mesh, size, everyone=True) for size in sizes)
-    pair = _wire_seconds(route, mesh, sizes[1], everyone=False)
-    sent = sizes[1] - sizes[0]
-    bandwidth = (route.group.size - 1) * sent / max(large - small, 1e-7)
+    pairs = [_wire_seconds(route, mesh, size, everyone=False) for size in sizes]
+    sent, others = sizes[1] - sizes[0], max(route.group.size - 1, 1)
+    bandwidth, link = (part * sent / max(b - a, 1e-7) for part, a, b in ((others, small, large), (1, *pairs)))
     # What a transfer of nothing would take; on a slow wire even the small one is mostly bytes.
-    latency = max(small - (route.group.size - 1) * sizes[0] / bandwidth, 0.1 * small)
+    latency = max(small - others * sizes[0] / bandwidth, 0.1 * small) / others
     weight = experts.up
     size = weight[0].numel() + experts.down[0].numel() if len(weight) else 0
     mine = [slope[0], slope[1], max(few[0] - len(experts.ids) * rows[0] * slope[0], 0.0), float(size)]
@@ -101,7 +104,8 @@ def measure(experts: Experts, route: Route, mesh: Mesh) -> Probe:
         kernel=kernel,
         latency=latency,
         bandwidth=bandwidth,
-        shared_wire=route.group.size > 2 and large > 2 * pair * (route.group.size - 1),
+        link=link,
+        shared_wire=route.group.size > 2 and link > 2 * bandwidth,
         row_bytes=row_bytes,
         parameter_bytes=parameters * weight.element_size(),
         gradient_bytes=parameters * main_grad_dtype(weight.dtype).itemsize,
@@ -144,16 +148,27 @@ def _expert_seconds(experts: Experts, rows: int, mesh: Mesh) -> tuple[float, flo
 
 def _wire_seconds(route: Route, mesh: Mesh, size: int, *, everyone: bool) -> float:
     """Of the slowest rank: `size` bytes from every rank to every other, or from rank 0 to rank 1 alone."""
-    group = route.group
-    counts = [size if peer != group.index else 0 for peer in range(group.size)]
-    received = list(counts)
-    if not everyone:
-        counts = [size if (group.index, peer) == (0, 1) else 0 for peer in range(group.size)]
-        received = [size if (peer, group.index) == (0, 1) else 0 for peer in range(group.size)]
-    rows = torch.zeros(sum(counts), dtype=torch.uint8, device=mesh.device)
+    me, num_ranks = route.group.index, route.group.size
+    rows = torch.zeros(size, dtype=torch.uint8, device=mesh.device)
+
+    def at(step: int) -> tuple[list[int], list[int]]:
+        """What goes to each rank at a step around the ring, and what comes from each."""
+        sends, receives = [0] * num_ranks, [0] * num_ranks
+        if everyone or me == 0:
+            sends[(me + step) % num_ranks] = size
+        if everyone or me == 1:
+            receives[(me - step) % num_ranks] = size
+        return sends, receives
+
+    steps = [at(step) for step in (range(1, num_ranks) if everyone else (1,))]
 
     def work() -> None:
-        route.transport.all_to_all(rows, counts, received, "probe of the wire").get()
+        moves = [
+            route.transport.all_to_all(rows[: sum(sends)], sends, receives, "probe of the wire")
+            for sends, receives in steps
+        ]
+        for move in moves:
+            move.get()
 
     work()
     tell(mesh, [])

@@ -1,0 +1,135 @@
+"""Rows by courier: what arrives, in any order of waiting, and what happens when a rank dies."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import re
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moeclipse.comm import courier
+from moeclipse.comm.courier import LARGE
+from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.transport import TorchTransport, direct
+from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
+
+WIDTH = 16
+
+
+def transport(mesh: Mesh) -> TorchTransport:
+    return TorchTransport(mesh.a2a, mesh.experts, by_courier=True)
+
+
+def rows_for(source: int, target: int, turn: int, count: int) -> torch.Tensor:
+    """Rows that say where they come from, where they go and when."""
+    return torch.full((count, WIDTH), float(source + 10 * target + 100 * turn))
+
+
+def storm(mesh: Mesh, turns: int, seed: int) -> None:
+    """Exchanges of random sizes, several under way, waited for in another order than they were launched."""
+    P, me, wire = mesh.num_ranks, mesh.rank, transport(mesh)
+    sizes = [0, 0, 1, 7, LARGE // (4 * WIDTH), 3 * LARGE // (4 * WIDTH) + 5]
+    counts = random.Random(seed)
+    order = random.Random(seed * 100 + me)
+    under_way: list[Any] = []
+    for turn in range(turns):
+        table = [[counts.choice(sizes) for _ in range(P)] for _ in range(P)]
+        if turn % 3 == 0:  # one step of a ring: one peer each way
+            table = [
+                [n * (target == (source + turn) % P) for target, n in enumerate(row)]
+                for source, row in enumerate(table)
+            ]
+        rows = torch.cat([rows_for(me, target, turn, table[me][target]) for target in range(P)])
+        expected = torch.cat([rows_for(source, me, turn, table[source][me]) for source in range(P)])
+        receive = [table[source][me] for source in range(P)]
+        out = torch.full_like(expected, -1.0) if turn % 2 else None
+        under_way.append((wire.all_to_all(rows, table[me], receive, f"turn {turn}", out), expected))
+        while len(under_way) > order.randrange(1, 6):
+            result, wanted = under_way.pop(order.randrange(len(under_way)))
+            assert torch.equal(result.get(), wanted)
+    for result, wanted in under_way:
+        assert torch.equal(result.get(), wanted)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_everything_arrives_where_it_belongs(ranks: int) -> None:
+    run_ranks(ranks, storm, 40, ranks)
+
+
+def first_calls(mesh: Mesh) -> list[str]:
+    """The order of posted receives and sends of one exchange with large rows, as the library sees them."""
+    calls: list[str] = []
+    real = {name: getattr(dist, name) for name in ("irecv", "isend")}
+
+    def noted(name: str) -> Any:
+        def call(*args: Any, **more: Any) -> Any:
+            calls.append(name)
+            return real[name](*args, **more)
+
+        return call
+
+    courier.dist = type("Noted", (), {name: staticmethod(noted(name)) for name in real})
+    n = LARGE
+    transport(mesh).all_to_all(torch.ones(n * mesh.num_ranks), [n] * 4, [n] * 4, "rows").get()
+    return calls
+
+
+def test_ready_to_receive_before_sending() -> None:
+    for calls in run_ranks(4, first_calls):
+        assert calls[:2] == ["irecv", "irecv"], "two receives are posted before anything is sent"
+        assert sorted(calls) == ["irecv"] * 3 + ["isend"] * 3
+
+
+def dies(mesh: Mesh) -> None:
+    wire = transport(mesh)
+    n = LARGE
+    wire.all_to_all(torch.ones(3 * n), [n] * 3, [n] * 3, "warm up").get()
+    if mesh.rank == 2:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    results = [wire.all_to_all(torch.ones(3 * n), [n] * 3, [n] * 3, f"dispatch {k}") for k in range(3)]
+    for result in results:
+        result.get()
+
+
+def test_a_rank_that_dies_is_named_by_all_others() -> None:
+    began = time.monotonic()
+    outcomes = run_ranks_raw(3, dies, collective_deadline_s=4, deadline_s=40)
+    assert time.monotonic() - began < 25
+    for rank in (0, 1):
+        assert not outcomes[rank][0]
+        assert re.search(r"dispatch \d", outcomes[rank][1])
+        assert re.search(r"rank[s]? 2", outcomes[rank][1])
+
+
+def threads_left(mesh: Mesh) -> tuple[int, int]:
+    before = threading.active_count()
+    storm(mesh, 5, 1)
+    while_used = threading.active_count() - before
+    mesh.a2a._couriers.clear()
+    gc.collect()
+    until = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < until:
+        time.sleep(0.01)
+    return while_used, threading.active_count() - before
+
+
+def test_its_threads_end_with_it() -> None:
+    assert run_ranks(2, threads_left) == [(2, 0)] * 2
+
+
+def chosen(mesh: Mesh, hosts: tuple[int, ...]) -> bool:
+    return direct(mesh, mesh.experts, hosts).by_courier
+
+
+def test_couriers_go_between_hosts_only() -> None:
+    assert run_ranks(2, chosen, (0, 1)) == [True, True]
+    assert run_ranks(2, chosen, (0, 0)) == [False, False]
