@@ -139,13 +139,15 @@ def captured(mesh: Mesh) -> list[int]:
     P = mesh.num_ranks
     with opened(mesh) as reduce:
         with reduce.capture(torch.bfloat16):
-            x, z, u = (torch.zeros(n, device="cuda", dtype=torch.bfloat16) for n in (5001, 300000, 700001))
+            sizes = (5001, 300000, 700001, 700000)
+            x, z, u, t = (torch.zeros(n, device="cuda", dtype=torch.bfloat16) for n in sizes)
             graph = torch.cuda.CUDAGraph(keep_graph=True)
             with torch.cuda.graph(graph):
                 y = reduce.all_reduce(x, stages=1)
                 reduce.all_reduce(z, out=z, stages=2)
                 w = reduce.all_reduce(y, stages=2)
                 v = reduce.all_reduce(u, stages=1)
+                reduce.all_reduce(t, out=t, stages=1)  # copied: peers would read sums where inputs were
                 u.fill_(77)  # a peer that still reads it would see this
             nodes = ctypes.c_size_t()
             ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(
@@ -156,7 +158,8 @@ def captured(mesh: Mesh) -> list[int]:
         for i in range(25):
             xs, zs = inputs(mesh, 5001, torch.bfloat16, i), inputs(mesh, 300000, torch.bfloat16, 100 + i)
             us = inputs(mesh, 700001, torch.bfloat16, 200 + i)
-            for mine, all_ranks in ((x, xs), (z, zs), (u, us)):
+            ts = inputs(mesh, 700000, torch.bfloat16, 300 + i)
+            for mine, all_ranks in ((x, xs), (z, zs), (u, us), (t, ts)):
                 mine.copy_(all_ranks[mesh.rank])
             if i % 5 == mesh.rank:
                 time.sleep(0.002)
@@ -167,6 +170,7 @@ def captured(mesh: Mesh) -> list[int]:
             assert torch.equal(z, sum_ranks_reference(zs))
             assert torch.equal(w, (sum_ranks_reference(xs).float() * P).bfloat16())
             assert torch.equal(v, sum_ranks_reference(us))
+            assert torch.equal(t, sum_ranks_reference(ts))
         reduce.check()
         mesh.barrier()  # inputs outlive their readers
     return [nodes.value, shared]
@@ -174,7 +178,7 @@ def captured(mesh: Mesh) -> list[int]:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_graph_replays_with_new_inputs_and_holds_one_node_per_call(num_ranks: int) -> None:
-    assert run_ranks(num_ranks, captured, device="cuda:0", deadline_s=100) == [[5, 2]] * num_ranks
+    assert run_ranks(num_ranks, captured, device="cuda:0", deadline_s=100) == [[6, 2]] * num_ranks
 
 
 def too_early(mesh: Mesh) -> str:

@@ -166,6 +166,10 @@ def _open_ipc(group: Group, watch: Watch, device: torch.device, num_bytes: int, 
     return CudaMemory(own, buffers, None, "CUDA IPC")
 
 
+def _overlap(x: torch.Tensor, out: torch.Tensor) -> bool:
+    return x.data_ptr() < out.data_ptr() + out.nbytes and out.data_ptr() < x.data_ptr() + x.nbytes
+
+
 class CudaPlan:
     """A call that was made before, with all but its pointers known. None where it does not apply."""
 
@@ -255,6 +259,8 @@ class CudaReducer:
         start = self.in_place_from
         if x.numel() <= chunk:
             shared = start is not None and x.nbytes >= start and x.data_ptr() % 16 == 0
+            # In one stage a rank writes its sums while peers still read its input: that must be a copy then.
+            shared = shared and (two_stages or not _overlap(x, out))
             self.kernel.last = None
             self.kernel(x, out, kind, self.inputs.add(x) if shared else None)
             return
