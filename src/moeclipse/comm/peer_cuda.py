@@ -254,13 +254,13 @@ class CudaReducer:
     ) -> None:
         del chunk_bytes  # of the CPU
         self.check(label)
-        kind = TWO if two_stages else ONE
         chunk = self.area_bytes // x.dtype.itemsize
         start = self.in_place_from
+        shared = start is not None and start <= x.nbytes <= self.area_bytes and x.data_ptr() % 16 == 0
+        # In one stage a rank writes its sums while peers still read its input; in two, nobody reads what it
+        # writes early. The bits are the same.
+        kind = TWO if two_stages or (shared and _overlap(x, out)) else ONE
         if x.numel() <= chunk:
-            shared = start is not None and x.nbytes >= start and x.data_ptr() % 16 == 0
-            # In one stage a rank writes its sums while peers still read its input: that must be a copy then.
-            shared = shared and (two_stages or not _overlap(x, out))
             self.kernel.last = None
             self.kernel(x, out, kind, self.inputs.add(x) if shared else None)
             return
