@@ -43,7 +43,6 @@ from contextlib import contextmanager
 
 MAX_MBIT = 250.0
 MTU = 32000
-CABLE_MTU = 9000
 BURST = "32kb"
 SWITCH = "switch0"
 CLONE_NEWNET = 0x40000000
@@ -132,7 +131,7 @@ def join_switch(rank: int, rate_mbit: float) -> None:
         raise OSError(number, f"no network namespace for rank {rank}: {os.strerror(number)}")
     card, port = f"card{rank}", f"port{rank}"
     there = ["nsenter", "--net", "--target", str(os.getppid())]
-    cable = f"{port} mtu {CABLE_MTU} type veth peer name {card} mtu {CABLE_MTU} netns {os.getpid()}"
+    cable = f"{port} mtu {MTU} type veth peer name {card} mtu {MTU} netns {os.getpid()}"
     for command in (
         [*there, *f"ip link add {cable}".split()],
         [*there, *f"ip link set {port} master {SWITCH} up".split()],

@@ -5,17 +5,15 @@ the rows. Its all-to-all sends first and says it is ready afterwards: the word s
 ranks that send to each other take turns on a link that could carry both ways at once. Sending to all peers at
 once, it also lets several senders meet at one receiver while other links rest.
 
-    launch      the next receives are posted, at most two large ones at a time     (the caller's thread)
+    launch      receives are posted at once                                        (the caller's thread)
     sender      sends to the next rank of the ring, waits for the one before, ...
-    receiver    waits for what arrives, says so, and posts the next receive
+    receiver    waits for what arrives, and says so
 
 A parcel is sent when the one before has been sent and, as far as one can tell, is through: what arrived in
 exchange for it is here. So rows that are needed first do not share the link with those needed later; but a
-rank that only receives may send at once. Two receives at a time let the word that one is ready travel while
-rows arrive, and keep a rank that everybody sends to from getting everything at once, and that late.
-
-Nobody waits in a circle: sends and receives of all ranks stand in one order (parcel, step around the ring),
-and of those that are not through the first one can always go on.
+rank that receives much more than it sends does not wait. Nobody waits in a circle: sends and receives of all
+ranks stand in one order (parcel, step around the ring), and of those that are not through the first one can
+always go on.
 
 Contract: all ranks of a group hand parcels over in one order, as with collectives; what a rank sends to
 another is what that one expects. Hazard: what comes behind a failed parcel fails, too, because ranks would no
@@ -27,7 +25,6 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -43,23 +40,16 @@ TAG = 4919
 """Of parcels; whoever else sends in the same group uses another."""
 LARGE = 32 << 10
 """Bytes from which on the next peer waits for this one. Small rows cost latency, not the link."""
-AHEAD = 2
-"""Large receives that are posted at a time."""
 
 
 class Leg:
     """Rows to one peer, and those that come from another in exchange."""
 
-    def __init__(self, rows: torch.Tensor, to: int, place: torch.Tensor, source: int) -> None:
-        self.rows, self.to, self.place, self.source = rows, to, place, source
-        self.large = place.nbytes >= LARGE
-        self.receive: Any = None
-        self.posted, self.arrived = threading.Event(), threading.Event()
-
-    def post(self, handle: Any) -> None:
-        if len(self.place):
-            self.receive = dist.irecv(self.place, self.source, group=handle, tag=TAG)
-        self.posted.set()
+    def __init__(self, rows: torch.Tensor, to: int, place: torch.Tensor, receive: Any) -> None:
+        self.rows, self.to, self.receive = rows, to, receive
+        # What arrives tells when the rows are through only if it is not much more than they are.
+        self.paces = rows.nbytes >= LARGE and place.nbytes <= 2 * rows.nbytes
+        self.arrived = threading.Event()
 
 
 class Parcel:
@@ -75,16 +65,15 @@ class Parcel:
             if len(leg.rows):
                 work: Any = dist.isend(leg.rows, leg.to, group=handle, tag=TAG)
                 work.wait()
-            if leg.rows.nbytes >= LARGE:
+            if leg.paces:
                 leg.arrived.wait()
 
-    def receive(self, inbox: Inbox) -> None:
+    def receive(self) -> None:
         try:
             for leg in self.legs:
-                leg.posted.wait()
                 if leg.receive is not None:
                     leg.receive.wait()
-                inbox.done(leg)
+                leg.arrived.set()
             self.sent.result()
         finally:
             for leg in self.legs:
@@ -101,33 +90,6 @@ class Parcel:
             raise RuntimeError("timed out") from None
 
 
-class Inbox:
-    """Posts receives in order, as many as may be open."""
-
-    def __init__(self, handle: Any) -> None:
-        self.handle = handle
-        self._lock = threading.Lock()
-        self._waiting: deque[Leg] = deque()
-        self._open = 0
-
-    def add(self, legs: Sequence[Leg]) -> None:
-        with self._lock:
-            self._waiting.extend(legs)
-            self._post()
-
-    def done(self, leg: Leg) -> None:
-        leg.arrived.set()
-        with self._lock:
-            self._open -= leg.large
-            self._post()
-
-    def _post(self) -> None:
-        while self._waiting and self._open + self._waiting[0].large <= AHEAD:
-            leg = self._waiting.popleft()
-            self._open += leg.large
-            leg.post(self.handle)
-
-
 Parcels = queue.SimpleQueue[Parcel | None]
 
 
@@ -135,20 +97,21 @@ class Courier:
     """Delivers the parcels of one group; its threads start with the first and end with it."""
 
     def __init__(self, group: Group) -> None:
-        self.group, self.inbox = group, Inbox(group.handle)
+        self.group = group
         self._queues: tuple[Parcels, Parcels] = (queue.SimpleQueue(), queue.SimpleQueue())
         self._started = False
 
     def send(self, leaving: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor]) -> Parcel:
         """leaving[p] goes to the group's rank p, arriving[p] comes from there; a rank's own is copied."""
-        me, ranks = self.group.index, self.group.ranks
+        me, ranks, handle = self.group.index, self.group.ranks, self.group.handle
         arriving[me].copy_(leaving[me])
         legs = []
         for step in range(1, len(ranks)):
             to, source = (me + step) % len(ranks), (me - step) % len(ranks)
-            legs.append(Leg(leaving[to], ranks[to], arriving[source], ranks[source]))
+            place = arriving[source]
+            receive = dist.irecv(place, ranks[source], group=handle, tag=TAG) if len(place) else None
+            legs.append(Leg(leaving[to], ranks[to], place, receive))
         parcel = Parcel(legs)
-        self.inbox.add(legs)
         if not self._started:
             self._start()
         for parcels in self._queues:
@@ -157,10 +120,10 @@ class Courier:
 
     def _start(self) -> None:
         self._started = True
-        (to_send, to_receive), inbox = self._queues, self.inbox  # threads must not keep the courier alive
+        (to_send, to_receive), handle = self._queues, self.group.handle  # threads must not keep `self` alive
         works: tuple[tuple[Parcels, Callable[[Parcel], None], Callable[[Parcel], Future[None]]], ...] = (
-            (to_send, lambda parcel: parcel.send(inbox.handle), lambda parcel: parcel.sent),
-            (to_receive, lambda parcel: parcel.receive(inbox), lambda parcel: parcel.future),
+            (to_send, lambda parcel: parcel.send(handle), lambda parcel: parcel.sent),
+            (to_receive, Parcel.receive, lambda parcel: parcel.future),
         )
         for parcels, work, future in works:
             threading.Thread(target=_work, args=(parcels, work, future), daemon=True).start()
