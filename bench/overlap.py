@@ -35,6 +35,7 @@ import functools
 import json
 import os
 import platform
+import random
 import statistics
 import sys
 import tempfile
@@ -184,10 +185,16 @@ def timed(mesh: Mesh, work: Callable[[], None]) -> tuple[float, float]:
 
 
 def interleaved(mesh: Mesh, cases: dict[str, LayerStep], repeats: int) -> Times:
-    """Median seconds of each case; the first two rounds measure costs and warm up."""
+    """Median seconds of each case; the first two rounds measure costs and warm up.
+
+    How memory lies depends on what ran before, and equal programs differ by a fifth through it: the order is
+    shuffled in every round, alike on all ranks.
+    """
     times: dict[str, dict[str, list[float]]] = {"forward": {}, "backward": {}}
     for repeat in range(-2, repeats):
-        for name, step in cases.items():
+        order = list(cases.items())
+        random.Random(repeat).shuffle(order)
+        for name, step in order:
             for direction, work in (("forward", step.forward), ("backward", step.backward)):
                 seconds, busy = timed(mesh, work)
                 if repeat >= 0:
@@ -236,6 +243,7 @@ def measure_even(mesh: Mesh, bed: Bed, repeats: int) -> list[dict[str, Any]]:
     for hidden in widths_for(mesh, bed, ids):
         blocking = make(mesh, bed, experts, hidden, schedule="blocking")
         chosen = make(mesh, bed, experts, hidden, schedule="smart")
+        chosen.experts = blocking.experts  # all cases use the same memory: how its pages lie matters
         cases = {
             "compute": LayerStep(blocking, bed, ids, wire=False),
             "communication": LayerStep(blocking, bed, ids, compute=False),
@@ -246,6 +254,7 @@ def measure_even(mesh: Mesh, bed: Bed, repeats: int) -> list[dict[str, Any]]:
             cases["neither"] = LayerStep(blocking, bed, ids, wire=False, compute=False)
         for chunks in (1, 2):
             moe = make(mesh, bed, experts, hidden, schedule="smart", group_size=1, chunks=chunks)
+            moe.experts = blocking.experts
             cases[f"smart/{chunks}"] = LayerStep(moe, bed, ids)
             if chunks == 1:
                 cases[CUT] = LayerStep(moe, bed, ids, compute=False)
