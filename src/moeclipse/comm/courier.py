@@ -27,11 +27,12 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+from moeclipse.comm.promise import Promise
 
 if TYPE_CHECKING:
     from moeclipse.comm.mesh import Group
@@ -52,13 +53,13 @@ class Leg:
         self.arrived = threading.Event()
 
 
-class Parcel:
+class Parcel(Promise):
     """Rows under way to some peers and from some; to a lane it looks like one transfer."""
 
     def __init__(self, legs: list[Leg]) -> None:
+        super().__init__()
         self.legs = legs
         self.sent: Future[None] = Future()
-        self.future: Future[None] = Future()
 
     def send(self, handle: Any) -> None:
         for leg in self.legs:
@@ -79,15 +80,6 @@ class Parcel:
             for leg in self.legs:
                 leg.arrived.set()  # nobody shall wait for what will not come
             self.legs = []
-
-    def get_future(self) -> Future[None]:
-        return self.future
-
-    def wait(self, patience: timedelta | None = None) -> None:
-        try:
-            self.future.result(None if patience is None else patience.total_seconds())
-        except TimeoutError:
-            raise RuntimeError("timed out") from None
 
 
 Parcels = queue.SimpleQueue[Parcel | None]

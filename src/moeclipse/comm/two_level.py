@@ -44,6 +44,7 @@ import torch.distributed as dist
 from moeclipse.comm.exchange import Result
 from moeclipse.comm.lane import Lane
 from moeclipse.comm.mesh import Group, Mesh, number_hosts
+from moeclipse.comm.promise import Promise
 from moeclipse.comm.transport import Transport, direct
 from moeclipse.core.errors import ConfigError
 
@@ -196,13 +197,13 @@ class Done:
         return future
 
 
-class Journey:
+class Journey(Promise):
     """A journey under way; to its lane it looks like one transfer."""
 
     def __init__(self, transfers: Iterator[Any]) -> None:
+        super().__init__()
         self.transfers, self.launched = transfers, 0
         self.work: Any = None
-        self.future: Future[None] = Future()
         self.inference = torch.is_inference_mode_enabled()  # gloo's thread must be in the caller's mode
 
     @property
@@ -216,15 +217,6 @@ class Journey:
         with torch.inference_mode(self.inference), torch.no_grad():
             self.work = next(self.transfers, None)
         self.launched += 1
-
-    def get_future(self) -> Future[None]:
-        return self.future
-
-    def wait(self, patience: timedelta | None = None) -> None:
-        try:
-            self.future.result(None if patience is None else patience.total_seconds())
-        except TimeoutError:
-            raise RuntimeError("timed out") from None
 
 
 class Queue:
