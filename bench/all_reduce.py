@@ -3,11 +3,22 @@
     .venv/bin/python bench/all_reduce.py [--ranks 2 4] [--device cpu|cuda] [--json FILE] [--tune] [--pin]
 
 On the CPU: ours in one and in two stages, and gloo. On CUDA (several ranks on one GPU need MPS and
-TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1): ours and torch's symmetric-memory operators, eager and captured
-in a graph, where ours reads larger inputs in place; torch's need their input in symmetric memory, so they are
-timed with and without that copy.
+TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1): ours beside torch's symmetric-memory operators, like with like.
+Those need their input where peers can read it, so they stand beside ours on tensors that were shared, and
+with a copy into such memory beside ours on any tensor. In a graph ours shares its inputs by itself.
+
+| ours | reads | writes to | torch's |
+|---|---|---|---|
+| shared | a shared tensor | a given one | the faster of one shot and two shot |
+| shared, new | a shared tensor | a new one | one shot, which does so |
+| shared, in place | a shared tensor | itself | two shot, which does so |
+| given | any tensor | a given one | the faster one, with copies |
+| in place | any tensor | itself | two shot with copies |
+| given, graph | any tensor | a given one | the faster one in a graph, without a copy |
+
 Microseconds per call, medians of interleaved repeats; GB/s is the size of the tensor over that time.
-Checks are the factor over gloo with two ranks. `--tune` writes the table that PeerAllReduce reads.
+Checks are, on the CPU, the factor over gloo with two ranks; on CUDA the worst factor over torch's of all
+sizes, and the worst of bf16 over fp16, which torch's lack. `--tune` writes the table that is read at open.
 """
 
 from __future__ import annotations
@@ -19,7 +30,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,7 +56,7 @@ from moeclipse.comm.peer_exchange import PeerExchange
 from moeclipse.testing.run_ranks import run_ranks
 
 KIB = 1 << 10
-SIZES = [KIB << shift for shift in (0, 2, 4, 6, 8, 10, 12, 14, 16)]
+SIZES = [KIB << shift for shift in (0, 2, 4, 6, 8, 10, 11, 12, 14, 16)]
 QUICK = [KIB, 64 * KIB, 1024 * KIB, 16384 * KIB]
 CHUNKS = (256 * KIB, 512 * KIB, 1024 * KIB, 2048 * KIB)
 Calls = dict[str, Callable[[], Any]]
@@ -125,21 +136,29 @@ def graph_of(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def device_calls(
-    mesh: Mesh, reduce: PeerAllReduce, size: int, dtype: torch.dtype
-) -> Calls:  # pragma: no cover
-    from torch.distributed import _symmetric_memory
-
-    x = torch.ones(size // dtype.itemsize, device=mesh.device, dtype=dtype)
+def device_calls(mesh: Mesh, reduce: PeerAllReduce, size: int, dtype: torch.dtype) -> tuple[Calls, Calls]:
+    """(ours and torch's, in a graph as outside; what there is only outside), see the table above."""
+    x, own, shared, shared_own = (
+        torch.zeros(size // dtype.itemsize, device=mesh.device, dtype=dtype) for _ in range(4)
+    )
     y = torch.empty_like(x)
     calls: Calls = {
         "one stage": lambda: reduce.all_reduce(x, out=y, stages=1),
         "two stages": lambda: reduce.all_reduce(x, out=y, stages=2),
-        "as the table says": lambda: reduce.all_reduce(x, out=y),
-        "in place": lambda: reduce.all_reduce(x, out=x),
+        "given": lambda: reduce.all_reduce(x, out=y),
+        "in place": lambda: reduce.all_reduce(own, out=own),
+    }
+    reduce.share(shared)
+    reduce.share(shared_own)
+    eager: Calls = {
+        "shared": lambda: reduce.all_reduce(shared, out=y),
+        "shared, new": lambda: reduce.all_reduce(shared),
+        "shared, in place": lambda: reduce.all_reduce(shared_own, out=shared_own),
     }
     if dtype == torch.float16:
-        return calls  # torch's operators do not know it
+        return calls, eager  # torch's operators do not know it
+    from torch.distributed import _symmetric_memory
+
     assert mesh.world.handle is not None
     name = mesh.world.handle.group_name
     t = _symmetric_memory.empty(x.numel(), device=mesh.device, dtype=dtype)
@@ -156,12 +175,11 @@ def device_calls(
         t.copy_(x)
         ops.one_shot_all_reduce(t, "sum", name)
 
-    return calls | {
+    calls |= {
         "torch one": lambda: ops.one_shot_all_reduce(t, "sum", name),
         "torch two": lambda: ops.two_shot_all_reduce_(t, "sum", name),
-        "torch one + copy": one_with_copy,
-        "torch two + copies": two_with_copies,
     }
+    return calls, eager | {"torch one + copy": one_with_copy, "torch two + copies": two_with_copies}
 
 
 def on_cuda(mesh: Mesh, sizes: list[int], repeats: int) -> list[str]:
@@ -172,31 +190,49 @@ def on_cuda(mesh: Mesh, sizes: list[int], repeats: int) -> list[str]:
     why = reduce.should_use(torch.ones(1, device=mesh.device))
     assert why, why
     rows = []
+    dtypes = (torch.bfloat16, torch.float32, torch.float16)
     for size in sizes:
-        for dtype in (torch.bfloat16, torch.float32, torch.float16):
-            calls = device_calls(mesh, reduce, size, dtype)
-            for call in calls.values():
-                call()
-            torch.cuda.synchronize()
-            mesh.barrier()
-            with reduce.capture(dtype):
-                graphs = {f"{name}, graph": graph_of(call).replay for name, call in calls.items()}
-            times: dict[str, list[float]] = {name: [] for name in [*calls, *graphs]}
-            for repeat in range(repeats + 1):
-                for name, call in [*calls.items(), *graphs.items()]:
-                    mesh.barrier()
-                    # Ranks start some microseconds apart: many calls make that disappear.
-                    us = device_time(call, 100 if name in calls else 20) / (1 if name in calls else 10)
-                    if repeat:
-                        times[name].append(us)
-            medians = {name: statistics.median(values) for name, values in times.items()}
+        medians = timed_on_device(mesh, reduce, size, dtypes, repeats)
+        for dtype in dtypes:
             kind = str(dtype).removeprefix("torch.")
             where = {"device": "cuda", "name": torch.cuda.get_device_name(mesh.device), "dtype": kind}
-            rows.append({"ranks": mesh.num_ranks, "size": size, **where, **medians})
+            rows.append({"ranks": mesh.num_ranks, "size": size, **where, **medians[dtype]})
             if mesh.rank == 0:
                 show(rows[-1])
     reduce.check()
+    mesh.barrier()  # shared tensors outlive their readers
+    reduce.close()
     return [json.dumps(rows)]
+
+
+def timed_on_device(
+    mesh: Mesh, reduce: PeerAllReduce, size: int, dtypes: Sequence[torch.dtype], repeats: int
+) -> dict[torch.dtype, dict[str, float]]:
+    """Types take turns, too: they are compared with each other."""
+    calls: dict[tuple[torch.dtype, str], tuple[Callable[[], Any], int]] = {}
+    for dtype in dtypes:
+        both, eager = device_calls(mesh, reduce, size, dtype)
+        for call in [*both.values(), *eager.values()] * 3:  # plans are made by the second call
+            call()
+        torch.cuda.synchronize()
+        mesh.barrier()
+        with reduce.capture(dtype):
+            graphs = {f"{name}, graph": graph_of(call).replay for name, call in both.items()}
+        calls |= {(dtype, name): (call, 1) for name, call in (both | eager).items()}
+        calls |= {(dtype, name): (replay, 10) for name, replay in graphs.items()}
+    # Ranks start some microseconds apart: many calls make that disappear.
+    count = 100 if size <= 4 << 20 else 30
+    times: dict[tuple[torch.dtype, str], list[float]] = {key: [] for key in calls}
+    for repeat in range(repeats + 1):
+        for key, (call, number) in calls.items():
+            mesh.barrier()
+            us = device_time(call, count if number == 1 else count // 5) / number
+            if repeat:
+                times[key].append(us)
+    found: dict[torch.dtype, dict[str, float]] = {dtype: {} for dtype in dtypes}
+    for (dtype, name), values in times.items():
+        found[dtype][name] = statistics.median(values)
+    return found
 
 
 def device_time(call: Callable[[], Any], count: int) -> float:
@@ -243,32 +279,69 @@ def border(pairs: dict[int, tuple[float, float]]) -> int | None:
     return start
 
 
+def span(pairs: dict[int, tuple[float, float]]) -> tuple[int | None, int | None]:
+    """The size from which two stages win, and the one at which they stop; None: never."""
+    sizes = sorted(pairs)
+    wins = [size for size in sizes if pairs[size][1] < pairs[size][0]]
+    if not wins:
+        return None, None
+    behind = [size for size in sizes if size > wins[0] and size not in wins]
+    return wins[0], behind[0] if behind else None
+
+
 def tune_device(rows: list[dict[str, Any]]) -> None:
-    """Write what the times of one number of ranks say about stages: in graphs, and outside of them."""
+    """Write what the times of one number of ranks say about stages: of inputs that peers read where they lie,
+    as in graphs, and of those that are copied. bf16 and fp32 count alike."""
     ranks, name = rows[0]["ranks"], rows[0]["name"]
     shared = ranks > torch.cuda.device_count()
-    timed = [row for row in rows if row["dtype"] == "bfloat16"]
-    pairs = {row["size"]: (row["one stage, graph"], row["two stages, graph"]) for row in timed}
-    copied = {row["size"]: (row["one stage"], row["two stages"]) for row in timed}
+    timed = [row for row in rows if row["dtype"] in ("bfloat16", "float32")]
+
+    def pairs(where: str) -> dict[int, tuple[float, float]]:
+        found: dict[int, tuple[float, float]] = {}
+        for row in timed:
+            one, two = found.get(row["size"], (0.0, 0.0))
+            found[row["size"]] = one + row["one stage" + where], two + row["two stages" + where]
+        return found
+
+    default = default_choice(name, ranks, True, shared)
+    there = {size: pair for size, pair in pairs(", graph").items() if size >= (default.in_place_from or 0)}
+    start, until = span(there)
     choice = replace(
-        default_choice(name, ranks, True, shared),
-        two_stages_from=border(pairs),
-        copied_two_stages_from=border(copied),
+        default,
+        two_stages_from=start,
+        two_stages_until=until,
+        copied_two_stages_from=border(pairs("")),
     )
     write_choice(key_of(name, ranks, True, shared), choice)
 
 
+LIKE = {
+    "eager": ("shared", ["torch one", "torch two"]),
+    "eager_new": ("shared, new", ["torch one"]),
+    "eager_in_place": ("shared, in place", ["torch two"]),
+    "eager_copied": ("given", ["torch one + copy", "torch two + copies"]),
+    "graph": ("given, graph", ["torch one, graph", "torch two, graph"]),
+}
+
+
 def checks_of(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """How many times as fast as gloo, two ranks; on devices as torch's best operator, the worst row."""
+    """How many times as fast as gloo, two ranks; on devices as torch's operators, the worst row."""
     checks: dict[str, float] = {}
+
+    def least(name: str, factor: float) -> None:
+        checks[name] = min(factor, checks.get(name, factor))
+
     for row in rows:
-        for where in ("", ", graph"):
-            if f"torch one{where}" in row:
-                best = min(row[f"torch one{where}"], row[f"torch two{where}"])
-                name = f"{row['ranks']}_ranks_{'graph' if where else 'eager'}"
-                factor = best / row[f"as the table says{where}"]
-                checks[name] = min(factor, checks.get(name, factor))
-        if row["ranks"] == 2 and row["device"] == "cpu":
+        if row["device"] == "cuda":
+            half = [other for other in rows if other["dtype"] == "bfloat16"]
+            for where, (ours, theirs) in LIKE.items():
+                name = f"{row['ranks']}_ranks_{where}"
+                if "torch one" in row:
+                    least(f"{name}_{row['dtype']}", min(row[their] for their in theirs) / row[ours])
+                else:
+                    beside = next(o for o in half if (o["ranks"], o["size"]) == (row["ranks"], row["size"]))
+                    least(f"{name}_float16_to_bfloat16", beside[ours] / row[ours])
+        elif row["ranks"] == 2:
             name = size_name(row["size"]).replace(" ", "")
             checks[f"all_reduce_{name}"] = row["gloo"] / row["as the table says"]
             checks[f"all_to_all_{name}"] = row["all-to-all gloo"] / row["all-to-all"]
@@ -308,7 +381,7 @@ def main() -> int:
         print("table:", *table_lines("cpu", True), sep="\n  ")
     checks = checks_of(rows)
     for name, factor in checks.items():
-        print(f"{name:18} {factor:5.2f} x as fast as {'gloo' if args.device == 'cpu' else 'torch at worst'}")
+        print(f"{name:44} {factor:5.2f} x as fast{' as gloo' if args.device == 'cpu' else ', at worst'}")
     if args.json:
         machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
         args.json.write_text(json.dumps({"rows": rows, "checks": checks, "machine": machine}, indent=1))

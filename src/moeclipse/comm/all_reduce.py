@@ -2,6 +2,7 @@
 
     reduce = PeerAllReduce.open(mesh.world, mesh.watch, mesh.device)
     y = reduce.all_reduce(x)                  # out of place; all_reduce(x, out=x) in place
+    reduce.share(x)                           # collective: from now on peers read x where it lies (CUDA)
     reduce.close()                            # or: with PeerAllReduce.open(...) as reduce
 
 Contract: the result is the sum over ranks in rank order, accumulated in fp32 (fp64 for fp64) and rounded
@@ -13,9 +14,10 @@ answer depends on what all ranks have in common (group, dtype, size), so all ran
 `begin_*` do the same without waiting, on the CPU: the input is shown to the peers at once, `get` of what they
 return reads theirs. One such call is open at a time, and the next call of any kind completes it first.
 
-Hazard: like every collective, all ranks make the same calls in the same order. One call at a time: a second
-thread gets an error, not a wrong sum. After an error the object is of no more use, because peers may be one
-step ahead.
+Hazard: like every collective, all ranks make the same calls in the same order, on tensors that they shared
+together or on tensors that none of them shared; a device tells who does not with the next call, or `check`.
+One call at a time: a second thread gets an error, not a wrong sum. After an error the object is of no more
+use, because peers may be one step ahead.
 """
 
 from __future__ import annotations
@@ -24,16 +26,14 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import timedelta
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from moeclipse.comm import peer_cpu, peer_cuda
+from moeclipse.comm.all_reduce_plain import all_reduce_plain, obstacle_of
 from moeclipse.comm.all_reduce_table import DEFAULT_FILE, MAX_RANKS, Choice, choice_for, choice_from
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.mesh import Group
@@ -41,8 +41,9 @@ from moeclipse.comm.peer_cpu import WORDS_PER_RANK, CpuReducer, OneStagePlan
 from moeclipse.comm.peer_cuda import HEAD_BYTES, CudaMemory, CudaReducer, share_a_device
 from moeclipse.comm.peer_memory import FOLDER, NoPeerMemoryError, PeerMemory, tell_all
 from moeclipse.comm.peer_pending import Pending, Use, flat_of, is_plain, same_kind, shaped
+from moeclipse.comm.peer_plan import CudaPlan
 from moeclipse.core.errors import CommError, ConfigError
-from moeclipse.ops.peer_reduce import add_residual, part_bounds, rms_norm
+from moeclipse.ops.peer_reduce import add_residual, checked_bounds, rms_norm
 
 AREA_BYTES = {"cpu": 2 << 20, "cuda": 16 << 20}  # two of these per rank
 MAX_PLANS = 64  # lengths whose views are kept
@@ -65,7 +66,10 @@ class PeerAllReduce:
         self._broken: str | None = None
         self._open: Pending | None = None
         self._plans: dict[tuple[torch.dtype, int, int | None], Callable[..., torch.Tensor | None]] = {}
+        self._device_plans: dict[tuple[torch.dtype, int, int | None], CudaPlan] = {}
         self._capturing = False
+        if isinstance(reducer, CudaReducer):
+            reducer.in_place_from = choice.in_place_from
 
     @classmethod
     def open(
@@ -93,7 +97,7 @@ class PeerAllReduce:
         mine = choice or choice_for(name, group.size, True, table, shared=one_device)
         shared = tell_all(group, watch, asdict(mine), f"opening of all-reduce, group {group.name}")
         chosen = choice_from(shared[0])
-        obstacle = _obstacle(group, device)
+        obstacle = obstacle_of(group.size, MAX_RANKS, device.type)
         if obstacle:
             return cls(group, watch, device, None, chosen, obstacle)
         try:
@@ -125,14 +129,39 @@ class PeerAllReduce:
             return Use(
                 False, f"{x.nbytes} bytes are more than {self.choice.max_bytes}, the most in the table"
             )
-        return Use(True, "ranks share memory")
+        return Use(True, "peers read it where it lies" if self.is_shared(x) else "ranks share memory")
+
+    def is_shared(self, x: torch.Tensor) -> bool:
+        """Whether reductions read `x` where it lies: all of it was shared, and it is large enough to pay."""
+        return isinstance(self._reducer, CudaReducer) and self._reducer.is_shared(x)
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        """Collective: open `x` to all peers, which share one of the same size; the same tensor back.
+
+        Reductions of it, and of contiguous parts of it that begin on 16 bytes (the same on all ranks), then
+        copy nothing. It is kept alive until `unshare` or `close`. Where nothing would be gained, as on the
+        CPU, nothing happens.
+        """
+        return self._open_or_shut(x, True)
+
+    def unshare(self, x: torch.Tensor) -> torch.Tensor:
+        """Collective: the opposite; from here on `x` is a tensor like any other."""
+        return self._open_or_shut(x, False)
+
+    def _open_or_shut(self, x: torch.Tensor, share: bool) -> torch.Tensor:
+        if isinstance(self._reducer, CudaReducer):
+            inputs = self._reducer.inputs
+            self._enter()
+            try:
+                inputs.share(x) if share else inputs.unshare(x)
+            finally:
+                self._busy.release()
+                self._plans, self._device_plans = {}, {}  # they know where shared tensors lie
+        return x
 
     def num_stages(self, x: torch.Tensor) -> int:
         """1 or 2, as the table says for the size of `x`."""
-        start, copied = self.choice.two_stages_from, self.choice.copied_two_stages_from
-        if copied is not None and not self._capturing:
-            start = copied
-        return 1 if start is None or x.nbytes < start else 2
+        return self.choice.num_stages(x.nbytes, not self._capturing and not self.is_shared(x))
 
     def all_reduce(
         self,
@@ -155,6 +184,8 @@ class PeerAllReduce:
         two = (stages or self.num_stages(x)) == 2
         flat = x.contiguous().view(-1)
         into = flat_of(out, x)
+        if flat.data_ptr() != into.data_ptr() and peer_cuda.overlap(flat, into):
+            raise ConfigError("out begins within the input; give the input itself, or memory apart from it")
         if flat.numel():
             self._run(lambda r: r.all_reduce(flat, into, two, self.choice.chunk_bytes, label))
             self._keep_plan(flat, into, two, stages)
@@ -163,13 +194,13 @@ class PeerAllReduce:
     def _keep_plan(self, x: torch.Tensor, out: torch.Tensor, two: bool, stages: int | None) -> None:
         """The next call for this length finds everything looked up: that is most of a small one's time."""
         key = (x.dtype, x.numel(), stages)
-        if key in self._plans or len(self._plans) >= MAX_PLANS:
+        if key not in self._plans and len(self._plans) >= MAX_PLANS:
             return
         if isinstance(self._reducer, CudaReducer):
-            again = self._reducer.plan(x, out)
+            again = self._reducer.plan(x, out, self._device_plans.get(key))
             if again is not None:
-                self._plans[key] = again
-        elif isinstance(self._reducer, CpuReducer) and not two:
+                self._plans[key], self._device_plans[key] = again.call, again
+        elif isinstance(self._reducer, CpuReducer) and not two and key not in self._plans:
             plan = self._reducer.plan(x.dtype, x.numel(), self.choice.chunk_bytes)
             if plan is not None:
                 self._plans[key] = partial(self._planned, plan)
@@ -202,7 +233,7 @@ class PeerAllReduce:
         self, flat: torch.Tensor, bounds: Sequence[int], *, label: str = "reduce-scatter"
     ) -> Pending:
         """This rank's part of the sum over ranks of a flat tensor; as `begin_all_reduce`."""
-        bounds = self._checked(bounds, flat.numel())
+        bounds = checked_bounds(bounds, flat.numel(), self.group.size)
         out = flat.new_empty(bounds[self.group.index + 1] - bounds[self.group.index])
         return self._begin(lambda r: r.reduce_scatter(flat.detach(), bounds, out, label), out, flat.numel())
 
@@ -210,7 +241,7 @@ class PeerAllReduce:
         self, flat: torch.Tensor, bounds: Sequence[int], *, label: str = "all-gather"
     ) -> Pending:
         """All ranks' shards of a flat tensor, in place; as `begin_all_reduce`."""
-        bounds = self._checked(bounds, flat.numel())
+        bounds = checked_bounds(bounds, flat.numel(), self.group.size)
         shard = flat.detach()[bounds[self.group.index] : bounds[self.group.index + 1]]
         return self._begin(lambda r: r.all_gather(shard, bounds, flat.detach(), label), flat, flat.numel())
 
@@ -219,7 +250,7 @@ class PeerAllReduce:
     ) -> torch.Tensor:
         """This rank's part of the sum, flat. Without bounds parts are equal, and the last has the rest."""
         flat = x.detach().contiguous().view(-1)
-        bounds = self._checked(bounds, flat.numel())
+        bounds = checked_bounds(bounds, flat.numel(), self.group.size)
         mine = slice(bounds[self.group.index], bounds[self.group.index + 1])
         if not self.should_use(flat) or not self._can_part(bounds, flat):
             return self.all_reduce(flat, label=label)[mine].clone()
@@ -232,7 +263,7 @@ class PeerAllReduce:
     ) -> torch.Tensor:
         """All ranks' shards, flat, at their bounds: the way back from `reduce_scatter`."""
         flat = shard.detach().contiguous().view(-1)
-        bounds = self._checked(bounds, bounds[-1])
+        bounds = checked_bounds(bounds, bounds[-1], self.group.size)
         mine = slice(bounds[self.group.index], bounds[self.group.index + 1])
         if flat.numel() != mine.stop - mine.start:
             raise ConfigError(
@@ -287,13 +318,12 @@ class PeerAllReduce:
         if not isinstance(reducer, CudaReducer):
             reason = self.obstacle or f"this all-reduce is on the {self.device.type}"
             raise ConfigError(f"capture() is for CUDA graphs over peer memory: {reason}")
-        reducer.begin_capture(dtypes or peer_cuda.DTYPES, self.choice.in_place_from)
+        reducer.begin_capture(dtypes or peer_cuda.DTYPES)
         self._capturing = True
         try:
             yield
         finally:
-            self._capturing = False
-            reducer.in_place_from = None
+            self._capturing = reducer.capturing = False
         reducer.inputs.register()
 
     def check(self) -> None:
@@ -362,36 +392,4 @@ class PeerAllReduce:
     def _fall_back(self, x: torch.Tensor, out: torch.Tensor | None, label: str) -> torch.Tensor:
         if self._capturing:
             raise ConfigError(f"{label} cannot be captured: {self.should_use(x).why}")
-        if out is None:
-            out = x.clone()
-        elif out is not x:
-            out.copy_(x)
-        if self.group.size > 1 and x.numel():
-            summed = out.contiguous()
-            try:
-                work: Any = dist.all_reduce(summed, group=self.group.handle, async_op=True)
-                work.wait(timedelta(seconds=self._watch.deadline_s))
-            except RuntimeError as error:
-                raise self._watch.explain(label, self.group.ranks, error) from None
-            if summed is not out:
-                out.copy_(summed)
-        return out
-
-    def _checked(self, bounds: Sequence[int] | None, length: int) -> list[int]:
-        if bounds is None:
-            return part_bounds(length, self.group.size)
-        bounds = list(bounds)
-        grows = all(start <= stop for start, stop in pairwise(bounds))
-        if len(bounds) != self.group.size + 1 or not grows or bounds[0] != 0 or bounds[-1] != length:
-            raise ConfigError(
-                f"bounds {bounds} must be {self.group.size + 1} numbers that grow from 0 to {length}"
-            )
-        return bounds
-
-
-def _obstacle(group: Group, device: torch.device) -> str:
-    if group.size > MAX_RANKS:
-        return f"the group has {group.size} ranks, and peer memory serves 2 to {MAX_RANKS}"
-    if device.type not in AREA_BYTES:
-        return f"peer memory serves cpu and cuda, not {device.type}"
-    return ""
+        return all_reduce_plain(self.group, self._watch, x, out, label)

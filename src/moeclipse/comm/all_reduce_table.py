@@ -26,32 +26,42 @@ MAX_RANKS = 8
 class Choice:
     two_stages_from: int | None = None
     """Bytes from which two stages are used; None: never."""
+    two_stages_until: int | None = None
+    """Bytes from which one stage is used again: to ranks that share a device all inputs are as near as their
+    own, and the second stage is a detour. None: never."""
     copied_two_stages_from: int | None = None
-    """The same for inputs that are copied to shared memory first, as all are outside of graphs (CUDA): two
-    stages copy less of them. None: as `two_stages_from`."""
+    """The same for inputs that are copied to shared memory first, as they are outside of graphs unless they
+    were shared (CUDA): two stages copy less of them. None: as for others."""
     chunk_bytes: int = 2 * MIB
     """Bytes that go through shared memory at a time (CPU)."""
     max_bytes: int | None = None
     """Bytes above which torch.distributed is used; None: no limit."""
     in_place_from: int | None = 512 * KIB
-    """Bytes from which captured inputs are read where they are (CUDA); None: never."""
+    """Bytes from which captured inputs and shared tensors are read where they are (CUDA); None: never."""
+
+    def num_stages(self, num_bytes: int, copied: bool) -> int:
+        start, until = self.two_stages_from, self.two_stages_until
+        if copied and self.copied_two_stages_from is not None:
+            start, until = self.copied_two_stages_from, None
+        return 2 if start is not None and start <= num_bytes and (until is None or num_bytes < until) else 1
 
 
 def default_choice(device: str, num_ranks: int, linked: bool, shared: bool = False) -> Choice:
     """`device` is "cpu" or a device's name; `linked`: every pair of ranks reads each other directly.
 
-    `shared`: ranks run on one device. Reading is as fast for all of them, so a second stage saves nothing
-    where inputs lie.
+    `shared`: ranks run on one device.
     """
     if device == "cpu":
         if num_ranks == 2:
             return Choice(chunk_bytes=512 * KIB)  # two areas of both ranks stay in a cache of 2 MiB
         return Choice(two_stages_from=512 * KIB)
-    # Two ranks spend less on a copy than on the second round that reading in place needs, for long; so do
-    # more of them on one device, which all read as fast as their own.
-    in_place = 4 * MIB if num_ranks == 2 or shared else 512 * KIB
-    if shared:
-        return Choice(in_place_from=in_place, copied_two_stages_from=8 * MIB if num_ranks == 2 else None)
+    if shared:  # as measured on an H200
+        if num_ranks == 2:
+            return Choice(in_place_from=4 * MIB, copied_two_stages_from=8 * MIB)
+        there = {"in_place_from": 2 * MIB, "two_stages_from": 2 * MIB, "two_stages_until": 16 * MIB}
+        return Choice(**there, copied_two_stages_from=4 * MIB)
+    # Two ranks spend less on a copy than on the second round that reading in place needs, for long.
+    in_place = 4 * MIB if num_ranks == 2 else 512 * KIB
     if not linked or num_ranks == 2:
         return Choice(max_bytes=8 * MIB, in_place_from=in_place)
     start = 512 * KIB if num_ranks <= 4 else 256 * KIB

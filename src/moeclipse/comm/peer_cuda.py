@@ -9,16 +9,17 @@ The kernel copies its input into the shared area itself, which saves a launch: a
 per all-reduce. Stage one of two writes to the shared area and not to the result, because peers can read the
 area alone: a result would have to be shared anew in every call.
 
-Inputs that a graph captures stay where they are, so larger ones are shared once (`peer_register`) and read
-there: the kernel gets a row of a table of addresses, which is filled when the capture ends. Small ones are
+Tensors that callers share, and inputs that a graph captures, stay where they are. Larger ones are opened by
+peers once (`peer_register`) and read there: the kernel gets a row of a table of addresses. Small ones are
 copied all the same: that takes less time than the second round, without which a rank could overwrite its
 input under a peer that still reads it.
 
 Buffers come from torch's symmetric memory, or else from CUDA IPC. A peer that does not arrive ends the kernel
-at the deadline; the next call on this rank raises and names it.
+at the deadline; the next call on this rank raises and names it. What is called travels with every round, so
+a peer that calls something else, or on another shared tensor, is named as well.
 
-Hazard: a result after a missed deadline is wrong until that error is raised: `check` raises it at once, after
-the stream was synchronised. Kernels of all ranks must be able to run at the same time: several ranks on one
+Hazard: a result after either is wrong until that error is raised: `check` raises it at once, after the stream
+was synchronised. Kernels of all ranks must be able to run at the same time: several ranks on one
 GPU need MPS, or each round costs a time slice of the driver.
 """
 
@@ -32,23 +33,25 @@ import torch
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.mesh import Group, host_id
 from moeclipse.comm.peer_memory import NoPeerMemoryError, tell_all
+from moeclipse.comm.peer_plan import CudaPlan
 from moeclipse.comm.peer_register import SharedInputs
 from moeclipse.core.errors import CommError
 from moeclipse.ops.peer_reduce import (
     GATHER,
     ONE,
     SCATTER,
-    TILES,
     TWO,
     AllReduceKernel,
-    Launcher,
     PeerSpace,
     all_reduce_rms_norm_kernel,
+    one_size_for_each_tile,
 )
 
 MAX_BLOCKS = 64
-HEAD_BYTES = 8192  # flags: 64 blocks x 32 words of 4 bytes
+HEAD_BYTES = 8192  # flags: 64 blocks x 16 words of 8 bytes
 NOT_REGISTERED = 1000  # what a kernel reports whose input's addresses are not in the table yet
+OTHER_CALL = 100  # the same for a peer that calls something else, and 1 + its rank
+MAX_LENGTH = 1 << 30  # of one launch that needs no area
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -166,37 +169,8 @@ def _open_ipc(group: Group, watch: Watch, device: torch.device, num_bytes: int, 
     return CudaMemory(own, buffers, None, "CUDA IPC")
 
 
-def _overlap(x: torch.Tensor, out: torch.Tensor) -> bool:
+def overlap(x: torch.Tensor, out: torch.Tensor) -> bool:
     return x.data_ptr() < out.data_ptr() + out.nbytes and out.data_ptr() < x.data_ptr() + x.nbytes
-
-
-class CudaPlan:
-    """A call that was made before, with all but its pointers known. None where it does not apply."""
-
-    def __init__(self, owner: CudaReducer, last: tuple[Launcher, int, int, int]) -> None:
-        self._owner, self._device, self._seen = owner, owner.device.index, owner.seen
-        launcher, *numbers = last
-        self._repeat = launcher.again(*numbers).repeat
-
-    def __call__(self, x: torch.Tensor, out: torch.Tensor | None, label: str) -> torch.Tensor | None:
-        owner, device = self._owner, self._device
-        if x.get_device() != device or not x.is_contiguous() or owner.in_place_from is not None:
-            return None
-        if out is None:
-            out = torch.empty_like(x)
-        elif out is not x and (
-            out.get_device() != device
-            or out.dtype is not x.dtype
-            or not out.is_contiguous()
-            or out.shape != x.shape
-        ):
-            return None
-        source, target = x.data_ptr(), out.data_ptr()
-        if (source | target) & 15 or self._seen[0]:
-            return None
-        owner.label = label
-        self._repeat(source, target)
-        return out
 
 
 class CudaReducer:
@@ -224,14 +198,27 @@ class CudaReducer:
         )
         self.kernel = AllReduceKernel(self._space)
         self.inputs = SharedInputs(group, watch, device)
-        self.in_place_from: int | None = None  # bytes; only while a graph is captured
+        self.in_place_from: int | None = None  # bytes from which inputs are read where they lie
+        self.capturing = False  # a graph, whose inputs can be shared
         torch.cuda.synchronize(device)
 
-    def plan(self, x: torch.Tensor, out: torch.Tensor) -> CudaPlan | None:
+    def is_large(self, num_bytes: int) -> bool:
+        """Enough to read it where it lies, if peers have it open."""
+        return self.in_place_from is not None and num_bytes >= self.in_place_from
+
+    def is_shared(self, x: torch.Tensor) -> bool:
+        """Whether an eager reduction of `x` reads it where it lies."""
+        found = self.is_large(x.nbytes) and self.inputs.find(x.data_ptr(), x.nbytes)
+        return bool(found) and x.data_ptr() % 16 == 0 and x.is_contiguous()
+
+    def plan(self, x: torch.Tensor, out: torch.Tensor, known: CudaPlan | None) -> CudaPlan | None:
         """To repeat the call that was just made; None where it was not a single aligned launch."""
         last = self.kernel.last
-        small = x.nbytes <= self.area_bytes and (x.data_ptr() | out.data_ptr()) % 16 == 0
-        return CudaPlan(self, last) if last is not None and small and self.in_place_from is None else None
+        if last is None or (x.data_ptr() | out.data_ptr()) % 16 or self.capturing:
+            return None
+        plan = known or CudaPlan(self, x.nbytes)
+        plan.keep(last, x.data_ptr(), out.data_ptr())
+        return plan
 
     def check(self, label: str = "") -> None:
         """Raise if a kernel gave up waiting."""
@@ -242,6 +229,12 @@ class CudaReducer:
                 raise CommError(
                     f"rank {mine} replayed a graph with {name} before its inputs were shared; "
                     "leave the `with all_reduce.capture():` block first"
+                )
+            if late > OTHER_CALL:
+                peer = self._ranks[late - OTHER_CALL - 1]
+                raise CommError(
+                    f"ranks {mine} and {peer} made different calls, in {name} or before; "
+                    "all ranks must make the same calls, on tensors that they shared together"
                 )
             raise CommError(
                 f"rank {mine} waited {self._watch.deadline_s:g} s in {name}: "
@@ -254,20 +247,32 @@ class CudaReducer:
     ) -> None:
         del chunk_bytes  # of the CPU
         self.check(label)
-        chunk = self.area_bytes // x.dtype.itemsize
-        start = self.in_place_from
-        shared = start is not None and start <= x.nbytes <= self.area_bytes and x.data_ptr() % 16 == 0
+        self.kernel.last = None
+        area = self.area_bytes // x.dtype.itemsize
+        aligned = x.data_ptr() % 16 == 0
+        captured = self.capturing and self.is_large(x.nbytes) and x.numel() <= area and aligned
+        there = captured or (not self.capturing and self.is_shared(x))
         # In one stage a rank writes its sums while peers still read its input; in two, nobody reads what it
         # writes early. The bits are the same.
-        kind = TWO if two_stages or (shared and _overlap(x, out)) else ONE
-        if x.numel() <= chunk:
-            self.kernel.last = None
-            self.kernel(x, out, kind, self.inputs.add(x) if shared else None)
+        kind = TWO if two_stages or (there and overlap(x, out)) else ONE
+        if captured:
+            self.kernel(x, out, kind, self.inputs.add(x), ("captured", self.inputs.num_captured))
             return
         x, out = x.view(-1), out.view(-1)
+        chunk = MAX_LENGTH if there and kind == ONE else area
         for first in range(0, x.numel(), chunk):
             piece = slice(first, min(first + chunk, x.numel()))
-            self.kernel(x[piece], out[piece], kind)
+            self._launch(x[piece], out[piece], kind, there)
+        if x.numel() > chunk:
+            self.kernel.last = None  # one of several launches
+
+    def _launch(self, x: torch.Tensor, out: torch.Tensor, kind: int, there: bool) -> None:
+        found = self.inputs.find(x.data_ptr(), x.nbytes) if there else None
+        if found is None:
+            self.kernel(x, out, kind)
+        else:
+            share, offset = found
+            self.kernel(x, out, kind, self.inputs.row(share, offset), ("shared", share.number, offset))
 
     def can_part(self, bounds: Sequence[int], dtype: torch.dtype) -> bool:
         """Whether these are the parts that kernels make: equal ones that begin on whole vectors."""
@@ -287,19 +292,19 @@ class CudaReducer:
         self.check(label)
         self.kernel(shard, out, GATHER)
 
-    def begin_capture(self, dtypes: Sequence[torch.dtype], in_place_from: int | None) -> None:
+    def begin_capture(self, dtypes: Sequence[torch.dtype]) -> None:
         """Collective. Compile what a capture may need, and find out whether inputs can be shared."""
-        shares = [tile * self._space.max_blocks for tile in TILES]  # one for each tile
+        shares = one_size_for_each_tile(self._space.max_blocks)
         kinds = {ONE: shares, TWO: [share * self.num_ranks for share in shares]}
         sizes = [(kind, n) for kind, all_n in kinds.items() for n in all_n if n <= self.area_bytes]
         self._compile(dtypes, sizes, in_place=False)
-        if in_place_from is not None:
+        if self.in_place_from is not None:
             try:
                 self._compile(dtypes, sizes, in_place=True)
             except CommError:  # every rank gets this error, so all of them copy instead
                 self.inputs.forget()
                 return
-        self.in_place_from = in_place_from
+            self.capturing = True
 
     def _compile(self, dtypes: Sequence[torch.dtype], sizes: list[tuple[int, int]], in_place: bool) -> None:
         """Call everything once, in all tiles."""

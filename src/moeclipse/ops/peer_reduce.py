@@ -11,12 +11,16 @@ rank computed which rows of it.
 from __future__ import annotations
 
 import ctypes
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
+
+from moeclipse.core.errors import ConfigError
 
 BLOCK = 1 << 14  # elements added at a time: operands and fp32 temporaries stay in the first caches
 
@@ -30,6 +34,17 @@ def part_bounds(length: int, num_ranks: int) -> list[int]:
     [0, 100, 200, 300, 403]."""
     part = length // num_ranks
     return [rank * part for rank in range(num_ranks)] + [length]
+
+
+def checked_bounds(bounds: Sequence[int] | None, length: int, num_ranks: int) -> list[int]:
+    """As a list; without any, `part_bounds`."""
+    if bounds is None:
+        return part_bounds(length, num_ranks)
+    bounds = list(bounds)
+    grows = all(start <= stop for start, stop in pairwise(bounds))
+    if len(bounds) != num_ranks + 1 or not grows or bounds[0] != 0 or bounds[-1] != length:
+        raise ConfigError(f"bounds {bounds} must be {num_ranks + 1} numbers that grow from 0 to {length}")
+    return bounds
 
 
 def sum_ranks_reference(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -97,57 +112,90 @@ class PeerSpace:
     max_blocks: int
 
 
-TILES = (8 << 10, 16 << 10, 32 << 10)
-"""Bytes that a block handles at a time. More keep more loads under way, fewer leave work for more blocks."""
+SMALL, LARGE, HUGE = 8 << 10, 32 << 10, 64 << 10
+"""Bytes that a block handles at a time."""
+IN_FLIGHT = 256 << 10
+"""Bytes of all ranks that a block can have under way: more do not fit into its registers."""
 
 
-def tile_of(num_bytes: int, blocks: int) -> int:
-    """For the bytes that a rank adds up, all in one stage or a part of them in two: the smallest tile with
-    which a block comes round once, because every turn waits for memory anew."""
-    return next((tile for tile in TILES if tile * blocks >= num_bytes), TILES[-1])
+def tile_of(num_bytes: int, blocks: int, num_ranks: int) -> int:
+    """For the bytes that a rank adds up: all in one stage, a part of them in two.
+
+    Few bytes want many blocks with little to do; many want more loads under way, since each turn of a block
+    waits for memory anew.
+    """
+    if num_bytes <= 2 * SMALL * blocks:
+        return SMALL
+    return HUGE if num_bytes > 4 * LARGE * blocks and HUGE * num_ranks <= IN_FLIGHT else LARGE
+
+
+def one_size_for_each_tile(blocks: int) -> list[int]:
+    """Bytes that a rank adds up, one for each tile that `tile_of` may choose, and few: whatever fits into an
+    area has its tile here."""
+    return [SMALL * blocks, 2 * SMALL * blocks + LARGE, 4 * LARGE * blocks + LARGE]
 
 
 ONE, TWO, SCATTER, GATHER = 1, 2, 3, 4
 """What a kernel does: all-reduce in one stage or two; or the first stage alone; or the second."""
 
 
+def name_of(*call: object) -> int:
+    """A number for what is called, of 31 bits: ranks whose numbers differ make different calls."""
+    return zlib.crc32(repr(call).encode()) >> 1
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a call was launched, for whoever wants to repeat it."""
+
+    launcher: Launcher
+    blocks: int
+    inputs: int
+    length: int
+    part: int
+    what: int
+
+
 class AllReduceKernel:
-    """out = sum over ranks of x, on a device; `inputs` is a row of all ranks' addresses of x, if known.
+    """out = sum over ranks of x, on a device; `inputs` is a row of all ranks' addresses of x, if known, and
+    `source` what all ranks call that row.
 
     Compiled kernels are kept and launched through the driver: Triton's own launch binds and checks arguments
     anew in every call, which takes longer than the kernel.
     """
 
-    def __init__(self, space: PeerSpace, tile: Callable[[int, int], int] = tile_of) -> None:
+    def __init__(self, space: PeerSpace, tile: Callable[[int, int, int], int] = tile_of) -> None:
         self._space, self._tile = space, tile
         self._launchers: dict[tuple[object, ...], Launcher] = {}
         self._sizes = (space.area_bytes, space.head_bytes, space.limit_us, space.rank, space.max_blocks)
-        self.last: tuple[Launcher, int, int, int] | None = None
-        """How the last call was launched, for whoever wants to repeat it: launcher, blocks, length, part."""
+        self.last: Launch | None = None
 
     def __call__(
-        self, x: torch.Tensor, out: torch.Tensor, kind: int, inputs: torch.Tensor | None = None
-    ) -> None:
+        self, x: torch.Tensor, out: torch.Tensor, kind: int, inputs: torch.Tensor | None = None,
+        source: object = None,
+    ) -> None:  # fmt: skip
         """Flat or not, contiguous. With SCATTER `out` is this rank's part, with GATHER `x` is."""
         space, dtype = self._space, x.dtype
         length = out.numel() if kind == GATHER else x.numel()
         part = length // space.num_ranks // 16 * 16  # parts begin on whole vectors
         share = length if kind == ONE else part
-        block = self._tile(share * dtype.itemsize, space.max_blocks) // dtype.itemsize
+        block = self._tile(share * dtype.itemsize, space.max_blocks, space.num_ranks) // dtype.itemsize
         blocks = max(1, min(space.max_blocks, -(-share // block)))
         from_x, to_out = x.data_ptr(), out.data_ptr()
+        what = name_of(kind, dtype, length, source)
         # What Triton compiles anew for: see the arguments that differ between calls.
         key = (dtype, kind, inputs is None, block, from_x % 16, to_out % 16)
         launcher = self._launchers.get(key)
         if launcher is not None:
             row = 0 if inputs is None else inputs.data_ptr()
-            launcher.launch(blocks, from_x, to_out, row, length, part)
-            self.last = (launcher, blocks, length, part)
+            self.last = Launch(launcher, blocks, row, length, part, what)
+            launcher.prepare(self.last)
+            launcher.launch(from_x, to_out)
             return
         from moeclipse.ops.triton import peer_reduce
 
         row_of = space.table if inputs is None else inputs
-        values = (x, out, row_of, space.table, space.counts, space.status, length, part, *self._sizes)
+        values = (x, out, row_of, space.table, space.counts, space.status, length, part, what, *self._sizes)
         constants = (space.num_ranks, kind, inputs is not None, from_x % 16 == 0, block)
         compiled = peer_reduce.all_reduce[(blocks, 1, 1)](*values, *constants, num_warps=16)
         if compiled is not None:  # None: the interpreter compiles nothing
@@ -187,36 +235,44 @@ class Launcher:
         self._slots = slots + [ctypes.c_uint64(0)] * (wanted - len(slots))
         self._arguments = (ctypes.c_void_p * wanted)(*[ctypes.addressof(slot) for slot in self._slots])
         self._x, self._out, self._inputs = self._slots[:3]
-        self._length, self._part = self._slots[6:8]
+        self._length, self._part, self._what = self._slots[6:9]
         threads = 32 * compiled.metadata.num_warps
         self._config = LaunchConfig((1, 1, 1), (threads, 1, 1), compiled.metadata.shared, None, None, 0)
         self._call = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
         function, config = ctypes.c_void_p(compiled.function), ctypes.byref(self._config)
         self._fixed = (config, function, self._arguments, None)
-        self._stream_of = torch._C._cuda_getCurrentRawStream
-        self._stream = 0  # as `_config` has it
+        self.launch = self._bound()
 
-    def again(self, blocks: int, length: int, part: int) -> Launcher:
-        """A launcher of its own for calls of one length: `repeat` writes two pointers and nothing else."""
+    def again(self, launch: Launch) -> Launcher:
+        """A launcher of its own for such calls, which writes two pointers and nothing else."""
         same = Launcher(self._compiled, *self._given)
-        same._config.grid[0] = blocks
-        same._length.value, same._part.value = length, part
+        same.prepare(launch)
         return same
 
-    def launch(self, blocks: int, x: int, out: int, inputs: int, length: int, part: int) -> None:
-        self._config.grid[0] = blocks
-        self._inputs.value = inputs
-        self._length.value, self._part.value = length, part
-        self.repeat(x, out)
+    def prepare(self, launch: Launch) -> None:
+        self._config.grid[0] = launch.blocks
+        self._inputs.value, self._what.value = launch.inputs, launch.what
+        self._length.value, self._part.value = launch.length, launch.part
 
-    def repeat(self, x: int, out: int) -> None:
-        self._x.value, self._out.value = x, out
-        stream = self._stream_of(self._device)
-        if stream != self._stream:
-            self._config.stream = self._stream = stream
-        code = self._call(*self._fixed)
-        if code:
-            raise RuntimeError(f"the all-reduce kernel could not be launched: CUDA driver error {code}")
+    def _bound(self) -> Callable[[int, int], None]:
+        """The launch, for addresses of an input and a result. All that it needs is at hand, since the host is
+        what a small all-reduce waits for."""
+        into_x, into_out, config, call, device = self._x, self._out, self._config, self._call, self._device
+        at, function, arguments, none = self._fixed
+        stream_of = torch._C._cuda_getCurrentRawStream
+        last = 0  # the stream that `config` has
+
+        def launch(x: int, out: int, _kept: object = self._slots) -> None:  # `arguments` has their addresses
+            nonlocal last
+            into_x.value, into_out.value = x, out
+            stream = stream_of(device)
+            if stream != last:
+                config.stream = last = stream
+            code = call(at, function, arguments, none)
+            if code:
+                raise RuntimeError(f"the all-reduce kernel could not be launched: CUDA driver error {code}")
+
+        return launch
 
 
 def _num_parameters(ptx: str) -> int:
@@ -240,6 +296,7 @@ def all_reduce_rms_norm_kernel(
     block = 1 << (D - 1).bit_length()
     peer_reduce.all_reduce_rms_norm[(min(space.max_blocks, T),)](
         x_TD, residual_TD, weight_D, *out, space.table, space.counts, space.status, T, D, eps,
+        name_of("norm", x_TD.dtype, T, D),
         space.area_bytes, space.head_bytes, space.limit_us, space.rank, space.max_blocks,
         W=space.num_ranks, BLOCK=block, num_warps=max(1, min(16, block // 256)),
     )  # fmt: skip

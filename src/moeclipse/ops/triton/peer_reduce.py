@@ -1,8 +1,9 @@
 """All-reduce in one kernel over buffers that peers can read; see `comm/peer_cuda` for the protocol.
 
-Every buffer begins with flags: FLAGS 32-bit words for each block, one per rank. Block b of a rank posts the
+Every buffer begins with flags: LINE 64-bit words for each block, one per rank. Block b of a rank posts the
 number of the round into word `rank` of line b of every peer and polls its own line, so a block waits for its
-peers' block b and never for a whole grid: nothing hangs when blocks do not all run at once.
+peers' block b and never for a whole grid: nothing hangs when blocks do not all run at once. The upper half of
+a word says `what` is being called: ranks that call different things are told, for nothing.
 
 Work is dealt so that block b copies in, reduces and gathers the same elements of every part. Then whatever a
 block reads from a peer was written by that peer's block b, which is the one it waited for.
@@ -12,24 +13,29 @@ Inputs are read where they lie, if every rank's address of them is known (`input
 else copied to the shared area first. Read in place, an input may be overwritten only when all peers have read
 it: in one stage that takes a second round, in two stages the second round is there anyway.
 """
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, assignment"
 # (Triton compiles these functions; their arguments have Triton's types.)
 
 import triton
 import triton.language as tl
 
 ONE, TWO, SCATTER, GATHER = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
-FLAGS = tl.constexpr(32)  # one for each thread of a warp: all threads of a warp leave a loop together
+LANES = tl.constexpr(32)  # one for each thread of a warp: all threads of a warp leave a loop together
+LINE = tl.constexpr(16)
 MOST_BLOCKS = tl.constexpr(64)
+TAIL = tl.constexpr(2048)
+"""Elements at a time of what is left behind the last whole tile. Masked elements are loaded one by one: a
+whole tile of them would need more registers than there are, in a loop that mostly does not run."""
 LOOK = tl.constexpr(256)  # polls between two looks at the clock
 NOT_REGISTERED = tl.constexpr(1000)
+OTHER_CALL = tl.constexpr(100)  # and 1 + the peer that made another one
 
 
 @triton.jit
 def poll(flags):
     """Each thread reads a flag, and sees whatever its writer wrote before it."""
     return tl.inline_asm_elementwise(
-        "ld.acquire.sys.global.u32 $0, [$1];", "=r,l", [flags], dtype=tl.int32, is_pure=False, pack=1
+        "ld.acquire.sys.global.u64 $0, [$1];", "=l,l", [flags], dtype=tl.int64, is_pure=False, pack=1
     )
 
 
@@ -41,33 +47,46 @@ def clock(lane):
 
 
 @triton.jit
-def post_and_wait(table, status, block, number, limit_us, rank, W: tl.constexpr):
+def look(watched, to, number, what):
+    """For each peer: 2 if it has not come to this round, 1 if it came with another call, 0 if all is well.
+    One that is further already has compared calls itself, when this rank had just posted this round."""
+    seen = poll(watched)
+    behind = seen.to(tl.int32) - number
+    other = (behind == 0) & ((seen >> 32).to(tl.int32) != what)
+    return tl.where(to, tl.where(behind < 0, 2, tl.where(other, 1, 0)), 0)
+
+
+@triton.jit
+def post_and_wait(table, status, block, number, what, limit_us, rank, W: tl.constexpr):
     """Publish what this block wrote and wait for the same block of all peers, at most `limit_us`.
 
-    Every warp polls for itself: a thread watches one peer, and the least of what a warp sees decides for all
+    Every warp polls for itself: a thread watches one peer, and the most of what a warp sees decides for all
     of its threads. Nothing in the loop makes warps wait for each other, so they may leave it one by one.
     """
     tl.debug_barrier()
-    lane = tl.arange(0, FLAGS)
+    lane = tl.arange(0, LANES)
     to = (lane < W) & (lane != rank)
-    theirs = tl.load(table + lane, mask=to, other=0).to(tl.pointer_type(tl.int32))
-    tl.atomic_xchg(theirs + block * FLAGS + rank, number, mask=to, sem="release", scope="sys")
-    mine = tl.load(table + rank).to(tl.pointer_type(tl.int32)) + block * FLAGS
+    theirs = tl.load(table + lane, mask=to, other=0).to(tl.pointer_type(tl.int64))
+    word = (what.to(tl.int64) << 32) | (number.to(tl.int64) & 0xFFFFFFFF)
+    tl.atomic_xchg(theirs + block * LINE + rank, word, mask=to, sem="release", scope="sys")
+    mine = tl.load(table + rank).to(tl.pointer_type(tl.int64)) + block * LINE
     watched = mine + tl.where(to, lane, rank)
-    behind = tl.where(to, poll(watched) - number, 0)
-    least = tl.min(behind, axis=0)
+    wrong = look(watched, to, number, what)
+    most = tl.max(wrong, axis=0)
     polls = 0
     begun = tl.full((), 0, tl.int64)
-    while (least < 0) & (polls >= 0):
-        behind = tl.where(to, poll(watched) - number, 0)
-        least = tl.min(behind, axis=0)
+    while (most == 2) & (polls >= 0):
+        wrong = look(watched, to, number, what)
+        most = tl.max(wrong, axis=0)
         polls += 1
         if polls % LOOK == 0:
             now = tl.min(clock(lane), axis=0)
             begun = tl.where(polls == LOOK, now, begun)
             polls = tl.where(now - begun > limit_us.to(tl.int64) * 1000, -1, polls)
-    if least < 0:
-        tl.store(status, tl.max(tl.where(behind < 0, lane + 1, 0), axis=0))
+    if most != 0:
+        code = tl.max(tl.where(wrong == most, lane + 1, 0), axis=0)
+        if tl.load(status, volatile=True) == 0:  # the first error is the cause
+            tl.store(status, tl.where(most == 1, OTHER_CALL, 0) + code)
     tl.debug_barrier()
 
 
@@ -99,8 +118,9 @@ def copy_part(source, target, start, stop, block, grid, BLOCK: tl.constexpr):
     for tile in range(block, full, grid):
         place = start + tile * BLOCK + lane
         tl.store(target + place, tl.load(source + place, cache_modifier=".cg"))
-    if (full % grid == block) & (start + full * BLOCK < stop):
-        place = start + full * BLOCK + lane
+    tail = tl.arange(0, TAIL)
+    for piece in range(block, tl.cdiv(stop - start - full * BLOCK, TAIL), grid):
+        place = start + full * BLOCK + piece * TAIL + tail
         inside = place < stop
         tl.store(target + place, tl.load(source + place, mask=inside, cache_modifier=".cg"), mask=inside)
 
@@ -114,24 +134,47 @@ def own_or_area_of(x, rank, table, peer, number, area_bytes, head_bytes):
 
 
 @triton.jit
+def load_shown(
+    x, rank, table, inputs, peer: tl.constexpr, number, area_bytes, head_bytes, place, inside,
+    IN_PLACE: tl.constexpr, OWN: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """What a rank shows. OWN: this rank's input is read where it lies."""
+    if IN_PLACE:
+        shown = input_of(inputs, peer, x)
+    elif OWN:
+        shown = own_or_area_of(x, rank, table, peer, number, area_bytes, head_bytes)
+    else:
+        shown = area_of(table, peer, number, area_bytes, head_bytes, x)
+    if MASKED:
+        return tl.load(shown + place, mask=inside, other=0.0, cache_modifier=".cg")
+    return tl.load(shown + place, cache_modifier=".cg")
+
+
+@triton.jit
 def sum_tile(
     x, rank, table, inputs, number, area_bytes, head_bytes, place, inside,
     W: tl.constexpr, IN_PLACE: tl.constexpr, OWN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """OWN: this rank's input is read where it lies."""
-    total = tl.zeros(place.shape, dtype=tl.float32)
-    for peer in tl.static_range(W):
-        if IN_PLACE:
-            shown = input_of(inputs, peer, x)
-        elif OWN:
-            shown = own_or_area_of(x, rank, table, peer, number, area_bytes, head_bytes)
-        else:
-            shown = area_of(table, peer, number, area_bytes, head_bytes, x)
-        if MASKED:
-            value = tl.load(shown + place, mask=inside, other=0.0, cache_modifier=".cg")
-        else:
-            value = tl.load(shown + place, cache_modifier=".cg")
-        total += value.to(tl.float32)
+    """The sum over ranks in order, with all loads under way at once.
+
+    Left alone the assembler saves registers: it adds what has come before it loads the rest. No load crosses
+    a barrier, and nothing can be added before rank 0's is there, so that one is loaded behind it. Two loads
+    are under way together anyway.
+    """
+    values = ()
+    for peer in tl.static_range(1, W):
+        value = load_shown(
+            x, rank, table, inputs, peer, number, area_bytes, head_bytes, place, inside, IN_PLACE, OWN, MASKED
+        )
+        values += (value,)
+    if W > 2:
+        tl.debug_barrier()
+    first = load_shown(
+        x, rank, table, inputs, 0, number, area_bytes, head_bytes, place, inside, IN_PLACE, OWN, MASKED
+    )
+    total = first.to(tl.float32)
+    for peer in tl.static_range(1, W):
+        total += values[peer - 1].to(tl.float32)
     return total
 
 
@@ -151,8 +194,9 @@ def sum_part(
         tl.store(target + place, total)
         if TWICE:
             tl.store(copy + place, total)
-    if (full % grid == block) & (start + full * BLOCK < stop):
-        place = start + full * BLOCK + lane
+    tail = tl.arange(0, TAIL)
+    for piece in range(block, tl.cdiv(stop - start - full * BLOCK, TAIL), grid):
+        place = start + full * BLOCK + piece * TAIL + tail
         inside = place < stop
         total = sum_tile(
             x, rank, table, inputs, number, area_bytes, head_bytes, place, inside, W, IN_PLACE, OWN, True
@@ -170,37 +214,38 @@ def part_end(peer, part, length, W: tl.constexpr):
 
 @triton.jit
 def reduce_in_one(
-    x, out, inputs, table, status, number, length, area_bytes, head_bytes, limit_us, rank, block, grid,
+    x, out, inputs, table, status, number, what, length, area_bytes, head_bytes, limit_us, rank, block, grid,
     W: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if not IN_PLACE:
         mine = area_of(table, rank, number, area_bytes, head_bytes, x)
         copy_part(x, mine, 0, length, block, grid, BLOCK)
-    post_and_wait(table, status, block, number, limit_us, rank, W)
+    post_and_wait(table, status, block, number, what, limit_us, rank, W)
     sum_part(
         x, rank, table, inputs, number, area_bytes, head_bytes, out, out, 0, length, block, grid,
         W, IN_PLACE, False, False, BLOCK,
     )  # fmt: skip
     if IN_PLACE:
         number += 1
-        post_and_wait(table, status, block, number, limit_us, rank, W)
+        post_and_wait(table, status, block, number, what, limit_us, rank, W)
     return number
 
 
 @triton.jit
 def scatter(
-    x, target, copy, inputs, table, status, number, length, part, area_bytes, head_bytes, limit_us, rank,
-    block, grid, W: tl.constexpr, IN_PLACE: tl.constexpr, OWN: tl.constexpr, TWICE: tl.constexpr,
+    x, target, copy, inputs, table, status, number, what, length, part, area_bytes, head_bytes, limit_us,
+    rank, block, grid, W: tl.constexpr, IN_PLACE: tl.constexpr, OWN: tl.constexpr, TWICE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """target[this rank's part] = the sum over ranks of that part. OWN: nobody else reads this rank's part of
     its input, so it is not copied."""
     if not IN_PLACE:
         mine = area_of(table, rank, number, area_bytes, head_bytes, x)
-        for step in tl.static_range(1 if OWN else 0, W):
+        # Not unrolled: a kernel runs through most of its code once, and fetching that takes its time.
+        for step in range(1 if OWN else 0, W):
             peer = (rank + step) % W
             copy_part(x, mine, peer * part, part_end(peer, part, length, W), block, grid, BLOCK)
-    post_and_wait(table, status, block, number, limit_us, rank, W)
+    post_and_wait(table, status, block, number, what, limit_us, rank, W)
     stop = part_end(rank, part, length, W)
     sum_part(
         x, rank, table, inputs, number, area_bytes, head_bytes, target, copy, rank * part, stop, block, grid,
@@ -210,23 +255,23 @@ def scatter(
 
 @triton.jit
 def collect(
-    out, table, status, number, length, part, area_bytes, head_bytes, limit_us, rank, block, grid,
+    out, table, status, number, what, length, part, area_bytes, head_bytes, limit_us, rank, block, grid,
     W: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """out = the parts that all ranks show in this round, from this rank's own on; FIRST 1: it is there."""
-    post_and_wait(table, status, block, number, limit_us, rank, W)
-    for step in tl.static_range(FIRST, W):
+    post_and_wait(table, status, block, number, what, limit_us, rank, W)
+    for step in range(FIRST, W):
         peer = (rank + step) % W
         shown = area_of(table, peer, number, area_bytes, head_bytes, out)
         copy_part(shown, out, peer * part, part_end(peer, part, length, W), block, grid, BLOCK)
 
 
 @triton.jit(
-    do_not_specialize=["length", "part", "area_bytes", "head_bytes", "limit_us", "rank", "max_blocks"]
+    do_not_specialize=["length", "part", "what", "area_bytes", "head_bytes", "limit_us", "rank", "max_blocks"]
 )
 def all_reduce(
     x, out, inputs, table, counts, status,
-    length, part, area_bytes, head_bytes, limit_us, rank, max_blocks,
+    length, part, what, area_bytes, head_bytes, limit_us, rank, max_blocks,
     W: tl.constexpr, KIND: tl.constexpr, IN_PLACE: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out = sum over ranks of x, in one stage or two; or one of the two stages: this rank's part of the sum,
@@ -240,7 +285,7 @@ def all_reduce(
     if ready != 0:
         if KIND == ONE:
             number = reduce_in_one(
-                x, out, inputs, table, status, number, length, area_bytes, head_bytes, limit_us,
+                x, out, inputs, table, status, number, what, length, area_bytes, head_bytes, limit_us,
                 rank, block, grid, W, IN_PLACE, BLOCK,
             )  # fmt: skip
         elif KIND == GATHER:
@@ -252,14 +297,14 @@ def all_reduce(
             if KIND == TWO:
                 reduced = area_of(table, rank, number + 1, area_bytes, head_bytes, x)
             scatter(
-                x, reduced, out, inputs, table, status, number, length, part, area_bytes, head_bytes,
+                x, reduced, out, inputs, table, status, number, what, length, part, area_bytes, head_bytes,
                 limit_us, rank, block, grid, W, IN_PLACE, OWN, KIND == TWO, BLOCK,
             )  # fmt: skip
             if KIND == TWO:
                 number += 1
         if (KIND == TWO) | (KIND == GATHER):
             collect(
-                out, table, status, number, length, part, area_bytes, head_bytes, limit_us,
+                out, table, status, number, what, length, part, area_bytes, head_bytes, limit_us,
                 rank, block, grid, W, BLOCK, 1 if KIND == TWO else 0,
             )  # fmt: skip
         count_rounds(counts, block, grid, number, max_blocks)
@@ -267,10 +312,10 @@ def all_reduce(
         tl.store(status, NOT_REGISTERED)
 
 
-@triton.jit(do_not_specialize=["limit_us", "rank", "max_blocks", "area_bytes", "head_bytes"])
+@triton.jit(do_not_specialize=["what", "limit_us", "rank", "max_blocks", "area_bytes", "head_bytes"])
 def all_reduce_rms_norm(
     x, residual, weight, normed, h, table, counts, status, T, D, eps,
-    area_bytes, head_bytes, limit_us, rank, max_blocks,
+    what, area_bytes, head_bytes, limit_us, rank, max_blocks,
     W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """h = round(sum over ranks of x + residual), normed = h / rms(h) * weight; a row at a time, one stage."""
@@ -282,7 +327,7 @@ def all_reduce_rms_norm(
     for row in range(block, T, grid):
         place = row * D + column
         tl.store(mine + place, tl.load(x + place, mask=inside), mask=inside)
-    post_and_wait(table, status, block, number, limit_us, rank, W)
+    post_and_wait(table, status, block, number, what, limit_us, rank, W)
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     for row in range(block, T, grid):
         place = row * D + column
