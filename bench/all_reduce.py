@@ -16,7 +16,8 @@ with a copy into such memory beside ours on any tensor. In a graph ours shares i
 | in place | any tensor | itself | two shot with copies |
 | given, graph | any tensor | a given one | the faster one in a graph, without a copy |
 
-Microseconds per call, medians of interleaved repeats; GB/s is the size of the tensor over that time.
+Microseconds per call, medians of repeats that take turns, on CUDA in shuffled order; GB/s is the size of the
+tensor over that time.
 Checks are, on the CPU, the factor over gloo with two ranks; on CUDA the worst factor over torch's of all
 sizes, and the worst of bf16 over fp16, which torch's lack. `--tune` writes the table that is read at open.
 """
@@ -27,6 +28,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import statistics
 import sys
 import time
@@ -58,6 +60,7 @@ from moeclipse.testing.run_ranks import run_ranks
 KIB = 1 << 10
 SIZES = [KIB << shift for shift in (0, 2, 4, 6, 8, 10, 11, 12, 14, 16)]
 QUICK = [KIB, 64 * KIB, 1024 * KIB, 16384 * KIB]
+WARM_UP = 3  # rounds on a device that do not count
 CHUNKS = (256 * KIB, 512 * KIB, 1024 * KIB, 2048 * KIB)
 Calls = dict[str, Callable[[], Any]]
 
@@ -223,11 +226,15 @@ def timed_on_device(
     # Ranks start some microseconds apart: many calls make that disappear.
     count = 100 if size <= 4 << 20 else 30
     times: dict[tuple[torch.dtype, str], list[float]] = {key: [] for key in calls}
-    for repeat in range(repeats + 1):
-        for key, (call, number) in calls.items():
+    order, lots = list(calls), random.Random(size)  # the same on all ranks
+    # Small ones take as long as the host, whose speed changes more from one moment to the next.
+    for repeat in range(WARM_UP + (repeats if size > 16 << 20 else 3 * repeats)):
+        lots.shuffle(order)
+        for key in order:
+            call, number = calls[key]
             mesh.barrier()
             us = device_time(call, count if number == 1 else count // 5) / number
-            if repeat:
+            if repeat >= WARM_UP:
                 times[key].append(us)
     found: dict[torch.dtype, dict[str, float]] = {dtype: {} for dtype in dtypes}
     for (dtype, name), values in times.items():
