@@ -321,12 +321,12 @@ def test_the_table(tmp_path: Path) -> None:
     assert key_of("NVIDIA H100", 8, True, shared=True) == "NVIDIA H100|8 ranks|one device"
     file = tmp_path / "table.json"
     assert choice_for("cpu", 2, True, file) == default_choice("cpu", 2, True)
-    write_choice(key_of("cpu", 4, True), Choice(two_stages_from=1 << 10), file)
+    write_choice(key_of("cpu", 4, True), Choice(two_stages_from=1 << 10, two_stages_until=1 << 24), file)
     write_choice(key_of("cpu", 2, True), Choice(max_bytes=1 << 20), file)
     assert choice_for("cpu", 4, True, file).two_stages_from == 1 << 10
     assert table_lines("cpu", True, file)[:2] == [
         "2 ranks: up to 1 MiB, two stages never (tuned)",
-        "4 ranks: any size, two stages from 1 KiB (tuned)",
+        "4 ranks: any size, two stages from 1 KiB to 16 MiB (tuned)",
     ]
     assert json.loads(file.read_text())["cpu|2 ranks|linked"]["max_bytes"] == 1 << 20
 

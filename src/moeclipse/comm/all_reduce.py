@@ -363,8 +363,6 @@ class PeerAllReduce:
     def _run(self, call: Callable[[Any], T]) -> T:
         """Complete what is open, then make the call; a reduction that comes as steps is run to its end."""
         assert self._reducer is not None
-        if self._broken is not None:
-            raise CommError(f"this all-reduce cannot be used any more: {self._broken}; open a new one")
         self._enter()
         try:
             if self._open is not None:
@@ -383,6 +381,8 @@ class PeerAllReduce:
             self._busy.release()
 
     def _enter(self) -> None:
+        if self._broken is not None:
+            raise CommError(f"this all-reduce cannot be used any more: {self._broken}; open a new one")
         if not self._busy.acquire(blocking=False):
             raise CommError("two threads use one PeerAllReduce at once; open one for each")
 

@@ -120,6 +120,7 @@ def table_lines(device: str, linked: bool, file: Path = DEFAULT_FILE) -> list[st
         key = key_of(device, num_ranks, linked)
         choice = choice_for(device, num_ranks, linked, file)
         two = "never" if choice.two_stages_from is None else f"from {_size(choice.two_stages_from)}"
+        two += f" to {_size(choice.two_stages_until)}" if choice.two_stages_until else ""
         most = "any size" if choice.max_bytes is None else f"up to {_size(choice.max_bytes)}"
         source = "tuned" if key in tuned else "default"
         lines.append(f"{num_ranks} ranks: {most}, two stages {two} ({source})")
