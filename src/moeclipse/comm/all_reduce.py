@@ -145,7 +145,7 @@ class PeerAllReduce:
         return self._open_or_shut(x, True)
 
     def unshare(self, x: torch.Tensor) -> torch.Tensor:
-        """Collective: the opposite; from here on `x` is a tensor like any other."""
+        """Collective: the opposite. Graphs that read it must not be replayed any more."""
         return self._open_or_shut(x, False)
 
     def _open_or_shut(self, x: torch.Tensor, share: bool) -> torch.Tensor:
