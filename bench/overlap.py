@@ -60,7 +60,7 @@ from moeclipse.schedule.check import verify
 from moeclipse.schedule.smart import smart
 from moeclipse.testing.run_ranks import run_ranks
 
-RANKS, RATE = 4, 240.0
+RANKS = 4
 SKEWED_TOKENS, SKEWED_WIDTH, SKEWED_HIDDEN, MANY_EXPERTS, TOP_K, ZIPF = 1024, 512, 64, 16, 2, 1.2
 WIRE_CPU = "processor time of communication"
 CUT = "in units"
@@ -79,11 +79,14 @@ class Bed:
 
     device: str = "cpu"
     transport: str = "direct"
-    tokens: int = 1280
+    tokens: int = 2560
     width: int = 256
     dtype: torch.dtype = torch.float32
+    rate_mbit: float = 60.0
+    """Of a rank's cable, or of the loopback that all share."""
 
 
+BEDS = {"cables": Bed(), "shared": Bed(tokens=1280, rate_mbit=240.0)}
 ON_DEVICE = Bed("cuda:0", "pinned", 16384, 4096, torch.bfloat16)
 
 
@@ -337,8 +340,9 @@ def main() -> int:
         bed = replace(ON_DEVICE, transport=given.transport)
         options = {"deadline_s": 1800, "device": bed.device}
         return report(run_ranks(given.ranks, measure, bed, given.repeats, **options)[0], given.json)
+    bed = BEDS[given.wire]
     if given.inside is None:
-        network = shaped_network(RATE) if given.wire == "shared" else switched_network()
+        network = shaped_network(bed.rate_mbit) if given.wire == "shared" else switched_network()
         with tempfile.TemporaryDirectory() as folder, network as run:
             out = Path(folder) / "rows.json"
             again = ["--inside", str(out), "--wire", given.wire, "--repeats", str(given.repeats)]
@@ -348,8 +352,9 @@ def main() -> int:
             found = json.loads(out.read_text())
         return report(found, given.json)
     os.environ[HUGE_PAGES] = "1"  # before the ranks start: torch looks once
-    before = None if given.wire == "shared" else functools.partial(join_switch, rate_mbit=RATE / RANKS)
-    found = run_ranks(RANKS, measure, Bed(), given.repeats, deadline_s=1800, before=before)[0]
+    cable = functools.partial(join_switch, rate_mbit=bed.rate_mbit)
+    before = None if given.wire == "shared" else cable
+    found = run_ranks(RANKS, measure, bed, given.repeats, deadline_s=1800, before=before)[0]
     given.inside.write_text(json.dumps(found))
     return 0
 

@@ -1,11 +1,12 @@
 """What a layer costs with and without shadows, in seconds.
 
 Idea: add up for each rank the rows it computes, receives and sends, and the copies of experts it sends and
-takes in; the fullest rank sets the pace.
+takes in; the fullest rank sets the pace. Rows, copies and results follow each other on the wire, and the rank
+that is fullest with rows need not be the one that lends: each of the three has a fullest rank of its own.
 
     forward    compute: rows x row_forward      wire: 2 x rows sent (there and back) + parameters
     backward   compute: rows x row_backward     wire: 2 x rows sent (there and back) + gradients
-    a phase    max(compute, wire) + (1 - overlap) x min(compute, wire)
+    each       max(compute, wire) + (1 - overlap) x min(compute, wire)
 
 Contract: pure; a `Latency` is meant to be held against a measurement, part by part.
 
@@ -182,12 +183,12 @@ class Work:
 
 def latency(work: Work, costs: ShadowCosts) -> Latency:
     rows = float(work.rows.max())
-    forward_wire, backward_wire = _wires(work, costs)
+    travel, copies = (float(phase.max()) for phase in _phases(work, costs))
     return Latency(
         forward_compute=rows * costs.row_forward,
-        forward_wire=float(forward_wire.max()),
+        forward_wire=travel + copies * costs.parameter_seconds,
         backward_compute=rows * costs.row_backward,
-        backward_wire=float(backward_wire.max()),
+        backward_wire=travel + copies * costs.gradient_seconds,
         overlap=costs.overlap,
     )
 
@@ -195,10 +196,14 @@ def latency(work: Work, costs: ShadowCosts) -> Latency:
 def merit(work: Work, costs: ShadowCosts) -> np.ndarray:
     """A smooth stand-in for the latency of each alternative [...]; ranks behind the fullest count too."""
     rows = _power_mean(work.rows)
+    travel, copies = (_power_mean(phase) for phase in _phases(work, costs))
     total: np.ndarray | float = 0.0
-    for row_seconds, wire in zip((costs.row_forward, costs.row_backward), _wires(work, costs), strict=True):
-        compute, busy = rows * row_seconds, _power_mean(wire)
-        total = total + np.maximum(compute, busy) + (1 - costs.overlap) * np.minimum(compute, busy)
+    for row_seconds, copy_seconds in (
+        (costs.row_forward, costs.parameter_seconds),
+        (costs.row_backward, costs.gradient_seconds),
+    ):
+        compute, wire = rows * row_seconds, travel + copies * copy_seconds
+        total = total + np.maximum(compute, wire) + (1 - costs.overlap) * np.minimum(compute, wire)
     return np.asarray(total)
 
 
@@ -206,8 +211,8 @@ def _joined(compute: float, wire: float, overlap: float) -> float:
     return max(compute, wire) + (1 - overlap) * min(compute, wire)
 
 
-def _wires(work: Work, costs: ShadowCosts) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of wire on each rank, forward and backward.
+def _phases(work: Work, costs: ShadowCosts) -> tuple[np.ndarray, np.ndarray]:
+    """Of each rank: seconds of rows on the wire, there and back, and the number of copies.
 
     Both directions of a link work at once. What a rank sends in dispatch it receives in combine, so the
     busier direction carries the larger of the two numbers both times.
@@ -218,8 +223,7 @@ def _wires(work: Work, costs: ShadowCosts) -> tuple[np.ndarray, np.ndarray]:
     else:
         rows = np.maximum(work.rows_out, work.rows_in)
         copies = np.maximum(work.copies_out, work.copies_in)
-    travel = 2 * costs.row_send * rows
-    return travel + costs.parameter_seconds * copies, travel + costs.gradient_seconds * copies
+    return 2 * costs.row_send * rows, copies
 
 
 def _power_mean(values: np.ndarray) -> np.ndarray:

@@ -10,10 +10,10 @@ once, it also lets several senders meet at one receiver while other links rest.
     receiver    waits for what arrives, and says so
 
 A parcel is sent when the one before has been sent and, as far as one can tell, is through: what arrived in
-exchange for it is here. So rows that are needed first do not share the link with those needed later; but a
-rank that receives much more than it sends does not wait. Nobody waits in a circle: sends and receives of all
-ranks stand in one order (parcel, step around the ring), and of those that are not through the first one can
-always go on.
+exchange for it is here. So rows that are needed first do not share the link with those needed later. Where
+what is exchanged is unequal, that tells nothing, and nobody waits: links would rest. Nobody waits in a
+circle: sends and receives of all ranks stand in one order (parcel, step around the ring), and of those that
+are not through the first one can always go on.
 
 Contract: all ranks of a group hand parcels over in one order, as with collectives; what a rank sends to
 another is what that one expects. Hazard: what comes behind a failed parcel fails, too, because ranks would no
@@ -41,6 +41,8 @@ TAG = 4919
 """Of parcels; whoever else sends in the same group uses another."""
 LARGE = 32 << 10
 """Bytes from which on the next peer waits for this one. Small rows cost latency, not the link."""
+ALIKE = 1.25
+"""What arrives tells when the rows are through if it is at most so many times more or less than they are."""
 
 
 class Leg:
@@ -48,8 +50,8 @@ class Leg:
 
     def __init__(self, rows: torch.Tensor, to: int, place: torch.Tensor, receive: Any) -> None:
         self.rows, self.to, self.receive = rows, to, receive
-        # What arrives tells when the rows are through only if it is not much more than they are.
-        self.paces = rows.nbytes >= LARGE and place.nbytes <= 2 * rows.nbytes
+        less, more = sorted((rows.nbytes, place.nbytes))
+        self.paces = less >= LARGE and more <= ALIKE * less
         self.arrived = threading.Event()
 
 
