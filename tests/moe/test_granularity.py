@@ -38,8 +38,18 @@ def test_the_fastest_of_the_best_predicted_stays() -> None:
 def test_the_slowest_rank_decides() -> None:
     trials = Trials(RANKED, cuda=False)
     run(trials, {1: 5.0, 2: 3.0, 4: 4.0, 8: 6.0})
-    chosen = trials.choose(lambda mine: [mine, [60.0, 90.0, 7.0, 80.0]])
+    chosen = trials.choose(lambda mine: [mine, [60.0, 90.0, 7.0, 80.0, 0.0]])
     assert chosen.chunks == 4
+
+
+def test_fewer_units_stay_where_calls_scatter_more_than_granularities_differ() -> None:
+    seconds = {1: 5.0, 2: 3.1, 4: 3.0, 8: 6.0}
+    trials = Trials(RANKED, cuda=False)
+    run(trials, seconds)
+    assert trials.choose(lambda mine: [mine, mine]).chunks == 4, "calls do not scatter: the fastest"
+    assert trials.choose(lambda mine: [mine, [*mine[:-1], 0.02]]).chunks == 4, "by less than they differ"
+    assert trials.choose(lambda mine: [mine, [*mine[:-1], 0.04]]).chunks == 2
+    assert trials.choose(lambda mine: [mine, [*mine[:-1], 0.90]]).chunks == 2, "not all are alike then"
 
 
 def test_without_times_the_prediction_decides() -> None:
@@ -59,6 +69,10 @@ def test_a_stopwatch_tells_the_median_and_the_best() -> None:
     watch._laps["F"] = [(0.0, 1.0), (0.0, 4.0), (0.0, 3.0), (0.0, 2.0), (0.0, 9.0)]
     assert watch.seconds("F") == pytest.approx(3.0)
     assert watch.best("F") == pytest.approx(2.0), "the first lap does not count"
+    assert watch.scatter() == 0.0, "nothing is known of backward"
+    watch._laps["B"] = [(0.0, 9.0), (0.0, 6.0), (0.0, 7.0)]
+    assert watch.scatter() == pytest.approx((3.5 + 6.5) / (2.0 + 6.0) - 1)
+    watch._laps["B"] = []
     for _ in range(20):
         watch.lap(watch.stamp(), "B")
     assert len(watch._laps["B"]) == Stopwatch.LAPS

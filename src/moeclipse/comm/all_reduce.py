@@ -153,7 +153,7 @@ class PeerAllReduce:
             inputs = self._reducer.inputs
             self._enter()
             try:
-                inputs.share(x) if share else inputs.unshare(x)
+                (inputs.share if share else inputs.unshare)(x)
             finally:
                 self._busy.release()
                 self._plans, self._device_plans = {}, {}  # they know where shared tensors lie

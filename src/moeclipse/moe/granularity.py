@@ -3,7 +3,8 @@
 Costs measured on idle ranks do not know everything: several ranks may share a processor, small products are
 slower than their share of a large one, a wire may be shared. So the simulator only says which granularities
 are worth a try; each of those runs a few calls, forward and backward, and the fastest stays, judged by the
-slowest rank.
+slowest rank. Where calls scatter, of those that are about as fast the one with fewest units stays: every cut
+makes products smaller, and what a noisy trial likes about many of them is mostly the noise.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ TRIED = 4
 """Granularities that are tried ..."""
 CALLS = 6
 """... in so many calls each; the first of them builds programs and does not count."""
+MOST_SCATTER = 0.05
+"""As fast as the fastest is who takes as much longer as calls scatter, but no more than this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,10 @@ class Granularity:
     """... and of forward and backward, which decides."""
     blocking_s: float = 0.0
     rule: str = "start"
+
+    @property
+    def num_units(self) -> int:
+        return len(self.groups) * self.chunks if self.units is None else len(self.units)
 
 
 def start_groups(
@@ -129,6 +136,13 @@ class Stopwatch:
         """Of all laps but the first: what disturbs a lap, lengthens it."""
         return min(self._all(letter)[1:], default=None)
 
+    def scatter(self) -> float:
+        """By how much of it a usual lap is longer than the best."""
+        laps = [self._all(letter)[1:] for letter in "FB"]
+        if not all(laps):
+            return 0.0
+        return sum(map(statistics.median, laps)) / sum(map(min, laps)) - 1
+
     def _all(self, letter: str) -> list[float]:
         return [a.elapsed_time(b) * 1e-3 if self.cuda else b - a for a, b in self._laps[letter]]
 
@@ -159,11 +173,14 @@ class Trials:
         if self.cuda:
             torch.cuda.synchronize()
         mine = [self._seconds(watch) for watch in self.watches]
-        columns = list(zip(*tell(mine), strict=True))
+        scatter = statistics.median(watch.scatter() for watch in self.watches)
+        *columns, scatters = zip(*tell([*mine, scatter]), strict=True)
         if any(min(column) < 0 for column in columns):
             return self.candidates[0]
         slowest = [max(column) for column in columns]
-        best = min(range(len(slowest)), key=lambda number: slowest[number])
+        near = (1 + min(MOST_SCATTER, max(scatters))) * min(slowest)
+        as_fast = [number for number, seconds in enumerate(slowest) if seconds <= near]
+        best = min(as_fast, key=lambda number: (self.candidates[number].num_units, slowest[number]))
         chosen = self.candidates[best]
         return chosen if best == 0 else replace(chosen, rule=f"{chosen.rule}, fastest of {len(slowest)}")
 
