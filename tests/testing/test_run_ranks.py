@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,8 +65,18 @@ def test_a_failing_rank_fails_the_test_with_its_traceback() -> None:
         run_ranks(2, fail)
 
 
-def test_a_killed_rank_is_reported() -> None:
-    outcomes = run_ranks_raw(2, lambda mesh: os.kill(os.getpid(), signal.SIGKILL) if mesh.rank else None)
+def test_a_killed_rank_is_reported(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+
+    def die(mesh: Mesh) -> None:
+        if mesh.rank == 0:
+            ready.touch()
+            return
+        while not ready.exists():  # rank 0 may still be connecting, and would fail
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    outcomes = run_ranks_raw(2, die)
     assert outcomes[0][0]
     assert outcomes[1] == (False, "rank 1 ended with exit code -9 and no result")
 
