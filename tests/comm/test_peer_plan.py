@@ -68,6 +68,8 @@ def test_a_plan_refuses_what_it_was_not_made_for(known: bool) -> None:
     assert setup.plan.call(x, y.t(), "stride") is None
     assert setup.plan.call(x.t(), y, "stride of the input") is None
     assert setup.plan.call(torch.zeros(65)[1:].view(8, 8), y, "alignment") is None
+    both = torch.zeros(72)
+    assert setup.plan.call(both[:64].view(8, 8), both[8:].view(8, 8), "out begins within the input") is None
     assert setup.plan.call(x, y.t_(), "the same object, turned round") is None
     y.t_()
     setup.seen[0] = 1

@@ -334,7 +334,7 @@ class PeerAllReduce:
 
     def close(self) -> None:
         """Let go of the memory; may be called twice. Peers that still wait get an error at their deadline."""
-        self._plans = {}  # they hold views
+        self._plans, self._device_plans = {}, {}  # they hold views
         if self._reducer is not None:
             self._reducer.close()
         self._broken = "it was closed"

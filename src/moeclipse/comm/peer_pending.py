@@ -83,10 +83,11 @@ def shaped(flat: torch.Tensor, out: torch.Tensor | None, x: torch.Tensor) -> tor
 
 
 def is_plain(x: torch.Tensor, out: torch.Tensor | None) -> bool:
-    """Whether both lie in the memory of the host as they are: dense, contiguous and without a gradient."""
+    """Whether both lie in the memory of the host as they are: dense, contiguous, apart from each other (or
+    the same) and without a gradient."""
     if not x.is_cpu or x.requires_grad or x.layout is not torch.strided or not x.is_contiguous():
         return False
     return out is None or (
         out.dtype is x.dtype and out.shape == x.shape and out.is_cpu and not out.requires_grad
-        and out.is_contiguous()
+        and out.is_contiguous() and not 0 < abs(out.data_ptr() - x.data_ptr()) < x.nbytes
     )  # fmt: skip

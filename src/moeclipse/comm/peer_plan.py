@@ -38,7 +38,6 @@ class CudaPlan:
     by address those that read their input where it lies. `call` is None where none of them applies."""
 
     def __init__(self, owner: Owner, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
         self.copied: Repeat | None = None
         self.there: dict[tuple[int, bool], Repeat] = {}
         self.call = planned(owner, self, num_bytes)
@@ -47,10 +46,10 @@ class CudaPlan:
         repeat = launch.launcher.again(launch).launch
         if not launch.inputs:
             self.copied = repeat
-        elif x == out or abs(x - out) >= self._num_bytes:
-            if len(self.there) == MAX_VIEWS:
-                self.there.clear()
-            self.there[x, x == out] = repeat
+            return
+        if len(self.there) == MAX_VIEWS:
+            self.there.clear()
+        self.there[x, x == out] = repeat
 
 
 def planned(owner: Owner, plan: CudaPlan, num_bytes: int) -> Planned:
@@ -76,10 +75,11 @@ def planned(owner: Owner, plan: CudaPlan, num_bytes: int) -> Planned:
         source, target = x.data_ptr(), out.data_ptr()
         if (source | target) & 15 or seen[0]:
             return None
+        if 0 < abs(source - target) < num_bytes:
+            return None  # the whole call says what is wrong with that
         repeat = plan.copied
         if starts and inputs.find(source, num_bytes) is not None:
-            apart = source == target or abs(source - target) >= num_bytes
-            repeat = there.get((source, source == target)) if apart else None
+            repeat = there.get((source, source == target))
         if repeat is None:
             return None
         owner.label = label
