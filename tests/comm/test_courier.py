@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from moeclipse.comm import courier
-from moeclipse.comm.courier import LARGE
+from moeclipse.comm.courier import LARGE, RECEIPT, REST, TAG
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.transport import TorchTransport, direct
 from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
@@ -36,7 +36,8 @@ def rows_for(source: int, target: int, turn: int, count: int) -> torch.Tensor:
 def storm(mesh: Mesh, turns: int, seed: int) -> None:
     """Exchanges of random sizes, several under way, waited for in another order than they were launched."""
     P, me, wire = mesh.num_ranks, mesh.rank, transport(mesh)
-    sizes = [0, 0, 1, 7, LARGE // (4 * WIDTH), 3 * LARGE // (4 * WIDTH) + 5]
+    row = 4 * WIDTH
+    sizes = [0, 0, 1, 7, LARGE // row - 1, LARGE // row, 3 * LARGE // row + 5, 3 * REST // row]
     counts = random.Random(seed)
     order = random.Random(seed * 100 + me)
     under_way: list[Any] = []
@@ -64,27 +65,51 @@ def test_everything_arrives_where_it_belongs(ranks: int) -> None:
     run_ranks(ranks, storm, 40, ranks)
 
 
-def first_calls(mesh: Mesh) -> list[str]:
-    """The order of posted receives and sends of one exchange with large rows, as the library sees them."""
-    calls: list[str] = []
+Call = tuple[str, int, int, float]
+
+
+def calls_of(mesh: Mesh, count: int, hold_receipts_s: float = 0.0) -> list[Call]:
+    """What one exchange of `count` floats per peer asks of torch: (name, peer, tag, seconds).
+
+    With `hold_receipts_s` rank 1 signs late.
+    """
+    calls: list[Call] = []
     real = {name: getattr(dist, name) for name in ("irecv", "isend")}
 
     def noted(name: str) -> Any:
-        def call(*args: Any, **more: Any) -> Any:
-            calls.append(name)
-            return real[name](*args, **more)
+        def call(tensor: torch.Tensor, peer: int, *, group: Any, tag: int) -> Any:
+            if mesh.rank == 1 and (name, tag) == ("isend", RECEIPT):
+                time.sleep(hold_receipts_s)
+            calls.append((name, peer, tag, time.monotonic()))
+            return real[name](tensor, peer, group=group, tag=tag)
 
         return call
 
     courier.dist = type("Noted", (), {name: staticmethod(noted(name)) for name in real})
-    n = LARGE
-    transport(mesh).all_to_all(torch.ones(n * mesh.num_ranks), [n] * 4, [n] * 4, "rows").get()
+    P = mesh.num_ranks
+    transport(mesh).all_to_all(torch.ones(count * P), [count] * P, [count] * P, "rows").get()
     return calls
 
 
 def test_ready_to_receive_before_sending() -> None:
-    for calls in run_ranks(4, first_calls):
-        assert calls == ["irecv"] * 3 + ["isend"] * 3
+    for calls in run_ranks(4, calls_of, LARGE):
+        assert [name for name, _, tag, _ in calls if tag == TAG] == ["irecv"] * 6 + ["isend"] * 6
+
+
+def test_the_next_peer_has_its_turn_when_the_one_before_has_signed() -> None:
+    calls, *_ = run_ranks(3, calls_of, LARGE, 0.4)
+    to_first, to_second = (
+        [when for name, peer, tag, when in calls if (name, peer, tag) == ("isend", to, TAG)]
+        for to in (1, 2)
+    )
+    assert max(to_first) - min(to_first) < 0.2, "the rest does not wait for the receipt"
+    assert min(to_second) - max(to_first) > 0.3, "rank 2 did not wait until rank 1 had signed"
+
+
+def test_few_rows_are_sent_whole_and_nobody_signs() -> None:
+    for calls in run_ranks(3, calls_of, LARGE // 4 - 1):
+        assert sorted(name for name, *_ in calls) == ["irecv"] * 2 + ["isend"] * 2
+        assert {tag for _, _, tag, _ in calls} == {TAG}
 
 
 def dies(mesh: Mesh) -> None:

@@ -6,14 +6,14 @@ ranks that send to each other take turns on a link that could carry both ways at
 once, it also lets several senders meet at one receiver while other links rest.
 
     launch      receives are posted at once                                        (the caller's thread)
-    sender      sends to the next rank of the ring, waits for the one before, ...
-    receiver    waits for what arrives, and says so
+    sender      sends to the next rank of the ring, waits for its receipt, ...
+    receiver    waits for what arrives, and signs for it
 
-A parcel is sent when the one before has been sent and, as far as one can tell, is through: what arrived in
-exchange for it is here. So rows that are needed first do not share the link with those needed later. Where
-what is exchanged is unequal, that tells nothing, and nobody waits: links would rest. Nobody waits in a
-circle: sends and receives of all ranks stand in one order (parcel, step around the ring), and of those that
-are not through the first one can always go on.
+That a send is done says that its rows are in some buffer, not that they are through. So whoever gets many of
+them signs, and the next peer's turn comes with that: rows that are needed first do not share the link with
+those needed later. The receipt is sent a little before the end and comes back about at it; the link does not
+rest meanwhile. Nobody waits in a circle: sends and receives of all ranks stand in one order (parcel, step
+around the ring), and of those that are not through the first one can always go on.
 
 Contract: all ranks of a group hand parcels over in one order, as with collectives; what a rank sends to
 another is what that one expects. Hazard: what comes behind a failed parcel fails, too, because ranks would no
@@ -37,22 +37,54 @@ from moeclipse.comm.promise import Promise
 if TYPE_CHECKING:
     from moeclipse.comm.mesh import Group
 
-TAG = 4919
-"""Of parcels; whoever else sends in the same group uses another."""
-LARGE = 32 << 10
-"""Bytes from which on the next peer waits for this one. Small rows cost latency, not the link."""
-ALIKE = 1.25
-"""What arrives tells when the rows are through if it is at most so many times more or less than they are."""
+TAG, RECEIPT = 4919, 4920
+"""Of rows and of receipts; whoever else sends in the same group uses others."""
+LARGE = 64 << 10
+"""Bytes from which on rows are signed for. Fewer cost latency, not the link."""
+REST = 192 << 10
+"""Bytes that may be under way when the receipt is sent: about what a link holds in its buffers."""
+
+
+def in_parts(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What is signed for and the rest, or all in one where nobody signs; alike at both ends."""
+    flat = rows.view(-1)
+    if flat.nbytes < LARGE:
+        return (flat,) if len(flat) else ()
+    rest = min(REST // flat.itemsize, len(flat) // 2)
+    return flat[:-rest], flat[-rest:]
 
 
 class Leg:
-    """Rows to one peer, and those that come from another in exchange."""
+    """Rows to one peer, and those that come from another; what comes is expected from the start."""
 
-    def __init__(self, rows: torch.Tensor, to: int, place: torch.Tensor, receive: Any) -> None:
-        self.rows, self.to, self.receive = rows, to, receive
-        less, more = sorted((rows.nbytes, place.nbytes))
-        self.paces = less >= LARGE and more <= ALIKE * less
-        self.arrived = threading.Event()
+    def __init__(self, rows: torch.Tensor, to: int, place: torch.Tensor, source: int, handle: Any) -> None:
+        self.rows, self.to, self.source, self.handle = in_parts(rows), to, source, handle
+        self.expected: list[Any] = [self._receive(part, source, TAG) for part in in_parts(place)]
+
+    def send(self) -> None:
+        """Returns when these rows do not need the link any more."""
+        signed = len(self.rows) > 1
+        receipt = self._receive(torch.empty(1, dtype=torch.uint8), self.to, RECEIPT) if signed else None
+        sends = [self._send(part, self.to, TAG) for part in self.rows]
+        for send in sends:
+            send.wait()
+        if receipt is not None:
+            receipt.wait()
+
+    def receive(self) -> Any:
+        """Returns when all is there; the receipt, if one was sent, is still to be waited for."""
+        receipt = None
+        for number, expected in enumerate(self.expected):
+            expected.wait()
+            if number == 0 and len(self.expected) > 1:
+                receipt = self._send(torch.zeros(1, dtype=torch.uint8), self.source, RECEIPT)
+        return receipt
+
+    def _send(self, rows: torch.Tensor, to: int, tag: int) -> Any:
+        return dist.isend(rows, to, group=self.handle, tag=tag)
+
+    def _receive(self, place: torch.Tensor, source: int, tag: int) -> Any:
+        return dist.irecv(place, source, group=self.handle, tag=tag)
 
 
 class Parcel(Promise):
@@ -63,24 +95,18 @@ class Parcel(Promise):
         self.legs = legs
         self.sent: Future[None] = Future()
 
-    def send(self, handle: Any) -> None:
+    def send(self) -> None:
         for leg in self.legs:
-            if len(leg.rows):
-                work: Any = dist.isend(leg.rows, leg.to, group=handle, tag=TAG)
-                work.wait()
-            if leg.paces:
-                leg.arrived.wait()
+            leg.send()
 
     def receive(self) -> None:
         try:
-            for leg in self.legs:
-                if leg.receive is not None:
-                    leg.receive.wait()
-                leg.arrived.set()
+            receipts = [leg.receive() for leg in self.legs]
+            for receipt in receipts:
+                if receipt is not None:
+                    receipt.wait()
             self.sent.result()
         finally:
-            for leg in self.legs:
-                leg.arrived.set()  # nobody shall wait for what will not come
             self.legs = []
 
 
@@ -102,9 +128,7 @@ class Courier:
         legs = []
         for step in range(1, len(ranks)):
             to, source = (me + step) % len(ranks), (me - step) % len(ranks)
-            place = arriving[source]
-            receive = dist.irecv(place, ranks[source], group=handle, tag=TAG) if len(place) else None
-            legs.append(Leg(leaving[to], ranks[to], place, receive))
+            legs.append(Leg(leaving[to], ranks[to], arriving[source], ranks[source], handle))
         parcel = Parcel(legs)
         if not self._started:
             self._start()
@@ -114,9 +138,9 @@ class Courier:
 
     def _start(self) -> None:
         self._started = True
-        (to_send, to_receive), handle = self._queues, self.group.handle  # threads must not keep `self` alive
+        to_send, to_receive = self._queues  # threads must not keep `self` alive
         works: tuple[tuple[Parcels, Callable[[Parcel], None], Callable[[Parcel], Future[None]]], ...] = (
-            (to_send, lambda parcel: parcel.send(handle), lambda parcel: parcel.sent),
+            (to_send, Parcel.send, lambda parcel: parcel.sent),
             (to_receive, Parcel.receive, lambda parcel: parcel.future),
         )
         for parcels, work, future in works:
