@@ -44,6 +44,8 @@ from contextlib import contextmanager
 MAX_MBIT = 250.0
 MTU = 32000
 BURST = "32kb"
+MOST_BUFFERED = 512 << 10
+"""Bytes that one connection may hold: with the usual 4 MB whatever is small waits a second behind rows."""
 SWITCH = "switch0"
 CLONE_NEWNET = 0x40000000
 
@@ -140,6 +142,7 @@ def join_switch(rank: int, rate_mbit: float) -> None:
         f"ip link set {card} up".split(),
         ["ip", "link", "set", "lo", "up"],
         ["sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno"],
+        ["sysctl", "-qw", f"net.ipv4.tcp_wmem=4096 16384 {MOST_BUFFERED}"],
         _tc("add", rate_mbit, card).split(),
     ):
         subprocess.run(command, check=True)

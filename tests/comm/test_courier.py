@@ -77,7 +77,7 @@ def calls_of(mesh: Mesh, count: int, hold_receipts_s: float = 0.0) -> list[Call]
     real = {name: getattr(dist, name) for name in ("irecv", "isend")}
 
     def noted(name: str) -> Any:
-        def call(tensor: torch.Tensor, peer: int, *, group: Any, tag: int) -> Any:
+        def call(tensor: torch.Tensor, peer: int, *, group: Any = None, tag: int) -> Any:
             if mesh.rank == 1 and (name, tag) == ("isend", RECEIPT):
                 time.sleep(hold_receipts_s)
             calls.append((name, peer, tag, time.monotonic()))
@@ -99,8 +99,7 @@ def test_ready_to_receive_before_sending() -> None:
 def test_the_next_peer_has_its_turn_when_the_one_before_has_signed() -> None:
     calls, *_ = run_ranks(3, calls_of, LARGE, 0.4)
     to_first, to_second = (
-        [when for name, peer, tag, when in calls if (name, peer, tag) == ("isend", to, TAG)]
-        for to in (1, 2)
+        [when for name, peer, tag, when in calls if (name, peer, tag) == ("isend", to, TAG)] for to in (1, 2)
     )
     assert max(to_first) - min(to_first) < 0.2, "the rest does not wait for the receipt"
     assert min(to_second) - max(to_first) > 0.3, "rank 2 did not wait until rank 1 had signed"

@@ -12,8 +12,9 @@ once, it also lets several senders meet at one receiver while other links rest.
 That a send is done says that its rows are in some buffer, not that they are through. So whoever gets many of
 them signs, and the next peer's turn comes with that: rows that are needed first do not share the link with
 those needed later. The receipt is sent a little before the end and comes back about at it; the link does not
-rest meanwhile. Nobody waits in a circle: sends and receives of all ranks stand in one order (parcel, step
-around the ring), and of those that are not through the first one can always go on.
+rest meanwhile. It travels over the default group, where it does not stand behind rows. Nobody waits in a
+circle: sends and receives of all ranks stand in one order (parcel, step around the ring), and of those that
+are not through the first one can always go on.
 
 Contract: all ranks of a group hand parcels over in one order, as with collectives; what a rank sends to
 another is what that one expects. Hazard: what comes behind a failed parcel fails, too, because ranks would no
@@ -26,7 +27,6 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,13 +59,16 @@ class Leg:
 
     def __init__(self, rows: torch.Tensor, to: int, place: torch.Tensor, source: int, handle: Any) -> None:
         self.rows, self.to, self.source, self.handle = in_parts(rows), to, source, handle
-        self.expected: list[Any] = [self._receive(part, source, TAG) for part in in_parts(place)]
+        self.expected: list[Any] = [
+            dist.irecv(part, source, group=handle, tag=TAG) for part in in_parts(place)
+        ]
 
     def send(self) -> None:
         """Returns when these rows do not need the link any more."""
-        signed = len(self.rows) > 1
-        receipt = self._receive(torch.empty(1, dtype=torch.uint8), self.to, RECEIPT) if signed else None
-        sends = [self._send(part, self.to, TAG) for part in self.rows]
+        receipt: Any = None
+        if len(self.rows) > 1:
+            receipt = dist.irecv(torch.empty(1, dtype=torch.uint8), self.to, tag=RECEIPT)
+        sends: list[Any] = [dist.isend(part, self.to, group=self.handle, tag=TAG) for part in self.rows]
         for send in sends:
             send.wait()
         if receipt is not None:
@@ -77,14 +80,8 @@ class Leg:
         for number, expected in enumerate(self.expected):
             expected.wait()
             if number == 0 and len(self.expected) > 1:
-                receipt = self._send(torch.zeros(1, dtype=torch.uint8), self.source, RECEIPT)
+                receipt = dist.isend(torch.zeros(1, dtype=torch.uint8), self.source, tag=RECEIPT)
         return receipt
-
-    def _send(self, rows: torch.Tensor, to: int, tag: int) -> Any:
-        return dist.isend(rows, to, group=self.handle, tag=tag)
-
-    def _receive(self, place: torch.Tensor, source: int, tag: int) -> Any:
-        return dist.irecv(place, source, group=self.handle, tag=tag)
 
 
 class Parcel(Promise):
@@ -93,21 +90,29 @@ class Parcel(Promise):
     def __init__(self, legs: list[Leg]) -> None:
         super().__init__()
         self.legs = legs
-        self.sent: Future[None] = Future()
+        self._to_do, self._lock = 2, threading.Lock()
 
     def send(self) -> None:
         for leg in self.legs:
             leg.send()
 
     def receive(self) -> None:
-        try:
-            receipts = [leg.receive() for leg in self.legs]
-            for receipt in receipts:
-                if receipt is not None:
-                    receipt.wait()
-            self.sent.result()
-        finally:
-            self.legs = []
+        receipts = [leg.receive() for leg in self.legs]
+        for receipt in receipts:
+            if receipt is not None:
+                receipt.wait()
+
+    def finish(self, error: Exception | None) -> None:
+        """One of sending and receiving has ended; neither waits for the other."""
+        with self._lock:
+            self._to_do -= 1
+            if self.future.done():
+                return
+            if error is not None:
+                self.future.set_exception(error)
+            elif self._to_do == 0:
+                self.legs = []
+                self.future.set_result(None)
 
 
 Parcels = queue.SimpleQueue[Parcel | None]
@@ -138,30 +143,23 @@ class Courier:
 
     def _start(self) -> None:
         self._started = True
-        to_send, to_receive = self._queues  # threads must not keep `self` alive
-        works: tuple[tuple[Parcels, Callable[[Parcel], None], Callable[[Parcel], Future[None]]], ...] = (
-            (to_send, Parcel.send, lambda parcel: parcel.sent),
-            (to_receive, Parcel.receive, lambda parcel: parcel.future),
-        )
-        for parcels, work, future in works:
-            threading.Thread(target=_work, args=(parcels, work, future), daemon=True).start()
+        works = (Parcel.send, Parcel.receive)
+        for parcels, work in zip(self._queues, works, strict=True):  # threads must not keep `self` alive
+            threading.Thread(target=_work, args=(parcels, work), daemon=True).start()
             weakref.finalize(self, parcels.put, None)
 
 
-def _work(
-    parcels: Parcels, work: Callable[[Parcel], None], future_of: Callable[[Parcel], Future[None]]
-) -> None:
+def _work(parcels: Parcels, work: Callable[[Parcel], None]) -> None:
     """Do `work` on one parcel after the other, until it fails."""
     broken: Exception | None = None
     while (parcel := parcels.get()) is not None:
-        future = future_of(parcel)
-        try:
-            if broken is not None:
-                raise RuntimeError(f"an earlier exchange has failed: {broken}")
-            work(parcel)
-        except Exception as error:
-            broken = broken or error
-            future.set_exception(error)
+        error: Exception | None = None
+        if broken is not None:
+            error = RuntimeError(f"an earlier exchange has failed: {broken}")
         else:
-            future.set_result(None)
-        del parcel
+            try:
+                work(parcel)
+            except Exception as failure:
+                error = broken = failure
+        parcel.finish(error)
+        del parcel, error
