@@ -111,6 +111,31 @@ def test_few_rows_are_sent_whole_and_nobody_signs() -> None:
         assert {tag for _, _, tag, _ in calls} == {TAG}
 
 
+def when_third_is_sent(mesh: Mesh) -> float:
+    """Seconds until rank 0 sends a third time, while rank 1 has not sent anything yet."""
+    real, began, sent = dist.isend, time.monotonic(), []
+
+    def isend(tensor: torch.Tensor, peer: int, *, group: Any = None, tag: int) -> Any:
+        if tag == TAG:
+            if mesh.rank == 1 and not sent:
+                time.sleep(0.6)
+            sent.append(time.monotonic() - began)
+        return real(tensor, peer, group=group, tag=tag)
+
+    courier.dist = type("Slow", (), {"isend": staticmethod(isend), "irecv": staticmethod(dist.irecv)})
+    mesh.barrier()
+    began = time.monotonic()
+    wire = transport(mesh)
+    results = [wire.all_to_all(torch.ones(2 * LARGE), [LARGE] * 2, [LARGE] * 2, "rows") for _ in range(3)]
+    for result in results:
+        result.get()
+    return sent[4]  # each is sent in two parts
+
+
+def test_who_has_not_sent_yet_signs_all_the_same() -> None:
+    assert run_ranks(2, when_third_is_sent)[0] < 0.3
+
+
 def dies(mesh: Mesh) -> None:
     wire = transport(mesh)
     n = LARGE

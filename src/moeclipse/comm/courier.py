@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from moeclipse.comm.mesh import Group
 
 TAG, RECEIPT = 4919, 4920
-"""Of rows and of receipts; whoever else sends in the same group uses others."""
+"""Of rows and of receipts; whoever else sends in the same group uses others. Receipts of two couriers may be
+taken for each other: as many come as are waited for, and none depends on who took it."""
 LARGE = 64 << 10
 """Bytes from which on rows are signed for. Fewer cost latency, not the link."""
 REST = 192 << 10
