@@ -62,6 +62,23 @@ def test_storms(num_ranks: int) -> None:
         run_ranks(num_ranks, storm, (64, 1000, 1 << 16)[seed % 3], 1 + seed % 4, seed, deadline_s=300)
 
 
+def one_pair(mesh: Mesh) -> list[float]:
+    """A column of one element is contiguous whatever its stride, and so is what is made like it."""
+    transport = pinned(mesh, mesh.experts)
+    column = torch.full((4, 8), float(mesh.rank))[:, 3]
+    found = []
+    for sent in ([[0, 1], [1, 0]], [[1, 0], [0, 1]], [[0, 1], [0, 0]]):
+        send, receive = sent[mesh.rank], [row[mesh.rank] for row in sent]
+        rows, out = column[: sum(send)], torch.zeros(2, 8)[:, 3][: sum(receive)]
+        found += transport.all_to_all(rows, send, receive, "one pair").get().tolist()
+        found += transport.all_to_all(rows, send, receive, "one pair, given a place", out).get().tolist()
+    return found
+
+
+def test_one_element_travels_whatever_its_stride() -> None:
+    assert run_ranks(2, one_pair) == [[1, 1, 0, 0], [0, 0, 1, 1, 0, 0]]
+
+
 def beside(mesh: Mesh) -> float:
     """Rows leave while this rank computes, those that need many slots, too."""
     P = mesh.num_ranks

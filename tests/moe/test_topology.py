@@ -85,6 +85,17 @@ def test_the_limit_is_a_whole_number_that_rounding_does_not_move(share: float, r
     assert set(scores[kept >= 0].tolist()) == set(scores.flatten().topk(limit).values.tolist())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("nudge", [-1, 0, 1])
+def test_last_bits_do_not_decide_who_may_leave(dtype: torch.dtype, nudge: int) -> None:
+    """Equal tokens differ in last bits from schedule to schedule: the first of them leaves in every one."""
+    ids, near = torch.ones(4, 1, dtype=torch.int64), torch.tensor([True, False])
+    scores = torch.tensor([[0.1], [0.7], [0.7], [0.2]], dtype=dtype)
+    scores[2] *= 1 + 4 * nudge * torch.finfo(dtype).eps
+    kept = limit_leaving(ids, scores, torch.rand(4, 2), near, share=0.25, reroute=False)
+    assert kept.flatten().tolist() == [-1, 1, -1, -1]
+
+
 def route(
     config: GateConfig, near: torch.Tensor | None = NEAR, dtype: torch.dtype = torch.float64, total: int = T
 ) -> tuple[Gate, Routing]:

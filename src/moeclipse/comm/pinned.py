@@ -51,6 +51,7 @@ from moeclipse.comm.pinned_streams import LOW, Driver, DriverStream, Mark, Strea
 from moeclipse.comm.record import Move
 from moeclipse.comm.transport import TorchTransport, Transport
 from moeclipse.core.errors import CommError, ConfigError
+from moeclipse.ops.raw_bytes import as_bytes
 
 SLOTS = 4
 SLOT_BYTES = {"cpu": 256 << 10, "cuda": 4 << 20}
@@ -333,6 +334,6 @@ def _short(value: int, wanted: int) -> bool:
 
 def _parts(rows: torch.Tensor, counts: Sequence[int], row_bytes: int) -> list[torch.Tensor]:
     """The bytes of each peer's rows."""
-    flat = rows.view(-1).view(torch.uint8)
+    flat = as_bytes(rows)
     ends = [0, *accumulate(count * row_bytes for count in counts)]
     return [flat[start:stop] for start, stop in pairwise(ends)]

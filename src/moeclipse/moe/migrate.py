@@ -27,10 +27,6 @@ CANARY = 0x6D6F65636C697073  # "moeclips"
 HEADER = 6 * 8
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
 def header(parcel: Parcel, layer: int, updates: int, length: int) -> list[int]:
     return [CANARY, layer, parcel.expert, int(parcel.state), updates, length]
 

@@ -5,6 +5,8 @@
     limit     floor(gate.max_leaving x rows), in whole numbers: 0.29 of 100 rows are 29
 
 Where more would leave, the best-scored ones up to the limit do; equal scores go by token, then by choice.
+Scores are compared with half of their bits: equal tokens have equal scores but for the last bits, and these
+depend on the order of sums, so on the schedule, which must not change the model.
 What happens to the others is `gate.excess`: "drop" marks them unused; "reroute" sends each to the expert of
 this node that its token prefers among those that it does not visit yet (a token's first such row to the best,
 its second to the next; equal ones by number), and drops it where there is none. A selection bias counts in
@@ -28,6 +30,8 @@ import torch
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Group, Mesh
 
+COMPARED_BITS = {torch.float64: 26, torch.float32: 12}
+"""Behind the binary point of a score, by the type that gates compute in."""
 LARGEST_DENOMINATOR = 10**6  # times the number of rows this stays far below 2**63
 
 
@@ -62,7 +66,8 @@ def limit_leaving(
     leaves_TK = used_TK & ~near_E[ids_TK.clamp(min=0)]
     part = Fraction(repr(float(share))).limit_denominator(LARGEST_DENOMINATOR)
     limit = used_TK.sum() * part.numerator // part.denominator
-    ranked = scores_TK.detach().masked_fill(~leaves_TK, -math.inf).flatten()
+    rounded_TK = (scores_TK.detach() * 2.0 ** COMPARED_BITS[scores_TK.dtype]).round()
+    ranked = rounded_TK.masked_fill(~leaves_TK, -math.inf).flatten()
     order = ranked.argsort(descending=True, stable=True)
     first = torch.empty_like(order, dtype=torch.bool)
     first[order] = torch.arange(len(order), device=order.device) < limit

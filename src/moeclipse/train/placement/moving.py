@@ -18,7 +18,8 @@ import torch
 
 from moeclipse.balance.homes import Homes, Parcel
 from moeclipse.balance.placement import EMPTY
-from moeclipse.moe.migrate import as_bytes, ship
+from moeclipse.moe.migrate import ship
+from moeclipse.ops.raw_bytes import as_bytes
 from moeclipse.train.optim import STATES, ShardState
 from moeclipse.train.placement.expert_buckets import ExpertBucket
 
