@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,36 +39,54 @@ def gradients(mesh: Mesh, config: TrainConfig) -> Pieces:
     return reduced(learner)
 
 
+@cache
+def alone(config: TrainConfig) -> dict[str, torch.Tensor]:
+    return join([run_alone(gradients, config)])
+
+
+def of_several(mesh: Mesh, configs: list[TrainConfig]) -> list[Pieces]:
+    return [gradients(mesh, config) for config in configs]
+
+
 def check(corpus: str, ranks: int, changes: dict[str, Any], layout: dict[str, int]) -> None:
-    plain = configure(corpus, **{**changes, "pipeline.overlap": "off", "pipeline.schedule": "auto"})
-    expected = join([run_alone(gradients, plain)])
-    results = run_ranks(ranks, gradients, configure(corpus, **changes), **layout)
-    found = join(results)
+    check_several(corpus, ranks, [changes], layout)
+
+
+def check_several(corpus: str, ranks: int, several: list[dict[str, Any]], layout: dict[str, int]) -> None:
+    """All of them with ranks that start once."""
+    by_rank = run_ranks(ranks, of_several, [configure(corpus, **changes) for changes in several], **layout)
+    for changes, results in zip(several, zip(*by_rank, strict=True), strict=True):
+        compare(corpus, changes, list(results))
+
+
+def compare(corpus: str, changes: dict[str, Any], results: list[Pieces]) -> None:
+    off = {"pipeline.overlap": "off", "pipeline.schedule": "auto", "pipeline.recompute": "off"}
+    expected, found = alone(configure(corpus, **{**changes, **off})), join(results)
     assert set(found) == set(expected)
     worst = {name: difference(found[name], expected[name]) for name in expected}
-    assert max(worst.values()) < BOUND, sorted(worst.items(), key=lambda item: -item[1])[:5]
+    assert max(worst.values()) < BOUND, (changes, sorted(worst.items(), key=lambda item: -item[1])[:5])
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("overlap", ["off", "pair", "pair+self"])
 @pytest.mark.parametrize("ep", [1, 2])
-def test_pairs_of_microbatches_on_one_stage(corpus: str, model: str, overlap: str, ep: int) -> None:
-    changes = {**BASE, **MODELS[model], "pipeline.overlap": overlap, "pipeline.schedule": "auto"}
-    if overlap == "off":
-        changes["pipeline.schedule"] = "1f1b"
-    check(corpus, ep, changes, {})
+def test_pairs_of_microbatches_on_one_stage(corpus: str, ep: int) -> None:
+    modes = (("off", "1f1b"), ("pair", "auto"), ("pair+self", "auto"))
+    several = [
+        {**BASE, **model, "pipeline.overlap": overlap, "pipeline.schedule": schedule}
+        for model in MODELS.values()
+        for overlap, schedule in modes
+    ]
+    check_several(corpus, ep, several, {})
 
 
 SCHEDULES = ["gpipe", "1f1b", "1f1b-pairs", "vpp", "vpp+1", "zb-h1", "zb-v", "dualpipev"]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("overlap", ["off", "pair+self"])
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_stages_over_ranks(corpus: str, schedule: str, overlap: str, tied: bool) -> None:
-    changes = {**BASE, **MODELS["softmax"], "model.tie_embeddings": tied}
-    changes |= {"pipeline.overlap": overlap, "pipeline.schedule": schedule}
-    check(corpus, 4, changes, {"pp": 2})
+def test_stages_over_ranks(corpus: str, schedule: str, tied: bool) -> None:
+    changes = {**BASE, **MODELS["softmax"], "model.tie_embeddings": tied, "pipeline.schedule": schedule}
+    overlaps = [{**changes, "pipeline.overlap": overlap} for overlap in ("off", "pair+self")]
+    check_several(corpus, 4, overlaps, {"pp": 2})
 
 
 TOGETHER: dict[str, dict[str, Any]] = {
@@ -83,18 +102,17 @@ TOGETHER: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", TOGETHER)
-def test_overlap_goes_with(corpus: str, what: str) -> None:
-    changes = {**BASE, **MODELS["softmax"], **TOGETHER[what], "pipeline.overlap": "pair+self"}
-    check(corpus, 2, changes, {})
+def test_overlap_goes_with_everything(corpus: str) -> None:
+    base = {**BASE, **MODELS["softmax"], "pipeline.overlap": "pair+self"}
+    check_several(corpus, 2, [{**base, **what} for what in TOGETHER.values()], {})
 
 
 @pytest.mark.parametrize("recompute", ["attn", "mlp", "moe", "full"])
-@pytest.mark.parametrize("overlap", ["off", "pair+self"])
-def test_recompute_goes_with_overlap(corpus: str, recompute: str, overlap: str) -> None:
-    changes = {**BASE, **MODELS["softmax"], "model.num_dense_layers": 1, "pipeline.overlap": overlap}
+def test_recompute_goes_with_overlap(corpus: str, recompute: str) -> None:
+    changes = {**BASE, **MODELS["softmax"], "model.num_dense_layers": 1}
     changes |= {"pipeline.recompute": recompute, "pipeline.recompute_layers": 3}
-    check(corpus, 2, changes, {})
+    overlaps = [{**changes, "pipeline.overlap": overlap} for overlap in ("off", "pair+self")]
+    check_several(corpus, 2, overlaps, {})
 
 
 @pytest.mark.full
