@@ -1,0 +1,229 @@
+"""Trains a case and its reference for three steps, and says how far apart they are.
+
+Compared are the summed gradients of every step, the optimizer's state behind each, losses and norms, and the
+loads of experts. A case that hands over saves a checkpoint behind its second step, and goes on from it: on
+its own ranks again, on those of the reference, or the reference's goes on here. The reference saves and loads
+at the same place.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import torch
+from factors import Case, Setting
+
+from moeclipse.comm.mesh import Mesh, number_hosts
+from moeclipse.moe.probe import Probe
+from moeclipse.testing.compare import difference
+from moeclipse.testing.run_ranks import run_ranks
+from moeclipse.train.checkpoints.checkpoint import Checkpoint
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.learner import Learner
+from moeclipse.train.slabs import Slab
+
+STEPS, SAVED_AFTER = 3, 2
+BOUND = 1e-12
+NOISE = 1e-3
+LATER_BOUND = 1e-10
+"""Behind the first update: Adam divides by roots of gradients, and some are nothing but rounding."""
+LOW_BOUNDS = {"float32": 2e-3, "bfloat16": 0.2, "float16": 0.2}
+"""Of the norm of what differs, in the first step alone: then tokens begin to choose other experts."""
+Pieces = list[tuple[str, int, list[int], torch.Tensor]]
+
+SLOW_EXPERTS = Probe(
+    link=1e9,
+    row_forward=1e-2,
+    row_backward=2e-2,
+    kernel=1e-5,
+    latency=1e-6,
+    bandwidth=1e9,
+    shared_wire=False,
+    row_bytes=128,
+    parameter_bytes=1e3,
+    gradient_bytes=1e3,
+    num_ranks=4,
+)
+"""Costs that make it pay to lend: a row takes as long as ten thousand bytes."""
+
+
+def watch_gradients(learner: Learner) -> list[Pieces]:
+    """The gradients of each step, as the optimizer is given them, are added to the list that is returned."""
+    seen: list[Pieces] = []
+    sum_of_squares = learner.optim.sum_of_squares
+
+    def look(shards: list[torch.Tensor]) -> torch.Tensor:
+        pieces: Pieces = []
+        for bucket, shard in zip(learner.buckets, shards, strict=True):
+            for segment in bucket.segments():
+                values = shard[segment.place : segment.place + segment.length].clone()
+                pieces.append((segment.entry.name, segment.start, list(segment.entry.shape), values))
+        seen.append(pieces)
+        return sum_of_squares(shards)
+
+    learner.optim.sum_of_squares = look  # type: ignore[method-assign]
+    return seen
+
+
+def trained(
+    mesh: Mesh,
+    config: TrainConfig,
+    hosts: tuple[int, ...],
+    span: tuple[int, int],
+    load_from: str,
+    save_to: str,
+) -> dict[str, Any]:
+    """Some steps of one rank, from a checkpoint or to one where paths are given."""
+    mesh.hosts = number_hosts(hosts, mesh.num_ranks)
+    learner = Learner(config, mesh)
+    gradients = watch_gradients(learner)
+    if config.moe.shadow == "auto":
+        for layer in learner.layers:
+            layer.schedule.probe = SLOW_EXPERTS
+    if load_from:
+        assert learner.load(Checkpoint.open(load_from, mesh)) == span[0]
+    steps, lent = [], 0
+    for step in range(*span):
+        record = learner.step(step)
+        state = [(p.name, p.start, list(p.shape), p.data.clone()) for p in learner.optim.pieces()]
+        numbers = [record["loss"], record["aux_loss"], record["grad_norm"]]
+        steps.append([gradients[-1], state, numbers, record["load"]])
+        plans = [layer.schedule.shadow_plan for layer in learner.layers]
+        lent += sum(len(plan.shadows) for plan in plans if plan is not None)
+        thread = learner.placing.planning.background._thread
+        if thread is not None:
+            thread.join()  # so that the plan is taken behind the next step, on every machine
+    saved = str(learner.save(Path(save_to), span[1])) if save_to else ""
+    return {"steps": steps, "saved": saved, "lent": lent, "plans": learner.placing.plans_taken}
+
+
+def run(
+    setting: Setting, corpus: str, span: tuple[int, int], load_from: str = "", save_to: str = ""
+) -> list[dict[str, Any]]:
+    layout, config = setting.layout, setting.config(corpus)
+    return run_ranks(
+        layout.num_ranks,
+        trained,
+        config,
+        setting.hosts,
+        span,
+        load_from,
+        save_to,
+        **layout.axes,
+        deadline_s=180.0,
+    )
+
+
+def whole(first: Setting, second: Setting, corpus: str, folder: Path) -> tuple[list[list[Any]], int, int]:
+    """(what every rank says of each step, experts lent, plans taken), with a hand-over behind the second."""
+    before = run(first, corpus, (0, SAVED_AFTER), save_to=str(folder))
+    after = run(second, corpus, (SAVED_AFTER, STEPS), load_from=before[0]["saved"])
+    return steps_of(before) + steps_of(after), counted(before, "lent"), counted(before, "plans")
+
+
+def steps_of(results: list[dict[str, Any]]) -> list[list[Any]]:
+    return [list(ranks) for ranks in zip(*(result["steps"] for result in results), strict=True)]
+
+
+def counted(results: list[dict[str, Any]], what: str) -> int:
+    return max(result[what] for result in results)
+
+
+def join(pieces: list[Pieces]) -> dict[str, torch.Tensor]:
+    """Logical tensors, after checking that every element was handed in exactly once."""
+    parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    shapes: dict[str, list[int]] = {}
+    for name, start, shape, values in itertools.chain(*pieces):
+        parts.setdefault(name, []).append((start, values))
+        shapes[name] = shape
+    stored = {}
+    for name, found in parts.items():
+        found.sort(key=lambda item: item[0])
+        lengths = [values.numel() for _, values in found]
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        assert [start for start, _ in found] == starts, f"{name} is not covered exactly once"
+        stored[name] = torch.cat([values for _, values in found]).view(shapes[name])
+    joined = {name: value for name, value in stored.items() if Slab.parse(name) is None}
+    slabs = sorted(
+        ((slab, value) for name, value in stored.items() if (slab := Slab.parse(name))), key=lambda p: p[0]
+    )
+    for name, columns in itertools.groupby(slabs, key=lambda item: item[0].name):
+        assert name not in joined
+        joined[name] = torch.cat([value for _, value in columns], dim=-1)
+    return joined
+
+
+def compare(case: Case, corpus: str, folder: Path) -> dict[str, Any]:
+    """Train both; raise where they differ. Returns counts of what happened on the way."""
+    mine, reference = case.setting, case.reference
+    hand_over = case.row["hand-over"]
+    if hand_over == "none":
+        expected = steps_of(run(reference, corpus, (0, STEPS)))
+        results = run(mine, corpus, (0, STEPS))
+        found, lent, plans = steps_of(results), counted(results, "lent"), counted(results, "plans")
+    else:
+        expected, _, _ = whole(reference, reference, corpus, folder / "reference")
+        ends = {"to one": (mine, reference), "from one": (reference, mine), "again": (mine, mine)}
+        found, lent, plans = whole(*ends[hand_over], corpus, folder / "case")
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        if case.dtype == "float64":
+            same_step(number, ours, theirs)
+        elif number == 0:
+            similar_step(ours, theirs, LOW_BOUNDS[case.dtype])
+    return {"lent": lent, "plans": plans}
+
+
+def same_step(number: int, ours: list[Any], theirs: list[Any]) -> None:
+    bound = BOUND if number == 0 else LATER_BOUND
+    for place, what in enumerate(("gradient", "optimizer state")):
+        found, expected = (join([rank[place] for rank in ranks]) for ranks in (ours, theirs))
+        assert found.keys() == expected.keys(), (what, found.keys() ^ expected.keys())
+        largest = largest_of(expected)
+        apart = {
+            name: relative(found[name], value, largest[kind_of(name)]) for name, value in expected.items()
+        }
+        limit = LATER_BOUND if what == "optimizer state" else bound
+        bad = {name: value for name, value in apart.items() if not value <= limit}
+        assert not bad, f"{what} behind step {number}: {bad}"
+    for rank in ours:
+        apart = difference(torch.tensor(rank[2]), torch.tensor(theirs[0][2]))
+        assert apart <= bound, f"loss, auxiliary loss, norm of step {number}: {rank[2]}, {theirs[0][2]}"
+        assert rank[3] == theirs[0][3], f"loads of step {number}"
+
+
+def kind_of(name: str) -> str:
+    """Gradients, weights and each kind of moment are of different size."""
+    return name.partition("/")[0] if "/" in name else ""
+
+
+def largest_of(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
+    largest: dict[str, float] = {}
+    for name, tensor in tensors.items():
+        found = float(tensor.abs().max()) if tensor.numel() else 0.0
+        largest[kind_of(name)] = max(found, largest.get(kind_of(name), 0.0))
+    return largest
+
+
+def relative(value: torch.Tensor, reference: torch.Tensor, largest: float) -> float:
+    """As `difference`, but what is nothing but rounding is held against the model's largest element.
+
+    Queries and keys of a single token, say, have the gradient zero, of which only rounding is left.
+    """
+    assert value.shape == reference.shape, f"shapes differ: {tuple(value.shape)}, {tuple(reference.shape)}"
+    if not value.numel():
+        return 0.0
+    apart = float((value.double() - reference.double()).abs().max())
+    scale = max(float(reference.abs().max()), NOISE * largest)
+    return apart / scale if apart else 0.0
+
+
+def similar_step(ours: list[Any], theirs: list[Any], bound: float) -> None:
+    found, expected = (join([rank[0] for rank in ranks]) for ranks in (ours, theirs))
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    mine, other = (
+        torch.cat([side[name].double().flatten() for name in sorted(expected)]) for side in (found, expected)
+    )
+    apart = float((mine - other).norm() / other.norm())
+    assert apart <= bound, f"gradients of step 0 are {apart:.3g} of their norm apart"
