@@ -1,22 +1,46 @@
-"""Both ends of a flow in one process, taking turns in every order: what is sent arrives."""
+"""Both ends of a flow in one process, taking turns in every order: what is sent arrives, and in all of them
+the fences stand where processors that reorder memory need them."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from order import Rules, Watched
 
 from moeclipse.comm import peer_flow
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.peer_flow import OFFERS, WORDS_PER_FLOW, Place, Receiver, Sender
 from moeclipse.comm.peer_signal import WORD, Peers, Signals
 
+WRITTEN, TAKEN, OFFERED = 0, 1, set(range(2, 2 + OFFERS))
+SLEEPERS = {WORDS_PER_FLOW, WORDS_PER_FLOW + 1}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def copies_are_watched() -> Iterator[None]:
+    copy = peer_flow.memmove
+
+    def watched(*arguments: Any) -> None:
+        Ends.acting.touch()
+        copy(*arguments)
+
+    peer_flow.memmove = watched
+    yield
+    peer_flow.memmove = copy
+
 
 class Ends:
     """A sender and a receiver, and the memory between them; `arena` follows the ring in one tensor."""
+
+    acting: Rules
+    """Of the end that last looked at a word: it is the one that copies."""
 
     def __init__(self, room: int, arena_bytes: int) -> None:
         self.memory = torch.zeros(room + arena_bytes, dtype=torch.uint8)
@@ -26,9 +50,17 @@ class Ends:
             Signals(words, 0, Peers((0, 1), rank, (None, None), Mesh.single().watch), 0, WORDS_PER_FLOW)
             for rank in (0, 1)
         ]
+        self.watch(signals[0], heard={TAKEN, *OFFERED}, said={WRITTEN})
+        self.watch(signals[1], heard={WRITTEN}, said={TAKEN, *OFFERED})
         base = self.memory.data_ptr()
         place = Place(base, room, 0, base + room)
         self.sender, self.receiver = Sender(signals[0], place, 1), Receiver(signals[1], place, 0)
+
+    def watch(self, signals: Signals, heard: set[int], said: set[int]) -> None:
+        rules = Rules(heard=heard, said=said, sleepers=SLEEPERS)
+        rules.note = lambda: setattr(Ends, "acting", rules)
+        words: Any = Watched(signals.words, rules)
+        signals.words, signals.fence = words, rules.fence
 
 
 class Log:

@@ -20,6 +20,10 @@ is in the answer, too.
 Hazard: what a message is to be sent from must not change, and what it is received into must not be used,
 before it has passed. Offers are few: a receiver makes none while OFFERS messages are open, so that neither
 its words nor its sender's answers are overwritten before they are read.
+
+Words are read and written here without `Signals.wait`, so fences stand here, too. Between a peer's word and
+what it speaks of, to be read or to be overwritten, there is an `acquire`; posts and offers come behind a
+`release`.
 """
 
 from __future__ import annotations
@@ -137,6 +141,7 @@ class Sender(Flow):
             start = self.position % room
             fits = start + count <= self._near and self.position + count - words[self._taken_at] <= room
             if fits and words[self._offers_at + number % OFFERS * WORD] >> 32 != number + 1 & HALF:
+                self._signals.fence.acquire()  # what was taken may be overwritten
                 memmove(self._place.ring + start, address, count)
                 self._count = number + 1
                 self.position += count
@@ -155,14 +160,15 @@ class Sender(Flow):
         while self.queue:
             message = self.queue[0]
             slot = message.number % OFFERS * WORD
-            offer = words[self._offers_at + slot]
+            offer, taken = words[self._offers_at + slot], words[self._taken_at]
+            self._signals.fence.acquire()  # what was offered or taken may be overwritten
             if offer >> 32 == message.number + 1 & HALF:
                 place = self._place.receiver + (offer & HALF) + message.begun
                 memmove(place, message.address, message.left)
                 words[self._answers_at + slot] = stamped(message.number, message.front | message.begun)
                 self._pass(message)
             else:
-                taken, start = words[self._taken_at], self.position % room
+                start = self.position % room
                 if start >= self._near and not message.begun and taken == self.position:
                     message.front = FRONT
                     words[self._answers_at + slot] = stamped(message.number, FRONT | ALL)
@@ -185,6 +191,7 @@ class Receiver(Flow):
         message = self._queue(address, count, owner)
         if place is not None and few:
             slot = message.number % OFFERS * WORD
+            self._signals.fence.release()  # whatever used the place before no longer does
             self._signals.words[self._offers_at + slot] = stamped(message.number, place)
 
     @property
@@ -200,6 +207,7 @@ class Receiver(Flow):
                 break
             message = self.queue[0]
             most = message.left
+            self._signals.fence.acquire()
             # Read after `written`: the answer was given before that counted a direct part.
             answer = words[self._answers_at + message.number % OFFERS * WORD]
             if answer >> 32 == message.number + 1 & HALF:

@@ -31,8 +31,9 @@ import torch
 import torch.distributed as dist
 
 from moeclipse.comm.failure import Watch
+from moeclipse.comm.fence import unordered_reason
 from moeclipse.comm.mesh import Group, host_id
-from moeclipse.comm.peer_signal import LINE, SPIN_CROWDED, Peers, Signals, unordered_reason
+from moeclipse.comm.peer_signal import LINE, SPIN_CROWDED, Peers, Signals
 from moeclipse.core.errors import CommError
 
 FOLDER = Path("/dev/shm")

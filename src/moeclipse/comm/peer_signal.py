@@ -10,13 +10,12 @@ With more ranks than cores it polls only briefly: a rank that polls holds the co
 few milliseconds of waiting it looks whether the peer still lives, whether some rank reported a failure, and
 whether the deadline passed; each of them raises an error that names the rank.
 
-Hazard: order of memory. A post is one aligned 8-byte store, made by a C call that the compiler cannot move
-across the copy before it. On x86-64 the hardware keeps stores in order and loads in order, and a store never
-passes an earlier load: that is all this protocol asks for, but in one place. A post must be visible before
-its owner looks for sleepers, and taking a lock, which on x86-64 is a full fence, sees to that; the sleeper's
-fence is its system call. Were a sleeper missed all the same, it would wake when its nap ends.
-Weaker machines (Arm) need fences that Python cannot issue: `unordered_reason` refuses them instead of being
-right most of the time.
+Hazard: order of memory. A post is a `release`, then one aligned 8-byte store; a wait is loads of the same
+kind, then an `acquire` (`fence`; memoryview copies an item of 8 bytes as a whole, so no reader sees half of
+one). Whoever reads words without waiting for them must do likewise. A third fence is a full one, because it
+keeps a load behind a store: a post must be visible before its owner looks for sleepers, and a sleeper must
+have said so before the kernel compares the word. One of the two then sees the other. Were a sleeper missed
+all the same, it would wake when its nap ends.
 """
 
 from __future__ import annotations
@@ -24,32 +23,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import platform
 import select
 import threading
 import time
 from collections.abc import Sequence
 
 from moeclipse.comm.failure import Watch
+from moeclipse.comm.fence import find_fence, this_machine
 from moeclipse.core.errors import CommError
 
-LINE = 64  # bytes of a cache line: neighbours would slow each other down
+LINE = 64  # bytes of a cache line, on most machines: neighbours would slow each other down
 WORD = 8
-FUTEX = 202  # system call number on x86-64
 WAIT, WAKE = 0, 1
 EVERYONE = 0x7FFFFFFF
 SPIN_ALONE = 300  # polls, some 10 us, when every rank has a core: as long as falling asleep and waking takes
 SPIN_CROWDED = 50
 NAP_S = (0.002, 0.05)  # first and longest sleep between two looks at the peers
 LOOK_S = 0.25  # how often the store is asked whether some rank failed
-
-
-def unordered_reason() -> str | None:
-    """Why plain stores cannot be trusted on this machine; None where they can."""
-    machine = platform.machine()
-    if machine in ("x86_64", "AMD64"):
-        return None
-    return f"the order of plain stores is known on x86-64 alone, and this machine is {machine}"
 
 
 class Peers:
@@ -111,9 +101,11 @@ class Signals:
         self._sleepers = [
             (first_sleeper + peer) * WORD for peer in range(len(peers.ranks)) if peer != peers.index
         ]
-        self._num_asleep, self._fence = 0, threading.Lock()
+        self._num_asleep, self._lock = 0, threading.Lock()
+        self.fence = find_fence()
         self.spin = SPIN_ALONE if spin is None else spin
         self._next_question = 0.0
+        self._futex = this_machine().futex
         self._call = ctypes.CDLL(None).syscall  # lets other threads of this process run while it sleeps
         pointer, number = ctypes.c_void_p, ctypes.c_uint32
         self._call.argtypes = [ctypes.c_long, pointer, ctypes.c_int, number, pointer, pointer, number]
@@ -123,6 +115,7 @@ class Signals:
         self.peers.close()
 
     def read(self, word: int) -> int:
+        """Load without a fence: for words that a wait stands before, or that no data follows."""
         return self.words[word * WORD]
 
     def write(self, word: int, value: int) -> None:
@@ -131,40 +124,45 @@ class Signals:
 
     def post(self, word: int, value: int) -> None:
         """Publish everything this rank wrote so far, and wake whoever sleeps on the word."""
-        words = self.words
+        words, fence = self.words, self.fence
+        fence.release()
         words[word * WORD] = value
-        self._fence.acquire()
-        self._fence.release()
+        fence.full()
         for place in self._sleepers:
             if words[place]:
-                self._call(FUTEX, self._address + word * LINE, WAKE, EVERYONE, None, None, 0)
+                self._call(self._futex, self._address + word * LINE, WAKE, EVERYONE, None, None, 0)
                 return
 
     def wait(self, word: int, value: int, peer: int, label: str) -> None:
         """Return once `peer` has posted at least `value`; raise when it cannot come or comes too late."""
         words, place = self.words, word * WORD
-        if words[place] >= value:
-            return
-        for _ in range(self.spin):
-            if words[place] >= value:
-                return
-        self._sleep(word, value, peer, label)
+        if words[place] < value:
+            for _ in range(self.spin):
+                if words[place] >= value:
+                    break
+            else:
+                self._sleep(word, value, peer, label)
+        self.fence.acquire()
 
     def soon(self, word: int, value: int, seconds: float) -> bool:
         """Wait at most about that long; whether at least `value` is posted."""
         words, place = self.words, word * WORD
         for _ in range(self.spin):
             if words[place] >= value:
-                return True
-        seen = words[place]
-        if seen < value:
-            self._nap(word, seen, seconds)
-        return words[place] >= value
+                break
+        else:
+            if (seen := words[place]) < value:
+                self._nap(word, seen, seconds)
+        came = words[place] >= value
+        self.fence.acquire()
+        return came
 
     def look(self, word: int, value: int, peer: int, waited_s: float, label: str) -> None:
         """Raise if `peer`, still awaited after so many seconds, has ended, failed or used up its time."""
-        if self.peers.ended(peer) and self.read(word) < value:  # it may have posted and left
-            raise self.peers.lost(peer, label)
+        if self.peers.ended(peer):
+            self.fence.acquire()
+            if self.read(word) < value:  # it may have posted and left
+                raise self.peers.lost(peer, label)
         if waited_s > self.peers.watch.deadline_s and self.read(word) < value:
             raise self.peers.missing([peer], label)
         now = time.monotonic()
@@ -184,13 +182,14 @@ class Signals:
         """Sleep while the word still holds `seen`; the kernel compares, so no post is missed."""
         limit = (ctypes.c_long * 2)(int(seconds), int(seconds % 1 * 1e9))
         self._count_sleepers(1)
+        self.fence.full()
         try:
-            self._call(FUTEX, self._address + word * LINE, WAIT, seen & 0xFFFFFFFF, limit, None, 0)
+            self._call(self._futex, self._address + word * LINE, WAIT, seen & 0xFFFFFFFF, limit, None, 0)
         finally:
             self._count_sleepers(-1)
 
     def _count_sleepers(self, more: int) -> None:
-        with self._fence:  # two threads of a rank may wait at once
+        with self._lock:  # two threads of a rank may wait at once
             self._num_asleep += more
             if self.words:  # closed meanwhile
                 self.words[self._sleeps] = self._num_asleep

@@ -12,8 +12,13 @@
 * `ThreadStream` is a thread that does them one after the other. It serves ranks on the CPU, and devices whose
   driver refuses stream memory operations.
 
+Order of memory: a thread waits and posts through `Signals`, which has the fences; a copy that it launches
+comes behind all that the host has seen, as every launch does. The driver writes a word behind a fence of the
+device (cuStreamWriteValue32 without NO_MEMORY_BARRIER) that covers the copies before it. The host takes no
+part there: it looks at words only to name who is late.
+
 Hazard: an operation of a DriverStream that waits cannot time out. `pinned` watches from outside and lets it
-go by writing the word itself.
+go by writing the word itself. Rows are wrong then, so that store needs no order.
 """
 
 from __future__ import annotations
