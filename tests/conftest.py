@@ -1,10 +1,18 @@
-"""Shared by all tests: one torch thread (ranks are forked) and poisoned uninitialised memory."""
+"""Shared by all tests: one torch thread (ranks are forked), poisoned memory, what tests need of a machine."""
 
 from __future__ import annotations
 
+import pytest
 import torch
+
+from moeclipse.comm.fence import unordered_reason
 
 torch.set_num_threads(1)
 # torch.empty returns NaN (largest value for integers), so whoever reads what nobody wrote is found out.
 torch.use_deterministic_algorithms(True)
 torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("peer_memory") and (reason := unordered_reason()):
+        pytest.skip(reason)

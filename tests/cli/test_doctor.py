@@ -18,6 +18,7 @@ def by_name(items: object) -> dict[str, Item]:
     return {item.name: item for item in items}  # type: ignore[attr-defined]
 
 
+@pytest.mark.peer_memory
 def test_json_covers_every_section_and_training_can_run(
     capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:

@@ -113,6 +113,7 @@ def random_bits(mesh: Mesh) -> list[torch.Tensor]:
     return kept
 
 
+@pytest.mark.peer_memory
 def test_all_ranks_hold_the_same_bits_in_every_run() -> None:
     first, *others = run_ranks(4, random_bits) + run_ranks(4, random_bits)
     for other in others:
@@ -214,6 +215,7 @@ def reasons(mesh: Mesh) -> None:
         assert reduce.all_reduce(large).tolist() == [2.0] * 26
 
 
+@pytest.mark.peer_memory
 def test_should_use_says_why_not_and_the_call_falls_back() -> None:
     run_ranks(2, reasons)
 
@@ -256,6 +258,7 @@ def mistakes(mesh: Mesh) -> None:
         reduce.all_reduce(x)
 
 
+@pytest.mark.peer_memory
 def test_mistakes_are_named_before_any_rank_waits() -> None:
     run_ranks(2, mistakes)
 
@@ -271,6 +274,7 @@ def swapped(mesh: Mesh) -> str:
         return str(caught.value)
 
 
+@pytest.mark.peer_memory
 def test_ranks_that_make_different_calls_are_told() -> None:
     assert run_ranks(2, swapped)[0] == (
         "rank 0 is in loss with all-reduce of 8 x float32, "
@@ -295,6 +299,7 @@ def two_threads(mesh: Mesh) -> str:
         return "".join(caught)
 
 
+@pytest.mark.peer_memory
 def test_a_second_thread_gets_an_error_not_a_wrong_sum() -> None:
     assert run_ranks(2, two_threads)[0] == "two threads use one PeerAllReduce at once; open one for each"
 
@@ -356,6 +361,7 @@ def mixed(mesh: Mesh) -> int:
     return checked
 
 
+@pytest.mark.peer_memory
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_plans_and_other_calls_meet_in_every_chunk(num_ranks: int) -> None:
     assert run_ranks(num_ranks, mixed) == [32] * num_ranks

@@ -14,6 +14,8 @@ from moeclipse.comm.peer_collectives import Collectives, PeerCollectives, Read, 
 from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
 
+pytestmark = pytest.mark.peer_memory
+
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 

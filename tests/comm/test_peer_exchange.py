@@ -106,6 +106,7 @@ def direct(mesh: Mesh) -> list[int]:
     return [k for k, yes in enumerate(inside) if yes]
 
 
+@pytest.mark.peer_memory
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_large_results_lie_in_peer_memory_while_there_is_room(num_ranks: int) -> None:
     assert run_ranks(num_ranks, direct) == [[0, 1, 6, 7]] * num_ranks
@@ -124,6 +125,7 @@ def ways(mesh: Mesh) -> int:
         return exchange._sends[0].position
 
 
+@pytest.mark.peer_memory
 def test_who_comes_first_does_not_wait_and_who_comes_later_writes_where_rows_belong() -> None:
     assert run_ranks(2, ways) == [1 << 17, 1]
 
@@ -140,6 +142,7 @@ def crowded_out(mesh: Mesh) -> bool:
         return exchange._arena is None and not exchange.obstacle
 
 
+@pytest.mark.peer_memory
 def test_rings_suffice() -> None:
     assert run_ranks(2, crowded_out) == [True, True]
 
@@ -177,6 +180,7 @@ def records(mesh: Mesh) -> tuple[list[str], bool, int]:
     return [group, label], launched < done, len(stamps.waits)
 
 
+@pytest.mark.peer_memory
 def test_transfers_are_recorded_as_any_other_and_what_lay_ready_as_none() -> None:
     name = ["experts", "dispatch, layer 0"]
     assert run_ranks(2, records) == [(name, False, 0), (name, True, 1)]
@@ -196,6 +200,7 @@ def wired(mesh: Mesh) -> bool:
         return got.get() is out
 
 
+@pytest.mark.peer_memory
 def test_it_is_a_transport() -> None:
     assert run_ranks(2, wired) == [True, True]
 
@@ -224,6 +229,7 @@ def refused(mesh: Mesh) -> None:
         assert torch.equal(got.get(), rows)
 
 
+@pytest.mark.peer_memory
 def test_mistakes_are_named_and_gloo_takes_over() -> None:
     run_ranks(2, refused)
 

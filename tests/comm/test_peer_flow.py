@@ -19,6 +19,8 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.peer_flow import OFFERS, WORDS_PER_FLOW, Place, Receiver, Sender
 from moeclipse.comm.peer_signal import WORD, Peers, Signals
 
+pytestmark = pytest.mark.peer_memory
+
 WRITTEN, TAKEN, OFFERED = 0, 1, set(range(2, 2 + OFFERS))
 SLEEPERS = {WORDS_PER_FLOW, WORDS_PER_FLOW + 1}
 

@@ -18,6 +18,8 @@ from moeclipse.comm.peer_memory import NoPeerMemoryError, PeerMemory
 from moeclipse.core.errors import CommError
 from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
 
+pytestmark = pytest.mark.peer_memory
+
 SHM = Path("/dev/shm")
 
 

@@ -14,6 +14,8 @@ from moeclipse.comm.peer_memory import PeerMemory
 from moeclipse.comm.peer_signal import LINE, WORD, Peers, Signals
 from moeclipse.testing.run_ranks import run_ranks
 
+pytestmark = pytest.mark.peer_memory
+
 MINE, THEIRS, FIRST_SLEEPER = 0, 1, 2
 
 

@@ -19,6 +19,8 @@ from moeclipse.comm.transport import TorchTransport, Transport
 from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
 
+pytestmark = pytest.mark.peer_memory
+
 
 def storm(mesh: Mesh, slot_bytes: int, slots: int, seed: int) -> int:
     """Random counts, several exchanges under way, got in any order, with stragglers; as torch does it."""

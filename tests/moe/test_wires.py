@@ -38,6 +38,7 @@ def over(mesh: Mesh, wire: str, slot_bytes: int) -> list[dict]:
     return found
 
 
+@pytest.mark.peer_memory
 @pytest.mark.parametrize("wire", ["peer", "pinned"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_a_layer_over_memory_of_the_host(num_ranks: int, wire: str) -> None:
@@ -54,6 +55,7 @@ def apart(mesh: Mesh, wire: str) -> None:
         MoE(8, 8, 8, mesh=mesh, exchange={"transport": wire})
 
 
+@pytest.mark.peer_memory
 @pytest.mark.parametrize("wire", ["peer", "pinned"])
 def test_ranks_on_other_hosts_are_refused_before_anybody_waits(wire: str) -> None:
     run_ranks(2, apart, wire)

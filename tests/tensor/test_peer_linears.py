@@ -13,6 +13,8 @@ from moeclipse.tensor.parallel import TensorParallel
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 
+pytestmark = pytest.mark.peer_memory
+
 
 def linears(mesh: Mesh, dtype: torch.dtype) -> list[dict]:
     """Every mode of the linears, over peer memory; a few of them twice, over torch."""

@@ -26,6 +26,7 @@ def trained(mesh: Mesh, config: TrainConfig) -> tuple[list[torch.Tensor], list[f
     return [bucket.params.clone() for bucket in learner.buckets], losses
 
 
+@pytest.mark.peer_memory
 @pytest.mark.parametrize(
     ("dtype", "tp"),
     [
