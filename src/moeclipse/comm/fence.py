@@ -12,7 +12,7 @@ alone is a fence.
 
 Python has no fence, so eight bytes of machine code are mapped, `dmb ish; ret` or `mfence; ret`, and called
 through ctypes. The page is written first and made executable then, never both. Where a hardened system
-refuses executable memory, `atomic_thread_fence` of libatomic does the same in twice the time.
+refuses executable memory, `atomic_thread_fence` of libatomic does the same in four times the time.
 
 Hazard: the page is never unmapped, because threads may call it as long as the process lives. Forked ranks
 inherit it. The call keeps the GIL: giving it up takes longer than the fence itself.
