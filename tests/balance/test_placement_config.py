@@ -34,7 +34,7 @@ def test_the_table_of_the_seed_is_legal(tmp_path: Path) -> None:
     file.write_text('{"layers": [[[0, 1], [2, 3]], {"slots": [[0, 1, 2], [3, 0]], "primary": [1, 0, 0, 1]}]}')
     config = configure(**{"placement.slots": str(file)})
     assert config.placement.start(4, 2, 1).primary == (1, 0, 0, 1)
-    with pytest.raises(ConfigError, match=r"placement\.slots holds 2 layers, but the model has more"):
+    with pytest.raises(ConfigError, match=r"placement\.slots holds 2 layers, but the model has at least 3"):
         config.placement.start(4, 2, 2)
 
 
@@ -77,7 +77,8 @@ def test_all_problems_come_together() -> None:
     assert "experts without replicas" in " ".join(problems_of(configure(**both)))
     few = configure(**{"placement.slots_per_rank": 1, "parallel.ep": 2})
     assert list(problems_of(few)) == [
-        "placement.slots_per_rank (1) is too small: 4 experts on 2 ranks need 2",
+        "placement.slots_per_rank (1) is too small: "
+        "4 experts (moe.num_experts) on 2 ranks (parallel.ep) need 2",
     ]
 
 

@@ -135,6 +135,21 @@ def test_modules_as_experts(kind: str, exchange: dict[str, Any]) -> None:
     assert expected["y"].shape == (16, OUT)
 
 
+def told(mesh: Mesh) -> str:
+    try:
+        MoE(D, 1, 4, experts=joint(Together), d_out=OUT, exchange={"shadow": "auto"}, mesh=mesh)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_one_module_for_all_experts_lends_nothing() -> None:
+    """Refused when the layer is made, not in the step that would lend; alone nobody lends anyway."""
+    assert told(Mesh.single()) == ""
+    for text in run_ranks(2, told):
+        assert "moe.shadow ('auto') cannot go with one module for all experts" in text
+
+
 def test_one_expert_by_hand() -> None:
     moe = MoE(D, 1, 1, top_k=1, experts=Small, d_out=OUT, dtype=torch.float64)
     x = torch.randn(3, 2, D, dtype=torch.float64)

@@ -85,6 +85,15 @@ def test_several_ranks(activation: str, exchange: dict[str, Any], fused: bool) -
     compare(run_ranks(4, run_style, style, sizes, exchange, fused), expected, 1, 4)
 
 
-def test_a_bias_cannot_be_sharded() -> None:
-    with pytest.raises(ConfigError, match=r"moe\.expert_bias needs moe\.expert_tp = 'folded'"):
-        MoE(8, 8, 2, expert_bias=True, expert_tp="sharded")
+def with_sharded_bias(mesh: Mesh) -> str:
+    try:
+        MoE(8, 8, 2, expert_bias=True, expert_tp="sharded", mesh=mesh)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_bias_cannot_be_sharded_over_several_ranks() -> None:
+    assert with_sharded_bias(Mesh.single()) == ""
+    for told in run_ranks(2, with_sharded_bias, tp=2):
+        assert "moe.expert_bias needs moe.expert_tp = 'folded' with parallel.tp (2)" in told

@@ -138,9 +138,15 @@ def test_what_the_verifier_refuses_cannot_be_run() -> None:
 @pytest.mark.parametrize(
     ("config", "layers", "ranks", "microbatches", "message"),
     [
-        (PipelineConfig(), 1, 2, 4, "makes 2 stages, but the model has 1 layers"),
+        (PipelineConfig(), 1, 2, 4, "makes 2 stages, but model.num_layers is 1"),
         (PipelineConfig(schedule="dualpipev"), 8, 2, 3, "nearest legal: ranks=2, microbatches=4"),
-        (PipelineConfig(layers=(1, 2)), 4, 2, 4, r"must list the layers of 2 stages, 4 in all"),
+        (
+            PipelineConfig(layers=(1, 2)),
+            4,
+            2,
+            4,
+            r"must list the layers of 2 stages, 4 \(model.num_layers\) in all",
+        ),
         (PipelineConfig(schedule="vpp+1", layers_per_virtual_stage=1), 8, 2, 5, "rounds of equal size"),
     ],
 )

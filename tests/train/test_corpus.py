@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import math
 import os
-import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from hypothesis import strategies as st
 from moeclipse.core.errors import DataError
 from moeclipse.train import corpus as corpus_module
 from moeclipse.train.config import DataConfig
-from moeclipse.train.corpus import Corpus, Part, open_corpus, standard_library
+from moeclipse.train.corpus import Corpus, Part, find_corpus, open_corpus, standard_library
 
 
 def text(folder: Path, **files: str) -> str:
@@ -224,18 +222,11 @@ def test_a_tokenizer_with_a_large_vocabulary(tmp_path: Path) -> None:
 
 
 def test_missing_tokenizers_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "tokenizers":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    monkeypatch.delitem(sys.modules, "tokenizers", raising=False)
+    monkeypatch.setattr("moeclipse.train.corpus.find_spec", lambda name: None)
     config = DataConfig(files=(text(tmp_path, a="x"),), tokenizer="t.json")
-    with pytest.raises(DataError, match=r"not installed; run: pip install moeclipse\[hf\]"):
-        open_corpus(config, 256)
+    for step in (find_corpus, lambda config: open_corpus(config, 256)):
+        with pytest.raises(DataError, match=r"not installed; run: pip install moeclipse\[hf\]"):
+            step(config)
 
 
 def test_bad_tokenizers(tmp_path: Path) -> None:

@@ -101,25 +101,40 @@ class PlacementConfig:
             raise ConfigError(problems)
         return found
 
+    def start_problems(self, num_experts: int, num_ranks: int | None, num_layers: int) -> Iterator[str]:
+        """Why so many layers with experts cannot begin; `num_ranks`: None where it is not known yet."""
+        if self.slots:
+            try:
+                tables = self.placements(num_experts, num_ranks)
+            except ConfigError as error:
+                yield from error.problems
+                return
+            if 1 < len(tables) < num_layers:
+                yield (
+                    f"placement.slots holds {len(tables)} layers, but the model has at least {num_layers} "
+                    "with experts (model.num_layers, model.num_dense_layers); give one table for all of "
+                    "them, or one for each"
+                )
+        elif self.slots_per_rank != "auto" and num_ranks is not None:
+            share = -(-num_experts // num_ranks)
+            if self.slots_per_rank < share:
+                yield (
+                    f"placement.slots_per_rank ({self.slots_per_rank}) is too small: {num_experts} experts "
+                    f"(moe.num_experts) on {num_ranks} ranks (parallel.ep) need {share}"
+                )
+
     def start(self, num_experts: int, num_ranks: int, layer: int) -> Placement:
         """The placement that a layer (counted among those with experts) begins with."""
+        problems = list(self.start_problems(num_experts, num_ranks, layer + 1))
+        if problems:
+            raise ConfigError(problems)
         if self.slots:
-            placements = self.placements(num_experts, num_ranks)
-            if len(placements) > 1 and layer >= len(placements):
-                raise ConfigError(
-                    f"placement.slots holds {len(placements)} layers, but the model has more with experts; "
-                    "give one table for all of them, or one for each"
-                )
-            return placements[layer if len(placements) > 1 else 0]
+            tables = self.placements(num_experts, num_ranks)
+            return tables[layer if len(tables) > 1 else 0]
         even = Placement.contiguous(num_experts, num_ranks)
-        share = even.max_slots
         if self.slots_per_rank != "auto":
-            if self.slots_per_rank < share:
-                raise ConfigError(
-                    f"placement.slots_per_rank ({self.slots_per_rank}) is too small: {num_experts} experts "
-                    f"on {num_ranks} ranks need {share}"
-                )
             return padded(even, min(self.slots_per_rank, num_experts))
+        share = even.max_slots
         if not self.moves:
             return even
         return padded(even, min(share + max(share // SPARE, 1), num_experts))

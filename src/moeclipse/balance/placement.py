@@ -18,6 +18,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ import numpy as np
 from moeclipse.core.errors import ConfigError
 
 EMPTY = -1
+LISTED = 8
+"""So many experts that no rank holds are named."""
 
 
 def even_bounds(total: int, parts: int) -> list[int]:
@@ -303,10 +306,13 @@ def _slot_problems(slots: Sequence[Sequence[int]], num_experts: int | None) -> l
                 f"rank {rank} is given expert {expert} {row.count(expert)} times; "
                 "a second copy on one rank helps nobody"
             )
-    missing = sorted(set(range(num_experts)) - set(flat))
+    held = {expert for expert in flat if 0 <= expert < num_experts}
+    missing = num_experts - len(held)
     if missing:
-        word = "expert" if len(missing) == 1 else "experts"
-        problems.append(f"no rank holds {word} {_listed(missing)}; give each expert at least one slot")
+        # Only the first few are looked for: the number of experts is a user's, and may be absurd.
+        first = list(islice((expert for expert in range(num_experts) if expert not in held), LISTED))
+        word = "expert" if missing == 1 else "experts"
+        problems.append(f"no rank holds {word} {_listed(first, missing)}; give each expert at least one slot")
     if num_experts == 0 and not problems:
         problems.append("a placement needs at least one expert; all slots are empty")
     return problems
@@ -328,9 +334,9 @@ def _is_table(value: object) -> bool:
     return isinstance(value, list | tuple) and len(value) > 0 and all(map(_is_row, value))
 
 
-def _listed(numbers: Sequence[int], most: int = 8) -> str:
-    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
-    return ", ".join(map(str, numbers[:most])) + more
+def _listed(first: Sequence[int], count: int) -> str:
+    more = f" and {count - len(first)} more" if count > len(first) else ""
+    return ", ".join(map(str, first)) + more
 
 
 def _shortened(value: object, width: int = 60) -> str:

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from moeclipse.core.config import build, flag_layer, keys_of, to_toml, with_values
+from moeclipse.core.config import build, flag_layer, keys_of, problems_of, to_toml, with_values
 from moeclipse.core.errors import ConfigError, DataError
-from moeclipse.train.config import TrainConfig, placement_problems
+from moeclipse.train.config import TrainConfig, layout_problems
 from moeclipse.train.presets import Merged, merge, preset_names
 
 CPU_RANKS = 2
@@ -72,7 +72,7 @@ def main(words: list[str]) -> int:
         num_ranks = 0  # counting devices needs torch; the user has enough to mend already
     else:
         num_ranks = count_ranks(options.ranks, config.run.device, problems)
-    problems += layout_problems(config, num_ranks)
+    problems += layout_problems(config, num_ranks) if num_ranks >= 1 else ()
     if joined and not config.run.name and int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         problems.append(
             "run.name is empty: torchrun with --max-restarts needs one, so that attempts find it again"
@@ -143,18 +143,6 @@ def count_ranks(wanted: int | Literal["auto"], device: str, problems: list[str])
     return wanted
 
 
-def layout_problems(config: TrainConfig, num_ranks: int) -> Iterator[str]:
-    if num_ranks < 1 or config.moe.num_experts < 1:
-        return
-    try:
-        _, ep = config.parallel.sizes(num_ranks, config.expert_ranks, config.moe.expert_tp)
-    except ValueError as error:
-        yield str(error)
-        return
-    if config.parallel.ep == "auto" and not list(placement_problems(config)):
-        yield from placement_problems(with_values(config, {"parallel.ep": ep}))
-
-
 def directory_problems(config: TrainConfig, resume: str) -> Iterator[str]:
     """A new run never writes into an old run's folder."""
     directory = Path(config.run.dir) / config.run.name
@@ -166,12 +154,12 @@ def directory_problems(config: TrainConfig, resume: str) -> Iterator[str]:
 
 def data_problems(config: TrainConfig) -> Iterator[str]:
     """Files that are not there are found before ranks start; what is in them is the trainer's to judge."""
-    if not config.data.files:
+    if any(problems_of(config.data)) or not (config.data.files or config.data.tokenizer):
         return
-    from moeclipse.train.corpus import find_files
+    from moeclipse.train.corpus import find_corpus
 
     try:
-        find_files(config.data.files)
+        find_corpus(config.data)
     except DataError as error:
         yield str(error)
 

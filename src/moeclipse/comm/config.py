@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+MAX_DEADLINE_S = 1e9
+"""Clocks of torch.distributed overflow somewhere beyond."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
@@ -49,8 +52,7 @@ class ParallelConfig:
                 "parallelism no gradient is all-reduced (its reduce-scatter is hidden anyway); use 'auto'"
             )
         for name in ("deadline_s", "start_deadline_s"):
-            if getattr(self, name) <= 0:
-                yield f"parallel.{name} ({getattr(self, name)}) must be positive"
+            yield from deadline_problems(f"parallel.{name}", getattr(self, name))
 
     def sizes(
         self, num_ranks: int, num_experts: int, expert_tp: Literal["folded", "sharded"] = "folded"
@@ -90,6 +92,11 @@ class ParallelConfig:
                 f"a rank without experts would only wait{hint}"
             )
         return dp, ep
+
+
+def deadline_problems(key: str, seconds: float) -> Iterator[str]:
+    if not 0 < seconds <= MAX_DEADLINE_S:
+        yield f"{key} ({seconds}) must be positive and at most {MAX_DEADLINE_S:g} seconds"
 
 
 def divisors(number: int) -> list[int]:

@@ -16,17 +16,19 @@ a section's complaint about such a key would then speak of a value that nobody g
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
+import functools
 import re
-import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Literal, TypeVar
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.renames import rename_note, renamed_in
 from moeclipse.core.toml import read_toml as read_toml
 from moeclipse.core.toml import to_toml as to_toml
+from moeclipse.core.values import Mismatch, convert, expected_text, mismatch_text, read_words
+from moeclipse.core.values import nearest as nearest
 
 T = TypeVar("T")
 
@@ -39,6 +41,8 @@ class Given:
     origin: str
     words: bool = False
     """The value is a list of words from a command line, not yet read as any type."""
+    was: str = ""
+    """The old name of the key, where that was used (`core/renames`)."""
 
 
 Layer = Mapping[str, Given]
@@ -51,19 +55,38 @@ class Built(Generic[T]):
 
     config: T
     problems: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    """What a user should know and need not mend."""
 
     def checked(self) -> T:
         if self.problems:
             raise ConfigError(self.problems)
         return self.config
 
+    def told(self) -> T:
+        """The checked configuration, for calls from Python: notes become warnings."""
+        config = self.checked()
+        for note in self.notes:
+            warnings.warn(note, FutureWarning, stacklevel=3)
+        return config
+
 
 # --- what a configuration class looks like ---------------------------------------------------------------
 
 
+@functools.cache
+def _resolved(schema: typing.Hashable) -> dict[str, Any]:
+    return typing.get_type_hints(schema)
+
+
+def hints_of(schema: Any) -> dict[str, Any]:
+    """The types of a dataclass's fields; finding them takes long, so they are kept."""
+    return _resolved(schema)
+
+
 def keys_of(schema: type) -> dict[str, Any]:
     """Dotted key -> type, for every value in a tree of dataclasses."""
-    hints = typing.get_type_hints(schema)
+    hints = hints_of(schema)
     found: dict[str, Any] = {}
     for field in dataclasses.fields(schema):
         kind = hints[field.name]
@@ -74,14 +97,32 @@ def keys_of(schema: type) -> dict[str, Any]:
     return found
 
 
-def problems_of(config: Any) -> Iterator[str]:
-    """The problems of a tree: those of every section, then those between sections."""
+def problems_of(config: Any, prefix: str = "") -> Iterator[str]:
+    """The problems of a tree: values of a wrong type, those of every section, then those between sections.
+
+    A section with a value of a wrong type says no more: its own rules could not even be asked. `prefix` is
+    what its keys begin with.
+    """
+    hints = hints_of(type(config))
+    wrong = []
     for field in dataclasses.fields(config):
-        section = getattr(config, field.name)
-        if dataclasses.is_dataclass(section):
-            yield from problems_of(section)
-    if hasattr(config, "problems"):
+        value, key = getattr(config, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            yield from problems_of(value, f"{key}.")
+            continue
+        try:
+            convert(value, hints[field.name])
+        except Mismatch as mismatch:
+            wrong.append(mismatch_text(key, value, hints[field.name], mismatch))
+    yield from wrong
+    if not wrong and hasattr(config, "problems"):
         yield from config.problems()
+
+
+def named_in(problem: str, keys: Iterable[str]) -> list[str]:
+    """The keys that a problem speaks of."""
+    likely = [key for key in keys if key in problem]
+    return [key for key in likely if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.]*\w)", problem)]
 
 
 def validate(config: T) -> T:
@@ -89,92 +130,16 @@ def validate(config: T) -> T:
     return Built(config, tuple(problems_of(config))).checked()
 
 
-# --- reading values --------------------------------------------------------------------------------------
-
-
-class _Mismatch(Exception):
-    """A value that its type does not allow; the text completes 'expected ...'."""
-
-
-def expected_text(kind: Any) -> str:
-    """A type in words: 'a whole number or "auto"'."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Literal:
-        return f'"{args[0]}"' if len(args) == 1 else "one of " + ", ".join(map(str, args))
-    if origin in (types.UnionType, typing.Union):
-        return " or ".join(expected_text(arg) for arg in args)
-    if origin is tuple:
-        return "a list of " + {str: "texts", int: "whole numbers", float: "numbers"}.get(args[0], "values")
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    if kind not in names:
-        raise TypeError(f"a configuration cannot hold {kind}")
-    return names[kind]
-
-
-def nearest(word: str, choices: Iterable[str]) -> str | None:
-    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
-    return close[0] if close else None
-
-
-def convert(value: Any, kind: Any) -> Any:
-    """A TOML value as its declared type; raises _Mismatch."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Literal and any(value == arg and type(value) is type(arg) for arg in args):
-        return value
-    if origin in (types.UnionType, typing.Union):
-        for arg in args:
-            try:
-                return convert(value, arg)
-            except _Mismatch:
-                continue
-    if origin is tuple and isinstance(value, list | tuple):
-        return tuple(convert(item, args[0]) for item in value)
-    if kind in (int, bool, str) and type(value) is kind:
-        return value
-    if kind is float and type(value) in (int, float):
-        if not math.isfinite(value):
-            raise _Mismatch("a finite number")
-        return float(value)
-    raise _Mismatch(expected_text(kind))
-
-
-def read_words(words: Sequence[str], kind: Any) -> Any:
-    """Words of a command line as a declared type; raises _Mismatch."""
-    if typing.get_origin(kind) is tuple:
-        item = typing.get_args(kind)[0]
-        return tuple(read_words([word], item) for word in words)
-    if kind is bool:
-        switch = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-        if words[0].lower() not in switch:
-            raise _Mismatch(expected_text(kind))
-        return switch[words[0].lower()]
-    expected = expected_text(kind)
-    readers: tuple[Callable[[str], Any], ...] = (str, int, float)
-    for read in readers:
-        try:
-            return convert(read(words[0]), kind)
-        except _Mismatch as mismatch:
-            expected = str(mismatch)
-        except ValueError:
-            continue
-    raise _Mismatch(expected)
+# --- keys and what is given for them ---------------------------------------------------------------------
 
 
 def _take(key: str, given: Given, kind: Any) -> tuple[Any, str | None]:
     """(value, problem) of one given value."""
     try:
         return (read_words if given.words else convert)(given.value, kind), None
-    except _Mismatch as mismatch:
+    except Mismatch as mismatch:
         shown = " ".join(given.value) if given.words else given.value
-        text = f"{key} = {shown!r}: expected {mismatch}"
-        literals = [str(word) for part in (kind, *typing.get_args(kind)) for word in _literals(part)]
-        close = nearest(str(shown), literals)
-        hint = f"; did you mean {close!r}?" if close else ""
-        return None, f"{text}{hint} ({given.origin})"
-
-
-def _literals(kind: Any) -> tuple[Any, ...]:
-    return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+        return None, f"{mismatch_text(key, shown, kind, mismatch)} ({given.origin})"
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
@@ -202,16 +167,18 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
 
 def table_layer(schema: type, table: Mapping[str, Any], origin: str) -> tuple[dict[str, Given], list[str]]:
     """A nested table as a layer, and what in it belongs to no key."""
-    known = keys_of(schema)
+    known, renamed = keys_of(schema), renamed_in(schema)
     layer: dict[str, Given] = {}
     problems: list[str] = []
 
     def visit(part: Mapping[str, Any], prefix: str) -> None:
         for name, value in part.items():
             key = f"{prefix}{name}"
-            inside = [other for other in known if other.startswith(f"{key}.")]
+            inside = [other for other in (*known, *renamed) if other.startswith(f"{key}.")]
             if key in known:
-                layer[key] = Given(value, origin)
+                _give(layer, key, Given(value, origin), problems)
+            elif key in renamed:
+                _give(layer, renamed[key], Given(value, origin, was=key), problems)
             elif inside and isinstance(value, Mapping):
                 visit(value, f"{key}.")
             elif inside:
@@ -229,6 +196,16 @@ def table_layer(schema: type, table: Mapping[str, Any], origin: str) -> tuple[di
     return layer, problems
 
 
+def _give(layer: dict[str, Given], key: str, given: Given, problems: list[str]) -> None:
+    """Into a layer, unless it is there under another name."""
+    there = layer.get(key)
+    if there is not None and there.was != given.was:
+        old = there.was or given.was
+        problems.append(f"{old} is the old name of {key}; give only one of them ({given.origin})")
+    else:
+        layer[key] = given
+
+
 def flag_layer(
     schema: type, words: Sequence[str], positional: str = ""
 ) -> tuple[dict[str, Given], list[str]]:
@@ -237,7 +214,8 @@ def flag_layer(
     A list takes all words up to the next flag; a boolean may stand alone. One word that belongs to no flag
     is given to the key `positional`.
     """
-    known = keys_of(schema)
+    known, renamed = keys_of(schema), renamed_in(schema)
+    kinds = known | {old: known[new] for old, new in renamed.items()}
     layer: dict[str, Given] = {}
     problems: list[str] = []
     rest = list(words)
@@ -254,18 +232,20 @@ def flag_layer(
         values = [value] if has_value else []
         section, _, name = key.rpartition(".")
         positive = f"{section}.{name[3:]}" if section else name[3:]
-        if key not in known and name.startswith("no_") and known.get(positive) is bool and not has_value:
+        if key not in kinds and name.startswith("no_") and kinds.get(positive) is bool and not has_value:
             key, values = positive, ["false"]
-        while rest and not rest[0].startswith("--") and _wants_more(known.get(key), values, rest[0]):
+        while rest and not rest[0].startswith("--") and _wants_more(kinds.get(key), values, rest[0]):
             values.append(rest.pop(0))
-        if key not in known:
+        if key not in kinds:
             problems.append(f"{unknown_key(key, known)} ({flag})")
-        elif values or typing.get_origin(known[key]) is tuple:
-            layer[key] = Given(values, flag, words=True)
-        elif known[key] is bool:
-            layer[key] = Given(["true"], flag, words=True)
+            continue
+        if not values and kinds[key] is bool:
+            values = ["true"]
+        if values or typing.get_origin(kinds[key]) is tuple:
+            given = Given(values, flag, words=True, was=key if key in renamed else "")
+            _give(layer, renamed.get(key, key), given, problems)
         else:
-            problems.append(f"{key}: expected {expected_text(known[key])} after {flag}")
+            problems.append(f"{key}: expected {expected_text(kinds[key])} after {flag}")
     return layer, problems
 
 
@@ -286,10 +266,13 @@ def build(schema: type[T], layers: Sequence[Layer], problems: Iterable[str] = ()
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     unread: set[str] = set()
+    notes: list[str] = []
     known = keys_of(schema)
     for layer in layers:
         for key, given in layer.items():
-            value, problem = _take(key, given, known[key])
+            if given.was:
+                notes.append(rename_note(given.was, key, given.origin))
+            value, problem = _take(given.was or key, given, known[key])
             if problem is None:
                 values[key], origins[key] = value, given.origin
                 unread.discard(key)
@@ -298,17 +281,17 @@ def build(schema: type[T], layers: Sequence[Layer], problems: Iterable[str] = ()
                 unread.add(key)
     config = _assemble(schema, values)
     for problem in problems_of(config):
-        named = [key for key in known if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.]*\w)", problem)]
+        named = named_in(problem, known)
         if not unread.intersection(named):
             places = [f"{key} from {origins[key]}" for key in named if key in origins]
             if len(named) == 1 and places:
                 places = [origins[named[0]]]
             found.append(f"{problem} ({', '.join(places)})" if places else problem)
-    return Built(config, tuple(dict.fromkeys(found)))
+    return Built(config, tuple(dict.fromkeys(found)), tuple(notes))
 
 
 def _assemble(schema: type[T], values: Mapping[str, Any]) -> T:
-    hints = typing.get_type_hints(schema)
+    hints = hints_of(schema)
     arguments: dict[str, Any] = {}
     for field in dataclasses.fields(schema):  # type: ignore[arg-type]
         if dataclasses.is_dataclass(hints[field.name]):
@@ -323,12 +306,22 @@ def _assemble(schema: type[T], values: Mapping[str, Any]) -> T:
 def from_table(schema: type[T], table: Mapping[str, Any], origin: str) -> T:
     """A configuration from a nested table alone, checked."""
     layer, problems = table_layer(schema, table, origin)
-    return build(schema, [layer], problems).checked()
+    return build(schema, [layer], problems).told()
 
 
 def with_values(config: T, values: Mapping[str, Any]) -> T:
-    """A copy in which dotted keys have other values (already of their type)."""
-    return _assemble(type(config), to_flat(config) | dict(values))
+    """A copy in which dotted keys have other values (already of their type); unknown keys are refused."""
+    flat, renamed, problems = to_flat(config), renamed_in(type(config)), []
+    for name, value in values.items():
+        key = renamed.get(name, name)
+        if key != name:
+            warnings.warn(rename_note(name, key, "with_values"), FutureWarning, stacklevel=2)
+        if key not in flat:
+            problems.append(unknown_key(key, flat))
+        flat[key] = value
+    if problems:
+        raise ConfigError(problems)
+    return _assemble(type(config), flat)
 
 
 def to_flat(config: Any) -> dict[str, Any]:

@@ -59,6 +59,8 @@ class ModelConfig:
             if self.head_dim % 2:
                 yield f"model.head_dim ({self.head_dim}) must be even: rotary position turns pairs"
         else:
+            if self.q_lora_rank < 0:
+                yield f"model.q_lora_rank ({self.q_lora_rank}) must not be negative; 0 is full rank"
             for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
                 if getattr(self, name) < 1:
                     yield f"model.{name} ({getattr(self, name)}) must be at least 1"
@@ -69,8 +71,9 @@ class ModelConfig:
                 )
         if self.memory < 0:
             yield f"model.memory ({self.memory}) must not be negative; 0 is no memory"
-        if self.init_std <= 0 or self.norm_eps <= 0:
-            yield f"model.init_std ({self.init_std}) and model.norm_eps ({self.norm_eps}) must be positive"
+        for name in ("init_std", "norm_eps", "rope_base"):
+            if getattr(self, name) <= 0:
+                yield f"model.{name} ({getattr(self, name)}) must be positive"
 
     @property
     def rope_width(self) -> int:

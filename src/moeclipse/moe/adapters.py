@@ -77,8 +77,7 @@ class ModuleExperts(nn.Module):
     ) -> tuple[torch.Tensor, Calls]:
         rows = self.structure.flatten(x)
         if self.joint:
-            if lent is not None:
-                raise ConfigError("a module for all experts cannot borrow one; set moe.shadow = 'off'")
+            assert lent is None, "the layer refuses shadows where one module serves all experts"
             calls = [self._call(self.parts[0], rows, slice(0, len(rows[0])), None, list(counts))]
         else:
             calls, start = [], 0

@@ -162,8 +162,6 @@ class MoEConfig:
             yield f"moe.d_ff ({self.d_ff}) must be at least 1"
         if self.num_shared_experts < 0:
             yield f"moe.num_shared_experts ({self.num_shared_experts}) must not be negative"
-        if self.expert_bias and self.expert_tp == "sharded":
-            yield "moe.expert_bias needs moe.expert_tp = 'folded': each part of a sharded sum would add it"
         for name in ("group_size", "chunks"):
             value = getattr(self, name)
             if value != "auto" and value < 1:
@@ -180,6 +178,18 @@ SHAPE_KEYS = ("num_experts", "d_ff", "num_shared_experts")
 """Of MoEConfig: what the parameters look like."""
 STYLE_KEYS = ("activation", "expert_bias")
 """Of MoEConfig: the same; told in checkpoints where they are not as usual."""
+
+
+def layer_problems(moe: MoEConfig, gate: GateConfig, tp: int = 1) -> Iterator[str]:
+    """What does not fit between the experts of a layer, their gate, and `tp` ranks that share their width."""
+    yield from gate_problems(gate, moe.num_experts)
+    if moe.schedule == "smart" and gate.overflow == "pad":
+        yield "gate.overflow = 'pad' needs moe.schedule = 'blocking', not 'smart': each unit would be padded"
+    if moe.expert_tp == "sharded" and tp > 1 and moe.expert_bias:
+        yield (
+            f"moe.expert_bias needs moe.expert_tp = 'folded' with parallel.tp ({tp}): each part of a sharded "
+            "sum would add it"
+        )
 
 
 def gate_problems(gate: GateConfig, num_experts: int) -> Iterator[str]:

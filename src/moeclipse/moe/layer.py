@@ -27,9 +27,10 @@ from moeclipse.balance.placement import Placement
 from moeclipse.comm.exchange import RankSum, total
 from moeclipse.comm.mesh import Group, Mesh
 from moeclipse.comm.wire import open_wire
+from moeclipse.core.config import problems_of
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.adapters import Joint, ModuleExperts
-from moeclipse.moe.config import GateConfig, MoEConfig, gate_problems
+from moeclipse.moe.config import GateConfig, MoEConfig, layer_problems
 from moeclipse.moe.dispatch import Route
 from moeclipse.moe.experts import Experts, PadToCapacity
 from moeclipse.moe.fused import FusedExperts, fits
@@ -90,7 +91,7 @@ class MoE(nn.Module):
         self.mesh = mesh or Mesh.single(device or "cpu")
         self.sharded = expert_tp == "sharded" and self.mesh.tp > 1
         group = self.mesh.shard_experts if self.sharded else self.mesh.experts
-        check(config, gate, self.mesh, group, placement, own=experts is None)
+        check(config, gate, self.mesh, group, placement, experts)
         self.layer, self.num_experts, self.calls = layer, num_experts, 0
         device = device or self.mesh.device
         shape: dict[str, Any] = {"d_model": d_model, "layer": layer, "seed": seed, "init_std": init_std}
@@ -245,10 +246,18 @@ class MoE(nn.Module):
 
 
 def check(
-    config: MoEConfig, gate: GateConfig, mesh: Mesh, group: Group, placement: Placement | None, *, own: bool
+    config: MoEConfig,
+    gate: GateConfig,
+    mesh: Mesh,
+    group: Group,
+    placement: Placement | None,
+    experts: Callable[[int], nn.Module] | Joint | None = None,
 ) -> None:
     """All that is wrong with a layer, in one error."""
-    problems = [*config.problems(), *gate.problems(), *gate_problems(gate, config.num_experts)]
+    problems = [*problems_of(config, "moe."), *problems_of(gate, "gate.")]
+    if problems:
+        raise ConfigError(problems)
+    problems += layer_problems(config, gate, mesh.tp)
     if placement is not None:
         given, expected = (placement.num_experts, placement.num_ranks), (config.num_experts, group.size)
         if given != expected:
@@ -256,7 +265,7 @@ def check(
                 f"the placement has {given[0]} experts on {given[1]} ranks, but the layer has {expected[0]} "
                 f"experts on {expected[1]} ranks"
             )
-        if not own and any(len(ranks) > 1 for ranks in placement.holders):
+        if experts is not None and any(len(ranks) > 1 for ranks in placement.holders):
             problems.append(
                 "a placement with replicas needs experts whose initial weights follow from their numbers; "
                 "modules of your own may stand on one rank each"
@@ -264,8 +273,11 @@ def check(
     elif group.size > config.num_experts:
         axes = f"ep ({mesh.ep})" if group.size == mesh.ep else f"ep x tp ({group.size})"
         problems.append(f"{axes} must not exceed num_experts ({config.num_experts})")
-    if config.schedule == "smart" and gate.overflow == "pad":
-        problems.append("gate.overflow = 'pad' needs moe.schedule = 'blocking': each unit would be padded")
+    if isinstance(experts, Joint) and group.size > 1 and config.shadow not in ("off", ()):
+        problems.append(
+            f"moe.shadow ({config.shadow!r}) cannot go with one module for all experts, which cannot borrow "
+            "one; set it to 'off', or give a module for each expert"
+        )
     if problems:
         raise ConfigError(problems)
 

@@ -48,20 +48,22 @@ def lay_out(config: PipelineConfig, num_layers: int, num_ranks: int, num_microba
     try:
         require_legal(name, num_ranks, num_microbatches, per_rank)
     except ScheduleError as error:
-        raise ConfigError(f"pipeline.schedule: {error} (microbatches are optim.accumulate)") from None
+        raise ConfigError(
+            f"pipeline.schedule: {error} (ranks are parallel.pp, microbatches optim.accumulate)"
+        ) from None
     num_stages = num_ranks * per_rank
     if config.layers:
         if len(config.layers) != num_stages or sum(config.layers) != num_layers:
             raise ConfigError(
                 f"pipeline.layers ({list(config.layers)}) must list the layers of {num_stages} stages, "
-                f"{num_layers} in all"
+                f"{num_layers} (model.num_layers) in all, on parallel.pp = {num_ranks}"
             )
         bounds = [sum(config.layers[:stage]) for stage in range(num_stages + 1)]
     else:
         if num_layers < num_stages:
             raise ConfigError(
-                f"{name} on parallel.pp = {num_ranks} makes {num_stages} stages, but the model has "
-                f"{num_layers} layers; every stage needs one"
+                f"{name} on parallel.pp = {num_ranks} makes {num_stages} stages, but model.num_layers is "
+                f"{num_layers}; every stage needs a layer"
             )
         bounds = even_bounds(num_layers, num_stages)
     placement = build(name, num_ranks, num_microbatches, per_rank).pipeline().placement

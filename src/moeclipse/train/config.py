@@ -7,18 +7,20 @@ is reported at once, on every rank, before any rank waits for another.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
+from typing import ClassVar, Literal
 
 from moeclipse.balance.config import PlacementConfig
-from moeclipse.comm.config import ParallelConfig
+from moeclipse.comm.config import ParallelConfig, deadline_problems
+from moeclipse.core.config import keys_of, named_in, problems_of, with_values
 from moeclipse.core.errors import ConfigError
 from moeclipse.model.config import ModelConfig
-from moeclipse.moe.config import GateConfig, MoEConfig, gate_problems
+from moeclipse.moe.config import GateConfig, MoEConfig, layer_problems
 from moeclipse.pipeline.config import PipelineConfig
-from moeclipse.pipeline.overlap import lay_out
+from moeclipse.pipeline.overlap import Layout, lay_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +37,10 @@ class RunConfig:
     def problems(self) -> Iterator[str]:
         if self.steps < 1:
             yield f"run.steps ({self.steps}) must be at least 1"
-        if "/" in self.name or self.name in (".", ".."):
+        if "/" in self.name or self.name in (".", "..") or not self.name.isprintable():
             yield f"run.name ({self.name!r}) must be a plain folder name; the folder above it is run.dir"
+        if "\0" in self.dir:
+            yield f"run.dir ({self.dir!r}) must be the path of a folder"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,12 @@ class DataConfig:
         for name in ("seq_len", "batch_size"):
             if getattr(self, name) < 1:
                 yield f"data.{name} ({getattr(self, name)}) must be at least 1"
+        for name in (self.tokenizer, *self.files):
+            if "\0" in name:
+                key = "data.tokenizer" if name == self.tokenizer else "data.files"
+                yield f"{key} ({name!r}) must be the path of a file"
+        if "" in self.files:
+            yield "data.files holds an empty name; give paths or globs of files, or an empty list"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +110,9 @@ class OptimConfig:
                 yield f"optim.{name} ({getattr(self, name)}) must be at least 1"
         if self.loss_scale != "auto" and not 0 < self.loss_scale < math.inf:
             yield f"optim.loss_scale ({self.loss_scale}) must be auto or a positive number"
-        if self.eps <= 0 or self.bucket_mb <= 0:
-            yield f"optim.eps ({self.eps}) and optim.bucket_mb ({self.bucket_mb}) must be positive"
+        for name in ("eps", "bucket_mb"):
+            if getattr(self, name) <= 0:
+                yield f"optim.{name} ({getattr(self, name)}) must be positive"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +131,7 @@ class CheckpointConfig:
             yield f"checkpoint.every ({self.every}) must not be negative"
         if self.keep < 1:
             yield f"checkpoint.keep ({self.keep}) must be at least 1"
-        if self.deadline_s <= 0:
-            yield f"checkpoint.deadline_s ({self.deadline_s}) must be positive"
+        yield from deadline_problems("checkpoint.deadline_s", self.deadline_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +144,11 @@ class MetricsConfig:
     def problems(self) -> Iterator[str]:
         if self.warmup_steps < 0:
             yield f"metrics.warmup_steps ({self.warmup_steps}) must not be negative"
+        if self.tensorboard and find_spec("tensorboard") is None:
+            yield NO_TENSORBOARD
+
+
+NO_TENSORBOARD = "metrics.tensorboard needs TensorBoard; pip install moeclipse[tensorboard]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,27 +165,30 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
+    RENAMED: ClassVar[Mapping[str, str]] = {}
+    """Old dotted key -> present one (`core/renames`, docs/compatibility.md)."""
+
     def problems(self) -> Iterator[str]:
-        """What is wrong between sections; each section lists its own problems."""
-        if self.moe.num_experts >= 1:
-            yield from gate_problems(self.gate, self.moe.num_experts)
-        if 1 <= self.data.batch_size < self.optim.accumulate:
-            yield (
-                f"data.batch_size ({self.data.batch_size}) must be at least "
-                f"optim.accumulate ({self.optim.accumulate}): a microbatch needs a sample"
-            )
-        if not self.data.tokenizer and not self.data.files and self.model.vocab_size < 256:
-            yield f"model.vocab_size ({self.model.vocab_size}) must be at least 256 for bytes"
-        if self.model.memory > 0 and self.data.order != "stream":
-            yield (
-                f"model.memory ({self.model.memory}) needs data.order = 'stream': row b of a step must go on "
-                "with the text of row b of the step before"
-            )
-        if self.parallel.tp > 1:
-            yield from tensor_problems(self)
-        if self.parallel.pp > 1 or self.pipeline.used:
-            yield from pipeline_problems(self)
-        yield from placement_problems(self)
+        """What is wrong between sections; each section lists its own problems.
+
+        A rule is asked only where the keys it reads are sound: otherwise that has been told already, and the
+        rule could not even compute with such numbers.
+        """
+        broken = self.broken_keys()
+        for keys, rule in RULES:
+            if broken.isdisjoint(keys):
+                yield from rule(self)
+
+    def broken_keys(self) -> set[str]:
+        """Keys that their own sections complain about."""
+        told = [
+            text for part in fields(self) for text in problems_of(getattr(self, part.name), f"{part.name}.")
+        ]
+        return set(named_in(" ".join(told), keys_of(type(self)))) if told else set()
+
+    @property
+    def num_expert_layers(self) -> int:
+        return self.model.num_layers - self.model.num_dense_layers
 
     @property
     def expert_ranks(self) -> int:
@@ -183,22 +201,42 @@ class TrainConfig:
         return self.moe.num_experts
 
 
+def expert_problems(config: TrainConfig) -> Iterator[str]:
+    """What no layer with experts can be built from."""
+    if config.num_expert_layers:
+        yield from layer_problems(config.moe, config.gate, config.parallel.tp)
+
+
+def data_problems(config: TrainConfig) -> Iterator[str]:
+    """What does not fit between samples, microbatches and the model."""
+    data, model = config.data, config.model
+    if data.batch_size < config.optim.accumulate:
+        yield (
+            f"data.batch_size ({data.batch_size}) must be at least "
+            f"optim.accumulate ({config.optim.accumulate}): a microbatch needs a sample"
+        )
+    if not data.tokenizer and not data.files and model.vocab_size < 256:
+        yield f"model.vocab_size ({model.vocab_size}) must be at least 256 for bytes"
+    if model.memory > 0 and data.order != "stream":
+        yield (
+            f"model.memory ({model.memory}) needs data.order = 'stream': row b of a step must go on "
+            "with the text of row b of the step before"
+        )
+
+
 def placement_problems(config: TrainConfig) -> Iterator[str]:
     """What does not fit between the placement, the experts and the ranks, as far as these are known."""
     placement, parallel, moe = config.placement, config.parallel, config.moe
+    if not config.num_expert_layers:
+        return
     folds = parallel.tp if moe.expert_tp == "folded" else 1
     num_ranks = None if parallel.ep == "auto" else parallel.ep * folds
-    if moe.num_experts < 1:
-        return
+    found = list(placement.start_problems(moe.num_experts, num_ranks, config.num_expert_layers))
+    yield from found
     replicated = False
-    try:
-        if placement.slots:
-            tables = placement.placements(moe.num_experts, num_ranks)
-            replicated = any(table.num_replicas > table.num_experts for table in tables)
-        elif num_ranks is not None:
-            placement.start(moe.num_experts, num_ranks, 0)
-    except ConfigError as error:
-        yield from error.problems
+    if placement.slots and not found:
+        tables = placement.placements(moe.num_experts, num_ranks)
+        replicated = any(table.num_replicas > table.num_experts for table in tables)
     if (placement.moves or replicated) and config.gate.max_leaving < 1:
         yield (
             f"gate.max_leaving ({config.gate.max_leaving}) needs placement.planner = 'static' and experts "
@@ -209,12 +247,16 @@ def placement_problems(config: TrainConfig) -> Iterator[str]:
 def pipeline_problems(config: TrainConfig) -> Iterator[str]:
     """What cannot be scheduled."""
     pipeline, gate = config.pipeline, config.gate
-    if list(pipeline.problems()) or config.parallel.pp < 1 or config.optim.accumulate < 1:
-        return  # told already
+    if config.parallel.pp == 1 and not pipeline.used:
+        return
+    if config.data.batch_size < config.optim.accumulate:
+        return  # told already, and a schedule of so many microbatches may be absurd
     try:
-        lay_out(pipeline, config.model.num_layers, config.parallel.pp, config.optim.accumulate)
+        layout = lay_out(pipeline, config.model.num_layers, config.parallel.pp, config.optim.accumulate)
     except ConfigError as error:
-        yield str(error)
+        yield from error.problems
+    else:
+        yield from planner_problems(config, layout)
     cut = pipeline.overlap == "pair+self" and pipeline.chunks not in ("auto", 1)
     if cut and (gate.capacity_factor or gate.max_leaving < 1):
         whole = "gate.capacity_factor" if gate.capacity_factor else "gate.max_leaving"
@@ -224,9 +266,26 @@ def pipeline_problems(config: TrainConfig) -> Iterator[str]:
         )
 
 
+def planner_problems(config: TrainConfig, layout: Layout | None) -> Iterator[str]:
+    """Ranks of a pipeline plan together, so each must hold experts; `layout` is None without a pipeline."""
+    if layout is None or not config.placement.moves:
+        return
+    dense = config.model.num_dense_layers
+    ranks = sorted(set(layout.rank_of))
+    empty = [rank for rank in ranks if max(part[-1] for part in layout.held_by(rank).values()) < dense]
+    if empty and len(ranks) > 1:
+        yield (
+            f"placement.planner = {config.placement.planner!r} needs a layer with experts in every stage, "
+            f"but rank {empty[0]} of the pipeline holds none; lower model.num_dense_layers ({dense}) or "
+            f"parallel.pp, or set placement.planner = 'static'"
+        )
+
+
 def tensor_problems(config: TrainConfig) -> Iterator[str]:
     """What cannot be cut over tp."""
     tp, model, moe = config.parallel.tp, config.model, config.moe
+    if tp == 1:
+        return
     heads = "num_kv_heads" if model.attention == "gqa" else "num_heads"
     widths = {f"model.{heads}": getattr(model, heads), "model.vocab_size": model.vocab_size}
     if model.num_dense_layers:
@@ -246,3 +305,61 @@ def tensor_problems(config: TrainConfig) -> Iterator[str]:
             f"data.seq_len ({config.data.seq_len}) must be a multiple of parallel.tp ({tp}) with "
             "parallel.sequence_parallel; change it, or set parallel.sequence_parallel = false"
         )
+
+
+STAGE_KEYS = ("parallel.pp", "model.num_layers", "model.num_dense_layers")
+LAYOUT_KEYS = (
+    *("parallel.dp", "parallel.ep", "parallel.tp", "parallel.pp", "moe.num_experts", "moe.expert_tp"),
+    *("placement.slots", "placement.slots_per_rank", "placement.planner"),
+)
+RULES: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], Iterator[str]]], ...] = (
+    (
+        (
+            *("model.num_layers", "model.num_dense_layers", "parallel.tp"),
+            *("moe.num_experts", "moe.schedule", "moe.expert_tp", "moe.expert_bias"),
+            *("gate.top_k", "gate.num_groups", "gate.top_groups", "gate.threshold", "gate.choose"),
+            *("gate.renormalise", "gate.overflow"),
+        ),
+        expert_problems,
+    ),
+    (
+        (
+            *("data.batch_size", "data.files", "data.tokenizer", "data.order", "optim.accumulate"),
+            *("model.vocab_size", "model.memory"),
+        ),
+        data_problems,
+    ),
+    (
+        (
+            *("parallel.tp", "parallel.sequence_parallel", "moe.expert_tp", "moe.d_ff", "data.seq_len"),
+            *("model.num_layers", "model.num_dense_layers", "model.num_heads", "model.num_kv_heads"),
+            *("model.attention", "model.vocab_size", "model.d_ff", "model.memory"),
+        ),
+        tensor_problems,
+    ),
+    (
+        (
+            *(*STAGE_KEYS, "placement.planner", "gate.capacity_factor", "gate.max_leaving"),
+            *("data.batch_size", "optim.accumulate"),
+            *(f"pipeline.{part.name}" for part in fields(PipelineConfig)),
+        ),
+        pipeline_problems,
+    ),
+    ((*LAYOUT_KEYS, *STAGE_KEYS, "gate.max_leaving"), placement_problems),
+)
+"""What must hold between sections, and the keys that each rule reads."""
+
+
+def layout_problems(config: TrainConfig, num_ranks: int) -> Iterator[str]:
+    """What does not fit between a configuration and this many ranks."""
+    if not config.broken_keys().isdisjoint(LAYOUT_KEYS):
+        return  # told already
+    try:
+        _, ep = config.parallel.sizes(num_ranks, config.expert_ranks, config.moe.expert_tp)
+    except ValueError as error:
+        yield str(error)
+        return
+    if config.parallel.ep == "auto":
+        known = set(problems_of(config))
+        settled = with_values(config, {"parallel.ep": ep})
+        yield from (problem for problem in problems_of(settled) if problem not in known)

@@ -19,6 +19,7 @@ import sysconfig
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -138,8 +139,18 @@ class Corpus:
         )
 
 
-def open_corpus(config: DataConfig, vocab_size: int) -> Corpus:
-    """The corpus that a configuration names; a DataError says what is wrong with it."""
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Files that a configuration names, not yet read."""
+
+    files: list[Path]
+    kind: str
+    """.npy, .bin or text."""
+    what: str
+
+
+def find_corpus(config: DataConfig) -> Found:
+    """All that can be said without reading a file; a DataError says what is wrong."""
     if not config.files:
         root = Path(sysconfig.get_path("stdlib"))
         files, what = standard_library(root), f"Python's standard library ({root})"
@@ -161,6 +172,15 @@ def open_corpus(config: DataConfig, vocab_size: int) -> Corpus:
             f"data.tokenizer is {config.tokenizer!r}, but {what} matches token files ({kind}): "
             f"they are tokens already; leave data.tokenizer empty, or give text files"
         )
+    if config.tokenizer:
+        find_tokenizer(config.tokenizer)
+    return Found(files=files, kind=kind, what=what)
+
+
+def open_corpus(config: DataConfig, vocab_size: int) -> Corpus:
+    """The corpus that a configuration names; a DataError says what is wrong with it."""
+    found = find_corpus(config)
+    files, kind = found.files, found.kind
     if kind == ".npy":
         parts = [_npy_part(path) for path in files]
     elif kind == ".bin":
@@ -169,7 +189,7 @@ def open_corpus(config: DataConfig, vocab_size: int) -> Corpus:
         parts = _tokenized(files, config.tokenizer, errors="strict" if config.files else "replace")
     else:
         parts = list(_joined(_raw_part(path, "uint8") for path in files))
-    return Corpus(parts, vocab_size=vocab_size, what=what)
+    return Corpus(parts, vocab_size=vocab_size, what=found.what)
 
 
 def standard_library(root: Path) -> list[Path]:
@@ -277,20 +297,26 @@ def _joined(parts: Iterable[Part]) -> Iterator[Part]:
     yield from flush()
 
 
-def _tokenized(files: Sequence[Path], tokenizer: str, errors: str) -> list[Part]:
-    """Each text file through a `tokenizers` JSON file; nothing is put between files."""
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
+def find_tokenizer(tokenizer: str) -> Path:
+    """The file, where there are it and a package that reads it."""
+    if find_spec("tokenizers") is None:
         raise DataError(
             f"data.tokenizer is {tokenizer!r}, but the `tokenizers` package is not installed; "
             f"run: pip install moeclipse[hf]"
-        ) from error
+        )
     path = Path(tokenizer).expanduser()
     if not path.is_file():
         raise DataError(
             f"data.tokenizer: {tokenizer!r} does not exist; give the path of a tokenizer.json file"
         )
+    return path
+
+
+def _tokenized(files: Sequence[Path], tokenizer: str, errors: str) -> list[Part]:
+    """Each text file through a `tokenizers` JSON file; nothing is put between files."""
+    path = find_tokenizer(tokenizer)
+    from tokenizers import Tokenizer
+
     try:
         encoder = Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises plain Exception

@@ -6,9 +6,13 @@ of this run and names every field that differs, so that no one has to diff two f
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from moeclipse.core.config import to_flat
+from moeclipse.core.renames import with_new_names
 
 
 def as_json(value: Any) -> Any:
@@ -24,6 +28,21 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from flatten(value, name)
         else:
             yield name, value
+
+
+def in_present_terms(stored: Mapping[str, Any], expected: Mapping[str, Any], usual: Any) -> dict[str, Any]:
+    """A stored fingerprint as the present version would have written it.
+
+    Renamed keys get their present names. A key that came later stands in `expected` alone; what was before
+    it is its default, so it gets that of `usual`, a configuration with nothing but defaults.
+    """
+    found = copy.deepcopy(with_new_names(type(usual), stored))
+    defaults = to_flat(usual)
+    for name, _ in flatten(as_json(expected)):
+        section, _, key = name.rpartition(".")
+        if found.get(section) and key not in found[section] and name in defaults:
+            found[section][key] = defaults[name]
+    return found
 
 
 def differences(found: Mapping[str, Any], expected: Mapping[str, Any], prefix: str = "") -> list[str]:

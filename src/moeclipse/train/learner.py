@@ -32,6 +32,7 @@ from moeclipse.train.checkpoints.checkpoint import Checkpoint, Piece, check_mode
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.corpus import open_corpus
 from moeclipse.train.data import Batches, Samples
+from moeclipse.train.fingerprint import in_present_terms
 from moeclipse.train.loss_scale import LossScale
 from moeclipse.train.metrics import gather_splits, mean_times, split_of
 from moeclipse.train.optim import AdamW, learning_rate
@@ -65,7 +66,7 @@ class Learner:
         layout = None
         if mesh.pp > 1 or config.pipeline.used:
             layout = lay_out(config.pipeline, config.model.num_layers, mesh.pp, config.optim.accumulate)
-        self.placing = Placing(config, mesh)
+        self.placing = Placing(config, mesh, layout)
         self.model = Transformer(
             config.model,
             config.moe,
@@ -237,7 +238,9 @@ class Learner:
     def load(self, checkpoint: Checkpoint) -> int:
         """Continue from a checkpoint of any layout; returns the step to run next."""
         state = checkpoint.state
-        check_model(state, self.fingerprint())
+        expected = self.fingerprint()
+        stored = in_present_terms(state.get("fingerprint") or {}, expected, TrainConfig())
+        check_model({"fingerprint": stored}, expected)
         step = int(state["step"])
         self.batches.check_state(state["data"], step)
         self.placing.load_state(state.get("placement"))

@@ -19,6 +19,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.record import StepStamps
 from moeclipse.core.errors import ConfigError
 from moeclipse.report.intervals import StepSplit, Transfer, split_step
+from moeclipse.train.config import NO_TENSORBOARD
 
 TIMES = ("step", "compute", "exposed", "straggle", "idle", "comm")
 
@@ -149,7 +150,5 @@ def open_tensorboard(directory: Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise ConfigError(
-            "metrics.tensorboard needs TensorBoard; pip install moeclipse[tensorboard]"
-        ) from None
+        raise ConfigError(NO_TENSORBOARD) from None
     return SummaryWriter(str(directory / "tensorboard"))

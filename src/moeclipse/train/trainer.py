@@ -16,12 +16,12 @@ from typing import Any, Protocol
 
 from moeclipse.comm import mesh as comm
 from moeclipse.comm.mesh import Mesh, Place
-from moeclipse.core.config import to_toml, validate, with_values
+from moeclipse.core.config import problems_of, to_toml, with_values
 from moeclipse.core.errors import CheckpointError, ConfigError, MoEclipseError
 from moeclipse.model.transformer import count_parameters
 from moeclipse.moe.granularity import CALLS, TRIED
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
-from moeclipse.train.config import TrainConfig
+from moeclipse.train.config import TrainConfig, layout_problems
 from moeclipse.train.learner import Learner
 from moeclipse.train.metrics import Metrics
 from moeclipse.train.ranks import PatientRanks
@@ -50,12 +50,11 @@ class Silence:
 
 def train(config: TrainConfig, *, resume: str = "off", observer: Observer | None = None) -> dict[str, Any]:
     """Train as this rank; returns the summary. `resume`: off, auto, or a checkpoint's path."""
-    validate(config)
     place = Place.read()
-    try:
-        dp, ep = config.parallel.sizes(place.num_ranks, config.expert_ranks, config.moe.expert_tp)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    problems = [*problems_of(config), *layout_problems(config, place.num_ranks)]
+    if problems:
+        raise ConfigError(problems)
+    dp, ep = config.parallel.sizes(place.num_ranks, config.expert_ranks, config.moe.expert_tp)
     device = comm.choose_device(config.run.device, place.local_rank)
     watch = comm.start(
         place,

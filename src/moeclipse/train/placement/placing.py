@@ -29,8 +29,9 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.probe import Probe, measure
+from moeclipse.pipeline.overlap import Layout
 from moeclipse.train.buckets import Bucket
-from moeclipse.train.config import TrainConfig
+from moeclipse.train.config import TrainConfig, planner_problems
 from moeclipse.train.optim import AdamW
 from moeclipse.train.placement.averaging import average_replicas
 from moeclipse.train.placement.expert_buckets import ExpertBucket
@@ -42,7 +43,10 @@ STATE_TENSORS = 3  # master weights and two moments
 
 
 class Placing:
-    def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
+    def __init__(self, config: TrainConfig, mesh: Mesh, layout: Layout | None = None) -> None:
+        problems = list(planner_problems(config, layout))
+        if problems:
+            raise ConfigError(problems)
         self.config, self.mesh = config.placement, mesh
         sharded = config.moe.expert_tp == "sharded" and mesh.tp > 1
         self.group = mesh.shard_experts if sharded else mesh.experts
@@ -82,14 +86,6 @@ class Placing:
                 buckets.append(bucket)
                 states.append(state)
         self.houses = [House(*found[number]) for number in sorted(found)]
-        if self.config.moves and self.mesh.pp > 1:
-            empty = [rank for rank, count in enumerate(self.mesh.gather_objects(len(found))) if not count]
-            if empty:
-                raise ConfigError(
-                    f"placement.planner = {self.config.planner!r} needs a layer with experts in every stage, "
-                    f"but rank {empty[0]} of the pipeline holds none; lower model.num_dense_layers or "
-                    "parallel.pp, or set placement.planner = 'static'"
-                )
 
     def after_step(self, step: int, loads: LoadAverage) -> list[str]:
         """What is to be done between two steps; returns what is to be said about it. Collective."""

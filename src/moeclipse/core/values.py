@@ -1,0 +1,93 @@
+"""One value of a configuration: is it of its declared type, and how is it read from words of a command line.
+
+Types are int, float, bool, str, `Literal`, tuples of one of these, and unions. No value is bent to fit: 2.0
+is no whole number and "2" no number, unless it was a word of a command line. Numbers are finite.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+
+class Mismatch(Exception):
+    """A value that its type does not allow; the text completes 'expected ...'."""
+
+
+def expected_text(kind: Any) -> str:
+    """A type in words: 'a whole number or "auto"'."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return f'"{args[0]}"' if len(args) == 1 else "one of " + ", ".join(map(str, args))
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(expected_text(arg) for arg in args)
+    if origin is tuple:
+        return "a list of " + {str: "texts", int: "whole numbers", float: "numbers"}.get(args[0], "values")
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    if kind not in names:
+        raise TypeError(f"a configuration cannot hold {kind}")
+    return names[kind]
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def convert(value: Any, kind: Any) -> Any:
+    """A TOML value as its declared type; raises Mismatch."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal and any(value == arg and type(value) is type(arg) for arg in args):
+        return value
+    if origin in (types.UnionType, typing.Union):
+        for arg in args:
+            try:
+                return convert(value, arg)
+            except Mismatch:
+                continue
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(convert(item, args[0]) for item in value)
+    if kind in (int, bool, str) and type(value) is kind:
+        return value
+    if kind is float and type(value) in (int, float):
+        if not math.isfinite(value):
+            raise Mismatch("a finite number")
+        return float(value)
+    raise Mismatch(expected_text(kind))
+
+
+def read_words(words: Sequence[str], kind: Any) -> Any:
+    """Words of a command line as a declared type; raises Mismatch."""
+    if typing.get_origin(kind) is tuple:
+        item = typing.get_args(kind)[0]
+        return tuple(read_words([word], item) for word in words)
+    if kind is bool:
+        switch = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+        if words[0].lower() not in switch:
+            raise Mismatch(expected_text(kind))
+        return switch[words[0].lower()]
+    expected = expected_text(kind)
+    readers: tuple[Callable[[str], Any], ...] = (str, int, float)
+    for read in readers:
+        try:
+            return convert(read(words[0]), kind)
+        except Mismatch as mismatch:
+            expected = str(mismatch)
+        except ValueError:
+            continue
+    raise Mismatch(expected)
+
+
+def mismatch_text(key: str, value: Any, kind: Any, mismatch: Mismatch) -> str:
+    literals = [str(word) for part in (kind, *typing.get_args(kind)) for word in _literals(part)]
+    close = nearest(str(value), literals)
+    hint = f"; did you mean {close!r}?" if close else ""
+    return f"{key} = {value!r}: expected {mismatch}{hint}"
+
+
+def _literals(kind: Any) -> tuple[Any, ...]:
+    return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
