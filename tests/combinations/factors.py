@@ -16,9 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moeclipse.cli.train import layout_problems
 from moeclipse.core.config import problems_of, with_values
-from moeclipse.train.config import TrainConfig
+from moeclipse.train.config import TrainConfig, layout_problems
 
 NUM_EXPERTS = 8
 BASE: dict[str, Any] = {

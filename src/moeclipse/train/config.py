@@ -242,11 +242,16 @@ def placement_problems(config: TrainConfig) -> Iterator[str]:
             f"gate.max_leaving ({config.gate.max_leaving}) needs placement.planner = 'static' and experts "
             "without replicas: which are near would change with every plan or split, and the routing with it"
         )
+    if (placement.moves or replicated) and placement.reduce == "fedavg" and moe.shadow not in ("off", ()):
+        yield (
+            f"moe.shadow ({moe.shadow!r}) cannot go with placement.reduce = 'fedavg': rows of a lent expert "
+            "count for its owner, so lending would change what each replica learns; set it to 'off'"
+        )
 
 
 def pipeline_problems(config: TrainConfig) -> Iterator[str]:
     """What cannot be scheduled."""
-    pipeline, gate = config.pipeline, config.gate
+    pipeline = config.pipeline
     if config.parallel.pp == 1 and not pipeline.used:
         return
     if config.data.batch_size < config.optim.accumulate:
@@ -258,12 +263,20 @@ def pipeline_problems(config: TrainConfig) -> Iterator[str]:
     else:
         yield from planner_problems(config, layout)
     cut = pipeline.overlap == "pair+self" and pipeline.chunks not in ("auto", 1)
-    if cut and (gate.capacity_factor or gate.max_leaving < 1):
-        whole = "gate.capacity_factor" if gate.capacity_factor else "gate.max_leaving"
+    if cut and (whole := needs_whole_microbatches(config)):
         yield (
             f"pipeline.chunks ({pipeline.chunks}) cannot go with {whole}, which counts rows over the whole "
             "microbatch; set it to 1, and moe.schedule = 'smart', which cuts rows behind the gate"
         )
+
+
+def needs_whole_microbatches(config: TrainConfig) -> str:
+    """The key for which a microbatch must not be cut by samples, because it counts rows over all of it."""
+    if config.gate.capacity_factor:
+        return "gate.capacity_factor"
+    if config.gate.max_leaving < 1:
+        return "gate.max_leaving"
+    return "placement.reduce = 'fedavg'" if config.placement.reduce == "fedavg" else ""
 
 
 def planner_problems(config: TrainConfig, layout: Layout | None) -> Iterator[str]:
@@ -340,12 +353,13 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], Iterator[str]]], ...
     (
         (
             *(*STAGE_KEYS, "placement.planner", "gate.capacity_factor", "gate.max_leaving"),
+            "placement.reduce",
             *("data.batch_size", "optim.accumulate"),
             *(f"pipeline.{part.name}" for part in fields(PipelineConfig)),
         ),
         pipeline_problems,
     ),
-    ((*LAYOUT_KEYS, *STAGE_KEYS, "gate.max_leaving"), placement_problems),
+    ((*LAYOUT_KEYS, *STAGE_KEYS, "gate.max_leaving", "placement.reduce", "moe.shadow"), placement_problems),
 )
 """What must hold between sections, and the keys that each rule reads."""
 

@@ -17,7 +17,7 @@ from moeclipse.moe.gates import math_dtype
 from moeclipse.moe.tokens import Tokens
 from moeclipse.pipeline.overlap import Layout, make_program
 from moeclipse.pipeline.runtime import Runtime
-from moeclipse.train.config import TrainConfig
+from moeclipse.train.config import TrainConfig, needs_whole_microbatches
 from moeclipse.train.data import Batches
 from moeclipse.train.data import Microbatch as Batch
 
@@ -117,12 +117,10 @@ class Pipelined:
 
 def chunks_of(config: TrainConfig, mesh: Mesh) -> int:
     """Into how many chunks a microbatch outside pairs is cut."""
-    pipeline, gate = config.pipeline, config.gate
+    pipeline = config.pipeline
     if pipeline.overlap != "pair+self":
         return 1
     fewest = config.data.batch_size // (config.optim.accumulate * mesh.num_data)
-    # A gate that counts rows over the whole microbatch cannot choose for half of it.
-    whole = bool(gate.capacity_factor) or gate.max_leaving < 1
     if pipeline.chunks == "auto":
-        return 1 if whole else min(2, max(fewest, 1))
+        return 1 if needs_whole_microbatches(config) else min(2, max(fewest, 1))
     return pipeline.chunks
