@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -81,6 +82,9 @@ def main(words: list[str]) -> int:
         problems += [*directory_problems(config, options.resume), *data_problems(config)]
     if problems:
         raise ConfigError(problems)
+    if int(environment.get("RANK", "0")) == 0:
+        for note in merged.built.notes:
+            print(f"note: {note}", file=sys.stderr)
     if options.print_config:
         print(to_toml(merged.built.config, comments=True), end="")
         return 0

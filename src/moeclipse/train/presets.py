@@ -90,4 +90,4 @@ def _layer(table: Mapping[str, Any], origin: str, found: list[str]) -> dict[str,
 
 def load(file: str | Path | None = None, preset: str | None = None) -> TrainConfig:
     """The checked configuration of a file, a preset, or both; for use from Python."""
-    return merge(file, preset).built.checked()
+    return merge(file, preset).built.told()

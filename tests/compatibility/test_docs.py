@@ -1,0 +1,130 @@
+"""The Python in README and docs compiles, what it imports is there, and what can run here runs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from code_blocks import ROOT, Block, all_blocks, imports_of, pages, unfenced_in
+from release import FOLDER
+from torch import nn
+
+import moeclipse
+
+BLOCKS = all_blocks()
+SEVERAL_RANKS = "needs several ranks"
+CANNOT = {
+    "README.md#1": SEVERAL_RANKS,
+    "docs/all-reduce.md#0": SEVERAL_RANKS,
+    "docs/all-reduce.md#1": SEVERAL_RANKS,
+    "docs/checkpoints.md#0": "needs what a rank holds; tests/train/test_save.py saves",
+    "docs/placement.md#0": SEVERAL_RANKS,
+    "docs/tensor-parallel.md#0": SEVERAL_RANKS,
+}
+"""Blocks that cannot run in one process, and why."""
+
+
+def a_layer(folder: Path) -> dict[str, Any]:
+    # The block makes `moe` itself; the model of its last line has another, which has run.
+    model = nn.Sequential(moeclipse.MoE(8, 8, 2))
+    model(torch.randn(3, 8))
+    return {"x": torch.randn(2, 512), "model": model, "task_loss": torch.zeros(())}
+
+
+def a_checkpoint(folder: Path) -> dict[str, Any]:
+    shutil.copytree(FOLDER / "old/checkpoints/step-00000002", folder / "runs/NAME/checkpoints/step-00000200")
+    return {}
+
+
+def a_file(folder: Path) -> dict[str, Any]:
+    shutil.copy(FOLDER / "corpus.txt", folder)
+    text = (FOLDER / "my.toml").read_text()
+    (folder / "my.toml").write_text(text)
+    return {}
+
+
+def a_corpus(folder: Path) -> dict[str, Any]:
+    (folder / "corpus").mkdir()
+    (folder / "corpus" / "a.txt").write_text("a text of some length; " * 200)
+    return {}
+
+
+def a_tokenizer(folder: Path) -> dict[str, Any]:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?")
+    tokenizers.Tokenizer(words).save(str(folder / "tokenizer.json"))
+    (folder / "corpus.txt").write_text("a\nb\n")
+    return {}
+
+
+def own_experts(folder: Path) -> dict[str, Any]:
+    class Each(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(512, 256)
+
+        def forward(self, rows: Any) -> torch.Tensor:
+            rows = rows["h"] if isinstance(rows, dict) else rows
+            return self.linear(rows)
+
+    class All(nn.Module):
+        def __init__(self, ids: Any) -> None:
+            super().__init__()
+            self.linear = nn.Linear(512, 512)
+
+        def forward(self, rows: torch.Tensor, counts: Any) -> torch.Tensor:
+            return self.linear(rows)
+
+    moe = moeclipse.MoE(512, 1, 8, experts=lambda expert: Each(), d_out=256)
+    tensors = {"h": torch.randn(4, 512), "position": torch.arange(4), "mask": torch.ones(4)}
+    return {"MyExpert": Each, "MyExperts": All, "moe": moe, **tensors}
+
+
+RUN: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "README.md#0": a_layer,
+    "docs/checkpoints.md#1": a_checkpoint,
+    "docs/checkpoints.md#2": a_checkpoint,
+    "docs/configuration.md#0": a_file,
+    "docs/data.md#0": a_tokenizer,
+    "docs/data.md#1": a_corpus,
+    "docs/schedules.md#0": lambda folder: {},
+    "docs/smart-schedule.md#0": own_experts,
+}
+"""Blocks that run, and what they find there."""
+
+
+def test_of_every_block_it_is_known_whether_it_runs() -> None:
+    names = [block.name for block in BLOCKS]
+    assert sorted([*RUN, *CANNOT]) == sorted(names)
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_python_stands_in_fences(page: Path) -> None:
+    assert not unfenced_in(page), "write ```python, so that the block is tested"
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
+def test_blocks_compile_and_find_what_they_import(block: Block) -> None:
+    compile(block.source, block.name, "exec")
+    for module, name in imports_of(block.source):
+        assert hasattr(importlib.import_module(module), name), f"{block.name}: {module} has no {name}"
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.name in RUN], ids=lambda block: block.name)
+def test_blocks_run(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {"moeclipse": moeclipse, **RUN[block.name](tmp_path)}
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(block.source, block.name, "exec"), names)
+
+
+def test_an_import_that_is_not_there_is_seen() -> None:
+    source = "from moeclipse.train.config import Nothing\nmoeclipse.Nobody()\n"
+    assert imports_of(source) == [("moeclipse", "Nobody"), ("moeclipse.train.config", "Nothing")]
