@@ -10,7 +10,7 @@ from strategies import counts_for, placements, zipf_counts
 
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.shadow import ShadowPlan, choose_shadows, forced_shadows, predict
-from moeclipse.balance.shadow_model import ShadowCosts
+from moeclipse.balance.shadow_model import ShadowCosts, Work, latency, merit
 from moeclipse.core.errors import ConfigError
 
 
@@ -118,11 +118,28 @@ def test_the_prediction_adds_up(data: st.DataObject) -> None:
         assert seconds.forward_compute == pytest.approx(computed.max() * prices.row_forward)
         assert seconds.forward_wire == pytest.approx(forward)
         assert seconds.backward_wire == pytest.approx(backward)
-        longer, shorter = (
-            max(seconds.forward_compute, forward),
-            min(seconds.forward_compute, forward),
+        assert seconds.backward_compute == pytest.approx(computed.max() * prices.row_backward)
+        for joined, compute, wire in (
+            (seconds.forward, seconds.forward_compute, forward),
+            (seconds.backward, seconds.backward_compute, backward),
+        ):
+            expected = max(compute, wire) + (1 - prices.overlap) * min(compute, wire)
+            assert joined == pytest.approx(expected)
+        assert seconds.total == pytest.approx(seconds.forward + seconds.backward)
+
+
+@pytest.mark.parametrize("overlap", [0.0, 1.0])
+@pytest.mark.parametrize("shared_wire", [False, True])
+def test_the_walk_is_led_by_the_prices_of_the_prediction(shared_wire: bool, overlap: float) -> None:
+    """Where all ranks do the same, the smooth stand-in is the prediction itself, backward included."""
+    prices = costs(overlap=overlap, shared_wire=shared_wire, copy=1e-3, row_backward=1.1e-4)
+    for rows, sent, copies in ((500, 40, 1), (20, 300, 3), (0, 0, 1)):
+        each = np.full(4, float(sent))
+        taken = np.full(4, float(copies))
+        work = Work(
+            rows=np.full(4, float(rows)), rows_in=each, rows_out=each, copies_in=taken, copies_out=taken
         )
-        assert seconds.forward == pytest.approx(longer + (1 - prices.overlap) * shorter)
+        assert merit(work, prices) == pytest.approx(latency(work, prices).total)
 
 
 @settings(deadline=None)
