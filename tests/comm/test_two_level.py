@@ -216,6 +216,18 @@ def test_where_there_is_nothing_to_gain_the_exchange_is_direct() -> None:
     assert mixed == ["TwoLevelTransport"] * 4 + ["TorchTransport"] * 4
 
 
+def two_layouts(mesh: Mesh) -> list[tuple]:
+    wires = [two_level(mesh, mesh.experts, hosts) for hosts in ("aabb", "abab", "xxyy")]
+    assert all(isinstance(wire, TwoLevelTransport) for wire in wires)
+    assert wires[0] is wires[2], "the same layout under other names"
+    return [wire.places for wire in wires[:2]]
+
+
+def test_another_layout_of_hosts_gets_groups_of_its_own() -> None:
+    expected = [((0, 1), (2, 3)), ((0, 2), (1, 3))]
+    assert run_ranks(4, two_layouts) == [expected] * 4
+
+
 def test_ragged_hosts_are_refused_on_all_ranks() -> None:
     expected = (
         'moe.transport = "two_level" needs the same number of ranks on every host, but the 2 hosts of ranks '

@@ -180,6 +180,32 @@ def test_auto_takes_pairs_where_there_is_overlap() -> None:
     assert choose_schedule(pair, 4, 1, 1) == "1f1b"
 
 
+@pytest.mark.parametrize(("wanted", "again"), [(0, []), (1, [0]), (3, [0, 1, 2]), ("all", [0, 1, 2, 3])])
+def test_only_the_first_layers_run_again(wanted: Any, again: list[int]) -> None:
+    config = PipelineConfig(schedule="1f1b", recompute="full", recompute_layers=wanted)
+    layout = lay_out(config, LAYERS, 1, M)
+    (ops,) = make_program(config, layout, [describe(Block())] * LAYERS, 1, M).program.ranks
+    assert sorted({op.layer for op in ops if op.kind.endswith("_R")}) == again  # type: ignore[type-var]
+
+
+def wires(mesh: Mesh) -> list[tuple[str, int, int]]:
+    """Which of the communicators between stages were used."""
+    used, real = set(), mesh.pipe
+
+    def pipe(letter: str, source: int, target: int) -> Any:
+        used.add((letter, source, target))
+        return real(letter, source, target)
+
+    mesh.pipe = pipe  # type: ignore[method-assign, assignment]
+    staged(mesh, PipelineConfig(schedule="1f1b"), False)
+    return sorted(used)
+
+
+def test_activations_and_gradients_never_share_a_communicator() -> None:
+    """Messages of one communicator meet in order: a receive that was posted early would block a send."""
+    assert run_ranks(2, wires, pp=2) == [[("B", 1, 0), ("F", 0, 1)]] * 2
+
+
 def test_ops_are_told_as_they_run() -> None:
     assert run_alone(observed) > 20
 

@@ -78,7 +78,7 @@ class StagePass:
     ready: set[int] = field(default_factory=set)
     """Layers that have the gradient of their output."""
     d_out: torch.Tensor | None = None
-    """Gradient of the last layer's output, from the head."""
+    """Gradient of the last layer's output, from the head, until that layer takes it."""
     num_finished: int = 0
 
 
@@ -223,7 +223,7 @@ class Runtime:
         if at.layer + 1 < len(one.layers):
             found = one.layers[at.layer + 1].gradient()
         elif one.head is not None:
-            found = one.d_out
+            found, one.d_out = one.d_out, None
         elif key in self._handed:
             found = self._handed[key][chunk]
             if chunk == len(passes) - 1:
