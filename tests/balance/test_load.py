@@ -43,6 +43,23 @@ def test_a_long_trace_is_thinned_but_spans_the_run() -> None:
     assert all((rows == 3 * step).all() for step, rows in zip(trace.steps, trace.rows_LE, strict=True))
 
 
+def test_a_trace_of_a_resumed_run_is_thinned_to_even_distances() -> None:
+    trace = LoadTrace(max_steps=4)
+    for step in range(1, 20):  # an odd first step: every other entry would be the wrong ones
+        trace.add(step, np.full((1, 1, 1), step))
+    assert trace.steps == [4, 8, 12, 16]
+    assert trace.every == 4
+
+
+def test_what_was_known_before_the_last_step_counts_new_steps_most() -> None:
+    trace = LoadTrace()
+    for step, rows in enumerate((10, 20, 999)):
+        trace.add(step, np.full((1, 2, 1), rows))
+    before = trace.load().before_last(decay=0.5)
+    assert before.average_LPE.sum() == pytest.approx(2 * (0.5 * 10 + 20) / 1.5)
+    assert before.steps_N.tolist() == [0, 1]
+
+
 def make_trace(steps: int = 5) -> LoadTrace:
     trace = LoadTrace()
     rng = np.random.default_rng(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -217,6 +219,26 @@ def test_two_levels_keep_rows_on_their_node() -> None:
     assert two.balance > 0.97
     assert two.cross_share < 0.15
     assert two.cross_share < flat.cross_share / 1.5
+
+
+def test_optimizer_state_must_pay_for_its_journey() -> None:
+    """Two experts that change places take master weights and moments along: six times their weights."""
+    current, load_E = Placement.contiguous(4, 2), np.array([10.0, 10.0, 1.0, 1.0])
+    assert replace(FREE, weight_bytes=2.0, state_bytes=12.0).move_seconds(3, 2) == 3 * 2 + 2 * 12
+    assert plan_incremental(load_E, current, FREE, max_moves=4) != current
+    dear = replace(FREE, state_bytes=1e6)
+    assert plan_incremental(load_E, current, dear, max_moves=4) is current
+    patient = replace(dear, every=10**7)
+    assert plan_incremental(load_E, current, patient, max_moves=4) != current
+
+
+def test_on_a_shared_wire_a_rank_has_its_part_of_all_rows() -> None:
+    counts_PE = np.array([[5, 7], [3, 9]])
+    costs = replace(FREE, row_bytes=2.0, near_bandwidth=10.0)
+    placement = Placement.contiguous(2, 2)
+    assert score(placement, counts_PE, costs).near == pytest.approx(4 * 2 * 7 / 10)
+    shared = replace(costs, shared_wire=True)
+    assert score(placement, counts_PE, shared).near == pytest.approx(4 * 2 * (7 + 3) / 2 / 10)
 
 
 def test_the_score_adds_up() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -56,6 +58,25 @@ def test_only_ranks_with_enough_rows_get_a_copy() -> None:
     assert plan.shadows == ((0, (1, 2)),)
     limited = choose_shadows(counts_PE, Placement.contiguous(4, 4), costs(min_rows=5500))
     assert limited.shadows == ((0, (1,)),)
+
+
+def test_enough_rows_cost_as_much_as_a_copy() -> None:
+    """Rows travel four times: there and back, forward and backward."""
+    prices = costs(copy=1e-3)
+    row = 4 * prices.row_send + prices.row_forward + prices.row_backward
+    copy = prices.parameter_seconds + prices.gradient_seconds
+    assert prices.enough_rows * row == pytest.approx(copy)
+    assert costs(min_rows=10**6).enough_rows == 10**6
+    assert replace(prices, row_send=0.0, row_forward=0.0, row_backward=0.0).enough_rows == np.inf
+
+
+def test_a_small_gain_is_not_worth_it() -> None:
+    counts_PE, placement = zipf_counts(4, 16, 0.6), Placement.contiguous(16, 4)
+    plan = choose_shadows(counts_PE, placement, costs(min_gain=0.0))
+    gain = plan.gain / plan.before.total
+    assert 0.02 < gain < 0.5
+    assert choose_shadows(counts_PE, placement, costs(min_gain=0.95 * gain)).shadows == plan.shadows
+    assert choose_shadows(counts_PE, placement, costs(min_gain=1.05 * gain)).shadows == ()
 
 
 def test_two_equally_full_ranks() -> None:

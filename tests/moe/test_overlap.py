@@ -6,19 +6,23 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_layer import D, gradients, make, parity
+from test_layer import D, gradients, inputs, make, parity
 
 from moeclipse.comm.exchange import Result
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.transport import TorchTransport
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.dispatch import Route
+from moeclipse.moe.layer import MoE
+from moeclipse.moe.nodes import RoutedPass
+from moeclipse.moe.structure import Structure
 from moeclipse.moe.tokens import Tokens
 from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
 
@@ -27,12 +31,13 @@ Event = tuple[str, str, float]
 
 
 class SlowResult:
-    """A transfer that is done no earlier than `due`."""
+    """A transfer that is done no earlier than `due`, and writes down when it is waited for."""
 
-    def __init__(self, inner: Result, due: float) -> None:
-        self.inner, self.due = inner, due
+    def __init__(self, inner: Result, due: float, told: Callable[[], None]) -> None:
+        self.inner, self.due, self.told = inner, due, told
 
     def get(self) -> torch.Tensor:
+        self.told()
         time.sleep(max(0.0, self.due - time.monotonic()))
         return self.inner.get()
 
@@ -51,11 +56,12 @@ class SlowTransport(TorchTransport):
         self.state["free"] = due
         self.events.append(("launch", label, now))
         self.events.append(("due", label, due))
-        return SlowResult(super().all_to_all(rows, send, receive, label, out), due)
+        inner = super().all_to_all(rows, send, receive, label, out)
+        return SlowResult(inner, due, lambda: self.events.append(("wait", label, time.monotonic())))
 
 
-def timeline(mesh: Mesh) -> list[Event]:
-    moe = make(GateConfig(top_k=2), 8, 0, mesh, exchange={"schedule": "smart", "group_size": 1, "chunks": 2})
+def on_a_slow_wire(mesh: Mesh, **exchange: Any) -> tuple[MoE, list[Event]]:
+    moe = make(GateConfig(top_k=2), 8, 0, mesh, exchange=exchange)
     events: list[Event] = []
     route = moe.route
     slow = SlowTransport(TorchTransport(route.lane, route.group), events)
@@ -67,6 +73,11 @@ def timeline(mesh: Mesh) -> list[Event]:
         lane=route.lane,
         transport=slow,
     )
+    return moe, events
+
+
+def timeline(mesh: Mesh) -> list[Event]:
+    moe, events = on_a_slow_wire(mesh, schedule="smart", group_size=1, chunks=2)
     plain_forward, plain_dgrad = moe.experts.forward, moe.experts.dgrad
 
     def timed(name: str, function: Any) -> Any:
@@ -105,10 +116,14 @@ def check(events: list[Event], form: str) -> None:
             assert index < begins[number + own + 1], "... and before anything else is computed"
     if form == "F":
         assert returns[-1] < begins[-1], "own rows are computed while the last results travel"
+        scores = next(i for i, (what, label) in enumerate(names) if what == "wait" and "scores" in label)
+        assert begins[0] < scores, "own rows have their scores here: nobody waits for those of others"
     else:
+        scores = names.index(("launch", "return of score gradients, layer 0, microbatch 0"))
         early, late = (i for i, (what, label) in enumerate(names) if (what, label) == ("begin", "C_W"))
         assert ends[own] < early < begins[own + 1], "own weight gradients run while rows are awaited"
         assert returns[-1] < late, "all others while the last results travel"
+        assert scores < late, "... and while the scores' gradients do"
     last_send = max(times["due", names[i][1]] for i in sends)
     first_begin = next(at for what, label, at in events if (what, label) == ("begin", f"C_{form}"))
     assert first_begin < last_send, "compute begins while rows are still on the wire"
@@ -119,6 +134,30 @@ def test_rows_travel_while_experts_compute() -> None:
     for events in run_ranks(3, timeline):
         check(events, "F")
         check(events, "B")
+
+
+@torch.no_grad()
+def in_pieces(mesh: Mesh, schedule: str) -> list[str]:
+    """What a pipeline waits for before the experts may run, and what the experts wait for themselves."""
+    moe, events = on_a_slow_wire(mesh, schedule=schedule, group_size=1, chunks=1)
+    x = inputs(12)[0][6 * mesh.rank : 6 * mesh.rank + 6]
+    tokens = Tokens(mesh=mesh, first=6 * mesh.rank, total=12)
+    routing = moe.gate(x, tokens)
+    call = moe.prepare(routing, Structure(), (x,), tokens)
+    routed = RoutedPass(call, routing.scores_TK, (x,))
+    routed.dispatch().get()
+    events.append(("experts", "", 0.0))
+    routed.compute()
+    routed.combine().get()
+    return [
+        what for what, label, _ in events if what == "experts" or ("dispatch S_F" in label and what == "wait")
+    ]
+
+
+def test_a_pipeline_leaves_the_waiting_for_units_to_the_experts() -> None:
+    """Else all units would have to be there before the first is computed, and none would hide another."""
+    assert run_ranks(2, in_pieces, "smart") == [["experts", "wait"]] * 2
+    assert run_ranks(2, in_pieces, "blocking") == [["wait", "experts"]] * 2
 
 
 def dies(mesh: Mesh) -> None:
