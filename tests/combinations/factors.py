@@ -36,6 +36,7 @@ BASE: dict[str, Any] = {
     "gate.balance_loss": 0.05,
     "data.seq_len": 8,
     "optim.lr": 1e-2,
+    "optim.eps": 1e-6,  # where a gradient is nothing but rounding, the update should be as small
     "optim.warmup_steps": 2,
     "optim.bucket_mb": 0.01,
     "placement.check_every": 1,
@@ -299,6 +300,8 @@ class Case:
         for factor, levels in FACTORS.items():
             level = levels[self.row[factor]]
             values |= level(layout, self.row) if callable(level) else level
+        if self.dtype == "float16":
+            values["optim.loss_scale"] = 128.0  # "auto" begins so high that a first step may overflow
         return Setting(layout, hosts, {**values, "model.dtype": self.dtype})
 
     @property
