@@ -144,6 +144,62 @@ def test_bad_input_is_refused_before_any_rank_starts(
     assert not Path("runs").exists()
 
 
+def runs_with(monkeypatch: pytest.MonkeyPatch, *words: str) -> TrainConfig:
+    """The configuration that ranks would get."""
+    found: list[TrainConfig] = []
+    monkeypatch.setattr("moeclipse.cli.launch.run_rank", lambda config, resume: found.append(config) or 0)
+    assert main(["train", *words]) == 0
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--preset", "deepseek-v3-tiny", "--moe.shadow", "0", "3", "--gate.scale", "1e-30"],
+        ["mine.toml", "--placement.slots", "[[0, 1, 2, 3]]", "--run.name", "x y"],
+        ["--resume", "auto"],
+    ],
+)
+def test_what_is_printed_is_what_would_run(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    Path("mine.toml").write_text("[moe]\nnum_experts = 4\n[optim]\nlr = 1\n")
+    Path("runs/tiny-7").mkdir(parents=True)
+    Path("runs/tiny-7/config.toml").touch()
+    words = [*words, "--ranks", "1", "--run.device", "cpu"]
+    assert main(["train", *words, "--print-config"]) == 0
+    printed = load_of(capsys.readouterr().out)
+    runs = runs_with(monkeypatch, *words)
+    if not printed.run.name:
+        assert runs.run.name
+        runs = with_values(runs, {"run.name": ""})
+    assert printed == runs
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-gate.top-k", "3"], "error: -gate.top-k: unexpected; did you mean --gate.top-k?\n"),
+        (["-gate.top-k=3"], "error: -gate.top-k=3: unexpected; did you mean --gate.top-k=3?\n"),
+        (["small"], "did you mean --preset small?"),
+        (["--moe.shadow", "0", "9"], "moe.shadow names expert 9; experts are 0 to 7"),
+        (["--moe.shadow", "on"], "moe.shadow = 'on': expected one of auto, off or a list of whole numbers"),
+    ],
+)
+def test_what_was_meant_is_told(capsys: pytest.CaptureFixture, words: list[str], message: str) -> None:
+    assert message in refused(capsys, "--run.device", "cpu", *words)
+
+
+def test_a_file_may_follow_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("mine.toml").write_text("[run]\nsteps = 7\n")
+    for shadow in (["1", "2"], ["auto"]):
+        words = ["--run.device", "cpu", "--ranks", "1", "--moe.shadow", *shadow, "mine.toml"]
+        config = runs_with(monkeypatch, *words)
+        assert config.run.steps == 7
+        assert config.moe.shadow == ("auto" if shadow == ["auto"] else (1, 2))
+
+
 def test_a_broken_file_does_not_hide_wrong_flags(capsys: pytest.CaptureFixture) -> None:
     Path("bad.toml").write_text("[gate\n")
     text = refused(capsys, "bad.toml", "--rnaks", "2")

@@ -86,7 +86,9 @@ def main(words: list[str]) -> int:
         for note in merged.built.notes:
             print(f"note: {note}", file=sys.stderr)
     if options.print_config:
-        print(to_toml(merged.built.config, comments=True), end="")
+        # Without a name a run is named when it starts; one that goes on has its name already.
+        shown = config if options.resume == "auto" else merged.built.config
+        print(to_toml(shown, comments=True), end="")
         return 0
     from moeclipse.cli import launch
 
@@ -105,7 +107,8 @@ def read_command(words: Sequence[str]) -> tuple[Options, Merged]:
     try:
         return options.config, merge(file, preset, flags, options.problems)
     except ConfigError as error:  # the file cannot be read at all
-        raise ConfigError([*error.problems, *options.problems]) from None
+        meant = f"; did you mean --preset {file}?" if file in preset_names() else ""
+        raise ConfigError([*(f"{text}{meant}" for text in error.problems), *options.problems]) from None
 
 
 def name_run(merged: Merged, resume: str, environment: Mapping[str, str]) -> TrainConfig:

@@ -27,7 +27,15 @@ from moeclipse.core.errors import ConfigError
 from moeclipse.core.renames import rename_note, renamed_in
 from moeclipse.core.toml import read_toml as read_toml
 from moeclipse.core.toml import to_toml as to_toml
-from moeclipse.core.values import Mismatch, convert, expected_text, mismatch_text, read_words
+from moeclipse.core.values import (
+    Mismatch,
+    convert,
+    expected_text,
+    is_item,
+    list_in,
+    mismatch_text,
+    read_words,
+)
 from moeclipse.core.values import nearest as nearest
 
 T = TypeVar("T")
@@ -222,7 +230,12 @@ def flag_layer(
     while rest:
         word = rest.pop(0)
         if not word.startswith("--"):
-            if positional and positional not in layer and not word.startswith("-"):
+            key = word.lstrip("-").partition("=")[0].replace("-", "_")
+            if word.startswith("-") and key in kinds:
+                problems.append(f"{word}: unexpected; did you mean -{word}?")
+                while rest and not rest[0].startswith("-") and "=" not in word:
+                    rest.pop(0)  # its values are no file
+            elif positional and positional not in layer and not word.startswith("-"):
                 layer[positional] = Given([word], "command line", words=True)
             else:
                 problems.append(f"{word}: unexpected; settings are given as --section.key value")
@@ -252,6 +265,9 @@ def flag_layer(
 def _wants_more(kind: Any, values: Sequence[str], word: str) -> bool:
     if typing.get_origin(kind) is tuple:
         return True
+    listed = list_in(kind)
+    if values and listed is not None:
+        return is_item(values[0], listed) and is_item(word, listed)
     if kind is bool:
         return not values and word.lower() in ("true", "false", "1", "0", "yes", "no")
     return not values

@@ -60,11 +60,30 @@ def convert(value: Any, kind: Any) -> Any:
     raise Mismatch(expected_text(kind))
 
 
+def list_in(kind: Any) -> Any:
+    """Of a union: the list that may stand in the place of one word (`moe.shadow`: auto, off, or numbers)."""
+    if typing.get_origin(kind) not in (types.UnionType, typing.Union) or str in typing.get_args(kind):
+        return None
+    return next((arg for arg in typing.get_args(kind) if typing.get_origin(arg) is tuple), None)
+
+
+def is_item(word: str, listed: Any) -> bool:
+    """Whether a word can stand in a list."""
+    try:
+        read_words([word], listed)
+    except Mismatch:
+        return False
+    return True
+
+
 def read_words(words: Sequence[str], kind: Any) -> Any:
     """Words of a command line as a declared type; raises Mismatch."""
     if typing.get_origin(kind) is tuple:
         item = typing.get_args(kind)[0]
         return tuple(read_words([word], item) for word in words)
+    listed = list_in(kind)
+    if listed is not None and is_item(words[0], listed):
+        return read_words(words, listed)
     if kind is bool:
         switch = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
         if words[0].lower() not in switch:
