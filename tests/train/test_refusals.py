@@ -20,7 +20,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import keys_of, named_in, problems_of, with_values
 from moeclipse.core.errors import ConfigError
 from moeclipse.testing.run_ranks import run_ranks
-from moeclipse.train.config import TrainConfig, layout_problems
+from moeclipse.train.config import NO_TENSORBOARD, TrainConfig, layout_problems
 from moeclipse.train.learner import Learner
 from moeclipse.train.trainer import train
 
@@ -71,6 +71,38 @@ def test_a_text_is_no_number(key: str) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"model.rope_base": 0.0}, "model.rope_base (0.0) must be positive"),
+        (
+            {"model.attention": "mla", "model.q_lora_rank": -1},
+            "model.q_lora_rank (-1) must not be negative; 0 is full rank",
+        ),
+        (
+            {"parallel.start_deadline_s": 1e300},
+            "parallel.start_deadline_s (1e+300) must be positive and at most 1e+09 seconds",
+        ),
+        (
+            {"data.files": ("",)},
+            "data.files holds an empty name; give paths or globs of files, or an empty list",
+        ),
+        (
+            {"run.name": "a\nb"},
+            "run.name ('a\\nb') must be a plain folder name; the folder above it is run.dir",
+        ),
+    ],
+)
+def test_ranges(values: dict[str, Any], told: str) -> None:
+    assert list(problems_of(with_values(TrainConfig(), values))) == [told]
+
+
+def test_a_package_that_is_missing_is_told_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = with_values(TrainConfig(), {"metrics.tensorboard": True})
+    monkeypatch.setattr("moeclipse.train.config.find_spec", lambda name: None)
+    assert list(problems_of(config)) == [NO_TENSORBOARD]
+
+
 # --- one rule, two callers ---------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -110,6 +142,23 @@ def test_what_a_rank_refuses_the_configuration_refuses_in_the_same_words(corpus:
             known = "; ".join(problems_of(with_values(config, {"parallel.ep": 1})))
             assert words in known, (words, known)
             assert words in text, (words, text)
+
+
+def test_what_cannot_be_cut_over_ranks(corpus: str) -> None:  # noqa: F811
+    fits = {"parallel.tp": 2, "parallel.ep": 1, "model.num_kv_heads": 2}
+    narrow: list[dict[str, Any]] = [
+        {"model.num_kv_heads": 1},
+        {"moe.expert_tp": "sharded", "moe.d_ff": 1},
+        {"moe.expert_tp": "sharded", "moe.expert_bias": True},
+        {"model.num_dense_layers": 1, "model.d_ff": 1},
+    ]
+    configs = [configure(corpus, **{**fits, **changes}) for changes in narrow]
+    for config in configs:
+        assert all("parallel.tp (2)" in told for told in problems_of(config))
+        assert list(problems_of(config))
+    assert not list(problems_of(configure(corpus, **fits)))
+    for told in run_ranks(2, refusals, configs, tp=2):
+        assert all(told), told
 
 
 def test_tables_for_fewer_layers_than_there_are(corpus: str) -> None:  # noqa: F811
@@ -185,7 +234,7 @@ def valid_configs(path: str, seeds: range, num_ranks: int, **axes: Any) -> list[
 
 
 def test_what_is_accepted_can_be_built_by_one_rank(corpus: str) -> None:  # noqa: F811
-    configs = valid_configs(corpus, range(80), 1)
+    configs = valid_configs(corpus, range(60), 1)
     assert refusals(Mesh.single(), configs) == [""] * len(configs)
 
 
