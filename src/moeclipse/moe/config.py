@@ -180,6 +180,14 @@ STYLE_KEYS = ("activation", "expert_bias")
 """Of MoEConfig: the same; told in checkpoints where they are not as usual."""
 
 
+LAYER_KEYS = (
+    *("moe.num_experts", "moe.schedule", "moe.expert_tp", "moe.expert_bias"),
+    *("gate.top_k", "gate.num_groups", "gate.top_groups", "gate.threshold", "gate.choose"),
+    *("gate.renormalise", "gate.overflow"),
+)
+"""What `layer_problems` reads: it can be asked where none of these is wrong by itself."""
+
+
 def layer_problems(moe: MoEConfig, gate: GateConfig, tp: int = 1) -> Iterator[str]:
     """What does not fit between the experts of a layer, their gate, and `tp` ranks that share their width."""
     yield from gate_problems(gate, moe.num_experts)

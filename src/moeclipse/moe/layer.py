@@ -27,10 +27,10 @@ from moeclipse.balance.placement import Placement
 from moeclipse.comm.exchange import RankSum, total
 from moeclipse.comm.mesh import Group, Mesh
 from moeclipse.comm.wire import open_wire
-from moeclipse.core.config import problems_of
+from moeclipse.core.config import named_in, problems_of
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.adapters import Joint, ModuleExperts
-from moeclipse.moe.config import GateConfig, MoEConfig, layer_problems
+from moeclipse.moe.config import LAYER_KEYS, GateConfig, MoEConfig, layer_problems
 from moeclipse.moe.dispatch import Route
 from moeclipse.moe.experts import Experts, PadToCapacity
 from moeclipse.moe.fused import FusedExperts, fits
@@ -255,7 +255,7 @@ def check(
 ) -> None:
     """All that is wrong with a layer, in one error."""
     problems = [*problems_of(config, "moe."), *problems_of(gate, "gate.")]
-    if problems:
+    if named_in(" ".join(problems), LAYER_KEYS):
         raise ConfigError(problems)
     problems += layer_problems(config, gate, mesh.tp)
     if placement is not None:

@@ -18,7 +18,7 @@ from moeclipse.comm.config import ParallelConfig, deadline_problems
 from moeclipse.core.config import keys_of, named_in, problems_of, with_values
 from moeclipse.core.errors import ConfigError
 from moeclipse.model.config import ModelConfig
-from moeclipse.moe.config import GateConfig, MoEConfig, layer_problems
+from moeclipse.moe.config import LAYER_KEYS, GateConfig, MoEConfig, layer_problems
 from moeclipse.pipeline.config import PipelineConfig
 from moeclipse.pipeline.overlap import Layout, lay_out
 
@@ -326,15 +326,7 @@ LAYOUT_KEYS = (
     *("placement.slots", "placement.slots_per_rank", "placement.planner"),
 )
 RULES: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], Iterator[str]]], ...] = (
-    (
-        (
-            *("model.num_layers", "model.num_dense_layers", "parallel.tp"),
-            *("moe.num_experts", "moe.schedule", "moe.expert_tp", "moe.expert_bias"),
-            *("gate.top_k", "gate.num_groups", "gate.top_groups", "gate.threshold", "gate.choose"),
-            *("gate.renormalise", "gate.overflow"),
-        ),
-        expert_problems,
-    ),
+    ((*LAYER_KEYS, "model.num_layers", "model.num_dense_layers", "parallel.tp"), expert_problems),
     (
         (
             *("data.batch_size", "data.files", "data.tokenizer", "data.order", "optim.accumulate"),

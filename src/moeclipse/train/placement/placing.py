@@ -63,7 +63,7 @@ class Placing:
 
     def placement_of(self, layer: int) -> Placement | None:
         """What layer `layer` of the model begins with; None: even shares, for good."""
-        if not self.in_use:
+        if not self.in_use or layer < self.first_layer:
             return None
         return self.config.start(self.num_experts, self.group.size, layer - self.first_layer)
 
