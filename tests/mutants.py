@@ -325,6 +325,43 @@ MUTANTS = (
         "if index <= limit else",
         "pipeline/test_runtime.py::test_only_the_first_layers_run_again",
     ),
+    Mutant(
+        "comm/peer_signal.py",
+        """\
+        fence.release()
+        words[word * WORD] = value
+""",
+        "        words[word * WORD] = value\n",
+        "comm/test_peer_signal.py::test_a_post_comes_behind_a_release_and_sleepers_behind_a_full_fence",
+    ),
+    Mutant(
+        "comm/peer_flow.py",
+        """\
+            self._signals.fence.acquire()
+            # Read after""",
+        "            # Read after",
+        "comm/test_peer_flow.py::test_messages_arrive_whole_and_in_order",
+    ),
+    Mutant(
+        "ops/raw_bytes.py",
+        "x.as_strided((x.numel(),), (1,))",
+        "x.view(-1)",
+        "comm/test_pinned.py::test_one_element_travels_whatever_its_stride",
+    ),
+    Mutant(
+        "moe/topology.py",
+        "(scores_TK.detach() * 2.0 ** COMPARED_BITS[scores_TK.dtype]).round()",
+        "scores_TK.detach()",
+        "moe/test_topology.py::test_last_bits_do_not_decide_who_may_leave",
+    ),
+    Mutant(
+        "train/config.py",
+        """return "placement.reduce = 'fedavg'" if config.placement.reduce == "fedavg" else ""
+""",
+        """return ""
+""",
+        "train/test_averaging.py::test_what_a_replica_learns_from_is_no_matter_of_speed",
+    ),
 )
 
 

@@ -12,9 +12,11 @@ from test_placing import compare
 
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
+from moeclipse.core.config import problems_of
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
+from moeclipse.train.pipelined import chunks_of
 from moeclipse.train.placement.averaging import average_replicas
 from moeclipse.train.placement.replica_check import check_replicas
 
@@ -81,3 +83,22 @@ def test_fedavg_with_random_re_placements(corpus: str, tmp_path: Path) -> None: 
     config = configure(corpus, **moving, **fed)
     for _, losses in run_ranks(4, trained, config, 7, str(tmp_path), dp=2):
         assert losses[-1] < losses[0]
+
+
+def test_what_a_replica_learns_from_is_no_matter_of_speed(corpus: str) -> None:  # noqa: F811
+    """Shadows and cut microbatches would share rows out over replicas in another way."""
+    slots = {"placement.slots": ((0, 1, 2), (3, 4, 0)), "parallel.ep": 2}
+    fed = {**slots, "placement.reduce": "fedavg"}
+    lent = list(problems_of(configure(corpus, **fed, **{"moe.shadow": (0,)})))
+    assert lent == [
+        "moe.shadow ((0,)) cannot go with placement.reduce = 'fedavg': rows of a lent expert count for its "
+        "owner, so lending would change what each replica learns; set it to 'off'"
+    ]
+    overlap = {"pipeline.overlap": "pair+self", "data.batch_size": 8}
+    (cut,) = problems_of(configure(corpus, **fed, **overlap, **{"pipeline.chunks": 2}))
+    assert cut.startswith("pipeline.chunks (2) cannot go with placement.reduce = 'fedavg', which counts rows")
+    mesh = Mesh.single()
+    assert chunks_of(configure(corpus, **fed, **overlap), mesh) == 1
+    assert chunks_of(configure(corpus, **slots, **overlap), mesh) == 2
+    for config in (configure(corpus, **slots, **{"moe.shadow": (0,)}), configure(corpus, **fed, **overlap)):
+        assert not list(problems_of(config))
