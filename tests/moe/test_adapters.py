@@ -157,6 +157,32 @@ def test_one_expert_by_hand() -> None:
     assert moe(x).shape == (3, 2, OUT)
 
 
+class Either(nn.Module):
+    """Takes a tensor, or a dict with it and a weight."""
+
+    def __init__(self, expert: int) -> None:
+        super().__init__()
+        self.inner = Small(expert)
+
+    def forward(self, x: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.inner(x) if isinstance(x, torch.Tensor) else self.inner(x["h"]) * x["w"][:, None]
+
+
+def test_calls_that_are_given_otherwise_wait_for_one_backward() -> None:
+    """What belongs to a call is kept with that call: a second one before backward changes nothing of it."""
+    h, w, a = (torch.randn(*shape, dtype=torch.float64) for shape in ((5, D), (5,), (3, D)))
+    leaves = [tensor.requires_grad_() for tensor in (h, w, a)]
+    moe = MoE(D, 1, 3, experts=Either, d_out=OUT, dtype=torch.float64).eval()
+    apart = [
+        torch.autograd.grad(moe({"h": h, "w": w}).pow(2).sum(), (h, w)),
+        torch.autograd.grad(moe(a).pow(2).sum(), (a,)),
+    ]
+    y1, y2 = moe({"h": h, "w": w}), moe(a)
+    together = torch.autograd.grad(y1.pow(2).sum() + y2.pow(2).sum(), leaves)
+    for found, expected in zip(together, [*apart[0], *apart[1]], strict=True):
+        assert difference(found, expected) == 0.0
+
+
 def test_a_wrong_width_is_named() -> None:
     moe = MoE(D, 1, 2, top_k=1, experts=Small, dtype=torch.float64)
     with pytest.raises(ConfigError, match=r"an expert returned shape .* expected \[\d+, 6\]; give d_out"):

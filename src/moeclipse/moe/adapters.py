@@ -55,6 +55,8 @@ class Calls:
 
     calls: list[Call]
     empty: tuple[torch.Tensor, ...]
+    structure: Structure
+    """How the rows of this forward were given; those of another may be given otherwise."""
 
 
 class ModuleExperts(nn.Module):
@@ -62,7 +64,7 @@ class ModuleExperts(nn.Module):
 
     def __init__(self, ids: Sequence[int], make: Callable[[int], nn.Module] | Joint, d_out: int) -> None:
         super().__init__()
-        self.ids, self.out_width, self.structure = tuple(ids), d_out, Structure()
+        self.ids, self.out_width = tuple(ids), d_out
         self.joint = isinstance(make, Joint)
         made = [make.make(self.ids)] if isinstance(make, Joint) else [make(expert) for expert in ids]
         self.parts = nn.ModuleList(made)
@@ -75,26 +77,28 @@ class ModuleExperts(nn.Module):
     def forward(
         self, x: Any, counts: Sequence[int], lent: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Calls]:
-        rows = self.structure.flatten(x)
+        structure, rows = Structure.take_apart(x)
         if self.joint:
             assert lent is None, "the layer refuses shadows where one module serves all experts"
-            calls = [self._call(self.parts[0], rows, slice(0, len(rows[0])), None, list(counts))]
+            part = slice(0, len(rows[0]))
+            calls = [self._call(self.parts[0], structure, rows, part, counts=list(counts))]
         else:
             calls, start = [], 0
             for number, count in enumerate(counts):
                 weights = None if lent is None else lent[number]
                 module = self.parts[number if lent is None else 0]
-                calls.append(self._call(module, rows, slice(start, start + count), weights))
+                calls.append(self._call(module, structure, rows, slice(start, start + count), weights))
                 start += count
         y = torch.cat([call.y.detach() for call in calls]) if calls else rows[0].new_empty(0, self.out_width)
-        return y, Calls(calls=calls, empty=tuple(tensor[:0] for tensor in rows))
+        return y, Calls(calls=calls, empty=tuple(tensor[:0] for tensor in rows), structure=structure)
 
     def _call(
         self,
         module: nn.Module,
+        structure: Structure,
         rows: Sequence[torch.Tensor],
         part: slice,
-        flat: torch.Tensor | None,
+        flat: torch.Tensor | None = None,
         counts: list[int] | None = None,
     ) -> Call:
         with torch.enable_grad():
@@ -102,7 +106,7 @@ class ModuleExperts(nn.Module):
             for tensor in inputs:
                 if tensor.is_floating_point():
                     tensor.requires_grad_()
-            given = (self.structure.put_together(inputs), *([] if counts is None else [counts]))
+            given = (structure.put_together(inputs), *([] if counts is None else [counts]))
             weights: tuple[torch.Tensor, ...] = tuple(module.parameters())
             if flat is None:
                 y = module(*given)
@@ -136,7 +140,7 @@ class ModuleExperts(nn.Module):
             )
             d_weights.append(tuple(grads[split:]))
         joined = [torch.cat(parts) for parts in zip(saved.empty, *d_rows, strict=True)]
-        return self.structure.put_together(joined), d_weights
+        return saved.structure.put_together(joined), d_weights
 
     def wgrad(self, pending: Sequence[list[Grads]], begun: Grads = ()) -> Grads:
         """Add up the gradients of all calls, to `begun` too; what autograd gets for each of `weights`."""

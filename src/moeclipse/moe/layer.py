@@ -232,7 +232,6 @@ class MoE(nn.Module):
         prepared = self.schedule.prepare(
             routing.expert_ids_TK, self.route, experts, self.mesh, where, self.training, loads
         )
-        experts.structure = structure
         return RoutedCall(
             plan=prepared.plan,
             programs=prepared.programs,
