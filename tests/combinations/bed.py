@@ -120,7 +120,8 @@ def whole(first: Setting, second: Setting, corpus: str, folder: Path) -> tuple[l
     """(what every rank says of each step, experts lent, plans taken), with a hand-over behind the second."""
     before = run(first, corpus, (0, SAVED_AFTER), save_to=str(folder))
     after = run(second, corpus, (SAVED_AFTER, STEPS), load_from=before[0]["saved"])
-    return steps_of(before) + steps_of(after), counted(before, "lent"), counted(before, "plans")
+    happened = [max(counted(before, what), counted(after, what)) for what in ("lent", "plans")]
+    return steps_of(before) + steps_of(after), *happened
 
 
 def steps_of(results: list[dict[str, Any]]) -> list[list[Any]]:

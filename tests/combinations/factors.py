@@ -280,6 +280,12 @@ class Setting:
     hosts: tuple[int, ...]
     values: Mapping[str, Any]
 
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that share the experts of a layer."""
+        sharded = self.values.get("moe.expert_tp") == "sharded"
+        return self.layout.ep * (1 if sharded else self.layout.tp)
+
     def config(self, corpus: str) -> TrainConfig:
         return with_values(TrainConfig(), {**self.values, "data.files": (corpus,)})
 

@@ -47,9 +47,23 @@ def test_a_combination_is_exact(number: int, corpus: str, tmp_path: Path) -> Non
     case = CASES[number]
     assert not case.refused, f"{case}: write the table anew with cover.py"
     try:
-        compare(case, corpus, tmp_path)
+        happened = compare(case, corpus, tmp_path)
     except AssertionError as error:
         raise AssertionError(f"{case}\n{error}") from None
+    # What is to be combined must have taken place.
+    assert happened["plans"] or not plans(case), case
+    assert happened["lent"] or not lends(case), case
+
+
+def plans(case: Case) -> bool:
+    """Whether experts move between the first step and the last; a plan is taken behind the second."""
+    return case.setting.config("any").placement.moves
+
+
+def lends(case: Case) -> bool:
+    """Whether costs and tokens are such that somebody lends in every case."""
+    several = case.setting.expert_ranks > 1
+    return several and case.row["shadow"] != "off" and case.row["tokens"] in ("many", "uneven")
 
 
 def test_every_pair_is_in_a_row_or_refused() -> None:

@@ -96,6 +96,7 @@ RUN: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/data.md#1": a_corpus,
     "docs/schedules.md#0": lambda folder: {},
     "docs/smart-schedule.md#0": own_experts,
+    "docs/testing.md#0": lambda folder: {"x": torch.ones(2)},
 }
 """Blocks that run, and what they find there."""
 

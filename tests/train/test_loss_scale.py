@@ -42,7 +42,7 @@ SMART = {"moe.schedule": "smart", "moe.group_size": 1, "moe.chunks": 2}
 @pytest.mark.parametrize("more", [{}, {"pipeline.overlap": "pair+self", **SMART}])
 def test_a_power_of_two_changes_nothing(corpus: str, more: dict[str, Any]) -> None:
     """Exponents alone differ, so every bit of every update is the same, aux loss and clipping included."""
-    changes = {**more, "optim.clip_norm": 0.1, "gate.aux_loss": 0.01}
+    changes = {**more, "optim.clip_norm": 0.1, "gate.balance_loss": 0.01}
     plain, scaled = (
         run_ranks(2, trained, configure(corpus, **changes, **{"optim.loss_scale": scale}))
         for scale in (1.0, 2.0**10)
@@ -152,7 +152,14 @@ def test_a_given_factor_that_overflows_ends_the_run(corpus: str) -> None:
     run_alone(diverges, configure(corpus, **changes))
 
 
-@pytest.mark.parametrize("wrong", [0.0, -1.0, math.inf])
-def test_a_factor_must_be_positive(wrong: float) -> None:
-    with pytest.raises(ConfigError, match=r"optim\.loss_scale .* must be auto or a positive number"):
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (0.0, r"optim\.loss_scale \(0\.0\) must be auto or a positive number"),
+        (-1.0, r"optim\.loss_scale \(-1\.0\) must be auto or a positive number"),
+        (math.inf, r'optim\.loss_scale = inf: expected a number or "auto"'),
+    ],
+)
+def test_a_factor_must_be_positive(wrong: float, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
         validate(with_values(TrainConfig(), {"optim.loss_scale": wrong}))
