@@ -56,14 +56,14 @@ def test_a_combination_is_exact(number: int, corpus: str, tmp_path: Path) -> Non
 
 
 def plans(case: Case) -> bool:
-    """Whether experts move between the first step and the last; a plan is taken behind the second."""
-    return case.setting.config("any").placement.moves
+    """Whether experts move between the first step and the last: a plan is taken behind the second."""
+    return case.setting.config("any").placement.moves and case.row["hand-over"] != "from one"
 
 
 def lends(case: Case) -> bool:
-    """Whether costs and tokens are such that somebody lends in every case."""
+    """Whether costs and tokens are such that the policy lends in any case."""
     several = case.setting.expert_ranks > 1
-    return several and case.row["shadow"] != "off" and case.row["tokens"] in ("many", "uneven")
+    return several and case.row["shadow"] == "auto" and case.row["tokens"] in ("many", "uneven")
 
 
 def test_every_pair_is_in_a_row_or_refused() -> None:
