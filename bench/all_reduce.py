@@ -43,8 +43,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 import torch
 import torch.distributed as dist
 
-from moeclipse.comm.all_reduce import PeerAllReduce
-from moeclipse.comm.all_reduce_table import (
+from moeclipse.comm.flight.exchange import all_to_all
+from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.reduce.all_reduce import PeerAllReduce
+from moeclipse.comm.reduce.table import (
     DEFAULT_FILE,
     Choice,
     default_choice,
@@ -52,9 +54,7 @@ from moeclipse.comm.all_reduce_table import (
     table_lines,
     write_choice,
 )
-from moeclipse.comm.exchange import all_to_all
-from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.peer_exchange import PeerExchange
+from moeclipse.comm.wires.host_ring import PeerExchange
 from moeclipse.testing.run_ranks import run_ranks
 
 KIB = 1 << 10

@@ -50,9 +50,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from shaped_network import join_switch, shaped_network, switched_network
 
-from moeclipse.comm.exchange import Result
+from moeclipse.comm.flight.exchange import Result
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.transport import Transport
+from moeclipse.comm.wires.transport import Transport
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.granularity import CALLS, TRIED
 from moeclipse.moe.layer import MoE

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from moeclipse.comm.fence import unordered_reason
+from moeclipse.comm.shared.fence import unordered_reason
 
 BEGUN = time.monotonic()
 torch.set_num_threads(1)

@@ -174,25 +174,25 @@ MUTANTS = (
         "balance/test_load.py::test_a_trace_of_a_resumed_run_is_thinned_to_even_distances",
     ),
     Mutant(
-        "comm/execute.py",
+        "comm/flight/execute.py",
         "transfer, self._under_way[position] = self._under_way[position], None",
         "transfer = self._under_way[position]",
         "comm/test_execute.py::test_what_was_waited_for_is_forgotten",
     ),
     Mutant(
-        "comm/execute.py",
+        "comm/flight/execute.py",
         "for position in op.deps:",
         "for position in range(len(self._under_way)):",
         "comm/test_execute.py::test_an_op_waits_for_what_it_needs_and_for_nothing_else",
     ),
     Mutant(
-        "comm/lane.py",
+        "comm/flight/lane.py",
         "        self._tensors = tensors\n",
         "        self._tensors = None\n",
         "comm/test_lane.py::test_what_travels_is_kept_until_it_is_waited_for_and_no_longer",
     ),
     Mutant(
-        "comm/lane.py",
+        "comm/flight/lane.py",
         """\
             self._move.done = time.perf_counter_ns()
         self._tensors = None
@@ -201,25 +201,25 @@ MUTANTS = (
         "comm/test_lane.py::test_what_travels_is_kept_until_it_is_waited_for_and_no_longer",
     ),
     Mutant(
-        "comm/lane.py",
+        "comm/flight/lane.py",
         "            _stamp_when_done(ticket._work, move)\n",
         "            pass\n",
         "comm/test_lane.py::test_a_transfer_is_done_when_it_is_done_not_when_somebody_looks",
     ),
     Mutant(
-        "comm/lane.py",
+        "comm/flight/lane.py",
         "self._work.wait(timedelta(seconds=patience_s or watch.deadline_s))",
         "self._work.wait(timedelta(seconds=watch.deadline_s))",
         "comm/test_lane.py::test_patience_replaces_the_deadline",
     ),
     Mutant(
-        "comm/exchange.py",
+        "comm/flight/exchange.py",
         "        total = total.clone()\n",
         "",
         "comm/test_lane.py::test_a_sum_leaves_its_parts_as_they_came",
     ),
     Mutant(
-        "comm/two_level.py",
+        "comm/wires/two_level.py",
         'f"two_level {group.name} {numbers}"',
         'f"two_level {group.name}"',
         "comm/test_two_level.py::test_another_layout_of_hosts_gets_groups_of_its_own",
@@ -245,7 +245,7 @@ MUTANTS = (
         "moe/test_overlap.py::test_rows_travel_while_experts_compute",
     ),
     Mutant(
-        "moe/nodes.py",
+        "moe/passes.py",
         "return self.forward if len(self.call.plan.units) == 1 else Nothing()",
         "return self.forward",
         "moe/test_overlap.py::test_a_pipeline_leaves_the_waiting_for_units_to_the_experts",
@@ -326,27 +326,27 @@ MUTANTS = (
         "pipeline/test_runtime.py::test_only_the_first_layers_run_again",
     ),
     Mutant(
-        "comm/peer_signal.py",
+        "comm/shared/signals.py",
         """\
         fence.release()
         words[word * WORD] = value
 """,
         "        words[word * WORD] = value\n",
-        "comm/test_peer_signal.py::test_a_post_comes_behind_a_release_and_sleepers_behind_a_full_fence",
+        "comm/test_signals.py::test_a_post_comes_behind_a_release_and_sleepers_behind_a_full_fence",
     ),
     Mutant(
-        "comm/peer_flow.py",
+        "comm/wires/ring.py",
         """\
             self._signals.fence.acquire()
             # Read after""",
         "            # Read after",
-        "comm/test_peer_flow.py::test_messages_arrive_whole_and_in_order",
+        "comm/test_ring.py::test_messages_arrive_whole_and_in_order",
     ),
     Mutant(
         "ops/raw_bytes.py",
         "x.as_strided((x.numel(),), (1,))",
         "x.view(-1)",
-        "comm/test_pinned.py::test_one_element_travels_whatever_its_stride",
+        "comm/test_copy_engines.py::test_one_element_travels_whatever_its_stride",
     ),
     Mutant(
         "moe/topology.py",

@@ -23,7 +23,7 @@ _EXPORTS = {
     "TensorParallel": "moeclipse.tensor.parallel",
     "ColumnParallelLinear": "moeclipse.tensor.linear",
     "RowParallelLinear": "moeclipse.tensor.linear",
-    "PeerAllReduce": "moeclipse.comm.all_reduce",
+    "PeerAllReduce": "moeclipse.comm.reduce.all_reduce",
     # configurations
     "TrainConfig": "moeclipse.train.config",
     "RunConfig": "moeclipse.train.config",

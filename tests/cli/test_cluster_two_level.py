@@ -34,8 +34,9 @@ host, address, folder, tests = int(sys.argv[1]), *sys.argv[2:5]
 sys.path.insert(0, tests)
 import torch, torch.distributed as dist
 from test_layer import run
-from moeclipse.comm.mesh import Mesh, Place, start, stop
-from moeclipse.comm.two_level import TwoLevelTransport, two_level
+from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.start import Place, start, stop
+from moeclipse.comm.wires.two_level import TwoLevelTransport, two_level
 from moeclipse.moe.config import GateConfig
 
 def rank_main(rank):

@@ -14,15 +14,9 @@ from pathlib import Path
 import pytest
 from fake_trainer import put_in
 
-from moeclipse.cli.launch import (
-    Failure,
-    child_environment,
-    describe,
-    free_loopback_socket,
-    resume_again,
-    root_cause,
-    usable_cores,
-)
+from moeclipse.cli.failures import Failure, describe, root_cause
+from moeclipse.cli.launch import child_environment, resume_again, usable_cores
+from moeclipse.cli.rendezvous import free_loopback_socket
 from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.train.config import RunConfig, TrainConfig
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from factors import Case, Setting
 
-from moeclipse.comm.mesh import Mesh, number_hosts
+from moeclipse.comm.group import number_hosts
+from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.probe import Probe
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_ranks

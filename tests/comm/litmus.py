@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from moeclipse.comm.fence import map_code, this_machine
+from moeclipse.comm.shared.fence import map_code, this_machine
 
 TURNS = 50_000
 APART = 1024  # bytes between two places: neither on one line nor fetched together

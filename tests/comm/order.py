@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from moeclipse.comm.fence import Fence
-from moeclipse.comm.peer_signal import WORD
+from moeclipse.comm.shared.fence import Fence
+from moeclipse.comm.shared.signals import WORD
 
 
 class Rules:

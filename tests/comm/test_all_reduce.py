@@ -22,10 +22,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_peer_memory import left_over
+from test_host_memory import left_over
 
-from moeclipse.comm.all_reduce import PeerAllReduce
-from moeclipse.comm.all_reduce_table import (
+from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.reduce.all_reduce import PeerAllReduce
+from moeclipse.comm.reduce.table import (
     Choice,
     choice_for,
     default_choice,
@@ -34,7 +35,6 @@ from moeclipse.comm.all_reduce_table import (
     table_lines,
     write_choice,
 )
-from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.ops.peer_reduce import (
     Launch,
@@ -501,7 +501,7 @@ INTERPRETED = """
 import time
 import torch
 import triton.language as tl
-from moeclipse.comm.peer_memory import PeerMemory
+from moeclipse.comm.shared.host import PeerMemory
 from moeclipse.ops.peer_reduce import AllReduceKernel, PeerSpace, all_reduce_rms_norm_kernel, rms_norm
 from moeclipse.testing.run_ranks import run_ranks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moeclipse.comm.exchange import all_gather_shards, all_to_all, gather, reduce_scatter, total
+from moeclipse.comm.flight.exchange import all_gather_shards, all_to_all, gather, reduce_scatter, total
 from moeclipse.comm.mesh import Mesh
 from moeclipse.testing.run_ranks import run_ranks
 

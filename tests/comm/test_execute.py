@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from moeclipse.comm.execute import Execution, Transfer, execute
+from moeclipse.comm.flight.execute import Execution, Transfer, execute
 from moeclipse.schedule.check import Verified, verify
 from moeclipse.schedule.op import A2A, Op
 from moeclipse.schedule.smart import exchange_shape, smart

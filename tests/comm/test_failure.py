@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from moeclipse.comm.exchange import all_to_all
+from moeclipse.comm.flight.exchange import all_to_all
 from moeclipse.comm.mesh import Mesh
 from moeclipse.testing.run_ranks import run_ranks_raw
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from litmus import Litmus, times_seen
 
-from moeclipse.comm import fence as fences
-from moeclipse.comm.fence import (
+from moeclipse.comm.shared import fence as fences
+from moeclipse.comm.shared.fence import (
     Fence,
     Machine,
     NoFenceError,

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moeclipse.comm.exchange import RankSum, Result
-from moeclipse.comm.lane import Lane, Ticket
+from moeclipse.comm.flight.exchange import RankSum, Result
+from moeclipse.comm.flight.lane import Lane, Ticket
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CommError
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from moeclipse.comm.config import ParallelConfig
-from moeclipse.comm.mesh import Mesh, Place, choose_device, start, stop
+from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.start import Place, choose_device, start, stop
 from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.testing.run_ranks import run_ranks
 
@@ -93,7 +94,8 @@ def test_start_stop_start_in_one_process(tmp_path: Path) -> None:
 
 RESTART = """
 import os, sys, time, torch
-from moeclipse.comm.mesh import Mesh, Place, start, stop
+from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.start import Place, start, stop
 place = Place.read()
 if place.attempt == 1 and place.rank == 1:
     time.sleep(1.0)  # the other must not read the address of its dead predecessor

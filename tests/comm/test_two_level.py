@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeclipse.comm.mesh import Mesh, number_hosts
-from moeclipse.comm.transport import TorchTransport
-from moeclipse.comm.two_level import Queue, TwoLevelTransport, two_level
+from moeclipse.comm.group import number_hosts
+from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.wires.transport import TorchTransport
+from moeclipse.comm.wires.two_level import Queue, TwoLevelTransport, two_level
 from moeclipse.core.errors import ConfigError
 from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from moeclipse.comm.failure import Watch
-from moeclipse.comm.lane import Lane
-from moeclipse.comm.mesh import Group, Mesh
+from moeclipse.comm.flight.lane import Lane
+from moeclipse.comm.group import Group
+from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.core.errors import CommError
 from moeclipse.moe.config import GateConfig

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from moeclipse.comm.all_reduce import PeerAllReduce
-from moeclipse.comm.all_reduce_table import Choice
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.peer_cuda import HEAD_BYTES, CudaReducer, _open_ipc
+from moeclipse.comm.reduce.all_reduce import PeerAllReduce
+from moeclipse.comm.reduce.on_device import HEAD_BYTES, CudaReducer
+from moeclipse.comm.reduce.table import Choice
+from moeclipse.comm.shared.device import _open_ipc
 from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.ops.peer_reduce import rms_norm, sum_ranks_reference
 from moeclipse.testing.run_ranks import run_ranks

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from moeclipse.comm.exchange import Result
+from moeclipse.comm.flight.exchange import Result
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.peer_collectives import collectives
-from moeclipse.comm.pinned import PinnedTransport, pinned
+from moeclipse.comm.reduce.collectives import collectives
+from moeclipse.comm.wires.copy_engines import PinnedTransport, pinned
 from moeclipse.core.errors import CommError
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.layer import MoE

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeclipse.comm.exchange import Result
+from moeclipse.comm.flight.exchange import Result
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.transport import Transport
+from moeclipse.comm.wires.transport import Transport
 from moeclipse.moe.config import GateConfig, gate_problems
 from moeclipse.moe.dynamic_gates import GAP_UNIT, places_in_use, places_in_use_reference
 from moeclipse.moe.gates import Gate

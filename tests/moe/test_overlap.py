@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_layer import D, gradients, inputs, make, parity
 
-from moeclipse.comm.exchange import Result
+from moeclipse.comm.flight.exchange import Result
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.transport import TorchTransport
+from moeclipse.comm.wires.transport import TorchTransport
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.dispatch import Route
 from moeclipse.moe.layer import MoE
-from moeclipse.moe.nodes import RoutedPass
+from moeclipse.moe.passes import RoutedPass
 from moeclipse.moe.structure import Structure
 from moeclipse.moe.tokens import Tokens
 from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from test_layer import GATES, compare, gradients, inputs, make
 
 from moeclipse.balance.placement import Placement
-from moeclipse.comm.mesh import Group, Mesh
+from moeclipse.comm.group import Group
+from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.gates import Gate, count_experts
 from moeclipse.moe.routing import Routing

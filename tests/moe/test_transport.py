@@ -8,7 +8,7 @@ import pytest
 from test_layer import compare, run
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.two_level import TwoLevelTransport
+from moeclipse.comm.wires.two_level import TwoLevelTransport
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.layer import MoE

@@ -8,9 +8,10 @@ import pytest
 import torch
 from test_layer import compare, run
 
-from moeclipse.comm import peer_memory, pinned
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.peer_exchange import PeerTransport
+from moeclipse.comm.shared import host
+from moeclipse.comm.wires import copy_engines
+from moeclipse.comm.wires.host_ring import PeerTransport
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.layer import MoE
@@ -28,8 +29,8 @@ EXCHANGES: dict[str, dict[str, Any]] = {
 
 def over(mesh: Mesh, wire: str, slot_bytes: int) -> list[dict]:
     """All exchanges, one after the other, over one transport; slots that hold less than a row."""
-    pinned.SLOT_BYTES["cpu"] = slot_bytes
-    kinds = {"peer": PeerTransport, "pinned": pinned.PinnedTransport}
+    copy_engines.SLOT_BYTES["cpu"] = slot_bytes
+    kinds = {"peer": PeerTransport, "pinned": copy_engines.PinnedTransport}
     found = []
     for exchange in EXCHANGES.values():
         more = {"exchange": {"transport": wire, **exchange}}
@@ -49,7 +50,7 @@ def test_a_layer_over_memory_of_the_host(num_ranks: int, wire: str) -> None:
 
 
 def apart(mesh: Mesh, wire: str) -> None:
-    peer_memory.host_id = lambda: f"host {mesh.rank}"
+    host.host_id = lambda: f"host {mesh.rank}"
     text = rf'"{wire}" does not work between ranks \(0, 1\): ranks 0 and 1 are on different hosts'
     with pytest.raises(ConfigError, match=text):
         MoE(8, 8, 8, mesh=mesh, exchange={"transport": wire})

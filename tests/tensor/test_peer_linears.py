@@ -8,7 +8,7 @@ import test_vocab
 import torch
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.peer_collectives import PeerCollectives, Read
+from moeclipse.comm.reduce.collectives import PeerCollectives, Read
 from moeclipse.tensor.parallel import TensorParallel
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks

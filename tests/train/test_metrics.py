@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from moeclipse.comm.flight.record import StepStamps
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.record import StepStamps
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.metrics import split_of
 

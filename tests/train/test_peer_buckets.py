@@ -10,7 +10,7 @@ import torch
 from test_learner import SMALL
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.peer_collectives import Collectives, PeerCollectives
+from moeclipse.comm.reduce.collectives import Collectives, PeerCollectives
 from moeclipse.core.config import with_values
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig

@@ -15,54 +15,31 @@ therefore keeps a thread that hears signals through a pipe and ends the process 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
-import time
-import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from moeclipse.cli.display import make_observer
+from moeclipse.cli.failures import (
+    await_culprit,
+    describe,
+    read_failures,
+    root_cause,
+    show_failure,
+    write_failure,
+)
 from moeclipse.cli.pin import pin_rank
 from moeclipse.core.config import to_toml
-from moeclipse.core.errors import CommError, ConfigError, MoEclipseError
 from moeclipse.train.config import TrainConfig
 
 LAUNCHER = "MOECLIPSE_LAUNCHER"  # process id of the launcher, for its ranks
 INTERRUPTED = 128 + signal.SIGINT
 PATIENCE_S = 3.0  # how long a rank may take to leave after a signal
-CULPRIT_S = 2.0  # how long a victim stays for the culprit's own words
-LOST_PEER = (
-    "connection closed by peer",
-    "connection reset",
-    "broken pipe",
-    "connection refused",
-    "lost a peer",
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """Why a rank ended."""
-
-    rank: int
-    text: str
-    code: int = 1
-    time: float = 0.0
-    victim: bool = False
-    """Another rank left first, as far as this one can tell."""
-    stack: str = ""
-    """Only for errors that nobody expected."""
-
-
 # --- being a rank ----------------------------------------------------------------------------------------
 
 
@@ -119,48 +96,6 @@ def show_interrupted(config: TrainConfig) -> None:
         f"; go on with: moeclipse train {run / 'config.toml'} --resume auto" if has_checkpoint(run) else ""
     )
     print(f"interrupted{again}", file=sys.stderr)
-
-
-def describe(error: Exception, rank: int) -> Failure:
-    ours = isinstance(error, MoEclipseError)
-    text = str(error) if ours else f"{type(error).__name__}: {error}"
-    return Failure(
-        rank=rank,
-        text=text,
-        code=error.code if isinstance(error, MoEclipseError) else 1,
-        time=time.time(),
-        victim=isinstance(error, CommError) or (not ours and any(word in text.lower() for word in LOST_PEER)),
-        stack="" if ours else "".join(traceback.format_exception(error)),
-    )
-
-
-def write_failure(failure: Failure) -> None:
-    """Leave the failure where the agent looks, in the form that torchrun prints too."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    extra = {"py_callstack": failure.stack or failure.text, "timestamp": str(int(failure.time))}
-    record = {"message": {"message": failure.text, "extraInfo": extra}, "moeclipse": asdict(failure)}
-    with contextlib.suppress(OSError):
-        Path(path).write_text(json.dumps(record))
-
-
-def await_culprit() -> None:
-    """Stay until the rank that failed first has written why: the agent ends everyone when one rank leaves."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    until = time.monotonic() + CULPRIT_S
-    while path and time.monotonic() < until:
-        if any(not failure.victim for failure in read_failures(Path(path).parent.parent)):
-            return
-        time.sleep(0.05)
-
-
-def show_failure(failure: Failure, named: bool) -> None:
-    if failure.stack:
-        print(failure.stack.rstrip(), file=sys.stderr)
-    everywhere = failure.code == ConfigError.code  # bad input fails on every rank alike
-    where = f" (rank {failure.rank})" if named and not everywhere else ""
-    print(f"error{where}: {failure.text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -287,49 +222,3 @@ def quiet_elastic() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
-
-
-# --- who failed first ------------------------------------------------------------------------------------
-
-
-def read_failures(folder: Path | None) -> list[Failure]:
-    """What the ranks of one attempt wrote before they ended."""
-    found = []
-    for file in sorted(folder.glob("*/error.json")) if folder else []:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            record: dict[str, Any] = json.loads(file.read_text())["moeclipse"]
-            found.append(Failure(**record))
-    return found
-
-
-def root_cause(written: list[Failure], codes: Mapping[int, int]) -> Failure:
-    """The failure that made the others fail; `codes` holds the exit status of every rank that ended badly."""
-    culprits = [failure for failure in written if not failure.victim]
-    if culprits:
-        return min(culprits, key=lambda failure: failure.time)
-    # The agent ends the survivors with SIGTERM, so that signal says nothing about a cause.
-    killed = [rank for rank, code in sorted(codes.items()) if code < 0 and -code != signal.SIGTERM]
-    if killed:
-        return _killed(killed[0], -codes[killed[0]])
-    if written:
-        return min(written, key=lambda failure: failure.time)
-    ended = [rank for rank, code in sorted(codes.items()) if code > 0]
-    if ended:
-        rank = ended[0]
-        return Failure(rank=rank, text=f"rank {rank} ended with status {codes[rank]}", code=codes[rank])
-    rank = min(codes, default=0)
-    return _killed(rank, -codes.get(rank, -signal.SIGTERM))
-
-
-def _killed(rank: int, number: int) -> Failure:
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    hint = "; the system may have run out of memory (see dmesg)" if number == signal.SIGKILL else ""
-    return Failure(rank=rank, text=f"rank {rank} was killed by {name}{hint}", code=128 + number)
-
-
-def free_loopback_socket() -> socket.socket:
-    """A listening socket that only this machine can reach."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(1024)
-    return listener

@@ -52,8 +52,8 @@ def _rank(rank: int, folder: str, sender: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from moeclipse.comm.all_reduce import PeerAllReduce
     from moeclipse.comm.mesh import Mesh
+    from moeclipse.comm.reduce.all_reduce import PeerAllReduce
 
     torch.set_num_threads(1)
     try:
@@ -81,7 +81,7 @@ def peers(answer: tuple[bool, str]) -> Iterator[Item]:
         return
     import torch
 
-    from moeclipse.comm.all_reduce_table import DEFAULT_FILE, table_lines
+    from moeclipse.comm.reduce.table import DEFAULT_FILE, table_lines
     from moeclipse.core.errors import ConfigError
 
     yes, text = answer

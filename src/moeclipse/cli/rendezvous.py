@@ -8,6 +8,7 @@ be announced, or refused when the same error would only come again.
 
 from __future__ import annotations
 
+import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from moeclipse.cli.launch import Failure, free_loopback_socket, read_failures, root_cause
+from moeclipse.cli.failures import Failure, read_failures, root_cause
 
 BACKEND = "moeclipse-loopback"
 BAD_INPUT = 2  # exit status of errors that a restart cannot mend
@@ -107,3 +108,11 @@ class RankFiles(DefaultLogsSpecs):
         destination = super().reify(envs)
         self.newest = Path(envs[0]["TORCHELASTIC_ERROR_FILE"]).parent.parent
         return destination
+
+
+def free_loopback_socket() -> socket.socket:
+    """A listening socket that only this machine can reach."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(1024)
+    return listener

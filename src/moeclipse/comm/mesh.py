@@ -1,4 +1,4 @@
-"""Ranks, their axes and groups, and how they start and stop.
+"""Ranks, their axes and groups.
 
 Ranks are numbered with tp running fastest, then ep, then dp, then pp:
 
@@ -15,21 +15,13 @@ first and the last, all lie inside one pp_index:
     experts        one dp_index: ep x tp ranks            cut_grads     the same as data, for gradients
     shard_experts  one dp_index, one tp_index: ep ranks   replicas      one ep_index and tp_index: dp ranks
     pipes          one place in a stage: pp ranks, four times over (`pipe`)
-
-`start` joins what torchrun (or our launcher) set up. Its store is prefixed by the attempt, because a
-restarted rank would otherwise read the address of its dead predecessor, and by the number of starts in
-this process, so that start - stop - start works. `stop` takes no argument and may be called twice.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -37,26 +29,13 @@ import torch
 import torch.distributed as dist
 
 from moeclipse.comm.failure import Watch
-from moeclipse.comm.lane import Lane
-from moeclipse.comm.record import Recorder
+from moeclipse.comm.flight.lane import Lane
+from moeclipse.comm.flight.record import Recorder
+from moeclipse.comm.group import Group, host_id, number_hosts
+from moeclipse.comm.tell import tell
 from moeclipse.core.errors import CommError, ConfigError
 
 Made = TypeVar("Made")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """Some ranks that communicate; `index` is this rank's place among them."""
-
-    name: str
-    ranks: tuple[int, ...]
-    index: int
-    handle: dist.ProcessGroup | None = field(default=None, repr=False)
-    backend: str = ""
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
 
 
 class Mesh:
@@ -227,13 +206,7 @@ class Mesh:
         """Every rank's JSON value, in rank order, on every rank; also a barrier."""
         if self.num_ranks == 1:
             return [json.loads(json.dumps(value))]
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
-        mine = torch.tensor([text.numel()], device=self.device)
-        sizes = self._all_gather(mine, patience_s).tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
-        padded[: text.numel()] = text
-        parts = self._all_gather(padded, patience_s).view(self.num_ranks, -1).cpu().numpy()
-        return [json.loads(part[:size].tobytes()) for part, size in zip(parts, sizes, strict=True)]
+        return tell(value, self.device, lambda mine: self._all_gather(mine, patience_s))
 
     def _all_gather(self, value: torch.Tensor, patience_s: float | None) -> torch.Tensor:
         sent, out = value.repeat(self.num_ranks), value.new_empty(self.num_ranks * value.numel())
@@ -243,7 +216,7 @@ class Mesh:
             return dist.all_to_all_single(out, sent, group=group.handle, async_op=True)
 
         self.grads.launch(group, "exchange of control data", start, (out, sent)).settle(patience_s)
-        return out
+        return out.view(self.num_ranks, -1)
 
     @cached_property
     def hosts(self) -> tuple[int, ...]:
@@ -267,106 +240,3 @@ class Mesh:
         )
         middle = offsets[len(offsets) // 2]
         return middle, max(offsets[-1] - middle, middle - offsets[0])
-
-
-def number_hosts(names: Sequence[Any], num_ranks: int) -> tuple[int, ...]:
-    """A number for each name, by first appearance."""
-    if len(names) != num_ranks:
-        raise ConfigError(
-            f"hosts names {len(names)} hosts, but there are {num_ranks} ranks; name one for each"
-        )
-    order = list(dict.fromkeys(names))
-    return tuple(order.index(name) for name in names)
-
-
-def host_id() -> str:
-    """Names the clock: containers of one host share it, two hosts never do."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return socket.gethostname()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """What the launcher told this process."""
-
-    rank: int = 0
-    num_ranks: int = 1
-    local_rank: int = 0
-    local_ranks: int = 1
-    attempt: int = 0
-
-    @classmethod
-    def read(cls, environment: Mapping[str, str] | None = None) -> Place:
-        env = os.environ if environment is None else environment
-        return cls(
-            rank=int(env.get("RANK", "0")),
-            num_ranks=int(env.get("WORLD_SIZE", "1")),
-            local_rank=int(env.get("LOCAL_RANK", "0")),
-            local_ranks=int(env.get("LOCAL_WORLD_SIZE", "1")),
-            attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        )
-
-
-def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
-    """The device of this rank; "auto" takes CUDA where there is any."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError("run.device = 'cuda', but torch sees no CUDA device; use --run.device cpu")
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
-
-
-def start(
-    place: Place,
-    *,
-    device: torch.device,
-    deadline_s: float = 60.0,
-    start_deadline_s: float = 300.0,
-    store: dist.Store | None = None,
-) -> Watch:
-    """Join the other ranks. One rank alone opens nothing."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if place.num_ranks == 1:
-        return Watch(store=None, rank=0, num_ranks=1, deadline_s=deadline_s)
-    patience = timedelta(seconds=start_deadline_s)
-    if store is None:
-        store = open_store(place, patience)
-    count = store.add(f"starts/{place.attempt}/{place.rank}", 1)
-    store = dist.PrefixStore(f"attempt_{place.attempt}/start_{count}", store)
-    store.set_timeout(patience)
-    shared = device.type == "cuda" and place.local_ranks > torch.cuda.device_count()
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared else "gloo"
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=place.rank,
-        world_size=place.num_ranks,
-        # Our own deadlines come first and know the collective's name; this one is the last resort.
-        timeout=max(patience, timedelta(seconds=2 * deadline_s)),
-    )
-    watch_store = dist.PrefixStore("watch", store)
-    return Watch(store=watch_store, rank=place.rank, num_ranks=place.num_ranks, deadline_s=deadline_s)
-
-
-def open_store(place: Place, patience: timedelta) -> dist.Store:
-    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if host is None or port is None:
-        raise CommError(
-            f"this process is rank {place.rank} of {place.num_ranks}, but MASTER_ADDR and MASTER_PORT are "
-            "not set; start it with `moeclipse train --ranks N` or with torchrun"
-        )
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves = place.rank == 0 and not agent
-    return dist.TCPStore(
-        host, int(port), None if agent else place.num_ranks, is_master=serves, timeout=patience
-    )
-
-
-def stop() -> None:
-    """Leave all groups; harmless when none was joined."""
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()

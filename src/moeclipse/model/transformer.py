@@ -21,23 +21,22 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from moeclipse.balance.placement import Placement, even_bounds
+from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
-from moeclipse.model.attention import GroupedQueryAttention, LatentAttention, rope_table
-from moeclipse.model.blocks import DenseMLP, RMSNorm, Settings
+from moeclipse.model.attention import rope_table
+from moeclipse.model.blocks import RMSNorm, Settings
 from moeclipse.model.config import ModelConfig
-from moeclipse.model.nodes import DensePass, Microbatch, MicrobatchLoads, ModelStage, MoEPass
-from moeclipse.moe.config import EXCHANGE_KEYS, GateConfig, MoEConfig
+from moeclipse.model.layer import Layer
+from moeclipse.model.passes import LayerParts, Microbatch, MicrobatchLoads, ModelStage
+from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.gates import math_dtype
-from moeclipse.moe.layer import MoE, MoEReport
+from moeclipse.moe.layer import MoEReport
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.activation import hidden_width
 from moeclipse.ops.random import key_of
-from moeclipse.pipeline.stage import LayerPass, Where
-from moeclipse.schedule.shape import Layer as LayerShape
 from moeclipse.tensor.cut import Cut, mark
 from moeclipse.tensor.linear import ColumnParallelLinear, column_linear
-from moeclipse.tensor.parallel import MoveKind, TensorParallel, move
+from moeclipse.tensor.parallel import TensorParallel
 from moeclipse.tensor.vocab import cross_entropy, embed
 
 
@@ -50,116 +49,6 @@ class Output:
     aux_loss: torch.Tensor
     """This rank's share of the balance and z losses, summed over layers."""
     reports: list[MoEReport]
-
-
-class Layer(nn.Module):
-    def __init__(
-        self,
-        index: int,
-        config: ModelConfig,
-        moe: MoEConfig,
-        gate: GateConfig,
-        mesh: Mesh,
-        settings: Settings,
-        placement: Placement | None = None,
-    ) -> None:
-        super().__init__()
-        self.index = index
-        attention = LatentAttention if config.attention == "mla" else GroupedQueryAttention
-        self.tp = settings.tp
-        self.attention_norm = RMSNorm(config.d_model, settings, config.norm_eps)
-        self.attention = attention(config, settings)
-        self.mlp_norm = RMSNorm(config.d_model, settings, config.norm_eps)
-        self.dense: DenseMLP | None = None
-        self.moe: MoE | None = None
-        if index < config.num_dense_layers:
-            self.dense = DenseMLP(config.d_model, config.d_ff, settings)
-            return
-        self.moe = MoE(
-            config.d_model,
-            moe.d_ff,
-            moe.num_experts,
-            gate.top_k,
-            gate=gate,
-            num_shared_experts=moe.num_shared_experts,
-            activation=moe.activation,
-            expert_bias=moe.expert_bias,
-            exchange={name: getattr(moe, name) for name in EXCHANGE_KEYS},
-            expert_tp=moe.expert_tp,
-            mesh=mesh,
-            placement=placement,
-            layer=index,
-            seed=settings.seed,
-            init_std=config.init_std,
-            down_std=settings.residual_std,
-            device=settings.device,
-            dtype=settings.dtype,
-        )
-        self.moe.experts.wgrads = settings.tp.wgrads
-        if self.moe.shared is not None:
-            self.moe.shared.wgrads = settings.tp.wgrads
-
-    def forward(
-        self, h_TD: torch.Tensor, table: torch.Tensor, tokens: Tokens
-    ) -> tuple[torch.Tensor, MoEReport | None]:
-        h_TD, x_TD = self.attend(h_TD, table, tokens)
-        if self.dense is not None:
-            return h_TD + self.dense(x_TD), None
-        assert self.moe is not None
-        part_TD, tokens = self.to_experts(x_TD, tokens)
-        y_TD, report = self.moe.run(part_TD, tokens)
-        return h_TD + self.from_experts(y_TD, len(x_TD)), report
-
-    def attend(
-        self, h_TD: torch.Tensor, table: torch.Tensor, tokens: Tokens
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the residual stream behind attention, what the feed-forward block reads of it)."""
-        h_TD = h_TD + self.attention(self.attention_norm(h_TD), table, tokens)
-        return h_TD, self.mlp_norm(h_TD)
-
-    def to_experts(self, x_TD: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, Tokens]:
-        """From tokens as linears hold them to those this rank's MoE layer takes, and where they lie."""
-        moe, tp = self.moe, self.tp
-        assert moe is not None
-        if moe.sharded:
-            there: tuple[MoveKind, MoveKind] = (
-                ("gather", "sum_scatter") if tp.parts_tokens else ("same", "sum")
-            )
-            return move(x_TD, tp, *there, self._label), tokens
-        num_tokens = len(x_TD) * (tp.size if tp.parts_tokens else 1)
-        bounds = even_bounds(num_tokens, tp.size)
-        mine = replace(tokens, first=tokens.first + bounds[tp.index], group=moe.token_group)
-        if tp.parts_tokens:
-            return x_TD, mine
-        return move(x_TD, tp, "slice", "gather", self._label, bounds=bounds), mine
-
-    def from_experts(self, y_TD: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """And back; `num_tokens` as linears hold them."""
-        moe, tp = self.moe, self.tp
-        assert moe is not None
-        if moe.sharded:
-            back: tuple[MoveKind, MoveKind] = (
-                ("sum_scatter", "gather") if tp.parts_tokens else ("sum", "same")
-            )
-            return move(y_TD, tp, *back, self._label)
-        if tp.parts_tokens:
-            return y_TD
-        return move(y_TD, tp, "gather", "slice", self._label, bounds=even_bounds(num_tokens, tp.size))
-
-    @property
-    def _label(self) -> str:
-        return f"tokens of experts, layer {self.index}"
-
-    # For the pipeline (`pipeline/stage`).
-
-    def describe(self) -> LayerShape:
-        """The layer as a schedule sees it."""
-        shared = self.moe is not None and self.moe.shared is not None
-        return LayerShape(moe=self.moe is not None, shared=shared)
-
-    def begin(self, h_TD: torch.Tensor, microbatch: Microbatch, where: Where, shape: LayerShape) -> LayerPass:
-        kind = DensePass if self.moe is None else MoEPass
-        return kind(self, h_TD, microbatch, where, shape)
 
 
 class Transformer(nn.Module):
@@ -254,6 +143,11 @@ class Transformer(nn.Module):
 
     # For the pipeline (`pipeline/stage`).
 
+    def layer(self, index: int) -> Layer:
+        found = self.layers[str(index)]
+        assert isinstance(found, Layer)
+        return found
+
     def microbatch(
         self,
         ids_BS: torch.Tensor,
@@ -285,7 +179,7 @@ class Transformer(nn.Module):
             return loss_sum
 
         return ModelStage(
-            layers=[self.layers[str(index)] for index in layers],
+            layers=[LayerParts(self.layer(index)) for index in layers],
             embed=enter if 0 in layers else None,
             head=leave if self.config.num_layers - 1 in layers else None,
         )

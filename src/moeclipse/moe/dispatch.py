@@ -32,10 +32,10 @@ import torch
 from moeclipse.balance.placement import Placement, even_bounds
 from moeclipse.balance.quota import QuotaOrder
 from moeclipse.balance.split import ReplicaTable
-from moeclipse.comm.exchange import Result, gather
-from moeclipse.comm.lane import Lane
-from moeclipse.comm.mesh import Group
-from moeclipse.comm.transport import TorchTransport, Transport
+from moeclipse.comm.flight.exchange import Result, gather
+from moeclipse.comm.flight.lane import Lane
+from moeclipse.comm.group import Group
+from moeclipse.comm.wires.transport import TorchTransport, Transport
 from moeclipse.ops.combine import sum_rows
 from moeclipse.schedule.shape import ExchangeShape
 

@@ -24,9 +24,10 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from moeclipse.balance.placement import Placement
-from moeclipse.comm.exchange import RankSum, total
-from moeclipse.comm.mesh import Group, Mesh
-from moeclipse.comm.wire import open_wire
+from moeclipse.comm.flight.exchange import RankSum, total
+from moeclipse.comm.group import Group
+from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.wires.open import open_wire
 from moeclipse.core.config import named_in, problems_of
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.adapters import Joint, ModuleExperts

@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from moeclipse.balance.homes import Parcel
-from moeclipse.comm.exchange import all_to_all
-from moeclipse.comm.lane import Lane
-from moeclipse.comm.mesh import Group
+from moeclipse.comm.flight.exchange import all_to_all
+from moeclipse.comm.flight.lane import Lane
+from moeclipse.comm.group import Group
 from moeclipse.core.errors import CommError
 
 CANARY = 0x6D6F65636C697073  # "moeclips"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from moeclipse.balance.shadow_model import ShadowCosts
-from moeclipse.comm.exchange import gather
+from moeclipse.comm.flight.exchange import gather
 from moeclipse.comm.mesh import Mesh
 from moeclipse.cost.exchange import ExchangeCosts
 from moeclipse.moe.dispatch import Route

@@ -21,9 +21,9 @@ import torch
 
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.split import split_rows
-from moeclipse.comm.exchange import all_to_all
-from moeclipse.comm.lane import Lane
-from moeclipse.comm.mesh import Group
+from moeclipse.comm.flight.exchange import all_to_all
+from moeclipse.comm.flight.lane import Lane
+from moeclipse.comm.group import Group
 from moeclipse.moe.dispatch import Route
 from moeclipse.moe.gates import rank_among_equals
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from moeclipse.comm.exchange import Result
-from moeclipse.comm.execute import Together, Transfer, execute
+from moeclipse.comm.flight.exchange import Result
+from moeclipse.comm.flight.execute import Together, Transfer, execute
 from moeclipse.moe.dispatch import Pairs, Plan, Unit, return_score_grads
 from moeclipse.moe.fused import FusedExperts
 from moeclipse.moe.granularity import Stopwatch

@@ -23,8 +23,9 @@ import torch
 from moeclipse.balance.shadow import ShadowPlan, choose_shadows, forced_shadows
 from moeclipse.balance.shadow_model import ShadowCosts
 from moeclipse.balance.split import ReplicaTable, split_rows
-from moeclipse.comm.exchange import RankSum, gather
-from moeclipse.comm.mesh import Group, Mesh
+from moeclipse.comm.flight.exchange import RankSum, gather
+from moeclipse.comm.group import Group
+from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.dispatch import Plan, Route, plan_dispatch
 from moeclipse.moe.experts import Experts

@@ -18,8 +18,8 @@ import torch
 
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.shadow import Shadows
-from moeclipse.comm.exchange import Result
-from moeclipse.comm.transport import Transport
+from moeclipse.comm.flight.exchange import Result
+from moeclipse.comm.wires.transport import Transport
 from moeclipse.moe.structure import Structure
 from moeclipse.ops.combine import sum_rows
 from moeclipse.tensor.weight_grad import main_grad_dtype

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from moeclipse.comm.exchange import total
+from moeclipse.comm.flight.exchange import total
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.replicas import sum_over_replicas

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from moeclipse.comm.exchange import Result, gather
-from moeclipse.comm.mesh import Group, Mesh
+from moeclipse.comm.flight.exchange import Result, gather
+from moeclipse.comm.group import Group
+from moeclipse.comm.mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,8 @@ from fractions import Fraction
 import torch
 
 from moeclipse.balance.placement import Placement
-from moeclipse.comm.mesh import Group, Mesh
+from moeclipse.comm.group import Group
+from moeclipse.comm.mesh import Mesh
 
 COMPARED_BITS = {torch.float64: 26, torch.float32: 12}
 """Behind the binary point of a score, by the type that gates compute in."""

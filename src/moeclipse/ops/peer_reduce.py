@@ -96,7 +96,7 @@ def rms_norm(h: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerSpace:
-    """What the kernels of one rank need to know of the group; `comm/peer_cuda` makes it."""
+    """What the kernels of one rank need to know of the group; `comm/reduce/on_device` makes it."""
 
     table: torch.Tensor
     """[P] int64: the address of each rank's buffer, flags first."""

@@ -1,4 +1,4 @@
-"""Binds a verified program to the stages of a rank and runs it, op by op, on `comm/execute`.
+"""Binds a verified program to the stages of a rank and runs it, op by op, on `comm/flight/execute`.
 
     runtime = Runtime(verified, mesh, stages, wgrads, width=d_model, dtype=dtype)
     runtime.step(feed, scale)          # feed(m, chunk, chunks): what the model needs of a microbatch
@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from moeclipse.comm.exchange import Result
-from moeclipse.comm.execute import Execution, Together, Transfer
-from moeclipse.comm.lane import Lane
+from moeclipse.comm.flight.exchange import Result
+from moeclipse.comm.flight.execute import Execution, Together, Transfer
+from moeclipse.comm.flight.lane import Lane
 from moeclipse.comm.mesh import Mesh
 from moeclipse.pipeline.backward import Deferral, Segment
 from moeclipse.pipeline.stage import Stage, Where, begin

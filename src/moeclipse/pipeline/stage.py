@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from moeclipse.comm.execute import Transfer
+from moeclipse.comm.flight.execute import Transfer
 from moeclipse.pipeline.backward import Deferral, Segment
 from moeclipse.schedule.shape import Layer
 from moeclipse.tensor.weight_grad import WeightGrads
@@ -69,7 +69,7 @@ class Stage(Protocol):
     """A piece of the model. `microbatch` is whatever the model was given for it."""
 
     @property
-    def layers(self) -> Sequence[nn.Module]: ...
+    def layers(self) -> Sequence[nn.Module | SplitLayer]: ...
 
     @property
     def embed(self) -> Callable[[Any], torch.Tensor] | None:
@@ -119,12 +119,14 @@ class WholeLayer:
         return d_in
 
 
-def describe(layer: nn.Module) -> Layer:
+def describe(layer: nn.Module | SplitLayer) -> Layer:
     """The layer as a schedule sees it; one without parts looks like a dense one."""
     return layer.describe() if isinstance(layer, SplitLayer) else Layer(moe=False, shared=False)
 
 
-def begin(layer: nn.Module, h: torch.Tensor, microbatch: Any, where: Where, shape: Layer) -> LayerPass:
+def begin(
+    layer: nn.Module | SplitLayer, h: torch.Tensor, microbatch: Any, where: Where, shape: Layer
+) -> LayerPass:
     if isinstance(layer, SplitLayer):
         return layer.begin(h, microbatch, where, shape)
     return WholeLayer(layer, h, microbatch, where, again="ATTN" in shape.recomputed)

@@ -32,10 +32,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from moeclipse.balance.placement import even_bounds
-from moeclipse.comm.exchange import RankSum, Result
-from moeclipse.comm.lane import Lane
-from moeclipse.comm.mesh import Group, Mesh
-from moeclipse.comm.peer_collectives import Collectives, PeerUse, collectives
+from moeclipse.comm.flight.exchange import RankSum, Result
+from moeclipse.comm.flight.lane import Lane
+from moeclipse.comm.group import Group
+from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.reduce.collectives import Collectives, PeerUse, collectives
 from moeclipse.core.errors import ConfigError
 from moeclipse.tensor.weight_grad import WeightGrads
 

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moeclipse.comm.mesh import Mesh, Place, start, stop
+from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.start import Place, start, stop
 
 
 def run_ranks(

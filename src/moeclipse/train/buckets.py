@@ -27,9 +27,10 @@ import torch
 from torch import nn
 
 from moeclipse.balance.placement import primary_bounds
-from moeclipse.comm.exchange import RankSum, Result
-from moeclipse.comm.mesh import Group, Mesh
-from moeclipse.comm.peer_collectives import SMALL_BYTES, PeerUse, collectives
+from moeclipse.comm.flight.exchange import RankSum, Result
+from moeclipse.comm.group import Group
+from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.reduce.collectives import SMALL_BYTES, PeerUse, collectives
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.standalone import moe_layers
 from moeclipse.tensor.cut import Cut, Share, cut_of, share_of

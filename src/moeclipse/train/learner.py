@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from moeclipse.comm.exchange import gather
+from moeclipse.comm.flight.exchange import gather
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import DivergedError
 from moeclipse.model.transformer import Transformer

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from moeclipse.comm.exchange import gather
+from moeclipse.comm.flight.exchange import gather
+from moeclipse.comm.flight.record import StepStamps
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.record import StepStamps
 from moeclipse.core.errors import ConfigError
 from moeclipse.report.intervals import StepSplit, Transfer, split_step
 from moeclipse.train.config import NO_TENSORBOARD

@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 
 from moeclipse.balance.placement import even_bounds
-from moeclipse.comm.exchange import total
-from moeclipse.comm.mesh import Group, Mesh
-from moeclipse.model.nodes import Microbatch, MicrobatchLoads, layer_shapes
+from moeclipse.comm.flight.exchange import total
+from moeclipse.comm.group import Group
+from moeclipse.comm.mesh import Mesh
+from moeclipse.model.passes import Microbatch, MicrobatchLoads, layer_shapes
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.gates import math_dtype
 from moeclipse.moe.tokens import Tokens

@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Protocol
 
-from moeclipse.comm import mesh as comm
-from moeclipse.comm.mesh import Mesh, Place
+from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.start import Place, choose_device, start, stop
 from moeclipse.core.config import problems_of, to_toml, with_values
 from moeclipse.core.errors import CheckpointError, ConfigError, MoEclipseError
 from moeclipse.model.transformer import count_parameters
@@ -55,8 +55,8 @@ def train(config: TrainConfig, *, resume: str = "off", observer: Observer | None
     if problems:
         raise ConfigError(problems)
     dp, ep = config.parallel.sizes(place.num_ranks, config.expert_ranks, config.moe.expert_tp)
-    device = comm.choose_device(config.run.device, place.local_rank)
-    watch = comm.start(
+    device = choose_device(config.run.device, place.local_rank)
+    watch = start(
         place,
         device=device,
         deadline_s=config.parallel.deadline_s,
@@ -73,7 +73,7 @@ def train(config: TrainConfig, *, resume: str = "off", observer: Observer | None
         watch.publish(text)
         raise
     finally:
-        comm.stop()
+        stop()
 
 
 class Run:

@@ -1,4 +1,4 @@
-"""All-reduce in one kernel over buffers that peers can read; see `comm/peer_cuda` for the protocol.
+"""All-reduce in one kernel over buffers that peers can read; see `comm/reduce/on_device` for the protocol.
 
 Every buffer begins with flags: LINE 64-bit words for each block, one per rank. Block b of a rank posts the
 number of the round into word `rank` of line b of every peer and polls its own line, so a block waits for its

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moeclipse.comm.exchange import all_to_all, gather
+from moeclipse.comm.flight.exchange import all_to_all, gather
 from moeclipse.train.placement.moving import House
 
 

@@ -22,8 +22,9 @@ from torch import nn
 
 from moeclipse.balance.homes import Homes
 from moeclipse.balance.placement import EMPTY
-from moeclipse.comm.exchange import Result, all_to_all
-from moeclipse.comm.mesh import Group, Mesh
+from moeclipse.comm.flight.exchange import Result, all_to_all
+from moeclipse.comm.group import Group
+from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CommError
 from moeclipse.moe.layer import MoE
 from moeclipse.tensor.cut import cut_of

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from moeclipse.balance.load import Load, LoadAverage, LoadTrace, spread
-from moeclipse.comm.exchange import gather, total
+from moeclipse.comm.flight.exchange import gather, total
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.layer import MoE

@@ -23,7 +23,7 @@ import torch
 from moeclipse.balance.objective import PlacementCosts
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.planner import PlanConfig, plan
-from moeclipse.comm.exchange import gather
+from moeclipse.comm.flight.exchange import gather
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 

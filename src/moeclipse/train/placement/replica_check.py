@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moeclipse.comm.exchange import gather
+from moeclipse.comm.flight.exchange import gather
 from moeclipse.core.errors import CommError
 from moeclipse.train.placement.moving import House
 

@@ -1,0 +1,1 @@
+"""Sums over shared memory, and where they apply."""

@@ -1,0 +1,131 @@
+"""Buffers on devices that other ranks of this host can read and write.
+
+They come from torch's symmetric memory, or else from CUDA IPC.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moeclipse.comm.failure import Watch
+from moeclipse.comm.group import Group, host_id
+from moeclipse.comm.shared.host import NoPeerMemoryError
+from moeclipse.comm.tell import tell_all
+
+MAX_BLOCKS = 64  # of a kernel that waits for its peers
+
+
+class CudaMemory:
+    """A buffer of each rank, all of them readable from this device through `table`, their addresses."""
+
+    def __init__(self, own: torch.Tensor, buffers: list[torch.Tensor], keep: object, source: str) -> None:
+        self.own, self.buffers, self._keep, self.source = own, buffers, keep, source
+        self.max_blocks = MAX_BLOCKS
+        addresses = [buffer.data_ptr() for buffer in buffers]
+        self.table = torch.tensor(addresses, dtype=torch.int64, device=own.device)
+
+    @classmethod
+    def open(cls, group: Group, watch: Watch, device: torch.device, num_bytes: int) -> CudaMemory:
+        """Collective. Symmetric memory where all ranks can have it, else CUDA IPC, else NoPeerMemoryError."""
+        label = f"opening of peer memory on {device.type}, group {group.name}"
+        facts = tell_all(group, watch, _facts(device), label)
+        _refuse(group, facts)
+        problems = []
+        for open_one in (_open_symmetric, _open_ipc):
+            memory, problem = None, None
+            try:
+                memory = open_one(group, watch, device, num_bytes, label)
+            except RuntimeError as error:
+                problem = f"{open_one.__name__.removeprefix('_open_')}: {str(error).splitlines()[0]}"
+            found = tell_all(group, watch, problem, label)
+            if not any(found):
+                assert memory is not None
+                memory.max_blocks = _blocks_that_fit(facts)
+                return memory
+            first = next(peer for peer, text in enumerate(found) if text)
+            problems.append(f"rank {group.ranks[first]}, {found[first]}")
+        raise NoPeerMemoryError(
+            f"no rank can read its peers' device memory ({'; '.join(problems)}); "
+            "if PYTORCH_ALLOC_CONF asks for expandable_segments, leave them out, or use torch.distributed"
+        )
+
+
+def _blocks_that_fit(facts: list[dict[str, Any]]) -> int:
+    """Blocks that wait hold their processors. All ranks that share a device must fit on it together, or those
+    that run wait for ever for those that do not."""
+    sharing = max(sum(other["uuid"] == fact["uuid"] for other in facts) for fact in facts)
+    return max(1, min(MAX_BLOCKS, min(int(fact["processors"]) for fact in facts) // sharing))
+
+
+def share_a_device(group: Group, watch: Watch, device: torch.device) -> bool:
+    """Collective. Whether some ranks of the group run on the same device."""
+    mine = str(torch.cuda.get_device_properties(device).uuid)
+    everyone = tell_all(group, watch, mine, f"opening of all-reduce, group {group.name}")
+    return len(set(everyone)) < len(everyone)
+
+
+def _facts(device: torch.device) -> dict[str, Any]:
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    number = torch.cuda.device_count()
+    access = [i for i in range(number) if i == index or torch.cuda.can_device_access_peer(index, i)]
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "host": host_id(),
+        "device": index,
+        "access": access,
+        "number": number,
+        "uuid": str(properties.uuid),
+        "processors": properties.multi_processor_count,
+    }
+
+
+def _refuse(group: Group, facts: list[dict[str, Any]]) -> None:
+    for rank, fact in zip(group.ranks, facts, strict=True):
+        if fact["host"] != facts[0]["host"]:
+            raise NoPeerMemoryError(
+                f"ranks {group.ranks[0]} and {rank} are on different hosts; "
+                "peer memory works within one host, torch.distributed between hosts"
+            )
+        access = fact["access"]
+        for other, theirs in zip(group.ranks, facts, strict=True):
+            # Ranks that see different sets of devices number them differently: then opening is the test.
+            if theirs["number"] == fact["number"] and theirs["device"] not in access:
+                raise NoPeerMemoryError(
+                    f"device {fact['device']} of rank {rank} has no peer access to device {theirs['device']} "
+                    f"of rank {other}; use torch.distributed"
+                )
+
+
+def _open_symmetric(
+    group: Group, _watch: Watch, device: torch.device, num_bytes: int, _label: str
+) -> CudaMemory:
+    from torch.distributed import _symmetric_memory
+
+    own = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+    own.zero_()  # flags must be zero before any peer can write them
+    torch.cuda.synchronize(device)
+    assert group.handle is not None
+    handle = _symmetric_memory.rendezvous(own, group.handle)
+    buffers = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.size)]
+    return CudaMemory(own, buffers, handle, "symmetric memory")
+
+
+def _open_ipc(group: Group, watch: Watch, device: torch.device, num_bytes: int, label: str) -> CudaMemory:
+    own = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize(device)
+    shared = own.untyped_storage()._share_cuda_()
+    mine = [value.hex() if isinstance(value, bytes) else value for value in shared]
+    offset = own.storage_offset()
+    buffers: list[torch.Tensor] = []
+    for peer, theirs in enumerate(tell_all(group, watch, [mine, offset], label)):
+        if peer == group.index:
+            buffers.append(own)
+            continue
+        texts = (1, 4, 6)  # the handle, the reference counter's name and the event travel as bytes
+        values = [bytes.fromhex(v) if i in texts and v is not None else v for i, v in enumerate(theirs[0])]
+        values[0] = device.index if device.index is not None else torch.cuda.current_device()
+        storage = torch.UntypedStorage._new_shared_cuda(*values)
+        buffers.append(own.new_empty(0).set_(storage, theirs[1], (num_bytes,), (1,)))
+    return CudaMemory(own, buffers, None, "CUDA IPC")

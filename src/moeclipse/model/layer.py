@@ -1,0 +1,117 @@
+"""One layer of the decoder: attention, then a dense block or experts, each behind a norm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from moeclipse.balance.placement import Placement, even_bounds
+from moeclipse.comm.mesh import Mesh
+from moeclipse.model.attention import GroupedQueryAttention, LatentAttention
+from moeclipse.model.blocks import DenseMLP, RMSNorm, Settings
+from moeclipse.model.config import ModelConfig
+from moeclipse.moe.config import EXCHANGE_KEYS, GateConfig, MoEConfig
+from moeclipse.moe.layer import MoE, MoEReport
+from moeclipse.moe.tokens import Tokens
+from moeclipse.tensor.parallel import MoveKind, move
+
+
+class Layer(nn.Module):
+    def __init__(
+        self,
+        index: int,
+        config: ModelConfig,
+        moe: MoEConfig,
+        gate: GateConfig,
+        mesh: Mesh,
+        settings: Settings,
+        placement: Placement | None = None,
+    ) -> None:
+        super().__init__()
+        self.index = index
+        attention = LatentAttention if config.attention == "mla" else GroupedQueryAttention
+        self.tp = settings.tp
+        self.attention_norm = RMSNorm(config.d_model, settings, config.norm_eps)
+        self.attention = attention(config, settings)
+        self.mlp_norm = RMSNorm(config.d_model, settings, config.norm_eps)
+        self.dense: DenseMLP | None = None
+        self.moe: MoE | None = None
+        if index < config.num_dense_layers:
+            self.dense = DenseMLP(config.d_model, config.d_ff, settings)
+            return
+        self.moe = MoE(
+            config.d_model,
+            moe.d_ff,
+            moe.num_experts,
+            gate.top_k,
+            gate=gate,
+            num_shared_experts=moe.num_shared_experts,
+            activation=moe.activation,
+            expert_bias=moe.expert_bias,
+            exchange={name: getattr(moe, name) for name in EXCHANGE_KEYS},
+            expert_tp=moe.expert_tp,
+            mesh=mesh,
+            placement=placement,
+            layer=index,
+            seed=settings.seed,
+            init_std=config.init_std,
+            down_std=settings.residual_std,
+            device=settings.device,
+            dtype=settings.dtype,
+        )
+        self.moe.experts.wgrads = settings.tp.wgrads
+        if self.moe.shared is not None:
+            self.moe.shared.wgrads = settings.tp.wgrads
+
+    def forward(
+        self, h_TD: torch.Tensor, table: torch.Tensor, tokens: Tokens
+    ) -> tuple[torch.Tensor, MoEReport | None]:
+        h_TD, x_TD = self.attend(h_TD, table, tokens)
+        if self.dense is not None:
+            return h_TD + self.dense(x_TD), None
+        assert self.moe is not None
+        part_TD, tokens = self.to_experts(x_TD, tokens)
+        y_TD, report = self.moe.run(part_TD, tokens)
+        return h_TD + self.from_experts(y_TD, len(x_TD)), report
+
+    def attend(
+        self, h_TD: torch.Tensor, table: torch.Tensor, tokens: Tokens
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the residual stream behind attention, what the feed-forward block reads of it)."""
+        h_TD = h_TD + self.attention(self.attention_norm(h_TD), table, tokens)
+        return h_TD, self.mlp_norm(h_TD)
+
+    def to_experts(self, x_TD: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, Tokens]:
+        """From tokens as linears hold them to those this rank's MoE layer takes, and where they lie."""
+        moe, tp = self.moe, self.tp
+        assert moe is not None
+        if moe.sharded:
+            there: tuple[MoveKind, MoveKind] = (
+                ("gather", "sum_scatter") if tp.parts_tokens else ("same", "sum")
+            )
+            return move(x_TD, tp, *there, self._label), tokens
+        num_tokens = len(x_TD) * (tp.size if tp.parts_tokens else 1)
+        bounds = even_bounds(num_tokens, tp.size)
+        mine = replace(tokens, first=tokens.first + bounds[tp.index], group=moe.token_group)
+        if tp.parts_tokens:
+            return x_TD, mine
+        return move(x_TD, tp, "slice", "gather", self._label, bounds=bounds), mine
+
+    def from_experts(self, y_TD: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """And back; `num_tokens` as linears hold them."""
+        moe, tp = self.moe, self.tp
+        assert moe is not None
+        if moe.sharded:
+            back: tuple[MoveKind, MoveKind] = (
+                ("sum_scatter", "gather") if tp.parts_tokens else ("sum", "same")
+            )
+            return move(y_TD, tp, *back, self._label)
+        if tp.parts_tokens:
+            return y_TD
+        return move(y_TD, tp, "gather", "slice", self._label, bounds=even_bounds(num_tokens, tp.size))
+
+    @property
+    def _label(self) -> str:
+        return f"tokens of experts, layer {self.index}"

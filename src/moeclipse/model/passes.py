@@ -1,0 +1,317 @@
+"""A transformer layer in parts that a pipeline's schedule can place (`pipeline/stage`).
+
+    ATTN       h -> h', x          attention, and the norm in front of the feed-forward block
+    ROUTE      x -> scores         gate, and the exchange of sizes
+    SHARED     x -> y              shared experts
+    DISPATCH, MLP, COMBINE         `moe/passes`
+    output     h' + y
+
+ATTN, ROUTE and a dense MLP are segments of autograd with detached ends; experts know their own backward.
+Losses of the router are computed where they are needed, in ROUTE_B, so nobody waits for the sum of loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from moeclipse.comm.flight.exchange import RankSum
+from moeclipse.comm.flight.execute import Transfer
+from moeclipse.model.config import ModelConfig
+from moeclipse.model.layer import Layer
+from moeclipse.moe.config import MoEConfig
+from moeclipse.moe.layer import MoE, MoEReport
+from moeclipse.moe.passes import RoutedPass
+from moeclipse.moe.routing import Routing
+from moeclipse.moe.schedule import Loads
+from moeclipse.moe.structure import Structure
+from moeclipse.moe.tokens import Tokens
+from moeclipse.pipeline.backward import Segment
+from moeclipse.pipeline.stage import LayerPass, Where
+from moeclipse.schedule.shape import Layer as LayerShape
+from moeclipse.tensor.weight_grad import deliver
+
+
+class MicrobatchLoads:
+    """The loads of one microbatch, layer by layer: balance is over all of it, also where it is cut."""
+
+    def __init__(self, chunks: int) -> None:
+        self.chunks = chunks
+        self._routings: dict[int, list[Routing]] = {}
+        self._sums: dict[int, RankSum] = {}
+
+    def add(self, moe: MoE, routing: Routing, tokens: Tokens) -> None:
+        """Once all chunks have routed, their sum over ranks is on its way."""
+        found = self._routings.setdefault(moe.layer, [])
+        found.append(routing)
+        if len(found) == self.chunks:
+            self._sums[moe.layer] = moe.sum_load(found, tokens)
+            del self._routings[moe.layer]
+
+    def of(self, moe: MoE) -> RankSum:
+        return self._sums[moe.layer]
+
+
+@dataclass(kw_only=True)
+class Microbatch:
+    """One chunk of a microbatch as the model reads it, and what it says about it."""
+
+    ids_BS: torch.Tensor
+    targets_BS: torch.Tensor
+    table: torch.Tensor
+    """Rotary positions."""
+    tokens: Tokens
+    rows: int
+    """Rows of activations of this rank."""
+    loads: MicrobatchLoads
+    aux_scale: torch.Tensor
+    """What the router's losses count for."""
+    loss_sum: torch.Tensor | None = None
+    reports: list[MoEReport] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelStage:
+    """A piece of the model, as `pipeline/stage` wants it."""
+
+    layers: Sequence[LayerParts]
+    embed: Callable[[Microbatch], torch.Tensor] | None
+    head: Callable[[torch.Tensor, Microbatch], torch.Tensor] | None
+
+
+def layer_shapes(config: ModelConfig, moe: MoEConfig) -> list[LayerShape]:
+    """All layers of a model as a schedule sees them."""
+    return [
+        LayerShape(moe=index >= config.num_dense_layers, shared=moe.num_shared_experts > 0)
+        for index in range(config.num_layers)
+    ]
+
+
+class DensePass:
+    """Attention and a feed-forward block without experts."""
+
+    def __init__(
+        self, layer: Layer, h_TD: torch.Tensor, microbatch: Microbatch, where: Where, shape: LayerShape
+    ) -> None:
+        self.layer, self.microbatch, self.where, self.again = layer, microbatch, where, shape.recomputed
+        self._h_TD: torch.Tensor | None = h_TD
+        self._out: torch.Tensor | None = None
+        self._d_out: torch.Tensor | None = None
+        self._d_h: torch.Tensor | None = None
+        self._d_x: torch.Tensor | None = None
+
+    def run(self, part: str, form: str) -> Transfer | None:
+        transfer: Transfer | None = getattr(self, f"{part.lower()}_{form.lower()}")()
+        return transfer
+
+    def take_gradient(self, d_out: torch.Tensor) -> None:
+        self._d_out = d_out
+
+    def gradient(self) -> torch.Tensor | None:
+        d_h, self._d_h = self._d_h, None
+        return d_h
+
+    def _segment(self, part: str, function: Any, inputs: Sequence[torch.Tensor]) -> Segment:
+        return Segment(function, inputs, self.where.deferral(part), again=part in self.again)
+
+    # attention
+
+    def attn_f(self) -> None:
+        assert self._h_TD is not None
+        self.attn = self._segment("ATTN", self._attend, [self._h_TD])
+        self._h_TD = None
+
+    def _attend(self, h_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.layer.attend(h_TD, self.microbatch.table, self.microbatch.tokens)
+
+    def attn_r(self) -> None:
+        self.attn.recompute()
+
+    def attn_b(self) -> None:
+        (self._d_h,) = self.attn.backward([self._d_out, self._d_x])
+        self._d_out = self._d_x = self._out = None
+
+    def attn_w(self) -> None:
+        self.attn.weights()
+
+    # the feed-forward block
+
+    def mlp_f(self) -> None:
+        dense = self.layer.dense
+        self.mlp = self._segment("MLP", lambda x: (dense(x),), [self.attn.outputs[1]])  # type: ignore[misc]
+
+    def output(self) -> torch.Tensor:
+        if self._out is None:
+            self._out = self.attn.outputs[0] + self._block_output()
+            self._forget()
+        return self._out
+
+    def _block_output(self) -> torch.Tensor:
+        return self.mlp.outputs[0]
+
+    def _forget(self) -> None:
+        """What is recomputed need not be kept."""
+        if "ATTN" in self.again:
+            self.attn.outputs = ()
+
+    def mlp_r(self) -> None:
+        self.mlp.recompute()
+
+    def mlp_b(self) -> None:
+        (self._d_x,) = self.mlp.backward([self._d_out])
+
+    def mlp_w(self) -> None:
+        self.mlp.weights()
+
+
+class MoEPass(DensePass):
+    """Attention and a Mixture of Experts."""
+
+    tokens: Tokens
+    routed: RoutedPass
+    _d_y: torch.Tensor | None = None
+    _shared_TD: torch.Tensor | None = None
+
+    @property
+    def moe(self) -> MoE:
+        assert self.layer.moe is not None
+        return self.layer.moe
+
+    def _attend(self, h_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h_TD, x_TD = self.layer.attend(h_TD, self.microbatch.table, self.microbatch.tokens)
+        self.num_tokens = len(x_TD)
+        x_TD, self.tokens = self.layer.to_experts(x_TD, self.microbatch.tokens)
+        return h_TD, x_TD
+
+    # the gate
+
+    def route_f(self) -> None:
+        x_TD, moe, loads = self.attn.outputs[1], self.moe, self.microbatch.loads
+        self.route = self._segment("ROUTE", self._choose, [x_TD])
+        loads.add(moe, self.routing, self.tokens)
+        known = Loads(loads.of(moe), self.tokens.group) if loads.chunks == 1 else None
+        self.call = moe.prepare(self.routing, Structure(), (x_TD,), self.tokens, known)
+
+    def _choose(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.routing = self.moe.gate(x_TD, self.tokens)
+        return (self.routing.scores_TK,)
+
+    def route_r(self) -> None:
+        self.route.recompute()
+
+    def route_b(self) -> None:
+        (d_rows,), d_scores_TK = self.routed.input_grads()
+        with torch.enable_grad():
+            report = self.moe.report(self.routing, self.microbatch.loads.of(self.moe), self.tokens)
+        (d_gate,) = self.route.backward([d_scores_TK], more=[(report.aux_loss, self.microbatch.aux_scale)])
+        report = MoEReport(
+            aux_loss=report.aux_loss.detach(), load_E=report.load_E, num_dropped=report.num_dropped
+        )
+        self.microbatch.reports.append(report)
+        assert d_rows is not None
+        self._d_x = d_rows if d_gate is None else d_rows + d_gate
+        del self.routing
+
+    def route_w(self) -> None:
+        """The gate's products are small: autograd has done them in B."""
+
+    # shared experts
+
+    def shared_f(self) -> None:
+        x_TD, shared = self.attn.outputs[1], self.moe.shared
+        assert shared is not None
+        self._shared_TD, self._shared_saved = shared.forward(x_TD, [len(x_TD)])
+        if "SHARED" in self.again:
+            self._shared_saved = None  # type: ignore[assignment]
+
+    def shared_r(self) -> None:
+        x_TD, shared = self.attn.outputs[1], self.moe.shared
+        assert shared is not None
+        _, self._shared_saved = shared.forward(x_TD, [len(x_TD)])
+
+    def shared_b(self) -> None:
+        shared = self.moe.shared
+        assert shared is not None
+        self._shared_d_x, self._shared_pending = shared.dgrad(self._gradient_of_block(), self._shared_saved)
+        del self._shared_saved
+
+    def shared_w(self) -> None:
+        shared = self.moe.shared
+        assert shared is not None
+        for parameter, grad in zip(shared.weights, shared.wgrad([self._shared_pending]), strict=True):
+            deliver(parameter, grad)
+        del self._shared_pending
+
+    # routed experts
+
+    def dispatch_f(self) -> Transfer:
+        self.routed = RoutedPass(self.call, self.route.outputs[0], (self.attn.outputs[1],))
+        return self.routed.dispatch()
+
+    def mlp_f(self) -> None:
+        self.routed.compute()
+
+    def combine_f(self) -> Transfer:
+        return self.routed.combine()
+
+    def _block_output(self) -> torch.Tensor:
+        again = "MLP" in self.again
+        y_TD = self.routed.output(again, keep_rows=again and "DISPATCH" not in self.again)
+        if self._shared_TD is not None:
+            y_TD = y_TD + self._shared_TD
+            self._shared_TD = None
+        self._leave = Segment(lambda y: (self.layer.from_experts(y, self.num_tokens),), [y_TD])
+        return self._leave.outputs[0]
+
+    def dispatch_r(self) -> Transfer:
+        return self.routed.dispatch_again((self.attn.outputs[1],))
+
+    def mlp_r(self) -> None:
+        self.routed.compute_again()
+
+    def _gradient_of_block(self) -> torch.Tensor:
+        """That of the experts' sum; under tp it is moved once."""
+        if self._d_y is None:
+            (self._d_y,) = self._leave.backward([self._d_out])
+            assert self._d_y is not None
+            self._d_y = self._d_y.contiguous()
+        return self._d_y
+
+    def combine_b(self) -> Transfer:
+        return self.routed.combine_back(self._gradient_of_block())
+
+    def mlp_b(self) -> None:
+        self.routed.compute_back()
+
+    def dispatch_b(self) -> Transfer:
+        return self.routed.dispatch_back()
+
+    def mlp_w(self) -> None:
+        self.routed.weights()
+
+    def attn_b(self) -> None:
+        if self.moe.shared is not None:
+            assert self._d_x is not None
+            self._d_x = self._d_x + self._shared_d_x
+            del self._shared_d_x
+        self._d_y = None
+        super().attn_b()
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """A layer that offers its parts, as `pipeline/stage` wants it."""
+
+    layer: Layer
+
+    def describe(self) -> LayerShape:
+        """The layer as a schedule sees it."""
+        moe = self.layer.moe
+        return LayerShape(moe=moe is not None, shared=moe is not None and moe.shared is not None)
+
+    def begin(self, h_TD: torch.Tensor, microbatch: Microbatch, where: Where, shape: LayerShape) -> LayerPass:
+        kind = DensePass if self.layer.moe is None else MoEPass
+        return kind(self.layer, h_TD, microbatch, where, shape)
