@@ -21,7 +21,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import from_table, with_values
 from moeclipse.core.errors import CheckpointError
 from moeclipse.core.toml import parse_toml
-from moeclipse.testing.run_ranks import run_ranks
+from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
@@ -53,14 +53,19 @@ def check_tensors(path: Path) -> None:
         assert abs((found * weights).sum() / weights.norm() - ramp) <= BOUND * norm, name
 
 
+def trained(_mesh: Mesh, config: TrainConfig) -> str:
+    checkpoint: str = train(config, resume="auto")["checkpoint"]
+    return checkpoint
+
+
 def test_the_run_goes_on(old: Path) -> None:
     config = with_values(load(old / "config.toml"), {"run.steps": 4})
-    summary = train(config, resume="auto")
+    checkpoint = run_alone(trained, config)
     lines = [json.loads(line) for line in (old / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert [line["loss"] for line in lines] == pytest.approx(EXPECTED["losses"], rel=BOUND)
     assert [line["grad_norm"] for line in lines] == pytest.approx(EXPECTED["grad_norms"], rel=BOUND)
-    assert summary["checkpoint"] == "old/checkpoints/step-00000004"
+    assert checkpoint == "old/checkpoints/step-00000004"
     check_tensors(old / "checkpoints" / "step-00000004")
 
 
