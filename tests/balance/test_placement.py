@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import placements
 
-from moeclipse.balance.placement import EMPTY, Placement, even_bounds, primary_bounds
+from moeclipse.balance.placement import EMPTY, Placement, primary_bounds
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.shares import even_bounds
 
 SEED = [[0, 3], [1, 2], [1, 2], [0, 3]]
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_layer import GATES, compare, gradients, make, parity, run
 
-from moeclipse.balance.placement import even_bounds
 from moeclipse.comm.mesh import Mesh
+from moeclipse.core.shares import even_bounds
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.dispatch import chunk_of, concatenated
 from moeclipse.tensor.weight_grad import attach

@@ -25,16 +25,11 @@ from typing import Any
 import numpy as np
 
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.shares import even_bounds
 
 EMPTY = -1
 LISTED = 8
 """So many experts that no rank holds are named."""
-
-
-def even_bounds(total: int, parts: int) -> list[int]:
-    """Cut `total` into `parts` contiguous shares that differ by at most one; the first are larger."""
-    share, more = divmod(total, parts)
-    return [part * share + min(part, more) for part in range(parts + 1)]
 
 
 def primary_bounds(num_experts: int, num_replicas: int, first: int) -> list[int]:
@@ -211,12 +206,6 @@ class Placement:
             table[rank, : len(row)] = row
         table.setflags(write=False)
         return table
-
-    @cached_property
-    def primary_E(self) -> np.ndarray:  # noqa: N802
-        primary = np.array(self.primary, dtype=np.int64)
-        primary.setflags(write=False)
-        return primary
 
     @cached_property
     def holds_EP(self) -> np.ndarray:  # noqa: N802

@@ -20,6 +20,7 @@ from moeclipse.model.blocks import Linear, RMSNorm, Settings
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.memory import LayerMemory, Past
 from moeclipse.moe.tokens import Tokens
+from moeclipse.ops.precision import wide_of
 from moeclipse.tensor.linear import column_linear
 from moeclipse.tensor.parallel import move
 
@@ -34,7 +35,7 @@ def rope_table(seq_len: int, width: int, base: float, device: torch.device, firs
 
 def rotate(x_BHSd: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Turn each (first half, second half) pair of components by its position's angle."""
-    wide = torch.float64 if x_BHSd.dtype == torch.float64 else torch.float32
+    wide = wide_of(x_BHSd.dtype)
     cos, sin = table.to(wide)
     first, second = x_BHSd.to(wide).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BHSd.dtype)

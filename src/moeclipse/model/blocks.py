@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from moeclipse.ops.precision import wide_of
 from moeclipse.ops.random import fill_normal, key_of
 from moeclipse.tensor.cut import mark
 from moeclipse.tensor.linear import ColumnParallelLinear, RowParallelLinear, column_linear
@@ -95,7 +96,7 @@ class RMSNorm(nn.Module):
         mark(self.weight, settings.tp.whole_share)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+        wide = x.to(wide_of(x.dtype))
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (wide * scale).to(x.dtype) * self.weight
 

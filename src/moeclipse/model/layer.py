@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from moeclipse.balance.placement import Placement, even_bounds
+from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
+from moeclipse.core.shares import even_bounds
 from moeclipse.model.attention import GroupedQueryAttention, LatentAttention
 from moeclipse.model.blocks import DenseMLP, RMSNorm, Settings
 from moeclipse.model.config import ModelConfig

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from moeclipse.balance.placement import even_bounds
+from moeclipse.core.shares import even_bounds
 from moeclipse.tensor.parallel import TensorParallel
 
 Place = tuple[int, int]

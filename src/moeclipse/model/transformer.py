@@ -29,10 +29,10 @@ from moeclipse.model.config import ModelConfig
 from moeclipse.model.layer import Layer
 from moeclipse.model.passes import LayerParts, Microbatch, MicrobatchLoads, ModelStage
 from moeclipse.moe.config import GateConfig, MoEConfig
-from moeclipse.moe.gates import math_dtype
 from moeclipse.moe.layer import MoEReport
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.activation import hidden_width
+from moeclipse.ops.precision import wide_of
 from moeclipse.ops.random import key_of
 from moeclipse.tensor.cut import Cut, mark
 from moeclipse.tensor.linear import ColumnParallelLinear, column_linear
@@ -164,7 +164,7 @@ class Transformer(nn.Module):
             tokens=replace(tokens, group=self.mesh.data),
             rows=ids_BS.numel() // (self.tp.size if self.tp.parts_tokens else 1),
             loads=loads,
-            aux_scale=torch.tensor(aux_scale, dtype=math_dtype(self.dtype), device=self.mesh.device),
+            aux_scale=torch.tensor(aux_scale, dtype=wide_of(self.dtype), device=self.mesh.device),
         )
 
     def stage(self, layers: Sequence[int]) -> ModelStage:

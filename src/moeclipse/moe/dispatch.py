@@ -29,13 +29,14 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from moeclipse.balance.placement import Placement, even_bounds
+from moeclipse.balance.placement import Placement
 from moeclipse.balance.quota import QuotaOrder
 from moeclipse.balance.split import ReplicaTable
 from moeclipse.comm.flight.exchange import Result, gather
 from moeclipse.comm.flight.lane import Lane
 from moeclipse.comm.group import Group
 from moeclipse.comm.wires.transport import TorchTransport, Transport
+from moeclipse.core.shares import even_bounds
 from moeclipse.ops.combine import sum_rows
 from moeclipse.schedule.shape import ExchangeShape
 

@@ -27,6 +27,7 @@ from moeclipse.moe.dynamic_gates import DynamicChoice, renormalise_used
 from moeclipse.moe.routing import Routing
 from moeclipse.moe.tokens import Tokens
 from moeclipse.moe.topology import limit_leaving
+from moeclipse.ops.precision import wide_of
 from moeclipse.ops.random import fill_normal, key_of, normal, uniform
 
 
@@ -55,13 +56,13 @@ class Gate(nn.Module):
         if config.kind == "noisy":
             self.noise_weight = nn.Parameter(torch.zeros_like(self.weight))
         self.register_buffer(
-            "bias_E", torch.zeros(num_experts, device=device, dtype=math_dtype(self.weight.dtype))
+            "bias_E", torch.zeros(num_experts, device=device, dtype=wide_of(self.weight.dtype))
         )
         self.register_buffer("near_E", None, persistent=False)
         self.dynamic = DynamicChoice(config, device) if config.choose != "top_k" else None
 
     def forward(self, x_TD: torch.Tensor, tokens: Tokens) -> Routing:
-        dtype = math_dtype(x_TD.dtype)
+        dtype = wide_of(x_TD.dtype)
         x_TD = x_TD.to(dtype)
         logits_TE = F.linear(x_TD, self.weight.to(dtype))
         probs_TE = torch.sigmoid(logits_TE) if self.config.kind == "sigmoid" else logits_TE.softmax(-1)
@@ -163,10 +164,6 @@ class Gate(nn.Module):
             self.bias_E += self.config.bias_rate * torch.sign(load_E.mean() - load_E)
         if self.dynamic is not None and global_seen_3 is not None:
             self.dynamic.adapt(global_seen_3)
-
-
-def math_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def renormalise(scores_TK: torch.Tensor) -> torch.Tensor:

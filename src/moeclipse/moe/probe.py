@@ -22,7 +22,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.cost.exchange import ExchangeCosts
 from moeclipse.moe.dispatch import Route
 from moeclipse.moe.experts import Experts
-from moeclipse.tensor.weight_grad import main_grad_dtype
+from moeclipse.ops.precision import wide_of
 
 REPEATS = 5
 ROWS = {"cpu": (4, 96), "cuda": (64, 2048)}
@@ -108,7 +108,7 @@ def measure(experts: Experts, route: Route, mesh: Mesh) -> Probe:
         shared_wire=route.group.size > 2 and link > 2 * bandwidth,
         row_bytes=row_bytes,
         parameter_bytes=parameters * weight.element_size(),
-        gradient_bytes=parameters * main_grad_dtype(weight.dtype).itemsize,
+        gradient_bytes=parameters * wide_of(weight.dtype).itemsize,
         num_ranks=route.group.size,
     )
 
@@ -133,7 +133,7 @@ def _expert_seconds(experts: Experts, rows: int, mesh: Mesh) -> tuple[float, flo
     weight = experts.up
     x = weight.new_ones(rows * len(experts.ids), weight.shape[2])
     counts = [rows] * len(experts.ids)
-    sums = [torch.zeros_like(p, dtype=main_grad_dtype(p.dtype)) for p in (experts.up, experts.down)]
+    sums = [torch.zeros_like(p, dtype=wide_of(p.dtype)) for p in (experts.up, experts.down)]
     with torch.no_grad():
         y, saved = experts.forward(x, counts)
         tell(mesh, [])

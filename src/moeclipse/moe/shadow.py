@@ -22,7 +22,7 @@ from moeclipse.comm.flight.exchange import Result
 from moeclipse.comm.wires.transport import Transport
 from moeclipse.moe.structure import Structure
 from moeclipse.ops.combine import sum_rows
-from moeclipse.tensor.weight_grad import main_grad_dtype
+from moeclipse.ops.precision import wide_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ class Shadowed:
 
     def wgrad(self) -> None:
         weights = self.weights.get()
-        self.grads = torch.zeros_like(weights, dtype=main_grad_dtype(weights.dtype))
+        self.grads = torch.zeros_like(weights, dtype=wide_of(weights.dtype))
         self.experts.lent_wgrad(self.pending, self.grads)
 
     def return_grads(self) -> Result:

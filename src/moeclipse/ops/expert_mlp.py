@@ -22,6 +22,7 @@ import torch
 from moeclipse.ops.activation import GATED, Activation, activate, activate_backward
 from moeclipse.ops.bias import add_bias, bias_dots
 from moeclipse.ops.grouped_gemm import grouped_mm_reference
+from moeclipse.ops.precision import wide_of
 from moeclipse.ops.routing_metadata import ROW_TILE, Grouping
 from moeclipse.ops.tuning import Tile, delay, device_fits, num_programs, tile_for
 
@@ -60,7 +61,7 @@ def d_hidden_reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows = dy if index_M is None else dy[index_M.long()]
     d_a = _products(rows, down_EDF, grouping)
-    wide = torch.promote_types(dy.dtype, torch.float32)
+    wide = wide_of(dy.dtype)
     scores, d_a = scores_M.to(wide)[:, None], d_a.to(wide)
     d_h, a = activate_backward(d_a * scores, h_MH.to(wide), activation)
     return d_h.to(dy.dtype), (a * scores).to(dy.dtype), (d_a * a).sum(1)

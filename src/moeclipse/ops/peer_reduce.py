@@ -21,12 +21,9 @@ from typing import Any
 import torch
 
 from moeclipse.core.errors import ConfigError
+from moeclipse.ops.precision import wide_of
 
 BLOCK = 1 << 14  # elements added at a time: operands and fp32 temporaries stay in the first caches
-
-
-def wide_of(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def part_bounds(length: int, num_ranks: int) -> list[int]:

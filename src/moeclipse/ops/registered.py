@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 
 from moeclipse.ops.activation import Activation
+from moeclipse.ops.precision import wide_of
 from moeclipse.ops.routed_passes import Weights, backward_pass, forward_pass
 from moeclipse.ops.routing_metadata import Grouping, group_rows, tile_capacity
 
@@ -73,7 +74,7 @@ def routed_experts(
 def _(x_TD: Tensor, scores_TK: Tensor, expert_ids_TK: Tensor, up_EHD: Tensor, *_rest: Any) -> Done:
     num_experts, H = up_EHD.shape[:2]
     num_rows, cuda = expert_ids_TK.numel(), x_TD.is_cuda
-    wide = torch.promote_types(scores_TK.dtype, torch.float32)
+    wide = wide_of(scores_TK.dtype)
 
     def table(*shape: Any) -> Tensor:
         return x_TD.new_empty(shape, dtype=torch.int32)

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from moeclipse.ops import registered
 from moeclipse.ops.activation import Activation, activate
+from moeclipse.ops.precision import wide_of
 from moeclipse.ops.routed_passes import Weights, backward_pass, forward_pass
 from moeclipse.ops.routing_metadata import Grouping, group_rows
 
@@ -37,7 +38,7 @@ def routed_experts_reference(
     activation: Activation = "swiglu",
 ) -> torch.Tensor:
     """One expert after the other; autograd does the rest."""
-    out = torch.zeros_like(x_TD, dtype=torch.promote_types(x_TD.dtype, torch.float32))
+    out = torch.zeros_like(x_TD, dtype=wide_of(x_TD.dtype))
     for expert, (up_HD, down_DF) in enumerate(zip(up_EHD, down_EDF, strict=True)):
         token, choice = (expert_ids_TK == expert).nonzero(as_tuple=True)
         h = x_TD[token] @ up_HD.t()

@@ -19,6 +19,7 @@ from moeclipse.ops import expert_mlp
 from moeclipse.ops.activation import Activation
 from moeclipse.ops.bias import group_sum
 from moeclipse.ops.combine import gather_sum
+from moeclipse.ops.precision import wide_of
 from moeclipse.ops.routing_metadata import Grouping
 from moeclipse.ops.wgrad import grouped_wgrad
 
@@ -55,7 +56,7 @@ def forward_pass(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out [T, D], h [M, H], the scores in row order)."""
     assert grouping.place_row_TK is not None
-    wide = torch.promote_types(scores_TK.dtype, torch.float32)
+    wide = wide_of(scores_TK.dtype)
     scores_M = scores_TK.flatten().to(wide)[grouping.row_place_M]
     h_MH, a_MF = expert_mlp.up(
         x_TD.contiguous(),

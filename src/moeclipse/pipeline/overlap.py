@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from moeclipse.balance.placement import even_bounds
 from moeclipse.core.errors import ConfigError, ScheduleError
+from moeclipse.core.shares import even_bounds
 from moeclipse.pipeline.config import PipelineConfig
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import Verified, verify

@@ -23,7 +23,6 @@ COMPUTE, A2A, DP = "compute", "a2a", "dp"
 P2P = "p2p"
 """Its lanes are named p2p:source>destination: one per direction, so a receive never blocks a send."""
 
-BACKWARD = ("B", "I")
 LEAVES = ("F", "B", "I", "W")
 LAYER_PARTS = ("ATTN", "ROUTE", "SHARED", "DISPATCH", "MLP", "COMBINE", "HEAD")
 LAYER_FORMS = ("F", "B", "W", "R")

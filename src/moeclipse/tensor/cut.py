@@ -21,8 +21,8 @@ from typing import Literal
 
 import torch
 
-from moeclipse.balance.placement import even_bounds
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.shares import even_bounds
 from moeclipse.ops.random import CHUNK, normal
 
 Share = Literal["cut", "sum", "same"]

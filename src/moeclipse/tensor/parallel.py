@@ -31,13 +31,13 @@ from typing import Any, Literal
 import torch
 from torch.autograd.function import once_differentiable
 
-from moeclipse.balance.placement import even_bounds
 from moeclipse.comm.flight.exchange import RankSum, Result
 from moeclipse.comm.flight.lane import Lane
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce.collectives import Collectives, PeerUse, collectives
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.shares import even_bounds
 from moeclipse.tensor.weight_grad import WeightGrads
 
 MoveKind = Literal["same", "sum", "gather", "sum_scatter", "slice", "gather_columns", "slice_columns"]

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from moeclipse.ops.precision import wide_of
 from moeclipse.tensor.cut import Cut
 from moeclipse.tensor.parallel import TensorParallel
 from moeclipse.tensor.weight_grad import accumulator
@@ -114,4 +115,4 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _wide(logits_TV: torch.Tensor) -> torch.Tensor:
-    return logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    return logits_TV.to(wide_of(logits_TV.dtype))

@@ -41,11 +41,6 @@ Grads = tuple[Grad, ...]
 Work = Callable[[], Sequence[Grad]]
 
 
-def main_grad_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Gradients sum in fp32, or in fp64 for fp64 models."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 class Accumulation:
     """Where one parameter's gradients go, and who waits for them."""
 

@@ -33,8 +33,9 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce.collectives import SMALL_BYTES, PeerUse, collectives
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.standalone import moe_layers
+from moeclipse.ops.precision import wide_of
 from moeclipse.tensor.cut import Cut, Share, cut_of, share_of
-from moeclipse.tensor.weight_grad import Accumulation, attach, main_grad_dtype
+from moeclipse.tensor.weight_grad import Accumulation, attach
 from moeclipse.train.slabs import Slab
 
 
@@ -91,7 +92,7 @@ class Bucket:
         self.wire = collectives(mesh, content.group, mesh.grads, peer, max_bytes=SMALL_BYTES)
         first = content.parameters[0]
         self.params = torch.zeros(self.bounds[-1], dtype=first.dtype, device=first.device)
-        self.grads = torch.zeros(self.bounds[-1], dtype=main_grad_dtype(first.dtype), device=first.device)
+        self.grads = torch.zeros(self.bounds[-1], dtype=wide_of(first.dtype), device=first.device)
         self.parameters = content.parameters
         self.missing: set[int] = set()
         self._sum: Result | RankSum | None = None
@@ -247,7 +248,7 @@ def logical_bytes(parameter: nn.Parameter) -> int:
     """Of the whole gradient: parts may differ from rank to rank, but buckets must end at the same place."""
     cut = cut_of(parameter)
     numel = parameter.numel() if cut is None else math.prod(cut.shape)
-    return numel * main_grad_dtype(parameter.dtype).itemsize
+    return numel * wide_of(parameter.dtype).itemsize
 
 
 def dense_content(

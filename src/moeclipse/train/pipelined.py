@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import torch
 
-from moeclipse.balance.placement import even_bounds
 from moeclipse.comm.flight.exchange import total
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
+from moeclipse.core.shares import even_bounds
 from moeclipse.model.passes import Microbatch, MicrobatchLoads, layer_shapes
 from moeclipse.model.transformer import Transformer
-from moeclipse.moe.gates import math_dtype
 from moeclipse.moe.tokens import Tokens
+from moeclipse.ops.precision import wide_of
 from moeclipse.pipeline.overlap import Layout, make_program
 from moeclipse.pipeline.runtime import Runtime
 from moeclipse.train.config import TrainConfig, needs_whole_microbatches
@@ -84,7 +84,7 @@ class Pipelined:
                     fed[m, number] = self._chunk(batch, step, m, number, loads[m], loss_scale)
             return fed[m, chunk]
 
-        dtype = math_dtype(self.model.dtype)
+        dtype = wide_of(self.model.dtype)
         tokens = self.config.data.batch_size * self.config.data.seq_len
         self.runtime.step(feed, torch.tensor(loss_scale / tokens, dtype=dtype, device=mesh.device))
         self._add_other_end()

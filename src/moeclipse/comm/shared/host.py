@@ -118,10 +118,6 @@ class PeerMemory:
         """Where in the segment the words begin, a line each."""
         return LINE
 
-    @property
-    def closed(self) -> bool:
-        return self._bytes is None
-
     def close(self) -> None:
         """Let go; may be called twice. The memory is free when the last view and the last rank let go."""
         self._bytes = None

@@ -8,12 +8,6 @@ import triton.language as tl
 
 
 @triton.jit
-def is_gated(ACT: tl.constexpr):
-    """swiglu and geglu multiply f(gate) by the up-projection; relu2 and gelu have no gate."""
-    return ACT == "swiglu" or ACT == "geglu"
-
-
-@triton.jit
 def value_of(x, ACT: tl.constexpr):
     """relu2: 3 -> 9, -3 -> 0."""
     if ACT == "swiglu":
