@@ -8,7 +8,6 @@ at the same place.
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
-from moeclipse.train.slabs import Slab
+from pieces import Pieces, gradient_pieces, join
 
 STEPS, SAVED_AFTER = 3, 2
 BOUND = 1e-12
@@ -32,8 +31,6 @@ LATER_BOUND = 1e-10
 """Behind the first update: Adam divides by roots of gradients, and some are nothing but rounding."""
 LOW_BOUNDS = {"float32": 2e-3, "bfloat16": 0.2, "float16": 0.2}
 """Of the norm of what differs, in the first step alone: then tokens begin to choose other experts."""
-Pieces = list[tuple[str, int, list[int], torch.Tensor]]
-
 SLOW_EXPERTS = Probe(
     link=1e9,
     row_forward=1e-2,
@@ -56,12 +53,7 @@ def watch_gradients(learner: Learner) -> list[Pieces]:
     sum_of_squares = learner.optim.sum_of_squares
 
     def look(shards: list[torch.Tensor]) -> torch.Tensor:
-        pieces: Pieces = []
-        for bucket, shard in zip(learner.buckets, shards, strict=True):
-            for segment in bucket.segments():
-                values = shard[segment.place : segment.place + segment.length].clone()
-                pieces.append((segment.entry.name, segment.start, list(segment.entry.shape), values))
-        seen.append(pieces)
+        seen.append(gradient_pieces(learner, shards))
         return sum_of_squares(shards)
 
     learner.optim.sum_of_squares = look  # type: ignore[method-assign]
@@ -131,30 +123,6 @@ def steps_of(results: list[dict[str, Any]]) -> list[list[Any]]:
 
 def counted(results: list[dict[str, Any]], what: str) -> int:
     return max(result[what] for result in results)
-
-
-def join(pieces: list[Pieces]) -> dict[str, torch.Tensor]:
-    """Logical tensors, after checking that every element was handed in exactly once."""
-    parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
-    shapes: dict[str, list[int]] = {}
-    for name, start, shape, values in itertools.chain(*pieces):
-        parts.setdefault(name, []).append((start, values))
-        shapes[name] = shape
-    stored = {}
-    for name, found in parts.items():
-        found.sort(key=lambda item: item[0])
-        lengths = [values.numel() for _, values in found]
-        starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        assert [start for start, _ in found] == starts, f"{name} is not covered exactly once"
-        stored[name] = torch.cat([values for _, values in found]).view(shapes[name])
-    joined = {name: value for name, value in stored.items() if Slab.parse(name) is None}
-    slabs = sorted(
-        ((slab, value) for name, value in stored.items() if (slab := Slab.parse(name))), key=lambda p: p[0]
-    )
-    for name, columns in itertools.groupby(slabs, key=lambda item: item[0].name):
-        assert name not in joined
-        joined[name] = torch.cat([value for _, value in columns], dim=-1)
-    return joined
 
 
 def compare(case: Case, corpus: str, folder: Path) -> dict[str, Any]:

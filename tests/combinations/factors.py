@@ -97,6 +97,7 @@ PLANNED: dict[str, Any] = {
 
 
 def expert_ranks(layout: Layout, row: Row) -> int:
+    """Ranks that share the experts of a layer."""
     return layout.ep * (1 if row["expert_tp"] == "sharded" else layout.tp)
 
 
@@ -279,12 +280,6 @@ class Setting:
     layout: Layout
     hosts: tuple[int, ...]
     values: Mapping[str, Any]
-
-    @property
-    def expert_ranks(self) -> int:
-        """Ranks that share the experts of a layer."""
-        sharded = self.values.get("moe.expert_tp") == "sharded"
-        return self.layout.ep * (1 if sharded else self.layout.tp)
 
     def config(self, corpus: str) -> TrainConfig:
         return with_values(TrainConfig(), {**self.values, "data.files": (corpus,)})

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from bed import compare
 from cover import Item, all_of, combined, covered, read_cases, read_refused
-from factors import FACTORS, Case, usual_row
+from factors import FACTORS, Case, expert_ranks, usual_row
 
 CASES = read_cases()
 EXACT = [case for case in CASES if case.dtype == "float64"]
@@ -62,7 +62,7 @@ def plans(case: Case) -> bool:
 
 def lends(case: Case) -> bool:
     """Whether costs and tokens are such that the policy lends in any case."""
-    several = case.setting.expert_ranks > 1
+    several = expert_ranks(case.setting.layout, case.row) > 1
     return several and case.row["shadow"] == "auto" and case.row["tokens"] in ("many", "uneven")
 
 

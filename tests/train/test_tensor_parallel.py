@@ -18,7 +18,7 @@ from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank, Piece, save
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
-from moeclipse.train.slabs import Slab
+from pieces import Pieces, join, reduced
 
 BOUND = 1e-12
 SMALL: dict[str, Any] = {
@@ -78,42 +78,6 @@ def configure(corpus: str, *changes: dict[str, Any]) -> TrainConfig:
     for change in changes:
         values |= change
     return with_values(TrainConfig(), values)
-
-
-Pieces = list[tuple[str, int, list[int], torch.Tensor]]
-
-
-def reduced(learner: Learner) -> Pieces:
-    """This rank's shards of the summed gradient: (name, first element, shape, flat values)."""
-    pieces: Pieces = []
-    for bucket in learner.buckets:
-        shard = bucket.reduced()
-        for segment in bucket.segments():
-            values = shard[segment.place : segment.place + segment.length].to("cpu", copy=True)
-            pieces.append((segment.entry.name, segment.start, list(segment.entry.shape), values))
-    return pieces
-
-
-def join(results: list[Pieces]) -> dict[str, torch.Tensor]:
-    """Logical tensors, after checking that every element was handed in exactly once."""
-    parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
-    shapes: dict[str, list[int]] = {}
-    for name, start, shape, values in itertools.chain(*results):
-        parts.setdefault(name, []).append((start, values))
-        shapes[name] = shape
-    stored = {}
-    for name, found in parts.items():
-        found.sort(key=lambda item: item[0])
-        lengths = [values.numel() for _, values in found]
-        starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        assert [start for start, _ in found] == starts, f"{name} is not covered exactly once"
-        stored[name] = torch.cat([values for _, values in found]).view(shapes[name])
-    joined = {name: value for name, value in stored.items() if Slab.parse(name) is None}
-    slabs = sorted((slab, value) for name, value in stored.items() if (slab := Slab.parse(name)))
-    for name, columns in itertools.groupby(slabs, key=lambda item: item[0].name):
-        assert name not in joined
-        joined[name] = torch.cat([value for _, value in columns], dim=-1)
-    return joined
 
 
 def gradients(mesh: Mesh, configs: list[TrainConfig]) -> list[tuple[Pieces, float]]:
