@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from test_learner import BOUND, LATENT, SMALL, save_after
+from test_tensor_parallel import Pieces, join, reduced
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import validate, with_values
@@ -20,7 +21,6 @@ from moeclipse.train import memory_state
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
-from pieces import Pieces, join, reduced
 
 MEMORY: dict[str, Any] = {"model.memory": 8, "data.order": "stream", "moe.num_shared_experts": 0}
 MODELS: dict[str, dict[str, Any]] = {

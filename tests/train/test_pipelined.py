@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_learner import LATENT, configure
+from test_tensor_parallel import Pieces, join, reduced
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.testing.compare import difference
@@ -16,7 +17,6 @@ from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
-from pieces import Pieces, join, reduced
 
 BOUND = 1e-12
 MODELS: dict[str, dict[str, Any]] = {
