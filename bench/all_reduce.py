@@ -48,11 +48,11 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce.all_reduce import PeerAllReduce
 from moeclipse.comm.reduce.table import (
     DEFAULT_FILE,
-    Choice,
-    default_choice,
+    Algorithm,
+    default_algorithm,
     key_of,
     table_lines,
-    write_choice,
+    write_algorithm,
 )
 from moeclipse.comm.wires.host_ring import PeerExchange
 from moeclipse.testing.run_ranks import run_ranks
@@ -189,7 +189,7 @@ def on_cuda(mesh: Mesh, sizes: list[int], repeats: int) -> list[str]:
     torch.cuda.set_device(mesh.device)
     reduce = PeerAllReduce.open(mesh.world, mesh.watch, mesh.device, area_bytes=64 << 20)
     if mesh.rank == 0:
-        print(reduce.choice, flush=True)
+        print(reduce.algorithm, flush=True)
     why = reduce.should_use(torch.ones(1, device=mesh.device))
     assert why, why
     rows = []
@@ -256,7 +256,7 @@ def tuned(mesh: Mesh, sizes: list[int], repeats: int) -> list[str]:
     """The best chunk for large tensors, then the size from which two stages win and keep winning."""
     best: dict[int, dict[str, float]] = {}
     opened = {
-        chunk: PeerAllReduce.open(mesh.world, mesh.watch, choice=Choice(chunk_bytes=chunk))
+        chunk: PeerAllReduce.open(mesh.world, mesh.watch, choice=Algorithm(chunk_bytes=chunk))
         for chunk in CHUNKS
     }
     gate, token = opened[CHUNKS[0]], torch.zeros(1)
@@ -268,7 +268,7 @@ def tuned(mesh: Mesh, sizes: list[int], repeats: int) -> list[str]:
             for stages in (1, 2):
                 calls[f"{chunk} {stages}"] = partial(reduce.all_reduce, x, out=y, stages=stages)
         best[size] = measure(calls, lambda: gate.all_reduce(token), size, repeats)
-    # Every rank must come to the same choice, so rank 0's times count.
+    # Every rank must come to the same algorithm, so rank 0's times count.
     large = [size for size in sizes if size >= 1 << 20]
     cost = {c: sum(min(best[s][f"{c} 1"], best[s][f"{c} 2"]) / s for s in large) for c in CHUNKS}
     chunk = min(CHUNKS, key=cost.__getitem__)
@@ -310,16 +310,16 @@ def tune_device(rows: list[dict[str, Any]]) -> None:
             found[row["size"]] = one + row["one stage" + where], two + row["two stages" + where]
         return found
 
-    default = default_choice(name, ranks, True, shared)
+    default = default_algorithm(name, ranks, True, shared)
     there = {size: pair for size, pair in pairs(", graph").items() if size >= (default.in_place_from or 0)}
     start, until = span(there)
-    choice = replace(
+    algorithm = replace(
         default,
         two_stages_from=start,
         two_stages_until=until,
         copied_two_stages_from=border(pairs("")),
     )
-    write_choice(key_of(name, ranks, True, shared), choice)
+    write_algorithm(key_of(name, ranks, True, shared), algorithm)
 
 
 LIKE = {
@@ -376,7 +376,7 @@ def main() -> int:
     for ranks in args.ranks:
         if args.tune and args.device == "cpu":
             best = json.loads(run_ranks(ranks, tuned, SIZES, args.repeats, deadline_s=600)[0][0])
-            write_choice(key_of("cpu", ranks, True), Choice(**best))
+            write_algorithm(key_of("cpu", ranks, True), Algorithm(**best))
         if args.device == "cpu":
             found = run_ranks(ranks, on_cpu, sizes, args.repeats, args.pin, deadline_s=600)
         else:

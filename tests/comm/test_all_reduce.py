@@ -27,13 +27,13 @@ from test_host_memory import left_over
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce.all_reduce import PeerAllReduce
 from moeclipse.comm.reduce.table import (
-    Choice,
-    choice_for,
-    default_choice,
+    Algorithm,
+    algorithm_for,
+    default_algorithm,
     key_of,
     read_table,
     table_lines,
-    write_choice,
+    write_algorithm,
 )
 from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.ops.peer_reduce import (
@@ -54,7 +54,7 @@ SIZES = (1, 2, 3, 7, 403, 1000, 4097, 65537, 300001)
 
 
 def opened(mesh: Mesh, **options: Any) -> PeerAllReduce:
-    return PeerAllReduce.open(mesh.world, mesh.watch, **({"choice": Choice()} | options))
+    return PeerAllReduce.open(mesh.world, mesh.watch, **({"choice": Algorithm()} | options))
 
 
 def integers(mesh: Mesh, length: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
@@ -153,8 +153,8 @@ def test_reduce_scatter_and_all_gather_use_the_same_parts() -> None:
 
 def normed(mesh: Mesh, dtype: torch.dtype) -> float:
     worst = 0.0
-    for choice in (Choice(), Choice(two_stages_from=0)):
-        with opened(mesh, choice=choice, area_bytes=8192) as reduce:
+    for algorithm in (Algorithm(), Algorithm(two_stages_from=0)):
+        with opened(mesh, choice=algorithm, area_bytes=8192) as reduce:
             for T, D in ((1, 8), (37, 100), (0, 4)):
                 xs = [x.view(T, D) for x in integers(mesh, T * D, dtype, 5)]
                 residual = torch.randn(T, D, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -195,7 +195,7 @@ def test_strides_offsets_and_odd_shapes() -> None:
 
 
 def reasons(mesh: Mesh) -> None:
-    with opened(mesh, choice=Choice(max_bytes=100)) as reduce:
+    with opened(mesh, choice=Algorithm(max_bytes=100)) as reduce:
         assert reduce.should_use(torch.ones(25))
         large, whole = torch.ones(26), torch.ones(3, dtype=torch.int64)
         assert reduce.should_use(large).why == "104 bytes are more than 100, the most in the table"
@@ -307,7 +307,7 @@ def test_a_second_thread_gets_an_error_not_a_wrong_sum() -> None:
 def tables(mesh: Mesh, folder: str) -> list[int]:
     """Each rank reads another file; the first rank's counts."""
     file = Path(folder) / f"{mesh.rank}.json"
-    write_choice(key_of("cpu", 2, True), Choice(two_stages_from=100 * (1 - mesh.rank)), file)
+    write_algorithm(key_of("cpu", 2, True), Algorithm(two_stages_from=100 * (1 - mesh.rank)), file)
     with PeerAllReduce.open(mesh.world, mesh.watch, table=file) as reduce:
         return [reduce.num_stages(torch.ones(count)) for count in (24, 25)]
 
@@ -317,21 +317,23 @@ def test_all_ranks_choose_as_the_first_one_does(tmp_path: Path) -> None:
 
 
 def test_the_table(tmp_path: Path) -> None:
-    assert default_choice("NVIDIA H100", 2, True).two_stages_from is None
-    assert default_choice("NVIDIA H100", 4, True).two_stages_from == 512 << 10
-    assert default_choice("NVIDIA H100", 8, True).two_stages_from == 256 << 10
-    assert default_choice("NVIDIA H100", 8, False).two_stages_from is None
-    shared = default_choice("NVIDIA H100", 8, True, shared=True)
+    assert default_algorithm("NVIDIA H100", 2, True).two_stages_from is None
+    assert default_algorithm("NVIDIA H100", 4, True).two_stages_from == 512 << 10
+    assert default_algorithm("NVIDIA H100", 8, True).two_stages_from == 256 << 10
+    assert default_algorithm("NVIDIA H100", 8, False).two_stages_from is None
+    shared = default_algorithm("NVIDIA H100", 8, True, shared=True)
     assert [shared.num_stages(n << 20, copied=False) for n in (1, 2, 15, 16)] == [1, 2, 2, 1]
     assert [shared.num_stages(n << 20, copied=True) for n in (2, 4, 16)] == [1, 2, 2]
-    two = default_choice("NVIDIA H100", 2, True, shared=True)
-    assert two == Choice(in_place_from=4 << 20, copied_two_stages_from=8 << 20)
+    two = default_algorithm("NVIDIA H100", 2, True, shared=True)
+    assert two == Algorithm(in_place_from=4 << 20, copied_two_stages_from=8 << 20)
     assert key_of("NVIDIA H100", 8, True, shared=True) == "NVIDIA H100|8 ranks|one device"
     file = tmp_path / "table.json"
-    assert choice_for("cpu", 2, True, file) == default_choice("cpu", 2, True)
-    write_choice(key_of("cpu", 4, True), Choice(two_stages_from=1 << 10, two_stages_until=1 << 24), file)
-    write_choice(key_of("cpu", 2, True), Choice(max_bytes=1 << 20), file)
-    assert choice_for("cpu", 4, True, file).two_stages_from == 1 << 10
+    assert algorithm_for("cpu", 2, True, file) == default_algorithm("cpu", 2, True)
+    write_algorithm(
+        key_of("cpu", 4, True), Algorithm(two_stages_from=1 << 10, two_stages_until=1 << 24), file
+    )
+    write_algorithm(key_of("cpu", 2, True), Algorithm(max_bytes=1 << 20), file)
+    assert algorithm_for("cpu", 4, True, file).two_stages_from == 1 << 10
     assert table_lines("cpu", True, file)[:2] == [
         "2 ranks: up to 1 MiB, two stages never (tuned)",
         "4 ranks: any size, two stages from 1 KiB to 16 MiB (tuned)",
@@ -342,8 +344,8 @@ def test_the_table(tmp_path: Path) -> None:
 def mixed(mesh: Mesh) -> int:
     """Odd calls of odd ranks have an input that no plan serves; chunks are the same all the same."""
     checked = 0
-    choice = Choice(chunk_bytes=4096)
-    with PeerAllReduce.open(mesh.world, mesh.watch, choice=choice) as reduce:
+    algorithm = Algorithm(chunk_bytes=4096)
+    with PeerAllReduce.open(mesh.world, mesh.watch, choice=algorithm) as reduce:
         for dtype in (torch.float32, torch.bfloat16):
             for length in (700, 1024, 5000, 8192):
                 for turn in range(4):
@@ -369,15 +371,15 @@ def test_plans_and_other_calls_meet_in_every_chunk(num_ranks: int) -> None:
 
 def test_stages_depend_on_whether_inputs_are_copied() -> None:
     mesh, x = Mesh.single(), torch.ones(256)
-    for choice, eager, captured in (
-        (Choice(), 1, 1),
-        (Choice(two_stages_from=1024), 2, 2),
-        (Choice(copied_two_stages_from=1024), 2, 1),
-        (Choice(two_stages_from=512, copied_two_stages_from=2048), 1, 2),
-        (Choice(two_stages_from=512, two_stages_until=1024), 1, 1),
-        (Choice(two_stages_from=512, two_stages_until=1025), 2, 2),
+    for algorithm, eager, captured in (
+        (Algorithm(), 1, 1),
+        (Algorithm(two_stages_from=1024), 2, 2),
+        (Algorithm(copied_two_stages_from=1024), 2, 1),
+        (Algorithm(two_stages_from=512, copied_two_stages_from=2048), 1, 2),
+        (Algorithm(two_stages_from=512, two_stages_until=1024), 1, 1),
+        (Algorithm(two_stages_from=512, two_stages_until=1025), 2, 2),
     ):
-        reduce = PeerAllReduce(mesh.world, mesh.watch, torch.device("cpu"), None, choice)
+        reduce = PeerAllReduce(mesh.world, mesh.watch, torch.device("cpu"), None, algorithm)
         assert reduce.num_stages(x) == eager
         reduce._capturing = True
         assert reduce.num_stages(x) == captured
@@ -395,11 +397,11 @@ def test_the_bench_writes_what_a_device_measured(tmp_path: Path, monkeypatch: py
 
     rows = [row(1 << 10, 9, 8, 3, 5), row(1 << 20, 9, 10, 5, 6), row(1 << 24, 42, 37, 24, 29)]
     bench["tune_device"](rows)
-    found = choice_for("H", 2, True, shared=True)
-    assert found == replace(default_choice("H", 2, True, True), copied_two_stages_from=1 << 24)
+    found = algorithm_for("H", 2, True, shared=True)
+    assert found == replace(default_algorithm("H", 2, True, True), copied_two_stages_from=1 << 24)
     assert found.two_stages_from is None, "in a graph one stage won at every size"
     bench["tune_device"]([*rows, row(1 << 22, 9, 10, 7, 6), row(1 << 23, 20, 21, 13, 12)])
-    found = choice_for("H", 2, True, shared=True)
+    found = algorithm_for("H", 2, True, shared=True)
     assert (found.two_stages_from, found.two_stages_until) == (1 << 22, 1 << 24), "it won in between"
 
 
@@ -442,7 +444,7 @@ def test_a_launch_keeps_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_damaged_table_is_named(tmp_path: Path, text: str) -> None:
     file = tmp_path / "table.json"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=r"is not a table of all-reduce choices .*; remove it, or write it"):
+    with pytest.raises(ConfigError, match=r"is not a table of all-reduce algorithms .*; remove it, or"):
         read_table(file)
 
 

@@ -13,7 +13,7 @@ import torch
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce.all_reduce import PeerAllReduce
 from moeclipse.comm.reduce.on_device import HEAD_BYTES, CudaReducer
-from moeclipse.comm.reduce.table import Choice
+from moeclipse.comm.reduce.table import Algorithm
 from moeclipse.comm.shared.device import _open_ipc
 from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.ops.peer_reduce import rms_norm, sum_ranks_reference
@@ -33,7 +33,7 @@ SIZES = (1, 3, 403, 4096, 5001, 262144, 300007, 1 << 22)
 def opened(mesh: Mesh, **options: Any) -> PeerAllReduce:
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     torch.cuda.set_device(0)
-    options = {"choice": Choice()} | options
+    options = {"choice": Algorithm()} | options
     reduce = PeerAllReduce.open(mesh.world, mesh.watch, torch.device("cuda", 0), **options)
     assert reduce.should_use(torch.ones(1, device="cuda")), reduce.obstacle
     return reduce
@@ -208,7 +208,7 @@ def test_a_replay_before_inputs_are_shared_is_an_error() -> None:
         assert text.startswith(f"rank {rank} replayed a graph with gradients of layer 3 before its inputs")
 
 
-ALL_IN_PLACE = Choice(in_place_from=0)
+ALL_IN_PLACE = Algorithm(in_place_from=0)
 SHARED_SIZES = (1, 403, 5001, 262144, 300007, (1 << 22) + 3)
 
 

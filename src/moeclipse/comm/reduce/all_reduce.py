@@ -40,7 +40,7 @@ from moeclipse.comm.reduce.on_host import WORDS_PER_RANK, CpuReducer, OneStagePl
 from moeclipse.comm.reduce.pending import Pending, flat_of, is_plain, same_kind, shaped
 from moeclipse.comm.reduce.plain import all_reduce_plain, obstacle_of
 from moeclipse.comm.reduce.plan import CudaPlan
-from moeclipse.comm.reduce.table import DEFAULT_FILE, MAX_RANKS, Choice, choice_for, choice_from
+from moeclipse.comm.reduce.table import DEFAULT_FILE, MAX_RANKS, Algorithm, algorithm_for, algorithm_from
 from moeclipse.comm.shared.device import CudaMemory, share_a_device
 from moeclipse.comm.shared.host import FOLDER, NoPeerMemoryError, PeerMemory, Use
 from moeclipse.comm.tell import tell_all
@@ -59,10 +59,10 @@ class PeerAllReduce:
         watch: Watch,
         device: torch.device,
         reducer: CpuReducer | CudaReducer | None,
-        choice: Choice,
+        algorithm: Algorithm,
         obstacle: str = "",
     ) -> None:
-        self.group, self.choice, self.device = group, choice, device
+        self.group, self.algorithm, self.device = group, algorithm, device
         self._watch, self._reducer, self.obstacle = watch, reducer, obstacle
         self._busy = threading.Lock()
         self._broken: str | None = None
@@ -71,7 +71,7 @@ class PeerAllReduce:
         self._device_plans: dict[tuple[torch.dtype, int, int | None], CudaPlan] = {}
         self._capturing = False
         if isinstance(reducer, CudaReducer):
-            reducer.in_place_from = choice.in_place_from
+            reducer.in_place_from = algorithm.in_place_from
 
     @classmethod
     def open(
@@ -80,7 +80,7 @@ class PeerAllReduce:
         watch: Watch,
         device: torch.device | str = "cpu",
         *,
-        choice: Choice | None = None,
+        choice: Algorithm | None = None,
         table: Path = DEFAULT_FILE,
         area_bytes: int | None = None,
         spin: int | None = None,
@@ -92,13 +92,13 @@ class PeerAllReduce:
         if area_bytes <= 0 or area_bytes % 4096:
             raise ConfigError(f"area_bytes ({area_bytes}) must be a positive multiple of 4096")
         if group.size == 1:
-            return cls(group, watch, device, None, Choice(), "the group has one rank")
+            return cls(group, watch, device, None, Algorithm(), "the group has one rank")
         name, one_device = "cpu", False
         if device.type == "cuda":
             name, one_device = torch.cuda.get_device_name(device), share_a_device(group, watch, device)
-        mine = choice or choice_for(name, group.size, True, table, shared=one_device)
+        mine = choice or algorithm_for(name, group.size, True, table, shared=one_device)
         shared = tell_all(group, watch, asdict(mine), f"opening of all-reduce, group {group.name}")
-        chosen = choice_from(shared[0])
+        chosen = algorithm_from(shared[0])
         obstacle = obstacle_of(group.size, MAX_RANKS, device.type)
         if obstacle:
             return cls(group, watch, device, None, chosen, obstacle)
@@ -127,9 +127,9 @@ class PeerAllReduce:
             return Use(False, f"{str(x.dtype).removeprefix('torch.')} is not one of {names}")
         if x.layout != torch.strided:
             return Use(False, f"the tensor is {x.layout}, not dense")
-        if self.choice.max_bytes is not None and x.nbytes > self.choice.max_bytes:
+        if self.algorithm.max_bytes is not None and x.nbytes > self.algorithm.max_bytes:
             return Use(
-                False, f"{x.nbytes} bytes are more than {self.choice.max_bytes}, the most in the table"
+                False, f"{x.nbytes} bytes are more than {self.algorithm.max_bytes}, the most in the table"
             )
         return Use(True, "peers read it where it lies" if self.is_shared(x) else "ranks share memory")
 
@@ -163,7 +163,7 @@ class PeerAllReduce:
 
     def num_stages(self, x: torch.Tensor) -> int:
         """1 or 2, as the table says for the size of `x`."""
-        return self.choice.num_stages(x.nbytes, not self._capturing and not self.is_shared(x))
+        return self.algorithm.num_stages(x.nbytes, not self._capturing and not self.is_shared(x))
 
     def all_reduce(
         self,
@@ -189,7 +189,7 @@ class PeerAllReduce:
         if flat.data_ptr() != into.data_ptr() and on_device.overlap(flat, into):
             raise ConfigError("out begins within the input; give the input itself, or memory apart from it")
         if flat.numel():
-            self._run(lambda r: r.all_reduce(flat, into, two, self.choice.chunk_bytes, label))
+            self._run(lambda r: r.all_reduce(flat, into, two, self.algorithm.chunk_bytes, label))
             self._keep_plan(flat, into, two, stages)
         return shaped(into, out, x)
 
@@ -203,7 +203,7 @@ class PeerAllReduce:
             if again is not None:
                 self._plans[key], self._device_plans[key] = again.call, again
         elif isinstance(self._reducer, CpuReducer) and not two and key not in self._plans:
-            plan = self._reducer.plan(x.dtype, x.numel(), self.choice.chunk_bytes)
+            plan = self._reducer.plan(x.dtype, x.numel(), self.algorithm.chunk_bytes)
             if plan is not None:
                 self._plans[key] = partial(self._planned, plan)
 
@@ -228,7 +228,7 @@ class PeerAllReduce:
         x = x.detach()
         flat, out = x.contiguous().view(-1), x.new_empty(x.shape)
         two = self.num_stages(x) == 2
-        chunk = self.choice.chunk_bytes
+        chunk = self.algorithm.chunk_bytes
         return self._begin(lambda r: r.all_reduce(flat, out.view(-1), two, chunk, label), out, x.numel())
 
     def begin_reduce_scatter(

@@ -22,7 +22,7 @@ Planned = Callable[[torch.Tensor, torch.Tensor | None, str], torch.Tensor | None
 
 
 class Owner(Protocol):
-    """What a plan needs of `peer_cuda.CudaReducer`."""
+    """What a plan needs of `on_device.CudaReducer`."""
 
     device: torch.device
     seen: memoryview

@@ -1,6 +1,6 @@
 """Which all-reduce is used for which size: a small table, and a file that overrides it.
 
-A `Choice` is made for a device, a number of ranks and a topology. The defaults for devices are those that
+An `Algorithm` is made for a device, a number of ranks and a topology. The defaults for devices are those that
 proved well on NVLink machines: two stages only where all pairs are directly linked, from 512 KiB for up to
 4 ranks and from 256 KiB for up to 8, and never for two ranks, where a second stage saves no byte read.
 Between processes of one host every pair is linked. `bench/all_reduce.py --tune` measures the machine and
@@ -23,7 +23,7 @@ MAX_RANKS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class Algorithm:
     two_stages_from: int | None = None
     """Bytes from which two stages are used; None: never."""
     two_stages_until: int | None = None
@@ -46,26 +46,26 @@ class Choice:
         return 2 if start is not None and start <= num_bytes and (until is None or num_bytes < until) else 1
 
 
-def default_choice(device: str, num_ranks: int, linked: bool, shared: bool = False) -> Choice:
+def default_algorithm(device: str, num_ranks: int, linked: bool, shared: bool = False) -> Algorithm:
     """`device` is "cpu" or a device's name; `linked`: every pair of ranks reads each other directly.
 
     `shared`: ranks run on one device.
     """
     if device == "cpu":
         if num_ranks == 2:
-            return Choice(chunk_bytes=512 * KIB)  # two areas of both ranks stay in a cache of 2 MiB
-        return Choice(two_stages_from=512 * KIB)
+            return Algorithm(chunk_bytes=512 * KIB)  # two areas of both ranks stay in a cache of 2 MiB
+        return Algorithm(two_stages_from=512 * KIB)
     if shared:  # as measured on an H200
         if num_ranks == 2:
-            return Choice(in_place_from=4 * MIB, copied_two_stages_from=8 * MIB)
+            return Algorithm(in_place_from=4 * MIB, copied_two_stages_from=8 * MIB)
         there = {"in_place_from": 2 * MIB, "two_stages_from": 2 * MIB, "two_stages_until": 16 * MIB}
-        return Choice(**there, copied_two_stages_from=4 * MIB)
+        return Algorithm(**there, copied_two_stages_from=4 * MIB)
     # Two ranks spend less on a copy than on the second round that reading in place needs, for long.
     in_place = 4 * MIB if num_ranks == 2 else 512 * KIB
     if not linked or num_ranks == 2:
-        return Choice(max_bytes=8 * MIB, in_place_from=in_place)
+        return Algorithm(max_bytes=8 * MIB, in_place_from=in_place)
     start = 512 * KIB if num_ranks <= 4 else 256 * KIB
-    return Choice(two_stages_from=start, max_bytes=8 * MIB, in_place_from=in_place)
+    return Algorithm(two_stages_from=start, max_bytes=8 * MIB, in_place_from=in_place)
 
 
 def key_of(device: str, num_ranks: int, linked: bool, shared: bool = False) -> str:
@@ -73,41 +73,41 @@ def key_of(device: str, num_ranks: int, linked: bool, shared: bool = False) -> s
     return f"{device}|{num_ranks} ranks|{topology}"
 
 
-def choice_for(
+def algorithm_for(
     device: str, num_ranks: int, linked: bool, file: Path = DEFAULT_FILE, *, shared: bool = False
-) -> Choice:
+) -> Algorithm:
     """From the file if it was tuned there, else the default."""
     found = read_table(file).get(key_of(device, num_ranks, linked, shared))
-    return default_choice(device, num_ranks, linked, shared) if found is None else found
+    return default_algorithm(device, num_ranks, linked, shared) if found is None else found
 
 
-def read_table(file: Path = DEFAULT_FILE) -> dict[str, Choice]:
+def read_table(file: Path = DEFAULT_FILE) -> dict[str, Algorithm]:
     path = file.expanduser()
     if not path.is_file():
         return {}
     advice = "remove it, or write it anew with bench/all_reduce.py --tune"
     try:
         data = json.loads(path.read_text())
-        return {key: choice_from(values) for key, values in data.items()}
+        return {key: algorithm_from(values) for key, values in data.items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is not a table of all-reduce choices ({error}); {advice}") from None
+        raise ConfigError(f"{path} is not a table of all-reduce algorithms ({error}); {advice}") from None
 
 
-def choice_from(values: dict[str, int | None]) -> Choice:
-    unknown = set(values) - {field.name for field in fields(Choice)}
+def algorithm_from(values: dict[str, int | None]) -> Algorithm:
+    unknown = set(values) - {field.name for field in fields(Algorithm)}
     if unknown:
         raise ValueError(f"unknown entry {sorted(unknown)[0]!r}")
     for name, value in values.items():
         if not (value is None and name != "chunk_bytes") and (type(value) is not int or value < 0):
             raise ValueError(f"{name} must be a number of bytes, not {value!r}")
-    return Choice(**values)  # type: ignore[arg-type]
+    return Algorithm(**values)  # type: ignore[arg-type]
 
 
-def write_choice(key: str, choice: Choice, file: Path = DEFAULT_FILE) -> None:
+def write_algorithm(key: str, algorithm: Algorithm, file: Path = DEFAULT_FILE) -> None:
     """Add or replace one entry; readers see the old file or the new one, never half of it."""
     path = file.expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
-    table = read_table(path) | {key: choice}
+    table = read_table(path) | {key: algorithm}
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps({k: asdict(v) for k, v in sorted(table.items())}, indent=2) + "\n")
     partial.replace(path)
@@ -118,10 +118,10 @@ def table_lines(device: str, linked: bool, file: Path = DEFAULT_FILE) -> list[st
     tuned, lines = read_table(file), []
     for num_ranks in (2, 4, 8):
         key = key_of(device, num_ranks, linked)
-        choice = choice_for(device, num_ranks, linked, file)
-        two = "never" if choice.two_stages_from is None else f"from {_size(choice.two_stages_from)}"
-        two += f" to {_size(choice.two_stages_until)}" if choice.two_stages_until else ""
-        most = "any size" if choice.max_bytes is None else f"up to {_size(choice.max_bytes)}"
+        used = algorithm_for(device, num_ranks, linked, file)
+        two = "never" if used.two_stages_from is None else f"from {_size(used.two_stages_from)}"
+        two += f" to {_size(used.two_stages_until)}" if used.two_stages_until else ""
+        most = "any size" if used.max_bytes is None else f"up to {_size(used.max_bytes)}"
         source = "tuned" if key in tuned else "default"
         lines.append(f"{num_ranks} ranks: {most}, two stages {two} ({source})")
     return lines

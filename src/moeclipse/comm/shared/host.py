@@ -58,7 +58,7 @@ class Use:
 class PeerMemory:
     """One buffer per rank of the group, readable by all of them, and words to signal with."""
 
-    def __init__(self, segment: mmap.mmap, layout: Layout, signals: Signals) -> None:
+    def __init__(self, segment: mmap.mmap, layout: AreaLayout, signals: Signals) -> None:
         self._bytes: torch.Tensor | None = torch.frombuffer(segment, dtype=torch.uint8)
         self._layout, self.signals = layout, signals
         self.index, self.num_ranks = signals.peers.index, layout.num_ranks
@@ -76,7 +76,7 @@ class PeerMemory:
         folder: Path = FOLDER,
     ) -> PeerMemory:
         """Collective. `num_bytes` per rank; `num_words` for the whole group, zero at first."""
-        layout = Layout(group.size, num_bytes, num_words)
+        layout = AreaLayout(group.size, num_bytes, num_words)
         label = f"opening of peer memory, group {group.name}"
         facts = tell_all(group, watch, _facts(layout, folder), label)
         _refuse(group, facts)
@@ -130,7 +130,7 @@ class PeerMemory:
         self.close()
 
 
-class Layout:
+class AreaLayout:
     """stamp (a line) | words, a line each, and one more for each rank | buffer of rank 0 | of rank 1 | ...
 
     Buffers are whole pages. The words of the ranks say who sleeps.
@@ -150,7 +150,7 @@ def _pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE) * PAGE
 
 
-def _facts(layout: Layout, folder: Path) -> dict[str, Any]:
+def _facts(layout: AreaLayout, folder: Path) -> dict[str, Any]:
     """What this rank must know of every other before it touches a file."""
     try:
         space = os.statvfs(folder)
@@ -203,7 +203,7 @@ def _too_little(wanted: int, free: int, folder: str) -> str:
     )
 
 
-def _create_and_map(path: Path, layout: Layout, group: Group, watch: Watch, label: str) -> mmap.mmap:
+def _create_and_map(path: Path, layout: AreaLayout, group: Group, watch: Watch, label: str) -> mmap.mmap:
     """Create on the first member, map on all; a step ends when all members report how it went."""
     descriptor = -1
     try:
@@ -231,7 +231,7 @@ def _attempt(action: Any) -> tuple[int, str | None]:
         return -1, str(error)
 
 
-def _create(path: Path, layout: Layout, stamp: bytes) -> int:
+def _create(path: Path, layout: AreaLayout, stamp: bytes) -> int:
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         os.ftruncate(descriptor, layout.total)
@@ -256,7 +256,7 @@ def _attach(path: Path, stamp: bytes) -> int:
     return descriptor
 
 
-def _reserve(descriptor: int, layout: Layout, index: int, path: Path) -> None:
+def _reserve(descriptor: int, layout: AreaLayout, index: int, path: Path) -> None:
     try:
         if layout.stride:
             os.posix_fallocate(descriptor, layout.start_of(index), layout.stride)
