@@ -11,13 +11,13 @@ from strategies import zipf_counts
 from moeclipse.balance.objective import PlacementCosts
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.planner import PlanConfig, expected_balance, plan
-from moeclipse.balance.solve import Program, polish
+from moeclipse.balance.solve import LinearProgram, polish
 from moeclipse.core.errors import ConfigError
 
 COSTS = PlacementCosts.from_shapes(d_model=2048, d_ff=1408)
 
 
-def check_feasible(program: Program, columns: np.ndarray) -> None:
+def check_feasible(program: LinearProgram, columns: np.ndarray) -> None:
     values = np.bincount(program.row, program.value * columns[program.column], len(program.lower))
     assert (values >= program.lower - 1e-6).all()
     assert (values <= program.upper + 1e-6).all()
@@ -26,7 +26,7 @@ def check_feasible(program: Program, columns: np.ndarray) -> None:
 def test_a_placement_is_a_feasible_guess() -> None:
     counts_PE = zipf_counts(4, 12, 1.2)
     current = Placement.contiguous(12, 4)
-    program = Program.of(counts_PE.sum(0), (5,) * 4, current, COSTS)
+    program = LinearProgram.of(counts_PE.sum(0), (5,) * 4, current, COSTS)
     start = plan(PlanConfig(planner="wrap_fill"), counts_PE, (5,) * 4, current, COSTS)
     guess = program.guess(start)
     check_feasible(program, guess)
@@ -45,7 +45,7 @@ def test_the_polish_moves_less_for_the_same_balance() -> None:
     assert expected_balance(polished, load_E) > 0.99
     moves = [sum(m.weights + 6 * m.state for m in current.moves(p)) for p in (start, polished)]
     assert moves[1] < moves[0]
-    program = Program.of(load_E, slots_P, current, COSTS)
+    program = LinearProgram.of(load_E, slots_P, current, COSTS)
     assert program.cost @ program.guess(polished) <= program.cost @ program.guess(start)
 
 
@@ -55,7 +55,7 @@ def test_no_time_leaves_the_start() -> None:
     current = Placement.contiguous(64, 8)
     start = plan(PlanConfig(planner="wrap_fill"), counts_PE, (10,) * 8, current, COSTS)
     polished = polish(counts_PE.sum(0), (10,) * 8, current, start, COSTS, time_limit=0.01)
-    program = Program.of(counts_PE.sum(0), (10,) * 8, current, COSTS)
+    program = LinearProgram.of(counts_PE.sum(0), (10,) * 8, current, COSTS)
     assert program.cost @ program.guess(polished) <= program.cost @ program.guess(start) + 1e-9
 
 

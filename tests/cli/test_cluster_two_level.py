@@ -35,13 +35,13 @@ sys.path.insert(0, tests)
 import torch, torch.distributed as dist
 from test_layer import run
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.start import Place, start, stop
+from moeclipse.comm.start import RankPlace, start, stop
 from moeclipse.comm.wires.two_level import TwoLevelTransport, two_level
 from moeclipse.moe.config import GateConfig
 
 def rank_main(rank):
     store = dist.TCPStore(address, 29511, 4, is_master=rank == 0, timeout=timedelta(seconds=60))
-    place = Place(rank=rank, num_ranks=4, local_rank=rank % 2, local_ranks=2)
+    place = RankPlace(rank=rank, num_ranks=4, local_rank=rank % 2, local_ranks=2)
     cpu = torch.device("cpu")
     watch = start(place, device=cpu, deadline_s=30, start_deadline_s=60, store=store)
     mesh = Mesh(dp=1, ep=4, rank=rank, device=cpu, watch=watch, hosts=["a", "a", "b", "b"])

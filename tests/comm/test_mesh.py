@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from moeclipse.comm.config import ParallelConfig
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.start import Place, choose_device, start, stop
+from moeclipse.comm.start import RankPlace, choose_device, start, stop
 from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.testing.run_ranks import run_ranks
 
@@ -61,7 +61,7 @@ def test_clocks_of_two_hosts_are_compared() -> None:
 def start_stop_start(rank: int, folder: str) -> float:
     """Three lives of one process over one store; the second has other groups than the first."""
     store = dist.FileStore(f"{folder}/store", 2)
-    place = Place(rank=rank, num_ranks=2)
+    place = RankPlace(rank=rank, num_ranks=2)
     total = 0.0
     for life in range(3):
         watch = start(place, device=CPU, start_deadline_s=20, store=store)
@@ -95,8 +95,8 @@ def test_start_stop_start_in_one_process(tmp_path: Path) -> None:
 RESTART = """
 import os, sys, time, torch
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.start import Place, start, stop
-place = Place.read()
+from moeclipse.comm.start import RankPlace, start, stop
+place = RankPlace.read()
 if place.attempt == 1 and place.rank == 1:
     time.sleep(1.0)  # the other must not read the address of its dead predecessor
 watch = start(place, device=torch.device("cpu"), start_deadline_s=30)
@@ -122,15 +122,15 @@ def test_a_restarted_attempt_does_not_meet_its_dead_predecessor(tmp_path: Path) 
 
 
 def test_place_is_read_from_what_the_launcher_says() -> None:
-    assert Place.read({}) == Place()
+    assert RankPlace.read({}) == RankPlace()
     told = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "2"}
-    assert Place.read(told) == Place(rank=3, num_ranks=4, local_rank=1, attempt=2)
+    assert RankPlace.read(told) == RankPlace(rank=3, num_ranks=4, local_rank=1, attempt=2)
 
 
 def test_a_rank_without_an_address_says_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(CommError, match=r"rank 1 of 2, but MASTER_ADDR .* with torchrun"):
-        start(Place(rank=1, num_ranks=2), device=CPU)
+        start(RankPlace(rank=1, num_ranks=2), device=CPU)
 
 
 def test_devices_that_are_not_there() -> None:

@@ -44,7 +44,7 @@ def polish(
 ) -> Placement:
     """`start`, or a placement with fewer seconds for the same loads: migration from `current` included."""
     module = solver_module()
-    program = Program.of(load_E, slots_P, current, costs)
+    program = LinearProgram.of(load_E, slots_P, current, costs)
     guess = program.guess(start)
     solve = _solve_gurobi if module.__name__ == "gurobipy" else _solve_highs
     answer = solve(module, program, guess, time_limit)
@@ -71,7 +71,7 @@ def solver_module() -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class LinearProgram:
     """Columns: x (E*P), y (E*P), q (E), T. Rows in sparse form: lower <= A column <= upper."""
 
     num_experts: int
@@ -87,7 +87,7 @@ class Program:
     @classmethod
     def of(
         cls, load_E: np.ndarray, slots_P: Sequence[int], current: Placement, costs: PlacementCosts
-    ) -> Program:
+    ) -> LinearProgram:
         E, P = len(load_E), len(slots_P)
         load_E = load_E.astype(float)
         scale = max(costs.row_seconds * float(load_E.sum()) / P, 1e-300)
@@ -157,7 +157,9 @@ class Program:
         return Placement(tuple(rows)).arranged_like(current)
 
 
-def _solve_highs(highspy: Any, program: Program, guess: np.ndarray, time_limit: float) -> np.ndarray | None:
+def _solve_highs(
+    highspy: Any, program: LinearProgram, guess: np.ndarray, time_limit: float
+) -> np.ndarray | None:
     size, rows = len(program.cost), len(program.lower)
     model = highspy.HighsLp()
     model.num_col_, model.num_row_ = size, rows
@@ -188,7 +190,9 @@ def _solve_highs(highspy: Any, program: Program, guess: np.ndarray, time_limit: 
     return values if len(values) == size and solver.getSolution().value_valid else None
 
 
-def _solve_gurobi(gurobipy: Any, program: Program, guess: np.ndarray, time_limit: float) -> np.ndarray | None:
+def _solve_gurobi(
+    gurobipy: Any, program: LinearProgram, guess: np.ndarray, time_limit: float
+) -> np.ndarray | None:
     size = len(program.cost)
     with gurobipy.Env(params={"OutputFlag": 0}) as env, gurobipy.Model(env=env) as model:
         model.Params.TimeLimit, model.Params.MIPGap = time_limit, RELATIVE_GAP

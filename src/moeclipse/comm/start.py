@@ -20,7 +20,7 @@ from moeclipse.core.errors import CommError, ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankPlace:
     """What the launcher told this process."""
 
     rank: int = 0
@@ -30,7 +30,7 @@ class Place:
     attempt: int = 0
 
     @classmethod
-    def read(cls, environment: Mapping[str, str] | None = None) -> Place:
+    def read(cls, environment: Mapping[str, str] | None = None) -> RankPlace:
         env = os.environ if environment is None else environment
         return cls(
             rank=int(env.get("RANK", "0")),
@@ -51,7 +51,7 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
 
 
 def start(
-    place: Place,
+    place: RankPlace,
     *,
     device: torch.device,
     deadline_s: float = 60.0,
@@ -83,7 +83,7 @@ def start(
     return Watch(store=watch_store, rank=place.rank, num_ranks=place.num_ranks, deadline_s=deadline_s)
 
 
-def open_store(place: Place, patience: timedelta) -> dist.Store:
+def open_store(place: RankPlace, patience: timedelta) -> dist.Store:
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if host is None or port is None:
         raise CommError(

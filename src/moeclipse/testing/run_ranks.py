@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.start import Place, start, stop
+from moeclipse.comm.start import RankPlace, start, stop
 
 
 def run_ranks(
@@ -108,7 +108,7 @@ def _child(place: tuple[Any, ...], sender: Connection, function: Callable[..., A
         if before is not None:
             before(rank)
         store = dist.FileStore(str(Path(folder) / "store"), num_ranks)
-        where = Place(rank=rank, num_ranks=num_ranks, local_rank=rank, local_ranks=num_ranks)
+        where = RankPlace(rank=rank, num_ranks=num_ranks, local_rank=rank, local_ranks=num_ranks)
         watch = start(
             where,
             device=torch.device(device),

@@ -40,7 +40,7 @@ from moeclipse.train.slabs import Slab
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class BucketEntry:
     """Part of a logical tensor, as checkpoints know it: elements offset .. offset + numel of a bucket."""
 
     name: str
@@ -57,10 +57,10 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
+class BucketSegment:
     """The part of a logical tensor that lies in this rank's shard."""
 
-    entry: Entry
+    entry: BucketEntry
     start: int
     """First element, counted inside the logical tensor."""
     place: int
@@ -74,7 +74,7 @@ class Content:
 
     name: str
     parameters: list[nn.Parameter]
-    entries: list[Entry]
+    entries: list[BucketEntry]
     bounds: list[int]
     group: Group
     decay: bool
@@ -133,7 +133,7 @@ class Bucket:
         label = f"gather of parameters, bucket {self.name}"
         return self.wire.all_gather_shards(self.params, self.bounds, label)
 
-    def segments(self, everything: bool = False) -> Iterator[Segment]:
+    def segments(self, everything: bool = False) -> Iterator[BucketSegment]:
         """This rank's part of each logical tensor; `everything`: also what a checkpoint has from others."""
         if not (self.owned or everything):
             return
@@ -141,7 +141,7 @@ class Bucket:
         for entry in self.entries:
             start, stop = max(entry.offset, first), min(entry.offset + entry.numel, last)
             if start < stop:
-                yield Segment(
+                yield BucketSegment(
                     entry=entry,
                     start=entry.start + start - entry.offset,
                     place=start - first,
@@ -254,7 +254,7 @@ def logical_bytes(parameter: nn.Parameter) -> int:
 def dense_content(
     name: str, members: Sequence[tuple[str, nn.Parameter]], decay: bool, share: Share, owned: bool, mesh: Mesh
 ) -> Content:
-    entries: list[Entry] = []
+    entries: list[BucketEntry] = []
     offset = 0
     for key, parameter in members:
         entries += entries_of(key, tuple(parameter.shape), offset, cut_of(parameter))
@@ -273,16 +273,16 @@ def dense_content(
     )
 
 
-def entries_of(name: str, shape: tuple[int, ...], offset: int, cut: Cut | None) -> Iterator[Entry]:
+def entries_of(name: str, shape: tuple[int, ...], offset: int, cut: Cut | None) -> Iterator[BucketEntry]:
     """A local tensor in the terms of the logical one: whole, runs of its rows, or some of its columns."""
     if cut is None or cut.local_shape == cut.shape:
-        yield Entry(name=name, shape=shape, offset=offset)
+        yield BucketEntry(name=name, shape=shape, offset=offset)
     elif cut.columns is not None:
-        yield Entry(name=Slab(name, *cut.columns).key, shape=shape, offset=offset)
+        yield BucketEntry(name=Slab(name, *cut.columns).key, shape=shape, offset=offset)
     else:
         logical = (*shape[: len(shape) - len(cut.shape)], *cut.shape)  # a stack of one keeps its first 1
         for start, length in cut.runs:
-            yield Entry(name=name, shape=logical, offset=offset, start=start, length=length)
+            yield BucketEntry(name=name, shape=logical, offset=offset, start=start, length=length)
             offset += length
 
 

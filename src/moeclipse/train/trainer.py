@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.start import Place, choose_device, start, stop
+from moeclipse.comm.start import RankPlace, choose_device, start, stop
 from moeclipse.core.config import problems_of, to_toml, with_values
 from moeclipse.core.errors import CheckpointError, ConfigError, MoEclipseError
 from moeclipse.model.transformer import count_parameters
@@ -50,7 +50,7 @@ class Silence:
 
 def train(config: TrainConfig, *, resume: str = "off", observer: Observer | None = None) -> dict[str, Any]:
     """Train as this rank; returns the summary. `resume`: off, auto, or a checkpoint's path."""
-    place = Place.read()
+    place = RankPlace.read()
     problems = [*problems_of(config), *layout_problems(config, place.num_ranks)]
     if problems:
         raise ConfigError(problems)

@@ -26,7 +26,7 @@ NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class FolderEntry:
     """Something in the folder that has a checkpoint's name; whether it is whole is not known yet."""
 
     step: int
@@ -38,13 +38,13 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def checkpoints_in(folder: Path) -> list[Entry]:
+def checkpoints_in(folder: Path) -> list[FolderEntry]:
     """Checkpoints by name, newest first; one that was being replaced comes after its successor."""
     entries = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = NAME.fullmatch(path.name)
         if match and path.is_dir():
-            entries.append(Entry(step=int(match[1]), path=path, is_replaced=match[2] is not None))
+            entries.append(FolderEntry(step=int(match[1]), path=path, is_replaced=match[2] is not None))
     return sorted(entries, key=lambda entry: (-entry.step, entry.is_replaced))
 
 

@@ -28,7 +28,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CommError
 from moeclipse.moe.layer import MoE
 from moeclipse.tensor.cut import cut_of
-from moeclipse.train.buckets import Bucket, Content, Entry, Segment, entries_of
+from moeclipse.train.buckets import Bucket, BucketEntry, BucketSegment, Content, entries_of
 
 LABEL = 8
 """Bytes in front of each row that is published: layer and expert."""
@@ -141,15 +141,15 @@ class ExpertBucket(Bucket):
         rows = arrived[:, LABEL:].contiguous().view(self.params.dtype)
         self.rows[self.slots_out] = rows
 
-    def segments(self, everything: bool = False) -> Iterator[Segment]:
+    def segments(self, everything: bool = False) -> Iterator[BucketSegment]:
         """What this rank owns in the terms of checkpoints; `everything`: also replicas that step alone."""
         for number, home in enumerate(self.here):
             if not everything and home.rank != self.homes.placement.primary[home.expert]:
                 continue
             for entry in self.entries_for(home.expert, number * self.size):
-                yield Segment(entry=entry, start=entry.start, place=entry.offset, length=entry.numel)
+                yield BucketSegment(entry=entry, start=entry.start, place=entry.offset, length=entry.numel)
 
-    def entries_for(self, expert: int, offset: int) -> Iterator[Entry]:
+    def entries_for(self, expert: int, offset: int) -> Iterator[BucketEntry]:
         return entries_of(f"{self.prefix}experts.{expert}.{self.key}", self.shape, offset, self.cut)
 
     def digests(self) -> torch.Tensor:

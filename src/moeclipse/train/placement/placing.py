@@ -36,7 +36,7 @@ from moeclipse.train.optim import AdamW
 from moeclipse.train.placement.averaging import average_replicas
 from moeclipse.train.placement.expert_buckets import ExpertBucket
 from moeclipse.train.placement.moving import House
-from moeclipse.train.placement.planning import Planning, Proposal, Question
+from moeclipse.train.placement.planning import Planning, PlanRequest, Proposal
 from moeclipse.train.placement.replica_check import check_replicas
 
 STATE_TENSORS = 3  # master weights and two moments
@@ -134,7 +134,7 @@ class Placing:
             return []
         return [f"plan of step {proposal.step}: {len(changed)} layers changed, {parcels} parcels travelled"]
 
-    def _questions(self, step: int, loads: LoadAverage) -> list[Question]:
+    def _questions(self, step: int, loads: LoadAverage) -> list[PlanRequest]:
         if self.costs is None:
             layer = self.houses[0].layer
             probe = layer.schedule.probe or measure(layer.experts, layer.route, self.mesh)
@@ -151,7 +151,7 @@ class Placing:
             # Copies hold the same experts and share out other tokens: their mean is a copy's load.
             counts_PE = loads.rows_LPE[number].reshape(self.mesh.dp, self.group.size, -1).mean(0)
             found.append(
-                Question(
+                PlanRequest(
                     config=planner,
                     counts_PE=counts_PE,
                     current=house.homes.placement,

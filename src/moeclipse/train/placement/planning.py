@@ -29,7 +29,7 @@ from moeclipse.core.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class PlanRequest:
     """What a planner needs to know of one layer."""
 
     config: PlanConfig
@@ -120,7 +120,7 @@ class Planning:
         self.left_out = 0
         """Plans that were due while an earlier one was not there yet."""
 
-    def ask(self, step: int, questions: Sequence[Question]) -> None:
+    def ask(self, step: int, questions: Sequence[PlanRequest]) -> None:
         """On all ranks, at the same step."""
         if self.pending is not None:
             self.left_out += 1
