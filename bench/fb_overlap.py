@@ -44,7 +44,7 @@ from shaped_network import MAX_MBIT, set_rate, shaped_network
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.pipeline.runtime import Runtime
-from moeclipse.report.intervals import Span, Transfer, split_step
+from moeclipse.report.intervals import Span, TransferInterval, split_step
 from moeclipse.schedule.op import A2A, COMPUTE, Op
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
@@ -124,7 +124,7 @@ class Case:
         return found
 
 
-def is_exchange(transfer: Transfer) -> bool:
+def is_exchange(transfer: TransferInterval) -> bool:
     return "dispatch" in transfer.label or "combine" in transfer.label
 
 

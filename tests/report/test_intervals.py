@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeclipse.report.intervals import Transfer, clip, length, split_step, subtract, union
+from moeclipse.report.intervals import TransferInterval, clip, length, split_step, subtract, union
 
 END = 40
 spans = st.lists(
@@ -16,7 +16,7 @@ spans = st.lists(
 )
 transfers = st.lists(
     st.tuples(st.integers(-5, END), st.integers(0, 9), st.integers(0, 9)).map(
-        lambda p: Transfer(
+        lambda p: TransferInterval(
             label="t", launched=float(p[0]), last_launched=float(p[0] + p[1]), done=float(p[0] + p[1] + p[2])
         )
     ),
@@ -55,13 +55,13 @@ def test_a_step_splits_without_rest(compute: list, waits: list, moves: list) -> 
 
 
 def test_waiting_for_a_late_peer_is_not_communication() -> None:
-    late = Transfer(label="dispatch", launched=1.0, last_launched=4.0, done=5.0)
+    late = TransferInterval(label="dispatch", launched=1.0, last_launched=4.0, done=5.0)
     split = split_step((0.0, 6.0), compute=[(0.0, 6.0)], waits=[(1.0, 5.0)], transfers=[late])
     assert (split.compute, split.straggle, split.exposed, split.idle) == (2.0, 3.0, 1.0, 0.0)
 
 
 def test_a_transfer_under_compute_is_hidden() -> None:
-    move = Transfer(label="reduce", launched=1.0, last_launched=1.0, done=5.0)
+    move = TransferInterval(label="reduce", launched=1.0, last_launched=1.0, done=5.0)
     split = split_step((0.0, 6.0), compute=[(0.0, 6.0)], waits=[(4.0, 5.0)], transfers=[move])
     assert (split.hidden, split.exposed, split.hidden_fraction) == (3.0, 1.0, 0.75)
 

@@ -12,7 +12,7 @@ from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.lower import lower
 from moeclipse.schedule.op import Op, Program, backward, forward, fuse_pairs, pair, pipeline_program
-from moeclipse.schedule.shape import Layer, PipelineShape, Placement
+from moeclipse.schedule.shape import LayerShape, PipelineShape, StagePlacement
 from moeclipse.schedule.smart import exchange_shape, smart
 from moeclipse.schedule.templates import Expansion, expand, replicate
 
@@ -96,7 +96,7 @@ def test_a_cycle_is_told_op_by_op() -> None:
         [forward(1, 0), backward(1, 0), forward(1, 1), backward(1, 1)],
     ]
     with pytest.raises(ScheduleError) as caught:
-        verify(pipeline_program("bad", ranks, Placement.loop(2), 2))
+        verify(pipeline_program("bad", ranks, StagePlacement.loop(2), 2))
     assert "0B1 on rank 0 needs" in str(caught.value)
     assert "0F1 on rank 0 waits on its lane for 0B1 on rank 0" in str(caught.value)
 
@@ -105,7 +105,7 @@ def test_crossed_microbatches_between_ranks_are_caught() -> None:
     ranks = [[forward(0, 0), forward(0, 1), backward(0, 0), backward(0, 1)]]
     ranks += [[forward(1, 0), backward(1, 0), backward(1, 1), forward(1, 1)]]
     with pytest.raises(ScheduleError, match="circle"):
-        verify(pipeline_program("crossed", ranks, Placement.loop(2), 2))
+        verify(pipeline_program("crossed", ranks, StagePlacement.loop(2), 2))
 
 
 @pytest.mark.parametrize("kind", ["SEND_F", "SEND_B", "RECV_F", "RECV_B"])
@@ -155,14 +155,14 @@ def test_wrong_numbers_on_a_communicator_are_caught() -> None:
         ScheduleError, match=r"op number 1 is S_F@1 on rank 0 but S_F@1 \(numbered 7\) on rank 2"
     ):
         verify(with_rank(program, 2, ops))
-    alone = expand(build("pp1", 1, 2), [Layer()])
+    alone = expand(build("pp1", 1, 2), [LayerShape()])
     ops = [op._replace(comm=("ep0", 9)) if op.kind == "COMBINE_B" else op for op in alone.ranks[0]]
     with pytest.raises(ScheduleError, match=r"of rank 0 is 0.0COMBINE_B0, numbered \('ep0', 9\)"):
         verify(with_rank(alone, 0, ops))
 
 
 def test_reversed_exchanges_of_a_pipeline_are_caught() -> None:
-    program = replicate(expand(build("vpp+1", 2, 4), [Layer()] * 2, Expansion()), 2)
+    program = replicate(expand(build("vpp+1", 2, 4), [LayerShape()] * 2, Expansion()), 2)
     verify(program)
     ops = list(program.ranks[1])
     a2a = [i for i, op in enumerate(ops) if op.lane == "a2a"]
@@ -256,7 +256,7 @@ def test_a_dependent_pair_is_refused_across_stages_with_its_path() -> None:
         forward(1, 2),
     ]
     ranks[0] += [backward(0, 2)]
-    placement = Placement(num_ranks=2, rank_of=(0, 0))
+    placement = StagePlacement(num_ranks=2, rank_of=(0, 0))
     with pytest.raises(ScheduleError, match="0F2 -> 1F2 -> 1B2 -> "):
         verify(pipeline_program("bad", ranks, placement, 3))
 
@@ -320,7 +320,7 @@ def test_exact_set_of_actions() -> None:
 
 
 def test_exact_set_of_layer_ops() -> None:
-    program = expand(build("1f1b", 2, 2), [Layer(recompute="full")], Expansion(chunks=2))
+    program = expand(build("1f1b", 2, 2), [LayerShape(recompute="full")], Expansion(chunks=2))
     verify(program)
     for kind in ("MLP_F", "ROUTE_W", "DISPATCH_R", "COMBINE_B", "ATTN_B"):
         ops = list(program.ranks[0])

@@ -9,7 +9,7 @@ from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.lower import lower
 from moeclipse.schedule.op import backward, forward, pipeline_program
-from moeclipse.schedule.shape import Layer, Placement
+from moeclipse.schedule.shape import LayerShape, StagePlacement
 from moeclipse.schedule.templates import Expansion, expand
 
 
@@ -56,7 +56,7 @@ def test_receives_are_posted_one_action_ahead() -> None:
 
 
 def test_sends_leave_before_the_weight_gradients_of_their_action() -> None:
-    program = expand(build("1f1b", 2, 2), [Layer()] * 2, Expansion())
+    program = expand(build("1f1b", 2, 2), [LayerShape()] * 2, Expansion())
     ops = [str(op) for op in program.ranks[1]]
     assert ops.index("1SEND_B0") < ops.index("1.0ATTN_W0")
     assert ops.index("1SEND_B0") == ops.index("1.0ATTN_B0") + 1
@@ -65,7 +65,7 @@ def test_sends_leave_before_the_weight_gradients_of_their_action() -> None:
 def test_one_reduction_per_stage_behind_its_last_weight_gradient() -> None:
     for program in (
         lower(build("zb-v", 2, 4), reduce=True),
-        expand(build("zb-v", 2, 4), [Layer(), Layer(moe=False)], reduce=True),
+        expand(build("zb-v", 2, 4), [LayerShape(), LayerShape(moe=False)], reduce=True),
     ):
         verify(program)
         for rank, ops in enumerate(program.ranks):
@@ -83,7 +83,7 @@ def test_one_reduction_per_stage_behind_its_last_weight_gradient() -> None:
 def test_lowering_twice_or_sending_to_nobody_is_refused() -> None:
     with pytest.raises(ScheduleError, match="lowered already"):
         lower(lower(build("1f1b", 2, 2)))
-    half = pipeline_program("half", [[forward(0, 0), backward(0, 0)], []], Placement.loop(2), 1)
+    half = pipeline_program("half", [[forward(0, 0), backward(0, 0)], []], StagePlacement.loop(2), 1)
     with pytest.raises(ScheduleError, match="rank 0 sends F0 to stage 1, which rank 1 never reads"):
         lower(half)
 

@@ -6,14 +6,14 @@ import pytest
 
 from moeclipse.schedule.needs import needs
 from moeclipse.schedule.op import Op
-from moeclipse.schedule.shape import Layer, PipelineShape, Placement
+from moeclipse.schedule.shape import LayerShape, PipelineShape, StagePlacement
 
 
 def read_by(
-    kind: str, layer: int, layers: list[Layer], stage: int = 1, placement: Placement | None = None
+    kind: str, layer: int, layers: list[LayerShape], stage: int = 1, placement: StagePlacement | None = None
 ) -> set[str]:
     """`kind.layer` (or `stage:kind`) of everything the op reads, in a pipeline of three stages."""
-    place = placement or Placement.loop(3)
+    place = placement or StagePlacement.loop(3)
     shape = PipelineShape(placement=place, num_microbatches=1, layers=(tuple(layers),) * 3)
     op = Op(kind=kind, stage=stage, layer=layer, microbatch=0)
     return {
@@ -22,7 +22,7 @@ def read_by(
     }
 
 
-TWO = [Layer(), Layer()]
+TWO = [LayerShape(), LayerShape()]
 
 
 @pytest.mark.parametrize(
@@ -61,11 +61,11 @@ def test_a_moe_layer_with_shared_experts(kind: str, layer: int, expected: set[st
     ],
 )
 def test_a_dense_layer(kind: str, expected: set[str]) -> None:
-    assert read_by(kind, 0, [Layer(moe=False)]) == expected
+    assert read_by(kind, 0, [LayerShape(moe=False)]) == expected
 
 
 def test_without_shared_experts() -> None:
-    layers = [Layer(shared=False)] * 2
+    layers = [LayerShape(shared=False)] * 2
     assert read_by("ATTN_F", 1, layers) == {"COMBINE_F.0"}
     assert read_by("ATTN_B", 1, layers) == {"ROUTE_B.1", "ATTN_F.1"}
 
@@ -86,13 +86,13 @@ def test_without_shared_experts() -> None:
     ],
 )
 def test_recompute(recompute: str, kind: str, expected: set[str]) -> None:
-    assert read_by(kind, 0, [Layer(recompute=recompute)]) == expected  # type: ignore[arg-type]
+    assert read_by(kind, 0, [LayerShape(recompute=recompute)]) == expected  # type: ignore[arg-type]
 
 
 def test_ends_of_the_model_and_neighbours_on_one_rank() -> None:
     assert read_by("ATTN_F", 0, TWO, stage=0) == set()
     assert read_by("COMBINE_B", 1, TWO, stage=2) == {"COMBINE_F.1", "SHARED_F.1"}  # the loss
-    folded = Placement(num_ranks=2, rank_of=(0, 1, 1))
+    folded = StagePlacement(num_ranks=2, rank_of=(0, 1, 1))
     assert read_by("ATTN_F", 0, TWO, stage=2, placement=folded) == {"1:COMBINE_F", "1:SHARED_F"}
     assert read_by("COMBINE_B", 1, TWO, stage=1, placement=folded) == {"2:ATTN_B"}
     assert read_by("SEND_F", 0, TWO) == {"COMBINE_F.1", "SHARED_F.1"}

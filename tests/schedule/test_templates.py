@@ -14,9 +14,9 @@ from moeclipse.schedule.check import verify
 from moeclipse.schedule.legal import broken_rules
 from moeclipse.schedule.needs import needs
 from moeclipse.schedule.op import Program, backward, forward, overlap_alone, pair, pipeline_program
-from moeclipse.schedule.shape import RECOMPUTED, Layer, Placement
+from moeclipse.schedule.shape import RECOMPUTED, LayerShape, StagePlacement
 from moeclipse.schedule.templates import Expansion, expand, replicate
-from moeclipse.sim.engine import Result, simulate
+from moeclipse.sim.engine import Simulation, simulate
 from moeclipse.sim.measure import summarise
 
 PARTS = ("ATTN", "ROUTE", "SHARED", "MLP")
@@ -29,14 +29,14 @@ LONG = EVEN.scaled(DISPATCH_F=1.5, DISPATCH_B=1.5, COMBINE_F=1.5, COMBINE_B=1.5)
 
 
 def one_rank(*actions: object, microbatches: int = 2) -> Program:
-    return pipeline_program("one", [actions], Placement.loop(1), microbatches)  # type: ignore[list-item]
+    return pipeline_program("one", [actions], StagePlacement.loop(1), microbatches)  # type: ignore[list-item]
 
 
 def pair_between() -> Program:
     return one_rank(forward(0, 0), pair(forward(0, 1), backward(0, 0)), backward(0, 1))
 
 
-def spans(result: Result, wanted: str, microbatch: int) -> list[tuple[float, float]]:
+def spans(result: Simulation, wanted: str, microbatch: int) -> list[tuple[float, float]]:
     return [
         (float(result.start[i]), float(result.finish[i]))
         for i, op in enumerate(result.program.ranks[0])
@@ -44,7 +44,7 @@ def spans(result: Result, wanted: str, microbatch: int) -> list[tuple[float, flo
     ]
 
 
-def under(result: Result, hidden: str, hider: str, of: tuple[int, int]) -> bool:
+def under(result: Simulation, hidden: str, hider: str, of: tuple[int, int]) -> bool:
     """Each `hidden` of one microbatch meets a `hider` of the other in time."""
     covers = spans(result, hider, of[1])
     return all(
@@ -54,7 +54,7 @@ def under(result: Result, hidden: str, hider: str, of: tuple[int, int]) -> bool:
 
 
 def test_every_schedule_expands_and_verifies() -> None:
-    layers = [Layer(), Layer(moe=False), Layer(shared=False)]
+    layers = [LayerShape(), LayerShape(moe=False), LayerShape(shared=False)]
     for name in (
         "gpipe",
         "1f1b",
@@ -78,7 +78,11 @@ def test_every_schedule_expands_and_verifies() -> None:
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("split", ["moe", "layer"])
 def test_recompute_goes_with_every_overlap(recompute: str, shared: bool, chunks: int, split: str) -> None:
-    layers = [Layer(recompute=recompute, shared=shared), Layer(moe=False, recompute=recompute), Layer()]
+    layers = [
+        LayerShape(recompute=recompute, shared=shared),
+        LayerShape(moe=False, recompute=recompute),
+        LayerShape(),
+    ]
     for name, overlap in itertools.product(("dualpipev", "vpp+1", "zb-v"), ("off", "pair", "pair+self")):
         program = expand(
             build(name, 2, 4), layers, Expansion(overlap=overlap, chunks=chunks, split=split), reduce=True
@@ -92,7 +96,7 @@ def test_recompute_goes_with_every_overlap(recompute: str, shared: bool, chunks:
 def test_recompute_lowers_memory() -> None:
     peaks = {}
     for recompute in RECOMPUTED:
-        program = expand(build("vpp+1", 4, 8), [Layer(recompute=recompute)] * 2, Expansion())
+        program = expand(build("vpp+1", 4, 8), [LayerShape(recompute=recompute)] * 2, Expansion())
         peaks[recompute] = max(verify(program).peak)
     assert peaks["full"] < 0.4 * peaks["off"]
     assert peaks["full"] < peaks["mlp"] < peaks["off"]
@@ -101,7 +105,7 @@ def test_recompute_lowers_memory() -> None:
 
 def test_memory_returns_to_zero() -> None:
     for recompute in RECOMPUTED:
-        layers = [Layer(recompute=recompute), Layer(moe=False, recompute=recompute)]
+        layers = [LayerShape(recompute=recompute), LayerShape(moe=False, recompute=recompute)]
         program = expand(build("dualpipev", 2, 4), layers, Expansion(chunks=3, split="layer"))
         for ops in program.ranks:
             assert sum(op.alloc - op.free for op in ops) == pytest.approx(0.0)
@@ -109,7 +113,7 @@ def test_memory_returns_to_zero() -> None:
 
 def test_pair_hides_what_the_table_says() -> None:
     """Each line of the table in the module's docstring, in time."""
-    result = simulate(expand(pair_between(), [Layer(shared=False)] * 3, Expansion(overlap="pair")), LONG)
+    result = simulate(expand(pair_between(), [LayerShape(shared=False)] * 3, Expansion(overlap="pair")), LONG)
     F, B = 1, 0
     assert under(result, "COMBINE_B", "ATTN_F", (B, F))
     assert under(result, "DISPATCH_F", "MLP_B", (F, B))
@@ -140,7 +144,7 @@ def test_a_pair_is_launched_in_the_order_of_the_table() -> None:
 
     A simulation of streams cannot tell: there both orders take the same time.
     """
-    launches = launched(expand(pair_between(), [Layer()] * 2, Expansion(overlap="pair")))
+    launches = launched(expand(pair_between(), [LayerShape()] * 2, Expansion(overlap="pair")))
     pair = launches[launches.index("COMBINE_B@1.0") : launches.index("COMBINE_B@1.1")]
     assert pair == PAIR.split()
 
@@ -157,12 +161,14 @@ MLP_B@0.0  DISPATCH_B@0.0 MLP_W@0.0 SHARED_W@0.0 ROUTE_B@0.0 ATTN_B@0.0 ROUTE_W@
 
 def test_an_action_alone_is_launched_in_the_order_of_the_table() -> None:
     program = one_rank(forward(0, 0), backward(0, 0), microbatches=1)
-    launches = launched(expand(program, [Layer(), Layer(head=True)], Expansion(overlap="pair+self")))
+    launches = launched(
+        expand(program, [LayerShape(), LayerShape(head=True)], Expansion(overlap="pair+self"))
+    )
     assert launches == ALONE.split()
 
 
 def test_self_overlap_hides_what_the_table_says() -> None:
-    program = expand(one_rank(forward(0, 0), backward(0, 0), microbatches=1), [Layer()] * 3, Expansion())
+    program = expand(one_rank(forward(0, 0), backward(0, 0), microbatches=1), [LayerShape()] * 3, Expansion())
     result = simulate(program, LONG)
     assert under(result, "DISPATCH_F", "SHARED_F", (0, 0))
     assert under(result, "COMBINE_B", "SHARED_B", (0, 0))
@@ -170,7 +176,7 @@ def test_self_overlap_hides_what_the_table_says() -> None:
 
 
 def test_the_last_attention_weight_gradient_hides_transfers() -> None:
-    program = expand(build("dualpipev", 4, 10), [Layer(shared=False)] * 2, Expansion())
+    program = expand(build("dualpipev", 4, 10), [LayerShape(shared=False)] * 2, Expansion())
     for ops in program.ranks:
         for i, op in enumerate(ops):
             if op.kind == "SEND_B":
@@ -184,14 +190,14 @@ def test_the_last_attention_weight_gradient_hides_transfers() -> None:
 
 
 def test_serial_overlaps_nothing() -> None:
-    result = simulate(expand(build("vpp+1", 4, 8), [Layer()] * 2, Expansion(overlap="off")), EVEN)
+    result = simulate(expand(build("vpp+1", 4, 8), [LayerShape()] * 2, Expansion(overlap="off")), EVEN)
     exchange = summarise(result).communication("DISPATCH", "COMBINE")
     assert exchange.hidden == pytest.approx(0.0)
-    alone = simulate(expand(pair_between(), [Layer()] * 2, Expansion(overlap="off")), EVEN)
+    alone = simulate(expand(pair_between(), [LayerShape()] * 2, Expansion(overlap="off")), EVEN)
     assert alone.makespan == pytest.approx(sum(_work(alone)))
 
 
-def _work(result: Result) -> list[float]:
+def _work(result: Simulation) -> list[float]:
     return [float(f - s) for s, f in zip(result.start, result.finish, strict=True)]
 
 
@@ -205,7 +211,7 @@ def test_finer_overlap_never_costs_time() -> None:
         ("pair+self", 2, "layer"),
     ):
         expansion = Expansion(overlap=overlap, chunks=chunks, split=split)
-        program = expand(build("dualpipev", 4, 12), [Layer(shared=False)] * 2, expansion)
+        program = expand(build("dualpipev", 4, 12), [LayerShape(shared=False)] * 2, expansion)
         summary = summarise(simulate(program, DEEPSEEK_V3))
         exchange = summary.communication("DISPATCH", "COMBINE")
         spent[overlap, chunks, split] = (summary.makespan, exchange.hidden / exchange.total)
@@ -218,7 +224,7 @@ def test_finer_overlap_never_costs_time() -> None:
 def test_deepseek_pair_is_predicted_within_three_percent() -> None:
     """The published pair of four layers took 129.0 ms."""
     result = simulate(
-        expand(pair_between(), [Layer(shared=False)] * 4, Expansion(overlap="pair")), DEEPSEEK_V3
+        expand(pair_between(), [LayerShape(shared=False)] * 4, Expansion(overlap="pair")), DEEPSEEK_V3
     )
     chosen = [
         i
@@ -230,15 +236,15 @@ def test_deepseek_pair_is_predicted_within_three_percent() -> None:
 
 
 def test_uneven_stages_pair_and_the_rest_runs_alone() -> None:
-    layers = [[Layer()] * 1, [Layer()] * 3, [Layer(moe=False)] * 2, [Layer()] * 2]
+    layers = [[LayerShape()] * 1, [LayerShape()] * 3, [LayerShape(moe=False)] * 2, [LayerShape()] * 2]
     for overlap in ("off", "pair", "pair+self"):
         verify(expand(build("dualpipev", 2, 6), layers, Expansion(overlap=overlap)))
     with pytest.raises(ScheduleError, match="each of the 4 stages, but has \\[1, 1\\]"):
-        expand(build("dualpipev", 2, 6), [[Layer()], [Layer()]])
+        expand(build("dualpipev", 2, 6), [[LayerShape()], [LayerShape()]])
 
 
 def test_copies_meet_in_their_expert_group() -> None:
-    program = replicate(expand(build("vpp+1", 2, 4), [Layer()]), 3)
+    program = replicate(expand(build("vpp+1", 2, 4), [LayerShape()]), 3)
     verified = verify(program)
     assert program.num_ranks == 6
     assert program.groups["ep1"] == (3, 4, 5)
@@ -251,8 +257,8 @@ def test_copies_meet_in_their_expert_group() -> None:
 def test_self_marks_single_actions() -> None:
     program = overlap_alone(build("dualpipev", 2, 4))
     assert str(program.ranks[0][0]) == "(0F0)"
-    marked = expand(program, [Layer()], Expansion(overlap="pair"))
-    everything = expand(build("dualpipev", 2, 4), [Layer()], Expansion(overlap="pair+self"))
+    marked = expand(program, [LayerShape()], Expansion(overlap="pair"))
+    everything = expand(build("dualpipev", 2, 4), [LayerShape()], Expansion(overlap="pair+self"))
     assert marked.ranks == everything.ranks
 
 
@@ -262,20 +268,20 @@ def test_bad_expansions_are_refused() -> None:
     with pytest.raises(ScheduleError, match="chunks \\(0\\)"):
         Expansion(chunks=0)
     with pytest.raises(ScheduleError, match="lowered already"):
-        expand(expand(build("1f1b", 2, 2), [Layer()]), [Layer()])
+        expand(expand(build("1f1b", 2, 2), [LayerShape()]), [LayerShape()])
     with pytest.raises(ScheduleError, match="recompute \\('some'\\)"):
-        Layer(recompute="some")  # type: ignore[arg-type]
+        LayerShape(recompute="some")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("moe", [True, False])
 @pytest.mark.parametrize("split", ["moe", "layer"])
 def test_the_head_is_the_end_of_forward_and_the_start_of_backward(moe: bool, split: str) -> None:
-    last = Layer(moe=moe, head=True, activation=replace(Layer().activation, head=2.0))
+    last = LayerShape(moe=moe, head=True, activation=replace(LayerShape().activation, head=2.0))
     for name in ("pp1", "1f1b", "1f1b-pairs", "vpp+1", "zb-h1", "zb-v", "dualpipev"):
         P = 1 if name == "pp1" else 2
         program = build(name, P, 4)
         stages = program.pipeline().placement.num_stages
-        layers = [[Layer(), Layer()]] * (stages - 1) + [[Layer(), last]]
+        layers = [[LayerShape(), LayerShape()]] * (stages - 1) + [[LayerShape(), last]]
         for overlap in ("off", "pair", "pair+self"):
             expanded = expand(program, layers, Expansion(overlap=overlap, chunks=2, split=split))
             verify(expanded)

@@ -13,7 +13,7 @@ from moeclipse.schedule.grid import format_grid
 from moeclipse.schedule.legal import SCHEDULES, broken_rules, default_stages_per_rank
 from moeclipse.schedule.lower import lower
 from moeclipse.schedule.op import Op, overlap_alone
-from moeclipse.schedule.shape import Layer, Shadow
+from moeclipse.schedule.shape import LayerShape, Shadow
 from moeclipse.schedule.smart import exchange_shape, smart
 from moeclipse.schedule.templates import Expansion, expand
 from moeclipse.schedule.text import format_program, parse_op, parse_program
@@ -59,7 +59,7 @@ def test_programs_round_trip(name: str, P: int, M: int, layered: bool) -> None:
     if broken_rules(name, P, M, V):
         return
     program = build(name, P, M, V)
-    layers = [Layer(), Layer(moe=False, recompute="attn")]
+    layers = [LayerShape(), LayerShape(moe=False, recompute="attn")]
     for form in (program, overlap_alone(program), lower(program, reduce=True)):
         assert parse_program(format_program(form)) == form
     if layered:

@@ -16,7 +16,7 @@ from moeclipse.schedule.check import verify
 from moeclipse.schedule.legal import SCHEDULES, broken_rules, default_stages_per_rank
 from moeclipse.schedule.lower import lower
 from moeclipse.schedule.op import backward, forward, pipeline_program
-from moeclipse.schedule.shape import Layer, Placement
+from moeclipse.schedule.shape import LayerShape, StagePlacement
 from moeclipse.schedule.smart import exchange_shape, smart
 from moeclipse.schedule.templates import Expansion, expand, replicate
 from moeclipse.sim.engine import simulate
@@ -58,7 +58,7 @@ def test_three_ways_to_the_same_times(name: str, P: int, M: int, seconds: list[f
 @pytest.mark.parametrize("launch", [0.0, 1e-4])
 def test_queue_and_pass_agree_on_layer_ops(inline: bool, launch: float) -> None:
     program = verify(
-        replicate(expand(build("dualpipev", 2, 5), [Layer(shared=False)] * 2, Expansion(chunks=2)), 2)
+        replicate(expand(build("dualpipev", 2, 5), [LayerShape(shared=False)] * 2, Expansion(chunks=2)), 2)
     )
     costs = replace(
         DEEPSEEK_V3, inline_compute=inline, launch=launch, wire=1e-3, rank_speed=(1.0, 0.7, 1.0, 1.2)
@@ -84,7 +84,7 @@ def test_queue_and_pass_agree_on_an_exchange(inline: bool) -> None:
 def test_two_ranks_by_hand() -> None:
     """Wire 0.5: rank 1 starts at 1.5 and answers at 4.5; rank 0 waits for it from 1 to 5."""
     program = pipeline_program(
-        "hand", [[forward(0, 0), backward(0, 0)], [forward(1, 0), backward(1, 0)]], Placement.loop(2), 1
+        "hand", [[forward(0, 0), backward(0, 0)], [forward(1, 0), backward(1, 0)]], StagePlacement.loop(2), 1
     )
     result = simulate(program, replace(UNIT, wire=0.5))
     assert result.start[:4].tolist() == [0.0, 5.0, 1.5, 2.5]

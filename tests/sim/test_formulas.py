@@ -129,10 +129,10 @@ def test_one_warm_up_per_hop_plus_one_is_not_enough_for_pairs() -> None:
     """1F1B with a single extra forward runs when fused, but its bubble explodes; two per hop restore it."""
     from moeclipse.schedule.one_f_one_b import paired_rank
     from moeclipse.schedule.op import pipeline_program
-    from moeclipse.schedule.shape import Placement
+    from moeclipse.schedule.shape import StagePlacement
 
     for P, M, bubble in [(4, 12, 39), (8, 20, 75)]:
         ranks = [paired_rank(r, P - r, M) for r in range(P)]
-        program = pipeline_program("1f1b+1", ranks, Placement.loop(P), M)
+        program = pipeline_program("1f1b+1", ranks, StagePlacement.loop(P), M)
         assert summarise(simulate(program, UNIT)).bubble == pytest.approx(bubble)
         assert summarise(simulate(build("1f1b-pairs", P, M), UNIT)).bubble == pytest.approx((P - 1) * 3)

@@ -13,14 +13,14 @@ from moeclipse.cost.model import DEEPSEEK_V3, UNIT, Costs
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.lower import lower
-from moeclipse.schedule.shape import Layer
+from moeclipse.schedule.shape import LayerShape
 from moeclipse.schedule.smart import exchange_shape, smart
 from moeclipse.schedule.templates import Expansion, expand
-from moeclipse.sim.engine import Result, simulate
+from moeclipse.sim.engine import Simulation, simulate
 from moeclipse.sim.measure import communication, compute_intervals, memory_curve, summarise
 
 
-def slow_classes(result: Result, rank: int, samples: int = 2000) -> dict[str, float]:
+def slow_classes(result: Simulation, rank: int, samples: int = 2000) -> dict[str, float]:
     """The same four classes by looking at many instants: slow and obvious."""
     start, finish = compute_intervals(result, rank)
     lane = communication(result, rank)
@@ -85,7 +85,7 @@ def test_implied_and_written_transfers_are_measured_alike() -> None:
 
 
 def test_hidden_never_exceeds_total() -> None:
-    program = expand(build("vpp+1", 4, 8), [Layer(shared=False)] * 2, Expansion(chunks=2))
+    program = expand(build("vpp+1", 4, 8), [LayerShape(shared=False)] * 2, Expansion(chunks=2))
     summary = summarise(simulate(program, DEEPSEEK_V3))
     assert summary.kinds
     for time in summary.kinds.values():

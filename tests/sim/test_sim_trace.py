@@ -12,7 +12,7 @@ import pytest
 from moeclipse.cost.model import DEEPSEEK_V3, UNIT, Costs
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.lower import lower
-from moeclipse.schedule.shape import Layer
+from moeclipse.schedule.shape import LayerShape
 from moeclipse.schedule.smart import exchange_shape, smart
 from moeclipse.schedule.templates import Expansion, expand
 from moeclipse.sim.engine import simulate
@@ -44,7 +44,7 @@ def test_perfetto_has_every_op_once(written: bool, tmp_path: Path) -> None:
 
 
 def test_lanes_never_overlap_themselves() -> None:
-    program = expand(build("vpp+1", 2, 4), [Layer()] * 2, Expansion(chunks=2))
+    program = expand(build("vpp+1", 2, 4), [LayerShape()] * 2, Expansion(chunks=2))
     parts = ("ATTN", "ROUTE", "SHARED", "MLP", "DISPATCH", "COMBINE")
     costs = Costs(seconds={f"{p}_{f}": 1.0 for p in parts for f in "FBW"}, wire=0.5)
     rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
@@ -66,10 +66,10 @@ def test_timeline_of_whole_actions() -> None:
 
 
 def test_timeline_marks_exposed_communication() -> None:
-    program = expand(build("1f1b", 2, 2), [Layer(shared=False)], Expansion(overlap="off"))
+    program = expand(build("1f1b", 2, 2), [LayerShape(shared=False)], Expansion(overlap="off"))
     text = timeline(simulate(program, DEEPSEEK_V3), width=60)
     assert "!" in text.splitlines()[1]
-    paired = expand(build("pp1", 1, 8), [Layer(shared=False)] * 2, Expansion(overlap="pair"))
+    paired = expand(build("pp1", 1, 8), [LayerShape(shared=False)] * 2, Expansion(overlap="pair"))
     rows = timeline(simulate(paired, DEEPSEEK_V3), width=60).splitlines()
     assert rows[0].count("#") > 30
     assert rows[1].count("-") > 30

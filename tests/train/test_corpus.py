@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from moeclipse.core.errors import DataError
 from moeclipse.train import corpus as corpus_module
 from moeclipse.train.config import DataConfig
-from moeclipse.train.corpus import Corpus, Part, find_corpus, open_corpus, standard_library
+from moeclipse.train.corpus import Corpus, CorpusPart, find_corpus, open_corpus, standard_library
 
 
 def text(folder: Path, **files: str) -> str:
@@ -27,7 +27,7 @@ def text(folder: Path, **files: str) -> str:
 
 def in_memory(*arrays: list[int], vocab_size: int = 256) -> Corpus:
     parts = [
-        Part(source=f"part {i}", num_tokens=len(a), array=np.array(a, dtype=np.uint16))
+        CorpusPart(source=f"part {i}", num_tokens=len(a), array=np.array(a, dtype=np.uint16))
         for i, a in enumerate(arrays)
     ]
     return Corpus(parts, vocab_size=vocab_size, what="arrays")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeclipse.core.errors import CheckpointError, ConfigError, DataError
-from moeclipse.train.corpus import Corpus, Part
+from moeclipse.train.corpus import Corpus, CorpusPart
 from moeclipse.train.data import Batches, Samples, even_part
 
 
@@ -19,7 +19,9 @@ def corpus_of(num_tokens: int, vocab_size: int = 1 << 20, first: int = 0) -> Cor
     """Tokens that tell their own position."""
     array = np.arange(first, first + num_tokens, dtype=np.uint32)
     return Corpus(
-        [Part(source="a", num_tokens=num_tokens, array=array)], vocab_size=vocab_size, what="test tokens"
+        [CorpusPart(source="a", num_tokens=num_tokens, array=array)],
+        vocab_size=vocab_size,
+        what="test tokens",
     )
 
 

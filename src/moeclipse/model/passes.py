@@ -31,7 +31,7 @@ from moeclipse.moe.structure import Structure
 from moeclipse.moe.tokens import Tokens
 from moeclipse.pipeline.backward import Segment
 from moeclipse.pipeline.stage import LayerPass, Where
-from moeclipse.schedule.shape import Layer as LayerShape
+from moeclipse.schedule.shape import LayerShape
 from moeclipse.tensor.weight_grad import deliver
 
 

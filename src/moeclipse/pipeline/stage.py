@@ -20,7 +20,7 @@ from torch import nn
 
 from moeclipse.comm.flight.execute import Transfer
 from moeclipse.pipeline.backward import Deferral, Segment
-from moeclipse.schedule.shape import Layer
+from moeclipse.schedule.shape import LayerShape
 from moeclipse.tensor.weight_grad import WeightGrads
 
 
@@ -60,9 +60,9 @@ class LayerPass(Protocol):
 class SplitLayer(Protocol):
     """A layer that offers its parts."""
 
-    def describe(self) -> Layer: ...
+    def describe(self) -> LayerShape: ...
 
-    def begin(self, h: torch.Tensor, microbatch: Any, where: Where, layer: Layer) -> LayerPass: ...
+    def begin(self, h: torch.Tensor, microbatch: Any, where: Where, layer: LayerShape) -> LayerPass: ...
 
 
 class Stage(Protocol):
@@ -119,13 +119,13 @@ class WholeLayer:
         return d_in
 
 
-def describe(layer: nn.Module | SplitLayer) -> Layer:
+def describe(layer: nn.Module | SplitLayer) -> LayerShape:
     """The layer as a schedule sees it; one without parts looks like a dense one."""
-    return layer.describe() if isinstance(layer, SplitLayer) else Layer(moe=False, shared=False)
+    return layer.describe() if isinstance(layer, SplitLayer) else LayerShape(moe=False, shared=False)
 
 
 def begin(
-    layer: nn.Module | SplitLayer, h: torch.Tensor, microbatch: Any, where: Where, shape: Layer
+    layer: nn.Module | SplitLayer, h: torch.Tensor, microbatch: Any, where: Where, shape: LayerShape
 ) -> LayerPass:
     if isinstance(layer, SplitLayer):
         return layer.begin(h, microbatch, where, shape)

@@ -22,7 +22,7 @@ Span = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transfer:
+class TransferInterval:
     """One collective as one rank saw it."""
 
     label: str
@@ -91,7 +91,7 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def split_step(
-    window: Span, *, compute: Sequence[Span], waits: Sequence[Span], transfers: Sequence[Transfer]
+    window: Span, *, compute: Sequence[Span], waits: Sequence[Span], transfers: Sequence[TransferInterval]
 ) -> StepSplit:
     """One rank's step, split. `waits` are the times the rank stood still for a transfer."""
     computing = subtract(clip(compute, window), waits)

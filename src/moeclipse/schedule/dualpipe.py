@@ -28,10 +28,10 @@ from moeclipse.schedule.op import (
     pipeline_program,
     weight_grad,
 )
-from moeclipse.schedule.shape import Placement
+from moeclipse.schedule.shape import StagePlacement
 
 
-class _Rank:
+class _RankPhases:
     """Counts what has been placed, so that the phases below read like the table."""
 
     def __init__(self, stages: tuple[int, int], first: tuple[int, int]) -> None:
@@ -68,7 +68,7 @@ class _Rank:
         self.ops.append(pair(self.take_forward(f), self.take_backward(b)))
 
 
-def _phases(rank: _Rank, r: int, n: int, m: int) -> list[Op]:
+def _phases(rank: _RankPhases, r: int, n: int, m: int) -> list[Op]:
     for _ in range(2 * (n - r - 1)):  # 1
         rank.f(0)
     for _ in range(r + 1):  # 2
@@ -101,8 +101,8 @@ def _phases(rank: _Rank, r: int, n: int, m: int) -> list[Op]:
 def dualpipev(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Program:
     require_legal("dualpipev", num_ranks, num_microbatches, stages_per_rank)
     P, M = num_ranks, num_microbatches
-    ranks = [_phases(_Rank((r, 2 * P - 1 - r), (0, 0)), r, P, M) for r in range(P)]
-    return pipeline_program("dualpipev", ranks, Placement.vee(P), M)
+    ranks = [_phases(_RankPhases((r, 2 * P - 1 - r), (0, 0)), r, P, M) for r in range(P)]
+    return pipeline_program("dualpipev", ranks, StagePlacement.vee(P), M)
 
 
 def dualpipe(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Program:
@@ -113,6 +113,6 @@ def dualpipe(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) ->
     for r in range(P):
         down, up = (r, 0), (2 * P - 1 - r, K)  # (stage, first microbatch) of the two directions
         near, far = (down, up) if r < P // 2 else (up, down)
-        rank = _Rank((near[0], far[0]), (near[1], far[1]))
+        rank = _RankPhases((near[0], far[0]), (near[1], far[1]))
         ranks.append(_phases(rank, min(r, P - 1 - r), P // 2, K))
-    return pipeline_program("dualpipe", ranks, Placement.dual(P), num_microbatches)
+    return pipeline_program("dualpipe", ranks, StagePlacement.dual(P), num_microbatches)

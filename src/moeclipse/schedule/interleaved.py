@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from moeclipse.schedule.legal import require_legal
 from moeclipse.schedule.op import Program, backward, forward, pair, pipeline_program
-from moeclipse.schedule.shape import Placement
+from moeclipse.schedule.shape import StagePlacement
 
 
 def round_size(num_ranks: int, num_microbatches: int) -> int:
@@ -47,7 +47,7 @@ def _interleaved(name: str, P: int, M: int, V: int, extra: int) -> Program:
             ops += [pair(f, b)] if extra else [f, b]
         ops += backwards[len(T) - w :]  # 3
         ranks.append(ops)
-    return pipeline_program(name, ranks, Placement.loop(P, V), M)
+    return pipeline_program(name, ranks, StagePlacement.loop(P, V), M)
 
 
 def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Program:

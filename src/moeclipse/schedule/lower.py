@@ -48,9 +48,9 @@ def lower_blocks(
     groups: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Program:
     """Write transfers between and inside blocks, and resolve deps."""
-    wires = _Wires(shape)
-    sent = [[wires.with_sends(rank, block.ops) for block in row] for rank, row in enumerate(blocks)]
-    received = wires.receives([[_readers(shape, block.ops) for block in row] for row in blocks])
+    transfers = _TransferWriter(shape)
+    sent = [[transfers.with_sends(rank, block.ops) for block in row] for rank, row in enumerate(blocks)]
+    received = transfers.receives([[_readers(shape, block.ops) for block in row] for row in blocks])
     ranks = []
     for rank, row in enumerate(sent):
         ops: list[Op] = []
@@ -62,7 +62,7 @@ def lower_blocks(
         if shape.reduce:
             ops, serial = _with_reductions(shape, rank, ops, serial)
         ranks.append(with_deps(shape, ops, _serial_deps(ops, serial)))
-    members = {**wires.groups, **(groups or {})}
+    members = {**transfers.groups, **(groups or {})}
     if shape.reduce:
         members |= {f"dp{rank}": (rank,) for rank in range(len(ranks))}
     # A pipeline of one rank has no transfers; a group marks its lists as complete all the same.
@@ -90,7 +90,7 @@ def _serial_deps(ops: Sequence[Op], serial: Sequence[bool]) -> dict[int, int]:
     return chain
 
 
-class _Wires:
+class _TransferWriter:
     """Sends in the order in which ranks produce them, and the receives that mirror them."""
 
     def __init__(self, shape: PipelineShape) -> None:

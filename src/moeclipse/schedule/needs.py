@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule.op import Op
-from moeclipse.schedule.shape import Layer, PipelineShape
+from moeclipse.schedule.shape import LayerShape, PipelineShape
 
 Key = tuple[str, int, int | None, int | None]
 KeyTable = dict[Key, list[tuple[int, int | None, int]]]
@@ -93,7 +93,7 @@ def _leaf_needs(shape: PipelineShape, op: Op) -> list[Key]:
     return [(f"{part}_B", stage, op.layer, m)]
 
 
-def weight_parts(layer: Layer) -> list[str]:
+def weight_parts(layer: LayerShape) -> list[str]:
     """Parts with parameters, in the order in which backward reaches them."""
     return [part for part in reversed(layer.parts) if part not in ("DISPATCH", "COMBINE")]
 
@@ -116,11 +116,11 @@ def _gradient_into(shape: PipelineShape, stage: int, m: int) -> list[Key]:
     return [("RECV_B", stage, None, m)]
 
 
-def _layer_output(layer: Layer, stage: int, index: int, m: int) -> list[Key]:
+def _layer_output(layer: LayerShape, stage: int, index: int, m: int) -> list[Key]:
     return [("HEAD_F", stage, index, m)] if layer.head else _body_output(layer, stage, index, m)
 
 
-def _body_output(layer: Layer, stage: int, index: int, m: int) -> list[Key]:
+def _body_output(layer: LayerShape, stage: int, index: int, m: int) -> list[Key]:
     """What the head reads."""
     if not layer.moe:
         return [("MLP_F", stage, index, m)]
@@ -129,7 +129,7 @@ def _body_output(layer: Layer, stage: int, index: int, m: int) -> list[Key]:
 
 
 def _forward_needs(
-    shape: PipelineShape, layer: Layer, part: str, stage: int, index: int, m: int
+    shape: PipelineShape, layer: LayerShape, part: str, stage: int, index: int, m: int
 ) -> list[Key]:
     if part == "ATTN":
         if index == 0:
@@ -144,7 +144,7 @@ def _forward_needs(
 
 
 def _backward_needs(
-    shape: PipelineShape, layer: Layer, part: str, stage: int, index: int, m: int
+    shape: PipelineShape, layer: LayerShape, part: str, stage: int, index: int, m: int
 ) -> list[Key]:
     saved: list[Key] = []
     if part in layer.recomputed:
@@ -166,7 +166,7 @@ def _backward_needs(
     return [*saved, *[(f"{source}_B", stage, index, m) for source in sources]]
 
 
-def _recompute_needs(layer: Layer, part: str, stage: int, index: int, m: int) -> list[Key]:
+def _recompute_needs(layer: LayerShape, part: str, stage: int, index: int, m: int) -> list[Key]:
     if part == "ATTN":
         return [("ATTN_F", stage, index, m)]
     source = "ATTN" if part in ("ROUTE", "SHARED") or not layer.moe else "ROUTE"

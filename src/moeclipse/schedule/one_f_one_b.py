@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from moeclipse.schedule.legal import require_legal
 from moeclipse.schedule.op import Op, Program, backward, forward, pair, pipeline_program
-from moeclipse.schedule.shape import Placement
+from moeclipse.schedule.shape import StagePlacement
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Program:
     require_legal("gpipe", num_ranks, num_microbatches, 1)
     P, M = num_ranks, num_microbatches
     ranks = [[forward(r, m) for m in range(M)] + [backward(r, m) for m in range(M)] for r in range(P)]
-    return pipeline_program("gpipe", ranks, Placement.loop(P), M)
+    return pipeline_program("gpipe", ranks, StagePlacement.loop(P), M)
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Program:
@@ -36,7 +36,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Program:
             ops += [forward(r, w + i), backward(r, i)]
         ops += [backward(r, m) for m in range(M - w, M)]  # 3
         ranks.append(ops)
-    return pipeline_program("1f1b", ranks, Placement.loop(P), M)
+    return pipeline_program("1f1b", ranks, StagePlacement.loop(P), M)
 
 
 def paired_rank(rank: int, w: int, num_microbatches: int) -> list[Op]:
@@ -51,10 +51,12 @@ def one_f_one_b_pairs(num_ranks: int, num_microbatches: int) -> Program:
     require_legal("1f1b-pairs", num_ranks, num_microbatches, 1)
     P, M = num_ranks, num_microbatches
     ranks = [paired_rank(r, min(2 * (P - 1 - r) + 1, M), M) for r in range(P)]
-    return pipeline_program("1f1b-pairs", ranks, Placement.loop(P), M)
+    return pipeline_program("1f1b-pairs", ranks, StagePlacement.loop(P), M)
 
 
 def microbatch_pairs(num_ranks: int, num_microbatches: int) -> Program:
     """No pipeline: the forward of one microbatch beside the backward of the one before."""
     require_legal("pp1", num_ranks, num_microbatches, 1)
-    return pipeline_program("pp1", [paired_rank(0, 1, num_microbatches)], Placement.loop(1), num_microbatches)
+    return pipeline_program(
+        "pp1", [paired_rank(0, 1, num_microbatches)], StagePlacement.loop(1), num_microbatches
+    )

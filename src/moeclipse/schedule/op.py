@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from moeclipse.core.errors import ScheduleError
-from moeclipse.schedule.shape import ExchangeShape, PipelineShape, Placement
+from moeclipse.schedule.shape import ExchangeShape, PipelineShape, StagePlacement
 
 COMPUTE, A2A, DP = "compute", "a2a", "dp"
 P2P = "p2p"
@@ -167,7 +167,7 @@ def self_overlap(action: Op) -> Op:
 
 
 def pipeline_program(
-    name: str, ranks: Iterable[Sequence[Op]], placement: Placement, num_microbatches: int
+    name: str, ranks: Iterable[Sequence[Op]], placement: StagePlacement, num_microbatches: int
 ) -> Program:
     shape = PipelineShape(placement=placement, num_microbatches=num_microbatches)
     return Program(name=name, ranks=tuple(map(tuple, ranks)), shape=shape)

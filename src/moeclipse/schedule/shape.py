@@ -26,7 +26,7 @@ RECOMPUTED: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class StagePlacement:
     """rank_of[stage]; the stages form `num_chains` chains of equal length."""
 
     num_ranks: int
@@ -51,22 +51,22 @@ class Placement:
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
     @staticmethod
-    def loop(num_ranks: int, stages_per_rank: int = 1) -> Placement:
+    def loop(num_ranks: int, stages_per_rank: int = 1) -> StagePlacement:
         """Stage s on rank s mod P."""
         stages = range(num_ranks * stages_per_rank)
-        return Placement(num_ranks=num_ranks, rank_of=tuple(stage % num_ranks for stage in stages))
+        return StagePlacement(num_ranks=num_ranks, rank_of=tuple(stage % num_ranks for stage in stages))
 
     @staticmethod
-    def vee(num_ranks: int) -> Placement:
+    def vee(num_ranks: int) -> StagePlacement:
         """Two stages per rank: down the ranks and back up, so the last stage sits on rank 0."""
         down = tuple(range(num_ranks))
-        return Placement(num_ranks=num_ranks, rank_of=down + down[::-1])
+        return StagePlacement(num_ranks=num_ranks, rank_of=down + down[::-1])
 
     @staticmethod
-    def dual(num_ranks: int) -> Placement:
+    def dual(num_ranks: int) -> StagePlacement:
         """Two copies of the model in opposite directions; stages P..2P-1 are the second copy."""
         down = tuple(range(num_ranks))
-        return Placement(num_ranks=num_ranks, rank_of=down + down[::-1], num_chains=2)
+        return StagePlacement(num_ranks=num_ranks, rank_of=down + down[::-1], num_chains=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Activation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class LayerShape:
     """One transformer layer as a schedule sees it."""
 
     moe: bool = True
@@ -113,13 +113,16 @@ class Layer:
         return tuple(part for part in self.parts if part in RECOMPUTED[self.recompute])
 
 
+Layer = LayerShape  # its name in version 0.1, whose pages showed it
+
+
 @dataclass(frozen=True, kw_only=True)
 class PipelineShape:
     """Every stage runs forward and backward once for each of its microbatches."""
 
-    placement: Placement
+    placement: StagePlacement
     num_microbatches: int
-    layers: tuple[tuple[Layer, ...], ...] = ()
+    layers: tuple[tuple[LayerShape, ...], ...] = ()
     """Layers of each stage; empty while the program speaks of whole actions."""
     reduce: bool = False
     """Every stage ends with one gradient reduction on the dp lane."""

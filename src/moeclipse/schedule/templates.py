@@ -29,7 +29,7 @@ from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule.lower import Block, lower_blocks
 from moeclipse.schedule.needs import weight_parts
 from moeclipse.schedule.op import A2A, LANE_OF, Op, Program
-from moeclipse.schedule.shape import Layer, PipelineShape
+from moeclipse.schedule.shape import LayerShape, PipelineShape
 
 Overlap = Literal["off", "pair", "pair+self"]
 
@@ -54,7 +54,7 @@ class Expansion:
 
 def expand(
     program: Program,
-    layers: Sequence[Layer] | Sequence[Sequence[Layer]],
+    layers: Sequence[LayerShape] | Sequence[Sequence[LayerShape]],
     expansion: Expansion | None = None,
     *,
     reduce: bool = False,
@@ -86,13 +86,13 @@ def expand(
 
 
 def _per_stage(
-    layers: Sequence[Layer] | Sequence[Sequence[Layer]], stages: int
-) -> tuple[tuple[Layer, ...], ...]:
+    layers: Sequence[LayerShape] | Sequence[Sequence[LayerShape]], stages: int
+) -> tuple[tuple[LayerShape, ...], ...]:
     if not layers:
         raise ScheduleError("a stage needs at least one layer, but layers is empty")
-    if isinstance(layers[0], Layer):
-        return (tuple(layer for layer in layers if isinstance(layer, Layer)),) * stages
-    listed = tuple(tuple(stage) for stage in layers if not isinstance(stage, Layer))
+    if isinstance(layers[0], LayerShape):
+        return (tuple(layer for layer in layers if isinstance(layer, LayerShape)),) * stages
+    listed = tuple(tuple(stage) for stage in layers if not isinstance(stage, LayerShape))
     if len(listed) != stages or not all(listed):
         raise ScheduleError(
             f"layers must list at least one layer for each of the {stages} stages, but has "
@@ -104,12 +104,12 @@ def _per_stage(
 def _expand_action(action: Op, shape: PipelineShape, how: Expansion) -> Block:
     alone = action.parts[0] if action.kind == "SELF" else action
     if action.kind == "PAIR":
-        f, b = (_Part(leaf, shape, 1) for leaf in action.parts)
+        f, b = (_OpMaker(leaf, shape, 1) for leaf in action.parts)
         if how.overlap == "off":
             return Block([*serial_forward(f), *serial_backward(b)], serial=True)
         return Block(list(paired(f, b)))
     overlapped = how.overlap == "pair+self" or (how.overlap == "pair" and action.kind == "SELF")
-    part = _Part(alone, shape, how.chunks if overlapped else 1, how.split)
+    part = _OpMaker(alone, shape, how.chunks if overlapped else 1, how.split)
     if alone.kind == "W":
         return Block(list(all_weight_grads(part)))
     if alone.kind == "F":
@@ -119,7 +119,7 @@ def _expand_action(action: Op, shape: PipelineShape, how: Expansion) -> Block:
     return Block(list(order), serial=not overlapped)
 
 
-class _Part:
+class _OpMaker:
     """One microbatch's pass through one stage: makes its ops."""
 
     def __init__(self, action: Op, shape: PipelineShape, chunks: int, split: str = "moe") -> None:
@@ -153,7 +153,7 @@ class _Part:
         for at in range(cuts) if chunk is None else (chunk,):
             yield self._op(index, layer, kind, at, cuts)
 
-    def _op(self, index: int, layer: Layer, kind: str, chunk: int | None = None, chunks: int = 1) -> Op:
+    def _op(self, index: int, layer: LayerShape, kind: str, chunk: int | None = None, chunks: int = 1) -> Op:
         alloc, free = _memory(layer, kind)
         return Op(
             kind=kind,
@@ -178,7 +178,7 @@ class _Part:
                 yield from self.ops(index, kind, chunk)
 
 
-def _memory(layer: Layer, kind: str) -> tuple[float, float]:
+def _memory(layer: LayerShape, kind: str) -> tuple[float, float]:
     """(taken, given back): forward keeps, recompute restores what forward did not keep, dW releases."""
     part, form = kind.rsplit("_", 1)
     size = layer.activation
@@ -196,12 +196,12 @@ def _memory(layer: Layer, kind: str) -> tuple[float, float]:
     return 0.0, (kept + outside if form == "W" else 0.0)
 
 
-def serial_forward(f: _Part) -> Iterator[Op]:
+def serial_forward(f: _OpMaker) -> Iterator[Op]:
     for index, layer in enumerate(f.layers):
         yield from f.each(index, *(f"{part}_F" for part in layer.parts))
 
 
-def serial_backward(b: _Part) -> Iterator[Op]:
+def serial_backward(b: _OpMaker) -> Iterator[Op]:
     """Weight gradients follow their input gradients at once."""
     for index in reversed(range(len(b.layers))):
         layer = b.layers[index]
@@ -212,13 +212,13 @@ def serial_backward(b: _Part) -> Iterator[Op]:
                 yield from b.each(index, f"{part}_W")
 
 
-def all_weight_grads(w: _Part) -> Iterator[Op]:
+def all_weight_grads(w: _OpMaker) -> Iterator[Op]:
     w.with_weights = True
     for index in reversed(range(len(w.layers))):
         yield from w.each(index, *(f"{part}_W" for part in weight_parts(w.layers[index])))
 
 
-def self_forward(f: _Part) -> Iterator[Op]:
+def self_forward(f: _OpMaker) -> Iterator[Op]:
     for index in range(len(f.layers)):
         if f.chunks > 1 and f.split == "layer":
             # ROUTE exchanges sizes, which wait on the wire behind the last combine: give that time to end.
@@ -230,7 +230,7 @@ def self_forward(f: _Part) -> Iterator[Op]:
     yield from f.each(len(f.layers) - 1, "HEAD_F")
 
 
-def self_backward(b: _Part) -> Iterator[Op]:
+def self_backward(b: _OpMaker) -> Iterator[Op]:
     last = len(b.layers) - 1
     yield from b.by_chunk(last, "HEAD_B", "COMBINE_B")
     yield from b.each(last, "HEAD_W")
@@ -248,7 +248,7 @@ def self_backward(b: _Part) -> Iterator[Op]:
         yield from b.each(index, "ROUTE_W", "ATTN_W")
 
 
-def paired(f: _Part, b: _Part) -> Iterator[Op]:
+def paired(f: _OpMaker, b: _OpMaker) -> Iterator[Op]:
     """Layer i of F beside layer L-1-i of B; what one side has more runs alone at the end."""
     last = len(b.layers) - 1
     yield from b.each(last, "HEAD_B", "COMBINE_B", "HEAD_W")

@@ -20,10 +20,10 @@ from moeclipse.schedule.op import KINDS, LANE_OF, TRANSFERS, Op, Program, pair, 
 from moeclipse.schedule.shape import (
     Activation,
     ExchangeShape,
-    Layer,
+    LayerShape,
     PipelineShape,
-    Placement,
     Shadow,
+    StagePlacement,
 )
 
 KIND_PATTERN = "|".join(sorted(KINDS - {"PAIR", "SELF"}, key=len, reverse=True))
@@ -174,9 +174,9 @@ def _shape_from(kind: str, data: dict[str, Any]) -> PipelineShape | ExchangeShap
         data["shadows"] = tuple(Shadow(**{**s, "ranks": tuple(s["ranks"])}) for s in data["shadows"])
         return ExchangeShape(**data)
     place = data["placement"]
-    data["placement"] = Placement(**{**place, "rank_of": tuple(place["rank_of"])})
+    data["placement"] = StagePlacement(**{**place, "rank_of": tuple(place["rank_of"])})
     layers = tuple(
-        tuple(Layer(**{**layer, "activation": Activation(**layer["activation"])}) for layer in stage)
+        tuple(LayerShape(**{**layer, "activation": Activation(**layer["activation"])}) for layer in stage)
         for stage in data["layers"]
     )
     if len(layers) == 1:

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule.lower import with_deps
 from moeclipse.schedule.op import DP, P2P, TRANSFERS, Op, Program
-from moeclipse.schedule.shape import PipelineShape, Placement
+from moeclipse.schedule.shape import PipelineShape, StagePlacement
 from moeclipse.schedule.text import parse_op
 
 PAIR_NAME = "OVERLAP_F_B"
@@ -69,7 +69,7 @@ def parse_csv(text: str, name: str = "csv") -> Program:
     missing = sorted(set(range(max(rank_of) + 1)) - set(rank_of))
     if missing:
         raise ScheduleError(f"{name}: stages {missing} appear on no rank")
-    placement = Placement(num_ranks=len(rows), rank_of=tuple(rank_of[s] for s in range(len(rank_of))))
+    placement = StagePlacement(num_ranks=len(rows), rank_of=tuple(rank_of[s] for s in range(len(rank_of))))
     kinds = {op.kind for row in rows for op in row}
     shape = PipelineShape(
         placement=placement, num_microbatches=max(microbatches, default=-1) + 1, reduce="REDUCE" in kinds
@@ -112,7 +112,7 @@ def _with_communication(name: str, shape: PipelineShape, rows: Iterable[list[Op]
     return Program(name=name, ranks=tuple(ranks), shape=shape, groups=groups or {"alone": (0,)})
 
 
-def _wire(placement: Placement, op: Op) -> str:
+def _wire(placement: StagePlacement, op: Op) -> str:
     assert op.stage is not None
     towards_next = op.kind in ("SEND_F", "RECV_B")
     other = placement.next_stage(op.stage) if towards_next else placement.previous_stage(op.stage)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from moeclipse.schedule.legal import require_legal
 from moeclipse.schedule.op import Op, Program, forward, input_grad, pipeline_program, weight_grad
-from moeclipse.schedule.shape import Placement
+from moeclipse.schedule.shape import StagePlacement
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Program:
@@ -39,14 +39,14 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Program:
                 done += 1
         ops += [weight_grad(r, m) for m in range(done, M)]
         ranks.append(ops)
-    return pipeline_program("zb-h1", ranks, Placement.loop(P), M)
+    return pipeline_program("zb-h1", ranks, StagePlacement.loop(P), M)
 
 
 def zb_v(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Program:
     require_legal("zb-v", num_ranks, num_microbatches, stages_per_rank)
     P, M = num_ranks, num_microbatches
     ranks = [_zb_v_rank(r, P, M) for r in range(P)]
-    return pipeline_program("zb-v", ranks, Placement.vee(P), M)
+    return pipeline_program("zb-v", ranks, StagePlacement.vee(P), M)
 
 
 def _zb_v_rank(r: int, P: int, M: int) -> list[Op]:

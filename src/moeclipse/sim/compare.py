@@ -16,9 +16,9 @@ from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.legal import SCHEDULES, default_stages_per_rank
 from moeclipse.schedule.op import Program, overlap_alone
-from moeclipse.schedule.shape import Activation, Layer, Recompute
+from moeclipse.schedule.shape import Activation, LayerShape, Recompute
 from moeclipse.schedule.templates import Expansion, expand
-from moeclipse.sim.engine import Result, simulate
+from moeclipse.sim.engine import Simulation, simulate
 from moeclipse.sim.measure import Summary, summarise
 
 CLOSE = 1.10
@@ -48,7 +48,7 @@ class Question:
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     name: str
-    result: Result
+    result: Simulation
     summary: Summary
     model_copies: int
     stages_per_rank: int
@@ -111,7 +111,7 @@ def _layers(question: Question, program: Program, share: int) -> Program:
     shared = "SHARED_F" in question.costs.seconds
     if not shared:
         size = replace(size, mlp=size.mlp + size.shared, shared=0.0)
-    layer = Layer(shared=shared, recompute=question.recompute, activation=size)
+    layer = LayerShape(shared=shared, recompute=question.recompute, activation=size)
     return expand(program, [layer] * (question.layers // share), question.expansion)
 
 

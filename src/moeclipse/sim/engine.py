@@ -1,6 +1,6 @@
 """The simulator: how long a verified program takes on given costs, and where the time goes.
 
-    verify -> durations -> longest path (or event queue, where lanes contend) -> Result
+    verify -> durations -> longest path (or event queue, where lanes contend) -> Simulation
 
 Contract: it takes what the verifier returned (or verifies first), so what is timed is what was proved.
 The unit of time is that of the costs.
@@ -26,7 +26,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class Simulation:
     """Times of every op, in rank order; transfers that follow from the placement stand behind them."""
 
     verified: Verified
@@ -51,7 +51,7 @@ class Result:
 
 def simulate(
     program: Program | Verified, costs: Costs, durations: Sequence[Sequence[float]] | None = None
-) -> Result:
+) -> Simulation:
     """Time a program. `durations` (per rank, per op) replaces the table where sizes differ between ops."""
     verified = program if isinstance(program, Verified) else verify(program)
     needs_lists = bool(costs.contention) or costs.launch > 0
@@ -70,7 +70,7 @@ def simulate(
     begin = np.concatenate([[0], np.cumsum([len(ops) for ops in program.ranks])])
     # Helper nodes that only make a host wait are no work: they are left out of the result.
     shown = verified.graph.num_nodes if verified.graph.wires is not None else verified.graph.num_ops
-    return Result(
+    return Simulation(
         verified=verified,
         costs=costs,
         ready=np.array(times.ready[:shown]),

@@ -18,7 +18,7 @@ from moeclipse.cost.model import Costs
 from moeclipse.schedule.check import Verified, verify
 from moeclipse.schedule.op import Op, Program
 from moeclipse.schedule.shape import ExchangeShape, Shadow
-from moeclipse.sim.engine import Result, simulate
+from moeclipse.sim.engine import Simulation, simulate
 
 Counts = npt.NDArray[np.int64] | Sequence[Sequence[int]]
 
@@ -89,7 +89,7 @@ def _seconds(op: Op, rank: int, rows: _Rows, costs: ExchangeCosts) -> float:
     return costs.transfer(max(sent, received), near=op.step == 0)
 
 
-def simulate_exchange(program: Program | Verified, counts: Counts, costs: ExchangeCosts) -> Result:
+def simulate_exchange(program: Program | Verified, counts: Counts, costs: ExchangeCosts) -> Simulation:
     """Time the exchange of one layer for these counts."""
     verified = program if isinstance(program, Verified) else verify(program)
     host = Costs(name="exchange", seconds={}, launch=costs.launch, inline_compute=costs.inline_compute)

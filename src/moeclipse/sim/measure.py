@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moeclipse.schedule.op import COMPUTE, Op
-from moeclipse.sim.engine import Floats, Result
+from moeclipse.sim.engine import Floats, Simulation
 
 CLASSES = ("compute", "exposed", "straggle", "idle")
 
@@ -69,7 +69,7 @@ class Summary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lane:
+class LaneTime:
     """Communication of one rank, as arrays."""
 
     ready: Floats
@@ -79,7 +79,7 @@ class Lane:
     posted_ahead: np.ndarray
 
 
-def summarise(result: Result) -> Summary:
+def summarise(result: Simulation) -> Summary:
     makespan = result.makespan
     ranks, kinds = [], dict[str, KindTime]()
     for rank in range(result.program.num_ranks):
@@ -96,14 +96,14 @@ def summarise(result: Result) -> Summary:
     return Summary(makespan=makespan, ranks=tuple(ranks), kinds=kinds, peak=peak)
 
 
-def compute_intervals(result: Result, rank: int) -> tuple[Floats, Floats]:
+def compute_intervals(result: Simulation, rank: int) -> tuple[Floats, Floats]:
     """Start and end of the rank's compute ops, in order."""
     part = result.rank_slice(rank)
     chosen = np.array([op.lane == COMPUTE for op in result.program.ranks[rank]], dtype=bool)
     return result.start[part][chosen], result.finish[part][chosen]
 
 
-def communication(result: Result, rank: int) -> Lane:
+def communication(result: Simulation, rank: int) -> LaneTime:
     """Everything on the rank's communication lanes; both ends of a transfer count it."""
     part, ops = result.rank_slice(rank), result.program.ranks[rank]
     chosen = np.array([op.lane != COMPUTE for op in ops], dtype=bool)
@@ -120,10 +120,10 @@ def communication(result: Result, rank: int) -> Lane:
             )
             kinds += [names[int(forward)] for forward in wires.is_forward[mine]]
     ahead = np.array([kind.startswith("RECV") for kind in kinds], dtype=bool)
-    return Lane(ready=ready, start=start, finish=finish, kinds=kinds, posted_ahead=ahead)
+    return LaneTime(ready=ready, start=start, finish=finish, kinds=kinds, posted_ahead=ahead)
 
 
-def _rank_time(makespan: float, start: Floats, finish: Floats, lane: Lane) -> RankTime:
+def _rank_time(makespan: float, start: Floats, finish: Floats, lane: LaneTime) -> RankTime:
     """Sweep over all moments at which something starts or ends."""
     moments = np.unique(np.concatenate([[0.0, makespan], start, finish, lane.ready, lane.start, lane.finish]))
     lengths = np.diff(moments)
@@ -157,7 +157,7 @@ def _covered(start: Floats, finish: Floats, at: Floats) -> Floats:
     return done[current] * (index > 0) + inside
 
 
-def memory_curve(result: Result, rank: int) -> tuple[Floats, Floats]:
+def memory_curve(result: Simulation, rank: int) -> tuple[Floats, Floats]:
     """(moments, memory held from each moment on): taken at an op's start, given back at its end."""
     ops: tuple[Op, ...] = result.program.ranks[rank]
     part = result.rank_slice(rank)

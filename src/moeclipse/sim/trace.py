@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from moeclipse.schedule.op import COMPUTE, Op
-from moeclipse.sim.engine import Result
+from moeclipse.sim.engine import Simulation
 from moeclipse.sim.measure import communication, compute_intervals, memory_curve
 
 GLYPHS = {"F": "F", "B": "B", "I": "I", "W": "W", "PAIR": "#"}
@@ -23,7 +23,7 @@ NEAR = 6
 WIRE_LEGEND = "- communication under compute  ! exposed"
 
 
-def perfetto(result: Result, *, seconds_per_unit: float = 1.0) -> dict[str, Any]:
+def perfetto(result: Simulation, *, seconds_per_unit: float = 1.0) -> dict[str, Any]:
     """Trace events in microseconds."""
     scale = 1e6 * seconds_per_unit
     events: list[dict[str, Any]] = []
@@ -63,7 +63,7 @@ def perfetto(result: Result, *, seconds_per_unit: float = 1.0) -> dict[str, Any]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"program": result.program.name}}
 
 
-def _slice(rank: int, row: int, op: Op, result: Result, node: int, scale: float) -> dict[str, Any]:
+def _slice(rank: int, row: int, op: Op, result: Simulation, node: int, scale: float) -> dict[str, Any]:
     start, finish = float(result.start[node]), float(result.finish[node])
     args: dict[str, Any] = {"launched": float(result.ready[node]) * scale}
     for field in ("stage", "layer", "microbatch", "step", "chunk", "expert"):
@@ -81,11 +81,11 @@ def _slice(rank: int, row: int, op: Op, result: Result, node: int, scale: float)
     }
 
 
-def write_perfetto(result: Result, path: str | Path, *, seconds_per_unit: float = 1.0) -> None:
+def write_perfetto(result: Simulation, path: str | Path, *, seconds_per_unit: float = 1.0) -> None:
     Path(path).write_text(json.dumps(perfetto(result, seconds_per_unit=seconds_per_unit)))
 
 
-def timeline(result: Result, width: int = 100, *, max_ranks: int = 16) -> str:
+def timeline(result: Simulation, width: int = 100, *, max_ranks: int = 16) -> str:
     """One line per rank (two with communication); a column shows what ran longest in it."""
     ranks = list(range(result.program.num_ranks))
     hidden = ranks[max_ranks:]
@@ -103,7 +103,7 @@ def timeline(result: Result, width: int = 100, *, max_ranks: int = 16) -> str:
     return "\n".join([*lines, legend + ("  " + WIRE_LEGEND if any_wire else "")])
 
 
-def _is_pipeline(result: Result) -> bool:
+def _is_pipeline(result: Simulation) -> bool:
     return any(op.stage is not None or op.parts for ops in result.program.ranks[:1] for op in ops)
 
 
@@ -134,7 +134,7 @@ def _cells(
     return cells
 
 
-def _compute_row(result: Result, rank: int, width: int) -> str:
+def _compute_row(result: Simulation, rank: int, width: int) -> str:
     ops = [op for op in result.program.ranks[rank] if op.lane == COMPUTE]
     start, finish = compute_intervals(result, rank)
     glyphs = _glyphs(ops)
@@ -163,7 +163,7 @@ def _glyphs(ops: list[Op]) -> list[str]:
     return glyphs
 
 
-def _wire_row(result: Result, rank: int, width: int) -> str:
+def _wire_row(result: Simulation, rank: int, width: int) -> str:
     lane = communication(result, rank)
     wire = _cells(lane.start, lane.finish, result.makespan, width)
     work = _cells(*compute_intervals(result, rank), result.makespan, width)

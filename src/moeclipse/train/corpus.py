@@ -40,7 +40,7 @@ TOKEN_SUFFIXES = (".npy", ".bin")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class CorpusPart:
     """A stretch of the corpus: an array in memory, or a file to map when it is needed."""
 
     source: str
@@ -66,7 +66,7 @@ class Part:
 class Corpus:
     """Tokens by position; see the module's text for the contract."""
 
-    def __init__(self, parts: Sequence[Part], *, vocab_size: int, what: str) -> None:
+    def __init__(self, parts: Sequence[CorpusPart], *, vocab_size: int, what: str) -> None:
         self.parts = [part for part in parts if part.num_tokens]
         self.vocab_size = vocab_size
         self.what = what
@@ -239,7 +239,7 @@ def _read(path: Path) -> bytes:
         ) from error
 
 
-def _raw_part(path: Path, dtype: str) -> Part:
+def _raw_part(path: Path, dtype: str) -> CorpusPart:
     try:
         size = path.stat().st_size
         with path.open("rb"):
@@ -256,11 +256,11 @@ def _raw_part(path: Path, dtype: str) -> Part:
         )
     if size < SMALL_FILE:
         array = np.frombuffer(_read(path), dtype=dtype)
-        return Part(source=str(path), num_tokens=array.size, array=array)
-    return Part(source=str(path), num_tokens=size // item, dtype=dtype)
+        return CorpusPart(source=str(path), num_tokens=array.size, array=array)
+    return CorpusPart(source=str(path), num_tokens=size // item, dtype=dtype)
 
 
-def _npy_part(path: Path) -> Part:
+def _npy_part(path: Path) -> CorpusPart:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
@@ -273,19 +273,19 @@ def _npy_part(path: Path) -> Part:
             f"write it with numpy.save(path, tokens.reshape(-1).astype('uint16'))"
         )
     if array.nbytes < SMALL_FILE:
-        return Part(source=str(path), num_tokens=array.size, array=np.array(array))
-    return Part(source=str(path), num_tokens=array.size, dtype="npy")
+        return CorpusPart(source=str(path), num_tokens=array.size, array=np.array(array))
+    return CorpusPart(source=str(path), num_tokens=array.size, dtype="npy")
 
 
-def _joined(parts: Iterable[Part]) -> Iterator[Part]:
+def _joined(parts: Iterable[CorpusPart]) -> Iterator[CorpusPart]:
     """Neighbouring small text files as one array, so that a read seldom crosses parts."""
-    small: list[Part] = []
+    small: list[CorpusPart] = []
 
-    def flush() -> Iterator[Part]:
+    def flush() -> Iterator[CorpusPart]:
         if small:
             array = np.concatenate([part.array for part in small if part.array is not None])
             source = small[0].source if len(small) == 1 else f"{small[0].source} ... {small[-1].source}"
-            yield Part(source=source, num_tokens=array.size, array=array)
+            yield CorpusPart(source=source, num_tokens=array.size, array=array)
             small.clear()
 
     for part in parts:
@@ -312,7 +312,7 @@ def find_tokenizer(tokenizer: str) -> Path:
     return path
 
 
-def _tokenized(files: Sequence[Path], tokenizer: str, errors: str) -> list[Part]:
+def _tokenized(files: Sequence[Path], tokenizer: str, errors: str) -> list[CorpusPart]:
     """Each text file through a `tokenizers` JSON file; nothing is put between files."""
     path = find_tokenizer(tokenizer)
     from tokenizers import Tokenizer
@@ -335,5 +335,5 @@ def _tokenized(files: Sequence[Path], tokenizer: str, errors: str) -> list[Part]
                 f"convert it, or leave data.tokenizer empty to train on bytes"
             ) from error
         array = np.array(encoder.encode(text, add_special_tokens=False).ids, dtype=dtype)
-        parts.append(Part(source=str(file), num_tokens=array.size, array=array))
+        parts.append(CorpusPart(source=str(file), num_tokens=array.size, array=array))
     return parts

@@ -18,7 +18,7 @@ from moeclipse.comm.flight.exchange import gather
 from moeclipse.comm.flight.record import StepStamps
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
-from moeclipse.report.intervals import StepSplit, Transfer, split_step
+from moeclipse.report.intervals import StepSplit, TransferInterval, split_step
 from moeclipse.train.config import NO_TENSORBOARD
 
 TIMES = ("step", "compute", "exposed", "straggle", "idle", "comm")
@@ -33,7 +33,7 @@ def split_of(stamps: StepStamps, mesh: Mesh, clock_s: float = 0.0) -> StepSplit:
     return split_step(stamps.window, compute=stamps.compute, waits=stamps.waits, transfers=transfers)
 
 
-def transfers_of(stamps: StepStamps, mesh: Mesh, clock_s: float = 0.0) -> list[Transfer]:
+def transfers_of(stamps: StepStamps, mesh: Mesh, clock_s: float = 0.0) -> list[TransferInterval]:
     """All transfers of a step, with the moment when the last member of each launched it. Collective."""
     launches: dict[str, list[float]] = defaultdict(list)
     for group_name, _, launched, _ in stamps.moves:
@@ -49,11 +49,11 @@ def transfers_of(stamps: StepStamps, mesh: Mesh, clock_s: float = 0.0) -> list[T
     transfers = []
     for group_name, label, launched, done in stamps.moves:
         if group_name not in last:  # between stages: who waits there waits for the other stage's compute
-            transfers.append(Transfer(label=label, launched=launched, last_launched=done, done=done))
+            transfers.append(TransferInterval(label=label, launched=launched, last_launched=done, done=done))
             continue
         latest = last[group_name][counted[group_name]] - clock_s
         counted[group_name] += 1
-        transfers.append(Transfer(label=label, launched=launched, last_launched=latest, done=done))
+        transfers.append(TransferInterval(label=label, launched=launched, last_launched=latest, done=done))
     return transfers
 
 

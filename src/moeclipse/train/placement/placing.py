@@ -29,7 +29,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.probe import Probe, measure
-from moeclipse.pipeline.overlap import Layout
+from moeclipse.pipeline.overlap import PairLayout
 from moeclipse.train.buckets import Bucket
 from moeclipse.train.config import TrainConfig, planner_problems
 from moeclipse.train.optim import AdamW
@@ -43,7 +43,7 @@ STATE_TENSORS = 3  # master weights and two moments
 
 
 class Placing:
-    def __init__(self, config: TrainConfig, mesh: Mesh, layout: Layout | None = None) -> None:
+    def __init__(self, config: TrainConfig, mesh: Mesh, layout: PairLayout | None = None) -> None:
         problems = list(planner_problems(config, layout))
         if problems:
             raise ConfigError(problems)
