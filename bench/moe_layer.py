@@ -55,12 +55,12 @@ class Weights:
 
 
 def ours(weights: Weights, into: tuple[torch.Tensor, torch.Tensor] | None = None) -> Layer:
-    from moeclipse.ops.routed_experts import routed_experts
+    from moeclipse.ops.grouped_experts import grouped_experts
     from moeclipse.ops.topk_softmax import topk_softmax
 
     def layer(x_TD: torch.Tensor) -> torch.Tensor:
         scores_TK, ids_TK = topk_softmax(F.linear(x_TD, weights.router), weights.top_k)
-        return routed_experts(x_TD, scores_TK, ids_TK, weights.up, weights.down, into=into)
+        return grouped_experts(x_TD, scores_TK, ids_TK, weights.up, weights.down, into=into)
 
     return layer
 

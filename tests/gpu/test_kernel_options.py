@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moeclipse.ops.activation import ACTIVATIONS, hidden_width
-from moeclipse.ops.routed_experts import routed_experts, routed_experts_reference
+from moeclipse.ops.grouped_experts import grouped_experts, grouped_experts_reference
 from moeclipse.ops.topk_softmax import topk_softmax
 
 # Counted through NVML: asking CUDA itself here would spoil forked ranks.
@@ -53,10 +53,10 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
 def test_errors_are_those_of_plain_torch(activation: str, dtype: torch.dtype) -> None:
     inputs, ids = arguments(activation, dtype)
     torch.manual_seed(1)
-    exact = gradients(routed_experts_reference, [t.double() for t in inputs], ids, activation)
-    plain = gradients(routed_experts_reference, inputs, ids, activation)
-    ours = gradients(routed_experts, inputs, ids, activation)
-    again = gradients(routed_experts, inputs, ids, activation)
+    exact = gradients(grouped_experts_reference, [t.double() for t in inputs], ids, activation)
+    plain = gradients(grouped_experts_reference, inputs, ids, activation)
+    ours = gradients(grouped_experts, inputs, ids, activation)
+    again = gradients(grouped_experts, inputs, ids, activation)
     for name, got, same, beside, truth in zip(NAMES, ours, again, plain, exact, strict=True):
         assert error(got, truth) <= 1.1 * error(beside, truth) + 1e-7, name
         assert torch.equal(got, same), name
@@ -65,15 +65,15 @@ def test_errors_are_those_of_plain_torch(activation: str, dtype: torch.dtype) ->
 def test_odd_widths_run_in_plain_torch_and_say_so() -> None:
     inputs, ids = arguments("swiglu", torch.bfloat16, bias=False, d=260, f=130)
     with warnings.catch_warnings(record=True) as told:
-        ours = gradients(routed_experts, inputs, ids, "swiglu")
+        ours = gradients(grouped_experts, inputs, ids, "swiglu")
     assert any("multiples of 8" in str(warning.message) for warning in told)
-    exact = gradients(routed_experts_reference, [t.double() for t in inputs], ids, "swiglu")
+    exact = gradients(grouped_experts_reference, [t.double() for t in inputs], ids, "swiglu")
     assert all(error(got, truth) < 0.02 for got, truth in zip(ours, exact, strict=True))
 
 
 def layer(x: torch.Tensor, router: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     scores, ids = topk_softmax(x @ router.t(), 3)
-    return x + routed_experts(x, scores, ids, up, down)
+    return x + grouped_experts(x, scores, ids, up, down)
 
 
 def layer_inputs() -> list[torch.Tensor]:

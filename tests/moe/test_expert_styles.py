@@ -14,8 +14,8 @@ from moeclipse.moe.config import GateConfig
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.activation import ACTIVATIONS
+from moeclipse.ops.grouped_experts import grouped_experts_reference
 from moeclipse.ops.random import fill_normal, key_of
-from moeclipse.ops.routed_experts import routed_experts_reference
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 
@@ -51,9 +51,9 @@ def by_autograd(mesh: Mesh, style: dict[str, Any], sizes: list[int]) -> dict[str
     routing = moe.gate(x, tokens)
     activation = style["activation"]
     ids, scores = routing.expert_ids_TK, routing.scores_TK
-    y = routed_experts_reference(x, scores, ids, *moe.experts.weights, activation=activation)
+    y = grouped_experts_reference(x, scores, ids, *moe.experts.weights, activation=activation)
     ones = torch.ones(len(x), 1, dtype=x.dtype)
-    shared = routed_experts_reference(x, ones, ones.long() * 0, *moe.shared.weights, activation=activation)
+    shared = grouped_experts_reference(x, ones, ones.long() * 0, *moe.shared.weights, activation=activation)
     report = moe.report(routing, moe.sum_load([routing], tokens), tokens)
     (((y + shared) * d_y).sum() + report.aux_loss).backward()
     return {"y": (y + shared).detach(), "dx": x.grad} | {n: p.grad for n, p in moe.named_parameters()}

@@ -6,12 +6,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig, gate_problems
-from moeclipse.moe.gates import Gate, drop_over_capacity, rank_among_equals
+from moeclipse.moe.gates import Gate, drop_over_capacity
 from moeclipse.moe.losses import balance_loss, z_loss
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.random import fill_normal
@@ -122,12 +120,6 @@ def test_losses_by_their_formulas() -> None:
     expected = E * (share * routing.probs_TE.mean(0)).sum()
     assert torch.allclose(balance_loss(routing, routing.load_E, T), expected, rtol=1e-13)
     assert torch.allclose(z_loss(routing, T), routing.logits_TE.logsumexp(-1).square().mean(), rtol=1e-13)
-
-
-@given(st.lists(st.integers(-1, 4), max_size=40))
-def test_rank_among_equals(ids: list[int]) -> None:
-    expected = [ids[:i].count(value) for i, value in enumerate(ids)]
-    assert rank_among_equals(torch.tensor(ids, dtype=torch.int64)).tolist() == expected
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import sys
 
 import torch
 
-from moeclipse.ops import bias, combine, expert_mlp, routing_metadata, topk_softmax, wgrad
+from moeclipse.ops import bias, combine, expert_mlp, topk_softmax, wgrad
 from moeclipse.ops.activation import hidden_width
+from moeclipse.ops.grouping import group_rows_kernel, group_rows_reference
 from moeclipse.ops.tuning import Tile
 
 KINDS = ("uniform", "skewed", "empty", "one takes all", "unused", "one choice", "all choices")
@@ -38,8 +39,8 @@ def report(name: str, got: torch.Tensor, expected: torch.Tensor) -> None:
 
 def check_grouping(kind: str, block: int) -> None:
     ids = routing(kind)
-    got = routing_metadata.group_rows_kernel(ids, 5, block=block)
-    expected = routing_metadata.group_rows_reference(ids, 5)
+    got = group_rows_kernel(ids, 5, block=block)
+    expected = group_rows_reference(ids, 5)
     for name in ("counts_E", "offsets_E1", "row_token_M", "row_place_M", "place_row_TK"):
         same = torch.equal(getattr(got, name), getattr(expected, name))
         print(f"grouping {kind} {block} {name}\t{0 if same else 1}", flush=True)
@@ -57,7 +58,7 @@ def check_experts(
     biased: bool = False,
 ) -> None:
     ids = routing(kind)
-    grouping = routing_metadata.group_rows_kernel(ids, 5)
+    grouping = group_rows_kernel(ids, 5)
     used = int(grouping.offsets_E1[-1])
     name = f"{kind} {d}x{f} {'gathered' if gather else 'as they lie'} {activation}{' bias' if biased else ''}"
     index = grouping.row_token_M if gather else None
@@ -87,7 +88,7 @@ def check_experts(
 
 def check_group_sum(kind: str, *, gather: bool, accumulate: bool) -> None:
     ids = routing(kind)
-    grouping = routing_metadata.group_rows_kernel(ids, 5)
+    grouping = group_rows_kernel(ids, 5)
     rows = torch.randn(len(ids) if gather else grouping.num_rows, 70)
     options = {"index_M": grouping.row_token_M if gather else None, "accumulate": accumulate}
     options["weight_M"] = torch.rand(grouping.num_rows, 2)[:, 1] if gather else None
@@ -100,7 +101,7 @@ def check_group_sum(kind: str, *, gather: bool, accumulate: bool) -> None:
 
 def check_wgrad(kind: str, gather: str, tile: Tile, *, accumulate: bool) -> None:
     ids = routing(kind)
-    grouping = routing_metadata.group_rows_reference(ids, 5)
+    grouping = group_rows_reference(ids, 5)
     used = int(grouping.offsets_E1[-1])
     rows = {name: len(ids) if gather == name else grouping.num_rows for name in ("dy", "x")}
     dy, x = torch.randn(rows["dy"], 40), torch.randn(rows["x"], 56)

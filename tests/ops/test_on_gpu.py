@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moeclipse.ops.combine import gather_sum, gather_sum_reference
-from moeclipse.ops.routed_experts import routed_experts, routed_experts_reference
-from moeclipse.ops.routing_metadata import group_rows, group_rows_reference
+from moeclipse.ops.grouped_experts import grouped_experts, grouped_experts_reference
+from moeclipse.ops.grouping import group_rows, group_rows_reference
 from moeclipse.ops.topk_softmax import topk_softmax, topk_softmax_reference
 from moeclipse.ops.tuning import TABLE, Tile, has_warpgroups
 from moeclipse.ops.wgrad import dense_wgrad, grouped_wgrad_kernel, grouped_wgrad_reference
@@ -84,9 +84,9 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_errors_are_those_of_plain_torch(case: Case) -> None:
     inputs, ids, d_out = make(case)
-    exact = gradients(routed_experts_reference, [t.double() for t in inputs], ids, d_out)
-    plain = gradients(routed_experts_reference, inputs, ids, d_out)
-    ours = gradients(routed_experts, inputs, ids, d_out)
+    exact = gradients(grouped_experts_reference, [t.double() for t in inputs], ids, d_out)
+    plain = gradients(grouped_experts_reference, inputs, ids, d_out)
+    ours = gradients(grouped_experts, inputs, ids, d_out)
     for name, got, beside, truth in zip(
         ("out", "dx", "dscores", "dup", "ddown"), ours, plain, exact, strict=True
     ):
@@ -97,16 +97,16 @@ def test_errors_are_those_of_plain_torch(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_two_runs_give_the_same_bits(case: Case) -> None:
     inputs, ids, d_out = make(case)
-    first, second = (gradients(routed_experts, inputs, ids, d_out) for _ in range(2))
+    first, second = (gradients(grouped_experts, inputs, ids, d_out) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_weight_gradients_add_into_fp32() -> None:
     inputs, ids, d_out = make(Case("empty"))
-    exact = gradients(routed_experts_reference, [t.double() for t in inputs], ids, d_out)
+    exact = gradients(grouped_experts_reference, [t.double() for t in inputs], ids, d_out)
     into = tuple(torch.full_like(t, 2.0, dtype=torch.float32) for t in inputs[2:])
     for _ in range(3):
-        ours = gradients(routed_experts, inputs, ids, d_out, into=into)
+        ours = gradients(grouped_experts, inputs, ids, d_out, into=into)
     assert ours[3] is None
     assert ours[4] is None
     for sums, truth in zip(into, exact[3:], strict=True):
@@ -260,10 +260,10 @@ def test_gate_and_combine() -> None:
 
 def test_nothing_waits_for_the_host() -> None:
     inputs, ids, d_out = make(Case("uniform"))
-    gradients(routed_experts, inputs, ids, d_out)
+    gradients(grouped_experts, inputs, ids, d_out)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        gradients(routed_experts, inputs, ids, d_out)
+        gradients(grouped_experts, inputs, ids, d_out)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -24,8 +24,8 @@ from torch import nn
 from moeclipse.ops.activation import GATED, Activation, activate, activate_backward, hidden_width
 from moeclipse.ops.bias import group_sum
 from moeclipse.ops.grouped_gemm import grouped_mm, grouped_mm_dgrad, grouped_mm_wgrad
+from moeclipse.ops.grouping import group_counts
 from moeclipse.ops.random import key_of
-from moeclipse.ops.routing_metadata import group_counts
 from moeclipse.tensor.cut import Cut, mark
 from moeclipse.tensor.weight_grad import Grads, WeightGrads, accumulator
 

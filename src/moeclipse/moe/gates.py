@@ -27,6 +27,7 @@ from moeclipse.moe.dynamic_gates import DynamicChoice, renormalise_used
 from moeclipse.moe.routing import Routing
 from moeclipse.moe.tokens import Tokens
 from moeclipse.moe.topology import limit_leaving
+from moeclipse.ops.grouping import rank_among_equals
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.random import fill_normal, key_of, normal, uniform
 
@@ -192,12 +193,3 @@ def drop_over_capacity(
         place_T = earlier_KE[k][ids_T.clamp(min=0)] + rank_among_equals(ids_T)
         kept.append(torch.where(place_T < capacity, ids_T, -1))
     return torch.stack(kept, dim=1)
-
-
-def rank_among_equals(ids_T: torch.Tensor) -> torch.Tensor:
-    """For each element, how many equal ones stand before it."""
-    order = ids_T.argsort(stable=True)
-    sorted_ids = ids_T[order]
-    starts = torch.searchsorted(sorted_ids, sorted_ids)
-    place = torch.arange(len(ids_T), device=ids_T.device) - starts
-    return torch.empty_like(place).scatter_(0, order, place)

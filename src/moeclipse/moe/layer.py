@@ -44,7 +44,7 @@ from moeclipse.moe.structure import Inputs, Structure
 from moeclipse.moe.tokens import Tokens
 from moeclipse.moe.topology import near_experts
 from moeclipse.ops.activation import Activation
-from moeclipse.ops.routed_experts import routed_experts
+from moeclipse.ops.grouped_experts import grouped_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +210,7 @@ class MoE(nn.Module):
             sums = tuple(getattr(weight, "main_grad", None) for weight in experts.weights)
             into = None if any(into is None for into in sums) else sums
             given = (inputs[0], routing.scores_TK, routing.expert_ids_TK, *experts.weights)
-            return routed_experts(*given, activation=experts.activation, into=into)
+            return grouped_experts(*given, activation=experts.activation, into=into)
         call = self.prepare(routing, structure, inputs, tokens, loads)
         return Routed.apply(routing.scores_TK, call, *inputs, *experts.weights)
 

@@ -25,7 +25,7 @@ from moeclipse.comm.flight.exchange import all_to_all
 from moeclipse.comm.flight.lane import Lane
 from moeclipse.comm.group import Group
 from moeclipse.moe.dispatch import Route
-from moeclipse.moe.gates import rank_among_equals
+from moeclipse.ops.grouping import rank_among_equals
 
 
 def choose_slots(

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import torch
 
+from moeclipse.ops.grouping import Grouping
 from moeclipse.ops.precision import wide_of
-from moeclipse.ops.routing_metadata import Grouping
 
 
 def expert_of_rows(grouping: Grouping) -> torch.Tensor:

@@ -22,8 +22,8 @@ import torch
 from moeclipse.ops.activation import GATED, Activation, activate, activate_backward
 from moeclipse.ops.bias import add_bias, bias_dots
 from moeclipse.ops.grouped_gemm import grouped_mm_reference
+from moeclipse.ops.grouping import ROW_TILE, Grouping
 from moeclipse.ops.precision import wide_of
-from moeclipse.ops.routing_metadata import ROW_TILE, Grouping
 from moeclipse.ops.tuning import Tile, delay, device_fits, num_programs, tile_for
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)

@@ -28,7 +28,7 @@ def topk_softmax(logits_TE: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.T
     if not gate_fits(logits_TE, k):
         return topk_softmax_reference(logits_TE, k)
     if torch.compiler.is_compiling():
-        return registered(logits_TE, k)
+        return topk_softmax_operator(logits_TE, k)
     return _TopkSoftmax.apply(logits_TE, k)
 
 
@@ -90,11 +90,11 @@ def _launch(num_experts: int, k: int) -> dict[str, int]:
 
 
 @torch.library.custom_op("moeclipse::topk_softmax", mutates_args=())
-def registered(logits_TE: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def topk_softmax_operator(logits_TE: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return (topk_softmax_kernel if gate_fits(logits_TE, k) else topk_softmax_reference)(logits_TE, k)
 
 
-@registered.register_fake
+@topk_softmax_operator.register_fake
 def _(logits_TE: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     wide = wide_of(logits_TE.dtype)
     shape = (logits_TE.shape[0], k)
@@ -114,4 +114,4 @@ def _differentiate(ctx: Any, d_scores_TK: torch.Tensor, _: Any) -> tuple[torch.T
     return d_logits_TE.scatter(1, ids_TK.long(), d_logits_TK).to(ctx.dtype), None
 
 
-registered.register_autograd(_differentiate, setup_context=_keep)
+topk_softmax_operator.register_autograd(_differentiate, setup_context=_keep)

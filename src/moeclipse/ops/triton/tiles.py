@@ -1,7 +1,7 @@
 """What the kernels over ragged rows share: which tile a program works on, and reading rows.
 
 Rows are grouped by expert. A *row tile* is up to BM consecutive rows of one expert; the tile table, made on
-the device by `metadata.tile_table`, says for each row tile its expert, its first row and where the expert's
+the device by `grouping.tile_table`, says for each row tile its expert, its first row and where the expert's
 rows end. Nothing on the host depends on how many rows an expert got.
 
 Hazard: a tile at the end of an expert reads rows of the next one. Stores go through ragged descriptors,

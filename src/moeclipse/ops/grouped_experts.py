@@ -1,9 +1,9 @@
-"""The routed part of a MoE layer on one rank: gate's choice in, weighted sum of experts out.
+"""All experts of a MoE layer on one rank: the gate's choice in, weighted sum of experts out.
 
-Differentiable in x, the scores, both weights and both biases; what is computed is in `ops/routed_passes`.
+Differentiable in x, the scores, both weights and both biases; what is computed is in `ops/expert_passes`.
 `into` names fp32 sums that the weight gradients are added to; without them autograd gets fresh gradients
-in the weights' type. `routed_experts_reference` is the same function in plain torch operations. Inside
-`torch.compile` the call is one registered operator (`ops/registered`).
+in the weights' type. `grouped_experts_reference` is the same function in plain torch operations. Inside
+`torch.compile` the call is one registered operator (`ops/expert_operators`).
 
 Hazard: inside `torch.compile` gradients cannot be added to `into`: a compiled backward must not change
 its inputs. The call is refused there.
@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from moeclipse.ops import registered
+from moeclipse.ops import expert_operators, expert_passes
 from moeclipse.ops.activation import Activation, activate
+from moeclipse.ops.expert_passes import ExpertState, ExpertWeights, in_row_order
+from moeclipse.ops.grouping import Grouping, group_rows
 from moeclipse.ops.precision import wide_of
-from moeclipse.ops.routed_passes import Weights, backward_pass, forward_pass
-from moeclipse.ops.routing_metadata import Grouping, group_rows
 
 Into = Sequence[torch.Tensor | None] | None
 
 
-def routed_experts_reference(
+def grouped_experts_reference(
     x_TD: torch.Tensor,
     scores_TK: torch.Tensor,
     expert_ids_TK: torch.Tensor,
@@ -49,7 +49,7 @@ def routed_experts_reference(
     return out.to(x_TD.dtype)
 
 
-def routed_experts(
+def grouped_experts(
     x_TD: torch.Tensor,
     scores_TK: torch.Tensor,
     expert_ids_TK: torch.Tensor,
@@ -65,13 +65,13 @@ def routed_experts(
     weights = (up_EHD, down_EDF, up_bias_EH, down_bias_ED)
     if torch.compiler.is_compiling():
         if into is not None:
-            raise ValueError("routed_experts cannot add gradients to `into` inside torch.compile; omit it")
-        return registered.routed_experts(x_TD, scores_TK, expert_ids_TK, *weights, activation)[0]
+            raise ValueError("grouped_experts cannot add gradients to `into` inside torch.compile; omit it")
+        return expert_operators.grouped_experts(x_TD, scores_TK, expert_ids_TK, *weights, activation)[0]
     grouping = group_rows(expert_ids_TK, len(up_EHD))
-    return _RoutedExperts.apply(x_TD, scores_TK, *weights, grouping, activation, into)
+    return _GroupedExperts.apply(x_TD, scores_TK, *weights, grouping, activation, into)
 
 
-class _RoutedExperts(torch.autograd.Function):
+class _GroupedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -86,8 +86,9 @@ class _RoutedExperts(torch.autograd.Function):
         into: Into,
     ) -> torch.Tensor:
         weights = (up_EHD, down_EDF, up_bias_EH, down_bias_ED)
-        out_TD, h_MH, scores_M = forward_pass(x_TD, scores_TK, Weights.of(weights), grouping, activation)
-        ctx.save_for_backward(x_TD, h_MH, scores_M, *weights)
+        given, scores_M = ExpertWeights.of(weights), in_row_order(scores_TK, grouping)
+        out_TD, state = expert_passes.forward(x_TD, scores_M, given, grouping, activation)
+        ctx.save_for_backward(x_TD, state.h_MH, scores_M, *weights)
         ctx.grouping, ctx.activation, ctx.into = grouping, activation, into
         ctx.scores_dtype = scores_TK.dtype
         return out_TD
@@ -96,18 +97,11 @@ class _RoutedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out_TD: torch.Tensor) -> tuple[Any, ...]:
         x_TD, h_MH, scores_M, *tensors = ctx.saved_tensors
-        weights, fresh = Weights.of(tensors), ctx.into is None
-        grads = weights.empty_like() if fresh else Weights.of((*ctx.into, None, None)[:4])
-        dx_TD, d_scores_TK = backward_pass(
-            d_out_TD,
-            x_TD,
-            h_MH,
-            scores_M,
-            weights,
-            grads,
-            ctx.grouping,
-            ctx.activation,
-            accumulate=not fresh,
+        state = ExpertState(
+            x_TD=x_TD, h_MH=h_MH, scores_M=scores_M, grouping=ctx.grouping, activation=ctx.activation
         )
+        weights, fresh = ExpertWeights.of(tensors), ctx.into is None
+        grads = weights.empty_like() if fresh else ExpertWeights.of(ctx.into)
+        dx_TD, d_scores_TK = expert_passes.backward(d_out_TD, state, weights, grads, accumulate=not fresh)
         found = grads.tensors() if fresh else (None,) * 4
         return dx_TD, d_scores_TK.to(ctx.scores_dtype), *found, None, None, None

@@ -15,7 +15,8 @@ Hazard: nothing here may call `.item()` or `.tolist()` on the kernel path: one h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -77,25 +78,30 @@ def group_counts(counts_E: torch.Tensor, num_rows: int) -> Grouping:
     return Grouping(num_rows=num_rows, counts_E=counts_E, offsets_E1=offsets)
 
 
-def places_of(index_M: torch.Tensor, grouping: Grouping, num_tokens: int) -> torch.Tensor:
-    """The inverse of an index into tokens, for `gather_sum`: [num_tokens, E], of each expert the row or -1.
+def group_arrived(index_M: torch.Tensor, counts: Sequence[int], num_rows: int, most: int) -> Grouping:
+    """The grouping of pairs that arrived by dispatch, where a token's vector came once for several experts.
 
-    For rows that arrived by dispatch, where a token's vector came once for several experts of this rank.
-    index 0, 1, 0 with counts 2, 1: places [[0, 2], [1, -1]]. A token must not choose an expert twice.
+    Pairs are in expert order, `index_M` names the row of each, and no row has more than `most` of them.
+    index 0, 1, 0 with counts 2, 1: places [[0, 2], [1, -1]].
     """
-    num_experts = len(grouping.counts_E)
-    row_M = torch.arange(len(index_M), dtype=torch.int32, device=index_M.device)
-    expert_M = torch.searchsorted(grouping.offsets_E1[1:].contiguous(), row_M, right=True)
-    # Rows that are not in use go to a token that nobody is.
-    used_M = expert_M < num_experts
-    token_M = torch.where(used_M, index_M.long(), num_tokens)
-    places = row_M.new_full((num_tokens + 1, num_experts), -1)
-    places[token_M, expert_M.clamp(max=num_experts - 1)] = torch.where(used_M, row_M, -1)
-    return places[:num_tokens]
+    grouping = group_counts(torch.tensor(list(counts), device=index_M.device), len(index_M))
+    pair_M = torch.arange(len(index_M), dtype=torch.int32, device=index_M.device)
+    places_RK = torch.full((num_rows, most), -1, dtype=torch.int32, device=index_M.device)
+    places_RK[index_M, rank_among_equals(index_M)] = pair_M
+    return replace(grouping, row_token_M=index_M.to(torch.int32), place_row_TK=places_RK)
+
+
+def rank_among_equals(ids_M: torch.Tensor) -> torch.Tensor:
+    """For each element, how many equal ones stand before it."""
+    order = ids_M.argsort(stable=True)
+    sorted_ids = ids_M[order]
+    starts = torch.searchsorted(sorted_ids, sorted_ids)
+    place = torch.arange(len(ids_M), device=ids_M.device) - starts
+    return torch.empty_like(place).scatter_(0, order, place)
 
 
 def group_rows_kernel(expert_ids_TK: torch.Tensor, num_experts: int, *, block: int = 128) -> Grouping:
-    from moeclipse.ops.triton import metadata
+    from moeclipse.ops.triton import grouping
 
     num_tokens, top_k = expert_ids_TK.shape
     num_pairs = num_tokens * top_k
@@ -104,15 +110,15 @@ def group_rows_kernel(expert_ids_TK: torch.Tensor, num_experts: int, *, block: i
     counts_EB = torch.empty(num_experts, num_blocks, dtype=torch.int32, device=ids.device)
     counts_E = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
     chunk = min(64, _power_of_two(num_experts))
-    metadata.count_block[(num_blocks,)](
+    grouping.count_block[(num_blocks,)](
         ids, counts_EB, num_pairs, num_experts, num_blocks, BLOCK=block, CHUNK=chunk
     )
     scan = min(1024, _power_of_two(num_blocks))
-    metadata.scan_experts[(num_experts,)](counts_EB, counts_E, num_blocks, BLOCK=scan)
+    grouping.scan_experts[(num_experts,)](counts_EB, counts_E, num_blocks, BLOCK=scan)
     plain = group_counts_kernel(counts_E, num_pairs)
     place_row = torch.empty(num_tokens, top_k, dtype=torch.int32, device=ids.device)
     row_place, row_token = torch.zeros(2, num_pairs, dtype=torch.int32, device=ids.device)
-    metadata.place_block[(num_blocks,)](
+    grouping.place_block[(num_blocks,)](
         ids, counts_EB, plain.offsets_E1, place_row, row_place, row_token, num_pairs, num_blocks,
         K=top_k, BLOCK=block,
     )  # fmt: skip
@@ -129,14 +135,14 @@ def group_rows_kernel(expert_ids_TK: torch.Tensor, num_experts: int, *, block: i
 
 
 def group_counts_kernel(counts_E: torch.Tensor, num_rows: int) -> Grouping:
-    from moeclipse.ops.triton import metadata
+    from moeclipse.ops.triton import grouping
 
     num_experts = len(counts_E)
     capacity = tile_capacity(num_rows, num_experts)
     tiles = torch.empty(3, capacity, dtype=torch.int32, device=counts_E.device)
     offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=counts_E.device)
     num_tiles = torch.empty(1, dtype=torch.int32, device=counts_E.device)
-    metadata.tile_table[(num_experts,)](
+    grouping.tile_table[(num_experts,)](
         counts_E, offsets, tiles, num_tiles, capacity, num_experts,
         BM=ROW_TILE, PADDED=_power_of_two(num_experts), CHUNK=64,
     )  # fmt: skip

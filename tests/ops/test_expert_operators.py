@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moeclipse.ops import registered
+from moeclipse.ops import expert_operators
 from moeclipse.ops.activation import ACTIVATIONS, hidden_width
-from moeclipse.ops.routed_experts import routed_experts, routed_experts_reference
-from moeclipse.ops.topk_softmax import registered as gate
+from moeclipse.ops.grouped_experts import grouped_experts, grouped_experts_reference
+from moeclipse.ops.topk_softmax import topk_softmax_operator as gate
 from moeclipse.ops.topk_softmax import topk_softmax_reference
 
 
@@ -28,7 +28,7 @@ def test_torch_accepts_the_operators(bias: bool) -> None:
     tensors, ids = arguments("geglu", bias=bias)
     x, scores, *weights = tensors
     weights += [] if bias else [None, None]
-    torch.library.opcheck(registered.routed_experts, (x, scores, ids, *weights, "geglu"))
+    torch.library.opcheck(expert_operators.grouped_experts, (x, scores, ids, *weights, "geglu"))
     torch.library.opcheck(gate, (torch.randn(5, 9, dtype=torch.float64, requires_grad=True), 3))
 
 
@@ -46,7 +46,7 @@ def test_one_graph_gives_the_eager_gradients(activation: str, bias: bool) -> Non
     tensors, ids = arguments(activation, bias=bias)
 
     def layer(x: torch.Tensor, scores: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        return routed_experts(x * 2, scores, ids, *weights, activation=activation).tanh()
+        return grouped_experts(x * 2, scores, ids, *weights, activation=activation).tanh()
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     found, expected = compiled(*tensors), layer(*tensors)
@@ -63,10 +63,10 @@ def test_one_graph_gives_the_eager_gradients(activation: str, bias: bool) -> Non
 def test_gradients_are_those_of_finite_differences(activation: str, bias: bool) -> None:
     tensors, ids = arguments(activation, bias=bias, num_tokens=4)
     torch.autograd.gradcheck(
-        lambda x, scores, *weights: routed_experts(x, scores, ids, *weights, activation=activation), tensors
+        lambda x, scores, *weights: grouped_experts(x, scores, ids, *weights, activation=activation), tensors
     )
-    expected = routed_experts_reference(*tensors[:2], ids, *tensors[2:], activation=activation)
-    found = routed_experts(*tensors[:2], ids, *tensors[2:], activation=activation)
+    expected = grouped_experts_reference(*tensors[:2], ids, *tensors[2:], activation=activation)
+    found = grouped_experts(*tensors[:2], ids, *tensors[2:], activation=activation)
     torch.testing.assert_close(found, expected)
 
 
@@ -74,7 +74,7 @@ def test_sums_cannot_be_added_to_inside_a_graph() -> None:
     tensors, ids = arguments("swiglu", bias=False)
     into = (torch.zeros_like(tensors[2]), torch.zeros_like(tensors[3]))
     compiled = torch.compile(
-        lambda *t: routed_experts(*t[:2], ids, *t[2:], into=into), fullgraph=True, backend="aot_eager"
+        lambda *t: grouped_experts(*t[:2], ids, *t[2:], into=into), fullgraph=True, backend="aot_eager"
     )
     with pytest.raises(Exception, match="cannot add gradients to `into` inside"):
         compiled(*tensors)

@@ -1,11 +1,11 @@
-"""The routed experts as operators that torch knows: for `torch.compile` and its tools.
+"""Grouped experts as operators that torch knows: for `torch.compile` and its tools.
 
 A compiler cannot look into Triton launches with descriptors, so each operator says what shapes come out
 (its *fake*) and what its gradient is. Everything that backward needs is an output; a grouping travels as six
 tensors.
 
-    moeclipse::routed_experts            (out, h, scores_M, then the grouping)
-    moeclipse::routed_experts_backward   (dx, d_scores, gradients of the weights; empty for no bias)
+    moeclipse::grouped_experts            (out, h, scores_M, then the grouping)
+    moeclipse::grouped_experts_backward   (dx, d_scores, gradients of the weights; empty for no bias)
 
 Hazard: an operator's outputs must not share memory with its inputs or with each other, so views are cloned.
 """
@@ -16,14 +16,15 @@ from typing import Any, cast
 
 import torch
 
+from moeclipse.ops import expert_passes
 from moeclipse.ops.activation import Activation
+from moeclipse.ops.expert_passes import ExpertState, ExpertWeights, in_row_order
+from moeclipse.ops.grouping import Grouping, group_rows, tile_capacity
 from moeclipse.ops.precision import wide_of
-from moeclipse.ops.routed_passes import Weights, backward_pass, forward_pass
-from moeclipse.ops.routing_metadata import Grouping, group_rows, tile_capacity
 
 Tensor = torch.Tensor
-Done = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def pack(grouping: Grouping) -> list[torch.Tensor]:
@@ -53,8 +54,8 @@ def unpack(tensors: list[torch.Tensor]) -> Grouping:
     )
 
 
-@torch.library.custom_op("moeclipse::routed_experts", mutates_args=())
-def routed_experts(
+@torch.library.custom_op("moeclipse::grouped_experts", mutates_args=())
+def grouped_experts(
     x_TD: Tensor,
     scores_TK: Tensor,
     expert_ids_TK: Tensor,
@@ -63,15 +64,16 @@ def routed_experts(
     up_bias_EH: Tensor | None,
     down_bias_ED: Tensor | None,
     activation: str,
-) -> Done:
-    weights = Weights.of((up_EHD, down_EDF, up_bias_EH, down_bias_ED))
+) -> Outputs:
+    weights = ExpertWeights.of((up_EHD, down_EDF, up_bias_EH, down_bias_ED))
     grouping = group_rows(expert_ids_TK, len(up_EHD))
-    done = forward_pass(x_TD, scores_TK, weights, grouping, cast(Activation, activation))
-    return cast(Done, (*done, *pack(grouping)))
+    scores_M, kind = in_row_order(scores_TK, grouping), cast(Activation, activation)
+    out_TD, state = expert_passes.forward(x_TD, scores_M, weights, grouping, kind)
+    return cast(Outputs, (out_TD, state.h_MH, scores_M, *pack(grouping)))
 
 
-@routed_experts.register_fake
-def _(x_TD: Tensor, scores_TK: Tensor, expert_ids_TK: Tensor, up_EHD: Tensor, *_rest: Any) -> Done:
+@grouped_experts.register_fake
+def _(x_TD: Tensor, scores_TK: Tensor, expert_ids_TK: Tensor, up_EHD: Tensor, *_rest: Any) -> Outputs:
     num_experts, H = up_EHD.shape[:2]
     num_rows, cuda = expert_ids_TK.numel(), x_TD.is_cuda
     wide = wide_of(scores_TK.dtype)
@@ -92,8 +94,8 @@ def _(x_TD: Tensor, scores_TK: Tensor, expert_ids_TK: Tensor, up_EHD: Tensor, *_
     )
 
 
-@torch.library.custom_op("moeclipse::routed_experts_backward", mutates_args=())
-def routed_experts_backward(
+@torch.library.custom_op("moeclipse::grouped_experts_backward", mutates_args=())
+def grouped_experts_backward(
     d_out_TD: Tensor,
     x_TD: Tensor,
     h_MH: Tensor,
@@ -104,24 +106,24 @@ def routed_experts_backward(
     down_bias_ED: Tensor | None,
     grouping: list[Tensor],
     activation: str,
-) -> Grads:
-    weights = Weights.of((up_EHD, down_EDF, up_bias_EH, down_bias_ED))
+) -> Gradients:
+    weights = ExpertWeights.of((up_EHD, down_EDF, up_bias_EH, down_bias_ED))
     grads, kind = weights.empty_like(), cast(Activation, activation)
-    known = (d_out_TD, x_TD, h_MH, scores_M, weights, grads, unpack(grouping), kind)
-    dx_TD, d_scores_TK = backward_pass(*known, accumulate=False)
+    state = ExpertState(x_TD=x_TD, h_MH=h_MH, scores_M=scores_M, grouping=unpack(grouping), activation=kind)
+    dx_TD, d_scores_TK = expert_passes.backward(d_out_TD, state, weights, grads, accumulate=False)
     found = [x_TD.new_empty(0) if grad is None else grad for grad in grads.tensors()]
-    return cast(Grads, (dx_TD, d_scores_TK, *found))
+    return cast(Gradients, (dx_TD, d_scores_TK, *found))
 
 
-@routed_experts_backward.register_fake
-def _(_d_out: Tensor, x_TD: Tensor, _h: Tensor, scores_M: Tensor, *rest: Any) -> Grads:
+@grouped_experts_backward.register_fake
+def _(_d_out: Tensor, x_TD: Tensor, _h: Tensor, scores_M: Tensor, *rest: Any) -> Gradients:
     *weights, grouping, _activation = rest
     d_scores_TK = scores_M.new_empty(grouping[-1].shape)
     found = [x_TD.new_empty(0) if weight is None else torch.empty_like(weight) for weight in weights]
-    return cast(Grads, (x_TD.new_empty(x_TD.shape), d_scores_TK, *found))
+    return cast(Gradients, (x_TD.new_empty(x_TD.shape), d_scores_TK, *found))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Done) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
     x_TD, scores_TK, _, *weights, activation = inputs
     ctx.save_for_backward(x_TD, *weights, *output[1:])
     ctx.activation, ctx.scores_dtype = activation, scores_TK.dtype
@@ -130,11 +132,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Done) -> None:
 def _differentiate(ctx: Any, d_out_TD: Tensor, *_: Any) -> tuple[Any, ...]:
     x_TD, up, down, up_bias, down_bias, h_MH, scores_M, *grouping = ctx.saved_tensors
     weights = (up, down, up_bias, down_bias)
-    dx_TD, d_scores_TK, *grads = routed_experts_backward(
+    dx_TD, d_scores_TK, *grads = grouped_experts_backward(
         d_out_TD, x_TD, h_MH, scores_M, *weights, grouping, ctx.activation
     )
     found = [None if weight is None else grad for weight, grad in zip(weights, grads, strict=True)]
     return dx_TD, d_scores_TK.to(ctx.scores_dtype), None, *found, None
 
 
-routed_experts.register_autograd(_differentiate, setup_context=_keep)
+grouped_experts.register_autograd(_differentiate, setup_context=_keep)

@@ -1,4 +1,4 @@
-"""The routed part of a layer in plain torch, against autograd through one expert after the other."""
+"""All experts of a layer in plain torch, against autograd through one expert after the other."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeclipse.ops.combine import gather_sum, sum_rows
-from moeclipse.ops.routed_experts import routed_experts, routed_experts_reference
-from moeclipse.ops.routing_metadata import group_counts, group_rows, places_of
+from moeclipse.ops.grouped_experts import grouped_experts, grouped_experts_reference
+from moeclipse.ops.grouping import group_arrived, group_counts, group_rows, rank_among_equals
 from moeclipse.ops.topk_softmax import topk_softmax
 from moeclipse.ops.wgrad import dense_wgrad, grouped_wgrad
 
@@ -29,8 +29,8 @@ def test_gradients_equal_autograd(data: st.DataObject) -> None:
     ids = torch.where(torch.rand(ids.shape) < data.draw(st.sampled_from([0.0, 0.4, 1.0])), -1, ids)
     tensors = inputs(ids, num_experts)
     x, scores, up, down = tensors
-    ours = routed_experts(x, scores, ids, up, down)
-    exact = routed_experts_reference(x, scores, ids, up, down)
+    ours = grouped_experts(x, scores, ids, up, down)
+    exact = grouped_experts_reference(x, scores, ids, up, down)
     torch.testing.assert_close(ours, exact)
     d_out = torch.randn_like(ours)
     for got, expected in zip(
@@ -45,10 +45,10 @@ def test_weight_gradients_add_where_they_are_told() -> None:
     tensors = inputs(ids, 3)
     x, scores, up, down = tensors
     d_out = torch.randn(7, 6, dtype=torch.float64)
-    expected = torch.autograd.grad(routed_experts_reference(x, scores, ids, up, down), (up, down), d_out)
+    expected = torch.autograd.grad(grouped_experts_reference(x, scores, ids, up, down), (up, down), d_out)
     into = (torch.ones_like(up), torch.ones_like(down))
     for _ in range(2):
-        routed_experts(x, scores, ids, up, down, into=into).backward(d_out)
+        grouped_experts(x, scores, ids, up, down, into=into).backward(d_out)
     assert up.grad is None
     for sums, gradient in zip(into, expected, strict=True):
         torch.testing.assert_close(sums, 1 + 2 * gradient)
@@ -60,17 +60,31 @@ def test_a_grouping_of_rows_that_arrived_in_order() -> None:
     assert group_rows(torch.tensor([[1, 0], [0, -1]]), 2).place_row_TK.tolist() == [[2, 0], [1, -1]]
 
 
-def test_the_inverse_of_an_index_sums_the_same_rows() -> None:
+@given(st.lists(st.integers(-1, 4), max_size=40))
+def test_rank_among_equals(ids: list[int]) -> None:
+    expected = [ids[:i].count(value) for i, value in enumerate(ids)]
+    assert rank_among_equals(torch.tensor(ids, dtype=torch.int64)).tolist() == expected
+
+
+def test_pairs_that_arrived_are_grouped_as_those_of_a_gate() -> None:
     torch.manual_seed(0)
     ids = torch.rand(11, 4).topk(3, 1).indices
     ids[::3, 2] = -1
-    grouping = group_rows(ids, 4)
-    used = int(grouping.offsets_E1[-1])
-    index_M, rows, weight = grouping.row_token_M, torch.randn(33, 5), torch.rand(33)
-    places = places_of(index_M, grouping, 11)
-    expected = sum_rows(rows[:used], index_M[:used].long(), 11, weight[:used])
-    torch.testing.assert_close(gather_sum(rows, places, weight), expected)
-    assert (places >= 0).sum() == used
+    by_gate = group_rows(ids, 4)
+    used = int(by_gate.offsets_E1[-1])
+    index_M = by_gate.row_token_M[:used].long()
+    arrived = group_arrived(index_M, by_gate.counts_E.tolist(), 11, 3)
+    assert arrived.offsets_E1.equal(by_gate.offsets_E1)
+    assert arrived.row_token_M.equal(by_gate.row_token_M[:used])
+    assert arrived.place_row_TK.sort(1).values.equal(by_gate.place_row_TK.sort(1).values)
+    rows, weight = torch.randn(used, 5), torch.rand(used)
+    expected = sum_rows(rows, index_M, 11, weight)
+    torch.testing.assert_close(gather_sum(rows, arrived.place_row_TK, weight), expected)
+
+
+def test_places_of_pairs_that_arrived() -> None:
+    grouping = group_arrived(torch.tensor([0, 1, 0]), [2, 1], 3, 2)
+    assert grouping.place_row_TK.tolist() == [[0, 2], [1, -1], [-1, -1]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
