@@ -68,7 +68,7 @@ def trained(mesh: Mesh, config: TrainConfig, steps: int) -> tuple[list[dict[str,
         losses.append(learner.step(step)["loss"])
         if step + 1 == first:
             kept.append(experts(learner))
-    learner.placing.before_save()
+    learner.placement.before_save()
     return [*kept, experts(learner)], losses
 
 
@@ -77,10 +77,10 @@ def weighted(mesh: Mesh, config: TrainConfig) -> tuple[float, float]:
     learner = Learner(config, mesh)
     learner.backward(0)
     apart = size = 0.0
-    for house in learner.placing.houses:
-        placement = house.homes.placement
-        computed = mesh.gather_objects(house.layer.schedule.take_computed())
-        for bucket in house.buckets:
+    for placed in learner.placement.layers:
+        placement = placed.placement
+        computed = mesh.gather_objects(placed.layer.schedule.take_computed())
+        for bucket in placed.buckets:
             bucket.reduced()
             rows = bucket.grads.view(bucket.num_slots, bucket.size)
             everyone = mesh.gather_objects(rows.tolist())

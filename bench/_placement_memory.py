@@ -62,11 +62,13 @@ def report(found: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, float
     print(
         f"\n\n{MODEL['moe.num_experts']} experts, {RANKS} ranks, 3 layers, {len(rows[0]['losses'])} steps\n"
     )
-    print(f"{'case':<10}{'first loss':>11}{'last loss':>11}{'ms':>7}{'plans':>7}{'parcels':>9}{'balance':>9}")
+    print(
+        f"{'case':<10}{'first loss':>11}{'last loss':>11}{'ms':>7}{'plans':>7}{'transfers':>11}{'balance':>9}"
+    )
     for row in rows:
         print(
             f"{row['case']:<10}{row['losses'][0]:>11.5f}{row['losses'][-1]:>11.5f}{row['step_ms']:>7.0f}"
-            f"{row['plans']:>7}{row['parcels']:>9}{row['balance']:>9.3f}"
+            f"{row['plans']:>7}{row['transfers']:>11}{row['balance']:>9.3f}"
         )
     print(f"\nlosses differ by {found['same_loss']:.1e} at most (fp32)")
     return rows, {"memory_loss_difference": found["same_loss"]}

@@ -13,8 +13,8 @@ ones in every case, so all cases compute the same loss; only where experts live 
 
 The cases take turns, step by step; the table shows the median step of the slowest rank. A plan is taken
 during the first steps, which are left out. All ranks share one wire, so bytes add up over ranks, and two
-cores compute for four: what is won comes from rows that stay at home more than from even ranks. On a cluster,
-where each rank has a wire and a processor of its own, the fullest rank counts as well.
+cores compute for four: what is won comes from rows that stay on their rank more than from even ranks. On a
+cluster, where each rank has a wire and a processor of its own, the fullest rank counts as well.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def in_turn(mesh: Mesh, learners: dict[str, Learner], repeats: int) -> dict[str,
                 "step_ms": 1e3 * statistics.median(times[name]),
                 "steps_ms": [1e3 * seconds for seconds in times[name]],
                 "losses": losses[name],
-                "plans": learner.placing.plans_taken,
-                "parcels": learner.placing.parcels,
+                "plans": learner.placement.plans_taken,
+                "transfers": learner.placement.transfers,
                 **judge(learner),
             }
         )

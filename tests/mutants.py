@@ -360,7 +360,7 @@ MUTANTS = (
 """,
         """return ""
 """,
-        "train/test_averaging.py::test_what_a_replica_learns_from_is_no_matter_of_speed",
+        "train/placement/test_fedavg.py::test_what_a_replica_learns_from_is_no_matter_of_speed",
     ),
 )
 

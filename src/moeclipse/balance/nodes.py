@@ -92,8 +92,8 @@ def _experts_for_every_node(rows_NE: np.ndarray, room_N: np.ndarray, num_experts
 def loads_of_nodes(rows_NE: np.ndarray, holds_NE: np.ndarray, ranks_N: np.ndarray) -> np.ndarray:
     """Rows that each node computes for each expert: its own first, shared experts even out the nodes."""
     load_NE = np.where(holds_NE, rows_NE, 0.0)
-    homeless_E = rows_NE.sum(0) - load_NE.sum(0)
-    load_NE += holds_NE * (homeless_E / np.maximum(holds_NE.sum(0), 1))
+    unheld_E = rows_NE.sum(0) - load_NE.sum(0)
+    load_NE += holds_NE * (unheld_E / np.maximum(holds_NE.sum(0), 1))
     shared_E = holds_NE.all(0)
     target_N = load_NE.sum() * ranks_N / ranks_N.sum()
     over_N = load_NE.sum(1) - target_N

@@ -147,7 +147,7 @@ def incremental(
         candidates.append(few(0.5))
     candidates.append(wrap_filled(counts_PE, slots_P, current, node_P, config.noise))
     if sum(slots_P) <= SMALL:
-        # Hot experts on many ranks keep rows at home, which may be worth more than few moves.
+        # Hot experts on many ranks keep rows on their rank, which may be worth more than few moves.
         candidates.append(plan_greedy(load_E, slots_P).arranged_like(current))
     rows_PE = np.rint(counts_PE).astype(np.int64)
     best, least = candidates[0], np.inf

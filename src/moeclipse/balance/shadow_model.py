@@ -171,11 +171,11 @@ class Work:
         copies.
         """
         relieved = given @ sent
-        home = given * sent.sum(-1)[..., None, :]
+        kept = given * sent.sum(-1)[..., None, :]
         return Work(
-            rows=self.rows + home - relieved,
+            rows=self.rows + kept - relieved,
             rows_in=self.rows_in - relieved,
-            rows_out=self.rows_out - home,
+            rows_out=self.rows_out - kept,
             copies_in=self.copies_in + given,
             copies_out=self.copies_out + owner[..., None, :] * given.sum(-1, keepdims=True),
         )

@@ -135,7 +135,7 @@ class Split:
 
     @cached_property
     def sent_PP(self) -> np.ndarray:  # noqa: N802
-        """Rows from each source rank to each rank that computes them; the diagonal stays at home."""
+        """Rows from each source rank to each rank that computes them; the diagonal stays on its rank."""
         sent = np.zeros((self.table.num_ranks, self.table.num_ranks), dtype=np.int64)
         np.add.at(sent.T, self.table.rank_R, self.rows_PR.T)
         return sent

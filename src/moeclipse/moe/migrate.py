@@ -1,13 +1,13 @@
-"""Experts on the way from rank to rank: one uneven exchange of parcels, each with a canary.
+"""Experts on the way from rank to rank: one uneven exchange of all transfers, each behind a header.
 
-A parcel is one expert's weights, or its master weights and moments, as bytes. In front of it travels a
-header: (canary, layer, expert, what it is, optimizer steps, length). Whoever opens it checks every number,
+A transfer is one expert's weights, or its master weights and moments, as bytes. In front of it travels a
+header: (canary, layer, expert, what it is, optimizer steps, length). The receiver checks every number,
 because both ends work out from two placements alone who sends what, and an expert that arrives in another's
 place would train on without a word.
 
-    all ranks    ship(parcels, ...)    every rank names the same parcels in the same order; most send nothing
+    all ranks    exchange_experts(transfers, ...)    every rank names the same ones in the same order
 
-Nothing is installed here: `ship` returns what arrived, and its caller puts it into place after all of it has
+Nothing is installed here: what arrived is returned, and the caller puts it into place after all of it has
 been checked.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from moeclipse.balance.homes import Parcel
+from moeclipse.balance.ownership import ExpertTransfer
 from moeclipse.comm.flight.exchange import all_to_all
 from moeclipse.comm.flight.lane import Lane
 from moeclipse.comm.group import Group
@@ -27,50 +27,50 @@ CANARY = 0x6D6F65636C697073  # "moeclips"
 HEADER = 6 * 8
 
 
-def header(parcel: Parcel, layer: int, updates: int, length: int) -> list[int]:
-    return [CANARY, layer, parcel.expert, int(parcel.state), updates, length]
+def header(transfer: ExpertTransfer, layer: int, updates: int, length: int) -> list[int]:
+    return [CANARY, layer, transfer.expert, int(transfer.state), updates, length]
 
 
-def ship(
-    parcels: Sequence[Parcel],
-    pack: Callable[[Parcel], torch.Tensor],
-    length: Callable[[Parcel], int],
+def exchange_experts(
+    transfers: Sequence[ExpertTransfer],
+    pack: Callable[[ExpertTransfer], torch.Tensor],
+    length: Callable[[ExpertTransfer], int],
     *,
     group: Group,
     lane: Lane,
     layer: int,
     updates: int,
-) -> dict[Parcel, torch.Tensor]:
-    """The bytes of every parcel for this rank. Collective; `pack` is asked for what this rank sends."""
+) -> dict[ExpertTransfer, torch.Tensor]:
+    """The bytes of every transfer to this rank. Collective; `pack` is asked for what this rank sends."""
     me, size = group.index, group.size
     device = lane.device
-    sends = sorted((p for p in parcels if p.source == me), key=lambda p: p.target)
-    takes = sorted((p for p in parcels if p.target == me), key=lambda p: p.source)
+    sends = sorted((t for t in transfers if t.source == me), key=lambda t: t.target)
+    takes = sorted((t for t in transfers if t.target == me), key=lambda t: t.source)
     parts: list[torch.Tensor] = []
-    for parcel in sends:
-        content = pack(parcel)
-        front = torch.tensor(header(parcel, layer, updates, content.numel()), dtype=torch.int64)
+    for transfer in sends:
+        content = pack(transfer)
+        front = torch.tensor(header(transfer, layer, updates, content.numel()), dtype=torch.int64)
         parts += [front.to(device).view(torch.uint8), content]
     buffer = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
     leaving, arriving = [0] * size, [0] * size
-    for parcel in sends:
-        leaving[parcel.target] += HEADER + length(parcel)
-    for parcel in takes:
-        arriving[parcel.source] += HEADER + length(parcel)
+    for transfer in sends:
+        leaving[transfer.target] += HEADER + length(transfer)
+    for transfer in takes:
+        arriving[transfer.source] += HEADER + length(transfer)
     what = f"migration of experts, layer {layer}"
     arrived = all_to_all(lane, group, buffer, leaving, arriving, what).get()
-    found: dict[Parcel, torch.Tensor] = {}
+    found: dict[ExpertTransfer, torch.Tensor] = {}
     start = 0
-    for parcel in takes:
-        stop = start + HEADER + length(parcel)
-        expected = header(parcel, layer, updates, length(parcel))
+    for transfer in takes:
+        stop = start + HEADER + length(transfer)
+        expected = header(transfer, layer, updates, length(transfer))
         label = arrived[start : start + HEADER].clone().view(torch.int64).tolist()
         if label != expected:
             raise CommError(
-                f"rank {group.ranks[parcel.source]} sent {words(label)}, but rank {group.ranks[me]} waits "
+                f"rank {group.ranks[transfer.source]} sent {words(label)}, but rank {group.ranks[me]} waits "
                 f"for {words(expected)}; no weight was changed here; resume from the last checkpoint"
             )
-        found[parcel] = arrived[start + HEADER : stop].clone()
+        found[transfer] = arrived[start + HEADER : stop].clone()
         start = stop
     return found
 
@@ -78,6 +78,6 @@ def ship(
 def words(label: Sequence[int]) -> str:
     canary, layer, expert, state, updates, length = label
     if canary != CANARY:
-        return "bytes that are no parcel"
+        return "bytes that hold no expert"
     what = "optimizer state" if state else "weights"
     return f"the {what} of expert {expert}, layer {layer}, after {updates} updates, {length} bytes"

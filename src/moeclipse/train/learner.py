@@ -38,7 +38,7 @@ from moeclipse.train.metrics import gather_splits, mean_times, split_of
 from moeclipse.train.optim import AdamW, learning_rate
 from moeclipse.train.pipelined import Pipelined
 from moeclipse.train.placement.load_trace import LoadHistory, StepLoad
-from moeclipse.train.placement.placing import Placing
+from moeclipse.train.placement.model_placement import ModelPlacement
 from moeclipse.train.ranks import PatientRanks
 
 
@@ -66,7 +66,7 @@ class Learner:
         layout = None
         if mesh.pp > 1 or config.pipeline.used:
             layout = lay_out(config.pipeline, config.model.num_layers, mesh.pp, config.optim.accumulate)
-        self.placing = Placing(config, mesh, layout)
+        self.placement = ModelPlacement(config, mesh, layout)
         self.model = Transformer(
             config.model,
             config.moe,
@@ -76,17 +76,16 @@ class Learner:
             seed=config.run.seed,
             dtype=self.dtype,
             held=None if layout is None else layout.layers_of(mesh.pp_index),
-            placement_of=self.placing.placement_of,
+            placement_of=self.placement.placement_of,
         )
         self.pipelined: Pipelined | None = None
         if layout is not None:
             self.pipelined = Pipelined(config, mesh, layout, self.model, self.batches)
-        place = self.placing.bucket
-        self.buckets = Buckets(self.model, mesh, config.optim.bucket_mb, parallel.peer, place)
+        self.buckets = Buckets(self.model, mesh, config.optim.bucket_mb, parallel.peer, self.placement.bucket)
         if self.pipelined is not None:
             self.pipelined.prepare()
         self.optim = AdamW(self.buckets, config.optim)
-        self.placing.bind(self.optim)
+        self.placement.bind(self.optim)
         self.layers = [layer for _, layer in moe_layers(self.model)]
         self.bad_steps = 0
         self.loss_scale = LossScale(config.optim.loss_scale, self.dtype)
@@ -160,7 +159,7 @@ class Learner:
                 self.optim.step(shards, lr, norm, scale)
                 load.rebalance(self.numbered)
                 self.loads.add(step, load)
-            notes = self.placing.after_step(step, self.loads.average)
+            notes = self.placement.after_step(step, self.loads.average)
             memory_state.end_step(self.model, skipped=skipped)
         stamps = recorder.end_step()
         self._judge(step, skipped, loss, norm)
@@ -212,7 +211,7 @@ class Learner:
 
     def save(self, folder: Path, step: int) -> Path:
         """A checkpoint of the state before `step`."""
-        self.placing.before_save()
+        self.placement.before_save()
         state = {
             "step": step,
             "updates": self.optim.updates,
@@ -222,7 +221,7 @@ class Learner:
             "data": self.batches.state(step),
             "fingerprint": self.fingerprint(),
             "exchange": self.of_all_layers(lambda layer: layer.schedule.state()),
-            "placement": self.placing.state(),
+            "placement": self.placement.state(),
         }
         pieces = [*self.optim.pieces(), *memory_state.memory_pieces(self.model, self.batches)]
         if self.mesh.stage.index == 0:
@@ -243,7 +242,7 @@ class Learner:
         check_model({"fingerprint": stored}, expected)
         step = int(state["step"])
         self.batches.check_state(state["data"], step)
-        self.placing.load_state(state.get("placement"))
+        self.placement.load_state(state.get("placement"))
         self.optim.load(checkpoint, int(state["updates"]))
         self.bad_steps = int(state["bad_steps"])
         self.loss_scale.load_state(state.get("loss_scale"))

@@ -113,7 +113,7 @@ class Run:
             "clock_error_ms": 1e3 * learner.clock_error_s,
             "exchange": [layer.schedule.report() for layer in learner.layers],
             "load_by_layer": learner.loads.average_by_layer(),
-            "placement": learner.placing.summary() if learner.placing.in_use else None,
+            "placement": learner.placement.summary() if learner.placement.in_use else None,
         }
         summary = metrics.summary(extra)
         self.observer.end(summary)

@@ -1,12 +1,12 @@
-"""Buckets of experts that have replicas or move: slot by slot, after a table of homes.
+"""Buckets of experts that have replicas or move: slot by slot, after a table of owners.
 
     launch     each holder sends its slots' gradients to their owners     one uneven exchange
     reduced    the owner adds them up, in the order of ranks
     publish    the owner sends the new weights to all holders, each row behind its expert's number
 
 A bucket holds one parameter of all slots of a layer on this rank ([slots, ...], empty ones included). Its
-shard is what this rank owns, home by home: not a stretch of the bucket, so master weights are tensors of
-their own. `settle` takes another table of homes after experts have moved; the storage stays where it is.
+shard is what this rank owns, expert by expert: not a stretch of the bucket, so master weights are tensors of
+their own. `set_ownership` takes another table of owners when experts move; the storage stays where it is.
 
 No process group is made for an expert. With one for each set of holders every rank would have to enter every
 new_group in one order at every new placement, and several of them in flight have no order among each other.
@@ -15,12 +15,12 @@ new_group in one order at every new placement, and several of them in flight hav
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 
-from moeclipse.balance.homes import Homes
+from moeclipse.balance.ownership import Ownership
 from moeclipse.balance.placement import EMPTY
 from moeclipse.comm.flight.exchange import Result, all_to_all
 from moeclipse.comm.group import Group
@@ -39,7 +39,15 @@ MIXER = 0x9E3779B97F4A7C15 - (1 << 64)
 class ExpertBucket(Bucket):
     """Parameter `key` of the experts of `layer` on this rank; `prefix` leads to its name in checkpoints."""
 
-    def __init__(self, parameter: nn.Parameter, prefix: str, layer: MoE, key: str, homes: Homes, mesh: Mesh):
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        prefix: str,
+        layer: MoE,
+        key: str,
+        ownership: Ownership,
+        mesh: Mesh,
+    ) -> None:
         self.layer, self.prefix, self.key = layer, prefix, key
         self.shape = tuple(parameter.shape[1:])
         self.size, self.num_slots = math.prod(self.shape), len(parameter)
@@ -56,31 +64,36 @@ class ExpertBucket(Bucket):
             decay=True,
         )
         super().__init__(content, mesh)
-        self.settle(homes)
+        self.set_ownership(ownership)
 
-    def settle(self, homes: Homes) -> None:
-        """From now on these are the homes; weights and state are in place, or follow."""
+    def set_ownership(self, ownership: Ownership) -> None:
+        """From now on these are the owners; weights and state are in place, or follow."""
         me = self.group.index
-        ties = homes.ties(me)
-        self.homes, self.here = homes, homes.owned(me)
-        self.slot_counts, self.home_counts = (list(map(len, rows)) for rows in (ties.slots, ties.homes))
+        exchange = ownership.exchange_of(me)
+        self.ownership, self.owners_here = ownership, ownership.owned_by(me)
+        self.slot_counts, self.owned_counts = list(map(len, exchange.slots)), list(map(len, exchange.owned))
         device = self.params.device
 
-        def index(rows: Sequence[int]) -> torch.Tensor:
-            return torch.tensor(list(rows), dtype=torch.int64, device=device)
+        def tensor(numbers: Iterable[int]) -> torch.Tensor:
+            return torch.tensor(list(numbers), dtype=torch.int64, device=device)
 
-        self.slots_out = index([slot for rows in ties.slots for slot in rows])
-        self.homes_out = index([home for rows in ties.homes for home in rows])
-        self.homes_by_place = [index(rows) for rows in ties.homes]
-        self.own_slots, self.own_homes = index(ties.own_slots), index(ties.own_homes)
-        ids = homes.placement.slots[me % homes.placement.num_ranks]
+        self.slots_out = tensor(slot for slots in exchange.slots for slot in slots)
+        self.owned_out = tensor(which for owned in exchange.owned for which in owned)
+        self.owned_by_peer = [tensor(owned) for owned in exchange.owned]
+        self.own_slots = tensor(exchange.own_slots)
         tag = self.layer.layer << 32
-        self.slot_tags = index([tag + max(expert, 0) for expert in ids])[self.slots_out]
-        self.home_tags = index([tag + home.expert for home in self.here])[self.homes_out]
+        self.slot_tags = tensor(tag + max(expert, 0) for expert in self.slots)[self.slots_out]
+        self.owned_tags = tensor(tag + owner.expert for owner in self.owners_here)[self.owned_out]
         # Where no expert has a second holder anywhere, all ranks know it, and nobody sends anything.
-        self.quiet = homes.copies == 1 and all(len(home.members) == 1 for home in homes.homes)
-        alone = not any(self.home_counts) and ties.own_slots == tuple(range(self.num_slots))
+        self.quiet = ownership.copies == 1 and all(len(owner.members) == 1 for owner in ownership.owners)
+        alone = not any(self.owned_counts) and exchange.own_slots == tuple(range(self.num_slots))
         self.alone = alone and not any(self.slot_counts)
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The expert of each slot of this rank; EMPTY for empty ones."""
+        placement = self.ownership.placement
+        return placement.slots[self.group.index % placement.num_ranks]
 
     @property
     def rows(self) -> torch.Tensor:
@@ -92,22 +105,22 @@ class ExpertBucket(Bucket):
         if self.quiet:
             self._parts = Result(rows[:0])
             return
-        counts = (self.slot_counts, self.home_counts)
+        counts = (self.slot_counts, self.owned_counts)
         self._parts = all_to_all(self.mesh.grads, self.group, rows[self.slots_out], *counts, label)
 
     def reduced(self) -> torch.Tensor:
-        """The summed gradients of what this rank owns: of each home, the parts in the order of ranks."""
-        parts = self._parts.get().split(self.home_counts)
+        """The summed gradients of what this rank owns: the parts of each in the order of ranks."""
+        parts = self._parts.get().split(self.owned_counts)
         del self._parts
         grads = self.grads.view(self.num_slots, self.size)
         if self.alone:
             return grads.flatten()
-        total = grads.new_zeros(len(self.here), self.size)
-        for place, (homes, part) in enumerate(zip(self.homes_by_place, parts, strict=True)):
-            if place == self.group.index:
-                total[self.own_homes] += grads[self.own_slots]
-            elif len(homes):
-                total[homes] += part
+        total = grads.new_zeros(len(self.owners_here), self.size)
+        for peer, (owned, part) in enumerate(zip(self.owned_by_peer, parts, strict=True)):
+            if peer == self.group.index:
+                total += grads[self.own_slots]
+            elif len(owned):
+                total[owned] += part
         return total.flatten()
 
     def weights(self) -> torch.Tensor:
@@ -121,13 +134,13 @@ class ExpertBucket(Bucket):
         """Send the weights of what this rank owns to all ranks that hold it."""
         if self.quiet:
             return Result(self.params)
-        owned = self.rows[self.own_slots][self.homes_out]  # in the order of homes
-        labelled = torch.cat([_bytes(self.home_tags[:, None]), _bytes(owned)], dim=1)
+        leaving = self.rows[self.own_slots][self.owned_out]
+        labelled = torch.cat([_bytes(self.owned_tags[:, None]), _bytes(leaving)], dim=1)
         label = f"weights to replicas, bucket {self.name}"
-        counts = (self.home_counts, self.slot_counts)
-        return _Landing(all_to_all(self.mesh.grads, self.group, labelled, *counts, label), self)
+        counts = (self.owned_counts, self.slot_counts)
+        return _Published(all_to_all(self.mesh.grads, self.group, labelled, *counts, label), self)
 
-    def land(self, arrived: torch.Tensor) -> None:
+    def install(self, arrived: torch.Tensor) -> None:
         """Put published rows into their slots, after a look at whose they are."""
         tags = arrived[:, :LABEL].contiguous().view(torch.int64).flatten()
         if not torch.equal(tags, self.slot_tags):
@@ -143,10 +156,10 @@ class ExpertBucket(Bucket):
 
     def segments(self, everything: bool = False) -> Iterator[BucketSegment]:
         """What this rank owns in the terms of checkpoints; `everything`: also replicas that step alone."""
-        for number, home in enumerate(self.here):
-            if not everything and home.rank != self.homes.placement.primary[home.expert]:
+        for number, owner in enumerate(self.owners_here):
+            if not everything and owner.rank != self.ownership.placement.primary[owner.expert]:
                 continue
-            for entry in self.entries_for(home.expert, number * self.size):
+            for entry in self.entries_for(owner.expert, number * self.size):
                 yield BucketSegment(entry=entry, start=entry.start, place=entry.offset, length=entry.numel)
 
     def entries_for(self, expert: int, offset: int) -> Iterator[BucketEntry]:
@@ -158,19 +171,18 @@ class ExpertBucket(Bucket):
         place = torch.arange(1, self.size + 1, device=bits.device)
         mixed = (bits + place) * ((place * MIXER) | 1)
         found = (mixed ^ (mixed >> 29)).sum(1)
-        ids = self.homes.placement.slots[self.group.index % self.homes.placement.num_ranks]
-        held = torch.tensor([expert != EMPTY for expert in ids], device=found.device, dtype=torch.bool)
+        held = torch.tensor([expert != EMPTY for expert in self.slots], device=found.device, dtype=torch.bool)
         return torch.where(held, found, 0)
 
 
-class _Landing(Result):
+class _Published(Result):
     """Published rows on their way; `get` puts them into place."""
 
     def __init__(self, rows: Result, bucket: ExpertBucket) -> None:
         self._rows, self._bucket = rows, bucket
 
     def get(self) -> torch.Tensor:
-        self._bucket.land(self._rows.get())
+        self._bucket.install(self._rows.get())
         return self._bucket.params
 
 

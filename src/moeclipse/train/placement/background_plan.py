@@ -1,7 +1,7 @@
 """Plans made beside training, and the vote that lets all ranks take one at the same step.
 
-    ask       a thread on the first rank of the stage plans from a copy of the average loads
-    ready     while a plan is pending, all ranks learn after each step whether it is there: one number
+    request   a thread on the first rank of the stage plans from a copy of the average loads
+    poll      while a plan is pending, all ranks learn after each step whether it is there: one number
     vote      that rank's plan goes to all; each checks it and answers with its checksum
     commit    only if all agree; otherwise nobody moves, and the reason is in the step's notes
 
@@ -38,7 +38,7 @@ class PlanRequest:
     costs: PlacementCosts
     node_P: tuple[int, ...]
 
-    def answer(self) -> Placement:
+    def plan(self) -> Placement:
         slots_P = [len(row) for row in self.current.slots]
         return plan(self.config, self.counts_PE, slots_P, self.current, self.costs, self.node_P)
 
@@ -76,15 +76,15 @@ class Proposal:
         return cls(step=value["step"], placements=tuple(found), expected=tuple(map(tuple, value["expected"])))
 
 
-class Background:
-    """One answer at a time, made by a thread. Where it fails, the answer is the error's text."""
+class PlanThread:
+    """One plan at a time. Where making it fails, its result is the error."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._found: str | Exception | None = None
 
-    def ask(self, work: Callable[[], str]) -> None:
-        assert self._thread is None, "one question at a time"
+    def start(self, work: Callable[[], str]) -> None:
+        assert self._thread is None, "one plan at a time"
 
         def run() -> None:
             try:
@@ -100,27 +100,32 @@ class Background:
     def ready(self) -> bool:
         return self._thread is not None and not self._thread.is_alive()
 
+    def join(self) -> None:
+        """Wait until nothing is being planned."""
+        if self._thread is not None:
+            self._thread.join()
+
     def take(self) -> str | Exception:
-        assert self._thread is not None
+        """The result, once it is ready."""
+        assert self.ready
         assert self._found is not None
-        self._thread.join()
         self._thread = None
         return self._found
 
 
-class Planning:
-    """The plans of one stage: asked for by the first of its ranks, agreed on by all."""
+class BackgroundPlanner:
+    """The plans of one stage: made by the first of its ranks, agreed on by all."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.leads = mesh.rank == mesh.stage.ranks[0]
-        self.background = Background()
+        self.thread = PlanThread()
         self.pending: int | None = None
         """The step at which a plan was asked for, while it is not there."""
         self.left_out = 0
         """Plans that were due while an earlier one was not there yet."""
 
-    def ask(self, step: int, questions: Sequence[PlanRequest]) -> None:
+    def request(self, step: int, requests: Sequence[PlanRequest]) -> None:
         """On all ranks, at the same step."""
         if self.pending is not None:
             self.left_out += 1
@@ -129,23 +134,23 @@ class Planning:
         if self.leads:
 
             def work() -> str:
-                placements = tuple(question.answer() for question in questions)
-                loads = tuple(tuple(q.counts_PE.sum(0).tolist()) for q in questions)
+                placements = tuple(request.plan() for request in requests)
+                loads = tuple(tuple(request.counts_PE.sum(0).tolist()) for request in requests)
                 return Proposal(step=step, placements=placements, expected=loads).to_json()
 
-            self.background.ask(work)
+            self.thread.start(work)
 
-    def take(self, current: Sequence[Placement]) -> tuple[Proposal | None, str]:
+    def poll(self, current: Sequence[Placement]) -> tuple[Proposal | None, str]:
         """(the plan that all ranks take now, or None; what is to be said about it). Collective."""
         if self.pending is None:
             return None, ""
-        ready = torch.tensor([int(self.background.ready or not self.leads)], device=self.mesh.device)
+        ready = torch.tensor([int(self.thread.ready or not self.leads)], device=self.mesh.device)
         everyone = gather(self.mesh.grads, self.mesh.world, ready, "is the plan ready").to_host()
         if not all(flag for (flag,) in everyone):
             return None, ""
         asked, self.pending = self.pending, None
-        answer = self.background.take() if self.leads else ""
-        told = {"plan": answer} if isinstance(answer, str) else {"error": f"{answer}"}
+        result = self.thread.take() if self.leads else ""
+        told = {"plan": result} if isinstance(result, str) else {"error": f"{result}"}
         leader = self.mesh.gather_objects(told)[self.mesh.stage.ranks[0]]
         if "error" in leader:
             return None, f"the planner asked at step {asked} failed: {leader['error']}; experts stay"

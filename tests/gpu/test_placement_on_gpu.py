@@ -34,7 +34,7 @@ def curve(mesh, dtype):
     })
     learner = Learner(config, mesh)
     losses = [learner.step(step)["loss"] for step in range(9)]
-    return losses + [float(learner.placing.plans_taken)]
+    return losses + [float(learner.placement.plans_taken)]
 
 for losses in run_ranks(2, curve, sys.argv[2], device="cuda:0", deadline_s=240):
     print(*losses)

@@ -86,7 +86,7 @@ def trained(mesh: Mesh, config: TrainConfig, steps: int) -> tuple[list, list[flo
     learner = Learner(config, mesh)
     losses = [learner.step(step)["loss"] for step in range(steps)]
     pieces = [(piece.name, piece.start, piece.data.clone()) for piece in learner.optim.pieces()]
-    return pieces, losses, learner.placing.plans_taken
+    return pieces, losses, learner.placement.plans_taken
 
 
 RANDOM = {

@@ -1,7 +1,7 @@
-"""Where experts live during a run: the placement of each layer, its replicas, and its changes.
+"""Which ranks hold which experts during a run: the placement of each layer, its replicas, and its changes.
 
     before the model   placement_of(layer)     from placement.slots, or even shares and empty slots
-    buckets            bucket(...)             one table of homes for each layer (`expert_buckets`)
+    buckets            bucket(...)             one table of owners for each layer (`expert_buckets`)
     after each step    after_step(...)         average or compare replicas, ask for plans, take one, move
 
 Contract. Training with any sequence of placements equals training without: gates speak of experts, gradients
@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from moeclipse.balance.homes import Homes
 from moeclipse.balance.load import LoadAverage
 from moeclipse.balance.objective import PlacementCosts
+from moeclipse.balance.ownership import Ownership
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.planner import PlanConfig
 from moeclipse.comm.mesh import Mesh
@@ -32,17 +32,17 @@ from moeclipse.moe.probe import Probe, measure
 from moeclipse.pipeline.overlap import PairLayout
 from moeclipse.train.buckets import Bucket
 from moeclipse.train.config import TrainConfig, planner_problems
-from moeclipse.train.optim import AdamW
-from moeclipse.train.placement.averaging import average_replicas
+from moeclipse.train.optim import AdamW, ShardState
+from moeclipse.train.placement.background_plan import BackgroundPlanner, PlanRequest, Proposal
 from moeclipse.train.placement.expert_buckets import ExpertBucket
-from moeclipse.train.placement.moving import House
-from moeclipse.train.placement.planning import Planning, PlanRequest, Proposal
+from moeclipse.train.placement.fedavg import average_replicas
+from moeclipse.train.placement.placed_layer import PlacedLayer
 from moeclipse.train.placement.replica_check import check_replicas
 
 STATE_TENSORS = 3  # master weights and two moments
 
 
-class Placing:
+class ModelPlacement:
     def __init__(self, config: TrainConfig, mesh: Mesh, layout: PairLayout | None = None) -> None:
         problems = list(planner_problems(config, layout))
         if problems:
@@ -52,10 +52,10 @@ class Placing:
         self.group = mesh.shard_experts if sharded else mesh.experts
         self.num_experts, self.seed = config.moe.num_experts, config.run.seed
         self.first_layer = config.model.num_dense_layers
-        self.houses: list[House] = []
-        self.planning = Planning(mesh)
+        self.layers: list[PlacedLayer] = []
+        self.planner = BackgroundPlanner(mesh)
         self.costs: PlacementCosts | None = None
-        self.plans_taken = self.parcels = 0
+        self.plans_taken = self.transfers = 0
 
     @property
     def in_use(self) -> bool:
@@ -70,46 +70,46 @@ class Placing:
     def bucket(self, parameter: nn.Parameter, name: str, layer: MoE, key: str) -> Bucket | None:
         if not self.in_use:
             return None
-        homes = self._homes(layer.route.placement, layer)
-        return ExpertBucket(parameter, f"{name}." if name else "", layer, key, homes, self.mesh)
+        ownership = self._owners(layer.route.placement, layer)
+        return ExpertBucket(parameter, f"{name}." if name else "", layer, key, ownership, self.mesh)
 
-    def _homes(self, placement: Placement, layer: MoE, old: Homes | None = None) -> Homes:
-        return Homes.of(placement, self.mesh.dp, reduce=self.config.reduce, layer=layer.layer, old=old)
+    def _owners(self, placement: Placement, layer: MoE, old: Ownership | None = None) -> Ownership:
+        return Ownership.of(placement, self.mesh.dp, reduce=self.config.reduce, layer=layer.layer, old=old)
 
     def bind(self, optim: AdamW) -> None:
         """After the optimizer has been made: find what belongs to each layer."""
         self.optim = optim
-        found: dict[int, tuple[list[ExpertBucket], list[Any]]] = {}
+        found: dict[int, tuple[list[ExpertBucket], list[ShardState]]] = {}
         for bucket, state in zip(optim.buckets, optim.states, strict=True):
             if isinstance(bucket, ExpertBucket):
                 buckets, states = found.setdefault(bucket.layer.layer, ([], []))
                 buckets.append(bucket)
                 states.append(state)
-        self.houses = [House(*found[number]) for number in sorted(found)]
+        self.layers = [PlacedLayer(*found[number]) for number in sorted(found)]
 
     def after_step(self, step: int, loads: LoadAverage) -> list[str]:
         """What is to be done between two steps; returns what is to be said about it. Collective."""
-        if not self.houses:
+        if not self.layers:
             return []
         config, done = self.config, step + 1
         averaged = config.reduce == "sum"
         if config.reduce == "fedavg" and done % config.average_every == 0:
-            average_replicas(self.houses)
+            average_replicas(self.layers)
             averaged = True
         notes = self._plan(step, loads) if config.moves else []
         if averaged and config.check_every and done % config.check_every == 0:
-            check_replicas(self.houses)
+            check_replicas(self.layers)
         return notes
 
     def before_save(self) -> None:
         """A checkpoint holds one set of weights for each expert."""
-        if self.houses and self.config.reduce == "fedavg":
-            average_replicas(self.houses)
+        if self.layers and self.config.reduce == "fedavg":
+            average_replicas(self.layers)
 
     def _plan(self, step: int, loads: LoadAverage) -> list[str]:
         if self.config.due(step) and loads.sum_LPE is not None:
-            self.planning.ask(step, self._questions(step, loads))
-        proposal, note = self.planning.take([house.homes.placement for house in self.houses])
+            self.planner.request(step, self._requests(step, loads))
+        proposal, note = self.planner.poll([placed.placement for placed in self.layers])
         notes = [note] if note else []
         if proposal is not None:
             notes += self.move(proposal)
@@ -118,35 +118,35 @@ class Placing:
     def move(self, proposal: Proposal) -> list[str]:
         """Take a plan that all ranks agreed on."""
         changed = [
-            (house, new, load)
-            for house, new, load in zip(self.houses, proposal.placements, proposal.expected, strict=True)
-            if new != house.homes.placement
+            (placed, new, load)
+            for placed, new, load in zip(self.layers, proposal.placements, proposal.expected, strict=True)
+            if new != placed.placement
         ]
         if changed and self.config.reduce == "fedavg":
-            average_replicas(self.houses)
-        parcels = 0
-        for house, new, load in changed:
-            homes = self._homes(new, house.layer, house.homes)
-            parcels += house.relocate(homes, self.optim.updates, np.array(load))
+            average_replicas(self.layers)
+        transfers = 0
+        for placed, new, load in changed:
+            ownership = self._owners(new, placed.layer, placed.ownership)
+            transfers += placed.migrate(ownership, self.optim.updates, np.array(load))
         self.plans_taken += 1
-        self.parcels += parcels
+        self.transfers += transfers
         if not changed:
             return []
-        return [f"plan of step {proposal.step}: {len(changed)} layers changed, {parcels} parcels travelled"]
+        return [f"plan of step {proposal.step}: {len(changed)} layers changed, {transfers} transfers"]
 
-    def _questions(self, step: int, loads: LoadAverage) -> list[PlanRequest]:
+    def _requests(self, step: int, loads: LoadAverage) -> list[PlanRequest]:
         if self.costs is None:
-            layer = self.houses[0].layer
+            layer = self.layers[0].layer
             probe = layer.schedule.probe or measure(layer.experts, layer.route, self.mesh)
             self.costs = costs_of(probe, self.config.every)
         found = []
-        for house in self.houses:
-            number = house.layer.layer - self.first_layer
+        for placed in self.layers:
+            number = placed.layer.layer - self.first_layer
             planner = PlanConfig(
                 planner=self.config.planner,
                 max_moved=self.config.max_moved,
                 time_limit=self.config.time_limit_s,
-                seed=(self.seed * 1_000_003 + step) * 1009 + house.layer.layer,
+                seed=(self.seed * 1_000_003 + step) * 1009 + placed.layer.layer,
             )
             # Copies hold the same experts and share out other tokens: their mean is a copy's load.
             counts_PE = loads.rows_LPE[number].reshape(self.mesh.dp, self.group.size, -1).mean(0)
@@ -154,27 +154,28 @@ class Placing:
                 PlanRequest(
                     config=planner,
                     counts_PE=counts_PE,
-                    current=house.homes.placement,
+                    current=placed.placement,
                     costs=self.costs,
-                    node_P=house.layer.schedule.hosts,
+                    node_P=placed.layer.schedule.hosts,
                 )
             )
         return found
 
     def summary(self) -> dict[str, int]:
         """For the summary of a run."""
-        return {"plans": self.plans_taken, "parcels": self.parcels, "left_out": self.planning.left_out}
+        # Transfers keep the name under which the first release wrote them down.
+        return {"plans": self.plans_taken, "parcels": self.transfers, "left_out": self.planner.left_out}
 
     def state(self) -> list[dict[str, Any]]:
         """For a checkpoint: who holds what, by layer of the whole model. Collective."""
         mine = [
             {
-                "layer": house.layer.layer,
-                "slots": house.homes.placement.slots,
-                "primary": house.homes.placement.primary,
-                "expected": None if house.expected_E is None else house.expected_E.tolist(),
+                "layer": placed.layer.layer,
+                "slots": placed.placement.slots,
+                "primary": placed.placement.primary,
+                "expected": None if placed.expected_E is None else placed.expected_E.tolist(),
             }
-            for house in self.houses
+            for placed in self.layers
         ]
         if not self.in_use or self.mesh.pp == 1:
             return mine
@@ -187,8 +188,8 @@ class Placing:
         Without a planner the configuration counts: its table, or even shares.
         """
         by_layer = {entry["layer"]: entry for entry in saved or ()}
-        for house in self.houses:
-            now, entry = house.homes.placement, by_layer.get(house.layer.layer)
+        for placed in self.layers:
+            now, entry = placed.placement, by_layer.get(placed.layer.layer)
             if entry is None or not self.config.moves:
                 continue
             try:
@@ -202,7 +203,7 @@ class Placing:
             if [len(row) for row in found.slots] == [len(row) for row in now.slots]:
                 expected = entry.get("expected")
                 loads = None if expected is None else np.array(expected)
-                house.lay_out(self._homes(found, house.layer), loads)
+                placed.reset(self._owners(found, placed.layer), loads)
 
 
 def costs_of(probe: Probe, every: int) -> PlacementCosts:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from test_learner import configure, corpus, join, save_after, state_after_load  # noqa: F401  (a fixture)
-from test_placing import RANDOM, compare
+from test_model_placement import RANDOM, compare
 
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
@@ -23,7 +23,7 @@ from moeclipse.testing.run_ranks import run_alone, run_ranks, run_ranks_raw
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
-from moeclipse.train.placement import planning
+from moeclipse.train.placement import background_plan
 
 PLANNED = {**RANDOM, "placement.planner": "incremental", "placement.start_step": 2, "placement.every": 4}
 
@@ -34,14 +34,14 @@ def save_and_go_on(mesh: Mesh, config: TrainConfig, folder: str, steps: int) -> 
     for step in range(steps):
         learner.step(step)
     path = str(learner.save(Path(folder), steps))
-    tables = [entry["slots"] for entry in learner.placing.state()]
+    tables = [entry["slots"] for entry in learner.placement.state()]
     return path, tables, [learner.step(step)["loss"] for step in range(steps, steps + 3)]
 
 
 def tables_after_load(mesh: Mesh, config: TrainConfig, path: str) -> list:
     learner = Learner(config, mesh)
     learner.load(Checkpoint.open(path, mesh))
-    return [entry["slots"] for entry in learner.placing.state()]
+    return [entry["slots"] for entry in learner.placement.state()]
 
 
 @pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.full)])
@@ -86,8 +86,8 @@ def planned(mesh: Mesh, config: TrainConfig, steps: int) -> tuple[list[float], i
         record = learner.step(step)
         losses.append(record["loss"])
         notes += record.get("notes", [])
-    replicas = [house.homes.placement.num_replicas for house in learner.placing.houses]
-    return losses, learner.placing.plans_taken, notes, replicas
+    replicas = [placed.placement.num_replicas for placed in learner.placement.layers]
+    return losses, learner.placement.plans_taken, notes, replicas
 
 
 @pytest.mark.parametrize("planner", ["wrap_fill", pytest.param("incremental", marks=pytest.mark.full)])
@@ -99,7 +99,7 @@ def test_planned_training_has_the_same_losses(planner: str, corpus: str) -> None
         assert plans >= 1, notes
         if planner == "wrap_fill":
             assert min(replicas) > 5, "spare slots hold replicas"
-            assert any("parcels travelled" in note for note in notes)
+            assert any(" transfers" in note for note in notes)
 
 
 def with_slow_planner(mesh: Mesh, config: TrainConfig) -> tuple[list[str], int, int]:
@@ -110,17 +110,17 @@ def with_slow_planner(mesh: Mesh, config: TrainConfig) -> tuple[list[str], int, 
         may_answer.wait()
         raise RuntimeError("no licence")
 
-    planning.plan = slow
+    background_plan.plan = slow
     learner = Learner(config, mesh)
     notes = [note for step in range(4) for note in learner.step(step).get("notes", [])]
     assert not notes
-    left_out = learner.placing.planning.left_out
+    left_out = learner.placement.planner.left_out
     may_answer.set()
     step = 4
     while not notes:
         notes = learner.step(step).get("notes", [])
         step += 1
-    return notes, learner.placing.plans_taken, left_out
+    return notes, learner.placement.plans_taken, left_out
 
 
 def test_training_does_not_wait_for_a_planner_and_survives_its_failure(corpus: str) -> None:  # noqa: F811
@@ -132,7 +132,7 @@ def test_training_does_not_wait_for_a_planner_and_survives_its_failure(corpus: s
 
 
 def with_bad_plan(mesh: Mesh, config: TrainConfig, how: str) -> tuple[list[str], int, bool]:
-    plain = planning.plan
+    plain = background_plan.plan
 
     def bad(*args: Any) -> Any:
         good = plain(*args)
@@ -141,22 +141,22 @@ def with_bad_plan(mesh: Mesh, config: TrainConfig, how: str) -> tuple[list[str],
         return type("Bad", (), {"slots": rows, "primary": good.primary})()
 
     if how == "slots":
-        planning.plan = bad
+        background_plan.plan = bad
     learner = Learner(config, mesh)
-    before = [house.homes.placement for house in learner.placing.houses]
+    before = [placed.placement for placed in learner.placement.layers]
     if how == "disagree" and mesh.rank == 1:
         placement = before[0]
         primary = tuple(placement.holders[e][-1] for e in range(placement.num_experts))
         other = Placement((placement.slots[0], placement.slots[1][::-1]), primary)
-        object.__setattr__(learner.placing.houses[0].buckets[0].homes, "placement", other)
+        object.__setattr__(learner.placement.layers[0].ownership, "placement", other)
     proposal, note = None, ""
     averages = run_a_step(learner)
-    learner.placing.planning.ask(0, learner.placing._questions(0, averages))
-    while learner.placing.planning.pending is not None:
-        current = [house.homes.placement for house in learner.placing.houses]
-        proposal, note = learner.placing.planning.take(current)
+    learner.placement.planner.request(0, learner.placement._requests(0, averages))
+    while learner.placement.planner.pending is not None:
+        current = [placed.placement for placed in learner.placement.layers]
+        proposal, note = learner.placement.planner.poll(current)
         time.sleep(0.01)
-    return [note], learner.placing.plans_taken, proposal is None
+    return [note], learner.placement.plans_taken, proposal is None
 
 
 def run_a_step(learner: Learner) -> Any:
@@ -237,7 +237,7 @@ def planned_once(mesh: Mesh, config: TrainConfig, folder: str) -> tuple[str, lis
     """Train until a plan has been taken, save, go on for three steps."""
     learner = Learner(config, mesh)
     step = 0
-    while not learner.placing.plans_taken:
+    while not learner.placement.plans_taken:
         learner.step(step)
         step += 1
     path = str(learner.save(Path(folder), step))

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from placed import build
 from test_learner import configure, corpus  # noqa: F401  (a fixture)
-from test_moving import build
-from test_placing import compare
+from test_model_placement import compare
 
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
@@ -17,7 +17,7 @@ from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
 from moeclipse.train.pipelined import chunks_of
-from moeclipse.train.placement.averaging import average_replicas
+from moeclipse.train.placement.fedavg import average_replicas
 from moeclipse.train.placement.replica_check import check_replicas
 
 TABLE = ((0, 1), (1, 2), (2, 1))
@@ -26,16 +26,17 @@ ROWS = {(0, 0): 7, (1, 0): 1, (1, 1): 4, (1, 2): 5, (2, 1): 0, (2, 2): 0}
 
 
 def averaged(mesh: Mesh) -> list[list[float]]:
-    house = build(mesh, Placement(TABLE), "fedavg", torch.float64)
-    for state in house.states:
-        for at, home in enumerate(house.buckets[0].here):
-            state.weight.view(len(house.buckets[0].here), -1)[at] = 10.0**mesh.rank * (1 + home.expert)
+    placed = build(mesh, Placement(TABLE), "fedavg", torch.float64)
+    for state in placed.states:
+        owned = placed.buckets[0].owners_here
+        for at, owner in enumerate(owned):
+            state.weight.view(len(owned), -1)[at] = 10.0**mesh.rank * (1 + owner.expert)
     rows = [ROWS[expert, mesh.rank] for expert in TABLE[mesh.rank]]
-    house.layer.schedule._computed = rows
-    average_replicas([house])
-    check_replicas([house])
-    assert house.layer.schedule.take_computed() == []
-    return [house.buckets[0].rows[slot, 0].item() for slot in range(2)]
+    placed.layer.schedule._computed = rows
+    average_replicas([placed])
+    check_replicas([placed])
+    assert placed.layer.schedule.take_computed() == []
+    return [placed.buckets[0].rows[slot, 0].item() for slot in range(2)]
 
 
 def test_weights_are_averaged_by_rows() -> None:
