@@ -27,8 +27,8 @@ test-full: setup
 	@$(BIN)/python -m pytest -q $(ARGS)
 
 lint: setup
-	@$(BIN)/ruff check src tests bench
-	@$(BIN)/ruff format --check src tests bench
+	@$(BIN)/ruff check src tests bench docs/*.py
+	@$(BIN)/ruff format --check src tests bench docs/*.py
 	@$(BIN)/mypy
 
 bench: setup

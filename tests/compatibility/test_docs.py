@@ -23,10 +23,13 @@ SEVERAL_RANKS = "needs several ranks"
 CANNOT = {
     "README.md#1": SEVERAL_RANKS,
     "docs/all-reduce.md#0": SEVERAL_RANKS,
-    "docs/all-reduce.md#1": SEVERAL_RANKS,
+    "docs/all-reduce.md#1": "needs several ranks and a GPU; tests/gpu/test_peer_all_reduce.py shares",
+    "docs/all-reduce.md#2": "needs several ranks and a GPU; tests/gpu/test_peer_all_reduce.py captures",
     "docs/checkpoints.md#0": "needs what a rank holds; tests/train/test_save.py saves",
+    "docs/layer.md#1": SEVERAL_RANKS,
     "docs/placement.md#0": SEVERAL_RANKS,
     "docs/tensor-parallel.md#0": SEVERAL_RANKS,
+    "docs/transports.md#0": SEVERAL_RANKS,
 }
 """Blocks that cannot run in one process, and why."""
 
@@ -94,9 +97,11 @@ RUN: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/configuration.md#0": a_file,
     "docs/data.md#0": a_tokenizer,
     "docs/data.md#1": a_corpus,
+    "docs/kernels.md#0": lambda folder: {},
+    "docs/layer.md#0": lambda folder: {},
+    "docs/layer.md#2": own_experts,
     "docs/schedules.md#0": lambda folder: {},
-    "docs/smart-schedule.md#0": own_experts,
-    "docs/testing.md#0": lambda folder: {"x": torch.ones(2)},
+    "docs/writing-tests.md#0": lambda folder: {"x": torch.ones(2)},
 }
 """Blocks that run, and what they find there."""
 
