@@ -23,26 +23,25 @@ use, because peers may be one step ahead.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.group import Group
-from moeclipse.comm.reduce import on_device, on_host
-from moeclipse.comm.reduce.on_device import HEAD_BYTES, CudaReducer
-from moeclipse.comm.reduce.on_host import WORDS_PER_RANK, CpuReducer, OneStagePlan
+from moeclipse.comm.reduce.on_device import CudaReducer, overlap
+from moeclipse.comm.reduce.on_host import CpuReducer
 from moeclipse.comm.reduce.pending import Pending, flat_of, is_plain, same_kind, shaped
 from moeclipse.comm.reduce.plain import all_reduce_plain, obstacle_of
-from moeclipse.comm.reduce.plan import CudaPlan
+from moeclipse.comm.reduce.reducer import PlanKey, Planned, Reducer, run_out
 from moeclipse.comm.reduce.table import DEFAULT_FILE, MAX_RANKS, Algorithm, algorithm_for, algorithm_from
-from moeclipse.comm.shared.device import CudaMemory, share_a_device
-from moeclipse.comm.shared.host import FOLDER, NoPeerMemoryError, PeerMemory, Use
+from moeclipse.comm.shared.device import share_a_device
+from moeclipse.comm.shared.host import FOLDER, NoPeerMemoryError, Use
 from moeclipse.comm.tell import tell_all
 from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.ops.peer_reduce import add_residual, checked_bounds, rms_norm
@@ -58,7 +57,7 @@ class PeerAllReduce:
         group: Group,
         watch: Watch,
         device: torch.device,
-        reducer: CpuReducer | CudaReducer | None,
+        reducer: Reducer | None,
         algorithm: Algorithm,
         obstacle: str = "",
     ) -> None:
@@ -67,11 +66,8 @@ class PeerAllReduce:
         self._busy = threading.Lock()
         self._broken: str | None = None
         self._open: Pending | None = None
-        self._plans: dict[tuple[torch.dtype, int, int | None], Callable[..., torch.Tensor | None]] = {}
-        self._device_plans: dict[tuple[torch.dtype, int, int | None], CudaPlan] = {}
+        self._plans: dict[PlanKey, Planned] = {}
         self._capturing = False
-        if isinstance(reducer, CudaReducer):
-            reducer.in_place_from = algorithm.in_place_from
 
     @classmethod
     def open(
@@ -102,18 +98,15 @@ class PeerAllReduce:
         obstacle = obstacle_of(group.size, MAX_RANKS, device.type)
         if obstacle:
             return cls(group, watch, device, None, chosen, obstacle)
+        reducer: Reducer
         try:
             if device.type == "cuda":
-                shared_memory = CudaMemory.open(group, watch, device, HEAD_BYTES + 2 * area_bytes)
-                reducer = CudaReducer(shared_memory, group, watch, area_bytes)
-                return cls(group, watch, device, reducer, chosen)
-            words = WORDS_PER_RANK * group.size
-            memory = PeerMemory.open(
-                group, watch, num_bytes=2 * area_bytes, num_words=words, spin=spin, folder=folder
-            )
+                reducer = CudaReducer.open(group, watch, device, area_bytes, chosen.in_place_from)
+            else:
+                reducer = CpuReducer.open(group, watch, area_bytes, spin, folder)
         except NoPeerMemoryError as error:
             return cls(group, watch, device, None, chosen, str(error))
-        return cls(group, watch, device, CpuReducer(memory), chosen)
+        return cls(group, watch, device, reducer, chosen)
 
     def should_use(self, x: torch.Tensor) -> Use:
         """Whether `x` goes over peer memory. Ask it for the reason; the calls below ask it themselves."""
@@ -121,7 +114,7 @@ class PeerAllReduce:
             return Use(False, self.obstacle)
         if x.device.type != self.device.type or self.device.index not in (None, x.device.index):
             return Use(False, f"the tensor is on {x.device}, this all-reduce on {self.device}")
-        dtypes = on_host.DTYPES if self.device.type == "cpu" else on_device.DTYPES
+        dtypes = self._reducer.dtypes
         if x.dtype not in dtypes:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             return Use(False, f"{str(x.dtype).removeprefix('torch.')} is not one of {names}")
@@ -131,11 +124,12 @@ class PeerAllReduce:
             return Use(
                 False, f"{x.nbytes} bytes are more than {self.algorithm.max_bytes}, the most in the table"
             )
-        return Use(True, "peers read it where it lies" if self.is_shared(x) else "ranks share memory")
+        there = self._reducer.is_shared(x)
+        return Use(True, "peers read it where it lies" if there else "ranks share memory")
 
     def is_shared(self, x: torch.Tensor) -> bool:
         """Whether reductions read `x` where it lies: all of it was shared, and it is large enough to pay."""
-        return isinstance(self._reducer, CudaReducer) and self._reducer.is_shared(x)
+        return self._reducer is not None and self._reducer.is_shared(x)
 
     def share(self, x: torch.Tensor) -> torch.Tensor:
         """Collective: open `x` to all peers, which share one of the same size; the same tensor back.
@@ -144,26 +138,28 @@ class PeerAllReduce:
         copy nothing. It is kept alive until `unshare` or `close`. Where nothing would be gained, as on the
         CPU, nothing happens.
         """
-        return self._open_or_shut(x, True)
+        if self._reducer is not None:
+            self._change_inputs(self._reducer.share, x)
+        return x
 
     def unshare(self, x: torch.Tensor) -> torch.Tensor:
         """Collective: the opposite. Graphs that read it must not be replayed any more."""
-        return self._open_or_shut(x, False)
-
-    def _open_or_shut(self, x: torch.Tensor, share: bool) -> torch.Tensor:
-        if isinstance(self._reducer, CudaReducer):
-            inputs = self._reducer.inputs
-            self._enter()
-            try:
-                (inputs.share if share else inputs.unshare)(x)
-            finally:
-                self._busy.release()
-                self._plans, self._device_plans = {}, {}  # they know where shared tensors lie
+        if self._reducer is not None:
+            self._change_inputs(self._reducer.unshare, x)
         return x
+
+    def _change_inputs(self, change: Callable[[torch.Tensor], None], x: torch.Tensor) -> None:
+        self._enter()
+        try:
+            change(x)
+        finally:
+            self._busy.release()
+            self._plans = {}  # they know where shared tensors lie
 
     def num_stages(self, x: torch.Tensor) -> int:
         """1 or 2, as the table says for the size of `x`."""
-        return self.algorithm.num_stages(x.nbytes, not self._capturing and not self.is_shared(x))
+        shared = self._reducer is not None and self._reducer.is_shared(x)
+        return self.algorithm.num_stages(x.nbytes, not self._capturing and not shared)
 
     def all_reduce(
         self,
@@ -186,10 +182,10 @@ class PeerAllReduce:
         two = (stages or self.num_stages(x)) == 2
         flat = x.contiguous().view(-1)
         into = flat_of(out, x)
-        if flat.data_ptr() != into.data_ptr() and on_device.overlap(flat, into):
+        if flat.data_ptr() != into.data_ptr() and overlap(flat, into):
             raise ConfigError("out begins within the input; give the input itself, or memory apart from it")
         if flat.numel():
-            self._run(lambda r: r.all_reduce(flat, into, two, self.algorithm.chunk_bytes, label))
+            self._run(lambda r: run_out(r.all_reduce(flat, into, two, self.algorithm.chunk_bytes, label)))
             self._keep_plan(flat, into, two, stages)
         return shaped(into, out, x)
 
@@ -198,17 +194,20 @@ class PeerAllReduce:
         key = (x.dtype, x.numel(), stages)
         if key not in self._plans and len(self._plans) >= MAX_PLANS:
             return
-        if isinstance(self._reducer, CudaReducer):
-            again = self._reducer.plan(x, out, self._device_plans.get(key))
-            if again is not None:
-                self._plans[key], self._device_plans[key] = again.call, again
-        elif isinstance(self._reducer, CpuReducer) and not two and key not in self._plans:
-            plan = self._reducer.plan(x.dtype, x.numel(), self.algorithm.chunk_bytes)
-            if plan is not None:
-                self._plans[key] = partial(self._planned, plan)
+        assert self._reducer is not None
+        plan = self._reducer.plan(key, x, out, two, self.algorithm.chunk_bytes, self._alone)
+        if plan is not None:
+            self._plans[key] = plan
+
+    def _alone(self, plan: Callable[[torch.Tensor, torch.Tensor, str], None]) -> Planned:
+        return partial(self._planned, plan)
 
     def _planned(
-        self, plan: OneStagePlan, x: torch.Tensor, out: torch.Tensor | None, label: str
+        self,
+        plan: Callable[[torch.Tensor, torch.Tensor, str], None],
+        x: torch.Tensor,
+        out: torch.Tensor | None,
+        label: str,
     ) -> torch.Tensor | None:
         if self._open is not None or self._broken is not None or not is_plain(x, out):
             return None
@@ -254,10 +253,10 @@ class PeerAllReduce:
         flat = x.detach().contiguous().view(-1)
         bounds = checked_bounds(bounds, flat.numel(), self.group.size)
         mine = slice(bounds[self.group.index], bounds[self.group.index + 1])
-        if not self.should_use(flat) or not self._can_part(bounds, flat):
+        if not self._can_part(flat, bounds):
             return self.all_reduce(flat, label=label)[mine].clone()
         out = flat.new_empty(mine.stop - mine.start)
-        self._run(lambda r: r.reduce_scatter(flat, bounds, out, label))
+        self._run(lambda r: run_out(r.reduce_scatter(flat, bounds, out, label)))
         return out
 
     def all_gather(
@@ -273,14 +272,17 @@ class PeerAllReduce:
                 f"but bounds {mine.start} to {mine.stop} ask for {mine.stop - mine.start}"
             )
         out = flat.new_empty(bounds[-1])  # what all ranks have in common, so all of them decide alike
-        if not self.should_use(out) or not self._can_part(bounds, out):
+        if not self._can_part(out, bounds):
             out.zero_()[mine] = flat
             return self.all_reduce(out, out=out, label=label)
-        self._run(lambda r: r.all_gather(flat, bounds, out, label))
+        self._run(lambda r: run_out(r.all_gather(flat, bounds, out, label)))
         return out
 
-    def _can_part(self, bounds: Sequence[int], x: torch.Tensor) -> bool:
-        return not isinstance(self._reducer, CudaReducer) or self._reducer.can_part(bounds, x.dtype)
+    def _can_part(self, x: torch.Tensor, bounds: Sequence[int]) -> bool:
+        """Whether `x` goes over peer memory in these parts."""
+        if self._reducer is None or not self.should_use(x):
+            return False
+        return self._reducer.can_part(bounds, x.dtype)
 
     def all_reduce_rms_norm(
         self,
@@ -317,26 +319,23 @@ class PeerAllReduce:
         that is replayed before is an error. All ranks replay equally often.
         """
         reducer = self._reducer
-        if not isinstance(reducer, CudaReducer):
-            reason = self.obstacle or f"this all-reduce is on the {self.device.type}"
-            raise ConfigError(f"capture() is for CUDA graphs over peer memory: {reason}")
-        reducer.begin_capture(dtypes or on_device.DTYPES)
-        self._capturing = True
-        try:
-            yield
-        finally:
-            self._capturing = reducer.capturing = False
-        reducer.inputs.register()
+        if reducer is None:
+            raise ConfigError(f"capture() is for CUDA graphs over peer memory: {self.obstacle}")
+        with reducer.capture(dtypes or reducer.dtypes):
+            self._capturing = True
+            try:
+                yield
+            finally:
+                self._capturing = False
 
     def check(self) -> None:
         """On a device: wait for what was launched and raise if a peer did not arrive in time."""
-        if isinstance(self._reducer, CudaReducer):
-            torch.cuda.synchronize(self.device)
-            self._run(lambda r: r.check())
+        if self._reducer is not None and self._reducer.asynchronous:
+            self._run(lambda r: r.settle())
 
     def close(self) -> None:
         """Let go of the memory; may be called twice. Peers that still wait get an error at their deadline."""
-        self._plans, self._device_plans = {}, {}  # they hold views
+        self._plans = {}  # they hold views
         if self._reducer is not None:
             self._reducer.close()
         self._broken = "it was closed"
@@ -347,23 +346,22 @@ class PeerAllReduce:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _begin(self, call: Callable[[Any], Iterator[None]], out: torch.Tensor, length: int) -> Pending:
-        reducer = self._reducer
-        if not isinstance(reducer, CpuReducer):
+    def _begin(self, call: Callable[[Reducer], Iterator[None]], out: torch.Tensor, length: int) -> Pending:
+        if self._reducer is None or self._reducer.asynchronous:
             raise ConfigError("begin_* is for peer memory on the CPU; on a device every call is asynchronous")
 
         def complete() -> None:
             self._run(lambda _: None)
 
-        def begin(reducer: CpuReducer) -> Pending:
+        def begin(reducer: Reducer) -> Pending:
             pending = Pending(call(reducer) if length else None, out, complete, lambda: reducer.arrived)
             self._open = pending if pending.advance() else None
             return pending
 
         return self._run(begin)
 
-    def _run(self, call: Callable[[Any], T]) -> T:
-        """Complete what is open, then make the call; a reduction that comes as steps is run to its end."""
+    def _run(self, call: Callable[[Reducer], T]) -> T:
+        """Complete what is open, then make the call."""
         assert self._reducer is not None
         self._enter()
         try:
@@ -371,11 +369,7 @@ class PeerAllReduce:
                 while self._open.advance():
                     pass
                 self._open = None
-            made = call(self._reducer)
-            if isinstance(made, Generator):
-                for _ in made:
-                    pass
-            return made
+            return call(self._reducer)
         except BaseException as error:
             self._break(error)
             raise

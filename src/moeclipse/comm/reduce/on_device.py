@@ -1,6 +1,6 @@
 """Reductions over the memory of peer GPUs, one Triton kernel per call.
 
-The rounds are those of `on_host`, kept per block: what a block writes for round t goes to area t % 2 of its
+The rounds are those of `rounds`, kept per block: what a block writes for round t goes to area t % 2 of its
 rank's buffer, it posts t to the same block of all peers, waits for theirs, and reads. A rank writes area
 t % 2 again in a later kernel, after one whose blocks saw their peers' kernels begin round t + 1, and those
 begin only when the kernels before them have ended. So no barrier spans a grid, and none ends a call.
@@ -25,7 +25,8 @@ GPU need MPS, or each round costs a time slice of the driver.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ import torch
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.group import Group
 from moeclipse.comm.reduce.plan import CudaPlan
+from moeclipse.comm.reduce.reducer import Alone, PlanKey, Planned
 from moeclipse.comm.shared.device import MAX_BLOCKS, CudaMemory
 from moeclipse.comm.shared.inputs import SharedInputs
 from moeclipse.core.errors import CommError
@@ -52,6 +54,7 @@ NOT_REGISTERED = 1000  # what a kernel reports whose input's addresses are not i
 OTHER_CALL = 100  # the same for a peer that calls something else, and 1 + its rank
 MAX_LENGTH = 1 << 30  # of one launch that needs no area
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+NO_STEP_LEFT: Iterator[None] = iter(())
 
 
 def overlap(x: torch.Tensor, out: torch.Tensor) -> bool:
@@ -61,7 +64,18 @@ def overlap(x: torch.Tensor, out: torch.Tensor) -> bool:
 class CudaReducer:
     """The reductions. All tensors are contiguous and on this device; one stream at a time."""
 
-    def __init__(self, memory: CudaMemory, group: Group, watch: Watch, area_bytes: int) -> None:
+    dtypes, asynchronous = DTYPES, True
+    arrived = True  # a stream waits by itself
+
+    def __init__(
+        self,
+        memory: CudaMemory,
+        group: Group,
+        watch: Watch,
+        area_bytes: int,
+        in_place_from: int | None = None,
+    ) -> None:
+        """`in_place_from`: bytes from which inputs are read where they lie; None: never."""
         self._memory, self._watch, self._ranks = memory, watch, group.ranks
         self.index, self.num_ranks, self.area_bytes = group.index, group.size, area_bytes
         device = memory.own.device
@@ -83,9 +97,18 @@ class CudaReducer:
         )
         self.kernel = AllReduceKernel(self._space)
         self.inputs = SharedInputs(group, watch, device)
-        self.in_place_from: int | None = None  # bytes from which inputs are read where they lie
+        self.in_place_from = in_place_from
         self.capturing = False  # a graph, whose inputs can be shared
+        self._plans: dict[PlanKey, CudaPlan] = {}
         torch.cuda.synchronize(device)
+
+    @classmethod
+    def open(
+        cls, group: Group, watch: Watch, device: torch.device, area_bytes: int, in_place_from: int | None
+    ) -> CudaReducer:
+        """Collective; NoPeerMemoryError where ranks cannot read each other's devices."""
+        memory = CudaMemory.open(group, watch, device, HEAD_BYTES + 2 * area_bytes)
+        return cls(memory, group, watch, area_bytes, in_place_from)
 
     def is_large(self, num_bytes: int) -> bool:
         """Enough to read it where it lies, if peers have it open."""
@@ -96,14 +119,37 @@ class CudaReducer:
         found = self.is_large(x.nbytes) and self.inputs.find(x.data_ptr(), x.nbytes)
         return bool(found) and x.data_ptr() % 16 == 0 and x.is_contiguous()
 
-    def plan(self, x: torch.Tensor, out: torch.Tensor, known: CudaPlan | None) -> CudaPlan | None:
-        """To repeat the call that was just made; None where it was not a single aligned launch."""
+    def share(self, x: torch.Tensor) -> None:
+        try:
+            self.inputs.share(x)
+        finally:
+            self._plans = {}  # they know where shared tensors lie
+
+    def unshare(self, x: torch.Tensor) -> None:
+        try:
+            self.inputs.unshare(x)
+        finally:
+            self._plans = {}
+
+    def plan(
+        self,
+        key: PlanKey,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        two_stages: bool,
+        chunk_bytes: int,
+        alone: Alone,
+    ) -> Planned | None:
+        """For a call that was a single aligned launch. Launches are in order on a stream by themselves."""
+        del two_stages, chunk_bytes, alone
         last = self.kernel.last
         if last is None or (x.data_ptr() | out.data_ptr()) % 16 or self.capturing:
             return None
-        plan = known or CudaPlan(self, x.nbytes)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = CudaPlan(self, x.nbytes)
         plan.keep(last, x.data_ptr(), out.data_ptr())
-        return plan
+        return plan.call
 
     def check(self, label: str = "") -> None:
         """Raise if a kernel gave up waiting."""
@@ -127,9 +173,13 @@ class CudaReducer:
             )
         self.label = label
 
+    def settle(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self.check()
+
     def all_reduce(
         self, x: torch.Tensor, out: torch.Tensor, two_stages: bool, chunk_bytes: int, label: str
-    ) -> None:
+    ) -> Iterator[None]:
         del chunk_bytes  # of the CPU
         self.check(label)
         self.kernel.last = None
@@ -142,7 +192,7 @@ class CudaReducer:
         kind = TWO if two_stages or (there and overlap(x, out)) else ONE
         if captured:
             self.kernel(x, out, kind, self.inputs.add(x), ("captured", self.inputs.num_captured))
-            return
+            return NO_STEP_LEFT
         x, out = x.view(-1), out.view(-1)
         chunk = MAX_LENGTH if there and kind == ONE else area
         for first in range(0, x.numel(), chunk):
@@ -150,6 +200,7 @@ class CudaReducer:
             self._launch(x[piece], out[piece], kind, there)
         if x.numel() > chunk:
             self.kernel.last = None  # one of several launches
+        return NO_STEP_LEFT
 
     def _launch(self, x: torch.Tensor, out: torch.Tensor, kind: int, there: bool) -> None:
         found = self.inputs.find(x.data_ptr(), x.nbytes) if there else None
@@ -166,18 +217,33 @@ class CudaReducer:
         right = part > 0 and part == length // self.num_ranks // 16 * 16
         return equal and right and length * dtype.itemsize <= self.area_bytes
 
-    def reduce_scatter(self, x: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str) -> None:
-        """For parts that `can_part` is true of."""
+    def reduce_scatter(
+        self, x: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str
+    ) -> Iterator[None]:
         del bounds
         self.check(label)
         self.kernel(x, out, SCATTER)
+        return NO_STEP_LEFT
 
-    def all_gather(self, shard: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str) -> None:
+    def all_gather(
+        self, shard: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str
+    ) -> Iterator[None]:
         del bounds
         self.check(label)
         self.kernel(shard, out, GATHER)
+        return NO_STEP_LEFT
 
-    def begin_capture(self, dtypes: Sequence[torch.dtype]) -> None:
+    @contextmanager
+    def capture(self, dtypes: Sequence[torch.dtype]) -> Iterator[None]:
+        """Collective at both ends: kernels are compiled first, inputs are shared last."""
+        self._begin_capture(dtypes)
+        try:
+            yield
+        finally:
+            self.capturing = False
+        self.inputs.register()
+
+    def _begin_capture(self, dtypes: Sequence[torch.dtype]) -> None:
         """Collective. Compile what a capture may need, and find out whether inputs can be shared."""
         shares = one_size_for_each_tile(self._space.max_blocks)
         kinds = {ONE: shares, TWO: [share * self.num_ranks for share in shares]}
@@ -224,5 +290,6 @@ class CudaReducer:
         return normed, h
 
     def close(self) -> None:
+        self._plans = {}
         torch.cuda.synchronize(self._space.table.device)
         self.inputs.close()

@@ -1,9 +1,6 @@
 """Reductions over shared memory between processes of one host.
 
-Everything is made of rounds. Before round t a rank writes to its own area t % 2; it then posts t and waits
-until all peers posted t; then it reads their areas t % 2. That is one barrier per round and no second one to
-protect the memory: before a rank writes area t % 2 again, for round t + 2, it has seen all peers post t + 1,
-and they post t + 1 only when they have read what they wanted of round t.
+Everything is made of rounds (`rounds`): ranks write, meet, and read what the others wrote.
 
     one stage    a round:   each rank shows its input and adds all of them
     two stages   round t:   each rank shows its input and adds its own part of all of them
@@ -13,9 +10,6 @@ Stage one writes its part into the shared area and not into the result, because 
 shared beforehand. Ranks are added in order 0, 1, ... by whoever adds, so all ranks hold the same bits, and
 one and two stages agree bit for bit. Longer tensors go through the areas in chunks.
 
-In the first round of a call each rank also shows what it was called with. Peers that were called with
-something else are found out before any sum is wrong.
-
 A reduction is a generator that stops where it would wait for the first time: its input is shown, and peers
 can read it while this rank computes. Whoever wants the result runs it to the end. Only one may be open: the
 next one writes areas that are free only when this one has been read.
@@ -24,120 +18,22 @@ next one writes areas that are free only when this one has been read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from ctypes import memmove
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from moeclipse.comm.failure import Watch
+from moeclipse.comm.group import Group
+from moeclipse.comm.reduce.reducer import Alone, PlanKey, Planned
+from moeclipse.comm.reduce.rounds import DTYPES, WORDS_PER_RANK, PeerRounds
 from moeclipse.comm.shared.host import PeerMemory
-from moeclipse.core.errors import CommError
+from moeclipse.core.errors import ConfigError
 from moeclipse.ops.peer_reduce import add_residual, part_bounds, rms_norm, sum_ranks
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-reduce with norm")
-WORDS_PER_RANK = 3  # the round, and what the calls of even and odd rounds were
-MAX_VIEWS = 512
-
-
-class PeerRounds:
-    """Areas of a PeerMemory, alternating by round, and the barrier between writing and reading them."""
-
-    def __init__(self, memory: PeerMemory) -> None:
-        self.memory, self.index, self.num_ranks = memory, memory.index, memory.num_ranks
-        self.area_bytes = memory.num_bytes // 2
-        self._signals = memory.signals
-        self._others = [peer for peer in range(self.num_ranks) if peer != self.index]
-        self._round = 1  # the one being written
-        first = [self.num_ranks * (1 + parity) for parity in (0, 1)]
-        self._said = [place + self.index for place in first]  # words of announcements, by parity of the round
-        self._heard = [[(peer, place + peer) for peer in self._others] for place in first]
-        self._views: dict[tuple[int, int, torch.dtype, int, int], torch.Tensor] = {}
-
-    def area(self, peer: int, dtype: torch.dtype, count: int, first: int = 0, back: int = 0) -> torch.Tensor:
-        """Elements `first` to `first + count` of a rank's area: of the round being written, or `back` ago."""
-        parity = (self._round - back) % 2
-        key = (peer, parity, dtype, first, count)
-        view = self._views.get(key)
-        if view is None:
-            if len(self._views) >= MAX_VIEWS:
-                self._views.clear()
-            offset = parity * self.area_bytes + first * dtype.itemsize
-            view = self._views[key] = self.memory.view(peer, dtype, offset, count)
-        return view
-
-    def shown(self, dtype: torch.dtype, count: int, first: int = 0) -> list[torch.Tensor]:
-        """What every rank wrote before the barrier that was just passed."""
-        return [self.area(peer, dtype, count, first, back=1) for peer in range(self.num_ranks)]
-
-    def post(self) -> None:
-        """End of writing."""
-        self._signals.post(self.index, self._round)
-
-    @property
-    def arrived(self) -> bool:
-        """Whether all peers have written this round already."""
-        read, number = self._signals.read, self._round
-        return all(read(peer) >= number for peer in self._others)
-
-    def arrive(self, label: str) -> None:
-        """On return all peers have written this round, and it may be read."""
-        number, wait = self._round, self._signals.wait
-        for peer in self._others:
-            wait(peer, number, peer, label)
-        self._round = number + 1
-
-    def meet(self, label: str) -> None:
-        self.post()
-        self.arrive(label)
-
-    def code_of(self, kind: int, dtype: torch.dtype, length: int) -> int:
-        """What a call is, in one word."""
-        return length << 8 | DTYPES.index(dtype) << 4 | kind
-
-    def announce(self, kind: int, dtype: torch.dtype, length: int) -> None:
-        """Say before the first round of a call what it is."""
-        code = self.code_of(kind, dtype, length)
-        self._signals.write(self._announcement(self.index, self._round), code)
-
-    @property
-    def number(self) -> int:
-        """Of the round being written."""
-        return self._round
-
-    def exchange(self, code: int, label: str) -> None:
-        """The first round of a call that was announced by nobody yet: announce, meet and compare."""
-        number, signals = self._round, self._signals
-        signals.write(self._said[number % 2], code)
-        signals.post(self.index, number)
-        same = True
-        for peer, said in self._heard[number % 2]:
-            signals.wait(peer, number, peer, label)
-            same = same and signals.read(said) == code
-        self._round = number + 1
-        if not same:
-            self.compare(label)
-
-    def compare(self, label: str) -> None:
-        """After the first round: were all ranks called with the same?"""
-        number = self._round - 1
-        mine = self._signals.read(self._announcement(self.index, number))
-        for peer in self._others:
-            theirs = self._signals.read(self._announcement(peer, number))
-            if theirs != mine:
-                ranks = self._signals.peers.ranks
-                raise CommError(
-                    f"rank {ranks[self.index]} is in {label} with {_spoken(mine)}, "
-                    f"but rank {ranks[peer]} came with {_spoken(theirs)}; all ranks must make the same calls"
-                )
-
-    def _announcement(self, peer: int, number: int) -> int:
-        return self.num_ranks * (1 + number % 2) + peer
-
-
-def _spoken(code: int) -> str:
-    return f"{KINDS[code & 15]} of {code >> 8} x {str(DTYPES[code >> 4 & 15]).removeprefix('torch.')}"
 
 
 class OneStagePlan:
@@ -195,24 +91,70 @@ class OneStagePlan:
 class CpuReducer:
     """The reductions. All tensors are flat, contiguous and on the CPU; one call at a time."""
 
+    dtypes, asynchronous = DTYPES, False
+
     def __init__(self, memory: PeerMemory) -> None:
         self._rounds = PeerRounds(memory)
         self._memory = memory
         self.index, self.num_ranks = memory.index, memory.num_ranks
+        self._plans: dict[PlanKey, Planned] = {}
+
+    @classmethod
+    def open(cls, group: Group, watch: Watch, area_bytes: int, spin: int | None, folder: Path) -> CpuReducer:
+        """Collective; NoPeerMemoryError where ranks cannot share memory."""
+        words = WORDS_PER_RANK * group.size
+        return cls(
+            PeerMemory.open(group, watch, num_bytes=2 * area_bytes, num_words=words, spin=spin, folder=folder)
+        )
 
     def close(self) -> None:
-        self._rounds = PeerRounds(self._memory)  # drops the views
+        self._rounds, self._plans = PeerRounds(self._memory), {}  # drops the views
         self._memory.close()
 
     @property
     def arrived(self) -> bool:
         return self._rounds.arrived
 
-    def plan(self, dtype: torch.dtype, length: int, chunk_bytes: int) -> OneStagePlan | None:
-        """For repeated calls in one stage."""
-        if length == 0:
+    def is_shared(self, x: torch.Tensor) -> bool:
+        """Never: memory of its own cannot be shown to peers later."""
+        del x
+        return False
+
+    def share(self, x: torch.Tensor) -> None:
+        """Nothing would be gained."""
+
+    def unshare(self, x: torch.Tensor) -> None: ...
+
+    def capture(self, dtypes: Sequence[torch.dtype]) -> AbstractContextManager[None]:
+        del dtypes
+        raise ConfigError("capture() is for CUDA graphs over peer memory: this all-reduce is on the cpu")
+
+    def settle(self) -> None:
+        """What was called is done, or open."""
+
+    def can_part(self, bounds: Sequence[int], dtype: torch.dtype) -> bool:
+        """Parts may be of any length."""
+        del bounds, dtype
+        return True
+
+    def plan(
+        self,
+        key: PlanKey,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        two_stages: bool,
+        chunk_bytes: int,
+        alone: Alone,
+    ) -> Planned | None:
+        """For calls in one stage."""
+        del out
+        if two_stages:
             return None
-        return OneStagePlan(self._rounds, dtype, length, self._elements(chunk_bytes, dtype))
+        planned = self._plans.get(key)
+        if planned is None:
+            chunk = self._elements(chunk_bytes, x.dtype)
+            planned = self._plans[key] = alone(OneStagePlan(self._rounds, x.dtype, x.numel(), chunk))
+        return planned
 
     def all_reduce(
         self, x: torch.Tensor, out: torch.Tensor, two_stages: bool, chunk_bytes: int, label: str

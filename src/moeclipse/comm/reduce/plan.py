@@ -13,12 +13,12 @@ from weakref import ref
 
 import torch
 
+from moeclipse.comm.reduce.reducer import Planned
 from moeclipse.comm.shared.inputs import SharedInputs
 from moeclipse.ops.peer_reduce import Launch
 
 MAX_VIEWS = 256  # of shared tensors, that a plan keeps a launch for
 Repeat = Callable[[int, int], None]
-Planned = Callable[[torch.Tensor, torch.Tensor | None, str], torch.Tensor | None]
 
 
 class Owner(Protocol):
