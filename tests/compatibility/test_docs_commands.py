@@ -1,0 +1,47 @@
+"""The commands that README and docs show are understood, in a folder that has the files they name."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from code_blocks import pages
+from release import FOLDER
+
+from moeclipse.cli.main import main
+
+SHOWN = re.compile(r"^    moeclipse ((?:train|simulate|place) ?.*)$", re.MULTILINE)
+COMMANDS = sorted(
+    {tuple(shlex.split(line, comments=True)) for page in pages() for line in SHOWN.findall(page.read_text())}
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(FOLDER / "old", tmp_path / "runs" / "NAME")
+    for name in ("my.toml", "corpus.txt"):
+        shutil.copy(FOLDER / name, tmp_path)
+    (tmp_path / "corpus").mkdir()
+    shutil.copy(FOLDER / "corpus.txt", tmp_path / "corpus")
+    (tmp_path / "corpus.bin").write_bytes(bytes(4096))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_shown_commands_are_understood(
+    words: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [word for word in words if word != "--print-config"]
+    given = given[: given.index(">")] if ">" in given else given
+    given += ["--layers", "1"] if "--compare" in given else []  # the shown one takes ten seconds
+    code = main([*given, "--print-config"] if given[0] == "train" else given)
+    assert code == 0, capsys.readouterr().err
+
+
+def test_commands_are_found() -> None:
+    assert {words[0] for words in COMMANDS} == {"train", "simulate", "place"}
+    assert len(COMMANDS) > 20
