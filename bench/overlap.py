@@ -50,7 +50,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from shaped_network import join_switch, shaped_network, switched_network
 
-from moeclipse.comm.flight.exchange import Result
+from moeclipse.comm.flight.in_flight import InFlight, Ready
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.wires.transport import Transport
 from moeclipse.moe.config import GateConfig
@@ -102,14 +102,14 @@ class NoWire:
         self.real = real
         self.known: dict[str, torch.Tensor] = {}
 
-    def all_to_all(self, rows: Any, send: Any, receive: Any, label: str, out: Any = None) -> Result:
+    def all_to_all(self, rows: Any, send: Any, receive: Any, label: str, out: Any = None) -> InFlight[Any]:
         if rows.shape[1:].numel() <= 2:
             if label not in self.known:
                 self.known[label] = self.real.all_to_all(rows, send, receive, label, out).get().clone()
-            return Result(self.known[label].clone() if out is None else out.copy_(self.known[label]))
+            return Ready(self.known[label].clone() if out is None else out.copy_(self.known[label]))
         if out is None:
-            return Result(rows.new_zeros((sum(receive), *rows.shape[1:])))
-        return Result(out.fill_(0.01))
+            return Ready(rows.new_zeros((sum(receive), *rows.shape[1:])))
+        return Ready(out.fill_(0.01))
 
 
 class NoExperts:

@@ -187,22 +187,22 @@ MUTANTS = (
     ),
     Mutant(
         "comm/flight/lane.py",
-        "        self._tensors = tensors\n",
-        "        self._tensors = None\n",
+        "self._value, self._keep = value, keep",
+        "self._value, self._keep = value, None",
         "comm/test_lane.py::test_what_travels_is_kept_until_it_is_waited_for_and_no_longer",
     ),
     Mutant(
         "comm/flight/lane.py",
         """\
-            self._move.done = time.perf_counter_ns()
-        self._tensors = None
+            self._stamps.done = time.perf_counter_ns()
+        self._keep = self._work = None  # a Work may hold tensors, too
 """,
-        "            self._move.done = time.perf_counter_ns()\n",
+        "            self._stamps.done = time.perf_counter_ns()\n",
         "comm/test_lane.py::test_what_travels_is_kept_until_it_is_waited_for_and_no_longer",
     ),
     Mutant(
         "comm/flight/lane.py",
-        "            _stamp_when_done(ticket._work, move)\n",
+        "            _stamp_when_done(transfer._work, stamps)\n",
         "            pass\n",
         "comm/test_lane.py::test_a_transfer_is_done_when_it_is_done_not_when_somebody_looks",
     ),
@@ -214,9 +214,9 @@ MUTANTS = (
     ),
     Mutant(
         "comm/flight/exchange.py",
-        "        total = total.clone()\n",
+        "    total = total.clone()\n",
         "",
-        "comm/test_lane.py::test_a_sum_leaves_its_parts_as_they_came",
+        "comm/test_exchange.py::test_a_sum_leaves_its_parts_as_they_came",
     ),
     Mutant(
         "comm/wires/two_level.py",
@@ -246,7 +246,7 @@ MUTANTS = (
     ),
     Mutant(
         "moe/passes.py",
-        "return self.forward if len(self.call.plan.units) == 1 else Nothing()",
+        "return self.forward if len(self.call.plan.units) == 1 else WAITED_FOR_LATER",
         "return self.forward",
         "moe/test_overlap.py::test_a_pipeline_leaves_the_waiting_for_units_to_the_experts",
     ),

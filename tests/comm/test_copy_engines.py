@@ -105,7 +105,7 @@ def records(mesh: Mesh) -> tuple[list[str], bool]:
     mesh.recorder.begin_step()
     transport.all_to_all(torch.ones(4, 3), [2, 2], [2, 2], "dispatch, layer 0").get()
     stamps = mesh.recorder.end_step()
-    group, label, launched, done = stamps.moves[0]
+    group, label, launched, done = stamps.transfers[0]
     return [group, label], launched < done and len(stamps.waits) == 1
 
 
@@ -123,7 +123,7 @@ def refused(mesh: Mesh) -> None:
         transport.all_to_all(rows.double(), [2, 2], [2, 2], "test", rows)
     with pytest.raises(ConfigError, match=r"slot_bytes \(-1\) and slots \(4\) must be at least 1"):
         pinned(mesh, mesh.experts, slot_bytes=-1)
-    assert transport.all_to_all(rows, [2, 2], [2, 2], "test").to_host() == rows.tolist()
+    assert transport.all_to_all(rows, [2, 2], [2, 2], "test").get().tolist() == rows.tolist()
     transport.close()
     transport.close()
     with pytest.raises(CommError, match="it was closed; open a new one"):

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moeclipse.comm.flight.exchange import all_gather_shards, all_to_all, gather, reduce_scatter, total
+from moeclipse.comm.flight.exchange import (
+    all_gather_shards,
+    all_to_all,
+    gather,
+    gather_to_host,
+    reduce_scatter,
+    sum_of_parts,
+    total,
+)
 from moeclipse.comm.mesh import Mesh
 from moeclipse.testing.run_ranks import run_ranks
 
@@ -43,6 +51,23 @@ def test_uneven_shards_sum_and_gather() -> None:
         assert torch.equal(whole, torch.arange(10, dtype=torch.float64) * 6)
         assert everyone.tolist() == [[0], [1], [2]]
         assert added.tolist() == [[3.0, 3.0]]
+
+
+def test_a_sum_leaves_its_parts_as_they_came() -> None:
+    """Loads are summed for the loss and read rank by rank for the split, in either order."""
+    parts = torch.tensor([[1.0, 2.0], [10.0, 20.0]])
+    for _ in range(2):
+        assert sum_of_parts(parts).tolist() == [11.0, 22.0]
+    assert parts.tolist() == [[1.0, 2.0], [10.0, 20.0]]
+
+
+def numbers(mesh: Mesh) -> list:
+    return gather_to_host(mesh.a2a, mesh.world, torch.tensor([[mesh.rank, 7]]), "test").get()
+
+
+def test_numbers_are_gathered_to_the_host() -> None:
+    assert run_ranks(2, numbers) == [[[[0, 7]], [[1, 7]]]] * 2
+    assert numbers(Mesh.single()) == [[[0, 7]]]
 
 
 def test_one_rank_sends_nothing() -> None:

@@ -6,13 +6,14 @@ import weakref
 
 import pytest
 
-from moeclipse.comm.flight.execute import Execution, Transfer, execute
+from moeclipse.comm.flight.execute import Execution, execute
+from moeclipse.comm.flight.in_flight import InFlight
 from moeclipse.schedule.check import Verified, verify
 from moeclipse.schedule.op import A2A, Op
 from moeclipse.schedule.smart import exchange_shape, smart
 
 
-class Journey:
+class NotedTransfer:
     """A transfer that writes down when it is waited for."""
 
     def __init__(self, name: str, journal: list[str]) -> None:
@@ -28,9 +29,9 @@ def program() -> Verified:
 
 
 def recorded(verified: Verified, journal: list[str]) -> Execution:
-    def run(op: Op) -> Transfer | None:
+    def run(op: Op) -> InFlight[None] | None:
         journal.append(str(op))
-        return Journey(str(op), journal) if op.lane == A2A else None
+        return NotedTransfer(str(op), journal) if op.lane == A2A else None
 
     return Execution(verified, 0, run)
 
@@ -62,16 +63,16 @@ def test_a_piece_ends_before_the_op_it_stops_at() -> None:
 
 def test_what_was_waited_for_is_forgotten() -> None:
     """A transfer holds its tensors: a program of many microbatches must not keep them to its end."""
-    alive: dict[str, weakref.ref[Journey]] = {}
+    alive: dict[str, weakref.ref[NotedTransfer]] = {}
 
-    def run(op: Op) -> Transfer | None:
+    def run(op: Op) -> InFlight[None] | None:
         if op.kind == "C_F":
             assert alive[f"S_F@{op.step}"]() is None, "rows that have arrived are kept once more"
         if op.lane != A2A:
             return None
-        journey = Journey(str(op), [])
-        alive[str(op)] = weakref.ref(journey)
-        return journey
+        transfer = NotedTransfer(str(op), [])
+        alive[str(op)] = weakref.ref(transfer)
+        return transfer
 
     execution = Execution(program(), 0, run)
     execution.advance()
@@ -81,7 +82,7 @@ def test_what_was_waited_for_is_forgotten() -> None:
 
 
 def test_an_op_that_fails_is_named() -> None:
-    def run(op: Op) -> Transfer | None:
+    def run(op: Op) -> InFlight[None] | None:
         if op.kind == "C_F":
             raise ValueError("no memory left")
         return None

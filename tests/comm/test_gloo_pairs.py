@@ -1,4 +1,4 @@
-"""Rows by courier: what arrives, in any order of waiting, and what happens when a rank dies."""
+"""Rows over gloo, pair by pair: what arrives, in any order of waiting, and what happens when a rank dies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.wires import gloo_pairs
-from moeclipse.comm.wires.gloo_pairs import LARGE, RECEIPT, REST, TAG
+from moeclipse.comm.wires.gloo_pairs import ACK, LARGE, REST, TAG
 from moeclipse.comm.wires.transport import TorchTransport, direct
 from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
 
@@ -78,7 +78,7 @@ def calls_of(mesh: Mesh, count: int, hold_receipts_s: float = 0.0) -> list[Call]
 
     def noted(name: str) -> Any:
         def call(tensor: torch.Tensor, peer: int, *, group: Any = None, tag: int) -> Any:
-            if mesh.rank == 1 and (name, tag) == ("isend", RECEIPT):
+            if mesh.rank == 1 and (name, tag) == ("isend", ACK):
                 time.sleep(hold_receipts_s)
             calls.append((name, peer, tag, time.monotonic()))
             return real[name](tensor, peer, group=group, tag=tag)
@@ -175,9 +175,9 @@ def test_its_threads_end_with_it() -> None:
 
 
 def chosen(mesh: Mesh, hosts: tuple[int, ...]) -> bool:
-    return direct(mesh, mesh.experts, hosts).courier is not None
+    return direct(mesh, mesh.experts, hosts).pairs is not None
 
 
-def test_couriers_go_between_hosts_only() -> None:
+def test_pairs_are_used_between_hosts_only() -> None:
     assert run_ranks(2, chosen, (0, 1)) == [True, True]
     assert run_ranks(2, chosen, (0, 0)) == [False, False]

@@ -176,7 +176,7 @@ def records(mesh: Mesh) -> tuple[list[str], bool, int]:
         rows = torch.ones(4, 3)
         exchange.all_to_all(mesh.a2a, mesh.experts, rows, [2, 2], [2, 2], "dispatch, layer 0").get()
         stamps = mesh.recorder.end_step()
-    group, label, launched, done = stamps.moves[0]
+    group, label, launched, done = stamps.transfers[0]
     return [group, label], launched < done, len(stamps.waits)
 
 
@@ -192,7 +192,7 @@ def wired(mesh: Mesh) -> bool:
         transport: Transport = PeerTransport(mesh.a2a, exchange)
         out = torch.empty(4, 3)
         got = transport.all_to_all(torch.full((4, 3), 1.0 + mesh.rank), [2, 2], [2, 2], "test", out)
-        assert got.to_host() == [[1.0] * 3] * 2 + [[2.0] * 3] * 2
+        assert got.get().tolist() == [[1.0] * 3] * 2 + [[2.0] * 3] * 2
         with pytest.raises(
             ConfigError, match=r"out is torch.float32 \(4, 3\), expected torch.float64 \(4, 3\)"
         ):

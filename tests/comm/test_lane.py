@@ -1,4 +1,4 @@
-"""A ticket keeps what travels, as long as it travels; stamps say when it was done; deadlines are kept."""
+"""A transfer keeps what travels, as long as it travels; stamps say when it was done; deadlines are kept."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moeclipse.comm.flight.exchange import RankSum, Result
-from moeclipse.comm.flight.lane import Lane, Ticket
+from moeclipse.comm.flight.lane import Lane, Transfer
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CommError
 
@@ -34,53 +33,45 @@ class Carrier:
             raise RuntimeError("timed out")
 
 
-def launched(tensors: Any = None, deadline_s: float = 7.0) -> tuple[Lane, Carrier, Ticket]:
+def launched(keep: Any = None, deadline_s: float = 7.0) -> tuple[Lane, Carrier, Transfer[str]]:
     mesh, carrier = Mesh.single(), Carrier()
     watch = replace(mesh.watch, deadline_s=deadline_s)
     lane = Lane("test", torch.device("cpu"), mesh.recorder, watch)
     lane.recorder.begin_step()
-    return lane, carrier, lane.launch(mesh.experts, "rows", lambda: carrier, tensors)
+    return lane, carrier, lane.launch(mesh.experts, "rows", lambda: carrier, "what it brings", keep)
 
 
 def test_what_travels_is_kept_until_it_is_waited_for_and_no_longer() -> None:
     rows = torch.ones(5)
     memory = StorageWeakRef(rows.untyped_storage())
-    _, carrier, ticket = launched((rows,))
+    _, carrier, transfer = launched((rows,))
     del rows
     assert not memory.expired(), "the library reads this memory until the transfer is done"
     carrier.future.set_result(None)
-    ticket.wait()
-    assert memory.expired(), "a ticket that somebody keeps must not keep the rows"
+    transfer.get()
+    assert memory.expired(), "a transfer that somebody keeps must not keep the rows"
 
 
 def test_a_transfer_is_done_when_it_is_done_not_when_somebody_looks() -> None:
     """Else all that is waited for late would look as if it had been on the wire until then."""
-    lane, carrier, ticket = launched()
+    lane, carrier, transfer = launched()
     carrier.future.set_result(None)
     seen = time.perf_counter()
-    ticket.wait()
-    ((_, label, begun, done),) = lane.recorder.end_step().moves
+    transfer.get()
+    ((_, label, begun, done),) = lane.recorder.end_step().transfers
     assert label == "rows"
     assert begun <= done <= seen
 
 
 @pytest.mark.parametrize(("patience_s", "expected"), [(None, 7.0), (90.0, 90.0)])
 def test_patience_replaces_the_deadline(patience_s: float | None, expected: float) -> None:
-    _, carrier, ticket = launched()
+    _, carrier, transfer = launched()
     carrier.future.set_result(None)
-    ticket.settle(patience_s)
+    assert transfer.settle(patience_s) == "what it brings"
     assert carrier.patience == timedelta(seconds=expected)
 
 
 def test_a_transfer_that_does_not_end_is_an_error_with_its_name() -> None:
-    _, _, ticket = launched()
+    _, _, transfer = launched()
     with pytest.raises(CommError, match="rank 0 waited 7 s in rows"):
-        ticket.wait()
-
-
-def test_a_sum_leaves_its_parts_as_they_came() -> None:
-    """Loads are summed for the loss and read rank by rank for the split, in either order."""
-    added = RankSum(Result(torch.tensor([1.0, 2.0, 10.0, 20.0])), 2)
-    assert added.get().tolist() == [11.0, 22.0]
-    assert added.parts().tolist() == [[1.0, 2.0], [10.0, 20.0]]
-    assert added.get().tolist() == [11.0, 22.0]
+        transfer.get()

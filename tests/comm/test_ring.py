@@ -17,7 +17,7 @@ from order import Rules, Watched
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.shared.signals import WORD, Peers, Signals
 from moeclipse.comm.wires import ring
-from moeclipse.comm.wires.ring import OFFERS, WORDS_PER_FLOW, Place, Receiver, Sender
+from moeclipse.comm.wires.ring import OFFERS, WORDS_PER_FLOW, Receiver, RingPlace, Sender
 
 pytestmark = pytest.mark.peer_memory
 
@@ -55,7 +55,7 @@ class Ends:
         self.watch(signals[0], heard={TAKEN, *OFFERED}, said={WRITTEN})
         self.watch(signals[1], heard={WRITTEN}, said={TAKEN, *OFFERED})
         base = self.memory.data_ptr()
-        place = Place(base, room, 0, base + room)
+        place = RingPlace(base, room, 0, base + room)
         self.sender, self.receiver = Sender(signals[0], place, 1), Receiver(signals[1], place, 0)
 
     def watch(self, signals: Signals, heard: set[int], said: set[int]) -> None:

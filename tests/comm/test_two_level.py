@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from moeclipse.comm.group import number_hosts
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.wires.transport import TorchTransport
-from moeclipse.comm.wires.two_level import Queue, TwoLevelTransport, two_level
+from moeclipse.comm.wires.two_level import StageQueue, TwoLevelTransport, two_level
 from moeclipse.core.errors import ConfigError
 from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
 
@@ -103,21 +103,25 @@ def without_get(mesh: Mesh) -> tuple:
     rows = torch.arange(4.0) + 10 * mesh.rank
     results = [wire.all_to_all(rows, [1] * 4, [1] * 4, f"exchange {i}") for i in range(3)]
     until = time.monotonic() + 20
-    while time.monotonic() < until and not all(r._ticket._work.future.done() for r in results):
+    while time.monotonic() < until and not all(r._work.future.done() for r in results):
         time.sleep(0.001)
     arrived = [r._value.tolist() for r in results]
     stamps = mesh.recorder.end_step()
     for result in results:
         result.get()
     sizes = (wire.sizes.size, wire.inside.ranks, wire.across.ranks)
-    return arrived, sizes, [(group, label, done > launched) for group, label, launched, done in stamps.moves]
+    return (
+        arrived,
+        sizes,
+        [(group, label, done > launched) for group, label, launched, done in stamps.transfers],
+    )
 
 
 def test_rows_travel_all_the_way_while_nobody_waits() -> None:
-    for rank, (arrived, sizes, moves) in enumerate(run_ranks(4, without_get)):
+    for rank, (arrived, sizes, transfers) in enumerate(run_ranks(4, without_get)):
         assert arrived == [[10.0 * source + rank for source in range(4)]] * 3
         assert sizes == (2, (0, 1) if rank < 2 else (2, 3), (rank % 2, rank % 2 + 2))
-        assert moves == [("experts", f"exchange {i}", True) for i in range(3)], "one transfer, not three"
+        assert transfers == [("experts", f"exchange {i}", True) for i in range(3)], "one transfer, not three"
 
 
 class Held:
@@ -131,7 +135,7 @@ class Held:
 
 
 def test_no_journey_overtakes_another_at_any_stage() -> None:
-    queue, launched = Queue(), []
+    queue, launched = StageQueue(), []
     works = {(name, stage): Held() for name in "abc" for stage in range(3)}
 
     def journey(name: str):
@@ -161,11 +165,11 @@ def test_what_was_done_at_once_goes_on_at_once() -> None:
     works = [Held() for _ in range(3)]
     for work in works:
         work.future.set_result(None)
-    Queue().start(iter(works)).wait(timedelta(seconds=1))
+    StageQueue().start(iter(works)).wait(timedelta(seconds=1))
 
 
 def test_a_failure_ends_all_that_is_under_way_and_all_that_comes() -> None:
-    queue, bad, fine = Queue(), Held(), Held()
+    queue, bad, fine = StageQueue(), Held(), Held()
     first, second = queue.start(iter([bad, Held()])), queue.start(iter([fine]))
     bad.future.set_exception(RuntimeError("connection closed"))
     for journey in (first, second):
@@ -174,7 +178,7 @@ def test_a_failure_ends_all_that_is_under_way_and_all_that_comes() -> None:
     with pytest.raises(RuntimeError, match=r"an earlier exchange has failed: .*connection closed"):
         queue.start(iter([Held()]))
     with pytest.raises(RuntimeError, match="timed out"):
-        Queue().start(iter([Held()])).wait(timedelta(seconds=0.01))
+        StageQueue().start(iter([Held()])).wait(timedelta(seconds=0.01))
 
 
 def failing(mesh: Mesh) -> None:

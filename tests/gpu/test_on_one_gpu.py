@@ -117,9 +117,9 @@ def test_a_stuck_transfer_ends_at_the_deadline() -> None:
         def wait(self) -> None:
             torch.cuda._sleep(4_000_000_000)
 
-    ticket = lane.launch(group, "dispatch of rows, layer 2, microbatch 0", Stuck)
+    transfer = lane.launch(group, "dispatch of rows, layer 2, microbatch 0", Stuck, None)
     with pytest.raises(CommError, match=r"rank 0 waited 0\.3 s in dispatch of rows, layer 2, microbatch 0"):
-        ticket.settle()
+        transfer.settle()
 
 
 SHARE = """

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moeclipse.comm.flight.exchange import Result
+from moeclipse.comm.flight.in_flight import InFlight
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce.collectives import collectives
 from moeclipse.comm.wires.copy_engines import PinnedTransport, pinned
@@ -44,7 +44,7 @@ def storm(mesh: Mesh, options: dict[str, Any]) -> str:
     P, lots, own = mesh.num_ranks, random.Random(1), random.Random(mesh.rank)
     transport = opened(mesh, **options)
     for turn in range(30):
-        results: list[tuple[Result, torch.Tensor]] = []
+        results: list[tuple[InFlight[torch.Tensor], torch.Tensor]] = []
         for k in range(lots.choice([1, 2, 4])):
             counts = [[lots.choice([0, 0, 1, 70, 3000]) for _ in range(P)] for _ in range(P)]
             send, receive = counts[mesh.rank], [row[mesh.rank] for row in counts]
@@ -113,8 +113,9 @@ def late(mesh: Mesh) -> str:
     if mesh.rank == 1:
         time.sleep(4)
         return ""
+    transport.all_to_all(rows, [2, 2], [2, 2], "dispatch of layer 3").get().tolist()
     with pytest.raises(CommError) as caught:
-        transport.all_to_all(rows, [2, 2], [2, 2], "dispatch of layer 3").to_host()
+        transport.check()
     return str(caught.value)
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeclipse.comm.flight.exchange import Result
+from moeclipse.comm.flight.in_flight import InFlight
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.wires.transport import Transport
 from moeclipse.moe.config import GateConfig, gate_problems
@@ -207,7 +207,7 @@ class CountingTransport:
         receive_counts: Sequence[int],
         label: str,
         out: torch.Tensor | None = None,
-    ) -> Result:
+    ) -> InFlight[torch.Tensor]:
         if rows.dim() == 2 and rows.shape[1] == D:
             self.rows += sum(send_counts) - send_counts[self.me]
         return self.inner.all_to_all(rows, send_counts, receive_counts, label, out)

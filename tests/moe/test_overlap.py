@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_layer import D, gradients, inputs, make, parity
 
-from moeclipse.comm.flight.exchange import Result
+from moeclipse.comm.flight.in_flight import InFlight
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.wires.transport import TorchTransport
 from moeclipse.moe.config import GateConfig
@@ -33,7 +33,7 @@ Event = tuple[str, str, float]
 class SlowResult:
     """A transfer that is done no earlier than `due`, and writes down when it is waited for."""
 
-    def __init__(self, inner: Result, due: float, told: Callable[[], None]) -> None:
+    def __init__(self, inner: InFlight[torch.Tensor], due: float, told: Callable[[], None]) -> None:
         self.inner, self.due, self.told = inner, due, told
 
     def get(self) -> torch.Tensor:

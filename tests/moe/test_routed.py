@@ -48,9 +48,9 @@ def test_experts_per_rank(per_rank: int) -> None:
 
 
 def run_far(mesh: Mesh, *args: Any) -> dict:
-    mesh.hosts = tuple(range(mesh.num_ranks))  # rows then go by courier
+    mesh.hosts = tuple(range(mesh.num_ranks))  # rows then go by pairs
     found = run(mesh, *args)
-    assert any(key.startswith("courier") for key in mesh._kept), "nothing went by courier"
+    assert any(key.startswith("gloo pairs") for key in mesh._kept), "nothing went by pairs"
     return found
 
 

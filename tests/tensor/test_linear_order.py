@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moeclipse.comm.flight.lane import Lane, Ticket
+from moeclipse.comm.flight.lane import Lane, Transfer
 from moeclipse.comm.mesh import Mesh
 from moeclipse.tensor.linear import column_linear, row_linear
 from moeclipse.tensor.parallel import TensorParallel
@@ -24,25 +24,25 @@ class Journal(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
-        self._real = (Lane.launch, Ticket.wait)
+        self._real = (Lane.launch, Transfer.get)
 
     def __enter__(self) -> Journal:
-        (launch, wait), lines = self._real, self.lines
+        (launch, get), lines = self._real, self.lines
 
-        def noted_launch(lane: Lane, group: Any, label: str, *args: Any, **options: Any) -> Ticket:
+        def noted_launch(lane: Lane, group: Any, label: str, *args: Any, **options: Any) -> Transfer[Any]:
             lines.append(f"start {label.split(',')[0]}")
             return launch(lane, group, label, *args, **options)
 
-        def noted_wait(ticket: Ticket, *args: Any) -> None:
-            if not ticket._waited:
-                lines.append(f"end {ticket._label.split(',')[0]}")
-            wait(ticket, *args)
+        def noted_get(transfer: Transfer[Any]) -> Any:
+            if not transfer._waited:
+                lines.append(f"end {transfer._label.split(',')[0]}")
+            return get(transfer)
 
-        Lane.launch, Ticket.wait = noted_launch, noted_wait  # type: ignore[method-assign]
+        Lane.launch, Transfer.get = noted_launch, noted_get  # type: ignore[method-assign]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        Lane.launch, Ticket.wait = self._real  # type: ignore[method-assign]
+        Lane.launch, Transfer.get = self._real  # type: ignore[method-assign]
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -8,7 +8,8 @@ import test_vocab
 import torch
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.reduce.collectives import PeerCollectives, Read
+from moeclipse.comm.reduce.begun import BegunReduction
+from moeclipse.comm.reduce.collectives import PeerCollectives
 from moeclipse.tensor.parallel import TensorParallel
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
@@ -52,10 +53,17 @@ def test_the_vocabulary_parallel_loss() -> None:
 def under_way(mesh: Mesh) -> bool:
     """A sum that was launched is open until somebody asks for it."""
     tp = TensorParallel.of(mesh, peer="on")
-    waiting = tp.sum_rows(torch.ones(4, 3), "test")
-    assert isinstance(waiting._result, Read)
-    assert not waiting._result._taken
-    return bool((waiting.get() == 2).all())
+    completed, complete = [], BegunReduction.get
+
+    def noted(begun: BegunReduction) -> torch.Tensor:
+        completed.append(begun)
+        return complete(begun)
+
+    BegunReduction.get = noted  # type: ignore[method-assign]
+    launched = tp.sum_rows(torch.ones(4, 3), "test")
+    assert not completed
+    right = bool((launched.get() == 2).all())
+    return right and len(completed) == 1
 
 
 def test_sums_are_left_open_while_products_run() -> None:

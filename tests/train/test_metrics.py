@@ -18,7 +18,7 @@ def split(mesh: Mesh, skew: float, known: bool) -> tuple[float, float]:
         window=(ahead, ahead + 6.0),
         compute=[(ahead, begun)],
         waits=[],
-        moves=[("world", "dispatch", begun, ahead + 5.0)],
+        transfers=[("world", "dispatch", begun, ahead + 5.0)],
     )
     found = split_of(stamps, mesh, -ahead if known else 0.0)
     return found.straggle, found.exposed

@@ -215,8 +215,8 @@ class Mesh:
         def start() -> Any:
             return dist.all_to_all_single(out, sent, group=group.handle, async_op=True)
 
-        self.grads.launch(group, "exchange of control data", start, (out, sent)).settle(patience_s)
-        return out.view(self.num_ranks, -1)
+        everyone = self.grads.launch(group, "exchange of control data", start, out, sent).settle(patience_s)
+        return everyone.view(self.num_ranks, -1)
 
     @cached_property
     def hosts(self) -> tuple[int, ...]:

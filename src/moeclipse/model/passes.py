@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from moeclipse.comm.flight.exchange import RankSum
-from moeclipse.comm.flight.execute import Transfer
+from moeclipse.comm.flight.in_flight import InFlight
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.layer import Layer
 from moeclipse.moe.config import MoEConfig
@@ -41,18 +40,18 @@ class MicrobatchLoads:
     def __init__(self, chunks: int) -> None:
         self.chunks = chunks
         self._routings: dict[int, list[Routing]] = {}
-        self._sums: dict[int, RankSum] = {}
+        self._loads: dict[int, Loads] = {}
 
     def add(self, moe: MoE, routing: Routing, tokens: Tokens) -> None:
-        """Once all chunks have routed, their sum over ranks is on its way."""
+        """Once all chunks have routed, their loads are on their way to all ranks."""
         found = self._routings.setdefault(moe.layer, [])
         found.append(routing)
         if len(found) == self.chunks:
-            self._sums[moe.layer] = moe.sum_load(found, tokens)
+            self._loads[moe.layer] = moe.gather_loads(found, tokens)
             del self._routings[moe.layer]
 
-    def of(self, moe: MoE) -> RankSum:
-        return self._sums[moe.layer]
+    def of(self, moe: MoE) -> Loads:
+        return self._loads[moe.layer]
 
 
 @dataclass(kw_only=True)
@@ -103,8 +102,8 @@ class DensePass:
         self._d_h: torch.Tensor | None = None
         self._d_x: torch.Tensor | None = None
 
-    def run(self, part: str, form: str) -> Transfer | None:
-        transfer: Transfer | None = getattr(self, f"{part.lower()}_{form.lower()}")()
+    def run(self, part: str, form: str) -> InFlight[Any] | None:
+        transfer: InFlight[Any] | None = getattr(self, f"{part.lower()}_{form.lower()}")()
         return transfer
 
     def take_gradient(self, d_out: torch.Tensor) -> None:
@@ -192,7 +191,7 @@ class MoEPass(DensePass):
         x_TD, moe, loads = self.attn.outputs[1], self.moe, self.microbatch.loads
         self.route = self._segment("ROUTE", self._choose, [x_TD])
         loads.add(moe, self.routing, self.tokens)
-        known = Loads(loads.of(moe), self.tokens.group) if loads.chunks == 1 else None
+        known = loads.of(moe) if loads.chunks == 1 else None
         self.call = moe.prepare(self.routing, Structure(), (x_TD,), self.tokens, known)
 
     def _choose(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -247,14 +246,14 @@ class MoEPass(DensePass):
 
     # routed experts
 
-    def dispatch_f(self) -> Transfer:
+    def dispatch_f(self) -> InFlight[None]:
         self.routed = RoutedPass(self.call, self.route.outputs[0], (self.attn.outputs[1],))
         return self.routed.dispatch()
 
     def mlp_f(self) -> None:
         self.routed.compute()
 
-    def combine_f(self) -> Transfer:
+    def combine_f(self) -> InFlight[None]:
         return self.routed.combine()
 
     def _block_output(self) -> torch.Tensor:
@@ -266,7 +265,7 @@ class MoEPass(DensePass):
         self._leave = Segment(lambda y: (self.layer.from_experts(y, self.num_tokens),), [y_TD])
         return self._leave.outputs[0]
 
-    def dispatch_r(self) -> Transfer:
+    def dispatch_r(self) -> InFlight[None]:
         return self.routed.dispatch_again((self.attn.outputs[1],))
 
     def mlp_r(self) -> None:
@@ -280,13 +279,13 @@ class MoEPass(DensePass):
             self._d_y = self._d_y.contiguous()
         return self._d_y
 
-    def combine_b(self) -> Transfer:
+    def combine_b(self) -> InFlight[None]:
         return self.routed.combine_back(self._gradient_of_block())
 
     def mlp_b(self) -> None:
         self.routed.compute_back()
 
-    def dispatch_b(self) -> Transfer:
+    def dispatch_b(self) -> InFlight[None]:
         return self.routed.dispatch_back()
 
     def mlp_w(self) -> None:

@@ -32,7 +32,8 @@ import torch
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.quota import QuotaOrder
 from moeclipse.balance.split import ReplicaTable
-from moeclipse.comm.flight.exchange import Result, gather
+from moeclipse.comm.flight.exchange import gather_to_host
+from moeclipse.comm.flight.in_flight import InFlight, Ready
 from moeclipse.comm.flight.lane import Lane
 from moeclipse.comm.group import Group
 from moeclipse.comm.wires.transport import TorchTransport, Transport
@@ -137,19 +138,21 @@ class Plan:
     row_shift_M: torch.Tensor
     """Of each pair that arrives, what leads from its row's number at the source to its row's place here."""
 
-    def send(self, unit: Unit, rows: torch.Tensor, out: torch.Tensor, what: str) -> Result:
+    def send(self, unit: Unit, rows: torch.Tensor, out: torch.Tensor, what: str) -> InFlight[torch.Tensor]:
         """Rows of one unit to the ranks of its step; `rows` and `out` hold those of all units."""
         if unit.local:
-            return Result(out[unit.arriving].copy_(rows[unit.leaving]))
+            return Ready(out[unit.arriving].copy_(rows[unit.leaving]))
         label = f"{what}, {self.where}"
         return self.route.transport.all_to_all(
             rows[unit.leaving], unit.send_rows, unit.receive_rows, label, out[unit.arriving]
         )
 
-    def send_back(self, unit: Unit, rows: torch.Tensor, out: torch.Tensor, what: str) -> Result:
+    def send_back(
+        self, unit: Unit, rows: torch.Tensor, out: torch.Tensor, what: str
+    ) -> InFlight[torch.Tensor]:
         """Results for the rows of one unit to where they came from; `rows` are those of this unit alone."""
         if unit.local:
-            return Result(out[unit.leaving].copy_(rows))
+            return Ready(out[unit.leaving].copy_(rows))
         label = f"{what}, {self.where}"
         return self.route.transport.all_to_all(
             rows, unit.receive_rows, unit.send_rows, label, out[unit.leaving]
@@ -170,8 +173,7 @@ def plan_dispatch(
     """`slots`: of each choice, flattened, the slot that computes it; left out: that of its primary."""
     num_tokens, top_k = expert_ids_TK.shape
     slot_bounds, chunks = route.slot_bounds, shape.most_chunks
-    num_ranks, num_slots = route.group.size, slot_bounds[-1]
-    device = expert_ids_TK.device
+    num_ranks, num_slots, device = route.group.size, slot_bounds[-1], expert_ids_TK.device
     flat_ids = expert_ids_TK.flatten()
     used = flat_ids >= 0
     if slots is None:
@@ -193,12 +195,13 @@ def plan_dispatch(
     key = sort_key(slots, ranks, chunk, slot_bounds, chunks)
     key = torch.where(used, key, num_slots * chunks)
     pairs = torch.bincount(key, minlength=num_slots * chunks + 1)[: num_slots * chunks]
-    everyone = gather(route.lane, route.group, torch.cat([pairs, rows_P]), f"exchange of sizes, {where}")
+    mine, label = torch.cat([pairs, rows_P]), f"exchange of sizes, {where}"
+    everyone = gather_to_host(route.lane, route.group, mine, label)
 
     # Local sorting runs while the sizes travel.
     order = key.argsort(stable=True)
     row_token = sent_PT.nonzero()[:, 1]
-    sizes = Sizes(everyone.to_host(), slot_bounds, route.group.index, shape)
+    sizes = Sizes(everyone.get(), slot_bounds, route.group.index, shape)
     order = order[: sum(sizes.send_pairs)]
     expert_M = torch.arange(sizes.num_mine, device=device).repeat(num_ranks * chunks)
     arriving_pairs = torch.tensor(sizes.arriving_pairs, dtype=torch.int64, device=device)
@@ -367,7 +370,7 @@ class Pairs:
         return row, packed[:, 1]
 
 
-def return_score_grads(plan: Plan, d_score_M: torch.Tensor) -> Result:
+def return_score_grads(plan: Plan, d_score_M: torch.Tensor) -> InFlight[torch.Tensor]:
     """Score gradients back to the ranks whose gate gave the scores, in the order the pairs were sent."""
     arrival = torch.empty_like(d_score_M)
     arrival[plan.regroup_M] = d_score_M

@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from moeclipse.balance.placement import Placement
-from moeclipse.comm.flight.exchange import RankSum, total
+from moeclipse.comm.flight.exchange import gather
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.wires.open import open_wire
@@ -165,24 +165,25 @@ class MoE(nn.Module):
         structure, inputs = Structure.take_apart(x)
         x_TD = inputs[0]
         routing = self.gate(x_TD, tokens)
-        load = self.sum_load([routing], tokens)
-        y_TD = self._routed(routing, structure, inputs, tokens, Loads(load, tokens.group))
+        loads = self.gather_loads([routing], tokens)
+        y_TD = self._routed(routing, structure, inputs, tokens, loads)
         if self.shared is not None:
             y_TD = y_TD + _Shared.apply(x_TD, self.shared, *self.shared.weights)
-        return y_TD, self.report(routing, load, tokens)
+        return y_TD, self.report(routing, loads, tokens)
 
-    def sum_load(self, routings: Sequence[Routing], tokens: Tokens) -> RankSum:
-        """The load of the whole microbatch, on its way; `routings` are those of this rank's tokens."""
+    def gather_loads(self, routings: Sequence[Routing], tokens: Tokens) -> Loads:
+        """Those of the whole microbatch, on their way; `routings` are those of this rank's tokens."""
         load_E = torch.stack([routing.load_E for routing in routings]).sum(0)
-        return total(self.mesh.a2a, tokens.group, load_E, f"sum of expert loads, {self.where(tokens)}")
+        label = f"sum of expert loads, {self.where(tokens)}"
+        return Loads(gather(self.mesh.a2a, tokens.group, load_E, label), tokens.group)
 
     def where(self, tokens: Tokens) -> str:
         return f"layer {self.layer}, microbatch {tokens.microbatch}"
 
-    def report(self, routing: Routing, load: RankSum, tokens: Tokens) -> MoEReport:
+    def report(self, routing: Routing, loads: Loads, tokens: Tokens) -> MoEReport:
         """Losses and counts of one call; in training the counts are added up until the optimizer step."""
         config = self.gate.config
-        aux = config.balance_loss * balance_loss(routing, load.get(), tokens.total)
+        aux = config.balance_loss * balance_loss(routing, loads.total(), tokens.total)
         if config.z_loss:
             aux = aux + config.z_loss * z_loss(routing, tokens.total)
         load_E, num_dropped = routing.load_E, routing.num_dropped

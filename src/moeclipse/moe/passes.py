@@ -18,17 +18,15 @@ from collections.abc import Sequence
 
 import torch
 
-from moeclipse.comm.flight.execute import Execution, Together, Transfer
+from moeclipse.comm.flight.execute import Execution
+from moeclipse.comm.flight.in_flight import InFlight, Joined, Ready
 from moeclipse.moe.routed import Backward, Forward, RoutedCall
 from moeclipse.schedule.check import Verified
 from moeclipse.schedule.op import A2A, Op
 from moeclipse.tensor.weight_grad import deliver
 
-
-class Nothing:
-    """A transfer that the slice behind it waits for by itself."""
-
-    def get(self) -> None: ...
+WAITED_FOR_LATER: InFlight[None] = Ready(None)
+"""The slice behind it waits for its transfers by itself."""
 
 
 class RoutedPass:
@@ -45,16 +43,16 @@ class RoutedPass:
 
     # forward
 
-    def dispatch(self) -> Transfer:
+    def dispatch(self) -> InFlight[None]:
         self.state.start()
         self.forward = self._execution(self.call.programs.forward, self.state)
         self.forward.advance(first_compute(self.forward.ops))
-        return self.forward if len(self.call.plan.units) == 1 else Nothing()
+        return self.forward if len(self.call.plan.units) == 1 else WAITED_FOR_LATER
 
     def compute(self) -> None:
         self.forward.advance(last_compute(self.forward.ops) + 1)
 
-    def combine(self) -> Transfer:
+    def combine(self) -> InFlight[None]:
         self.forward.advance()
         return self.forward
 
@@ -67,13 +65,13 @@ class RoutedPass:
 
     # recompute
 
-    def dispatch_again(self, inputs: Sequence[torch.Tensor]) -> Transfer:
+    def dispatch_again(self, inputs: Sequence[torch.Tensor]) -> InFlight[None]:
         """Send the rows once more; who gets what is known."""
         state = self.state
         state.rows = self.call.rows_of(inputs)
         state.arrived = [rows.new_empty((state.plan.num_arriving, *rows.shape[1:])) for rows in state.rows]
         sends = [op for op in self.forward.ops if op.kind == "S_F"]
-        return Together([state.op(op) for op in sends])
+        return Joined([state.op(op) for op in sends])
 
     def compute_again(self) -> None:
         """Fill what backward needs; the results are not wanted."""
@@ -84,18 +82,18 @@ class RoutedPass:
 
     # backward
 
-    def combine_back(self, d_out_TO: torch.Tensor) -> Transfer:
+    def combine_back(self, d_out_TO: torch.Tensor) -> InFlight[None]:
         self.back = Backward(self.state, d_out_TO, self.empty)
         self.back.start()
         self.backward = self._execution(self.call.programs.pieces, self.back)
         self.backward.advance(first_compute(self.backward.ops))
-        return self.backward if len(self.call.plan.units) == 1 else Nothing()
+        return self.backward if len(self.call.plan.units) == 1 else WAITED_FOR_LATER
 
     def compute_back(self) -> None:
         ops = self.backward.ops
         self.backward.advance(max(i for i, op in enumerate(ops) if op.kind == "C_B") + 1)
 
-    def dispatch_back(self) -> Transfer:
+    def dispatch_back(self) -> InFlight[None]:
         kinds = [op.kind for op in self.backward.ops]
         self.backward.advance(kinds.index("C_W"))
         self.back.return_scores()

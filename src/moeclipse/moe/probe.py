@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from moeclipse.balance.shadow_model import ShadowCosts
-from moeclipse.comm.flight.exchange import gather
+from moeclipse.comm.flight.exchange import gather_to_host
 from moeclipse.comm.mesh import Mesh
 from moeclipse.cost.exchange import ExchangeCosts
 from moeclipse.moe.dispatch import Route
@@ -178,4 +178,6 @@ def _wire_seconds(route: Route, mesh: Mesh, size: int, *, everyone: bool) -> flo
 def tell(mesh: Mesh, numbers: list[float]) -> list[list[float]]:
     """Everyone's numbers, on every rank of the stage; without any, a barrier."""
     mine = torch.tensor([*numbers, 0.0], dtype=torch.float64, device=mesh.device)
-    return [row[:-1] for row in gather(mesh.a2a, mesh.stage, mine, "exchange of measured costs").to_host()]
+    return [
+        row[:-1] for row in gather_to_host(mesh.a2a, mesh.stage, mine, "exchange of measured costs").get()
+    ]

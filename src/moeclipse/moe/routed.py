@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from moeclipse.comm.flight.exchange import Result
-from moeclipse.comm.flight.execute import Together, Transfer, execute
+from moeclipse.comm.flight.execute import execute
+from moeclipse.comm.flight.in_flight import InFlight, Joined
 from moeclipse.moe.dispatch import Pairs, Plan, Unit, return_score_grads
 from moeclipse.moe.fused import FusedExperts
 from moeclipse.moe.granularity import Stopwatch
@@ -79,7 +79,7 @@ class Forward:
             self.arrived = []  # what backward needs of them is in `saved`
         return out_TO if self.shadowed is None else out_TO + self.kept_TO
 
-    def op(self, op: Op) -> Transfer | None:
+    def op(self, op: Op) -> InFlight[Any] | None:
         if self.shadowed is not None and op.kind == "SHADOW_SEND":
             return self.shadowed.send_weights()
         if self.shadowed is not None and op.kind == "SHADOW_F":
@@ -89,7 +89,7 @@ class Forward:
         unit = self.plan.units[key]
         if op.kind == "S_F":
             pairs = zip(self.rows, self.arrived, strict=True)
-            return Together([self.plan.send(unit, rows, out, f"dispatch {op}") for rows, out in pairs])
+            return Joined([self.plan.send(unit, rows, out, f"dispatch {op}") for rows, out in pairs])
         if op.kind == "R_F":
             return self.plan.send_back(unit, self.partial_RO, self.back_NO, f"combine {op}")
         assert op.kind == "C_F", f"no such op in forward: {op}"
@@ -116,7 +116,7 @@ class Backward:
     def __init__(self, done: Forward, d_out_TO: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
         self.done, self.plan, self.experts = done, done.plan, done.experts
         self.d_out_TO = d_out_TO
-        self.d_scores: Result | None = None
+        self.d_scores: InFlight[torch.Tensor] | None = None
         self.d_rows_NO = d_out_TO[self.plan.row_token_N]
         self.pending: list[tuple[int, Any]] = []
         """Weight gradients to come, each with its step."""
@@ -161,7 +161,7 @@ class Backward:
                 grads[number] = mine if mine is None or more is None else mine + more
         return grads, d_scores_TK
 
-    def op(self, op: Op) -> Transfer | None:
+    def op(self, op: Op) -> InFlight[Any] | None:
         if op.kind.startswith("SHADOW"):
             return self.shadow_op(op.kind)
         if op.kind == "C_W":
@@ -176,14 +176,14 @@ class Backward:
         if op.kind == "R_B":
             label = f"backward combine {op}"
             pairs = zip(self.partial, self.back, strict=True)
-            return Together(
+            return Joined(
                 [self.plan.send_back(unit, rows, out, label) for rows, out in pairs if out is not None]
             )
         assert op.kind == "C_B", f"no such op in backward: {op}"
         self.compute(key, unit)
         return None
 
-    def shadow_op(self, kind: str) -> Transfer | None:
+    def shadow_op(self, kind: str) -> InFlight[Any] | None:
         shadowed = self.done.shadowed
         assert shadowed is not None
         if kind == "SHADOW_B":

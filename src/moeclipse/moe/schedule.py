@@ -23,7 +23,8 @@ import torch
 from moeclipse.balance.shadow import ShadowPlan, choose_shadows, forced_shadows
 from moeclipse.balance.shadow_model import ShadowCosts
 from moeclipse.balance.split import ReplicaTable, split_rows
-from moeclipse.comm.flight.exchange import RankSum, gather
+from moeclipse.comm.flight.exchange import gather_to_host, sum_of_parts
+from moeclipse.comm.flight.in_flight import InFlight
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import MoEConfig
@@ -64,13 +65,17 @@ FREE = ShadowCosts(
 class Loads:
     """Rows of each rank of a group for each expert, maybe still on their way."""
 
-    sums: RankSum
+    parts: InFlight[torch.Tensor]
     group: Group
+
+    def total(self) -> torch.Tensor:
+        """The load of each expert, the same bits on every rank."""
+        return sum_of_parts(self.parts.get())
 
     def of(self, group: Group) -> np.ndarray:
         """Those of the ranks of another group, [P, E]."""
         places = [self.group.ranks.index(rank) for rank in group.ranks]
-        table: np.ndarray = self.sums.parts().cpu().numpy()[places]
+        table: np.ndarray = self.parts.get().cpu().numpy()[places]
         return table
 
 
@@ -200,7 +205,7 @@ class ExchangeSchedule:
     def _counts(self, ids_TK: torch.Tensor, route: Route, where: str) -> np.ndarray:
         """Rows of each rank for each expert."""
         mine = count_experts(ids_TK, route.placement.num_experts)
-        table = gather(route.lane, route.group, mine, f"exchange of counts, {where}").to_host()
+        table = gather_to_host(route.lane, route.group, mine, f"exchange of counts, {where}").get()
         return np.array(table, dtype=np.int64)
 
     def _rows_that_travel(
@@ -235,7 +240,7 @@ class ExchangeSchedule:
         counts_TK = used_TK & ~rarer_TKK.any(2)
         rows_E = torch.bincount(known_TK[counts_TK], minlength=num_experts)
         mine = torch.stack([pairs_E, rows_E])
-        table = np.array(gather(route.lane, route.group, mine, f"exchange of counts, {where}").to_host())
+        table = np.array(gather_to_host(route.lane, route.group, mine, f"exchange of counts, {where}").get())
         return table[:, 0], table[:, 1]
 
     def _lend(self, ids_TK: torch.Tensor, route: Route, where: str) -> tuple[Lending | None, np.ndarray]:

@@ -18,7 +18,7 @@ import torch
 
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.shadow import Shadows
-from moeclipse.comm.flight.exchange import Result
+from moeclipse.comm.flight.in_flight import InFlight
 from moeclipse.comm.wires.transport import Transport
 from moeclipse.moe.structure import Structure
 from moeclipse.ops.combine import sum_rows
@@ -91,7 +91,7 @@ class Shadowed:
         self.rows_m = structure.put_together([tensor[self.token_m] for tensor in inputs])
         self.num_tokens = len(scores_TK)
 
-    def send_weights(self) -> Result:
+    def send_weights(self) -> InFlight[torch.Tensor]:
         lending = self.lending
         rows = self.experts.flatten(lending.send_slots)
         label = f"shadow weights, {self.where}"
@@ -119,7 +119,7 @@ class Shadowed:
         self.grads = torch.zeros_like(weights, dtype=wide_of(weights.dtype))
         self.experts.lent_wgrad(self.pending, self.grads)
 
-    def return_grads(self) -> Result:
+    def return_grads(self) -> InFlight[torch.Tensor]:
         lending, label = self.lending, f"shadow gradients, {self.where}"
         counts = (lending.receive_counts, lending.send_counts)
         self.returned = self.transport.all_to_all(self.grads, *counts, label)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from moeclipse.comm.flight.exchange import Result, gather
+from moeclipse.comm.flight.exchange import gather, gather_to_host
+from moeclipse.comm.flight.in_flight import InFlight
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 
@@ -40,11 +41,11 @@ class Tokens:
         first, total = 0, local
         if group.size > 1:
             mine = torch.tensor([local], device=mesh.device)
-            everyone = gather(mesh.a2a, group, mine, "exchange of token counts").to_host()
+            everyone = gather_to_host(mesh.a2a, group, mine, "exchange of token counts").get()
             counts = [count for (count,) in everyone]
             first, total = sum(counts[: group.index]), sum(counts)
         return cls(mesh=mesh, first=first, total=total, step=step, microbatch=microbatch, group=group)
 
-    def gather(self, value: torch.Tensor, label: str) -> Result:
+    def gather(self, value: torch.Tensor, label: str) -> InFlight[torch.Tensor]:
         """Every rank's value, [P, ...]."""
         return gather(self.mesh.a2a, self.group, value, f"{label}, microbatch {self.microbatch}")

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from moeclipse.comm.flight.exchange import Result
-from moeclipse.comm.flight.execute import Execution, Together, Transfer
+from moeclipse.comm.flight.execute import Execution
+from moeclipse.comm.flight.in_flight import InFlight, Joined
 from moeclipse.comm.flight.lane import Lane
 from moeclipse.comm.mesh import Mesh
 from moeclipse.pipeline.backward import Deferral, Segment
@@ -40,18 +40,7 @@ class Fed(Protocol):
 
 
 Feed = Callable[[int, int, int], Fed]
-
-
-class Sent:
-    """A message on its way; it keeps what it carries no longer than it must."""
-
-    def __init__(self, result: Result) -> None:
-        self._result: Result | None = result
-
-    def get(self) -> None:
-        result, self._result = self._result, None
-        if result is not None:
-            result.get()
+Carried = TypeVar("Carried")
 
 
 class At(NamedTuple):
@@ -120,9 +109,9 @@ class Runtime:
         self._feed, self._scale = feed, scale
         self._passes: dict[tuple[int, int], list[StagePass]] = {}
         self._left = Counter(self._uses)
-        self._received: dict[tuple[str, int, int], Result] = {}
+        self._received: dict[tuple[str, int, int], InFlight[torch.Tensor]] = {}
         self._handed: dict[tuple[int, int], list[torch.Tensor]] = {}
-        self._sent: dict[tuple[int, int], Sent] = {}
+        self._sent: dict[tuple[int, int], InFlight[None]] = {}
         execution = Execution(self.verified, self.mesh.pp_index, self._op)
         with torch.no_grad():
             execution.advance()
@@ -130,7 +119,7 @@ class Runtime:
 
     # ops
 
-    def _op(self, op: Op) -> Transfer | None:
+    def _op(self, op: Op) -> InFlight[Any] | None:
         if self.observe is None:
             return self._run(op)
         recorder = self.mesh.recorder
@@ -139,7 +128,7 @@ class Runtime:
         self.observe(op, begun, recorder.stamp())
         return transfer
 
-    def _run(self, op: Op) -> Transfer | None:
+    def _run(self, op: Op) -> InFlight[Any] | None:
         if op.kind in TRANSFERS:
             return self._send(op) if op.kind.startswith("SEND") else self._receive(op)
         if op.layer is None:
@@ -153,7 +142,7 @@ class Runtime:
         if not self._left[at]:
             self._close(at, passes)
         under_way = [transfer for transfer in transfers if transfer is not None]
-        return Together(under_way) if under_way else None
+        return Joined(under_way) if under_way else None
 
     def _open(self, at: At) -> list[StagePass]:
         key = (at.stage, at.microbatch)
@@ -171,7 +160,9 @@ class Runtime:
         if all(one.num_finished == len(one.layers) for one in passes):
             del self._passes[at.stage, at.microbatch]
 
-    def _run_part(self, at: At, passes: list[StagePass], chunk: int, part: str, form: str) -> Transfer | None:
+    def _run_part(
+        self, at: At, passes: list[StagePass], chunk: int, part: str, form: str
+    ) -> InFlight[Any] | None:
         one = passes[chunk]
         if part == "HEAD":
             self._head(at, one, chunk, form)
@@ -261,8 +252,10 @@ class Runtime:
 
     # transfers
 
-    def _launch(self, op: Op, tensor: torch.Tensor, start: Callable[..., Any]) -> Result:
-        """One message on the wire of an op; `start` is dist.isend or dist.irecv."""
+    def _launch(
+        self, op: Op, tensor: torch.Tensor, start: Callable[..., Any], value: Carried
+    ) -> InFlight[Carried]:
+        """One message on the wire of an op, which brings `value`; `start` is dist.isend or dist.irecv."""
         assert op.comm is not None
         mesh = self.mesh
         source, target = map(int, op.comm[0].split(">"))
@@ -277,28 +270,28 @@ class Runtime:
         def go() -> Any:
             return start(tensor, other, group=group.handle, tag=seq)
 
-        return Result(tensor, self._lanes[op.lane].launch(group, label, go, tensor))
+        return self._lanes[op.lane].launch(group, label, go, value, tensor)
 
-    def _send(self, op: Op) -> Transfer:
+    def _send(self, op: Op) -> InFlight[None]:
         stage, microbatch = op.stage or 0, op.microbatch or 0
         if op.kind == "SEND_F":
             parts = [one.layers[-1].output() for one in self._passes[stage, microbatch]]
         else:
             parts = self._handed.pop((stage - 1, microbatch))
         rows = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
-        sent = Sent(self._launch(op, rows, dist.isend))
+        sent = self._launch(op, rows, dist.isend, None)  # which keeps rows no longer than it must
         if op.kind == "SEND_F":
             self._sent[stage, microbatch] = sent
         return sent
 
-    def _receive(self, op: Op) -> Transfer:
+    def _receive(self, op: Op) -> InFlight[torch.Tensor]:
         stage, microbatch = op.stage or 0, op.microbatch or 0
         chunks = self.chunks.get(microbatch, 1)
         rows = sum(self._feed(microbatch, chunk, chunks).rows for chunk in range(chunks))
         out = torch.empty(rows, self.width, dtype=self.dtype, device=self.mesh.device)
-        result = self._launch(op, out, dist.irecv)
-        self._received[op.kind[-1], stage, microbatch] = result
-        return result
+        received = self._launch(op, out, dist.irecv, out)
+        self._received[op.kind[-1], stage, microbatch] = received
+        return received
 
 
 def cuts_of(verified: Verified) -> dict[int, int]:

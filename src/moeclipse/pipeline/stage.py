@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from moeclipse.comm.flight.execute import Transfer
+from moeclipse.comm.flight.in_flight import InFlight
 from moeclipse.pipeline.backward import Deferral, Segment
 from moeclipse.schedule.shape import LayerShape
 from moeclipse.tensor.weight_grad import WeightGrads
@@ -43,7 +43,7 @@ class Where:
 class LayerPass(Protocol):
     """One microbatch, or one chunk of it, in one layer. Calls come in the order that the verifier allows."""
 
-    def run(self, part: str, form: str) -> Transfer | None:
+    def run(self, part: str, form: str) -> InFlight[Any] | None:
         """One op; an exchange returns its transfer."""
 
     def output(self) -> torch.Tensor:
@@ -93,7 +93,7 @@ class WholeLayer:
         self._d_out: torch.Tensor | None = None
         self._d_in: torch.Tensor | None = None
 
-    def run(self, part: str, form: str) -> Transfer | None:
+    def run(self, part: str, form: str) -> InFlight[Any] | None:
         if part != "ATTN":
             return None
         if form == "F":

@@ -29,9 +29,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from moeclipse.comm.flight.in_flight import InFlight
 from moeclipse.core.errors import ConfigError
 from moeclipse.tensor.cut import Cut, mark
-from moeclipse.tensor.parallel import TensorParallel, Waiting, move
+from moeclipse.tensor.parallel import TensorParallel, move
 from moeclipse.tensor.weight_grad import Grad, bias_grad, weight_grad
 
 
@@ -103,7 +104,7 @@ class _Column(torch.autograd.Function):
         tp, label, num = ctx.tp, ctx.label, ctx.num
         x, *weights = ctx.saved_tensors
         wanted = list(ctx.needs_input_grad[4:])
-        whole: Waiting | None = None
+        whole: InFlight[torch.Tensor] | None = None
         if tp.parts_tokens and any(wanted[:num]):
             reuse = not tp.wgrads.deferring  # what waits for W must not be overwritten
             whole = tp.gather_rows(x, f"backward gather of inputs, {label}", reuse=reuse)
@@ -111,7 +112,7 @@ class _Column(torch.autograd.Function):
                 whole.get()
         dys_TN = [_rows(dy) for dy in dys]
         d_x: torch.Tensor | None = None
-        travelling: Waiting | None = None
+        travelling: InFlight[torch.Tensor] | None = None
         if ctx.needs_input_grad[0]:
             d_x = dys_TN[0] @ weights[0].to(dys_TN[0].dtype)
             for dy_TN, weight in zip(dys_TN[1:], weights[1:], strict=True):
@@ -127,7 +128,7 @@ class _Column(torch.autograd.Function):
         return d_x.view(x.shape) if d_x is not None else None, None, None, None, *grads
 
 
-def _reduce(tp: TensorParallel, d_x: torch.Tensor, label: str) -> Waiting:
+def _reduce(tp: TensorParallel, d_x: torch.Tensor, label: str) -> InFlight[torch.Tensor]:
     """Start to sum d_x over tp: all of it, or this rank's part of its rows."""
     if tp.parts_tokens:
         travelling, hidden = tp.sum_scatter_rows(d_x, f"reduce-scatter of d_x, {label}"), tp.overlap

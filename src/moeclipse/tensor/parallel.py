@@ -31,7 +31,7 @@ from typing import Any, Literal
 import torch
 from torch.autograd.function import once_differentiable
 
-from moeclipse.comm.flight.exchange import RankSum, Result
+from moeclipse.comm.flight.in_flight import InFlight, Ready, Then
 from moeclipse.comm.flight.lane import Lane
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
@@ -55,19 +55,6 @@ class GatherBuffer:
         if key not in self._flat or self._flat[key].numel() < numel:
             self._flat[key] = torch.empty(numel, dtype=like.dtype, device=like.device)
         return self._flat[key][:numel].view(*shape)
-
-
-class Waiting:
-    """Rows that may be on their way; `get` gives them in their shape."""
-
-    def __init__(self, result: Result | RankSum, shape: Sequence[int]) -> None:
-        self._result, self._shape = result, shape
-        self._value: torch.Tensor | None = None
-
-    def get(self) -> torch.Tensor:
-        if self._value is None:
-            self._value = self._result.get().view(*self._shape)
-        return self._value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,23 +123,23 @@ class TensorParallel:
 
     def gather_rows(
         self, x: torch.Tensor, label: str, *, bounds: Sequence[int] | None = None, reuse: bool = False
-    ) -> Waiting:
+    ) -> InFlight[torch.Tensor]:
         """All ranks' rows in rank order. `reuse`: into the shared buffer, for a product that runs at once."""
         if self.size == 1:
-            return Waiting(Result(x), x.shape)
+            return Ready(x)
         bounds = bounds or [rank * len(x) for rank in range(self.size + 1)]
         shape = (bounds[-1], *x.shape[1:])
         out = self.buffer.take(shape, x) if reuse else x.new_empty(shape)
         out[bounds[self.index] : bounds[self.index + 1]] = x
         result = self.comm.all_gather_shards(out.view(-1), self._flat(bounds, out), label)
-        return Waiting(result, shape)
+        return Then(result, lambda flat: flat.view(shape))
 
     def sum_scatter_rows(
         self, x: torch.Tensor, label: str, *, bounds: Sequence[int] | None = None
-    ) -> Waiting:
+    ) -> InFlight[torch.Tensor]:
         """This rank's part of the rows of the sum over ranks."""
         if self.size == 1:
-            return Waiting(Result(x), x.shape)
+            return Ready(x)
         if bounds is None:
             if len(x) % self.size:
                 raise ConfigError(
@@ -162,11 +149,12 @@ class TensorParallel:
             bounds = even_bounds(len(x), self.size)
         x = x.contiguous()
         result = self.comm.reduce_scatter(x.view(-1), self._flat(bounds, x), label)
-        return Waiting(result, (bounds[self.index + 1] - bounds[self.index], *x.shape[1:]))
+        shape = (bounds[self.index + 1] - bounds[self.index], *x.shape[1:])
+        return Then(result, lambda flat: flat.view(shape))
 
-    def sum_rows(self, x: torch.Tensor, label: str) -> Waiting:
+    def sum_rows(self, x: torch.Tensor, label: str) -> InFlight[torch.Tensor]:
         """The sum over ranks, the same bits on each."""
-        return Waiting(self.comm.all_reduce(x, label), x.shape)
+        return self.comm.all_reduce(x, label)
 
     @staticmethod
     def _flat(bounds: Sequence[int], rows: torch.Tensor) -> list[int]:

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from moeclipse.balance.placement import primary_bounds
-from moeclipse.comm.flight.exchange import RankSum, Result
+from moeclipse.comm.flight.in_flight import InFlight
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce.collectives import SMALL_BYTES, PeerUse, collectives
@@ -95,7 +95,7 @@ class Bucket:
         self.grads = torch.zeros(self.bounds[-1], dtype=wide_of(first.dtype), device=first.device)
         self.parameters = content.parameters
         self.missing: set[int] = set()
-        self._sum: Result | RankSum | None = None
+        self._sum: InFlight[torch.Tensor] | None = None
         offset = 0
         for parameter in content.parameters:
             view = slice(offset, offset + parameter.numel())
@@ -128,7 +128,7 @@ class Bucket:
         if weight.dtype != self.params.dtype:
             self.params[self.shard] = weight.to(self.params.dtype)
 
-    def publish(self) -> Result:
+    def publish(self) -> InFlight[torch.Tensor]:
         """Send this rank's shard of the parameters to the ranks that share them."""
         label = f"gather of parameters, bucket {self.name}"
         return self.wire.all_gather_shards(self.params, self.bounds, label)

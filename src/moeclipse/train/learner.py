@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from moeclipse.comm.flight.exchange import gather
+from moeclipse.comm.flight.exchange import gather_to_host
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import DivergedError
 from moeclipse.model.transformer import Transformer
@@ -146,7 +146,7 @@ class Learner:
             shards = [bucket.reduced() for bucket in self.buckets]
             mine = torch.stack([*sums.values(), self.optim.sum_of_squares(shards)])
             # Every rank adds all ranks' numbers in the same order, so all decide alike, to the bit.
-            rows = gather(mesh.grads, mesh.world, mine, "exchange of step results").to_host()
+            rows = gather_to_host(mesh.grads, mesh.world, mine, "exchange of step results").get()
             stats = [sum(column) for column in zip(*rows, strict=True)]
             shape = (self.num_moe_layers, self.config.moe.num_experts)
             load = StepLoad.of(self.numbered, shape, mesh, self.config.moe.expert_tp == "sharded")

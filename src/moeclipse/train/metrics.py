@@ -36,7 +36,7 @@ def split_of(stamps: StepStamps, mesh: Mesh, clock_s: float = 0.0) -> StepSplit:
 def transfers_of(stamps: StepStamps, mesh: Mesh, clock_s: float = 0.0) -> list[TransferInterval]:
     """All transfers of a step, with the moment when the last member of each launched it. Collective."""
     launches: dict[str, list[float]] = defaultdict(list)
-    for group_name, _, launched, _ in stamps.moves:
+    for group_name, _, launched, _ in stamps.transfers:
         launches[group_name].append(launched + clock_s)
     last: dict[str, list[float]] = {}
     for group in mesh.groups:
@@ -47,7 +47,7 @@ def transfers_of(stamps: StepStamps, mesh: Mesh, clock_s: float = 0.0) -> list[T
             last[group.name] = everyone.max(0).values.tolist()
     counted: dict[str, int] = defaultdict(int)
     transfers = []
-    for group_name, label, launched, done in stamps.moves:
+    for group_name, label, launched, done in stamps.transfers:
         if group_name not in last:  # between stages: who waits there waits for the other stage's compute
             transfers.append(TransferInterval(label=label, launched=launched, last_launched=done, done=done))
             continue

@@ -9,37 +9,20 @@ are built on it; on NCCL the native collectives are used.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from moeclipse.comm.flight.lane import Lane, Ticket
+from moeclipse.comm.flight.in_flight import InFlight, Ready, Then
+from moeclipse.comm.flight.lane import Lane, Transfer
 from moeclipse.comm.group import Group
 
 # Newer torch renames both and warns about the old names.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Result:
-    """A tensor that may be still on its way; `get` waits for it."""
-
-    def __init__(self, value: torch.Tensor, ticket: Ticket | None = None) -> None:
-        self._value, self._ticket = value, ticket
-
-    def get(self) -> torch.Tensor:
-        if self._ticket is not None:
-            self._ticket.wait()
-            self._ticket = None
-        return self._value
-
-    def to_host(self) -> list[Any]:
-        """As a nested list. The one place where the host waits for the device, so deadlines count here."""
-        if self._ticket is not None:
-            self._ticket.settle()
-        return self.get().tolist()
 
 
 def all_to_all(
@@ -50,10 +33,10 @@ def all_to_all(
     receive_counts: Sequence[int],
     label: str,
     out: torch.Tensor | None = None,
-) -> Result:
+) -> InFlight[torch.Tensor]:
     """Send `send_counts[p]` leading rows to each peer p, in order; receive likewise. Zeros are legal."""
     if group.size == 1:
-        return Result(rows if out is None else out.copy_(rows))
+        return Ready(rows if out is None else out.copy_(rows))
     rows = rows.contiguous()
     if out is None:
         out = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
@@ -63,13 +46,33 @@ def all_to_all(
             out, rows, list(receive_counts), list(send_counts), group=group.handle, async_op=True
         )
 
-    return Result(out, lane.launch(group, label, start, (out, rows)))
+    return lane.launch(group, label, start, out, rows)
 
 
-def gather(lane: Lane, group: Group, value: torch.Tensor, label: str) -> Result:
+def gather(lane: Lane, group: Group, value: torch.Tensor, label: str) -> InFlight[torch.Tensor]:
     """Every member's `value`, stacked in rank order: shape [P, *value.shape]."""
+    return Ready(value.unsqueeze(0)) if group.size == 1 else _gather(lane, group, value, label)
+
+
+def gather_to_host(lane: Lane, group: Group, value: torch.Tensor, label: str) -> InFlight[list[Any]]:
+    """As `gather`, as a nested list."""
     if group.size == 1:
-        return Result(value.unsqueeze(0))
+        return Then(Ready(value.unsqueeze(0)), torch.Tensor.tolist)
+    return OnHost(_gather(lane, group, value, label))
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """The one place where the host waits for the device, so deadlines count here."""
+
+    transfer: Transfer[torch.Tensor]
+
+    def get(self) -> list[Any]:
+        found: list[Any] = self.transfer.settle().tolist()
+        return found
+
+
+def _gather(lane: Lane, group: Group, value: torch.Tensor, label: str) -> Transfer[torch.Tensor]:
     out = value.new_empty((group.size, *value.shape))
     if group.backend == "gloo":
         sent = value.expand(group.size, *value.shape).contiguous()
@@ -82,40 +85,29 @@ def gather(lane: Lane, group: Group, value: torch.Tensor, label: str) -> Result:
         def start() -> Any:
             return ALL_GATHER(out, sent, group=group.handle, async_op=True)
 
-    return Result(out, lane.launch(group, label, start, (out, sent)))
+    return lane.launch(group, label, start, out, sent)
 
 
-class RankSum:
-    """A sum over ranks whose parts are on their way; `get` adds them in rank order."""
-
-    def __init__(self, parts: Result, num_parts: int) -> None:
-        self._parts, self._num_parts = parts, num_parts
-
-    def get(self) -> torch.Tensor:
-        parts = self._parts.get()
-        if self._num_parts == 1:
-            return parts
-        total, *others = parts.unflatten(0, (self._num_parts, -1))
-        total = total.clone()
-        for part in others:
-            total += part
-        return total
-
-    def parts(self) -> torch.Tensor:
-        """What each rank gave, in rank order; where the library has added up already there is one part."""
-        return self._parts.get().unflatten(0, (self._num_parts, -1))
+def sum_of_parts(parts: torch.Tensor) -> torch.Tensor:
+    """The sum over the first dimension, in the order of ranks."""
+    if len(parts) == 1:
+        return parts[0]
+    total, *others = parts
+    total = total.clone()
+    for part in others:
+        total += part
+    return total
 
 
-def total(lane: Lane, group: Group, value: torch.Tensor, label: str) -> RankSum:
+def total(lane: Lane, group: Group, value: torch.Tensor, label: str) -> InFlight[torch.Tensor]:
     """The sum of every member's `value`: the same bits on every rank."""
-    parts = gather(lane, group, value, label)
-    return RankSum(Result(parts._value.flatten(0, 1), parts._ticket), group.size)
+    return Then(gather(lane, group, value, label), sum_of_parts)
 
 
-def all_reduce(lane: Lane, group: Group, value: torch.Tensor, label: str) -> Result | RankSum:
+def all_reduce(lane: Lane, group: Group, value: torch.Tensor, label: str) -> InFlight[torch.Tensor]:
     """The sum of every member's `value`, the same bits on every rank; `value` may be overwritten."""
     if group.size == 1:
-        return Result(value)
+        return Ready(value)
     if group.backend != "nccl":
         return total(lane, group, value, label)
     value = value.contiguous()
@@ -123,16 +115,16 @@ def all_reduce(lane: Lane, group: Group, value: torch.Tensor, label: str) -> Res
     def start() -> Any:
         return dist.all_reduce(value, group=group.handle, async_op=True)
 
-    return Result(value, lane.launch(group, label, start, value))
+    return lane.launch(group, label, start, value)
 
 
 def reduce_scatter(
     lane: Lane, group: Group, flat: torch.Tensor, bounds: Sequence[int], label: str
-) -> RankSum:
+) -> InFlight[torch.Tensor]:
     """Sum `flat` over the group; member p gets elements bounds[p]:bounds[p+1]. Shards may be uneven."""
     sizes = [stop - start for start, stop in pairwise(bounds)]
     if group.size == 1:
-        return RankSum(Result(flat[bounds[0] : bounds[1]]), 1)
+        return Ready(flat[bounds[0] : bounds[1]])
     mine = sizes[group.index]
     if group.backend == "nccl" and len(set(sizes)) == 1:
         out = flat.new_empty(mine)
@@ -140,16 +132,17 @@ def reduce_scatter(
         def start() -> Any:
             return REDUCE_SCATTER(out, flat, group=group.handle, async_op=True)
 
-        return RankSum(Result(out, lane.launch(group, label, start, (out, flat))), 1)
-    return RankSum(all_to_all(lane, group, flat, sizes, [mine] * group.size, label), group.size)
+        return lane.launch(group, label, start, out, flat)
+    parts = all_to_all(lane, group, flat, sizes, [mine] * group.size, label)
+    return Then(parts, lambda arrived: sum_of_parts(arrived.view(group.size, mine)))
 
 
 def all_gather_shards(
     lane: Lane, group: Group, flat: torch.Tensor, bounds: Sequence[int], label: str
-) -> Result:
+) -> InFlight[torch.Tensor]:
     """Fill `flat` in place with every member's own shard of it."""
     if group.size == 1:
-        return Result(flat)
+        return Ready(flat)
     sizes = [stop - start for start, stop in pairwise(bounds)]
     mine = flat[bounds[group.index] : bounds[group.index + 1]]
     if group.backend == "nccl" and len(set(sizes)) == 1:
@@ -157,11 +150,11 @@ def all_gather_shards(
         def start_native() -> Any:
             return ALL_GATHER(flat, mine, group=group.handle, async_op=True)
 
-        return Result(flat, lane.launch(group, label, start_native, flat))
+        return lane.launch(group, label, start_native, flat)
     sent = mine.repeat(group.size)
 
     def start() -> Any:
         counts = [mine.numel()] * group.size
         return dist.all_to_all_single(flat, sent, sizes, counts, group=group.handle, async_op=True)
 
-    return Result(flat, lane.launch(group, label, start, (flat, sent)))
+    return lane.launch(group, label, start, flat, sent)

@@ -3,44 +3,29 @@
     transfer   launched at once on its lane; what it needs stands before it on the lanes it depends on
     compute    first waits for the transfers among its deps, then runs
 
-The caller says what an op does: `run(op)` returns a transfer under way, or None for compute. On CUDA
+The caller says what an op does: `run(op)` returns what is in flight, or None for compute. On CUDA
 nothing here blocks the host: a wait orders streams. Nothing runs that the verifier has not seen, so the
 order that was proved free of deadlock, and simulated, is the order that runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
+from moeclipse.comm.flight.in_flight import InFlight
 from moeclipse.schedule.check import Verified
 from moeclipse.schedule.op import Op
-
-
-class Transfer(Protocol):
-    def get(self) -> Any:
-        """Wait until what follows may use the result."""
-
-
-class Together:
-    """Transfers that were launched one after the other and are waited for as one."""
-
-    def __init__(self, transfers: Iterable[Transfer | None]) -> None:
-        self._transfers = [transfer for transfer in transfers if transfer is not None]
-
-    def get(self) -> None:
-        for transfer in self._transfers:
-            transfer.get()
 
 
 class Execution:
     """One rank's part of a program, run in pieces where something else runs in between."""
 
-    def __init__(self, verified: Verified, rank: int, run: Callable[[Op], Transfer | None]) -> None:
+    def __init__(self, verified: Verified, rank: int, run: Callable[[Op], InFlight[Any] | None]) -> None:
         self.program, self.rank = verified.program, rank
         self.ops = self.program.ranks[rank]
         self._run = run
-        self._under_way: list[Transfer | None] = []
+        self._under_way: list[InFlight[Any] | None] = []
 
     def advance(self, stop: int | None = None) -> None:
         """Run ops up to position `stop`, or to the end."""
@@ -65,7 +50,7 @@ class Execution:
             transfer.get()
 
 
-def execute(verified: Verified, rank: int, run: Callable[[Op], Transfer | None]) -> None:
+def execute(verified: Verified, rank: int, run: Callable[[Op], InFlight[Any] | None]) -> None:
     """Run `rank`'s ops; when this returns, every transfer has been waited for."""
     execution = Execution(verified, rank, run)
     execution.advance()

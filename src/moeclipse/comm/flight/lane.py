@@ -1,14 +1,14 @@
 """A lane: a FIFO of communication that runs beside compute.
 
-    ticket = lane.launch(group, "dispatch rows, layer 3", lambda: dist.all_to_all_single(..., async_op=True))
+    rows = lane.launch(group, "dispatch rows, layer 3", lambda: dist.all_to_all_single(out, ...), out)
     ...                  # compute that does not need the result
-    ticket.wait()        # from here on the result may be used
+    rows.get()           # from here on `out` may be used
 
 On CUDA a lane is a stream: the transfer starts after everything the current stream holds at launch,
-and `wait` orders the current stream behind it without blocking the host. On CPU the transfer runs on
-gloo's own threads and `wait` blocks. Order comes from events alone, never from a driver setting.
+and `get` orders the current stream behind it without blocking the host. On CPU the transfer runs on
+gloo's own threads and `get` blocks. Order comes from events alone, never from a driver setting.
 
-A ticket keeps its tensors alive until it is waited for; every ticket must be waited for.
+A transfer keeps its tensors alive until it is waited for; every transfer must be waited for.
 """
 
 from __future__ import annotations
@@ -16,50 +16,60 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from moeclipse.comm.failure import Watch
-from moeclipse.comm.flight.record import Move, Recorder
+from moeclipse.comm.flight.record import Recorder, TransferStamps
 from moeclipse.comm.group import Group
 
+T = TypeVar("T")
 SPIN_S = 2e-3  # how long the host spins for a result before it lets others have the core
 
 
-class Ticket:
-    """A transfer under way."""
+class Transfer(Generic[T]):
+    """A transfer under way, an `InFlight`: what it brings, and what it needs until it is done."""
 
-    def __init__(self, lane: Lane, group: Group, label: str, move: Move, tensors: Any) -> None:
-        self._lane, self._group, self._label, self._move = lane, group, label, move
-        self._tensors = tensors
+    def __init__(
+        self, lane: Lane, group: Group, label: str, stamps: TransferStamps, value: T, keep: Any
+    ) -> None:
+        self._lane, self._group, self._label, self._stamps = lane, group, label, stamps
+        self._value, self._keep = value, keep
         self._work: Any = None
         self._event: torch.cuda.Event | None = None
         self._waited = False
 
-    def wait(self, patience_s: float | None = None) -> None:
-        """Let what follows use the result. `patience_s` replaces the deadline where peers may be slow."""
-        if self._waited:
-            return
+    def get(self) -> T:
+        """Let what follows use the result."""
+        if not self._waited:
+            self._wait(None)
+        return self._value
+
+    def settle(self, patience_s: float | None = None) -> T:
+        """Wait on the host until the result is there. `patience_s` replaces the deadline where peers may
+        be slow."""
+        if not self._waited:
+            self._wait(patience_s)
+        if self._event is not None:
+            self._poll(self._event, patience_s)
+        return self._value
+
+    def _wait(self, patience_s: float | None) -> None:
         self._waited = True
-        recorder = self._lane.recorder
-        with recorder.waiting():
+        with self._lane.recorder.waiting():
             if self._event is not None:
                 torch.cuda.current_stream().wait_event(self._event)
             else:
                 self._block(patience_s)
-        if self._move.done is None:
-            self._move.done = time.perf_counter_ns()
-        self._tensors = None
+        if self._stamps.done is None:
+            self._stamps.done = time.perf_counter_ns()
+        self._keep = self._work = None  # a Work may hold tensors, too
 
-    def settle(self, patience_s: float | None = None) -> None:
-        """Wait on the host until the result is there, no longer than the deadline."""
-        self.wait(patience_s)
-        if self._event is None:
-            return
+    def _poll(self, event: torch.cuda.Event, patience_s: float | None) -> None:
         begun = time.monotonic()
         watch = self._lane.watch
-        while not self._event.query():
+        while not event.query():
             waited = time.monotonic() - begun
             if waited > (patience_s or watch.deadline_s):
                 raise watch.explain(self._label, self._group.ranks, TimeoutError("timed out"))
@@ -85,46 +95,50 @@ class Lane:
         group: Group,
         label: str,
         start: Callable[[], Any],
-        tensors: Any = None,
+        value: T,
+        keep: Any = None,
         *,
         on_stream: bool = False,
-    ) -> Ticket:
-        """Start a transfer; `start` returns the Work of an asynchronous collective.
+    ) -> Transfer[T]:
+        """Start a transfer that brings `value`; `start` returns the Work of an asynchronous collective.
 
-        `on_stream`: it enqueues its work on the current stream, whatever library the group belongs to.
+        `keep`: what it reads, kept until it is waited for. `on_stream`: it enqueues its work on the current
+        stream, whatever library the group belongs to.
         """
         if self.device.type == "cuda" and (on_stream or group.backend == "nccl"):
-            return self._launch_on_stream(group, label, start, tensors)
-        move = self.recorder.launch(group.name, label)
-        ticket = Ticket(self, group, label, move, tensors)
+            return self._launch_on_stream(group, label, start, value, keep)
+        stamps = self.recorder.launch(group.name, label)
+        transfer = Transfer(self, group, label, stamps, value, keep)
         try:
-            ticket._work = start()
+            transfer._work = start()
         except RuntimeError as error:
             raise self.watch.explain(label, group.ranks, error) from None
         if self.recorder.active and not self.recorder.cuda:
-            _stamp_when_done(ticket._work, move)
-        return ticket
+            _stamp_when_done(transfer._work, stamps)
+        return transfer
 
-    def _launch_on_stream(self, group: Group, label: str, start: Callable[[], Any], tensors: Any) -> Ticket:
+    def _launch_on_stream(
+        self, group: Group, label: str, start: Callable[[], Any], value: T, keep: Any
+    ) -> Transfer[T]:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            move = self.recorder.launch(group.name, label)
-            ticket = Ticket(self, group, label, move, tensors)
+            stamps = self.recorder.launch(group.name, label)
+            transfer = Transfer(self, group, label, stamps, value, keep)
             start().wait()  # orders this stream behind the library's own; the host goes on
-            move.done = self.recorder.stamp()
-            ticket._event = torch.cuda.Event()
-            ticket._event.record()
-        return ticket
+            stamps.done = self.recorder.stamp()
+            transfer._event = torch.cuda.Event()
+            transfer._event.record()
+        return transfer
 
 
-def _stamp_when_done(work: Any, move: Move) -> None:
+def _stamp_when_done(work: Any, stamps: TransferStamps) -> None:
     """Gloo finishes on its own thread: stamp there, because nobody may be waiting yet."""
 
     def done(_: Any) -> None:
-        if move.done is None:
-            move.done = time.perf_counter_ns()
+        if stamps.done is None:
+            stamps.done = time.perf_counter_ns()
 
     try:
         future = work.get_future()

@@ -19,8 +19,8 @@ Stamp = Any  # int nanoseconds on CPU, torch.cuda.Event on CUDA
 
 
 @dataclass(kw_only=True)
-class Move:
-    """A transfer in flight: `group` names the axis, so that its members can match their k-th moves."""
+class TransferStamps:
+    """Of one transfer: `group` names the axis, so that its members can match their k-th transfers."""
 
     group: str
     label: str
@@ -31,12 +31,12 @@ class Move:
 
 @dataclass(kw_only=True)
 class StepStamps:
-    """All of one step in seconds; moves keep the order in which this rank launched them."""
+    """All of one step in seconds; transfers keep the order in which this rank launched them."""
 
     window: tuple[float, float]
     compute: list[tuple[float, float]]
     waits: list[tuple[float, float]]
-    moves: list[tuple[str, str, float, float]] = field(default_factory=list)
+    transfers: list[tuple[str, str, float, float]] = field(default_factory=list)
     """(group, label, launched, done)"""
 
 
@@ -49,7 +49,7 @@ class Recorder:
         self._origin: tuple[int, Stamp] = (0, None)
         self._compute: list[tuple[Stamp, Stamp]] = []
         self._waits: list[tuple[Stamp, Stamp]] = []
-        self._moves: list[Move] = []
+        self._transfers: list[TransferStamps] = []
 
     def stamp(self) -> Stamp:
         if not self.cuda:
@@ -62,7 +62,7 @@ class Recorder:
         if self.cuda:
             torch.cuda.synchronize()
         self._origin = (time.perf_counter_ns(), self.stamp())
-        self._compute, self._waits, self._moves = [], [], []
+        self._compute, self._waits, self._transfers = [], [], []
         self.active = True
 
     @contextmanager
@@ -79,27 +79,27 @@ class Recorder:
         if self.active and begun is not None:
             self._waits.append((begun, self.stamp()))
 
-    def launch(self, group: str, label: str) -> Move:
-        move = Move(group=group, label=label, launched=time.perf_counter_ns(), begun=self.stamp())
+    def launch(self, group: str, label: str) -> TransferStamps:
+        now = time.perf_counter_ns()
+        stamps = TransferStamps(group=group, label=label, launched=now, begun=self.stamp())
         if self.active:
-            self._moves.append(move)
-        return move
+            self._transfers.append(stamps)
+        return stamps
 
     def end_step(self) -> StepStamps:
         self.active = False
         end = self.stamp()
         if self.cuda:
             torch.cuda.synchronize()
-        moves = []
-        for move in self._moves:
-            begun = self._seconds(move.begun)
-            done = self._seconds(move.done) if move.done is not None else self._seconds(end)
-            moves.append((move.group, move.label, begun, done))
+        transfers = []
+        for one in self._transfers:
+            done = one.done if one.done is not None else end
+            transfers.append((one.group, one.label, self._seconds(one.begun), self._seconds(done)))
         return StepStamps(
             window=(self._origin[0] * 1e-9, self._seconds(end)),
             compute=[(self._seconds(a), self._seconds(b)) for a, b in self._compute],
             waits=[(self._seconds(a), self._seconds(b)) for a, b in self._waits],
-            moves=moves,
+            transfers=transfers,
         )
 
     def _seconds(self, stamp: Stamp) -> float:

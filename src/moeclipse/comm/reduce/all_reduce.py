@@ -34,9 +34,10 @@ import torch
 
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.group import Group
+from moeclipse.comm.reduce.begun import BegunReduction
+from moeclipse.comm.reduce.flat import flat_of, is_plain, same_kind, shaped
 from moeclipse.comm.reduce.on_device import CudaReducer, overlap
 from moeclipse.comm.reduce.on_host import CpuReducer
-from moeclipse.comm.reduce.pending import Pending, flat_of, is_plain, same_kind, shaped
 from moeclipse.comm.reduce.plain import all_reduce_plain, obstacle_of
 from moeclipse.comm.reduce.reducer import PlanKey, Planned, Reducer, run_out
 from moeclipse.comm.reduce.table import DEFAULT_FILE, MAX_RANKS, Algorithm, algorithm_for, algorithm_from
@@ -65,7 +66,7 @@ class PeerAllReduce:
         self._watch, self._reducer, self.obstacle = watch, reducer, obstacle
         self._busy = threading.Lock()
         self._broken: str | None = None
-        self._open: Pending | None = None
+        self._open: BegunReduction | None = None
         self._plans: dict[PlanKey, Planned] = {}
         self._capturing = False
 
@@ -222,7 +223,7 @@ class PeerAllReduce:
             self._busy.release()
         return into
 
-    def begin_all_reduce(self, x: torch.Tensor, *, label: str = "all-reduce") -> Pending:
+    def begin_all_reduce(self, x: torch.Tensor, *, label: str = "all-reduce") -> BegunReduction:
         """The sum over ranks, in a new tensor. For tensors that `should_use` is true of, on the CPU."""
         x = x.detach()
         flat, out = x.contiguous().view(-1), x.new_empty(x.shape)
@@ -232,7 +233,7 @@ class PeerAllReduce:
 
     def begin_reduce_scatter(
         self, flat: torch.Tensor, bounds: Sequence[int], *, label: str = "reduce-scatter"
-    ) -> Pending:
+    ) -> BegunReduction:
         """This rank's part of the sum over ranks of a flat tensor; as `begin_all_reduce`."""
         bounds = checked_bounds(bounds, flat.numel(), self.group.size)
         out = flat.new_empty(bounds[self.group.index + 1] - bounds[self.group.index])
@@ -240,7 +241,7 @@ class PeerAllReduce:
 
     def begin_all_gather(
         self, flat: torch.Tensor, bounds: Sequence[int], *, label: str = "all-gather"
-    ) -> Pending:
+    ) -> BegunReduction:
         """All ranks' shards of a flat tensor, in place; as `begin_all_reduce`."""
         bounds = checked_bounds(bounds, flat.numel(), self.group.size)
         shard = flat.detach()[bounds[self.group.index] : bounds[self.group.index + 1]]
@@ -346,17 +347,19 @@ class PeerAllReduce:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _begin(self, call: Callable[[Reducer], Iterator[None]], out: torch.Tensor, length: int) -> Pending:
+    def _begin(
+        self, call: Callable[[Reducer], Iterator[None]], out: torch.Tensor, length: int
+    ) -> BegunReduction:
         if self._reducer is None or self._reducer.asynchronous:
             raise ConfigError("begin_* is for peer memory on the CPU; on a device every call is asynchronous")
 
         def complete() -> None:
             self._run(lambda _: None)
 
-        def begin(reducer: Reducer) -> Pending:
-            pending = Pending(call(reducer) if length else None, out, complete, lambda: reducer.arrived)
-            self._open = pending if pending.advance() else None
-            return pending
+        def begin(reducer: Reducer) -> BegunReduction:
+            begun = BegunReduction(call(reducer) if length else None, out, complete, lambda: reducer.arrived)
+            self._open = begun if begun.advance() else None
+            return begun
 
         return self._run(begin)
 

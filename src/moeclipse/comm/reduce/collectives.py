@@ -20,19 +20,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
 
 from moeclipse.comm.flight import exchange
-from moeclipse.comm.flight.exchange import RankSum, Result
+from moeclipse.comm.flight.in_flight import Awaited, InFlight, Then
 from moeclipse.comm.flight.lane import Lane
-from moeclipse.comm.flight.promise import Done
-from moeclipse.comm.flight.record import Move
+from moeclipse.comm.flight.record import TransferStamps
+from moeclipse.comm.flight.work import CompletedWork
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce.all_reduce import AREA_BYTES, PeerAllReduce
-from moeclipse.comm.reduce.pending import Pending
+from moeclipse.comm.reduce.begun import BegunReduction
 from moeclipse.core.errors import ConfigError
 
 PeerUse = Literal["auto", "on", "off"]
@@ -46,19 +47,21 @@ class Collectives:
     def __init__(self, lane: Lane, group: Group) -> None:
         self.lane, self.group = lane, group
 
-    def gather(self, value: torch.Tensor, label: str) -> Result:
+    def gather(self, value: torch.Tensor, label: str) -> InFlight[torch.Tensor]:
         """Every member's `value`, stacked in rank order: shape [P, *value.shape]."""
         return exchange.gather(self.lane, self.group, value, label)
 
-    def all_reduce(self, value: torch.Tensor, label: str) -> Result | RankSum:
+    def all_reduce(self, value: torch.Tensor, label: str) -> InFlight[torch.Tensor]:
         """The sum of every member's `value`, which may be overwritten."""
         return exchange.all_reduce(self.lane, self.group, value, label)
 
-    def reduce_scatter(self, flat: torch.Tensor, bounds: Sequence[int], label: str) -> Result | RankSum:
+    def reduce_scatter(self, flat: torch.Tensor, bounds: Sequence[int], label: str) -> InFlight[torch.Tensor]:
         """Sum `flat` over the group; member p gets elements bounds[p]:bounds[p+1]."""
         return exchange.reduce_scatter(self.lane, self.group, flat, bounds, label)
 
-    def all_gather_shards(self, flat: torch.Tensor, bounds: Sequence[int], label: str) -> Result:
+    def all_gather_shards(
+        self, flat: torch.Tensor, bounds: Sequence[int], label: str
+    ) -> InFlight[torch.Tensor]:
         """Fill `flat` in place with every member's own shard of it."""
         return exchange.all_gather_shards(self.lane, self.group, flat, bounds, label)
 
@@ -69,22 +72,22 @@ class PeerCollectives(Collectives):
     def __init__(self, lane: Lane, reduce: PeerAllReduce, max_bytes: int | None = None) -> None:
         super().__init__(lane, reduce.group)
         self.reduce, self.max_bytes = reduce, max_bytes
-        self._last: Read | None = None
+        self._last: InFlight[torch.Tensor] | None = None
 
     def applies(self, x: torch.Tensor) -> bool:
         if self.max_bytes is not None and x.nbytes > self.max_bytes:
             return False
         return x.numel() > 0 and bool(self.reduce.should_use(x))
 
-    def gather(self, value: torch.Tensor, label: str) -> Result:
+    def gather(self, value: torch.Tensor, label: str) -> InFlight[torch.Tensor]:
         out = value.new_empty((self.group.size, *value.shape))
         if not self.applies(out):
             return super().gather(value, label)
         out[self.group.index] = value
         bounds = [rank * value.numel() for rank in range(self.group.size + 1)]
-        return _viewed(self.all_gather_shards(out.view(-1), bounds, label), out)
+        return Then(self.all_gather_shards(out.view(-1), bounds, label), lambda _: out)
 
-    def all_reduce(self, value: torch.Tensor, label: str) -> Result | RankSum:
+    def all_reduce(self, value: torch.Tensor, label: str) -> InFlight[torch.Tensor]:
         if not self.applies(value):
             return super().all_reduce(value, label)
         if self.lane.device.type == "cpu":
@@ -92,7 +95,7 @@ class PeerCollectives(Collectives):
         value = value.contiguous()
         return self._on_stream(label, value, lambda: self.reduce.all_reduce(value, out=value, label=label))
 
-    def reduce_scatter(self, flat: torch.Tensor, bounds: Sequence[int], label: str) -> Result | RankSum:
+    def reduce_scatter(self, flat: torch.Tensor, bounds: Sequence[int], label: str) -> InFlight[torch.Tensor]:
         if not self.applies(flat):
             return super().reduce_scatter(flat, bounds, label)
         if self.lane.device.type == "cpu":
@@ -104,7 +107,9 @@ class PeerCollectives(Collectives):
 
         return self._on_stream(label, out, start, flat)
 
-    def all_gather_shards(self, flat: torch.Tensor, bounds: Sequence[int], label: str) -> Result:
+    def all_gather_shards(
+        self, flat: torch.Tensor, bounds: Sequence[int], label: str
+    ) -> InFlight[torch.Tensor]:
         if not self.applies(flat):
             return super().all_gather_shards(flat, bounds, label)
         if self.lane.device.type == "cpu":
@@ -116,51 +121,32 @@ class PeerCollectives(Collectives):
 
         return self._on_stream(label, flat, start)
 
-    def _begin(self, label: str, begin: Callable[[], Pending]) -> Result:
+    def _begin(self, label: str, begin: Callable[[], BegunReduction]) -> InFlight[torch.Tensor]:
         if self._last is not None:
             self._last.get()  # one is open at a time; this way its waiting is recorded as its own
-        move = self.lane.recorder.launch(self.group.name, label)
-        self._last = Read(self.lane, move, begin())
+        stamps = self.lane.recorder.launch(self.group.name, label)
+        begun = begin()
+        self._last = Awaited(begun.value, partial(self._read, begun, stamps))
         return self._last
+
+    def _read(self, begun: BegunReduction, stamps: TransferStamps) -> None:
+        """From peers' memory, now that it is wanted."""
+        if begun.ready:
+            begun.get()
+            stamps.done = stamps.begun
+        else:
+            with self.lane.recorder.waiting():
+                begun.get()
+            stamps.done = time.perf_counter_ns()
 
     def _on_stream(
         self, label: str, out: torch.Tensor, run: Callable[[], object], *keep: torch.Tensor
-    ) -> Result:
-        def start() -> Done:
+    ) -> InFlight[torch.Tensor]:
+        def start() -> CompletedWork:
             run()
-            return Done()
+            return CompletedWork()
 
-        return Result(out, self.lane.launch(self.group, label, start, (out, *keep), on_stream=True))
-
-
-class Read(Result):
-    """A result that is read from peers' memory when it is wanted."""
-
-    def __init__(self, lane: Lane, move: Move, pending: Pending) -> None:
-        super().__init__(pending._value)
-        self._lane, self._move, self._pending = lane, move, pending
-        self._taken = False
-
-    def get(self) -> torch.Tensor:
-        if self._taken:
-            return self._value
-        if self._pending.ready:
-            self._pending.get()
-            self._move.done = self._move.begun
-        else:
-            with self._lane.recorder.waiting():
-                self._pending.get()
-            self._move.done = time.perf_counter_ns()
-        self._taken = True
-        return self._value
-
-
-def _viewed(flat: Result, out: torch.Tensor) -> Result:
-    """The same transfer, in the shape of `out`, whose memory it fills."""
-    if isinstance(flat, Read):
-        flat._value = out
-        return flat
-    return Result(out, flat._ticket)
+        return self.lane.launch(self.group, label, start, out, keep, on_stream=True)
 
 
 def collectives(

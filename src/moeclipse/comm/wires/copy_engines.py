@@ -1,9 +1,9 @@
 """All-to-all of rows by copy engines, through pinned memory of the host or through the memory of peers.
 
     transport = pinned(mesh, mesh.experts)                 # collective; kept by the mesh
-    result = transport.all_to_all(rows, send_counts, receive_counts, label)
+    arriving = transport.all_to_all(rows, send_counts, receive_counts, label)
     ...                                                    # compute; no processor of the device is taken
-    rows = result.get()                                    # orders the current stream; the host goes on
+    rows = arriving.get()                                   # orders the current stream; the host goes on
 
 For devices that cannot read each other's memory, and for several ranks that share one device and rehearse a
 network: every row crosses the bus to the host and back (two ranks on an H200: 17 GB/s out and in at once).
@@ -35,14 +35,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
 
-from moeclipse.comm.flight.exchange import Result
+from moeclipse.comm.flight.in_flight import Awaited, InFlight
 from moeclipse.comm.flight.lane import Lane
-from moeclipse.comm.flight.record import Move
+from moeclipse.comm.flight.record import TransferStamps
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.shared.device import CudaMemory
@@ -118,13 +119,13 @@ class Slots:
         there = CudaMemory.open(group, mesh.watch, mesh.device, total) if on_device else None
         return cls(memory, there, group, slot_bytes, slots)
 
-    def flow(self, sender: int, receiver: int, peer: int) -> Flow:
+    def flow(self, sender: int, receiver: int, peer: int) -> SlotFlow:
         word, size = 2 * (sender * self.num_ranks + receiver), self.slots * self.slot_bytes
         ring = self.buffers[sender][receiver * size : (receiver + 1) * size].view(self.slots, -1)
-        return Flow(ring, word, word + 1, peer)
+        return SlotFlow(ring, word, word + 1, peer)
 
 
-class Flow:
+class SlotFlow:
     """One direction of one pair, as one of its ends sees it."""
 
     def __init__(self, ring: torch.Tensor, written: int, taken: int, peer: int) -> None:
@@ -137,29 +138,11 @@ class Flow:
         return slot
 
 
-class PinnedResult(Result):
-    def __init__(self, value: torch.Tensor, journey: Journey, owner: PinnedTransport) -> None:
-        super().__init__(value)
-        self._journey: Journey | None = journey
-        self._owner = owner
-
-    def get(self) -> torch.Tensor:
-        if self._journey is not None:
-            journey, self._journey = self._journey, None
-            self._owner._arrive(journey)
-        return self._value
-
-    def to_host(self) -> list[object]:
-        numbers: list[object] = self.get().tolist()
-        self._owner.check()
-        return numbers
-
-
-class Journey:
+class CopyTransfer:
     """One exchange under way; keeps its tensors alive."""
 
-    def __init__(self, label: str, move: Move, tensors: tuple[torch.Tensor, ...]) -> None:
-        self.label, self.move, self.tensors = label, move, tensors
+    def __init__(self, label: str, stamps: TransferStamps, tensors: tuple[torch.Tensor, ...]) -> None:
+        self.label, self.stamps, self.tensors = label, stamps, tensors
         self.begun = time.monotonic()
         self.marks: list[Mark] = []
 
@@ -178,7 +161,7 @@ class PinnedTransport:
         others = [(me + step) % n for step in range(1, n)]
         self._sends = {peer: slots.flow(me, peer, peer) for peer in others}
         self._receives = {peer: slots.flow(peer, me, peer) for peer in reversed(others)}
-        self._under_way: deque[Journey] = deque()
+        self._under_way: deque[CopyTransfer] = deque()
         self._failure: CommError | None = None
         self._closed = threading.Event()
         self._out, self._in = self._streams(driver)
@@ -215,13 +198,13 @@ class PinnedTransport:
         receive_counts: Sequence[int],
         label: str,
         out: torch.Tensor | None = None,
-    ) -> Result:
+    ) -> InFlight[torch.Tensor]:
         self.check()
         _, receive_ends = checked_ends(len(rows), send_counts, receive_counts, self.group)
         rows = rows.detach().contiguous()
         out = room_for(rows, receive_ends[-1], out)
         self._forget_done()
-        journey = Journey(label, self.lane.recorder.launch(self.group.name, label), (rows, out))
+        transfer = CopyTransfer(label, self.lane.recorder.launch(self.group.name, label), (rows, out))
         row_bytes = rows.dtype.itemsize * math.prod(rows.shape[1:])
         sources, targets = _parts(rows, send_counts, row_bytes), _parts(out, receive_counts, row_bytes)
         self._out.begin()
@@ -236,14 +219,14 @@ class PinnedTransport:
                 self._send(flow, sources[peer][first : first + size], label)
             for peer, flow in self._receives.items():
                 self._receive(flow, targets[peer][first : first + size], label)
-        journey.marks = [self._out.mark(), self._in.mark()]
+        transfer.marks = [self._out.mark(), self._in.mark()]
         if isinstance(self._in, DriverStream) and self.lane.recorder.active:
             with torch.cuda.stream(self._in.stream):
-                journey.move.done = self.lane.recorder.stamp()
-        self._under_way.append(journey)
-        return PinnedResult(out, journey, self)
+                transfer.stamps.done = self.lane.recorder.stamp()
+        self._under_way.append(transfer)
+        return Awaited(out, partial(self._arrive, transfer))
 
-    def _send(self, flow: Flow, part: torch.Tensor, label: str) -> None:
+    def _send(self, flow: SlotFlow, part: torch.Tensor, label: str) -> None:
         if part.numel():
             slot = flow.next(part.numel())
             if flow.count > self._slots.slots:
@@ -251,7 +234,7 @@ class PinnedTransport:
             self._out.copy(slot, part)
             self._out.write(flow.written, flow.count)
 
-    def _receive(self, flow: Flow, part: torch.Tensor, label: str) -> None:
+    def _receive(self, flow: SlotFlow, part: torch.Tensor, label: str) -> None:
         if part.numel():
             slot = flow.next(part.numel())
             self._in.wait(flow.written, flow.count, flow.peer, label)
@@ -272,15 +255,15 @@ class PinnedTransport:
             self._out.close()
             self._in.close()
 
-    def _arrive(self, journey: Journey) -> None:
+    def _arrive(self, transfer: CopyTransfer) -> None:
         recorder = self.lane.recorder
         with recorder.waiting():
-            for mark in journey.marks:
+            for mark in transfer.marks:
                 mark.wait()
-        journey.tensors = ()  # whatever uses their memory next comes behind the marks
+        transfer.tensors = ()  # whatever uses their memory next comes behind the marks
         self.check()
-        if journey.move.done is None:
-            journey.move.done = recorder.stamp()
+        if transfer.stamps.done is None:
+            transfer.stamps.done = recorder.stamp()
         self._forget_done()
 
     def _forget_done(self) -> None:
@@ -294,7 +277,7 @@ class PinnedTransport:
         peers, deadline_s = self._signals.peers, self.lane.watch.deadline_s
         ended_at: float | None = None
         while not self._closed.wait(LOOK_S):
-            oldest = next((journey for journey in list(self._under_way) if not journey.done()), None)
+            oldest = next((transfer for transfer in list(self._under_way) if not transfer.done()), None)
             if oldest is None:
                 continue
             now, late = time.monotonic(), self._late()

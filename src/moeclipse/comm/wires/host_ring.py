@@ -26,6 +26,7 @@ import time
 from collections.abc import Sequence
 from ctypes import memmove
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -33,13 +34,13 @@ import torch
 
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.flight import exchange
-from moeclipse.comm.flight.exchange import Result
+from moeclipse.comm.flight.in_flight import Awaited, InFlight
 from moeclipse.comm.flight.lane import Lane
-from moeclipse.comm.flight.record import Move
+from moeclipse.comm.flight.record import TransferStamps
 from moeclipse.comm.group import Group
 from moeclipse.comm.shared.arena import Arena
 from moeclipse.comm.shared.host import FOLDER, PAGE, NoPeerMemoryError, PeerMemory, Use
-from moeclipse.comm.wires.ring import MAX_PLACE, WORDS_PER_FLOW, Flow, Place, Receiver, Sender
+from moeclipse.comm.wires.ring import MAX_PLACE, WORDS_PER_FLOW, Flow, Receiver, RingPlace, Sender
 from moeclipse.core.errors import CommError, ConfigError
 
 BUFFER_BYTES = 8 << 20  # of each rank, divided into one ring per peer
@@ -48,26 +49,13 @@ IN_ARENA_FROM = 128 << 10  # bytes of a result; smaller ones are copied in less 
 NAP_S = 0.001
 
 
-class PeerResult(Result):
-    """Rows that may still be in the rings; `get` completes them."""
-
-    def __init__(self, value: torch.Tensor, transfer: Transfer, owner: PeerExchange) -> None:
-        super().__init__(value)
-        self._transfer: Transfer | None = transfer
-        self._owner = owner
-
-    def get(self) -> torch.Tensor:
-        if self._transfer is not None:
-            self._owner._complete(self._transfer)
-            self._transfer = None
-        return self._value
-
-
-class Transfer:
+class RingTransfer:
     """One exchange of one rank: how many bytes are still to be sent and received. Keeps its tensors alive."""
 
-    def __init__(self, lane: Lane, label: str, move: Move | None, tensors: tuple[torch.Tensor, ...]) -> None:
-        self.lane, self.label, self.move, self.tensors = lane, label, move, tensors
+    def __init__(
+        self, lane: Lane, label: str, stamps: TransferStamps | None, tensors: tuple[torch.Tensor, ...]
+    ) -> None:
+        self.lane, self.label, self.stamps, self.tensors = lane, label, stamps, tensors
         self.open_bytes = 0
 
 
@@ -95,10 +83,10 @@ class PeerExchange:
         self._signals = memory.signals
         n, me = group.size, group.index
 
-        def place(sender: int, receiver: int) -> Place:
+        def place(sender: int, receiver: int) -> RingPlace:
             ring = memory.view(sender, torch.uint8, receiver * ring_bytes, ring_bytes).data_ptr()
             buffer = memory.view(receiver, torch.uint8, 0, 1).data_ptr()
-            return Place(ring, ring_bytes, WORDS_PER_FLOW * (sender * n + receiver), buffer)
+            return RingPlace(ring, ring_bytes, WORDS_PER_FLOW * (sender * n + receiver), buffer)
 
         if arena_bytes:
             first = memory.num_bytes - arena_bytes
@@ -163,7 +151,7 @@ class PeerExchange:
         receive_counts: Sequence[int],
         label: str,
         out: torch.Tensor | None = None,
-    ) -> Result:
+    ) -> InFlight[torch.Tensor]:
         """Send `send_counts[p]` leading rows to each peer p, in order; receive likewise. Zeros are legal."""
         if group is not self.group and group.ranks != self.group.ranks:
             raise ConfigError(f"this exchange serves ranks {self.group.ranks}, not {group.ranks}")
@@ -178,13 +166,17 @@ class PeerExchange:
         with self._lock:
             self._check_usable()
             out, place = self._room_for(rows, row_bytes, receive_ends[-1], out)
-            move = recorder.launch(group.name, label) if recorder.active else None
-            transfer = Transfer(lane, label, move, (rows, out))
+            stamps = recorder.launch(group.name, label) if recorder.active else None
+            transfer = RingTransfer(lane, label, stamps, (rows, out))
             self._launch(transfer, row_bytes, place, (send_ends, receive_ends))
-        return PeerResult(out, transfer, self)
+        return Awaited(out, partial(self._complete, transfer))
 
     def _launch(
-        self, transfer: Transfer, row_bytes: int, place: int | None, ends: tuple[Sequence[int], Sequence[int]]
+        self,
+        transfer: RingTransfer,
+        row_bytes: int,
+        place: int | None,
+        ends: tuple[Sequence[int], Sequence[int]],
     ) -> None:
         (rows, out), (send, receive), me = transfer.tensors, ends, self.group.index
         source, target = rows.data_ptr(), out.data_ptr()
@@ -204,7 +196,7 @@ class PeerExchange:
         for incoming in self._receives:
             incoming.move()  # of earlier exchanges, too: it makes room for their senders
 
-    def _send(self, transfer: Transfer, source: int, row_bytes: int, ends: Sequence[int]) -> None:
+    def _send(self, transfer: RingTransfer, source: int, row_bytes: int, ends: Sequence[int]) -> None:
         for outgoing in self._sends:
             first = ends[outgoing.peer]
             count = row_bytes * (ends[outgoing.peer + 1] - first)
@@ -244,7 +236,7 @@ class PeerExchange:
         if self._broken is not None:
             raise CommError(f"this exchange cannot be used any more: {self._broken}; open a new one")
 
-    def _complete(self, transfer: Transfer) -> None:
+    def _complete(self, transfer: RingTransfer) -> None:
         """Take what is there, as work of this rank; only what must be waited for is communication."""
         waits = False
         if transfer.open_bytes:
@@ -258,12 +250,12 @@ class PeerExchange:
                 except BaseException as error:
                     self._broken = str(error) or type(error).__name__
                     raise
-        move = transfer.move
-        if move is not None and move.done is None:
-            move.done = time.perf_counter_ns() if waits else move.begun
+        stamps = transfer.stamps
+        if stamps is not None and stamps.done is None:
+            stamps.done = time.perf_counter_ns() if waits else stamps.begun
         transfer.tensors = ()
 
-    def _wait(self, transfer: Transfer) -> None:
+    def _wait(self, transfer: RingTransfer) -> None:
         if not transfer.lane.recorder.active:
             self._move_until_done(transfer)
             return
@@ -277,7 +269,7 @@ class PeerExchange:
                 moved = True
         return moved
 
-    def _move_until_done(self, transfer: Transfer) -> None:
+    def _move_until_done(self, transfer: RingTransfer) -> None:
         idle_since = None
         while transfer.open_bytes:
             self._check_usable()
@@ -306,7 +298,7 @@ class PeerTransport:
         receive_counts: Sequence[int],
         label: str,
         out: torch.Tensor | None = None,
-    ) -> Result:
+    ) -> InFlight[torch.Tensor]:
         group = self.exchange.group
         return self.exchange.all_to_all(self.lane, group, rows, send_counts, receive_counts, label, out)
 

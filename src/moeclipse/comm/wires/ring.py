@@ -57,7 +57,7 @@ class Passing(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class RingPlace:
     """What both ends of a flow have in common."""
 
     ring: int
@@ -83,7 +83,7 @@ class Flow:
     """What is common to both ends. Bytes are moved by address: slicing tensors takes longer than copying
     a few kilobytes."""
 
-    def __init__(self, signals: Signals, place: Place, peer: int) -> None:
+    def __init__(self, signals: Signals, place: RingPlace, peer: int) -> None:
         self._signals, self._place, self.peer = signals, place, peer
         self._written, self._taken = place.first_word, place.first_word + 1
         # Where in `signals.words`: reading them one by one through calls takes longer than a small copy.
@@ -128,7 +128,7 @@ class Flow:
 
 
 class Sender(Flow):
-    def __init__(self, signals: Signals, place: Place, peer: int) -> None:
+    def __init__(self, signals: Signals, place: RingPlace, peer: int) -> None:
         super().__init__(signals, place, peer)
         self._floor = 0  # where the ring was empty and began anew
         self._near = min(NEAR_BYTES, place.room // 2)

@@ -1,12 +1,12 @@
 """How rows cross between ranks: one small interface, several wires.
 
-    result = transport.all_to_all(rows, send_counts, receive_counts, label, out)
+    arriving = transport.all_to_all(rows, send_counts, receive_counts, label, out)
     ...                      # compute that does not need them
-    rows = result.get()
+    rows = arriving.get()
 
-`TorchTransport` is torch.distributed's all-to-all on a lane; between hosts that only have gloo, a courier's
-sends and receives (`gloo_pairs` says why). A step of the pair-wise exchange has zero counts for all ranks but
-one, and empty messages cost next to nothing. Other wires offer the same call.
+`TorchTransport` is torch.distributed's all-to-all on a lane; between hosts that only have gloo, sends and
+receives of our own (`gloo_pairs` says why). A step of the pair-wise exchange has zero counts for all ranks
+but one, and empty messages cost next to nothing. Other wires offer the same call.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import Protocol
 
 import torch
 
-from moeclipse.comm.flight.exchange import Result, all_to_all
+from moeclipse.comm.flight.exchange import all_to_all
+from moeclipse.comm.flight.in_flight import InFlight
 from moeclipse.comm.flight.lane import Lane
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.wires.gloo_pairs import Courier, Parcel
+from moeclipse.comm.wires.gloo_pairs import GlooPairs, PairsWork
 
 
 class Transport(Protocol):
@@ -32,17 +33,17 @@ class Transport(Protocol):
         receive_counts: Sequence[int],
         label: str,
         out: torch.Tensor | None = None,
-    ) -> Result:
+    ) -> InFlight[torch.Tensor]:
         """send_counts[p] leading rows to each peer p, in order; receive likewise. Collective."""
 
 
 @dataclass(frozen=True)
 class TorchTransport:
-    """`gloo_pairs`: on all ranks of the group, or on none; rows are on the CPU."""
+    """`pairs`: on all ranks of the group, or on none; rows are on the CPU."""
 
     lane: Lane
     group: Group
-    courier: Courier | None = None
+    pairs: GlooPairs | None = None
 
     def all_to_all(
         self,
@@ -51,19 +52,19 @@ class TorchTransport:
         receive_counts: Sequence[int],
         label: str,
         out: torch.Tensor | None = None,
-    ) -> Result:
-        courier = self.courier
-        if courier is None:
+    ) -> InFlight[torch.Tensor]:
+        pairs = self.pairs
+        if pairs is None:
             return all_to_all(self.lane, self.group, rows, send_counts, receive_counts, label, out)
         rows = rows.detach().contiguous()
         if out is None:
             out = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
         leaving, arriving = rows.split(list(send_counts)), out.detach().split(list(receive_counts))
 
-        def start() -> Parcel:
-            return courier.send(leaving, arriving)
+        def start() -> PairsWork:
+            return pairs.exchange(leaving, arriving)
 
-        return Result(out, self.lane.launch(self.group, label, start, (out, rows)))
+        return self.lane.launch(self.group, label, start, out, rows)
 
 
 def direct(mesh: Mesh, group: Group, hosts: Sequence[int]) -> TorchTransport:
@@ -72,4 +73,4 @@ def direct(mesh: Mesh, group: Group, hosts: Sequence[int]) -> TorchTransport:
     far = several and group.backend == "gloo" and mesh.device.type == "cpu"
     if not far:
         return TorchTransport(mesh.a2a, group)
-    return TorchTransport(mesh.a2a, group, mesh.once(f"courier {group.name}", lambda: Courier(group)))
+    return TorchTransport(mesh.a2a, group, mesh.once(f"gloo pairs {group.name}", lambda: GlooPairs(group)))

@@ -14,17 +14,17 @@ each call every rank exchanges P integers with the ranks of its host.
 Contract: `all_to_all` is collective, and a rank calls it in the same order as its peers; rows must not change
 and the result must not be read before `get`. Every host has the same number of ranks.
 
-How far it is asynchronous, and why that is safe. A journey is a generator that yields each of its transfers;
-who resumes it depends on the device.
+How far it is asynchronous, and why that is safe. An exchange is a generator that yields the transfer of each
+stage; who resumes it depends on the device.
 
-* CPU (gloo): nobody waits. When a transfer is done, gloo's thread resumes the journey, and that launches the
-  next one. Ranks get there at different times, but transfers of a group meet in the order of their launch,
+* CPU (gloo): nobody waits. When a transfer is done, gloo's thread resumes the exchange, and that launches the
+  next stage. Ranks get there at different times, but transfers of a group meet in the order of their launch,
   and swapped ones would silently exchange data. So each of the three stages has a group of its own, and no
-  journey overtakes an earlier one at any stage. Nor does a journey need anybody to call `get`: a rank may sit
-  in `get` of one exchange while its peer already computes, or sits in `get` of another.
+  exchange overtakes an earlier one at any stage. Nor does one need anybody to call `get`: a rank may sit in
+  `get` of one exchange while its peer already computes, or sits in `get` of another.
 * CUDA: sizes are numbers of the host, and the host waits for them (for the ranks of its host to arrive, never
   for a device). Then both row transfers are enqueued on the lane's stream at once, with the reordering
-  between them. A lane runs one journey after the other, so two NCCL communicators are never under way
+  between them. A lane runs one exchange after the other, so two NCCL communicators are never under way
   together, which NCCL allows only with care; the inside of one exchange is not hidden under the across of
   another.
 """
@@ -40,9 +40,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moeclipse.comm.flight.exchange import Result
+from moeclipse.comm.flight.in_flight import InFlight
 from moeclipse.comm.flight.lane import Lane
-from moeclipse.comm.flight.promise import Done, Promise
+from moeclipse.comm.flight.work import CompletedWork, OwnWork
 from moeclipse.comm.group import Group, number_hosts
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.wires.transport import Transport, direct
@@ -112,7 +112,7 @@ class TwoLevelTransport:
     places: tuple[tuple[int, ...], ...]
     """Of each host, the places of its ranks in the group."""
 
-    queue: Queue = field(default_factory=lambda: Queue(), repr=False)
+    queue: StageQueue = field(default_factory=lambda: StageQueue(), repr=False)
 
     def all_to_all(
         self,
@@ -121,20 +121,20 @@ class TwoLevelTransport:
         receive_counts: Sequence[int],
         label: str,
         out: torch.Tensor | None = None,
-    ) -> Result:
+    ) -> InFlight[torch.Tensor]:
         rows = rows.detach()
         if out is None:
             out = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
-        journey = self.journey(rows, send_counts, receive_counts, out)
+        stages = self.stages(rows, send_counts, receive_counts, out)
 
         def start() -> Any:
             if rows.device.type == "cpu":
-                return self.queue.start(journey)
-            return self.run_inline(journey)
+                return self.queue.start(stages)
+            return self.run_inline(stages)
 
-        return Result(out, self.lane.launch(self.group, label, start, (out, rows)))
+        return self.lane.launch(self.group, label, start, out, rows)
 
-    def journey(
+    def stages(
         self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], out: torch.Tensor
     ) -> Iterator[Any]:
         """Launches the transfers one by one, each after the one before has been done."""
@@ -164,15 +164,15 @@ class TwoLevelTransport:
         parts = arrived.split([receive[place] for place in order])
         torch.cat([parts[order.index(place)] for place in range(len(order))], out=out)
 
-    def run_inline(self, journey: Iterator[Any]) -> Done:
+    def run_inline(self, stages: Iterator[Any]) -> CompletedWork:
         """On NCCL, waiting for rows orders the lane's stream; the host waits for sizes alone."""
         patience = timedelta(seconds=self.lane.watch.deadline_s)
-        for number, work in enumerate(journey):
+        for number, work in enumerate(stages):
             if number > 0 and self.group.backend == "nccl":
                 work.wait()
             else:
                 work.wait(patience)
-        return Done()
+        return CompletedWork()
 
 
 def launch(
@@ -185,12 +185,12 @@ def launch(
     return dist.all_to_all_single(out, rows, receive, send, group=group.handle, async_op=True)
 
 
-class Journey(Promise):
-    """A journey under way; to its lane it looks like one transfer."""
+class TwoLevelWork(OwnWork):
+    """One exchange under way; to its lane it looks like one transfer."""
 
-    def __init__(self, transfers: Iterator[Any]) -> None:
+    def __init__(self, stages: Iterator[Any]) -> None:
         super().__init__()
-        self.transfers, self.launched = transfers, 0
+        self.stages, self.launched = stages, 0
         self.work: Any = None
         self.inference = torch.is_inference_mode_enabled()  # gloo's thread must be in the caller's mode
 
@@ -203,27 +203,27 @@ class Journey(Promise):
         if self.work is not None:
             self.work.get_future().wait()  # it is done: this raises what it failed with
         with torch.inference_mode(self.inference), torch.no_grad():
-            self.work = next(self.transfers, None)
+            self.work = next(self.stages, None)
         self.launched += 1
 
 
-class Queue:
-    """Journeys that are open, in the order of their calls; none overtakes another at any stage."""
+class StageQueue:
+    """Exchanges that are open, in the order of their calls; none overtakes another at any stage."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._open: list[Journey] = []
+        self._open: list[TwoLevelWork] = []
         self._advancing = False
         self._broken: Exception | None = None
 
-    def start(self, transfers: Iterator[Any]) -> Journey:
-        journey = Journey(transfers)
+    def start(self, stages: Iterator[Any]) -> TwoLevelWork:
+        exchange = TwoLevelWork(stages)
         with self._lock:
             if self._broken is not None:
                 raise RuntimeError(f"an earlier exchange has failed: {self._broken}")
-            self._open.append(journey)
+            self._open.append(exchange)
         self.advance()
-        return journey
+        return exchange
 
     def advance(self, *_: Any) -> None:
         """Launch whatever may be launched. Called from the caller's thread and from gloo's."""
@@ -232,30 +232,30 @@ class Queue:
                 return  # a transfer was done as soon as it was launched: the loop below sees it
             self._advancing = True
             try:
-                while (journey := self._next()) is not None:
-                    self._resume(journey)
+                while (exchange := self._next()) is not None:
+                    self._resume(exchange)
             except Exception as error:
                 self._break(error)
             finally:
                 self._advancing = False
 
-    def _next(self) -> Journey | None:
-        for before, journey in zip([None, *self._open], self._open, strict=False):
-            first = before is None or before.launched > journey.launched
-            if (first or journey.launched == STAGES) and not journey.waits:
-                return journey
+    def _next(self) -> TwoLevelWork | None:
+        for before, exchange in zip([None, *self._open], self._open, strict=False):
+            first = before is None or before.launched > exchange.launched
+            if (first or exchange.launched == STAGES) and not exchange.waits:
+                return exchange
         return None
 
-    def _resume(self, journey: Journey) -> None:
-        journey.resume()
-        if journey.work is not None:
-            journey.work.get_future().add_done_callback(self.advance)
+    def _resume(self, exchange: TwoLevelWork) -> None:
+        exchange.resume()
+        if exchange.work is not None:
+            exchange.work.get_future().add_done_callback(self.advance)
             return
-        self._open.remove(journey)
-        journey.future.set_result(None)
+        self._open.remove(exchange)
+        exchange.future.set_result(None)
 
     def _break(self, error: Exception) -> None:
-        """What comes behind a failed journey must not go on: ranks would no longer launch in one order."""
+        """What comes behind a failed exchange must not go on: ranks would no longer launch in one order."""
         self._broken, failed, self._open = error, self._open, []
-        for journey in failed:
-            journey.future.set_exception(error)
+        for exchange in failed:
+            exchange.future.set_exception(error)

@@ -23,7 +23,7 @@ import torch
 from moeclipse.balance.objective import PlacementCosts
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.planner import PlanConfig, plan
-from moeclipse.comm.flight.exchange import gather
+from moeclipse.comm.flight.exchange import gather_to_host
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 
@@ -145,7 +145,7 @@ class BackgroundPlanner:
         if self.pending is None:
             return None, ""
         ready = torch.tensor([int(self.thread.ready or not self.leads)], device=self.mesh.device)
-        everyone = gather(self.mesh.grads, self.mesh.world, ready, "is the plan ready").to_host()
+        everyone = gather_to_host(self.mesh.grads, self.mesh.world, ready, "is the plan ready").get()
         if not all(flag for (flag,) in everyone):
             return None, ""
         asked, self.pending = self.pending, None

@@ -22,7 +22,8 @@ from torch import nn
 
 from moeclipse.balance.ownership import Ownership
 from moeclipse.balance.placement import EMPTY
-from moeclipse.comm.flight.exchange import Result, all_to_all
+from moeclipse.comm.flight.exchange import all_to_all
+from moeclipse.comm.flight.in_flight import InFlight, Ready, Then
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CommError
@@ -103,7 +104,7 @@ class ExpertBucket(Bucket):
         label = f"reduction of gradients, bucket {self.name}"
         rows = self.grads.view(self.num_slots, self.size)
         if self.quiet:
-            self._parts = Result(rows[:0])
+            self._parts: InFlight[torch.Tensor] = Ready(rows[:0])
             return
         counts = (self.slot_counts, self.owned_counts)
         self._parts = all_to_all(self.mesh.grads, self.group, rows[self.slots_out], *counts, label)
@@ -130,17 +131,17 @@ class ExpertBucket(Bucket):
     def store(self, weight: torch.Tensor) -> None:
         self.rows[self.own_slots] = weight.view(-1, self.size).to(self.params.dtype)
 
-    def publish(self) -> Result:
+    def publish(self) -> InFlight[torch.Tensor]:
         """Send the weights of what this rank owns to all ranks that hold it."""
         if self.quiet:
-            return Result(self.params)
+            return Ready(self.params)
         leaving = self.rows[self.own_slots][self.owned_out]
         labelled = torch.cat([_bytes(self.owned_tags[:, None]), _bytes(leaving)], dim=1)
         label = f"weights to replicas, bucket {self.name}"
         counts = (self.owned_counts, self.slot_counts)
-        return _Published(all_to_all(self.mesh.grads, self.group, labelled, *counts, label), self)
+        return Then(all_to_all(self.mesh.grads, self.group, labelled, *counts, label), self.install)
 
-    def install(self, arrived: torch.Tensor) -> None:
+    def install(self, arrived: torch.Tensor) -> torch.Tensor:
         """Put published rows into their slots, after a look at whose they are."""
         tags = arrived[:, :LABEL].contiguous().view(torch.int64).flatten()
         if not torch.equal(tags, self.slot_tags):
@@ -153,6 +154,7 @@ class ExpertBucket(Bucket):
             )
         rows = arrived[:, LABEL:].contiguous().view(self.params.dtype)
         self.rows[self.slots_out] = rows
+        return self.params
 
     def segments(self, everything: bool = False) -> Iterator[BucketSegment]:
         """What this rank owns in the terms of checkpoints; `everything`: also replicas that step alone."""
@@ -173,17 +175,6 @@ class ExpertBucket(Bucket):
         found = (mixed ^ (mixed >> 29)).sum(1)
         held = torch.tensor([expert != EMPTY for expert in self.slots], device=found.device, dtype=torch.bool)
         return torch.where(held, found, 0)
-
-
-class _Published(Result):
-    """Published rows on their way; `get` puts them into place."""
-
-    def __init__(self, rows: Result, bucket: ExpertBucket) -> None:
-        self._rows, self._bucket = rows, bucket
-
-    def get(self) -> torch.Tensor:
-        self._bucket.install(self._rows.get())
-        return self._bucket.params
 
 
 def _bytes(rows: torch.Tensor) -> torch.Tensor:

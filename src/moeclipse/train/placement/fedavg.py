@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moeclipse.comm.flight.exchange import all_to_all, gather
+from moeclipse.comm.flight.exchange import all_to_all, gather_to_host
 from moeclipse.train.placement.placed_layer import PlacedLayer
 
 
@@ -63,7 +63,7 @@ def rows_of_replicas(layers: Sequence[PlacedLayer]) -> list[dict[tuple[int, int]
     for number, placed in enumerate(layers):
         for slot, count in enumerate(placed.layer.schedule.take_computed()):
             mine[number, slot] = count
-    everyone = gather(mesh.grads, group, mine.to(mesh.device), "rows of replicas").to_host()
+    everyone = gather_to_host(mesh.grads, group, mine.to(mesh.device), "rows of replicas").get()
     found = []
     for number, placed in enumerate(layers):
         placement = placed.placement

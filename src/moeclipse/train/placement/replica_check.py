@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moeclipse.comm.flight.exchange import gather
+from moeclipse.comm.flight.exchange import gather_to_host
 from moeclipse.core.errors import CommError
 from moeclipse.train.placement.placed_layer import PlacedLayer
 
@@ -26,7 +26,7 @@ def check_replicas(layers: Sequence[PlacedLayer]) -> None:
     for number, placed in enumerate(layers):
         for turn, bucket in enumerate(placed.buckets):
             mine[number, : bucket.num_slots] += (2 * turn + 1) * bucket.digests()
-    everyone = gather(mesh.grads, group, mine, "digests of replicas").to_host()
+    everyone = gather_to_host(mesh.grads, group, mine, "digests of replicas").get()
     found: list[str] = []
     for number, placed in enumerate(layers):
         placement = placed.placement

@@ -1,4 +1,8 @@
-"""Transfers that our own code completes; to a lane they look like those of torch.distributed."""
+"""What a lane's `start` returns, where our own code does what a library does otherwise.
+
+`torch.distributed` calls an asynchronous collective a Work: it can be waited for with a deadline, and has a
+future that whoever completes it sets. These are Works that our threads complete, and one that is complete.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 
-class Promise:
+class OwnWork:
     """Whoever completes `future` ends the transfer, with a result or with what it failed with."""
 
     def __init__(self) -> None:
@@ -23,8 +27,8 @@ class Promise:
             raise RuntimeError("timed out") from None
 
 
-class Done:
-    """A transfer that whoever started it has waited for already."""
+class CompletedWork:
+    """Whoever started it has waited for it already."""
 
     def wait(self, *_: Any) -> None:
         return

@@ -1,48 +1,12 @@
-"""Whether a reduction applies, one that was begun, and how tensors of any shape become flat ones and back.
-
-`Pending` is what `PeerAllReduce.begin_*` return: the input is where peers can read it, and the rest, waiting
-for theirs and reading them, is done by `get`, or by the next call of the same all-reduce.
-"""
+"""How tensors of any shape become flat ones and back, and which of them need no such step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import torch
 
 from moeclipse.core.errors import ConfigError
-
-
-class Pending:
-    """Hazard: its tensors must not change before `get` returns."""
-
-    def __init__(
-        self,
-        steps: Iterator[None] | None,
-        value: torch.Tensor,
-        complete: Callable[[], None],
-        arrived: Callable[[], bool],
-    ) -> None:
-        self._steps, self._value, self._complete, self._arrived = steps, value, complete, arrived
-
-    def advance(self) -> bool:
-        """Run on to the next place where it may be left open; whether there is one. For its owner."""
-        if self._steps is not None:
-            for _ in self._steps:
-                return True
-            self._steps = None
-        return False
-
-    @property
-    def ready(self) -> bool:
-        """Whether all peers have begun, too."""
-        return self._steps is None or self._arrived()
-
-    def get(self) -> torch.Tensor:
-        if self._steps is not None:
-            self._complete()
-        return self._value
 
 
 def same_kind(x: torch.Tensor, out: torch.Tensor | None) -> None:
