@@ -36,6 +36,8 @@ from moeclipse.comm.reduce.table import (
     write_algorithm,
 )
 from moeclipse.core.errors import CommError, ConfigError
+from moeclipse.ops import peer_reduce
+from moeclipse.ops.cuda_driver import CudaDriver
 from moeclipse.ops.peer_reduce import (
     Launch,
     Launcher,
@@ -423,7 +425,8 @@ def test_a_launch_keeps_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append([ctypes.c_int32.from_address(address).value for address in arguments])
         return 0
 
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(cuLaunchKernelEx=driver))
+    library = CudaDriver(SimpleNamespace(cuLaunchKernelEx=driver))
+    monkeypatch.setattr(peer_reduce, "cuda_driver", lambda: library)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     compiled = SimpleNamespace(
         asm={"ptx": ".entry f(" + ".param .u64 a, " * 14 + ")"},

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,6 +10,7 @@ from moeclipse.comm.shared import inputs as shared_inputs
 from moeclipse.comm.shared.inputs import SharedInputs
 from moeclipse.comm.tell import tell_all
 from moeclipse.core.errors import CommError, ConfigError
+from moeclipse.ops.cuda_driver import DriverError
 from moeclipse.testing.run_ranks import run_ranks
 
 ELSEWHERE = 1 << 48  # a peer's memory is seen at a multiple of this
@@ -23,33 +21,30 @@ class Driver:
     """Allocations are pages; a handle is the address of one, and whose it is."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.opened = rank, list[int]()
+        self.rank, self.opened, self.refuses = rank, list[int](), False
 
-    def cuMemGetAddressRange_v2(self, base: Any, _size: Any, address: ctypes.c_uint64) -> int:
-        base._obj.value = address.value // PAGE * PAGE
-        return 0
+    def allocation_of(self, address: int) -> int:
+        return address // PAGE * PAGE
 
-    def cuIpcGetMemHandle(self, handle: Any, base: ctypes.c_uint64) -> int:
-        ctypes.memmove(ctypes.addressof(handle._obj), ctypes.addressof(base), 8)
-        handle._obj.bytes[8] = self.rank
-        return 0
+    def ipc_handle(self, allocation: int) -> bytes:
+        if self.refuses:
+            raise DriverError("no name with code 1", 1)
+        return allocation.to_bytes(8, "little") + bytes([self.rank]) + bytes(55)
 
-    def cuIpcOpenMemHandle_v2(self, opened: Any, handle: shared_inputs.Handle, _flags: int) -> int:
-        where = int.from_bytes(bytes(handle.bytes)[:8], "little")
-        opened._obj.value = where + ELSEWHERE * (handle.bytes[8] + 1)
-        assert opened._obj.value not in self.opened, "an allocation is opened once"
-        self.opened.append(opened._obj.value)
-        return 0
+    def open_ipc(self, handle: bytes) -> int:
+        opened = int.from_bytes(handle[:8], "little") + ELSEWHERE * (handle[8] + 1)
+        assert opened not in self.opened, "an allocation is opened once"
+        self.opened.append(opened)
+        return opened
 
-    def cuIpcCloseMemHandle(self, address: ctypes.c_uint64) -> int:
-        self.opened.remove(address.value)
-        return 0
+    def close_ipc(self, address: int) -> None:
+        self.opened.remove(address)
 
 
 def made(mesh: Mesh) -> tuple[SharedInputs, Driver]:
     torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
     inputs, driver = SharedInputs(mesh.world, mesh.watch, torch.device("cpu")), Driver(mesh.rank)
-    inputs._driver = driver
+    inputs._driver = driver  # type: ignore[assignment]
     return inputs, driver
 
 
@@ -145,8 +140,9 @@ def refused(mesh: Mesh) -> None:
     with pytest.raises(ConfigError, match="were shared: rank 0 one that is not, rank 1 tensor 2"):
         inputs.unshare(y if mesh.rank else y.clone())
     if mesh.rank:
-        driver.cuIpcGetMemHandle = lambda *_: 1  # type: ignore[method-assign]
-    with pytest.raises(CommError, match="rank 1 cannot share its inputs: cuIpcGetMemHandle failed with"):
+        driver.refuses = True
+    why = "rank 1 cannot share its inputs: no name with code 1; leave expandable_segments out of PYTORCH_"
+    with pytest.raises(CommError, match=why):
         inputs.share(aligned(16))
     assert inputs.find(x.data_ptr(), x.nbytes) is not None
     assert len(inputs.starts) == 2

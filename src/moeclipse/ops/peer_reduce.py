@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from moeclipse.core.errors import ConfigError
+from moeclipse.ops.cuda_driver import LaunchConfig, cuda_driver
 from moeclipse.ops.precision import wide_of
 
 BLOCK = 1 << 14  # elements added at a time: operands and fp32 temporaries stay in the first caches
@@ -202,19 +203,6 @@ class AllReduceKernel:
                 self._launchers[key] = Launcher(compiled, x.get_device(), plain, 6)
 
 
-class LaunchConfig(ctypes.Structure):
-    """The driver's CUlaunchConfig."""
-
-    _fields_ = [
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("num_attributes", ctypes.c_uint),
-    ]
-
-
 class Launcher:
     """One compiled kernel with its arguments in place; only those that differ between calls are written."""
 
@@ -235,7 +223,8 @@ class Launcher:
         self._length, self._part, self._what = self._slots[6:9]
         threads = 32 * compiled.metadata.num_warps
         self._config = LaunchConfig((1, 1, 1), (threads, 1, 1), compiled.metadata.shared, None, None, 0)
-        self._call = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+        driver = cuda_driver()
+        self._call, self._failure = driver.launch, driver.failure
         function, config = ctypes.c_void_p(compiled.function), ctypes.byref(self._config)
         self._fixed = (config, function, self._arguments, None)
         self.launch = self._bound()
@@ -254,7 +243,8 @@ class Launcher:
     def _bound(self) -> Callable[[int, int], None]:
         """The launch, for addresses of an input and a result. All that it needs is at hand, since the host is
         what a small all-reduce waits for."""
-        into_x, into_out, config, call, device = self._x, self._out, self._config, self._call, self._device
+        into_x, into_out, config, device = self._x, self._out, self._config, self._device
+        call, failure = self._call, self._failure
         at, function, arguments, none = self._fixed
         stream_of = torch._C._cuda_getCurrentRawStream
         last = 0  # the stream that `config` has
@@ -267,7 +257,7 @@ class Launcher:
                 config.stream = last = stream
             code = call(at, function, arguments, none)
             if code:
-                raise RuntimeError(f"the all-reduce kernel could not be launched: CUDA driver error {code}")
+                raise failure("the launch of the all-reduce kernel", code)
 
         return launch
 

@@ -19,7 +19,6 @@ before a kernel runs.
 
 from __future__ import annotations
 
-import ctypes
 from bisect import bisect_right, insort
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,17 +29,12 @@ from moeclipse.comm.failure import Watch
 from moeclipse.comm.group import Group
 from moeclipse.comm.tell import tell_all
 from moeclipse.core.errors import CommError, ConfigError
+from moeclipse.ops.cuda_driver import CudaDriver, DriverError, cuda_driver
 
 MAX_ROWS = 8192
-LAZY_PEER_ACCESS = 1
+INVALID_VALUE = 1  # what the driver says of memory that it cannot name
 Name = tuple[str, int]
 """Of an address, for other processes: the handle of its allocation, and the offset in it."""
-
-
-class Handle(ctypes.Structure):
-    """Names an allocation to other processes. Bytes, not characters: those would end at the first zero."""
-
-    _fields_ = [("bytes", ctypes.c_ubyte * 64)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +61,7 @@ class SharedInputs:
         self._waiting: list[tuple[int, int]] = []  # (row, address of the input here)
         self._opened: dict[tuple[int, str], int] = {}  # (peer, handle) -> address here
         self._users: dict[tuple[int, str], int] = {}
-        self._driver: Any = None
+        self._driver: CudaDriver | None = None
         self.num_captured, self._num_shared = 0, 0
         self.starts: list[int] = []  # of what is shared, in order
         self._shares: dict[int, Share] = {}
@@ -130,7 +124,7 @@ class SharedInputs:
         for key in share.opened:
             self._users[key] -= 1
             if not self._users[key]:
-                self._driver.cuIpcCloseMemHandle(ctypes.c_uint64(self._opened.pop(key)))
+                self._opener().close_ipc(self._opened.pop(key))
         tell_all(self._group, self._watch, None, label)
 
     def add(self, x: torch.Tensor) -> torch.Tensor:
@@ -154,7 +148,7 @@ class SharedInputs:
 
     def close(self) -> None:
         for address in self._opened.values():
-            self._driver.cuIpcCloseMemHandle(ctypes.c_uint64(address))
+            self._opener().close_ipc(address)
         self._opened, self._shares, self.starts = {}, {}, []
 
     def _obstacle(self, x: torch.Tensor) -> str:
@@ -189,13 +183,16 @@ class SharedInputs:
 
     def _exchange(self, addresses: list[int], label: str) -> list[list[Name]]:
         """Every rank's names of its addresses."""
-        if self._driver is None:
-            self._driver = ctypes.CDLL("libcuda.so.1")
+        driver = self._opener()
         mine: list[Name] | str
         try:
-            mine = [self._handle(address) for address in addresses]
-        except CommError as error:
-            mine = str(error)
+            starts = [driver.allocation_of(address) for address in addresses]
+            mine = [
+                (driver.ipc_handle(start).hex(), address - start)
+                for start, address in zip(starts, addresses, strict=True)
+            ]
+        except DriverError as error:
+            mine = _said(error)
         everyone = tell_all(self._group, self._watch, mine, label)
         self._compare(everyone)
         return everyone
@@ -206,8 +203,8 @@ class SharedInputs:
         try:
             for k, address in enumerate(own):
                 found.append([self._address(peer, given[k], address) for peer, given in enumerate(names)])
-        except CommError as error:
-            problem = str(error)
+        except DriverError as error:
+            problem = _said(error)
         self._compare(tell_all(self._group, self._watch, problem or names[self._group.index], label))
         return found
 
@@ -221,27 +218,22 @@ class SharedInputs:
                     f"{len(everyone[0])}; all ranks must capture the same"
                 )
 
-    def _handle(self, address: int) -> Name:
-        base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), Handle()
-        place = ctypes.c_uint64(address)
-        self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), place)
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
-        return bytes(handle.bytes).hex(), address - base.value
-
     def _address(self, peer: int, given: Name, own: int) -> int:
         if peer == self._group.index:
             return own
         handle, offset = given
         key = (peer, handle)
         if key not in self._opened:
-            opened, name = ctypes.c_uint64(), Handle((ctypes.c_ubyte * 64)(*bytes.fromhex(handle)))
-            self._call("cuIpcOpenMemHandle_v2", ctypes.byref(opened), name, LAZY_PEER_ACCESS)
-            self._opened[key] = opened.value
+            self._opened[key] = self._opener().open_ipc(bytes.fromhex(handle))
         self._users[key] = self._users.get(key, 0) + 1
         return self._opened[key] + offset
 
-    def _call(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._driver, name)(*arguments)
-        if code:
-            hint = "; leave expandable_segments out of PYTORCH_ALLOC_CONF" if code == 1 else ""
-            raise CommError(f"{name} failed with code {code}{hint}")
+    def _opener(self) -> CudaDriver:
+        if self._driver is None:
+            self._driver = cuda_driver()
+        return self._driver
+
+
+def _said(error: DriverError) -> str:
+    hint = "; leave expandable_segments out of PYTORCH_ALLOC_CONF" if error.status == INVALID_VALUE else ""
+    return f"{error}{hint}"

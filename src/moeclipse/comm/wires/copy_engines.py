@@ -51,9 +51,10 @@ from moeclipse.comm.shared.host import PeerMemory
 from moeclipse.comm.shared.signals import LINE
 from moeclipse.comm.tell import tell_all
 from moeclipse.comm.wires.host_ring import checked_ends, room_for
-from moeclipse.comm.wires.streams import LOW, Driver, DriverStream, Mark, Stream, ThreadStream
+from moeclipse.comm.wires.streams import Driver, DriverStream, Mark, Stream, ThreadStream
 from moeclipse.comm.wires.transport import TorchTransport, Transport
 from moeclipse.core.errors import CommError, ConfigError
+from moeclipse.ops.cuda_driver import LOW
 from moeclipse.ops.raw_bytes import as_bytes
 
 SLOTS = 4

@@ -23,21 +23,19 @@ lets it go by writing the word itself. Rows are wrong then, so that store needs 
 
 from __future__ import annotations
 
-import ctypes
 import queue
 import threading
 import time
 from collections.abc import Callable
 from ctypes import memmove
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from moeclipse.comm.shared.signals import LINE, Signals
 from moeclipse.core.errors import CommError
+from moeclipse.ops.cuda_driver import cuda_driver
 
-AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: compares modulo 2^32
-LOW = 0xFFFFFFFF
 PORTABLE_AND_MAPPED = 3
 PROBE_S = 2.0
 
@@ -61,38 +59,19 @@ class Stream(Protocol):
 
 
 class Driver:
-    """The few calls of the CUDA driver that torch does not offer; found in the library torch has loaded."""
+    """What `DriverStream` asks of the CUDA driver, for one device."""
 
     def __init__(self, device: torch.device) -> None:
-        library = ctypes.CDLL("libcuda.so.1")
-        self._wait = _first(library, "cuStreamWaitValue32_v2", "cuStreamWaitValue32")
-        self._write = _first(library, "cuStreamWriteValue32_v2", "cuStreamWriteValue32")
-        for call in (self._wait, self._write):
-            call.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-        self._copy = library.cuMemcpyAsync
-        self._copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
-        self._pointer = library.cuMemHostGetDevicePointer_v2
-        self._pointer.argtypes = [ctypes.POINTER(ctypes.c_uint64), ctypes.c_void_p, ctypes.c_uint]
         self.device = device
+        self._calls = calls = cuda_driver()
+        self.copy, self.wait, self.write = calls.copy, calls.wait, calls.write
 
     def register(self, address: int, num_bytes: int) -> int:
         """Lock host memory for the device; returns its address there."""
         code = torch.cuda.cudart().cudaHostRegister(address, num_bytes, PORTABLE_AND_MAPPED)
         if int(code):
             raise CommError(f"CUDA cannot register {num_bytes / 2**20:.0f} MiB of shared memory: {code}")
-        there = ctypes.c_uint64()
-        check(self._pointer(ctypes.byref(there), address, 0), "cuMemHostGetDevicePointer")
-        return there.value
-
-    def copy(self, stream: int, to: int, source: int, count: int) -> None:
-        """Between any two memories: addresses say where they are."""
-        check(self._copy(to, source, count, stream), "cuMemcpyAsync")
-
-    def wait(self, stream: int, address: int, value: int) -> None:
-        check(self._wait(stream, address, value & LOW, AT_LEAST), "cuStreamWaitValue32")
-
-    def write(self, stream: int, address: int, value: int) -> None:
-        check(self._write(stream, address, value & LOW, 0), "cuStreamWriteValue32")
+        return self._calls.device_address(address)
 
     def probe(self, address: int) -> str | None:
         """Why stream memory operations do not work on this word; None where they do."""
@@ -109,18 +88,6 @@ class Driver:
             return None
         except (CommError, RuntimeError) as error:
             return str(error).splitlines()[0]
-
-
-def _first(library: ctypes.CDLL, *names: str) -> Any:
-    for name in names:
-        if hasattr(library, name):
-            return getattr(library, name)
-    raise CommError(f"this CUDA driver has no {names[-1]}")
-
-
-def check(code: int, call: str) -> None:
-    if code:
-        raise CommError(f"{call} failed with code {code}")
 
 
 class EventMark:
