@@ -9,7 +9,7 @@ ones in every case, so all cases compute the same loss; only where experts live 
     static                experts in order, four on each rank
     random                random replicas in six slots per rank, drawn anew every 5 steps
     placement             six slots per rank, planned once from the loads of the first steps (incremental)
-    placement + shadows   the same, and experts are lent for a step where that pays
+    placement + shadows   the same, and experts are shadowed for a step where that pays
 
 The cases take turns, step by step; the table shows the median step of the slowest rank. A plan is taken
 during the first steps, which are left out. All ranks share one wire, so bytes add up over ranks, and two

@@ -19,7 +19,7 @@ def gradient_pieces(learner: Learner, shards: Iterable[torch.Tensor]) -> Pieces:
     pieces: Pieces = []
     for bucket, shard in zip(learner.buckets, shards, strict=True):
         for segment in bucket.segments():
-            values = shard[segment.place : segment.place + segment.length].to("cpu", copy=True)
+            values = shard[segment.offset : segment.offset + segment.length].to("cpu", copy=True)
             pieces.append((segment.entry.name, segment.start, list(segment.entry.shape), values))
     return pieces
 

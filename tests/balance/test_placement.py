@@ -32,7 +32,7 @@ def test_every_expert_has_one_place(num_experts: int, num_ranks: int) -> None:
     assert sorted(e for experts in placement.slots for e in experts) == list(range(num_experts))
     flat = [e for experts in placement.slots for e in experts]
     for expert in range(num_experts):
-        assert expert in placement.slots[placement.rank_of[expert]]
+        assert expert in placement.slots[placement.primary[expert]]
         assert flat[placement.slot_of[expert]] == expert
     assert (placement.num_experts, placement.num_ranks) == (num_experts, num_ranks)
 

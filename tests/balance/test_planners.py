@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import placements, zipf_counts
 
+from moeclipse.balance.draft import Change, Draft
 from moeclipse.balance.incremental import best_change, plan_incremental, search
 from moeclipse.balance.nodes import plan_two_level
 from moeclipse.balance.objective import PlacementCosts, nodes_of, score, sync_copies
@@ -17,7 +18,6 @@ from moeclipse.balance.placement import EMPTY, Placement
 from moeclipse.balance.planner import PlanConfig, expected_balance, plan
 from moeclipse.balance.replicate import plan_greedy, plan_random, plan_wrap_fill, relabelled, slots_for
 from moeclipse.balance.split import ReplicaTable, split_rows
-from moeclipse.balance.table import Change, Table
 from moeclipse.core.errors import ConfigError
 
 COSTS = PlacementCosts.from_shapes(d_model=2048, d_ff=1408)
@@ -166,36 +166,36 @@ def test_changes_keep_the_books(data: st.DataObject) -> None:
         )
     )
     slots_P = [len(row) + 1 for row in placement.slots]
-    table = Table.of(placement, slots_P, load_E, noise=0.1)
+    draft = Draft.of(placement, slots_P, load_E, noise=0.1)
     for _ in range(3):
-        step = best_change(table, max_moves=2)
+        step = best_change(draft, max_moves=2)
         if step is None:
             break
-        table, moves = step
+        draft, moves = step
         assert moves in (1, 2)
-        for expert, ranks in enumerate(table.holders):
-            assert list(ranks) == [p for p, row in enumerate(table.slots) if expert in row]
-            assert sum(table.shares[expert]) == pytest.approx(load_E[expert])
-        level = np.array(table.reserve)
-        for ranks, mine in zip(table.holders, table.shares, strict=True):
+        for expert, ranks in enumerate(draft.holders):
+            assert list(ranks) == [p for p, row in enumerate(draft.slots) if expert in row]
+            assert sum(draft.shares[expert]) == pytest.approx(load_E[expert])
+        level = np.array(draft.reserve)
+        for ranks, mine in zip(draft.holders, draft.shares, strict=True):
             for rank, amount in zip(ranks, mine, strict=True):
                 level[rank] += amount
-        assert np.allclose(level, table.level)
-        alone = [[load_E[e] for e in row if e != EMPTY and len(table.holders[e]) == 1] for row in table.slots]
-        assert np.allclose(table.reserve, [0.1 * np.sqrt(np.sum(np.square(loads))) for loads in alone])
-    table.placement(placement)
+        assert np.allclose(level, draft.level)
+        alone = [[load_E[e] for e in row if e != EMPTY and len(draft.holders[e]) == 1] for row in draft.slots]
+        assert np.allclose(draft.reserve, [0.1 * np.sqrt(np.sum(np.square(loads))) for loads in alone])
+    draft.placement(placement)
 
 
 def test_exchanges_and_displacements_are_changes_too() -> None:
     placement = Placement.parse([[0, 1], [2, 3], [4, 0]])
-    table = Table.of(placement, [2, 2, 2], np.array([4.0, 1.0, 2.0, 3.0, 5.0]), 0.0)
-    exchanged = table.changed(Change(put=1, target=1, slot=0, to_rank=0, to_slot=1))
+    draft = Draft.of(placement, [2, 2, 2], np.array([4.0, 1.0, 2.0, 3.0, 5.0]), 0.0)
+    exchanged = draft.changed(Change(put=1, target=1, slot=0, to_rank=0, to_slot=1))
     assert exchanged.slots == [[0, 2], [1, 3], [4, 0]]
-    displaced = table.changed(Change(put=4, target=1, slot=1, to_rank=2, to_slot=1))
+    displaced = draft.changed(Change(put=4, target=1, slot=1, to_rank=2, to_slot=1))
     assert displaced.slots == [[0, 1], [2, 4], [4, 3]]
     assert displaced.holders == [(0,), (0,), (1,), (2,), (1, 2)]
-    assert table.slots == [[0, 1], [2, 3], [4, 0]]
-    assert search(table, 0) == []
+    assert draft.slots == [[0, 1], [2, 3], [4, 0]]
+    assert search(draft, 0) == []
 
 
 def test_relabelling_moves_less() -> None:

@@ -251,7 +251,7 @@ def test_a_layer_on_several_nodes(excess: Any, hosts: list[int], dp: int, more: 
     compare([outcome[0] for outcome in outcomes], reference, dp, 4 // dp)
     ep = 4 // dp
     for rank, mine in enumerate(ids):
-        owners = [rank // ep * ep + owner for owner in Placement.contiguous(8, ep).rank_of]
+        owners = [rank // ep * ep + owner for owner in Placement.contiguous(8, ep).primary]
         far = [e for e in mine.flatten().tolist() if e >= 0 and hosts[owners[e]] != hosts[rank]]
         assert len(far) <= 3 * sizes[rank] // 5
     if excess == "drop":

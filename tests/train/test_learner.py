@@ -89,7 +89,7 @@ def gradients(mesh: Mesh, config: TrainConfig) -> tuple[list, float]:
     for bucket in learner.buckets:
         shard = bucket.reduced()
         for segment in bucket.segments():
-            values = shard[segment.place : segment.place + segment.length].clone()
+            values = shard[segment.offset : segment.offset + segment.length].clone()
             pieces.append((segment.entry.name, segment.start, values))
     return pieces, float(sums["loss"] + sums["aux_loss"] * learner.tokens_per_step)
 

@@ -20,12 +20,12 @@ from itertools import chain
 
 import numpy as np
 
+from moeclipse.balance.draft import Change, Draft
 from moeclipse.balance.objective import PlacementCosts
 from moeclipse.balance.placement import EMPTY, Placement
-from moeclipse.balance.table import Change, Table
 
 FEWEST_TRIES, MOST_TRIES, TRIED_SLOTS = 3, 10, 960
-"""Of each kind of change, so many of the best guesses are tried: more where tables are small."""
+"""Of each kind of change, so many of the best guesses are tried: more where placements are small."""
 FINALISTS = 2
 """Of all tries, so many are poured in full."""
 EVEN = 1.002
@@ -44,12 +44,12 @@ def plan_incremental(
     slots_P: Sequence[int] | None = None,
 ) -> Placement:
     """The current placement after at most `max_moves` copies of parameters, or unchanged."""
-    begin = Table.of(current, slots_P or [len(row) for row in current.slots], load_E, noise)
+    begin = Draft.of(current, slots_P or [len(row) for row in current.slots], load_E, noise)
     best, best_seconds = begin, costs.row_seconds * begin.fullest
-    for table, moves in search(begin, max_moves):
-        seconds = costs.row_seconds * table.fullest + costs.move_seconds(moves, 0) / costs.every
+    for draft, moves in search(begin, max_moves):
+        seconds = costs.row_seconds * draft.fullest + costs.move_seconds(moves, 0) / costs.every
         if seconds < best_seconds:
-            best, best_seconds = table, seconds
+            best, best_seconds = draft, seconds
     if best is begin:
         return current
     new = best.placement(current)
@@ -62,42 +62,42 @@ def plan_incremental(
 
 def refined(load_E: np.ndarray, placement: Placement, max_moves: int, noise: float = 0.0) -> Placement:
     """A placement that nobody holds yet, improved where moves cost nothing."""
-    begin = Table.of(placement, [len(row) for row in placement.slots], load_E, noise)
+    begin = Draft.of(placement, [len(row) for row in placement.slots], load_E, noise)
     best = begin
-    for table, _ in search(begin, max_moves):
-        if table.fullest < best.fullest:
-            best = table
+    for draft, _ in search(begin, max_moves):
+        if draft.fullest < best.fullest:
+            best = draft
     return best.placement(placement)
 
 
-def search(table: Table, max_moves: int) -> list[tuple[Table, int]]:
-    """The way downhill: tables and how many copies led to them."""
-    seen: list[tuple[Table, int]] = []
-    spent, since_best, lowest = 0, 0, table.fullest
-    even = EVEN * sum(table.level) / max(sum(bool(row) for row in table.slots), 1)
-    while spent < max_moves and table.fullest > even and since_best < PATIENCE:
-        step = best_change(table, max_moves - spent)
+def search(draft: Draft, max_moves: int) -> list[tuple[Draft, int]]:
+    """The way downhill: drafts and how many copies led to them."""
+    seen: list[tuple[Draft, int]] = []
+    spent, since_best, lowest = 0, 0, draft.fullest
+    even = EVEN * sum(draft.level) / max(sum(bool(row) for row in draft.slots), 1)
+    while spent < max_moves and draft.fullest > even and since_best < PATIENCE:
+        step = best_change(draft, max_moves - spent)
         if step is None:
             break
-        table, moves = step
+        draft, moves = step
         spent += moves
-        seen.append((table, spent))
-        since_best = since_best + 1 if table.fullest > 0.9995 * lowest else 0
-        lowest = min(lowest, table.fullest)
+        seen.append((draft, spent))
+        since_best = since_best + 1 if draft.fullest > 0.9995 * lowest else 0
+        lowest = min(lowest, draft.fullest)
     return seen
 
 
-def best_change(table: Table, max_moves: int) -> tuple[Table, int] | None:
-    """The table that evens out the ranks most for each move, and its moves; None if none does."""
-    now = table.merit()
-    guesses = Guesses(table)
+def best_change(draft: Draft, max_moves: int) -> tuple[Draft, int] | None:
+    """The draft that evens out the ranks most for each move, and its moves; None if none does."""
+    now = draft.merit()
+    guesses = Guesses(draft)
     changes = guesses.replications()
     if max_moves > 1:
         changes += guesses.exchanges() + guesses.displacements()
-    tried = [((now - table.trial(change).merit()) / change.moves, i) for i, change in enumerate(changes)]
-    best: tuple[float, Table, int] | None = None
+    tried = [((now - draft.trial(change).merit()) / change.moves, i) for i, change in enumerate(changes)]
+    best: tuple[float, Draft, int] | None = None
     for _, i in sorted(tried, reverse=True)[:FINALISTS]:
-        after = table.changed(changes[i]).poured()
+        after = draft.changed(changes[i]).poured()
         won = (now - after.merit()) / changes[i].moves
         if won > (best[0] if best else 1e-6 * now):
             best = (won, after, changes[i].moves)
@@ -107,19 +107,19 @@ def best_change(table: Table, max_moves: int) -> tuple[Table, int] | None:
 class Guesses:
     """All changes around the fullest rank at once, each guessed by the two ranks it touches."""
 
-    def __init__(self, table: Table) -> None:
-        width = max(map(len, table.slots))
+    def __init__(self, draft: Draft) -> None:
+        width = max(map(len, draft.slots))
         # -2 marks a slot that a rank does not have: nothing may be put there.
-        self.slots_PS = np.array([row + [EMPTY - 1] * (width - len(row)) for row in table.slots])
+        self.slots_PS = np.array([row + [EMPTY - 1] * (width - len(row)) for row in draft.slots])
         self.tries = min(max(TRIED_SLOTS // self.slots_PS.size, FEWEST_TRIES), MOST_TRIES)
-        self.level_P = np.array(table.level)
-        self.fullest = table.fullest
+        self.level_P = np.array(draft.level)
+        self.fullest = draft.fullest
         self.hot = int(self.level_P.argmax())
-        self.replicas_E = np.array([len(ranks) for ranks in table.holders])
-        share_EP = np.zeros((len(table.holders), len(table.slots)))
-        expert_X = np.repeat(np.arange(len(table.holders)), self.replicas_E)
-        share_EP[expert_X, list(chain(*table.holders))] = list(chain(*table.shares))
-        ranks_P = np.arange(len(table.slots))[:, None]
+        self.replicas_E = np.array([len(ranks) for ranks in draft.holders])
+        share_EP = np.zeros((len(draft.holders), len(draft.slots)))
+        expert_X = np.repeat(np.arange(len(draft.holders)), self.replicas_E)
+        share_EP[expert_X, list(chain(*draft.holders))] = list(chain(*draft.shares))
+        ranks_P = np.arange(len(draft.slots))[:, None]
         self.share_PS = np.where(self.slots_PS >= 0, share_EP[np.maximum(self.slots_PS, 0), ranks_P], 0.0)
 
     def replications(self) -> list[Change]:

@@ -183,11 +183,6 @@ class Placement:
                 where.setdefault(expert, []).append(rank)
         return tuple(tuple(where[expert]) for expert in range(len(where)))
 
-    @property
-    def rank_of(self) -> tuple[int, ...]:
-        """The rank of each expert's primary."""
-        return self.primary
-
     @cached_property
     def slot_of(self) -> tuple[int, ...]:
         """The place of each expert's primary when slots are counted rank by rank."""

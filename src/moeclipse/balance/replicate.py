@@ -81,13 +81,11 @@ def plan_greedy(load_E: np.ndarray, slots_P: Sequence[int]) -> Placement:
     rows: list[list[int]] = [[] for _ in slots_P]
     level = [0.0] * num_ranks
     placed: set[int] = set()
-    spare = []
     # First copies before second ones where slots are tight: no expert may be left without a place.
     for share, expert in items:
         open_ranks = [p for p in range(num_ranks) if len(rows[p]) < slots_P[p] and expert not in rows[p]]
         free = sum(count - len(row) for count, row in zip(slots_P, rows, strict=True))
         if expert in placed and (not open_ranks or free <= num_experts - len(placed)):
-            spare.append((share, expert))
             continue
         rank = min(open_ranks, key=level.__getitem__)
         rows[rank].append(expert)

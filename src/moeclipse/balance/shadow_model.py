@@ -2,7 +2,7 @@
 
 Idea: add up for each rank the rows it computes, receives and sends, and the copies of experts it sends and
 takes in; the fullest rank sets the pace. Rows, copies and results follow each other on the wire, and the rank
-that is fullest with rows need not be the one that lends: each of the three has a fullest rank of its own.
+that is fullest with rows need not be the one that sends copies: each of the three has its own fullest rank.
 
     forward    compute: rows x row_forward      wire: 2 x rows sent (there and back) + parameters
     backward   compute: rows x row_backward     wire: 2 x rows sent (there and back) + gradients

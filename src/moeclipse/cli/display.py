@@ -285,8 +285,9 @@ def short(value: float | None) -> str:
     return f"{value:.3g}"
 
 
-def count(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+def count(number: int, thing: str, plural: str = "s") -> str:
+    """(2, 'rank') -> '2 ranks'."""
+    return f"{number} {thing}{'' if number == 1 else plural}"
 
 
 def clock(seconds: float) -> str:

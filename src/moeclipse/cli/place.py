@@ -104,7 +104,7 @@ def main(argv: list[str]) -> int:
     console = Console(highlight=False, soft_wrap=True)
     load = Load.read(given.load)
     config = fill(given, load)
-    layers = questions(config, load)
+    layers = layers_of(config, load)
     node_P = nodes_of(config.ranks, config.nodes)
     costs = PlacementCosts.from_shapes(
         d_model=config.d_model,
@@ -155,7 +155,7 @@ def fill(config: PlaceConfig, load: Load) -> FullConfig:
     return FullConfig(**given)
 
 
-def questions(config: FullConfig, load: Load) -> list[LayerReport]:
+def layers_of(config: FullConfig, load: Load) -> list[LayerReport]:
     if config.ranks < 1 or config.slots < 1:
         raise ConfigError(f"--ranks ({config.ranks}) and --slots ({config.slots}) must be at least 1")
     if config.planner not in PLANNERS:

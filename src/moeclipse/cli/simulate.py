@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from moeclipse.cli.display import count
 from moeclipse.core.errors import ConfigError
 from moeclipse.cost.file import load_costs
 from moeclipse.schedule.catalogue import build
@@ -141,18 +142,14 @@ def _program(question: Question, config: SimulateConfig) -> Program:
 
 
 def _headline(console: Console, question: Question, name: str) -> None:
-    sizes = f"{_counted(question.ranks, 'rank')}, {_counted(question.microbatches, 'microbatch', 'es')}"
+    sizes = f"{count(question.ranks, 'rank')}, {count(question.microbatches, 'microbatch', 'es')}"
     what = f"{name}: {sizes}, costs {question.costs.name}"
     if question.by_layer:
         how = question.expansion
-        what += f", {_counted(question.layers, 'layer')} per rank, overlap {how.overlap}"
+        what += f", {count(question.layers, 'layer')} per rank, overlap {how.overlap}"
         what += f", {how.chunks} chunks" if how.chunks > 1 else ""
         what += f", recompute {question.recompute}" if question.recompute != "off" else ""
     console.print(what, style="bold")
-
-
-def _counted(number: int, what: str, plural: str = "s") -> str:
-    return f"{number} {what}{'' if number == 1 else plural}"
 
 
 def _coloured(text: str) -> Text:
@@ -251,14 +248,14 @@ def _comparison(question: Question, answers: list[Answer]) -> Table:
         table.add_column(column, justify="right")
     for answer in answers:
         summary = answer.summary
-        count = len(summary.ranks)
+        ranks = len(summary.ranks)
         hidden = answer.exchange_hidden
         table.add_row(
             f"{answer.name} x{answer.stages_per_rank}" if answer.stages_per_rank > 1 else answer.name,
             _time(question, summary.makespan),
-            f"{sum(r.bubble for r in summary.ranks) / count / summary.makespan:.1%}",
-            _time(question, sum(r.exposed for r in summary.ranks) / count),
-            _time(question, sum(r.idle for r in summary.ranks) / count),
+            f"{sum(r.bubble for r in summary.ranks) / ranks / summary.makespan:.1%}",
+            _time(question, sum(r.exposed for r in summary.ranks) / ranks),
+            _time(question, sum(r.idle for r in summary.ranks) / ranks),
             "-" if hidden is None else f"{hidden:.0%}",
             f"{max(summary.peak):.2f}",
             f"{answer.model_copies}x",

@@ -53,7 +53,7 @@ class Given:
     """The old name of the key, where that was used (`core/renames`)."""
 
 
-Layer = Mapping[str, Given]
+ConfigLayer = Mapping[str, Given]
 """Dotted key -> what was given for it."""
 
 
@@ -71,7 +71,7 @@ class Built(Generic[T]):
             raise ConfigError(self.problems)
         return self.config
 
-    def told(self) -> T:
+    def with_warnings(self) -> T:
         """The checked configuration, for calls from Python: notes become warnings."""
         config = self.checked()
         for note in self.notes:
@@ -276,7 +276,7 @@ def _wants_more(kind: Any, values: Sequence[str], word: str) -> bool:
 # --- putting it together ---------------------------------------------------------------------------------
 
 
-def build(schema: type[T], layers: Sequence[Layer], problems: Iterable[str] = ()) -> Built[T]:
+def build(schema: type[T], layers: Sequence[ConfigLayer], problems: Iterable[str] = ()) -> Built[T]:
     """The configuration that layers give, later ones winning, with all problems of values and sections."""
     found = list(problems)
     values: dict[str, Any] = {}
@@ -322,7 +322,7 @@ def _assemble(schema: type[T], values: Mapping[str, Any]) -> T:
 def from_table(schema: type[T], table: Mapping[str, Any], origin: str) -> T:
     """A configuration from a nested table alone, checked."""
     layer, problems = table_layer(schema, table, origin)
-    return build(schema, [layer], problems).told()
+    return build(schema, [layer], problems).with_warnings()
 
 
 def with_values(config: T, values: Mapping[str, Any]) -> T:

@@ -71,7 +71,7 @@ class Route:
         replicated = placement.num_replicas > placement.num_experts
         return cls(
             placement=placement,
-            rank_of_E=torch.tensor(placement.rank_of, device=device),
+            rank_of_E=torch.tensor(placement.primary, device=device),
             slot_of_E=torch.tensor(placement.slot_of, device=device),
             group=group,
             lane=lane,

@@ -41,7 +41,7 @@ class Lending:
         sends: list[list[int]] = [[] for _ in range(placement.num_ranks)]
         receives: list[list[int]] = [[] for _ in range(placement.num_ranks)]
         for expert, ranks in shadows:
-            owner = placement.rank_of[expert]
+            owner = placement.primary[expert]
             if me in ranks:
                 receives[owner].append(expert)
             if me == owner:

@@ -48,7 +48,7 @@ def near_experts(
     shifts = range(-mesh.tp_index, mesh.tp - mesh.tp_index) if sharded else (0,)
     near = [
         all(hosts[me + shift] == hosts[group.ranks[rank] + shift] for shift in shifts)
-        for rank in placement.rank_of
+        for rank in placement.primary
     ]
     return None if all(near) else torch.tensor(near, device=device)
 

@@ -63,7 +63,7 @@ class BucketSegment:
     entry: BucketEntry
     start: int
     """First element, counted inside the logical tensor."""
-    place: int
+    offset: int
     """The same element, counted inside the shard."""
     length: int
 
@@ -80,7 +80,7 @@ class Content:
     decay: bool
     owned: bool = True
     """Not a copy of another stage's parameters, which counts and saves them."""
-    counts: bool = True
+    contributes: bool = True
     """Whether this rank's gradients count: where tp ranks computed the same, one of them does."""
 
 
@@ -88,7 +88,7 @@ class Bucket:
     def __init__(self, content: Content, mesh: Mesh, peer: PeerUse = "off") -> None:
         self.name, self.entries, self.bounds = content.name, content.entries, content.bounds
         self.group, self.decay, self.mesh = content.group, content.decay, mesh
-        self.counts, self.owned = content.counts, content.owned
+        self.contributes, self.owned = content.contributes, content.owned
         self.wire = collectives(mesh, content.group, mesh.grads, peer, max_bytes=SMALL_BYTES)
         first = content.parameters[0]
         self.params = torch.zeros(self.bounds[-1], dtype=first.dtype, device=first.device)
@@ -109,7 +109,7 @@ class Bucket:
 
     def launch(self) -> None:
         label = f"reduction of gradients, bucket {self.name}"
-        if not self.counts:
+        if not self.contributes:
             self.grads.zero_()
         self._sum = self.wire.reduce_scatter(self.grads, self.bounds, label)
 
@@ -144,7 +144,7 @@ class Bucket:
                 yield BucketSegment(
                     entry=entry,
                     start=entry.start + start - entry.offset,
-                    place=start - first,
+                    offset=start - first,
                     length=stop - start,
                 )
 
@@ -158,15 +158,15 @@ class Buckets:
         mesh: Mesh,
         bucket_mb: float,
         peer: PeerUse = "off",
-        place: ExpertPlace | None = None,
+        make_expert_bucket: MakeExpertBucket | None = None,
     ) -> None:
         """`peer`: small buckets are reduced through peer memory, where that applies.
 
-        `place` makes the buckets of experts that move or have replicas.
+        `make_expert_bucket` makes the buckets of experts that move or have replicas.
         """
         self.buckets = [
             content if isinstance(content, Bucket) else Bucket(content, mesh, peer)
-            for content in contents(model, mesh, bucket_mb, place)
+            for content in contents(model, mesh, bucket_mb, make_expert_bucket)
         ]
         self._armed = False
         self._next = 0
@@ -210,11 +210,14 @@ class Buckets:
             self._next += 1
 
 
-ExpertPlace = Callable[[nn.Parameter, str, MoE, str], Bucket | None]
+MakeExpertBucket = Callable[[nn.Parameter, str, MoE, str], Bucket | None]
 
 
 def contents(
-    model: nn.Module, mesh: Mesh, bucket_mb: float, place: ExpertPlace | None = None
+    model: nn.Module,
+    mesh: Mesh,
+    bucket_mb: float,
+    make_expert_bucket: MakeExpertBucket | None = None,
 ) -> Iterator[Content | Bucket]:
     """The model's parameters from last to first, in buckets; experts each stacked tensor for itself."""
     layers = {
@@ -229,8 +232,9 @@ def contents(
         if not parameter.requires_grad:
             continue
         if id(parameter) in layers:
-            own = place(parameter, *layers[id(parameter)]) if place is not None else None
-            yield own or expert_content(parameter, *layers[id(parameter)], mesh)
+            where = layers[id(parameter)]
+            bucket = None if make_expert_bucket is None else make_expert_bucket(parameter, *where)
+            yield bucket or expert_content(parameter, *where, mesh)
             continue
         share = share_of(parameter) if mesh.tp > 1 else "sum"
         kind = (parameter.dim() > 1, share, not getattr(parameter, "is_copy", False))
@@ -269,7 +273,7 @@ def dense_content(
         group=group,
         decay=decay,
         owned=owned,
-        counts=share != "same" or mesh.tp_index == 0,
+        contributes=share != "same" or mesh.tp_index == 0,
     )
 
 

@@ -244,8 +244,8 @@ def placement_problems(config: TrainConfig) -> Iterator[str]:
         )
     if (placement.moves or replicated) and placement.reduce == "fedavg" and moe.shadow not in ("off", ()):
         yield (
-            f"moe.shadow ({moe.shadow!r}) cannot go with placement.reduce = 'fedavg': rows of a lent expert "
-            "count for its owner, so lending would change what each replica learns; set it to 'off'"
+            f"moe.shadow ({moe.shadow!r}) cannot go with placement.reduce = 'fedavg': rows of a shadowed "
+            "expert count for its owner, so shadows would change what each replica learns; set it to 'off'"
         )
 
 

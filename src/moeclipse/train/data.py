@@ -157,11 +157,11 @@ class Batches:
             )
         first, stop = even_part(self.batch_size, self.accumulate, m)
         my_first, my_stop = even_part(stop - first, num_data_ranks, data_rank)
-        places = np.arange(first + my_first, first + my_stop)
+        batch_rows = np.arange(first + my_first, first + my_stop)
         if self.streams is None:
-            windows = self.samples.windows(step * self.batch_size + places)
+            windows = self.samples.windows(step * self.batch_size + batch_rows)
         else:
-            windows = self.streams.windows(step, places)
+            windows = self.streams.windows(step, batch_rows)
         rows = torch.from_numpy(self.samples.read(windows))
         return Microbatch(
             inputs=rows[:, :-1].contiguous(),

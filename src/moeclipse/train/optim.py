@@ -66,13 +66,13 @@ class AdamW:
         self.updates += 1
         clip = self.config.clip_norm
         factor = (clip / norm if clip and norm > clip else 1.0) / scale
-        on_the_way = []
+        published = []
         for bucket, state, grad in zip(self.buckets, self.states, shards, strict=True):
             if grad.numel():
                 self._update(state, grad * factor, lr, self.config.weight_decay if bucket.decay else 0.0)
                 bucket.store(state.weight)
-            on_the_way.append(bucket.publish())
-        for result in on_the_way:
+            published.append(bucket.publish())
+        for result in published:
             result.get()
 
     def _update(self, state: ShardState, grad: torch.Tensor, lr: float, decay: float) -> None:
@@ -93,7 +93,7 @@ class AdamW:
                         name=f"{kind}/{segment.entry.name}",
                         shape=segment.entry.shape,
                         start=segment.start,
-                        data=shard[segment.place : segment.place + segment.length],
+                        data=shard[segment.offset : segment.offset + segment.length],
                     )
 
     @torch.no_grad()
@@ -105,7 +105,7 @@ class AdamW:
                 for kind in STATES:
                     stop = segment.start + segment.length
                     data = checkpoint.read(f"{kind}/{segment.entry.name}", segment.start, stop)
-                    getattr(state, kind)[segment.place : segment.place + segment.length] = data
+                    getattr(state, kind)[segment.offset : segment.offset + segment.length] = data
             bucket.store(state.weight)
         for result in [bucket.publish() for bucket in self.buckets]:
             result.get()

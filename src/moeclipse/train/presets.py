@@ -14,7 +14,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from moeclipse.core.config import Built, Given, Layer, build, nearest, read_toml, table_layer
+from moeclipse.core.config import Built, ConfigLayer, Given, build, nearest, read_toml, table_layer
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.toml import parse_toml
 from moeclipse.train.config import TrainConfig
@@ -59,7 +59,7 @@ class Merged:
 def merge(
     file: str | Path | None = None,
     preset: str | None = None,
-    flags: Layer | None = None,
+    flags: ConfigLayer | None = None,
     problems: Iterable[str] = (),
 ) -> Merged:
     """Preset, then file, then flags, with every problem found on the way; only unreadable TOML raises."""
@@ -69,7 +69,7 @@ def merge(
     named = table.pop("preset", "" if file is not None else DEFAULT_PRESET)
     if preset is not None:
         named, origin = preset, "--preset"
-    layers: list[Layer] = []
+    layers: list[ConfigLayer] = []
     if named and named not in preset_names():
         found.append(_unknown_preset(named, origin))
         named = ""
@@ -90,4 +90,4 @@ def _layer(table: Mapping[str, Any], origin: str, found: list[str]) -> dict[str,
 
 def load(file: str | Path | None = None, preset: str | None = None) -> TrainConfig:
     """The checked configuration of a file, a preset, or both; for use from Python."""
-    return merge(file, preset).built.told()
+    return merge(file, preset).built.with_warnings()

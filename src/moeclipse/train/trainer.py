@@ -63,9 +63,16 @@ def train(config: TrainConfig, *, resume: str = "off", observer: Observer | None
         start_deadline_s=config.parallel.start_deadline_s,
     )
     try:
-        tp, pp = config.parallel.tp, config.parallel.pp
-        where: dict[str, Any] = {"rank": place.rank, "device": device, "watch": watch}
-        mesh = Mesh(dp=dp, ep=ep, tp=tp, pp=pp, comm_sms=config.pipeline.comm_sms, **where)
+        mesh = Mesh(
+            dp=dp,
+            ep=ep,
+            tp=config.parallel.tp,
+            pp=config.parallel.pp,
+            rank=place.rank,
+            device=device,
+            watch=watch,
+            comm_sms=config.pipeline.comm_sms,
+        )
         watching = observer if observer is not None and place.rank == 0 else Silence()
         return Run(config, mesh, watching).whole(resume)
     except BaseException as error:

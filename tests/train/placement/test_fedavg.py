@@ -90,10 +90,10 @@ def test_what_a_replica_learns_from_is_no_matter_of_speed(corpus: str) -> None: 
     """Shadows and cut microbatches would share rows out over replicas in another way."""
     slots = {"placement.slots": ((0, 1, 2), (3, 4, 0)), "parallel.ep": 2}
     fed = {**slots, "placement.reduce": "fedavg"}
-    lent = list(problems_of(configure(corpus, **fed, **{"moe.shadow": (0,)})))
-    assert lent == [
-        "moe.shadow ((0,)) cannot go with placement.reduce = 'fedavg': rows of a lent expert count for its "
-        "owner, so lending would change what each replica learns; set it to 'off'"
+    shadowed = list(problems_of(configure(corpus, **fed, **{"moe.shadow": (0,)})))
+    assert shadowed == [
+        "moe.shadow ((0,)) cannot go with placement.reduce = 'fedavg': rows of a shadowed expert count for "
+        "its owner, so shadows would change what each replica learns; set it to 'off'"
     ]
     overlap = {"pipeline.overlap": "pair+self", "data.batch_size": 8}
     (cut,) = problems_of(configure(corpus, **fed, **overlap, **{"pipeline.chunks": 2}))

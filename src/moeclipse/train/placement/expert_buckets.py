@@ -162,7 +162,7 @@ class ExpertBucket(Bucket):
             if not everything and owner.rank != self.ownership.placement.primary[owner.expert]:
                 continue
             for entry in self.entries_for(owner.expert, number * self.size):
-                yield BucketSegment(entry=entry, start=entry.start, place=entry.offset, length=entry.numel)
+                yield BucketSegment(entry=entry, start=entry.start, offset=entry.offset, length=entry.numel)
 
     def entries_for(self, expert: int, offset: int) -> Iterator[BucketEntry]:
         return entries_of(f"{self.prefix}experts.{expert}.{self.key}", self.shape, offset, self.cut)

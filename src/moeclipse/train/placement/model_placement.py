@@ -141,12 +141,12 @@ class ModelPlacement:
             self.costs = costs_of(probe, self.config.every)
         found = []
         for placed in self.layers:
-            number = placed.layer.layer - self.first_layer
+            number = placed.number - self.first_layer
             planner = PlanConfig(
                 planner=self.config.planner,
                 max_moved=self.config.max_moved,
                 time_limit=self.config.time_limit_s,
-                seed=(self.seed * 1_000_003 + step) * 1009 + placed.layer.layer,
+                seed=(self.seed * 1_000_003 + step) * 1009 + placed.number,
             )
             # Copies hold the same experts and share out other tokens: their mean is a copy's load.
             counts_PE = loads.rows_LPE[number].reshape(self.mesh.dp, self.group.size, -1).mean(0)
@@ -170,7 +170,7 @@ class ModelPlacement:
         """For a checkpoint: who holds what, by layer of the whole model. Collective."""
         mine = [
             {
-                "layer": placed.layer.layer,
+                "layer": placed.number,
                 "slots": placed.placement.slots,
                 "primary": placed.placement.primary,
                 "expected": None if placed.expected_E is None else placed.expected_E.tolist(),
@@ -189,7 +189,7 @@ class ModelPlacement:
         """
         by_layer = {entry["layer"]: entry for entry in saved or ()}
         for placed in self.layers:
-            now, entry = placed.placement, by_layer.get(placed.layer.layer)
+            now, entry = placed.placement, by_layer.get(placed.number)
             if entry is None or not self.config.moves:
                 continue
             try:

@@ -34,6 +34,11 @@ class PlacedLayer:
         """The loads that the placement was planned for."""
 
     @property
+    def number(self) -> int:
+        """Of the layer in the model."""
+        return self.layer.layer
+
+    @property
     def ownership(self) -> Ownership:
         return self.buckets[0].ownership
 
@@ -51,7 +56,7 @@ class PlacedLayer:
             self._length,
             group=self.buckets[0].group,
             lane=self.buckets[0].mesh.grads,
-            layer=self.layer.layer,
+            layer=self.number,
             updates=updates,
         )
         weights = {transfer.expert: data for transfer, data in arrived.items() if not transfer.state}

@@ -39,6 +39,6 @@ def check_replicas(layers: Sequence[PlacedLayer]) -> None:
                     ranks_of.setdefault(digest, []).append(group.ranks[index])
             if len(ranks_of) > 1:
                 sides = " and ".join(str(ranks) for ranks in sorted(ranks_of.values(), key=len, reverse=True))
-                found.append(f"layer {placed.layer.layer}, expert {expert}: ranks {sides} hold other weights")
+                found.append(f"layer {placed.number}, expert {expert}: ranks {sides} hold other weights")
     if found:
         raise CommError(f"replicas differ: {'; '.join(found)}; resume from the last checkpoint")

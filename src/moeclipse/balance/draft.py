@@ -9,7 +9,7 @@ counts a reserve on top: `noise` (how much an expert's load jitters from step to
 root of the sum of squares of those loads. Planning for the mean alone would fill such ranks to the brim,
 and each step one of them would run over.
 
-Contract: a `Table` is never changed by `changed`, `trial` or `poured`; they return another one.
+Contract: a `Draft` is never changed by `changed`, `trial` or `poured`; they return another one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Table:
+class Draft:
     loads: list[float]
     noise: float
     slots: list[list[int]]
@@ -61,7 +61,7 @@ class Table:
     reserve: list[float]
 
     @classmethod
-    def of(cls, placement: Placement, slots_P: Sequence[int], load_E: np.ndarray, noise: float) -> Table:
+    def of(cls, placement: Placement, slots_P: Sequence[int], load_E: np.ndarray, noise: float) -> Draft:
         slots = [
             list(row) + [EMPTY] * (count - len(row))
             for row, count in zip(placement.slots, slots_P, strict=True)
@@ -71,13 +71,13 @@ class Table:
             [load / len(ranks)] * len(ranks) for load, ranks in zip(loads, placement.holders, strict=True)
         ]
         empty = [0.0] * len(slots)
-        table = cls(loads, noise, slots, list(placement.holders), shares, empty, empty)
-        reserve = [table._reserve(row) for row in slots]
+        draft = cls(loads, noise, slots, list(placement.holders), shares, empty, empty)
+        reserve = [draft._reserve(row) for row in slots]
         level = list(reserve)
-        for ranks, mine in zip(table.holders, shares, strict=True):
+        for ranks, mine in zip(draft.holders, shares, strict=True):
             for rank, amount in zip(ranks, mine, strict=True):
                 level[rank] += amount
-        return cls(loads, noise, slots, table.holders, shares, level, reserve).poured()
+        return cls(loads, noise, slots, draft.holders, shares, level, reserve).poured()
 
     @property
     def fullest(self) -> float:
@@ -97,7 +97,7 @@ class Table:
             sum([self.loads[e] ** 2 for e in row if e >= 0 and len(self.holders[e]) == 1])
         )
 
-    def poured(self, experts: Sequence[int] | None = None, sweeps: int = FULL_SWEEPS) -> Table:
+    def poured(self, experts: Sequence[int] | None = None, sweeps: int = FULL_SWEEPS) -> Draft:
         """With the loads of these experts (default: all) poured anew."""
         which = range(len(self.loads)) if experts is None else experts
         several = [e for e in which if len(self.holders[e]) > 1 and self.loads[e] > 0]
@@ -112,9 +112,9 @@ class Table:
             before, fullest = fullest, max(level)
             if fullest > 0.9995 * before:
                 break
-        return Table(self.loads, self.noise, self.slots, self.holders, shares, level, self.reserve)
+        return Draft(self.loads, self.noise, self.slots, self.holders, shares, level, self.reserve)
 
-    def changed(self, change: Change) -> Table:
+    def changed(self, change: Change) -> Draft:
         """After a change, its experts spread evenly over their holders, nothing poured yet."""
         slots, holders, shares = list(self.slots), list(self.holders), list(self.shares)
         level, reserve = list(self.level), list(self.reserve)
@@ -148,14 +148,14 @@ class Table:
             shares[expert] = [amount + lost for amount in kept.values()]
             for rank, amount in zip(holders[expert], shares[expert], strict=True):
                 level[rank] += amount
-        after = Table(self.loads, self.noise, slots, holders, shares, level, reserve)
+        after = Draft(self.loads, self.noise, slots, holders, shares, level, reserve)
         for rank in touched:
             level[rank] -= reserve[rank]
             reserve[rank] = after._reserve(slots[rank])
             level[rank] += reserve[rank]
         return after
 
-    def trial(self, change: Change) -> Table:
+    def trial(self, change: Change) -> Draft:
         """After a change, with only the experts around it poured."""
         after = self.changed(change)
         ranks = {change.target, change.to_rank, self.level.index(max(self.level))} - {EMPTY}
