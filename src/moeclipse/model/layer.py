@@ -19,7 +19,7 @@ from moeclipse.moe.tokens import Tokens
 from moeclipse.tensor.parallel import MoveKind, move
 
 
-class Layer(nn.Module):
+class TransformerLayer(nn.Module):
     def __init__(
         self,
         index: int,

@@ -20,7 +20,7 @@ import torch
 
 from moeclipse.comm.flight.in_flight import InFlight
 from moeclipse.model.config import ModelConfig
-from moeclipse.model.layer import Layer
+from moeclipse.model.layer import TransformerLayer
 from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.layer import MoE, MoEReport
 from moeclipse.moe.passes import RoutedPass
@@ -55,7 +55,7 @@ class MicrobatchLoads:
 
 
 @dataclass(kw_only=True)
-class Microbatch:
+class MicrobatchState:
     """One chunk of a microbatch as the model reads it, and what it says about it."""
 
     ids_BS: torch.Tensor
@@ -77,8 +77,8 @@ class ModelStage:
     """A piece of the model, as `pipeline/stage` wants it."""
 
     layers: Sequence[LayerParts]
-    embed: Callable[[Microbatch], torch.Tensor] | None
-    head: Callable[[torch.Tensor, Microbatch], torch.Tensor] | None
+    embed: Callable[[MicrobatchState], torch.Tensor] | None
+    head: Callable[[torch.Tensor, MicrobatchState], torch.Tensor] | None
 
 
 def layer_shapes(config: ModelConfig, moe: MoEConfig) -> list[LayerShape]:
@@ -93,7 +93,12 @@ class DensePass:
     """Attention and a feed-forward block without experts."""
 
     def __init__(
-        self, layer: Layer, h_TD: torch.Tensor, microbatch: Microbatch, where: Where, shape: LayerShape
+        self,
+        layer: TransformerLayer,
+        h_TD: torch.Tensor,
+        microbatch: MicrobatchState,
+        where: Where,
+        shape: LayerShape,
     ) -> None:
         self.layer, self.microbatch, self.where, self.again = layer, microbatch, where, shape.recomputed
         self._h_TD: torch.Tensor | None = h_TD
@@ -304,13 +309,15 @@ class MoEPass(DensePass):
 class LayerParts:
     """A layer that offers its parts, as `pipeline/stage` wants it."""
 
-    layer: Layer
+    layer: TransformerLayer
 
     def describe(self) -> LayerShape:
         """The layer as a schedule sees it."""
         moe = self.layer.moe
         return LayerShape(moe=moe is not None, shared=moe is not None and moe.shared is not None)
 
-    def begin(self, h_TD: torch.Tensor, microbatch: Microbatch, where: Where, shape: LayerShape) -> LayerPass:
+    def begin(
+        self, h_TD: torch.Tensor, microbatch: MicrobatchState, where: Where, shape: LayerShape
+    ) -> LayerPass:
         kind = DensePass if self.layer.moe is None else MoEPass
         return kind(self.layer, h_TD, microbatch, where, shape)

@@ -26,8 +26,8 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.model.attention import rope_table
 from moeclipse.model.blocks import RMSNorm, Settings
 from moeclipse.model.config import ModelConfig
-from moeclipse.model.layer import Layer
-from moeclipse.model.passes import LayerParts, Microbatch, MicrobatchLoads, ModelStage
+from moeclipse.model.layer import TransformerLayer
+from moeclipse.model.passes import LayerParts, MicrobatchLoads, MicrobatchState, ModelStage
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.layer import MoEReport
 from moeclipse.moe.tokens import Tokens
@@ -103,8 +103,8 @@ class Transformer(nn.Module):
             self.vocab.fill(self.embedding.data, key_of(seed, "embedding"), config.init_std)
             self.embedding.is_copy = not self.begins  # type: ignore[attr-defined]
 
-        def layer(index: int) -> Layer:
-            return Layer(index, config, moe, gate, mesh, settings(index), placement_of(index))
+        def layer(index: int) -> TransformerLayer:
+            return TransformerLayer(index, config, moe, gate, mesh, settings(index), placement_of(index))
 
         self.layers = nn.ModuleDict({str(index): layer(index) for index in held})
         self.head: ColumnParallelLinear | None = None
@@ -143,9 +143,9 @@ class Transformer(nn.Module):
 
     # For the pipeline (`pipeline/stage`).
 
-    def layer(self, index: int) -> Layer:
+    def layer(self, index: int) -> TransformerLayer:
         found = self.layers[str(index)]
-        assert isinstance(found, Layer)
+        assert isinstance(found, TransformerLayer)
         return found
 
     def microbatch(
@@ -155,9 +155,9 @@ class Transformer(nn.Module):
         tokens: Tokens,
         loads: MicrobatchLoads,
         aux_scale: float,
-    ) -> Microbatch:
+    ) -> MicrobatchState:
         """One chunk of a microbatch, for `stage`; all chunks of one share `loads`."""
-        return Microbatch(
+        return MicrobatchState(
             ids_BS=ids_BS,
             targets_BS=targets_BS,
             table=self.positions(ids_BS),
@@ -170,10 +170,10 @@ class Transformer(nn.Module):
     def stage(self, layers: Sequence[int]) -> ModelStage:
         """Some of this rank's layers, with the embedding and the head where they belong."""
 
-        def enter(microbatch: Microbatch) -> torch.Tensor:
+        def enter(microbatch: MicrobatchState) -> torch.Tensor:
             return self.embed(microbatch.ids_BS)
 
-        def leave(h_TD: torch.Tensor, microbatch: Microbatch) -> torch.Tensor:
+        def leave(h_TD: torch.Tensor, microbatch: MicrobatchState) -> torch.Tensor:
             loss_sum = self.loss(h_TD, microbatch.targets_BS)
             microbatch.loss_sum = loss_sum.detach()
             return loss_sum

@@ -12,15 +12,14 @@ from moeclipse.comm.flight.exchange import total
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.shares import even_bounds
-from moeclipse.model.passes import Microbatch, MicrobatchLoads, layer_shapes
+from moeclipse.model.passes import MicrobatchLoads, MicrobatchState, layer_shapes
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.precision import wide_of
 from moeclipse.pipeline.overlap import PairLayout, make_program
 from moeclipse.pipeline.runtime import Runtime
 from moeclipse.train.config import TrainConfig, needs_whole_microbatches
-from moeclipse.train.data import Batches
-from moeclipse.train.data import Microbatch as Batch
+from moeclipse.train.data import Batches, Microbatch
 
 
 class Pipelined:
@@ -73,10 +72,10 @@ class Pipelined:
     def run(self, step: int, loss_scale: float = 1.0) -> torch.Tensor:
         """This rank's (loss, aux loss, dropped rows), summed; gradients are `loss_scale` times theirs."""
         mesh, accumulate = self.mesh, self.config.optim.accumulate
-        fed: dict[tuple[int, int], Microbatch] = {}
+        fed: dict[tuple[int, int], MicrobatchState] = {}
         loads: dict[int, MicrobatchLoads] = {}
 
-        def feed(m: int, chunk: int, chunks: int) -> Microbatch:
+        def feed(m: int, chunk: int, chunks: int) -> MicrobatchState:
             if m not in loads:
                 loads[m] = MicrobatchLoads(chunks)
                 batch = self.batches.microbatch(step, m, mesh.data_index, mesh.num_data)
@@ -99,8 +98,8 @@ class Pipelined:
         return sums
 
     def _chunk(
-        self, batch: Batch, step: int, m: int, chunk: int, loads: MicrobatchLoads, loss_scale: float
-    ) -> Microbatch:
+        self, batch: Microbatch, step: int, m: int, chunk: int, loads: MicrobatchLoads, loss_scale: float
+    ) -> MicrobatchState:
         mesh = self.mesh
         bounds = even_bounds(len(batch.inputs), loads.chunks)
         part = slice(bounds[chunk], bounds[chunk + 1])
