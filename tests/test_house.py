@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,9 @@ LAYERS: list[tuple[str, ...]] = [
 ]
 PURE = {"core", "cost", "schedule", "balance", "sim", "plan", "report"}
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+# The only files that may name what torch keeps for itself, one in a room: they say what, and why.
+PRIVATE_TORCH = "private_torch.py"
+OF_PYTHON = {"_exit", "_replace", "_asdict"}  # os and named tuples
 # The only files that may look at the environment.
 READS_ENVIRONMENT = {"comm/start.py"}
 
@@ -195,6 +200,86 @@ def test_environment_is_read_in_few_places(path: Path) -> None:
         if isinstance(node, ast.Attribute):
             text = ast.unparse(node)
             assert text not in {"os.environ", "os.getenv"}, f"{name_of(path)}:{node.lineno}: {text}"
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_names(trees: Iterable[ast.Module]) -> set[str]:
+    """What the package itself calls something."""
+    names = set()
+    for node in chain.from_iterable(map(ast.walk, trees)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return names
+
+
+def private_torch_names(tree: ast.Module, own: set[str]) -> list[str]:
+    """Lines with a private name of torch: imported, behind a name that torch's was imported as, or behind any
+    other object where neither this package nor Python has such a name."""
+    from_torch, faults = set(), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            start = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                whole = (start + alias.name).split(".")
+                if whole[0] == "torch":
+                    from_torch.add(alias.asname or alias.name.partition(".")[0])
+                    faults += [(node.lineno, ".".join(whole))] if any(map(is_private, whole)) else []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            if dotted_root(node) in from_torch or (from_torch and node.attr not in own):
+                faults.append((node.lineno, ast.unparse(node)))
+        elif any(is_call_to(node, name) for name in ("getattr", "setattr", "hasattr")):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and is_private(name.value) and name.value not in own:
+                faults.append((node.lineno, ast.unparse(node)))
+    return [f"{line}: {text}" for line, text in sorted(set(faults))]
+
+
+def dotted_root(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+OWN_NAMES = own_names(TREES.values()) | OF_PYTHON
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_private_names_of_torch_stand_in_one_file_of_each_room(path: Path) -> None:
+    if path.name != PRIVATE_TORCH:
+        assert not private_torch_names(TREES[path], OWN_NAMES)
+
+
+def test_a_private_name_of_torch_is_seen() -> None:
+    text = """
+import torch.distributed as dist
+import torch
+from torch.distributed import _symmetric_memory
+from torch.nn.parallel import DistributedDataParallel as DDP
+def late(work, module, op):
+    from torch._C import _host_emptyCache
+    torch._C._cuda_getCurrentRawStream(0)
+    dist.distributed_c10d._get_default_store()
+    DDP._set_params_and_buffers_to_ignore_for_model(module, [])
+    work.own._share_cuda_()
+    getattr(module, "_parameters")
+    return op._replace(), work._ours, work.__class__, torch.cuda.synchronize
+"""
+    assert private_torch_names(ast.parse(text), {"_ours"} | OF_PYTHON) == [
+        "4: torch.distributed._symmetric_memory",
+        "7: torch._C._host_emptyCache",
+        "8: torch._C",
+        "8: torch._C._cuda_getCurrentRawStream",
+        "9: dist.distributed_c10d._get_default_store",
+        "10: DDP._set_params_and_buffers_to_ignore_for_model",
+        "11: work.own._share_cuda_",
+        "12: getattr(module, '_parameters')",
+    ]
 
 
 IMPORT_EVERYTHING = """

@@ -32,6 +32,7 @@ from moeclipse.comm.failure import Watch
 from moeclipse.comm.flight.lane import Lane
 from moeclipse.comm.flight.record import Recorder
 from moeclipse.comm.group import Group, host_id, number_hosts
+from moeclipse.comm.private_torch import default_store
 from moeclipse.comm.tell import tell
 from moeclipse.core.errors import CommError, ConfigError
 
@@ -164,7 +165,7 @@ class Mesh:
                 f"dp ({dp}) x ep ({ep}) x tp ({tp}) x pp ({pp}) must equal the number of ranks "
                 f"({dist.get_world_size()})"
             )
-        store = dist.PrefixStore("moeclipse", dist.distributed_c10d._get_default_store())
+        store = dist.PrefixStore("moeclipse", default_store())
         watch = Watch(store=store, rank=dist.get_rank(), num_ranks=num_ranks, deadline_s=deadline_s)
         where: dict[str, Any] = {"rank": dist.get_rank(), "device": torch.device(device), "hosts": hosts}
         return cls(dp=dp, ep=ep, tp=tp, pp=pp, watch=watch, **where)

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moeclipse.comm.flight.exchange import total
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.layer import MoE
+from moeclipse.moe.private_torch import ignore_in_ddp, ignored_by_ddp
 from moeclipse.moe.replicas import sum_over_replicas
 
 
@@ -38,9 +39,7 @@ def expert_parameter_names(model: nn.Module) -> set[str]:
 
 def exclude_experts(model: nn.Module) -> nn.Module:
     """Tell DDP to leave expert parameters alone; call it on the module that DDP will wrap."""
-    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    ignored |= expert_parameter_names(model)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(ignored))
+    ignore_in_ddp(model, ignored_by_ddp(model) | expert_parameter_names(model))
     return model
 
 

@@ -23,6 +23,7 @@ import torch
 from moeclipse.core.errors import ConfigError
 from moeclipse.ops.cuda_driver import LaunchConfig, cuda_driver
 from moeclipse.ops.precision import wide_of
+from moeclipse.ops.private_torch import raw_stream_function
 
 BLOCK = 1 << 14  # elements added at a time: operands and fp32 temporaries stay in the first caches
 
@@ -246,7 +247,7 @@ class Launcher:
         into_x, into_out, config, device = self._x, self._out, self._config, self._device
         call, failure = self._call, self._failure
         at, function, arguments, none = self._fixed
-        stream_of = torch._C._cuda_getCurrentRawStream
+        stream_of = raw_stream_function()
         last = 0  # the stream that `config` has
 
         def launch(x: int, out: int, _kept: object = self._slots) -> None:  # `arguments` has their addresses

@@ -11,6 +11,7 @@ import torch
 
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.group import Group, host_id
+from moeclipse.comm.private_torch import ipc_name, ipc_storage, symmetric_empty, symmetric_rendezvous
 from moeclipse.comm.shared.host import NoPeerMemoryError
 from moeclipse.comm.tell import tell_all
 
@@ -101,13 +102,11 @@ def _refuse(group: Group, facts: list[dict[str, Any]]) -> None:
 def _open_symmetric(
     group: Group, _watch: Watch, device: torch.device, num_bytes: int, _label: str
 ) -> CudaMemory:
-    from torch.distributed import _symmetric_memory
-
-    own = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+    own = symmetric_empty(num_bytes, device)
     own.zero_()  # flags must be zero before any peer can write them
     torch.cuda.synchronize(device)
     assert group.handle is not None
-    handle = _symmetric_memory.rendezvous(own, group.handle)
+    handle = symmetric_rendezvous(own, group.handle)
     buffers = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.size)]
     return CudaMemory(own, buffers, handle, "symmetric memory")
 
@@ -115,7 +114,7 @@ def _open_symmetric(
 def _open_ipc(group: Group, watch: Watch, device: torch.device, num_bytes: int, label: str) -> CudaMemory:
     own = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     torch.cuda.synchronize(device)
-    shared = own.untyped_storage()._share_cuda_()
+    shared = ipc_name(own.untyped_storage())
     mine = [value.hex() if isinstance(value, bytes) else value for value in shared]
     offset = own.storage_offset()
     buffers: list[torch.Tensor] = []
@@ -126,6 +125,6 @@ def _open_ipc(group: Group, watch: Watch, device: torch.device, num_bytes: int, 
         texts = (1, 4, 6)  # the handle, the reference counter's name and the event travel as bytes
         values = [bytes.fromhex(v) if i in texts and v is not None else v for i, v in enumerate(theirs[0])]
         values[0] = device.index if device.index is not None else torch.cuda.current_device()
-        storage = torch.UntypedStorage._new_shared_cuda(*values)
+        storage = ipc_storage(values)
         buffers.append(own.new_empty(0).set_(storage, theirs[1], (num_bytes,), (1,)))
     return CudaMemory(own, buffers, None, "CUDA IPC")

@@ -1,0 +1,46 @@
+"""Every private name of torch that this room uses. All are there in torch 2.11 to 2.13.
+
+torch.distributed.distributed_c10d._get_default_store
+                    failures are told through the store that a user's own `init_process_group` made, and
+                    nothing public hands it out
+torch.distributed._symmetric_memory
+                    memory of a device that peers can read: documented under this name, as alpha
+torch.UntypedStorage._share_cuda_ and _new_shared_cuda
+                    the same over CUDA IPC, where symmetric memory does not work: `torch.multiprocessing`
+                    has it behind its own pickling only
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def default_store() -> dist.Store:
+    """What the default process group was started with."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def symmetric_empty(num_bytes: int, device: torch.device) -> torch.Tensor:
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def symmetric_rendezvous(own: torch.Tensor, handle: dist.ProcessGroup) -> Any:
+    """Collective; has `get_buffer(rank, sizes, dtype)`."""
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.rendezvous(own, handle)
+
+
+def ipc_name(storage: torch.UntypedStorage) -> tuple[Any, ...]:
+    """What another process needs to open a storage of a device; items 1, 4 and 6 are bytes or None."""
+    return storage._share_cuda_()
+
+
+def ipc_storage(name: list[Any]) -> torch.UntypedStorage:
+    """The storage of that name; its first item is the device it is opened on."""
+    return torch.UntypedStorage._new_shared_cuda(*name)
