@@ -152,8 +152,8 @@ def judge(learner: Learner) -> dict[str, Any]:
     """How even ranks are, and how many rows travel, with the average loads."""
     layer = learner.layers[0]
     counts_PE = np.rint(learner.loads.average.rows_LPE[0]).astype(np.int64)
-    placement = layer.route.placement
-    split = split_rows(counts_PE, layer.route.table or ReplicaTable.of(placement))
+    placement = layer.dispatcher.placement
+    split = split_rows(counts_PE, layer.dispatcher.table or ReplicaTable.of(placement))
     plan = layer.schedule.shadow_plan
     return {
         "balance": split.balance,

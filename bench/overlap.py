@@ -54,9 +54,11 @@ from moeclipse.comm.flight.in_flight import InFlight, Ready
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.wires.transport import Transport
 from moeclipse.moe.config import GateConfig
+from moeclipse.moe.dispatch_combine import DispatchCombine, LayerCall, Programs
 from moeclipse.moe.granularity import CALLS, TRIED
 from moeclipse.moe.layer import MoE
-from moeclipse.moe.routed import Programs, Routed, RoutedCall
+from moeclipse.moe.pairwise import PairwiseExperts
+from moeclipse.moe.structure import Structure
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.smart import smart
 from moeclipse.testing.run_ranks import run_ranks
@@ -155,7 +157,7 @@ class LayerStep:
         programs: Programs | None = None,
     ) -> None:
         self.moe, self.bed, self.ids, self.compute = moe, bed, ids, compute
-        self.transport = moe.route.transport if wire else NoWire(moe.route.transport)
+        self.transport = moe.dispatcher.transport if wire else NoWire(moe.dispatcher.transport)
         self.programs = programs
         shape = len(ids), bed.width
         self.x = torch.randn(shape, dtype=bed.dtype, device=ids.device, requires_grad=True)
@@ -163,15 +165,18 @@ class LayerStep:
 
     def forward(self) -> None:
         moe = self.moe
-        prepared = moe.schedule.prepare(self.ids, moe.route, moe.experts, moe.mesh, "bench", True)
-        call = RoutedCall(
-            plan=replace(prepared.plan, route=replace(moe.route, transport=self.transport)),
+        experts = PairwiseExperts(experts=moe.experts, structure=Structure(), like=[self.x.detach()[:0]])
+        prepared = moe.schedule.prepare(self.ids, moe.dispatcher, experts, moe.mesh, "bench", True)
+        if not self.compute:
+            experts = replace(experts, experts=NoExperts(self.bed.width))
+        call = LayerCall(
+            plan=replace(prepared.plan, dispatcher=replace(moe.dispatcher, transport=self.transport)),
             programs=self.programs or prepared.programs,
-            experts=moe.experts if self.compute else NoExperts(self.bed.width),
-            shadowed=prepared.shadowed,
+            experts=experts,
+            shadows=prepared.shadows,
             watch=moe.schedule.watch,
         )
-        self.out = Routed.apply(self.scores, call, self.x, *moe.experts.weights)
+        self.out = DispatchCombine.apply(self.scores, call, self.x, *moe.experts.weights)
 
     def backward(self) -> None:
         self.out.backward(self.out.detach())
@@ -289,11 +294,11 @@ def measure_skewed(mesh: Mesh, bed: Bed, repeats: int) -> dict[str, Any]:
     ids = choices(mesh, SKEWED_TOKENS, MANY_EXPERTS, TOP_K, ZIPF)
     settings = {"schedule": "smart", "group_size": 1, "chunks": 1}
     plain = make(mesh, bed, MANY_EXPERTS, SKEWED_HIDDEN, **settings)
-    lent = make(mesh, bed, MANY_EXPERTS, SKEWED_HIDDEN, shadow="auto", **settings)
-    cases = {"smart": LayerStep(plain, bed, ids), "smart + shadows": LayerStep(lent, bed, ids)}
+    shadowed = make(mesh, bed, MANY_EXPERTS, SKEWED_HIDDEN, shadow="auto", **settings)
+    cases = {"smart": LayerStep(plain, bed, ids), "smart + shadows": LayerStep(shadowed, bed, ids)}
     times = interleaved(mesh, cases, repeats)
     found = {name: times["forward"][name] + times["backward"][name] for name in cases}
-    plan = lent.schedule.shadow_plan
+    plan = shadowed.schedule.shadow_plan
     assert plan is not None
     measured = found["smart"] - found["smart + shadows"]
     return {

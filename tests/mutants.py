@@ -231,7 +231,7 @@ MUTANTS = (
         "moe/test_overlap.py::test_rows_travel_while_experts_compute",
     ),
     Mutant(
-        "moe/routed.py",
+        "moe/dispatch_combine.py",
         """\
             if op.step is None:  # the last ones: every unit has its score gradients
                 self.return_scores()
@@ -251,7 +251,7 @@ MUTANTS = (
         "moe/test_overlap.py::test_a_pipeline_leaves_the_waiting_for_units_to_the_experts",
     ),
     Mutant(
-        "moe/routed.py",
+        "moe/dispatch_combine.py",
         """\
         if not keep_rows:
             self.arrived = []  # what backward needs of them is in `saved`

@@ -135,6 +135,25 @@ def test_modules_as_experts(kind: str, exchange: dict[str, Any]) -> None:
     assert expected["y"].shape == (16, OUT)
 
 
+def chosen(mesh: Mesh, kind: str) -> list[float]:
+    """Four training steps, of which the second measures what the experts and the wire cost."""
+    options: dict[str, Any] = {"schedule": "smart"} | ({} if kind == "joint" else {"shadow": "auto"})
+    made = {"experts": FACTORIES[kind], "d_out": OUT, "dtype": torch.float64}
+    moe = MoE(D, 1, 4, **made, exchange=options, mesh=mesh)
+    for _ in range(4):
+        moe(torch.ones(6, D, dtype=torch.float64)).sum().backward()
+    assert moe.schedule.probe is not None
+    return [moe.schedule.probe.row_forward, moe.schedule.probe.parameter_bytes]
+
+
+@pytest.mark.parametrize("kind", ["each", "joint"])
+def test_costs_of_modules_are_measured_as_those_of_our_own(kind: str) -> None:
+    """ "auto" must not depend on what the experts are made of."""
+    first, second = run_ranks(2, chosen, kind)
+    assert first == second, "ranks decide from the same numbers"
+    assert first[1] > 0
+
+
 def told(mesh: Mesh) -> str:
     try:
         MoE(D, 1, 4, experts=joint(Together), d_out=OUT, exchange={"shadow": "auto"}, mesh=mesh)
@@ -143,8 +162,8 @@ def told(mesh: Mesh) -> str:
     return ""
 
 
-def test_one_module_for_all_experts_lends_nothing() -> None:
-    """Refused when the layer is made, not in the step that would lend; alone nobody lends anyway."""
+def test_one_module_for_all_experts_shadows_nothing() -> None:
+    """Refused when the layer is made, not in the step that would need it; alone nobody has shadows anyway."""
     assert told(Mesh.single()) == ""
     for text in run_ranks(2, told):
         assert "moe.shadow ('auto') cannot go with one module for all experts" in text

@@ -22,6 +22,7 @@ from moeclipse.moe.layer import MoE
 from moeclipse.moe.losses import balance_loss, z_loss
 from moeclipse.moe.standalone import aux_loss, sync_gradients
 from moeclipse.moe.tokens import Tokens
+from moeclipse.moe.weight_init import WeightInit
 from moeclipse.ops.random import fill_normal
 from moeclipse.testing.run_ranks import run_ranks
 
@@ -42,7 +43,7 @@ def inputs(total: int = T) -> torch.Tensor:
 
 
 def make(config: GateConfig) -> Gate:
-    return Gate(config, d_model=D, num_experts=E, init_std=0.8, dtype=torch.float64)
+    return Gate(config, d_model=D, num_experts=E, init=WeightInit(std=0.8, dtype=torch.float64))
 
 
 def tokens() -> Tokens:
@@ -215,8 +216,8 @@ class CountingTransport:
 
 def rows_on_the_wire(mesh: Mesh, gate: GateConfig) -> tuple[int, int]:
     moe = MoE(D, 8, E, gate=gate, mesh=mesh, init_std=0.8, dtype=torch.float64)
-    wire = CountingTransport(moe.route.transport, mesh.rank)
-    moe.route = dataclasses.replace(moe.route, transport=wire)
+    wire = CountingTransport(moe.dispatcher.transport, mesh.rank)
+    moe.dispatcher = dataclasses.replace(moe.dispatcher, transport=wire)
     x = inputs(T * mesh.num_ranks)[mesh.rank * T : (mesh.rank + 1) * T].requires_grad_()
     moe(x).sum().backward()
     return wire.rows, int(moe.load_E.sum())

@@ -12,6 +12,7 @@ from moeclipse.moe.config import GateConfig, gate_problems
 from moeclipse.moe.gates import Gate, drop_over_capacity
 from moeclipse.moe.losses import balance_loss, z_loss
 from moeclipse.moe.tokens import Tokens
+from moeclipse.moe.weight_init import WeightInit
 from moeclipse.ops.random import fill_normal
 
 T, D, E = 64, 6, 8
@@ -25,7 +26,7 @@ def inputs(total: int = T) -> torch.Tensor:
 def route(
     config: GateConfig, x: torch.Tensor | None = None, step: int = 0, train: bool = True, first: int = 0
 ):
-    gate = Gate(config, d_model=D, num_experts=E, init_std=0.8, dtype=torch.float64)
+    gate = Gate(config, d_model=D, num_experts=E, init=WeightInit(std=0.8, dtype=torch.float64))
     if config.kind == "noisy":
         fill_normal(gate.noise_weight.data, 9, 0.5)
     x = inputs() if x is None else x

@@ -206,7 +206,7 @@ def count_rows(mesh: Mesh) -> tuple[list[int], int]:
 
     moe = make(GateConfig(top_k=8), 8, 0, mesh)
     ids = torch.arange(8).repeat(6, 1)
-    plan = plan_dispatch(ids, moe.route, moe.schedule.shape(), "test")
+    plan = plan_dispatch(ids, moe.dispatcher, moe.schedule.shape(), "test")
     return plan.units[0, 0].send_rows, len(plan.pair_place_n)
 
 

@@ -1,4 +1,4 @@
-"""Lent experts: whatever is lent to whom, outputs and gradients are those of one process."""
+"""Shadows: whatever is copied to whom, outputs and gradients are those of one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.probe import Probe
-from moeclipse.moe.shadow import Lending, keep_borrowed
+from moeclipse.moe.shadow import RankShadows, keep_shadowed
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 
 
@@ -32,7 +32,7 @@ def test_forced_shadows_change_nothing(shadow: tuple, schedule: str, dp: int, ep
 
 
 @pytest.mark.parametrize("name", [name for name in GATES if not name.endswith("pad")])
-def test_every_gate_with_all_experts_lent(name: str) -> None:
+def test_every_gate_with_all_experts_shadowed(name: str) -> None:
     parity(GATES[name], 1, 4, more=lend(tuple(range(8))))
 
 
@@ -42,13 +42,13 @@ def test_every_gate_with_all_experts_lent(name: str) -> None:
     shadow=st.sets(st.integers(0, 6)),
     group_size=st.integers(1, 4),
 )
-def test_random_lending(sizes: list[int], shadow: set[int], group_size: int) -> None:
+def test_random_shadows(sizes: list[int], shadow: set[int], group_size: int) -> None:
     more = lend(tuple(sorted(shadow)), group_size=group_size)
     parity(GateConfig(top_k=2), 1, 4, num_experts=7, sizes=sizes, more=more)
 
 
 def with_main_grad(mesh: Mesh, shadow: tuple[int, ...], sizes: list[int]) -> torch.Tensor:
-    """Gradients of lent experts reach the owner's main_grad, where they add up over microbatches."""
+    """Gradients of shadowed experts reach the owner's main_grad, where they add up over microbatches."""
     moe = make(GateConfig(top_k=2), 8, 0, mesh, **lend(shadow))
     for parameter in (moe.experts.up, moe.experts.down):
         parameter.main_grad = torch.zeros_like(parameter)
@@ -57,7 +57,7 @@ def with_main_grad(mesh: Mesh, shadow: tuple[int, ...], sizes: list[int]) -> tor
     return moe.experts.up.main_grad
 
 
-def test_lent_gradients_reach_main_grad() -> None:
+def test_gradients_of_shadows_reach_main_grad() -> None:
     sizes = [6, 9]
     expected = torch.cat(run_ranks(2, with_main_grad, (), sizes))
     found = torch.cat(run_ranks(2, with_main_grad, (0, 5, 6), sizes))
@@ -108,7 +108,7 @@ def test_the_policy_lends_alike_on_all_ranks_and_stays_exact(skewed: bool) -> No
     if skewed:
         assert all(any(expert == 5 for expert, _ in shadows) for shadows in first), first
     else:
-        assert first[0] == (), "nothing is lent before costs are known"
+        assert first[0] == (), "nothing is shadowed before costs are known"
 
 
 def with_policy_alone(mesh: Mesh, skewed: bool) -> tuple[list[dict], list]:
@@ -122,24 +122,24 @@ def with_policy_alone(mesh: Mesh, skewed: bool) -> tuple[list[dict], list]:
 
 @given(
     ids=st.lists(st.lists(st.integers(-1, 5), min_size=2, max_size=2), max_size=8),
-    borrowed=st.lists(st.integers(0, 5), unique=True, max_size=4),
+    shadowed=st.lists(st.integers(0, 5), unique=True, max_size=4),
 )
-def test_rows_of_borrowed_experts_stay(ids: list[list[int]], borrowed: list[int]) -> None:
+def test_rows_of_shadowed_experts_stay(ids: list[list[int]], shadowed: list[int]) -> None:
     table = torch.tensor(ids, dtype=torch.int64).view(-1, 2)
-    lending = Lending(borrowed=tuple(borrowed), send_slots=(), send_counts=(), receive_counts=())
-    travel, place = keep_borrowed(table, lending, 6)
+    mine = RankShadows(experts=tuple(shadowed), send_slots=(), send_counts=(), receive_counts=())
+    travel, place = keep_shadowed(table, mine, 6)
     flat = [i for row in ids for i in row]
-    assert travel.flatten().tolist() == [-1 if i in borrowed else i for i in flat]
-    expected = [p for e in borrowed for p, i in enumerate(flat) if i == e]
+    assert travel.flatten().tolist() == [-1 if i in shadowed else i for i in flat]
+    expected = [p for e in shadowed for p, i in enumerate(flat) if i == e]
     assert place[: len(expected)].tolist() == expected
 
 
-def test_lending_is_seen_alike_from_both_ends() -> None:
+def test_shadows_are_seen_alike_from_both_ends() -> None:
     placement = Placement.contiguous(6, 3)
     shadows = ((1, (1, 2)), (4, (0,)), (5, (0, 1)))
-    seen = [Lending.of(shadows, placement, rank) for rank in range(3)]
-    assert [lending.borrowed for lending in seen] == [(4, 5), (1, 5), (1,)]
-    assert [lending.send_slots for lending in seen] == [(1, 1), (), (0, 1, 1)]
+    seen = [RankShadows.of(shadows, placement, rank) for rank in range(3)]
+    assert [mine.experts for mine in seen] == [(4, 5), (1, 5), (1,)]
+    assert [mine.send_slots for mine in seen] == [(1, 1), (), (0, 1, 1)]
     for a in range(3):
         for b in range(3):
             assert seen[a].send_counts[b] == seen[b].receive_counts[a]

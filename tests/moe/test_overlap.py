@@ -19,9 +19,9 @@ from moeclipse.comm.flight.in_flight import InFlight
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.wires.transport import TorchTransport
 from moeclipse.moe.config import GateConfig
-from moeclipse.moe.dispatch import Route
+from moeclipse.moe.dispatch import Dispatcher
 from moeclipse.moe.layer import MoE
-from moeclipse.moe.passes import RoutedPass
+from moeclipse.moe.passes import ExpertPass
 from moeclipse.moe.structure import Structure
 from moeclipse.moe.tokens import Tokens
 from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
@@ -63,14 +63,14 @@ class SlowTransport(TorchTransport):
 def on_a_slow_wire(mesh: Mesh, **exchange: Any) -> tuple[MoE, list[Event]]:
     moe = make(GateConfig(top_k=2), 8, 0, mesh, exchange=exchange)
     events: list[Event] = []
-    route = moe.route
-    slow = SlowTransport(TorchTransport(route.lane, route.group), events)
-    moe.route = Route(
-        placement=route.placement,
-        rank_of_E=route.rank_of_E,
-        slot_of_E=route.slot_of_E,
-        group=route.group,
-        lane=route.lane,
+    dispatcher = moe.dispatcher
+    slow = SlowTransport(TorchTransport(dispatcher.lane, dispatcher.group), events)
+    moe.dispatcher = Dispatcher(
+        placement=dispatcher.placement,
+        rank_of_E=dispatcher.rank_of_E,
+        slot_of_E=dispatcher.slot_of_E,
+        group=dispatcher.group,
+        lane=dispatcher.lane,
         transport=slow,
     )
     return moe, events
@@ -144,7 +144,7 @@ def in_pieces(mesh: Mesh, schedule: str) -> list[str]:
     tokens = Tokens(mesh=mesh, first=6 * mesh.rank, total=12)
     routing = moe.gate(x, tokens)
     call = moe.prepare(routing, Structure(), (x,), tokens)
-    routed = RoutedPass(call, routing.scores_TK, (x,))
+    routed = ExpertPass(call, routing.scores_TK, (x,))
     routed.dispatch().get()
     events.append(("experts", "", 0.0))
     routed.compute()

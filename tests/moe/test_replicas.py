@@ -147,7 +147,7 @@ def chosen_rows(mesh: Mesh, table: tuple, counts: list[list[int]]) -> list[int]:
     mine = counts[mesh.rank]
     ids = torch.tensor([e for e, count in enumerate(mine) for _ in range(count)]).view(-1, 1)
     ids = torch.cat([ids, torch.full((3, 1), -1)])[torch.randperm(len(ids) + 3)]
-    slots = choose_slots(ids, moe.route, np.array(counts))
+    slots = choose_slots(ids, moe.dispatcher, np.array(counts))
     used = ids.flatten() >= 0
     held = torch.tensor([e for row in table for e in row])
     assert torch.equal(held[slots[used]], ids.flatten()[used]), "a row must go to a slot with its expert"

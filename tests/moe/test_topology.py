@@ -21,6 +21,7 @@ from moeclipse.moe.gates import Gate, count_experts
 from moeclipse.moe.routing import Routing
 from moeclipse.moe.tokens import Tokens
 from moeclipse.moe.topology import limit_leaving, near_experts
+from moeclipse.moe.weight_init import WeightInit
 from moeclipse.ops.random import fill_normal
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 
@@ -100,7 +101,7 @@ def test_last_bits_do_not_decide_who_may_leave(dtype: torch.dtype, nudge: int) -
 def route(
     config: GateConfig, near: torch.Tensor | None = NEAR, dtype: torch.dtype = torch.float64, total: int = T
 ) -> tuple[Gate, Routing]:
-    gate = Gate(config, d_model=D, num_experts=E, init_std=0.8, dtype=dtype)
+    gate = Gate(config, d_model=D, num_experts=E, init=WeightInit(std=0.8, dtype=dtype))
     gate.near_E = near
     if config.kind == "noisy":
         fill_normal(gate.noise_weight.data, 9, 0.5)

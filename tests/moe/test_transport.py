@@ -21,7 +21,7 @@ SIZES = [5, 0, 9, 4, 3, 7]
 def on_hosts(mesh: Mesh, hosts: list[int], exchange: dict[str, Any]) -> dict:
     mesh.hosts = tuple(hosts)
     more = {"exchange": {"transport": "two_level", **exchange}}
-    assert isinstance(MoE(8, 8, 8, mesh=mesh, **more).route.transport, TwoLevelTransport)
+    assert isinstance(MoE(8, 8, 8, mesh=mesh, **more).dispatcher.transport, TwoLevelTransport)
     return run(mesh, GATE, 8, 1, SIZES[: mesh.num_ranks], more)
 
 

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
-from moeclipse.moe.routed import Forward
+from moeclipse.moe.dispatch_combine import ForwardRun
 from moeclipse.moe.tokens import Tokens
 from moeclipse.testing.run_ranks import run_ranks
 
@@ -27,9 +27,9 @@ def kept(mesh: Mesh) -> list[list[str]]:
         return sorted({name for name, ref in refs if not ref.expired()})
 
     moe = make(GateConfig(top_k=2), 8, 0, mesh, exchange={"schedule": "smart", "group_size": 1, "chunks": 2})
-    start, experts = Forward.start, moe.experts.forward
+    start, experts = ForwardRun.start, moe.experts.forward
 
-    def noted_start(self: Forward) -> None:
+    def noted_start(self: ForwardRun) -> None:
         start(self)
         note("arrived", self.arrived[0])
 
@@ -37,7 +37,7 @@ def kept(mesh: Mesh) -> list[list[str]]:
         note("read by experts", x)
         return experts(x, *args)
 
-    Forward.start, moe.experts.forward = noted_start, noted_experts  # type: ignore[method-assign]
+    ForwardRun.start, moe.experts.forward = noted_start, noted_experts  # type: ignore[method-assign]
     x = inputs(20)[0][10 * mesh.rank : 10 * mesh.rank + 10].requires_grad_()
     y, _ = moe.run(x, Tokens(mesh=mesh, first=10 * mesh.rank, total=20))
     after_forward = left()

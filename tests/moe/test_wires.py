@@ -34,7 +34,7 @@ def over(mesh: Mesh, wire: str, slot_bytes: int) -> list[dict]:
     found = []
     for exchange in EXCHANGES.values():
         more = {"exchange": {"transport": wire, **exchange}}
-        assert isinstance(MoE(8, 8, 8, mesh=mesh, **more).route.transport, kinds[wire])
+        assert isinstance(MoE(8, 8, 8, mesh=mesh, **more).dispatcher.transport, kinds[wire])
         found.append(run(mesh, GATE, 8, 1, SIZES[: mesh.num_ranks], more))
     return found
 

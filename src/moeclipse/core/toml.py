@@ -82,7 +82,17 @@ def _toml_character(character: str) -> str:
 
 
 def docs_of(schema: type) -> dict[str, str]:
-    """Field -> the string that stands below it in the source; empty where the source cannot be read."""
+    """Field -> the string that stands below it in the source, those of its bases included.
+
+    Empty where the source cannot be read.
+    """
+    found: dict[str, str] = {}
+    for part in reversed(schema.__mro__[:-1]):
+        found |= _docs_in(part)
+    return found
+
+
+def _docs_in(schema: type) -> dict[str, str]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0]
     except (OSError, TypeError, SyntaxError):

@@ -13,7 +13,8 @@ from moeclipse.core.shares import even_bounds
 from moeclipse.model.attention import GroupedQueryAttention, LatentAttention
 from moeclipse.model.blocks import DenseMLP, RMSNorm, Settings
 from moeclipse.model.config import ModelConfig
-from moeclipse.moe.config import EXCHANGE_KEYS, GateConfig, MoEConfig
+from moeclipse.moe.config import GateConfig, MoEConfig
+from moeclipse.moe.experts import Experts
 from moeclipse.moe.layer import MoE, MoEReport
 from moeclipse.moe.tokens import Tokens
 from moeclipse.tensor.parallel import MoveKind, move
@@ -51,7 +52,7 @@ class TransformerLayer(nn.Module):
             num_shared_experts=moe.num_shared_experts,
             activation=moe.activation,
             expert_bias=moe.expert_bias,
-            exchange={name: getattr(moe, name) for name in EXCHANGE_KEYS},
+            exchange=moe.exchange,
             expert_tp=moe.expert_tp,
             mesh=mesh,
             placement=placement,
@@ -62,9 +63,9 @@ class TransformerLayer(nn.Module):
             device=settings.device,
             dtype=settings.dtype,
         )
-        self.moe.experts.wgrads = settings.tp.wgrads
-        if self.moe.shared is not None:
-            self.moe.shared.wgrads = settings.tp.wgrads
+        for experts in (self.moe.experts, self.moe.shared):
+            if isinstance(experts, Experts):
+                experts.wgrads = settings.tp.wgrads
 
     def forward(
         self, h_TD: torch.Tensor, table: torch.Tensor, tokens: Tokens

@@ -23,7 +23,7 @@ from moeclipse.model.config import ModelConfig
 from moeclipse.model.layer import TransformerLayer
 from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.layer import MoE, MoEReport
-from moeclipse.moe.passes import RoutedPass
+from moeclipse.moe.passes import ExpertPass
 from moeclipse.moe.routing import Routing
 from moeclipse.moe.schedule import Loads
 from moeclipse.moe.structure import Structure
@@ -175,7 +175,7 @@ class MoEPass(DensePass):
     """Attention and a Mixture of Experts."""
 
     tokens: Tokens
-    routed: RoutedPass
+    routed: ExpertPass
     _d_y: torch.Tensor | None = None
     _shared_TD: torch.Tensor | None = None
 
@@ -252,7 +252,7 @@ class MoEPass(DensePass):
     # routed experts
 
     def dispatch_f(self) -> InFlight[None]:
-        self.routed = RoutedPass(self.call, self.route.outputs[0], (self.attn.outputs[1],))
+        self.routed = ExpertPass(self.call, self.route.outputs[0], (self.attn.outputs[1],))
         return self.routed.dispatch()
 
     def mlp_f(self) -> None:

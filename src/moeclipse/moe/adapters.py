@@ -8,7 +8,7 @@ The adapter keeps autograd's graph of each call between forward and backward. It
 gradients together, in dgrad, because a module cannot be asked for one alone; wgrad then only adds them up.
 The width of what comes out may differ from the width of what goes in (`d_out`).
 
-Modules of one layer must be built alike: a lent expert runs in a borrower's module with the owner's weights.
+Modules of one layer must be built alike: a shadow runs in another expert's module with the owner's weights.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import nn
 from torch.func import functional_call
 
 from moeclipse.core.errors import ConfigError
+from moeclipse.moe.expert_set import PendingWgrad
 from moeclipse.moe.structure import Structure
 from moeclipse.tensor.weight_grad import Grads, accumulator
 
@@ -40,7 +41,7 @@ def joint(make: Callable[[Sequence[int]], nn.Module]) -> Joint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class ModuleCall:
     """One module's run: its inputs and outputs, still joined by autograd's graph."""
 
     inputs: tuple[torch.Tensor, ...]
@@ -50,17 +51,31 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calls:
+class ModulesSaved:
     """The runs of one forward; `empty` has the inputs' shapes, for a forward without any."""
 
-    calls: list[Call]
+    calls: list[ModuleCall]
     empty: tuple[torch.Tensor, ...]
     structure: Structure
     """How the rows of this forward were given; those of another may be given otherwise."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModulesPending:
+    """Weight gradients, a `PendingWgrad`: there already, because autograd gives them with the rows'."""
+
+    d_weights: list[Grads]
+    """By call."""
+
+    def add_to(self, *into: torch.Tensor) -> None:
+        found = [grad for grads in self.d_weights for grad in grads]
+        for place, grad in zip(into, found, strict=True):
+            if grad is not None:
+                place += grad.to(place.dtype)
+
+
 class ModuleExperts(nn.Module):
-    """The modules of this rank's experts, behind the three calls of `moe/experts`."""
+    """The modules of this rank's experts as an `ExpertSet`."""
 
     def __init__(self, ids: Sequence[int], make: Callable[[int], nn.Module] | Joint, d_out: int) -> None:
         super().__init__()
@@ -75,22 +90,22 @@ class ModuleExperts(nn.Module):
         return tuple(parameter for module in self.parts for parameter in module.parameters())
 
     def forward(
-        self, x: Any, counts: Sequence[int], lent: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, Calls]:
+        self, x: Any, counts: Sequence[int], shadows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ModulesSaved]:
         structure, rows = Structure.take_apart(x)
         if self.joint:
-            assert lent is None, "the layer refuses shadows where one module serves all experts"
+            assert shadows is None, "the layer refuses shadows where one module serves all experts"
             part = slice(0, len(rows[0]))
             calls = [self._call(self.parts[0], structure, rows, part, counts=list(counts))]
         else:
             calls, start = [], 0
             for number, count in enumerate(counts):
-                weights = None if lent is None else lent[number]
-                module = self.parts[number if lent is None else 0]
+                weights = None if shadows is None else shadows[number]
+                module = self.parts[number if shadows is None else 0]
                 calls.append(self._call(module, structure, rows, slice(start, start + count), weights))
                 start += count
         y = torch.cat([call.y.detach() for call in calls]) if calls else rows[0].new_empty(0, self.out_width)
-        return y, Calls(calls=calls, empty=tuple(tensor[:0] for tensor in rows), structure=structure)
+        return y, ModulesSaved(calls=calls, empty=tuple(tensor[:0] for tensor in rows), structure=structure)
 
     def _call(
         self,
@@ -100,7 +115,7 @@ class ModuleExperts(nn.Module):
         part: slice,
         flat: torch.Tensor | None = None,
         counts: list[int] | None = None,
-    ) -> Call:
+    ) -> ModuleCall:
         with torch.enable_grad():
             inputs = tuple(tensor[part].detach() for tensor in rows)
             for tensor in inputs:
@@ -119,15 +134,14 @@ class ModuleExperts(nn.Module):
                 f"an expert returned shape {tuple(y.shape)} for {part.stop - part.start} rows; "
                 f"expected [{part.stop - part.start}, {self.out_width}]; give d_out to MoE if it differs"
             )
-        return Call(inputs=inputs, weights=weights, y=y, rows=part)
+        return ModuleCall(inputs=inputs, weights=weights, y=y, rows=part)
 
     def dgrad(
         self,
         dy: torch.Tensor,
-        saved: Calls,
-        lent: torch.Tensor | None = None,  # noqa: ARG002  (the graph knows its weights)
-    ) -> tuple[Any, list[tuple[torch.Tensor | None, ...]]]:
-        """(gradient of the rows, gradients of the weights by call)."""
+        saved: ModulesSaved,
+        shadows: torch.Tensor | None = None,  # noqa: ARG002  (the graph knows its weights)
+    ) -> tuple[Any, ModulesPending]:
         d_rows: list[list[torch.Tensor]] = []
         d_weights = []
         for call in saved.calls:
@@ -140,19 +154,15 @@ class ModuleExperts(nn.Module):
             )
             d_weights.append(tuple(grads[split:]))
         joined = [torch.cat(parts) for parts in zip(saved.empty, *d_rows, strict=True)]
-        return saved.structure.put_together(joined), d_weights
+        return saved.structure.put_together(joined), ModulesPending(d_weights=d_weights)
 
-    def wgrad(self, pending: Sequence[list[Grads]], begun: Grads = ()) -> Grads:
-        """Add up the gradients of all calls, to `begun` too; what autograd gets for each of `weights`."""
+    def wgrad(self, pending: Sequence[PendingWgrad], begun: Grads = ()) -> Grads:
         places = [accumulator(*pair) for pair in zip_longest(self.weights, begun)]
-        for calls in pending:
-            flat = [grad for grads in calls for grad in grads]
-            for (into, _), grad in zip(places, flat, strict=True):
-                if grad is not None:
-                    into += grad.to(into.dtype)
+        for part in pending:
+            part.add_to(*(into for into, _ in places))
         return tuple(fresh for _, fresh in places)
 
-    # Lending: an expert's weights as one row.
+    # Shadows: an expert's weights as one row.
 
     def flatten(self, slots: Sequence[int]) -> torch.Tensor:
         rows = [torch.cat([p.detach().flatten() for p in self.parts[slot].parameters()]) for slot in slots]
@@ -171,19 +181,17 @@ class ModuleExperts(nn.Module):
             start += parameter.numel()
         return named
 
-    def lent_wgrad(self, pending: list[tuple[torch.Tensor | None, ...]], rows: torch.Tensor) -> None:
-        """Add the gradients of lent experts to `rows`, one row each."""
-        for row, grads in zip(rows, pending, strict=True):
+    def shadow_wgrad(self, pending: ModulesPending, rows: torch.Tensor) -> None:
+        for row, grads in zip(rows, pending.d_weights, strict=True):
             start = 0
             for parameter, grad in zip(self.parts[0].parameters(), grads, strict=True):
                 if grad is not None:
                     row[start : start + parameter.numel()] += grad.flatten().to(row.dtype)
                 start += parameter.numel()
 
-    def add_lent(
+    def add_shadow_grads(
         self, slots: Sequence[int], rows: torch.Tensor, weight_grads: Sequence[torch.Tensor | None]
     ) -> None:
-        """Add gradients that came back to where this rank's own went."""
         first = [sum(self.counts_of_weights[:slot]) for slot in range(len(self.parts))]
         for slot, row in zip(slots, rows, strict=True):
             start = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 
@@ -128,8 +128,8 @@ def dynamic_problems(config: GateConfig) -> Iterator[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEConfig:
-    """The experts of each MoE layer."""
+class ExpertsConfig:
+    """What the experts compute."""
 
     num_experts: int = 8
     d_ff: int = 256
@@ -140,6 +140,14 @@ class MoEConfig:
     """Between an expert's projections; relu2 (squared ReLU) and gelu have no gate, so up is half as wide."""
     expert_bias: bool = False
     """Add a bias after each of an expert's projections."""
+    expert_tp: Literal["folded", "sharded"] = "folded"
+    """With parallel.tp: folded: each tp rank holds other experts; sharded: a part of each expert's width."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeConfig:
+    """How rows travel to experts: it changes speed and never the model."""
+
     schedule: Literal["blocking", "smart"] = "blocking"
     """blocking: send all rows, compute, return all; smart: in units, computing one while others travel."""
     group_size: int | Literal["auto"] = "auto"
@@ -147,13 +155,16 @@ class MoEConfig:
     chunks: int | Literal["auto"] = "auto"
     """Slices into which the rows of a step are cut (smart); auto: chosen from measured costs."""
     shadow: Literal["auto", "off"] | tuple[int, ...] = "off"
-    """Experts lent to other ranks for one step: chosen each step from measured costs, none, or these."""
+    """Experts copied to other ranks for one step: chosen each step from measured costs, none, or these."""
     transport: Literal["direct", "two_level", "peer", "pinned"] = "direct"
     """direct: rank to rank; two_level: in the host, then across; peer, pinned: by memory of one host."""
     kernels: Literal["auto", "off"] = "auto"
     """auto: our Triton kernels compute bf16 and fp16 experts on CUDA, where they fit; off: plain torch."""
-    expert_tp: Literal["folded", "sharded"] = "folded"
-    """With parallel.tp: folded: each tp rank holds other experts; sharded: a part of each expert's width."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig(ExchangeConfig, ExpertsConfig):
+    """The experts of each MoE layer."""
 
     def problems(self) -> Iterator[str]:
         if self.num_experts < 1:
@@ -171,13 +182,15 @@ class MoEConfig:
             if unknown:
                 yield f"moe.shadow names expert {unknown[0]}; experts are 0 to {self.num_experts - 1}"
 
+    @property
+    def exchange(self) -> ExchangeConfig:
+        return ExchangeConfig(**{field.name: getattr(self, field.name) for field in fields(ExchangeConfig)})
 
-EXCHANGE_KEYS = ("schedule", "group_size", "chunks", "shadow", "transport", "kernels")
-"""Of MoEConfig: how rows travel, which changes speed and never the model."""
+
 SHAPE_KEYS = ("num_experts", "d_ff", "num_shared_experts")
-"""Of MoEConfig: what the parameters look like."""
+"""Of ExpertsConfig: what the parameters look like."""
 STYLE_KEYS = ("activation", "expert_bias")
-"""Of MoEConfig: the same; told in checkpoints where they are not as usual."""
+"""Of ExpertsConfig: the same; told in checkpoints where they are not as usual."""
 
 
 LAYER_KEYS = (

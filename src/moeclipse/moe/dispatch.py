@@ -1,4 +1,4 @@
-"""Rows to their experts and back: counts first, then rows, nothing padded.
+"""Which row goes to whom, and back: counts first, then rows, nothing padded.
 
 A *pair* is one (token, expert) choice; a *row* is a token's vector on its way to a rank. When several of a
 token's experts live on one rank, its vector travels there once, and one partial sum returns. Beside the rows
@@ -43,7 +43,7 @@ from moeclipse.schedule.shape import ExchangeShape
 
 
 @dataclass(frozen=True, kw_only=True)
-class Route:
+class Dispatcher:
     """A placement as tensors on the device, and the ranks that share it."""
 
     placement: Placement
@@ -66,7 +66,7 @@ class Route:
         device: torch.device,
         transport: Transport | None = None,
         expected_E: np.ndarray | None = None,
-    ) -> Route:
+    ) -> Dispatcher:
         """`expected_E`: the loads that the placement was planned for, the same on all ranks."""
         replicated = placement.num_replicas > placement.num_experts
         return cls(
@@ -79,10 +79,10 @@ class Route:
             table=ReplicaTable.of(placement, expected_E) if replicated else None,
         )
 
-    def moved(self, placement: Placement, expected_E: np.ndarray | None = None) -> Route:
+    def moved(self, placement: Placement, expected_E: np.ndarray | None = None) -> Dispatcher:
         """The same ranks and wire, another placement."""
         device = self.rank_of_E.device
-        return Route.of(placement, self.group, self.lane, device, self.transport, expected_E)
+        return Dispatcher.of(placement, self.group, self.lane, device, self.transport, expected_E)
 
     @cached_property
     def slot_bounds(self) -> list[int]:
@@ -118,10 +118,10 @@ class Unit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class DispatchPlan:
     """Who sends what to whom. N rows and n pairs are sent; R rows and M pairs arrive."""
 
-    route: Route
+    dispatcher: Dispatcher
     where: str
     num_tokens: int
     units: dict[tuple[int, int], Unit]
@@ -143,7 +143,7 @@ class Plan:
         if unit.local:
             return Ready(out[unit.arriving].copy_(rows[unit.leaving]))
         label = f"{what}, {self.where}"
-        return self.route.transport.all_to_all(
+        return self.dispatcher.transport.all_to_all(
             rows[unit.leaving], unit.send_rows, unit.receive_rows, label, out[unit.arriving]
         )
 
@@ -154,7 +154,7 @@ class Plan:
         if unit.local:
             return Ready(out[unit.leaving].copy_(rows))
         label = f"{what}, {self.where}"
-        return self.route.transport.all_to_all(
+        return self.dispatcher.transport.all_to_all(
             rows, unit.receive_rows, unit.send_rows, label, out[unit.leaving]
         )
 
@@ -165,20 +165,20 @@ class Plan:
 
 def plan_dispatch(
     expert_ids_TK: torch.Tensor,
-    route: Route,
+    dispatcher: Dispatcher,
     shape: ExchangeShape,
     where: str,
     slots: torch.Tensor | None = None,
-) -> Plan:
+) -> DispatchPlan:
     """`slots`: of each choice, flattened, the slot that computes it; left out: that of its primary."""
     num_tokens, top_k = expert_ids_TK.shape
-    slot_bounds, chunks = route.slot_bounds, shape.most_chunks
-    num_ranks, num_slots, device = route.group.size, slot_bounds[-1], expert_ids_TK.device
+    slot_bounds, chunks = dispatcher.slot_bounds, shape.most_chunks
+    num_ranks, num_slots, device = dispatcher.group.size, slot_bounds[-1], expert_ids_TK.device
     flat_ids = expert_ids_TK.flatten()
     used = flat_ids >= 0
     if slots is None:
-        slots = route.slot_of_E[flat_ids.clamp(min=0)]
-    ranks = route.rank_of_slot[slots]
+        slots = dispatcher.slot_of_E[flat_ids.clamp(min=0)]
+    ranks = dispatcher.rank_of_slot[slots]
     tokens = torch.arange(num_tokens, device=device).repeat_interleave(top_k)
 
     # Unused places mark an extra rank that nobody is.
@@ -190,18 +190,18 @@ def plan_dispatch(
     pair_row = row_of_PT[ranks, tokens]
     chunk = torch.zeros_like(pair_row)
     if chunks > 1:
-        cuts_P = torch.tensor(cuts_of_ranks(shape, route.group.index), device=device)
+        cuts_P = torch.tensor(cuts_of_ranks(shape, dispatcher.group.index), device=device)
         chunk = chunk_of(pair_row, rows_P[ranks], cuts_P[ranks])
     key = sort_key(slots, ranks, chunk, slot_bounds, chunks)
     key = torch.where(used, key, num_slots * chunks)
     pairs = torch.bincount(key, minlength=num_slots * chunks + 1)[: num_slots * chunks]
     mine, label = torch.cat([pairs, rows_P]), f"exchange of sizes, {where}"
-    everyone = gather_to_host(route.lane, route.group, mine, label)
+    everyone = gather_to_host(dispatcher.lane, dispatcher.group, mine, label)
 
     # Local sorting runs while the sizes travel.
     order = key.argsort(stable=True)
     row_token = sent_PT.nonzero()[:, 1]
-    sizes = Sizes(everyone.get(), slot_bounds, route.group.index, shape)
+    sizes = Sizes(everyone.get(), slot_bounds, dispatcher.group.index, shape)
     order = order[: sum(sizes.send_pairs)]
     expert_M = torch.arange(sizes.num_mine, device=device).repeat(num_ranks * chunks)
     arriving_pairs = torch.tensor(sizes.arriving_pairs, dtype=torch.int64, device=device)
@@ -209,8 +209,8 @@ def plan_dispatch(
     unit_M = torch.tensor(sizes.unit_of_segment, device=device).repeat_interleave(per_segment)
     expert_M = expert_M.repeat_interleave(arriving_pairs)
     shift = torch.tensor(sizes.row_shift, device=device)
-    return Plan(
-        route=route,
+    return DispatchPlan(
+        dispatcher=dispatcher,
         where=where,
         num_tokens=num_tokens,
         units=sizes.units(),
@@ -335,17 +335,19 @@ class Pairs:
     Those of rows that stay on this rank are known before anything has arrived, so their unit need not wait.
     """
 
-    def __init__(self, plan: Plan, scores_TK: torch.Tensor) -> None:
+    def __init__(self, plan: DispatchPlan, scores_TK: torch.Tensor) -> None:
         self.plan = plan
         self.integer = torch.int64 if scores_TK.dtype == torch.float64 else torch.int32
         # Row places and scores travel bit-packed, side by side, in the scores' own type.
         places = plan.pair_row_n.to(self.integer).view(scores_TK.dtype)
         packed = torch.stack([places, scores_TK.flatten()[plan.pair_place_n]], dim=1)
-        me = plan.route.group.index
+        me = plan.dispatcher.group.index
         first = sum(plan.send_pairs[:me])
         self._own = packed[first : first + plan.send_pairs[me]]
         label = f"dispatch of scores, {plan.where}"
-        self._result = plan.route.transport.all_to_all(packed, plan.send_pairs, plan.receive_pairs, label)
+        self._arriving = plan.dispatcher.transport.all_to_all(
+            packed, plan.send_pairs, plan.receive_pairs, label
+        )
         self._all: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def of(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
@@ -353,7 +355,7 @@ class Pairs:
         if unit.local and self._all is None:
             plan = self.plan
             arrival = plan.regroup_M[unit.pairs]
-            start = sum(plan.receive_pairs[: plan.route.group.index])
+            start = sum(plan.receive_pairs[: plan.dispatcher.group.index])
             return self._unpack(self._own[arrival - start], plan.row_shift_M[arrival])
         row_M, score_M = self.all()
         return row_M[unit.pairs], score_M[unit.pairs]
@@ -361,7 +363,7 @@ class Pairs:
     def all(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._all is None:
             regroup_M = self.plan.regroup_M
-            packed = self._result.get()[regroup_M]
+            packed = self._arriving.get()[regroup_M]
             self._all = self._unpack(packed, self.plan.row_shift_M[regroup_M])
         return self._all
 
@@ -370,9 +372,9 @@ class Pairs:
         return row, packed[:, 1]
 
 
-def return_score_grads(plan: Plan, d_score_M: torch.Tensor) -> InFlight[torch.Tensor]:
+def return_score_grads(plan: DispatchPlan, d_score_M: torch.Tensor) -> InFlight[torch.Tensor]:
     """Score gradients back to the ranks whose gate gave the scores, in the order the pairs were sent."""
     arrival = torch.empty_like(d_score_M)
     arrival[plan.regroup_M] = d_score_M
     label = f"return of score gradients, {plan.where}"
-    return plan.route.transport.all_to_all(arrival, plan.receive_pairs, plan.send_pairs, label)
+    return plan.dispatcher.transport.all_to_all(arrival, plan.receive_pairs, plan.send_pairs, label)

@@ -2,11 +2,9 @@
 
     h = x W_up^T + b_up,  a = f(h),  y = a W_down^T + b_down       f: see `ops/activation`; biases on request
 
-Three calls with explicit state, so that a schedule can place them and many microbatches can be in flight:
-
-    forward   y, saved   = experts.forward(x, counts)
+    forward   y, saved    = experts.forward(x, counts)
     dgrad     dx, pending = experts.dgrad(dy, saved)
-    wgrad     grads      = experts.wgrad([pending])    adds into main_grad where there is one
+    wgrad     grads       = experts.wgrad([pending])    adds into main_grad where there is one
 
 Rows are grouped by expert, `counts` says how many each has; zero rows are legal everywhere.
 """
@@ -17,10 +15,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import nn
 
+from moeclipse.moe.expert_set import ExpertSet, PendingWgrad
+from moeclipse.moe.weight_init import WeightInit
 from moeclipse.ops.activation import GATED, Activation, activate, activate_backward, hidden_width
 from moeclipse.ops.bias import group_sum
 from moeclipse.ops.grouped_gemm import grouped_mm, grouped_mm_dgrad, grouped_mm_wgrad
@@ -31,14 +32,16 @@ from moeclipse.tensor.weight_grad import Grads, WeightGrads, accumulator
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
+class ExpertsSaved:
     x: torch.Tensor
     h: torch.Tensor
     counts: Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pending:
+class ExpertsPending:
+    """Weight gradients to come, a `PendingWgrad`."""
+
     x: torch.Tensor
     d_h: torch.Tensor
     a: torch.Tensor
@@ -46,18 +49,19 @@ class Pending:
     counts: Sequence[int]
     kernels: bool = False
 
-    def add_to(self, up: torch.Tensor, down: torch.Tensor, *biases: torch.Tensor) -> None:
+    def add_to(self, *into: torch.Tensor) -> None:
+        up, down, *biases = into
         grouped_mm_wgrad(self.d_h, self.x, self.counts, into=up, kernels=self.kernels)
         grouped_mm_wgrad(self.dy, self.a, self.counts, into=down, kernels=self.kernels)
         if biases:
             counts_E = torch.tensor(list(self.counts), dtype=torch.int64, device=self.dy.device)
             grouping = group_counts(counts_E, len(self.dy))
-            for rows, into in zip((self.d_h, self.dy), biases, strict=True):
-                group_sum(rows, grouping, into)
+            for rows, bias in zip((self.d_h, self.dy), biases, strict=True):
+                group_sum(rows, grouping, bias)
 
 
 class Experts(nn.Module):
-    """`ids` are the logical experts in slot order; their initial weights depend on those numbers alone.
+    """An `ExpertSet`. `ids` are the logical experts in slot order; initial weights depend on those numbers.
 
     `shard` = (index, parts): this rank has its part of each expert's hidden width, and y is part of a sum.
     Biases begin at zero; experts that are sharded cannot have any.
@@ -72,76 +76,67 @@ class Experts(nn.Module):
         *,
         d_model: int,
         d_ff: int,
-        layer: int = 0,
-        seed: int = 0,
-        init_std: float = 0.02,
-        down_std: float | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+        init: WeightInit = WeightInit(),  # noqa: B008  (frozen)
         shard: tuple[int, int] = (0, 1),
         activation: Activation = "swiglu",
         bias: bool = False,
+        kernels: bool = False,
     ) -> None:
         super().__init__()
-        self.ids, self.activation = tuple(ids), activation
-        self.kernels = False
+        self.ids, self.activation, self.kernels = tuple(ids), activation, kernels
         self.wgrads = WeightGrads()
         index, parts = shard
         what = "the hidden width of an expert"
         width, blocks = hidden_width(activation, d_ff), 2 if activation in GATED else 1
         up = Cut.of((width, d_model), 0, index=index, parts=parts, blocks=blocks, what=what)
         down = Cut.of((d_model, d_ff), 1, index=index, parts=parts, what=what)
-        self.up = nn.Parameter(torch.empty(len(ids), *up.local_shape, device=device, dtype=dtype))
-        self.down = nn.Parameter(torch.empty(len(ids), *down.local_shape, device=device, dtype=dtype))
-        parameters = (("up", self.up, init_std, up), ("down", self.down, down_std or init_std, down))
+        self.up = nn.Parameter(init.empty(len(ids), *up.local_shape))
+        self.down = nn.Parameter(init.empty(len(ids), *down.local_shape))
+        parameters = (("up", self.up, init.std, up), ("down", self.down, init.down_std or init.std, down))
         for name, weight, std, cut in parameters:
             if parts > 1:
                 mark(weight, cut)
             for slot, expert in enumerate(ids):
-                cut.fill(weight.data[slot], key_of(seed, layer, "expert", expert, name), std)
+                cut.fill(weight.data[slot], key_of(init.seed, init.layer, "expert", expert, name), std)
         self.biased = bias
         if bias:
             assert parts == 1, "each part of a sum would add the bias"
-            self.up_bias = nn.Parameter(torch.zeros(len(ids), width, device=device, dtype=dtype))
-            self.down_bias = nn.Parameter(torch.zeros(len(ids), d_model, device=device, dtype=dtype))
+            self.up_bias = nn.Parameter(init.zeros(len(ids), width))
+            self.down_bias = nn.Parameter(init.zeros(len(ids), d_model))
 
     def forward(
-        self, x: torch.Tensor, counts: Sequence[int], lent: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, Saved]:
-        """`lent`: compute with these flat weights of other ranks' experts instead of this rank's own."""
-        up, down, *biases = self.weights if lent is None else self.unflatten(lent)
+        self, x: torch.Tensor, counts: Sequence[int], shadows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ExpertsSaved]:
+        up, down, *biases = self.weights if shadows is None else self.unflatten(shadows)
         h = grouped_mm(x, up, counts)
         if not biases:
-            return grouped_mm(activate(h, self.activation), down, counts), Saved(x=x, h=h, counts=counts)
+            return grouped_mm(activate(h, self.activation), down, counts), ExpertsSaved(
+                x=x, h=h, counts=counts
+            )
         up_bias, down_bias = (spread(bias, counts) for bias in biases)
         h += up_bias
         y = grouped_mm(activate(h, self.activation), down, counts)
-        return y.add_(down_bias), Saved(x=x, h=h, counts=counts)
+        return y.add_(down_bias), ExpertsSaved(x=x, h=h, counts=counts)
 
     def dgrad(
-        self, dy: torch.Tensor, saved: Saved, lent: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, Pending]:
-        up, down, *_ = self.weights if lent is None else self.unflatten(lent)
+        self, dy: torch.Tensor, saved: ExpertsSaved, shadows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ExpertsPending]:
+        up, down, *_ = self.weights if shadows is None else self.unflatten(shadows)
         d_a = grouped_mm_dgrad(dy, down, saved.counts)
         d_h, a = activate_backward(d_a, saved.h, self.activation)
         dx = grouped_mm_dgrad(d_h, up, saved.counts)
-        return dx, Pending(x=saved.x, d_h=d_h, a=a, dy=dy, counts=saved.counts, kernels=self.kernels)
+        return dx, ExpertsPending(x=saved.x, d_h=d_h, a=a, dy=dy, counts=saved.counts, kernels=self.kernels)
 
-    def wgrad(self, pending: Sequence[Pending], begun: Grads = ()) -> Grads:
-        """Add up all parts; what autograd gets for each weight is nothing where there is a main_grad.
-
-        `begun` is what an earlier call of the same backward returned: these parts add to it.
-        """
+    def wgrad(self, pending: Sequence[PendingWgrad], begun: Grads = ()) -> Grads:
         return tuple(self.wgrads.submit(self.weights, lambda: self._wgrad(pending, begun)))
 
-    def _wgrad(self, pending: Sequence[Pending], begun: Grads) -> Grads:
+    def _wgrad(self, pending: Sequence[PendingWgrad], begun: Grads) -> Grads:
         places = [accumulator(*pair) for pair in zip_longest(self.weights, begun)]
         for part in pending:
             part.add_to(*(into for into, _ in places))
         return tuple(grad for _, grad in places)
 
     def flatten(self, slots: Sequence[int]) -> torch.Tensor:
-        """The weights of these experts, one row each: what travels when they are lent."""
         picked = torch.tensor(list(slots), dtype=torch.int64, device=self.up.device)
         return torch.cat([weight.detach()[picked].flatten(1) for weight in self.weights], dim=1)
 
@@ -151,14 +146,12 @@ class Experts(nn.Module):
         parts = rows.split([math.prod(shape) for shape in shapes], dim=1)
         return tuple(part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True))
 
-    def lent_wgrad(self, pending: Pending, rows: torch.Tensor) -> None:
-        """Add the gradients of lent experts to `rows`, one row each."""
+    def shadow_wgrad(self, pending: PendingWgrad, rows: torch.Tensor) -> None:
         pending.add_to(*self.unflatten(rows))
 
-    def add_lent(
+    def add_shadow_grads(
         self, slots: Sequence[int], rows: torch.Tensor, weight_grads: Sequence[torch.Tensor | None]
     ) -> None:
-        """Add gradients that came back to where this rank's own went."""
         for parameter, fresh, grads in zip(self.weights, weight_grads, self.unflatten(rows), strict=True):
             into = accumulator(parameter)[0] if fresh is None else fresh
             for slot, grad in zip(slots, grads, strict=True):
@@ -180,14 +173,15 @@ def spread(bias_EN: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
 
 
 class PadToCapacity:
-    """The same three calls, where every expert computes exactly `capacity` rows, zeros filling up."""
+    """An `ExpertSet` where every expert computes exactly `capacity` rows, zeros filling up. No shadows."""
 
-    def __init__(self, experts: Experts, capacity: int) -> None:
-        self.experts, self.capacity = experts, capacity
+    def __init__(self, experts: ExpertSet, capacity: int) -> None:
+        self.experts, self.capacity, self.ids = experts, capacity, experts.ids
 
     def forward(
-        self, x: torch.Tensor, counts: Sequence[int]
-    ) -> tuple[torch.Tensor, tuple[Saved, torch.Tensor]]:
+        self, x: torch.Tensor, counts: Sequence[int], shadows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, tuple[Any, torch.Tensor]]:
+        assert shadows is None, "shadows run as they are, without padding"
         starts = [slot * self.capacity for slot in range(len(counts))]
         place = torch.cat(
             [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
@@ -196,13 +190,27 @@ class PadToCapacity:
         y, saved = self.experts.forward(self._spread(x, place), [self.capacity] * len(counts))
         return y[place], (saved, place)
 
-    def dgrad(self, dy: torch.Tensor, saved: tuple[Saved, torch.Tensor]) -> tuple[torch.Tensor, Pending]:
+    def dgrad(
+        self, dy: torch.Tensor, saved: tuple[Any, torch.Tensor], shadows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Any]:
+        assert shadows is None, "shadows run as they are, without padding"
         inner, place = saved
         dx, pending = self.experts.dgrad(self._spread(dy, place), inner)
         return dx[place], pending
 
-    def wgrad(self, pending: Sequence[Pending], begun: Grads = ()) -> Grads:
+    def wgrad(self, pending: Sequence[PendingWgrad], begun: Grads = ()) -> Grads:
         return self.experts.wgrad(pending, begun)
+
+    def flatten(self, slots: Sequence[int]) -> torch.Tensor:
+        return self.experts.flatten(slots)
+
+    def shadow_wgrad(self, pending: PendingWgrad, rows: torch.Tensor) -> None:
+        self.experts.shadow_wgrad(pending, rows)
+
+    def add_shadow_grads(
+        self, slots: Sequence[int], rows: torch.Tensor, weight_grads: Sequence[torch.Tensor | None]
+    ) -> None:
+        self.experts.add_shadow_grads(slots, rows, weight_grads)
 
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
@@ -213,6 +221,6 @@ class PadToCapacity:
         return self.experts.out_width
 
     def _spread(self, rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        padded = rows.new_zeros(len(self.experts.ids) * self.capacity, rows.shape[1])
+        padded = rows.new_zeros(len(self.ids) * self.capacity, rows.shape[1])
         padded[place] = rows
         return padded

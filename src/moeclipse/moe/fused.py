@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from moeclipse.moe.experts import Experts
 from moeclipse.ops import expert_passes
@@ -17,11 +18,12 @@ from moeclipse.ops.expert_mlp import KERNEL_DTYPES
 from moeclipse.ops.expert_passes import ExpertState, ExpertWeights, HiddenGrads
 from moeclipse.ops.grouping import group_arrived
 from moeclipse.ops.tuning import device_fits
+from moeclipse.tensor.weight_grad import Grads
 
 
-def fits(experts: object, inputs: Sequence[torch.Tensor]) -> bool:
+def fits(experts: Experts, inputs: Sequence[torch.Tensor]) -> bool:
     """Whether the kernels take these experts and rows."""
-    if not isinstance(experts, Experts) or len(inputs) != 1 or not experts.ids:
+    if len(inputs) != 1 or not experts.ids:
         return False
     x, widths = inputs[0], (experts.down.shape[2], experts.up.shape[2])
     takes = device_fits(x.device) and x.dtype in KERNEL_DTYPES and experts.up.dtype == x.dtype
@@ -29,23 +31,39 @@ def fits(experts: object, inputs: Sequence[torch.Tensor]) -> bool:
 
 
 class FusedExperts:
-    """Forward and dgrad of one unit; wgrad goes through `Experts.wgrad` like any other."""
+    """`PairExperts` of one unit; wgrad goes through `Experts.wgrad` like any other."""
 
     def __init__(self, experts: Experts, top_k: int) -> None:
         self.experts = experts
         self.most = min(top_k, len(experts.ids))
         """Pairs that a row can have here."""
 
+    @property
+    def weights(self) -> tuple[nn.Parameter, ...]:
+        return self.experts.weights
+
+    @property
+    def out_width(self) -> int:
+        return self.experts.out_width
+
+    def wgrad(self, pending: Sequence[HiddenGrads], begun: Grads = ()) -> Grads:
+        return self.experts.wgrad(pending, begun)
+
     def forward(
-        self, rows_RD: torch.Tensor, index_M: torch.Tensor, counts: Sequence[int], score_M: torch.Tensor
+        self,
+        rows: Sequence[torch.Tensor],
+        index_M: torch.Tensor,
+        counts: Sequence[int],
+        score_M: torch.Tensor,
     ) -> tuple[torch.Tensor, ExpertState]:
-        """The partial sums of the rows; pairs are grouped by expert, `index_M` names the row of each."""
+        (rows_RD,) = rows
         grouping = group_arrived(index_M, counts, len(rows_RD), self.most)
         weights = ExpertWeights.of(self.experts.weights)
         return expert_passes.forward(rows_RD, score_M, weights, grouping, self.experts.activation)
 
     def dgrad(
-        self, d_rows_RD: torch.Tensor, saved: ExpertState
-    ) -> tuple[torch.Tensor, torch.Tensor, HiddenGrads]:
-        """(gradient of the rows, of the scores, weight gradients to come)."""
-        return expert_passes.dgrad(d_rows_RD, saved, ExpertWeights.of(self.experts.weights))
+        self, d_partial_RO: torch.Tensor, saved: ExpertState
+    ) -> tuple[list[torch.Tensor | None], torch.Tensor, HiddenGrads]:
+        weights = ExpertWeights.of(self.experts.weights)
+        d_rows_RD, d_score_M, pending = expert_passes.dgrad(d_partial_RO, saved, weights)
+        return [d_rows_RD], d_score_M, pending

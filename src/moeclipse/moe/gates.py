@@ -27,6 +27,7 @@ from moeclipse.moe.dynamic_gates import DynamicChoice, renormalise_used
 from moeclipse.moe.routing import Routing
 from moeclipse.moe.tokens import Tokens
 from moeclipse.moe.topology import limit_leaving
+from moeclipse.moe.weight_init import WeightInit
 from moeclipse.ops.grouping import rank_among_equals
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.random import fill_normal, key_of, normal, uniform
@@ -43,24 +44,20 @@ class Gate(nn.Module):
         *,
         d_model: int,
         num_experts: int,
-        layer: int = 0,
-        seed: int = 0,
-        init_std: float = 0.02,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+        init: WeightInit = WeightInit(),  # noqa: B008  (frozen)
     ) -> None:
         super().__init__()
         self.config, self.num_experts = config, num_experts
-        self.layer, self.seed = layer, seed
-        self.weight = nn.Parameter(torch.empty(num_experts, d_model, device=device, dtype=dtype))
-        fill_normal(self.weight.data, key_of(seed, layer, "gate"), init_std)
+        self.layer, self.seed = init.layer, init.seed
+        self.weight = nn.Parameter(init.empty(num_experts, d_model))
+        fill_normal(self.weight.data, key_of(init.seed, init.layer, "gate"), init.std)
         if config.kind == "noisy":
             self.noise_weight = nn.Parameter(torch.zeros_like(self.weight))
         self.register_buffer(
-            "bias_E", torch.zeros(num_experts, device=device, dtype=wide_of(self.weight.dtype))
+            "bias_E", torch.zeros(num_experts, device=init.device, dtype=wide_of(self.weight.dtype))
         )
         self.register_buffer("near_E", None, persistent=False)
-        self.dynamic = DynamicChoice(config, device) if config.choose != "top_k" else None
+        self.dynamic = DynamicChoice(config, init.device) if config.choose != "top_k" else None
 
     def forward(self, x_TD: torch.Tensor, tokens: Tokens) -> Routing:
         dtype = wide_of(x_TD.dtype)

@@ -15,7 +15,8 @@ backward, before the optimizer step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -28,21 +29,25 @@ from moeclipse.comm.flight.exchange import gather
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.wires.open import open_wire
-from moeclipse.core.config import named_in, problems_of
+from moeclipse.core.config import named_in, problems_of, with_values
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.adapters import Joint, ModuleExperts
-from moeclipse.moe.config import LAYER_KEYS, GateConfig, MoEConfig, layer_problems
-from moeclipse.moe.dispatch import Route
+from moeclipse.moe.config import LAYER_KEYS, ExchangeConfig, GateConfig, MoEConfig, layer_problems
+from moeclipse.moe.dispatch import Dispatcher
+from moeclipse.moe.dispatch_combine import DispatchCombine, LayerCall
+from moeclipse.moe.expert_set import PairExperts
 from moeclipse.moe.experts import Experts, PadToCapacity
 from moeclipse.moe.fused import FusedExperts, fits
 from moeclipse.moe.gates import Gate
 from moeclipse.moe.losses import balance_loss, z_loss
-from moeclipse.moe.routed import Routed, RoutedCall
+from moeclipse.moe.pairwise import PairwiseExperts
+from moeclipse.moe.probe import Probe, measure
 from moeclipse.moe.routing import Routing
 from moeclipse.moe.schedule import ExchangeSchedule, Loads
 from moeclipse.moe.structure import Inputs, Structure
 from moeclipse.moe.tokens import Tokens
 from moeclipse.moe.topology import near_experts
+from moeclipse.moe.weight_init import WeightInit
 from moeclipse.ops.activation import Activation
 from moeclipse.ops.grouped_experts import grouped_experts
 
@@ -72,7 +77,7 @@ class MoE(nn.Module):
         expert_bias: bool = False,
         experts: Callable[[int], nn.Module] | Joint | None = None,
         d_out: int | None = None,
-        exchange: Mapping[str, Any] | None = None,
+        exchange: ExchangeConfig | Mapping[str, Any] | None = None,
         expert_tp: Literal["folded", "sharded"] = "folded",
         mesh: Mesh | None = None,
         placement: Placement | None = None,
@@ -83,42 +88,46 @@ class MoE(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`placement`: which rank of the expert group holds which experts; left out: each its equal part."""
+        """`exchange`: how rows travel. `placement`: which rank holds which experts; left out: equal parts."""
         super().__init__()
         gate = gate or GateConfig(top_k=top_k)
-        sizes: dict[str, Any] = {"num_experts": num_experts, "d_ff": d_ff}
-        sizes["num_shared_experts"] = num_shared_experts
-        config = MoEConfig(**sizes, expert_bias=expert_bias, expert_tp=expert_tp, **(exchange or {}))
+        config = MoEConfig(
+            num_experts=num_experts,
+            d_ff=d_ff,
+            num_shared_experts=num_shared_experts,
+            activation=activation,
+            expert_bias=expert_bias,
+            expert_tp=expert_tp,
+            **vars(given_exchange(exchange)),
+        )
         self.mesh = mesh or Mesh.single(device or "cpu")
         self.sharded = expert_tp == "sharded" and self.mesh.tp > 1
         group = self.mesh.shard_experts if self.sharded else self.mesh.experts
         check(config, gate, self.mesh, group, placement, experts)
         self.layer, self.num_experts, self.calls = layer, num_experts, 0
         device = device or self.mesh.device
-        shape: dict[str, Any] = {"d_model": d_model, "layer": layer, "seed": seed, "init_std": init_std}
-        shape |= {"device": device, "dtype": dtype}
-        self.gate = Gate(gate, num_experts=num_experts, **shape)
+        init = WeightInit(layer=layer, seed=seed, std=init_std, down_std=down_std, device=device, dtype=dtype)
+        self.gate = Gate(gate, d_model=d_model, num_experts=num_experts, init=init)
         placement = self._place(config, group, device, placement)
-        shape["shard"] = (self.mesh.tp_index, self.mesh.tp) if self.sharded else (0, 1)
-        shape |= {"activation": activation, "bias": expert_bias}
+        shard = (self.mesh.tp_index, self.mesh.tp) if self.sharded else (0, 1)
+        build = partial(
+            Experts, d_model=d_model, init=init, shard=shard, activation=activation, bias=expert_bias
+        )
         ids = placement.slots[group.index]
-        self.experts: Any = (
-            Experts(ids, d_ff=d_ff, down_std=down_std, **shape)
+        self.experts: Experts | ModuleExperts = (
+            build(ids, d_ff=d_ff, kernels=config.kernels != "off")
             if experts is None
             else ModuleExperts(ids, experts, d_out or d_model)
         )
-        self.shared: Experts | None = None
-        if num_shared_experts:
-            self.shared = Experts([-1], d_ff=num_shared_experts * d_ff, down_std=down_std, **shape)
-        self.last: MoEReport | None = None
+        self.shared = build([-1], d_ff=num_shared_experts * d_ff) if num_shared_experts else None
         self.fused: bool | None = False if config.kernels == "off" else None  # None: where the kernels fit
-        self.experts.kernels = config.kernels != "off"
-        self.register_buffer(
-            "load_E", torch.zeros(num_experts, dtype=torch.int64, device=device), persistent=False
-        )
+        load_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        self.register_buffer("load_E", load_E, persistent=False)
 
     load_E: torch.Tensor
     """Tokens of this rank that wanted each expert since the last optimizer step."""
+    last: MoEReport | None = None
+    """Of the last forward."""
 
     def _place(
         self, config: MoEConfig, group: Group, device: torch.device, placement: Placement | None
@@ -127,17 +136,17 @@ class MoE(nn.Module):
         placement = placement or Placement.contiguous(self.num_experts, group.size)
         self.gate.near_E = near_experts(self.mesh, group, placement, device, sharded=self.sharded)
         transport = open_wire(config.transport, self.mesh, group)
-        self.route = Route.of(placement, group, self.mesh.a2a, device, transport)
+        self.dispatcher = Dispatcher.of(placement, group, self.mesh.a2a, device, transport)
         hosts = self.mesh.hosts
         self.schedule = ExchangeSchedule(config, tuple(hosts[rank] for rank in group.ranks))
         return placement
 
     def move_to(self, placement: Placement, expected_E: np.ndarray | None = None) -> None:
         """Route rows by another placement from now on; whoever calls this has moved the weights."""
-        self.route = self.route.moved(placement, expected_E)
-        group = self.route.group
+        self.dispatcher = self.dispatcher.moved(placement, expected_E)
+        group = self.dispatcher.group
         self.experts.ids = placement.slots[group.index]
-        device = self.route.rank_of_E.device
+        device = self.dispatcher.rank_of_E.device
         self.gate.near_E = near_experts(self.mesh, group, placement, device, sharded=self.sharded)
 
     def forward(self, x: Inputs) -> torch.Tensor:
@@ -204,21 +213,30 @@ class MoE(nn.Module):
         loads: Loads | None = None,
     ) -> torch.Tensor:
         """Dispatch, experts and combine; on one rank with kernels, all of it without a word to the host."""
-        experts = self.experts
-        fused = self._takes_kernels(inputs)
-        in_order = experts.ids == tuple(range(self.num_experts))
-        if fused and in_order and self.route.group.size == 1 and not experts.wgrads.deferring:
+        experts = self._kernel_experts(inputs)
+        all_here = self.dispatcher.group.size == 1 and self.experts.ids == tuple(range(self.num_experts))
+        if experts is not None and all_here and not experts.wgrads.deferring:
             sums = tuple(getattr(weight, "main_grad", None) for weight in experts.weights)
             into = None if any(into is None for into in sums) else sums
             given = (inputs[0], routing.scores_TK, routing.expert_ids_TK, *experts.weights)
             return grouped_experts(*given, activation=experts.activation, into=into)
         call = self.prepare(routing, structure, inputs, tokens, loads)
-        return Routed.apply(routing.scores_TK, call, *inputs, *experts.weights)
+        return DispatchCombine.apply(routing.scores_TK, call, *inputs, *self.experts.weights)
 
-    def _takes_kernels(self, inputs: Sequence[torch.Tensor]) -> bool:
-        if self.gate.config.overflow == "pad":
-            return False
-        return fits(self.experts, inputs) if self.fused is None else self.fused
+    def _kernel_experts(self, inputs: Sequence[torch.Tensor]) -> Experts | None:
+        """The experts, where kernels take them and these rows."""
+        if self.gate.config.overflow == "pad" or not isinstance(self.experts, Experts):
+            return None
+        takes = fits(self.experts, inputs) if self.fused is None else self.fused
+        return self.experts if takes else None
+
+    def _pairwise(self, structure: Structure, inputs: Sequence[torch.Tensor]) -> PairwiseExperts:
+        like = [tensor.detach()[:0] for tensor in inputs]
+        return PairwiseExperts(experts=self.experts, structure=structure, like=like)
+
+    def measure_costs(self) -> Probe:
+        """Collective over the ranks of a stage, for rows that are one vector each."""
+        return measure(self._pairwise(Structure(), (self.gate.weight,)), self.dispatcher, self.mesh)
 
     def prepare(
         self,
@@ -227,23 +245,35 @@ class MoE(nn.Module):
         inputs: tuple[torch.Tensor, ...],
         tokens: Tokens,
         loads: Loads | None = None,
-    ) -> RoutedCall:
+    ) -> LayerCall:
         """Exchange sizes and decide what runs; no row travels yet."""
-        experts, padded = self.experts, self.gate.config.overflow == "pad"
-        fused, where = self._takes_kernels(inputs), self.where(tokens)
+        pairwise = self._pairwise(structure, inputs)
         prepared = self.schedule.prepare(
-            routing.expert_ids_TK, self.route, experts, self.mesh, where, self.training, loads
+            routing.expert_ids_TK,
+            self.dispatcher,
+            pairwise,
+            self.mesh,
+            self.where(tokens),
+            self.training,
+            loads,
         )
-        return RoutedCall(
+        experts: PairExperts = pairwise
+        if self.gate.config.overflow == "pad":
+            experts = replace(pairwise, experts=PadToCapacity(self.experts, routing.capacity))
+        elif (taken := self._kernel_experts(inputs)) is not None:
+            experts = FusedExperts(taken, routing.expert_ids_TK.shape[1])
+        return LayerCall(
             plan=prepared.plan,
             programs=prepared.programs,
-            experts=PadToCapacity(experts, routing.capacity) if padded else experts,
-            shadowed=prepared.shadowed,
-            structure=structure,
+            experts=experts,
+            shadows=prepared.shadows,
             num_inputs=len(inputs),
-            fused=FusedExperts(experts, routing.expert_ids_TK.shape[1]) if fused else None,
             watch=self.schedule.watch,
         )
+
+
+def given_exchange(given: ExchangeConfig | Mapping[str, Any] | None) -> ExchangeConfig:
+    return given if isinstance(given, ExchangeConfig) else with_values(ExchangeConfig(), given or {})
 
 
 def check(
@@ -276,8 +306,8 @@ def check(
         problems.append(f"{axes} must not exceed num_experts ({config.num_experts})")
     if isinstance(experts, Joint) and group.size > 1 and config.shadow not in ("off", ()):
         problems.append(
-            f"moe.shadow ({config.shadow!r}) cannot go with one module for all experts, which cannot borrow "
-            "one; set it to 'off', or give a module for each expert"
+            f"moe.shadow ({config.shadow!r}) cannot go with one module for all experts, which cannot "
+            "shadow one; set it to 'off', or give a module for each expert"
         )
     if problems:
         raise ConfigError(problems)

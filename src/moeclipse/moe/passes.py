@@ -1,7 +1,7 @@
-"""The routed part of a MoE layer in pieces that a pipeline's schedule can place.
+"""The dispatch, experts and combine of a MoE layer in pieces that a pipeline's schedule can place.
 
-`moe/routed` runs a layer's two programs in one go, as one autograd node. Here the same programs run slice by
-slice, without autograd, so that the pieces of several microbatches can be interleaved:
+`moe/dispatch_combine` runs a layer's two programs in one go, as one autograd node. Here the same programs run
+slice by slice, without autograd, so that the pieces of several microbatches can be interleaved:
 
     DISPATCH_F   rows start to travel            COMBINE_B    gradients of the output start to travel
     MLP_F        experts, unit by unit           MLP_B        input gradients of the experts
@@ -20,7 +20,7 @@ import torch
 
 from moeclipse.comm.flight.execute import Execution
 from moeclipse.comm.flight.in_flight import InFlight, Joined, Ready
-from moeclipse.moe.routed import Backward, Forward, RoutedCall
+from moeclipse.moe.dispatch_combine import BackwardRun, ForwardRun, LayerCall
 from moeclipse.schedule.check import Verified
 from moeclipse.schedule.op import A2A, Op
 from moeclipse.tensor.weight_grad import deliver
@@ -29,16 +29,16 @@ WAITED_FOR_LATER: InFlight[None] = Ready(None)
 """The slice behind it waits for its transfers by itself."""
 
 
-class RoutedPass:
+class ExpertPass:
     """One microbatch's rows on their way to the experts and back, forward and backward."""
 
-    def __init__(self, call: RoutedCall, scores_TK: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, call: LayerCall, scores_TK: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
         self.call = call
         self.empty = [tensor.detach()[:0] for tensor in inputs]
-        self.state: Forward = call.forward(scores_TK, inputs)
-        self.rank = call.plan.route.group.index
+        self.state: ForwardRun = call.forward(scores_TK, inputs)
+        self.rank = call.plan.dispatcher.group.index
 
-    def _execution(self, verified: Verified, run: Forward | Backward) -> Execution:
+    def _execution(self, verified: Verified, run: ForwardRun | BackwardRun) -> Execution:
         return Execution(verified, self.rank, run.op)
 
     # forward
@@ -60,7 +60,7 @@ class RoutedPass:
         """What came back, added up for each token. `again`: experts will run once more before backward."""
         out_TO = self.state.finish(keep_rows)
         if again:
-            self.state.saved, self.state.y = {}, {}
+            self.state.saved = {}
         return out_TO
 
     # recompute
@@ -83,7 +83,7 @@ class RoutedPass:
     # backward
 
     def combine_back(self, d_out_TO: torch.Tensor) -> InFlight[None]:
-        self.back = Backward(self.state, d_out_TO, self.empty)
+        self.back = BackwardRun(self.state, d_out_TO, self.empty)
         self.back.start()
         self.backward = self._execution(self.call.programs.pieces, self.back)
         self.backward.advance(first_compute(self.backward.ops))
@@ -105,10 +105,10 @@ class RoutedPass:
         return self.back.finish()
 
     def weights(self) -> None:
-        """W: weight gradients, and those that borrowers returned; before or after dispatch_back."""
+        """W: weight gradients, and those that shadows returned; before or after dispatch_back."""
         self.back.wgrad()
-        if self.state.shadowed is not None:
-            self.state.shadowed.add_grads(self.back.weight_grads)
+        if self.state.shadows is not None:
+            self.state.shadows.add_grads(self.back.weight_grads)
         for parameter, grad in zip(self.call.experts.weights, self.back.weight_grads, strict=True):
             deliver(parameter, grad)
 

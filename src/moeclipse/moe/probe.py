@@ -20,8 +20,8 @@ from moeclipse.balance.shadow_model import ShadowCosts
 from moeclipse.comm.flight.exchange import gather_to_host
 from moeclipse.comm.mesh import Mesh
 from moeclipse.cost.exchange import ExchangeCosts
-from moeclipse.moe.dispatch import Route
-from moeclipse.moe.experts import Experts
+from moeclipse.moe.dispatch import Dispatcher
+from moeclipse.moe.pairwise import PairwiseExperts
 from moeclipse.ops.precision import wide_of
 
 REPEATS = 5
@@ -79,25 +79,25 @@ class Probe:
     num_ranks: int = 1
 
 
-def measure(experts: Experts, route: Route, mesh: Mesh) -> Probe:
+def measure(pairs: PairwiseExperts, dispatcher: Dispatcher, mesh: Mesh) -> Probe:
     """Collective over the ranks of a stage: all that have this layer."""
-    rows, sizes = ROWS[mesh.device.type], BYTES[mesh.device.type]
-    few, many = (_expert_seconds(experts, number, mesh) for number in rows)
+    experts, rows, sizes = pairs.experts, ROWS[mesh.device.type], BYTES[mesh.device.type]
+    few, many = (_expert_seconds(pairs, number, mesh) for number in rows)
     more = max(len(experts.ids), 1) * (rows[1] - rows[0])
     slope = [max(b - a, 0.0) / more for a, b in zip(few, many, strict=True)]
-    small, large = (_wire_seconds(route, mesh, size, everyone=True) for size in sizes)
-    pairs = [_wire_seconds(route, mesh, size, everyone=False) for size in sizes]
-    sent, others = sizes[1] - sizes[0], max(route.group.size - 1, 1)
-    bandwidth, link = (part * sent / max(b - a, 1e-7) for part, a, b in ((others, small, large), (1, *pairs)))
+    small, large = (_wire_seconds(dispatcher, mesh, size, everyone=True) for size in sizes)
+    alone = [_wire_seconds(dispatcher, mesh, size, everyone=False) for size in sizes]
+    sent, others = sizes[1] - sizes[0], max(dispatcher.group.size - 1, 1)
+    bandwidth, link = (part * sent / max(b - a, 1e-7) for part, a, b in ((others, small, large), (1, *alone)))
     # What a transfer of nothing would take; on a slow wire even the small one is mostly bytes.
     latency = max(small - others * sizes[0] / bandwidth, 0.1 * small) / others
-    weight = experts.up
-    size = weight[0].numel() + experts.down[0].numel() if len(weight) else 0
+    weight_dtype = next((weight.dtype for weight in experts.weights), pairs.like[0].dtype)
+    size = sum(weight.numel() for weight in experts.weights) // max(len(experts.ids), 1)
     mine = [slope[0], slope[1], max(few[0] - len(experts.ids) * rows[0] * slope[0], 0.0), float(size)]
     everyone = tell(mesh, mine)
     forward, backward, kernel, _ = (sum(column) / len(everyone) for column in zip(*everyone, strict=True))
     parameters = max(entry[3] for entry in everyone)
-    row_bytes = weight.shape[2] * weight.element_size()
+    row_bytes = sum(tensor.element_size() * tensor.shape[1:].numel() for tensor in pairs.like)
     return Probe(
         row_forward=forward,
         row_backward=backward,
@@ -105,15 +105,15 @@ def measure(experts: Experts, route: Route, mesh: Mesh) -> Probe:
         latency=latency,
         bandwidth=bandwidth,
         link=link,
-        shared_wire=route.group.size > 2 and link > 2 * bandwidth,
+        shared_wire=dispatcher.group.size > 2 and link > 2 * bandwidth,
         row_bytes=row_bytes,
-        parameter_bytes=parameters * weight.element_size(),
-        gradient_bytes=parameters * wide_of(weight.dtype).itemsize,
-        num_ranks=route.group.size,
+        parameter_bytes=parameters * weight_dtype.itemsize,
+        gradient_bytes=parameters * wide_of(weight_dtype).itemsize,
+        num_ranks=dispatcher.group.size,
     )
 
 
-def _clock(work: Callable[[], None], device: torch.device) -> float:
+def _clock(work: Callable[[], object], device: torch.device) -> float:
     """Median seconds of `work`, which all ranks run at the same time."""
     seconds = []
     for _ in range(REPEATS):
@@ -125,30 +125,31 @@ def _clock(work: Callable[[], None], device: torch.device) -> float:
     return sorted(seconds)[REPEATS // 2]
 
 
-def _expert_seconds(experts: Experts, rows: int, mesh: Mesh) -> tuple[float, float]:
+def _expert_seconds(pairs: PairwiseExperts, rows: int, mesh: Mesh) -> tuple[float, float]:
     """(forward, backward) of `rows` rows through each expert, weight gradients included."""
+    experts, device = pairs.experts, mesh.device
     if not experts.ids:
         tell(mesh, [])
         return 0.0, 0.0
-    weight = experts.up
-    x = weight.new_ones(rows * len(experts.ids), weight.shape[2])
     counts = [rows] * len(experts.ids)
-    sums = [torch.zeros_like(p, dtype=wide_of(p.dtype)) for p in (experts.up, experts.down)]
+    x = pairs.structure.put_together([t.new_ones(sum(counts), *t.shape[1:]) for t in pairs.like])
+    sums = [torch.zeros_like(weight, dtype=wide_of(weight.dtype)) for weight in experts.weights]
     with torch.no_grad():
-        y, saved = experts.forward(x, counts)
+        y, _ = experts.forward(x, counts)
         tell(mesh, [])
-        forward = _clock(lambda: experts.forward(x, counts), weight.device)  # type: ignore[arg-type]
+        forward = _clock(lambda: experts.forward(x, counts), device)
+        saved = [experts.forward(x, counts)[1] for _ in range(REPEATS + 1)]  # modules go backward once
 
         def backward() -> None:
-            experts.dgrad(y, saved)[1].add_to(*sums)
+            experts.dgrad(y, saved.pop())[1].add_to(*sums)
 
         backward()
-        return forward, _clock(backward, weight.device)
+        return forward, _clock(backward, device)
 
 
-def _wire_seconds(route: Route, mesh: Mesh, size: int, *, everyone: bool) -> float:
+def _wire_seconds(dispatcher: Dispatcher, mesh: Mesh, size: int, *, everyone: bool) -> float:
     """Of the slowest rank: `size` bytes from every rank to every other, or from rank 0 to rank 1 alone."""
-    me, num_ranks = route.group.index, route.group.size
+    me, num_ranks = dispatcher.group.index, dispatcher.group.size
     rows = torch.zeros(size, dtype=torch.uint8, device=mesh.device)
 
     def at(step: int) -> tuple[list[int], list[int]]:
@@ -163,12 +164,12 @@ def _wire_seconds(route: Route, mesh: Mesh, size: int, *, everyone: bool) -> flo
     steps = [at(step) for step in (range(1, num_ranks) if everyone else (1,))]
 
     def work() -> None:
-        moves = [
-            route.transport.all_to_all(rows[: sum(sends)], sends, receives, "probe of the wire")
+        under_way = [
+            dispatcher.transport.all_to_all(rows[: sum(sends)], sends, receives, "probe of the wire")
             for sends, receives in steps
         ]
-        for move in moves:
-            move.get()
+        for arriving in under_way:
+            arriving.get()
 
     work()
     tell(mesh, [])

@@ -24,21 +24,21 @@ from moeclipse.balance.split import split_rows
 from moeclipse.comm.flight.exchange import all_to_all
 from moeclipse.comm.flight.lane import Lane
 from moeclipse.comm.group import Group
-from moeclipse.moe.dispatch import Route
+from moeclipse.moe.dispatch import Dispatcher
 from moeclipse.ops.grouping import rank_among_equals
 
 
 def choose_slots(
     expert_ids_TK: torch.Tensor,
-    route: Route,
+    dispatcher: Dispatcher,
     counts_PE: np.ndarray,
     node_P: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """The slot of each choice, flattened; that of unused places is any."""
-    assert route.table is not None
-    me, device = route.group.index, expert_ids_TK.device
-    quota_R = split_rows(counts_PE, route.table, node_P).rows_PR[me]
-    order = route.quota_order
+    assert dispatcher.table is not None
+    me, device = dispatcher.group.index, expert_ids_TK.device
+    quota_R = split_rows(counts_PE, dispatcher.table, node_P).rows_PR[me]
+    order = dispatcher.quota_order
     first_E = order.first_E
     quota_R = quota_R[order.slots_R]
     # Where the quotas of each slot begin when all rows of this rank are laid out by expert.

@@ -1,4 +1,4 @@
-"""Which programs a layer's exchange runs: how ranks are grouped, how rows are cut, which experts are lent.
+"""Which programs a layer's exchange runs: how ranks are grouped, how rows are cut, what has shadows.
 
 "blocking" is one group of all ranks and one chunk: send all, compute all, return all. "smart" cuts the
 exchange into units (step, chunk). Ranks that are close form a group: those of one host, where there are
@@ -28,8 +28,8 @@ from moeclipse.comm.flight.in_flight import InFlight
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import MoEConfig
-from moeclipse.moe.dispatch import Plan, Route, plan_dispatch
-from moeclipse.moe.experts import Experts
+from moeclipse.moe.dispatch import Dispatcher, DispatchPlan, plan_dispatch
+from moeclipse.moe.dispatch_combine import Programs
 from moeclipse.moe.gates import count_experts
 from moeclipse.moe.granularity import (
     CHUNKS,
@@ -40,10 +40,10 @@ from moeclipse.moe.granularity import (
     rank_by_simulation,
     start_groups,
 )
+from moeclipse.moe.pairwise import PairwiseExperts
 from moeclipse.moe.probe import Probe, measure, tell
 from moeclipse.moe.replicas import choose_slots
-from moeclipse.moe.routed import Programs
-from moeclipse.moe.shadow import Lending, Shadowed, keep_borrowed
+from moeclipse.moe.shadow import RankShadows, ShadowExperts, keep_shadowed
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.shape import ExchangeShape, Shadow
 from moeclipse.schedule.smart import backward_of, end_units, exchange_shape, smart
@@ -83,9 +83,9 @@ class Loads:
 class Prepared:
     """What one call of the layer runs."""
 
-    plan: Plan
+    plan: DispatchPlan
     programs: Programs
-    shadowed: Shadowed | None
+    shadows: ShadowExperts | None
 
 
 class ExchangeSchedule:
@@ -136,8 +136,8 @@ class ExchangeSchedule:
     def prepare(
         self,
         ids_TK: torch.Tensor,
-        route: Route,
-        experts: Experts,
+        dispatcher: Dispatcher,
+        experts: PairwiseExperts,
         mesh: Mesh,
         where: str,
         train: bool,
@@ -148,40 +148,42 @@ class ExchangeSchedule:
         `loads` are on their way for other reasons; where they are left out, replicas ask for counts.
         """
         if train:
-            self._learn(ids_TK, route, experts, mesh, where)
-        lending, counts_PE = self._lend(ids_TK, route, where)
+            self._learn(ids_TK, dispatcher, experts, mesh, where)
+        mine, counts_PE = self._choose_shadows(ids_TK, dispatcher, where)
         place = ids_TK.new_empty(0)
-        if lending is not None:
-            ids_TK, place = keep_borrowed(ids_TK, lending, route.placement.num_experts)
-        shape = self.shape(shadows=lending is not None)
+        if mine is not None:
+            ids_TK, place = keep_shadowed(ids_TK, mine, dispatcher.placement.num_experts)
+        shape = self.shape(shadows=mine is not None)
         slots = None
-        if route.table is not None:
-            travelling_PE = self._rows_that_travel(ids_TK, route, where, loads, counts_PE)
-            slots = choose_slots(ids_TK, route, travelling_PE, self.hosts)
-        plan = plan_dispatch(ids_TK, route, shape, where, slots)
-        if train and route.table is not None:
+        if dispatcher.table is not None:
+            travelling_PE = self._rows_that_travel(ids_TK, dispatcher, where, loads, counts_PE)
+            slots = choose_slots(ids_TK, dispatcher, travelling_PE, self.hosts)
+        plan = plan_dispatch(ids_TK, dispatcher, shape, where, slots)
+        if train and dispatcher.table is not None:
             self._count(plan)
-        shadowed = None
-        if lending is not None:
-            counts = [int(counts_PE[route.group.index, expert]) for expert in lending.borrowed]
-            shadowed = Shadowed(
-                lending,
+        shadows = None
+        if mine is not None:
+            counts = [int(counts_PE[dispatcher.group.index, expert]) for expert in mine.experts]
+            shadows = ShadowExperts(
+                mine,
                 experts,
-                route.transport,
+                dispatcher.transport,
                 place_m=place[: sum(counts)],
                 counts=counts,
                 where=where,
             )
-        return Prepared(plan=plan, programs=self.programs(shape), shadowed=shadowed)
+        return Prepared(plan=plan, programs=self.programs(shape), shadows=shadows)
 
-    def _learn(self, ids_TK: torch.Tensor, route: Route, experts: Experts, mesh: Mesh, where: str) -> None:
+    def _learn(
+        self, ids_TK: torch.Tensor, dispatcher: Dispatcher, experts: PairwiseExperts, mesh: Mesh, where: str
+    ) -> None:
         """The second call measures costs; the best granularities by simulation are then tried in turn."""
         self._calls += 1
         wants_costs = self._tunes or (self.config.shadow == "auto" and self.num_ranks > 1)
         if self._calls == 2 and wants_costs and self.probe is None:
-            self.probe = measure(experts, route, mesh)
+            self.probe = measure(experts, dispatcher, mesh)
             if self._tunes:
-                ranked = self._rank(self._counts(ids_TK, route, where), route, self.probe)
+                ranked = self._rank(self._counts(ids_TK, dispatcher, where), dispatcher, self.probe)
                 self.trials = Trials(ranked, cuda=ids_TK.is_cuda)
         if self.trials is None:
             return
@@ -191,7 +193,7 @@ class ExchangeSchedule:
         else:
             self.use, self.watch = self.trials.next()
 
-    def _count(self, plan: Plan) -> None:
+    def _count(self, plan: DispatchPlan) -> None:
         """Remember how many rows each slot of this rank computes."""
         for unit in plan.units.values():
             before = self._computed or [0] * len(unit.counts)
@@ -202,20 +204,25 @@ class ExchangeSchedule:
         computed, self._computed = self._computed, []
         return computed
 
-    def _counts(self, ids_TK: torch.Tensor, route: Route, where: str) -> np.ndarray:
+    def _counts(self, ids_TK: torch.Tensor, dispatcher: Dispatcher, where: str) -> np.ndarray:
         """Rows of each rank for each expert."""
-        mine = count_experts(ids_TK, route.placement.num_experts)
-        table = gather_to_host(route.lane, route.group, mine, f"exchange of counts, {where}").get()
+        mine = count_experts(ids_TK, dispatcher.placement.num_experts)
+        table = gather_to_host(dispatcher.lane, dispatcher.group, mine, f"exchange of counts, {where}").get()
         return np.array(table, dtype=np.int64)
 
     def _rows_that_travel(
-        self, ids_TK: torch.Tensor, route: Route, where: str, loads: Loads | None, counts_PE: np.ndarray
+        self,
+        ids_TK: torch.Tensor,
+        dispatcher: Dispatcher,
+        where: str,
+        loads: Loads | None,
+        counts_PE: np.ndarray,
     ) -> np.ndarray:
-        """Rows of each rank for each expert, those of borrowed experts left out: what replicas share."""
+        """Rows of each rank for each expert, those of shadowed experts left out: what replicas share."""
         if not counts_PE.size and loads is not None:
-            return loads.of(route.group)
+            return loads.of(dispatcher.group)
         if not counts_PE.size:
-            return self._counts(ids_TK, route, where)
+            return self._counts(ids_TK, dispatcher, where)
         counts_PE = counts_PE.copy()
         assert self.shadow_plan is not None
         for expert, ranks in self.shadow_plan.shadows:
@@ -223,16 +230,16 @@ class ExchangeSchedule:
         return counts_PE
 
     def _counts_and_rows(
-        self, ids_TK: torch.Tensor, route: Route, where: str
+        self, ids_TK: torch.Tensor, dispatcher: Dispatcher, where: str
     ) -> tuple[np.ndarray, np.ndarray]:
         """Pairs of each rank for each expert, and the rows that travel for them.
 
         A token's vector goes to a rank once, however many of its experts live there. The row counts for the
-        least wanted of them: busy experts are lent first, so it is saved when that one is lent, too.
+        least wanted of them: busy experts get shadows first, so it is saved when that one has one, too.
         """
-        num_experts = route.placement.num_experts
+        num_experts = dispatcher.placement.num_experts
         used_TK, known_TK = ids_TK >= 0, ids_TK.clamp(min=0)
-        ranks_TK = torch.where(used_TK, route.rank_of_E[known_TK], -1)
+        ranks_TK = torch.where(used_TK, dispatcher.rank_of_E[known_TK], -1)
         pairs_E = count_experts(ids_TK, num_experts)
         wanted_TK = pairs_E[known_TK] * num_experts - known_TK  # no two experts are wanted alike
         together_TKK = ranks_TK[:, :, None] == ranks_TK[:, None, :]
@@ -240,11 +247,15 @@ class ExchangeSchedule:
         counts_TK = used_TK & ~rarer_TKK.any(2)
         rows_E = torch.bincount(known_TK[counts_TK], minlength=num_experts)
         mine = torch.stack([pairs_E, rows_E])
-        table = np.array(gather_to_host(route.lane, route.group, mine, f"exchange of counts, {where}").get())
+        table = np.array(
+            gather_to_host(dispatcher.lane, dispatcher.group, mine, f"exchange of counts, {where}").get()
+        )
         return table[:, 0], table[:, 1]
 
-    def _lend(self, ids_TK: torch.Tensor, route: Route, where: str) -> tuple[Lending | None, np.ndarray]:
-        """Who borrows what in this call; None where nobody does."""
+    def _choose_shadows(
+        self, ids_TK: torch.Tensor, dispatcher: Dispatcher, where: str
+    ) -> tuple[RankShadows | None, np.ndarray]:
+        """What this rank shadows in this call; None where no rank does."""
         wanted, nobody = self.config.shadow, np.empty((0, 0))
         if (
             self.num_ranks == 1
@@ -253,7 +264,7 @@ class ExchangeSchedule:
             or (wanted == "auto" and self.probe is None)
         ):
             return None, nobody
-        counts_PE, rows_PE = self._counts_and_rows(ids_TK, route, where)
+        counts_PE, rows_PE = self._counts_and_rows(ids_TK, dispatcher, where)
         if wanted == "auto":
             assert self.probe is not None
             costs = self.probe.shadow_costs(overlap=0.0 if self.config.schedule == "blocking" else 1.0)
@@ -261,21 +272,21 @@ class ExchangeSchedule:
             costs = replace(
                 costs, row_forward=pairs * costs.row_forward, row_backward=pairs * costs.row_backward
             )
-            self.shadow_plan = choose_shadows(rows_PE, route.placement, costs, table=route.table)
+            self.shadow_plan = choose_shadows(rows_PE, dispatcher.placement, costs, table=dispatcher.table)
         else:
-            self.shadow_plan = forced_shadows(counts_PE, route.placement, FREE, wanted)
+            self.shadow_plan = forced_shadows(counts_PE, dispatcher.placement, FREE, wanted)
         shadows = self.shadow_plan.shadows
         if not shadows:
             return None, counts_PE
-        return Lending.of(shadows, route.placement, route.group.index), counts_PE
+        return RankShadows.of(shadows, dispatcher.placement, dispatcher.group.index), counts_PE
 
-    def _rank(self, counts_PE: np.ndarray, route: Route, probe: Probe) -> list[Granularity]:
+    def _rank(self, counts_PE: np.ndarray, dispatcher: Dispatcher, probe: Probe) -> list[Granularity]:
         """The allowed granularities, the fastest by simulation first."""
-        table = route.table or ReplicaTable.of(route.placement)
+        table = dispatcher.table or ReplicaTable.of(dispatcher.placement)
         rows_PR = split_rows(counts_PE, table, self.hosts).rows_PR
-        per_rank = route.placement.max_slots
+        per_rank = dispatcher.placement.max_slots
         padded = np.zeros((self.num_ranks, per_rank * self.num_ranks), dtype=np.int64)
-        for rank, (first, stop) in enumerate(pairwise(route.slot_bounds)):
+        for rank, (first, stop) in enumerate(pairwise(dispatcher.slot_bounds)):
             padded[:, rank * per_rank : rank * per_rank + stop - first] = rows_PR[:, first:stop]
         chunks = CHUNKS if self._auto_chunks else (int(self.config.chunks),)
         return rank_by_simulation(self._candidates(), chunks, padded, probe.exchange_costs())

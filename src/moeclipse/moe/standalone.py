@@ -68,9 +68,9 @@ def sync_gradients(model: nn.Module) -> None:
                 parameter.grad = torch.zeros_like(parameter)
             label = f"sum of expert gradients, {name}.{key}"
             summed = total(mesh.grads, mesh.replicas, parameter.grad, label).get().view_as(parameter)
-            if layer.route.table is not None:
-                route = layer.route
-                summed = sum_over_replicas(summed, route.placement, route.group, mesh.a2a, label)
+            if layer.dispatcher.table is not None:
+                dispatcher = layer.dispatcher
+                summed = sum_over_replicas(summed, dispatcher.placement, dispatcher.group, mesh.a2a, label)
             parameter.grad = summed / mesh.num_ranks
         if layer.gate.adapts:
             mine = torch.cat([layer.load_E, layer.gate.take_seen()])

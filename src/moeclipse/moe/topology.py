@@ -17,7 +17,7 @@ device: nothing here waits for it.
 
 Hazard: which experts are near depends on the rank, so, unlike all else in a gate, this routing depends on the
 layout: another number of nodes, or of ranks per node, trains another model. On one node nothing is limited.
-Experts that are lent for a step (shadows) count as being where they are owned.
+Experts that have shadows for a step count as being where they are owned.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from moeclipse.balance.planner import PlanConfig
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.layer import MoE
-from moeclipse.moe.probe import Probe, measure
+from moeclipse.moe.probe import Probe
 from moeclipse.pipeline.overlap import PairLayout
 from moeclipse.train.buckets import Bucket
 from moeclipse.train.config import TrainConfig, planner_problems
@@ -70,7 +70,7 @@ class ModelPlacement:
     def bucket(self, parameter: nn.Parameter, name: str, layer: MoE, key: str) -> Bucket | None:
         if not self.in_use:
             return None
-        ownership = self._owners(layer.route.placement, layer)
+        ownership = self._owners(layer.dispatcher.placement, layer)
         return ExpertBucket(parameter, f"{name}." if name else "", layer, key, ownership, self.mesh)
 
     def _owners(self, placement: Placement, layer: MoE, old: Ownership | None = None) -> Ownership:
@@ -137,7 +137,7 @@ class ModelPlacement:
     def _requests(self, step: int, loads: LoadAverage) -> list[PlanRequest]:
         if self.costs is None:
             layer = self.layers[0].layer
-            probe = layer.schedule.probe or measure(layer.experts, layer.route, self.mesh)
+            probe = layer.schedule.probe or layer.measure_costs()
             self.costs = costs_of(probe, self.config.every)
         found = []
         for placed in self.layers:

@@ -1,9 +1,9 @@
-"""The routed part of a MoE layer: one autograd node that runs two verified programs.
+"""Dispatch, experts, combine: one autograd node that runs two verified programs.
 
     forward    S rows out     C experts              R partial sums back    then one sum over ranks
     backward   S d_out rows   C dgrad   W weights    R d_x rows back        then one sum over ranks
 
-Rows of borrowed experts (`moe/shadow`) take no part in this: they are computed where they are.
+Rows of shadowed experts (`moe/shadow`) take no part in this: they are computed where they are.
 
 The node runs on every rank, also with zero rows: a path that cut autograd on one rank would leave the
 others waiting in the backward exchange. Which unit of rows travels when is the program's business
@@ -22,12 +22,10 @@ from torch.autograd.function import once_differentiable
 
 from moeclipse.comm.flight.execute import execute
 from moeclipse.comm.flight.in_flight import InFlight, Joined
-from moeclipse.moe.dispatch import Pairs, Plan, Unit, return_score_grads
-from moeclipse.moe.fused import FusedExperts
+from moeclipse.moe.dispatch import DispatchPlan, Pairs, Unit, return_score_grads
+from moeclipse.moe.expert_set import PairExperts
 from moeclipse.moe.granularity import Stopwatch
-from moeclipse.moe.shadow import Shadowed
-from moeclipse.moe.structure import Structure
-from moeclipse.ops.combine import sum_rows
+from moeclipse.moe.shadow import ShadowExperts
 from moeclipse.schedule.check import Verified
 from moeclipse.schedule.op import Op
 
@@ -45,24 +43,20 @@ class Programs:
 
 
 @dataclass(kw_only=True)
-class Forward:
+class ForwardRun:
     """Tensors of one forward pass while its program runs, and what backward needs of them."""
 
-    plan: Plan
-    experts: Any
-    structure: Structure
+    plan: DispatchPlan
+    experts: PairExperts
     rows: list[torch.Tensor]
     """Of each input, the rows this rank sends, in the order of units."""
-    dtypes: list[torch.dtype]
-    fused: FusedExperts | None = None
     scores_TK: torch.Tensor
-    shadowed: Shadowed | None = None
+    shadows: ShadowExperts | None = None
     saved: dict[Key, Any] = field(default_factory=dict)
-    y: dict[Key, torch.Tensor] = field(default_factory=dict)
 
     def run(self, verified: Verified) -> torch.Tensor:
         self.start()
-        execute(verified, self.plan.route.group.index, self.op)
+        execute(verified, self.plan.dispatcher.group.index, self.op)
         return self.finish()
 
     def start(self) -> None:
@@ -77,13 +71,13 @@ class Forward:
         self.rows, self.back_NO = [], out_TO[:0]
         if not keep_rows:
             self.arrived = []  # what backward needs of them is in `saved`
-        return out_TO if self.shadowed is None else out_TO + self.kept_TO
+        return out_TO if self.shadows is None else out_TO + self.kept_TO
 
     def op(self, op: Op) -> InFlight[Any] | None:
-        if self.shadowed is not None and op.kind == "SHADOW_SEND":
-            return self.shadowed.send_weights()
-        if self.shadowed is not None and op.kind == "SHADOW_F":
-            self.kept_TO = self.shadowed.forward()
+        if self.shadows is not None and op.kind == "SHADOW_SEND":
+            return self.shadows.send_weights()
+        if self.shadows is not None and op.kind == "SHADOW_F":
+            self.kept_TO = self.shadows.forward()
             return None
         key = (op.step or 0, op.chunk or 0)
         unit = self.plan.units[key]
@@ -98,22 +92,14 @@ class Forward:
 
     def compute(self, key: Key, unit: Unit) -> None:
         row_M, score_M = self.pairs.of(unit)
-        if self.fused is not None:
-            rows, index_M = self.arrived[0][unit.arriving], row_M - unit.arriving.start
-            self.partial_RO, self.saved[key] = self.fused.forward(rows, index_M, unit.counts, score_M)
-            return
-        gathered = [rows[row_M].to(dtype) for rows, dtype in zip(self.arrived, self.dtypes, strict=True)]
-        x = self.structure.put_together(gathered)
-        y_MO, self.saved[key] = self.experts.forward(x, unit.counts)
-        first, num_rows = unit.arriving.start, sum(unit.receive_rows)
-        self.partial_RO = sum_rows(y_MO, row_M - first, num_rows, score_M)
-        self.y[key] = y_MO
+        rows, index_M = [tensor[unit.arriving] for tensor in self.arrived], row_M - unit.arriving.start
+        self.partial_RO, self.saved[key] = self.experts.forward(rows, index_M, unit.counts, score_M)
 
 
-class Backward:
+class BackwardRun:
     """Tensors of one backward pass while its program runs."""
 
-    def __init__(self, done: Forward, d_out_TO: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, done: ForwardRun, d_out_TO: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
         self.done, self.plan, self.experts = done, done.plan, done.experts
         self.d_out_TO = d_out_TO
         self.d_scores: InFlight[torch.Tensor] | None = None
@@ -130,7 +116,7 @@ class Backward:
     def run(self, verified: Verified) -> tuple[list[torch.Tensor | None], torch.Tensor]:
         """(gradients of the inputs, d_scores_TK); those of the weights are in `weight_grads`."""
         self.start()
-        execute(verified, self.plan.route.group.index, self.op)
+        execute(verified, self.plan.dispatcher.group.index, self.op)
         return self.finish()
 
     def start(self) -> None:
@@ -149,14 +135,14 @@ class Backward:
         self.weight_grads = self.experts.wgrad(now, self.weight_grads)
 
     def finish(self) -> tuple[list[torch.Tensor | None], torch.Tensor]:
-        plan, done, shadowed = self.plan, self.done, self.done.shadowed
+        plan, done, shadows = self.plan, self.done, self.done.shadows
         assert self.d_scores is not None
         d_scores_TK = torch.zeros_like(done.scores_TK)
         d_scores_TK.view(-1)[plan.pair_place_n] = self.d_scores.get()
         grads = [None if rows is None else plan.sum_tokens(rows) for rows in self.back]
-        if shadowed is not None:
-            d_scores_TK.view(-1)[shadowed.place_m] = shadowed.d_score_m
-            for number, more in enumerate(shadowed.d_inputs):
+        if shadows is not None:
+            d_scores_TK.view(-1)[shadows.place_m] = shadows.d_score_m
+            for number, more in enumerate(shadows.d_inputs):
                 mine = grads[number]
                 grads[number] = mine if mine is None or more is None else mine + more
         return grads, d_scores_TK
@@ -177,57 +163,42 @@ class Backward:
             label = f"backward combine {op}"
             pairs = zip(self.partial, self.back, strict=True)
             return Joined(
-                [self.plan.send_back(unit, rows, out, label) for rows, out in pairs if out is not None]
+                self.plan.send_back(unit, rows, out, label)
+                for rows, out in pairs
+                if rows is not None and out is not None
             )
         assert op.kind == "C_B", f"no such op in backward: {op}"
         self.compute(key, unit)
         return None
 
     def shadow_op(self, kind: str) -> InFlight[Any] | None:
-        shadowed = self.done.shadowed
-        assert shadowed is not None
+        shadows = self.done.shadows
+        assert shadows is not None
         if kind == "SHADOW_B":
-            shadowed.dgrad(self.d_out_TO)
+            shadows.dgrad(self.d_out_TO)
         elif kind == "SHADOW_W":
-            shadowed.wgrad()
+            shadows.wgrad()
         elif kind == "SHADOW_REDUCE":
-            return shadowed.return_grads()
+            return shadows.return_grads()
         else:
-            shadowed.add_grads(self.weight_grads)
+            shadows.add_grads(self.weight_grads)
         return None
 
     def compute(self, key: Key, unit: Unit) -> None:
-        done = self.done
-        if done.fused is not None:
-            rows = self.arrived_RO[unit.arriving]
-            d_rows, d_score_M, pending = done.fused.dgrad(rows, done.saved.pop(key))
-            self.d_score_M[unit.pairs] = d_score_M.to(self.d_score_M.dtype)
-            self.partial = [d_rows]
-            self.pending.append((key[0], pending))
-            return
-        row_M, score_M = done.pairs.of(unit)
-        y_MO = done.y.pop(key)
-        d_pair_MO = self.arrived_RO[row_M]
-        wide = score_M.dtype
-        self.d_score_M[unit.pairs] = (d_pair_MO.to(wide) * y_MO.to(wide)).sum(-1)
-        d_y_MO = (d_pair_MO * score_M[:, None]).to(y_MO.dtype)
-        d_x, pending = self.experts.dgrad(d_y_MO, done.saved.pop(key))
+        saved = self.done.saved.pop(key)
+        self.partial, d_score_M, pending = self.experts.dgrad(self.arrived_RO[unit.arriving], saved)
+        self.d_score_M[unit.pairs] = d_score_M.to(self.d_score_M.dtype)
         self.pending.append((key[0], pending))
-        place_M, num_rows = row_M - unit.arriving.start, sum(unit.receive_rows)
-        self.partial = [
-            sum_rows(grad, place_M, num_rows) if out is not None else grad
-            for grad, out in zip(done.structure.flatten(d_x), self.back, strict=True)
-        ]
 
 
-class Routed(torch.autograd.Function):
+class DispatchCombine(torch.autograd.Function):
     """Gradients: d_scores, those of the inputs, and the experts' weights by hand.
 
     Called with (scores, call, inputs..., weights...): `call` says what runs and how many inputs there are.
     """
 
     @staticmethod
-    def forward(ctx: Any, scores_TK: torch.Tensor, call: RoutedCall, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, scores_TK: torch.Tensor, call: LayerCall, *tensors: torch.Tensor) -> torch.Tensor:
         inputs = tensors[: call.num_inputs]
         run = call.forward(scores_TK, inputs)
         began = call.watch.stamp() if call.watch is not None else None
@@ -242,7 +213,7 @@ class Routed(torch.autograd.Function):
     def backward(ctx: Any, d_out_TO: torch.Tensor) -> tuple[Any, ...]:
         watch = ctx.call.watch
         began = watch.stamp() if watch is not None else None
-        back = Backward(ctx.run, d_out_TO, ctx.inputs)
+        back = BackwardRun(ctx.run, d_out_TO, ctx.inputs)
         d_inputs, d_scores_TK = back.run(ctx.call.programs.backward)
         ctx.run = None
         if watch is not None:
@@ -251,31 +222,26 @@ class Routed(torch.autograd.Function):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoutedCall:
+class LayerCall:
     """What one call of the node needs besides tensors that carry gradients."""
 
-    plan: Plan
+    plan: DispatchPlan
     programs: Programs
-    experts: Any
-    shadowed: Shadowed | None = None
-    structure: Structure = field(default_factory=Structure)
+    experts: PairExperts
+    shadows: ShadowExperts | None = None
     num_inputs: int = 1
-    fused: FusedExperts | None = None
     watch: Stopwatch | None = None
 
-    def forward(self, scores_TK: torch.Tensor, inputs: Sequence[torch.Tensor]) -> Forward:
+    def forward(self, scores_TK: torch.Tensor, inputs: Sequence[torch.Tensor]) -> ForwardRun:
         """The state of one forward pass, before anything travels."""
-        if self.shadowed is not None:
-            self.shadowed.bind(inputs, self.structure, scores_TK)
-        return Forward(
+        if self.shadows is not None:
+            self.shadows.bind(inputs, scores_TK)
+        return ForwardRun(
             plan=self.plan,
             experts=self.experts,
-            structure=self.structure,
             rows=self.rows_of(inputs),
-            dtypes=[tensor.dtype for tensor in inputs],
             scores_TK=scores_TK,
-            shadowed=self.shadowed,
-            fused=self.fused,
+            shadows=self.shadows,
         )
 
     def rows_of(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

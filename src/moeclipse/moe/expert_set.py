@@ -1,0 +1,86 @@
+"""What the layer asks of experts: two protocols, and the calls that both have.
+
+    ExpertSet      the experts of a rank over rows that are grouped by expert, `counts` rows for each
+                   `experts.Experts`, `adapters.ModuleExperts` (modules of the user), `experts.PadToCapacity`
+    PairExperts    the same over rows as they arrive, of which each may visit several experts
+                   `pairwise.PairwiseExperts` (any ExpertSet), `fused.FusedExperts` (kernels)
+
+Forward, dgrad and wgrad are three calls with explicit state, so that a schedule can place them and many
+microbatches can be in flight. What belongs to one call is in what that call returns, never in the experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from moeclipse.tensor.weight_grad import Grads
+
+
+class PendingWgrad(Protocol):
+    """Weight gradients that are still to be computed."""
+
+    def add_to(self, *into: torch.Tensor) -> None:
+        """Add them to `into`, which lie as the experts' `weights`."""
+
+
+class Trainable(Protocol):
+    @property
+    def weights(self) -> tuple[nn.Parameter, ...]: ...
+
+    @property
+    def out_width(self) -> int: ...
+
+    def wgrad(self, pending: Sequence[Any], begun: Grads = ()) -> Grads:
+        """Add up all parts; what autograd gets for each weight is nothing where there is a main_grad.
+
+        `begun` is what an earlier call of the same backward returned: these parts add to it.
+        """
+
+
+class ExpertSet(Trainable, Protocol):
+    """`shadows`: the flat weights of other ranks' experts, a row each, to compute with instead."""
+
+    ids: tuple[int, ...]
+    """Logical experts in the order of slots."""
+
+    def forward(
+        self, x: Any, counts: Sequence[int], shadows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Any]:
+        """(y, what backward needs)."""
+
+    def dgrad(self, dy: torch.Tensor, saved: Any, shadows: torch.Tensor | None = None) -> tuple[Any, Any]:
+        """(gradient of x, in its structure; a PendingWgrad)."""
+
+    def flatten(self, slots: Sequence[int]) -> torch.Tensor:
+        """The weights of these experts, one row each: what travels to ranks that shadow them."""
+
+    def shadow_wgrad(self, pending: Any, rows: torch.Tensor) -> None:
+        """Add the gradients of shadows to `rows`, one row each."""
+
+    def add_shadow_grads(
+        self, slots: Sequence[int], rows: torch.Tensor, weight_grads: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Add gradients that shadows returned to where this rank's own went."""
+
+
+class PairExperts(Trainable, Protocol):
+    def forward(
+        self,
+        rows: Sequence[torch.Tensor],
+        index_M: torch.Tensor,
+        counts: Sequence[int],
+        score_M: torch.Tensor,
+    ) -> tuple[torch.Tensor, Any]:
+        """(the partial sum of each row's experts, what backward needs).
+
+        `rows` holds each of a token's tensors; pairs are grouped by expert, `index_M` names the row of each.
+        """
+
+    def dgrad(
+        self, d_partial_RO: torch.Tensor, saved: Any
+    ) -> tuple[list[torch.Tensor | None], torch.Tensor, Any]:
+        """(gradients of `rows`, None for integers; gradient of the scores; a PendingWgrad)."""

@@ -1,0 +1,83 @@
+"""Any experts over rows that each visit several of them: a copy of the row for each pair.
+
+    forward    x_m = row of pair m          y = experts(x)       partial_r = sum of score * y over its pairs
+    backward   dy_m = score_m * d_partial   d_score = d_partial . y        d_row = sum of dx over its pairs
+
+The kernels of `moe/fused` do the same without the copies, where they fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from moeclipse.moe.expert_set import ExpertSet
+from moeclipse.moe.structure import Structure
+from moeclipse.ops.combine import sum_rows
+from moeclipse.tensor.weight_grad import Grads
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairsSaved:
+    experts: Any
+    """What the experts keep."""
+    y_MO: torch.Tensor
+    index_M: torch.Tensor
+    score_M: torch.Tensor
+    num_rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairwiseExperts:
+    """`like`: an empty tensor for each of a token's, as the experts want it; others travel as bytes."""
+
+    experts: ExpertSet
+    structure: Structure
+    like: Sequence[torch.Tensor]
+
+    @property
+    def weights(self) -> tuple[nn.Parameter, ...]:
+        return self.experts.weights
+
+    @property
+    def out_width(self) -> int:
+        return self.experts.out_width
+
+    def forward(
+        self,
+        rows: Sequence[torch.Tensor],
+        index_M: torch.Tensor,
+        counts: Sequence[int],
+        score_M: torch.Tensor,
+        shadows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, PairsSaved]:
+        gathered = [tensor[index_M].to(like.dtype) for tensor, like in zip(rows, self.like, strict=True)]
+        given = () if shadows is None else (shadows,)
+        y_MO, saved = self.experts.forward(self.structure.put_together(gathered), counts, *given)
+        num_rows = len(rows[0])
+        partial_RO = sum_rows(y_MO, index_M, num_rows, score_M)
+        return partial_RO, PairsSaved(
+            experts=saved, y_MO=y_MO, index_M=index_M, score_M=score_M, num_rows=num_rows
+        )
+
+    def dgrad(
+        self, d_partial_RO: torch.Tensor, saved: PairsSaved, shadows: torch.Tensor | None = None
+    ) -> tuple[list[torch.Tensor | None], torch.Tensor, Any]:
+        y_MO, score_M, wide = saved.y_MO, saved.score_M, saved.score_M.dtype
+        d_pair_MO = d_partial_RO[saved.index_M]
+        d_score_M = (d_pair_MO.to(wide) * y_MO.to(wide)).sum(-1)
+        d_y_MO = (d_pair_MO * score_M[:, None]).to(y_MO.dtype)
+        given = () if shadows is None else (shadows,)
+        d_x, pending = self.experts.dgrad(d_y_MO, saved.experts, *given)
+        d_rows = [
+            sum_rows(grad, saved.index_M, saved.num_rows) if grad.is_floating_point() else None
+            for grad in self.structure.flatten(d_x)
+        ]
+        return d_rows, d_score_M, pending
+
+    def wgrad(self, pending: Sequence[Any], begun: Grads = ()) -> Grads:
+        return self.experts.wgrad(pending, begun)
