@@ -27,8 +27,8 @@ test-full: setup
 	@$(BIN)/python -m pytest -q $(ARGS)
 
 lint: setup
-	@$(BIN)/ruff check src tests bench docs/*.py
-	@$(BIN)/ruff format --check src tests bench docs/*.py
+	@$(BIN)/ruff check src tests bench examples docs/*.py
+	@$(BIN)/ruff format --check src tests bench examples docs/*.py
 	@$(BIN)/mypy
 
 bench: setup
@@ -37,4 +37,4 @@ bench: setup
 
 clean:
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +

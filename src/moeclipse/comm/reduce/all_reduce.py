@@ -137,7 +137,8 @@ class PeerAllReduce:
 
         Reductions of it, and of contiguous parts of it that begin on 16 bytes (the same on all ranks), then
         copy nothing. It is kept alive until `unshare` or `close`. Where nothing would be gained, as on the
-        CPU, nothing happens.
+        CPU, nothing happens. Not used by training, whose tensors come and go; an example is
+        examples/tensor_parallel_inference.py.
         """
         if self._reducer is not None:
             self._change_inputs(self._reducer.share, x)
@@ -294,7 +295,10 @@ class PeerAllReduce:
         eps: float = 1e-6,
         label: str = "all-reduce with norm",
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(normed, h): h = residual + sum over ranks of x, normed = h / rms(h) * weight. Forward only."""
+        """(normed, h): h = residual + sum over ranks of x, normed = h / rms(h) * weight.
+
+        Forward only, and so not used by training; an example is examples/tensor_parallel_inference.py.
+        """
         if x_TD.shape != residual_TD.shape or weight_D.shape != x_TD.shape[-1:]:
             raise ConfigError(
                 f"x {tuple(x_TD.shape)}, residual {tuple(residual_TD.shape)} and weight "
@@ -316,6 +320,7 @@ class PeerAllReduce:
     def capture(self, *dtypes: torch.dtype) -> Iterator[None]:
         """Around `torch.cuda.graph`; collective: it compiles the kernels for these dtypes, or for all.
 
+        Not used by training, which captures nothing; an example is examples/tensor_parallel_inference.py.
         Larger inputs are read where they are: their addresses are exchanged when the block ends, and a graph
         that is replayed before is an error. All ranks replay equally often.
         """
