@@ -15,8 +15,10 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.cost.model import Costs
 from moeclipse.pipeline.runtime import cuts_of
 from moeclipse.report.intervals import clip, length, split_step, subtract
+from moeclipse.schedule import kinds
 from moeclipse.schedule.check import Verified
-from moeclipse.schedule.op import A2A, COMPUTE, Op
+from moeclipse.schedule.kinds import A2A, COMPUTE
+from moeclipse.schedule.op import Op
 from moeclipse.sim.engine import simulate
 
 LABELS = {
@@ -28,17 +30,17 @@ LABELS = {
 
 
 def op_seconds(found: dict[str, Any]) -> dict[str, list[float]]:
-    """Of each kind: compute without waits, and exchanges from the last launch to their end.
+    """Of each kind, by its name: compute without waits, and exchanges from the last launch to their end.
 
     ROUTE is told with its wait for the sizes, which the host cannot avoid.
     """
     seconds: dict[str, list[float]] = defaultdict(list)
     waits = found["waits"]
     for op, begun, ended in found["spans"]:
-        if op.kind == "ROUTE_F":
-            seconds[op.kind].append(ended - begun)
+        if op.kind is kinds.ROUTE_F:
+            seconds[op.kind.name].append(ended - begun)
         elif op.lane == COMPUTE:
-            seconds[op.kind].append(length(subtract([(begun, ended)], clip(waits, (begun, ended)))))
+            seconds[op.kind.name].append(length(subtract([(begun, ended)], clip(waits, (begun, ended)))))
     for transfer in found["transfers"]:
         for start, kind in LABELS.items():
             if transfer.label.startswith(start):
@@ -95,6 +97,6 @@ class Prediction:
             return 0.0
         between = self.between if op.lane == COMPUTE else 0.0
         if op.microbatch not in cuts:
-            return self.whole.get(op.kind, 0.0) + between
+            return self.whole.get(op.kind.name, 0.0) + between
         passes = 1 if op.chunk is not None else cuts[op.microbatch]
-        return passes * self.half.get(op.kind, 0.0) + between
+        return passes * self.half.get(op.kind.name, 0.0) + between

@@ -45,7 +45,8 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.pipeline.runtime import Runtime
 from moeclipse.report.intervals import Span, TransferInterval, split_step
-from moeclipse.schedule.op import A2A, COMPUTE, Op
+from moeclipse.schedule.kinds import A2A, COMPUTE, Form
+from moeclipse.schedule.op import Op
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
@@ -138,7 +139,7 @@ def steady_window(spans: list[tuple[Op, float, float]]) -> Span:
 
 
 def is_forward(op: Op) -> bool:
-    return op.kind.endswith("_F")
+    return op.kind.form is Form.F
 
 
 def near(ops: list[Op], i: int) -> bool:

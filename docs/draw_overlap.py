@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeclipse.cost.exchange import ExchangeCosts
-from moeclipse.schedule.op import COMPUTE
+from moeclipse.schedule.kinds import COMPUTE
 from moeclipse.schedule.shape import ExchangeShape
 from moeclipse.schedule.smart import end_units, exchange_shape, smart
 from moeclipse.sim.engine import Simulation

@@ -89,33 +89,33 @@ MUTANTS = (
     ),
     Mutant(
         "schedule/templates.py",
-        '"MLP_R", "MLP_B", "DISPATCH_B", "MLP_W")',
-        '"MLP_R", "MLP_B", "MLP_W", "DISPATCH_B")',
+        "kinds.MLP_R, kinds.MLP_B, kinds.DISPATCH_B, kinds.MLP_W)",
+        "kinds.MLP_R, kinds.MLP_B, kinds.MLP_W, kinds.DISPATCH_B)",
         "schedule/test_templates.py::test_a_pair_is_launched_in_the_order_of_the_table",
     ),
     Mutant(
         "schedule/templates.py",
         """\
             if back:
-                yield from b.each(back - 1, "COMBINE_B")
-            yield from b.each(back, "SHARED_W", "ROUTE_W", "ATTN_W")
+                yield from b.each(back - 1, kinds.COMBINE_B)
+            yield from b.each(back, kinds.SHARED_W, kinds.ROUTE_W, kinds.ATTN_W)
 """,
         """\
-            yield from b.each(back, "SHARED_W", "ROUTE_W", "ATTN_W")
+            yield from b.each(back, kinds.SHARED_W, kinds.ROUTE_W, kinds.ATTN_W)
             if back:
-                yield from b.each(back - 1, "COMBINE_B")
+                yield from b.each(back - 1, kinds.COMBINE_B)
 """,
         "schedule/test_templates.py::test_a_pair_is_launched_in_the_order_of_the_table",
     ),
     Mutant(
         "schedule/templates.py",
         """\
-    yield from b.by_chunk(last, "HEAD_B", "COMBINE_B")
-    yield from b.each(last, "HEAD_W")
+    yield from b.by_chunk(last, kinds.HEAD_B, kinds.COMBINE_B)
+    yield from b.each(last, kinds.HEAD_W)
 """,
         """\
-    yield from b.each(last, "HEAD_B", "HEAD_W")
-    yield from b.each(last, "COMBINE_B")
+    yield from b.each(last, kinds.HEAD_B, kinds.HEAD_W)
+    yield from b.each(last, kinds.COMBINE_B)
 """,
         "schedule/test_templates.py::test_an_action_alone_is_launched_in_the_order_of_the_table",
     ),
@@ -285,7 +285,7 @@ MUTANTS = (
     ),
     Mutant(
         "pipeline/runtime.py",
-        'if letter == "B" and chunk == 0:',
+        "if form is Form.B and chunk == 0:",
         "if False:",
         "pipeline/test_what_is_kept.py::test_nothing_of_a_microbatch_outlives_its_last_op",
     ),
@@ -315,7 +315,7 @@ MUTANTS = (
     ),
     Mutant(
         "pipeline/runtime.py",
-        "mesh.pipe(op.kind[-1], source, target)",
+        "mesh.pipe(op.kind.form.name, source, target)",
         'mesh.pipe("F", source, target)',
         "pipeline/test_runtime.py::test_activations_and_gradients_never_share_a_communicator",
     ),

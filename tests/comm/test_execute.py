@@ -8,8 +8,10 @@ import pytest
 
 from moeclipse.comm.flight.execute import Execution, execute
 from moeclipse.comm.flight.in_flight import InFlight
+from moeclipse.schedule import kinds
 from moeclipse.schedule.check import Verified, verify
-from moeclipse.schedule.op import A2A, Op
+from moeclipse.schedule.kinds import A2A
+from moeclipse.schedule.op import Op
 from moeclipse.schedule.smart import exchange_shape, smart
 
 
@@ -66,7 +68,7 @@ def test_what_was_waited_for_is_forgotten() -> None:
     alive: dict[str, weakref.ref[NotedTransfer]] = {}
 
     def run(op: Op) -> InFlight[None] | None:
-        if op.kind == "C_F":
+        if op.kind is kinds.C_F:
             assert alive[f"S_F@{op.step}"]() is None, "rows that have arrived are kept once more"
         if op.lane != A2A:
             return None
@@ -83,7 +85,7 @@ def test_what_was_waited_for_is_forgotten() -> None:
 
 def test_an_op_that_fails_is_named() -> None:
     def run(op: Op) -> InFlight[None] | None:
-        if op.kind == "C_F":
+        if op.kind is kinds.C_F:
             raise ValueError("no memory left")
         return None
 

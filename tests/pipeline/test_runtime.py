@@ -15,7 +15,9 @@ from moeclipse.pipeline.config import PipelineConfig
 from moeclipse.pipeline.overlap import choose_schedule, lay_out, make_program
 from moeclipse.pipeline.runtime import Runtime
 from moeclipse.pipeline.stage import describe
+from moeclipse.schedule import kinds
 from moeclipse.schedule.check import Verified, verify
+from moeclipse.schedule.kinds import Form
 from moeclipse.schedule.op import Op
 from moeclipse.tensor.weight_grad import WeightGrads
 from moeclipse.testing.compare import difference
@@ -127,7 +129,7 @@ def test_what_the_verifier_refuses_cannot_be_run() -> None:
     verified = make_program(config, layout, [describe(Block())] * 2, 2, 4)
     assert isinstance(verified, Verified)
     ops = list(verified.program.ranks[0])
-    place = next(i for i, op in enumerate(ops) if op.kind == "MLP_F")
+    place = next(i for i, op in enumerate(ops) if op.kind is kinds.MLP_F)
     broken = replace(
         verified.program, ranks=(tuple(ops[:place] + ops[place + 1 :]), verified.program.ranks[1])
     )
@@ -185,7 +187,7 @@ def test_only_the_first_layers_run_again(wanted: Any, again: list[int]) -> None:
     config = PipelineConfig(schedule="1f1b", recompute="full", recompute_layers=wanted)
     layout = lay_out(config, LAYERS, 1, M)
     (ops,) = make_program(config, layout, [describe(Block())] * LAYERS, 1, M).program.ranks
-    assert sorted({op.layer for op in ops if op.kind.endswith("_R")}) == again  # type: ignore[type-var]
+    assert sorted({op.layer for op in ops if op.kind.form is Form.R}) == again  # type: ignore[type-var]
 
 
 def wires(mesh: Mesh) -> list[tuple[str, int, int]]:

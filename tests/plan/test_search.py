@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.exchange import ExchangeCosts
 from moeclipse.plan.search import candidate_orders, choose_exchange, exposed_ends
+from moeclipse.schedule import kinds
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.shape import Shadow
 from moeclipse.schedule.smart import backward_of, end_units, exchange_shape, natural_units, smart
@@ -157,7 +158,7 @@ def test_rows_are_counted_once() -> None:
     program = smart(shape)
     durations = exchange_durations(program, counts, unit)
     computed = [
-        sum(d for op, d in zip(ops, seconds, strict=True) if op.kind == "C_F")
+        sum(d for op, d in zip(ops, seconds, strict=True) if op.kind is kinds.C_F)
         for ops, seconds in zip(program.ranks, durations, strict=True)
     ]
     assert sum(computed) == pytest.approx(counts.sum())

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from moeclipse.core.errors import ScheduleError
+from moeclipse.schedule import kinds
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.lower import lower
@@ -73,7 +74,7 @@ def test_swapping_what_one_rank_makes_and_reads_is_caught(
 
     i, j = find(first), find(second)
     assert i < j
-    if ops[i].kind == "PAIR" or ops[j].kind == "PAIR":
+    if ops[i].kind is kinds.PAIR or ops[j].kind is kinds.PAIR:
         ops = [leaf for op in ops for leaf in op.leaves]
         i, j = find(first), find(second)
     with pytest.raises(ScheduleError, match="circle") as caught:
@@ -112,7 +113,7 @@ def test_crossed_microbatches_between_ranks_are_caught() -> None:
 def test_dropping_a_transfer_is_caught(kind: str) -> None:
     lowered = lower(build("dualpipev", 4, 8))
     for rank, ops in enumerate(lowered.ranks):
-        positions = [i for i, op in enumerate(ops) if op.kind == kind]
+        positions = [i for i, op in enumerate(ops) if op.kind.name == kind]
         for i in positions[:: max(1, len(positions) // 3)]:
             bad = with_rank(lowered, rank, without(list(ops), i))
             with pytest.raises(ScheduleError, match=rf"rank {rank} lacks {ops[i]}"):
@@ -125,7 +126,7 @@ def test_an_unmatched_send_is_caught_by_the_matching_itself() -> None:
 
     lowered = lower(build("1f1b", 2, 3))
     ops = list(lowered.ranks[0])
-    i = next(k for k, op in enumerate(ops) if op.kind == "SEND_F" and op.microbatch == 2)
+    i = next(k for k, op in enumerate(ops) if op.kind is kinds.SEND_F and op.microbatch == 2)
     with pytest.raises(
         ScheduleError, match=r"1RECV_F2 on rank 1 meets nothing, because rank 0 launches only 2"
     ):
@@ -156,7 +157,7 @@ def test_wrong_numbers_on_a_communicator_are_caught() -> None:
     ):
         verify(with_rank(program, 2, ops))
     alone = expand(build("pp1", 1, 2), [LayerShape()])
-    ops = [op._replace(comm=("ep0", 9)) if op.kind == "COMBINE_B" else op for op in alone.ranks[0]]
+    ops = [op._replace(comm=("ep0", 9)) if op.kind is kinds.COMBINE_B else op for op in alone.ranks[0]]
     with pytest.raises(ScheduleError, match=r"of rank 0 is 0.0COMBINE_B0, numbered \('ep0', 9\)"):
         verify(with_rank(alone, 0, ops))
 
@@ -195,17 +196,17 @@ def run_adversarially(program: Program, rng: random.Random) -> None:
             stage, m = op.stage, op.microbatch
             assert stage is not None
             before, behind = placement.previous_stage(stage), placement.next_stage(stage)
-            if op.kind == "F":
-                assert before is None or ("F", before, m) in made
-                assert before is None or placement.rank_of[before] == rank or ("RECV_F", stage, m) in made
-            if op.kind == "I":
-                assert ("F", stage, m) in made
-                assert behind is None or ("I", behind, m) in made
-                assert behind is None or placement.rank_of[behind] == rank or ("RECV_B", stage, m) in made
-            if op.kind in ("W", "SEND_B"):
-                assert ("I", stage, m) in made
-            if op.kind == "SEND_F":
-                assert ("F", stage, m) in made
+            if op.kind is kinds.F:
+                assert before is None or (kinds.F, before, m) in made
+                assert before is None or placement.rank_of[before] == rank or (kinds.RECV_F, stage, m) in made
+            if op.kind is kinds.I:
+                assert (kinds.F, stage, m) in made
+                assert behind is None or (kinds.I, behind, m) in made
+                assert behind is None or placement.rank_of[behind] == rank or (kinds.RECV_B, stage, m) in made
+            if op.kind in (kinds.W, kinds.SEND_B):
+                assert (kinds.I, stage, m) in made
+            if op.kind is kinds.SEND_F:
+                assert (kinds.F, stage, m) in made
             made.add((op.kind, stage, m))
 
 
@@ -267,8 +268,8 @@ def test_a_receive_in_front_of_a_send_on_one_lane_deadlocks() -> None:
     verify(good)
     shared = [tuple(op._replace(lane="p2p:both") if op.comm else op for op in ops) for ops in good.ranks]
     ops = list(shared[0])
-    send = next(i for i, op in enumerate(ops) if op.kind == "SEND_F")
-    receive = next(i for i, op in enumerate(ops) if op.kind == "RECV_B")
+    send = next(i for i, op in enumerate(ops) if op.kind is kinds.SEND_F)
+    receive = next(i for i, op in enumerate(ops) if op.kind is kinds.RECV_B)
     if send < receive:
         ops = swapped(ops, send, receive)
     with pytest.raises(ScheduleError, match="0SEND_F0 on rank 0 waits on its lane for 0RECV_B0"):
@@ -282,7 +283,7 @@ def test_inline_hosts_are_considered() -> None:
     """Streams run this, but a host that computes inline never reaches the send its own input waits for."""
     lowered = lower(build("zb-h1", 2, 1))
     ops = list(lowered.ranks[0])
-    send = next(i for i, op in enumerate(ops) if op.kind == "SEND_F")
+    send = next(i for i, op in enumerate(ops) if op.kind is kinds.SEND_F)
     order = [*range(send), *range(send + 1, len(ops)), send]
     place = {old: new for new, old in enumerate(order)}
     moved = [ops[old]._replace(deps=tuple(sorted(place[d] for d in ops[old].deps))) for old in order]
@@ -312,7 +313,7 @@ def test_exact_set_of_actions() -> None:
     with pytest.raises(ScheduleError, match=r"is computed 2 times by 0F0, 0F0 instead of 1"):
         verify(with_rank(program, 0, [ops[0], *ops]))
     with pytest.raises(ScheduleError, match=r"dW of stage 0.*computed 2 times"):
-        verify(with_rank(program, 0, [*ops, backward(0, 3)._replace(kind="W")]))
+        verify(with_rank(program, 0, [*ops, backward(0, 3)._replace(kind=kinds.W)]))
     with pytest.raises(ScheduleError, match=r"1F0 stands on rank 0, but stage 1 lives on rank 1"):
         verify(with_rank(program, 0, [*ops, forward(1, 0)]))
     with pytest.raises(ScheduleError, match=r"9F0 lies outside stages 0..3"):
@@ -322,14 +323,14 @@ def test_exact_set_of_actions() -> None:
 def test_exact_set_of_layer_ops() -> None:
     program = expand(build("1f1b", 2, 2), [LayerShape(recompute="full")], Expansion(chunks=2))
     verify(program)
-    for kind in ("MLP_F", "ROUTE_W", "DISPATCH_R", "COMBINE_B", "ATTN_B"):
+    for kind in (kinds.MLP_F, kinds.ROUTE_W, kinds.DISPATCH_R, kinds.COMBINE_B, kinds.ATTN_B):
         ops = list(program.ranks[0])
-        i = next(k for k, op in enumerate(ops) if op.kind == kind)
-        with pytest.raises(ScheduleError, match=kind):
+        i = next(k for k, op in enumerate(ops) if op.kind is kind)
+        with pytest.raises(ScheduleError, match=kind.name):
             verify(with_rank(program, 0, without(ops, i)))
     ops = list(program.ranks[0])
     with pytest.raises(ScheduleError, match="expected it once, or once for every chunk"):
-        verify(with_rank(program, 0, [*ops, ops[next(k for k, o in enumerate(ops) if o.kind == "ATTN_W")]]))
+        verify(with_rank(program, 0, [*ops, next(op for op in ops if op.kind is kinds.ATTN_W)]))
 
 
 def test_memory_bound() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moeclipse.core.errors import ScheduleError
+from moeclipse.schedule import kinds
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.legal import SCHEDULES, broken_rules, nearest_legal
@@ -97,13 +98,13 @@ def test_peak_memory_is_that_of_the_table(name: str, P: int, M: int, V: int, pea
 def test_pair_counts() -> None:
     """DualPipeV: 2(M-2P+r+1) + (P-r-1) pairs, less the unfused first one at the fold; VPP+1: MV - w."""
     P, M = 4, 10
-    pairs = [sum(op.kind == "PAIR" for op in ops) for ops in build("dualpipev", P, M).ranks]
+    pairs = [sum(op.kind is kinds.PAIR for op in ops) for ops in build("dualpipev", P, M).ranks]
     assert (
         pairs == [2 * (M - 2 * P + r + 1) + (P - r - 1) - (r == P - 1) for r in range(P)] == [9, 10, 11, 11]
     )
-    pairs = [sum(op.kind == "PAIR" for op in ops) for ops in build("vpp+1", 4, 8, 2).ranks]
+    pairs = [sum(op.kind is kinds.PAIR for op in ops) for ops in build("vpp+1", 4, 8, 2).ranks]
     assert pairs == [5, 7, 9, 11]
-    pairs = [sum(op.kind == "PAIR" for op in ops) for ops in build("pp1", 1, 6).ranks]
+    pairs = [sum(op.kind is kinds.PAIR for op in ops) for ops in build("pp1", 1, 6).ranks]
     assert pairs == [5]
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from moeclipse.core.errors import ScheduleError
+from moeclipse.schedule import kinds
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import verify
+from moeclipse.schedule.kinds import Form, Part
 from moeclipse.schedule.lower import lower
 from moeclipse.schedule.op import backward, forward, pipeline_program
 from moeclipse.schedule.shape import LayerShape, StagePlacement
@@ -23,7 +25,7 @@ def test_a_small_pipeline_by_hand() -> None:
     assert first[1].comm == ("0>1", 0)
     assert first[1].lane == "p2p:0>1"
     assert first[1].deps == (0,)
-    assert [first[d].kind for d in first[6].deps] == ["RECV_B"]
+    assert [first[d].kind for d in first[6].deps] == [kinds.RECV_B]
     assert program.groups == {"0>1": (0, 1), "1>0": (1, 0)}
 
 
@@ -39,9 +41,9 @@ def test_receives_follow_the_order_of_sends(name: str, P: int, M: int) -> None:
         assert [op.comm for op in sent] == [(group, k) for k in range(len(sent))]
         assert [op.comm for op in received] == [op.comm for op in sent]
         for out, back in zip(sent, received, strict=True):
-            assert out.kind[-1] == back.kind[-1]
+            assert out.kind.form is back.kind.form
             assert out.microbatch == back.microbatch
-            step = 1 if out.kind == "SEND_F" else -1
+            step = 1 if out.kind is kinds.SEND_F else -1
             assert back.stage == out.stage + step
             assert placement.rank_of[back.stage] == target
 
@@ -49,7 +51,7 @@ def test_receives_follow_the_order_of_sends(name: str, P: int, M: int) -> None:
 def test_receives_are_posted_one_action_ahead() -> None:
     ops = lower(build("1f1b", 4, 6)).ranks[2]
     for i, op in enumerate(ops):
-        if op.kind.startswith("RECV"):
+        if op.kind.part is Part.RECV:
             reader = next(j for j, other in enumerate(ops) if i in other.deps)
             between = [other for other in ops[i + 1 : reader] if other.comm is None]
             assert len(between) >= (1 if i > 1 else 0)
@@ -69,12 +71,12 @@ def test_one_reduction_per_stage_behind_its_last_weight_gradient() -> None:
     ):
         verify(program)
         for rank, ops in enumerate(program.ranks):
-            reductions = [i for i, op in enumerate(ops) if op.kind == "REDUCE"]
+            reductions = [i for i, op in enumerate(ops) if op.kind is kinds.REDUCE]
             assert sorted(ops[i].stage for i in reductions) == list(
                 program.pipeline().placement.stages_of(rank)
             )
             for i in reductions:
-                later = [o for o in ops[i + 1 :] if o.stage == ops[i].stage and o.kind.endswith("W")]
+                later = [o for o in ops[i + 1 :] if o.stage == ops[i].stage and o.kind.form is Form.W]
                 assert not later
                 assert ops[i].lane == "dp"
                 assert ops[i].deps

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import pytest
 
+from moeclipse.schedule.kinds import KINDS
 from moeclipse.schedule.needs import needs
 from moeclipse.schedule.op import Op
 from moeclipse.schedule.shape import LayerShape, PipelineShape, StagePlacement
 
 
 def read_by(
-    kind: str, layer: int, layers: list[LayerShape], stage: int = 1, placement: StagePlacement | None = None
+    kind: str,
+    layer: int | None,
+    layers: list[LayerShape],
+    stage: int = 1,
+    placement: StagePlacement | None = None,
 ) -> set[str]:
     """`kind.layer` (or `stage:kind`) of everything the op reads, in a pipeline of three stages."""
     place = placement or StagePlacement.loop(3)
     shape = PipelineShape(placement=place, num_microbatches=1, layers=(tuple(layers),) * 3)
-    op = Op(kind=kind, stage=stage, layer=layer, microbatch=0)
+    op = Op(kind=KINDS[kind], stage=stage, layer=layer, microbatch=0)
     return {
         f"{key[0]}.{key[2]}" if key[1] == stage and key[2] is not None else f"{key[1]}:{key[0]}"
         for key in needs(shape, op)
@@ -95,5 +100,5 @@ def test_ends_of_the_model_and_neighbours_on_one_rank() -> None:
     folded = StagePlacement(num_ranks=2, rank_of=(0, 1, 1))
     assert read_by("ATTN_F", 0, TWO, stage=2, placement=folded) == {"1:COMBINE_F", "1:SHARED_F"}
     assert read_by("COMBINE_B", 1, TWO, stage=1, placement=folded) == {"2:ATTN_B"}
-    assert read_by("SEND_F", 0, TWO) == {"COMBINE_F.1", "SHARED_F.1"}
-    assert read_by("SEND_B", 0, TWO) == {"ATTN_B.0"}
+    assert read_by("SEND_F", None, TWO) == {"COMBINE_F.1", "SHARED_F.1"}
+    assert read_by("SEND_B", None, TWO) == {"ATTN_B.0"}

@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeclipse.core.errors import ScheduleError
+from moeclipse.schedule import kinds
 from moeclipse.schedule.check import verify
+from moeclipse.schedule.kinds import Part
 from moeclipse.schedule.op import Program
 from moeclipse.schedule.shape import ExchangeShape, Shadow, even_groups
 from moeclipse.schedule.smart import backward_of, end_units, exchange_shape, natural_units, smart
@@ -61,7 +63,7 @@ def test_sixty_four_ranks_in_groups_of_eight(backward: bool) -> None:
     program = smart(shape)
     verify(program)
     assert shape.num_steps == 8
-    assert all(sum(op.kind[0] == "S" for op in ops) == 16 for ops in program.ranks)
+    assert all(sum(op.kind.part is Part.S for op in ops) == 16 for ops in program.ranks)
 
 
 def test_every_row_has_one_step_and_both_ends_agree() -> None:
@@ -122,16 +124,16 @@ def test_own_rows_give_their_weight_gradients_before_others_are_needed() -> None
 def test_return_waits_for_its_own_compute_alone() -> None:
     for ops in smart(exchange_shape(4, chunks=2)).ranks:
         for op in ops:
-            if op.kind == "R_F":
+            if op.kind is kinds.R_F:
                 (dep,) = op.deps
-                assert (ops[dep].kind, ops[dep].step, ops[dep].chunk) == ("C_F", op.step, op.chunk)
+                assert (ops[dep].kind, ops[dep].step, ops[dep].chunk) == (kinds.C_F, op.step, op.chunk)
 
 
 def test_blocking_order_waits_for_everything() -> None:
     ops = smart(exchange_shape(4, blocking=True)).ranks[0]
-    computes = [i for i, op in enumerate(ops) if op.kind == "C_F"]
+    computes = [i for i, op in enumerate(ops) if op.kind is kinds.C_F]
     assert all(set(ops[i].deps) == {0, 1, 2, 3} for i in computes)
-    assert all(set(op.deps) == set(computes) for op in ops if op.kind == "R_F")
+    assert all(set(op.deps) == set(computes) for op in ops if op.kind is kinds.R_F)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ import pytest
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.model import DEEPSEEK_V3, Costs
+from moeclipse.schedule import kinds
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import verify
+from moeclipse.schedule.kinds import Form, Part
 from moeclipse.schedule.legal import broken_rules
 from moeclipse.schedule.needs import needs
 from moeclipse.schedule.op import Program, backward, forward, overlap_alone, pair, pipeline_program
@@ -40,7 +42,7 @@ def spans(result: Simulation, wanted: str, microbatch: int) -> list[tuple[float,
     return [
         (float(result.start[i]), float(result.finish[i]))
         for i, op in enumerate(result.program.ranks[0])
-        if op.kind == wanted and op.microbatch == microbatch
+        if op.kind.name == wanted and op.microbatch == microbatch
     ]
 
 
@@ -88,8 +90,8 @@ def test_recompute_goes_with_every_overlap(recompute: str, shared: bool, chunks:
             build(name, 2, 4), layers, Expansion(overlap=overlap, chunks=chunks, split=split), reduce=True
         )
         verify(program)
-        again = {op.kind[:-2] for ops in program.ranks for op in ops if op.kind.endswith("_R")}
-        expected = set(RECOMPUTED[recompute]) - (set() if shared else {"SHARED"})
+        again = {op.kind.part for ops in program.ranks for op in ops if op.kind.form is Form.R}
+        expected = set(RECOMPUTED[recompute]) - (set() if shared else {Part.SHARED})
         assert again == expected
 
 
@@ -179,19 +181,19 @@ def test_the_last_attention_weight_gradient_hides_transfers() -> None:
     program = expand(build("dualpipev", 4, 10), [LayerShape(shared=False)] * 2, Expansion())
     for ops in program.ranks:
         for i, op in enumerate(ops):
-            if op.kind == "SEND_B":
-                later = [o for o in ops[i + 1 : i + 4] if o.kind == "ATTN_W"]
+            if op.kind is kinds.SEND_B:
+                later = [o for o in ops[i + 1 : i + 4] if o.kind is kinds.ATTN_W]
                 split = [
                     o
                     for o in ops[max(0, i - 14) : i]
-                    if o.kind.endswith("_W") and o.microbatch == op.microbatch
+                    if o.kind.form is Form.W and o.microbatch == op.microbatch
                 ]
                 assert later or not split, f"{op} stands behind its dW"
 
 
 def test_serial_overlaps_nothing() -> None:
     result = simulate(expand(build("vpp+1", 4, 8), [LayerShape()] * 2, Expansion(overlap="off")), EVEN)
-    exchange = summarise(result).communication("DISPATCH", "COMBINE")
+    exchange = summarise(result).communication(Part.DISPATCH, Part.COMBINE)
     assert exchange.hidden == pytest.approx(0.0)
     alone = simulate(expand(pair_between(), [LayerShape()] * 2, Expansion(overlap="off")), EVEN)
     assert alone.makespan == pytest.approx(sum(_work(alone)))
@@ -213,7 +215,7 @@ def test_finer_overlap_never_costs_time() -> None:
         expansion = Expansion(overlap=overlap, chunks=chunks, split=split)
         program = expand(build("dualpipev", 4, 12), [LayerShape(shared=False)] * 2, expansion)
         summary = summarise(simulate(program, DEEPSEEK_V3))
-        exchange = summary.communication("DISPATCH", "COMBINE")
+        exchange = summary.communication(Part.DISPATCH, Part.COMBINE)
         spent[overlap, chunks, split] = (summary.makespan, exchange.hidden / exchange.total)
     makespans = [value[0] for value in spent.values()]
     assert makespans == sorted(makespans, reverse=True)
@@ -229,7 +231,7 @@ def test_deepseek_pair_is_predicted_within_three_percent() -> None:
     chosen = [
         i
         for i, op in enumerate(result.program.ranks[0])
-        if op.microbatch == (1 if op.kind.endswith("_F") else 0)
+        if op.microbatch == (1 if op.kind.form is Form.F else 0)
     ]
     span = result.finish[chosen].max() - result.start[chosen].min()
     assert span == pytest.approx(0.1290, rel=0.03)
@@ -287,13 +289,13 @@ def test_the_head_is_the_end_of_forward_and_the_start_of_backward(moe: bool, spl
             verify(expanded)
             for ops in expanded.ranks:
                 assert sum(op.alloc - op.free for op in ops) == pytest.approx(0.0)
-            heads = [op for ops in expanded.ranks for op in ops if op.kind == "HEAD_F"]
+            heads = [op for ops in expanded.ranks for op in ops if op.kind is kinds.HEAD_F]
             assert {(op.stage, op.layer) for op in heads} == {(stages - 1, 1)}
             order = {
                 (op.kind, op.layer, op.microbatch): i for ops in expanded.ranks for i, op in enumerate(ops)
             }
             for op in heads:
-                done = "COMBINE_F" if moe else "MLP_F"
+                done = kinds.COMBINE_F if moe else kinds.MLP_F
                 assert (done, op.stage, 1, op.microbatch) in needs(expanded.pipeline(), op)
-                first = "COMBINE_B" if moe else "MLP_B"
-                assert order["HEAD_B", 1, op.microbatch] < order[first, 1, op.microbatch]
+                first = kinds.COMBINE_B if moe else kinds.MLP_B
+                assert order[kinds.HEAD_B, 1, op.microbatch] < order[first, 1, op.microbatch]

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeclipse.core.errors import ScheduleError
+from moeclipse.schedule import kinds
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.grid import format_grid
@@ -40,13 +41,13 @@ def test_tokens_round_trip(text: str) -> None:
 @given(st.integers(0, 99), st.integers(0, 99), st.sampled_from(["F", "B", "I", "W", "SEND_B", "RECV_F"]))
 def test_actions_round_trip(stage: int, microbatch: int, kind: str) -> None:
     op = parse_op(f"{stage}{kind}{microbatch}")
-    assert (op.stage, op.kind, op.microbatch) == (stage, kind, microbatch)
+    assert (op.stage, op.kind.name, op.microbatch) == (stage, kind, microbatch)
 
 
 @pytest.mark.parametrize("text", ["", "F", "2X0", "2F0 ", "(1F0;2B0;3B1)", "(", "2F0#1"])
 def test_bad_tokens_are_refused(text: str) -> None:
     if text.strip() in ("F", "2F0"):
-        assert parse_op(text).kind == "F"
+        assert parse_op(text).kind is kinds.F
         return
     with pytest.raises(ScheduleError, match=r"cannot read|holds 3 actions"):
         parse_op(text)
@@ -98,5 +99,5 @@ def test_grid_places_actions_in_their_first_slot() -> None:
 
 
 def test_ops_are_values() -> None:
-    assert Op(kind="F", stage=1, microbatch=0) == Op(kind="F", stage=1, microbatch=0)
-    assert len({Op(kind="F", stage=1, microbatch=0), Op(kind="F", stage=1, microbatch=0)}) == 1
+    assert Op(kind=kinds.F, stage=1, microbatch=0) == Op(kind=kinds.F, stage=1, microbatch=0)
+    assert len({Op(kind=kinds.F, stage=1, microbatch=0), Op(kind=kinds.F, stage=1, microbatch=0)}) == 1

@@ -12,6 +12,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import verify
+from moeclipse.schedule.kinds import TRANSFERS
 from moeclipse.schedule.legal import broken_rules
 from moeclipse.schedule.lower import lower
 from moeclipse.schedule.torch_csv import format_csv, parse_csv
@@ -93,8 +94,8 @@ def test_files_that_torch_writes_are_read_and_verified(
     if form == "compute_only":
         assert program == ours
     else:
-        kinds = {op.kind for ops in program.ranks for op in ops}
-        assert {"SEND_F", "RECV_F", "SEND_B", "RECV_B"} <= kinds
+        found = {op.kind for ops in program.ranks for op in ops}
+        assert set(TRANSFERS) <= found
 
 
 @pytest.mark.parametrize(("name", "P", "M", "V"), [("vpp", 4, 8, 2), ("dualpipev", 4, 10, 2)])

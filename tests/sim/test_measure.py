@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from moeclipse.cost.model import DEEPSEEK_V3, UNIT, Costs
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import verify
+from moeclipse.schedule.kinds import Part
 from moeclipse.schedule.lower import lower
 from moeclipse.schedule.shape import LayerShape
 from moeclipse.schedule.smart import exchange_shape, smart
@@ -90,7 +91,7 @@ def test_hidden_never_exceeds_total() -> None:
     assert summary.kinds
     for time in summary.kinds.values():
         assert -1e-12 <= time.hidden <= time.total + 1e-12
-    exchange = summary.communication("DISPATCH", "COMBINE")
+    exchange = summary.communication(Part.DISPATCH, Part.COMBINE)
     everything = summary.communication()
     assert exchange.total == pytest.approx(everything.total)  # wires are free here
 

@@ -89,7 +89,7 @@ def dies_in(mesh: Mesh, config: TrainConfig, kind: str, how: str) -> float:
     run = runtime._run
 
     def fail(op: Op) -> Any:
-        if mesh.rank == 1 and op.kind == kind and op.microbatch == 1:
+        if mesh.rank == 1 and op.kind.name == kind and op.microbatch == 1:
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(5)

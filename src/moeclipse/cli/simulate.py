@@ -199,9 +199,11 @@ def _kind_table(console: Console, question: Question, answer: Answer) -> None:
     table.add_column("communication (all ranks)")
     for column in ("total", "hidden", "exposed", ""):
         table.add_column(column, justify="right")
-    for kind, time in sorted(kinds.items()):
+    for kind, time in sorted(kinds.items(), key=lambda item: item[0].name):
         values = (time.total, time.hidden, time.exposed)
-        table.add_row(kind, *(_time(question, v) for v in values), f"{time.hidden / time.total:.0%} hidden")
+        table.add_row(
+            kind.name, *(_time(question, v) for v in values), f"{time.hidden / time.total:.0%} hidden"
+        )
     console.print()
     console.print(table)
 

@@ -1,9 +1,8 @@
 """Seconds per op: given as a table, or computed from the shape of a layer and the hardware under it.
 
-A table maps op kinds to seconds. What it leaves out is derived: B = I + W, PAIR = F + B, an action that
-overlaps itself costs what it costs alone, and a receive takes as long as its send. An op that is cut
-into chunks takes its share of `seconds` plus the whole of `fixed` (latency, launch of a small kernel),
-so that cutting has a price.
+A table maps op kinds, by the names that `schedule/kinds` gives them, to seconds. It need not say everything:
+`sim/durations` derives the rest. `fixed` (latency, launch of a small kernel) is what each chunk pays
+where an op is cut, so that cutting has a price.
 
 Hazard: with layer ops nothing is additive. dW is almost free while it hides an exchange, so the cost of a
 whole action must come from simulating its layer ops, not from summing them.
@@ -26,6 +25,7 @@ class Costs:
 
     name: str = "given"
     seconds: Mapping[str, float]
+    """By name of an op kind, and SELF_F, SELF_B, ... of actions that overlap themselves."""
     fixed: Mapping[str, float] = field(default_factory=dict)
     """Added to every op of a kind, however small its chunk."""
     wire: float = 0.0
@@ -62,27 +62,6 @@ class Costs:
         ]
         if problems:
             raise ConfigError(problems)
-
-    def of(self, kind: str, part: str | None = None) -> float:
-        """Seconds of a whole op; `part` is the action inside a SELF."""
-        table = self.seconds
-        if kind in table:
-            return table[kind]
-        if kind == "B" and {"I", "W"} <= set(table):
-            return table["I"] + table["W"]
-        if kind == "I" and {"B", "W"} <= set(table):
-            return table["B"] - table["W"]
-        if kind == "PAIR":
-            return self.of("F") + self.of("B")
-        if kind == "SELF" and part is not None:
-            return table.get(f"SELF_{part}", self.of(part))
-        if kind.startswith(("SEND_", "RECV_")):
-            return self.wire
-        if kind.endswith("_R"):
-            return self.of(kind[:-1] + "F")
-        if kind in ("REDUCE", "UNSHARD", "RESHARD", "SHADOW_ADD"):
-            return 0.0
-        raise ConfigError(f"costs {self.name!r} say nothing about {kind}; known: {', '.join(sorted(table))}")
 
     def scaled(self, **factors: float) -> Costs:
         """A copy with some kinds multiplied, for what-if questions."""

@@ -12,9 +12,9 @@ Losses of the router are computed where they are needed, in ROUTE_B, so nobody w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -30,6 +30,8 @@ from moeclipse.moe.structure import Structure
 from moeclipse.moe.tokens import Tokens
 from moeclipse.pipeline.backward import Segment
 from moeclipse.pipeline.stage import LayerPass, Where
+from moeclipse.schedule import kinds
+from moeclipse.schedule.kinds import Kind, Part
 from moeclipse.schedule.shape import LayerShape
 from moeclipse.tensor.weight_grad import deliver
 
@@ -89,6 +91,10 @@ def layer_shapes(config: ModelConfig, moe: MoEConfig) -> list[LayerShape]:
     ]
 
 
+Methods = Mapping[Kind, Callable[[Any], InFlight[Any] | None]]
+"""What a pass does for each op of its layer."""
+
+
 class DensePass:
     """Attention and a feed-forward block without experts."""
 
@@ -107,9 +113,8 @@ class DensePass:
         self._d_h: torch.Tensor | None = None
         self._d_x: torch.Tensor | None = None
 
-    def run(self, part: str, form: str) -> InFlight[Any] | None:
-        transfer: InFlight[Any] | None = getattr(self, f"{part.lower()}_{form.lower()}")()
-        return transfer
+    def run(self, kind: Kind) -> InFlight[Any] | None:
+        return self.METHODS[kind](self)
 
     def take_gradient(self, d_out: torch.Tensor) -> None:
         self._d_out = d_out
@@ -118,14 +123,14 @@ class DensePass:
         d_h, self._d_h = self._d_h, None
         return d_h
 
-    def _segment(self, part: str, function: Any, inputs: Sequence[torch.Tensor]) -> Segment:
-        return Segment(function, inputs, self.where.deferral(part), again=part in self.again)
+    def _segment(self, part: Part, function: Any, inputs: Sequence[torch.Tensor]) -> Segment:
+        return Segment(function, inputs, self.where.deferral(part.name), again=part in self.again)
 
     # attention
 
     def attn_f(self) -> None:
         assert self._h_TD is not None
-        self.attn = self._segment("ATTN", self._attend, [self._h_TD])
+        self.attn = self._segment(Part.ATTN, self._attend, [self._h_TD])
         self._h_TD = None
 
     def _attend(self, h_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -145,7 +150,7 @@ class DensePass:
 
     def mlp_f(self) -> None:
         dense = self.layer.dense
-        self.mlp = self._segment("MLP", lambda x: (dense(x),), [self.attn.outputs[1]])  # type: ignore[misc]
+        self.mlp = self._segment(Part.MLP, lambda x: (dense(x),), [self.attn.outputs[1]])  # type: ignore[misc]
 
     def output(self) -> torch.Tensor:
         if self._out is None:
@@ -158,7 +163,7 @@ class DensePass:
 
     def _forget(self) -> None:
         """What is recomputed need not be kept."""
-        if "ATTN" in self.again:
+        if Part.ATTN in self.again:
             self.attn.outputs = ()
 
     def mlp_r(self) -> None:
@@ -169,6 +174,17 @@ class DensePass:
 
     def mlp_w(self) -> None:
         self.mlp.weights()
+
+    METHODS: ClassVar[Methods] = {
+        kinds.ATTN_F: attn_f,
+        kinds.ATTN_R: attn_r,
+        kinds.ATTN_B: attn_b,
+        kinds.ATTN_W: attn_w,
+        kinds.MLP_F: mlp_f,
+        kinds.MLP_R: mlp_r,
+        kinds.MLP_B: mlp_b,
+        kinds.MLP_W: mlp_w,
+    }
 
 
 class MoEPass(DensePass):
@@ -194,7 +210,7 @@ class MoEPass(DensePass):
 
     def route_f(self) -> None:
         x_TD, moe, loads = self.attn.outputs[1], self.moe, self.microbatch.loads
-        self.route = self._segment("ROUTE", self._choose, [x_TD])
+        self.route = self._segment(Part.ROUTE, self._choose, [x_TD])
         loads.add(moe, self.routing, self.tokens)
         known = loads.of(moe) if loads.chunks == 1 else None
         self.call = moe.prepare(self.routing, Structure(), (x_TD,), self.tokens, known)
@@ -228,7 +244,7 @@ class MoEPass(DensePass):
         x_TD, shared = self.attn.outputs[1], self.moe.shared
         assert shared is not None
         self._shared_TD, self._shared_saved = shared.forward(x_TD, [len(x_TD)])
-        if "SHARED" in self.again:
+        if Part.SHARED in self.again:
             self._shared_saved = None  # type: ignore[assignment]
 
     def shared_r(self) -> None:
@@ -262,8 +278,8 @@ class MoEPass(DensePass):
         return self.routed.combine()
 
     def _block_output(self) -> torch.Tensor:
-        again = "MLP" in self.again
-        y_TD = self.routed.output(again, keep_rows=again and "DISPATCH" not in self.again)
+        again = Part.MLP in self.again
+        y_TD = self.routed.output(again, keep_rows=again and Part.DISPATCH not in self.again)
         if self._shared_TD is not None:
             y_TD = y_TD + self._shared_TD
             self._shared_TD = None
@@ -303,6 +319,28 @@ class MoEPass(DensePass):
             del self._shared_d_x
         self._d_y = None
         super().attn_b()
+
+    METHODS: ClassVar[Methods] = {
+        **DensePass.METHODS,
+        kinds.ATTN_B: attn_b,
+        kinds.ROUTE_F: route_f,
+        kinds.ROUTE_R: route_r,
+        kinds.ROUTE_B: route_b,
+        kinds.ROUTE_W: route_w,
+        kinds.SHARED_F: shared_f,
+        kinds.SHARED_R: shared_r,
+        kinds.SHARED_B: shared_b,
+        kinds.SHARED_W: shared_w,
+        kinds.DISPATCH_F: dispatch_f,
+        kinds.DISPATCH_R: dispatch_r,
+        kinds.DISPATCH_B: dispatch_b,
+        kinds.MLP_F: mlp_f,
+        kinds.MLP_R: mlp_r,
+        kinds.MLP_B: mlp_b,
+        kinds.MLP_W: mlp_w,
+        kinds.COMBINE_F: combine_f,
+        kinds.COMBINE_B: combine_b,
+    }
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,9 @@ from moeclipse.moe.dispatch import DispatchPlan, Pairs, Unit, return_score_grads
 from moeclipse.moe.expert_set import PairExperts
 from moeclipse.moe.granularity import Stopwatch
 from moeclipse.moe.shadow import ShadowExperts
+from moeclipse.schedule import kinds
 from moeclipse.schedule.check import Verified
+from moeclipse.schedule.kinds import Kind, Part
 from moeclipse.schedule.op import Op
 
 Key = tuple[int, int]
@@ -74,19 +76,19 @@ class ForwardRun:
         return out_TO if self.shadows is None else out_TO + self.kept_TO
 
     def op(self, op: Op) -> InFlight[Any] | None:
-        if self.shadows is not None and op.kind == "SHADOW_SEND":
+        if self.shadows is not None and op.kind is kinds.SHADOW_SEND:
             return self.shadows.send_weights()
-        if self.shadows is not None and op.kind == "SHADOW_F":
+        if self.shadows is not None and op.kind is kinds.SHADOW_F:
             self.kept_TO = self.shadows.forward()
             return None
         key = (op.step or 0, op.chunk or 0)
         unit = self.plan.units[key]
-        if op.kind == "S_F":
+        if op.kind is kinds.S_F:
             pairs = zip(self.rows, self.arrived, strict=True)
             return Joined([self.plan.send(unit, rows, out, f"dispatch {op}") for rows, out in pairs])
-        if op.kind == "R_F":
+        if op.kind is kinds.R_F:
             return self.plan.send_back(unit, self.partial_RO, self.back_NO, f"combine {op}")
-        assert op.kind == "C_F", f"no such op in forward: {op}"
+        assert op.kind is kinds.C_F, f"no such op in forward: {op}"
         self.compute(key, unit)
         return None
 
@@ -148,18 +150,18 @@ class BackwardRun:
         return grads, d_scores_TK
 
     def op(self, op: Op) -> InFlight[Any] | None:
-        if op.kind.startswith("SHADOW"):
+        if op.kind.part is Part.SHADOW:
             return self.shadow_op(op.kind)
-        if op.kind == "C_W":
+        if op.kind is kinds.C_W:
             if op.step is None:  # the last ones: every unit has its score gradients
                 self.return_scores()
             self.wgrad(op.step)
             return None
         key = (op.step or 0, op.chunk or 0)
         unit = self.plan.units[key]
-        if op.kind == "S_B":
+        if op.kind is kinds.S_B:
             return self.plan.send(unit, self.d_rows_NO, self.arrived_RO, f"backward dispatch {op}")
-        if op.kind == "R_B":
+        if op.kind is kinds.R_B:
             label = f"backward combine {op}"
             pairs = zip(self.partial, self.back, strict=True)
             return Joined(
@@ -167,18 +169,18 @@ class BackwardRun:
                 for rows, out in pairs
                 if rows is not None and out is not None
             )
-        assert op.kind == "C_B", f"no such op in backward: {op}"
+        assert op.kind is kinds.C_B, f"no such op in backward: {op}"
         self.compute(key, unit)
         return None
 
-    def shadow_op(self, kind: str) -> InFlight[Any] | None:
+    def shadow_op(self, kind: Kind) -> InFlight[Any] | None:
         shadows = self.done.shadows
         assert shadows is not None
-        if kind == "SHADOW_B":
+        if kind is kinds.SHADOW_B:
             shadows.dgrad(self.d_out_TO)
-        elif kind == "SHADOW_W":
+        elif kind is kinds.SHADOW_W:
             shadows.wgrad()
-        elif kind == "SHADOW_REDUCE":
+        elif kind is kinds.SHADOW_REDUCE:
             return shadows.return_grads()
         else:
             shadows.add_grads(self.weight_grads)

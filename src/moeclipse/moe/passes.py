@@ -21,8 +21,10 @@ import torch
 from moeclipse.comm.flight.execute import Execution
 from moeclipse.comm.flight.in_flight import InFlight, Joined, Ready
 from moeclipse.moe.dispatch_combine import BackwardRun, ForwardRun, LayerCall
+from moeclipse.schedule import kinds
 from moeclipse.schedule.check import Verified
-from moeclipse.schedule.op import A2A, Op
+from moeclipse.schedule.kinds import A2A
+from moeclipse.schedule.op import Op
 from moeclipse.tensor.weight_grad import deliver
 
 WAITED_FOR_LATER: InFlight[None] = Ready(None)
@@ -70,13 +72,13 @@ class ExpertPass:
         state = self.state
         state.rows = self.call.rows_of(inputs)
         state.arrived = [rows.new_empty((state.plan.num_arriving, *rows.shape[1:])) for rows in state.rows]
-        sends = [op for op in self.forward.ops if op.kind == "S_F"]
+        sends = [op for op in self.forward.ops if op.kind is kinds.S_F]
         return Joined([state.op(op) for op in sends])
 
     def compute_again(self) -> None:
         """Fill what backward needs; the results are not wanted."""
         for op in self.forward.ops:
-            if op.kind == "C_F":
+            if op.kind is kinds.C_F:
                 self.state.op(op)
         self.state.rows, self.state.arrived = [], []
 
@@ -91,11 +93,10 @@ class ExpertPass:
 
     def compute_back(self) -> None:
         ops = self.backward.ops
-        self.backward.advance(max(i for i, op in enumerate(ops) if op.kind == "C_B") + 1)
+        self.backward.advance(max(i for i, op in enumerate(ops) if op.kind is kinds.C_B) + 1)
 
     def dispatch_back(self) -> InFlight[None]:
-        kinds = [op.kind for op in self.backward.ops]
-        self.backward.advance(kinds.index("C_W"))
+        self.backward.advance([op.kind for op in self.backward.ops].index(kinds.C_W))
         self.back.return_scores()
         return self.backward
 

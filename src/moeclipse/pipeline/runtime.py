@@ -26,8 +26,10 @@ from moeclipse.comm.flight.lane import Lane
 from moeclipse.comm.mesh import Mesh
 from moeclipse.pipeline.backward import Deferral, Segment
 from moeclipse.pipeline.stage import Stage, Where, begin
+from moeclipse.schedule import kinds
 from moeclipse.schedule.check import Verified
-from moeclipse.schedule.op import TRANSFERS, Op
+from moeclipse.schedule.kinds import TRANSFERS, Form, Kind, Part
+from moeclipse.schedule.op import Op
 from moeclipse.tensor.weight_grad import WeightGrads
 
 
@@ -109,7 +111,7 @@ class Runtime:
         self._feed, self._scale = feed, scale
         self._passes: dict[tuple[int, int], list[StagePass]] = {}
         self._left = Counter(self._uses)
-        self._received: dict[tuple[str, int, int], InFlight[torch.Tensor]] = {}
+        self._received: dict[tuple[Form, int, int], InFlight[torch.Tensor]] = {}
         self._handed: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._sent: dict[tuple[int, int], InFlight[None]] = {}
         execution = Execution(self.verified, self.mesh.pp_index, self._op)
@@ -130,14 +132,13 @@ class Runtime:
 
     def _run(self, op: Op) -> InFlight[Any] | None:
         if op.kind in TRANSFERS:
-            return self._send(op) if op.kind.startswith("SEND") else self._receive(op)
+            return self._send(op) if op.kind.part is Part.SEND else self._receive(op)
         if op.layer is None:
             return None  # REDUCE: buckets launch as soon as their gradients are complete
         at = At.of(op)
-        part, form = op.kind.rsplit("_", 1)
         passes = self._open(at)
         chosen = range(len(passes)) if op.chunk is None or len(passes) == 1 else (op.chunk,)
-        transfers = [self._run_part(at, passes, chunk, part, form) for chunk in chosen]
+        transfers = [self._run_part(at, passes, chunk, op.kind) for chunk in chosen]
         self._left[at] -= 1
         if not self._left[at]:
             self._close(at, passes)
@@ -160,25 +161,23 @@ class Runtime:
         if all(one.num_finished == len(one.layers) for one in passes):
             del self._passes[at.stage, at.microbatch]
 
-    def _run_part(
-        self, at: At, passes: list[StagePass], chunk: int, part: str, form: str
-    ) -> InFlight[Any] | None:
+    def _run_part(self, at: At, passes: list[StagePass], chunk: int, kind: Kind) -> InFlight[Any] | None:
         one = passes[chunk]
-        if part == "HEAD":
-            self._head(at, one, chunk, form)
+        if kind.part is Part.HEAD:
+            self._head(at, one, chunk, kind.form)
             return None
-        if part == "ATTN" and form == "F":
+        if kind is kinds.ATTN_F:
             h = one.layers[-1].output() if at.layer else self._input(at, passes, chunk)
             where = Where(wgrads=self.wgrads, **at._asdict(), chunk=chunk)
             layer = self.stages[at.stage].layers[at.layer]
             shape = self.shape.layers[at.stage][at.layer]
             one.layers.append(begin(layer, h, one.microbatch, where, shape))
         running = one.layers[at.layer]
-        if form == "B" and at.layer not in one.ready:
+        if kind.form is Form.B and at.layer not in one.ready:
             running.take_gradient(self._gradient_into(at, passes, chunk))
             one.ready.add(at.layer)
-        transfer = running.run(part, form)
-        if part == "ATTN" and form == "B" and at.layer == 0:
+        transfer = running.run(kind)
+        if kind is kinds.ATTN_B and at.layer == 0:
             self._leave_stage(at, one, chunk)
         return transfer
 
@@ -191,17 +190,17 @@ class Runtime:
         before = (at.stage - 1, at.microbatch)
         if before in self._passes:  # the same rank holds both stages
             return self._passes[before][chunk].layers[-1].output()
-        return self._arrived("F", at, passes, chunk)
+        return self._arrived(Form.F, at, passes, chunk)
 
     def _deferral(self, at: At, chunk: int, part: str) -> Deferral:
         return Where(
             wgrads=self.wgrads, microbatch=at.microbatch, stage=at.stage, layer=-1, chunk=chunk
         ).deferral(part)
 
-    def _arrived(self, letter: str, at: At, passes: list[StagePass], chunk: int) -> torch.Tensor:
-        key = (letter, at.stage, at.microbatch)
+    def _arrived(self, form: Form, at: At, passes: list[StagePass], chunk: int) -> torch.Tensor:
+        key = (form, at.stage, at.microbatch)
         parts = self._received[key].get().split([one.microbatch.rows for one in passes])
-        if letter == "B" and chunk == 0:  # who answers has received: what was sent can go
+        if form is Form.B and chunk == 0:  # who answers has received: what was sent can go
             self._sent.pop((at.stage, at.microbatch)).get()
         if chunk == len(passes) - 1:
             del self._received[key]
@@ -220,20 +219,20 @@ class Runtime:
             if chunk == len(passes) - 1:
                 del self._handed[key]
         else:
-            found = self._arrived("B", at, passes, chunk)
+            found = self._arrived(Form.B, at, passes, chunk)
         assert found is not None, f"no gradient reached layer {at.layer} of stage {at.stage}"
         return found
 
-    def _head(self, at: At, one: StagePass, chunk: int, form: str) -> None:
+    def _head(self, at: At, one: StagePass, chunk: int, form: Form) -> None:
         head = self.stages[at.stage].head
         assert head is not None
-        if form == "F":
+        if form is Form.F:
             h, microbatch = one.layers[-1].output(), one.microbatch
-            deferral = self._deferral(at, chunk, "HEAD")
+            deferral = self._deferral(at, chunk, Part.HEAD.name)
             one.head = Segment(lambda h: (head(h, microbatch),), [h], deferral)
             return
         assert one.head is not None
-        if form == "B":
+        if form is Form.B:
             (one.d_out,) = one.head.backward([self._scale])
         else:
             one.head.weights()
@@ -259,11 +258,11 @@ class Runtime:
         assert op.comm is not None
         mesh = self.mesh
         source, target = map(int, op.comm[0].split(">"))
-        group = mesh.pipe(op.kind[-1], source, target)
+        group = mesh.pipe(op.kind.form.name, source, target)
         other = group.ranks[source if mesh.pp_index == target else target]
         if op.lane not in self._lanes:
             self._lanes[op.lane] = Lane(op.lane, mesh.device, mesh.recorder, mesh.watch)
-        what = "activations" if op.kind.endswith("F") else "gradients"
+        what = "activations" if op.kind.form is Form.F else "gradients"
         label = f"{what} {op} (stage {op.stage}, microbatch {op.microbatch}) on lane {op.lane}"
         seq = op.comm[1]
 
@@ -274,13 +273,13 @@ class Runtime:
 
     def _send(self, op: Op) -> InFlight[None]:
         stage, microbatch = op.stage or 0, op.microbatch or 0
-        if op.kind == "SEND_F":
+        if op.kind is kinds.SEND_F:
             parts = [one.layers[-1].output() for one in self._passes[stage, microbatch]]
         else:
             parts = self._handed.pop((stage - 1, microbatch))
         rows = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
         sent = self._launch(op, rows, dist.isend, None)  # which keeps rows no longer than it must
-        if op.kind == "SEND_F":
+        if op.kind is kinds.SEND_F:
             self._sent[stage, microbatch] = sent
         return sent
 
@@ -290,7 +289,7 @@ class Runtime:
         rows = sum(self._feed(microbatch, chunk, chunks).rows for chunk in range(chunks))
         out = torch.empty(rows, self.width, dtype=self.dtype, device=self.mesh.device)
         received = self._launch(op, out, dist.irecv, out)
-        self._received[op.kind[-1], stage, microbatch] = received
+        self._received[op.kind.form, stage, microbatch] = received
         return received
 
 

@@ -1,7 +1,7 @@
 """What a model offers to the pipeline: stages of layers, each layer in parts that a schedule can place.
 
 A layer that knows its parts returns a `LayerPass` from `begin`: the state of one microbatch on its way
-through it. The parts and the forms of each are those of `schedule/op`:
+through it. The parts and the forms of each are those of `schedule/kinds`:
 
     ATTN ROUTE SHARED DISPATCH MLP COMBINE     F forward   B input gradients   W weight gradients   R again
 
@@ -20,6 +20,8 @@ from torch import nn
 
 from moeclipse.comm.flight.in_flight import InFlight
 from moeclipse.pipeline.backward import Deferral, Segment
+from moeclipse.schedule import kinds
+from moeclipse.schedule.kinds import Kind, Part
 from moeclipse.schedule.shape import LayerShape
 from moeclipse.tensor.weight_grad import WeightGrads
 
@@ -43,7 +45,7 @@ class Where:
 class LayerPass(Protocol):
     """One microbatch, or one chunk of it, in one layer. Calls come in the order that the verifier allows."""
 
-    def run(self, part: str, form: str) -> InFlight[Any] | None:
+    def run(self, kind: Kind) -> InFlight[Any] | None:
         """One op; an exchange returns its transfer."""
 
     def output(self) -> torch.Tensor:
@@ -93,17 +95,17 @@ class WholeLayer:
         self._d_out: torch.Tensor | None = None
         self._d_in: torch.Tensor | None = None
 
-    def run(self, part: str, form: str) -> InFlight[Any] | None:
-        if part != "ATTN":
+    def run(self, kind: Kind) -> InFlight[Any] | None:
+        if kind.part is not Part.ATTN:
             return None
-        if form == "F":
+        if kind is kinds.ATTN_F:
             self._segment = self._begin()
         assert self._segment is not None
-        if form == "R":
+        if kind is kinds.ATTN_R:
             self._segment.recompute()
-        elif form == "B":
+        elif kind is kinds.ATTN_B:
             (self._d_in,) = self._segment.backward([self._d_out])
-        elif form == "W":
+        elif kind is kinds.ATTN_W:
             self._segment.weights()
         return None
 
@@ -129,4 +131,4 @@ def begin(
 ) -> LayerPass:
     if isinstance(layer, SplitLayer):
         return layer.begin(h, microbatch, where, shape)
-    return WholeLayer(layer, h, microbatch, where, again="ATTN" in shape.recomputed)
+    return WholeLayer(layer, h, microbatch, where, again=Part.ATTN in shape.recomputed)

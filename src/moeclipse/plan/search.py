@@ -22,6 +22,7 @@ import numpy as np
 from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.exchange import ExchangeCosts
 from moeclipse.schedule.check import Verified, verify
+from moeclipse.schedule.kinds import Part
 from moeclipse.schedule.shape import ExchangeShape
 from moeclipse.schedule.smart import end_units, natural_units, smart
 from moeclipse.sim.exchange import Counts, exchange_durations, lower_bound, simulate_exchange
@@ -100,16 +101,16 @@ def _johnson(shape: ExchangeShape, counts: Counts, costs: ExchangeCosts) -> Unit
     """Three machines by Johnson's rule: a = S + C and b = C + R of the busiest rank decide a unit's place."""
     program = smart(replace(shape, units=natural_units(shape.num_steps, shape.chunks)))
     durations = exchange_durations(program, counts, costs)
-    longest: dict[tuple[str, int], float] = {}
+    longest: dict[tuple[Part, int], float] = {}
     for ops, seconds in zip(program.ranks, durations, strict=True):
         for op, spent in zip(ops, seconds, strict=True):
             if op.step is not None:
-                key = (op.kind[0], op.step)
+                key = (op.kind.part, op.step)
                 longest[key] = max(longest.get(key, 0.0), spent)
 
     def ends(step: int) -> tuple[float, float]:
-        middle = longest["C", step]
-        return longest["S", step] + middle, middle + longest["R", step]
+        middle = longest[Part.C, step]
+        return longest[Part.S, step] + middle, middle + longest[Part.R, step]
 
     steps = range(shape.num_steps)
     early = sorted((s for s in steps if ends(s)[0] < ends(s)[1]), key=lambda s: ends(s)[0])

@@ -14,9 +14,12 @@ from itertools import chain
 import numpy as np
 
 from moeclipse.core.errors import ScheduleError
+from moeclipse.schedule import kinds
 from moeclipse.schedule.graph import DATA, HOST, LANE, WIRE, Edges, Graph, Ints, Wires, sort_graph
-from moeclipse.schedule.op import LEAVES, Op, Program
+from moeclipse.schedule.kinds import Kind
+from moeclipse.schedule.op import Op, Program
 
+LEAVES = (kinds.F, kinds.B, kinds.I, kinds.W)
 LOOKAHEAD = 1
 """A receive is posted this many actions before the one that reads it."""
 
@@ -40,9 +43,9 @@ class ActionTable:
     input_grad_at: Ints
     weight_grad_at: Ints
 
-    def of_kind(self, *kinds: str) -> tuple[Ints, Ints]:
+    def of_kind(self, *wanted: Kind) -> tuple[Ints, Ints]:
         """(cells, owners) of all leaves of these kinds."""
-        chosen = np.isin(self.kind, [LEAVES.index(kind) for kind in kinds])
+        chosen = np.isin(self.kind, [LEAVES.index(kind) for kind in wanted])
         return self.cell[chosen], self.owner[chosen]
 
 
@@ -77,12 +80,12 @@ def tabulate(program: Program) -> ActionTable:
         input_grad_at=np.full(stages * M, -1, dtype=np.int64),
         weight_grad_at=np.full(stages * M, -1, dtype=np.int64),
     )
-    for place, kinds in (
-        (table.forward_at, ("F",)),
-        (table.input_grad_at, ("B", "I")),
-        (table.weight_grad_at, ("B", "W")),
+    for place, makers in (
+        (table.forward_at, (kinds.F,)),
+        (table.input_grad_at, (kinds.B, kinds.I)),
+        (table.weight_grad_at, (kinds.B, kinds.W)),
     ):
-        cells, owners = table.of_kind(*kinds)
+        cells, owners = table.of_kind(*makers)
         place[cells] = owners
     return table
 
@@ -101,9 +104,9 @@ def action_graph(program: Program, table: ActionTable) -> Graph:
         if node < ops:
             return f"{table.ops[node]} on rank {table.rank[node]}"
         wire = node - ops
-        letter = "F" if wires.is_forward[wire] else "B"
+        kind = kinds.SEND_F if wires.is_forward[wire] else kinds.SEND_B
         return (
-            f"{wires.stage[wire]}SEND_{letter}{wires.microbatch[wire]} "
+            f"{wires.stage[wire]}{kind}{wires.microbatch[wire]} "
             f"(rank {wires.source[wire]} to {wires.destination[wire]})"
         )
 

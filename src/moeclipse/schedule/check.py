@@ -13,13 +13,33 @@ from dataclasses import dataclass
 import numpy as np
 
 from moeclipse.core.errors import ScheduleError
+from moeclipse.schedule import kinds
 from moeclipse.schedule.action_graph import ActionTable, action_graph, tabulate
 from moeclipse.schedule.contents import check_contents
 from moeclipse.schedule.graph import Graph
+from moeclipse.schedule.kinds import Kind
 from moeclipse.schedule.needs import resolve, tabulate_keys
 from moeclipse.schedule.op import Op, Program
 from moeclipse.schedule.op_graph import op_graph
 from moeclipse.schedule.shape import ExchangeShape, PipelineShape
+
+CELLS: dict[str, tuple[Kind, ...]] = {
+    "F": (kinds.F,),
+    "dX": (kinds.B, kinds.I),
+    "dW": (kinds.B, kinds.W),
+}
+"""What a stage computes of a microbatch, and the actions that compute it."""
+BEFORE: dict[Kind, Kind] = {
+    kinds.C_F: kinds.S_F,
+    kinds.R_F: kinds.C_F,
+    kinds.C_B: kinds.S_B,
+    kinds.R_B: kinds.C_B,
+    kinds.SHADOW_F: kinds.SHADOW_SEND,
+    kinds.SHADOW_W: kinds.SHADOW_B,
+    kinds.SHADOW_REDUCE: kinds.SHADOW_W,
+    kinds.SHADOW_ADD: kinds.SHADOW_REDUCE,
+}
+"""In the exchange of a layer: what an op reads of the same step, chunk and expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +125,8 @@ def _check_cells(program: Program, table: ActionTable) -> None:
         stage = int(table.cell[misplaced[0]]) // M
         where = f"stands on rank {table.rank[owner]}, but stage {stage} lives on rank {rank_of[stage]}"
         raise ScheduleError(f"{table.ops[owner]} {where}")
-    for what, kinds in (("F", ("F",)), ("dX", ("B", "I")), ("dW", ("B", "W"))):
-        cells, owners = table.of_kind(*kinds)
+    for what, makers in CELLS.items():
+        cells, owners = table.of_kind(*makers)
         found = np.bincount(cells, minlength=len(wanted))
         wrong = np.flatnonzero(found != wanted)
         if len(wrong):
@@ -116,7 +136,7 @@ def _check_cells(program: Program, table: ActionTable) -> None:
             where = f"{what} of stage {cell // M}, microbatch {cell % M}"
             raise ScheduleError(
                 f"{program.name}: {where} is computed {found[cell]} times{by} instead of {wanted[cell]} "
-                f"({'/'.join(kinds)} expected; {len(wrong)} cells are wrong)"
+                f"({'/'.join(map(str, makers))} expected; {len(wrong)} cells are wrong)"
             )
 
 
@@ -124,11 +144,12 @@ def _check_pairs(program: Program) -> None:
     """A pair is one op, so neither half may need the other; within one microbatch B always needs F."""
     if isinstance(program.shape, ExchangeShape):
         return
+    pair = kinds.PAIR  # looked up once: there may be a million ops
     for rank, ops in enumerate(program.ranks):
         for op in ops:
-            if op.kind == "PAIR":
+            if op.kind is pair:
                 f, b = op.parts
-                if f.kind != "F" or b.kind not in ("B", "I"):
+                if f.kind is not kinds.F or b.kind not in (kinds.B, kinds.I):
                     raise ScheduleError(f"{op} on rank {rank} must pair one F with one B")
                 if f.microbatch == b.microbatch:
                     raise ScheduleError(_dependent_pair(program.shape, op, rank))
@@ -202,22 +223,16 @@ def _pipeline_needs(program: Program, ops: Sequence[Op]) -> list[list[int]]:
 
 def _exchange_needs(ops: Sequence[Op]) -> list[list[int]]:
     """S before C before R of one (step, chunk, expert); the shadows' send, compute, reduce, add in turn."""
-    where = {(op.kind, op.step, op.chunk, op.expert): position for position, op in enumerate(ops)}
-    before = {
-        "C_F": ("S_F",),
-        "R_F": ("C_F",),
-        "C_B": ("S_B",),
-        "R_B": ("C_B",),
-        "SHADOW_F": ("SHADOW_SEND",),
-        "SHADOW_W": ("SHADOW_B",),
-        "SHADOW_REDUCE": ("SHADOW_W",),
-        "SHADOW_ADD": ("SHADOW_REDUCE",),
+    where: dict[tuple[Kind | None, int | None, int | None, int | None], int] = {
+        (op.kind, op.step, op.chunk, op.expert): position for position, op in enumerate(ops)
     }
     wanted: list[list[int]] = []
     for op in ops:
-        keys = [(kind, op.step, op.chunk, op.expert) for kind in before.get(op.kind, ())]
-        wanted.append([where[key] for key in keys if key in where])
-        if op.kind == "C_W":
+        source = where.get((BEFORE.get(op.kind), op.step, op.chunk, op.expert))
+        wanted.append([] if source is None else [source])
+        if op.kind is kinds.C_W:
             steps = {other.step for other in ops} if op.step is None else {op.step}
-            wanted[-1] += [i for i, other in enumerate(ops) if other.kind == "C_B" and other.step in steps]
+            wanted[-1] += [
+                i for i, other in enumerate(ops) if other.kind is kinds.C_B and other.step in steps
+            ]
     return wanted

@@ -9,20 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moeclipse.core.errors import ScheduleError
+from moeclipse.schedule import kinds
+from moeclipse.schedule.kinds import KIND_OF, Form, Kind
 from moeclipse.schedule.needs import Key, keys_of, weight_parts
-from moeclipse.schedule.op import KINDS, Op, Program
-from moeclipse.schedule.shape import ExchangeShape, PipelineShape
+from moeclipse.schedule.op import Op, Program
+from moeclipse.schedule.shape import ExchangeShape, LayerShape, PipelineShape
 
-UNCOUNTED = ("UNSHARD", "RESHARD")
+UNCOUNTED = (kinds.UNSHARD, kinds.RESHARD)
 """Read from other tools' files; they carry no data between ops."""
-ExchangeKey = tuple[str, int | None, int | None, int | None]
+ExchangeKey = tuple[Kind, int | None, int | None, int | None]
 
 
 def check_contents(program: Program) -> None:
-    for rank, ops in enumerate(program.ranks):
-        for op in ops:
-            if op.kind not in KINDS:
-                raise ScheduleError(f"{op} on rank {rank} has the unknown kind {op.kind!r}")
     if isinstance(program.shape, ExchangeShape):
         _check_exchange(program, program.shape)
     else:
@@ -72,21 +70,27 @@ def _wanted(shape: PipelineShape, rank: int) -> Iterator[Key]:
         before, behind = placement.previous_stage(stage), placement.next_stage(stage)
         from_before = before is not None and placement.rank_of[before] != rank
         from_behind = behind is not None and placement.rank_of[behind] != rank
+        each: list[tuple[Kind, int | None]] = []
+        if from_before:
+            each += [(kinds.RECV_F, None), (kinds.SEND_B, None)]
+        if from_behind:
+            each += [(kinds.SEND_F, None), (kinds.RECV_B, None)]
+        if shape.layers:
+            each += [(kind, at) for at, layer in enumerate(shape.layers[stage]) for kind in _kinds_of(layer)]
+        else:
+            each += [(kinds.F, None), (kinds.B, None), (kinds.W, None)]
         for m in shape.microbatches_of(stage):
-            if from_before:
-                yield from ((kind, stage, None, m) for kind in ("RECV_F", "SEND_B"))
-            if from_behind:
-                yield from ((kind, stage, None, m) for kind in ("SEND_F", "RECV_B"))
-            if not shape.layers:
-                yield from ((kind, stage, None, m) for kind in ("F", "B", "W"))
-                continue
-            for index, layer in enumerate(shape.layers[stage]):
-                forms = [(part, form) for part in layer.parts for form in ("F", "B")]
-                forms += [(part, "W") for part in weight_parts(layer)]
-                forms += [(part, "R") for part in layer.recomputed]
-                yield from ((f"{part}_{form}", stage, index, m) for part, form in forms)
+            yield from ((kind, stage, index, m) for kind, index in each)
         if shape.reduce:
-            yield ("REDUCE", stage, None, None)
+            yield (kinds.REDUCE, stage, None, None)
+
+
+def _kinds_of(layer: LayerShape) -> Iterator[Kind]:
+    for part in layer.parts:
+        yield KIND_OF[part, Form.F]
+        yield KIND_OF[part, Form.B]
+    yield from (KIND_OF[part, Form.W] for part in weight_parts(layer))
+    yield from (KIND_OF[part, Form.R] for part in layer.recomputed)
 
 
 def _check_exchange(program: Program, shape: ExchangeShape) -> None:
@@ -109,19 +113,19 @@ def _check_exchange(program: Program, shape: ExchangeShape) -> None:
 
 
 def _wanted_exchange(shape: ExchangeShape) -> Iterator[ExchangeKey]:
-    form = "B" if shape.backward else "F"
+    rows = (kinds.S_B, kinds.C_B, kinds.R_B) if shape.backward else (kinds.S_F, kinds.C_F, kinds.R_F)
     experts: range | tuple[None] = range(shape.experts_per_rank) if shape.per_expert else (None,)
     for step in range(shape.num_steps):
         chunks = shape.chunks_of(step)
         for chunk in range(chunks):
             for expert in experts:
                 cut = chunk if chunks > 1 else None
-                yield from ((f"{part}_{form}", step, cut, expert) for part in ("S", "C", "R"))
+                yield from ((kind, step, cut, expert) for kind in rows)
     if shape.backward:
-        yield ("C_W", None, None, None)
+        yield (kinds.C_W, None, None, None)
         if shape.own_weights:
-            yield ("C_W", 0, None, None)
+            yield (kinds.C_W, 0, None, None)
     if shape.shadows:
-        forward = ("SHADOW_SEND", "SHADOW_F")
-        backward = ("SHADOW_B", "SHADOW_W", "SHADOW_REDUCE", "SHADOW_ADD")
+        forward = (kinds.SHADOW_SEND, kinds.SHADOW_F)
+        backward = (kinds.SHADOW_B, kinds.SHADOW_W, kinds.SHADOW_REDUCE, kinds.SHADOW_ADD)
         yield from ((kind, None, None, None) for kind in (backward if shape.backward else forward))

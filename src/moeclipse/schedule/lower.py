@@ -12,7 +12,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from moeclipse.core.errors import ScheduleError
+from moeclipse.schedule import kinds
 from moeclipse.schedule.action_graph import LOOKAHEAD
+from moeclipse.schedule.kinds import DP, KIND_OF, P2P, Form, Part
 from moeclipse.schedule.needs import (
     Key,
     gradient_of,
@@ -22,8 +24,13 @@ from moeclipse.schedule.needs import (
     tabulate_keys,
     weight_parts,
 )
-from moeclipse.schedule.op import DP, P2P, Op, Program
+from moeclipse.schedule.op import Op, Program
 from moeclipse.schedule.shape import PipelineShape
+
+Message = tuple[Form, int, int]
+"""Activations (F) or gradients (B) on their way to a stage: (F or B, that stage, microbatch)."""
+FIRST_IN_BACKWARD = (kinds.COMBINE_B, kinds.MLP_B, kinds.SHARED_B)
+"""Of a stage's last layer: what reads the gradient that arrives."""
 
 
 class Block(NamedTuple):
@@ -76,7 +83,7 @@ def _serial_deps(ops: Sequence[Op], serial: Sequence[bool]) -> dict[int, int]:
     last_serial: int | None = None
     waited: set[str] = set()
     for position, op in enumerate(ops):
-        if op.lane.startswith((P2P, DP)):
+        if op.kind.lane in (P2P, DP):
             continue
         if serial[position]:
             if last is not None:
@@ -96,13 +103,14 @@ class _TransferWriter:
     def __init__(self, shape: PipelineShape) -> None:
         self.shape = shape
         self.groups: dict[str, tuple[int, ...]] = {}
-        self.messages: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
-        """Per (source, destination): (F or B, receiving stage, microbatch)."""
+        self.messages: dict[tuple[int, int], list[Message]] = {}
+        """Per (source, destination)."""
 
     def with_sends(self, rank: int, block: list[Op]) -> list[Op]:
         """The block with each send behind the last op of what it carries."""
         placement = self.shape.placement
-        left: dict[tuple[str, int, int], set[Key]] = {}
+        carried = ((Form.F, output_of), (Form.B, gradient_of))
+        left: dict[tuple[Form, int, int], set[Key]] = {}
         count: dict[Key, int] = {}
         for op in block:
             for key in keys_of(op):
@@ -115,36 +123,36 @@ class _TransferWriter:
                 stage, microbatch = key[1], key[3]
                 if count[key] or microbatch is None:
                     continue
-                for letter, made in (("F", output_of), ("B", gradient_of)):
+                for form, made in carried:
                     wanted = made(self.shape, stage, microbatch)
                     if key not in wanted:
                         continue
-                    missing = left.setdefault((letter, stage, microbatch), set(wanted))
+                    missing = left.setdefault((form, stage, microbatch), set(wanted))
                     missing.discard(key)
-                    other = placement.next_stage(stage) if letter == "F" else placement.previous_stage(stage)
+                    other = placement.next_stage(stage) if form is Form.F else placement.previous_stage(stage)
                     if not missing and other is not None and placement.rank_of[other] != rank:
-                        out.append(self._send(rank, letter, stage, other, microbatch))
+                        out.append(self._send(rank, form, stage, other, microbatch))
         return out
 
-    def _send(self, rank: int, letter: str, stage: int, other: int, microbatch: int) -> Op:
+    def _send(self, rank: int, form: Form, stage: int, other: int, microbatch: int) -> Op:
         target = self.shape.placement.rank_of[other]
         queue = self.messages.setdefault((rank, target), [])
-        queue.append((letter, other, microbatch))
+        queue.append((form, other, microbatch))
         self.groups[f"{rank}>{target}"] = (rank, target)
         return Op(
-            kind=f"SEND_{letter}",
+            kind=KIND_OF[Part.SEND, form],
             lane=f"{P2P}:{rank}>{target}",
             stage=stage,
             microbatch=microbatch,
             comm=(f"{rank}>{target}", len(queue) - 1),
         )
 
-    def receives(self, readers: list[list[set[tuple[str, int, int]]]]) -> list[dict[int, list[Op]]]:
+    def receives(self, readers: list[list[set[Message]]]) -> list[dict[int, list[Op]]]:
         """Per rank: the receives to post before each block."""
         result: list[dict[int, list[Op]]] = [{} for _ in readers]
-        place: list[dict[tuple[str, int, int], int]] = []
+        place: list[dict[Message, int]] = []
         for rank_readers in readers:
-            found: dict[tuple[str, int, int], int] = {}
+            found: dict[Message, int] = {}
             for index, reads in enumerate(rank_readers):
                 for message in reads:
                     found.setdefault(message, index)
@@ -154,15 +162,15 @@ class _TransferWriter:
             latest = len(readers[target])
             for message in reversed(queue):
                 if message not in place[target]:
-                    letter, stage, microbatch = message
-                    what = f"{letter}{microbatch} to stage {stage}"
+                    form, stage, microbatch = message
+                    what = f"{form.name}{microbatch} to stage {stage}"
                     raise ScheduleError(f"rank {source} sends {what}, which rank {target} never reads")
                 latest = min(latest, place[target][message] - LOOKAHEAD)
                 posts.append(max(latest, 0))
             for seq, (message, post) in enumerate(zip(queue, reversed(posts), strict=True)):
-                letter, stage, microbatch = message
+                form, stage, microbatch = message
                 op = Op(
-                    kind=f"RECV_{letter}",
+                    kind=KIND_OF[Part.RECV, form],
                     lane=f"{P2P}:{source}>{target}",
                     stage=stage,
                     microbatch=microbatch,
@@ -172,19 +180,19 @@ class _TransferWriter:
         return result
 
 
-def _readers(shape: PipelineShape, block: Sequence[Op]) -> set[tuple[str, int, int]]:
-    """(F or B, stage, microbatch) of the transfers a block would read, if they come from elsewhere."""
-    found = set()
+def _readers(shape: PipelineShape, block: Sequence[Op]) -> set[Message]:
+    """What a block would read, if it comes from elsewhere."""
+    found: set[Message] = set()
     for op in block:
         for leaf in op.leaves:
             stage, microbatch = leaf.stage, leaf.microbatch
             if stage is None or microbatch is None:
                 continue
-            if leaf.kind == "F" or (leaf.kind == "ATTN_F" and leaf.layer == 0):
-                found.add(("F", stage, microbatch))
+            if leaf.kind is kinds.F or (leaf.kind is kinds.ATTN_F and leaf.layer == 0):
+                found.add((Form.F, stage, microbatch))
             last = leaf.layer is not None and leaf.layer == len(shape.layers[stage]) - 1
-            if leaf.kind in ("B", "I") or (last and leaf.kind in ("COMBINE_B", "MLP_B", "SHARED_B")):
-                found.add(("B", stage, microbatch))
+            if leaf.kind in (kinds.B, kinds.I) or (last and leaf.kind in FIRST_IN_BACKWARD):
+                found.add((Form.B, stage, microbatch))
     return found
 
 
@@ -203,11 +211,11 @@ def _with_reductions(
         out.append(op)
         flags.append(flag)
         for leaf in op.leaves:
-            done = leaf.kind in ("B", "W") or leaf.kind.endswith("_W")
+            done = leaf.kind is kinds.B or leaf.kind.form is Form.W
             if done and leaf.stage is not None:
                 left[leaf.stage] -= 1
                 if not left[leaf.stage]:
-                    out.append(Op(kind="REDUCE", lane=DP, stage=leaf.stage, comm=(f"dp{rank}", seq)))
+                    out.append(Op(kind=kinds.REDUCE, lane=DP, stage=leaf.stage, comm=(f"dp{rank}", seq)))
                     flags.append(False)
                     seq += 1
     return out, flags

@@ -1,8 +1,8 @@
 """What each op of a pipeline reads, as names of the ops that make it.
 
 One table for both levels: templates turn it into `deps`, the verifier demands that every entry has
-ended before the reader starts. A key is (kind, stage, layer, microbatch); B and I both answer to "B"
-(the gradient of the input), B and W both to "W".
+ended before the reader starts. A key is (kind, stage, layer, microbatch); B and I both answer to B
+(the gradient of the input), B and W both to W.
 
     forward   ATTN <- layer before     ROUTE, SHARED <- ATTN     DISPATCH <- ROUTE
               MLP <- DISPATCH          COMBINE <- MLP            layer = COMBINE + SHARED
@@ -14,39 +14,66 @@ The model's HEAD, where there is one, is the last part of the last layer, and th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from moeclipse.core.errors import ScheduleError
+from moeclipse.schedule import kinds
+from moeclipse.schedule.kinds import KIND_OF, Form, Kind, Part
 from moeclipse.schedule.op import Op
 from moeclipse.schedule.shape import LayerShape, PipelineShape
 
-Key = tuple[str, int, int | None, int | None]
+Key = tuple[Kind, int, int | None, int | None]
 KeyTable = dict[Key, list[tuple[int, int | None, int]]]
 """Positions in one rank's list by key, each with its chunk and the number of chunks."""
+
+ANSWERS: dict[Kind, tuple[Kind, ...]] = {kinds.B: (kinds.B, kinds.W), kinds.I: (kinds.B,)}
+INPUT_OF: dict[Part, Part] = {
+    Part.ROUTE: Part.ATTN,
+    Part.SHARED: Part.ATTN,
+    Part.DISPATCH: Part.ROUTE,
+    Part.MLP: Part.DISPATCH,
+    Part.COMBINE: Part.MLP,
+}
+"""Which part of a MoE layer a part reads in forward; in a dense one MLP reads ATTN."""
+GRADIENTS_OF: dict[Kind, tuple[Kind, ...]] = {
+    kinds.MLP_B: (kinds.COMBINE_B,),
+    kinds.DISPATCH_B: (kinds.MLP_B,),
+    kinds.ROUTE_B: (kinds.DISPATCH_B,),
+    kinds.ATTN_B: (kinds.ROUTE_B, kinds.SHARED_B),
+}
+"""What a part inside of a MoE layer reads in backward; in a dense one ATTN reads MLP."""
+EXCHANGES = (Part.DISPATCH, Part.COMBINE)
 
 
 def keys_of(op: Op) -> Sequence[Key]:
     """The names an op answers to."""
-    if not op.parts and op.kind not in ("B", "I"):
+    if not op.parts and op.kind not in ANSWERS:
         return ((op.kind, -1 if op.stage is None else op.stage, op.layer, op.microbatch),)
     return [
         (kind, -1 if leaf.stage is None else leaf.stage, leaf.layer, leaf.microbatch)
         for leaf in op.leaves
-        for kind in {"B": ("B", "W"), "I": ("B",)}.get(leaf.kind, (leaf.kind,))
+        for kind in ANSWERS.get(leaf.kind, (leaf.kind,))
     ]
 
 
 def output_of(shape: PipelineShape, stage: int, microbatch: int) -> list[Key]:
     """What a stage hands to the next one."""
     if not shape.layers:
-        return [("F", stage, None, microbatch)]
+        return [(kinds.F, stage, None, microbatch)]
     last = len(shape.layers[stage]) - 1
     return _layer_output(shape.layers[stage][last], stage, last, microbatch)
 
 
 def gradient_of(shape: PipelineShape, stage: int, microbatch: int) -> list[Key]:
     """What a stage hands back to the one before."""
-    return [("B", stage, None, microbatch)] if not shape.layers else [("ATTN_B", stage, 0, microbatch)]
+    if not shape.layers:
+        return [(kinds.B, stage, None, microbatch)]
+    return [(kinds.ATTN_B, stage, 0, microbatch)]
+
+
+def weight_parts(layer: LayerShape) -> list[Part]:
+    """Parts with parameters, in the order in which backward reaches them."""
+    return [part for part in reversed(layer.parts) if part not in EXCHANGES]
 
 
 def needs(shape: PipelineShape, op: Op) -> list[Key]:
@@ -57,45 +84,36 @@ def needs(shape: PipelineShape, op: Op) -> list[Key]:
 
 
 def _leaf_needs(shape: PipelineShape, op: Op) -> list[Key]:
-    stage = -1 if op.stage is None else op.stage
-    if op.kind == "REDUCE":
-        if not shape.layers:
-            return [("W", stage, None, m) for m in shape.microbatches_of(stage)]
-        return [
-            (f"{part}_W", stage, index, m)
-            for m in shape.microbatches_of(stage)
-            for index, layer in enumerate(shape.layers[stage])
-            for part in weight_parts(layer)
-        ]
-    if op.microbatch is None:
+    kind, m, stage = op.kind, op.microbatch, -1 if op.stage is None else op.stage
+    if kind is kinds.REDUCE:
+        return _reduce_needs(shape, stage)
+    if m is None:
         return []
-    m = op.microbatch
-    if op.kind == "F":
+    if op.layer is not None:
+        return LAYER_NEEDS[kind.form](shape, kind, stage, op.layer, m)
+    if kind is kinds.F:
         return _input_of(shape, stage, m)
-    if op.kind in ("B", "I"):
-        return [("F", stage, None, m), *_gradient_into(shape, stage, m)]
-    if op.kind == "W":
-        return [("B", stage, None, m)]
-    if op.kind == "SEND_F":
+    if kind is kinds.B or kind is kinds.I:
+        return [(kinds.F, stage, None, m), *_gradient_into(shape, stage, m)]
+    if kind is kinds.W:
+        return [(kinds.B, stage, None, m)]
+    if kind is kinds.SEND_F:
         return output_of(shape, stage, m)
-    if op.kind == "SEND_B":
+    if kind is kinds.SEND_B:
         return gradient_of(shape, stage, m)
-    if op.layer is None:
-        return []
-    part, form = op.kind.rsplit("_", 1)
-    layer = shape.layers[stage][op.layer]
-    if form == "F":
-        return _forward_needs(shape, layer, part, stage, op.layer, m)
-    if form == "B":
-        return _backward_needs(shape, layer, part, stage, op.layer, m)
-    if form == "R":
-        return _recompute_needs(layer, part, stage, op.layer, m)
-    return [(f"{part}_B", stage, op.layer, m)]
+    return []
 
 
-def weight_parts(layer: LayerShape) -> list[str]:
-    """Parts with parameters, in the order in which backward reaches them."""
-    return [part for part in reversed(layer.parts) if part not in ("DISPATCH", "COMBINE")]
+def _reduce_needs(shape: PipelineShape, stage: int) -> list[Key]:
+    """All weight gradients of a stage."""
+    if not shape.layers:
+        return [(kinds.W, stage, None, m) for m in shape.microbatches_of(stage)]
+    made = [
+        (KIND_OF[part, Form.W], index)
+        for index, layer in enumerate(shape.layers[stage])
+        for part in weight_parts(layer)
+    ]
+    return [(kind, stage, index, m) for m in shape.microbatches_of(stage) for kind, index in made]
 
 
 def _input_of(shape: PipelineShape, stage: int, m: int) -> list[Key]:
@@ -104,7 +122,7 @@ def _input_of(shape: PipelineShape, stage: int, m: int) -> list[Key]:
         return []
     if shape.placement.rank_of[before] == shape.placement.rank_of[stage]:
         return output_of(shape, before, m)
-    return [("RECV_F", stage, None, m)]
+    return [(kinds.RECV_F, stage, None, m)]
 
 
 def _gradient_into(shape: PipelineShape, stage: int, m: int) -> list[Key]:
@@ -113,67 +131,75 @@ def _gradient_into(shape: PipelineShape, stage: int, m: int) -> list[Key]:
         return output_of(shape, stage, m)  # the loss
     if shape.placement.rank_of[behind] == shape.placement.rank_of[stage]:
         return gradient_of(shape, behind, m)
-    return [("RECV_B", stage, None, m)]
+    return [(kinds.RECV_B, stage, None, m)]
 
 
 def _layer_output(layer: LayerShape, stage: int, index: int, m: int) -> list[Key]:
-    return [("HEAD_F", stage, index, m)] if layer.head else _body_output(layer, stage, index, m)
+    return [(kinds.HEAD_F, stage, index, m)] if layer.head else _body_output(layer, stage, index, m)
 
 
 def _body_output(layer: LayerShape, stage: int, index: int, m: int) -> list[Key]:
     """What the head reads."""
     if not layer.moe:
-        return [("MLP_F", stage, index, m)]
-    shared: list[Key] = [("SHARED_F", stage, index, m)] if layer.shared else []
-    return [("COMBINE_F", stage, index, m), *shared]
+        return [(kinds.MLP_F, stage, index, m)]
+    shared: list[Key] = [(kinds.SHARED_F, stage, index, m)] if layer.shared else []
+    return [(kinds.COMBINE_F, stage, index, m), *shared]
 
 
-def _forward_needs(
-    shape: PipelineShape, layer: LayerShape, part: str, stage: int, index: int, m: int
-) -> list[Key]:
-    if part == "ATTN":
-        if index == 0:
-            return _input_of(shape, stage, m)
-        return _layer_output(shape.layers[stage][index - 1], stage, index - 1, m)
-    if part == "HEAD":
-        return _body_output(layer, stage, index, m)
-    source = {"ROUTE": "ATTN", "SHARED": "ATTN", "DISPATCH": "ROUTE", "COMBINE": "MLP"}.get(part)
-    if part == "MLP":
-        source = "DISPATCH" if layer.moe else "ATTN"
-    return [(f"{source}_F", stage, index, m)]
+def _forward_needs(shape: PipelineShape, kind: Kind, stage: int, index: int, m: int) -> list[Key]:
+    layers = shape.layers[stage]
+    if kind is kinds.ATTN_F:
+        return _layer_output(layers[index - 1], stage, index - 1, m) if index else _input_of(shape, stage, m)
+    if kind is kinds.HEAD_F:
+        return _body_output(layers[index], stage, index, m)
+    source = INPUT_OF[kind.part] if layers[index].moe else Part.ATTN
+    return [(KIND_OF[source, Form.F], stage, index, m)]
 
 
-def _backward_needs(
-    shape: PipelineShape, layer: LayerShape, part: str, stage: int, index: int, m: int
-) -> list[Key]:
+def _recompute_needs(shape: PipelineShape, kind: Kind, stage: int, index: int, m: int) -> list[Key]:
+    layer = shape.layers[stage][index]
+    if kind is kinds.ATTN_R:
+        return [(kinds.ATTN_F, stage, index, m)]
+    source = INPUT_OF[kind.part] if layer.moe else Part.ATTN
+    form = Form.R if source in layer.recomputed else Form.F
+    return [(KIND_OF[source, form], stage, index, m)]
+
+
+def _backward_needs(shape: PipelineShape, kind: Kind, stage: int, index: int, m: int) -> list[Key]:
+    layer, part = shape.layers[stage][index], kind.part
     saved: list[Key] = []
     if part in layer.recomputed:
-        saved = [(f"{part}_R", stage, index, m)]
-    elif part not in ("DISPATCH", "COMBINE"):
-        saved = [(f"{part}_F", stage, index, m)]
-    if part == "HEAD":
+        saved = [(KIND_OF[part, Form.R], stage, index, m)]
+    elif part not in EXCHANGES:
+        saved = [(KIND_OF[part, Form.F], stage, index, m)]
+    if kind is kinds.HEAD_B:
         return [*saved, *_gradient_into(shape, stage, m)]
-    if part in ("COMBINE", "SHARED") or (part == "MLP" and not layer.moe):
-        if layer.head:
-            return [*saved, ("HEAD_B", stage, index, m)]
-        if index + 1 < len(shape.layers[stage]):
-            return [*saved, ("ATTN_B", stage, index + 1, m)]
-        return [*saved, *_gradient_into(shape, stage, m)]
-    if part == "ATTN":
-        sources = ["ROUTE", "SHARED"] if layer.moe and layer.shared else ["ROUTE" if layer.moe else "MLP"]
-    else:
-        sources = [{"MLP": "COMBINE", "DISPATCH": "MLP", "ROUTE": "DISPATCH"}[part]]
-    return [*saved, *[(f"{source}_B", stage, index, m) for source in sources]]
+    if kind is kinds.COMBINE_B or kind is kinds.SHARED_B or (kind is kinds.MLP_B and not layer.moe):
+        return [*saved, *_gradient_of_body(shape, stage, index, m)]
+    sources = GRADIENTS_OF[kind] if layer.moe else (kinds.MLP_B,)
+    read = (source for source in sources if layer.shared or source is not kinds.SHARED_B)
+    return [*saved, *[(source, stage, index, m) for source in read]]
 
 
-def _recompute_needs(layer: LayerShape, part: str, stage: int, index: int, m: int) -> list[Key]:
-    if part == "ATTN":
-        return [("ATTN_F", stage, index, m)]
-    source = "ATTN" if part in ("ROUTE", "SHARED") or not layer.moe else "ROUTE"
-    if part == "MLP" and layer.moe:
-        source = "DISPATCH"
-    form = "R" if source in layer.recomputed else "F"
-    return [(f"{source}_{form}", stage, index, m)]
+def _gradient_of_body(shape: PipelineShape, stage: int, index: int, m: int) -> list[Key]:
+    """What the last parts of a layer read in backward."""
+    if shape.layers[stage][index].head:
+        return [(kinds.HEAD_B, stage, index, m)]
+    if index + 1 < len(shape.layers[stage]):
+        return [(kinds.ATTN_B, stage, index + 1, m)]
+    return _gradient_into(shape, stage, m)
+
+
+def _weight_needs(_: PipelineShape, kind: Kind, stage: int, index: int, m: int) -> list[Key]:
+    return [(KIND_OF[kind.part, Form.B], stage, index, m)]
+
+
+LAYER_NEEDS: dict[Form, Callable[[PipelineShape, Kind, int, int, int], list[Key]]] = {
+    Form.F: _forward_needs,
+    Form.B: _backward_needs,
+    Form.R: _recompute_needs,
+    Form.W: _weight_needs,
+}
 
 
 def tabulate_keys(ops: Sequence[Op]) -> KeyTable:

@@ -1,7 +1,7 @@
 """The op and the program: one step of training as a list of ops per rank, in host launch order.
 
-Two levels share one type. Actions (F, B, I, W, PAIR, SELF) speak of whole stages; layer ops (ATTN_F,
-DISPATCH_B, MLP_W, ...) and the exchange of one MoE layer (S_F, C_F, R_F, ...) speak of what a lane
+Two levels share one type (`kinds`). Actions (F, B, I, W, PAIR, SELF) speak of whole stages; layer ops
+(ATTN_F, DISPATCH_B, MLP_W, ...) and the exchange of one MoE layer (S_F, C_F, R_F, ...) speak of what a lane
 executes. A generator yields actions, a template expands them, `lower` adds SEND and RECV.
 
 Contract: `deps` are positions in the same rank's list and always point backward; whatever crosses
@@ -17,33 +17,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from moeclipse.core.errors import ScheduleError
+from moeclipse.schedule import kinds
+from moeclipse.schedule.kinds import COMPUTE, Kind
 from moeclipse.schedule.shape import ExchangeShape, PipelineShape, StagePlacement
-
-COMPUTE, A2A, DP = "compute", "a2a", "dp"
-P2P = "p2p"
-"""Its lanes are named p2p:source>destination: one per direction, so a receive never blocks a send."""
-
-LEAVES = ("F", "B", "I", "W")
-LAYER_PARTS = ("ATTN", "ROUTE", "SHARED", "DISPATCH", "MLP", "COMBINE", "HEAD")
-LAYER_FORMS = ("F", "B", "W", "R")
-"""Forward, backward dX, backward dW, and forward run again (recompute)."""
-EXCHANGE_PARTS = ("DISPATCH", "COMBINE")
-
-LANE_OF: dict[str, str] = {
-    **dict.fromkeys((*LEAVES, "PAIR", "SELF"), COMPUTE),
-    **dict.fromkeys(("REDUCE", "UNSHARD", "RESHARD"), DP),
-    **{
-        f"{part}_{form}": A2A if part in EXCHANGE_PARTS else COMPUTE
-        for part in LAYER_PARTS
-        for form in LAYER_FORMS
-        if not (part in EXCHANGE_PARTS and form == "W") and f"{part}_{form}" != "COMBINE_R"
-    },
-    **dict.fromkeys(("S_F", "R_F", "S_B", "R_B", "SHADOW_SEND", "SHADOW_REDUCE"), A2A),
-    **dict.fromkeys(("C_F", "C_B", "C_W", "SHADOW_F", "SHADOW_B", "SHADOW_W", "SHADOW_ADD"), COMPUTE),
-}
-TRANSFERS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
-"""Their lane depends on the two ranks. A stage is named by whoever launches: 3SEND_F1 meets 4RECV_F1."""
-KINDS = frozenset(LANE_OF) | frozenset(TRANSFERS)
 
 
 class Op(NamedTuple):
@@ -52,7 +28,7 @@ class Op(NamedTuple):
     A named tuple, because it is made twice as fast as a frozen dataclass and a step may hold a million.
     """
 
-    kind: str
+    kind: Kind
     lane: str = COMPUTE
     stage: int | None = None
     layer: int | None = None
@@ -81,7 +57,7 @@ class Op(NamedTuple):
         text = "" if self.stage is None else str(self.stage)
         if self.layer is not None:
             text += f".{self.layer}"
-        text += self.kind
+        text += self.kind.name
         if self.microbatch is not None:
             text += str(self.microbatch)
         if self.step is not None:
@@ -140,30 +116,30 @@ class Program:
 
 def forward(stage: int, microbatch: int) -> Op:
     """F keeps one unit: the activations of one stage for one microbatch."""
-    return Op(kind="F", stage=stage, microbatch=microbatch, alloc=1.0)
+    return Op(kind=kinds.F, stage=stage, microbatch=microbatch, alloc=1.0)
 
 
 def backward(stage: int, microbatch: int) -> Op:
-    return Op(kind="B", stage=stage, microbatch=microbatch, free=1.0)
+    return Op(kind=kinds.B, stage=stage, microbatch=microbatch, free=1.0)
 
 
 def input_grad(stage: int, microbatch: int) -> Op:
     """The dX part alone: what dW needs stays alive until W."""
-    return Op(kind="I", stage=stage, microbatch=microbatch)
+    return Op(kind=kinds.I, stage=stage, microbatch=microbatch)
 
 
 def weight_grad(stage: int, microbatch: int) -> Op:
-    return Op(kind="W", stage=stage, microbatch=microbatch, free=1.0)
+    return Op(kind=kinds.W, stage=stage, microbatch=microbatch, free=1.0)
 
 
 def pair(f: Op, b: Op) -> Op:
     """F of one microbatch and B of another as one op: they start together and end together."""
-    return Op(kind="PAIR", parts=(f, b), alloc=f.alloc, free=b.free)
+    return Op(kind=kinds.PAIR, parts=(f, b), alloc=f.alloc, free=b.free)
 
 
 def self_overlap(action: Op) -> Op:
     """An action whose own ops hide its own communication."""
-    return Op(kind="SELF", parts=(action,), alloc=action.alloc, free=action.free)
+    return Op(kind=kinds.SELF, parts=(action,), alloc=action.alloc, free=action.free)
 
 
 def pipeline_program(
@@ -179,7 +155,7 @@ def fuse_pairs(program: Program) -> Program:
     for ops in program.ranks:
         fused: list[Op] = []
         for op in ops:
-            if op.kind == "B" and fused and fused[-1].kind == "F":
+            if op.kind is kinds.B and fused and fused[-1].kind is kinds.F:
                 fused[-1] = pair(fused[-1], op)
             else:
                 fused.append(op)
@@ -190,6 +166,7 @@ def fuse_pairs(program: Program) -> Program:
 
 def overlap_alone(program: Program) -> Program:
     """Every F and B outside a PAIR becomes SELF: warm-up and cool-down hide their own communication."""
-    ranks = [[self_overlap(op) if op.kind in ("F", "B", "I") else op for op in ops] for ops in program.ranks]
+    alone = (kinds.F, kinds.B, kinds.I)
+    ranks = [[self_overlap(op) if op.kind in alone else op for op in ops] for ops in program.ranks]
     shape = program.pipeline()
     return pipeline_program(f"{program.name}+self", ranks, shape.placement, shape.num_microbatches)

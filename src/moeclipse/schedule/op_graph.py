@@ -16,8 +16,8 @@ import numpy as np
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule.graph import DATA, HOST, LANE, Edges, Graph, sort_graph
+from moeclipse.schedule.kinds import TRANSFERS, Form, Part
 from moeclipse.schedule.op import Op, Program
-from moeclipse.schedule.shape import PipelineShape
 
 
 class _Collector:
@@ -181,24 +181,22 @@ def _match_group(
 
 def _signature(program: Program, op: Op) -> tuple[object, ...]:
     """What matched ops must agree on; a transfer is named by its sending stage on both sides."""
-    letter = op.kind[-1]
-    if op.kind in ("SEND_F", "SEND_B"):
-        return (letter, op.stage, op.microbatch)
-    if op.kind in ("RECV_F", "RECV_B"):
-        assert isinstance(program.shape, PipelineShape)
-        placement = program.shape.placement
-        other = placement.previous_stage if letter == "F" else placement.next_stage
-        return (letter, None if op.stage is None else other(op.stage), op.microbatch)
-    return (op.kind, op.stage, op.layer, op.microbatch, op.step, op.chunk, op.chunks, op.expert)
+    if op.kind not in TRANSFERS:
+        return (op.kind, op.stage, op.layer, op.microbatch, op.step, op.chunk, op.chunks, op.expert)
+    stage, form = op.stage, op.kind.form
+    if op.kind.part is Part.RECV and stage is not None:
+        placement = program.pipeline().placement
+        stage = placement.previous_stage(stage) if form is Form.F else placement.next_stage(stage)
+    return (form, stage, op.microbatch)
 
 
 def _check_directions(group: str, present: Sequence[tuple[int, tuple[int, Op]]]) -> None:
     for index, (rank, (_, op)) in enumerate(present):
-        if op.kind.startswith(("SEND_", "RECV_")):
-            expected = "RECV" if index else "SEND"
-            if not op.kind.startswith(expected):
+        if op.kind in TRANSFERS:
+            expected = Part.RECV if index else Part.SEND
+            if op.kind.part is not expected:
                 raise ScheduleError(
-                    f"group {group!r} flows one way: {op} on rank {rank} should be a {expected}"
+                    f"group {group!r} flows one way: {op} on rank {rank} should be a {expected.name}"
                 )
 
 

@@ -13,14 +13,15 @@ from functools import cached_property
 from typing import Literal
 
 from moeclipse.core.errors import ScheduleError
+from moeclipse.schedule.kinds import Part
 
 Recompute = Literal["off", "attn", "mlp", "moe", "full"]
-RECOMPUTED: dict[str, tuple[str, ...]] = {
+RECOMPUTED: dict[str, tuple[Part, ...]] = {
     "off": (),
-    "attn": ("ATTN",),
-    "mlp": ("SHARED", "MLP"),
-    "moe": ("ROUTE", "DISPATCH", "SHARED", "MLP"),
-    "full": ("ATTN", "ROUTE", "DISPATCH", "SHARED", "MLP"),
+    "attn": (Part.ATTN,),
+    "mlp": (Part.SHARED, Part.MLP),
+    "moe": (Part.ROUTE, Part.DISPATCH, Part.SHARED, Part.MLP),
+    "full": (Part.ATTN, Part.ROUTE, Part.DISPATCH, Part.SHARED, Part.MLP),
 }
 """Parts of a layer that run again in backward; `mlp` keeps the dispatched rows, `moe` sends them again."""
 
@@ -100,17 +101,28 @@ class LayerShape:
             )
 
     @cached_property
-    def parts(self) -> tuple[str, ...]:
+    def parts(self) -> tuple[Part, ...]:
         """In forward order."""
-        head = ("HEAD",) if self.head else ()
+        head = (Part.HEAD,) if self.head else ()
         if not self.moe:
-            return ("ATTN", "MLP", *head)
-        shared = ("SHARED",) if self.shared else ()
-        return ("ATTN", "ROUTE", *shared, "DISPATCH", "MLP", "COMBINE", *head)
+            return (Part.ATTN, Part.MLP, *head)
+        shared = (Part.SHARED,) if self.shared else ()
+        return (Part.ATTN, Part.ROUTE, *shared, Part.DISPATCH, Part.MLP, Part.COMBINE, *head)
 
     @cached_property
-    def recomputed(self) -> tuple[str, ...]:
+    def recomputed(self) -> tuple[Part, ...]:
         return tuple(part for part in self.parts if part in RECOMPUTED[self.recompute])
+
+    @cached_property
+    def kept(self) -> dict[Part, float]:
+        """What backward needs of each part, the layer's input apart; of parts that are not named, nothing."""
+        size = self.activation
+        return {
+            Part.ATTN: size.attn,
+            Part.SHARED: size.shared,
+            Part.MLP: size.mlp if self.moe else size.mlp + size.shared,
+            Part.HEAD: size.head,
+        }
 
 
 Layer = LayerShape  # its name in version 0.1, whose pages showed it

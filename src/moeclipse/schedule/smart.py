@@ -23,7 +23,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from moeclipse.core.errors import ScheduleError
-from moeclipse.schedule.op import LANE_OF, Op, Program
+from moeclipse.schedule import kinds
+from moeclipse.schedule.kinds import Kind
+from moeclipse.schedule.op import Op, Program
 from moeclipse.schedule.shape import ExchangeShape, Shadow, even_groups
 
 GROUP = "ep"
@@ -121,7 +123,7 @@ class _RankList:
 
     def add(
         self,
-        kind: str,
+        kind: Kind,
         *,
         unit: tuple[int, int | None] | None = None,
         expert: int | None = None,
@@ -138,7 +140,7 @@ class _RankList:
         chunks = self.shape.chunks_of(unit[0]) if unit is not None else 1
         op = Op(
             kind=kind,
-            lane=LANE_OF[kind],
+            lane=kind.lane,
             step=unit[0] if unit else None,
             chunk=unit[1] if unit and chunks > 1 else None,
             chunks=chunks if unit and unit[1] is not None else 1,
@@ -175,65 +177,66 @@ def _events(shape: ExchangeShape) -> list[tuple[tuple[int, int], int | None]]:
     return [(unit, expert) for unit in shape.units for expert in experts]
 
 
-def _send_all(out: _RankList, form: str) -> list[int]:
-    events = _events(out.shape)
-    alloc = 1.0 / len(events) if form == "F" else 0.0
+def _send_all(out: _RankList) -> list[int]:
+    events, backward = _events(out.shape), out.shape.backward
+    kind, alloc = (kinds.S_B, 0.0) if backward else (kinds.S_F, 1.0 / len(events))
     return [
-        out.add(f"S_{form}", unit=unit, expert=expert, group=GROUP, peers=out.peers(unit[0]), alloc=alloc)
+        out.add(kind, unit=unit, expert=expert, group=GROUP, peers=out.peers(unit[0]), alloc=alloc)
         for unit, expert in events
     ]
 
 
-def _compute_and_return(out: _RankList, form: str, sent: list[int], extra: Sequence[int]) -> list[int]:
+def _compute_and_return(out: _RankList, sent: list[int], extra: Sequence[int]) -> list[int]:
     """Smart: C_u needs S_u, R_u needs C_u. Blocking: every C needs every S, every R needs every C."""
-    events, blocking = _events(out.shape), out.shape.blocking
+    events, blocking, backward = _events(out.shape), out.shape.blocking, out.shape.backward
+    compute, give = (kinds.C_B, kinds.R_B) if backward else (kinds.C_F, kinds.R_F)
+    free = 1.0 / len(events) if backward else 0.0
     computed: list[int] = []
     own_weights = out.shape.own_weights * len(events) // len(out.shape.units)
     returns: list[tuple[tuple[int, int], int | None]] = []
 
     def give_back(unit: tuple[int, int], expert: int | None, deps: Sequence[int]) -> None:
-        free = 1.0 / len(events) if form == "B" else 0.0
         peers = out.peers(unit[0])
-        out.add(f"R_{form}", unit=unit, expert=expert, deps=deps, group=GROUP, peers=peers, free=free)
+        out.add(give, unit=unit, expert=expert, deps=deps, group=GROUP, peers=peers, free=free)
 
     for (unit, expert), source in zip(events, sent, strict=True):
         deps = [*sent, *extra] if blocking else [source]
-        computed.append(out.add(f"C_{form}", unit=unit, expert=expert, deps=deps))
+        computed.append(out.add(compute, unit=unit, expert=expert, deps=deps))
         if blocking:
             returns.append((unit, expert))
         else:
             give_back(unit, expert, computed[-1:])
-            if form == "B" and len(computed) == own_weights:
+            if backward and len(computed) == own_weights:
                 own = [op for op, ((step, _), _) in zip(computed, events, strict=False) if step == 0]
-                out.add("C_W", unit=(0, None), deps=own)
+                out.add(kinds.C_W, unit=(0, None), deps=own)
     if blocking:
         after = list(computed)
-        if form == "B":
-            after.append(out.add("C_W", deps=computed))
+        if backward:
+            after.append(out.add(kinds.C_W, deps=computed))
         for unit, expert in returns:
             give_back(unit, expert, after)
     return computed
 
 
 def _forward(out: _RankList) -> list[Op]:
-    sent = _send_all(out, "F")
-    lent = [out.add("SHADOW_SEND", group=GROUP)] if out.shape.shadows else []
-    _compute_and_return(out, "F", sent, lent)
+    sent = _send_all(out)
+    lent = [out.add(kinds.SHADOW_SEND, group=GROUP)] if out.shape.shadows else []
+    _compute_and_return(out, sent, lent)
     if lent:
-        out.add("SHADOW_F", deps=lent)
+        out.add(kinds.SHADOW_F, deps=lent)
     return out.ops
 
 
 def _backward(out: _RankList) -> list[Op]:
-    sent = _send_all(out, "B")
+    sent = _send_all(out)
     reduced: list[int] = []
     if out.shape.shadows:
-        first = out.add("SHADOW_B")
-        weights = out.add("SHADOW_W", deps=[first])
-        reduced.append(out.add("SHADOW_REDUCE", deps=[weights], group=GROUP))
-    computed = _compute_and_return(out, "B", sent, reduced)
+        first = out.add(kinds.SHADOW_B)
+        weights = out.add(kinds.SHADOW_W, deps=[first])
+        reduced.append(out.add(kinds.SHADOW_REDUCE, deps=[weights], group=GROUP))
+    computed = _compute_and_return(out, sent, reduced)
     if not out.shape.blocking:
-        out.add("C_W", deps=computed)
+        out.add(kinds.C_W, deps=computed)
     if reduced:
-        out.add("SHADOW_ADD", deps=reduced)
+        out.add(kinds.SHADOW_ADD, deps=reduced)
     return out.ops

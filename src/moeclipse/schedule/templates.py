@@ -26,12 +26,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from moeclipse.core.errors import ScheduleError
+from moeclipse.schedule import kinds
+from moeclipse.schedule.kinds import A2A, KIND_OF, P2P, TRANSFERS, Form, Kind, Part
 from moeclipse.schedule.lower import Block, lower_blocks
 from moeclipse.schedule.needs import weight_parts
-from moeclipse.schedule.op import A2A, LANE_OF, Op, Program
+from moeclipse.schedule.op import Op, Program
 from moeclipse.schedule.shape import LayerShape, PipelineShape
 
 Overlap = Literal["off", "pair", "pair+self"]
+ROUTED = (Part.DISPATCH, Part.MLP, Part.COMBINE)
+"""Parts that see routed rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,20 +106,20 @@ def _per_stage(
 
 
 def _expand_action(action: Op, shape: PipelineShape, how: Expansion) -> Block:
-    alone = action.parts[0] if action.kind == "SELF" else action
-    if action.kind == "PAIR":
+    alone = action.parts[0] if action.kind is kinds.SELF else action
+    if action.kind is kinds.PAIR:
         f, b = (_OpMaker(leaf, shape, 1) for leaf in action.parts)
         if how.overlap == "off":
             return Block([*serial_forward(f), *serial_backward(b)], serial=True)
         return Block(list(paired(f, b)))
-    overlapped = how.overlap == "pair+self" or (how.overlap == "pair" and action.kind == "SELF")
-    part = _OpMaker(alone, shape, how.chunks if overlapped else 1, how.split)
-    if alone.kind == "W":
-        return Block(list(all_weight_grads(part)))
-    if alone.kind == "F":
-        order = self_forward(part) if overlapped else serial_forward(part)
+    overlapped = how.overlap == "pair+self" or (how.overlap == "pair" and action.kind is kinds.SELF)
+    make = _OpMaker(alone, shape, how.chunks if overlapped else 1, how.split)
+    if alone.kind is kinds.W:
+        return Block(list(all_weight_grads(make)))
+    if alone.kind is kinds.F:
+        order = self_forward(make) if overlapped else serial_forward(make)
     else:
-        order = self_backward(part) if overlapped else serial_backward(part)
+        order = self_backward(make) if overlapped else serial_backward(make)
     return Block(list(order), serial=not overlapped)
 
 
@@ -126,26 +130,24 @@ class _OpMaker:
         assert action.stage is not None
         self.stage, self.microbatch = action.stage, action.microbatch
         self.layers = shape.layers[action.stage]
-        self.with_weights = action.kind == "B"
+        self.with_weights = action.kind is kinds.B
         self.chunks, self.split = chunks, split
 
-    def cuts(self, part: str, form: str) -> int:
-        """In how many chunks a part is launched."""
-        if form == "W":
+    def cuts(self, kind: Kind) -> int:
+        """In how many chunks an op is launched."""
+        if self.chunks == 1 or kind.form is Form.W:
             return 1
-        whole_layer = self.split == "layer" and form != "R"
-        routed = part in ("DISPATCH", "MLP", "COMBINE")
-        return self.chunks if routed or whole_layer else 1
+        whole_layer = self.split == "layer" and kind.form is not Form.R
+        return self.chunks if whole_layer or kind.part in ROUTED else 1
 
-    def ops(self, index: int, kind: str, chunk: int | None = None) -> Iterator[Op]:
+    def ops(self, index: int, kind: Kind, chunk: int | None = None) -> Iterator[Op]:
         """The op `kind` of layer `index` (one chunk of it, or all), if the layer has that part."""
-        part, form = kind.rsplit("_", 1)
         layer = self.layers[index]
-        if part not in layer.parts or (form == "R" and part not in layer.recomputed):
+        if kind.part not in (layer.recomputed if kind.form is Form.R else layer.parts):
             return
-        if form == "W" and not self.with_weights:
+        if kind.form is Form.W and not self.with_weights:
             return
-        cuts = self.cuts(part, form) if layer.moe else 1
+        cuts = self.cuts(kind) if layer.moe else 1
         if cuts == 1:
             if chunk in (None, 0):
                 yield self._op(index, layer, kind)
@@ -153,11 +155,11 @@ class _OpMaker:
         for at in range(cuts) if chunk is None else (chunk,):
             yield self._op(index, layer, kind, at, cuts)
 
-    def _op(self, index: int, layer: LayerShape, kind: str, chunk: int | None = None, chunks: int = 1) -> Op:
+    def _op(self, index: int, layer: LayerShape, kind: Kind, chunk: int | None = None, chunks: int = 1) -> Op:
         alloc, free = _memory(layer, kind)
         return Op(
             kind=kind,
-            lane=LANE_OF[kind],
+            lane=kind.lane,
             stage=self.stage,
             layer=index,
             microbatch=self.microbatch,
@@ -167,112 +169,108 @@ class _OpMaker:
             free=free,
         )
 
-    def each(self, index: int, *kinds: str) -> Iterator[Op]:
-        for kind in kinds:
+    def each(self, index: int, *wanted: Kind) -> Iterator[Op]:
+        for kind in wanted:
             yield from self.ops(index, kind)
 
-    def by_chunk(self, index: int, *kinds: str) -> Iterator[Op]:
+    def by_chunk(self, index: int, *wanted: Kind) -> Iterator[Op]:
         """All kinds of chunk 0, then all kinds of chunk 1, ...; parts that are not cut go with chunk 0."""
         for chunk in range(self.chunks):
-            for kind in kinds:
+            for kind in wanted:
                 yield from self.ops(index, kind, chunk)
 
 
-def _memory(layer: LayerShape, kind: str) -> tuple[float, float]:
+def _memory(layer: LayerShape, kind: Kind) -> tuple[float, float]:
     """(taken, given back): forward keeps, recompute restores what forward did not keep, dW releases."""
-    part, form = kind.rsplit("_", 1)
-    size = layer.activation
-    kept = {
-        "ATTN": size.attn,
-        "SHARED": size.shared,
-        "MLP": size.mlp + (0.0 if layer.moe else size.shared),
-        "HEAD": size.head,
-    }.get(part, 0.0)
-    outside = size.input if part == "ATTN" else 0.0
-    if form == "F":
+    part, form = kind.part, kind.form
+    kept = layer.kept.get(part, 0.0)
+    outside = layer.activation.input if part is Part.ATTN else 0.0
+    if form is Form.F:
         return outside + (0.0 if part in layer.recomputed else kept), 0.0
-    if form == "R":
+    if form is Form.R:
         return kept, 0.0
-    return 0.0, (kept + outside if form == "W" else 0.0)
+    return 0.0, (kept + outside if form is Form.W else 0.0)
 
 
 def serial_forward(f: _OpMaker) -> Iterator[Op]:
     for index, layer in enumerate(f.layers):
-        yield from f.each(index, *(f"{part}_F" for part in layer.parts))
+        yield from f.each(index, *(KIND_OF[part, Form.F] for part in layer.parts))
 
 
 def serial_backward(b: _OpMaker) -> Iterator[Op]:
     """Weight gradients follow their input gradients at once."""
     for index in reversed(range(len(b.layers))):
         layer = b.layers[index]
-        yield from b.each(index, *(f"{part}_R" for part in layer.recomputed))
+        yield from b.each(index, *(KIND_OF[part, Form.R] for part in layer.recomputed))
         for part in reversed(layer.parts):
-            yield from b.each(index, f"{part}_B")
+            yield from b.each(index, KIND_OF[part, Form.B])
             if part in weight_parts(layer):
-                yield from b.each(index, f"{part}_W")
+                yield from b.each(index, KIND_OF[part, Form.W])
 
 
 def all_weight_grads(w: _OpMaker) -> Iterator[Op]:
     w.with_weights = True
     for index in reversed(range(len(w.layers))):
-        yield from w.each(index, *(f"{part}_W" for part in weight_parts(w.layers[index])))
+        yield from w.each(index, *(KIND_OF[part, Form.W] for part in weight_parts(w.layers[index])))
 
 
 def self_forward(f: _OpMaker) -> Iterator[Op]:
     for index in range(len(f.layers)):
         if f.chunks > 1 and f.split == "layer":
             # ROUTE exchanges sizes, which wait on the wire behind the last combine: give that time to end.
-            yield from f.by_chunk(index, "ATTN_F", "SHARED_F", "ROUTE_F", "DISPATCH_F")
+            yield from f.by_chunk(index, kinds.ATTN_F, kinds.SHARED_F, kinds.ROUTE_F, kinds.DISPATCH_F)
         else:
-            yield from f.by_chunk(index, "ATTN_F", "ROUTE_F", "DISPATCH_F")
-            yield from f.each(index, "SHARED_F")
-        yield from f.by_chunk(index, "MLP_F", "COMBINE_F")
-    yield from f.each(len(f.layers) - 1, "HEAD_F")
+            yield from f.by_chunk(index, kinds.ATTN_F, kinds.ROUTE_F, kinds.DISPATCH_F)
+            yield from f.each(index, kinds.SHARED_F)
+        yield from f.by_chunk(index, kinds.MLP_F, kinds.COMBINE_F)
+    yield from f.each(len(f.layers) - 1, kinds.HEAD_F)
 
 
 def self_backward(b: _OpMaker) -> Iterator[Op]:
     last = len(b.layers) - 1
-    yield from b.by_chunk(last, "HEAD_B", "COMBINE_B")
-    yield from b.each(last, "HEAD_W")
+    yield from b.by_chunk(last, kinds.HEAD_B, kinds.COMBINE_B)
+    yield from b.each(last, kinds.HEAD_W)
     for index in range(last, -1, -1):
-        yield from b.each(index, "ATTN_R", "ROUTE_R", "DISPATCH_R", "SHARED_R", "SHARED_B", "MLP_R")
-        yield from b.by_chunk(index, "MLP_B", "DISPATCH_B")
-        yield from b.each(index, "MLP_W", "SHARED_W")
+        yield from b.each(
+            index, kinds.ATTN_R, kinds.ROUTE_R, kinds.DISPATCH_R, kinds.SHARED_R, kinds.SHARED_B, kinds.MLP_R
+        )
+        yield from b.by_chunk(index, kinds.MLP_B, kinds.DISPATCH_B)
+        yield from b.each(index, kinds.MLP_W, kinds.SHARED_W)
         for chunk in range(b.chunks):
-            for kind in ("ROUTE_B", "ATTN_B"):
+            for kind in (kinds.ROUTE_B, kinds.ATTN_B):
                 yield from b.ops(index, kind, chunk)
             if index and b.split == "layer":
-                yield from b.ops(index - 1, "COMBINE_B", chunk)
+                yield from b.ops(index - 1, kinds.COMBINE_B, chunk)
         if index and b.split != "layer":
-            yield from b.each(index - 1, "COMBINE_B")
-        yield from b.each(index, "ROUTE_W", "ATTN_W")
+            yield from b.each(index - 1, kinds.COMBINE_B)
+        yield from b.each(index, kinds.ROUTE_W, kinds.ATTN_W)
 
 
 def paired(f: _OpMaker, b: _OpMaker) -> Iterator[Op]:
     """Layer i of F beside layer L-1-i of B; what one side has more runs alone at the end."""
     last = len(b.layers) - 1
-    yield from b.each(last, "HEAD_B", "COMBINE_B", "HEAD_W")
+    yield from b.each(last, kinds.HEAD_B, kinds.COMBINE_B, kinds.HEAD_W)
     for index in range(max(len(f.layers), len(b.layers))):
         front = index if index < len(f.layers) else None
         back = last - index if index <= last else None
         if back is not None:
-            yield from b.each(back, "ATTN_R", "ROUTE_R", "DISPATCH_R", "SHARED_R")
+            yield from b.each(back, kinds.ATTN_R, kinds.ROUTE_R, kinds.DISPATCH_R, kinds.SHARED_R)
         if front is not None:
-            yield from f.each(front, "ATTN_F")
+            yield from f.each(front, kinds.ATTN_F)
         if back is not None:
-            yield from b.each(back, "SHARED_B")
+            yield from b.each(back, kinds.SHARED_B)
         if front is not None:
-            yield from f.each(front, "ROUTE_F", "DISPATCH_F")
+            yield from f.each(front, kinds.ROUTE_F, kinds.DISPATCH_F)
         if back is not None:
-            yield from b.each(back, "MLP_R", "MLP_B", "DISPATCH_B", "MLP_W")
+            yield from b.each(back, kinds.MLP_R, kinds.MLP_B, kinds.DISPATCH_B, kinds.MLP_W)
         if front is not None:
-            yield from f.each(front, "SHARED_F", "MLP_F", "COMBINE_F")
+            yield from f.each(front, kinds.SHARED_F, kinds.MLP_F, kinds.COMBINE_F)
         if back is not None:
-            yield from b.each(back, "ROUTE_B", "ATTN_B")
+            yield from b.each(back, kinds.ROUTE_B, kinds.ATTN_B)
             if back:
-                yield from b.each(back - 1, "COMBINE_B")
-            yield from b.each(back, "SHARED_W", "ROUTE_W", "ATTN_W")
-    yield from f.each(len(f.layers) - 1, "HEAD_F")
+                yield from b.each(back - 1, kinds.COMBINE_B)
+            yield from b.each(back, kinds.SHARED_W, kinds.ROUTE_W, kinds.ATTN_W)
+    yield from f.each(len(f.layers) - 1, kinds.HEAD_F)
 
 
 def replicate(program: Program, copies: int) -> Program:
@@ -302,5 +300,5 @@ def _renamed(op: Op, copy: int, names: dict[tuple[str, int], str]) -> Op:
     if op.comm is None:
         return op
     group = names[op.comm[0], copy]
-    lane = f"p2p:{group}" if op.lane.startswith("p2p") else op.lane
+    lane = f"{P2P}:{group}" if op.kind in TRANSFERS else op.lane
     return op._replace(comm=(group, op.comm[1]), lane=lane)

@@ -16,7 +16,9 @@ from dataclasses import asdict
 from typing import Any
 
 from moeclipse.core.errors import ScheduleError
-from moeclipse.schedule.op import KINDS, LANE_OF, TRANSFERS, Op, Program, pair, self_overlap
+from moeclipse.schedule import kinds
+from moeclipse.schedule.kinds import KINDS, TRANSFERS
+from moeclipse.schedule.op import Op, Program, pair, self_overlap
 from moeclipse.schedule.shape import (
     Activation,
     ExchangeShape,
@@ -26,7 +28,7 @@ from moeclipse.schedule.shape import (
     StagePlacement,
 )
 
-KIND_PATTERN = "|".join(sorted(KINDS - {"PAIR", "SELF"}, key=len, reverse=True))
+KIND_PATTERN = "|".join(sorted(KINDS.keys() - {"PAIR", "SELF"}, key=len, reverse=True))
 OP_PATTERN = re.compile(
     rf"(?P<stage>\d+)?(?:\.(?P<layer>\d+))?(?P<kind>{KIND_PATTERN})(?P<microbatch>\d+)?"
     r"(?:@(?P<step>\d+))?(?:#(?P<chunk>\d+)/(?P<chunks>\d+))?(?:~(?P<expert>\d+))?"
@@ -53,10 +55,10 @@ def parse_op(text: str) -> Op:
         for name, value in found.groupdict().items()
         if name != "kind"
     }
-    kind = found["kind"]
+    kind = KINDS[found["kind"]]
     return Op(
         kind=kind,
-        lane=LANE_OF.get(kind, "p2p"),
+        lane=kind.lane,
         stage=number["stage"],
         layer=number["layer"],
         microbatch=number["microbatch"],
@@ -64,8 +66,8 @@ def parse_op(text: str) -> Op:
         chunk=number["chunk"],
         chunks=number["chunks"] or 1,
         expert=number["expert"],
-        alloc=1.0 if kind == "F" else 0.0,
-        free=1.0 if kind in ("B", "W") else 0.0,
+        alloc=1.0 if kind is kinds.F else 0.0,
+        free=1.0 if kind in (kinds.B, kinds.W) else 0.0,
     )
 
 

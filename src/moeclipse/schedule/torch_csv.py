@@ -16,8 +16,10 @@ import io
 from collections.abc import Iterable
 
 from moeclipse.core.errors import ScheduleError
+from moeclipse.schedule import kinds
+from moeclipse.schedule.kinds import DP, P2P, TRANSFERS, Part
 from moeclipse.schedule.lower import with_deps
-from moeclipse.schedule.op import DP, P2P, TRANSFERS, Op, Program
+from moeclipse.schedule.op import Op, Program
 from moeclipse.schedule.shape import PipelineShape, StagePlacement
 from moeclipse.schedule.text import parse_op
 
@@ -40,11 +42,11 @@ def format_csv(program: Program) -> str:
 
 
 def _cell(op: Op) -> str:
-    if op.kind == "PAIR":
+    if op.kind is kinds.PAIR:
         return f"{op}{PAIR_NAME}"
-    if op.kind == "SELF":
+    if op.kind is kinds.SELF:
         return str(op.parts[0])
-    return str(op).replace("REDUCE", REDUCE_NAME)
+    return str(op).replace(kinds.REDUCE.name, REDUCE_NAME)
 
 
 def parse_csv(text: str, name: str = "csv") -> Program:
@@ -70,11 +72,11 @@ def parse_csv(text: str, name: str = "csv") -> Program:
     if missing:
         raise ScheduleError(f"{name}: stages {missing} appear on no rank")
     placement = StagePlacement(num_ranks=len(rows), rank_of=tuple(rank_of[s] for s in range(len(rank_of))))
-    kinds = {op.kind for row in rows for op in row}
+    found = {op.kind for row in rows for op in row}
     shape = PipelineShape(
-        placement=placement, num_microbatches=max(microbatches, default=-1) + 1, reduce="REDUCE" in kinds
+        placement=placement, num_microbatches=max(microbatches, default=-1) + 1, reduce=kinds.REDUCE in found
     )
-    if not kinds & {*TRANSFERS, "REDUCE", "UNSHARD", "RESHARD"}:
+    if not found & {*TRANSFERS, kinds.REDUCE, kinds.UNSHARD, kinds.RESHARD}:
         return Program(name=name, ranks=tuple(map(tuple, rows)), shape=shape)
     return _with_communication(name, shape, rows)
 
@@ -83,10 +85,10 @@ def _parse_cell(cell: str) -> Op:
     text = cell.strip()
     if text.endswith(PAIR_NAME):
         op = parse_op(text[: -len(PAIR_NAME)])
-        if op.kind != "PAIR":
+        if op.kind is not kinds.PAIR:
             raise ScheduleError(f"{cell!r} must hold two actions")
         return op
-    return parse_op(text.replace(REDUCE_NAME, "REDUCE"))
+    return parse_op(text.replace(REDUCE_NAME, kinds.REDUCE.name))
 
 
 def _with_communication(name: str, shape: PipelineShape, rows: Iterable[list[Op]]) -> Program:
@@ -114,10 +116,10 @@ def _with_communication(name: str, shape: PipelineShape, rows: Iterable[list[Op]
 
 def _wire(placement: StagePlacement, op: Op) -> str:
     assert op.stage is not None
-    towards_next = op.kind in ("SEND_F", "RECV_B")
+    towards_next = op.kind in (kinds.SEND_F, kinds.RECV_B)
     other = placement.next_stage(op.stage) if towards_next else placement.previous_stage(op.stage)
     if other is None:
         raise ScheduleError(f"{op} has nobody on the other side: stage {op.stage} is at the end of the model")
     ends = (placement.rank_of[op.stage], placement.rank_of[other])
-    source, target = ends if op.kind.startswith("SEND") else ends[::-1]
+    source, target = ends if op.kind.part is Part.SEND else ends[::-1]
     return f"{source}>{target}"

@@ -12,12 +12,15 @@ from dataclasses import dataclass, field, replace
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.model import Costs
+from moeclipse.schedule import kinds
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import verify
+from moeclipse.schedule.kinds import Part
 from moeclipse.schedule.legal import SCHEDULES, default_stages_per_rank
 from moeclipse.schedule.op import Program, overlap_alone
 from moeclipse.schedule.shape import Activation, LayerShape, Recompute
 from moeclipse.schedule.templates import Expansion, expand
+from moeclipse.sim.durations import tells_self_overlap
 from moeclipse.sim.engine import Simulation, simulate
 from moeclipse.sim.measure import Summary, summarise
 
@@ -42,7 +45,7 @@ class Question:
 
     @property
     def by_layer(self) -> bool:
-        return "ATTN_F" in self.costs.seconds
+        return kinds.ATTN_F.name in self.costs.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +59,12 @@ class Answer:
     @property
     def exchange_exposed(self) -> float:
         """Seconds of dispatch and combine that nothing hides, mean over ranks."""
-        return self.summary.communication("DISPATCH", "COMBINE").exposed / len(self.summary.ranks)
+        return self.summary.communication(Part.DISPATCH, Part.COMBINE).exposed / len(self.summary.ranks)
 
     @property
     def exchange_hidden(self) -> float | None:
         """Part of dispatch and combine that is hidden; None without any."""
-        exchange = self.summary.communication("DISPATCH", "COMBINE")
+        exchange = self.summary.communication(Part.DISPATCH, Part.COMBINE)
         return exchange.hidden / exchange.total if exchange.total else None
 
 
@@ -76,7 +79,7 @@ def ask(question: Question, schedule: str, program: Program | None = None) -> An
         verified = verify(_layers(question, program, share), question.memory_limit)
         result = simulate(verified, question.costs)
     else:
-        if any(kind.startswith("SELF") for kind in question.costs.seconds):
+        if tells_self_overlap(question.costs):
             program = overlap_alone(program)
         seconds = {kind: value / share for kind, value in question.costs.seconds.items()}
         verified = verify(_shared_memory(program, share), question.memory_limit)
@@ -108,7 +111,7 @@ def _layers(question: Question, program: Program, share: int) -> Program:
         shared=whole.shared / question.layers,
         mlp=whole.mlp / question.layers,
     )
-    shared = "SHARED_F" in question.costs.seconds
+    shared = kinds.SHARED_F.name in question.costs.seconds
     if not shared:
         size = replace(size, mlp=size.mlp + size.shared, shared=0.0)
     layer = LayerShape(shared=shared, recompute=question.recompute, activation=size)

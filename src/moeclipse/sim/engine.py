@@ -18,7 +18,8 @@ from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.model import Costs
 from moeclipse.schedule.check import Verified, verify
 from moeclipse.schedule.lower import lower
-from moeclipse.schedule.op import COMPUTE, Op, Program
+from moeclipse.schedule.op import Program
+from moeclipse.sim.durations import checked_durations, table_durations
 from moeclipse.sim.events import EventQueue
 from moeclipse.sim.longest_path import Times, longest_path
 
@@ -64,7 +65,7 @@ def simulate(
     program = verified.program
     if costs.rank_speed and len(costs.rank_speed) != program.num_ranks:
         raise ScheduleError(f"{len(costs.rank_speed)} rank speeds were given for {program.num_ranks} ranks")
-    flat = _durations(program, costs) if durations is None else _checked(program, durations)
+    flat = table_durations(program, costs) if durations is None else checked_durations(program, durations)
     flat += [costs.wire if verified.graph.wires is not None else 0.0] * (verified.graph.num_nodes - len(flat))
     times = _run(verified, costs, flat)
     begin = np.concatenate([[0], np.cumsum([len(ops) for ops in program.ranks])])
@@ -131,40 +132,3 @@ def _peer_nodes(verified: Verified) -> dict[int, list[int]]:
             if node not in peers[node]:
                 peers[node] = [node, *peers[node]]
     return peers
-
-
-def _durations(program: Program, costs: Costs) -> list[float]:
-    known: dict[tuple[str, str | None], float] = {}
-    flat: list[float] = []
-    plain = not (costs.fixed or costs.stage_scale)
-    for rank, ops in enumerate(program.ranks):
-        slow = 1.0 / costs.rank_speed[rank] if costs.rank_speed else 1.0
-        for op in ops:
-            key = (op.kind, op.parts[0].kind if op.kind == "SELF" else None)
-            if key not in known:
-                known[key] = costs.of(*key)
-            seconds = known[key]
-            if op.chunks > 1:
-                seconds /= op.chunks
-            if not plain:
-                seconds = seconds * _scale(op, costs) + costs.fixed.get(op.kind, 0.0)
-            flat.append(seconds * slow if op.lane == COMPUTE else seconds)
-    return flat
-
-
-def _scale(op: Op, costs: Costs) -> float:
-    if not costs.stage_scale or op.lane != COMPUTE:
-        return 1.0
-    scales = []
-    for leaf in op.leaves:
-        if leaf.stage is None or leaf.stage >= len(costs.stage_scale):
-            raise ScheduleError(f"{op} has no entry among the {len(costs.stage_scale)} scales of stages")
-        scales.append(costs.stage_scale[leaf.stage])
-    return sum(scales) / len(scales)
-
-
-def _checked(program: Program, durations: Sequence[Sequence[float]]) -> list[float]:
-    sizes, wanted = [len(d) for d in durations], [len(ops) for ops in program.ranks]
-    if sizes != wanted:
-        raise ScheduleError(f"durations have {sizes} entries per rank, but the program has {wanted} ops")
-    return [seconds for rank_durations in durations for seconds in rank_durations]

@@ -15,7 +15,9 @@ import numpy.typing as npt
 from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.exchange import ExchangeCosts
 from moeclipse.cost.model import Costs
+from moeclipse.schedule import kinds
 from moeclipse.schedule.check import Verified, verify
+from moeclipse.schedule.kinds import Part
 from moeclipse.schedule.op import Op, Program
 from moeclipse.schedule.shape import ExchangeShape, Shadow
 from moeclipse.sim.engine import Simulation, simulate
@@ -72,17 +74,17 @@ def _copies(shadows: tuple[Shadow, ...], rank: int) -> int:
 
 
 def _seconds(op: Op, rank: int, rows: _Rows, costs: ExchangeCosts) -> float:
-    if op.kind.startswith("SHADOW"):
-        if op.kind in ("SHADOW_SEND", "SHADOW_REDUCE"):
+    if op.kind.part is Part.SHADOW:
+        if op.kind in (kinds.SHADOW_SEND, kinds.SHADOW_REDUCE):
             return costs.parameters(_copies(rows.shape.shadows, rank))
-        if op.kind == "SHADOW_ADD":
+        if op.kind is kinds.SHADOW_ADD:
             return costs.kernel
         return costs.compute(float(rows.kept[rank].sum()))
-    if op.kind == "C_W" and op.step is None:
+    if op.kind is kinds.C_W and op.step is None:
         done = rows.sent[list(rows.shape.receive_from(rank, 0)), rank].sum() if rows.shape.own_weights else 0
         return costs.compute(float(rows.sent[:, rank].sum() - done))
     sent, received, computed = rows.moved(rank, op)
-    if op.kind.startswith("C"):
+    if op.kind.part is Part.C:
         return costs.compute(computed)
     if op.step == 0 and rows.shape.keeps_own_rows:
         return 0.0

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moeclipse.schedule.op import COMPUTE, Op
+from moeclipse.schedule import kinds
+from moeclipse.schedule.kinds import COMPUTE, Kind, Part
+from moeclipse.schedule.op import Op
 from moeclipse.sim.engine import Floats, Simulation
 
 CLASSES = ("compute", "exposed", "straggle", "idle")
@@ -49,7 +51,8 @@ class KindTime:
 class Summary:
     makespan: float
     ranks: tuple[RankTime, ...]
-    kinds: dict[str, KindTime]
+    kinds: dict[Kind, KindTime]
+    """Communication by kind."""
     peak: tuple[float, ...]
     """Most memory held at once on each rank, in simulated time."""
 
@@ -62,9 +65,9 @@ class Summary:
     def compute(self) -> float:
         return sum(rank.compute for rank in self.ranks)
 
-    def communication(self, *prefixes: str) -> KindTime:
-        """All kinds together, or those that start with one of the prefixes."""
-        chosen = [time for kind, time in self.kinds.items() if not prefixes or kind.startswith(prefixes)]
+    def communication(self, *parts: Part) -> KindTime:
+        """All kinds together, or those of some parts."""
+        chosen = [time for kind, time in self.kinds.items() if not parts or kind.part in parts]
         return KindTime(total=sum(t.total for t in chosen), hidden=sum(t.hidden for t in chosen))
 
 
@@ -75,25 +78,25 @@ class LaneTime:
     ready: Floats
     start: Floats
     finish: Floats
-    kinds: list[str]
+    kinds: list[Kind]
     posted_ahead: np.ndarray
 
 
 def summarise(result: Simulation) -> Summary:
     makespan = result.makespan
-    ranks, kinds = [], dict[str, KindTime]()
+    ranks, by_kind = [], dict[Kind, KindTime]()
     for rank in range(result.program.num_ranks):
         start, finish = compute_intervals(result, rank)
         lane = communication(result, rank)
         ranks.append(_rank_time(makespan, start, finish, lane))
         overlap = _covered(start, finish, lane.finish) - _covered(start, finish, lane.start)
         for kind, total, hidden in zip(lane.kinds, lane.finish - lane.start, overlap, strict=True):
-            before = kinds.get(kind, KindTime(total=0.0, hidden=0.0))
-            kinds[kind] = KindTime(total=before.total + float(total), hidden=before.hidden + float(hidden))
+            before = by_kind.get(kind, KindTime(total=0.0, hidden=0.0))
+            by_kind[kind] = KindTime(total=before.total + float(total), hidden=before.hidden + float(hidden))
     peak = tuple(
         float(memory_curve(result, rank)[1].max(initial=0.0)) for rank in range(result.program.num_ranks)
     )
-    return Summary(makespan=makespan, ranks=tuple(ranks), kinds=kinds, peak=peak)
+    return Summary(makespan=makespan, ranks=tuple(ranks), kinds=by_kind, peak=peak)
 
 
 def compute_intervals(result: Simulation, rank: int) -> tuple[Floats, Floats]:
@@ -108,19 +111,22 @@ def communication(result: Simulation, rank: int) -> LaneTime:
     part, ops = result.rank_slice(rank), result.program.ranks[rank]
     chosen = np.array([op.lane != COMPUTE for op in ops], dtype=bool)
     ready, start, finish = (a[part][chosen] for a in (result.ready, result.start, result.finish))
-    kinds = [op.kind for op in ops if op.lane != COMPUTE]
+    sent = [op.kind for op in ops if op.lane != COMPUTE]
     wires = result.verified.graph.wires
     if wires is not None:
         num_ops = result.verified.graph.num_ops
-        for ends, names in ((wires.source, ("SEND_B", "SEND_F")), (wires.destination, ("RECV_B", "RECV_F"))):
+        for ends, back, there in (
+            (wires.source, kinds.SEND_B, kinds.SEND_F),
+            (wires.destination, kinds.RECV_B, kinds.RECV_F),
+        ):
             mine = np.flatnonzero(ends == rank)
             ready, start, finish = (
                 np.concatenate([old, new[num_ops + mine]])
                 for old, new in ((ready, result.ready), (start, result.start), (finish, result.finish))
             )
-            kinds += [names[int(forward)] for forward in wires.is_forward[mine]]
-    ahead = np.array([kind.startswith("RECV") for kind in kinds], dtype=bool)
-    return LaneTime(ready=ready, start=start, finish=finish, kinds=kinds, posted_ahead=ahead)
+            sent += [there if forward else back for forward in wires.is_forward[mine]]
+    ahead = np.array([kind.part is Part.RECV for kind in sent], dtype=bool)
+    return LaneTime(ready=ready, start=start, finish=finish, kinds=sent, posted_ahead=ahead)
 
 
 def _rank_time(makespan: float, start: Floats, finish: Floats, lane: LaneTime) -> RankTime:

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from moeclipse.schedule.op import COMPUTE, Op
+from moeclipse.schedule import kinds
+from moeclipse.schedule.kinds import COMPUTE, Part
+from moeclipse.schedule.op import Op
 from moeclipse.sim.engine import Simulation
 from moeclipse.sim.measure import communication, compute_intervals, memory_curve
 
-GLYPHS = {"F": "F", "B": "B", "I": "I", "W": "W", "PAIR": "#"}
 LEGEND = "F forward  B backward  I dX  W dW  # forward and backward paired  R recompute  . idle"
 NEAR = 6
 """Compute ops of one side that may follow each other inside a pair."""
@@ -40,7 +41,7 @@ def perfetto(result: Simulation, *, seconds_per_unit: float = 1.0) -> dict[str, 
             for wire in np.flatnonzero(wires.source == rank):
                 lane = f"p2p:{rank}>{wires.destination[wire]}"
                 node = result.verified.graph.num_ops + int(wire)
-                kind = "SEND_F" if wires.is_forward[wire] else "SEND_B"
+                kind = kinds.SEND_F if wires.is_forward[wire] else kinds.SEND_B
                 op = Op(
                     kind=kind, lane=lane, stage=int(wires.stage[wire]), microbatch=int(wires.microbatch[wire])
                 )
@@ -72,7 +73,7 @@ def _slice(rank: int, row: int, op: Op, result: Simulation, node: int, scale: fl
     return {
         "ph": "X",
         "name": str(op),
-        "cat": op.kind,
+        "cat": op.kind.name,
         "pid": rank,
         "tid": row,
         "ts": start * scale,
@@ -108,13 +109,15 @@ def _is_pipeline(result: Simulation) -> bool:
 
 
 def _glyph(op: Op) -> str:
-    if op.kind == "SELF":
+    if op.kind is kinds.PAIR:
+        return "#"
+    if op.kind is kinds.SELF:
         return _glyph(op.parts[0])
-    if op.kind.startswith("SHADOW"):
+    if op.kind.part is Part.SHADOW:
         return "H"
-    if op.kind in ("C_F", "C_B"):
+    if op.kind in (kinds.C_F, kinds.C_B):
         return "C"
-    return GLYPHS.get(op.kind, op.kind[-1])
+    return op.kind.form.name
 
 
 def _cells(

@@ -1,0 +1,19 @@
+"""What rows and parameters cost on near and far links."""
+
+from __future__ import annotations
+
+import pytest
+
+from moeclipse.core.errors import ConfigError
+from moeclipse.cost.exchange import ExchangeCosts
+
+
+def test_exchange_costs() -> None:
+    costs = ExchangeCosts(
+        row_bytes=100, near_bandwidth=1000, far_bandwidth=100, row_seconds=2, latency=1, kernel=3
+    )
+    assert costs.transfer(10, near=True) == 2.0
+    assert costs.transfer(10, near=False) == 11.0
+    assert costs.compute(4) == 11.0
+    with pytest.raises(ConfigError, match="2 problems"):
+        ExchangeCosts(row_bytes=0, near_bandwidth=1, far_bandwidth=1, row_seconds=-1)
