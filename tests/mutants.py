@@ -129,13 +129,13 @@ MUTANTS = (
         "balance/shadow_model.py",
         "(costs.row_backward, costs.gradient_seconds)",
         "(costs.row_forward, costs.gradient_seconds)",
-        "balance/test_shadow.py::test_the_walk_is_led_by_the_prices_of_the_prediction",
+        "balance/test_shadow_model.py::test_the_walk_is_led_by_the_prices_of_the_prediction",
     ),
     Mutant(
         "balance/shadow_model.py",
         "row = 4 * self.row_send",
         "row = 2 * self.row_send",
-        "balance/test_shadow.py::test_enough_rows_cost_as_much_as_a_copy",
+        "balance/test_shadow_model.py::test_enough_rows_cost_as_much_as_a_copy",
     ),
     Mutant(
         "balance/shadow.py",
@@ -147,19 +147,19 @@ MUTANTS = (
         "balance/incremental.py",
         "worth = gain > paid and gain > min_gain",
         "worth = gain > min_gain",
-        "balance/test_planners.py::test_optimizer_state_must_pay_for_its_journey",
+        "balance/test_incremental.py::test_optimizer_state_must_pay_for_its_move",
     ),
     Mutant(
         "balance/objective.py",
         "weights * self.weight_bytes + states * self.state_bytes",
         "weights * self.weight_bytes",
-        "balance/test_planners.py::test_optimizer_state_must_pay_for_its_journey",
+        "balance/test_objective.py::test_moved_state_is_paid_for",
     ),
     Mutant(
         "balance/objective.py",
         "busiest_rank = float(near_PP.sum()) / placement.num_ranks",
         "busiest_rank = float(near_PP.sum())",
-        "balance/test_planners.py::test_on_a_shared_wire_a_rank_has_its_part_of_all_rows",
+        "balance/test_objective.py::test_on_a_shared_wire_a_rank_has_its_part_of_all_rows",
     ),
     Mutant(
         "balance/load.py",

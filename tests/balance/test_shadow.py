@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import shadow_costs as costs
 from strategies import counts_for, placements, zipf_counts
 
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.shadow import ShadowPlan, choose_shadows, forced_shadows, predict
-from moeclipse.balance.shadow_model import ShadowCosts, Work, latency, merit
 from moeclipse.core.errors import ConfigError
-
-
-def costs(**changes: float) -> ShadowCosts:
-    """A wire of 1 Gbit/s, rows of 512 floats, experts of 2 x 512 x 1024, a slow processor."""
-    given = {
-        "num_parameters": 2 * 512 * 1024,
-        "row_width": 512,
-        "bandwidth": 125e6,
-        "row_forward": 4e-5,
-        "dtype": "fp32",
-    }
-    return ShadowCosts.from_shapes(**{**given, **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("overlap", [0.0, 1.0])
@@ -60,16 +46,6 @@ def test_only_ranks_with_enough_rows_get_a_copy() -> None:
     assert limited.shadows == ((0, (1,)),)
 
 
-def test_enough_rows_cost_as_much_as_a_copy() -> None:
-    """Rows travel four times: there and back, forward and backward."""
-    prices = costs(copy=1e-3)
-    row = 4 * prices.row_send + prices.row_forward + prices.row_backward
-    copy = prices.parameter_seconds + prices.gradient_seconds
-    assert prices.enough_rows * row == pytest.approx(copy)
-    assert costs(min_rows=10**6).enough_rows == 10**6
-    assert replace(prices, row_send=0.0, row_forward=0.0, row_backward=0.0).enough_rows == np.inf
-
-
 def test_a_small_gain_is_not_worth_it() -> None:
     counts_PE, placement = zipf_counts(4, 16, 0.6), Placement.contiguous(16, 4)
     plan = choose_shadows(counts_PE, placement, costs(min_gain=0.0))
@@ -85,17 +61,6 @@ def test_two_equally_full_ranks() -> None:
     counts_PE[:, 0] = counts_PE[:, 2] = 4000
     plan = choose_shadows(counts_PE, Placement.contiguous(8, 4), costs())
     assert {expert for expert, _ in plan.shadows} == {0, 2}
-
-
-def test_gradients_of_twice_the_bytes_cost_twice() -> None:
-    counts_PE = zipf_counts(4, 16, 1.2)
-    shadows = ((int(counts_PE.sum(0).argmax()), (0,)),)
-    placement = Placement.contiguous(16, 4)
-    dear, cheap = (costs(dtype="bf16", gradient_dtype=dtype, shared_wire=True) for dtype in ("fp32", "bf16"))
-    assert dear.parameter_bytes == cheap.parameter_bytes == cheap.gradient_bytes == dear.gradient_bytes / 2
-    more = predict(counts_PE, placement, dear, shadows).backward_wire
-    less = predict(counts_PE, placement, cheap, shadows).backward_wire
-    assert more - less == pytest.approx(cheap.gradient_seconds)
 
 
 def brute_work(counts_PE: np.ndarray, placement: Placement, plan: ShadowPlan) -> tuple[np.ndarray, ...]:
@@ -149,20 +114,6 @@ def test_the_prediction_adds_up(data: st.DataObject) -> None:
         assert seconds.total == pytest.approx(seconds.forward + seconds.backward)
 
 
-@pytest.mark.parametrize("overlap", [0.0, 1.0])
-@pytest.mark.parametrize("shared_wire", [False, True])
-def test_the_walk_is_led_by_the_prices_of_the_prediction(shared_wire: bool, overlap: float) -> None:
-    """Where all ranks do the same, the smooth stand-in is the prediction itself, backward included."""
-    prices = costs(overlap=overlap, shared_wire=shared_wire, copy=1e-3, row_backward=1.1e-4)
-    for rows, sent, copies in ((500, 40, 1), (20, 300, 3), (0, 0, 1)):
-        each = np.full(4, float(sent))
-        taken = np.full(4, float(copies))
-        work = Work(
-            rows=np.full(4, float(rows)), rows_in=each, rows_out=each, copies_in=taken, copies_out=taken
-        )
-        assert merit(work, prices) == pytest.approx(latency(work, prices).total)
-
-
 @settings(deadline=None)
 @given(st.data())
 def test_plans_fit_any_placement(data: st.DataObject) -> None:
@@ -188,21 +139,6 @@ def test_forced_shadows_go_where_rows_are() -> None:
     assert plan.shadows == ((0, (2, 3)), (3, (0, 1)))
     with pytest.raises(ConfigError, match="expert 9 cannot be shadowed; experts are 0 to 3"):
         forced_shadows(counts_PE, Placement.contiguous(4, 4), costs(), [9])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"row_forward": -1.0}, r"row_forward \(-1.0\) must not be negative"),
-        ({"overlap": 1.5}, r"overlap \(1.5\) must lie between 0 \(blocking\) and 1"),
-        ({"min_rows": 0}, r"min_rows \(0\) must be at least 1"),
-        ({"dtype": "int3"}, "unknown dtype 'int3'; choose one of fp64, fp32"),
-        ({"bandwidth": 0}, r"bandwidth \(0\) must be positive"),
-    ],
-)
-def test_costs_are_checked(changes: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        costs(**changes)
 
 
 def test_counts_of_another_shape_are_refused() -> None:

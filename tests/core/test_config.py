@@ -10,11 +10,9 @@ import pytest
 
 from moeclipse.core.config import (
     build,
-    convert,
     flag_layer,
     from_table,
     keys_of,
-    nearest,
     table_layer,
     to_flat,
     validate,
@@ -210,13 +208,3 @@ def test_with_values_changes_only_what_it_names() -> None:
 
 def test_from_table() -> None:
     assert from_table(Tree, {"layout": {"files": ["a"]}}, "x") == Tree(layout=Layout(files=("a",)))
-
-
-def test_a_type_that_cannot_be_configured_is_the_developers_error() -> None:
-    with pytest.raises(TypeError, match="cannot hold"):
-        convert(1, dict)
-
-
-def test_nearest() -> None:
-    assert nearest("trian", ["train", "doctor"]) == "train"
-    assert nearest("xyz", ["train", "doctor"]) is None

@@ -1,0 +1,66 @@
+"""What a placement costs: every part of the sum by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from plans import FREE
+
+from moeclipse.balance.objective import PlacementCosts, nodes_of, score, sync_copies
+from moeclipse.balance.placement import Placement
+from moeclipse.core.errors import ConfigError
+
+
+def test_on_a_shared_wire_a_rank_has_its_part_of_all_rows() -> None:
+    counts_PE = np.array([[5, 7], [3, 9]])
+    costs = replace(FREE, row_bytes=2.0, near_bandwidth=10.0)
+    placement = Placement.contiguous(2, 2)
+    assert score(placement, counts_PE, costs).near == pytest.approx(4 * 2 * 7 / 10)
+    shared = replace(costs, shared_wire=True)
+    assert score(placement, counts_PE, shared).near == pytest.approx(4 * 2 * (7 + 3) / 2 / 10)
+
+
+def test_the_score_adds_up() -> None:
+    current = Placement.contiguous(4, 2)
+    new = Placement.parse([[0, 1, 2], [2, 3, 0]]).arranged_like(current)
+    counts_PE = np.array([[10, 0, 0, 0], [10, 0, 0, 20]])
+    costs = PlacementCosts(
+        row_seconds=1.0,
+        row_bytes=2.0,
+        weight_bytes=10.0,
+        gradient_bytes=20.0,
+        state_bytes=60.0,
+        near_bandwidth=10.0,
+        far_bandwidth=4.0,
+        every=5,
+    )
+    found = score(new, counts_PE, costs, current=current, node_P=[0, 1])
+    assert found.fullest == 20  # expert 0 is poured so that both ranks have 20 rows
+    assert found.cross == 4 * 2.0 * 10 / 4.0  # 10 rows of rank 1 go to rank 0
+    assert (found.moves, found.states) == (2, 0)
+    assert found.migration == pytest.approx(2 * 10.0 / 4.0 / 5)
+    assert sync_copies(new) == 1
+    assert found.sync == pytest.approx(30.0 / 4.0)
+    assert found.total == found.fullest + found.cross + found.sync + found.migration
+    assert (found.balance, found.cross_share) == (1.0, 0.25)
+
+
+def test_moved_state_is_paid_for() -> None:
+    costs = replace(FREE, weight_bytes=2.0, state_bytes=12.0, near_bandwidth=2.0)
+    assert costs.move_seconds(3, 2) == (3 * 2 + 2 * 12) / 2
+    assert replace(costs, far_bandwidth=0.5).move_seconds(3, 2, num_nodes=2) == (3 * 2 + 2 * 12) / 0.5
+
+
+def test_nodes_are_runs_of_ranks() -> None:
+    assert nodes_of(6, 3) == (0, 0, 1, 1, 2, 2)
+    with pytest.raises(ConfigError, match=r"nodes \(4\) must divide ranks \(6\); choose one of 1, 2, 3, 6"):
+        nodes_of(6, 4)
+
+
+def test_costs_are_checked() -> None:
+    with pytest.raises(ConfigError, match=r"every \(0\) must be positive"):
+        PlacementCosts.from_shapes(d_model=8, d_ff=8, every=0)
+    with pytest.raises(ConfigError, match="2 problems"):
+        replace(FREE, row_bytes=-1, near_bandwidth=0)
