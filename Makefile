@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup train test test-full lint bench clean
+.PHONY: setup train test test-full coverage lint bench clean
 
 setup: $(STAMP)
 
@@ -25,6 +25,9 @@ test: setup
 
 test-full: setup
 	@$(BIN)/python -m pytest -q $(ARGS)
+
+coverage: setup
+	@$(BIN)/python tests/coverage_by_name.py $(ARGS)
 
 lint: setup
 	@$(BIN)/ruff check src tests bench examples docs/*.py

@@ -15,9 +15,15 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src" / "moeclipse"
+from coverage_by_name import EXEMPT, imports_its_module, modules
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "moeclipse"
 MAX_FILE_LINES = 400
+MAX_TEST_LINES = 500
 MAX_FUNCTION_LINES = 60
+MODULES_WITH_A_TEST = 0.30
+TOO_LONG = {"tests/comm/test_all_reduce.py"}
 
 # Left to right; rooms in one tuple are siblings. `testing` stands beside comm, for tests alone.
 LAYERS: list[tuple[str, ...]] = [
@@ -164,6 +170,37 @@ def test_files_and_functions_stay_short(path: Path) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             assert length <= MAX_FUNCTION_LINES, f"{name_of(path)}: {node.name} has {length} lines"
+
+
+def test_tests_and_benches_stay_short() -> None:
+    files = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("bench/**/*.py")]
+    long = {str(path.relative_to(ROOT)) for path in files if path.read_text().count("\n") > MAX_TEST_LINES}
+    assert len(files) > 100, "tests were not found"
+    assert not long - TOO_LONG, "there are two ideas in them"
+
+
+def test_modules_have_a_test_of_their_name() -> None:
+    """That it covers most of their lines, `make coverage` sees."""
+    assert set(EXEMPT) <= set(map(name_of, FILES))
+    without = [module for module in modules() if not imports_its_module(module)]
+    share = 1 - len(without) / len(modules())
+    assert share >= MODULES_WITH_A_TEST, f"no test file of this name imports {without}"
+
+
+def repeated_classes(trees: dict[Path, ast.Module]) -> dict[str, list[str]]:
+    where: dict[str, list[str]] = {}
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, []).append(path.name)
+    return {name: files for name, files in where.items() if len(files) > 1}
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    assert not repeated_classes(TREES)
+    texts = {"a.py": "class Move: ...", "b.py": "def late():\n class Move: ..."}
+    twice = {Path(name): ast.parse(text) for name, text in texts.items()}
+    assert repeated_classes(twice) == {"Move": ["a.py", "b.py"]}
 
 
 def is_constant_name(target: ast.expr) -> bool:

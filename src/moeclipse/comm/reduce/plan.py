@@ -21,7 +21,7 @@ MAX_VIEWS = 256  # of shared tensors, that a plan keeps a launch for
 Repeat = Callable[[int, int], None]
 
 
-class Owner(Protocol):
+class PlanOwner(Protocol):
     """What a plan needs of `on_device.CudaReducer`."""
 
     device: torch.device
@@ -37,7 +37,7 @@ class CudaPlan:
     """Calls of one dtype and length that were made before, with all but pointers known: one that copies, and
     by address those that read their input where it lies. `call` is None where none of them applies."""
 
-    def __init__(self, owner: Owner, num_bytes: int) -> None:
+    def __init__(self, owner: PlanOwner, num_bytes: int) -> None:
         self.copied: Repeat | None = None
         self.there: dict[tuple[int, bool], Repeat] = {}
         self.call = planned(owner, self, num_bytes)
@@ -52,7 +52,7 @@ class CudaPlan:
         self.there[x, x == out] = repeat
 
 
-def planned(owner: Owner, plan: CudaPlan, num_bytes: int) -> Planned:
+def planned(owner: PlanOwner, plan: CudaPlan, num_bytes: int) -> Planned:
     """The call itself. A function and not a method: small all-reduces wait for the host, and what a function
     closes over is found faster than what an object has."""
     device, seen, there, inputs = owner.device.index, owner.seen, plan.there, owner.inputs
