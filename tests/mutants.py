@@ -177,19 +177,19 @@ MUTANTS = (
         "comm/flight/execute.py",
         "transfer, self._under_way[position] = self._under_way[position], None",
         "transfer = self._under_way[position]",
-        "comm/test_execute.py::test_what_was_waited_for_is_forgotten",
+        "comm/flight/test_execute.py::test_what_was_waited_for_is_forgotten",
     ),
     Mutant(
         "comm/flight/execute.py",
         "for position in op.deps:",
         "for position in range(len(self._under_way)):",
-        "comm/test_execute.py::test_an_op_waits_for_what_it_needs_and_for_nothing_else",
+        "comm/flight/test_execute.py::test_an_op_waits_for_what_it_needs_and_for_nothing_else",
     ),
     Mutant(
         "comm/flight/lane.py",
         "self._value, self._keep = value, keep",
         "self._value, self._keep = value, None",
-        "comm/test_lane.py::test_what_travels_is_kept_until_it_is_waited_for_and_no_longer",
+        "comm/flight/test_lane.py::test_what_travels_is_kept_until_it_is_waited_for_and_no_longer",
     ),
     Mutant(
         "comm/flight/lane.py",
@@ -198,31 +198,31 @@ MUTANTS = (
         self._keep = self._work = None  # a Work may hold tensors, too
 """,
         "            self._stamps.done = time.perf_counter_ns()\n",
-        "comm/test_lane.py::test_what_travels_is_kept_until_it_is_waited_for_and_no_longer",
+        "comm/flight/test_lane.py::test_what_travels_is_kept_until_it_is_waited_for_and_no_longer",
     ),
     Mutant(
         "comm/flight/lane.py",
         "            _stamp_when_done(transfer._work, stamps)\n",
         "            pass\n",
-        "comm/test_lane.py::test_a_transfer_is_done_when_it_is_done_not_when_somebody_looks",
+        "comm/flight/test_lane.py::test_a_transfer_is_done_when_it_is_done_not_when_somebody_looks",
     ),
     Mutant(
         "comm/flight/lane.py",
         "self._work.wait(timedelta(seconds=patience_s or watch.deadline_s))",
         "self._work.wait(timedelta(seconds=watch.deadline_s))",
-        "comm/test_lane.py::test_patience_replaces_the_deadline",
+        "comm/flight/test_lane.py::test_patience_replaces_the_deadline",
     ),
     Mutant(
         "comm/flight/exchange.py",
         "    total = total.clone()\n",
         "",
-        "comm/test_exchange.py::test_a_sum_leaves_its_parts_as_they_came",
+        "comm/flight/test_exchange.py::test_a_sum_leaves_its_parts_as_they_came",
     ),
     Mutant(
         "comm/wires/two_level.py",
         'f"two_level {group.name} {numbers}"',
         'f"two_level {group.name}"',
-        "comm/test_two_level.py::test_another_layout_of_hosts_gets_groups_of_its_own",
+        "comm/wires/test_two_level.py::test_another_layout_of_hosts_gets_groups_of_its_own",
     ),
     Mutant(
         "moe/dispatch.py",
@@ -332,7 +332,7 @@ MUTANTS = (
         words[word * WORD] = value
 """,
         "        words[word * WORD] = value\n",
-        "comm/test_signals.py::test_a_post_comes_behind_a_release_and_sleepers_behind_a_full_fence",
+        "comm/shared/test_signals.py::test_a_post_comes_behind_a_release_and_sleepers_behind_a_full_fence",
     ),
     Mutant(
         "comm/wires/ring.py",
@@ -340,13 +340,13 @@ MUTANTS = (
             self._signals.fence.acquire()
             # Read after""",
         "            # Read after",
-        "comm/test_ring.py::test_messages_arrive_whole_and_in_order",
+        "comm/wires/test_ring.py::test_messages_arrive_whole_and_in_order",
     ),
     Mutant(
         "ops/raw_bytes.py",
         "x.as_strided((x.numel(),), (1,))",
         "x.view(-1)",
-        "comm/test_copy_engines.py::test_one_element_travels_whatever_its_stride",
+        "comm/wires/test_copy_engines.py::test_one_element_travels_whatever_its_stride",
     ),
     Mutant(
         "moe/topology.py",

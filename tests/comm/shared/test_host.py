@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from peer_files import left_over
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.shared import host, signals
@@ -19,18 +20,6 @@ from moeclipse.core.errors import CommError
 from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
 
 pytestmark = pytest.mark.peer_memory
-
-SHM = Path("/dev/shm")
-
-
-def left_over() -> list[str]:
-    """Names that stay. Other runs on this machine have theirs for a moment, while they open memory."""
-    names = {path.name for path in SHM.glob("moeclipse-*")}
-    until = time.monotonic() + 2
-    while names and time.monotonic() < until:
-        time.sleep(0.02)
-        names &= {path.name for path in SHM.glob("moeclipse-*")}
-    return sorted(names)
 
 
 def opened(mesh: Mesh, **options: Any) -> PeerMemory:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_host_memory import left_over
+from peer_files import left_over
 
 from moeclipse.comm.flight.exchange import all_to_all
 from moeclipse.comm.mesh import Mesh
