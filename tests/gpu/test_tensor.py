@@ -76,11 +76,11 @@ def test_a_fused_backward_allocates_nothing_of_the_weights_size() -> None:
 
 TWO_RANKS = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[2:]
 import test_tensor_parallel as t
 from pathlib import Path
 from moeclipse.testing.run_ranks import run_ranks
-text = Path(sys.argv[2]); text.write_text(Path(t.__file__).read_text()[:4000])
+text = Path(sys.argv[1]); text.write_text(Path(t.__file__).read_text()[:4000])
 for model in ("softmax", "latent"):
     configs = [t.configure(str(text), t.MODELS[model], way, {"parallel.tp": 2}) for way in t.WAYS]
     ((alone, loss),) = t.run_alone(t.gradients, configs[:1])
@@ -96,7 +96,8 @@ print("equal")
 
 def test_two_tp_ranks_on_one_gpu_equal_one_process_on_the_cpu(tmp_path: Path) -> None:
     """Forked ranks need a parent that has not touched the device: a process of its own."""
-    folder = Path(__file__).parent.parent / "train"
-    command = [sys.executable, "-c", TWO_RANKS, str(folder), str(tmp_path / "text.txt")]
+    tests = Path(__file__).parent.parent
+    given = map(str, (tmp_path / "text.txt", tests, tests / "train"))
+    command = [sys.executable, "-c", TWO_RANKS, *given]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.stdout.strip().endswith("equal"), done.stderr[-3000:]
