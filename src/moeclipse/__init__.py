@@ -30,6 +30,7 @@ _EXPORTS = {
     "ModelConfig": "moeclipse.model.config",
     "MoEConfig": "moeclipse.moe.config",
     "GateConfig": "moeclipse.moe.config",
+    "ExchangeConfig": "moeclipse.moe.config",
     "PlacementConfig": "moeclipse.balance.config",
     "ParallelConfig": "moeclipse.comm.config",
     "PipelineConfig": "moeclipse.pipeline.config",

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import moeclipse
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import GateConfig
@@ -232,3 +233,13 @@ def test_bad_shapes_are_all_named() -> None:
         MoE(D, FF, 8, 9)
     with pytest.raises(ConfigError, match="2 problems"):
         MoE(D, 0, 8, 9)
+
+
+def test_how_rows_travel_is_typed_or_a_mapping_that_is_checked() -> None:
+    typed = MoE(D, FF, 8, exchange=moeclipse.ExchangeConfig(schedule="smart", chunks=2))
+    mapped = MoE(D, FF, 8, exchange={"schedule": "smart", "chunks": 2})
+    assert typed.schedule.config == mapped.schedule.config
+    with pytest.raises(ConfigError, match=r"schedul: unknown key; did you mean schedule\?"):
+        MoE(D, FF, 8, exchange={"schedul": "smart"})
+    with pytest.raises(ConfigError, match="chunks"):
+        MoE(D, FF, 8, exchange={"chunks": "many"})
