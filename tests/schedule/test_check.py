@@ -12,10 +12,25 @@ from moeclipse.schedule import kinds
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.lower import lower
-from moeclipse.schedule.op import Op, Program, backward, forward, fuse_pairs, pair, pipeline_program
+from moeclipse.schedule.op import Op, Program, backward, forward, pair, pipeline_program
 from moeclipse.schedule.shape import LayerShape, PipelineShape, StagePlacement
 from moeclipse.schedule.smart import exchange_shape, smart
 from moeclipse.schedule.templates import Expansion, expand, replicate
+
+
+def fuse_pairs(program: Program) -> Program:
+    """Every F directly followed by a B becomes a PAIR."""
+    ranks = []
+    for ops in program.ranks:
+        fused: list[Op] = []
+        for op in ops:
+            if op.kind is kinds.B and fused and fused[-1].kind is kinds.F:
+                fused[-1] = pair(fused[-1], op)
+            else:
+                fused.append(op)
+        ranks.append(fused)
+    shape = program.pipeline()
+    return pipeline_program(f"{program.name} fused", ranks, shape.placement, shape.num_microbatches)
 
 
 def with_rank(program: Program, rank: int, ops: list[Op]) -> Program:

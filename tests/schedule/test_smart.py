@@ -27,8 +27,8 @@ def shapes(draw: st.DrawFn) -> ExchangeShape:
     shadows = []
     for expert in draw(st.sets(st.integers(0, P * experts - 1), max_size=4)):
         owner = expert // experts
-        lent = draw(st.sets(st.sampled_from([r for r in range(P) if r != owner]))) if P > 1 else set()
-        shadows.append(Shadow(expert=expert, owner=owner, ranks=tuple(sorted(lent))))
+        holders = draw(st.sets(st.sampled_from([r for r in range(P) if r != owner]))) if P > 1 else set()
+        shadows.append(Shadow(expert=expert, owner=owner, ranks=tuple(sorted(holders))))
     return exchange_shape(
         P,
         groups=groups,
@@ -143,7 +143,7 @@ def test_blocking_order_waits_for_everything() -> None:
         ({"units": [(0, 0), (1, 0)]}, "each of the 4 steps x 1 chunks once"),
         ({"chunks": 0}, "must be at least 1"),
         ({"group_size": 0}, "must be at least 1"),
-        ({"shadows": [Shadow(expert=0, owner=0, ranks=(0, 1))]}, "the owner not among those it lends to"),
+        ({"shadows": [Shadow(expert=0, owner=0, ranks=(0, 1))]}, "the owner not among the others"),
         ({"shadows": [Shadow(expert=0, owner=0, ranks=(9,))]}, "distinct ranks below 4"),
         (
             {"shadows": [Shadow(expert=0, owner=0, ranks=(1,)), Shadow(expert=0, owner=0, ranks=(2,))]},

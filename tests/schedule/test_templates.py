@@ -27,7 +27,7 @@ EVEN = Costs(
     | {f"{p}_{f}": 1.0 for p in ("DISPATCH", "COMBINE") for f in "FB"}
     | {f"ROUTE_{f}": 0.0 for f in "FBW"}
 )
-LONG = EVEN.scaled(DISPATCH_F=1.5, DISPATCH_B=1.5, COMBINE_F=1.5, COMBINE_B=1.5)
+LONG = replace(EVEN, seconds=EVEN.seconds | {f"{p}_{f}": 1.5 for p in ("DISPATCH", "COMBINE") for f in "FB"})
 
 
 def one_rank(*actions: object, microbatches: int = 2) -> Program:

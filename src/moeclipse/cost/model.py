@@ -11,7 +11,7 @@ whole action must come from simulating its layer ops, not from summing them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from moeclipse.core.errors import ConfigError
 from moeclipse.cost.hardware import Device, Link
@@ -62,10 +62,6 @@ class Costs:
         ]
         if problems:
             raise ConfigError(problems)
-
-    def scaled(self, **factors: float) -> Costs:
-        """A copy with some kinds multiplied, for what-if questions."""
-        return replace(self, seconds={k: v * factors.get(k, 1.0) for k, v in self.seconds.items()})
 
 
 UNIT = Costs(name="unit", seconds={"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0, "PAIR": 3.0})

@@ -26,7 +26,6 @@ from moeclipse.schedule.kinds import Part
 from moeclipse.schedule.shape import ExchangeShape
 from moeclipse.schedule.smart import end_units, natural_units, smart
 from moeclipse.sim.exchange import Counts, exchange_durations, lower_bound, simulate_exchange
-from moeclipse.sim.measure import compute_intervals
 
 Units = tuple[tuple[int, int], ...]
 CHUNKS = (1, 2, 4, 8)
@@ -144,14 +143,3 @@ def _improve(
         if found < seconds * (1 - 1e-9):
             verified, seconds = other, found
     return verified, seconds
-
-
-def exposed_ends(choice: Choice, counts: Counts, costs: ExchangeCosts) -> tuple[float, float]:
-    """Seconds before the first C and after the last C of the rank that computes most."""
-    result = simulate_exchange(choice.verified, counts, costs)
-    busiest: tuple[float, float, float] = (-1.0, 0.0, 0.0)
-    for rank in range(result.program.num_ranks):
-        start, finish = compute_intervals(result, rank)
-        work = float((finish - start).sum())
-        busiest = max(busiest, (work, float(start.min()), result.makespan - float(finish.max())))
-    return busiest[1], busiest[2]

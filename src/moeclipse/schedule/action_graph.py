@@ -15,7 +15,7 @@ import numpy as np
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule import kinds
-from moeclipse.schedule.graph import DATA, HOST, LANE, WIRE, Edges, Graph, Ints, Wires, sort_graph
+from moeclipse.schedule.graph import DATA, HOST, LANE, WIRE, Edges, Graph, ImpliedTransfers, Ints, sort_graph
 from moeclipse.schedule.kinds import Kind
 from moeclipse.schedule.op import Op, Program
 
@@ -97,21 +97,21 @@ def action_graph(program: Program, table: ActionTable) -> Graph:
     inside = inside[table.rank[:-1] == table.rank[1:]]
     pieces: list[tuple[Ints, Ints, int]] = [(inside, inside + 1, LANE)]
     pieces += _local_edges(program, table)
-    wires, wire_pieces = _wires(program, table)
-    pieces += wire_pieces
+    transfers, transfer_pieces = _transfers(program, table)
+    pieces += transfer_pieces
 
     def name(node: int) -> str:
         if node < ops:
             return f"{table.ops[node]} on rank {table.rank[node]}"
-        wire = node - ops
-        kind = kinds.SEND_F if wires.is_forward[wire] else kinds.SEND_B
+        at = node - ops
+        kind = kinds.SEND_F if transfers.is_forward[at] else kinds.SEND_B
         return (
-            f"{wires.stage[wire]}{kind}{wires.microbatch[wire]} "
-            f"(rank {wires.source[wire]} to {wires.destination[wire]})"
+            f"{transfers.stage[at]}{kind}{transfers.microbatch[at]} "
+            f"(rank {transfers.source[at]} to {transfers.destination[at]})"
         )
 
-    num_nodes = ops + len(wires.stage)
-    return sort_graph(num_nodes, ops, Edges.join(pieces), name, wires=wires)
+    num_nodes = ops + len(transfers.stage)
+    return sort_graph(num_nodes, ops, Edges.join(pieces), name, transfers=transfers)
 
 
 def _crossings(program: Program) -> tuple[Ints, Ints, list[tuple[int, int]]]:
@@ -147,7 +147,7 @@ def _local_edges(program: Program, table: ActionTable) -> list[tuple[Ints, Ints,
     return pieces
 
 
-def _wires(program: Program, table: ActionTable) -> tuple[Wires, list[tuple[Ints, Ints, int]]]:
+def _transfers(program: Program, table: ActionTable) -> tuple[ImpliedTransfers, list[tuple[Ints, Ints, int]]]:
     """One node per transfer between ranks, in wire order, with the edges around it."""
     shape = program.pipeline()
     M = shape.num_microbatches
@@ -180,11 +180,11 @@ def _wires(program: Program, table: ActionTable) -> tuple[Wires, list[tuple[Ints
         begin = end + 1
     blocked = posted - 1 >= table.begin[destination[order]]
     pieces.append((posted[blocked] - 1, node[blocked], HOST))
-    wires = Wires(
+    transfers = ImpliedTransfers(
         source=source[order],
         destination=destination[order],
         stage=(sender // M)[order],
         microbatch=(sender % M)[order],
         is_forward=is_forward[order],
     )
-    return wires, pieces
+    return transfers, pieces

@@ -18,7 +18,7 @@ from moeclipse.schedule.action_graph import ActionTable, action_graph, tabulate
 from moeclipse.schedule.contents import check_contents
 from moeclipse.schedule.graph import Graph
 from moeclipse.schedule.kinds import Kind
-from moeclipse.schedule.needs import resolve, tabulate_keys
+from moeclipse.schedule.needs import exchange_sources, pipeline_sources
 from moeclipse.schedule.op import Op, Program
 from moeclipse.schedule.op_graph import op_graph
 from moeclipse.schedule.shape import ExchangeShape, PipelineShape
@@ -29,17 +29,6 @@ CELLS: dict[str, tuple[Kind, ...]] = {
     "dW": (kinds.B, kinds.W),
 }
 """What a stage computes of a microbatch, and the actions that compute it."""
-BEFORE: dict[Kind, Kind] = {
-    kinds.C_F: kinds.S_F,
-    kinds.R_F: kinds.C_F,
-    kinds.C_B: kinds.S_B,
-    kinds.R_B: kinds.C_B,
-    kinds.SHADOW_F: kinds.SHADOW_SEND,
-    kinds.SHADOW_W: kinds.SHADOW_B,
-    kinds.SHADOW_REDUCE: kinds.SHADOW_W,
-    kinds.SHADOW_ADD: kinds.SHADOW_REDUCE,
-}
-"""In the exchange of a layer: what an op reads of the same step, chunk and expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,11 +161,10 @@ def _dependent_pair(shape: PipelineShape, op: Op, rank: int) -> str:
 def _check_needs(program: Program) -> None:
     """Everything an op reads has ended on its rank: through deps, lane order, or both in turn."""
     for rank, ops in enumerate(program.ranks):
-        wanted = (
-            _exchange_needs(ops)
-            if isinstance(program.shape, ExchangeShape)
-            else _pipeline_needs(program, ops)
-        )
+        if isinstance(program.shape, ExchangeShape):
+            wanted = exchange_sources(ops)
+        else:
+            wanted = pipeline_sources(program.shape, ops)
         ended = _ended_before(ops)
         place: list[int] = []
         count: dict[str, int] = {}
@@ -213,26 +201,3 @@ def _ended_before(ops: Sequence[Op]) -> list[dict[str, int]]:
         count[op.lane] = place[-1] + 1
         last_on_lane[op.lane] = position
     return result
-
-
-def _pipeline_needs(program: Program, ops: Sequence[Op]) -> list[list[int]]:
-    from_key = tabulate_keys(ops)
-    shape = program.pipeline()
-    return [resolve(shape, op, from_key) for op in ops]
-
-
-def _exchange_needs(ops: Sequence[Op]) -> list[list[int]]:
-    """S before C before R of one (step, chunk, expert); the shadows' send, compute, reduce, add in turn."""
-    where: dict[tuple[Kind | None, int | None, int | None, int | None], int] = {
-        (op.kind, op.step, op.chunk, op.expert): position for position, op in enumerate(ops)
-    }
-    wanted: list[list[int]] = []
-    for op in ops:
-        source = where.get((BEFORE.get(op.kind), op.step, op.chunk, op.expert))
-        wanted.append([] if source is None else [source])
-        if op.kind is kinds.C_W:
-            steps = {other.step for other in ops} if op.step is None else {op.step}
-            wanted[-1] += [
-                i for i, other in enumerate(ops) if other.kind is kinds.C_B and other.step in steps
-            ]
-    return wanted

@@ -87,11 +87,11 @@ class Graph:
     """Vertex of each node; None: every node is its own vertex."""
     members: list[list[int]] | None = None
     """Nodes of each vertex."""
-    wires: Wires | None = None
+    transfers: ImpliedTransfers | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wires:
+class ImpliedTransfers:
     """Transfers that follow from the placement: nodes num_ops, num_ops + 1, ..."""
 
     source: Ints
@@ -110,7 +110,7 @@ def sort_graph(
     *,
     vertex: list[int] | None = None,
     members: list[list[int]] | None = None,
-    wires: Wires | None = None,
+    transfers: ImpliedTransfers | None = None,
 ) -> Graph:
     """Order the vertices; raise with a cycle in words if there is none."""
     is_host = edges.reason == HOST
@@ -136,7 +136,7 @@ def sort_graph(
         order=order,
         vertex=vertex,
         members=members,
-        wires=wires,
+        transfers=transfers,
     )
 
 

@@ -62,11 +62,11 @@ class Form(Enum):
     SELF = auto()
     """An action beside itself: its compute hides its communication."""
     SEND = auto()
-    """Of shadows: parameters to those who borrow."""
+    """Of shadows: parameters to the ranks that hold them."""
     REDUCE = auto()
-    """Gradients of parameters to those who own them."""
+    """Gradients to the ranks that own the parameters."""
     ADD = auto()
-    """Of shadows: what was returned to what is there."""
+    """Of shadows: their gradients into the owner's."""
     UNSHARD = auto()
     RESHARD = auto()
 

@@ -43,6 +43,17 @@ GRADIENTS_OF: dict[Kind, tuple[Kind, ...]] = {
 }
 """What a part inside of a MoE layer reads in backward; in a dense one ATTN reads MLP."""
 EXCHANGES = (Part.DISPATCH, Part.COMBINE)
+SOURCE_IN_EXCHANGE: dict[Kind, Kind] = {
+    kinds.C_F: kinds.S_F,
+    kinds.R_F: kinds.C_F,
+    kinds.C_B: kinds.S_B,
+    kinds.R_B: kinds.C_B,
+    kinds.SHADOW_F: kinds.SHADOW_SEND,
+    kinds.SHADOW_W: kinds.SHADOW_B,
+    kinds.SHADOW_REDUCE: kinds.SHADOW_W,
+    kinds.SHADOW_ADD: kinds.SHADOW_REDUCE,
+}
+"""In the exchange of a layer: what an op reads of the same step, chunk and expert."""
 
 
 def keys_of(op: Op) -> Sequence[Key]:
@@ -221,4 +232,25 @@ def resolve(shape: PipelineShape, op: Op, table: KeyTable) -> list[int]:
         for position, chunk, chunks in table[key]:
             if op.chunk is None or chunk is None or chunks != op.chunks or chunk == op.chunk:
                 found.append(position)
+    return found
+
+
+def pipeline_sources(shape: PipelineShape, ops: Sequence[Op]) -> list[list[int]]:
+    """For each op of one rank, the positions of what it reads."""
+    table = tabulate_keys(ops)
+    return [resolve(shape, op, table) for op in ops]
+
+
+def exchange_sources(ops: Sequence[Op]) -> list[list[int]]:
+    """The same in the exchange of one layer; weight gradients read every C of their step, or of all."""
+    where: dict[tuple[Kind | None, int | None, int | None, int | None], int] = {
+        (op.kind, op.step, op.chunk, op.expert): position for position, op in enumerate(ops)
+    }
+    found: list[list[int]] = []
+    for op in ops:
+        source = where.get((SOURCE_IN_EXCHANGE.get(op.kind), op.step, op.chunk, op.expert))
+        found.append([] if source is None else [source])
+        if op.kind is kinds.C_W:
+            computed = [i for i, other in enumerate(ops) if other.kind is kinds.C_B]
+            found[-1] += [i for i in computed if op.step is None or ops[i].step == op.step]
     return found

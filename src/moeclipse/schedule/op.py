@@ -149,21 +149,6 @@ def pipeline_program(
     return Program(name=name, ranks=tuple(map(tuple, ranks)), shape=shape)
 
 
-def fuse_pairs(program: Program) -> Program:
-    """Every F directly followed by a B becomes a PAIR; whether that can run is for the verifier to say."""
-    ranks = []
-    for ops in program.ranks:
-        fused: list[Op] = []
-        for op in ops:
-            if op.kind is kinds.B and fused and fused[-1].kind is kinds.F:
-                fused[-1] = pair(fused[-1], op)
-            else:
-                fused.append(op)
-        ranks.append(fused)
-    shape = program.pipeline()
-    return pipeline_program(f"{program.name} fused", ranks, shape.placement, shape.num_microbatches)
-
-
 def overlap_alone(program: Program) -> Program:
     """Every F and B outside a PAIR becomes SELF: warm-up and cool-down hide their own communication."""
     alone = (kinds.F, kinds.B, kinds.I)

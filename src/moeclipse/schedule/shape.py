@@ -151,7 +151,7 @@ class PipelineShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Shadow:
-    """One expert whose owner lends its parameters to `ranks` for one step."""
+    """Copies of one expert on `ranks` for one step: its owner sends them the parameters."""
 
     expert: int
     owner: int

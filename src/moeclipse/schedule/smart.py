@@ -11,9 +11,9 @@ chunks. All ranks share one order of (step, chunk) units; `plan.search` chooses 
 
 R_u is launched right behind C_u, never behind the last C. In backward, shadows and own rows need nothing
 from others, so they and their dW run while the first S travels; all other dW run while the last R travels.
-The parameters of all shadows travel in one uneven exchange that every rank takes part in, whether it lends,
-borrows or neither: so a program depends on whether there are shadows, not on which, and can be kept from
-step to step.
+The parameters of all shadows travel in one uneven exchange that every rank takes part in, also one that sends
+and receives none: so a program depends on whether there are shadows, not on which, and can be kept from step
+to step.
 Contract: launch order is host order, so S of all units stands before the first C.
 """
 
@@ -83,7 +83,7 @@ def exchange_shape(
         ranks = (shadow.owner, *shadow.ranks)
         if len(set(ranks)) != len(ranks) or not all(0 <= rank < num_ranks for rank in ranks):
             raise ScheduleError(
-                f"{shadow} must name distinct ranks below {num_ranks}, the owner not among those it lends to"
+                f"{shadow} must name distinct ranks below {num_ranks}, the owner not among the others"
             )
     if len({shadow.expert for shadow in shadows}) != len(shadows):
         raise ScheduleError(f"each expert may be shadowed once, but shadows are {list(shadows)}")
@@ -220,10 +220,10 @@ def _compute_and_return(out: _RankList, sent: list[int], extra: Sequence[int]) -
 
 def _forward(out: _RankList) -> list[Op]:
     sent = _send_all(out)
-    lent = [out.add(kinds.SHADOW_SEND, group=GROUP)] if out.shape.shadows else []
-    _compute_and_return(out, sent, lent)
-    if lent:
-        out.add(kinds.SHADOW_F, deps=lent)
+    received = [out.add(kinds.SHADOW_SEND, group=GROUP)] if out.shape.shadows else []
+    _compute_and_return(out, sent, received)
+    if received:
+        out.add(kinds.SHADOW_F, deps=received)
     return out.ops
 
 

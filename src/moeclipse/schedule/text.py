@@ -78,8 +78,8 @@ def format_program(program: Program) -> str:
 
 def _lines(program: Program) -> Iterator[str]:
     yield f"program {json.dumps(program.name)}"
-    kind = "exchange" if isinstance(program.shape, ExchangeShape) else "pipeline"
-    yield f"{kind} {json.dumps(_shape_dict(program.shape), separators=(',', ':'))}"
+    word = "exchange" if isinstance(program.shape, ExchangeShape) else "pipeline"
+    yield f"{word} {json.dumps(_shape_dict(program.shape), separators=(',', ':'))}"
     for group, members in program.groups.items():
         yield f"group {group} {','.join(map(str, members))}"
     for rank, ops in enumerate(program.ranks):
@@ -169,8 +169,8 @@ def _shape_dict(shape: PipelineShape | ExchangeShape) -> dict[str, Any]:
     return data
 
 
-def _shape_from(kind: str, data: dict[str, Any]) -> PipelineShape | ExchangeShape:
-    if kind == "exchange":
+def _shape_from(word: str, data: dict[str, Any]) -> PipelineShape | ExchangeShape:
+    if word == "exchange":
         data["groups"] = tuple(map(tuple, data["groups"]))
         data["units"] = tuple((step, chunk) for step, chunk in data["units"])
         data["shadows"] = tuple(Shadow(**{**s, "ranks": tuple(s["ranks"])}) for s in data["shadows"])

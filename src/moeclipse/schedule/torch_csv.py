@@ -3,7 +3,7 @@
 One row per rank, one cell per action: `2F0`, `3SEND_F1`, `(0F7;7B3)OVERLAP_F_B`, empty for a slot in which
 the rank idles. A file with communication (`compute_comms`) also names UNSHARD, RESHARD and REDUCE_GRAD.
 
-What the form cannot say: two stages with one index on different ranks, so DualPipe stays at home; layer
+What the form cannot say: two stages with one index on different ranks, so DualPipe is refused; layer
 ops; and self-overlap, which is written as the plain action.
 Hazard: such a file does not say which communicator a transfer uses. It is read as ours: one wire per
 direction between two ranks, in the order of the row.

@@ -57,11 +57,6 @@ class Answer:
     stages_per_rank: int
 
     @property
-    def exchange_exposed(self) -> float:
-        """Seconds of dispatch and combine that nothing hides, mean over ranks."""
-        return self.summary.communication(Part.DISPATCH, Part.COMBINE).exposed / len(self.summary.ranks)
-
-    @property
     def exchange_hidden(self) -> float | None:
         """Part of dispatch and combine that is hidden; None without any."""
         exchange = self.summary.communication(Part.DISPATCH, Part.COMBINE)

@@ -66,11 +66,12 @@ def simulate(
     if costs.rank_speed and len(costs.rank_speed) != program.num_ranks:
         raise ScheduleError(f"{len(costs.rank_speed)} rank speeds were given for {program.num_ranks} ranks")
     flat = table_durations(program, costs) if durations is None else checked_durations(program, durations)
-    flat += [costs.wire if verified.graph.wires is not None else 0.0] * (verified.graph.num_nodes - len(flat))
+    implied = verified.graph.transfers is not None
+    flat += [costs.wire if implied else 0.0] * (verified.graph.num_nodes - len(flat))
     times = _run(verified, costs, flat)
     begin = np.concatenate([[0], np.cumsum([len(ops) for ops in program.ranks])])
     # Helper nodes that only make a host wait are no work: they are left out of the result.
-    shown = verified.graph.num_nodes if verified.graph.wires is not None else verified.graph.num_ops
+    shown = verified.graph.num_nodes if implied else verified.graph.num_ops
     return Simulation(
         verified=verified,
         costs=costs,

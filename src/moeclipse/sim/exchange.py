@@ -68,9 +68,9 @@ def exchange_durations(program: Program, counts: Counts, costs: ExchangeCosts) -
 
 
 def _copies(shadows: tuple[Shadow, ...], rank: int) -> int:
-    """Experts this rank lends or borrows, whichever is more: both directions of its link work at once."""
-    lends = sum(len(shadow.ranks) for shadow in shadows if shadow.owner == rank)
-    return max(lends, sum(rank in shadow.ranks for shadow in shadows))
+    """Shadows this rank sends or receives, whichever is more: both directions of its link work at once."""
+    sends = sum(len(shadow.ranks) for shadow in shadows if shadow.owner == rank)
+    return max(sends, sum(rank in shadow.ranks for shadow in shadows))
 
 
 def _seconds(op: Op, rank: int, rows: _Rows, costs: ExchangeCosts) -> float:

@@ -18,8 +18,6 @@ from moeclipse.schedule.kinds import COMPUTE, Kind, Part
 from moeclipse.schedule.op import Op
 from moeclipse.sim.engine import Floats, Simulation
 
-CLASSES = ("compute", "exposed", "straggle", "idle")
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankTime:
@@ -87,7 +85,7 @@ def summarise(result: Simulation) -> Summary:
     ranks, by_kind = [], dict[Kind, KindTime]()
     for rank in range(result.program.num_ranks):
         start, finish = compute_intervals(result, rank)
-        lane = communication(result, rank)
+        lane = lane_time(result, rank)
         ranks.append(_rank_time(makespan, start, finish, lane))
         overlap = _covered(start, finish, lane.finish) - _covered(start, finish, lane.start)
         for kind, total, hidden in zip(lane.kinds, lane.finish - lane.start, overlap, strict=True):
@@ -106,25 +104,25 @@ def compute_intervals(result: Simulation, rank: int) -> tuple[Floats, Floats]:
     return result.start[part][chosen], result.finish[part][chosen]
 
 
-def communication(result: Simulation, rank: int) -> LaneTime:
+def lane_time(result: Simulation, rank: int) -> LaneTime:
     """Everything on the rank's communication lanes; both ends of a transfer count it."""
     part, ops = result.rank_slice(rank), result.program.ranks[rank]
     chosen = np.array([op.lane != COMPUTE for op in ops], dtype=bool)
     ready, start, finish = (a[part][chosen] for a in (result.ready, result.start, result.finish))
     sent = [op.kind for op in ops if op.lane != COMPUTE]
-    wires = result.verified.graph.wires
-    if wires is not None:
+    transfers = result.verified.graph.transfers
+    if transfers is not None:
         num_ops = result.verified.graph.num_ops
         for ends, back, there in (
-            (wires.source, kinds.SEND_B, kinds.SEND_F),
-            (wires.destination, kinds.RECV_B, kinds.RECV_F),
+            (transfers.source, kinds.SEND_B, kinds.SEND_F),
+            (transfers.destination, kinds.RECV_B, kinds.RECV_F),
         ):
             mine = np.flatnonzero(ends == rank)
             ready, start, finish = (
                 np.concatenate([old, new[num_ops + mine]])
                 for old, new in ((ready, result.ready), (start, result.start), (finish, result.finish))
             )
-            sent += [there if forward else back for forward in wires.is_forward[mine]]
+            sent += [there if forward else back for forward in transfers.is_forward[mine]]
     ahead = np.array([kind.part is Part.RECV for kind in sent], dtype=bool)
     return LaneTime(ready=ready, start=start, finish=finish, kinds=sent, posted_ahead=ahead)
 

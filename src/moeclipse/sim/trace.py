@@ -16,7 +16,7 @@ from moeclipse.schedule import kinds
 from moeclipse.schedule.kinds import COMPUTE, Part
 from moeclipse.schedule.op import Op
 from moeclipse.sim.engine import Simulation
-from moeclipse.sim.measure import communication, compute_intervals, memory_curve
+from moeclipse.sim.measure import compute_intervals, lane_time, memory_curve
 
 LEGEND = "F forward  B backward  I dX  W dW  # forward and backward paired  R recompute  . idle"
 NEAR = 6
@@ -28,7 +28,7 @@ def perfetto(result: Simulation, *, seconds_per_unit: float = 1.0) -> dict[str, 
     """Trace events in microseconds."""
     scale = 1e6 * seconds_per_unit
     events: list[dict[str, Any]] = []
-    wires = result.verified.graph.wires
+    transfers = result.verified.graph.transfers
     for rank, ops in enumerate(result.program.ranks):
         lanes = {COMPUTE: 0}
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
@@ -37,14 +37,13 @@ def perfetto(result: Simulation, *, seconds_per_unit: float = 1.0) -> dict[str, 
         for position, op in enumerate(ops):
             row = lanes.setdefault(op.lane, len(lanes))
             events.append(_slice(rank, row, op, result, begin + position, scale))
-        if wires is not None:
-            for wire in np.flatnonzero(wires.source == rank):
-                lane = f"p2p:{rank}>{wires.destination[wire]}"
-                node = result.verified.graph.num_ops + int(wire)
-                kind = kinds.SEND_F if wires.is_forward[wire] else kinds.SEND_B
-                op = Op(
-                    kind=kind, lane=lane, stage=int(wires.stage[wire]), microbatch=int(wires.microbatch[wire])
-                )
+        if transfers is not None:
+            for at in np.flatnonzero(transfers.source == rank):
+                lane = f"p2p:{rank}>{transfers.destination[at]}"
+                node = result.verified.graph.num_ops + int(at)
+                kind = kinds.SEND_F if transfers.is_forward[at] else kinds.SEND_B
+                stage, microbatch = int(transfers.stage[at]), int(transfers.microbatch[at])
+                op = Op(kind=kind, lane=lane, stage=stage, microbatch=microbatch)
                 events.append(_slice(rank, lanes.setdefault(lane, len(lanes)), op, result, node, scale))
         events += [
             {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": lane}}
@@ -167,7 +166,7 @@ def _glyphs(ops: list[Op]) -> list[str]:
 
 
 def _wire_row(result: Simulation, rank: int, width: int) -> str:
-    lane = communication(result, rank)
+    lane = lane_time(result, rank)
     wire = _cells(lane.start, lane.finish, result.makespan, width)
     work = _cells(*compute_intervals(result, rank), result.makespan, width)
     column = result.makespan / width
