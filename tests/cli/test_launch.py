@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,10 +13,7 @@ from pathlib import Path
 import pytest
 from fake_trainer import put_in
 
-from moeclipse.cli.failures import Failure, describe, root_cause
 from moeclipse.cli.launch import child_environment, resume_again, usable_cores
-from moeclipse.cli.rendezvous import free_loopback_socket
-from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.train.config import RunConfig, TrainConfig
 
 SOURCE = str(Path(__file__).parent.parent.parent / "src")
@@ -175,49 +171,6 @@ def test_terminate_is_passed_on(stuck: subprocess.Popen) -> None:
     assert not ranks_of(stuck.pid)
 
 
-def test_the_store_cannot_be_reached_from_outside() -> None:
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-
-    from moeclipse.cli.rendezvous import BACKEND, LoopbackRendezvous
-
-    parameters = RendezvousParameters(BACKEND, "127.0.0.1:0", "id", 1, 1)
-    handler = LoopbackRendezvous(parameters)
-    meeting = handler.next_rendezvous()
-    meeting.store.set("key", "value")
-    port = meeting.bootstrap_store_info.master_port
-    listening = [
-        line.split()[1]
-        for table in ("/proc/net/tcp", "/proc/net/tcp6")
-        for line in Path(table).read_text().splitlines()[1:]
-        if line.split()[3] == "0A" and int(line.split()[1].rpartition(":")[2], 16) == port
-    ]
-    assert [address.partition(":")[0] for address in listening] == ["0100007F"]
-    second = handler.next_rendezvous()
-    assert second.bootstrap_store_info.master_port != port, "every attempt meets anew"
-    handler.shutdown()
-    assert handler.is_closed()
-
-
-def test_root_cause_prefers_who_was_not_a_victim() -> None:
-    victim = Failure(rank=0, text="rank 0 lost a peer", time=1.0, victim=True)
-    culprit = Failure(rank=1, text="boom", time=2.0)
-    assert root_cause([victim, culprit], {0: 1}) is culprit
-    assert root_cause([victim], {0: 1, 1: -11}).text == "rank 1 was killed by SIGSEGV"
-    assert root_cause([victim], {0: 1, 1: -15}) is victim
-    assert root_cause([], {0: -15, 2: 3}) == Failure(rank=2, text="rank 2 ended with status 3", code=3)
-    assert root_cause([], {1: -15}).text == "rank 1 was killed by SIGTERM"
-
-
-def test_describe() -> None:
-    assert describe(ConfigError("bad"), 3).code == 2
-    assert describe(ConfigError("bad"), 3).stack == ""
-    assert describe(CommError("rank 1 failed: x"), 0).victim
-    assert describe(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]"), 0).victim
-    unexpected = describe(ZeroDivisionError("x"), 0)
-    assert not unexpected.victim
-    assert unexpected.text == "ZeroDivisionError: x"
-
-
 def test_what_the_user_set_stays() -> None:
     assert "OMP_NUM_THREADS" not in child_environment(2, {"OMP_NUM_THREADS": "7"})
     assert child_environment(10**6, {})["OMP_NUM_THREADS"] == "1"
@@ -231,8 +184,3 @@ def test_a_restart_goes_back_to_the_given_checkpoint_until_it_has_its_own(tmp_pa
     assert (tmp_path / "r.attempt-0").exists()
     (tmp_path / "r" / "checkpoints" / "step-00000001").mkdir(parents=True)
     assert resume_again(config, "other", 2, first=True) == "auto"
-
-
-def test_loopback_socket() -> None:
-    with free_loopback_socket() as listener, socket.create_connection(listener.getsockname(), timeout=5):
-        assert listener.getsockname()[0] == "127.0.0.1"

@@ -1,4 +1,4 @@
-"""What `moeclipse doctor` looks at. Every check yields items: what there is, whether it works, what to do.
+"""What `moeclipse doctor` looks at. Every check yields findings: what there is, whether it works, what to do.
 
 Checks try things instead of trusting version numbers: two forked ranks really all-reduce over loopback, a
 network namespace is really made and removed. Each is safe to run beside a training run and leaves nothing
@@ -36,7 +36,7 @@ EXTRAS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Item:
+class Finding:
     """One finding."""
 
     section: str
@@ -54,35 +54,35 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def versions() -> Iterator[Item]:
+def versions() -> Iterator[Finding]:
     section = "versions"
-    yield Item(section=section, name="moeclipse", state="info", value=__version__)
+    yield Finding(section=section, name="moeclipse", state="info", value=__version__)
     python = ".".join(map(str, sys.version_info[:3]))
-    yield Item(section=section, name="python", state="works", value=python)
+    yield Finding(section=section, name="python", state="works", value=python)
     for name in NEEDED:
         found = version_of(name)
         if found is None:
             advice = f"pip install {name}"
-            yield Item(section=section, name=name, state="broken", value="missing", advice=advice)
+            yield Finding(section=section, name=name, state="broken", value="missing", advice=advice)
         elif name == "torch" and tuple(map(int, found.split("+")[0].split(".")[:2])) < (2, 11):
-            yield Item(section=section, name=name, state="broken", value=found, advice="use torch >= 2.11")
+            yield Finding(section=section, name=name, state="broken", value=found, advice="use torch >= 2.11")
         else:
-            yield Item(section=section, name=name, state="works", value=found)
+            yield Finding(section=section, name=name, state="works", value=found)
     for name, use in (("tyro", "moeclipse train --help"), ("rich", "the display of moeclipse train")):
         found = version_of(name)
         state: Literal["works", "limited"] = "works" if found else "limited"
         advice = "" if found else f"{use} needs it: pip install {name}"
-        yield Item(section=section, name=name, state=state, value=found or "missing", advice=advice)
+        yield Finding(section=section, name=name, state=state, value=found or "missing", advice=advice)
     found = version_of("triton")
     advice = "" if found else "it comes with torch for CUDA; on CPU it is not used"
-    yield Item(section=section, name="triton", state="info", value=found or "missing", advice=advice)
+    yield Finding(section=section, name="triton", state="info", value=found or "missing", advice=advice)
     for name, (extra, use) in EXTRAS.items():
         found = version_of(name)
         advice = "" if found else f"{use}; pip install 'moeclipse[{extra}]'"
-        yield Item(section=section, name=name, state="info", value=found or "missing", advice=advice)
+        yield Finding(section=section, name=name, state="info", value=found or "missing", advice=advice)
 
 
-def backends() -> Iterator[Item]:
+def backends() -> Iterator[Finding]:
     """Gloo is tried with two forked ranks; NCCL is asked for its version."""
     section = "back ends"
     if importlib.util.find_spec("torch") is None:
@@ -91,25 +91,27 @@ def backends() -> Iterator[Item]:
 
     if not dist.is_available():
         advice = "this torch was built without torch.distributed; install the official wheel"
-        yield Item(section=section, name="distributed", state="broken", value="missing", advice=advice)
+        yield Finding(section=section, name="distributed", state="broken", value="missing", advice=advice)
         return
     seconds, problem = try_gloo()
     if problem:
         advice = (
             "ranks on CPU cannot talk to each other; is loopback up (ip link set lo up), is fork allowed?"
         )
-        yield Item(section=section, name="gloo", state="broken", value=problem, advice=advice)
+        yield Finding(section=section, name="gloo", state="broken", value=problem, advice=advice)
     else:
         value = f"two ranks all-reduced over loopback in {1000 * seconds:.0f} ms"
-        yield Item(section=section, name="gloo", state="works", value=value)
+        yield Finding(section=section, name="gloo", state="works", value=value)
     if dist.is_nccl_available():
         import torch
 
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "no device"
         state: Literal["works", "info"] = "works" if torch.cuda.is_available() else "info"
-        yield Item(section=section, name="nccl", state=state, value=nccl)
+        yield Finding(section=section, name="nccl", state=state, value=nccl)
     else:
-        yield Item(section=section, name="nccl", state="info", value="not in this torch", advice="CPU only")
+        yield Finding(
+            section=section, name="nccl", state="info", value="not in this torch", advice="CPU only"
+        )
 
 
 def try_gloo(timeout_s: float = 30.0) -> tuple[float, str]:
@@ -156,7 +158,7 @@ def _fork_rank(rank: int, folder: str) -> int:
         os._exit(0)
 
 
-def devices() -> Iterator[Item]:
+def devices() -> Iterator[Finding]:
     section = "devices"
     if importlib.util.find_spec("torch") is None:
         return
@@ -173,7 +175,7 @@ def devices() -> Iterator[Item]:
                 "check nvidia-smi and CUDA_VISIBLE_DEVICES" if driver else "no NVIDIA driver; CPU is used"
             )
         state: Literal["limited", "info"] = "limited" if driver else "info"
-        yield Item(section=section, name="cuda", state=state, value=value, advice=advice)
+        yield Finding(section=section, name="cuda", state=state, value=value, advice=advice)
         return
     count = torch.cuda.device_count()
     for index in range(count):
@@ -184,7 +186,7 @@ def devices() -> Iterator[Item]:
         weak = device.major < 8
         advice = "bfloat16 is slow below capability 8.0; use --model.dtype float16" if weak else ""
         state_of: Literal["works", "limited"] = "limited" if weak else "works"
-        yield Item(section=section, name=f"cuda:{index}", state=state_of, value=value, advice=advice)
+        yield Finding(section=section, name=f"cuda:{index}", state=state_of, value=value, advice=advice)
     if count > 1:
         apart = [
             f"{a}-{b}"
@@ -197,22 +199,22 @@ def devices() -> Iterator[Item]:
         )
         advice = "those pairs copy through the host's memory" if apart else ""
         state_of = "limited" if apart else "works"
-        yield Item(section=section, name="peer access", state=state_of, value=value, advice=advice)
+        yield Finding(section=section, name="peer access", state=state_of, value=value, advice=advice)
 
 
-def machine(directory: str) -> Iterator[Item]:
+def machine(directory: str) -> Iterator[Finding]:
     section = "machine"
     cores = usable_cores()
     advice = "two ranks share one core: slow, but it works" if cores < 2 else ""
     state: Literal["works", "limited", "broken"] = "limited" if cores < 2 else "works"
-    yield Item(
+    yield Finding(
         section=section, name="cores", state=state, value=f"{cores} of {os.cpu_count()}", advice=advice
     )
     memory = available_memory()
     state = "works" if memory >= 2 * GIB else "limited"
     advice = "" if memory >= 2 * GIB else "the tiny preset on two ranks needs about 2 GiB"
     value = f"{memory / GIB:.1f} GiB available"
-    yield Item(section=section, name="memory", state=state, value=value, advice=advice)
+    yield Finding(section=section, name="memory", state=state, value=value, advice=advice)
     yield _shared_memory(section)
     folder = Path(directory).absolute()
     while not folder.exists():
@@ -221,25 +223,25 @@ def machine(directory: str) -> Iterator[Item]:
     value = f"{free / GIB:.1f} GiB free for {directory}"
     if not os.access(folder, os.W_OK):
         advice = f"{folder} is not writable; choose another folder with --run.dir"
-        yield Item(section=section, name="disk", state="broken", value=value, advice=advice)
+        yield Finding(section=section, name="disk", state="broken", value=value, advice=advice)
     else:
         low = free < GIB
         advice = "checkpoints may not fit; choose another folder with --run.dir" if low else ""
-        yield Item(
+        yield Finding(
             section=section, name="disk", state="limited" if low else "works", value=value, advice=advice
         )
 
 
-def _shared_memory(section: str) -> Item:
+def _shared_memory(section: str) -> Finding:
     try:
         size = shutil.disk_usage("/dev/shm").free
     except OSError:
         advice = "NCCL and data loaders need it; mount a tmpfs there"
-        return Item(section=section, name="/dev/shm", state="limited", value="missing", advice=advice)
+        return Finding(section=section, name="/dev/shm", state="limited", value="missing", advice=advice)
     small = size < 256 * 2**20
     advice = "containers: docker run --shm-size=8g, Kubernetes: an emptyDir of medium Memory" if small else ""
     value = f"{size / GIB:.1f} GiB free"
-    return Item(
+    return Finding(
         section=section, name="/dev/shm", state="limited" if small else "works", value=value, advice=advice
     )
 
@@ -257,12 +259,12 @@ def available_memory() -> int:
     return memory
 
 
-def environment(variables: Mapping[str, str]) -> Iterator[Item]:
+def environment(variables: Mapping[str, str]) -> Iterator[Finding]:
     """Variables that change how ranks run or talk, and what each does."""
     section = "environment"
 
-    def item(name: str, state: Literal["works", "info", "limited", "broken"], advice: str) -> Item:
-        return Item(
+    def item(name: str, state: Literal["works", "info", "limited", "broken"], advice: str) -> Finding:
+        return Finding(
             section=section, name=name, state=state, value=variables.get(name, "not set"), advice=advice
         )
 
@@ -301,7 +303,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[Item]:
         )
 
 
-def _interfaces(item: Callable[..., Item], variables: Mapping[str, str]) -> Iterator[Item]:
+def _interfaces(item: Callable[..., Finding], variables: Mapping[str, str]) -> Iterator[Finding]:
     known = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if variable not in variables:
@@ -317,21 +319,23 @@ def _interfaces(item: Callable[..., Item], variables: Mapping[str, str]) -> Iter
             yield item(variable, "info", "ranks talk over this interface")
 
 
-def network() -> Iterator[Item]:
+def network() -> Iterator[Finding]:
     """What several hosts, and the benchmarks on a shaped network, need."""
     section = "network"
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
-        yield Item(section=section, name="host name", state="works", value=f"{name} is {address}")
+        yield Finding(section=section, name="host name", state="works", value=f"{name} is {address}")
     except OSError:
         advice = "only matters on several hosts: set GLOO_SOCKET_IFNAME to the interface between them"
-        yield Item(section=section, name="host name", state="info", value=f"{name} is unknown", advice=advice)
+        yield Finding(
+            section=section, name="host name", state="info", value=f"{name} is unknown", advice=advice
+        )
     problem = try_namespace()
     value = problem or "made, shaped to 1 Gbit/s and removed"
     advice = "only benchmarks on a shaped network need them (root and iproute2)" if problem else ""
     state: Literal["works", "info"] = "info" if problem else "works"
-    yield Item(section=section, name="namespaces", state=state, value=value, advice=advice)
+    yield Finding(section=section, name="namespaces", state=state, value=value, advice=advice)
 
 
 def try_namespace() -> str:

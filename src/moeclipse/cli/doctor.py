@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from moeclipse.cli import checks, peers
-from moeclipse.cli.checks import Item
+from moeclipse.cli.checks import Finding
 from moeclipse.core.config import build, flag_layer
 from moeclipse.core.toml import docs_of
 
@@ -52,7 +52,7 @@ def main(words: list[str]) -> int:
     return 0 if able else 1
 
 
-def examine(directory: str) -> Iterator[Item]:
+def examine(directory: str) -> Iterator[Finding]:
     """All checks; those that fork come before any device is opened."""
     answer = peers.try_peers()
     yield from checks.versions()
@@ -64,7 +64,7 @@ def examine(directory: str) -> Iterator[Item]:
     yield from checks.environment(os.environ)
 
 
-def can_train(items: Sequence[Item]) -> bool:
+def can_train(items: Sequence[Finding]) -> bool:
     return not any(item.state == "broken" for item in items)
 
 
@@ -72,7 +72,7 @@ def speaks_unicode(encoding: str | None) -> bool:
     return (encoding or "").lower().replace("-", "").startswith("utf")
 
 
-def render(items: Sequence[Item], unicode: bool, coloured: bool) -> Iterator[str]:
+def render(items: Sequence[Finding], unicode: bool, coloured: bool) -> Iterator[str]:
     section = ""
     width = max(len(item.name) for item in items)
     for item in items:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Literal
 
-from moeclipse.cli.checks import Item
+from moeclipse.cli.checks import Finding
 
 SECTION = "peer memory"
 PATIENCE_S = 30.0
@@ -75,7 +75,7 @@ def _rank(rank: int, folder: str, sender: Connection) -> None:
         sender.send_bytes(json.dumps(answer).encode())
 
 
-def peers(answer: tuple[bool, str]) -> Iterator[Item]:
+def peers(answer: tuple[bool, str]) -> Iterator[Finding]:
     """The answer of two ranks, and the table for this machine's processors and devices."""
     if importlib.util.find_spec("torch") is None:
         return
@@ -89,7 +89,7 @@ def peers(answer: tuple[bool, str]) -> Iterator[Item]:
     advice = (
         "" if yes else "ranks reduce through torch.distributed instead, which is slower for small tensors"
     )
-    yield Item(section=SECTION, name="all-reduce", state=state, value=text, advice=advice)
+    yield Finding(section=SECTION, name="all-reduce", state=state, value=text, advice=advice)
     kinds = {"cpu": True}
     for index in range(torch.cuda.device_count()):
         access = all(
@@ -101,7 +101,7 @@ def peers(answer: tuple[bool, str]) -> Iterator[Item]:
     for kind, linked in kinds.items():
         try:
             for line in table_lines(kind, linked):
-                yield Item(section=SECTION, name=kind, state="info", value=line)
+                yield Finding(section=SECTION, name=kind, state="info", value=line)
         except ConfigError as error:
             advice = f"remove {DEFAULT_FILE}, or write it anew with bench/all_reduce.py --tune"
-            yield Item(section=SECTION, name=kind, state="limited", value=str(error), advice=advice)
+            yield Finding(section=SECTION, name=kind, state="limited", value=str(error), advice=advice)

@@ -1,0 +1,100 @@
+"""Why ranks ended: what each leaves behind, and which of them failed first."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from moeclipse.cli import failures
+from moeclipse.cli.failures import (
+    Failure,
+    await_culprit,
+    describe,
+    read_failures,
+    root_cause,
+    show_failure,
+    write_failure,
+)
+from moeclipse.core.errors import CommError, ConfigError
+
+
+def test_root_cause_prefers_who_was_not_a_victim() -> None:
+    victim = Failure(rank=0, text="rank 0 lost a peer", time=1.0, victim=True)
+    culprit = Failure(rank=1, text="boom", time=2.0)
+    assert root_cause([victim, culprit], {0: 1}) is culprit
+    assert root_cause([victim], {0: 1, 1: -11}).text == "rank 1 was killed by SIGSEGV"
+    assert root_cause([victim], {0: 1, 1: -15}) is victim
+    assert root_cause([], {0: -15, 2: 3}) == Failure(rank=2, text="rank 2 ended with status 3", code=3)
+    assert root_cause([], {1: -15}).text == "rank 1 was killed by SIGTERM"
+
+
+def test_describe() -> None:
+    assert describe(ConfigError("bad"), 3).code == 2
+    assert describe(ConfigError("bad"), 3).stack == ""
+    assert describe(CommError("rank 1 failed: x"), 0).victim
+    assert describe(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]"), 0).victim
+    unexpected = describe(ZeroDivisionError("x"), 0)
+    assert not unexpected.victim
+    assert unexpected.text == "ZeroDivisionError: x"
+
+
+def leave(failure: Failure, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the rank itself does: the agent named a file for it."""
+    path = folder / str(failure.rank) / "error.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    write_failure(failure)
+
+
+def test_what_ranks_wrote_is_read_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    first = Failure(rank=0, text="boom", code=3, time=1.5, stack="Traceback ...")
+    second = Failure(rank=1, text="lost a peer", victim=True)
+    for failure in (first, second):
+        leave(failure, tmp_path, monkeypatch)
+    (tmp_path / "2").mkdir()
+    (tmp_path / "2" / "error.json").write_text("cut sho")
+    assert read_failures(tmp_path) == [first, second]
+    assert read_failures(None) == []
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    write_failure(first)  # without an agent there is nobody to tell
+
+
+def test_a_victim_stays_until_the_culprit_has_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(failures, "CULPRIT_S", 30.0)
+    leave(Failure(rank=1, text="boom"), tmp_path / "there", monkeypatch)
+    written = (tmp_path / "there" / "1" / "error.json").read_text()
+    leave(Failure(rank=0, text="lost a peer", victim=True), tmp_path / "here", monkeypatch)
+
+    def culprit() -> None:
+        time.sleep(0.3)
+        late = tmp_path / "here" / "1" / "error.json"
+        late.parent.mkdir()
+        late.write_text(written)
+
+    begun, thread = time.monotonic(), threading.Thread(target=culprit)
+    thread.start()
+    await_culprit()
+    assert 0.2 < time.monotonic() - begun < 20
+    thread.join()
+
+
+def test_a_victim_does_not_stay_for_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(failures, "CULPRIT_S", 0.1)
+    leave(Failure(rank=0, text="lost a peer", victim=True), tmp_path, monkeypatch)
+    begun = time.monotonic()
+    await_culprit()
+    assert time.monotonic() - begun < 5
+
+
+def test_what_is_shown(capsys: pytest.CaptureFixture) -> None:
+    show_failure(Failure(rank=3, text="boom", stack="Traceback ...\n"), named=True)
+    assert capsys.readouterr().err == "Traceback ...\nerror (rank 3): boom\n"
+    show_failure(Failure(rank=3, text="bad", code=2), named=True)
+    assert capsys.readouterr().err == "error: bad\n", "bad input fails on every rank alike"
+    show_failure(Failure(rank=3, text="boom"), named=False)
+    assert capsys.readouterr().err == "error: boom\n"
