@@ -11,7 +11,7 @@ from moeclipse.schedule import kinds
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.kinds import Part
 from moeclipse.schedule.op import Program
-from moeclipse.schedule.shape import ExchangeShape, Shadow, even_groups
+from moeclipse.schedule.shape import ExchangeShape, Shadow
 from moeclipse.schedule.smart import backward_of, end_units, exchange_shape, natural_units, smart
 
 
@@ -64,18 +64,6 @@ def test_sixty_four_ranks_in_groups_of_eight(backward: bool) -> None:
     verify(program)
     assert shape.num_steps == 8
     assert all(sum(op.kind.part is Part.S for op in ops) == 16 for ops in program.ranks)
-
-
-def test_every_row_has_one_step_and_both_ends_agree() -> None:
-    """Over all steps a rank sends to every rank once, and whoever it sends to receives at the same step."""
-    for P, size in [(6, 4), (3, 2), (12, 8), (7, 3), (1, 1)]:
-        shape = exchange_shape(P, group_size=size)
-        for rank in range(P):
-            targets = [t for step in range(shape.num_steps) for t in shape.send_to(rank, step)]
-            assert sorted(targets) == list(range(P))
-            for step in range(shape.num_steps):
-                for target in shape.send_to(rank, step):
-                    assert rank in shape.receive_from(target, step)
 
 
 def test_launch_order_is_that_of_the_docstring() -> None:
@@ -154,8 +142,3 @@ def test_blocking_order_waits_for_everything() -> None:
 def test_bad_shapes_are_refused(change: dict, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         exchange_shape(4, **change)
-
-
-def test_even_groups_leave_a_ragged_last_one() -> None:
-    assert even_groups(7, 3) == ((0, 1, 2), (3, 4, 5), (6,))
-    assert even_groups(2, 8) == ((0, 1),)

@@ -10,10 +10,9 @@ from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule import kinds
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import verify
-from moeclipse.schedule.grid import format_grid
 from moeclipse.schedule.legal import SCHEDULES, broken_rules, default_stages_per_rank
 from moeclipse.schedule.lower import lower
-from moeclipse.schedule.op import Op, overlap_alone
+from moeclipse.schedule.op import overlap_alone
 from moeclipse.schedule.shape import LayerShape, Shadow
 from moeclipse.schedule.smart import exchange_shape, smart
 from moeclipse.schedule.templates import Expansion, expand
@@ -86,18 +85,3 @@ def test_bad_text_names_the_line() -> None:
         parse_program("rank 0\n0F0\n")
     with pytest.raises(ScheduleError, match=r"line 3 .*rank 1 follows rank -1"):
         parse_program("\n".join([*lines[:2], "rank 1"]))
-
-
-def test_grid_places_actions_in_their_first_slot() -> None:
-    assert format_grid(build("1f1b", 2, 2)).splitlines() == [
-        "rank 0  0F0 0F1 .   0B0 .   0B1",
-        "rank 1  .   1F0 1B0 1F1 1B1 .".rstrip(),
-    ]
-    assert format_grid(build("1f1b", 2, 4), max_slots=3).splitlines()[0] == "rank 0  0F0 0F1 . ..."
-    assert "(0F1;0B0)" in format_grid(build("pp1", 1, 3))
-    assert format_grid(lower(build("1f1b", 2, 2))) == format_grid(build("1f1b", 2, 2))
-
-
-def test_ops_are_values() -> None:
-    assert Op(kind=kinds.F, stage=1, microbatch=0) == Op(kind=kinds.F, stage=1, microbatch=0)
-    assert len({Op(kind=kinds.F, stage=1, microbatch=0), Op(kind=kinds.F, stage=1, microbatch=0)}) == 1

@@ -1,4 +1,4 @@
-"""Our orders equal those of the installed torch, and its CSV files read and write the same."""
+"""CSV files as torch reads and writes them; in them our orders equal those of the installed torch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from moeclipse.schedule.check import verify
 from moeclipse.schedule.kinds import TRANSFERS
 from moeclipse.schedule.legal import broken_rules
 from moeclipse.schedule.lower import lower
+from moeclipse.schedule.op import overlap_alone
+from moeclipse.schedule.shape import LayerShape
+from moeclipse.schedule.templates import expand
 from moeclipse.schedule.torch_csv import format_csv, parse_csv
 
 CLASSES = {
@@ -126,3 +129,28 @@ def test_csv_refuses_what_it_cannot_say() -> None:
         parse_csv("0F0,0B0\n2F0,2B0\n")
     with pytest.raises(ScheduleError, match="cannot read '0X1'"):
         parse_csv("0X1\n")
+    with pytest.raises(ScheduleError, match="layer ops; write the CSV before expanding"):
+        format_csv(expand(build("1f1b", 2, 2), [LayerShape()]))
+    with pytest.raises(ScheduleError, match="must hold two actions"):
+        parse_csv("(0F0)OVERLAP_F_B\n")
+    with pytest.raises(ScheduleError, match="F0 on rank 0 names no stage"):
+        parse_csv("F0\n")
+    with pytest.raises(ScheduleError, match="empty: no actions found"):
+        parse_csv("\n", "empty")
+    with pytest.raises(ScheduleError, match="1SEND_F0 has nobody on the other side: stage 1 is at the end"):
+        parse_csv("0F0,0SEND_F0\n1RECV_F0,1F0,1SEND_F0\n")
+
+
+def test_self_overlap_is_written_as_the_plain_action() -> None:
+    program = build("zb-v", 2, 3)
+    assert format_csv(overlap_alone(program)) == format_csv(program)
+
+
+def test_a_rank_may_idle_and_reduce() -> None:
+    """Empty cells are slots without work; torch says REDUCE_GRAD, UNSHARD and RESHARD."""
+    program = parse_csv("0UNSHARD,0F0,,0B0,0REDUCE_GRAD,0RESHARD\n", "alone")
+    assert [str(op) for op in program.ranks[0]] == ["0UNSHARD", "0F0", "0B0", "0REDUCE", "0RESHARD"]
+    assert program.pipeline().reduce
+    assert [op.comm for op in program.ranks[0] if op.comm] == [("dp0", 0), ("dp0", 1), ("dp0", 2)]
+    verify(program)
+    assert format_csv(program).strip() == "0UNSHARD,0F0,0B0,0REDUCE_GRAD,0RESHARD"
