@@ -248,7 +248,7 @@ MUTANTS = (
         "moe/passes.py",
         "return self.forward if len(self.call.plan.units) == 1 else WAITED_FOR_LATER",
         "return self.forward",
-        "moe/test_overlap.py::test_a_pipeline_leaves_the_waiting_for_units_to_the_experts",
+        "moe/test_passes.py::test_a_pipeline_leaves_the_waiting_for_units_to_the_experts",
     ),
     Mutant(
         "moe/dispatch_combine.py",
@@ -257,31 +257,31 @@ MUTANTS = (
             self.arrived = []  # what backward needs of them is in `saved`
 """,
         "",
-        "moe/test_what_layers_keep.py::test_rows_go_when_they_have_been_computed_and_all_goes_with_backward",
+        "moe/test_dispatch_combine.py::test_rows_go_when_they_have_been_computed_and_all_goes_with_backward",
     ),
     Mutant(
         "moe/schedule.py",
         'overlap=0.0 if self.config.schedule == "blocking" else 1.0',
         "overlap=1.0",
-        "moe/test_prices.py::test_shadows_are_priced_per_row_that_travels",
+        "moe/test_schedule.py::test_shadows_are_priced_per_row_that_travels",
     ),
     Mutant(
         "moe/schedule.py",
         "row_forward=pairs * costs.row_forward, row_backward=pairs * costs.row_backward",
         "row_forward=costs.row_forward, row_backward=costs.row_backward",
-        "moe/test_prices.py::test_shadows_are_priced_per_row_that_travels",
+        "moe/test_schedule.py::test_shadows_are_priced_per_row_that_travels",
     ),
     Mutant(
         "moe/probe.py",
         "if self.shared_wire else 1 / self.link",
         "if self.shared_wire else 1 / self.bandwidth",
-        "moe/test_prices.py::test_a_link_is_priced_as_it_is_around_a_busy_expert",
+        "moe/test_probe.py::test_a_link_is_priced_as_it_is_around_a_busy_expert",
     ),
     Mutant(
         "moe/schedule.py",
         "use = self.use if self.trials is None else self.trials.candidates[0]",
         "use = self.use",
-        "moe/test_prices.py::test_a_run_that_is_saved_amid_its_trials_goes_on_with_the_best_prediction",
+        "moe/test_schedule.py::test_a_run_that_is_saved_amid_its_trials_goes_on_with_the_best_prediction",
     ),
     Mutant(
         "pipeline/runtime.py",

@@ -18,7 +18,7 @@ import torch
 
 LAYER_TESTS = str(Path(__file__).parent.parent / "moe")
 sys.path.insert(0, LAYER_TESTS)
-from test_layer import compare, run  # noqa: E402
+from layer_parity import compare, run  # noqa: E402
 
 from moeclipse.moe.config import GateConfig  # noqa: E402
 from moeclipse.testing.run_ranks import run_alone  # noqa: E402
@@ -33,7 +33,7 @@ from datetime import timedelta
 host, address, folder, tests = int(sys.argv[1]), *sys.argv[2:5]
 sys.path.insert(0, tests)
 import torch, torch.distributed as dist
-from test_layer import run
+from layer_parity import run
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.start import RankPlace, start, stop
 from moeclipse.comm.wires.two_level import TwoLevelTransport, two_level

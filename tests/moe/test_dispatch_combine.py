@@ -1,7 +1,8 @@
-"""The smart schedule: however rows are cut and ordered, gradients are those of one process."""
+"""The node: however rows are cut and ordered, gradients are those of one process, and little is kept."""
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_layer import GATES, compare, gradients, make, parity, run
+from layer_parity import GATES, compare, gradients, inputs, make, parity, run
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.core.shares import even_bounds
 from moeclipse.moe.config import GateConfig
-from moeclipse.moe.dispatch import chunk_of, concatenated
+from moeclipse.moe.dispatch_combine import ForwardRun
+from moeclipse.moe.tokens import Tokens
 from moeclipse.tensor.weight_grad import attach
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 
@@ -106,17 +108,35 @@ def test_random_exchanges(sizes: list[int], size: int, chunks: int, num_experts:
     parity(GateConfig(top_k=top_k), 1, 4, num_experts=num_experts, sizes=sizes, more=more)
 
 
-@given(st.integers(0, 30), st.integers(1, 7))
-def test_chunks_are_cut_alike_on_both_sides(total: int, chunks: int) -> None:
-    bounds = even_bounds(total, chunks)
-    place = torch.arange(total)
-    found = chunk_of(place, torch.full_like(place, total), torch.full_like(place, chunks)).tolist()
-    expected = [next(c for c in range(chunks) if bounds[c] <= i < bounds[c + 1]) for i in range(total)]
-    assert found == expected
+def kept(mesh: Mesh) -> list[list[str]]:
+    """Of the rows that arrived and of those that the experts read: after forward, and after backward."""
+    gc.disable()
+    refs: list[tuple[str, StorageWeakRef]] = []
+
+    def note(name: str, tensor: Any) -> None:
+        refs.append((name, StorageWeakRef(tensor.untyped_storage())))
+
+    def left() -> list[str]:
+        return sorted({name for name, ref in refs if not ref.expired()})
+
+    moe = make(GateConfig(top_k=2), 8, 0, mesh, exchange={"schedule": "smart", "group_size": 1, "chunks": 2})
+    start, experts = ForwardRun.start, moe.experts.forward
+
+    def noted_start(self: ForwardRun) -> None:
+        start(self)
+        note("arrived", self.arrived[0])
+
+    def noted_experts(x: Any, *args: Any) -> Any:
+        note("read by experts", x)
+        return experts(x, *args)
+
+    ForwardRun.start, moe.experts.forward = noted_start, noted_experts  # type: ignore[method-assign]
+    x = inputs(20)[0][10 * mesh.rank : 10 * mesh.rank + 10].requires_grad_()
+    y, _ = moe.run(x, Tokens(mesh=mesh, first=10 * mesh.rank, total=20))
+    after_forward = left()
+    y.sum().backward()
+    return [after_forward, left()]  # y is still here, and with it the node
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4)), max_size=6))
-def test_concatenated_ranges(parts: list[tuple[int, int]]) -> None:
-    expected = [i for start, length in parts for i in range(start, start + length)]
-    starts, lengths = [p[0] for p in parts], [p[1] for p in parts]
-    assert concatenated(starts, lengths, torch.device("cpu")).tolist() == expected
+def test_rows_go_when_they_have_been_computed_and_all_goes_with_backward() -> None:
+    assert run_ranks(2, kept) == [[["read by experts"], []]] * 2

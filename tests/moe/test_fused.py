@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_layer import compare, gradients, make, run
+from layer_parity import compare, gradients, make, run
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
+from moeclipse.moe.experts import Experts
+from moeclipse.moe.fused import fits
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 
@@ -55,3 +57,10 @@ def test_several_ranks(exchange: dict[str, Any], gate: GateConfig) -> None:
     sizes = [5, 0, 9, 4]
     expected = run_alone(run, gate, 8, 1, [sum(sizes)])
     compare(run_ranks(4, fused, gate, sizes, exchange), expected, 1, 4)
+
+
+def test_kernels_take_one_tensor_of_half_precision_on_a_device_they_know() -> None:
+    experts, rows = Experts((0, 1), d_model=16, d_ff=24).bfloat16(), torch.ones(3, 16).bfloat16()
+    assert not fits(experts, [rows]), "not on a CPU"
+    assert not fits(experts, [rows, rows])
+    assert not fits(Experts((), d_model=16, d_ff=24), [rows]), "a rank without experts"

@@ -6,74 +6,19 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_layer import D, gradients, inputs, make, parity
+from layer_parity import D, gradients, make, parity
+from slow_wire import DELAY, Event, on_a_slow_wire
 
-from moeclipse.comm.flight.in_flight import InFlight
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.wires.transport import TorchTransport
 from moeclipse.moe.config import GateConfig
-from moeclipse.moe.dispatch import Dispatcher
-from moeclipse.moe.layer import MoE
-from moeclipse.moe.passes import ExpertPass
-from moeclipse.moe.structure import Structure
 from moeclipse.moe.tokens import Tokens
 from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
-
-DELAY = 0.03
-Event = tuple[str, str, float]
-
-
-class SlowResult:
-    """A transfer that is done no earlier than `due`, and writes down when it is waited for."""
-
-    def __init__(self, inner: InFlight[torch.Tensor], due: float, told: Callable[[], None]) -> None:
-        self.inner, self.due, self.told = inner, due, told
-
-    def get(self) -> torch.Tensor:
-        self.told()
-        time.sleep(max(0.0, self.due - time.monotonic()))
-        return self.inner.get()
-
-
-class SlowTransport(TorchTransport):
-    """A wire that carries one transfer at a time, each for DELAY seconds, and writes down when it began."""
-
-    def __init__(self, plain: TorchTransport, events: list[Event]) -> None:
-        super().__init__(plain.lane, plain.group)
-        object.__setattr__(self, "events", events)
-        object.__setattr__(self, "state", {"free": 0.0})
-
-    def all_to_all(self, rows: Any, send: Any, receive: Any, label: str, out: Any = None) -> Any:
-        now = time.monotonic()
-        due = max(now, self.state["free"]) + DELAY
-        self.state["free"] = due
-        self.events.append(("launch", label, now))
-        self.events.append(("due", label, due))
-        inner = super().all_to_all(rows, send, receive, label, out)
-        return SlowResult(inner, due, lambda: self.events.append(("wait", label, time.monotonic())))
-
-
-def on_a_slow_wire(mesh: Mesh, **exchange: Any) -> tuple[MoE, list[Event]]:
-    moe = make(GateConfig(top_k=2), 8, 0, mesh, exchange=exchange)
-    events: list[Event] = []
-    dispatcher = moe.dispatcher
-    slow = SlowTransport(TorchTransport(dispatcher.lane, dispatcher.group), events)
-    moe.dispatcher = Dispatcher(
-        placement=dispatcher.placement,
-        rank_of_E=dispatcher.rank_of_E,
-        slot_of_E=dispatcher.slot_of_E,
-        group=dispatcher.group,
-        lane=dispatcher.lane,
-        transport=slow,
-    )
-    return moe, events
 
 
 def timeline(mesh: Mesh) -> list[Event]:
@@ -134,30 +79,6 @@ def test_rows_travel_while_experts_compute() -> None:
     for events in run_ranks(3, timeline):
         check(events, "F")
         check(events, "B")
-
-
-@torch.no_grad()
-def in_pieces(mesh: Mesh, schedule: str) -> list[str]:
-    """What a pipeline waits for before the experts may run, and what the experts wait for themselves."""
-    moe, events = on_a_slow_wire(mesh, schedule=schedule, group_size=1, chunks=1)
-    x = inputs(12)[0][6 * mesh.rank : 6 * mesh.rank + 6]
-    tokens = Tokens(mesh=mesh, first=6 * mesh.rank, total=12)
-    routing = moe.gate(x, tokens)
-    call = moe.prepare(routing, Structure(), (x,), tokens)
-    routed = ExpertPass(call, routing.scores_TK, (x,))
-    routed.dispatch().get()
-    events.append(("experts", "", 0.0))
-    routed.compute()
-    routed.combine().get()
-    return [
-        what for what, label, _ in events if what == "experts" or ("dispatch S_F" in label and what == "wait")
-    ]
-
-
-def test_a_pipeline_leaves_the_waiting_for_units_to_the_experts() -> None:
-    """Else all units would have to be there before the first is computed, and none would hide another."""
-    assert run_ranks(2, in_pieces, "smart") == [["experts", "wait"]] * 2
-    assert run_ranks(2, in_pieces, "blocking") == [["wait", "experts"]] * 2
 
 
 def dies(mesh: Mesh) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_layer import BOUND, gradients, make
+from layer_parity import BOUND, gradients, make
 
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.replicate import plan_random

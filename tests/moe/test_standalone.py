@@ -7,10 +7,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import moeclipse
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import GateConfig
+from moeclipse.moe.layer import MoE
+from moeclipse.moe.standalone import aux_loss, exclude_experts, sync_gradients
 from moeclipse.ops.random import fill_normal
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
@@ -25,7 +26,7 @@ class Net(nn.Module):
     def __init__(self, mesh: Mesh | None) -> None:
         super().__init__()
         self.first = nn.Linear(D, D, dtype=torch.float64)
-        self.moe = moeclipse.MoE(D, 10, 6, gate=GATE, mesh=mesh, init_std=0.4, dtype=torch.float64)
+        self.moe = MoE(D, 10, 6, gate=GATE, mesh=mesh, init_std=0.4, dtype=torch.float64)
         self.last = nn.Linear(D, 1, dtype=torch.float64)
         for number, parameter in enumerate([*self.first.parameters(), *self.last.parameters()]):
             fill_normal(parameter.data, 100 + number, 0.5)
@@ -44,21 +45,21 @@ def alone(mesh: Mesh, ranks: int, steps: int) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(steps):
         optimizer.zero_grad()
-        (model(data(ranks).flatten(0, 1)).square().mean() + moeclipse.aux_loss(model)).backward()
-        moeclipse.sync_gradients(model)
+        (model(data(ranks).flatten(0, 1)).square().mean() + aux_loss(model)).backward()
+        sync_gradients(model)
         optimizer.step()
     return {name: p.grad for name, p in model.named_parameters()} | {"bias": model.moe.gate.bias_E}
 
 
 def under_ddp(mesh: Mesh, steps: int) -> dict[str, torch.Tensor]:
     model = Net(mesh)
-    ddp = DistributedDataParallel(moeclipse.exclude_experts(model))
+    ddp = DistributedDataParallel(exclude_experts(model))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = ddp(data(mesh.num_ranks)[mesh.rank]).square().mean() + moeclipse.aux_loss(ddp)
+        loss = ddp(data(mesh.num_ranks)[mesh.rank]).square().mean() + aux_loss(ddp)
         loss.backward()
-        moeclipse.sync_gradients(ddp)
+        sync_gradients(ddp)
         optimizer.step()
     return {name: p.grad for name, p in model.named_parameters()} | {"bias": model.moe.gate.bias_E}
 
@@ -78,9 +79,9 @@ def test_three_steps_under_ddp_equal_one_process(dp: int, ep: int) -> None:
 
 def forgotten(mesh: Mesh) -> str:
     ddp = DistributedDataParallel(Net(mesh))
-    (ddp(data(2)[mesh.rank]).sum() + moeclipse.aux_loss(ddp)).backward()
+    (ddp(data(2)[mesh.rank]).sum() + aux_loss(ddp)).backward()
     try:
-        moeclipse.sync_gradients(ddp)
+        sync_gradients(ddp)
     except ConfigError as error:
         return str(error)
     return "no error"
@@ -93,11 +94,11 @@ def test_ddp_that_would_mix_experts_is_refused() -> None:
 
 def test_a_loss_before_any_forward_is_refused() -> None:
     with pytest.raises(ConfigError, match="has run forward"):
-        moeclipse.aux_loss(Net(None))
+        aux_loss(Net(None))
 
 
 def test_any_leading_dimensions() -> None:
-    moe = moeclipse.MoE(8, 16, 4, top_k=2)
+    moe = MoE(8, 16, 4, top_k=2)
     x = torch.randn(3, 5, 2, 8)
     y = moe(x)
     assert y.shape == x.shape

@@ -1,4 +1,4 @@
-"""A whole layer whose rows travel through memory of the host: gradients are those of one process."""
+"""A whole layer over every wire: outputs and gradients are those of one process."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from test_layer import compare, run
+from layer_parity import compare, run
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.shared import host
 from moeclipse.comm.wires import copy_engines
 from moeclipse.comm.wires.host_ring import PeerTransport
+from moeclipse.comm.wires.two_level import TwoLevelTransport
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.layer import MoE
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 
 GATE = GateConfig(top_k=3, z_loss=0.1)
-SIZES = [5, 0, 9, 4]
+SIZES = [5, 0, 9, 4, 3, 7]
 EXCHANGES: dict[str, dict[str, Any]] = {
     "blocking": {},
     "blocking-shadows": {"shadow": (1, 2, 6)},
@@ -69,3 +70,29 @@ def alone(mesh: Mesh) -> bool:
 
 def test_one_rank_needs_no_wire() -> None:
     assert run_alone(alone)
+
+
+def on_hosts(mesh: Mesh, hosts: list[int], exchange: dict[str, Any]) -> dict:
+    mesh.hosts = tuple(hosts)
+    more = {"exchange": {"transport": "two_level", **exchange}}
+    assert isinstance(MoE(8, 8, 8, mesh=mesh, **more).dispatcher.transport, TwoLevelTransport)
+    return run(mesh, GATE, 8, 1, SIZES[: mesh.num_ranks], more)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1, 1, 0], [0, 0, 1, 1, 2, 2]], ids=str)
+def test_a_layer_in_two_levels(hosts: list[int], exchange: str) -> None:
+    results = run_ranks(len(hosts), on_hosts, hosts, EXCHANGES[exchange])
+    reference = run_alone(run, GATE, 8, 1, [sum(SIZES[: len(hosts)])])
+    compare(results, reference, 1, len(hosts))
+
+
+def ragged(mesh: Mesh) -> str:
+    mesh.hosts = (0, 0, 1)
+    with pytest.raises(ConfigError, match=r"have 2, 1 of them; use moe\.transport"):
+        MoE(8, 8, 8, mesh=mesh, exchange={"transport": "two_level"})
+    return "refused"
+
+
+def test_ragged_hosts_are_refused_before_anybody_waits() -> None:
+    assert run_ranks(3, ragged) == ["refused"] * 3

@@ -1,4 +1,4 @@
-"""Activations and biases of experts: gradients equal autograd, on one rank and on many, by every path."""
+"""Experts of every style, cut and padded: gradients equal autograd, on one rank and many, by every path."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from test_layer import compare, gradients, inputs, make
+from expert_kinds import D, built_in, normal
+from layer_parity import compare, gradients, inputs, make
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import GateConfig
+from moeclipse.moe.experts import Experts, PadToCapacity
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.tokens import Tokens
+from moeclipse.moe.weight_init import WeightInit
 from moeclipse.ops.activation import ACTIVATIONS
 from moeclipse.ops.grouped_experts import grouped_experts_reference
 from moeclipse.ops.random import fill_normal, key_of
@@ -97,3 +100,44 @@ def test_a_bias_cannot_be_sharded_over_several_ranks() -> None:
     assert with_sharded_bias(Mesh.single()) == ""
     for told in run_ranks(2, with_sharded_bias, tp=2):
         assert "moe.expert_bias needs moe.expert_tp = 'folded' with parallel.tp (2)" in told
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_parts_of_the_hidden_width_add_up(activation: Any) -> None:
+    """As tensor-parallel ranks hold them: outputs and gradients of rows are sums."""
+    init = WeightInit(std=0.5, dtype=torch.float64)
+    given = {"d_model": D, "d_ff": 8, "init": init, "activation": activation}
+    whole, parts = Experts((2, 5), **given), [Experts((2, 5), shard=(i, 2), **given) for i in range(2)]
+    x, d_y, counts = normal(7, D, key=1), normal(7, D, key=2), [3, 4]
+    with torch.no_grad():
+        (y, d_x), *shares = (
+            (y, experts.dgrad(d_y, saved)[0])
+            for experts in (whole, *parts)
+            for y, saved in [experts.forward(x, counts)]
+        )
+    assert difference(sum(share[0] for share in shares), y) <= 1e-14
+    assert difference(sum(share[1] for share in shares), d_x) <= 1e-14
+    assert torch.equal(torch.cat([part.down for part in parts], 2), whole.down)
+
+
+def test_padded_experts_compute_capacity_rows_whoever_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts, computed = built_in(), []
+    plain = experts.forward
+
+    def noted(x: torch.Tensor, counts: Any) -> Any:
+        computed.append((list(counts), (x == 0).all(1).tolist()))
+        return plain(x, counts)
+
+    monkeypatch.setattr(experts, "forward", noted)
+    padded, x, counts = PadToCapacity(experts, 3), normal(4, D, key=1), [1, 0, 3]
+    with torch.no_grad():
+        y, saved = padded.forward(x, counts)
+        d_x, pending = padded.dgrad(y, saved)
+        assert computed == [([3, 3, 3], [False, True, True, True, True, True, False, False, False])]
+        expected, kept = plain(x, counts)
+        d_expected, later = experts.dgrad(expected, kept)
+        for one, other in zip(padded.wgrad([pending]), experts.wgrad([later]), strict=True):
+            assert difference(one, other) <= 1e-14
+    assert difference(y, expected) <= 1e-14
+    assert difference(d_x, d_expected) <= 1e-14
+    assert torch.equal(padded.flatten([1]), experts.flatten([1]))

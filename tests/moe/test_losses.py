@@ -1,0 +1,61 @@
+"""Losses of a gate by their formulas: means over all tokens, of which each rank has its share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moeclipse.comm.mesh import Mesh
+from moeclipse.moe.config import GateConfig
+from moeclipse.moe.gates import Gate
+from moeclipse.moe.losses import balance_loss, z_loss
+from moeclipse.moe.routing import Routing
+from moeclipse.moe.tokens import Tokens
+from moeclipse.moe.weight_init import WeightInit
+from moeclipse.ops.random import fill_normal
+
+T, D, E = 48, 6, 8
+CONFIGS = {
+    "top_k": GateConfig(top_k=2),
+    "as many as they like": GateConfig(choose="threshold", top_k=4, threshold=0.125),
+}
+
+
+def route(config: GateConfig) -> Routing:
+    gate = Gate(config, d_model=D, num_experts=E, init=WeightInit(std=0.8, dtype=torch.float64))
+    x = fill_normal(torch.empty(T, D, dtype=torch.float64), 4, 1.0)
+    return gate(x, Tokens(mesh=Mesh.single(), first=0, total=T))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_losses_by_their_formulas(name: str) -> None:
+    routing = route(CONFIGS[name])
+    rows = int((routing.expert_ids_TK >= 0).sum())
+    assert rows == 2 * T if name == "top_k" else T < rows < 4 * T
+    assert routing.load_E.sum() == rows, "rows there are, not places for them"
+    share = routing.load_E.double() / rows
+    expected = E * (share * routing.probs_TE.mean(0)).sum()
+    assert torch.allclose(balance_loss(routing, routing.load_E, T), expected, rtol=1e-13)
+    assert torch.allclose(z_loss(routing, T), routing.logits_TE.logsumexp(-1).square().mean(), rtol=1e-13)
+
+
+def test_shares_of_ranks_add_up() -> None:
+    whole = route(CONFIGS["top_k"])
+    parts = [
+        replace(whole, probs_TE=whole.probs_TE[part], logits_TE=whole.logits_TE[part])
+        for part in (slice(0, 11), slice(11, 11), slice(11, T))
+    ]
+    balance = sum(balance_loss(part, whole.load_E, T) for part in parts)
+    assert torch.allclose(balance, balance_loss(whole, whole.load_E, T), rtol=1e-13)
+    assert torch.allclose(sum(z_loss(part, T) for part in parts), z_loss(whole, T), rtol=1e-13)
+
+
+def test_even_load_costs_one_and_no_tokens_cost_nothing() -> None:
+    even = torch.full((4, E), 1 / E)
+    routing = replace(route(CONFIGS["top_k"]), probs_TE=even, logits_TE=even)
+    assert balance_loss(routing, torch.ones(E), 4) == pytest.approx(1)
+    nobody = replace(routing, probs_TE=even[:0], logits_TE=even[:0])
+    assert balance_loss(nobody, torch.zeros(E), 0) == 0
+    assert z_loss(nobody, 0) == 0

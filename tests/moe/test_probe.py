@@ -1,0 +1,83 @@
+"""Costs from what was measured: fixed parts and slopes, the same on all ranks, and what planners are told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from layer_parity import make
+from probed import PROBE
+
+from moeclipse.balance.placement import Placement
+from moeclipse.comm.mesh import Mesh
+from moeclipse.moe import probe
+from moeclipse.moe.config import GateConfig
+from moeclipse.moe.probe import BYTES, ROWS, Probe, measure
+from moeclipse.moe.structure import Structure
+from moeclipse.testing.run_ranks import run_ranks
+
+
+def test_a_link_is_priced_as_it_is_around_a_busy_expert() -> None:
+    alone = PROBE.shadow_costs(overlap=1.0)
+    assert alone.row_send == pytest.approx(1024 / 5e8), "others rest"
+    assert alone.parameter_seconds == pytest.approx(4e6 / 5e8 + 2e-4)
+    assert alone.gradient_seconds == pytest.approx(8e6 / 5e8 + 2e-4)
+    shared = replace(PROBE, shared_wire=True).shadow_costs(overlap=1.0)
+    assert shared.row_send == pytest.approx(1024 / 2e8), "the wire of all, whose bytes are added up"
+    assert shared.shared_wire
+    all_send = PROBE.exchange_costs()
+    assert all_send.transfer(100, near=False) == pytest.approx(2e-4 + 100 * 1024 / 1e8)
+    assert all_send.compute(100) == pytest.approx(1e-5 + 100 * 3e-5)
+
+
+def on_a_clock(mesh: Mesh, wire: float, link: float) -> dict[str, float]:
+    """Costs as this clock gives them: experts of rank r take (1 + r) times as long as those of rank 0."""
+    moe = make(GateConfig(top_k=2), 4, 0, mesh)
+    slots, peers = len(moe.experts.ids), mesh.num_ranks - 1
+    seconds = [
+        factor * (1 + mesh.rank) * (2e-3 + slots * rows * 1e-5) for rows in ROWS["cpu"] for factor in (1, 3)
+    ]
+    seconds += [peers * (4e-4 + size / wire) for size in BYTES["cpu"]]
+    seconds += [4e-4 + size / link for size in BYTES["cpu"]]
+
+    def clock(work: object, device: torch.device) -> float:
+        assert callable(work)
+        work()
+        return seconds.pop(0)
+
+    probe._clock = clock
+    found = moe.measure_costs()
+    assert not seconds, "eight things are measured"
+    return vars(found)
+
+
+@pytest.mark.parametrize(("wire", "link", "shared"), [(1e8, 1.5e8, False), (1e8, 3e8, True)])
+def test_slopes_and_fixed_parts_are_found(wire: float, link: float, shared: bool) -> None:
+    results = run_ranks(3, on_a_clock, wire, link)
+    assert results[0] == results[1] == results[2], "whoever decides from them decides alike"
+    found = Probe(**results[0])
+    assert found.row_forward == pytest.approx(1e-5 * (1 + 2 + 3) / 3), "the mean of all ranks"
+    assert found.row_backward == pytest.approx(3 * found.row_forward)
+    assert found.kernel == pytest.approx(2e-3 * 2)
+    assert found.bandwidth == pytest.approx(wire)
+    assert found.link == pytest.approx(link)
+    assert found.latency == pytest.approx(4e-4)
+    assert found.shared_wire is shared, "all together are more than twice as slow as one alone"
+    assert found.row_bytes == 12 * 8
+    assert found.parameter_bytes == found.gradient_bytes == 8 * (2 * 20 * 12 + 20 * 12)
+    assert found.num_ranks == 3
+
+
+def measured(mesh: Mesh) -> dict[str, float]:
+    moe = make(GateConfig(top_k=2), 4, 0, mesh, placement=Placement(((0, 1, 2, 3), ())))
+    pairs = moe._pairwise(Structure(), (moe.gate.weight,))
+    return vars(measure(pairs, moe.dispatcher, mesh))
+
+
+def test_a_rank_without_experts_measures_with_the_others() -> None:
+    one, other = run_ranks(2, measured)
+    assert one == other
+    for name in ("row_forward", "row_backward", "latency", "bandwidth", "link", "parameter_bytes"):
+        assert one[name] > 0, name
+    assert not one["shared_wire"], "two ranks have a wire of their own"

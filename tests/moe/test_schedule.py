@@ -1,0 +1,184 @@
+"""What an exchange runs: how it is cut and tried out, and what is told to those who plan its shadows."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from layer_parity import gradients, make
+from probed import PROBE
+
+from moeclipse.balance.placement import Placement
+from moeclipse.balance.shadow_model import ShadowCosts
+from moeclipse.comm.flight.in_flight import Ready
+from moeclipse.comm.group import Group
+from moeclipse.comm.mesh import Mesh
+from moeclipse.moe import schedule as of_layer
+from moeclipse.moe.config import GateConfig, MoEConfig
+from moeclipse.moe.granularity import CALLS, TRIED, Granularity, Trials
+from moeclipse.moe.schedule import ExchangeSchedule, Loads
+from moeclipse.testing.run_ranks import run_ranks
+
+IDS = (torch.tensor([[0, 1, 2], [1, 0, 5], [1, -1, 4]]), torch.tensor([[4, 5, 3]]))
+"""Choices of two ranks; experts 0, 1 and 2 live on the first, 3, 4 and 5 on the second."""
+
+
+@pytest.mark.parametrize(("schedule", "overlap"), [("smart", 1.0), ("blocking", 0.0)])
+def test_shadows_are_priced_per_row_that_travels(
+    schedule: Any, overlap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that travels is computed by several experts of its rank; a blocking exchange hides nothing."""
+    told: list[tuple[np.ndarray, ShadowCosts]] = []
+
+    def choose(rows_PE: np.ndarray, placement: Placement, costs: ShadowCosts, **more: Any) -> Any:
+        told.append((rows_PE, costs))
+        return SimpleNamespace(shadows=())
+
+    monkeypatch.setattr(of_layer, "choose_shadows", choose)
+    pairs_PE, rows_PE = np.full((2, 4), 30), np.full((2, 4), 20)
+    exchange = ExchangeSchedule(MoEConfig(num_experts=4, schedule=schedule, shadow="auto"), (0, 0))
+    exchange.probe = PROBE
+    exchange._counts_and_rows = lambda *_: (pairs_PE, rows_PE)  # type: ignore[method-assign, assignment]
+    route: Any = SimpleNamespace(placement=Placement.contiguous(4, 2), table=None)
+    assert exchange._choose_shadows(torch.zeros(1, 1), route, "here")[0] is None
+    ((counts, costs),) = told
+    assert counts is rows_PE, "rows travel, pairs do not"
+    assert costs.row_forward == pytest.approx(1.5 * PROBE.row_forward)
+    assert costs.row_backward == pytest.approx(1.5 * PROBE.row_backward)
+    assert costs.overlap == overlap
+
+
+def test_a_run_that_is_saved_amid_its_trials_goes_on_with_the_best_prediction() -> None:
+    exchange = ExchangeSchedule(MoEConfig(num_experts=4, schedule="smart"), (0, 0))
+    ranked = [Granularity(groups=((0,), (1,)), chunks=chunks) for chunks in (2, 4, 1)]
+    exchange.trials = Trials(ranked, cuda=False)
+    exchange.use = ranked[2]
+    assert exchange.state()["chunks"] == 2
+    exchange.trials = None
+    assert exchange.state()["chunks"] == 1
+
+
+def learn(mesh: Mesh) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """Training calls until a granularity is chosen: (what was known in each, the choice, its report)."""
+    moe = make(GateConfig(top_k=2), 8, 0, mesh, exchange={"schedule": "smart"})
+    schedule, seen = moe.schedule, []
+    for _ in range(2 + TRIED * CALLS):
+        gradients(moe, mesh, [6, 4, 5])
+        seen.append((schedule.probe is not None, schedule.trials is not None, schedule.state()["chunks"]))
+    chosen = schedule.use
+    gradients(moe.eval(), mesh, [6, 4, 5])
+    assert schedule.use == chosen
+    resumed = ExchangeSchedule(schedule.config, schedule.hosts)
+    resumed.load_state(json.loads(json.dumps(schedule.state())))
+    assert resumed.use.rule == "resumed"
+    assert resumed.shape() == schedule.shape(), "a resumed run cuts rows as this one did"
+    moe.train().schedule = resumed
+    for _ in range(2):
+        gradients(moe, mesh, [6, 4, 5])
+    assert resumed.probe is None, "... and measures nothing"
+    elsewhere = ExchangeSchedule(schedule.config, (0, 0))
+    elsewhere.load_state(schedule.state())
+    assert elsewhere.use.rule != "resumed", "a choice for three ranks says nothing about two"
+    return seen, [chosen.groups, chosen.chunks, chosen.rule], schedule.report()
+
+
+def test_costs_are_measured_in_the_second_call_and_the_fastest_of_the_tried_stays() -> None:
+    results = run_ranks(3, learn)
+    seen, chosen, report = results[0]
+    assert all(found[:2] == (seen, chosen) for found in results), "all ranks decide alike"
+    assert [call[:2] for call in seen] == [
+        (False, False),
+        *[(True, True)] * (TRIED * CALLS),  # the best by simulation take turns
+        (True, False),
+    ]
+    assert report["measured_ms"] > 0
+    assert report["predicted_ms"] > 0
+    assert (report["steps"], report["chunks"], report["rule"]) == (len(chosen[0]), *chosen[1:])
+
+
+def count(mesh: Mesh) -> tuple[list[list[int]], list[list[int]]]:
+    moe = make(GateConfig(top_k=3), 6, 0, mesh)
+    pairs, rows = moe.schedule._counts_and_rows(IDS[mesh.rank], moe.dispatcher, "test")
+    assert (moe.schedule._counts(IDS[mesh.rank], moe.dispatcher, "test") == pairs).all()
+    return pairs.tolist(), rows.tolist()
+
+
+def test_a_row_counts_for_the_least_wanted_of_its_experts_on_a_rank() -> None:
+    pairs = [[2, 3, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1]]
+    rows = [[1, 1, 1, 0, 1, 1], [0, 0, 0, 0, 0, 1]]
+    assert run_ranks(2, count) == [(pairs, rows)] * 2
+
+
+def computed(mesh: Mesh, shadow: tuple[int, ...]) -> tuple[list[int], list[int], Any]:
+    """(rows that each slot computed in training, rows that wanted each expert, who had shadows)"""
+    placement = Placement(((0, 1), (1, 2), (3, 0)))
+    more = {"placement": placement, "exchange": {"shadow": shadow}}
+    moe = make(GateConfig(top_k=2), 4, 0, mesh, **more)
+    load = gradients(moe, mesh, [9, 4, 7])["load"]
+    gradients(moe.eval(), mesh, [9, 4, 7])
+    plan, found = moe.schedule.shadow_plan, moe.schedule.take_computed()
+    assert moe.schedule.take_computed() == []
+    return found, load.tolist(), () if plan is None else plan.shadows
+
+
+@pytest.mark.parametrize("shadow", [(), (0, 2)], ids=str)
+def test_slots_count_what_they_computed_in_training_and_shadows_do_not(shadow: tuple[int, ...]) -> None:
+    results = run_ranks(3, computed, shadow)
+    stayed = dict(results[0][2])
+    assert set(stayed) == set(shadow)
+    found = [0] * 4
+    for (counts, *_), experts in zip(results, ((0, 1), (1, 2), (3, 0)), strict=True):
+        for expert, rows in zip(experts, counts, strict=True):
+            found[expert] += rows
+    wanted = [
+        sum(load[expert] for rank, (_, load, _) in enumerate(results) if rank not in stayed.get(expert, ()))
+        for expert in range(4)
+    ]
+    assert found == wanted
+    assert sum(found) > 0
+
+
+def test_replicas_share_out_what_shadows_leave() -> None:
+    exchange = ExchangeSchedule(MoEConfig(num_experts=3), (0, 0, 0))
+    exchange.shadow_plan = SimpleNamespace(shadows=((1, (0, 2)), (2, (1,))))  # type: ignore[assignment]
+    counts = np.arange(9).reshape(3, 3)
+    nothing: Any = None
+    travelling = exchange._rows_that_travel(nothing, nothing, "test", None, counts)
+    assert travelling.tolist() == [[0, 0, 2], [3, 4, 0], [6, 0, 8]]
+    assert counts.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+
+
+def test_loads_of_some_of_the_ranks() -> None:
+    everyone = Group(name="all", ranks=(2, 5, 7), index=0)
+    loads = Loads(Ready(torch.tensor([[1, 2], [30, 40], [500, 600]])), everyone)
+    assert loads.total().tolist() == [531, 642]
+    assert loads.of(Group(name="some", ranks=(7, 2), index=1)).tolist() == [[500, 600], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "options", "groups"),
+    [
+        ((0,) * 8, {}, [8, 4, 2, 1]),
+        ((0,) * 3, {}, [3, 1]),
+        ((0, 0, 1, 1), {}, [2]),
+        ((0,) * 4, {"group_size": 2}, [2]),
+    ],
+    ids=["eight ranks", "three", "two hosts", "as told"],
+)
+def test_groups_that_are_tried(hosts: tuple[int, ...], options: dict[str, Any], groups: list[int]) -> None:
+    """Ever larger ones, and last the blocking exchange; but ranks of one host stay together."""
+    exchange = ExchangeSchedule(MoEConfig(schedule="smart", **options), hosts)
+    assert [len(ring) for ring in exchange._candidates()] == groups
+
+
+def test_programs_are_built_once_for_each_shape() -> None:
+    exchange = ExchangeSchedule(MoEConfig(schedule="smart", chunks=2), (0, 0, 0))
+    plain, shadowed = exchange.shape(), exchange.shape(shadows=True)
+    assert exchange.programs(plain) is exchange.programs(exchange.shape())
+    assert exchange.programs(plain) is not exchange.programs(shadowed)
+    assert exchange.use.chunks == 2
+    assert ExchangeSchedule(MoEConfig(schedule="blocking", chunks=2), (0, 0, 0)).use.chunks == 1
