@@ -311,7 +311,7 @@ MUTANTS = (
         "pipeline/backward.py",
         "        self._outputs = self.outputs = ()\n",
         "",
-        "pipeline/test_what_is_kept.py::test_a_segment_lets_go_in_backward",
+        "pipeline/test_backward.py::test_a_segment_lets_go_in_backward",
     ),
     Mutant(
         "pipeline/runtime.py",
@@ -323,7 +323,7 @@ MUTANTS = (
         "pipeline/overlap.py",
         "if index < limit else",
         "if index <= limit else",
-        "pipeline/test_runtime.py::test_only_the_first_layers_run_again",
+        "pipeline/test_overlap.py::test_only_the_first_layers_run_again",
     ),
     Mutant(
         "comm/shared/signals.py",

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_runtime import LAYERS, WIDTH, Block, Rows, UserStage, data, model
 from torch.multiprocessing.reductions import StorageWeakRef
+from user_model import LAYERS, WIDTH, Block, Rows, UserStage, data, model
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.pipeline.backward import Segment
 from moeclipse.pipeline.config import PipelineConfig
 from moeclipse.pipeline.overlap import lay_out, make_program
 from moeclipse.pipeline.runtime import Runtime
@@ -105,18 +104,3 @@ def test_nothing_of_a_microbatch_outlives_its_last_op(recompute: str) -> None:
     for schedule in ("1f1b", "zb-h1", "dualpipev"):
         config = PipelineConfig(schedule=schedule, recompute=recompute)  # type: ignore[arg-type]
         assert run_ranks(2, leftovers, config, pp=2) == [{}, {}], schedule
-
-
-def test_a_segment_lets_go_in_backward() -> None:
-    """Its weight gradients may be far away: until then it holds what they need, and nothing else."""
-    x = torch.ones(3)
-    segment = Segment(lambda h: (h.exp(),), [x])
-    memory = Memory()
-    memory.note(0, "input", x)
-    memory.note(0, "output", segment.outputs[0])
-    del x
-    assert memory.left(0) == ["input", "output"]
-    (d_x,) = segment.backward([torch.ones(3)])
-    assert memory.left(0) == []
-    assert d_x is not None
-    assert torch.allclose(d_x, torch.ones(3).exp())

@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.exchange import ExchangeCosts
 from moeclipse.plan.search import candidate_orders, choose_exchange
-from moeclipse.schedule import kinds
 from moeclipse.schedule.check import Verified, verify
-from moeclipse.schedule.shape import Shadow
 from moeclipse.schedule.smart import backward_of, end_units, exchange_shape, natural_units, smart
-from moeclipse.sim.exchange import Counts, exchange_durations, lower_bound, simulate_exchange
+from moeclipse.sim.exchange import Counts, lower_bound, simulate_exchange
 from moeclipse.sim.measure import compute_intervals
 
 
@@ -143,56 +141,6 @@ def test_johnson_puts_the_short_way_in_first_and_the_short_way_out_last() -> Non
     # S and R of a unit are alike, so the rule orders by falling C + R. C is two per row, R one, and own rows
     # (step 0) do not travel: 80, 30, 90, 60.
     assert [step for step, _ in units] == [2, 0, 3, 1]
-
-
-def test_near_links_carry_the_own_group_alone() -> None:
-    """Groups of two: at step 0 one peer over the near link, then two over the far one, own rows nowhere."""
-    costs = ExchangeCosts(
-        row_bytes=10, near_bandwidth=100, far_bandwidth=10, row_seconds=0.5, latency=1, kernel=2
-    )
-    program = smart(exchange_shape(4, group_size=2))
-    counts = [[7, 3, 2, 1]] * 4
-    ops, seconds = program.ranks[0], exchange_durations(program, counts, costs)[0]
-    spent = {str(op): value for op, value in zip(ops, seconds, strict=True)}
-    assert spent["S_F@0"] == spent["R_F@0"] == pytest.approx(1 + 7 * 10 / 100)  # receives 7, sends 3
-    assert spent["S_F@1"] == pytest.approx(1 + 14 * 10 / 10)  # receives 7 from each of two, sends 2 + 1
-    assert spent["C_F@0"] == pytest.approx(2 + 14 * 0.5)
-
-
-def test_rows_are_counted_once() -> None:
-    """Over all steps: sent = received, and computed = what arrived and what stayed."""
-    counts = skewed(6, 2, 600, seed=3)
-    shape = exchange_shape(6, group_size=4, experts_per_rank=2, chunks=2)
-    unit = ExchangeCosts(row_bytes=1, near_bandwidth=1, far_bandwidth=1, row_seconds=1)
-    program = smart(shape)
-    durations = exchange_durations(program, counts, unit)
-    computed = [
-        sum(d for op, d in zip(ops, seconds, strict=True) if op.kind is kinds.C_F)
-        for ops, seconds in zip(program.ranks, durations, strict=True)
-    ]
-    assert sum(computed) == pytest.approx(counts.sum())
-    assert computed == pytest.approx(counts.sum(0).reshape(6, 2).sum(1))
-
-
-def test_shadows_keep_rows_at_home_and_pay_off_on_skew() -> None:
-    P = 8
-    counts = skewed(P, 1, 4096)
-    others = tuple(range(1, P))
-    costs = ExchangeCosts(
-        row_bytes=4096,
-        near_bandwidth=25e9,
-        far_bandwidth=25e9,
-        row_seconds=3e-7,
-        expert_bytes=1e6,
-        latency=5e-6,
-    )
-    totals = {}
-    for shadows in ((), (Shadow(expert=0, owner=0, ranks=others),)):
-        for backward in (False, True):
-            shape = exchange_shape(P, group_size=2, shadows=shadows, backward=backward)
-            totals[bool(shadows), backward] = simulate_exchange(smart(shape), counts, costs).makespan
-    assert totals[True, False] < 0.7 * totals[False, False]
-    assert totals[True, True] < 0.7 * totals[False, True]
 
 
 @pytest.mark.parametrize("tokens", [2048, 65536])
