@@ -1,7 +1,10 @@
-"""Compares every kernel with its reference through Triton's interpreter; run by test_kernels_on_cpu.py.
+"""Compares kernels with their references through Triton's interpreter; run by `interpreted.py`.
 
-The interpreter must be chosen before Triton is imported, so this runs in a process of its own, and it prints
-one line, the relative error, for each comparison. fp32 and fp16: bf16 products are wrong in the interpreter.
+    python in_interpreter.py experts          one of GROUPS
+
+The interpreter must be chosen before Triton is imported, so this runs in a process of its own. It prints one
+line for each comparison, the relative error, and one for each function of a kernel that ran. fp32 and fp16:
+bf16 products are wrong in the interpreter.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import sys
 import torch
 
 from moeclipse.ops import bias, combine, expert_mlp, topk_softmax, wgrad
-from moeclipse.ops.activation import hidden_width
+from moeclipse.ops.activation import ACTIVATIONS, hidden_width
 from moeclipse.ops.grouping import group_rows_kernel, group_rows_reference
 from moeclipse.ops.tuning import Tile
 
@@ -118,12 +121,16 @@ def check_wgrad(kind: str, gather: str, tile: Tile, *, accumulate: bool) -> None
     report(f"wgrad {kind} {gather} add={accumulate} {' '.join(flags)}", into, expected)
 
 
-def check_rest() -> None:
+def check_combine() -> None:
     rows, weight = torch.randn(50, 70), torch.rand(50, 2)[:, 1]
     for weights, choices in ((weight, 4), (None, 4), (weight, 20)):
         place = torch.randint(-1, 50, (13, choices), dtype=torch.int32)
         got = combine.gather_sum_kernel(rows, place, weights)
-        report(f"combine {choices}", got, combine.gather_sum_reference(rows, place, weights))
+        name = f"combine {choices}{'' if weights is None else ' weighted'}"
+        report(name, got, combine.gather_sum_reference(rows, place, weights))
+
+
+def check_gate() -> None:
     logits = torch.randn(37, 11).round(decimals=1).requires_grad_()
     scores, ids = topk_softmax.topk_softmax_kernel(logits.detach(), 3)
     expected, expected_ids = topk_softmax.topk_softmax_reference(logits, 3)
@@ -135,13 +142,22 @@ def check_rest() -> None:
     report("gate gradient", got, logits.grad)
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
+def all_groupings() -> None:
     for number, kind in enumerate(KINDS):
         check_grouping(kind, block=16 if number % 2 else 128)
+
+
+def all_experts() -> None:
+    for number, kind in enumerate(KINDS):
         check_experts(kind, 40, 24, torch.float32, gather=number % 2 == 0, flatten=number % 3 == 0)
-        gather = ("x", "dy", "none")[number % 3]
+    check_experts("skewed", 64, 32, torch.float16, gather=True, flatten=True)
+    for number, activation in enumerate(ACTIVATIONS):
+        options = {"gather": number % 2 == 0, "flatten": number > 1, "activation": activation}
+        check_experts("unused", 40, 24, torch.float32, biased=True, **options)
+
+
+def all_wgrads() -> None:
+    for number, kind in enumerate(KINDS):
         tile = Tile(
             m=32,
             n=32,
@@ -152,19 +168,37 @@ def main() -> None:
             ahead=number % 4 == 0,
             per_sm=int(number % 3 > 0),
         )
-        check_wgrad(kind, gather, tile, accumulate=number % 2 == 0)
+        check_wgrad(kind, ("x", "dy", "none")[number % 3], tile, accumulate=number % 2 == 0)
     for gather in ("x", "dy", "none"):
         for flatten in (True, False):
             tile = Tile(m=32, n=64, k=16, split=4, flatten=flatten)
             check_wgrad("unused", gather, tile, accumulate=flatten)
-    check_experts("skewed", 64, 32, torch.float16, gather=True, flatten=True)
-    for number, activation in enumerate(("swiglu", "geglu", "relu2", "gelu")):
-        options = {"gather": number % 2 == 0, "flatten": number > 1, "activation": activation}
-        check_experts("unused", 40, 24, torch.float32, biased=True, **options)
+
+
+def all_group_sums() -> None:
     for kind in ("empty", "unused"):
         check_group_sum(kind, gather=kind == "unused", accumulate=kind == "empty")
-    check_rest()
+
+
+GROUPS = {
+    "grouping": all_groupings,
+    "experts": all_experts,
+    "wgrad": all_wgrads,
+    "bias": all_group_sums,
+    "combine": check_combine,
+    "gate": check_gate,
+}
+
+
+def main() -> None:
+    from triton.runtime.interpreter import InterpretedFunction
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    GROUPS[sys.argv[1]]()
+    for function in InterpretedFunction.rewritten_fn:
+        print(f"ran {function.__module__}.{function.__name__}\t0", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

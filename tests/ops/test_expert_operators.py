@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from apart import apart
 from moeclipse.ops import expert_operators
 from moeclipse.ops.activation import ACTIVATIONS, hidden_width
 from moeclipse.ops.grouped_experts import grouped_experts, grouped_experts_reference
-from moeclipse.ops.topk_softmax import topk_softmax_operator as gate
-from moeclipse.ops.topk_softmax import topk_softmax_reference
 
 
 def arguments(activation: str, *, bias: bool, num_tokens: int = 7) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -24,24 +23,17 @@ def arguments(activation: str, *, bias: bool, num_tokens: int = 7) -> tuple[list
 
 
 @pytest.mark.parametrize("bias", [False, True])
+@apart
 def test_torch_accepts_the_operators(bias: bool) -> None:
     tensors, ids = arguments("geglu", bias=bias)
     x, scores, *weights = tensors
     weights += [] if bias else [None, None]
     torch.library.opcheck(expert_operators.grouped_experts, (x, scores, ids, *weights, "geglu"))
-    torch.library.opcheck(gate, (torch.randn(5, 9, dtype=torch.float64, requires_grad=True), 3))
-
-
-def test_the_registered_gate_equals_autograd() -> None:
-    logits = torch.randn(6, 9, dtype=torch.float64, requires_grad=True)
-    d_scores = torch.randn(6, 3, dtype=torch.float64)
-    found = torch.autograd.grad(gate(logits, 3)[0], logits, d_scores)
-    expected = torch.autograd.grad(topk_softmax_reference(logits, 3)[0], logits, d_scores)
-    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias", [False, True])
+@apart
 def test_one_graph_gives_the_eager_gradients(activation: str, bias: bool) -> None:
     tensors, ids = arguments(activation, bias=bias)
 
@@ -60,6 +52,7 @@ def test_one_graph_gives_the_eager_gradients(activation: str, bias: bool) -> Non
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias", [False, True])
+@apart
 def test_gradients_are_those_of_finite_differences(activation: str, bias: bool) -> None:
     tensors, ids = arguments(activation, bias=bias, num_tokens=4)
     torch.autograd.gradcheck(

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from interpreted import assert_peers_ran
 
+import moeclipse.ops.triton
+from moeclipse.core.errors import ConfigError
 from moeclipse.ops import peer_reduce
 from moeclipse.ops.cuda_driver import CudaDriver
 from moeclipse.ops.peer_reduce import (
+    ONE,
+    TWO,
+    AllReduceKernel,
     Launch,
     Launcher,
+    PeerSpace,
+    add_residual,
+    checked_bounds,
+    name_of,
     one_size_for_each_tile,
     part_bounds,
+    rms_norm,
     sum_ranks,
     sum_ranks_reference,
     tile_of,
@@ -54,6 +62,14 @@ def test_tiles_keep_blocks_busy() -> None:
         assert {tile_of(n, blocks, num_ranks) for n in one_size_for_each_tile(blocks)} == chosen
 
 
+def compiled(num_parameters: int) -> Any:
+    return SimpleNamespace(
+        asm={"ptx": ".entry f(" + ".param .u64 a, " * num_parameters + ")"},
+        metadata=SimpleNamespace(num_warps=16, shared=0),
+        function=1,
+    )
+
+
 def test_a_launch_keeps_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver gets addresses of them, which must not outlive them."""
     seen: list[list[int]] = []
@@ -65,12 +81,7 @@ def test_a_launch_keeps_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     library = CudaDriver(SimpleNamespace(cuLaunchKernelEx=driver))
     monkeypatch.setattr(peer_reduce, "cuda_driver", lambda: library)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
-    compiled = SimpleNamespace(
-        asm={"ptx": ".entry f(" + ".param .u64 a, " * 14 + ")"},
-        metadata=SimpleNamespace(num_warps=16, shared=0),
-        function=1,
-    )
-    first = Launcher(compiled, 0, list(range(14)), 6)
+    first = Launcher(compiled(14), 0, list(range(14)), 6)
     launch = first.again(Launch(first, 64, 102, 106, 107, 108)).launch
     gc.collect()
     garbage = [ctypes.c_uint64(77) for _ in range(1000)]
@@ -80,91 +91,96 @@ def test_a_launch_keeps_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [[100, 101, 102, 3, 4, 5, 106, 107, 108, *range(9, 14)], [200, 201, *range(2, 14)]]
 
 
-INTERPRETED = """
-import time
-import torch
-import triton.language as tl
-from moeclipse.comm.shared.host import PeerMemory
-from moeclipse.ops.peer_reduce import AllReduceKernel, PeerSpace, all_reduce_rms_norm_kernel, rms_norm
-from moeclipse.testing.run_ranks import run_ranks
-
-def inputs_of(P, length):
-    return list(torch.randint(-8, 9, (P, length), generator=torch.Generator().manual_seed(length)).float())
-
-def kernels(mesh):
-    from moeclipse.ops.triton import peer_reduce
-    # Inline assembly is not interpreted.
-    peer_reduce.poll = lambda flags: tl.load(flags, volatile=True)
-    peer_reduce.clock = lambda lane: lane.to(tl.int64) * 0
-    if mesh.rank == 1:  # a slow reader: nobody may leave, and overwrite its input, before it has read that
-        quick = peer_reduce.input_of
-        peer_reduce.input_of = lambda *given: (time.sleep(0.02), quick(*given))[1]
-    P, area = mesh.num_ranks, 1 << 16
-    memory = PeerMemory.open(mesh.world, mesh.watch, num_bytes=8192 + 3 * area, num_words=1)
-    addresses = [memory.view(peer, torch.uint8, 0, 8).data_ptr() for peer in range(P)]
-    row = torch.tensor([address + 8192 + 2 * area for address in addresses])
-    space = PeerSpace(
-        table=torch.tensor(addresses), counts=torch.zeros(4, dtype=torch.int32),
-        status=torch.zeros(1, dtype=torch.int32), area_bytes=area,
-        head_bytes=8192, limit_us=1 << 30, rank=mesh.rank, num_ranks=P, max_blocks=4,
-    )
-    kernel = AllReduceKernel(space)
-    for length in (3, 5001):
-        for kind in (1, 2):
-            for inputs in (None, row):
-                xs = inputs_of(P, length)
-                x = memory.view(mesh.rank, torch.float32, 8192 + 2 * area, length).copy_(xs[mesh.rank])
-                out = torch.full((length,), 7.0)
-                kernel(x, out, kind, inputs)
-                x.fill_(99)  # in place: all peers have read it
-                assert torch.equal(out, sum(xs)), (length, kind, inputs)
-    for kind in (1, 2):  # an input that begins in the middle of a vector
-        xs = [(kind + 2) * x for x in inputs_of(P, 5001)]  # areas still hold what was there before
-        odd = torch.zeros(5002)[1:].copy_(xs[mesh.rank])
-        assert odd.data_ptr() % 16
-        kernel(odd, out.fill_(7), kind)
-        assert torch.equal(out, sum(xs)), ("odd", kind)
-        kernel(odd, odd, kind)
-        assert torch.equal(odd, sum(xs)), ("odd, in place", kind)
-    xs, part = inputs_of(P, 5001), 5001 // P // 16 * 16
-    bounds = [rank * part for rank in range(P)] + [5001]
-    mine = torch.full((bounds[mesh.rank + 1] - bounds[mesh.rank],), 7.0)
-    kernel(xs[mesh.rank], mine, 3)
-    assert torch.equal(mine, sum(xs)[bounds[mesh.rank] : bounds[mesh.rank + 1]])
-    whole = torch.full((5001,), 7.0)
-    kernel(mine, whole, 4)
-    assert torch.equal(whole, sum(xs))
-    kernel(x, out.fill_(7), 2, torch.zeros(P, dtype=torch.int64))
-    assert out.eq(7).all() and space.status.tolist() == [1000], "not registered: nothing happens"
-    xs = [x.view(5, 100) for x in inputs_of(P, 500)]
-    normed, h = torch.empty(5, 100), torch.empty(5, 100)
-    weight = torch.linspace(1, 2, 100)
-    all_reduce_rms_norm_kernel(xs[mesh.rank], torch.ones(5, 100), weight, 1e-6, (normed, h), space)
-    assert torch.equal(h, sum(xs) + 1)
-    assert torch.allclose(normed, rms_norm(h, weight, 1e-6))
-    rounds = space.counts.tolist()
-    space.status.zero_()
-    mesh.barrier()
-    # Rank 0 calls something else.
-    kernel(x[:48], out[:48], 1 if mesh.rank else 2, row, "x")
-    mesh.barrier()
-    return rounds + space.status.tolist()
-
-torch.set_num_threads(1)
-# 2 x (1 + 2) rounds, of inputs where they lie 2 x (2 + 2), 2 x (1 + 2), 1, 1 and 1
-found = run_ranks(3, kernels)
-assert [rounds for *rounds, _ in found] == [[23] * 4] * 3
-first, *others = [status for *_, status in found]
-# Of two ranks whose calls differ at least the later one is told; codes are 101 + the peer.
-assert set(others) <= {0, 101} and first in (0, 102, 103) and (first or others == [101, 101]), found
-"""
+@pytest.mark.parametrize("bounds", [[0, 100, 200], [0, 5, 4, 403], [1, 100, 200, 403], [0, 100, 200, 402]])
+def test_bounds_that_do_not_grow_to_the_end_are_named(bounds: list[int]) -> None:
+    assert checked_bounds(None, 403, 3) == [0, 134, 268, 403]
+    assert checked_bounds((0, 0, 403, 403), 403, 3) == [0, 0, 403, 403], "a part may be empty"
+    with pytest.raises(ConfigError, match=r"must be 4 numbers that grow from 0 to 403"):
+        checked_bounds(bounds, 403, 3)
 
 
-def test_the_device_kernels_on_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    source = Path(__file__).parents[2] / "src"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(source)}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_residual_comes_behind_the_ranks_and_rows_are_normed() -> None:
+    parts = [torch.tensor([[3.0, -4.0]]).bfloat16(), torch.tensor([[0.0, 1.0]]).bfloat16()]
+    before = [part.clone() for part in parts]
+    h = add_residual(parts, torch.tensor([[1.0, -1.0]]).bfloat16())
+    assert h.tolist() == [[4.0, -4.0]]
+    assert all(map(torch.equal, parts, before)), "they lie where others still read them"
+    normed = rms_norm(h, torch.tensor([1.0, 2.0]), 0.0)
+    assert normed.tolist() == [[1.0, -2.0]]
+    assert normed.dtype == torch.bfloat16
+
+
+def test_a_launch_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = CudaDriver(SimpleNamespace(cuLaunchKernelEx=lambda *_: 700, cuGetErrorString=lambda *_: 1))
+    monkeypatch.setattr(peer_reduce, "cuda_driver", lambda: library)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 5, raising=False)
+    launcher = Launcher(compiled(16), 0, list(range(14)), 6)
+    with pytest.raises(RuntimeError, match="the launch of the all-reduce kernel failed with code 700"):
+        launcher.launch(1, 2)
+    assert launcher._config.stream == 5
+    with pytest.raises(RuntimeError, match="the kernel takes 17 arguments, expected 14"):
+        Launcher(compiled(17), 0, list(range(14)), 6)
+
+
+class Triton:
+    """Stands for the kernel: notes its launches, and gives something compiled, or nothing."""
+
+    def __init__(self, gives: Any) -> None:
+        self.gives, self.launches = gives, list[tuple[Any, ...]]()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*values: Any, **options: Any) -> Any:
+            self.launches.append((grid, values, options))
+            return self.gives
+
+        return launch
+
+
+def space() -> PeerSpace:
+    return PeerSpace(
+        table=torch.tensor([256, 512]), counts=torch.zeros(4, dtype=torch.int32),
+        status=torch.zeros(1, dtype=torch.int32), area_bytes=1 << 20, head_bytes=8192, limit_us=1000,
+        rank=1, num_ranks=2, max_blocks=4,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("takes", [16, 99], ids=["through the driver", "through Triton"])
+def test_a_kernel_is_compiled_once_and_then_launched_by_the_driver(
+    takes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton = Triton(compiled(takes))
+    kernels = SimpleNamespace(all_reduce=triton)
+    monkeypatch.setitem(sys.modules, "moeclipse.ops.triton.peer_reduce", kernels)
+    monkeypatch.setattr(moeclipse.ops.triton, "peer_reduce", kernels, raising=False)
+    grids: list[int] = []
+
+    def driver(config: Any, *_: Any) -> int:
+        grids.append(config._obj.grid[0])
+        return 0
+
+    library = CudaDriver(SimpleNamespace(cuLaunchKernelEx=driver))
+    monkeypatch.setattr(peer_reduce, "cuda_driver", lambda: library)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    kernel, x = AllReduceKernel(space()), torch.zeros(5000)
+    out = torch.empty_like(x)
+    for _ in range(3):
+        kernel(x, out, ONE)
+    assert len(triton.launches) == (1 if takes == 16 else 3)
+    assert grids == ([3, 3] if takes == 16 else []), "5000 x 4 bytes in tiles of 8 KiB"
+    kernel(x, out, TWO)
+    kernel(x[1:], out[1:], TWO)
+    assert len(triton.launches) == (3 if takes == 16 else 5), "another kernel for each"
+    (grid, values, _) = triton.launches[0]
+    assert (grid, values[0] is x, values[1] is out) == ((3, 1, 1), True, True)
+    assert values[6:9] == (5000, 2496, name_of(ONE, torch.float32, 5000, None)), "parts are whole vectors"
+
+
+def test_ranks_that_call_something_else_have_another_name() -> None:
+    calls = [(ONE, torch.float32, 8, None), (TWO, torch.float32, 8, None), (ONE, torch.float32, 9, None)]
+    names = {name_of(*call) for call in [*calls, (ONE, torch.float32, 8, ("shared", 1, 0))]}
+    assert len(names) == 4
+    assert all(0 <= name < 1 << 31 for name in names)
+
+
+def test_the_kernels_on_the_interpreter() -> None:
+    assert_peers_ran()

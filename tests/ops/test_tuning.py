@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import moeclipse.ops.triton
 from moeclipse.ops.tuning import (
     TABLE,
     Tile,
@@ -78,3 +81,47 @@ def test_variants_are_all_combinations() -> None:
     tiles = variants(Tile(), n=[64, 128], stages=[2, 3, 4])
     assert len(set(tiles)) == 6
     assert num_programs(Tile(), CPU) == 2
+
+
+def test_the_fastest_candidate_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton.testing
+
+    from moeclipse.ops.tuning import tile_for, tune
+
+    times = {64: 3.0, 128: 1.0, 256: 2.0}
+
+    def do_bench(run: Callable[[], int], **_: object) -> float:
+        return times[run()]
+
+    def run(tile: Tile) -> int:
+        if tile.n == 512:
+            raise RuntimeError("out of shared memory")
+        return tile.n
+
+    monkeypatch.setattr(triton.testing, "do_bench", do_bench)
+    file = tmp_path / "folder" / "tiles.json"
+    candidates = variants(Tile(), n=[64, 512, 128, 256])
+    assert tune("up", CPU, (64, 32), candidates, run, file) == Tile(n=128)
+    assert tile_for("up", CPU, 64, 32, file=file) == Tile(n=128), "later calls read it"
+    times[64] = 0.5
+    assert tune("down", CPU, (64, 32), candidates, run, file) == Tile(n=64)
+    assert tile_for("up", CPU, 64, 32, file=file) == Tile(n=128), "other lines stay"
+    assert [path.name for path in file.parent.iterdir()] == ["tiles.json"]
+
+
+def test_programs_for_each_multiprocessor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)
+    )
+    device = torch.device("cuda", 0)
+    assert num_programs(Tile(per_sm=2), device) == 264
+    assert delay(Tile(stagger=800), device, 1320) == 800
+    assert delay(Tile(stagger=800), device, 1319) == 0, "waiting would cost more than it gives"
+
+
+def test_a_triton_without_gluon_has_no_dividing_warps(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(major=9, shared_memory_per_block_optin=227 * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    monkeypatch.setitem(sys.modules, "moeclipse.ops.triton.wgrad_gluon", None)
+    monkeypatch.delattr(moeclipse.ops.triton, "wgrad_gluon", raising=False)
+    assert not has_warpgroups(torch.device("cuda", 70))

@@ -1,0 +1,71 @@
+"""Kernels without a GPU: what Triton's interpreter found, asked once for each group of kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@cache
+def _lines(*script: str) -> dict[str, float]:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE.parents[1] / "src")}
+    command = [sys.executable, str(HERE / script[0]), *script[1:]]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {name: float(value) for name, value in (line.split("\t") for line in done.stdout.splitlines())}
+
+
+def errors_of(group: str, *kinds: str) -> dict[str, float]:
+    """Relative errors of the comparisons whose names begin with one of `kinds`; there is one of each."""
+    pytest.importorskip("triton")
+    found = {
+        name: value
+        for name, value in _lines("in_interpreter.py", group).items()
+        if name.startswith(kinds or "")
+    }
+    for kind in kinds:
+        assert any(name.startswith(kind) for name in found), f"{kind} was compared with nothing"
+    return {name: value for name, value in found.items() if not name.startswith("ran ")}
+
+
+def assert_equal_references(group: str, *kinds: str) -> None:
+    bad = {
+        name: value
+        for name, value in errors_of(group, *kinds).items()
+        if not value < (2e-3 if "64x32" in name else 1e-6)  # those are fp16
+    }
+    assert not bad
+
+
+def assert_all_ran(module: ModuleType, *groups: str) -> None:
+    """Every function of a file of kernels took part in these groups."""
+    ran = {name for group in groups for name in _lines("in_interpreter.py", group)}
+    assert not functions_of(module) - ran
+
+
+def assert_peers_ran(module: ModuleType | None = None, without: Sequence[str] = ()) -> None:
+    """The kernels over peers' memory gave the right sums, and every function of `module` took part."""
+    pytest.importorskip("triton")
+    ran = set(_lines("peers_in_interpreter.py"))
+    if module is not None:
+        left_out = {f"ran {module.__name__}.{name}" for name in without}
+        assert functions_of(module) - ran == left_out
+
+
+def functions_of(module: ModuleType) -> set[str]:
+    """As they are printed when they ran."""
+    from triton import JITFunction
+
+    found = [value for value in vars(module).values() if isinstance(value, JITFunction)]
+    own = {value.fn.__name__ for value in found if value.fn.__module__ == module.__name__}
+    assert own, "a file of kernels has some"
+    return {f"ran {module.__name__}.{name}" for name in own}

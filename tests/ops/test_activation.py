@@ -1,0 +1,65 @@
+"""Activations by their definitions, and their gradients against autograd."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from apart import apart
+from moeclipse.ops.activation import (
+    ACTIVATIONS,
+    GATED,
+    activate,
+    activate_backward,
+    hidden_width,
+    swiglu,
+    swiglu_backward,
+)
+from moeclipse.testing.compare import difference
+
+
+@apart
+def test_swiglu_backward_is_autograd() -> None:
+    h = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    d_a = torch.randn(5, 4, dtype=torch.float64)
+    gate, up = h.chunk(2, dim=-1)
+    assert torch.equal(swiglu(h), F.silu(gate) * up)
+    (expected,) = torch.autograd.grad((swiglu(h) * d_a).sum(), h)
+    d_h, a = swiglu_backward(d_a, h.detach())
+    assert difference(d_h, expected) < 1e-15
+    assert difference(a, swiglu(h)) < 1e-15
+
+
+def test_values_by_their_formulas() -> None:
+    h = torch.tensor([[-1.0, 2.0, 3.0, 0.5]], dtype=torch.float64)
+    gate, up = [-1.0, 2.0], [3.0, 0.5]
+    gelu = [0.5 * x * (1 + math.erf(x / math.sqrt(2))) for x in (-1.0, 2.0, 3.0, 0.5)]
+    expected = {
+        "swiglu": [x / (1 + math.exp(-x)) * u for x, u in zip(gate, up, strict=True)],
+        "geglu": [gelu[0] * up[0], gelu[1] * up[1]],
+        "relu2": [0.0, 4.0, 9.0, 0.25],
+        "gelu": gelu,
+    }
+    for kind in ACTIVATIONS:
+        assert activate(h, kind)[0].tolist() == pytest.approx(expected[kind], abs=1e-15), kind
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@apart
+def test_gradients_are_those_of_autograd(activation: str) -> None:
+    torch.manual_seed(0)
+    h = torch.randn(7, 8, dtype=torch.float64, requires_grad=True)
+    a = activate(h, activation)
+    assert a.shape[1] == (4 if activation in GATED else 8)
+    d_a = torch.randn_like(a)
+    (expected,) = torch.autograd.grad(a, h, d_a)
+    d_h, rebuilt = activate_backward(d_a, h.detach(), activation)
+    assert difference(d_h, expected) < 1e-14
+    assert difference(rebuilt, a) < 1e-14
+
+
+def test_gated_experts_project_twice() -> None:
+    assert [hidden_width(kind, 12) for kind in ACTIVATIONS] == [24, 24, 12, 12]
