@@ -1,4 +1,4 @@
-"""Memory against definitions: one long segment, and attention written down by hand."""
+"""Memory against definitions: one long segment, attention written down by hand, and parts of tokens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 from moeclipse.comm.mesh import Mesh
 from moeclipse.model.attention import rope_table, rotate
 from moeclipse.model.config import ModelConfig
-from moeclipse.model.memory import memories
+from moeclipse.model.memory import LayerMemory, memories
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.tokens import Tokens
-from moeclipse.testing.run_ranks import run_alone
+from moeclipse.tensor.parallel import TensorParallel
+from moeclipse.testing.run_ranks import run_alone, run_ranks
 
 KINDS: dict[str, dict[str, Any]] = {
     "gqa": {"num_heads": 4, "num_kv_heads": 2, "head_dim": 6},
@@ -150,7 +151,48 @@ def read_again(mesh: Mesh) -> None:
     assert float(segment_loss(model, ids, 2)) != after, "without a past another loss"
 
 
-def test_problems() -> None:
-    assert list(ModelConfig(memory=-1).problems()) == [
-        "model.memory (-1) must not be negative; 0 is no memory"
-    ]
+def three_steps(mesh: Mesh) -> list[torch.Tensor]:
+    """What memories of several sizes hold after three segments: all rows, in order, whoever holds them."""
+    tp, found = TensorParallel.of(mesh, sequence_parallel=True), []
+    for size in (S - 2, S, S + 2, 3 * S):
+        memory = LayerMemory(size, 0, tp)
+        for step in range(3):
+            x = torch.arange(B * S * step, B * S * (step + 1)).view(B * S, 1).double()
+            part = x.chunk(tp.size)[tp.index]
+            memory.write((0, 0), part, S, memory.read((0, 0), B))
+            assert memory.read((0, 0), B) is None or step > 0, "a step does not read what it writes"
+            memory.turn()
+        past = memory.read((0, 0), B)
+        assert past.positions == min(size, 3 * S)
+        whole = tp.gather_rows(past.x_TD, "test").get()
+        ((place, kept, first),) = memory.kept()
+        assert (place, first) == ((0, 0), tp.index * len(past.x_TD))
+        assert torch.equal(kept.x_TD, past.x_TD)
+        again = LayerMemory(size, 0, tp)
+        again.put((0, 0), whole.unflatten(0, (B, -1)))
+        assert torch.equal(again.read((0, 0), B).x_TD, past.x_TD), "a checkpoint gives it back"
+        found.append(whole)
+    return found
+
+
+def test_memory_is_the_last_positions_of_each_sample_however_tokens_are_held() -> None:
+    segments = torch.arange(3 * B * S).view(3, B, S).double()
+    text = segments.transpose(0, 1).flatten(1)
+    for found in (run_alone(three_steps), *run_ranks(2, three_steps, tp=2)):
+        for size, whole in zip((S - 2, S, S + 2, 3 * S), found, strict=True):
+            assert torch.equal(whole.view(B, -1), text[:, -size:]), size
+
+
+def test_a_checkpoint_does_not_know_into_which_pieces_samples_are_cut() -> None:
+    memory = LayerMemory(2, 0, TensorParallel.of(Mesh.single()))
+    held = torch.arange(4 * 2 * 3).view(4, 2, 3).double()
+    memory.put((1, 10), held)
+    past = memory.read((1, 12), 1)
+    assert past.positions == 2
+    assert torch.equal(past.x_TD, held[2])
+    assert memory.read((0, 10), 1) is None, "of another microbatch nothing is known"
+    ((place, kept, first),) = memory.kept()
+    assert (place, first) == ((1, 10), 0)
+    assert torch.equal(kept.x_TD, held.flatten(0, 1))
+    memory.forget()
+    assert memory.read((1, 10), 1) is None

@@ -1,4 +1,4 @@
-"""The model from its definition: shapes, counts, causality, attention, and weights that ignore layouts."""
+"""The model from its definition: counts, causality, and weights that ignore layouts."""
 
 from __future__ import annotations
 
@@ -6,47 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
+from small_model import GATE, MLA, MODEL, MOE, build
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.model.attention import GroupedQueryAttention, rope_table, rotate
-from moeclipse.model.blocks import RMSNorm, Settings
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.transformer import Transformer, count_parameters
-from moeclipse.moe.config import GateConfig, MoEConfig
+from moeclipse.moe.config import GateConfig
 from moeclipse.moe.tokens import Tokens
 from moeclipse.tensor.cut import cut_of
-from moeclipse.tensor.parallel import TensorParallel
-from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
-
-MODEL = ModelConfig(num_layers=2, d_model=16, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=20, vocab_size=40)
-MLA = replace(
-    MODEL,
-    attention="mla",
-    num_dense_layers=1,
-    q_lora_rank=7,
-    kv_lora_rank=9,
-    qk_nope_head_dim=6,
-    qk_rope_head_dim=4,
-    v_head_dim=5,
-    tie_embeddings=True,
-)
-MOE = MoEConfig(num_experts=6, d_ff=10, num_shared_experts=2)
-GATE = GateConfig(top_k=2)
-SETTINGS = Settings(
-    layer=0,
-    num_layers=1,
-    seed=0,
-    init_std=0.3,
-    device=torch.device("cpu"),
-    dtype=torch.float64,
-    tp=TensorParallel.of(Mesh.single()),
-)
-
-
-def build(config: ModelConfig, gate: GateConfig = GATE, mesh: Mesh | None = None) -> Transformer:
-    return Transformer(config, MOE, gate, mesh=mesh or Mesh.single(), seed=3, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -80,37 +48,6 @@ def test_no_position_sees_its_future(config: ModelConfig) -> None:
     a, b = losses(config, ids), losses(config, other)
     assert torch.equal(a[:5], b[:5])
     assert not torch.equal(a[6:], b[6:])
-
-
-def test_rotation_depends_on_distance_alone() -> None:
-    q, k = torch.randn(2, 1, 1, 8, 6, dtype=torch.float64)
-    table = rope_table(20, 6, 10000.0, torch.device("cpu"))
-    near = rotate(q, table[:, :8]) @ rotate(k, table[:, :8]).transpose(2, 3)
-    far = rotate(q, table[:, 9:17]) @ rotate(k, table[:, 9:17]).transpose(2, 3)
-    assert difference(far, near) < 1e-13
-    assert torch.allclose(rotate(q, table[:, :8]).norm(dim=-1), q.norm(dim=-1))
-
-
-def test_grouped_attention_by_hand() -> None:
-    attention = GroupedQueryAttention(MODEL, SETTINGS)
-    x = torch.randn(1, 5, 16, dtype=torch.float64)
-    table = rope_table(5, 6, 10000.0, x.device)
-    rows = []
-    for head in range(4):
-        kv = head // 2  # two query heads share a key-value head
-        q = rotate((x @ attention.q.weight.T)[..., head * 6 : head * 6 + 6], table)
-        k = rotate((x @ attention.k.weight.T)[..., kv * 6 : kv * 6 + 6], table)
-        v = (x @ attention.v.weight.T)[..., kv * 6 : kv * 6 + 6]
-        score = (q @ k.transpose(1, 2) / 6**0.5).masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf"))
-        rows.append(score.softmax(-1) @ v)
-    expected = torch.cat(rows, dim=-1) @ attention.o.weight.T
-    assert difference(attention(x[0], table), expected[0]) < 1e-13
-
-
-def test_norm_by_its_formula() -> None:
-    norm = RMSNorm(16, SETTINGS, 1e-5)
-    x = torch.randn(3, 16, dtype=torch.float64)
-    assert torch.allclose(norm(x), F.rms_norm(x, (16,), norm.weight, 1e-5), rtol=1e-13)
 
 
 def weights(mesh: Mesh) -> dict[str, torch.Tensor]:
@@ -188,17 +125,3 @@ def test_a_rank_without_samples_runs() -> None:
         return float(out.loss_sum)
 
     assert run_ranks(2, empty)[1] == 0.0
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_kv_heads": 3}, "model.num_kv_heads (3) must divide model.num_heads (4)"),
-        ({"head_dim": 5}, "model.head_dim (5) must be even"),
-        ({"num_dense_layers": 3}, "model.num_dense_layers (3) must be between 0 and model.num_layers (2)"),
-        ({"attention": "mla", "qk_rope_head_dim": 3}, "model.qk_rope_head_dim (3) must be even"),
-        ({"d_model": 0}, "model.d_model (0) must be at least 1"),
-    ],
-)
-def test_shapes_that_cannot_be(change: dict, message: str) -> None:
-    assert any(message in problem for problem in replace(MODEL, **change).problems())

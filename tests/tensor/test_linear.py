@@ -17,7 +17,7 @@ from moeclipse.core.errors import ConfigError
 from moeclipse.ops.random import fill_normal
 from moeclipse.tensor.cut import Cut, cut_of
 from moeclipse.tensor.linear import ColumnParallelLinear, RowParallelLinear, column_linear
-from moeclipse.tensor.parallel import TensorParallel, move
+from moeclipse.tensor.parallel import TensorParallel
 from moeclipse.tensor.weight_grad import attach
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
@@ -326,9 +326,6 @@ def test_gradients_that_are_not_contiguous() -> None:
 
 
 def test_what_cannot_work_is_refused_with_a_reason() -> None:
-    mesh = Mesh.single()
-    with pytest.raises(ConfigError, match="with sequence parallelism input gradients are reduce-scattered"):
-        TensorParallel.of(mesh, sequence_parallel=True, async_all_reduce=True)
     for message in run_ranks(2, refusals, tp=2):
         assert message == [
             "gather_output = True needs sequence_parallel = False: every rank would hold all tokens with all "
@@ -359,30 +356,3 @@ def refusals(mesh: Mesh) -> list[str]:
             call()
         messages.append(str(caught.value))
     return messages
-
-
-def moved(mesh: Mesh) -> None:
-    """Each way there and back, against its definition, with uneven parts."""
-    tp, bounds = TensorParallel.of(mesh), [0, 3, 5]
-    x, _ = data(0, torch.float64, (5,))
-    mine = slice(bounds[tp.index], bounds[tp.index + 1])
-    weight = torch.arange(1.0, 6.0, dtype=torch.float64)[:, None]
-    part = x[mine].clone().requires_grad_()
-    whole = move(part, tp, "gather", "slice", "there", bounds=bounds)
-    (whole * weight).sum().backward()
-    assert torch.equal(whole, x)
-    assert torch.equal(part.grad, weight[mine].expand(-1, D))
-    full = x.clone().requires_grad_()
-    taken = move(full, tp, "slice", "gather", "back", bounds=bounds)
-    (taken * weight[mine]).sum().backward()
-    assert torch.equal(taken, x[mine])
-    assert torch.equal(full.grad, weight.expand(-1, D))
-    scaled = (x * (tp.index + 1)).requires_grad_()
-    summed = move(scaled, tp, "sum_scatter", "gather", "sum", bounds=bounds)
-    (summed * weight[mine]).sum().backward()
-    assert torch.equal(summed, (x + 2 * x)[mine])
-    assert torch.equal(scaled.grad, weight.expand(-1, D))
-
-
-def test_ways_of_holding_tokens() -> None:
-    run_ranks(2, moved, tp=2)

@@ -8,7 +8,6 @@ import test_vocab
 import torch
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.reduce.begun import BegunReduction
 from moeclipse.comm.reduce.collectives import PeerCollectives
 from moeclipse.tensor.parallel import TensorParallel
 from moeclipse.testing.compare import difference
@@ -48,23 +47,3 @@ def test_the_vocabulary_parallel_loss() -> None:
     for results in run_ranks(4, vocabulary, tp=4):
         for found in results:
             assert all(difference(found[name], expected[name]) <= 1e-12 for name in expected)
-
-
-def under_way(mesh: Mesh) -> bool:
-    """A sum that was launched is open until somebody asks for it."""
-    tp = TensorParallel.of(mesh, peer="on")
-    completed, complete = [], BegunReduction.get
-
-    def noted(begun: BegunReduction) -> torch.Tensor:
-        completed.append(begun)
-        return complete(begun)
-
-    BegunReduction.get = noted  # type: ignore[method-assign]
-    launched = tp.sum_rows(torch.ones(4, 3), "test")
-    assert not completed
-    right = bool((launched.get() == 2).all())
-    return right and len(completed) == 1
-
-
-def test_sums_are_left_open_while_products_run() -> None:
-    assert run_ranks(2, under_way, tp=2) == [True, True]

@@ -10,7 +10,6 @@ from torch import nn
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError, ScheduleError
 from moeclipse.ops.random import fill_normal
-from moeclipse.tensor.cut import Cut
 from moeclipse.tensor.linear import column_linear
 from moeclipse.tensor.parallel import TensorParallel
 from moeclipse.tensor.weight_grad import attach, bias_grad, weight_grad
@@ -173,34 +172,3 @@ def test_queues_are_used_as_said() -> None:
         grads.deferred(microbatch=1),
     ):
         pass
-
-
-@pytest.mark.parametrize("blocks", [1, 2])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_parts_have_the_weights_of_the_whole(dim: int, blocks: int) -> None:
-    shape = (10, 14)
-    blocks = blocks if dim == 0 else 1
-    whole = fill_normal(torch.empty(shape), 9, 1.0)
-    covered = torch.zeros(shape)
-    for index in range(3):
-        cut = Cut.of(shape, dim, index=index, parts=3, blocks=blocks)
-        part = torch.empty(cut.local_shape)
-        cut.fill(part, 9, 1.0)
-        if dim == 1:
-            assert torch.equal(part, whole[:, cut.start : cut.stop])
-            covered[:, cut.start : cut.stop] += 1
-        else:
-            flat = torch.cat([whole.view(-1)[start : start + length] for start, length in cut.runs])
-            assert torch.equal(part.view(-1), flat)
-            for start, length in cut.runs:
-                covered.view(-1)[start : start + length] += 1
-    assert torch.equal(covered, torch.ones(shape)), "every element belongs to one part"
-
-
-def test_a_width_that_cannot_be_cut_is_named() -> None:
-    with pytest.raises(
-        ConfigError, match=r"heads \(12\) has 3 units to be cut, fewer than the 4 ranks of tp"
-    ):
-        Cut.of((12, 2), 0, index=0, parts=4, unit=4, what="heads")
-    with pytest.raises(ConfigError, match=r"heads \(10\) must be a multiple of 1 x 4"):
-        Cut.of((10, 2), 0, index=0, parts=2, unit=4, what="heads")
