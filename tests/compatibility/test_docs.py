@@ -25,7 +25,7 @@ CANNOT = {
     "docs/all-reduce.md#0": SEVERAL_RANKS,
     "docs/all-reduce.md#1": "needs several ranks and a GPU; tests/gpu/test_peer_all_reduce.py shares",
     "docs/all-reduce.md#2": "needs several ranks and a GPU; tests/gpu/test_peer_all_reduce.py captures",
-    "docs/checkpoints.md#0": "needs what a rank holds; tests/train/test_save.py saves",
+    "docs/checkpoints.md#0": "needs what a rank holds; tests/train/checkpoints/test_save.py saves",
     "docs/layer.md#1": SEVERAL_RANKS,
     "docs/placement.md#0": SEVERAL_RANKS,
     "docs/tensor-parallel.md#0": SEVERAL_RANKS,

@@ -1,13 +1,21 @@
-"""Times of a step across ranks whose clocks differ."""
+"""What a run writes down: lines of steps, a summary, and times across ranks whose clocks differ."""
 
 from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moeclipse.comm.flight.record import StepStamps
 from moeclipse.comm.mesh import Mesh
+from moeclipse.core.errors import ConfigError
+from moeclipse.report.intervals import split_step
 from moeclipse.testing.run_ranks import run_ranks
-from moeclipse.train.metrics import split_of
+from moeclipse.train import metrics as metrics_module
+from moeclipse.train.metrics import Metrics, gather_splits, is_before, mean_times, split_of
 
 
 def split(mesh: Mesh, skew: float, known: bool) -> tuple[float, float]:
@@ -29,3 +37,102 @@ def test_late_ranks_are_told_from_the_wire_on_any_clock(skew: float) -> None:
     early, late = run_ranks(2, split, skew, True)
     assert early == pytest.approx((2.0, 2.0))
     assert late == pytest.approx((0.0, 2.0))
+
+
+def of_all(mesh: Mesh) -> dict[str, list[float]]:
+    window = (0.0, 2.0 + mesh.rank)
+    return gather_splits(split_step(window, compute=[(0.0, 1.5)], waits=[], transfers=[]), mesh)
+
+
+def test_every_rank_has_the_times_of_all() -> None:
+    for found in run_ranks(2, of_all):
+        assert found["step_ms"] == pytest.approx([2000.0, 3000.0])
+        assert found["compute_ms"] == pytest.approx([1500.0, 1500.0])
+
+
+def test_hidden_time_is_a_part_of_communication() -> None:
+    found = mean_times({"comm_ms": [10.0, 30.0], "exposed_ms": [4.0, 6.0]})
+    assert (found["comm_ms"], found["hidden_ms"], found["hidden_fraction"]) == (20.0, 15.0, 0.75)
+    assert mean_times({"comm_ms": [0.0], "exposed_ms": [0.0]})["hidden_fraction"] == 0.0
+
+
+def record(step: int, **changes: Any) -> dict[str, Any]:
+    times = {f"{name}_ms": 10.0 * (step + 1) for name in ("step", "compute", "exposed", "straggle", "idle")}
+    fixed = {"comm_ms": 40.0, "hidden_ms": 30.0, "num_tokens": 600, "tokens_per_s": 1.0}
+    load = {"load": [[step, 1], [2, 3]], "dropped": 1, "skipped": step == 1}
+    return {"step": step, "loss": 5.0 - step, **times, **fixed, **load, **changes}
+
+
+def make(folder: Path, **changes: Any) -> Metrics:
+    return Metrics(folder, **{"writes": True, "warmup_steps": 1, "tensorboard": False, **changes})
+
+
+def test_the_summary_leaves_the_first_steps_out(tmp_path: Path) -> None:
+    metrics = make(tmp_path)
+    for step in range(3):
+        metrics.add(record(step, mean_experts=1.0 + step))
+    found = metrics.summary({"extra": 7})
+    assert (found["loss_first"], found["loss_last"], found["window"]) == (5.0, 3.0, "steps 1 to 2")
+    assert found["step_ms"] == 25.0
+    assert found["tokens_per_s"] == 600 / 0.025, "from the mean time, not the mean of speeds"
+    assert (found["hidden_fraction"], found["mean_experts"]) == (0.75, 2.5)
+    assert found["load"] == [1 + 2 + 2 * 2, 2 * (1 + 3)]
+    assert (found["dropped"], found["skipped"], found["extra"]) == (2, 1, 7)
+    assert json.loads((tmp_path / "summary.json").read_text()) == found
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
+
+
+def test_a_run_shorter_than_its_warm_up_and_one_without_steps(tmp_path: Path) -> None:
+    short = make(tmp_path, warmup_steps=9)
+    short.add(record(4))
+    assert short.summary({})["window"] == "steps 4 to 4"
+    found = make(tmp_path).summary({})
+    assert (found["window"], found["loss_first"], found["load"]) == ("no steps", None, [])
+
+
+def test_ranks_other_than_the_first_write_nothing(tmp_path: Path) -> None:
+    silent = make(tmp_path, writes=False, tensorboard=True)
+    silent.add(record(0))
+    silent.continue_from(0)
+    assert silent.summary({})["loss_first"] == 5.0
+    assert not any(tmp_path.iterdir())
+
+
+def test_steps_that_run_again_are_dropped(tmp_path: Path) -> None:
+    metrics = make(tmp_path)
+    for step in range(4):
+        metrics.add(record(step))
+    with metrics.path.open("a") as file:
+        file.write('{"step": 4, "lo')  # cut short by a kill
+    make(tmp_path).continue_from(2)
+    assert [json.loads(line)["step"] for line in metrics.path.read_text().splitlines()] == [0, 1]
+    assert not is_before('{"loss": 1}', 2)
+
+
+def test_tensorboard_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Board:
+        def __init__(self) -> None:
+            self.seen: list[tuple[str, float, int]] = []
+            self.closed = False
+
+        def add_scalar(self, key: str, value: float, step: int) -> None:
+            self.seen.append((key, value, step))
+
+        def close(self) -> None:
+            self.closed = True
+
+    board = Board()
+    monkeypatch.setattr(metrics_module, "open_tensorboard", lambda directory: board)
+    metrics = make(tmp_path, tensorboard=True)
+    metrics.add(record(2))
+    metrics.summary({})
+    assert ("loss", 3.0, 2) in board.seen
+    assert not {"step", "load"} & {key for key, *_ in board.seen}
+    assert board.closed
+
+
+def test_tensorboard_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match="needs TensorBoard; pip install"):
+        make(tmp_path, tensorboard=True)

@@ -1,4 +1,4 @@
-"""Plans in training: made beside it, taken by all ranks or by none, kept in checkpoints; and fedavg."""
+"""Plans in training: made beside it, taken by all ranks or by none."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_learner import configure, corpus, join, save_after, state_after_load  # noqa: F401  (a fixture)
-from test_model_placement import RANDOM, compare
+from test_learner import configure, corpus, state_after_load  # noqa: F401  (a fixture)
+from test_model_placement import RANDOM
 
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
@@ -26,57 +26,6 @@ from moeclipse.train.learner import Learner
 from moeclipse.train.placement import background_plan
 
 PLANNED = {**RANDOM, "placement.planner": "incremental", "placement.start_step": 2, "placement.every": 4}
-
-
-def save_and_go_on(mesh: Mesh, config: TrainConfig, folder: str, steps: int) -> tuple[str, list, list[float]]:
-    """A checkpoint after some steps, the placements it holds, and three more losses."""
-    learner = Learner(config, mesh)
-    for step in range(steps):
-        learner.step(step)
-    path = str(learner.save(Path(folder), steps))
-    tables = [entry["slots"] for entry in learner.placement.state()]
-    return path, tables, [learner.step(step)["loss"] for step in range(steps, steps + 3)]
-
-
-def tables_after_load(mesh: Mesh, config: TrainConfig, path: str) -> list:
-    learner = Learner(config, mesh)
-    learner.load(Checkpoint.open(path, mesh))
-    return [entry["slots"] for entry in learner.placement.state()]
-
-
-@pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_checkpoint_of_one_placement_is_read_by_any_other(many: bool, corpus: str, tmp_path: Path) -> None:  # noqa: F811
-    saved = run_ranks(4, save_and_go_on, configure(corpus, **RANDOM), str(tmp_path), 5)
-    path, tables, losses = saved[0]
-    assert any(tables[0] != other for other in ([[0, 1, -1], [2, -1, -1]], tables[1])), "experts have moved"
-    truth: dict[str, torch.Tensor] | None = None
-    other = {"placement.slots": ((0, 1, 2), (1, 3, 4)), "placement.planner": "static"}
-    layouts: list[tuple[int, int, dict[str, Any]]] = [
-        (1, 1, {}),
-        (2, 1, other),
-        (4, 2, other),
-        (4, 1, RANDOM),
-        (2, 1, RANDOM),
-        (3, 1, {}),
-    ]
-    for ranks, dp, changes in layouts if many else layouts[:2]:
-        results = run_ranks(ranks, state_after_load, configure(corpus, **changes), path, dp=dp)
-        state = join([(pieces, 0.0) for pieces, _, _ in results])
-        truth = truth or state
-        compare(state, truth, bound=0.0)
-        for _, _, found in results:
-            assert difference(torch.tensor(found), torch.tensor(losses)) < 1e-11
-
-
-@pytest.mark.full
-def test_a_resumed_run_holds_what_the_checkpoint_held(corpus: str, tmp_path: Path) -> None:  # noqa: F811
-    config = configure(corpus, **RANDOM)
-    path, tables, _ = run_ranks(4, save_and_go_on, config, str(tmp_path), 5)[0]
-    assert run_ranks(4, tables_after_load, config, path)[0] == tables
-    given = {"placement.slots": ((0, 1, 4), (2,), (3,), (4,)), "placement.slots_per_rank": 3}
-    assert run_ranks(4, tables_after_load, configure(corpus, **{**RANDOM, **given}), path)[0] == tables
-    loaded = run_ranks(4, tables_after_load, configure(corpus, **given), path)[0]
-    assert loaded[0][:2] == ((0, 1, 4), (2, -1, -1)), "without a planner a given table counts"
 
 
 def planned(mesh: Mesh, config: TrainConfig, steps: int) -> tuple[list[float], int, list[str], list[int]]:

@@ -22,6 +22,7 @@ from checkpoint_bed import (
     FailingDisk,
     KillingDisk,
     fork_ranks,
+    names_in,
     save_step,
     tensors_at,
 )
@@ -52,10 +53,6 @@ def assert_whole(checkpoint: Checkpoint | None, step: int) -> None:
     assert checkpoint.state["step"] == step
     for name, tensor in tensors_at(step).items():
         assert torch.equal(checkpoint.read(name), tensor.reshape(-1))
-
-
-def names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
 # Each scenario prepares a folder; then a save of `step` with `keep` is disturbed. `before` is the newest

@@ -194,3 +194,18 @@ def pieces_of(tensors: dict[str, torch.Tensor], rank: int = 0, num_ranks: int = 
 def save_step(folder: Path, step: int, ranks: Ranks, keep: int = 2, disk: Disk = DISK) -> str:
     pieces = pieces_of(tensors_at(step), ranks.rank, ranks.num_ranks)
     return save(folder, step, pieces, {"step": step}, ranks, keep=keep, disk=disk).name
+
+
+def whole(name: str, tensor: torch.Tensor) -> Piece:
+    return Piece(name=name, shape=tuple(tensor.shape), start=0, data=tensor)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal in every bit."""
+    return a.dtype == b.dtype and torch.equal(
+        a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)
+    )
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
