@@ -220,3 +220,10 @@ def test_async_all_reduce_with_sequence_parallel_is_refused_with_a_reason() -> N
     assert "with sequence parallelism no gradient is all-reduced" in next(both.problems())
     assert not list(ParallelConfig(tp=2, sequence_parallel=False, async_all_reduce="on").problems())
     assert list(ParallelConfig(tp=0).problems()) == ["parallel.tp (0) must be at least 1"]
+
+
+def test_a_lane_is_made_once() -> None:
+    """A device hands out few streams; two lanes on one would wait for each other."""
+    mesh = Mesh.single()
+    assert mesh.lane("p2p") is mesh.lane("p2p")
+    assert mesh.lane("p2p") is not mesh.lane("other")

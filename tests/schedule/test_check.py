@@ -194,3 +194,23 @@ def test_memory_bound() -> None:
         verify(build("gpipe", 4, 8), memory_limit=4)
     with pytest.raises(ScheduleError, match="2 memory limits were given for 4 ranks"):
         verify(build("1f1b", 4, 8), memory_limit=[4, 4])
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "vpp+1", "dualpipev"])
+def test_the_proved_order_meets_at_both_ends_and_keeps_every_lane(name: str) -> None:
+    """Whoever runs all ranks in it, one op after the other, never waits for what comes later."""
+    verified = verify(lower(build(name, 2, 8)))
+    orders = [verified.proved_order(rank) for rank in range(2)]
+    lists = [[verified.program.ranks[rank][p] for p in order] for rank, order in enumerate(orders)]
+    assert [sorted(order) for order in orders] == [list(range(len(ops))) for ops in verified.program.ranks]
+    met: list[list[tuple[str, int]]] = []
+    for rank, ops in enumerate(lists):
+        for lane in {op.lane for op in ops}:
+            there = [p for p in orders[rank] if verified.program.ranks[rank][p].lane == lane]
+            assert there == sorted(there), "a lane keeps the order of its launches"
+        done: set[int] = set()
+        for position in orders[rank]:
+            assert done.issuperset(verified.program.ranks[rank][position].deps)
+            done.add(position)
+        met.append([op.comm for op in ops if op.comm is not None])
+    assert met[0] == met[1], "both ends come to their transfers in one order"

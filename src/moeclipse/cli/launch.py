@@ -55,8 +55,11 @@ def run_rank(config: TrainConfig, resume: str) -> int:
     observer = make_observer()
     with leave_on_signal():
         try:
+            from moeclipse.comm.start import cuda_settings
             from moeclipse.train.trainer import train
 
+            if os.environ.get("WORLD_SIZE", "1") != "1":  # under torchrun, too
+                os.environ |= unless_set(cuda_settings(config.parallel.pp), os.environ)
             train(config, resume=resume, observer=observer if rank == 0 else None)
         except KeyboardInterrupt:
             observer.close()
@@ -147,8 +150,7 @@ def launch_ranks(config: TrainConfig, resume: str, *, num_ranks: int, restarts: 
         file.write_text(to_toml(config))
         command = ["-m", "moeclipse", "train", str(file), "--resume", resume]
         os.environ[LAUNCHER] = str(os.getpid())
-        for name, value in child_environment(num_ranks, os.environ).items():
-            os.environ[name] = value
+        os.environ |= child_environment(num_ranks, os.environ)
         try:
             code = _run_agent(command, Path(folder), num_ranks, restarts)
             if code == INTERRUPTED:
@@ -165,6 +167,10 @@ def child_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[st
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
     }
+    return unless_set(wanted, environment)
+
+
+def unless_set(wanted: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in environment}
 
 

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from moeclipse.comm.connect import connect_group
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.flight.lane import Lane
 from moeclipse.comm.flight.record import Recorder
@@ -183,7 +184,9 @@ class Mesh:
         if handle is not None:
             backend = dist.get_backend_config(handle)
             backend = "nccl" if self.device.type == "cuda" and "nccl" in backend else "gloo"
-        return Group(name=name, ranks=mine, index=mine.index(self.rank), handle=handle, backend=backend)
+        group = Group(name=name, ranks=mine, index=mine.index(self.rank), handle=handle, backend=backend)
+        connect_group(self.grads, group)
+        return group
 
     def _nccl_options(self) -> Any:
         """None, or NCCL's options with a bound on its blocks, each of which takes a multiprocessor."""
@@ -195,6 +198,10 @@ class Mesh:
         options.config.max_ctas = self.comm_sms
         options.config.min_ctas = min(options.config.min_ctas, self.comm_sms)
         return options
+
+    def lane(self, name: str) -> Lane:
+        """Made once: a device has few streams, and a lane that shares one waits for what it does not need."""
+        return self.once(f"lane {name}", lambda: Lane(name, self.device, self.recorder, self.watch))
 
     def once(self, key: str, make: Callable[[], Made]) -> Made:
         """What all ranks make together and use again, like the groups of a transport."""

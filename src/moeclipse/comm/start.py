@@ -50,6 +50,18 @@ def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
+def cuda_settings(pp: int) -> dict[str, str]:
+    """What CUDA must read from the environment before it starts, for ranks that wait for each other.
+
+    Streams share a few hardware queues, and work behind a transfer that waits for its peer waits with it: so
+    as many queues as there can be. A kernel that is loaded when it is first used waits for such a transfer,
+    too, and which kernels a step uses depends on how many rows experts get. Stages of a pipeline wait for
+    each other both ways, so there all kernels are loaded at the start, which takes some ten seconds.
+    """
+    settings = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    return settings | ({"CUDA_MODULE_LOADING": "EAGER"} if pp > 1 else {})
+
+
 def start(
     place: RankPlace,
     *,

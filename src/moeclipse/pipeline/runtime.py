@@ -20,9 +20,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from moeclipse.comm.flight.execute import Execution
+from moeclipse.comm.connect import Wire, connect_wires
+from moeclipse.comm.flight.execute import execute, execute_settled
 from moeclipse.comm.flight.in_flight import InFlight, Joined
-from moeclipse.comm.flight.lane import Lane
+from moeclipse.comm.flight.lane import poll
 from moeclipse.comm.mesh import Mesh
 from moeclipse.pipeline.backward import Deferral, Segment
 from moeclipse.pipeline.stage import Stage, Where, begin
@@ -101,7 +102,9 @@ class Runtime:
         self.shape = verified.program.pipeline()
         self.ops = verified.program.ranks[mesh.pp_index]
         self.chunks = cuts_of(verified)
-        self._lanes: dict[str, Lane] = {}
+        connect_wires(mesh.grads, self._wires())
+        self.settles = mesh.line.backend == "nccl"
+        """The next step finishes each op before the next: slow, and safe while kernels are loaded."""
         self._uses = Counter(At.of(op) for op in self.ops if op.layer is not None)
         self.observe: Callable[[Op, Any, Any], None] | None = None
         """Called with each op and the stamps around it, waiting excluded."""
@@ -114,10 +117,28 @@ class Runtime:
         self._received: dict[tuple[Form, int, int], InFlight[torch.Tensor]] = {}
         self._handed: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._sent: dict[tuple[int, int], InFlight[None]] = {}
-        execution = Execution(self.verified, self.mesh.pp_index, self._op)
         with torch.no_grad():
-            execution.advance()
-            execution.get()
+            if self.settles:
+                execute_settled(self.verified, self.mesh.pp_index, self._op, self._settle)
+                self.settles = False
+            else:
+                execute(self.verified, self.mesh.pp_index, self._op)
+
+    def _settle(self, what: str) -> None:
+        if self.mesh.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+            poll(event, self.mesh.watch, f"{what} of the first step", self.mesh.line.ranks)
+
+    def _wires(self) -> list[Wire]:
+        """Between which ranks of a pipeline this program sends what, alike on all of them."""
+        ops = (op for rank in self.verified.program.ranks for op in rank if op.comm is not None)
+        used = {(op.kind.form.name, op.comm[0]) for op in ops if op.kind in TRANSFERS and op.comm is not None}
+        wires: list[Wire] = []
+        for form, wire in sorted(used):
+            source, target = map(int, wire.split(">"))
+            wires.append((self.mesh.pipe(form, source, target), source, target))
+        return wires
 
     # ops
 
@@ -260,8 +281,6 @@ class Runtime:
         source, target = map(int, op.comm[0].split(">"))
         group = mesh.pipe(op.kind.form.name, source, target)
         other = group.ranks[source if mesh.pp_index == target else target]
-        if op.lane not in self._lanes:
-            self._lanes[op.lane] = Lane(op.lane, mesh.device, mesh.recorder, mesh.watch)
         what = "activations" if op.kind.form is Form.F else "gradients"
         label = f"{what} {op} (stage {op.stage}, microbatch {op.microbatch}) on lane {op.lane}"
         seq = op.comm[1]
@@ -269,7 +288,7 @@ class Runtime:
         def go() -> Any:
             return start(tensor, other, group=group.handle, tag=seq)
 
-        return self._lanes[op.lane].launch(group, label, go, value, tensor)
+        return mesh.lane(op.lane).launch(group, label, go, value, tensor)
 
     def _send(self, op: Op) -> InFlight[None]:
         stage, microbatch = op.stage or 0, op.microbatch or 0

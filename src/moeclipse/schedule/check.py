@@ -40,6 +40,15 @@ class Verified:
     peak: tuple[float, ...]
     """Most memory held at once on each rank, in the unit of alloc and free, in launch order."""
 
+    def proved_order(self, rank: int) -> list[int]:
+        """This rank's ops by position, in one order of all ranks' ops in which each comes after all that it
+        needs, and both ends of a transfer at once: whoever runs it so may finish each op before the next."""
+        first = sum(map(len, self.program.ranks[:rank]))
+        mine = range(first, first + len(self.program.ranks[rank]))
+        members = self.graph.members
+        nodes = self.graph.order if members is None else (n for v in self.graph.order for n in members[v])
+        return [node - first for node in nodes if node in mine]
+
 
 def verify(program: Program, memory_limit: float | Sequence[float] | None = None) -> Verified:
     """Prove a program, or raise ScheduleError with the ops that are wrong."""

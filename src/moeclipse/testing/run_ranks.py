@@ -20,13 +20,17 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.start import RankPlace, start, stop
+from moeclipse.comm.start import RankPlace, cuda_settings, start, stop
+
+MPS = "CUDA_MPS_PIPE_DIRECTORY"
+Backend = Literal["auto", "nccl"]
+"""auto: NCCL where each rank has a GPU of its own, else gloo; nccl: also where ranks share one."""
 
 
 def run_ranks(
@@ -39,6 +43,7 @@ def run_ranks(
     deadline_s: float = 60.0,
     collective_deadline_s: float = 30.0,
     device: str = "cpu",
+    backend: Backend = "auto",
     before: Callable[[int], None] | None = None,
 ) -> list[Any]:
     """[function(mesh, *args) for each rank]; results are tensors and plain values. Raises any failure.
@@ -55,6 +60,7 @@ def run_ranks(
         deadline_s=deadline_s,
         collective_deadline_s=collective_deadline_s,
         device=device,
+        backend=backend,
         before=before,
     )
     failures = [f"rank {rank}:\n{what}" for rank, (well, what) in enumerate(outcomes) if not well]
@@ -82,6 +88,7 @@ def run_ranks_raw(
     deadline_s: float = 60.0,
     collective_deadline_s: float = 30.0,
     device: str = "cpu",
+    backend: Backend = "auto",
     before: Callable[[int], None] | None = None,
 ) -> list[tuple[bool, Any]]:
     """(True, result) or (False, traceback) of each rank; a rank that was killed reports its signal."""
@@ -91,7 +98,7 @@ def run_ranks_raw(
         ranks: list[tuple[BaseProcess, Connection]] = []
         for rank in range(num_ranks):
             receiver, sender = context.Pipe(duplex=False)
-            place = (rank, num_ranks, dp, tp, pp, folder, collective_deadline_s, device, before)
+            place = (rank, num_ranks, dp, tp, pp, folder, collective_deadline_s, device, backend, before)
             process = context.Process(target=_child, args=(place, sender, function, args), daemon=True)
             process.start()
             sender.close()
@@ -99,16 +106,33 @@ def run_ranks_raw(
         return _collect(ranks, Path(folder), deadline_s)
 
 
+def shared_gpu_settings(rank: int, num_ranks: int) -> dict[str, str]:
+    """NCCL refuses two ranks of one host on one GPU; ranks of several hosts talk over sockets.
+
+    MPS has 96 hardware queues for all processes together: a fourth one with 32 would not start.
+    """
+    queues = {"CUDA_DEVICE_MAX_CONNECTIONS": str(min(32, 64 // num_ranks))} if MPS in os.environ else {}
+    return queues | {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+
+
 def _child(place: tuple[Any, ...], sender: Connection, function: Callable[..., Any], args: Any) -> None:
-    rank, num_ranks, dp, tp, pp, folder, collective_deadline_s, device, before = place
+    rank, num_ranks, dp, tp, pp, folder, collective_deadline_s, device, backend, before = place
     stacks = open(Path(folder) / f"stack-{rank}", "w")  # noqa: SIM115  (open for the child's whole life)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
     try:
         if before is not None:
             before(rank)
+        if device == "cuda":  # counted through NVML: the device itself is touched after the settings below
+            device = f"cuda:{rank % torch.cuda.device_count()}"
+        if backend == "nccl":
+            settings = cuda_settings(pp)
+            if torch.cuda.device_count() < num_ranks:
+                settings |= shared_gpu_settings(rank, num_ranks)
+            os.environ |= settings
         store = dist.FileStore(str(Path(folder) / "store"), num_ranks)
-        where = RankPlace(rank=rank, num_ranks=num_ranks, local_rank=rank, local_ranks=num_ranks)
+        local = 1 if backend == "nccl" else num_ranks  # NCCL takes the others for ranks of other hosts
+        where = RankPlace(rank=rank, num_ranks=num_ranks, local_rank=rank % local, local_ranks=local)
         watch = start(
             where,
             device=torch.device(device),

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from moeclipse.comm.flight.execute import Execution, execute
+from moeclipse.comm.flight.execute import Execution, execute, execute_settled
 from moeclipse.comm.flight.in_flight import InFlight
 from moeclipse.schedule import kinds
 from moeclipse.schedule.check import Verified, verify
@@ -94,3 +94,19 @@ def test_an_op_that_fails_is_named() -> None:
     (note,) = caught.value.__notes__
     assert note.startswith("in op C_F@0 of ")
     assert note.endswith(" on rank 0")
+
+
+def test_a_settled_run_ends_each_op_before_the_next() -> None:
+    journal: list[str] = []
+
+    def run(op: Op) -> InFlight[None] | None:
+        journal.append(str(op))
+        return NotedTransfer(str(op), journal) if op.lane == A2A else None
+
+    execute_settled(program(), 0, run, lambda op: journal.append(f"settled {op}"))
+    ops = [line for line in journal if " " not in line]
+    assert sorted(ops) == sorted(map(str, program().program.ranks[0]))
+    expected: list[str] = []
+    for op in ops:
+        expected += [op, f"settled {op}"] if op.startswith("C") else [op, f"got {op}", f"settled {op}"]
+    assert journal == expected

@@ -50,6 +50,22 @@ class Execution:
             transfer.get()
 
 
+def execute_settled(
+    verified: Verified, rank: int, run: Callable[[Op], InFlight[Any] | None], settle: Callable[[str], None]
+) -> None:
+    """Run `rank`'s ops in the proved order, each to its end before the next; `settle` waits on the host.
+
+    For the first time on a device: kernels that are loaded or compiled then wait for what runs on it, and a
+    transfer that spins there for a peer whose host waits in the same way would never end.
+    """
+    ops = verified.program.ranks[rank]
+    for position in verified.proved_order(rank):
+        under_way = run(ops[position])
+        if under_way is not None:
+            under_way.get()
+        settle(str(ops[position]))
+
+
 def execute(verified: Verified, rank: int, run: Callable[[Op], InFlight[Any] | None]) -> None:
     """Run `rank`'s ops; when this returns, every transfer has been waited for."""
     execution = Execution(verified, rank, run)

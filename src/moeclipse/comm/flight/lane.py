@@ -52,7 +52,7 @@ class Transfer(Generic[T]):
         if not self._waited:
             self._wait(patience_s)
         if self._event is not None:
-            self._poll(self._event, patience_s)
+            poll(self._event, self._lane.watch, self._label, self._group.ranks, patience_s)
         return self._value
 
     def _wait(self, patience_s: float | None) -> None:
@@ -65,16 +65,6 @@ class Transfer(Generic[T]):
         if self._stamps.done is None:
             self._stamps.done = time.perf_counter_ns()
         self._keep = self._work = None  # a Work may hold tensors, too
-
-    def _poll(self, event: torch.cuda.Event, patience_s: float | None) -> None:
-        begun = time.monotonic()
-        watch = self._lane.watch
-        while not event.query():
-            waited = time.monotonic() - begun
-            if waited > (patience_s or watch.deadline_s):
-                raise watch.explain(self._label, self._group.ranks, TimeoutError("timed out"))
-            if waited > SPIN_S:
-                time.sleep(SPIN_S / 10)
 
     def _block(self, patience_s: float | None) -> None:
         watch = self._lane.watch
@@ -121,7 +111,9 @@ class Lane:
         self, group: Group, label: str, start: Callable[[], Any], value: T, keep: Any
     ) -> Transfer[T]:
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)
+            # torch hands out 32 streams of each priority in turn, and NCCL takes one of those without for
+            # each communicator: a lane that got one of them a second time would wait for what is on it.
+            self._stream = torch.cuda.Stream(self.device, priority=-1)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             stamps = self.recorder.launch(group.name, label)
@@ -131,6 +123,23 @@ class Lane:
             transfer._event = torch.cuda.Event()
             transfer._event.record()
         return transfer
+
+
+def poll(
+    event: torch.cuda.Event,
+    watch: Watch,
+    label: str,
+    ranks: tuple[int, ...],
+    patience_s: float | None = None,
+) -> None:
+    """Wait on the host for an event, no longer than the deadline."""
+    begun = time.monotonic()
+    while not event.query():
+        waited = time.monotonic() - begun
+        if waited > (patience_s or watch.deadline_s):
+            raise watch.explain(label, ranks, TimeoutError("timed out"))
+        if waited > SPIN_S:
+            time.sleep(SPIN_S / 10)
 
 
 def _stamp_when_done(work: Any, stamps: TransferStamps) -> None:
