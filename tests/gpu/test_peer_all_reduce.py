@@ -64,6 +64,10 @@ def exact(mesh: Mesh) -> int:
                     checked += 1
                 odd = torch.zeros(length + 1, device="cuda", dtype=dtype)[1:].copy_(xs[mesh.rank])
                 assert torch.equal(reduce.all_reduce(odd), expected), "unaligned"
+                spread = torch.zeros(2 * length, device="cuda", dtype=dtype)
+                reduce.all_reduce(xs[mesh.rank], out=spread[::2])
+                assert torch.equal(spread[::2], expected), "every second element"
+                assert spread[1::2].eq(0).all(), "and no other"
         reduce.check()
     return checked
 

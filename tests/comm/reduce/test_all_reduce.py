@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import random
-import re
-import signal
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peer_files import left_over
+from sums import DTYPES, SIZES, exact, integers, opened
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce.all_reduce import PeerAllReduce
+from moeclipse.comm.reduce.reducer import Planned
 from moeclipse.comm.reduce.table import (
     Algorithm,
     key_of,
@@ -30,42 +30,7 @@ from moeclipse.ops.peer_reduce import (
     rms_norm,
     sum_ranks_reference,
 )
-from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-SIZES = (1, 2, 3, 7, 403, 1000, 4097, 65537, 300001)
-
-
-def opened(mesh: Mesh, **options: Any) -> PeerAllReduce:
-    return PeerAllReduce.open(mesh.world, mesh.watch, **({"choice": Algorithm()} | options))
-
-
-def integers(mesh: Mesh, length: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    """Every rank's input, on every rank: small integers, whose sums are exact in every dtype."""
-    generator = torch.Generator().manual_seed(seed)
-    return list(torch.randint(-8, 9, (mesh.num_ranks, length), generator=generator).to(dtype))
-
-
-def exact(mesh: Mesh, sizes: tuple[int, ...], area_bytes: int) -> int:
-    """In and out of place, one and two stages, input overwritten right after the call, stragglers."""
-    lots, checked = random.Random(mesh.rank), 0
-    with opened(mesh, area_bytes=area_bytes) as reduce:
-        for length in sizes:
-            for dtype in DTYPES:
-                xs = integers(mesh, length, dtype, length)
-                expected = sum_ranks_reference(xs)
-                for stages in (1, 2):
-                    x = xs[mesh.rank].clone()
-                    if lots.random() < 0.05:
-                        time.sleep(lots.random() * 0.003)
-                    y = reduce.all_reduce(x, stages=stages)
-                    x.fill_(99)
-                    z = xs[mesh.rank].clone()
-                    assert reduce.all_reduce(z, out=z, stages=stages) is z
-                    assert torch.equal(y, expected), (length, dtype, stages)
-                    assert torch.equal(z, expected), (length, dtype, stages)
-                    checked += 1
-    return checked
+from moeclipse.testing.run_ranks import run_ranks
 
 
 @pytest.mark.parametrize(("num_ranks", "area_bytes"), [(2, 4096), (3, 1 << 20), (4, 1 << 20), (8, 1 << 16)])
@@ -150,6 +115,9 @@ def awkward(mesh: Mesh) -> None:
         column = base[:, 1:3]
         assert reduce.all_reduce(column, out=column) is column
         assert torch.equal(base[:, 1:3], total[:, 1:3])
+        spread = torch.zeros(12)
+        assert reduce.all_reduce(torch.ones(6), out=spread[::2]).eq(2).all()
+        assert spread[1::2].eq(0).all()
         odd = torch.zeros(101)[1:].copy_(torch.arange(100.0))
         assert torch.equal(reduce.all_reduce(odd), torch.arange(100.0) * 2)
         leaf = torch.ones(3, requires_grad=True)
@@ -328,52 +296,135 @@ def test_stages_depend_on_whether_inputs_are_copied() -> None:
         assert reduce.num_stages(x) == captured
 
 
-def crowd(mesh: Mesh) -> float:
+def begun(mesh: Mesh) -> int:
+    """What was begun is completed by `get`, or by the next call of any kind."""
     with opened(mesh) as reduce:
-        x = torch.ones(256)
-        reduce.all_reduce(x)
-        begun = time.monotonic()
-        for _ in range(100):
-            reduce.all_reduce(x)
-        return time.monotonic() - begun
+        x, bounds = torch.arange(6.0).view(2, 3) + mesh.rank, [0, 2, 6]
+        total, mine = 2 * torch.arange(6.0) + 1, slice(bounds[mesh.rank], bounds[mesh.rank + 1])
+        first = reduce.begin_all_reduce(x.requires_grad_(), label="first")
+        second = reduce.begin_reduce_scatter(x.detach().view(-1), bounds, label="second")
+        assert first.ready, "the second call completed it"
+        assert torch.equal(first.get(), total.view(2, 3))
+        whole = torch.zeros(6)
+        whole[mine] = second.get()
+        assert torch.equal(whole[mine], total[mine])
+        third = reduce.begin_all_gather(whole, bounds, label="third")
+        assert torch.equal(reduce.all_reduce(torch.ones(3)), torch.full((3,), 2.0))
+        assert third.get() is whole
+        assert torch.equal(whole, total)
+        assert reduce.begin_all_reduce(torch.ones(0)).get().numel() == 0
+        fourth = reduce.begin_all_reduce(torch.ones(3), label="fourth")
+        reduce.check()  # nothing is launched on the CPU
+        assert fourth.get().tolist() == [2.0] * 3
+        assert reduce.share(x) is x
+        assert not reduce.is_shared(x)
+        assert reduce.unshare(x) is x
+        return len(reduce._plans)
 
 
-def test_more_ranks_than_cores_do_not_collapse() -> None:
-    """100 calls of six ranks take some 30 ms on two idle cores; polling without end would take seconds."""
-    assert max(run_ranks(6, crowd)) < 5.0
+@pytest.mark.peer_memory
+def test_what_was_begun_is_completed_by_whoever_comes_next() -> None:
+    assert run_ranks(2, begun) == [0, 0], "sharing forgets plans"
 
 
-def until_killed(mesh: Mesh, victim: int, after_s: float) -> None:
-    if mesh.rank == victim:
-        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    until = time.monotonic() + 20
-    while time.monotonic() < until:
-        with opened(mesh, area_bytes=8192) as reduce:
-            for i in range(40):
-                reduce.all_reduce(torch.ones(5000), stages=1 + i % 2, label="gradients, step 7")
+class Device:
+    """Reductions that are only launched, as on a device."""
+
+    dtypes, asynchronous, arrived = (torch.float32,), True, True
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.late = False
+
+    def all_reduce(
+        self, x: torch.Tensor, out: torch.Tensor, two_stages: bool, _chunk: int, label: str
+    ) -> Iterator[None]:
+        self.events.append(f"{label} in {1 + two_stages}")
+        out.copy_(2 * x)
+        return iter(())
+
+    def plan(self, _key: Any, x: torch.Tensor, *_: Any) -> Planned | None:
+        def again(y: torch.Tensor, out: torch.Tensor | None, label: str) -> torch.Tensor | None:
+            if y.data_ptr() != x.data_ptr():
+                return None
+            self.events.append(f"{label} again")
+            return 2 * y if out is None else out.copy_(2 * y)
+
+        return again
+
+    def is_shared(self, _x: torch.Tensor) -> bool:
+        return "share" in self.events
+
+    def can_part(self, *_: Any) -> bool:
+        return False
+
+    def share(self, _x: torch.Tensor) -> None:
+        self.events.append("share")
+
+    def unshare(self, _x: torch.Tensor) -> None:
+        raise ConfigError("it is not shared")
+
+    @contextmanager
+    def capture(self, dtypes: Sequence[torch.dtype]) -> Iterator[None]:
+        self.events.append(f"capture {len(dtypes)}")
+        yield
+        self.events.append("captured")
+
+    def settle(self) -> None:
+        self.events.append("settle")
+        if self.late:
+            raise CommError("rank 1 did not arrive")
+
+    def close(self) -> None:
+        self.events.append("close")
 
 
-def kill(times: int, seed: int) -> None:
-    lots = random.Random(seed)
-    for _ in range(times):
-        victim, after_s = lots.randrange(3), lots.random() * 0.25
-        begun = time.monotonic()
-        outcomes = run_ranks_raw(3, until_killed, victim, after_s, collective_deadline_s=10)
-        assert time.monotonic() - begun < 12
-        for rank, (ok, text) in enumerate(outcomes):
-            assert not ok
-            last = text.strip().splitlines()[-1]
-            if rank != victim:
-                assert "CommError" in text, text
-                assert re.search(rf"\brank {victim}\b", last), (victim, last)
-        assert left_over() == []
-    assert run_ranks(3, exact, (403,), 4096) == [8, 8, 8]
+def on_device() -> tuple[PeerAllReduce, Device]:
+    mesh, device = Mesh.single(), Device()
+    reducer: Any = device
+    algorithm = Algorithm(two_stages_from=64, copied_two_stages_from=32, max_bytes=128)
+    return PeerAllReduce(mesh.world, mesh.watch, torch.device("cpu"), reducer, algorithm), device
 
 
-def test_a_killed_rank_is_named_and_leaves_nothing() -> None:
-    kill(5, seed=1)
+def test_calls_on_a_device() -> None:
+    reduce, device = on_device()
+    x = torch.ones(8)
+    assert reduce.all_reduce(x, label="sum").eq(2).all()
+    assert reduce.all_reduce(x, label="sum").eq(2).all()
+    assert reduce.all_reduce(x.clone(), label="other").eq(2).all()
+    assert device.events == ["sum in 2", "sum again", "other in 2"], "copied inputs take two stages early"
+    assert reduce.should_use(x).why == "ranks share memory"
+    reduce.share(x)
+    assert reduce.should_use(x).why == "peers read it where it lies"
+    reduce.all_reduce(x, label="there")
+    assert device.events[-2:] == ["share", "there in 1"], "and the plan was forgotten"
+    assert reduce.reduce_scatter(x, [0, 8]).eq(2).all()
+    with pytest.raises(ConfigError, match="on a device every call is asynchronous"):
+        reduce.begin_all_reduce(x)
 
 
-@pytest.mark.full
-def test_fifty_killed_ranks() -> None:
-    kill(50, seed=2)
+def test_a_capture_on_a_device() -> None:
+    reduce, device = on_device()
+    with reduce.capture():
+        assert reduce.num_stages(torch.ones(8)) == 1, "inputs of graphs are not copied"
+        with pytest.raises(ConfigError, match="large cannot be captured: 132 bytes are more than 128"):
+            reduce.all_reduce(torch.ones(33), label="large")
+    assert reduce.num_stages(torch.ones(8)) == 2
+    with reduce.capture(torch.float32, torch.float16):
+        pass
+    assert device.events == ["capture 1", "captured", "capture 2", "captured"]
+
+
+def test_what_went_wrong_on_a_device_is_told_by_check() -> None:
+    reduce, device = on_device()
+    reduce.check()
+    with pytest.raises(ConfigError, match="it is not shared"):
+        reduce.unshare(torch.ones(8))
+    reduce.check()  # that was a mistake, and harms nothing
+    device.late = True
+    with pytest.raises(CommError, match="rank 1 did not arrive"):
+        reduce.check()
+    with pytest.raises(CommError, match="cannot be used any more: rank 1 did not arrive; open a new one"):
+        reduce.all_reduce(torch.ones(8))
+    reduce.close()
+    assert device.events == ["settle", "settle", "settle", "close"]

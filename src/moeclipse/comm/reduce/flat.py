@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import torch
 
 from moeclipse.core.errors import ConfigError
@@ -19,10 +17,9 @@ def same_kind(x: torch.Tensor, out: torch.Tensor | None) -> None:
 
 
 def flat_of(out: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """Where the flat result is written: straight into `out` where its memory allows."""
-    if out is not None:
-        with suppress(RuntimeError):
-            return out.detach().view(-1)
+    """Where the flat result is written: straight into `out` where that is contiguous, as kernels need it."""
+    if out is not None and out.is_contiguous():
+        return out.detach().view(-1)
     return x.new_empty(x.numel())
 
 
