@@ -27,9 +27,7 @@ def test_a_rank_without_an_address_says_how_to_start_it(monkeypatch: pytest.Monk
     from datetime import timedelta
 
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(
-        CommError, match="rank 1 of 2, but MASTER_ADDR and MASTER_PORT are not"
-    ):
+    with pytest.raises(CommError, match="rank 1 of 2, but MASTER_ADDR and MASTER_PORT are not"):
         open_store(RankPlace(rank=1, num_ranks=2), timedelta(seconds=1))
 
 
