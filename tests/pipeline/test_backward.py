@@ -64,11 +64,12 @@ def run_again(mesh: Mesh) -> None:
 
     torch.manual_seed(0)
     kept = Segment(drop, [x])
-    later = torch.rand(3)
+    first, later = torch.rand(3), torch.rand(3)
     torch.manual_seed(0)
     segment = Segment(drop, [x], again=True)
     assert torch.equal(segment.outputs[0], kept.outputs[0])
     segment.outputs = ()
+    assert torch.equal(torch.rand(3), first)
     segment.recompute()
     assert torch.equal(torch.rand(3), later)
     assert runs == [True, False, True]

@@ -60,13 +60,13 @@ def tabulate(program: Program) -> ActionTable:
     code = {leaf: index for index, leaf in enumerate(LEAVES)}
     for index, op in enumerate(ops):
         for leaf in op.parts or (op,):
-            stage, microbatch = leaf.stage, leaf.microbatch
-            if leaf.kind not in code or stage is None or microbatch is None:
+            stage, microbatch, what = leaf.stage, leaf.microbatch, code.get(leaf.kind)
+            if what is None or stage is None or microbatch is None:
                 raise ScheduleError(f"{op} is no action; expected F, B, I or W with a stage and a microbatch")
             if not (0 <= stage < stages and 0 <= microbatch < M):
                 raise ScheduleError(f"{op} lies outside stages 0..{stages - 1} and microbatches 0..{M - 1}")
             owner.append(index)
-            kind.append(code[leaf.kind])
+            kind.append(what)
             cell.append(stage * M + microbatch)
     sizes = np.array([len(rank_ops) for rank_ops in program.ranks], dtype=np.int64)
     table = ActionTable(

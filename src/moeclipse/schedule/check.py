@@ -142,12 +142,12 @@ def _check_pairs(program: Program) -> None:
     """A pair is one op, so neither half may need the other; within one microbatch B always needs F."""
     if isinstance(program.shape, ExchangeShape):
         return
-    pair = kinds.PAIR  # looked up once: there may be a million ops
+    pair, forward, backwards = kinds.PAIR, kinds.F, (kinds.B, kinds.I)  # looked up once for a million ops
     for rank, ops in enumerate(program.ranks):
         for op in ops:
             if op.kind is pair:
                 f, b = op.parts
-                if f.kind is not kinds.F or b.kind not in (kinds.B, kinds.I):
+                if f.kind is not forward or b.kind not in backwards:
                     raise ScheduleError(f"{op} on rank {rank} must pair one F with one B")
                 if f.microbatch == b.microbatch:
                     raise ScheduleError(_dependent_pair(program.shape, op, rank))
