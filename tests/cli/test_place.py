@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moeclipse.balance.load import LoadTrace
+from moeclipse.balance.load import Load, LoadTrace
 from moeclipse.balance.placement import Placement
 from moeclipse.cli.main import main
+from moeclipse.cli.place import BESIDE, PlaceConfig, fill, layers_of, name_plot, plan_text
 
 
 @pytest.fixture
@@ -123,3 +124,26 @@ def test_no_torch() -> None:
     code = "import sys, moeclipse.cli.place; assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_was_left_out_comes_from_the_loads(load_file: Path) -> None:
+    load = Load.read(load_file)
+    config = fill(PlaceConfig(load=load_file, plot=Path(BESIDE)), load)
+    assert (config.ranks, config.slots, config.plot) == (4, 5, load_file.with_suffix(".png"))
+    layers = layers_of(config, load)
+    assert [layer.number for layer in layers] == [0, 1, 2]
+    assert all(layer.current == Placement.contiguous(16, 4) for layer in layers)
+    assert layers[0].next_PE.sum() == 4 * 32768, "the last step, which no planner has seen"
+    assert not np.array_equal(np.rint(layers[0].seen_PE), layers[0].next_PE)
+
+
+def test_a_plot_without_a_name_lies_beside_the_loads() -> None:
+    assert name_plot(["load.npz", "--plot"]) == ["load.npz", "--plot", BESIDE]
+    assert name_plot(["--plot", "--ranks", "4"]) == ["--plot", BESIDE, "--ranks", "4"]
+    assert name_plot(["--plot", "heat.png"]) == ["--plot", "heat.png"]
+
+
+def test_one_plan_is_a_placement_and_several_are_layers() -> None:
+    one = Placement(((0, 1), (1,)), (0, 1))
+    assert Placement.from_json(plan_text([one])) == one
+    assert len(json.loads(plan_text([one, one]))["layers"]) == 2

@@ -222,3 +222,19 @@ def test_a_checkpoint_of_stages_goes_on_without_them(corpus: str, tied: bool, tm
     there = run_ranks(1, save_and_go_on, plain, str(tmp_path / "b"))
     here = run_ranks(2, resume, staged, str(tmp_path / "b"), pp=2)
     torch.testing.assert_close(there[0][0], here[0][0], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "chunks"),
+    [
+        ({"pipeline.overlap": "pair"}, 1),
+        ({"pipeline.overlap": "pair+self"}, 2),
+        ({"pipeline.overlap": "pair+self", "data.batch_size": 4}, 1),
+        ({"pipeline.overlap": "pair+self", "gate.capacity_factor": 1.0}, 1),
+        ({"pipeline.overlap": "pair+self", "pipeline.chunks": 4}, 4),
+    ],
+)
+def test_into_how_many_chunks_a_microbatch_is_cut(corpus: str, changes: dict[str, Any], chunks: int) -> None:
+    from moeclipse.train.pipelined import chunks_of  # the first lines of this file are its corpus
+
+    assert chunks_of(configure(corpus, **{**BASE, **changes}), Mesh.single()) == chunks

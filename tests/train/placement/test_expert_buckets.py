@@ -13,6 +13,7 @@ from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CommError
 from moeclipse.testing.run_ranks import run_ranks
+from moeclipse.train.placement.expert_buckets import ExpertBucket
 
 
 def published(mesh: Mesh) -> str:
@@ -106,8 +107,7 @@ def test_with_fedavg_every_replica_steps_and_the_primary_is_saved() -> None:
 
 
 def digests(mesh: Mesh) -> list[int]:
-    placed = build(mesh, Placement(((1, -1, 0),)))
-    bucket = placed.buckets[0]
+    bucket: ExpertBucket = build(mesh, Placement(((1, -1, 0),))).buckets[0]
     before = bucket.digests().tolist()
     bucket.rows[1] = 7.0  # whatever lies in an empty slot does not count
     assert bucket.digests().tolist() == before

@@ -19,11 +19,13 @@ from test_learner import (
 )
 
 from moeclipse.comm.mesh import Mesh
+from moeclipse.moe.probe import Probe
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
+from moeclipse.train.placement.model_placement import ModelPlacement, costs_of
 
 TABLES = {
     "seed": (4, ((0, 3), (1, 2), (1, 2), (0, 3))),
@@ -200,3 +202,60 @@ def test_a_resumed_run_holds_what_the_checkpoint_held(corpus: str, tmp_path: Pat
     assert run_ranks(4, tables_after_load, configure(corpus, **{**RANDOM, **given}), path)[0] == tables
     loaded = run_ranks(4, tables_after_load, configure(corpus, **given), path)[0]
     assert loaded[0][:2] == ((0, 1, 4), (2, -1, -1)), "without a planner a given table counts"
+
+
+def test_layers_begin_with_their_table(corpus: str) -> None:  # noqa: F811
+    dense = {"model.num_layers": 3, "model.num_dense_layers": 1}
+    tables = '{"layers": [[[0, 1, 2, 3, 4]], [[4, 3, 2, 1, 0]]]}'
+    found = ModelPlacement(configure(corpus, **dense, **{"placement.slots": tables}), Mesh.single())
+    assert found.placement_of(0) is None, "a dense layer has no experts"
+    starts = [found.placement_of(layer) for layer in (1, 2)]
+    assert [start.slots[0] for start in starts if start is not None] == [(0, 1, 2, 3, 4), (4, 3, 2, 1, 0)]
+    unused = ModelPlacement(configure(corpus, **dense), Mesh.single())
+    assert not unused.in_use
+    assert unused.placement_of(1) is None
+    assert (unused.after_step(0, None), unused.state()) == ([], [])  # type: ignore[arg-type]
+
+
+def loaded(mesh: Mesh, config: TrainConfig, saved: list[dict[str, Any]]) -> list[Any]:
+    learner = Learner(config, mesh)
+    learner.placement.load_state(saved)
+    return [entry["slots"] for entry in learner.placement.state()]
+
+
+def test_a_saved_placement_is_taken_where_it_fits(corpus: str) -> None:  # noqa: F811
+    planned = configure(corpus, **{**RANDOM, "placement.slots_per_rank": 4})
+    start = run_ranks(2, loaded, planned, [])[0]
+    assert start[0] == ((0, 1, 2, -1), (3, 4, -1, -1))
+    fits = {"layer": 0, "slots": [[4, 3, 2, 1], [0, 1, -1, -1]], "primary": [1, 0, 0, 0, 0], "expected": None}
+    other = [
+        {**fits, "layer": 7},
+        {**fits, "slots": [[4, 3, 2], [0, 1, 2]]},  # other slots
+        {**fits, "slots": [[4, 3, 2, 1], [0, 1, -1, -1], [0, -1, -1, -1]]},  # other ranks
+    ]
+    assert run_ranks(2, loaded, planned, [fits])[0] == [((4, 3, 2, 1), (0, 1, -1, -1)), start[1]]
+    for entry in other:
+        assert run_ranks(2, loaded, planned, [entry])[0] == start
+    static = configure(corpus, **{"placement.slots_per_rank": 4})
+    assert run_ranks(2, loaded, static, [fits])[0] == start, "without a planner the configuration counts"
+
+
+def test_planners_are_told_what_was_measured() -> None:
+    probe = Probe(
+        num_ranks=4,
+        row_forward=1.0,
+        row_backward=2.0,
+        kernel=0.1,
+        latency=0.1,
+        bandwidth=8.0,
+        link=32.0,
+        shared_wire=True,
+        row_bytes=16.0,
+        parameter_bytes=100.0,
+        gradient_bytes=200.0,
+    )
+    costs = costs_of(probe, every=25)
+    assert (costs.row_seconds, costs.row_bytes, costs.every) == (3.0, 16.0, 25)
+    assert (costs.weight_bytes, costs.gradient_bytes) == (100.0, 200.0)
+    assert costs.state_bytes == 3 * 200.0, "master weights and two moments"
+    assert (costs.near_bandwidth, costs.far_bandwidth, costs.shared_wire) == (8.0, 8.0, True)
