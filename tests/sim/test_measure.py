@@ -18,13 +18,13 @@ from moeclipse.schedule.shape import LayerShape
 from moeclipse.schedule.smart import exchange_shape, smart
 from moeclipse.schedule.templates import Expansion, expand
 from moeclipse.sim.engine import Simulation, simulate
-from moeclipse.sim.measure import compute_intervals, lane_time, memory_curve, summarise
+from moeclipse.sim.measure import communication_time, compute_intervals, memory_curve, summarise
 
 
 def slow_classes(result: Simulation, rank: int, samples: int = 2000) -> dict[str, float]:
     """The same four classes by looking at many instants: slow and obvious."""
     start, finish = compute_intervals(result, rank)
-    lane = lane_time(result, rank)
+    lane = communication_time(result, rank)
     step = result.makespan / samples
     spent = {"compute": 0.0, "exposed": 0.0, "straggle": 0.0, "idle": 0.0}
     for k in range(samples):

@@ -26,7 +26,7 @@ from moeclipse.schedule.templates import Expansion, expand
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairLayout:
+class StageLayout:
     """The schedule's name and the layers of each stage."""
 
     schedule: str
@@ -41,7 +41,7 @@ class PairLayout:
         return sorted(layer for layers in self.held_by(rank).values() for layer in layers)
 
 
-def lay_out(config: PipelineConfig, num_layers: int, num_ranks: int, num_microbatches: int) -> PairLayout:
+def lay_out(config: PipelineConfig, num_layers: int, num_ranks: int, num_microbatches: int) -> StageLayout:
     """Which layers go where; raises ConfigError with what would fit."""
     name = choose_schedule(config, num_layers, num_ranks, num_microbatches)
     per_rank = stages_per_rank(config, name, num_layers, num_ranks)
@@ -68,7 +68,7 @@ def lay_out(config: PipelineConfig, num_layers: int, num_ranks: int, num_microba
         bounds = even_bounds(num_layers, num_stages)
     placement = build(name, num_ranks, num_microbatches, per_rank).pipeline().placement
     stages = tuple(range(first, last) for first, last in pairwise(bounds))
-    return PairLayout(schedule=name, stages=stages, rank_of=placement.rank_of)
+    return StageLayout(schedule=name, stages=stages, rank_of=placement.rank_of)
 
 
 def choose_schedule(config: PipelineConfig, num_layers: int, num_ranks: int, num_microbatches: int) -> str:
@@ -95,7 +95,7 @@ def stages_per_rank(config: PipelineConfig, name: str, num_layers: int, num_rank
 
 def make_program(
     config: PipelineConfig,
-    layout: PairLayout,
+    layout: StageLayout,
     layers: Sequence[LayerShape],
     num_ranks: int,
     num_microbatches: int,

@@ -70,7 +70,7 @@ class Summary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaneTime:
+class CommunicationTime:
     """Communication of one rank, as arrays."""
 
     ready: Floats
@@ -85,7 +85,7 @@ def summarise(result: Simulation) -> Summary:
     ranks, by_kind = [], dict[Kind, KindTime]()
     for rank in range(result.program.num_ranks):
         start, finish = compute_intervals(result, rank)
-        lane = lane_time(result, rank)
+        lane = communication_time(result, rank)
         ranks.append(_rank_time(makespan, start, finish, lane))
         overlap = _covered(start, finish, lane.finish) - _covered(start, finish, lane.start)
         for kind, total, hidden in zip(lane.kinds, lane.finish - lane.start, overlap, strict=True):
@@ -104,7 +104,7 @@ def compute_intervals(result: Simulation, rank: int) -> tuple[Floats, Floats]:
     return result.start[part][chosen], result.finish[part][chosen]
 
 
-def lane_time(result: Simulation, rank: int) -> LaneTime:
+def communication_time(result: Simulation, rank: int) -> CommunicationTime:
     """Everything on the rank's communication lanes; both ends of a transfer count it."""
     part, ops = result.rank_slice(rank), result.program.ranks[rank]
     chosen = np.array([op.lane != COMPUTE for op in ops], dtype=bool)
@@ -124,10 +124,10 @@ def lane_time(result: Simulation, rank: int) -> LaneTime:
             )
             sent += [there if forward else back for forward in transfers.is_forward[mine]]
     ahead = np.array([kind.part is Part.RECV for kind in sent], dtype=bool)
-    return LaneTime(ready=ready, start=start, finish=finish, kinds=sent, posted_ahead=ahead)
+    return CommunicationTime(ready=ready, start=start, finish=finish, kinds=sent, posted_ahead=ahead)
 
 
-def _rank_time(makespan: float, start: Floats, finish: Floats, lane: LaneTime) -> RankTime:
+def _rank_time(makespan: float, start: Floats, finish: Floats, lane: CommunicationTime) -> RankTime:
     """Sweep over all moments at which something starts or ends."""
     moments = np.unique(np.concatenate([[0.0, makespan], start, finish, lane.ready, lane.start, lane.finish]))
     lengths = np.diff(moments)

@@ -16,7 +16,7 @@ from moeclipse.schedule import kinds
 from moeclipse.schedule.kinds import COMPUTE, Part
 from moeclipse.schedule.op import Op
 from moeclipse.sim.engine import Simulation
-from moeclipse.sim.measure import compute_intervals, lane_time, memory_curve
+from moeclipse.sim.measure import communication_time, compute_intervals, memory_curve
 
 LEGEND = "F forward  B backward  I dX  W dW  # forward and backward paired  R recompute  . idle"
 NEAR = 6
@@ -166,7 +166,7 @@ def _glyphs(ops: list[Op]) -> list[str]:
 
 
 def _wire_row(result: Simulation, rank: int, width: int) -> str:
-    lane = lane_time(result, rank)
+    lane = communication_time(result, rank)
     wire = _cells(lane.start, lane.finish, result.makespan, width)
     work = _cells(*compute_intervals(result, rank), result.makespan, width)
     column = result.makespan / width

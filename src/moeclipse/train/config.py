@@ -20,7 +20,7 @@ from moeclipse.core.errors import ConfigError
 from moeclipse.model.config import ModelConfig
 from moeclipse.moe.config import LAYER_KEYS, GateConfig, MoEConfig, layer_problems
 from moeclipse.pipeline.config import PipelineConfig
-from moeclipse.pipeline.overlap import PairLayout, lay_out
+from moeclipse.pipeline.overlap import StageLayout, lay_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +279,7 @@ def needs_whole_microbatches(config: TrainConfig) -> str:
     return "placement.reduce = 'fedavg'" if config.placement.reduce == "fedavg" else ""
 
 
-def planner_problems(config: TrainConfig, layout: PairLayout | None) -> Iterator[str]:
+def planner_problems(config: TrainConfig, layout: StageLayout | None) -> Iterator[str]:
     """Ranks of a pipeline plan together, so each must hold experts; `layout` is None without a pipeline."""
     if layout is None or not config.placement.moves:
         return

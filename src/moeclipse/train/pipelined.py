@@ -16,7 +16,7 @@ from moeclipse.model.passes import MicrobatchLoads, MicrobatchState, layer_shape
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.precision import wide_of
-from moeclipse.pipeline.overlap import PairLayout, make_program
+from moeclipse.pipeline.overlap import StageLayout, make_program
 from moeclipse.pipeline.runtime import Runtime
 from moeclipse.train.config import TrainConfig, needs_whole_microbatches
 from moeclipse.train.data import Batches, Microbatch
@@ -26,7 +26,7 @@ class Pipelined:
     """This rank's stages, and the program that runs them."""
 
     def __init__(
-        self, config: TrainConfig, mesh: Mesh, layout: PairLayout, model: Transformer, batches: Batches
+        self, config: TrainConfig, mesh: Mesh, layout: StageLayout, model: Transformer, batches: Batches
     ) -> None:
         self.config, self.mesh, self.model, self.batches = config, mesh, model, batches
         self.layout = layout

@@ -29,7 +29,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.probe import Probe
-from moeclipse.pipeline.overlap import PairLayout
+from moeclipse.pipeline.overlap import StageLayout
 from moeclipse.train.buckets import Bucket
 from moeclipse.train.config import TrainConfig, planner_problems
 from moeclipse.train.optim import AdamW, ShardState
@@ -43,7 +43,7 @@ STATE_TENSORS = 3  # master weights and two moments
 
 
 class ModelPlacement:
-    def __init__(self, config: TrainConfig, mesh: Mesh, layout: PairLayout | None = None) -> None:
+    def __init__(self, config: TrainConfig, mesh: Mesh, layout: StageLayout | None = None) -> None:
         problems = list(planner_problems(config, layout))
         if problems:
             raise ConfigError(problems)
