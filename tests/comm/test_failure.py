@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 
+import pytest
 import torch
+import torch.distributed as dist
 
+from moeclipse.comm import failure
+from moeclipse.comm.failure import Watch
 from moeclipse.comm.flight.exchange import all_to_all
 from moeclipse.comm.mesh import Mesh
 from moeclipse.testing.run_ranks import run_ranks_raw
@@ -67,3 +72,65 @@ def test_the_deadline_names_rank_collective_layer_and_microbatch() -> None:
         assert ok, text
         expected = f"rank {rank} waited 2 s in combine of rows, layer 3, microbatch 1: rank 1 did not arrive"
         assert text == expected
+
+
+@pytest.fixture
+def watches(monkeypatch: pytest.MonkeyPatch) -> list[Watch]:
+    """Of three ranks in one process, over one store."""
+    monkeypatch.setattr(failure, "GRACE_S", 0.15)
+    store = dist.HashStore()
+    return [Watch(store=store, rank=rank, num_ranks=3, deadline_s=4) for rank in range(3)]
+
+
+def test_the_first_message_counts(watches: list[Watch]) -> None:
+    assert watches[0].first_failure() is None
+    watches[2].publish("the disk is full")
+    watches[1].publish("rank 2 is gone")
+    assert watches[0].first_failure() == (2, "the disk is full")
+    broken = RuntimeError("connection reset")
+    assert str(watches[0].explain("rows", (0, 1, 2), broken)) == "rank 2 failed: the disk is full"
+
+
+def test_who_gives_no_sign_is_lost(watches: list[Watch]) -> None:
+    watches[1]._sign("rows")
+    error = watches[0].explain("rows", (0, 1, 2), RuntimeError("reset. This is typically the network"))
+    assert str(error) == "rank 0 lost rank 2 in rows: reset."
+    watches[0].publish("my own words")
+    error = watches[0].explain("rows", (0, 1), RuntimeError("reset"))
+    assert str(error) == "rank 0 lost a peer in rows: reset", "its own failure explains nothing"
+
+
+@pytest.mark.parametrize(
+    ("signs", "named"),
+    [
+        ({}, "rank 1 did not arrive; rank 2 did not arrive"),
+        ({1: "rows"}, "rank 2 did not arrive"),
+        ({1: "rows", 2: "gradients"}, "rank 2 waits in gradients"),
+        ({1: "rows", 2: "rows"}, "all ranks arrived, so the network stalled"),
+    ],
+)
+def test_at_the_deadline_everyone_says_where_they_stand(
+    watches: list[Watch], signs: dict[int, str], named: str
+) -> None:
+    for rank, label in signs.items():
+        watches[rank]._sign(label)
+    error = watches[0].explain("rows", (0, 1, 2), RuntimeError("Timed out waiting 4000ms"))
+    assert str(error) == f"rank 0 waited 4 s in rows: {named}"
+
+
+def test_a_store_that_died_with_its_host_adds_no_failure_of_its_own(watches: list[Watch]) -> None:
+    class Dead:
+        def __getattr__(self, name: str) -> None:
+            raise RuntimeError("connection refused")
+
+    watch = replace(watches[0], store=Dead())
+    watch.publish("out of memory")
+    assert watch.first_failure() is None
+    assert str(watch.explain("rows", (0, 1), RuntimeError("reset"))) == "rank 0 lost rank 1 in rows: reset"
+
+
+def test_alone_there_is_nobody_to_ask() -> None:
+    watch = Watch(store=None, rank=0, num_ranks=1, deadline_s=3)
+    watch.publish("nobody hears")
+    assert watch.first_failure() is None
+    assert str(watch.explain("rows", (0,), TimeoutError("timed out"))) == "rank 0 waited 3 s in rows"

@@ -1,38 +1,127 @@
-"""How ranks start: what the launcher told them, and what CUDA must be told before."""
+"""Start, stop and start again: in one process, after a restart, alone, and without an address."""
 
 from __future__ import annotations
 
+import multiprocessing
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 
+from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.start import RankPlace, choose_device, cuda_settings, open_store, start, stop
-from moeclipse.core.errors import CommError
+from moeclipse.core.errors import CommError, ConfigError
+
+CPU = torch.device("cpu")
 
 
-def test_a_process_that_nobody_launched_is_alone() -> None:
+def start_stop_start(rank: int, folder: str) -> float:
+    """Three lives of one process over one store; the second has other groups than the first."""
+    store = dist.FileStore(f"{folder}/store", 2)
+    place = RankPlace(rank=rank, num_ranks=2)
+    total = 0.0
+    for life in range(3):
+        watch = start(place, device=CPU, start_deadline_s=20, store=store)
+        mesh = Mesh(dp=1 + life % 2, ep=2 - life % 2, rank=rank, device=CPU, watch=watch)
+        total += sum(mesh.gather_objects(rank + life))
+        stop()
+        stop()  # twice is harmless
+        assert not dist.is_initialized()
+    return total
+
+
+RESTART = """
+import os, sys, time, torch
+from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.start import RankPlace, start, stop
+place = RankPlace.read()
+if place.attempt == 1 and place.rank == 1:
+    time.sleep(1.0)  # the other must not read the address of its dead predecessor
+watch = start(place, device=torch.device("cpu"), start_deadline_s=30)
+mesh = Mesh(dp=1, ep=2, rank=place.rank, device=torch.device("cpu"), watch=watch)
+mesh.barrier()
+if place.attempt == 0:
+    os.kill(os.getpid(), 9) if place.rank == 1 else time.sleep(60)
+sys.stdout.write(f"sum {sum(mesh.gather_objects(place.rank))}\\n")  # one write: lines must not mix
+stop()
+"""
+
+
+def test_a_restarted_attempt_does_not_meet_its_dead_predecessor(tmp_path: Path) -> None:
+    script = tmp_path / "restart.py"
+    script.write_text(RESTART)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(port), str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.count("sum 1") == 2, done.stderr[-2000:]
+
+
+def test_place_is_read_from_what_the_launcher_says() -> None:
     assert RankPlace.read({}) == RankPlace()
-    stop()
-    watch = start(RankPlace(), device=torch.device("cpu"), deadline_s=3.0)
-    assert (watch.store, watch.num_ranks, watch.deadline_s) == (None, 1, 3.0)
-    stop()
+    told = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert RankPlace.read(told) == RankPlace(rank=3, num_ranks=4, local_rank=1, attempt=2)
 
 
-def test_what_the_launcher_said_is_read() -> None:
-    told = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    place = RankPlace.read({**told, "TORCHELASTIC_RESTART_COUNT": "2"})
-    assert place == RankPlace(rank=5, num_ranks=8, local_rank=1, local_ranks=4, attempt=2)
-
-
-def test_a_rank_without_an_address_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from datetime import timedelta
-
+def test_a_rank_without_an_address_says_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(CommError, match="rank 1 of 2, but MASTER_ADDR and MASTER_PORT are not"):
-        open_store(RankPlace(rank=1, num_ranks=2), timedelta(seconds=1))
+    with pytest.raises(CommError, match=r"rank 1 of 2, but MASTER_ADDR .* with torchrun"):
+        start(RankPlace(rank=1, num_ranks=2), device=CPU)
 
 
-def test_devices() -> None:
-    assert choose_device("cpu") == torch.device("cpu")
+def test_devices_that_are_not_there() -> None:
+    assert choose_device("cpu") == CPU
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="torch sees no CUDA device"):
+            choose_device("cuda")
+
+
+def test_one_rank_alone_opens_nothing() -> None:
+    watch = start(RankPlace(), device=CPU, deadline_s=5)
+    assert (watch.store, watch.num_ranks, watch.deadline_s) == (None, 1, 5)
+    assert not dist.is_initialized()
+    stop()
+
+
+def lives(rank: int, folder: str) -> None:
+    assert start_stop_start(rank, folder) == 9.0
+
+
+def test_start_stop_start_in_one_process(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=lives, args=(rank, str(tmp_path)), daemon=True) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+        assert rank.exitcode == 0
+
+
+def test_the_store_is_where_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 serves it, unless the launcher does: then all are its clients, however many there are."""
+    made: list[tuple[Any, ...]] = []
+
+    def store(*given: Any, is_master: bool, timeout: timedelta) -> None:
+        made.append((*given, is_master))
+
+    monkeypatch.setattr(dist, "TCPStore", store)
+    monkeypatch.setenv("MASTER_ADDR", "somewhere")
+    monkeypatch.setenv("MASTER_PORT", "4711")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    for rank in range(2):
+        open_store(RankPlace(rank=rank, num_ranks=2), timedelta(seconds=1))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    open_store(RankPlace(rank=0, num_ranks=2), timedelta(seconds=1))
+    where = ("somewhere", 4711)
+    assert made == [(*where, 2, True), (*where, 2, False), (*where, None, False)]
 
 
 def test_kernels_are_loaded_at_the_start_where_stages_wait_for_each_other() -> None:

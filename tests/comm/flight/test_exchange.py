@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from moeclipse.comm.flight.exchange import (
     all_gather_shards,
+    all_reduce,
     all_to_all,
     gather,
     gather_to_host,
@@ -76,6 +79,12 @@ def test_one_rank_sends_nothing() -> None:
     assert all_to_all(mesh.a2a, mesh.experts, x, [4], [4], "test").get() is x
     assert gather(mesh.a2a, mesh.world, x, "test").get().shape == (1, 4, 2)
     assert torch.equal(total(mesh.a2a, mesh.world, x, "test").get(), x)
+    assert all_reduce(mesh.a2a, mesh.world, x, "test").get() is x
+    assert all_gather_shards(mesh.a2a, mesh.world, x, [0, 8], "test").get() is x
+    out = torch.empty_like(x)
+    assert all_to_all(mesh.a2a, mesh.experts, x, [4], [4], "test", out).get() is out
+    assert torch.equal(out, x)
+    assert reduce_scatter(mesh.a2a, mesh.world, x[0], [0, 2], "test").get().data_ptr() == x.data_ptr()
 
 
 def ordered(mesh: Mesh) -> torch.Tensor:
@@ -86,3 +95,23 @@ def ordered(mesh: Mesh) -> torch.Tensor:
 
 def test_every_rank_adds_in_rank_order() -> None:
     assert [float(value) for value in run_ranks(3, ordered)] == [(1.0 + 1e16) - 1e16] * 3
+
+
+def native(mesh: Mesh) -> None:
+    """What NCCL is asked for, over gloo, which has these collectives too: the same results as ours."""
+    theirs, rank = replace(mesh.world, backend="nccl"), mesh.rank
+    flat, even, uneven = torch.arange(6.0) * (1 + rank), [0, 3, 6], [0, 1, 6]
+    for group in (mesh.world, theirs):
+        assert all_reduce(mesh.grads, group, flat.clone(), "sum").get().tolist() == [0, 3, 6, 9, 12, 15]
+        for bounds in (even, uneven):
+            mine = slice(bounds[rank], bounds[rank + 1])
+            shard = reduce_scatter(mesh.grads, group, flat.clone(), bounds, "scatter").get()
+            assert torch.equal(shard, (3 * torch.arange(6.0))[mine])
+            whole = torch.full((6,), -1.0)
+            whole[mine] = shard
+            assert all_gather_shards(mesh.grads, group, whole, bounds, "gather").get() is whole
+            assert torch.equal(whole, 3 * torch.arange(6.0))
+
+
+def test_native_collectives_give_the_same() -> None:
+    run_ranks(2, native)

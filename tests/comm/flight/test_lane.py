@@ -1,4 +1,4 @@
-"""A transfer keeps what travels, as long as it travels; stamps say when it was done; deadlines are kept."""
+"""Transfers: what they keep and how long, when they were done, and what a device orders behind what."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda import FakeCuda
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moeclipse.comm.flight.lane import Lane, Transfer
+from moeclipse.comm.flight.record import Recorder
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CommError
 
@@ -75,3 +77,88 @@ def test_a_transfer_that_does_not_end_is_an_error_with_its_name() -> None:
     _, _, transfer = launched()
     with pytest.raises(CommError, match="rank 0 waited 7 s in rows"):
         transfer.get()
+
+
+def test_a_transfer_that_cannot_start_is_an_error_with_its_name() -> None:
+    mesh = Mesh.single()
+
+    def start() -> None:
+        raise RuntimeError("timed out before it began")
+
+    with pytest.raises(CommError, match="rank 0 waited 60 s in rows"):
+        mesh.a2a.launch(mesh.experts, "rows", start, None)
+
+
+def test_where_a_library_tells_nobody_who_waits_stamps() -> None:
+    """Gloo's sends and receives have no future."""
+
+    class Silent:
+        def get_future(self) -> None:
+            raise RuntimeError("not supported")
+
+        def wait(self, patience: timedelta) -> None:
+            pass
+
+    mesh = Mesh.single()
+    mesh.recorder.begin_step()
+    transfer = mesh.a2a.launch(mesh.experts, "rows", Silent, None)
+    before = time.perf_counter()
+    transfer.get()
+    ((_, _, _, done),) = mesh.recorder.end_step().transfers
+    assert done >= before
+
+
+def on_a_device(cuda: FakeCuda, deadline_s: float = 7.0) -> tuple[Lane, Transfer[str]]:
+    """A lane of a device, and a transfer on it whose Work is the library's."""
+
+    class Library:
+        def wait(self) -> None:
+            cuda.say("waits for the library")
+
+    def start() -> Library:
+        cuda.say("holds the transfer")
+        return Library()
+
+    mesh = Mesh.single()
+    watch = replace(mesh.watch, deadline_s=deadline_s)
+    lane = Lane("a2a", torch.device("cuda"), Recorder(torch.device("cpu")), watch)
+    return lane, lane.launch(mesh.experts, "rows", start, "what it brings", on_stream=True)
+
+
+def test_on_a_device_streams_wait_and_the_host_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    lane, transfer = on_a_device(cuda)
+    assert cuda.take() == [
+        "lane waits for current",  # what it sends has been computed
+        "lane holds the transfer",
+        "lane waits for the library",
+        "lane records event 1",
+    ]
+    cuda.ready = False
+    assert [transfer.get(), transfer.get()] == ["what it brings"] * 2
+    assert cuda.take() == ["current waits for event 1"], "once, and nobody polls"
+    lane.launch(Mesh.single().experts, "on gloo", Carrier, None)
+    assert cuda.take() == [], "what another library carries takes no stream"
+
+
+def test_on_a_device_the_host_waits_where_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    _, transfer = on_a_device(cuda)
+    looked: list[bool] = []
+    cuda.ready = False
+
+    def settles(event: Any) -> bool:
+        looked.append(True)
+        return len(looked) > 30
+
+    monkeypatch.setattr("fake_cuda.FakeEvent.query", settles)
+    assert transfer.settle() == "what it brings"
+    assert len(looked) == 31
+
+
+def test_on_a_device_the_deadline_is_kept_where_the_host_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    cuda.ready = False
+    _, transfer = on_a_device(cuda, deadline_s=0.01)
+    with pytest.raises(CommError, match=r"rank 0 waited 0.01 s in rows"):
+        transfer.settle()

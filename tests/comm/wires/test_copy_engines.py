@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +17,9 @@ from peer_files import left_over
 
 from moeclipse.comm.flight.exchange import all_to_all
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.wires.copy_engines import PinnedTransport, _short, pinned
+from moeclipse.comm.wires import copy_engines
+from moeclipse.comm.wires.copy_engines import PinnedTransport, Slots, _short, pinned
+from moeclipse.comm.wires.streams import DriverStream
 from moeclipse.comm.wires.transport import TorchTransport, Transport
 from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
@@ -178,3 +183,93 @@ def test_a_missing_peer_is_named(how: str, deadline_s: float, text: str) -> None
     assert any(text in end for end in ends), ends
     assert all("rank 1" in end for end in ends), ends
     assert left_over() == []
+
+
+class PolledStream(DriverStream):
+    """As a driver's stream it cannot give up; it goes on whenever somebody asks whether it is done."""
+
+    def __init__(self, signals: Any) -> None:
+        self._signals, self._lock = signals, threading.Lock()
+        self._work: deque[Callable[[], bool]] = deque()
+
+    def begin(self) -> None:
+        pass
+
+    def wait(self, word: int, value: int, peer: int, label: str) -> None:
+        self._work.append(lambda: not _short(self._signals.read(word), value))
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        self._work.append(lambda: to.copy_(source) is to)
+
+    def write(self, word: int, value: int) -> None:
+        self._work.append(lambda: self._signals.post(word, value) is None)
+
+    def mark(self) -> Any:
+        return PolledMark(self)
+
+    def left(self) -> int:
+        with self._lock:
+            while self._work and self._work[0]():
+                self._work.popleft()
+        return len(self._work)
+
+
+class PolledMark:
+    """All that a stream holds at one exchange: the tests below have one under way at a time."""
+
+    def __init__(self, stream: PolledStream) -> None:
+        self.stream = stream
+
+    def done(self) -> bool:
+        return self.stream.left() == 0
+
+    def wait(self) -> None:
+        while not self.done():
+            time.sleep(1e-3)
+
+
+def watched(mesh: Mesh, how: str) -> None:
+    """Streams that wait for ever, with the thread that looks after them."""
+    torch.cuda.set_device = lambda _: None
+    PinnedTransport._streams = lambda self, wanted: (PolledStream(self._signals), PolledStream(self._signals))
+    transport = PinnedTransport(mesh.a2a, mesh.experts, Slots.open(mesh, mesh.experts, "host", 1000, 2))
+    assert transport.kind == "PolledStream"
+    for turn in range(1000):
+        if mesh.rank == 1 and turn == 20:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(3)
+            return
+        rows = torch.full((30, 10), float(turn))
+        found = transport.all_to_all(rows, [10] * 3, [10] * 3, f"turn {turn}").get()
+        assert (found == turn).all()
+
+
+@pytest.mark.parametrize(
+    ("how", "deadline_s", "text"),
+    [("killed", 30.0, "lost rank 1 in turn 20"), ("late", 1.0, "in turn 20: rank 1 did not arrive")],
+)
+def test_streams_that_cannot_give_up_are_let_go(how: str, deadline_s: float, text: str) -> None:
+    outcomes = run_ranks_raw(3, watched, how, collective_deadline_s=deadline_s)
+    ends = [outcomes[rank][1].strip().splitlines()[-1] for rank in (0, 2)]
+    assert any(text in end for end in ends), ends
+    assert all("rank 1" in end for end in ends), ends
+    assert left_over() == []
+
+
+def without_driver(mesh: Mesh) -> str:
+    """A device whose driver cannot wait: threads do, and the reason is known."""
+
+    def refuse(device: torch.device) -> None:
+        raise CommError("no such call")
+
+    transport: Any = pinned(mesh, mesh.experts)
+    copy_engines.Driver = refuse  # type: ignore[assignment, misc]
+    assert transport.kind == "ThreadStream"
+    driver, words, problem = transport._try_driver(torch.device("cuda"))
+    assert (driver, words) == (None, 0)
+    return problem
+
+
+def test_a_driver_that_refuses_is_no_failure() -> None:
+    assert run_ranks(2, without_driver) == ["no such call"] * 2

@@ -172,12 +172,3 @@ def threads_left(mesh: Mesh) -> tuple[int, int]:
 
 def test_its_threads_end_with_it() -> None:
     assert run_ranks(2, threads_left) == [(2, 0)] * 2
-
-
-def chosen(mesh: Mesh, hosts: tuple[int, ...]) -> bool:
-    return direct(mesh, mesh.experts, hosts).pairs is not None
-
-
-def test_pairs_are_used_between_hosts_only() -> None:
-    assert run_ranks(2, chosen, (0, 1)) == [True, True]
-    assert run_ranks(2, chosen, (0, 0)) == [False, False]

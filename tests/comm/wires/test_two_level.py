@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeclipse.comm.group import number_hosts
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.wires.transport import TorchTransport
 from moeclipse.comm.wires.two_level import StageQueue, TwoLevelTransport, two_level
@@ -239,12 +238,3 @@ def test_ragged_hosts_are_refused_on_all_ranks() -> None:
         '(0, 1, 2) have 2, 1 of them; use moe.transport = "direct", or start as many ranks on each host'
     )
     assert run_ranks(3, chosen, ["a", "a", "b"]) == [expected] * 3
-
-
-def test_hosts_by_name() -> None:
-    assert number_hosts(["b", "a", "b"], 3) == (0, 1, 0)
-    with pytest.raises(ConfigError, match="names 2 hosts, but there are 3 ranks; name one for each"):
-        number_hosts(["b", "a"], 3)
-    mesh = Mesh.single()
-    named = Mesh(dp=1, ep=1, rank=0, device=mesh.device, watch=mesh.watch, hosts=["somewhere"])
-    assert named.hosts == (0,)
