@@ -32,13 +32,10 @@ PATIENCE_S = 600
 
 NO_CODE = {"__init__.py", "__main__.py"}
 VERSION_0_1 = "an import path of version 0.1, tested in tests/compatibility"
-ON_GPU = "runs on a GPU alone, tested in tests/gpu"
 EXEMPT = {
     "comm/all_reduce.py": VERSION_0_1,
     "comm/pinned.py": VERSION_0_1,
     "comm/wire.py": VERSION_0_1,
-    "comm/reduce/on_device.py": ON_GPU,
-    "comm/shared/device.py": ON_GPU,
     "ops/triton/wgrad_gluon.py": "Gluon has no interpreter, tested in tests/ops on a GPU",
 }
 

@@ -394,6 +394,9 @@ def test_calls_on_a_device() -> None:
     assert reduce.all_reduce(x.clone(), label="other").eq(2).all()
     assert device.events == ["sum in 2", "sum again", "other in 2"], "copied inputs take two stages early"
     assert reduce.should_use(x).why == "ranks share memory"
+    reduce.all_reduce(x, label="planned")
+    reduce.all_reduce(x, label="planned")
+    assert device.events[-1] == "planned again"
     reduce.share(x)
     assert reduce.should_use(x).why == "peers read it where it lies"
     reduce.all_reduce(x, label="there")
