@@ -15,15 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from coverage_by_name import EXEMPT, imports_its_module, modules
+from coverage_by_name import EXEMPT, MODULES_TESTED, imports_its_module, modules
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "moeclipse"
 MAX_FILE_LINES = 400
 MAX_TEST_LINES = 500
 MAX_FUNCTION_LINES = 60
-MODULES_WITH_A_TEST = 0.30
-TOO_LONG = {"tests/comm/test_all_reduce.py"}
 
 # Left to right; rooms in one tuple are siblings. `testing` stands beside comm, for tests alone.
 LAYERS: list[tuple[str, ...]] = [
@@ -176,7 +174,7 @@ def test_tests_and_benches_stay_short() -> None:
     files = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("bench/**/*.py")]
     long = {str(path.relative_to(ROOT)) for path in files if path.read_text().count("\n") > MAX_TEST_LINES}
     assert len(files) > 100, "tests were not found"
-    assert not long - TOO_LONG, "there are two ideas in them"
+    assert not long, "there are two ideas in them"
 
 
 def test_modules_have_a_test_of_their_name() -> None:
@@ -184,7 +182,7 @@ def test_modules_have_a_test_of_their_name() -> None:
     assert set(EXEMPT) <= set(map(name_of, FILES))
     without = [module for module in modules() if not imports_its_module(module)]
     share = 1 - len(without) / len(modules())
-    assert share >= MODULES_WITH_A_TEST, f"no test file of this name imports {without}"
+    assert share >= MODULES_TESTED, f"no test file of this name imports {without}"
 
 
 def repeated_classes(trees: dict[Path, ast.Module]) -> dict[str, list[str]]:

@@ -99,7 +99,7 @@ def middle(mesh: Mesh) -> tuple:
 
 
 def test_the_ends_of_a_pipeline_meet_without_its_middle() -> None:
-    assert run_ranks(3, middle, pp=3) == [(0, 2), (1,), (0, 2)]
+    assert run_ranks(4, middle, pp=4) == [(0, 3), (1,), (2,), (0, 3)]
 
 
 def of_world(mesh: Mesh) -> tuple:
