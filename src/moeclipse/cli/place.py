@@ -82,7 +82,7 @@ class FullConfig(PlaceConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerReport:
+class LayerLoads:
     """One layer's loads: what planners may see, and what they are measured on."""
 
     number: int
@@ -155,7 +155,7 @@ def fill(config: PlaceConfig, load: Load) -> FullConfig:
     return FullConfig(**given)
 
 
-def layers_of(config: FullConfig, load: Load) -> list[LayerReport]:
+def layers_of(config: FullConfig, load: Load) -> list[LayerLoads]:
     if config.ranks < 1 or config.slots < 1:
         raise ConfigError(f"--ranks ({config.ranks}) and --slots ({config.slots}) must be at least 1")
     if config.planner not in PLANNERS:
@@ -171,7 +171,7 @@ def layers_of(config: FullConfig, load: Load) -> list[LayerReport]:
         seen_PE = past.counts(number, config.ranks)
         measured = load.last_step(number, config.ranks)
         next_PE = np.rint(seen_PE).astype(np.int64) if measured is None else measured
-        found.append(LayerReport(number=number, seen_PE=seen_PE, next_PE=next_PE, current=placement))
+        found.append(LayerLoads(number=number, seen_PE=seen_PE, next_PE=next_PE, current=placement))
     return found
 
 
@@ -204,7 +204,7 @@ def plan_text(placements: list[Placement]) -> str:
 def judge(
     name: str,
     placements: list[Placement],
-    layers: list[LayerReport],
+    layers: list[LayerLoads],
     costs: PlacementCosts,
     node_P: tuple[int, ...],
     milliseconds: float,
@@ -228,7 +228,7 @@ def _planned(
     name: str,
     wanted: PlanConfig,
     config: FullConfig,
-    layers: list[LayerReport],
+    layers: list[LayerLoads],
     costs: PlacementCosts,
     node_P: tuple[int, ...],
 ) -> Verdict | None:
@@ -248,7 +248,7 @@ def _planned(
     return judge(name, placements, layers, costs, node_P, spent)
 
 
-def _headline(console: Console, config: FullConfig, load: Load, layers: list[LayerReport]) -> None:
+def _headline(console: Console, config: FullConfig, load: Load, layers: list[LayerLoads]) -> None:
     nodes = f" on {config.nodes} nodes" if config.nodes > 1 else ""
     which = f"layer {layers[0].number}" if len(layers) == 1 else f"{len(layers)} layers"
     console.print(
@@ -265,7 +265,7 @@ def _headline(console: Console, config: FullConfig, load: Load, layers: list[Lay
         console.print("the file holds no single steps: planned from and measured on the same average")
 
 
-def _draw_loads(console: Console, layers: list[LayerReport]) -> None:
+def _draw_loads(console: Console, layers: list[LayerLoads]) -> None:
     """Layers by experts as shades: what is above, at and below the mean."""
     console.print("\nload of each expert (left to right), relative to the layer's mean", style="dim")
     loads = np.array([layer.seen_PE.sum(0) for layer in layers])
@@ -308,7 +308,7 @@ def _mean(verdict: Verdict, what: str) -> float:
     return float(np.mean([getattr(s, what) for s in verdict.scores]))
 
 
-def _rank_loads(layers: list[LayerReport], verdict: Verdict, node_P: tuple[int, ...]) -> np.ndarray:
+def _rank_loads(layers: list[LayerLoads], verdict: Verdict, node_P: tuple[int, ...]) -> np.ndarray:
     """Rows of each rank relative to the layer's mean: [layers, P]."""
     loads = []
     for layer, placement in zip(layers, verdict.placements, strict=True):
@@ -319,7 +319,7 @@ def _rank_loads(layers: list[LayerReport], verdict: Verdict, node_P: tuple[int, 
 
 
 def _draw_ranks(
-    console: Console, layers: list[LayerReport], static: Verdict, chosen: Verdict, node_P: tuple[int, ...]
+    console: Console, layers: list[LayerLoads], static: Verdict, chosen: Verdict, node_P: tuple[int, ...]
 ) -> None:
     """The ranks of the worst layer, before and after."""
     worst = int(np.argmin([s.balance for s in static.scores]))
@@ -339,7 +339,7 @@ def _draw_ranks(
 
 
 def heat_map(
-    layers: list[LayerReport], static: Verdict, chosen: Verdict, node_P: tuple[int, ...]
+    layers: list[LayerLoads], static: Verdict, chosen: Verdict, node_P: tuple[int, ...]
 ) -> np.ndarray:
     loads = np.array([layer.next_PE.sum(0) for layer in layers], dtype=float)
     relative = loads / np.maximum(loads.mean(1, keepdims=True), 1e-300)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from moeclipse.comm.flight.lane import Lane
 from moeclipse.comm.group import Group
 
-Wire = tuple[Group, int, int]
+WireEnds = tuple[Group, int, int]
 """Members `source` and `target` of a group, between which messages go in this direction."""
 
 
@@ -36,7 +36,7 @@ def connect_group(lane: Lane, group: Group) -> None:
     lane.launch(group, f"opening of group {group.name}", start, one).settle()
 
 
-def connect_wires(lane: Lane, wires: Iterable[Wire]) -> None:
+def connect_wires(lane: Lane, wires: Iterable[WireEnds]) -> None:
     """The two ends of each wire meet, one wire after the other."""
     for group, source, target in wires:
         if group.backend != "nccl" or group.index not in (source, target):

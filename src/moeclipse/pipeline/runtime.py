@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from moeclipse.comm.connect import Wire, connect_wires
+from moeclipse.comm.connect import WireEnds, connect_wires
 from moeclipse.comm.flight.execute import execute, execute_settled
 from moeclipse.comm.flight.in_flight import InFlight, Joined
 from moeclipse.comm.flight.lane import poll
@@ -130,11 +130,11 @@ class Runtime:
             event.record()
             poll(event, self.mesh.watch, f"{what} of the first step", self.mesh.line.ranks)
 
-    def _wires(self) -> list[Wire]:
+    def _wires(self) -> list[WireEnds]:
         """Between which ranks of a pipeline this program sends what, alike on all of them."""
         ops = (op for rank in self.verified.program.ranks for op in rank if op.comm is not None)
         used = {(op.kind.form.name, op.comm[0]) for op in ops if op.kind in TRANSFERS and op.comm is not None}
-        wires: list[Wire] = []
+        wires: list[WireEnds] = []
         for form, wire in sorted(used):
             source, target = map(int, wire.split(">"))
             wires.append((self.mesh.pipe(form, source, target), source, target))
