@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from code_blocks import ROOT, Block, all_blocks, imports_of, pages, unfenced_in
+from forked import exit_status
 from release import FOLDER
 from torch import nn
 
@@ -127,8 +126,7 @@ def test_blocks_compile_and_find_what_they_import(block: Block) -> None:
 def test_blocks_run(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = {"moeclipse": moeclipse, **RUN[block.name](tmp_path)}
-    with contextlib.redirect_stdout(io.StringIO()):
-        exec(compile(block.source, block.name, "exec"), names)
+    assert exit_status(lambda: exec(compile(block.source, block.name, "exec"), names)) == 0
 
 
 def test_an_import_that_is_not_there_is_seen() -> None:
