@@ -46,7 +46,7 @@ def modules() -> list[str]:
     return sorted(name for name in names if name not in EXEMPT)
 
 
-def tests_of(module: str) -> Path:
+def file_for(module: str) -> Path:
     path = Path(module)
     return TESTS / path.parent / f"test_{path.name}"
 
@@ -54,7 +54,7 @@ def tests_of(module: str) -> Path:
 def imports_its_module(module: str) -> bool:
     """Whether the module has a test file, and that imports it."""
     wanted = "moeclipse." + module.removesuffix(".py").replace("/", ".")
-    file = tests_of(module)
+    file = file_for(module)
     return file.exists() and wanted in imported(ast.parse(file.read_text()))
 
 
@@ -120,7 +120,7 @@ def run(module: str, folder: str) -> None:
             os.dup2(output.fileno(), 2)
         counted = coverage.Coverage(config_file=f"{folder}/settings", messages=False)
         counted.start()
-        chosen = ["-m", "not full and not gpu", str(tests_of(module))]
+        chosen = ["-m", "not full and not gpu", str(file_for(module))]
         code = int(pytest.main(["-q", "-p", "no:cacheprovider", *chosen]))
         counted.stop()
         counted.save()
@@ -128,10 +128,21 @@ def run(module: str, folder: str) -> None:
         os._exit(code)
 
 
+def drop_torn(folder: str) -> None:
+    """Data of ranks that were killed while they wrote it down."""
+    import coverage
+
+    for file in Path(folder).glob("data.*"):
+        try:
+            coverage.CoverageData(str(file)).read()
+        except coverage.CoverageException:
+            file.unlink(missing_ok=True)
+
+
 def cover(module: str) -> Covered:
     import coverage
 
-    file = tests_of(module)
+    file = file_for(module)
     name = file.relative_to(ROOT).as_posix()
     if not file.exists():
         return Covered(module, fault=f"{name} is not there")
@@ -148,6 +159,7 @@ def cover(module: str) -> Covered:
         if process.exitcode:
             print(Path(folder, "output").read_text(), flush=True)
             return Covered(module, fault=f"{name} fails")
+        drop_torn(folder)
         counted = coverage.Coverage(config_file=f"{folder}/settings", messages=False)
         counted.combine([folder])
         _, lines, _, missing, where = counted.analysis2(str(SOURCE / module))
