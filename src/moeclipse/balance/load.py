@@ -13,7 +13,6 @@ Shapes: L layers, P source ranks, E experts, N recorded steps.
 from __future__ import annotations
 
 import os
-import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -128,11 +127,11 @@ class Load:
                 if missing:
                     raise ConfigError(f"{path} is no load file: it lacks {', '.join(missing)}")
                 average_LPE, steps_N, rows_NLE = (file[key] for key in FILE_KEYS)
-                every = int(file["every"]) if "every" in file else 1
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"{path} is no load file: {error}") from None
+                every = max(int(file["every"]), 1) if "every" in file else 1
+        except ConfigError:
+            raise
+        except Exception as error:  # zip, zlib and numpy have a dozen kinds for a damaged file
+            raise ConfigError(f"{path} is no load file, or damaged: {error or repr(error)}") from None
         problems = _problems(average_LPE, steps_N, rows_NLE)
         if problems:
             raise ConfigError([f"{path}: {problem}" for problem in problems])
@@ -186,6 +185,11 @@ def spread(counts_PE: np.ndarray, num_ranks: int) -> np.ndarray:
 
 def _problems(average_LPE: np.ndarray, steps_N: np.ndarray, rows_NLE: np.ndarray) -> list[str]:
     problems = []
+    if average_LPE.dtype.kind not in "fiu" or {steps_N.dtype.kind, rows_NLE.dtype.kind} - set("iu"):
+        kinds = f"{average_LPE.dtype}, {steps_N.dtype} and {rows_NLE.dtype}"
+        return [f"its arrays are {kinds}; expected numbers, and whole ones for steps and rows"]
+    if steps_N.ndim != 1:
+        return [f"steps_N is {list(steps_N.shape)}; expected one row of steps"]
     if average_LPE.ndim != 3 or 0 in average_LPE.shape:
         problems.append(f"average_LPE is {list(average_LPE.shape)}; expected [layers, ranks, experts]")
     elif not np.isfinite(average_LPE).all() or (average_LPE < 0).any():
@@ -193,4 +197,6 @@ def _problems(average_LPE: np.ndarray, steps_N: np.ndarray, rows_NLE: np.ndarray
     elif rows_NLE.shape != (len(steps_N), average_LPE.shape[0], average_LPE.shape[2]):
         expected = [len(steps_N), average_LPE.shape[0], average_LPE.shape[2]]
         problems.append(f"rows_NLE is {list(rows_NLE.shape)}; expected {expected} (steps, layers, experts)")
+    elif (rows_NLE < 0).any():
+        problems.append("rows_NLE holds negative numbers")
     return problems

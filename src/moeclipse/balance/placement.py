@@ -135,7 +135,7 @@ class Placement:
     def from_json(cls, text: str, **expected: int | None) -> Placement:
         try:
             value = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"a placement must be JSON, like [[0, 3], [1, 2]]: {error}") from None
         return cls.parse(value, **expected)
 

@@ -17,13 +17,13 @@ Instead of [seconds], `device`, `link` and `num_ranks` (and a table [layer]) com
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.toml import read_toml
 from moeclipse.cost.hardware import device, link
 from moeclipse.cost.model import PRESETS, Costs, LayerWork, layer_costs
 
@@ -38,6 +38,8 @@ TABLE_KEYS = (
     "fixed",
     "contention",
 )
+MOST = 1e15
+"""No cost is larger; sums of many stay finite."""
 SHAPE_KEYS = ("device", "link", "num_ranks", "comm_processors", "layer")
 
 
@@ -48,11 +50,7 @@ def load_costs(source: str) -> Costs:
     path = Path(source)
     if not path.is_file():
         raise ConfigError(f"costs {source!r} are neither a file nor one of {', '.join(PRESETS)}")
-    try:
-        data = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source} is not valid TOML: {error}") from None
-    return costs_from(data, source)
+    return costs_from(read_toml(path), source)
 
 
 def costs_from(data: dict[str, Any], source: str = "costs") -> Costs:
@@ -108,16 +106,32 @@ def _not_numbers(data: dict[str, Any], source: str) -> list[str]:
         if not isinstance(entries, dict):
             found.append(f"{source}: {table} must be a table")
             continue
-        found += [
-            f"{source}: {table}.{key} ({value!r}) must be a number"
-            for key, value in entries.items()
-            if isinstance(value, bool) or not isinstance(value, int | float)
-        ]
+        for key, value in entries.items():
+            whole = table == "layer" and key != "row_bytes_per_value"
+            if not _is_number(value, whole):
+                kind = "whole number" if whole else "number"
+                found.append(f"{source}: {table}.{key} ({value!r}) must be a {kind}, finite and not negative")
     for key in ("rank_speed", "stage_scale"):
         values = data.get(key, [])
-        if not isinstance(values, list) or not all(isinstance(v, int | float) for v in values):
+        if not isinstance(values, list) or not all(_is_number(value) for value in values):
             found.append(f"{source}: {key} must be a list of numbers")
-    for key in ("launch", "wire", "num_ranks", "comm_processors"):
-        if key in data and (isinstance(data[key], bool) or not isinstance(data[key], int | float)):
-            found.append(f"{source}: {key} ({data[key]!r}) must be a number")
+    for key in ("launch", "wire"):
+        if not _is_number(data.get(key, 0)):
+            found.append(f"{source}: {key} ({data[key]!r}) must be a number, finite and not negative")
+    for key, least in (("num_ranks", 1), ("comm_processors", 0)):
+        if not _is_number(data.get(key, 1), whole=True) or data.get(key, 1) < least:
+            found.append(f"{source}: {key} ({data[key]!r}) must be a whole number, at least {least}")
+    found += [
+        f"{source}: {key} ({data[key]!r}) must be a name"
+        for key in ("name", "device", "link")
+        if not isinstance(data.get(key, ""), str)
+    ]
+    if not isinstance(data.get("inline_compute", False), bool):
+        found.append(f"{source}: inline_compute ({data['inline_compute']!r}) must be true or false")
     return found
+
+
+def _is_number(value: Any, whole: bool = False) -> bool:
+    """A cost that can be added up; NaN compares as false, so it is none."""
+    kind = int if whole else int | float
+    return not isinstance(value, bool) and isinstance(value, kind) and 0 <= value < MOST

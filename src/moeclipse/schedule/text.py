@@ -35,6 +35,9 @@ OP_PATTERN = re.compile(
 )
 
 
+MAX_DIGITS = 18
+
+
 def parse_op(text: str) -> Op:
     """The op a token names; whole actions get the memory they always have."""
     token = text.strip()
@@ -50,11 +53,12 @@ def parse_op(text: str) -> Op:
         raise ScheduleError(
             f"cannot read {text!r} as an op; expected something like 2F0, (0F7;7B3) or 2.0MLP_F1#0/2"
         )
-    number = {
-        name: None if value is None else int(value)
-        for name, value in found.groupdict().items()
-        if name != "kind"
-    }
+    texts = {name: value for name, value in found.groupdict().items() if name != "kind"}
+    if any(len(value or "") > MAX_DIGITS for value in texts.values()):
+        raise ScheduleError(
+            f"cannot read {text[:40]!r}... as an op: a number has more than {MAX_DIGITS} digits"
+        )
+    number = {name: None if value is None else int(value) for name, value in texts.items()}
     kind = KINDS[found["kind"]]
     return Op(
         kind=kind,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable
+from itertools import islice
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule import kinds
@@ -51,7 +52,11 @@ def _cell(op: Op) -> str:
 
 def parse_csv(text: str, name: str = "csv") -> Program:
     """A program; the placement follows from which rank computes which stage."""
-    rows = [[_parse_cell(cell) for cell in row if cell.strip()] for row in csv.reader(io.StringIO(text))]
+    try:
+        cells = [[cell for cell in row if cell.strip()] for row in csv.reader(io.StringIO(text))]
+    except csv.Error as error:
+        raise ScheduleError(f"{name} is not CSV: {error}") from None
+    rows = [[_parse_cell(cell) for cell in row] for row in cells]
     rank_of: dict[int, int] = {}
     microbatches = set()
     for rank, row in enumerate(rows):
@@ -68,9 +73,12 @@ def parse_csv(text: str, name: str = "csv") -> Program:
                     microbatches.add(leaf.microbatch)
     if not rank_of:
         raise ScheduleError(f"{name}: no actions found")
-    missing = sorted(set(range(max(rank_of) + 1)) - set(rank_of))
-    if missing:
+    if len(rank_of) <= max(rank_of):  # a number may be absurd: nothing is counted up to it
+        missing = list(islice((stage for stage in range(max(rank_of)) if stage not in rank_of), 3))
         raise ScheduleError(f"{name}: stages {missing} appear on no rank")
+    if len(microbatches) <= max(microbatches, default=-1):
+        absent = next(m for m in range(max(microbatches)) if m not in microbatches)
+        raise ScheduleError(f"{name}: microbatch {absent} appears in no action")
     placement = StagePlacement(num_ranks=len(rows), rank_of=tuple(rank_of[s] for s in range(len(rank_of))))
     found = {op.kind for row in rows for op in row}
     shape = PipelineShape(

@@ -263,11 +263,14 @@ def _raw_part(path: Path, dtype: str) -> CorpusPart:
 def _npy_part(path: Path) -> CorpusPart:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
+        if not isinstance(array, np.ndarray):
+            array.close()
+            raise ValueError("it is an archive of arrays")
+    except Exception as error:  # numpy has many kinds for a damaged header
         raise DataError(
             f"{path} is not a readable .npy file: {error}; write it with numpy.save(path, tokens)"
         ) from error
-    if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
+    if array.ndim != 1 or array.dtype.kind not in "iu":
         raise DataError(
             f"{path} holds {array.dtype} of shape {array.shape}, but tokens are one row of integers; "
             f"write it with numpy.save(path, tokens.reshape(-1).astype('uint16'))"
@@ -324,7 +327,6 @@ def _tokenized(files: Sequence[Path], tokenizer: str, errors: str) -> list[Corpu
             f"data.tokenizer: {tokenizer!r} is not a `tokenizers` JSON file: {error}; "
             f"save one with Tokenizer.save(path)"
         ) from error
-    dtype = np.uint16 if encoder.get_vocab_size(with_added_tokens=True) <= 1 << 16 else np.uint32
     parts = []
     for file in files:
         try:
@@ -334,6 +336,8 @@ def _tokenized(files: Sequence[Path], tokenizer: str, errors: str) -> list[Corpu
                 f"{file} is not UTF-8 text (byte {error.start}), which data.tokenizer needs; "
                 f"convert it, or leave data.tokenizer empty to train on bytes"
             ) from error
-        array = np.array(encoder.encode(text, add_special_tokens=False).ids, dtype=dtype)
+        # A vocabulary of three tokens may number one of them four billion.
+        tokens = np.array(encoder.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        array = tokens.astype(np.min_scalar_type(int(tokens.max(initial=0))))
         parts.append(CorpusPart(source=str(file), num_tokens=array.size, array=array))
     return parts

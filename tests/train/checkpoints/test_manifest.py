@@ -267,3 +267,72 @@ def test_a_later_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     ):
         Checkpoint.open(path, ONE)
     shutil.rmtree(path)
+
+
+# ---- no reader stands still, follows a link or ends in a traceback
+
+
+def rewrite(path: Path, text: str) -> None:
+    path.unlink()
+    path.write_text(text)
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"files": ' * 50_000, "null", "[]", "9" * 5000, '"x"'])
+def test_a_manifest_that_is_none(folder: Path, text: str) -> None:
+    rewrite(folder / NEW / "manifest.json", text)
+    assert falls_back(folder).startswith(f"{NEW}: manifest.json is truncated or has changed")
+
+
+@pytest.mark.parametrize(
+    ("size", "digest"), [("12", "ab"), (-1, "ab"), (True, "ab"), (1.0, "ab"), (None, "ab"), (3, 7), ([], {})]
+)
+def test_a_manifest_with_sizes_that_are_none(folder: Path, size: Any, digest: Any) -> None:
+    files = json.loads((folder / NEW / "manifest.json").read_text())["files"]
+    files[FILES[2]] = {"size": size, "sha256": digest}
+    raw = encode_manifest({key: Written(**entry) for key, entry in files.items()})
+    (folder / NEW / "manifest.json").write_bytes(raw)
+    text = falls_back(folder)
+    assert text.startswith(f"{NEW}: manifest.json gives 'rank-00000.safetensors' the size {size!r}")
+
+
+def test_a_manifest_without_end(folder: Path) -> None:
+    os.truncate(folder / NEW / "manifest.json", manifest_module.MAX_MANIFEST + 1)
+    assert falls_back(folder).startswith(f"{NEW}: manifest.json has grown beyond")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "socket"])
+def test_only_regular_files_are_read(folder: Path, name: str, kind: str) -> None:
+    """A link to the same bytes loads nowhere else: once the folder is copied, it leads to another file."""
+    path = folder / NEW / name
+    path.rename(folder / name)
+    if kind == "link":
+        path.symlink_to(folder / name)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        import socket
+
+        before = Path.cwd()
+        os.chdir(path.parent)  # a socket's path has room for a hundred characters
+        try:
+            with socket.socket(socket.AF_UNIX) as server:
+                server.bind(path.name)
+        finally:
+            os.chdir(before)
+    assert falls_back(folder) == f"{NEW}: {name} cannot be read: it is a {kind}, not a regular file"
+
+
+def test_the_folder_itself_may_be_reached_by_a_link(folder: Path) -> None:
+    (folder / "best").symlink_to(NEW)
+    assert Checkpoint.open(folder / "best", ONE).state["step"] == 20
+
+
+def test_an_index_of_great_depth(folder: Path) -> None:
+    def change(index: Any) -> None:
+        index["tensors"]["mask"] = [1]
+
+    forge(folder / NEW, change)
+    assert falls_back(folder).startswith(f"{NEW}: index.json is not a checkpoint's index")

@@ -89,7 +89,7 @@ def read_table(file: Path = DEFAULT_FILE) -> dict[str, Algorithm]:
     try:
         data = json.loads(path.read_text())
         return {key: algorithm_from(values) for key, values in data.items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} is not a table of all-reduce algorithms ({error}); {advice}") from None
 
 

@@ -5,13 +5,15 @@
 
 Contract. `inspect` changes nothing, raises nothing and names every damage it finds: which file, and whether
 it is missing, truncated or different. What it accepts can be read without looking outside the folder: files
-are plain names that the manifest lists, and the pieces of a tensor cover it exactly once.
+are plain names that the manifest lists, each a regular file, and the pieces of a tensor cover it exactly
+once. The folder itself is the user's to name, and may be reached by a link.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from moeclipse.core.errors import CheckpointError
-from moeclipse.train.checkpoints.disk import Written, sha256_of
+from moeclipse.train.checkpoints.disk import Written, open_regular, sha256_of
 from moeclipse.train.checkpoints.folder import checkpoints_in
 from moeclipse.train.checkpoints.shard import DTYPES
 
@@ -28,6 +30,10 @@ FORMAT = "moeclipse checkpoint"
 VERSION = 1
 INDEX = "index.json"
 MANIFEST = "manifest.json"
+MAX_MANIFEST = 1 << 28
+"""Bytes; a file takes some 150 of them, so this is a checkpoint of more than a million ranks."""
+UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+"""What foreign JSON can raise on its way into our terms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +132,7 @@ class Inspection:
 def inspect(path: Path, share: int = 0, num_shares: int = 1) -> Inspection:
     """Reads manifest and index, and verifies shards share, share + num_shares, ... of a checkpoint."""
     try:
-        raw = (path / MANIFEST).read_bytes()
+        raw = _read_manifest(path)
         files = _decode_manifest(raw)
         index = _decode_index(_verified_index(path, files), files)
     except FileNotFoundError as error:
@@ -138,6 +144,14 @@ def inspect(path: Path, share: int = 0, num_shares: int = 1) -> Inspection:
     shards = sorted(set(files) - {INDEX})[share::num_shares]
     damage = [text for name in shards if (text := file_damage(path / name, files[name]))]
     return Inspection(damage=tuple(damage), index=index, manifest_sha256=hashlib.sha256(raw).hexdigest())
+
+
+def _read_manifest(path: Path) -> bytes:
+    with open_regular(path / MANIFEST) as file:
+        raw = file.read(MAX_MANIFEST + 1)
+    if len(raw) > MAX_MANIFEST:
+        raise CheckpointError(f"{MANIFEST} has grown beyond {MAX_MANIFEST} bytes, which none needs")
+    return raw
 
 
 def _missing(path: Path, name: str) -> str:
@@ -152,7 +166,8 @@ def _missing(path: Path, name: str) -> str:
 def file_damage(path: Path, expected: Written) -> str | None:
     """What is wrong with a file, in words; None when it is as it was written."""
     try:
-        size = path.stat().st_size
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
         if size < expected.size:
             return f"{path.name} is truncated ({size} of {expected.size} bytes)"
         if size > expected.size:
@@ -176,7 +191,7 @@ def _decode_manifest(raw: bytes) -> dict[str, Written]:
             str(name): Written(size=entry["size"], sha256=entry["sha256"])
             for name, entry in tree["files"].items()
         }
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except UNREADABLE:
         raise CheckpointError(f"{MANIFEST} is truncated or has changed (it is not readable)") from None
     if not whole:
         raise CheckpointError(f"{MANIFEST} has changed (it differs from its own checksum)")
@@ -184,7 +199,12 @@ def _decode_manifest(raw: bytes) -> dict[str, Written]:
         raise CheckpointError(
             f"{MANIFEST} has format version {version}; this MoEclipse reads version {VERSION}"
         )
-    for name in files:
+    for name, file in files.items():
+        if type(file.size) is not int or file.size < 0 or not isinstance(file.sha256, str):
+            raise CheckpointError(
+                f"{MANIFEST} gives {name!r} the size {file.size!r} and the SHA-256 {file.sha256!r}, "
+                "which are not a number of bytes and a text"
+            )
         if Path(name).name != name or name in ("", ".", "..") or "\\" in name or "\0" in name:
             raise CheckpointError(
                 f"{MANIFEST} names the file {name!r}, which is not a plain name inside the folder"
@@ -198,7 +218,8 @@ def _verified_index(path: Path, files: Mapping[str, Written]) -> bytes:
     damage = file_damage(path / INDEX, files[INDEX])
     if damage:
         raise CheckpointError(damage)
-    return (path / INDEX).read_bytes()
+    with open_regular(path / INDEX) as file:
+        return file.readall()
 
 
 def _decode_index(raw: bytes, files: Mapping[str, Written]) -> Index:
@@ -206,7 +227,7 @@ def _decode_index(raw: bytes, files: Mapping[str, Written]) -> Index:
         tree = json.loads(raw)
         tensors = {name: _tensor(name, entry) for name, entry in tree["tensors"].items()}
         index = Index(tensors=tensors, state=dict(tree["state"]))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except UNREADABLE as error:
         raise CheckpointError(f"{INDEX} is not a checkpoint's index: {error!r}") from None
     for name, tensor in index.tensors.items():
         for piece in tensor.pieces:
