@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup train test test-full coverage lint bench clean
+.PHONY: setup train test test-full soak coverage lint bench clean
 
 setup: $(STAMP)
 
@@ -25,6 +25,9 @@ test: setup
 
 test-full: setup
 	@$(BIN)/python -m pytest -q $(ARGS)
+
+soak: setup
+	@SOAK_S=$${SOAK_S:-3600} $(BIN)/python -m pytest -q tests/train/test_soak.py $(ARGS)
 
 coverage: setup
 	@$(BIN)/python tests/coverage_by_name.py $(ARGS)

@@ -115,7 +115,7 @@ def run_here(steps: int) -> dict[str, Any]:
         rows = []
         for every in EVERY:
             fed = {"placement.reduce": "fedavg", "placement.average_every": every}
-            reach = configure(str(corpus), **fed, **{"placement.check_every": 0})
+            reach = configure(str(corpus), **fed, **{"integrity.every": 0})
             found = run_ranks(RANKS, trained, reach, steps, deadline_s=600)
             start = [kept[0] for kept, _ in truth]
             ends = ([kept[-1] for kept, _ in found], [kept[-1] for kept, _ in truth])

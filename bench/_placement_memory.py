@@ -38,7 +38,7 @@ MOVING: dict[str, Any] = {
     "placement.slots_per_rank": 4,
     "placement.start_step": 3,
     "placement.every": 10,
-    "placement.check_every": 10,
+    "integrity.every": 10,
 }
 CASES: dict[str, dict[str, Any]] = {
     "static": {},

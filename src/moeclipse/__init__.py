@@ -37,6 +37,7 @@ _EXPORTS = {
     "DataConfig": "moeclipse.train.config",
     "OptimConfig": "moeclipse.train.config",
     "CheckpointConfig": "moeclipse.train.config",
+    "IntegrityConfig": "moeclipse.train.config",
     "MetricsConfig": "moeclipse.train.config",
     "load_config": "moeclipse.train.presets:load",
     "with_values": "moeclipse.core.config",
@@ -57,6 +58,7 @@ _EXPORTS = {
     "CheckpointError": "moeclipse.core.errors",
     "CommError": "moeclipse.core.errors",
     "DivergedError": "moeclipse.core.errors",
+    "CorruptionError": "moeclipse.core.errors",
 }
 """Public name -> the module that holds it, and its name there where that is another one."""
 

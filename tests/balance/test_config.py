@@ -63,7 +63,7 @@ def test_all_problems_come_together() -> None:
         "placement.slots": ((0, 9), (1, 1), (2,)),
         "placement.every": 0,
         "placement.max_moved": 1.5,
-        "placement.check_every": -1,
+        "integrity.every": -1,
         "placement.planner": "random",
         "gate.max_leaving": 0.5,
         "parallel.ep": 2,
@@ -71,7 +71,7 @@ def test_all_problems_come_together() -> None:
     problems = "\n".join(problems_of(configure(**values)))
     for part in ("expert 9", "expert 1 2 times", "no rank holds expert 3", "speaks of 3 ranks", "every (0)"):
         assert part in problems, problems
-    for part in ("max_moved (1.5)", "check_every (-1)", "gate.max_leaving (0.5) needs placement.planner"):
+    for part in ("max_moved (1.5)", "integrity.every (-1)", "gate.max_leaving (0.5) needs placement.planner"):
         assert part in problems, problems
     both = {"placement.slots": ((0, 1, 2, 3), (0,)), "gate.max_leaving": 0.5}
     assert "experts without replicas" in " ".join(problems_of(configure(**both)))

@@ -109,7 +109,7 @@ def test_planners_do_not_see_the_last_step() -> None:
         ({"average_LPE": np.zeros((2, 2))}, r"average_LPE is \[2, 2\]; expected \[layers, ranks, experts\]"),
         ({"average_LPE": -np.ones((1, 2, 3))}, "negative or not finite"),
         ({"average_LPE": np.ones((1, 2, 3))}, r"rows_NLE is \[0, 1, 6\]; expected \[0, 1, 3\]"),
-        ({"average_LPE": np.array([None])}, "is no load file: Object arrays cannot be loaded"),
+        ({"average_LPE": np.array([None])}, "is no load file, or damaged: Object arrays cannot be loaded"),
     ],
 )
 def test_damaged_files_are_refused(tmp_path: Path, arrays: dict[str, np.ndarray], message: str) -> None:

@@ -39,7 +39,7 @@ BASE: dict[str, Any] = {
     "optim.eps": 1e-6,  # where a gradient is nothing but rounding, the update should be as small
     "optim.warmup_steps": 2,
     "optim.bucket_mb": 0.01,
-    "placement.check_every": 1,
+    "integrity.every": 1,
     "run.steps": 3,
 }
 

@@ -14,6 +14,7 @@ KINDS: dict[str, tuple[int, type[Exception]]] = {
     "CheckpointError": (1, MoEclipseError),
     "CommError": (1, RuntimeError),
     "DivergedError": (1, RuntimeError),
+    "CorruptionError": (1, RuntimeError),
 }
 
 

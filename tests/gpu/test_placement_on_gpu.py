@@ -30,7 +30,7 @@ def curve(mesh, dtype):
         "placement.start_step": 1,
         "placement.every": 2,
         "placement.slots_per_rank": 6,
-        "placement.check_every": 1,
+        "integrity.every": 1,
     })
     learner = Learner(config, mesh)
     losses = [learner.step(step)["loss"] for step in range(9)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from apart import apart
 from moeclipse.comm.flight.record import StepStamps
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
@@ -108,6 +110,72 @@ def test_steps_that_run_again_are_dropped(tmp_path: Path) -> None:
     make(tmp_path).continue_from(2)
     assert [json.loads(line)["step"] for line in metrics.path.read_text().splitlines()] == [0, 1]
     assert not is_before('{"loss": 1}', 2)
+
+
+def test_memory_and_lines_do_not_grow_with_steps_experts_or_ranks(tmp_path: Path) -> None:
+    metrics = make(tmp_path, warmup_steps=3)
+    table = {"load": [[1] * 256] * 61, "ranks": {"step_ms": [1.0] * 4096}}
+    step = 0
+
+    def steps(count: int) -> int:
+        nonlocal step
+        for _ in range(count):
+            metrics.add(record(step, **table))
+            step += 1
+        gc.collect()
+        return len(gc.get_objects())
+
+    first = steps(50)
+    assert steps(200) - first < 100, "something is kept for every step"
+    lines = metrics.path.read_text().splitlines()
+    assert len(lines) == 250
+    assert len(metrics.path.read_bytes()) / len(lines) < 2 * 8 * metrics_module.MOST_NUMBERS
+    assert "load" in json.loads(lines[0])
+    assert "load" not in json.loads(lines[1])
+    shown = [json.loads(line)["step"] for line in lines if "load" in json.loads(line)]
+    assert shown == list(range(0, 250, 31)), "61 x 256 numbers, 512 a line"
+    assert metrics.summary({})["load"] == [247 * 61] * 256, "sums know all of them"
+
+
+def test_a_record_of_few_numbers_is_written_whole() -> None:
+    small = record(1, ranks={"step_ms": [1.0, 2.0]})
+    assert metrics_module.shortened(small) == small
+
+
+def test_a_run_that_begins_again_keeps_what_was_written(tmp_path: Path) -> None:
+    make(tmp_path).add(record(0))
+    note = make(tmp_path).continue_from(0)
+    assert note is not None
+    assert note.endswith("metrics.1.jsonl")
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert json.loads((tmp_path / "metrics.1.jsonl").read_text())["step"] == 0
+    assert make(tmp_path).continue_from(0) is None
+
+
+@apart
+def on_a_full_disk(folder: Path) -> None:
+    import resource
+    import signal
+
+    metrics = make(folder)
+    metrics.add(record(0))
+    size = metrics.path.stat().st_size
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, resource.RLIM_INFINITY))
+    for step in range(1, 4):
+        metrics.add(record(step))
+    notes = metrics.scribe.take_notes()
+    assert notes == ["metrics.jsonl cannot be written: file too large; training goes on without"]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    metrics.add(record(4))
+    assert metrics.scribe.take_notes() == ["metrics.jsonl can be written again; 3 times it could not"]
+    assert metrics.summary({})["window"] == "steps 1 to 4", "what was not written down still counts"
+
+
+def test_a_full_disk_costs_lines_and_not_the_run(tmp_path: Path) -> None:
+    on_a_full_disk(tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 4], "no half line is left"
 
 
 def test_tensorboard_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,8 +37,6 @@ class PlacementConfig:
     """sum: one optimizer step with the gradient of all replicas; fedavg: each steps, weights are averaged."""
     average_every: int = 1
     """With fedavg: steps between averages of the replicas' weights, by the rows each has seen."""
-    check_every: int = 100
-    """Steps between comparisons of the replicas, bit by bit; 0: never."""
 
     def problems(self) -> Iterator[str]:
         if self.slots_per_rank != "auto" and self.slots_per_rank < 1:
@@ -46,8 +44,6 @@ class PlacementConfig:
         for name in ("start_step", "every", "average_every"):
             if getattr(self, name) < 1:
                 yield f"placement.{name} ({getattr(self, name)}) must be at least 1"
-        if self.check_every < 0:
-            yield f"placement.check_every ({self.check_every}) must not be negative; 0: never"
         if not 0 <= self.max_moved <= 1:
             yield f"placement.max_moved ({self.max_moved}) must lie between 0 and 1: a part of the slots"
         if self.time_limit_s <= 0:
@@ -160,5 +156,5 @@ def read_tables(text: str) -> Any:
             raise ConfigError(f"{path} cannot be read: {error}") from None
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"a placement must be JSON, like [[0, 3], [1, 2]]: {error}") from None

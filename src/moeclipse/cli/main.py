@@ -1,8 +1,7 @@
 """`moeclipse`: one table of commands, each loaded when it is called.
 
 Help and version answer at once: nothing here imports torch, and a command's module is imported only when
-the command runs. Errors that we raise on purpose are printed as one `error: ...` without a traceback; their
-`code` becomes the exit status.
+the command runs. What a user has to mend is printed as one `error: ...` without a traceback (`cli/guard`).
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from moeclipse import __version__
+from moeclipse.cli.guard import one_line
 from moeclipse.core.config import nearest
-from moeclipse.core.errors import MoEclipseError
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
@@ -48,9 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return dispatch(words)
-    except MoEclipseError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -58,6 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (`| head`) has left; without this Python complains again while it shuts down.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception as error:
+        told = one_line(error)
+        if told is None:
+            raise
+        text, code = told
+        print(f"error: {text}", file=sys.stderr)
+        return code
 
 
 def dispatch(words: list[str]) -> int:

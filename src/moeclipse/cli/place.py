@@ -30,6 +30,7 @@ from moeclipse.balance.planner import PLANNERS, PlanConfig, plan
 from moeclipse.balance.replicate import slots_for
 from moeclipse.balance.split import ReplicaTable, split_rows
 from moeclipse.cli.display import count
+from moeclipse.cli.guard import refuse_unwritable
 from moeclipse.cli.heat import heat_lines
 from moeclipse.core.errors import ConfigError
 
@@ -104,6 +105,7 @@ def main(argv: list[str]) -> int:
     console = Console(highlight=False, soft_wrap=True)
     load = Load.read(given.load)
     config = fill(given, load)
+    refuse_unwritable({"--out": config.out, "--plot": config.plot})
     layers = layers_of(config, load)
     node_P = nodes_of(config.ranks, config.nodes)
     costs = PlacementCosts.from_shapes(
@@ -139,7 +141,7 @@ def main(argv: list[str]) -> int:
 def name_plot(argv: list[str]) -> list[str]:
     """`--plot` with nothing behind it means a file of its own; the flag itself takes a name."""
     named = []
-    for word, follower in zip(argv, [*argv[1:], "--"], strict=True):
+    for word, follower in zip(argv, [*argv, "--"][1:], strict=True):
         named += [word, BESIDE] if word == "--plot" and follower.startswith("-") else [word]
     return named
 
@@ -171,6 +173,8 @@ def layers_of(config: FullConfig, load: Load) -> list[LayerLoads]:
         seen_PE = past.counts(number, config.ranks)
         measured = load.last_step(number, config.ranks)
         next_PE = np.rint(seen_PE).astype(np.int64) if measured is None else measured
+        if not seen_PE.any() or not next_PE.any():
+            raise ConfigError(f"layer {number} of {config.load} has no rows: there is nothing to plan for it")
         found.append(LayerLoads(number=number, seen_PE=seen_PE, next_PE=next_PE, current=placement))
     return found
 
@@ -183,12 +187,13 @@ def _current(config: FullConfig, load: Load, count: int) -> list[Placement]:
         raise ConfigError(f"--current: there is no file {config.current}")
     try:
         value = json.loads(config.current.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--current: {config.current} is not JSON: {error}") from None
     values = value["layers"] if isinstance(value, dict) and "layers" in value else [value] * count
     if not isinstance(values, list) or len(values) != count:
+        number = len(values) if isinstance(values, list) else "no list of"
         raise ConfigError(
-            f"--current: {config.current} holds {len(values)} placements, but {count} layers are planned; "
+            f"--current: {config.current} holds {number} placements, but {count} layers are planned; "
             "give one for each of them, or a single one for all"
         )
     return [Placement.parse(entry, **expected) for entry in values]

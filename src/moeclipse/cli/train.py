@@ -20,6 +20,7 @@ from moeclipse.core.config import build, flag_layer, keys_of, problems_of, to_to
 from moeclipse.core.errors import ConfigError, DataError
 from moeclipse.train.config import TrainConfig, layout_problems
 from moeclipse.train.presets import Merged, merge, preset_names
+from moeclipse.train.run_files import holds_run
 
 CPU_RANKS = 2
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
@@ -79,11 +80,14 @@ def main(words: list[str]) -> int:
             "run.name is empty: torchrun with --max-restarts needs one, so that attempts find it again"
         )
     if not joined:
-        problems += [*directory_problems(config, options.resume), *data_problems(config)]
+        if not any(problems_of(config.run)):
+            problems += directory_problems(config, options.resume)
+        problems += data_problems(config)
     if problems:
         raise ConfigError(problems)
     if int(environment.get("RANK", "0")) == 0:
-        for note in merged.built.notes:
+        restarts = options.restarts or int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+        for note in (*merged.built.notes, *restart_notes(config, restarts)):
             print(f"note: {note}", file=sys.stderr)
     if options.print_config:
         # Without a name a run is named when it starts; one that goes on has its name already.
@@ -150,10 +154,19 @@ def count_ranks(wanted: int | Literal["auto"], device: str, problems: list[str])
     return wanted
 
 
+def restart_notes(config: TrainConfig, restarts: int) -> Iterator[str]:
+    """A run that may be restarted should have something to go on from."""
+    if restarts and not config.checkpoint.every:
+        yield (
+            "checkpoint.every is 0, so a restart begins again at step 0; "
+            "set checkpoint.every to a number of steps"
+        )
+
+
 def directory_problems(config: TrainConfig, resume: str) -> Iterator[str]:
     """A new run never writes into an old run's folder."""
     directory = Path(config.run.dir) / config.run.name
-    if resume != "auto" and directory.exists() and any(directory.iterdir()):
+    if resume != "auto" and holds_run(directory):
         yield (
             f"run directory {directory} exists; continue it with --resume auto, or choose another --run.name"
         )

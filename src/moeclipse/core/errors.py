@@ -51,3 +51,7 @@ class CommError(MoEclipseError, RuntimeError):
 
 class DivergedError(MoEclipseError, RuntimeError):
     """Too many steps in a row with a non-finite loss or gradient."""
+
+
+class CorruptionError(MoEclipseError, RuntimeError):
+    """Bits of weights or optimizer state changed without an update; the text names rank and tensor."""

@@ -14,13 +14,17 @@ from importlib.util import find_spec
 from typing import ClassVar, Literal
 
 from moeclipse.balance.config import PlacementConfig
-from moeclipse.comm.config import ParallelConfig, deadline_problems
+from moeclipse.comm.config import ParallelConfig
 from moeclipse.core.config import keys_of, named_in, problems_of, with_values
 from moeclipse.core.errors import ConfigError
 from moeclipse.model.config import ModelConfig
 from moeclipse.moe.config import LAYER_KEYS, GateConfig, MoEConfig, layer_problems
 from moeclipse.pipeline.config import PipelineConfig
 from moeclipse.pipeline.overlap import StageLayout, lay_out
+from moeclipse.train.survival_config import CheckpointConfig, IntegrityConfig
+
+MAX_NAME = 200
+"""Bytes of a run's name: file systems take 255, and what stands beside a run has a longer name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +37,19 @@ class RunConfig:
     steps: int = 200
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    wait_s: float = 120.0
+    """How long `--resume auto` waits for another job that still uses the run's folder."""
 
     def problems(self) -> Iterator[str]:
         if self.steps < 1:
             yield f"run.steps ({self.steps}) must be at least 1"
         if "/" in self.name or self.name in (".", "..") or not self.name.isprintable():
             yield f"run.name ({self.name!r}) must be a plain folder name; the folder above it is run.dir"
+        if not 0 <= self.wait_s < math.inf:
+            yield f"run.wait_s ({self.wait_s}) must be a number of seconds, 0 or more"
+        if len(self.name.encode(errors="replace")) > MAX_NAME:
+            size = len(self.name.encode(errors="replace"))
+            yield f"run.name ({self.name[:20]!r} ...) has {size} bytes; give at most {MAX_NAME}"
         if "\0" in self.dir:
             yield f"run.dir ({self.dir!r}) must be the path of a folder"
 
@@ -116,25 +127,6 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    every: int = 0
-    """Save after so many steps; 0: at the end only."""
-    keep: int = 2
-    """Newest checkpoints that are kept."""
-    at_end: bool = True
-    """Save after the last step."""
-    deadline_s: float = 1800.0
-    """How long ranks wait for the slowest one while a checkpoint is written or verified."""
-
-    def problems(self) -> Iterator[str]:
-        if self.every < 0:
-            yield f"checkpoint.every ({self.every}) must not be negative"
-        if self.keep < 1:
-            yield f"checkpoint.keep ({self.keep}) must be at least 1"
-        yield from deadline_problems("checkpoint.deadline_s", self.deadline_s)
-
-
-@dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
     tensorboard: bool = False
     """Also write TensorBoard events (needs the `tensorboard` extra)."""
@@ -163,9 +155,10 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    integrity: IntegrityConfig = field(default_factory=IntegrityConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
-    RENAMED: ClassVar[Mapping[str, str]] = {}
+    RENAMED: ClassVar[Mapping[str, str]] = {"placement.check_every": "integrity.every"}
     """Old dotted key -> present one (`core/renames`, docs/compatibility.md)."""
 
     def problems(self) -> Iterator[str]:

@@ -28,18 +28,24 @@ from moeclipse.pipeline.overlap import lay_out
 from moeclipse.tensor.parallel import TensorParallel
 from moeclipse.train import memory_state
 from moeclipse.train.buckets import Buckets
-from moeclipse.train.checkpoints.checkpoint import Checkpoint, Piece, check_model, save
+from moeclipse.train.checkpoints.beside import BesideSave
+from moeclipse.train.checkpoints.checkpoint import Checkpoint, Piece, check_model, check_state, save
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.corpus import open_corpus
 from moeclipse.train.data import Batches, Samples
 from moeclipse.train.fingerprint import in_present_terms
+from moeclipse.train.integrity import Integrity
 from moeclipse.train.loss_scale import LossScale
 from moeclipse.train.metrics import gather_splits, mean_times, split_of
+from moeclipse.train.nonfinite import look_again
 from moeclipse.train.optim import AdamW, learning_rate
 from moeclipse.train.pipelined import Pipelined
 from moeclipse.train.placement.load_trace import LoadHistory, StepLoad
 from moeclipse.train.placement.model_placement import ModelPlacement
 from moeclipse.train.ranks import PatientRanks
+
+STATE_KINDS = {"step": int, "updates": int, "bad_steps": int, "data": dict, "exchange": list}
+"""What a checkpoint's state must hold for a run to go on."""
 
 
 class Learner:
@@ -88,8 +94,13 @@ class Learner:
         self.placement.bind(self.optim)
         self.layers = [layer for _, layer in moe_layers(self.model)]
         self.bad_steps = 0
+        self.why_bad = ""
+        self.signals: Callable[[], int] = lambda: 0
+        """A number that every rank learns of every other with a step's results (`train/saving`)."""
         self.loss_scale = LossScale(config.optim.loss_scale, self.dtype)
         self.loads = LoadHistory()
+        self.integrity = Integrity(config.integrity, self.optim, self.placement, mesh, self._buffers)
+        self.integrity.remember(0)
         self.clock_s, self.clock_error_s = mesh.clock_offset()
 
     @property
@@ -144,10 +155,15 @@ class Learner:
         sums = self.backward(step)
         with recorder.compute():
             shards = [bucket.reduced() for bucket in self.buckets]
-            mine = torch.stack([*sums.values(), self.optim.sum_of_squares(shards)])
+            corrupted = self.integrity.look(step)
+            squares = self.optim.sum_of_squares(shards)
+            told = squares.new_tensor([float(bool(corrupted)), float(self.signals())])
+            mine = torch.cat([torch.stack([*sums.values(), squares]), told])
             # Every rank adds all ranks' numbers in the same order, so all decide alike, to the bit.
             rows = gather_to_host(mesh.grads, mesh.world, mine, "exchange of step results").get()
             stats = [sum(column) for column in zip(*rows, strict=True)]
+            if stats[4]:
+                self.integrity.raise_together(corrupted)
             shape = (self.num_moe_layers, self.config.moe.num_experts)
             load = StepLoad.of(self.numbered, shape, mesh, self.config.moe.expert_tp == "sharded")
             scale = self.loss_scale.value
@@ -159,8 +175,10 @@ class Learner:
                 self.optim.step(shards, lr, norm, scale)
                 load.rebalance(self.numbered)
                 self.loads.add(step, load)
-            notes = self.placement.after_step(step, self.loads.average)
+            notes = self._doubt(step, loss, [row[0] for row in rows]) if skipped else []
+            notes += self.placement.after_step(step, self.loads.average)
             memory_state.end_step(self.model, skipped=skipped)
+            self.integrity.remember(step + 1)
         stamps = recorder.end_step()
         self._judge(step, skipped, loss, norm)
         per_rank = gather_splits(split_of(stamps, mesh, self.clock_s), mesh)
@@ -178,9 +196,19 @@ class Learner:
             **load.record(self.tokens_per_step),
             "dropped": int(stats[2]),
             "skipped": skipped,
+            "signals": [int(row[5]) for row in rows],
             **({"loss_scale": scale} if scale != 1 else {}),
             **({"notes": notes} if notes else {}),
         }
+
+    def _doubt(self, step: int, loss: float, losses: list[float]) -> list[str]:
+        """Where the first of several bad steps went wrong; a scale that is too high is no reason to ask."""
+        if self.bad_steps or (self.loss_scale.dynamic and math.isfinite(loss)):
+            return []
+        self.why_bad = look_again(self.model, self.buckets, self.mesh, lambda: self.backward(step), losses)
+        for layer in self.layers:
+            layer.gate.take_seen()  # seen twice
+        return [f"step {step}: {self.why_bad}"]
 
     def _judge(self, step: int, skipped: bool, loss: float, norm: float) -> None:
         if self.loss_scale.after_step(loss, norm):
@@ -189,7 +217,8 @@ class Learner:
         if self.bad_steps >= self.config.optim.max_bad_steps:
             raise DivergedError(
                 f"{self.bad_steps} steps in a row, up to step {step}, had a non-finite loss ({loss}) or "
-                f"gradient norm ({norm}); lower optim.lr, or resume from an earlier checkpoint"
+                f"gradient norm ({norm}); lower optim.lr, or resume from an earlier checkpoint. "
+                f"Of the first of them: {self.why_bad or 'nothing is known'}"
             )
 
     def fingerprint(self) -> dict[str, Any]:
@@ -209,8 +238,8 @@ class Learner:
             gate["choose"] = f"{self.config.gate.choose}{held}"
         return {"model": model, "moe": moe, "gate": gate}
 
-    def save(self, folder: Path, step: int) -> Path:
-        """A checkpoint of the state before `step`."""
+    def save(self, folder: Path, step: int, beside: BesideSave | None = None) -> Path:
+        """A checkpoint of the state before `step`; with `beside` it is only begun."""
         self.placement.before_save()
         state = {
             "step": step,
@@ -232,11 +261,12 @@ class Learner:
         if self.mesh.rank == 0:
             pieces += self.loads.pieces()
         ranks = PatientRanks(self.mesh, self.config.checkpoint.deadline_s)
-        return save(folder, step, pieces, state, ranks, keep=self.config.checkpoint.keep)
+        return save(folder, step, pieces, state, ranks, keep=self.config.checkpoint.keep, beside=beside)
 
     def load(self, checkpoint: Checkpoint) -> int:
         """Continue from a checkpoint of any layout; returns the step to run next."""
         state = checkpoint.state
+        check_state(state, STATE_KINDS, checkpoint.path)
         expected = self.fingerprint()
         stored = in_present_terms(state.get("fingerprint") or {}, expected, TrainConfig())
         check_model({"fingerprint": stored}, expected)
@@ -254,6 +284,7 @@ class Learner:
         memory_state.load_memory(self.model, self.batches, self.mesh, checkpoint)
         sharded = self.config.moe.expert_tp == "sharded"
         self.loads.load(checkpoint, self.mesh.num_data if sharded else self.mesh.stage.size)
+        self.integrity.remember(step)
         return step
 
     @property

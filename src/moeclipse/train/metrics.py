@@ -2,13 +2,18 @@
 
 Times come from our own annotations, split by `report/intervals` on each rank. A transfer counts from the
 moment its last member launched it; who launched when is exchanged after the step, outside its window. Rank 0
-writes; every rank's times are in each line.
+writes; every rank's times are in each line, for many ranks in every few lines.
+
+Contract. Neither memory nor the size of a line grows with steps, experts or ranks. What cannot be written is
+told and left out (`train/scribe`): metrics never end a run.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
+from collections.abc import Iterable, Sized
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +25,13 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.report.intervals import StepSplit, TransferInterval, split_step
 from moeclipse.train.config import NO_TENSORBOARD
+from moeclipse.train.run_files import keep_lines, set_aside, write_atomic
+from moeclipse.train.scribe import Scribe
 
 TIMES = ("step", "compute", "exposed", "straggle", "idle", "comm")
+SUMMED = tuple(f"{name}_ms" for name in (*TIMES, "hidden"))
+MOST_NUMBERS = 512
+"""Of a table in a line of metrics, on average."""
 
 
 def split_of(stamps: StepStamps, mesh: Mesh, clock_s: float = 0.0) -> StepSplit:
@@ -72,66 +82,158 @@ def mean_times(per_rank: dict[str, list[float]]) -> dict[str, float]:
     return means | {"hidden_ms": hidden, "hidden_fraction": share}
 
 
+class StepSums:
+    """Sums over steps, so that a run's means need none of its records: memory does not grow with steps."""
+
+    def __init__(self) -> None:
+        self.count = self.dropped = 0
+        self.first = self.last = -1
+        self.num_tokens = 0
+        self.sums = dict.fromkeys(SUMMED, 0.0)
+        self.experts, self.with_experts = 0.0, 0
+        self.load_E: list[int] = []
+
+    def add(self, record: dict[str, Any]) -> None:
+        if not self.count:
+            self.first, self.num_tokens = record["step"], record["num_tokens"]
+        self.count += 1
+        self.last = record["step"]
+        self.dropped += record["dropped"]
+        for key in SUMMED:
+            self.sums[key] += record[key]
+        if "mean_experts" in record:
+            self.experts, self.with_experts = self.experts + record["mean_experts"], self.with_experts + 1
+        load_E = sum_load(record["load"])
+        self.load_E = [a + b for a, b in zip(self.load_E, load_E, strict=True)] if self.load_E else load_E
+
+    def means(self) -> dict[str, float]:
+        if not self.count:
+            return {}
+        means = {key: total / self.count for key, total in self.sums.items()}
+        means = {"tokens_per_s": 1e3 * self.num_tokens / means["step_ms"], **means}
+        comm = means["comm_ms"]
+        means["hidden_fraction"] = means["hidden_ms"] / comm if comm > 0 else 0.0
+        if self.with_experts:
+            means["mean_experts"] = self.experts / self.with_experts
+        return means
+
+
 class Metrics:
     """Files of a run directory; on ranks other than 0 nothing is written."""
 
-    def __init__(self, directory: Path, *, writes: bool, warmup_steps: int, tensorboard: bool) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        writes: bool,
+        warmup_steps: int,
+        tensorboard: bool,
+        scribe: Scribe | None = None,
+    ) -> None:
         self.directory, self.writes, self.warmup_steps = directory, writes, warmup_steps
-        self.records: list[dict[str, Any]] = []
+        self.scribe = scribe or Scribe()
+        self.window = StepSums()
+        self.count = self.skipped = 0
+        self.first: dict[str, Any] | None = None
+        self.last: dict[str, Any] | None = None
         self._board = open_tensorboard(directory) if tensorboard and writes else None
 
     @property
     def path(self) -> Path:
         return self.directory / "metrics.jsonl"
 
-    def continue_from(self, step: int) -> None:
-        """Drop lines of steps that will be run again."""
+    def continue_from(self, step: int) -> str | None:
+        """Drop lines of steps that will be run again; a run that begins anew keeps the old file beside."""
         if not self.writes or not self.path.exists():
-            return
-        lines = self.path.read_text().splitlines()
-        kept = [line for line in lines if is_before(line, step)]
-        self.path.write_text("".join(f"{line}\n" for line in kept))
+            return None
+        try:
+            if step == 0:
+                return f"the metrics of the earlier attempt are in {set_aside(self.path)}"
+            keep_lines(self.path, lambda line: is_before(line, step))
+        except OSError as error:
+            return f"{self.path} cannot be continued: {error.strerror or error}; training goes on without"
+        return None
 
     def add(self, record: dict[str, Any]) -> None:
-        self.records.append(record)
+        self.first = self.first or record
+        self.last = record
+        self.count += 1
+        self.skipped += record["skipped"]
+        if self.count > self.warmup_steps:
+            self.window.add(record)
         if not self.writes:
             return
-        with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        line = json.dumps(shortened(record)) + "\n"
+        self.scribe.do("metrics.jsonl", lambda: append(self.path, line))
         if self._board is not None:
-            for key, value in record.items():
-                if isinstance(value, int | float) and key != "step":
-                    self._board.add_scalar(key, value, record["step"])
+            numbers = {
+                key: value
+                for key, value in record.items()
+                if isinstance(value, int | float) and key != "step"
+            }
+            self.scribe.do("tensorboard", lambda: self._show(record["step"], numbers))
+
+    def _show(self, step: int, numbers: dict[str, float]) -> None:
+        assert self._board is not None
+        for key, value in numbers.items():
+            self._board.add_scalar(key, value, step)
 
     def summary(self, extra: dict[str, Any]) -> dict[str, Any]:
         """Means over the steps after warm-up; percentages never without their window."""
-        window = self.records[self.warmup_steps :] or self.records[-1:]
-        keys = ["tokens_per_s", *(f"{name}_ms" for name in (*TIMES, "hidden"))]
-        means = {key: sum(r[key] for r in window) / len(window) for key in keys} if window else {}
-        if window:
-            means["tokens_per_s"] = 1e3 * window[0]["num_tokens"] / means["step_ms"]
-            comm = means["comm_ms"]
-            means["hidden_fraction"] = means["hidden_ms"] / comm if comm > 0 else 0.0
-            experts = [r["mean_experts"] for r in window if "mean_experts" in r]
-            if experts:
-                means["mean_experts"] = sum(experts) / len(experts)
-            load = [sum(layers) for layers in zip(*(sum_load(r["load"]) for r in window), strict=True)]
+        window = self.window
+        if not window.count and self.last is not None:
+            window = StepSums()
+            window.add(self.last)
         summary: dict[str, Any] = {
-            "loss_first": self.records[0]["loss"] if self.records else None,
-            "loss_last": self.records[-1]["loss"] if self.records else None,
-            **means,
-            "window": f"steps {window[0]['step']} to {window[-1]['step']}" if window else "no steps",
-            "load": load if window else [],
-            "dropped": sum(r["dropped"] for r in window),
-            "skipped": sum(r["skipped"] for r in self.records),
+            "loss_first": self.first["loss"] if self.first else None,
+            "loss_last": self.last["loss"] if self.last else None,
+            **window.means(),
+            "window": f"steps {window.first} to {window.last}" if window.count else "no steps",
+            "load": window.load_E,
+            "dropped": window.dropped,
+            "skipped": self.skipped,
             "directory": str(self.directory),
             **extra,
         }
         if self.writes:
-            (self.directory / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+            text = json.dumps(summary, indent=1) + "\n"
+            self.scribe.do("summary.json", lambda: write_atomic(self.directory / "summary.json", text))
         if self._board is not None:
-            self._board.close()
+            self.scribe.do("tensorboard", self._board.close)
         return summary
+
+
+def append(path: Path, line: str) -> None:
+    """One line at the end of a file: whole, or not at all."""
+    with path.open("ab", buffering=0) as file:  # a buffer would write what is left of it once more
+        before, data = file.tell(), memoryview(line.encode())
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            os.ftruncate(file.fileno(), before)
+            raise
+
+
+def shortened(record: dict[str, Any]) -> dict[str, Any]:
+    """A record as a line holds it: tables of many numbers stand in some lines alone.
+
+    On average a line holds MOST_NUMBERS of a table, however many experts and ranks there are; `load.npz` has
+    the loads of steps over the whole run.
+    """
+    short = dict(record)
+    for key, size in (
+        ("load", size_of(record["load"])),
+        ("ranks", size_of(record.get("ranks", {}).values())),
+    ):
+        every = -(-size // MOST_NUMBERS)
+        if every > 1 and record["step"] % every:
+            short.pop(key, None)
+    return short
+
+
+def size_of(table: Iterable[Sized]) -> int:
+    return sum(map(len, table))
 
 
 def sum_load(load: list[list[int]]) -> list[int]:
@@ -142,7 +244,7 @@ def sum_load(load: list[list[int]]) -> list[int]:
 def is_before(line: str, step: int) -> bool:
     try:
         return bool(json.loads(line)["step"] < step)
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return False  # a line cut short by a kill
 
 

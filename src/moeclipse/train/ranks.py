@@ -60,10 +60,19 @@ class RanksFailed(Exception):
 
 def together(ranks: Ranks, work: Callable[[], Any], words: Callable[[Exception], str] = str) -> list[Any]:
     """The JSON-able results of `work` on all ranks; RanksFailed on all ranks if it failed on one."""
+    return agree(ranks, attempt(work, words))
+
+
+def attempt(work: Callable[[], Any], words: Callable[[Exception], str] = str) -> dict[str, Any]:
+    """What came of this rank's part, JSON-able; it may be done on any thread."""
     try:
-        mine = {"result": work()}
+        return {"result": work()}
     except Exception as error:
-        mine = {"problem": words(error) or repr(error)}
+        return {"problem": words(error) or repr(error)}
+
+
+def agree(ranks: Ranks, mine: dict[str, Any]) -> list[Any]:
+    """The second half of `together`: all ranks learn what came of every `attempt`. Collective."""
     everyone = ranks.gather_objects(mine)
     problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(everyone) if "problem" in one]
     if problems:

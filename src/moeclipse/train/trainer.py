@@ -17,14 +17,17 @@ from typing import Any, Protocol
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.start import RankPlace, choose_device, start, stop
 from moeclipse.core.config import problems_of, to_toml, with_values
-from moeclipse.core.errors import CheckpointError, ConfigError, MoEclipseError
+from moeclipse.core.errors import CheckpointError, ConfigError, CorruptionError, MoEclipseError
 from moeclipse.model.transformer import count_parameters
 from moeclipse.moe.granularity import CALLS, TRIED
+from moeclipse.train.checkpoints.beside import BesideSave
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
 from moeclipse.train.config import TrainConfig, layout_problems
 from moeclipse.train.learner import Learner
 from moeclipse.train.metrics import Metrics
 from moeclipse.train.ranks import PatientRanks
+from moeclipse.train.run_directory import RunDirectory
+from moeclipse.train.saving import Saving
 
 TUNED_AFTER = 2 + TRIED * CALLS + 4
 """Steps after which a choice made from measured costs has been measured itself."""
@@ -92,24 +95,36 @@ class Run:
         name = mesh.gather_objects(config.run.name or f"run-{time.strftime('%Y%m%d-%H%M%S')}")[0]
         self.config = with_values(config, {"run.name": name})
         self.directory = Path(config.run.dir) / name
+        self.files = RunDirectory(self.directory, mesh, config.run.wait_s)
+        self.repaired: set[int] = set()
+        """Steps at which corruption was seen and a checkpoint read: a second time is no accident."""
 
     @property
     def checkpoints(self) -> Path:
         return self.directory / "checkpoints"
 
     def whole(self, resume: str) -> dict[str, Any]:
+        with self.files.held(resume, self.observer.note):
+            return self._train(resume)
+
+    def _train(self, resume: str) -> dict[str, Any]:
         config = self.config
-        self._open_directory(resume)
         found = self._find(resume)
         learner = Learner(config, self.mesh)
         start = learner.load(found) if found is not None else 0
+        self.files.accept(to_toml(config, comments=True))
         metrics = Metrics(
             self.directory,
             writes=self.mesh.rank == 0,
             warmup_steps=config.metrics.warmup_steps,
             tensorboard=config.metrics.tensorboard,
+            scribe=self.files.scribe,
         )
-        metrics.continue_from(start)
+        if resume == "auto" and found is None:
+            self.observer.note(f"there is no checkpoint in {self.checkpoints}: the run begins at step 0")
+        note = metrics.continue_from(start)
+        if note is not None:
+            self.observer.note(note)
         learner.loads.continue_from(self.directory, start)
         self.observer.start(self._info(learner, start))
         path = self._steps(learner, metrics, start)
@@ -127,14 +142,25 @@ class Run:
         return summary
 
     def _steps(self, learner: Learner, metrics: Metrics, start: int) -> Path | None:
-        config, path = self.config, None
-        for step in range(start, config.run.steps):
-            record = learner.step(step)
+        config, scribe = self.config, self.files.scribe
+        saving = Saving(
+            config.checkpoint, lambda done, beside: self._save(learner, done, beside), self.observer.note
+        )
+        learner.signals = saving.signals
+        step = start
+        while step < config.run.steps:
+            try:
+                record = learner.step(step)
+            except CorruptionError as error:
+                saving.finish()
+                step = self._go_back(learner, metrics, step, error)
+                continue
+            signals = record.pop("signals")
             metrics.add(record)
             self.observer.step(record)
             if step == start + TUNED_AFTER:
                 self._tell_choice(learner)
-            for note in record.get("notes", ()):
+            for note in (*record.get("notes", ()), *scribe.take_notes()):
                 self.observer.note(note)
             if record["skipped"]:
                 scale = f", loss scale {record['loss_scale']:g}" if "loss_scale" in record else ""
@@ -143,13 +169,34 @@ class Run:
                     f"gradient norm {record['grad_norm']}{scale}"
                 )
             done = step + 1
-            due = config.checkpoint.every and done % config.checkpoint.every == 0
-            saves = due or (done == config.run.steps and config.checkpoint.at_end)
-            if saves:
-                path = learner.save(self.checkpoints, done)
+            last = done == config.run.steps
             if self.mesh.rank == 0:
-                learner.loads.write(self.directory, done, now=bool(saves) or done == config.run.steps)
-        return path
+                now = last or saving.is_due(done, signals)
+                learner.loads.write(self.directory, done, scribe, now=now)
+            saving.after_step(done, signals, last=last)
+            step = done
+        return saving.path
+
+    def _go_back(self, learner: Learner, metrics: Metrics, step: int, error: CorruptionError) -> int:
+        """After corruption: the step to go on with, from the newest checkpoint, or the error again."""
+        found = None
+        if self.config.integrity.repair == "reload" and step not in self.repaired:
+            found = self._find("auto")
+        if found is None:
+            raise error
+        self.repaired.add(step)
+        back = learner.load(found)
+        self.files.scribe.flush()
+        metrics.continue_from(back)
+        learner.loads.continue_from(self.directory, back)
+        self.observer.note(f"step {step}: {error}. Going on from {found.path.name}")
+        return back
+
+    def _save(self, learner: Learner, done: int, beside: BesideSave | None) -> Path:
+        """A checkpoint, after all that is known of the steps before it is on the disk."""
+        self.files.scribe.flush()
+        self.files.check_job()
+        return learner.save(self.checkpoints, done, beside)
 
     def _tell_choice(self, learner: Learner) -> None:
         """What the smart schedule chose from measured costs, where it chose anything."""
@@ -166,27 +213,6 @@ class Run:
                 f"rows travel in {chosen}; all forward exchanges: predicted {predicted:.1f} ms, measured "
                 f"{measured:.1f} ms (blocking: predicted {blocking:.1f} ms)"
             )
-
-    def _open_directory(self, resume: str) -> None:
-        """Rank 0 looks and creates; all ranks learn what it found before anyone goes on."""
-        problem = None
-        if self.mesh.rank == 0:
-            try:
-                if resume != "auto" and self.directory.exists() and any(self.directory.iterdir()):
-                    problem = (
-                        f"run directory {self.directory} exists; continue it with --resume auto, "
-                        "or choose another --run.name"
-                    )
-                else:
-                    self.directory.mkdir(parents=True, exist_ok=True)
-                    (self.directory / "config.toml").write_text(to_toml(self.config, comments=True))
-            except OSError as error:
-                problem = (
-                    f"run directory {self.directory} cannot be written: {error}; choose another --run.dir"
-                )
-        problem = self.mesh.gather_objects(problem)[0]
-        if problem:
-            raise ConfigError(problem)
 
     def _find(self, resume: str) -> Checkpoint | None:
         """The checkpoint to continue, verified whole, or None to begin."""

@@ -42,7 +42,7 @@ def planned(mesh: Mesh, config: TrainConfig, steps: int) -> tuple[list[float], i
 @pytest.mark.parametrize("planner", ["wrap_fill", pytest.param("incremental", marks=pytest.mark.full)])
 def test_planned_training_has_the_same_losses(planner: str, corpus: str) -> None:  # noqa: F811
     expected, *_ = run_alone(planned, configure(corpus), 8)
-    config = configure(corpus, **{**PLANNED, "placement.planner": planner, "placement.check_every": 1})
+    config = configure(corpus, **{**PLANNED, "placement.planner": planner, "integrity.every": 1})
     for losses, plans, notes, replicas in run_ranks(4, planned, config, 8):
         assert difference(torch.tensor(losses), torch.tensor(expected)) <= 1e-12
         assert plans >= 1, notes

@@ -66,7 +66,7 @@ def states(results: list[tuple[list, list[float]]]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.full)])
 def test_fedavg_is_another_model_but_replicas_agree(every: int, corpus: str, tmp_path: Path) -> None:  # noqa: F811
-    shared = {"placement.slots": ((0, 1, 2), (3, 4, 0), (1, 3)), "placement.check_every": 1}
+    shared = {"placement.slots": ((0, 1, 2), (3, 4, 0), (1, 3)), "integrity.every": 1}
     fed = {"placement.reduce": "fedavg", "placement.average_every": every}
     results = run_ranks(3, trained, configure(corpus, **shared, **fed), 6, str(tmp_path / "a"))
     summed = run_ranks(3, trained, configure(corpus, **shared), 6, str(tmp_path / "b"))
@@ -80,7 +80,7 @@ def test_fedavg_is_another_model_but_replicas_agree(every: int, corpus: str, tmp
 
 def test_fedavg_with_random_re_placements(corpus: str, tmp_path: Path) -> None:  # noqa: F811
     moving = {"placement.planner": "random", "placement.start_step": 1, "placement.every": 2}
-    fed = {"placement.reduce": "fedavg", "placement.slots_per_rank": 4, "placement.check_every": 1}
+    fed = {"placement.reduce": "fedavg", "placement.slots_per_rank": 4, "integrity.every": 1}
     config = configure(corpus, **moving, **fed)
     for _, losses in run_ranks(4, trained, config, 7, str(tmp_path), dp=2):
         assert losses[-1] < losses[0]

@@ -20,6 +20,7 @@ from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
 from moeclipse.train.placement.load_trace import LoadHistory, StepLoad
+from moeclipse.train.scribe import Scribe
 
 
 def sources(mesh: Mesh, config: TrainConfig) -> tuple[torch.Tensor, list[list[int]], list[list[int]]]:
@@ -89,19 +90,19 @@ def test_a_damaged_file_is_begun_anew(tmp_path: Path) -> None:
 
 
 def test_a_long_run_writes_ever_more_seldom(tmp_path: Path) -> None:
-    history, writes = LoadHistory(), []
+    history, writes, scribe = LoadHistory(), [], Scribe()
     counts = torch.ones(2, 1, 3, dtype=torch.int64)
     step_load = StepLoad(counts_PLE=counts, seen_L3=torch.zeros(1, 3, dtype=torch.int64))
     file = tmp_path / "load.npz"
     for step in range(1500):
         history.add(step, step_load)
-        history.write(tmp_path, step + 1)
+        history.write(tmp_path, step + 1, scribe)
         if file.exists():
             writes.append(step + 1)
             file.unlink()
     assert writes[:4] == [20, 40, 60, 80]
     assert len(writes) < 50
-    history.write(tmp_path, 1500, now=True)
+    history.write(tmp_path, 1500, scribe, now=True)
     load = Load.read(file)
     assert len(load.steps_N) <= 256
     assert (load.steps_N[0], load.steps_N[-1], load.every) == (0, 1496, 8)

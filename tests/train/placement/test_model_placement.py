@@ -106,7 +106,7 @@ RANDOM = {
     "placement.start_step": 1,
     "placement.every": 3,
     "placement.slots_per_rank": 3,
-    "placement.check_every": 2,
+    "integrity.every": 2,
 }
 
 

@@ -211,3 +211,13 @@ def check_model(state: Mapping[str, Any], expected: Mapping[str, Any], key: str 
             f"the checkpoint belongs to another model: {'; '.join(lines)}; "
             f"resume with the configuration it was saved with, or start a new run"
         )
+
+
+def check_state(state: Mapping[str, Any], kinds: Mapping[str, type], path: Path) -> None:
+    """Fails, naming each of them, unless every key is there and of its kind."""
+    wrong = [key for key, kind in kinds.items() if type(state.get(key)) is not kind]
+    if wrong:
+        raise CheckpointError(
+            f"checkpoint {path} is damaged or no run's: its state lacks {', '.join(wrong)}; "
+            "resume from another one"
+        )

@@ -16,10 +16,11 @@ import json
 import logging
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from moeclipse.core.errors import CheckpointError, ConfigError
 from moeclipse.train.checkpoints import folder as layout
@@ -40,22 +41,25 @@ def save(
     *,
     keep: int,
     disk: Disk = DISK,
+    beside: SavesBeside | None = None,
 ) -> Path:
-    """Writes checkpoint `step` into `folder` and returns its path. Collective; `state` is rank 0's."""
+    """Writes checkpoint `step` into `folder` and returns its path. Collective; `state` is rank 0's.
+
+    With `beside` it only begins: the path is a checkpoint when that says so (`checkpoints/beside`).
+    """
     if keep < 1 or step < 0:
         raise ConfigError(f"checkpoint.keep ({keep}) must be at least 1, and the step ({step}) at least 0")
-    job = _Save(folder=Path(folder), step=step, ranks=ranks, disk=disk)
-    try:
+    # To prepare another one would remove the files of the one that is being written.
+    assert beside is None or not beside.under_way, "one save at a time: finish the one before"
+    job = SaveJob(folder=Path(folder), step=step, ranks=ranks, disk=disk, keep=keep)
+    with job.failing_together():
         plans = together(ranks, lambda: job.prepare(pieces, state), job.words)
-        index = job.agree(plans, state)
+        job.agree(plans, state)
+        if beside is not None:
+            beside.begin(job)
+            return job.final
         files = together(ranks, job.write, job.words)
-        together(ranks, lambda: job.commit(index, files), job.words)
-    except (RanksFailed, CheckpointError) as error:
-        text = job.clean_up(str(error)) if ranks.rank == 0 else ""
-        # Once more together: no rank goes on before the partial files are gone, and all say the same.
-        raise CheckpointError(ranks.gather_objects(text)[0]) from None
-    if ranks.rank == 0:
-        job.prune(keep)
+        together(ranks, lambda: job.commit(files), job.words)
     return job.final
 
 
@@ -63,15 +67,26 @@ def shard_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
+class SavesBeside(Protocol):
+    """Takes over a save after its preparation."""
+
+    @property
+    def under_way(self) -> bool: ...
+
+    def begin(self, job: SaveJob) -> None: ...
+
+
 @dataclass(kw_only=True)
-class _Save:
+class SaveJob:
     """One rank's side of one save."""
 
     folder: Path
     step: int
     ranks: Ranks
     disk: Disk
+    keep: int
     shard: Shard | None = None
+    index: Index | None = None
     temporary: Path | None = None
     needed: int = 0
     committing: bool = False
@@ -79,6 +94,16 @@ class _Save:
     @property
     def final(self) -> Path:
         return self.folder / layout.step_name(self.step)
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """What failed on any rank is cleaned up and raised on all of them, as one CheckpointError."""
+        try:
+            yield
+        except (RanksFailed, CheckpointError) as error:
+            text = self.clean_up(str(error)) if self.ranks.rank == 0 else ""
+            # Once more together: no rank goes on before the partial files are gone, and all say the same.
+            raise CheckpointError(self.ranks.gather_objects(text)[0]) from None
 
     def prepare(self, pieces: Iterable[Piece], state: Mapping[str, Any]) -> dict[str, Any]:
         temporary = ""
@@ -98,15 +123,15 @@ class _Save:
             "pieces": self.shard.records(),
         }
 
-    def agree(self, plans: list[dict[str, Any]], state: Mapping[str, Any]) -> Index:
-        """The index, the same on all ranks (rank 0's `state` is the one that is written)."""
+    def agree(self, plans: list[dict[str, Any]], state: Mapping[str, Any]) -> None:
+        """Find the index, the same on all ranks (rank 0's `state` is the one that is written)."""
         steps = [plan["step"] for plan in plans]
         if len(set(steps)) > 1:
             raise CheckpointError(f"ranks save different steps {steps}; all must save the same one")
         self.temporary = self.folder / plans[0]["temporary"]
         self.needed = sum(plan["bytes"] for plan in plans)
         records = [(shard_name(rank), plan["pieces"]) for rank, plan in enumerate(plans)]
-        return build_index(records, state)
+        self.index = build_index(records, state)
 
     def write(self) -> dict[str, Any]:
         assert self.shard is not None
@@ -123,16 +148,19 @@ class _Save:
         self.disk.fsync_folder(self.temporary)
         return {name: vars(written)}
 
-    def commit(self, index: Index, files: list[dict[str, Any]]) -> None:
+    def commit(self, files: list[dict[str, Any]]) -> None:
+        """On rank 0: index, manifest, the rename; then what is old goes."""
         if self.ranks.rank != 0:
             return
         assert self.temporary is not None
+        assert self.index is not None
         manifest = {name: Written(**entry) for one in files for name, entry in one.items()}
-        manifest[INDEX] = self._write_bytes(INDEX, index.encode())
+        manifest[INDEX] = self._write_bytes(INDEX, self.index.encode())
         self._write_bytes(MANIFEST, encode_manifest(manifest))
         self.disk.fsync_folder(self.temporary)
         self.committing = True
         layout.commit(self.disk, self.temporary, self.final)
+        self.prune()
 
     def _write_bytes(self, name: str, data: bytes) -> Written:
         assert self.temporary is not None
@@ -169,10 +197,10 @@ class _Save:
     def temporary_exists(self) -> bool:
         return self.temporary is not None and self.temporary.exists()
 
-    def prune(self, keep: int) -> None:
+    def prune(self) -> None:
         """Old checkpoints go last; failing to remove one is no reason to lose the run."""
         try:
-            layout.prune(self.disk, self.folder, self.step, keep)
+            layout.prune(self.disk, self.folder, self.step, self.keep)
         except OSError as error:
             logging.getLogger(__name__).warning(
                 "old checkpoints in %s could not be removed: %s", self.folder, error.strerror or error

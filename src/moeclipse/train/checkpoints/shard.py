@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -83,6 +83,24 @@ class Shard:
     @property
     def num_bytes(self) -> int:
         return sum(piece.num_bytes for piece in self.stored)
+
+    def copied(self, buffer: torch.Tensor | None = None) -> tuple[Shard, torch.Tensor]:
+        """The same pieces in host memory, which training leaves alone; `buffer` of an earlier copy is used.
+
+        Pieces lie in the order of the file, so each begins at a multiple of its element size.
+        """
+        on_device = any(piece.data.is_cuda for piece in self.stored)
+        if buffer is None or buffer.numel() != self.num_bytes:
+            buffer = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=on_device)
+        copies, offset = [], 0
+        for piece in self.pieces:
+            place = buffer[offset : offset + piece.num_bytes].view(piece.data.dtype)
+            place.copy_(piece.data.detach().reshape(-1), non_blocking=True)
+            copies.append(replace(piece, data=place))
+            offset += piece.num_bytes
+        if on_device:
+            torch.cuda.synchronize()
+        return Shard(copies), buffer
 
     def records(self) -> list[dict[str, Any]]:
         """What other ranks must know of these pieces, JSON-able."""

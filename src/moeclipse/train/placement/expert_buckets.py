@@ -30,11 +30,10 @@ from moeclipse.core.errors import CommError
 from moeclipse.moe.layer import MoE
 from moeclipse.tensor.cut import cut_of
 from moeclipse.train.buckets import Bucket, BucketEntry, BucketSegment, Content, entries_of
+from moeclipse.train.digests import digest_rows
 
 LABEL = 8
 """Bytes in front of each row that is published: layer and expert."""
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-MIXER = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 class ExpertBucket(Bucket):
@@ -169,10 +168,7 @@ class ExpertBucket(Bucket):
 
     def digests(self) -> torch.Tensor:
         """A number for the bits of each slot; 0 for empty ones."""
-        bits = self.rows.view(BITS[self.params.element_size()]).to(torch.int64)
-        place = torch.arange(1, self.size + 1, device=bits.device)
-        mixed = (bits + place) * ((place * MIXER) | 1)
-        found = (mixed ^ (mixed >> 29)).sum(1)
+        found = digest_rows(self.rows)
         held = torch.tensor([expert != EMPTY for expert in self.slots], device=found.device, dtype=torch.bool)
         return torch.where(held, found, 0)
 

@@ -30,6 +30,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.layer import MoE
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, Piece
+from moeclipse.train.scribe import Scribe
 
 FILE = "load.npz"
 FIRST_WRITES = 20  # steps between writes of a young run
@@ -104,12 +105,13 @@ class LoadHistory:
         """Rows per step of each layer's experts, from all ranks."""
         return [] if self.average.sum_LPE is None else self.average.rows_LPE.sum(1).tolist()
 
-    def write(self, directory: Path, done: int, *, now: bool = False) -> None:
+    def write(self, directory: Path, done: int, scribe: Scribe, *, now: bool = False) -> None:
         """After `done` steps: write the file if it is time, or at once."""
         if self.average.sum_LPE is not None and (
             now or done - self._written >= max(FIRST_WRITES, done // 20)
         ):
-            self.trace.save(directory / FILE)
+            load = self.trace.load()  # arrays of its own: the trace goes on
+            scribe.do(FILE, lambda: load.save(directory / FILE))
             self._written = done
 
     def continue_from(self, directory: Path, start: int) -> None:

@@ -2,7 +2,7 @@
 
     before the model   placement_of(layer)     from placement.slots, or even shares and empty slots
     buckets            bucket(...)             one table of owners for each layer (`expert_buckets`)
-    after each step    after_step(...)         average or compare replicas, ask for plans, take one, move
+    after each step    after_step(...)         average replicas, ask for plans, take one, move
 
 Contract. Training with any sequence of placements equals training without: gates speak of experts, gradients
 of replicas are summed, and state moves with its owner. All of it is collective and decided alike on all
@@ -37,7 +37,6 @@ from moeclipse.train.placement.background_plan import BackgroundPlanner, PlanReq
 from moeclipse.train.placement.expert_buckets import ExpertBucket
 from moeclipse.train.placement.fedavg import average_replicas
 from moeclipse.train.placement.placed_layer import PlacedLayer
-from moeclipse.train.placement.replica_check import check_replicas
 
 STATE_TENSORS = 3  # master weights and two moments
 
@@ -92,14 +91,13 @@ class ModelPlacement:
         if not self.layers:
             return []
         config, done = self.config, step + 1
-        averaged = config.reduce == "sum"
         if config.reduce == "fedavg" and done % config.average_every == 0:
             average_replicas(self.layers)
-            averaged = True
-        notes = self._plan(step, loads) if config.moves else []
-        if averaged and config.check_every and done % config.check_every == 0:
-            check_replicas(self.layers)
-        return notes
+        return self._plan(step, loads) if config.moves else []
+
+    def replicas_are_equal(self, step: int) -> bool:
+        """Whether, before the update of `step`, replicas have to be: with fedavg only after an average."""
+        return self.config.reduce == "sum" or step % self.config.average_every == 0
 
     def before_save(self) -> None:
         """A checkpoint holds one set of weights for each expert."""

@@ -1,4 +1,4 @@
-"""Replicas must be equal, bit by bit: their digests are compared every so many steps.
+"""Replicas must be equal, bit by bit: their digests are compared every so many steps (`train/integrity`).
 
 Each rank has one number for each slot of each layer; all of them travel in one exchange. A difference names
 layer, expert and ranks: silent corruption of one rank's memory, or a bug, shows here and not as a loss that
@@ -18,8 +18,15 @@ from moeclipse.train.placement.placed_layer import PlacedLayer
 
 def check_replicas(layers: Sequence[PlacedLayer]) -> None:
     """Collective over the ranks of a stage; raises on all of them where replicas differ."""
+    found = replica_differences(layers)
+    if found:
+        raise CommError(f"replicas differ: {'; '.join(found)}; resume from the last checkpoint")
+
+
+def replica_differences(layers: Sequence[PlacedLayer]) -> list[str]:
+    """Collective over the ranks of a stage; what differs, in the same words on all of them."""
     if not layers:
-        return
+        return []
     group, mesh = layers[0].buckets[0].group, layers[0].buckets[0].mesh
     width = max(placed.placement.max_slots for placed in layers)
     mine = torch.zeros(len(layers), width, dtype=torch.int64, device=mesh.device)
@@ -40,5 +47,4 @@ def check_replicas(layers: Sequence[PlacedLayer]) -> None:
             if len(ranks_of) > 1:
                 sides = " and ".join(str(ranks) for ranks in sorted(ranks_of.values(), key=len, reverse=True))
                 found.append(f"layer {placed.number}, expert {expert}: ranks {sides} hold other weights")
-    if found:
-        raise CommError(f"replicas differ: {'; '.join(found)}; resume from the last checkpoint")
+    return found

@@ -1,0 +1,187 @@
+"""Files of every kind, damaged in many ways: no reader ends in a traceback, stands still or grows."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from apart import apart
+from moeclipse.balance.load import Load
+from moeclipse.balance.placement import Placement
+from moeclipse.comm.reduce.table import read_table
+from moeclipse.core.config import to_toml
+from moeclipse.core.errors import MoEclipseError
+from moeclipse.cost.file import load_costs
+from moeclipse.schedule.catalogue import build
+from moeclipse.schedule.check import verify
+from moeclipse.schedule.torch_csv import format_csv, parse_csv
+from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank, Piece, save
+from moeclipse.train.config import DataConfig, TrainConfig
+from moeclipse.train.corpus import open_corpus
+from moeclipse.train.metrics import Metrics
+from moeclipse.train.presets import merge
+from moeclipse.train.run_lock import RunLock, RunningJob
+
+SECONDS = 10
+GROWTH = 1 << 30
+VOCABULARY = 300
+
+Reader = Callable[[Path], Any]
+
+
+def corpus(path: Path, **config: Any) -> None:
+    open_corpus(DataConfig(files=(str(path),), **config), VOCABULARY).read(0, 1)
+
+
+def tokenized(path: Path) -> None:
+    text = path.with_name("text.txt")
+    text.write_text("one two one")
+    open_corpus(DataConfig(files=(str(text),), tokenizer=str(path)), VOCABULARY)
+
+
+def checkpoint(path: Path) -> None:
+    found = Checkpoint.open(path.parent, OneRank())
+    for name in found.names:
+        found.read(name)
+
+
+def metrics(path: Path) -> None:
+    Metrics(path.parent, writes=True, warmup_steps=0, tensorboard=False).continue_from(3)
+
+
+def order(path: Path) -> None:
+    verify(parse_csv(path.read_text(encoding="utf-8", errors="replace"), path.name))
+
+
+def job(path: Path) -> None:
+    RunLock(path.parent).job()
+
+
+def make_files(folder: Path) -> dict[str, tuple[Path, Reader]]:
+    """A sound file of every kind, and who reads it."""
+    files = {
+        name: folder / name for name in ("my.toml", "costs.toml", "plan.json", "order.csv", "table.json")
+    }
+    files["my.toml"].write_text(to_toml(TrainConfig(), comments=True))
+    files["costs.toml"].write_text(
+        'launch = 1e-6\n[seconds]\nF = 1.0\nB = 2.0\n[contention]\n"compute/a2a" = 0.5\n'
+    )
+    files["plan.json"].write_text(Placement(((0, 1), (1, 2))).to_json())
+    files["order.csv"].write_text(format_csv(build("1f1b", 2, 4)))
+    files["table.json"].write_text(json.dumps({"cpu 2": {"chunk_bytes": 4096}}))
+    load = folder / "load.npz"
+    rows = np.arange(24, dtype=np.int64).reshape(3, 2, 4)
+    Load(average_LPE=np.ones((2, 2, 4)), steps_N=np.arange(3), rows_NLE=rows).save(load)
+    np.save(folder / "tokens.npy", np.arange(200, dtype=np.uint16))
+    (folder / "tokens.bin").write_bytes(np.arange(200, dtype=np.uint16).tobytes())
+    words = {"type": "WordLevel", "vocab": {"one": 0, "two": 1, "?": 2}, "unk_token": "?"}
+    whitespace = {"type": "Whitespace"}
+    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": whitespace, "model": words}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    lines = "".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(6))
+    (folder / "metrics.jsonl").write_text(lines)
+    (folder / "job.json").write_text(json.dumps(vars(RunningJob.here())))
+    tensor = torch.arange(12.0)
+    pieces = [Piece(name="x", shape=(3, 4), start=0, data=tensor)]
+    saved = save(folder / "checkpoints", 1, pieces, {"step": 1}, OneRank(), keep=1)
+    readers: dict[str, tuple[Path, Reader]] = {
+        "configuration": (files["my.toml"], lambda path: merge(path)),
+        "costs": (files["costs.toml"], lambda path: load_costs(str(path))),
+        "placement": (files["plan.json"], Placement.load),
+        "order": (files["order.csv"], order),
+        "all-reduce": (files["table.json"], read_table),
+        "loads": (load, Load.read),
+        "npy": (folder / "tokens.npy", corpus),
+        "bin": (folder / "tokens.bin", corpus),
+        "tokenizer": (folder / "tokenizer.json", tokenized),
+        "metrics": (folder / "metrics.jsonl", metrics),
+        "job": (folder / "job.json", job),
+    }
+    for file in sorted(saved.iterdir()):
+        readers[file.name] = (file, checkpoint)
+    return readers
+
+
+def mutated(data: bytes, random_: random.Random) -> bytes:
+    """One of many kinds of damage; sometimes two."""
+    place = random_.randrange(len(data) + 1)
+    end = min(place + random_.choice([1, 4, 30, 1000]), len(data))
+    noise = random_.randbytes(end - place)
+    huge = random_.choice(
+        [b"9" * 5000, b"4000000000", b"-1", b"nan", b"1e999", b"null", b'"', b"\0", b"\xff"]
+    )
+    deep = random_.choice([b"[", b'{"a":', b"(", b"[["]) * 20_000
+    kinds = [
+        data[:place],
+        data[place:],
+        data[:place] + noise + data[end:],
+        data[:place] + bytes(end - place) + data[end:],
+        data[:place] + data[place:end] * 3 + data[end:],
+        data[:place] + huge + data[end:],
+        data[:place] + deep + data[end:],
+        deep,
+        b"",
+    ]
+    if place < len(data):
+        flipped = bytes([data[place] ^ 1 << random_.randrange(8)])
+        kinds += [data[:place] + flipped + data[place + 1 :]] * 6
+    chosen = random_.choice(kinds)
+    return mutated(chosen, random_) if chosen and random_.random() < 0.2 else chosen
+
+
+def address_space() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmPeak:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+@apart
+def read_all(folder: Path, count: int, seed: int) -> None:
+    readers = make_files(folder)
+    for path, reader in readers.values():
+        reader(path)  # sound, it is read
+        if path.name == "metrics.jsonl":
+            path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(6)))
+    random_, before = random.Random(seed), address_space()
+    refused = 0
+    for number in range(count):
+        name = sorted(readers)[number % len(readers)]
+        path, reader = readers[name]
+        sound = path.read_bytes()
+        damaged = mutated(sound, random_)
+        path.write_bytes(damaged)
+        signal.alarm(SECONDS)
+        try:
+            reader(path)
+        except MoEclipseError:
+            refused += 1
+        except Exception as error:
+            raise AssertionError(f"{name}, file {number} of seed {seed}: {damaged[:200]!r}") from error
+        finally:
+            signal.alarm(0)
+        path.write_bytes(sound)
+    assert address_space() - before < GROWTH
+    assert refused > count / 3, "most damage is seen"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20
+
+
+def test_damaged_files_of_every_kind(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    read_all(tmp_path, 60, seed=0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_hundreds_of_damaged_files(tmp_path: Path, seed: int) -> None:
+    pytest.importorskip("tokenizers")
+    read_all(tmp_path, 100, seed=seed)
