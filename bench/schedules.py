@@ -3,9 +3,10 @@
     .venv/bin/python bench/schedules.py [--json FILE] [--quick]
 
 Speed: verify and simulate at action level, P=8 M=32 V=2 in milliseconds and DualPipeV P=256 M=1024 (about a
-million actions) in seconds, with sizes in between to see that cost grows about linearly. Orders: makespans of
-the drawn example, the exchange of 64 ranks against its bound, which rule orders an exchange best, events per
-step against per (step, expert), and schedules side by side on the costs of a published trace.
+million actions) in seconds, with sizes in between to see that cost grows about linearly; 1F1B P=1024 M=4096
+(eight million) with its memory. Orders: makespans of the drawn example, the exchange of 64 ranks against
+its bound, which rule orders an exchange best, events per step against per (step, expert), and schedules
+side by side on the costs of a published trace.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ import json
 import math
 import os
 import platform
+import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +95,41 @@ def speed(rows: Rows, checks: dict[str, float], quick: bool) -> None:
     spent = seconds(lambda: simulate(verify(lowered), UNIT), 3)
     rows.append({"what": "speed lowered", "P": 32, "M": 128, "ops": lowered.num_ops, "spent_s": spent})
     say(f"  P=32   M=128   {lowered.num_ops:>9,} ops with SEND and RECV, op by op: {spent:.3f} s")
+
+
+def scale(rows: Rows, checks: dict[str, float]) -> None:
+    """In a process of its own, whose memory is that of this program alone."""
+    P, M = 1024, 4096
+    say(f"scale: 1f1b, P={P}, M={M}")
+    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
+        spent = pool.submit(one_large, P, M).result()
+    rows.append({"what": "scale", "P": P, "M": M, **spent})
+    checks["p1024_s"] = spent["generate_s"] + spent["verify_s"] + spent["simulate_s"]
+    checks["p1024_gb"] = spent["peak_gb"]
+    say(
+        f"  {spent['actions']:,} actions: generate {spent['generate_s']:.1f} s, "
+        f"verify {spent['verify_s']:.1f} s, "
+        f"simulate {spent['simulate_s']:.1f} s, at most {spent['peak_gb']:.1f} GB"
+    )
+
+
+def one_large(P: int, M: int) -> dict[str, float]:
+    moments = [time.perf_counter()]
+    program = build("1f1b", P, M)
+    moments.append(time.perf_counter())
+    verified = verify(program)
+    moments.append(time.perf_counter())
+    result = simulate(verified, UNIT)
+    moments.append(time.perf_counter())
+    assert result.makespan == (M + P - 1) * 3
+    generate_s, verify_s, simulate_s = (b - a for a, b in pairwise(moments))
+    return {
+        "actions": program.num_ops,
+        "generate_s": generate_s,
+        "verify_s": verify_s,
+        "simulate_s": simulate_s,
+        "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+    }
 
 
 def drawn(rows: Rows, checks: dict[str, float]) -> None:
@@ -237,7 +277,7 @@ def compare(rows: Rows, checks: dict[str, float]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Speed of verifier and simulator, and what they say.")
     parser.add_argument("--json", type=Path, help="write rows, checks and machine here")
-    parser.add_argument("--quick", action="store_true", help="leave out the two largest programs")
+    parser.add_argument("--quick", action="store_true", help="leave out the largest programs")
     options = parser.parse_args()
     rows: Rows = []
     checks: dict[str, float] = {}
@@ -247,6 +287,8 @@ def main() -> int:
     events(rows, checks)
     compare(rows, checks)
     speed(rows, checks, options.quick)
+    if not options.quick:
+        scale(rows, checks)
     say("checks")
     for name, value in checks.items():
         say(f"  {name:<28} {value:.4g}")

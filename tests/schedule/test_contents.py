@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from edits import with_rank, without
 
@@ -10,8 +12,9 @@ from moeclipse.schedule import kinds
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.contents import check_contents
+from moeclipse.schedule.kinds import Form, Kind
 from moeclipse.schedule.lower import lower
-from moeclipse.schedule.op import Op
+from moeclipse.schedule.op import Op, forward
 from moeclipse.schedule.shape import LayerShape, Shadow
 from moeclipse.schedule.smart import backward_of, exchange_shape, smart
 from moeclipse.schedule.templates import Expansion, expand
@@ -74,3 +77,48 @@ def test_experts_of_an_exchange_are_counted_one_by_one() -> None:
     kept = [op for op in program.ranks[0] if not (op.kind is kinds.C_F and op.expert == 2)]
     with pytest.raises(ScheduleError, match=r"rank 0 lacks C_F@0~2"):
         check_contents(with_rank(program, 0, kept))
+
+
+def test_a_microbatch_is_cut_into_one_number_of_chunks() -> None:
+    """Forward in two and backward in three: a runtime would look for a third part of two."""
+    program = build("1f1b", 1, 1)
+    two, three = (expand(program, [LayerShape()], Expansion(chunks=n, split="layer")) for n in (2, 3))
+    ops = [op for op in two.ranks[0] if op.kind.form is Form.F]
+    ops += [op for op in three.ranks[0] if op.kind.form is not Form.F]
+    with pytest.raises(ScheduleError, match=r"cuts microbatch 0 into 3 chunks, but 0.0ATTN_F0#0/2 into 2"):
+        check_contents(with_rank(two, 0, ops))
+
+
+@pytest.mark.parametrize("kind", [kinds.ATTN_F, kinds.ATTN_B, kinds.COMBINE_B, kinds.SHARED_B])
+def test_chunks_enter_and_leave_a_stage_in_order(kind: Kind) -> None:
+    program = expand(build("1f1b", 1, 1), [LayerShape()], Expansion(chunks=2, split="layer"))
+    check_contents(program)
+    ops = [op._replace(chunk=1 - (op.chunk or 0)) if op.kind is kind else op for op in program.ranks[0]]
+    with pytest.raises(ScheduleError, match="chunks enter and leave a stage in order"):
+        check_contents(with_rank(program, 0, ops))
+    inside = [
+        op._replace(chunk=1 - (op.chunk or 0)) if op.kind is kinds.MLP_F else op for op in program.ranks[0]
+    ]
+    check_contents(with_rank(program, 0, inside))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step": 0}, "it has no step and no expert"),
+        ({"chunks": 2}, "says chunk None of 2"),
+        ({"chunk": 0}, "only parts of layers are cut"),
+        ({"parts": (forward(0, 0),)}, "a PAIR holds two"),
+    ],
+)
+def test_an_op_says_nothing_that_its_kind_does_not_have(change: dict, message: str) -> None:
+    program = lower(build("1f1b", 2, 2))
+    ops = [program.ranks[0][0]._replace(**change), *program.ranks[0][1:]]
+    with pytest.raises(ScheduleError, match=message):
+        verify(with_rank(program, 0, ops))
+
+
+def test_every_rank_has_a_list() -> None:
+    for program in (build("1f1b", 3, 4), lower(build("1f1b", 3, 4)), smart(exchange_shape(3))):
+        with pytest.raises(ScheduleError, match="has lists for 2 ranks"):
+            verify(replace(program, ranks=program.ranks[:2]))

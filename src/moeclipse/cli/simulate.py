@@ -3,8 +3,9 @@
     moeclipse simulate --schedule dualpipev --ranks 8 --microbatches 32 --trace step.json
     moeclipse simulate --ranks 8 --microbatches 32 --compare
     moeclipse simulate --ranks 8 --microbatches 20 --compare 1f1b zb-h1 dualpipe --costs unit
+    moeclipse simulate --config runs/mine/config.toml --link infiniband
 
-Every program is verified first; nothing here needs torch or a device.
+Every program is verified first; nothing here needs a device, and nothing but --config needs torch.
 """
 
 from __future__ import annotations
@@ -40,16 +41,23 @@ LONG_GRID = 60
 class SimulateConfig:
     """Predict a pipeline schedule: timeline, bubble, hidden and exposed communication, peak memory."""
 
-    schedule: str = "dualpipev"
-    """gpipe, 1f1b, 1f1b-pairs, vpp, vpp+1, zb-h1, zb-v, dualpipe, dualpipev or pp1."""
-    ranks: int = 8
+    schedule: str | None = None
+    """gpipe, 1f1b, 1f1b-pairs, vpp, vpp+1, zb-h1, zb-v, dualpipe, dualpipev (the default) or pp1."""
+    ranks: int | None = None
+    """Of the pipeline, 8 unless given; with --config all ranks of the run."""
     microbatches: int = 32
+    config: Path | None = None
+    """The configuration of a run: its stages, dense first layers, head, chunks, recompute, dp, ep and tp."""
+    device: str = "h200"
+    """With --config: on what the run computes (h100, h200, b200, cpu)."""
+    link: str = "nvlink4"
+    """With --config: what lies between ranks (nvlink4, nvlink5, infiniband, pcie5, loopback)."""
     stages_per_rank: int | None = None
     """For schedules that have a choice (vpp, vpp+1); default 2."""
     compare: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="[SCHEDULE ...]")] = None
     """Lay these schedules side by side; without names: all of them."""
-    costs: str = "deepseek-v3"
-    """A TOML file, or a preset: deepseek-v3 (seconds per layer op), unit (F=1, B=2, W=1)."""
+    costs: str | None = None
+    """A TOML file, or a preset: deepseek-v3 (seconds per layer op, the default), unit (F=1, B=2, W=1)."""
     layers: int = 4
     """MoE layers per rank, where costs speak of layer ops."""
     overlap: Overlap = "pair+self"
@@ -77,10 +85,15 @@ class SimulateConfig:
 def main(argv: list[str]) -> int:
     config = tyro.cli(SimulateConfig, args=argv, prog="moeclipse simulate")
     console = Console(highlight=False, soft_wrap=True)
+    if config.compare is not None:
+        _refuse_single_options(config)
+    if config.config is not None:
+        _simulate_run(console, config, config.config)
+        return 0
     question = Question(
-        ranks=config.ranks,
+        ranks=8 if config.ranks is None else config.ranks,
         microbatches=config.microbatches,
-        costs=load_costs(config.costs),
+        costs=load_costs(config.costs or "deepseek-v3"),
         stages_per_rank=config.stages_per_rank,
         layers=config.layers,
         recompute=config.recompute,
@@ -90,11 +103,34 @@ def main(argv: list[str]) -> int:
     if config.layers < 1:
         raise ConfigError(f"--layers ({config.layers}) must be at least 1")
     if config.compare is not None:
-        _refuse_single_options(config)
         compare(console, question, config.compare or SCHEDULES)
     else:
         simulate_one(console, question, config)
     return 0
+
+
+def _simulate_run(console: Console, config: SimulateConfig, path: Path) -> None:
+    from moeclipse.cli import simulate_run  # needs torch, which nothing else here does
+
+    if config.from_csv is not None or config.csv is not None or config.grid:
+        raise ConfigError(
+            "--from-csv, --csv and --grid speak of whole actions, --config of layers; leave one of them out"
+        )
+    run = simulate_run.load_run(
+        path, num_ranks=config.ranks, costs=config.costs, device_name=config.device, link_name=config.link
+    )
+    view = View(in_seconds=True)
+    if config.compare is not None:
+        schedules = config.compare or simulate_run.RUN_SCHEDULES
+        _refuse_unknown(schedules, simulate_run.RUN_SCHEDULES)
+        with console.status("simulating ..."):
+            answers, refused = simulate_run.answers_of(run, schedules)
+        show_comparison(console, view, answers, refused, run.title)
+        return
+    with console.status("simulating ..."):
+        answer = run.answer(config.schedule or run.config.pipeline.schedule)
+    console.print(f"{answer.name}: {run.title}", style="bold")
+    show(console, view, answer, config)
 
 
 def _refuse_single_options(config: SimulateConfig) -> None:
@@ -115,41 +151,48 @@ def simulate_one(console: Console, question: Question, config: SimulateConfig) -
         )
     with console.status("simulating ..."):
         answer = ask(question, program.name, program)
-    _headline(console, question, answer.name)
+    console.print(f"{answer.name}: {_terms(question)}", style="bold")
     if config.grid:
         console.print(format_grid(program, max_slots=LONG_GRID), markup=False)
         console.print()
-    width = config.width or max(40, min(console.width - 10, 160))
-    console.print(_coloured(timeline(answer.result, width)))
-    console.print()
-    _rank_table(console, question, answer)
-    _kind_table(console, question, answer)
-    _verdict(console, question, answer)
+    show(console, View(in_seconds=question.by_layer), answer, config)
     if config.csv is not None:
         config.csv.write_text(format_csv(program))
         console.print(f"order written to {config.csv}")
+
+
+def show(console: Console, view: View, answer: Answer, config: SimulateConfig) -> None:
+    """Timeline, tables and trace of one step."""
+    width = config.width or max(40, min(console.width - 10, 160))
+    console.print(_coloured(timeline(answer.result, width)))
+    console.print()
+    _rank_table(console, view, answer)
+    _kind_table(console, view, answer)
+    _verdict(console, view, answer)
     if config.trace is not None:
-        write_perfetto(answer.result, config.trace, seconds_per_unit=1.0 if question.by_layer else 1e-3)
+        write_perfetto(answer.result, config.trace, seconds_per_unit=1.0 if view.in_seconds else 1e-3)
         console.print(f"trace written to {config.trace}; open it at https://ui.perfetto.dev")
 
 
 def _program(question: Question, config: SimulateConfig) -> Program:
     if config.from_csv is None:
-        return build(config.schedule, question.ranks, question.microbatches, question.stages_per_rank)
+        name = config.schedule or "dualpipev"
+        return build(name, question.ranks, question.microbatches, question.stages_per_rank)
     if not config.from_csv.is_file():
         raise ConfigError(f"--from-csv: there is no file {config.from_csv}")
     return parse_csv(config.from_csv.read_text(), config.from_csv.name)
 
 
-def _headline(console: Console, question: Question, name: str) -> None:
+def _terms(question: Question) -> str:
+    """On what terms schedules are simulated."""
     sizes = f"{count(question.ranks, 'rank')}, {count(question.microbatches, 'microbatch', 'es')}"
-    what = f"{name}: {sizes}, costs {question.costs.name}"
+    what = f"{sizes}, costs {question.costs.name}"
     if question.by_layer:
         how = question.expansion
         what += f", {count(question.layers, 'layer')} per rank, overlap {how.overlap}"
         what += f", {how.chunks} chunks" if how.chunks > 1 else ""
         what += f", recompute {question.recompute}" if question.recompute != "off" else ""
-    console.print(what, style="bold")
+    return what
 
 
 def _coloured(text: str) -> Text:
@@ -166,13 +209,21 @@ def _coloured(text: str) -> Text:
     return out.append(legend, "dim")
 
 
-def _time(question: Question, value: float) -> str:
-    if not question.by_layer:
-        return f"{value:.4g}"
-    return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class View:
+    """How times are printed: as seconds, or in the unit of the costs."""
+
+    in_seconds: bool
+
+    def time(self, value: float) -> str:
+        if not self.in_seconds:
+            return f"{value:.4g}"
+        if value >= 1:
+            return f"{value:.3f} s"
+        return f"{value * 1e3:.1f} ms" if value >= 1e-3 or not value else f"{value * 1e6:.0f} us"
 
 
-def _rank_table(console: Console, question: Question, answer: Answer) -> None:
+def _rank_table(console: Console, view: View, answer: Answer) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("rank", "compute", "exposed", "straggle", "idle", "bubble", "peak activations"):
         table.add_column(column, justify="right")
@@ -181,7 +232,7 @@ def _rank_table(console: Console, question: Question, answer: Answer) -> None:
         values = (time.compute, time.exposed, time.straggle, time.idle)
         table.add_row(
             str(rank),
-            *(_time(question, value) for value in values),
+            *(view.time(value) for value in values),
             f"{time.bubble / span:.1%}",
             f"{answer.summary.peak[rank]:.2f}",
         )
@@ -191,7 +242,7 @@ def _rank_table(console: Console, question: Question, answer: Answer) -> None:
         console.print(f"... and {left} more ranks", style="dim")
 
 
-def _kind_table(console: Console, question: Question, answer: Answer) -> None:
+def _kind_table(console: Console, view: View, answer: Answer) -> None:
     kinds = {kind: time for kind, time in answer.summary.kinds.items() if time.total > 0}
     if not kinds:
         return
@@ -201,42 +252,63 @@ def _kind_table(console: Console, question: Question, answer: Answer) -> None:
         table.add_column(column, justify="right")
     for kind, time in sorted(kinds.items(), key=lambda item: item[0].name):
         values = (time.total, time.hidden, time.exposed)
-        table.add_row(
-            kind.name, *(_time(question, v) for v in values), f"{time.hidden / time.total:.0%} hidden"
-        )
+        table.add_row(kind.name, *(view.time(v) for v in values), f"{time.hidden / time.total:.0%} hidden")
     console.print()
     console.print(table)
 
 
-def _verdict(console: Console, question: Question, answer: Answer) -> None:
+def _verdict(console: Console, view: View, answer: Answer) -> None:
     summary = answer.summary
     busiest = max(rank.compute for rank in summary.ranks)
     console.print(
-        f"\nmakespan {_time(question, summary.makespan)}: {summary.makespan / busiest:.3f} x the compute "
-        f"of the busiest rank; worst bubble {_time(question, summary.bubble)}; "
+        f"\nmakespan {view.time(summary.makespan)}: {summary.makespan / busiest:.3f} x the compute "
+        f"of the busiest rank; worst bubble {view.time(summary.bubble)}; "
         f"peak {max(summary.peak):.2f} activations of a rank's layers for one microbatch",
         style="bold",
     )
 
 
-def compare(console: Console, question: Question, schedules: tuple[str, ...]) -> None:
-    unknown = [name for name in schedules if name not in SCHEDULES]
+def _refuse_unknown(schedules: tuple[str, ...], known: tuple[str, ...]) -> None:
+    unknown = [name for name in schedules if name not in known]
     if unknown:
-        raise ConfigError(f"unknown schedule {unknown[0]!r}; choose from {', '.join(SCHEDULES)}")
-    _headline(console, question, f"{len(schedules)} schedules")
+        raise ConfigError(f"unknown schedule {unknown[0]!r}; choose from {', '.join(known)}")
+
+
+def compare(console: Console, question: Question, schedules: tuple[str, ...]) -> None:
+    _refuse_unknown(schedules, SCHEDULES)
     with console.status("simulating ..."):
         answers, refused = ask_all(question, schedules)
+    show_comparison(
+        console,
+        View(in_seconds=question.by_layer),
+        answers,
+        refused,
+        _terms(question),
+        question.expansion.overlap,
+    )
+
+
+def show_comparison(
+    console: Console,
+    view: View,
+    answers: list[Answer],
+    refused: dict[str, str],
+    terms: str,
+    overlap: str = "",
+) -> None:
+    """One row for each schedule that was announced, and why the others have none."""
+    console.print(f"{count(len(answers), 'schedule')}: {terms}", style="bold")
     if answers:
-        console.print(_comparison(question, answers))
+        console.print(_comparison(view, answers))
         for line in advise(answers):
             console.print(line, style="bold")
     for name, reason in refused.items():
-        for prefix in (f"{name} {question.expansion.overlap}: ", f"{name}: ", f"{name} "):
+        for prefix in (f"{name} {overlap}: ", f"{name}: ", f"pipeline.schedule: {name} ", f"{name} "):
             reason = reason.removeprefix(prefix)
         console.print(f"{name} left out: {reason}", style="dim")
 
 
-def _comparison(question: Question, answers: list[Answer]) -> Table:
+def _comparison(view: View, answers: list[Answer]) -> Table:
     table = Table(
         box=None,
         pad_edge=False,
@@ -254,10 +326,10 @@ def _comparison(question: Question, answers: list[Answer]) -> Table:
         hidden = answer.exchange_hidden
         table.add_row(
             f"{answer.name} x{answer.stages_per_rank}" if answer.stages_per_rank > 1 else answer.name,
-            _time(question, summary.makespan),
+            view.time(summary.makespan),
             f"{sum(r.bubble for r in summary.ranks) / ranks / summary.makespan:.1%}",
-            _time(question, sum(r.exposed for r in summary.ranks) / ranks),
-            _time(question, sum(r.idle for r in summary.ranks) / ranks),
+            view.time(sum(r.exposed for r in summary.ranks) / ranks),
+            view.time(sum(r.idle for r in summary.ranks) / ranks),
             "-" if hidden is None else f"{hidden:.0%}",
             f"{max(summary.peak):.2f}",
             f"{answer.model_copies}x",

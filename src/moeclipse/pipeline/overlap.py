@@ -100,8 +100,13 @@ def make_program(
     num_ranks: int,
     num_microbatches: int,
     chunks: int = 1,
+    *,
+    reduce: bool = False,
 ) -> Verified:
-    """The verified program; `layers` are those of the whole model, as `describe` says."""
+    """The verified program; `layers` are those of the whole model, as `describe` says.
+
+    `reduce`: with one op for the gradients of each stage, for predictions; a run reduces them in buckets.
+    """
     limit = len(layers) if config.recompute_layers == "all" else config.recompute_layers
     shaped = [
         replace(
@@ -113,4 +118,5 @@ def make_program(
     ]
     actions = build(layout.schedule, num_ranks, num_microbatches, len(layout.stages) // num_ranks)
     how = Expansion(overlap=config.overlap, chunks=chunks, split="layer")
-    return verify(expand(actions, [[shaped[i] for i in stage] for stage in layout.stages], how))
+    stages = [[shaped[i] for i in stage] for stage in layout.stages]
+    return verify(expand(actions, stages, how, reduce=reduce))

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 
 import numpy as np
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule import kinds
-from moeclipse.schedule.graph import DATA, HOST, LANE, WIRE, Edges, Graph, ImpliedTransfers, Ints, sort_graph
+from moeclipse.schedule.graph import DATA, HOST, LANE, WIRE, Edges, Graph, ImpliedTransfers, sort_graph
 from moeclipse.schedule.kinds import Kind
-from moeclipse.schedule.op import Op, Program
+from moeclipse.schedule.op import ACTIONS, ActionColumns, Ints, Op, Program
 
-LEAVES = (kinds.F, kinds.B, kinds.I, kinds.W)
+ACTIONS_INSIDE = {kinds.PAIR: 2, kinds.SELF: 1}
+OWN_FIELDS = attrgetter("lane", "layer", "step", "chunk", "chunks", "expert", "deps", "comm", "peers")
+"""What a whole action leaves at its default: one call for all of them, since there may be a million ops."""
+NO_FIELDS = OWN_FIELDS(Op(kind=kinds.F))
 LOOKAHEAD = 1
 """A receive is posted this many actions before the one that reads it."""
 
@@ -28,7 +32,7 @@ LOOKAHEAD = 1
 class ActionTable:
     """Leaves of all actions as columns, and where each (stage, microbatch) is computed (-1: nowhere)."""
 
-    ops: list[Op]
+    program: Program
     rank: Ints
     """Rank of each op."""
     begin: Ints
@@ -36,7 +40,7 @@ class ActionTable:
     owner: Ints
     """The op that holds a leaf."""
     kind: Ints
-    """Of a leaf: position in LEAVES."""
+    """Of a leaf: position in ACTIONS."""
     cell: Ints
     """Of a leaf: stage * num_microbatches + microbatch."""
     forward_at: Ints
@@ -45,41 +49,58 @@ class ActionTable:
 
     def of_kind(self, *wanted: Kind) -> tuple[Ints, Ints]:
         """(cells, owners) of all leaves of these kinds."""
-        chosen = np.isin(self.kind, [LEAVES.index(kind) for kind in wanted])
+        chosen = np.isin(self.kind, [ACTIONS.index(kind) for kind in wanted])
         return self.cell[chosen], self.owner[chosen]
+
+    @property
+    def num_ops(self) -> int:
+        return len(self.rank)
+
+    def op(self, index: int) -> Op:
+        rank = int(self.rank[index])
+        return self.program.ranks[rank][index - int(self.begin[rank])]
+
+
+def holds_its_actions(op: Op) -> bool:
+    """A PAIR has two plain actions and a SELF one, which name what they work on; all other ops have none."""
+    if not op.parts:
+        return op.kind not in ACTIONS_INSIDE
+    named = op.stage is not None or op.layer is not None or op.microbatch is not None
+    return (
+        len(op.parts) == ACTIONS_INSIDE.get(op.kind)
+        and not named
+        and not any(leaf.parts for leaf in op.parts)
+    )
 
 
 def tabulate(program: Program) -> ActionTable:
     """Columns of an action program; refuses ops that are no actions or name no stage of the placement."""
     shape = program.pipeline()
+    if program.num_ranks != shape.num_ranks or shape.copies != 1:
+        raise ScheduleError(
+            f"{program.name} has lists for {program.num_ranks} ranks, but its placement has "
+            f"{shape.placement.num_ranks}, once each in a program of whole actions"
+        )
+    sizes = np.array(program.sizes, dtype=np.int64)
+    rank = np.repeat(np.arange(program.num_ranks), sizes)
+    begin = np.concatenate([[0], np.cumsum(sizes)])
+    owner, kind, stage, microbatch = _leaves(program)
     stages, M = shape.placement.num_stages, shape.num_microbatches
-    ops = list(chain.from_iterable(program.ranks))
-    owner: list[int] = []
-    kind: list[int] = []
-    cell: list[int] = []
-    code = {leaf: index for index, leaf in enumerate(LEAVES)}
-    for index, op in enumerate(ops):
-        for leaf in op.parts or (op,):
-            stage, microbatch, what = leaf.stage, leaf.microbatch, code.get(leaf.kind)
-            if what is None or stage is None or microbatch is None:
-                raise ScheduleError(f"{op} is no action; expected F, B, I or W with a stage and a microbatch")
-            if not (0 <= stage < stages and 0 <= microbatch < M):
-                raise ScheduleError(f"{op} lies outside stages 0..{stages - 1} and microbatches 0..{M - 1}")
-            owner.append(index)
-            kind.append(what)
-            cell.append(stage * M + microbatch)
-    sizes = np.array([len(rank_ops) for rank_ops in program.ranks], dtype=np.int64)
     table = ActionTable(
-        ops=ops,
-        rank=np.repeat(np.arange(program.num_ranks), sizes),
-        begin=np.concatenate([[0], np.cumsum(sizes)]),
-        owner=np.array(owner, dtype=np.int64),
-        kind=np.array(kind, dtype=np.int64),
-        cell=np.array(cell, dtype=np.int64),
+        program=program,
+        rank=rank,
+        begin=begin,
+        owner=owner,
+        kind=kind,
+        cell=stage * M + microbatch,
         forward_at=np.full(stages * M, -1, dtype=np.int64),
         input_grad_at=np.full(stages * M, -1, dtype=np.int64),
         weight_grad_at=np.full(stages * M, -1, dtype=np.int64),
     )
+    outside = np.flatnonzero((stage < 0) | (stage >= stages) | (microbatch < 0) | (microbatch >= M))
+    if len(outside):
+        op = table.op(int(owner[outside[0]]))
+        raise ScheduleError(f"{op} lies outside stages 0..{stages - 1} and microbatches 0..{M - 1}")
     for place, makers in (
         (table.forward_at, (kinds.F,)),
         (table.input_grad_at, (kinds.B, kinds.I)),
@@ -90,9 +111,43 @@ def tabulate(program: Program) -> ActionTable:
     return table
 
 
+def _leaves(program: Program) -> tuple[Ints, Ints, Ints, Ints]:
+    """(owner, kind, stage, microbatch) of every leaf."""
+    if isinstance(program.ranks, ActionColumns):
+        columns = program.ranks
+        return (
+            np.arange(len(columns.kind)),
+            columns.kind.astype(np.int64),
+            columns.stage.astype(np.int64),
+            columns.microbatch.astype(np.int64),
+        )
+    owner: list[int] = []
+    kind: list[int] = []
+    stages: list[int] = []
+    microbatches: list[int] = []
+    code = {action: index for index, action in enumerate(ACTIONS)}
+    for index, op in enumerate(chain.from_iterable(program.ranks)):
+        if OWN_FIELDS(op) != NO_FIELDS or not holds_its_actions(op):
+            raise ScheduleError(
+                f"{op} is no action; expected F, B, I or W with a stage and a microbatch, a PAIR of two or a "
+                "SELF of one, and no deps, group, lane, layer or chunk: transfers follow from the placement"
+            )
+        for leaf in op.parts or (op,):
+            stage, microbatch, what = leaf.stage, leaf.microbatch, code.get(leaf.kind)
+            if what is None or stage is None or microbatch is None:
+                raise ScheduleError(f"{op} is no action; expected F, B, I or W with a stage and a microbatch")
+            owner.append(index)
+            kind.append(what)
+            stages.append(stage)
+            microbatches.append(microbatch)
+    lists = (owner, kind, stages, microbatches)
+    owners, codes, where, which = (np.array(column, dtype=np.int64) for column in lists)
+    return owners, codes, where, which
+
+
 def action_graph(program: Program, table: ActionTable) -> Graph:
     """The sorted graph; every cell of the table must be filled."""
-    ops = len(table.ops)
+    ops = table.num_ops
     inside = np.arange(ops - 1)
     inside = inside[table.rank[:-1] == table.rank[1:]]
     pieces: list[tuple[Ints, Ints, int]] = [(inside, inside + 1, LANE)]
@@ -102,7 +157,7 @@ def action_graph(program: Program, table: ActionTable) -> Graph:
 
     def name(node: int) -> str:
         if node < ops:
-            return f"{table.ops[node]} on rank {table.rank[node]}"
+            return f"{table.op(node)} on rank {table.rank[node]}"
         at = node - ops
         kind = kinds.SEND_F if transfers.is_forward[at] else kinds.SEND_B
         return (
@@ -164,7 +219,7 @@ def _transfers(program: Program, table: ActionTable) -> tuple[ImpliedTransfers, 
     line = source * program.num_ranks + destination
     order = np.lexsort((~is_forward, producer, line))
     producer, consumer, line = producer[order], consumer[order], line[order]
-    node = len(table.ops) + np.arange(len(order))
+    node = table.num_ops + np.arange(len(order))
     follows = np.flatnonzero(line[:-1] == line[1:])
     pieces: list[tuple[Ints, Ints, int]] = [
         (producer, node, DATA),

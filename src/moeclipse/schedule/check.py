@@ -1,14 +1,22 @@
 """The verifier: a program that passes here ends, whatever the timing, and computes each thing once.
 
-It checks, in this order: the exact set of ops; the independence of the F and B of every pair; equal
-order on every communicator; deadlock freedom without buffering; that everything an op reads has ended
-before it starts; and peak activation memory per rank against a bound. Messages name the ops.
+It checks, in this order: the exact set of ops; the independence of the F and B of every pair; that what
+communicates names everyone it meets; that every op says what it holds; equal order on every communicator;
+deadlock freedom without buffering; that everything an op reads has ended before it starts; and peak
+activation memory per rank against a bound. Messages name the ops.
+
+A program must pass on two kinds of wire, and what passes here passes on both:
+
+    streams  (NCCL)  a transfer occupies its lane and its communicator until the others have come; lanes
+                     are in order, so who waits for a transfer has waited for those before it on its lane
+    host     (gloo)  a transfer is under way beside everything: only who waits for it knows that it has ended
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -18,8 +26,10 @@ from moeclipse.schedule.action_graph import ActionTable, action_graph, tabulate
 from moeclipse.schedule.contents import check_contents
 from moeclipse.schedule.graph import Graph
 from moeclipse.schedule.kinds import Kind
+from moeclipse.schedule.meetings import check_launches
+from moeclipse.schedule.memory import memory_columns, memory_of
 from moeclipse.schedule.needs import exchange_sources, pipeline_sources
-from moeclipse.schedule.op import Op, Program
+from moeclipse.schedule.op import ActionColumns, Op, Program
 from moeclipse.schedule.op_graph import op_graph
 from moeclipse.schedule.shape import ExchangeShape, PipelineShape
 
@@ -29,6 +39,7 @@ CELLS: dict[str, tuple[Kind, ...]] = {
     "dW": (kinds.B, kinds.W),
 }
 """What a stage computes of a microbatch, and the actions that compute it."""
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +66,14 @@ def verify(program: Program, memory_limit: float | Sequence[float] | None = None
     if program.explicit:
         check_contents(program)
         _check_pairs(program)
+        check_launches(program)
+        _check_holdings(program)
         graph = op_graph(program)
         _check_needs(program)
     else:
         table = tabulate(program)
         _check_cells(program, table)
+        _check_unit(program, table)
         _check_pairs(program)
         graph = action_graph(program, table)
     peak = launch_peak(program)
@@ -67,15 +81,47 @@ def verify(program: Program, memory_limit: float | Sequence[float] | None = None
     return Verified(program=program, graph=graph, peak=peak)
 
 
+def _check_holdings(program: Program) -> None:
+    """alloc and free are what the ops hold."""
+    for rank, ops in enumerate(program.ranks):
+        for op in ops:
+            taken, given = memory_of(program.shape, op)
+            if abs(op.alloc - taken) > ROUNDING or abs(op.free - given) > ROUNDING:
+                raise ScheduleError(_wrong_holding(op, rank, taken, given))
+
+
+def _check_unit(program: Program, table: ActionTable) -> None:
+    """The same for whole actions, by columns; what is kept as columns has nothing to say of its own."""
+    if isinstance(program.ranks, ActionColumns):
+        return
+    unit = program.pipeline().unit
+    ops = list(chain.from_iterable(program.ranks))
+    for leaves, column in (
+        ((kinds.F,), np.array([op.alloc for op in ops])),
+        ((kinds.B, kinds.W), np.array([op.free for op in ops])),
+    ):
+        _, owners = table.of_kind(*leaves)
+        wrong = np.flatnonzero(np.abs(column - unit * np.bincount(owners, minlength=len(ops))) > ROUNDING)
+        if len(wrong):
+            op = ops[int(wrong[0])]
+            raise ScheduleError(_wrong_holding(op, int(table.rank[wrong[0]]), *memory_of(program.shape, op)))
+
+
+def _wrong_holding(op: Op, rank: int, taken: float, given: float) -> str:
+    return (
+        f"{op} on rank {rank} says that it takes {op.alloc:g} and gives back {op.free:g}, "
+        f"but it takes {taken:g} and gives back {given:g}"
+    )
+
+
 def launch_peak(program: Program) -> tuple[float, ...]:
     """Most memory per rank when ops run in launch order: each takes before it gives back."""
     peaks = []
-    for ops in program.ranks:
-        if not ops:
+    for rank in range(program.num_ranks):
+        alloc, free = memory_columns(program, rank)
+        if not len(alloc):
             peaks.append(0.0)
             continue
-        alloc = np.array([op.alloc for op in ops])
-        free = np.array([op.free for op in ops])
         held = np.cumsum(alloc) - np.concatenate([[0.0], np.cumsum(free)[:-1]])
         peaks.append(float(held.max()))
     return tuple(peaks)
@@ -122,14 +168,14 @@ def _check_cells(program: Program, table: ActionTable) -> None:
         owner = int(table.owner[misplaced[0]])
         stage = int(table.cell[misplaced[0]]) // M
         where = f"stands on rank {table.rank[owner]}, but stage {stage} lives on rank {rank_of[stage]}"
-        raise ScheduleError(f"{table.ops[owner]} {where}")
+        raise ScheduleError(f"{table.op(owner)} {where}")
     for what, makers in CELLS.items():
         cells, owners = table.of_kind(*makers)
         found = np.bincount(cells, minlength=len(wanted))
         wrong = np.flatnonzero(found != wanted)
         if len(wrong):
             cell = int(wrong[0])
-            culprits = [str(table.ops[int(owner)]) for owner in owners[cells == cell]]
+            culprits = [str(table.op(int(owner))) for owner in owners[cells == cell]]
             by = f" by {', '.join(culprits)}" if culprits else ""
             where = f"{what} of stage {cell // M}, microbatch {cell % M}"
             raise ScheduleError(
@@ -140,12 +186,14 @@ def _check_cells(program: Program, table: ActionTable) -> None:
 
 def _check_pairs(program: Program) -> None:
     """A pair is one op, so neither half may need the other; within one microbatch B always needs F."""
-    if isinstance(program.shape, ExchangeShape):
+    if isinstance(program.shape, ExchangeShape) or isinstance(program.ranks, ActionColumns):
         return
     pair, forward, backwards = kinds.PAIR, kinds.F, (kinds.B, kinds.I)  # looked up once for a million ops
     for rank, ops in enumerate(program.ranks):
         for op in ops:
             if op.kind is pair:
+                if len(op.parts) != 2:
+                    raise ScheduleError(f"{op} on rank {rank} must pair one F with one B")
                 f, b = op.parts
                 if f.kind is not forward or b.kind not in backwards:
                     raise ScheduleError(f"{op} on rank {rank} must pair one F with one B")
@@ -168,7 +216,11 @@ def _dependent_pair(shape: PipelineShape, op: Op, rank: int) -> str:
 
 
 def _check_needs(program: Program) -> None:
-    """Everything an op reads has ended on its rank: through deps, lane order, or both in turn."""
+    """Everything an op reads has ended on its rank, on both kinds of wire.
+
+    Streams: through deps, lane order, or both in turn. Host: compute has ended, and a transfer once this op
+    or one before it has listed it in deps.
+    """
     for rank, ops in enumerate(program.ranks):
         if isinstance(program.shape, ExchangeShape):
             wanted = exchange_sources(ops)
@@ -180,9 +232,13 @@ def _check_needs(program: Program) -> None:
         for op in ops:
             place.append(count.get(op.lane, 0))
             count[op.lane] = place[-1] + 1
+        awaited: set[int] = set()
         for position, sources in enumerate(wanted):
+            awaited.update(ops[position].deps)
             for source in sources:
-                if ended[position].get(ops[source].lane, -1) < place[source]:
+                if ended[position].get(ops[source].lane, -1) < place[source] or (
+                    ops[source].comm is not None and source not in awaited
+                ):
                     late = source > position
                     fault = "is launched only after it" if late else "may still run when it starts"
                     raise ScheduleError(

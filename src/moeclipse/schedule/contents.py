@@ -1,7 +1,9 @@
 """The exact set of ops that a shape asks for, rank by rank.
 
-Compared with what a program holds: what is missing, what is there twice, what belongs elsewhere. A part
-that is cut into chunks counts once all its chunks are there.
+Compared with what a program holds: what is missing, what is there twice, what belongs elsewhere, and what an
+op says of itself that its kind does not have. A part that is cut into chunks counts once all its chunks are
+there; a microbatch is cut into one number of them, and what enters or leaves a stage goes chunk by chunk, in
+order, because that is how a runtime hands it on.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from collections.abc import Iterator
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule import kinds
-from moeclipse.schedule.kinds import KIND_OF, Form, Kind
+from moeclipse.schedule.action_graph import holds_its_actions
+from moeclipse.schedule.kinds import KIND_OF, Form, Kind, Part
 from moeclipse.schedule.needs import Key, keys_of, weight_parts
 from moeclipse.schedule.op import Op, Program
 from moeclipse.schedule.shape import ExchangeShape, LayerShape, PipelineShape
@@ -21,6 +24,11 @@ ExchangeKey = tuple[Kind, int | None, int | None, int | None]
 
 
 def check_contents(program: Program) -> None:
+    if program.num_ranks != program.shape.num_ranks:
+        raise ScheduleError(
+            f"{program.name} has lists for {program.num_ranks} ranks, but its shape has "
+            f"{program.shape.num_ranks}"
+        )
     if isinstance(program.shape, ExchangeShape):
         _check_exchange(program, program.shape)
     else:
@@ -28,9 +36,13 @@ def check_contents(program: Program) -> None:
 
 
 def _check_pipeline(program: Program, shape: PipelineShape) -> None:
+    cuts: dict[int, Op] = {}
     for rank, ops in enumerate(program.ranks):
         found: dict[Key, list[Op]] = {}
         for op in ops:
+            check_fields(op, rank)
+            if op.chunk is not None:
+                _check_cut(op, rank, cuts)
             if op.kind not in UNCOUNTED:
                 for key in keys_of(op):
                     found.setdefault(key, []).append(op)
@@ -45,18 +57,59 @@ def _check_pipeline(program: Program, shape: PipelineShape) -> None:
                     f"{program.name}: {makers[0]} does not belong on rank {rank}, whose stages are "
                     f"{list(shape.placement.stages_of(rank // shape.copies))}"
                 )
-            _check_chunks(program, rank, key, makers)
+            if len(makers) > 1 or makers[0].chunk is not None:
+                _check_chunks(program, rank, key, makers)
+
+
+def check_fields(op: Op, rank: int) -> None:
+    """What the kind of an op of a pipeline does not have must be left out."""
+    if op.step is not None or op.expert is not None:
+        raise ScheduleError(f"{op} on rank {rank} is no exchange of one layer; it has no step and no expert")
+    if not holds_its_actions(op):
+        raise ScheduleError(
+            f"{op} on rank {rank} is a {op.kind} of {len(op.parts)} actions; a PAIR holds two, a SELF one, "
+            "and these alone name stages and microbatches"
+        )
+    if (op.chunk is None and op.chunks != 1) or (op.chunk is not None and op.layer is None):
+        raise ScheduleError(
+            f"{op} on rank {rank} says chunk {op.chunk} of {op.chunks}; "
+            "only parts of layers are cut, and each op names its chunk"
+        )
+
+
+def _check_cut(op: Op, rank: int, cuts: dict[int, Op]) -> None:
+    """A runtime cuts a microbatch once, for all stages and both directions."""
+    if op.microbatch is not None:
+        first = cuts.setdefault(op.microbatch, op)
+        if first.chunks != op.chunks:
+            raise ScheduleError(
+                f"{op} on rank {rank} cuts microbatch {op.microbatch} into {op.chunks} chunks, but {first} "
+                f"into {first.chunks}; a microbatch is cut into one number of chunks"
+            )
 
 
 def _check_chunks(program: Program, rank: int, key: Key, makers: list[Op]) -> None:
-    cuts = sorted((-1 if op.chunk is None else op.chunk) for op in makers)
-    whole = cuts == [-1] or (cuts == list(range(makers[0].chunks)) and len({op.chunks for op in makers}) == 1)
-    if not whole:
-        listed = ", ".join(map(str, makers[:4]))
+    cuts = [(-1 if op.chunk is None else op.chunk) for op in makers]
+    wanted = list(range(makers[0].chunks))
+    listed = ", ".join(map(str, makers[:4]))
+    if sorted(cuts) != wanted or len({op.chunks for op in makers}) > 1:
         raise ScheduleError(
             f"{program.name}: {_name(key)} on rank {rank} is launched as {listed}; "
             "expected it once, or once for every chunk"
         )
+    if cuts != wanted and _crosses(program.pipeline(), key):
+        raise ScheduleError(
+            f"{program.name}: {_name(key)} on rank {rank} is launched as {listed}; "
+            "chunks enter and leave a stage in order"
+        )
+
+
+def _crosses(shape: PipelineShape, key: Key) -> bool:
+    """Whether an op takes what came to its stage, or gives what goes on from there."""
+    kind, stage, layer, _ = key
+    if layer == 0 and kind.part is Part.ATTN:
+        return True
+    return kind.form is Form.B and layer == len(shape.layers[stage]) - 1
 
 
 def _name(key: Key) -> str:
@@ -97,6 +150,16 @@ def _check_exchange(program: Program, shape: ExchangeShape) -> None:
     for rank, ops in enumerate(program.ranks):
         found: dict[ExchangeKey, Op] = {}
         for op in ops:
+            chunks = 1 if op.chunk is None else shape.chunks_of(op.step or 0)
+            if (
+                op.chunks != chunks
+                or op.parts
+                or any(n is not None for n in (op.stage, op.layer, op.microbatch))
+            ):
+                raise ScheduleError(
+                    f"{program.name}: {op} on rank {rank} must be one of {chunks} chunks and name no stage, "
+                    "layer or microbatch"
+                )
             key = (op.kind, op.step, op.chunk, op.expert)
             if key in found:
                 raise ScheduleError(f"{program.name}: rank {rank} launches {op} twice")

@@ -5,7 +5,8 @@ lane order. Host edges hold where compute runs inline on the host, as it does on
 after such an op cannot start before it has ended. Nodes that meet (a send and its receive, the members
 of a collective) form one vertex, so no buffering is assumed anywhere. A topological order of the
 vertices therefore proves that the program ends, whatever the timing and on both kinds of host;
-without one, the cycle is put into words.
+without one, the cycle is put into words. Where compute runs on a device, its stream is such a host: a
+transfer starts behind all that was launched there before it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from moeclipse.core.errors import ScheduleError
+from moeclipse.schedule.waves import Waves, sort_in_waves
 
 Ints = npt.NDArray[np.int64]
 DATA, LANE, WIRE, HOST = range(4)
@@ -27,6 +30,8 @@ REASONS = {
     WIRE: "waits on the same wire for",
     HOST: "is launched after the host has finished",
 }
+MANY = 300_000
+"""Nodes from which a graph is sorted wave by wave."""
 LONGEST_PRINTED = 16
 """A longer cycle is cut in the middle: the eye needs its ends."""
 
@@ -58,13 +63,13 @@ class Edges:
 
     source: Ints
     target: Ints
-    reason: Ints
+    reason: npt.NDArray[np.int8] | Ints
     lag: Ints
 
     @staticmethod
     def join(pieces: Sequence[tuple[Ints, Ints, int]]) -> Edges:
         """From (source, target, reason) triples."""
-        reasons = [np.full(len(source), reason, dtype=np.int64) for source, _, reason in pieces]
+        reasons = [np.full(len(source), reason, dtype=np.int8) for source, _, reason in pieces]
         source = np.concatenate([source for source, _, _ in pieces])
         return Edges(
             source=source,
@@ -75,19 +80,49 @@ class Edges:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lists:
+    """A graph that was sorted vertex by vertex."""
+
+    hard: Successors
+    host: Successors
+    order: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Graph:
     """Sorted: `order` lists the vertices so that each comes after everything it waits for."""
 
     num_nodes: int
     num_ops: int
-    hard: Successors
-    host: Successors
-    order: list[int]
+    found: Lists | Waves
+    """Large graphs are sorted in waves, and become lists where somebody asks for lists."""
     vertex: list[int] | None = None
     """Vertex of each node; None: every node is its own vertex."""
     members: list[list[int]] | None = None
     """Nodes of each vertex."""
     transfers: ImpliedTransfers | None = None
+
+    @cached_property
+    def lists(self) -> Lists:
+        if isinstance(self.found, Lists):
+            return self.found
+        hard, host = (
+            Successors(first=rows.first.tolist(), after=rows.after.tolist(), lag=[0] * len(rows.after))
+            for rows in (self.found.hard, self.found.host)
+        )
+        return Lists(hard=hard, host=host, order=self.found.order.tolist())
+
+    @property
+    def hard(self) -> Successors:
+        return self.lists.hard
+
+    @property
+    def host(self) -> Successors:
+        return self.lists.host
+
+    @property
+    def order(self) -> list[int]:
+        return self.lists.order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,26 +149,30 @@ def sort_graph(
 ) -> Graph:
     """Order the vertices; raise with a cycle in words if there is none."""
     is_host = edges.reason == HOST
+    if vertex is None and num_nodes >= MANY and not edges.lag.any():
+        found, waiting = sort_in_waves(num_nodes, edges.source, edges.target, is_host)
+        if waiting.any():
+            stuck = np.flatnonzero(waiting).tolist()
+            raise ScheduleError(_describe_cycle(stuck, edges, vertex, name))
+        return Graph(num_nodes=num_nodes, num_ops=num_ops, found=found, transfers=transfers)
     hard = Successors.build(num_nodes, edges.source[~is_host], edges.target[~is_host])
     host = Successors.build(num_nodes, edges.source[is_host], edges.target[is_host], edges.lag[is_host])
     if vertex is None or members is None:
-        waiting = np.bincount(edges.target, minlength=num_nodes).tolist()
-        order = _sort_nodes(waiting, hard, host)
+        counts = np.bincount(edges.target, minlength=num_nodes).tolist()
+        order = _sort_nodes(counts, hard, host)
         complete = len(order) == num_nodes
     else:
         by_vertex = np.asarray(vertex, dtype=np.int64)
-        waiting = np.bincount(by_vertex[edges.target], minlength=len(members)).tolist()
-        order = _sort_vertices(waiting, hard, host, vertex, members)
+        counts = np.bincount(by_vertex[edges.target], minlength=len(members)).tolist()
+        order = _sort_vertices(counts, hard, host, vertex, members)
         complete = len(order) == len(members)
     if not complete:
-        stuck = [v for v, count in enumerate(waiting) if count]
+        stuck = [v for v, count in enumerate(counts) if count]
         raise ScheduleError(_describe_cycle(stuck, edges, vertex, name))
     return Graph(
         num_nodes=num_nodes,
         num_ops=num_ops,
-        hard=hard,
-        host=host,
-        order=order,
+        found=Lists(hard=hard, host=host, order=order),
         vertex=vertex,
         members=members,
         transfers=transfers,

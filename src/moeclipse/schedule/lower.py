@@ -14,7 +14,7 @@ from typing import NamedTuple
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule import kinds
 from moeclipse.schedule.action_graph import LOOKAHEAD
-from moeclipse.schedule.kinds import DP, KIND_OF, P2P, Form, Part
+from moeclipse.schedule.kinds import COMPUTE, DP, KIND_OF, P2P, Form, Part
 from moeclipse.schedule.needs import (
     Key,
     gradient_of,
@@ -222,13 +222,17 @@ def _with_reductions(
 
 
 def with_deps(shape: PipelineShape, ops: list[Op], chain: Mapping[int, int] | None = None) -> tuple[Op, ...]:
-    """Deps point at whatever an op reads, less what its own lane orders anyway."""
+    """Deps point at whatever an op reads, less what compute orders anyway.
+
+    Transfers of one lane are listed, too: they leave in order, but only who waits for one knows that it
+    has come.
+    """
     table = tabulate_keys(ops)
     out = []
     for position, op in enumerate(ops):
         sources = resolve(shape, op, table)
         if chain and position in chain:
             sources.append(chain[position])
-        deps = {source for source in sources if ops[source].lane != op.lane}
+        deps = {source for source in sources if ops[source].lane != op.lane or op.lane != COMPUTE}
         out.append(op._replace(deps=tuple(sorted(deps))) if deps else op)
     return tuple(out)

@@ -13,30 +13,58 @@ warm-up forwards per hop: with one per hop plus one they run, but the bubble exp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
+from moeclipse.schedule import kinds
 from moeclipse.schedule.legal import require_legal
-from moeclipse.schedule.op import Op, Program, backward, forward, pair, pipeline_program
+from moeclipse.schedule.op import (
+    ACTIONS,
+    ActionColumns,
+    Op,
+    Program,
+    backward,
+    forward,
+    pair,
+    pipeline_program,
+)
 from moeclipse.schedule.shape import StagePlacement
+
+MANY = 100_000
+"""Microbatches of all stages together from which lists stay columns: objects would take gigabytes."""
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Program:
     require_legal("gpipe", num_ranks, num_microbatches, 1)
-    P, M = num_ranks, num_microbatches
-    ranks = [[forward(r, m) for m in range(M)] + [backward(r, m) for m in range(M)] for r in range(P)]
-    return pipeline_program("gpipe", ranks, StagePlacement.loop(P), M)
+    return _alternating("gpipe", num_ranks, num_microbatches, [num_microbatches] * num_ranks)
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Program:
     require_legal("1f1b", num_ranks, num_microbatches, 1)
     P, M = num_ranks, num_microbatches
-    ranks = []
-    for r in range(P):
-        w = min(P - 1 - r, M)
-        ops = [forward(r, m) for m in range(w)]  # 1
-        for i in range(M - w):  # 2
-            ops += [forward(r, w + i), backward(r, i)]
-        ops += [backward(r, m) for m in range(M - w, M)]  # 3
-        ranks.append(ops)
-    return pipeline_program("1f1b", ranks, StagePlacement.loop(P), M)
+    return _alternating("1f1b", P, M, [min(P - 1 - r, M) for r in range(P)])
+
+
+def _alternating(name: str, P: int, M: int, warm_up: Sequence[int]) -> Program:
+    """w x F, (M-w) x [F B], w x B: ranks differ in w alone, so their lists are made as columns."""
+    kind = np.empty((P, 2 * M), dtype=np.int8)
+    microbatch = np.empty((P, 2 * M), dtype=np.int32)
+    F, B = ACTIONS.index(kinds.F), ACTIONS.index(kinds.B)
+    number = np.arange(M, dtype=np.int32)
+    for r, w in enumerate(warm_up):
+        forwards = np.concatenate([number[:w], w + 2 * number[: M - w]])
+        backwards = np.concatenate([w + 1 + 2 * number[: M - w], 2 * M - w + number[:w]])
+        kind[r, forwards], kind[r, backwards] = F, B
+        microbatch[r, forwards] = microbatch[r, backwards] = number
+    columns = ActionColumns(
+        begin=np.arange(P + 1, dtype=np.int64) * 2 * M,
+        kind=kind.ravel(),
+        stage=np.repeat(np.arange(P, dtype=np.int32), 2 * M),
+        microbatch=microbatch.ravel(),
+    )
+    ranks = columns if P * M >= MANY else tuple(columns)
+    return pipeline_program(name, ranks, StagePlacement.loop(P), M)
 
 
 def paired_rank(rank: int, w: int, num_microbatches: int) -> list[Op]:

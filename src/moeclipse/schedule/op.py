@@ -14,12 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule import kinds
 from moeclipse.schedule.kinds import COMPUTE, Kind
 from moeclipse.schedule.shape import ExchangeShape, PipelineShape, StagePlacement
+
+Ints = npt.NDArray[np.int64]
+ACTIONS = (kinds.F, kinds.B, kinds.I, kinds.W)
+"""Plain actions, in the order of their numbers in columns."""
 
 
 class Op(NamedTuple):
@@ -74,23 +81,70 @@ class Op(NamedTuple):
         return self.parts or (self,)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ActionColumns(Sequence[tuple[Op, ...]]):
+    """The lists of all ranks as numbers, where every op is a plain action: for programs of millions of them.
+
+    A rank's ops are made when somebody looks at them; verifier and simulator read the columns.
+    """
+
+    begin: Ints
+    """First action of each rank, and the end."""
+    kind: npt.NDArray[np.int8]
+    """Position in `ACTIONS`."""
+    stage: npt.NDArray[np.int32]
+    microbatch: npt.NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.begin) - 1
+
+    @overload
+    def __getitem__(self, rank: int) -> tuple[Op, ...]: ...
+    @overload
+    def __getitem__(self, rank: slice) -> tuple[tuple[Op, ...], ...]: ...
+    def __getitem__(self, rank: int | slice) -> tuple[Op, ...] | tuple[tuple[Op, ...], ...]:
+        if isinstance(rank, slice):
+            return tuple(self[each] for each in range(*rank.indices(len(self))))
+        if not -len(self) <= rank < len(self):
+            raise IndexError(f"rank {rank} of {len(self)}")
+        part = slice(*self.begin[rank % len(self) :][:2].tolist())
+        makers = (forward, backward, input_grad, weight_grad)
+        columns = (self.kind[part].tolist(), self.stage[part].tolist(), self.microbatch[part].tolist())
+        return tuple(makers[kind](stage, m) for kind, stage, m in zip(*columns, strict=True))
+
+    @property
+    def sizes(self) -> list[int]:
+        sizes: list[int] = np.diff(self.begin).tolist()
+        return sizes
+
+
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """What every rank launches, in order."""
 
     name: str
-    ranks: tuple[tuple[Op, ...], ...]
+    ranks: Sequence[tuple[Op, ...]]
     shape: PipelineShape | ExchangeShape
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Members of each communicator; a point-to-point group lists its sender first."""
+    """Members of each group; a point-to-point group lists its sender first."""
+    communicators: Mapping[str, str] = field(default_factory=dict)
+    """Groups that share a communicator, by its name; a group that is not listed has one of its own.
+
+    A communicator serves first come, first served, whatever lanes its ops stand on.
+    """
 
     @property
     def num_ranks(self) -> int:
         return len(self.ranks)
 
     @property
+    def sizes(self) -> list[int]:
+        """Ops of each rank."""
+        return self.ranks.sizes if isinstance(self.ranks, ActionColumns) else list(map(len, self.ranks))
+
+    @property
     def num_ops(self) -> int:
-        return sum(map(len, self.ranks))
+        return sum(self.sizes)
 
     @property
     def explicit(self) -> bool:
@@ -145,8 +199,10 @@ def self_overlap(action: Op) -> Op:
 def pipeline_program(
     name: str, ranks: Iterable[Sequence[Op]], placement: StagePlacement, num_microbatches: int
 ) -> Program:
+    """`ranks` stay columns if they are: only lists are copied."""
     shape = PipelineShape(placement=placement, num_microbatches=num_microbatches)
-    return Program(name=name, ranks=tuple(map(tuple, ranks)), shape=shape)
+    kept = ranks if isinstance(ranks, ActionColumns) else tuple(map(tuple, ranks))
+    return Program(name=name, ranks=kept, shape=shape)
 
 
 def overlap_alone(program: Program) -> Program:

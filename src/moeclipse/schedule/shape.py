@@ -140,6 +140,16 @@ class PipelineShape:
     """Every stage ends with one gradient reduction on the dp lane."""
     copies: int = 1
     """Ranks that stand side by side at each place of the pipeline and share its experts."""
+    unit: float = 1.0
+    """What a stage keeps of one microbatch, where the program speaks of whole actions."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.placement.num_ranks * self.copies
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """(place in the pipeline, which of the copies there)."""
+        return divmod(rank, self.copies)
 
     def microbatches_of(self, stage: int) -> range:
         """Chains share the microbatches evenly; one chain takes them all."""
@@ -195,6 +205,11 @@ class ExchangeShape:
         return max(map(len, self.groups)) == 1
 
     @property
+    def num_events(self) -> int:
+        """Times that rows leave a rank: once a unit, or once for each expert of it."""
+        return len(self.units) * (self.experts_per_rank if self.per_expert else 1)
+
+    @property
     def most_chunks(self) -> int:
         return max(self.own_chunks, self.chunks)
 
@@ -216,6 +231,10 @@ class ExchangeShape:
     def receive_from(self, rank: int, step: int) -> tuple[int, ...]:
         """Ranks whose rows arrive here at `step`."""
         return self.groups[(self.group_of(rank) - step) % self.num_steps]
+
+    def partners(self, rank: int, step: int) -> tuple[int, ...]:
+        """Everyone whom a rank meets at `step`, itself among them."""
+        return tuple(sorted({rank, *self.send_to(rank, step), *self.receive_from(rank, step)}))
 
 
 def even_groups(num_ranks: int, group_size: int) -> tuple[tuple[int, ...], ...]:

@@ -25,6 +25,7 @@ from dataclasses import replace
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule import kinds
 from moeclipse.schedule.kinds import Kind
+from moeclipse.schedule.memory import event_memory
 from moeclipse.schedule.op import Op, Program
 from moeclipse.schedule.shape import ExchangeShape, Shadow, even_groups
 
@@ -130,14 +131,13 @@ class _RankList:
         deps: Sequence[int] = (),
         group: str | None = None,
         peers: tuple[int, ...] = (),
-        alloc: float = 0.0,
-        free: float = 0.0,
     ) -> int:
         comm = None
         if group is not None:
             comm = (group, self.seq.get(group, 0))
             self.seq[group] = comm[1] + 1
         chunks = self.shape.chunks_of(unit[0]) if unit is not None else 1
+        alloc, free = event_memory(self.shape, kind)
         op = Op(
             kind=kind,
             lane=kind.lane,
@@ -155,10 +155,7 @@ class _RankList:
         return len(self.ops) - 1
 
     def peers(self, step: int) -> tuple[int, ...]:
-        shape = self.shape
-        return tuple(
-            sorted({self.rank, *shape.send_to(self.rank, step), *shape.receive_from(self.rank, step)})
-        )
+        return self.shape.partners(self.rank, step)
 
 
 def smart(shape: ExchangeShape) -> Program:
@@ -179,9 +176,9 @@ def _events(shape: ExchangeShape) -> list[tuple[tuple[int, int], int | None]]:
 
 def _send_all(out: _RankList) -> list[int]:
     events, backward = _events(out.shape), out.shape.backward
-    kind, alloc = (kinds.S_B, 0.0) if backward else (kinds.S_F, 1.0 / len(events))
+    kind = kinds.S_B if backward else kinds.S_F
     return [
-        out.add(kind, unit=unit, expert=expert, group=GROUP, peers=out.peers(unit[0]), alloc=alloc)
+        out.add(kind, unit=unit, expert=expert, group=GROUP, peers=out.peers(unit[0]))
         for unit, expert in events
     ]
 
@@ -190,14 +187,13 @@ def _compute_and_return(out: _RankList, sent: list[int], extra: Sequence[int]) -
     """Smart: C_u needs S_u, R_u needs C_u. Blocking: every C needs every S, every R needs every C."""
     events, blocking, backward = _events(out.shape), out.shape.blocking, out.shape.backward
     compute, give = (kinds.C_B, kinds.R_B) if backward else (kinds.C_F, kinds.R_F)
-    free = 1.0 / len(events) if backward else 0.0
     computed: list[int] = []
     own_weights = out.shape.own_weights * len(events) // len(out.shape.units)
     returns: list[tuple[tuple[int, int], int | None]] = []
 
     def give_back(unit: tuple[int, int], expert: int | None, deps: Sequence[int]) -> None:
         peers = out.peers(unit[0])
-        out.add(give, unit=unit, expert=expert, deps=deps, group=GROUP, peers=peers, free=free)
+        out.add(give, unit=unit, expert=expert, deps=deps, group=GROUP, peers=peers)
 
     for (unit, expert), source in zip(events, sent, strict=True):
         deps = [*sent, *extra] if blocking else [source]

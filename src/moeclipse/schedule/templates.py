@@ -29,6 +29,7 @@ from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule import kinds
 from moeclipse.schedule.kinds import A2A, KIND_OF, P2P, TRANSFERS, Form, Kind, Part
 from moeclipse.schedule.lower import Block, lower_blocks
+from moeclipse.schedule.memory import layer_memory
 from moeclipse.schedule.needs import weight_parts
 from moeclipse.schedule.op import Op, Program
 from moeclipse.schedule.shape import LayerShape, PipelineShape
@@ -156,7 +157,7 @@ class _OpMaker:
             yield self._op(index, layer, kind, at, cuts)
 
     def _op(self, index: int, layer: LayerShape, kind: Kind, chunk: int | None = None, chunks: int = 1) -> Op:
-        alloc, free = _memory(layer, kind)
+        alloc, free = layer_memory(layer, kind)
         return Op(
             kind=kind,
             lane=kind.lane,
@@ -166,7 +167,7 @@ class _OpMaker:
             chunk=chunk,
             chunks=chunks,
             alloc=alloc / chunks,
-            free=free,
+            free=free / chunks,
         )
 
     def each(self, index: int, *wanted: Kind) -> Iterator[Op]:
@@ -178,18 +179,6 @@ class _OpMaker:
         for chunk in range(self.chunks):
             for kind in wanted:
                 yield from self.ops(index, kind, chunk)
-
-
-def _memory(layer: LayerShape, kind: Kind) -> tuple[float, float]:
-    """(taken, given back): forward keeps, recompute restores what forward did not keep, dW releases."""
-    part, form = kind.part, kind.form
-    kept = layer.kept.get(part, 0.0)
-    outside = layer.activation.input if part is Part.ATTN else 0.0
-    if form is Form.F:
-        return outside + (0.0 if part in layer.recomputed else kept), 0.0
-    if form is Form.R:
-        return kept, 0.0
-    return 0.0, (kept + outside if form is Form.W else 0.0)
 
 
 def serial_forward(f: _OpMaker) -> Iterator[Op]:

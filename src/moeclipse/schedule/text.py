@@ -3,8 +3,9 @@
 an op       2F0   3SEND_F1   (0F7;7B3)   (2F0)        PAIR, and SELF as a pair of one
             2.1DISPATCH_F0#0/2      stage 2, layer 1, microbatch 0, chunk 0 of 2
             S_F@3#1/2~0             step 3, chunk 1 of 2, local expert 0
-a program   a line of header per shape and group, then `rank 0` and one op per line with what is not
-            implied by its kind:   2.1MLP_F0 lane=compute deps=3,7 comm=ep0:4 peers=0,1 +0.45 -0.1
+a program   a line of header per shape and group (and `communicator GROUP NAME` where groups share one), then
+            `rank 0` and one op per line with what is not implied by its kind:
+            2.1MLP_F0 lane=compute deps=3,7 comm=ep0:4 peers=0,1 +0.45 -0.1
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ def _lines(program: Program) -> Iterator[str]:
     yield f"{word} {json.dumps(_shape_dict(program.shape), separators=(',', ':'))}"
     for group, members in program.groups.items():
         yield f"group {group} {','.join(map(str, members))}"
+    for group, name in program.communicators.items():
+        yield f"communicator {group} {name}"
     for rank, ops in enumerate(program.ranks):
         yield f"rank {rank}"
         for op in ops:
@@ -114,6 +117,7 @@ def parse_program(text: str) -> Program:
     """Read what `format_program` wrote; errors name the line."""
     name, shape = "", None
     groups: dict[str, tuple[int, ...]] = {}
+    communicators: dict[str, str] = {}
     ranks: list[list[Op]] = []
     for number, line in enumerate(text.splitlines(), start=1):
         head, _, rest = line.strip().partition(" ")
@@ -125,6 +129,8 @@ def parse_program(text: str) -> Program:
             elif head == "group":
                 group, _, members = rest.partition(" ")
                 groups[group] = _numbers(members)
+            elif head == "communicator":
+                group, _, communicators[group] = rest.partition(" ")
             elif head == "rank":
                 if int(rest) != len(ranks):
                     raise ScheduleError(f"rank {rest} follows rank {len(ranks) - 1}")
@@ -137,7 +143,9 @@ def parse_program(text: str) -> Program:
             raise ScheduleError(f"line {number} ({line.strip()!r}): {error}") from None
     if shape is None:
         raise ScheduleError("the text has no line `pipeline {...}` or `exchange {...}`")
-    return Program(name=name, ranks=tuple(map(tuple, ranks)), shape=shape, groups=groups)
+    return Program(
+        name=name, ranks=tuple(map(tuple, ranks)), shape=shape, groups=groups, communicators=communicators
+    )
 
 
 def _parse_line(line: str) -> Op:

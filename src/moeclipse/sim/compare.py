@@ -120,7 +120,7 @@ def _shared_memory(program: Program, share: int) -> Program:
         tuple(op._replace(alloc=op.alloc / share, free=op.free / share) for op in ops)
         for ops in program.ranks
     )
-    return replace(program, ranks=ranks)
+    return replace(program, ranks=ranks, shape=replace(program.pipeline(), unit=1 / share))
 
 
 def ask_all(question: Question, schedules: Sequence[str] = SCHEDULES) -> tuple[list[Answer], dict[str, str]]:

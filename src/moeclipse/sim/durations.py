@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from moeclipse.core.errors import ConfigError, ScheduleError
 from moeclipse.cost.model import Costs
 from moeclipse.schedule import kinds
 from moeclipse.schedule.kinds import COMPUTE, KIND_OF, TRANSFERS, Form, Kind
-from moeclipse.schedule.op import Op, Program
+from moeclipse.schedule.op import ACTIONS, ActionColumns, Op, Program
 
 FREE_UNLESS_GIVEN = (kinds.REDUCE, kinds.UNSHARD, kinds.RESHARD, kinds.SHADOW_ADD)
-ALONE = (kinds.F, kinds.B, kinds.I, kinds.W)
+Floats = npt.NDArray[np.float64]
 
 
 def seconds_of(costs: Costs, kind: Kind, inner: Kind | None = None) -> float:
@@ -48,7 +51,7 @@ def self_name(inner: Kind) -> str:
 
 def tells_self_overlap(costs: Costs) -> bool:
     """Whether a table knows what an action costs that overlaps itself."""
-    return any(name in costs.seconds for name in (kinds.SELF.name, *map(self_name, ALONE)))
+    return any(name in costs.seconds for name in (kinds.SELF.name, *map(self_name, ACTIONS)))
 
 
 def table_durations(program: Program, costs: Costs) -> list[float]:
@@ -70,6 +73,28 @@ def table_durations(program: Program, costs: Costs) -> list[float]:
                 seconds = seconds * _scale(op, costs) + costs.fixed.get(op.kind.name, 0.0)
             flat.append(seconds * slow if op.lane == COMPUTE else seconds)
     return flat
+
+
+def column_durations(columns: ActionColumns, costs: Costs) -> Floats:
+    """The same for actions that are kept as columns."""
+    used = np.unique(columns.kind)
+    table = np.zeros(len(ACTIONS))
+    fixed = np.zeros(len(ACTIONS))
+    for code in used.tolist():
+        table[code] = seconds_of(costs, ACTIONS[code])
+        fixed[code] = costs.fixed.get(ACTIONS[code].name, 0.0)
+    seconds = table[columns.kind]
+    if costs.stage_scale:
+        if int(columns.stage.max(initial=0)) >= len(costs.stage_scale):
+            raise ScheduleError(
+                f"stage {columns.stage.max()} has no entry among the {len(costs.stage_scale)} scales of "
+                "stages"
+            )
+        seconds = seconds * np.asarray(costs.stage_scale)[columns.stage]
+    seconds = seconds + fixed[columns.kind]
+    if costs.rank_speed:
+        seconds = seconds / np.repeat(np.asarray(costs.rank_speed), columns.sizes)
+    return seconds
 
 
 def _scale(op: Op, costs: Costs) -> float:

@@ -18,10 +18,11 @@ from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.model import Costs
 from moeclipse.schedule.check import Verified, verify
 from moeclipse.schedule.lower import lower
-from moeclipse.schedule.op import Program
-from moeclipse.sim.durations import checked_durations, table_durations
+from moeclipse.schedule.op import ActionColumns, Program
+from moeclipse.schedule.waves import Waves
+from moeclipse.sim.durations import checked_durations, column_durations, table_durations
 from moeclipse.sim.events import EventQueue
-from moeclipse.sim.longest_path import Times, longest_path
+from moeclipse.sim.longest_path import Series, Times, longest_path
 
 Floats = npt.NDArray[np.float64]
 
@@ -65,26 +66,38 @@ def simulate(
     program = verified.program
     if costs.rank_speed and len(costs.rank_speed) != program.num_ranks:
         raise ScheduleError(f"{len(costs.rank_speed)} rank speeds were given for {program.num_ranks} ranks")
-    flat = table_durations(program, costs) if durations is None else checked_durations(program, durations)
     implied = verified.graph.transfers is not None
-    flat += [costs.wire if implied else 0.0] * (verified.graph.num_nodes - len(flat))
-    times = _run(verified, costs, flat)
-    begin = np.concatenate([[0], np.cumsum([len(ops) for ops in program.ranks])])
+    rest = costs.wire if implied else 0.0
+    seconds = _durations(program, costs, durations, verified.graph.num_nodes, rest)
+    times = _run(verified, costs, seconds)
+    begin = np.concatenate([[0], np.cumsum(program.sizes)])
     # Helper nodes that only make a host wait are no work: they are left out of the result.
     shown = verified.graph.num_nodes if implied else verified.graph.num_ops
     return Simulation(
         verified=verified,
         costs=costs,
-        ready=np.array(times.ready[:shown]),
-        start=np.array(times.start[:shown]),
-        finish=np.array(times.finish[:shown]),
+        ready=np.asarray(times.ready[:shown]),
+        start=np.asarray(times.start[:shown]),
+        finish=np.asarray(times.finish[:shown]),
         begin=tuple(int(index) for index in begin),
     )
 
 
-def _run(verified: Verified, costs: Costs, durations: list[float]) -> Times:
+def _durations(
+    program: Program, costs: Costs, given: Sequence[Sequence[float]] | None, num_nodes: int, rest: float
+) -> Series:
+    """Of all nodes; those that are no op of a list take `rest`."""
+    if given is None and isinstance(program.ranks, ActionColumns):
+        columns = column_durations(program.ranks, costs)
+        return np.concatenate([columns, np.full(num_nodes - len(columns), rest)])
+    flat = table_durations(program, costs) if given is None else checked_durations(program, given)
+    return flat + [rest] * (num_nodes - len(flat))
+
+
+def _run(verified: Verified, costs: Costs, durations: Series) -> Times:
     program, graph = verified.program, verified.graph
-    earliest = [0.0] * graph.num_nodes
+    in_waves = isinstance(graph.found, Waves)
+    earliest = [] if in_waves else [0.0] * graph.num_nodes
     peers: dict[int, list[int]] = {}
     if program.explicit:
         peers = _peer_nodes(verified)

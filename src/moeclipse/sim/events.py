@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from moeclipse.schedule.graph import Graph
-from moeclipse.sim.longest_path import Times
+from moeclipse.sim.longest_path import Series, Times
 
 EPSILON = 1e-12
 RELEASE, END = 0, 1
@@ -34,7 +34,7 @@ class EventQueue:
     def __init__(
         self,
         graph: Graph,
-        duration: Sequence[float],
+        duration: Series,
         earliest: list[float],
         *,
         lanes: Sequence[str],

@@ -10,21 +10,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from moeclipse.schedule.graph import Graph
+from moeclipse.schedule.waves import Waves
+
+Series = Sequence[float] | npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
     """Per node: when it was launched with all inputs ready, when it started, when it ended."""
 
-    ready: list[float]
-    start: list[float]
-    finish: list[float]
+    ready: Series
+    start: Series
+    finish: Series
 
 
 def longest_path(
     graph: Graph,
-    duration: Sequence[float],
+    duration: Series,
     earliest: list[float],
     *,
     peers: dict[int, list[int]],
@@ -32,9 +38,12 @@ def longest_path(
     inline_compute: bool,
 ) -> Times:
     """`earliest` (host launch times) is used up; `peers` lists the nodes a meeting node waits for."""
+    if isinstance(graph.found, Waves):
+        start, finish = graph.found.longest_path(np.asarray(duration), inline_compute)
+        return Times(ready=start, start=start, finish=finish)
     if graph.members is None:
         return _plain(graph, duration, earliest, inline_compute)
-    ready, start, finish = earliest, [0.0] * graph.num_nodes, [0.0] * graph.num_nodes
+    ready, begun, ended = earliest, [0.0] * graph.num_nodes, [0.0] * graph.num_nodes
     hard, host = graph.hard, graph.host
     for v in graph.order:
         nodes = graph.members[v]
@@ -43,8 +52,8 @@ def longest_path(
             for peer in peers.get(node, ()):
                 if ready[peer] > begin:
                     begin = ready[peer]
-            start[node] = begin
-            end = finish[node] = begin + duration[node]
+            begun[node] = begin
+            end = ended[node] = begin + duration[node]
             for after in hard.after[hard.first[node] : hard.first[node + 1]]:
                 if end > ready[after]:
                     ready[after] = end
@@ -53,10 +62,10 @@ def longest_path(
                     released = end + host.lag[index] * launch
                     if released > ready[host.after[index]]:
                         ready[host.after[index]] = released
-    return Times(ready=ready, start=start, finish=finish)
+    return Times(ready=ready, start=begun, finish=ended)
 
 
-def _plain(graph: Graph, duration: Sequence[float], start: list[float], inline_compute: bool) -> Times:
+def _plain(graph: Graph, duration: Series, start: list[float], inline_compute: bool) -> Times:
     """Every node its own vertex (programs of whole actions): the hot loop of large simulations."""
     finish = [0.0] * graph.num_nodes
     first, after = graph.hard.first, graph.hard.after

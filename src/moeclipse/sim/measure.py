@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from moeclipse.schedule import kinds
-from moeclipse.schedule.kinds import COMPUTE, Kind, Part
-from moeclipse.schedule.op import Op
+from moeclipse.schedule.kinds import COMPUTE, TRANSFERS, Kind, Part
+from moeclipse.schedule.memory import memory_columns
+from moeclipse.schedule.op import ActionColumns
 from moeclipse.sim.engine import Floats, Simulation
 
 
@@ -76,21 +77,35 @@ class CommunicationTime:
     ready: Floats
     start: Floats
     finish: Floats
-    kinds: list[Kind]
+    names: tuple[Kind, ...]
+    """The kinds there are ..."""
+    kind: np.ndarray
+    """... and which of them each transfer is."""
     posted_ahead: np.ndarray
+
+    @property
+    def kinds(self) -> list[Kind]:
+        return [self.names[index] for index in self.kind.tolist()]
 
 
 def summarise(result: Simulation) -> Summary:
     makespan = result.makespan
     ranks, by_kind = [], dict[Kind, KindTime]()
+    ends = TransferEnds(result)
     for rank in range(result.program.num_ranks):
         start, finish = compute_intervals(result, rank)
-        lane = communication_time(result, rank)
+        lane = communication_time(result, rank, ends)
         ranks.append(_rank_time(makespan, start, finish, lane))
         overlap = _covered(start, finish, lane.finish) - _covered(start, finish, lane.start)
-        for kind, total, hidden in zip(lane.kinds, lane.finish - lane.start, overlap, strict=True):
-            before = by_kind.get(kind, KindTime(total=0.0, hidden=0.0))
-            by_kind[kind] = KindTime(total=before.total + float(total), hidden=before.hidden + float(hidden))
+        total, hidden = (
+            np.bincount(lane.kind, weights=spent, minlength=len(lane.names))
+            for spent in (lane.finish - lane.start, overlap)
+        )
+        for index in np.unique(lane.kind).tolist():
+            before = by_kind.get(lane.names[index], KindTime(total=0.0, hidden=0.0))
+            by_kind[lane.names[index]] = KindTime(
+                total=before.total + float(total[index]), hidden=before.hidden + float(hidden[index])
+            )
     peak = tuple(
         float(memory_curve(result, rank)[1].max(initial=0.0)) for rank in range(result.program.num_ranks)
     )
@@ -99,32 +114,58 @@ def summarise(result: Simulation) -> Summary:
 
 def compute_intervals(result: Simulation, rank: int) -> tuple[Floats, Floats]:
     """Start and end of the rank's compute ops, in order."""
-    part = result.rank_slice(rank)
-    chosen = np.array([op.lane == COMPUTE for op in result.program.ranks[rank]], dtype=bool)
+    part, ranks = result.rank_slice(rank), result.program.ranks
+    if isinstance(ranks, ActionColumns):
+        return result.start[part], result.finish[part]
+    chosen = np.array([op.lane == COMPUTE for op in ranks[rank]], dtype=bool)
     return result.start[part][chosen], result.finish[part][chosen]
 
 
-def communication_time(result: Simulation, rank: int) -> CommunicationTime:
-    """Everything on the rank's communication lanes; both ends of a transfer count it."""
-    part, ops = result.rank_slice(rank), result.program.ranks[rank]
+class TransferEnds:
+    """Transfers that follow from the placement, by the rank at each end."""
+
+    def __init__(self, result: Simulation) -> None:
+        transfers = result.verified.graph.transfers
+        self.sorted: list[tuple[np.ndarray, np.ndarray]] = []
+        for ends in () if transfers is None else (transfers.source, transfers.destination):
+            order = np.argsort(ends, kind="stable")
+            bounds = np.searchsorted(ends[order], np.arange(result.program.num_ranks + 1))
+            self.sorted.append((order, bounds))
+
+    def of(self, rank: int) -> list[np.ndarray]:
+        """Those that leave `rank`, and those that come to it; nothing where transfers stand in the lists."""
+        return [order[bounds[rank] : bounds[rank + 1]] for order, bounds in self.sorted]
+
+
+def communication_time(result: Simulation, rank: int, ends: TransferEnds | None = None) -> CommunicationTime:
+    """Everything on the rank's communication lanes; both ends of a transfer count it.
+
+    `ends`: made once for all ranks by whoever asks for all of them.
+    """
+    part, ranks = result.rank_slice(rank), result.program.ranks
+    ops = () if isinstance(ranks, ActionColumns) else ranks[rank]
     chosen = np.array([op.lane != COMPUTE for op in ops], dtype=bool)
-    ready, start, finish = (a[part][chosen] for a in (result.ready, result.start, result.finish))
+    inside = np.arange(part.start, part.stop)[: len(chosen)][chosen]
     sent = [op.kind for op in ops if op.lane != COMPUTE]
-    transfers = result.verified.graph.transfers
-    if transfers is not None:
-        num_ops = result.verified.graph.num_ops
-        for ends, back, there in (
-            (transfers.source, kinds.SEND_B, kinds.SEND_F),
-            (transfers.destination, kinds.RECV_B, kinds.RECV_F),
-        ):
-            mine = np.flatnonzero(ends == rank)
-            ready, start, finish = (
-                np.concatenate([old, new[num_ops + mine]])
-                for old, new in ((ready, result.ready), (start, result.start), (finish, result.finish))
-            )
-            sent += [there if forward else back for forward in transfers.is_forward[mine]]
-    ahead = np.array([kind.part is Part.RECV for kind in sent], dtype=bool)
-    return CommunicationTime(ready=ready, start=start, finish=finish, kinds=sent, posted_ahead=ahead)
+    names = (*TRANSFERS, *dict.fromkeys(kind for kind in sent if kind not in TRANSFERS))
+    number = {kind: index for index, kind in enumerate(names)}
+    nodes, kind = [inside], [np.array([number[k] for k in sent], dtype=np.int64)]
+    transfers, num_ops = result.verified.graph.transfers, result.verified.graph.num_ops
+    pairs = ((kinds.SEND_F, kinds.SEND_B), (kinds.RECV_F, kinds.RECV_B))
+    for mine, (there, back) in zip((ends or TransferEnds(result)).of(rank), pairs, strict=False):
+        assert transfers is not None
+        nodes.append(num_ops + mine)
+        kind.append(np.where(transfers.is_forward[mine], number[there], number[back]))
+    at, which = np.concatenate(nodes), np.concatenate(kind)
+    ahead = np.array([name.part is Part.RECV for name in names], dtype=bool)[which]
+    return CommunicationTime(
+        ready=result.ready[at],
+        start=result.start[at],
+        finish=result.finish[at],
+        names=names,
+        kind=which,
+        posted_ahead=ahead,
+    )
 
 
 def _rank_time(makespan: float, start: Floats, finish: Floats, lane: CommunicationTime) -> RankTime:
@@ -163,9 +204,8 @@ def _covered(start: Floats, finish: Floats, at: Floats) -> Floats:
 
 def memory_curve(result: Simulation, rank: int) -> tuple[Floats, Floats]:
     """(moments, memory held from each moment on): taken at an op's start, given back at its end."""
-    ops: tuple[Op, ...] = result.program.ranks[rank]
     part = result.rank_slice(rank)
-    alloc, free = np.array([op.alloc for op in ops]), np.array([op.free for op in ops])
+    alloc, free = memory_columns(result.program, rank)
     moments = np.concatenate([result.start[part], result.finish[part]])
     change = np.concatenate([alloc, -free])
     order = np.lexsort((change, moments))  # at one instant, giving back comes first

@@ -15,6 +15,7 @@ import numpy as np
 from moeclipse.schedule import kinds
 from moeclipse.schedule.kinds import COMPUTE, Part
 from moeclipse.schedule.op import Op
+from moeclipse.schedule.shape import PipelineShape
 from moeclipse.sim.engine import Simulation
 from moeclipse.sim.measure import communication_time, compute_intervals, memory_curve
 
@@ -104,7 +105,7 @@ def timeline(result: Simulation, width: int = 100, *, max_ranks: int = 16) -> st
 
 
 def _is_pipeline(result: Simulation) -> bool:
-    return any(op.stage is not None or op.parts for ops in result.program.ranks[:1] for op in ops)
+    return isinstance(result.program.shape, PipelineShape)
 
 
 def _glyph(op: Op) -> str:

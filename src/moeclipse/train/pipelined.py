@@ -117,10 +117,15 @@ class Pipelined:
 
 def chunks_of(config: TrainConfig, mesh: Mesh) -> int:
     """Into how many chunks a microbatch outside pairs is cut."""
+    return chunks_for(config, mesh.num_data)
+
+
+def chunks_for(config: TrainConfig, num_data: int) -> int:
+    """The same for so many ranks that read tokens of their own."""
     pipeline = config.pipeline
     if pipeline.overlap != "pair+self":
         return 1
-    fewest = config.data.batch_size // (config.optim.accumulate * mesh.num_data)
+    fewest = config.data.batch_size // (config.optim.accumulate * num_data)
     if pipeline.chunks == "auto":
         return 1 if needs_whole_microbatches(config) else min(2, max(fewest, 1))
     return pipeline.chunks

@@ -1,0 +1,166 @@
+"""`moeclipse simulate --config FILE`: the step of a run as its configuration lays it out.
+
+    moeclipse simulate --config runs/mine/config.toml --device h200 --link infiniband
+    moeclipse simulate --config mine.toml --ranks 16 --compare
+
+The program is the one that the run would execute: its stages, even or as listed, its dense first layers,
+the head, chunks and recompute, with the reduction of each stage's gradients where ranks share them. What
+ops cost follows from the model's sizes and the hardware (`sim/step_costs`), or from a table (--costs).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from moeclipse.core.errors import ConfigError, ScheduleError
+from moeclipse.cost.file import load_costs
+from moeclipse.cost.hardware import device, link
+from moeclipse.cost.model import Costs, LayerWork
+from moeclipse.model.config import ModelConfig
+from moeclipse.model.passes import layer_shapes
+from moeclipse.pipeline.config import Schedule
+from moeclipse.pipeline.overlap import lay_out, make_program
+from moeclipse.schedule import kinds
+from moeclipse.schedule.check import Verified
+from moeclipse.sim.compare import Answer
+from moeclipse.sim.engine import simulate
+from moeclipse.sim.measure import summarise
+from moeclipse.sim.step_costs import StepCosts, StepWork
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.pipelined import chunks_for
+from moeclipse.train.presets import load
+
+RUN_SCHEDULES = ("pp1", *(name for name in get_args(Schedule) if name != "auto"))
+"""Schedules that a run can take."""
+WIDTHS = {"float32": 4.0, "float64": 8.0, "bfloat16": 2.0, "float16": 2.0}
+"""Bytes of a value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStep:
+    """A run's configuration with its axes as numbers, and what its ops cost."""
+
+    config: TrainConfig
+    dp: int
+    ep: int
+    costs: Costs | None
+    """A table; None: from sizes."""
+    step_costs: StepCosts
+
+    @property
+    def title(self) -> str:
+        parallel, pipeline = self.config.parallel, self.config.pipeline
+        axes = f"pp {parallel.pp} x dp {self.dp} x ep {self.ep} x tp {parallel.tp}"
+        over = f", overlap {pipeline.overlap}" if pipeline.overlap != "off" else ""
+        again = f", recompute {pipeline.recompute}" if pipeline.recompute != "off" else ""
+        priced = (self.costs or self.step_costs.costs()).name
+        microbatches = self.config.optim.accumulate
+        layers = self.config.model.num_layers
+        return f"{axes}, {layers} layers, {microbatches} microbatches, costs {priced}{over}{again}"
+
+    def answer(self, schedule: str) -> Answer:
+        """The step under one schedule; ConfigError or ScheduleError where the run could not take it."""
+        verified, name = self.verified(schedule)
+        if self.costs is not None:
+            result = simulate(verified, self.costs)
+        else:
+            costs, durations = self.step_costs.costs(), self.step_costs.durations(verified.program)
+            result = simulate(verified, costs, durations)
+        placement = verified.program.pipeline().placement
+        return Answer(
+            name=name,
+            result=result,
+            summary=summarise(result),
+            model_copies=placement.num_chains,
+            stages_per_rank=max(len(placement.stages_of(rank)) for rank in range(placement.num_ranks)),
+        )
+
+    def verified(self, schedule: str) -> tuple[Verified, str]:
+        config = self.config
+        pipeline = replace(config.pipeline, schedule=schedule)  # type: ignore[arg-type]
+        pp, microbatches = config.parallel.pp, config.optim.accumulate
+        layout = lay_out(pipeline, config.model.num_layers, pp, microbatches)
+        shapes = layer_shapes(config.model, config.moe)
+        chunks = chunks_for(config, self.dp * self.ep)
+        shared = self.dp * self.ep > 1
+        verified = make_program(pipeline, layout, shapes, pp, microbatches, chunks, reduce=shared)
+        return verified, layout.schedule
+
+
+def load_run(
+    path: Path, *, num_ranks: int | None, costs: str | None, device_name: str, link_name: str
+) -> RunStep:
+    """The run of a configuration; `num_ranks` decides what it leaves to the number of ranks."""
+    if not path.is_file():
+        raise ConfigError(f"--config: there is no file {path}")
+    config = load(path)
+    parallel = config.parallel
+    if num_ranks is None:
+        if "auto" in (parallel.dp, parallel.ep):
+            raise ConfigError(
+                "parallel.dp and parallel.ep of the configuration depend on the number of ranks; "
+                "say how many with --ranks"
+            )
+        dp, ep = int(parallel.dp), int(parallel.ep)
+    else:
+        try:
+            dp, ep = parallel.sizes(num_ranks, config.moe.num_experts, config.moe.expert_tp)
+        except ValueError as error:
+            raise ConfigError(f"--ranks {num_ranks}: {error}") from None
+    table = None if costs is None else load_costs(costs)
+    if table is not None and kinds.ATTN_F.name not in table.seconds:
+        raise ConfigError(f"--costs {costs}: a run needs seconds of layer ops, like ATTN_F; this has none")
+    hardware = device(device_name)
+    value_bytes = WIDTHS.get(config.model.dtype, 4.0 if hardware.name == "cpu" else 2.0)
+    priced = StepCosts(step_work(config, dp, ep, value_bytes), hardware, link(link_name))
+    return RunStep(config=config, dp=dp, ep=ep, costs=table, step_costs=priced)
+
+
+def step_work(config: TrainConfig, dp: int, ep: int, value_bytes: float) -> StepWork:
+    """Sizes of a run as costs see them."""
+    model, moe, data = config.model, config.moe, config.data
+    samples = data.batch_size / (config.optim.accumulate * dp * ep)
+    params, width = attention_sizes(model)
+    layer = LayerWork(
+        tokens=max(1, round(samples * data.seq_len)),
+        sequence=data.seq_len,
+        d_model=model.d_model,
+        attn_params=params,
+        attn_width=width,
+        d_ff=moe.d_ff,
+        num_experts=moe.num_experts,
+        top_k=config.gate.top_k,
+        shared_width=moe.num_shared_experts * moe.d_ff,
+        row_bytes_per_value=value_bytes,
+    )
+    return StepWork(
+        layer=layer, dense_width=model.d_ff, vocab=model.vocab_size, dp=dp, ep=ep, tp=config.parallel.tp
+    )
+
+
+def attention_sizes(model: ModelConfig) -> tuple[int, int]:
+    """(parameters of its projections, heads times head width)."""
+    D, heads = model.d_model, model.num_heads
+    if model.attention == "gqa":
+        width = heads * model.head_dim
+        return D * (2 * width + 2 * model.num_kv_heads * model.head_dim), width
+    query_width = heads * (model.qk_nope_head_dim + model.qk_rope_head_dim)
+    query = D * query_width
+    if model.q_lora_rank:
+        query = model.q_lora_rank * (D + query_width)
+    rank = model.kv_lora_rank
+    values = D * (rank + model.qk_rope_head_dim) + rank * heads * (model.qk_nope_head_dim + model.v_head_dim)
+    return query + values + heads * model.v_head_dim * D, query_width
+
+
+def answers_of(run: RunStep, schedules: tuple[str, ...]) -> tuple[list[Answer], dict[str, str]]:
+    """Answers, fastest first, and why the others cannot be taken."""
+    answers, refused = [], {}
+    for name in schedules:
+        try:
+            answers.append(run.answer(name))
+        except (ScheduleError, ConfigError) as error:
+            refused[name] = str(error)
+    return sorted(answers, key=lambda answer: answer.summary.makespan), refused

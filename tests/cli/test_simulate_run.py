@@ -1,0 +1,148 @@
+"""`moeclipse simulate --config`: the step of a run as its configuration lays it out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moeclipse.cli.simulate import main
+from moeclipse.cli.simulate_run import RunStep, attention_sizes, load_run, step_work
+from moeclipse.core.errors import ConfigError
+from moeclipse.model.config import ModelConfig
+from moeclipse.schedule import kinds
+
+RUN = """
+preset = "tiny"
+[model]
+num_layers = 6
+num_dense_layers = 1
+[parallel]
+pp = 2
+dp = 1
+ep = 2
+[pipeline]
+schedule = "dualpipev"
+overlap = "pair+self"
+layers = [1, 1, 1, 3]
+recompute = "mlp"
+[optim]
+accumulate = 4
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+def loaded(path: Path, num_ranks: int | None = None, costs: str | None = None) -> RunStep:
+    return load_run(path, num_ranks=num_ranks, costs=costs, device_name="h200", link_name="nvlink4")
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(list(argv)) == 0
+    return capsys.readouterr().out
+
+
+def test_the_program_is_that_of_the_run(file: Path) -> None:
+    """Uneven stages, a dense first layer, the head at the end, recompute, gradients summed over ep."""
+    shape = loaded(file).answer("dualpipev").result.program.pipeline()
+    assert [len(stage) for stage in shape.layers] == [1, 1, 1, 3]
+    layers = [layer for stage in shape.layers for layer in stage]
+    assert [layer.moe for layer in layers] == [False, True, True, True, True, True]
+    assert [layer.head for layer in layers] == [False] * 5 + [True]
+    assert {layer.recompute for layer in layers} == {"mlp"}
+    assert shape.reduce
+    assert shape.num_microbatches == 4
+
+
+def test_it_is_shown_like_any_other(capsys: pytest.CaptureFixture[str], file: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    out = printed(capsys, "--config", str(file), "--link", "infiniband", "--trace", str(trace))
+    assert out.startswith("dualpipev: pp 2 x dp 1 x ep 2 x tp 1, 6 layers, 4 microbatches")
+    assert "costs h200 over infiniband, overlap pair+self, recompute mlp" in out
+    assert "DISPATCH_F" in out
+    assert "REDUCE" in out
+    assert trace.is_file()
+
+
+def test_a_comparison_lists_what_it_announces(capsys: pytest.CaptureFixture[str], file: Path) -> None:
+    out = printed(capsys, "--config", str(file), "--compare")
+    announced, rows = int(out.split()[0]), out.split("parameters\n", 1)[1].splitlines()
+    table = rows[: next(i for i, row in enumerate(rows) if row.startswith("bubble"))]
+    left_out = [line for line in out.splitlines() if " left out: " in line]
+    assert len([row for row in table if row.strip()]) == announced > 0
+    assert announced + len(left_out) == 9
+    assert any(line.startswith("gpipe left out: ") and "4 stages" not in line for line in left_out)
+
+
+def test_ranks_decide_what_a_configuration_leaves_open(file: Path) -> None:
+    file.write_text(RUN.replace("dp = 1\nep = 2\n", ""))
+    with pytest.raises(ConfigError, match="depend on the number of ranks; say how many with --ranks"):
+        loaded(file)
+    run = loaded(file, num_ranks=8)
+    assert (run.dp, run.ep) == (1, 4)
+    with pytest.raises(ConfigError, match=r"--ranks 7: parallel.pp \(2\) must divide"):
+        loaded(file, num_ranks=7)
+
+
+def test_more_ranks_have_less_to_compute_and_more_to_send(file: Path) -> None:
+    file.write_text(RUN.replace("dp = 1\nep = 2\n", ""))
+
+    def spent(num_ranks: int) -> tuple[float, float]:
+        summary = loaded(file, num_ranks=num_ranks).answer("dualpipev").summary
+        return summary.ranks[0].compute, sum(time.total for time in summary.kinds.values()) / len(
+            summary.ranks
+        )
+
+    few, many = spent(2), spent(8)
+    assert many[0] < few[0]
+    assert many[1] > few[1]
+
+
+def test_a_table_of_costs_takes_the_place_of_sizes(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a run needs seconds of layer ops"):
+        loaded(file, costs="unit")
+    table = tmp_path / "costs.toml"
+    parts = [f"{part}_{form} = 1.0" for part in ("ATTN", "ROUTE", "MLP", "HEAD") for form in "FBW"]
+    parts += [f"{part}_{form} = 0.0" for part in ("DISPATCH", "COMBINE") for form in "FB"]
+    table.write_text("[seconds]\n" + "\n".join(parts))
+    result = loaded(file, costs=str(table)).answer("dualpipev").result
+    computes = [op.kind.lane == "compute" for op in result.program.ranks[0]]
+    assert ((result.finish - result.start)[: len(computes)][computes] > 0).all()
+
+
+def test_sizes_of_attention() -> None:
+    assert attention_sizes(ModelConfig(d_model=8, num_heads=2, num_kv_heads=1, head_dim=4)) == (
+        8 * 8 + 2 * 8 * 4 + 8 * 8,
+        8,
+    )
+    latent = ModelConfig(
+        d_model=8,
+        attention="mla",
+        num_heads=2,
+        kv_lora_rank=3,
+        qk_nope_head_dim=4,
+        qk_rope_head_dim=2,
+        v_head_dim=5,
+    )
+    assert attention_sizes(latent) == (8 * 12 + 8 * (3 + 2) + 3 * 2 * (4 + 5) + 2 * 5 * 8, 12)
+
+
+def test_tokens_are_those_of_one_microbatch_on_one_rank(file: Path) -> None:
+    run = loaded(file)
+    assert step_work(run.config, run.dp, run.ep, 2.0).layer.tokens == 16 * 128 // (4 * 2)
+    program = run.answer("dualpipev").result.program
+    assert any(op.kind is kinds.HEAD_W for ops in program.ranks for op in ops)
+
+
+def test_what_cannot_go_together_is_told(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no file"):
+        main(["--config", str(tmp_path / "none.toml")])
+    with pytest.raises(ConfigError, match="--config of layers"):
+        main(["--config", str(file), "--grid"])
+    with pytest.raises(ConfigError, match="unknown schedule 'dualpipe'"):
+        main(["--config", str(file), "--compare", "dualpipe"])
