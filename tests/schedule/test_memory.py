@@ -64,10 +64,11 @@ def test_every_op_says_what_it_holds(name: str) -> None:
     verify(program)
     for position, op in enumerate(program.ranks[0]):
         for field in ("alloc", "free"):
-            ops = list(program.ranks[0])
-            ops[position] = op._replace(**{field: getattr(op, field) + 0.01})
-            with pytest.raises(ScheduleError, match=r"on rank 0 says that it takes .*, but it takes"):
-                verify(with_rank(program, 0, ops))
+            for wrong in (getattr(op, field) + 0.01, float("nan")):
+                ops = list(program.ranks[0])
+                ops[position] = op._replace(**{field: wrong})
+                with pytest.raises(ScheduleError, match=r"on rank 0 says that it takes .*, but it takes"):
+                    verify(with_rank(program, 0, ops))
 
 
 def test_columns_of_a_rank_are_what_its_ops_say() -> None:

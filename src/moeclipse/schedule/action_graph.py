@@ -127,7 +127,7 @@ def _leaves(program: Program) -> tuple[Ints, Ints, Ints, Ints]:
     microbatches: list[int] = []
     code = {action: index for index, action in enumerate(ACTIONS)}
     for index, op in enumerate(chain.from_iterable(program.ranks)):
-        if OWN_FIELDS(op) != NO_FIELDS or not holds_its_actions(op):
+        if OWN_FIELDS(op) != NO_FIELDS or (op.parts and not holds_its_actions(op)):
             raise ScheduleError(
                 f"{op} is no action; expected F, B, I or W with a stage and a microbatch, a PAIR of two or a "
                 "SELF of one, and no deps, group, lane, layer or chunk: transfers follow from the placement"

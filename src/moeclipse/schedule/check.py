@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from moeclipse.schedule.contents import check_contents
 from moeclipse.schedule.graph import Graph
 from moeclipse.schedule.kinds import Kind
 from moeclipse.schedule.meetings import check_launches
-from moeclipse.schedule.memory import memory_columns, memory_of
+from moeclipse.schedule.memory import Floats, memory_columns, memory_of
 from moeclipse.schedule.needs import exchange_sources, pipeline_sources
 from moeclipse.schedule.op import ActionColumns, Op, Program
 from moeclipse.schedule.op_graph import op_graph
@@ -63,6 +62,7 @@ class Verified:
 
 def verify(program: Program, memory_limit: float | Sequence[float] | None = None) -> Verified:
     """Prove a program, or raise ScheduleError with the ops that are wrong."""
+    columns = [memory_columns(program, rank) for rank in range(program.num_ranks)]
     if program.explicit:
         check_contents(program)
         _check_pairs(program)
@@ -73,37 +73,40 @@ def verify(program: Program, memory_limit: float | Sequence[float] | None = None
     else:
         table = tabulate(program)
         _check_cells(program, table)
-        _check_unit(program, table)
+        _check_unit(table, columns)
         _check_pairs(program)
         graph = action_graph(program, table)
-    peak = launch_peak(program)
+    peak = tuple(_launch_peak(*held) for held in columns)
     _check_memory(program, peak, memory_limit)
     return Verified(program=program, graph=graph, peak=peak)
 
 
 def _check_holdings(program: Program) -> None:
     """alloc and free are what the ops hold."""
+    known: dict[tuple[object, ...], tuple[float, float]] = {}
     for rank, ops in enumerate(program.ranks):
         for op in ops:
-            taken, given = memory_of(program.shape, op)
-            if abs(op.alloc - taken) > ROUNDING or abs(op.free - given) > ROUNDING:
+            key = (op.kind, op.stage, op.layer, op.chunks, op.parts)
+            if key not in known:
+                known[key] = memory_of(program.shape, op)
+            taken, given = known[key]
+            if not (abs(op.alloc - taken) <= ROUNDING and abs(op.free - given) <= ROUNDING):
                 raise ScheduleError(_wrong_holding(op, rank, taken, given))
 
 
-def _check_unit(program: Program, table: ActionTable) -> None:
-    """The same for whole actions, by columns; what is kept as columns has nothing to say of its own."""
+def _check_unit(table: ActionTable, columns: Sequence[tuple[Floats, Floats]]) -> None:
+    """The same for whole actions, all at once; what is kept as columns has nothing to say of its own."""
+    program = table.program
     if isinstance(program.ranks, ActionColumns):
         return
     unit = program.pipeline().unit
-    ops = list(chain.from_iterable(program.ranks))
-    for leaves, column in (
-        ((kinds.F,), np.array([op.alloc for op in ops])),
-        ((kinds.B, kinds.W), np.array([op.free for op in ops])),
-    ):
+    taken, given = (np.concatenate(column) for column in zip(*columns, strict=True))
+    for leaves, said in (((kinds.F,), taken), ((kinds.B, kinds.W), given)):
         _, owners = table.of_kind(*leaves)
-        wrong = np.flatnonzero(np.abs(column - unit * np.bincount(owners, minlength=len(ops))) > ROUNDING)
+        expected = unit * np.bincount(owners, minlength=len(said))
+        wrong = np.flatnonzero(~(np.abs(said - expected) <= ROUNDING))
         if len(wrong):
-            op = ops[int(wrong[0])]
+            op = table.op(int(wrong[0]))
             raise ScheduleError(_wrong_holding(op, int(table.rank[wrong[0]]), *memory_of(program.shape, op)))
 
 
@@ -114,17 +117,11 @@ def _wrong_holding(op: Op, rank: int, taken: float, given: float) -> str:
     )
 
 
-def launch_peak(program: Program) -> tuple[float, ...]:
-    """Most memory per rank when ops run in launch order: each takes before it gives back."""
-    peaks = []
-    for rank in range(program.num_ranks):
-        alloc, free = memory_columns(program, rank)
-        if not len(alloc):
-            peaks.append(0.0)
-            continue
-        held = np.cumsum(alloc) - np.concatenate([[0.0], np.cumsum(free)[:-1]])
-        peaks.append(float(held.max()))
-    return tuple(peaks)
+def _launch_peak(taken: Floats, given: Floats) -> float:
+    """Most memory of a rank when ops run in launch order: each takes before it gives back."""
+    if not len(taken):
+        return 0.0
+    return float((np.cumsum(taken) - np.concatenate([[0.0], np.cumsum(given)[:-1]])).max())
 
 
 def _check_memory(program: Program, peak: Sequence[float], limit: float | Sequence[float] | None) -> None:

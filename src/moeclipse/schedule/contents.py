@@ -154,7 +154,9 @@ def _check_exchange(program: Program, shape: ExchangeShape) -> None:
             if (
                 op.chunks != chunks
                 or op.parts
-                or any(n is not None for n in (op.stage, op.layer, op.microbatch))
+                or op.stage is not None
+                or op.layer is not None
+                or op.microbatch is not None
             ):
                 raise ScheduleError(
                     f"{program.name}: {op} on rank {rank} must be one of {chunks} chunks and name no stage, "

@@ -23,7 +23,7 @@ ROWS = (Part.S, Part.R)
 def check_launches(program: Program) -> None:
     """Every op says by kind what it takes to launch it: raises with the first that does not."""
     for rank, ops in enumerate(program.ranks):
-        needed: dict[int, set[int]] = {}
+        fine: set[tuple[object, ...]] = set()  # ops say the same things over and over
         for op in ops:
             if op.kind.lane == COMPUTE:
                 if op.comm is not None or op.peers or op.lane != COMPUTE:
@@ -36,18 +36,23 @@ def check_launches(program: Program) -> None:
                 raise ScheduleError(
                     f"{op} on rank {rank} communicates, but names no group; give it comm = (group, number)"
                 )
-            carried = op.lane.startswith(f"{P2P}:") if op.kind.lane == P2P else op.lane == op.kind.lane
-            if not carried:
-                raise ScheduleError(
-                    f"{op} on rank {rank} stands on lane {op.lane!r}, which does not carry it; "
-                    f"expected {op.kind.lane!r}"
-                )
-            _check_members(program, rank, op, needed)
+            said = (op.kind, op.lane, op.comm[0], op.stage, op.step, op.peers)
+            if said not in fine:
+                _check_lane(rank, op)
+                _check_members(program, rank, op, op.comm[0])
+                fine.add(said)
 
 
-def _check_members(program: Program, rank: int, op: Op, needed: dict[int, set[int]]) -> None:
-    assert op.comm is not None
-    group = op.comm[0]
+def _check_lane(rank: int, op: Op) -> None:
+    carried = op.lane.startswith(f"{P2P}:") if op.kind.lane == P2P else op.lane == op.kind.lane
+    if not carried:
+        raise ScheduleError(
+            f"{op} on rank {rank} stands on lane {op.lane!r}, which does not carry it; "
+            f"expected {op.kind.lane!r}"
+        )
+
+
+def _check_members(program: Program, rank: int, op: Op, group: str) -> None:
     members = program.groups.get(group)
     if members is None:
         raise ScheduleError(_unknown(program, group))
@@ -60,14 +65,12 @@ def _check_members(program: Program, rank: int, op: Op, needed: dict[int, set[in
         )
     if not op.peers:
         return
-    wanted = set(expected)
+    wanted = expected
     if isinstance(program.shape, ExchangeShape) and op.kind.part in ROWS and op.step is not None:
-        if op.step not in needed:
-            needed[op.step] = set(program.shape.partners(rank, op.step))
-        wanted = needed[op.step]
-    if not wanted <= set(op.peers) <= set(expected):
+        wanted = program.shape.partners(rank, op.step)
+    if not set(wanted) <= set(op.peers) <= set(expected):
         raise ScheduleError(
-            f"{op} on rank {rank} names peers {list(op.peers)}, but exchanges with {sorted(wanted)}"
+            f"{op} on rank {rank} names peers {list(op.peers)}, but exchanges with {list(wanted)}"
         )
 
 
