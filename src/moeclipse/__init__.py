@@ -7,7 +7,51 @@ below are loaded when they are first used.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    # The same names for type checkers and editors, which do not run `__getattr__`; a test compares them.
+    from moeclipse.balance.config import PlacementConfig
+    from moeclipse.balance.placement import Placement
+    from moeclipse.comm.config import ParallelConfig
+    from moeclipse.comm.mesh import Mesh
+    from moeclipse.comm.reduce.all_reduce import PeerAllReduce
+    from moeclipse.core.config import validate, with_values
+    from moeclipse.core.errors import (
+        CheckpointError,
+        CommError,
+        ConfigError,
+        CorruptionError,
+        DataError,
+        DivergedError,
+        MoEclipseError,
+        ScheduleError,
+    )
+    from moeclipse.model.config import ModelConfig
+    from moeclipse.moe.adapters import joint
+    from moeclipse.moe.clip import agree_on_overflow, clip_grad_norm_
+    from moeclipse.moe.config import ExchangeConfig, GateConfig, MoEConfig
+    from moeclipse.moe.layer import MoE
+    from moeclipse.moe.parallelize import parallelize
+    from moeclipse.moe.standalone import attach, aux_loss, exclude_experts, expert_parameters, sync_gradients
+    from moeclipse.pipeline.config import PipelineConfig
+    from moeclipse.tensor.linear import ColumnParallelLinear, RowParallelLinear
+    from moeclipse.tensor.parallel import TensorParallel
+    from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank
+    from moeclipse.train.checkpoints.checkpoint import newest as newest_checkpoint
+    from moeclipse.train.config import (
+        CheckpointConfig,
+        DataConfig,
+        IntegrityConfig,
+        MetricsConfig,
+        OptimConfig,
+        RunConfig,
+        TrainConfig,
+    )
+    from moeclipse.train.corpus import open_corpus
+    from moeclipse.train.data import Batches, Samples
+    from moeclipse.train.presets import load as load_config
+    from moeclipse.train.trainer import train as run_training
 
 __version__ = "0.1.0"
 
@@ -18,6 +62,11 @@ _EXPORTS = {
     "Placement": "moeclipse.balance.placement",
     "joint": "moeclipse.moe.adapters",
     "aux_loss": "moeclipse.moe.standalone",
+    "attach": "moeclipse.moe.standalone",
+    "parallelize": "moeclipse.moe.parallelize",
+    "clip_grad_norm_": "moeclipse.moe.clip",
+    "agree_on_overflow": "moeclipse.moe.clip",
+    "expert_parameters": "moeclipse.moe.standalone",
     "exclude_experts": "moeclipse.moe.standalone",
     "sync_gradients": "moeclipse.moe.standalone",
     "TensorParallel": "moeclipse.tensor.parallel",
@@ -62,7 +111,57 @@ _EXPORTS = {
 }
 """Public name -> the module that holds it, and its name there where that is another one."""
 
-__all__ = ["__version__", *_EXPORTS]
+__all__ = [
+    "Batches",
+    "Checkpoint",
+    "CheckpointConfig",
+    "CheckpointError",
+    "ColumnParallelLinear",
+    "CommError",
+    "ConfigError",
+    "CorruptionError",
+    "DataConfig",
+    "DataError",
+    "DivergedError",
+    "ExchangeConfig",
+    "GateConfig",
+    "IntegrityConfig",
+    "Mesh",
+    "MetricsConfig",
+    "MoE",
+    "MoEConfig",
+    "MoEclipseError",
+    "ModelConfig",
+    "OneRank",
+    "OptimConfig",
+    "ParallelConfig",
+    "PeerAllReduce",
+    "PipelineConfig",
+    "Placement",
+    "PlacementConfig",
+    "RowParallelLinear",
+    "RunConfig",
+    "Samples",
+    "ScheduleError",
+    "TensorParallel",
+    "TrainConfig",
+    "__version__",
+    "agree_on_overflow",
+    "attach",
+    "aux_loss",
+    "clip_grad_norm_",
+    "exclude_experts",
+    "expert_parameters",
+    "joint",
+    "load_config",
+    "newest_checkpoint",
+    "open_corpus",
+    "parallelize",
+    "run_training",
+    "sync_gradients",
+    "validate",
+    "with_values",
+]
 
 
 def __getattr__(name: str) -> Any:

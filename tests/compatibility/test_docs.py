@@ -26,6 +26,7 @@ CANNOT = {
     "docs/all-reduce.md#2": "needs several ranks and a GPU; tests/gpu/test_peer_all_reduce.py captures",
     "docs/checkpoints.md#0": "needs what a rank holds; tests/train/checkpoints/test_save.py saves",
     "docs/layer.md#1": SEVERAL_RANKS,
+    "docs/own-loop.md#0": SEVERAL_RANKS,
     "docs/placement.md#0": SEVERAL_RANKS,
     "docs/tensor-parallel.md#0": SEVERAL_RANKS,
     "docs/transports.md#0": SEVERAL_RANKS,
@@ -89,6 +90,12 @@ def own_experts(folder: Path) -> dict[str, Any]:
     return {"MyExpert": Each, "MyExperts": All, "moe": moe, **tensors}
 
 
+def a_scaled_loss(folder: Path) -> dict[str, Any]:
+    model = nn.Sequential(moeclipse.MoE(8, 8, 2))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    return {"model": model, "optimizer": optimizer, "scaler": scaler, "loss": model(torch.randn(3, 8)).sum()}
+
+
 RUN: dict[str, Callable[[Path], dict[str, Any]]] = {
     "README.md#0": a_layer,
     "docs/checkpoints.md#1": a_checkpoint,
@@ -99,6 +106,7 @@ RUN: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/kernels.md#0": lambda folder: {},
     "docs/layer.md#0": lambda folder: {},
     "docs/layer.md#2": own_experts,
+    "docs/own-loop.md#1": a_scaled_loss,
     "docs/schedules.md#0": lambda folder: {},
     "docs/writing-tests.md#0": lambda folder: {"x": torch.ones(2)},
 }

@@ -88,7 +88,7 @@ def shadowed(_: Mesh, kind: str) -> None:
         d_x, pending = owner.dgrad(mine[1], saved)
         weights = owner.flatten(slots)
         found, kept = other.forward(x, counts, weights)
-        d_found, later = other.dgrad(d_y, kept, weights)
+        d_found, later = other.dgrad(d_y, kept)
         returned = torch.zeros_like(weights)
         other.shadow_wgrad(later, returned)
         grads = owner.wgrad([pending])

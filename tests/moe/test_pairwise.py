@@ -100,7 +100,7 @@ def with_shadows(_: Mesh, kind: str) -> None:
         weights = owner.flatten([0, 1, 2])
         pairs = of_tensors(here, rows)
         found, kept = pairs.forward([rows], index, counts, scores, weights)
-        (d_found,), d_found_scores, _ = pairs.dgrad(d_sums, kept, weights)
+        (d_found,), d_found_scores, _ = pairs.dgrad(d_sums, kept)
     for one, other in ((found, expected), (d_found, d_expected), (d_found_scores, d_scores)):
         assert difference(one, other) <= BOUND
 

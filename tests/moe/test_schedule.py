@@ -44,7 +44,7 @@ def test_shadows_are_priced_per_row_that_travels(
     exchange.probe = PROBE
     exchange._counts_and_rows = lambda *_: (pairs_PE, rows_PE)  # type: ignore[method-assign, assignment]
     route: Any = SimpleNamespace(placement=Placement.contiguous(4, 2), table=None)
-    assert exchange._choose_shadows(torch.zeros(1, 1), route, "here")[0] is None
+    assert exchange._choose_shadows(torch.zeros(1, 1), route, "here", PROBE)[0] is None
     ((counts, costs),) = told
     assert counts is rows_PE, "rows travel, pairs do not"
     assert costs.row_forward == pytest.approx(1.5 * PROBE.row_forward)

@@ -4,9 +4,9 @@
     MoE(..., experts=joint(lambda ids: MyExperts(ids)))    one module for all of a rank's experts: called with
                                                            all rows, grouped, and the number of rows of each
 
-The adapter keeps autograd's graph of each call between forward and backward. It computes input and weight
-gradients together, in dgrad, because a module cannot be asked for one alone; wgrad then only adds them up.
-The width of what comes out may differ from the width of what goes in (`d_out`).
+The adapter keeps autograd's graph of each call between forward and backward (`moe/inner_graph`). It computes
+input and weight gradients together, in dgrad, because a module cannot be asked for one alone; wgrad then only
+adds them up. The width of what comes out may differ from the width of what goes in (`d_out`).
 
 Modules of one layer must be built alike: a shadow runs in another expert's module with the owner's weights.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -24,6 +23,8 @@ from torch.func import functional_call
 
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.expert_set import PendingWgrad
+from moeclipse.moe.experts import add_up
+from moeclipse.moe.inner_graph import InnerGraph
 from moeclipse.moe.structure import Structure
 from moeclipse.tensor.weight_grad import Grads, accumulator
 
@@ -42,17 +43,15 @@ def joint(make: Callable[[Sequence[int]], nn.Module]) -> Joint:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleCall:
-    """One module's run: its inputs and outputs, still joined by autograd's graph."""
+    """One module's run over a part of the rows."""
 
-    inputs: tuple[torch.Tensor, ...]
-    weights: tuple[torch.Tensor, ...]
-    y: torch.Tensor
+    graph: InnerGraph
     rows: slice
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModulesSaved:
-    """The runs of one forward; `empty` has the inputs' shapes, for a forward without any."""
+    """The runs of one forward; `empty` has the inputs' shapes."""
 
     calls: list[ModuleCall]
     empty: tuple[torch.Tensor, ...]
@@ -85,6 +84,13 @@ class ModuleExperts(nn.Module):
         self.parts = nn.ModuleList(made)
         self.counts_of_weights = [len(list(module.parameters())) for module in self.parts]
 
+    def reset_parameters(self) -> None:
+        """Asks each module that knows how."""
+        for module in self.parts.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
         return tuple(parameter for module in self.parts for parameter in module.parameters())
@@ -96,16 +102,23 @@ class ModuleExperts(nn.Module):
         if self.joint:
             assert shadows is None, "the layer refuses shadows where one module serves all experts"
             part = slice(0, len(rows[0]))
-            calls = [self._call(self.parts[0], structure, rows, part, counts=list(counts))]
+            done = [self._call(self.parts[0], structure, rows, part, counts=list(counts))]
         else:
-            calls, start = [], 0
+            done, start = [], 0
             for number, count in enumerate(counts):
                 weights = None if shadows is None else shadows[number]
                 module = self.parts[number if shadows is None else 0]
-                calls.append(self._call(module, structure, rows, slice(start, start + count), weights))
+                done.append(self._call(module, structure, rows, slice(start, start + count), weights))
                 start += count
-        y = torch.cat([call.y.detach() for call in calls]) if calls else rows[0].new_empty(0, self.out_width)
-        return y, ModulesSaved(calls=calls, empty=tuple(tensor[:0] for tensor in rows), structure=structure)
+        results = [y for y, _ in done]
+        return (
+            torch.cat(results) if results else rows[0].new_empty(0, self.out_width),
+            ModulesSaved(
+                calls=[call for _, call in done],
+                empty=tuple(tensor.new_empty(0, *tensor.shape[1:]) for tensor in rows),
+                structure=structure,
+            ),
+        )
 
     def _call(
         self,
@@ -115,52 +128,43 @@ class ModuleExperts(nn.Module):
         part: slice,
         flat: torch.Tensor | None = None,
         counts: list[int] | None = None,
-    ) -> ModuleCall:
-        with torch.enable_grad():
-            inputs = tuple(tensor[part].detach() for tensor in rows)
-            for tensor in inputs:
-                if tensor.is_floating_point():
-                    tensor.requires_grad_()
+    ) -> tuple[torch.Tensor, ModuleCall]:
+        named = None if flat is None else self._named(module, flat)
+        weights = tuple(module.parameters()) if named is None else tuple(named.values())
+
+        def run(*inputs: torch.Tensor) -> torch.Tensor:
             given = (structure.put_together(inputs), *([] if counts is None else [counts]))
-            weights: tuple[torch.Tensor, ...] = tuple(module.parameters())
-            if flat is None:
-                y = module(*given)
-            else:
-                named = self._named(module, flat)
-                weights = tuple(named.values())
-                y = functional_call(module, named, given)
+            y: torch.Tensor = module(*given) if named is None else functional_call(module, named, given)
+            return y.to(rows[0].dtype)  # under autocast a module may answer in another type
+
+        y, graph = InnerGraph.record(run, [tensor[part] for tensor in rows], weights)
         if y.shape != (part.stop - part.start, self.out_width):
             raise ConfigError(
                 f"an expert returned shape {tuple(y.shape)} for {part.stop - part.start} rows; "
                 f"expected [{part.stop - part.start}, {self.out_width}]; give d_out to MoE if it differs"
             )
-        return ModuleCall(inputs=inputs, weights=weights, y=y, rows=part)
+        return y, ModuleCall(graph=graph, rows=part)
 
-    def dgrad(
-        self,
-        dy: torch.Tensor,
-        saved: ModulesSaved,
-        shadows: torch.Tensor | None = None,  # noqa: ARG002  (the graph knows its weights)
-    ) -> tuple[Any, ModulesPending]:
+    def dgrad(self, dy: torch.Tensor, saved: ModulesSaved) -> tuple[Any, ModulesPending]:
         d_rows: list[list[torch.Tensor]] = []
-        d_weights = []
+        d_weights: list[Grads] = []
         for call in saved.calls:
-            wanted = [tensor for tensor in (*call.inputs, *call.weights) if tensor.requires_grad]
-            found = iter(torch.autograd.grad(call.y, wanted, dy[call.rows], allow_unused=True))
-            grads = [next(found) if t.requires_grad else None for t in (*call.inputs, *call.weights)]
-            split = len(call.inputs)
+            grads, split = call.graph.backward(dy[call.rows]), len(saved.empty)
+            count = call.rows.stop - call.rows.start
             d_rows.append(
-                [torch.zeros_like(t) if g is None else g for t, g in zip(call.inputs, grads, strict=False)]
+                [
+                    like.new_zeros(count, *like.shape[1:]) if grad is None else grad
+                    for like, grad in zip(saved.empty, grads, strict=False)
+                ]
             )
             d_weights.append(tuple(grads[split:]))
         joined = [torch.cat(parts) for parts in zip(saved.empty, *d_rows, strict=True)]
         return saved.structure.put_together(joined), ModulesPending(d_weights=d_weights)
 
-    def wgrad(self, pending: Sequence[PendingWgrad], begun: Grads = ()) -> Grads:
-        places = [accumulator(*pair) for pair in zip_longest(self.weights, begun)]
-        for part in pending:
-            part.add_to(*(into for into, _ in places))
-        return tuple(fresh for _, fresh in places)
+    def wgrad(
+        self, pending: Sequence[PendingWgrad], begun: Grads = (), wanted: Sequence[bool] | None = None
+    ) -> Grads:
+        return add_up(self.weights, pending, begun, wanted)
 
     # Shadows: an expert's weights as one row.
 

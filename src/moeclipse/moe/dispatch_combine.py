@@ -18,14 +18,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from moeclipse.comm.flight.execute import execute
 from moeclipse.comm.flight.in_flight import InFlight, Joined
-from moeclipse.moe.dispatch import DispatchPlan, Pairs, Unit, return_score_grads
+from moeclipse.moe.dispatch import Dispatcher, DispatchPlan, Pairs, Unit, return_score_grads
 from moeclipse.moe.expert_set import PairExperts
+from moeclipse.moe.first_order import first_order
 from moeclipse.moe.granularity import Stopwatch
-from moeclipse.moe.shadow import ShadowExperts
+from moeclipse.moe.keep import put_together, take_apart
+from moeclipse.moe.pairwise import PairwiseExperts
+from moeclipse.moe.private_torch import keeps_graph
+from moeclipse.moe.shadow import RankShadows, ShadowExperts, ShadowGrads, ShadowKept
 from moeclipse.schedule import kinds
 from moeclipse.schedule.check import Verified
 from moeclipse.schedule.kinds import Kind, Part
@@ -44,9 +47,25 @@ class Programs:
     """Backward for pipelines, which place weight gradients themselves: all of them come last."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ForwardKept:
+    """What backward needs of a forward pass."""
+
+    plan: DispatchPlan
+    experts: PairExperts
+    saved: dict[Key, Any]
+    """By unit; backward takes them out."""
+    scores: tuple[torch.Size, torch.dtype]
+    shadows: ShadowKept | None
+
+
+WHOLE = (Dispatcher, Unit, RankShadows, PairwiseExperts)
+"""What stands in a ForwardKept and outlives it, or has no tensors."""
+
+
 @dataclass(kw_only=True)
 class ForwardRun:
-    """Tensors of one forward pass while its program runs, and what backward needs of them."""
+    """Tensors of one forward pass while its program runs."""
 
     plan: DispatchPlan
     experts: PairExperts
@@ -66,6 +85,16 @@ class ForwardRun:
         self.pairs = Pairs(plan, self.scores_TK)
         self.arrived = [rows.new_empty((plan.num_arriving, *rows.shape[1:])) for rows in self.rows]
         self.back_NO = self.rows[0].new_empty(len(self.rows[0]), self.experts.out_width)
+
+    def kept(self) -> ForwardKept:
+        """What backward needs, after `finish`."""
+        return ForwardKept(
+            plan=self.plan,
+            experts=self.experts,
+            saved=self.saved,
+            scores=(self.scores_TK.shape, self.scores_TK.dtype),
+            shadows=None if self.shadows is None else self.shadows.kept,
+        )
 
     def finish(self, keep_rows: bool = False) -> torch.Tensor:
         """The layer's output; everything has come back. `keep_rows`: they will be computed once more."""
@@ -101,8 +130,16 @@ class ForwardRun:
 class BackwardRun:
     """Tensors of one backward pass while its program runs."""
 
-    def __init__(self, done: ForwardRun, d_out_TO: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
-        self.done, self.plan, self.experts = done, done.plan, done.experts
+    def __init__(
+        self,
+        kept: ForwardKept,
+        d_out_TO: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        wanted: Sequence[bool] | None = None,
+    ) -> None:
+        """`inputs` are like those of forward, and may be empty; `wanted`: see `Trainable.wgrad`."""
+        self.kept, self.plan, self.experts, self.wanted = kept, kept.plan, kept.experts, wanted
+        self.shadows = None if kept.shadows is None else ShadowGrads(kept.shadows)
         self.d_out_TO = d_out_TO
         self.d_scores: InFlight[torch.Tensor] | None = None
         self.d_rows_NO = d_out_TO[self.plan.row_token_N]
@@ -123,7 +160,7 @@ class BackwardRun:
 
     def start(self) -> None:
         self.arrived_RO = self.d_rows_NO.new_empty(self.plan.num_arriving, self.d_rows_NO.shape[1])
-        self.d_score_M = torch.empty_like(self.done.pairs.all()[1])
+        self.d_score_M = self.d_rows_NO.new_empty(len(self.plan.regroup_M), dtype=self.kept.scores[1])
 
     def return_scores(self) -> None:
         """Score gradients travel once all units have them; behind the rows, because they are small."""
@@ -134,12 +171,13 @@ class BackwardRun:
         """Of one step's rows, or of all that are left."""
         now = [pending for of, pending in self.pending if step in (None, of)]
         self.pending = [later for later in self.pending if step not in (None, later[0])]
-        self.weight_grads = self.experts.wgrad(now, self.weight_grads)
+        self.weight_grads = self.experts.wgrad(now, self.weight_grads, self.wanted)
 
     def finish(self) -> tuple[list[torch.Tensor | None], torch.Tensor]:
-        plan, done, shadows = self.plan, self.done, self.done.shadows
+        plan, shadows = self.plan, self.shadows
         assert self.d_scores is not None
-        d_scores_TK = torch.zeros_like(done.scores_TK)
+        shape, dtype = self.kept.scores
+        d_scores_TK = self.d_out_TO.new_zeros(shape, dtype=dtype)
         d_scores_TK.view(-1)[plan.pair_place_n] = self.d_scores.get()
         grads = [None if rows is None else plan.sum_tokens(rows) for rows in self.back]
         if shadows is not None:
@@ -174,7 +212,7 @@ class BackwardRun:
         return None
 
     def shadow_op(self, kind: Kind) -> InFlight[Any] | None:
-        shadows = self.done.shadows
+        shadows = self.shadows
         assert shadows is not None
         if kind is kinds.SHADOW_B:
             shadows.dgrad(self.d_out_TO)
@@ -187,7 +225,7 @@ class BackwardRun:
         return None
 
     def compute(self, key: Key, unit: Unit) -> None:
-        saved = self.done.saved.pop(key)
+        saved = self.kept.saved.pop(key)
         self.partial, d_score_M, pending = self.experts.dgrad(self.arrived_RO[unit.arriving], saved)
         self.d_score_M[unit.pairs] = d_score_M.to(self.d_score_M.dtype)
         self.pending.append((key[0], pending))
@@ -196,6 +234,7 @@ class BackwardRun:
 class DispatchCombine(torch.autograd.Function):
     """Gradients: d_scores, those of the inputs, and the experts' weights by hand.
 
+    Rows, weights and tables are kept by torch (`moe/keep`), so the node is as good as any of torch's own.
     Called with (scores, call, inputs..., weights...): `call` says what runs and how many inputs there are.
     """
 
@@ -207,19 +246,24 @@ class DispatchCombine(torch.autograd.Function):
         out_TO = run.run(call.programs.forward)
         if call.watch is not None:
             call.watch.lap(began, "F")
-        ctx.run, ctx.call, ctx.inputs = run, call, [tensor.detach()[:0] for tensor in inputs]
+        ctx.state, kept = take_apart(run.kept(), WHOLE)
+        ctx.save_for_backward(*kept)
+        ctx.program, ctx.watch = call.programs.backward, call.watch
+        ctx.inputs = [without_rows(tensor) for tensor in inputs]
         return out_TO
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, d_out_TO: torch.Tensor) -> tuple[Any, ...]:
-        watch = ctx.call.watch
-        began = watch.stamp() if watch is not None else None
-        back = BackwardRun(ctx.run, d_out_TO, ctx.inputs)
-        d_inputs, d_scores_TK = back.run(ctx.call.programs.backward)
-        ctx.run = None
-        if watch is not None:
-            watch.lap(began, "B")
+        began = ctx.watch.stamp() if ctx.watch is not None else None
+        kept = put_together(ctx.state, ctx.saved_tensors, WHOLE)
+        wanted = ctx.needs_input_grad[2 + len(ctx.inputs) :]
+        back = BackwardRun(kept, d_out_TO, ctx.inputs, wanted)
+        d_inputs, d_scores_TK = back.run(ctx.program)
+        if not keeps_graph():
+            ctx.state = None
+        if ctx.watch is not None:
+            ctx.watch.lap(began, "B")
         return d_scores_TK, None, *d_inputs, *back.weight_grads
 
 
@@ -249,6 +293,11 @@ class LayerCall:
     def rows_of(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What travels of each input."""
         return [as_numbers(tensor)[self.plan.row_token_N] for tensor in inputs]
+
+
+def without_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor of this type and width; a slice would keep the rows."""
+    return tensor.detach().new_empty(0, *tensor.shape[1:])
 
 
 def as_numbers(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,10 +22,13 @@ Shapes: T tokens, K = gate.top_k places.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from moeclipse.moe.config import GateConfig
+from moeclipse.moe.private_torch import in_backward
 
 GAP_UNIT = 2.0**-30
 MAX_LOGIT = 7.0  # a controller whose goal is out of reach must find its way back from here
@@ -78,11 +81,24 @@ class DynamicChoice(nn.Module):
     def __init__(self, config: GateConfig, device: torch.device | None = None) -> None:
         super().__init__()
         self.config = config
-        first = config.top_p if config.choose == "top_p" else config.threshold
-        limit = torch.tensor(first, dtype=torch.float64, device=device)
+        limit = torch.empty((), dtype=torch.float64, device=device)
         self.register_buffer("limit", limit, persistent=self.moves)
-        seen_3 = torch.zeros(3, dtype=torch.int64, device=device)
+        seen_3 = torch.empty(3, dtype=torch.int64, device=device)
         self.register_buffer("seen_3", seen_3, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As at the start: the limit as the configuration says, nothing seen."""
+        self.limit.fill_(self.config.top_p if self.config.choose == "top_p" else self.config.threshold)
+        self.seen_3.zero_()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DynamicChoice:
+        """The limit stays in float64, whatever type the model is cast to."""
+        before = self.limit
+        super()._apply(fn, recurse)
+        if self.limit.dtype != before.dtype:
+            self.limit = before.to(self.limit.device)
+        return self
 
     @property
     def moves(self) -> bool:
@@ -93,7 +109,7 @@ class DynamicChoice(nn.Module):
         """Which places are used, [T, K]."""
         # A limit of the shares' type: a comparison must not depend on what the other side is widened to.
         used_TK = places_in_use(share_TK, self.config.choose, self.limit.to(share_TK.dtype))
-        if self.training:
+        if self.training and (torch.compiler.is_compiling() or not in_backward()):
             gap_T = (share_TK[:, 0] - share_TK[:, 1]).abs().double()
             gaps = (gap_T / GAP_UNIT).round().sum().to(torch.int64)
             tokens = torch.full_like(gaps, len(share_TK))

@@ -6,7 +6,9 @@
                    `pairwise.PairwiseExperts` (any ExpertSet), `fused.FusedExperts` (kernels)
 
 Forward, dgrad and wgrad are three calls with explicit state, so that a schedule can place them and many
-microbatches can be in flight. What belongs to one call is in what that call returns, never in the experts.
+microbatches can be in flight. What belongs to one call is in what that call returns, never in the experts:
+also the weights that it computed with, which need not be those that the experts have when backward comes
+(`torch.func.functional_call`, weights in another type, shadows).
 """
 
 from __future__ import annotations
@@ -34,10 +36,11 @@ class Trainable(Protocol):
     @property
     def out_width(self) -> int: ...
 
-    def wgrad(self, pending: Sequence[Any], begun: Grads = ()) -> Grads:
+    def wgrad(self, pending: Sequence[Any], begun: Grads = (), wanted: Sequence[bool] | None = None) -> Grads:
         """Add up all parts; what autograd gets for each weight is nothing where there is a main_grad.
 
-        `begun` is what an earlier call of the same backward returned: these parts add to it.
+        `begun` is what an earlier call of the same backward returned: these parts add to it. `wanted` says
+        which weights' gradients anybody asked for; left out: those of weights that require one.
         """
 
 
@@ -52,8 +55,8 @@ class ExpertSet(Trainable, Protocol):
     ) -> tuple[torch.Tensor, Any]:
         """(y, what backward needs)."""
 
-    def dgrad(self, dy: torch.Tensor, saved: Any, shadows: torch.Tensor | None = None) -> tuple[Any, Any]:
-        """(gradient of x, in its structure; a PendingWgrad)."""
+    def dgrad(self, dy: torch.Tensor, saved: Any) -> tuple[Any, Any]:
+        """(gradient of x, in its structure; a PendingWgrad); with the weights that forward had."""
 
     def flatten(self, slots: Sequence[int]) -> torch.Tensor:
         """The weights of these experts, one row each: what travels to ranks that shadow them."""

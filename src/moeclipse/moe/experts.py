@@ -6,7 +6,8 @@
     dgrad     dx, pending = experts.dgrad(dy, saved)
     wgrad     grads       = experts.wgrad([pending])    adds into main_grad where there is one
 
-Rows are grouped by expert, `counts` says how many each has; zero rows are legal everywhere.
+Rows are grouped by expert, `counts` says how many each has; zero rows are legal everywhere. Products are in
+the type of the rows: weights of a wider one (autocast) are rounded for them, and their gradients are not.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class ExpertsSaved:
     x: torch.Tensor
     h: torch.Tensor
     counts: Sequence[int]
+    weights: tuple[torch.Tensor, ...]
+    """Those that forward computed with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,49 +95,52 @@ class Experts(nn.Module):
         down = Cut.of((d_model, d_ff), 1, index=index, parts=parts, what=what)
         self.up = nn.Parameter(init.empty(len(ids), *up.local_shape))
         self.down = nn.Parameter(init.empty(len(ids), *down.local_shape))
-        parameters = (("up", self.up, init.std, up), ("down", self.down, init.down_std or init.std, down))
-        for name, weight, std, cut in parameters:
-            if parts > 1:
-                mark(weight, cut)
-            for slot, expert in enumerate(ids):
-                cut.fill(weight.data[slot], key_of(init.seed, init.layer, "expert", expert, name), std)
+        if parts > 1:
+            mark(self.up, up)
+            mark(self.down, down)
         self.biased = bias
         if bias:
             assert parts == 1, "each part of a sum would add the bias"
-            self.up_bias = nn.Parameter(init.zeros(len(ids), width))
-            self.down_bias = nn.Parameter(init.zeros(len(ids), d_model))
+            self.up_bias = nn.Parameter(init.empty(len(ids), width))
+            self.down_bias = nn.Parameter(init.empty(len(ids), d_model))
+        self.init, self.cuts = init, (up, down)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The initial weights of the experts that are here now."""
+        init, (up, down) = self.init, self.cuts
+        parts = (("up", self.up, init.std, up), ("down", self.down, init.down_std or init.std, down))
+        for name, weight, std, cut in parts:
+            for slot, expert in enumerate(self.ids):
+                cut.fill(weight.data[slot], key_of(init.seed, init.layer, "expert", expert, name), std)
+        for bias in self.weights[2:]:
+            bias.zero_()
 
     def forward(
         self, x: torch.Tensor, counts: Sequence[int], shadows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ExpertsSaved]:
-        up, down, *biases = self.weights if shadows is None else self.unflatten(shadows)
+        given = self.weights if shadows is None else self.unflatten(shadows)
+        up, down, *biases = weights = tuple(weight.to(x.dtype) for weight in given)
         h = grouped_mm(x, up, counts)
-        if not biases:
-            return grouped_mm(activate(h, self.activation), down, counts), ExpertsSaved(
-                x=x, h=h, counts=counts
-            )
-        up_bias, down_bias = (spread(bias, counts) for bias in biases)
-        h += up_bias
+        if biases:
+            h += spread(biases[0], counts)
         y = grouped_mm(activate(h, self.activation), down, counts)
-        return y.add_(down_bias), ExpertsSaved(x=x, h=h, counts=counts)
+        if biases:
+            y += spread(biases[1], counts)
+        return y, ExpertsSaved(x=x, h=h, counts=counts, weights=weights)
 
-    def dgrad(
-        self, dy: torch.Tensor, saved: ExpertsSaved, shadows: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, ExpertsPending]:
-        up, down, *_ = self.weights if shadows is None else self.unflatten(shadows)
+    def dgrad(self, dy: torch.Tensor, saved: ExpertsSaved) -> tuple[torch.Tensor, ExpertsPending]:
+        up, down, *_ = saved.weights
         d_a = grouped_mm_dgrad(dy, down, saved.counts)
         d_h, a = activate_backward(d_a, saved.h, self.activation)
         dx = grouped_mm_dgrad(d_h, up, saved.counts)
         return dx, ExpertsPending(x=saved.x, d_h=d_h, a=a, dy=dy, counts=saved.counts, kernels=self.kernels)
 
-    def wgrad(self, pending: Sequence[PendingWgrad], begun: Grads = ()) -> Grads:
-        return tuple(self.wgrads.submit(self.weights, lambda: self._wgrad(pending, begun)))
-
-    def _wgrad(self, pending: Sequence[PendingWgrad], begun: Grads) -> Grads:
-        places = [accumulator(*pair) for pair in zip_longest(self.weights, begun)]
-        for part in pending:
-            part.add_to(*(into for into, _ in places))
-        return tuple(grad for _, grad in places)
+    def wgrad(
+        self, pending: Sequence[PendingWgrad], begun: Grads = (), wanted: Sequence[bool] | None = None
+    ) -> Grads:
+        return tuple(self.wgrads.submit(self.weights, lambda: add_up(self.weights, pending, begun, wanted)))
 
     def flatten(self, slots: Sequence[int]) -> torch.Tensor:
         picked = torch.tensor(list(slots), dtype=torch.int64, device=self.up.device)
@@ -166,6 +172,27 @@ class Experts(nn.Module):
         return self.down.shape[1]
 
 
+def add_up(
+    weights: Sequence[nn.Parameter],
+    pending: Sequence[PendingWgrad],
+    begun: Grads = (),
+    wanted: Sequence[bool] | None = None,
+) -> Grads:
+    """All parts of the gradients that are wanted; see `Trainable.wgrad`."""
+    wanted = [weight.requires_grad for weight in weights] if wanted is None else wanted
+    if not any(wanted):
+        return (None,) * len(weights)
+    places = [accumulator(*pair) for pair in zip_longest(weights, begun)]
+    if not all(wanted):  # the products come together: what nobody asked for is added up and dropped
+        places = [
+            place if asked else (torch.zeros_like(weight), None)
+            for place, asked, weight in zip(places, wanted, weights, strict=True)
+        ]
+    for part in pending:
+        part.add_to(*(into for into, _ in places))
+    return tuple(grad for _, grad in places)
+
+
 def spread(bias_EN: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     """Of each row its expert's bias."""
     repeats = torch.tensor(list(counts), dtype=torch.int64, device=bias_EN.device)
@@ -190,16 +217,15 @@ class PadToCapacity:
         y, saved = self.experts.forward(self._spread(x, place), [self.capacity] * len(counts))
         return y[place], (saved, place)
 
-    def dgrad(
-        self, dy: torch.Tensor, saved: tuple[Any, torch.Tensor], shadows: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, Any]:
-        assert shadows is None, "shadows run as they are, without padding"
+    def dgrad(self, dy: torch.Tensor, saved: tuple[Any, torch.Tensor]) -> tuple[torch.Tensor, Any]:
         inner, place = saved
         dx, pending = self.experts.dgrad(self._spread(dy, place), inner)
         return dx[place], pending
 
-    def wgrad(self, pending: Sequence[PendingWgrad], begun: Grads = ()) -> Grads:
-        return self.experts.wgrad(pending, begun)
+    def wgrad(
+        self, pending: Sequence[PendingWgrad], begun: Grads = (), wanted: Sequence[bool] | None = None
+    ) -> Grads:
+        return self.experts.wgrad(pending, begun, wanted)
 
     def flatten(self, slots: Sequence[int]) -> torch.Tensor:
         return self.experts.flatten(slots)

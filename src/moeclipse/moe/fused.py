@@ -8,6 +8,7 @@ references, so that tests of this file need no GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -22,12 +23,19 @@ from moeclipse.tensor.weight_grad import Grads
 
 
 def fits(experts: Experts, inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether the kernels take these experts and rows."""
+    """Whether the kernels take these experts and rows; the layer has checked that their types go together."""
     if len(inputs) != 1 or not experts.ids:
         return False
     x, widths = inputs[0], (experts.down.shape[2], experts.up.shape[2])
-    takes = device_fits(x.device) and x.dtype in KERNEL_DTYPES and experts.up.dtype == x.dtype
+    takes = device_fits(x.device) and x.dtype in KERNEL_DTYPES
     return takes and all(width % 8 == 0 for width in widths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedSaved:
+    state: ExpertState
+    weights: ExpertWeights
+    """Those that forward computed with."""
 
 
 class FusedExperts:
@@ -46,8 +54,10 @@ class FusedExperts:
     def out_width(self) -> int:
         return self.experts.out_width
 
-    def wgrad(self, pending: Sequence[HiddenGrads], begun: Grads = ()) -> Grads:
-        return self.experts.wgrad(pending, begun)
+    def wgrad(
+        self, pending: Sequence[HiddenGrads], begun: Grads = (), wanted: Sequence[bool] | None = None
+    ) -> Grads:
+        return self.experts.wgrad(pending, begun, wanted)
 
     def forward(
         self,
@@ -55,15 +65,15 @@ class FusedExperts:
         index_M: torch.Tensor,
         counts: Sequence[int],
         score_M: torch.Tensor,
-    ) -> tuple[torch.Tensor, ExpertState]:
+    ) -> tuple[torch.Tensor, FusedSaved]:
         (rows_RD,) = rows
         grouping = group_arrived(index_M, counts, len(rows_RD), self.most)
-        weights = ExpertWeights.of(self.experts.weights)
-        return expert_passes.forward(rows_RD, score_M, weights, grouping, self.experts.activation)
+        weights = ExpertWeights.of([weight.to(rows_RD.dtype) for weight in self.experts.weights])
+        sums, state = expert_passes.forward(rows_RD, score_M, weights, grouping, self.experts.activation)
+        return sums, FusedSaved(state=state, weights=weights)
 
     def dgrad(
-        self, d_partial_RO: torch.Tensor, saved: ExpertState
+        self, d_partial_RO: torch.Tensor, saved: FusedSaved
     ) -> tuple[list[torch.Tensor | None], torch.Tensor, HiddenGrads]:
-        weights = ExpertWeights.of(self.experts.weights)
-        d_rows_RD, d_score_M, pending = expert_passes.dgrad(d_partial_RO, saved, weights)
+        d_rows_RD, d_score_M, pending = expert_passes.dgrad(d_partial_RO, saved.state, saved.weights)
         return [d_rows_RD], d_score_M, pending

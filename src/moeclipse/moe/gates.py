@@ -17,11 +17,14 @@ token's experts do not depend on how tokens and experts are shared over ranks. T
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from moeclipse.moe.autocast import is_on, off
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.dynamic_gates import DynamicChoice, renormalise_used
 from moeclipse.moe.routing import Routing
@@ -48,18 +51,45 @@ class Gate(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.num_experts = config, num_experts
-        self.layer, self.seed = init.layer, init.seed
+        self.layer, self.seed, self.init_std = init.layer, init.seed, init.std
         self.weight = nn.Parameter(init.empty(num_experts, d_model))
-        fill_normal(self.weight.data, key_of(init.seed, init.layer, "gate"), init.std)
         if config.kind == "noisy":
-            self.noise_weight = nn.Parameter(torch.zeros_like(self.weight))
-        self.register_buffer(
-            "bias_E", torch.zeros(num_experts, device=init.device, dtype=wide_of(self.weight.dtype))
-        )
+            self.noise_weight = nn.Parameter(torch.empty_like(self.weight))
+        bias_E = torch.empty(num_experts, device=init.device, dtype=wide_of(self.weight.dtype))
+        self.register_buffer("bias_E", bias_E)
         self.register_buffer("near_E", None, persistent=False)
         self.dynamic = DynamicChoice(config, init.device) if config.choose != "top_k" else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """As at the start, buffers included."""
+        fill_normal(self.weight, key_of(self.seed, self.layer, "gate"), self.init_std)
+        if self.config.kind == "noisy":
+            self.noise_weight.zero_()
+        self.bias_E.zero_()
+        if self.dynamic is not None:
+            self.dynamic.reset_parameters()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Gate:
+        """A bias that is rounded to bf16 no longer moves by its small steps: it stays in the wide type."""
+        before = self.bias_E
+        super()._apply(fn, recurse)
+        wide = wide_of(self.weight.dtype)
+        if self.bias_E.dtype != wide:
+            self.bias_E = before.to(self.bias_E.device, wide)
+        return self
 
     def forward(self, x_TD: torch.Tensor, tokens: Tokens) -> Routing:
+        with off(x_TD.device) if is_on(x_TD.device) else nullcontext():
+            return self._route(x_TD, tokens)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether `torch.compile` sees through it: random numbers are keyed by what only the host knows."""
+        return self.config.kind not in ("gshard", "noisy") and not self.config.capacity_factor
+
+    def _route(self, x_TD: torch.Tensor, tokens: Tokens) -> Routing:
         dtype = wide_of(x_TD.dtype)
         x_TD = x_TD.to(dtype)
         logits_TE = F.linear(x_TD, self.weight.to(dtype))
@@ -172,6 +202,8 @@ def renormalise(scores_TK: torch.Tensor) -> torch.Tensor:
 
 def count_experts(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Rows for each expert; unused places do not count."""
+    if torch.compiler.is_compiling():  # how long a bincount is depends on numbers that a compiler cannot see
+        return (ids.flatten()[:, None] == torch.arange(num_experts, device=ids.device)).sum(0)
     return torch.bincount(ids.flatten() + 1, minlength=num_experts + 1)[1:]
 
 

@@ -14,7 +14,9 @@ backward, before the optimizer step.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -22,32 +24,47 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.flight.exchange import gather
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.wires.open import open_wire
-from moeclipse.core.config import named_in, problems_of, with_values
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.adapters import Joint, ModuleExperts
-from moeclipse.moe.config import LAYER_KEYS, ExchangeConfig, GateConfig, MoEConfig, layer_problems
+from moeclipse.moe.autocast import is_on, off, rows_for
+from moeclipse.moe.calls import Call, Calls, lend, repay
+from moeclipse.moe.config import ExchangeConfig, GateConfig, MoEConfig
 from moeclipse.moe.dispatch import Dispatcher
-from moeclipse.moe.dispatch_combine import DispatchCombine, LayerCall
+from moeclipse.moe.dispatch_combine import DispatchCombine, LayerCall, without_rows
 from moeclipse.moe.expert_set import PairExperts
 from moeclipse.moe.experts import Experts, PadToCapacity
 from moeclipse.moe.fused import FusedExperts, fits
 from moeclipse.moe.gates import Gate
+from moeclipse.moe.given import (
+    TOP_K,
+    alike,
+    alone,
+    check,
+    check_place,
+    expert_group,
+    given_device,
+    given_exchange,
+    given_gate,
+    is_sharded,
+)
 from moeclipse.moe.losses import balance_loss, z_loss
 from moeclipse.moe.pairwise import PairwiseExperts
+from moeclipse.moe.private_torch import in_backward
 from moeclipse.moe.probe import Probe, measure
 from moeclipse.moe.routing import Routing
 from moeclipse.moe.schedule import ExchangeSchedule, Loads
+from moeclipse.moe.shared import shared_expert
 from moeclipse.moe.structure import Inputs, Structure
 from moeclipse.moe.tokens import Tokens
 from moeclipse.moe.topology import near_experts
 from moeclipse.moe.weight_init import WeightInit
+from moeclipse.moe.wraps import refuse_wrong_wrap, wrapping
 from moeclipse.ops.activation import Activation
 from moeclipse.ops.grouped_experts import grouped_experts
 
@@ -69,7 +86,7 @@ class MoE(nn.Module):
         d_model: int,
         d_ff: int,
         num_experts: int,
-        top_k: int = 2,
+        top_k: int = TOP_K,
         *,
         gate: GateConfig | None = None,
         num_shared_experts: int = 0,
@@ -90,7 +107,7 @@ class MoE(nn.Module):
     ) -> None:
         """`exchange`: how rows travel. `placement`: which rank holds which experts; left out: equal parts."""
         super().__init__()
-        gate = gate or GateConfig(top_k=top_k)
+        gate = given_gate(gate, top_k)
         config = MoEConfig(
             num_experts=num_experts,
             d_ff=d_ff,
@@ -100,16 +117,15 @@ class MoE(nn.Module):
             expert_tp=expert_tp,
             **vars(given_exchange(exchange)),
         )
-        self.mesh = mesh or Mesh.single(device or "cpu")
-        self.sharded = expert_tp == "sharded" and self.mesh.tp > 1
-        group = self.mesh.shard_experts if self.sharded else self.mesh.experts
-        check(config, gate, self.mesh, group, placement, experts)
-        self.layer, self.num_experts, self.calls = layer, num_experts, 0
-        device = device or self.mesh.device
+        device = given_device(device, mesh)
+        mesh = mesh or alone(device)
+        self.config, self.layer, self.num_experts = config, layer, num_experts
+        group = expert_group(mesh, config)
+        check(config, gate, mesh, group, placement, experts)
         init = WeightInit(layer=layer, seed=seed, std=init_std, down_std=down_std, device=device, dtype=dtype)
         self.gate = Gate(gate, d_model=d_model, num_experts=num_experts, init=init)
-        placement = self._place(config, group, device, placement)
-        shard = (self.mesh.tp_index, self.mesh.tp) if self.sharded else (0, 1)
+        placement = placement or Placement.contiguous(num_experts, group.size)
+        shard = (mesh.tp_index, mesh.tp) if is_sharded(mesh, config) else (0, 1)
         build = partial(
             Experts, d_model=d_model, init=init, shard=shard, activation=activation, bias=expert_bias
         )
@@ -123,61 +139,155 @@ class MoE(nn.Module):
         self.fused: bool | None = False if config.kernels == "off" else None  # None: where the kernels fit
         load_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
         self.register_buffer("load_E", load_E, persistent=False)
+        self.history = Calls()
+        self.attach(mesh, placement)
 
     load_E: torch.Tensor
     """Tokens of this rank that wanted each expert since the last optimizer step."""
     last: MoEReport | None = None
     """Of the last forward."""
+    _placement: Placement
+    _wrapping: tuple[int, int] | None = None
+    """Of the last forward: what wrappers do with a layer is looked at once."""
 
-    def _place(
-        self, config: MoEConfig, group: Group, device: torch.device, placement: Placement | None
-    ) -> Placement:
-        """Which rank holds which expert, and how rows get there."""
-        placement = placement or Placement.contiguous(self.num_experts, group.size)
-        self.gate.near_E = near_experts(self.mesh, group, placement, device, sharded=self.sharded)
-        transport = open_wire(config.transport, self.mesh, group)
-        self.dispatcher = Dispatcher.of(placement, group, self.mesh.a2a, device, transport)
-        hosts = self.mesh.hosts
-        self.schedule = ExchangeSchedule(config, tuple(hosts[rank] for rank in group.ranks))
-        return placement
+    # where the layer is
+
+    def attach(self, mesh: Mesh, placement: Placement | None = None) -> None:
+        """Exchange rows over this mesh from now on; collective over its ranks.
+
+        A layer that was unpickled has none: `moeclipse.attach` gives it one with as many ranks as it had.
+        """
+        placement = placement or self._placement
+        group = expert_group(mesh, self.config)
+        check_place(placement, group, self.experts.ids)
+        self.mesh, self.sharded, self._placement = mesh, is_sharded(mesh, self.config), placement
+        device = self.gate.weight.device
+        self.gate.near_E = near_experts(mesh, group, placement, device, sharded=self.sharded)
+        transport = open_wire(self.config.transport, mesh, group)
+        tables = mesh.device if device.type == "meta" else device
+        self.dispatcher = Dispatcher.of(placement, group, mesh.a2a, tables, transport)
+        self.schedule = ExchangeSchedule(self.config, tuple(mesh.hosts[rank] for rank in group.ranks))
 
     def move_to(self, placement: Placement, expected_E: np.ndarray | None = None) -> None:
         """Route rows by another placement from now on; whoever calls this has moved the weights."""
         self.dispatcher = self.dispatcher.moved(placement, expected_E)
+        self._placement = placement
         group = self.dispatcher.group
         self.experts.ids = placement.slots[group.index]
-        device = self.dispatcher.rank_of_E.device
+        device = self.gate.weight.device
         self.gate.near_E = near_experts(self.mesh, group, placement, device, sharded=self.sharded)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but what belongs to running processes; and the last report, whose loss has a graph."""
+        state = dict(self.__dict__)
+        for name in ("mesh", "dispatcher", "schedule", "last", "_wrapping"):
+            state.pop(name, None)
+        return state | {"history": Calls()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._placement.num_ranks == 1:
+            self.attach(alone(self.gate.weight.device))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
+        """On the same ranks; a copy knows nothing of calls that the layer has under way."""
+        made = self.__class__.__new__(self.__class__)
+        memo[id(self)] = made
+        nn.Module.__setstate__(made, copy.deepcopy(self.__getstate__(), memo))
+        if "mesh" in self.__dict__:
+            made.attach(self.mesh)
+        return made
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MoE:
+        super()._apply(fn, recurse)
+        device = self.gate.weight.device
+        if "mesh" in self.__dict__ and self.mesh.num_ranks == 1 and not alike(device, self.mesh.device):
+            self.attach(alone(device))
+        return self
+
+    def reset_parameters(self) -> None:
+        """Weights and counters as they were when the layer was made; after `to_empty`, all of them."""
+        for module in (self.gate, self.experts, self.shared):
+            if module is not None:
+                module.reset_parameters()
+        self.load_E.zero_()
+        if self.gate.near_E is not None:
+            self.attach(self.mesh)
+
+    # one call
 
     def forward(self, x: Inputs) -> torch.Tensor:
         """A tensor [..., d_model], or a tuple or dict of tensors of which the first is [tokens, d_model]."""
         shape = x.shape if isinstance(x, torch.Tensor) else None
         if isinstance(x, torch.Tensor):
             x = x.flatten(0, -2)
+        y_TO = self._compiled(x) if torch.compiler.is_compiling() else self._called(x)
+        return y_TO if shape is None else y_TO.view(*shape[:-1], y_TO.shape[-1])
+
+    def _called(self, x: Inputs) -> torch.Tensor:
+        if "mesh" not in self.__dict__:
+            raise ConfigError(
+                "this MoE layer was unpickled and knows no ranks; call moeclipse.attach(model, mesh) on each "
+                f"of the {self._placement.num_ranks} ranks that share its experts"
+            )
+        if self.mesh.num_ranks > 1 and (now := wrapping(self.experts)) != self._wrapping:
+            refuse_wrong_wrap(self.experts)
+            self._wrapping = now
         num_tokens = len(Structure.take_apart(x)[1][0])
-        tokens = Tokens.of(self.mesh, num_tokens, step=self.calls, group=self.token_group)
-        self.calls += self.training
-        y_TO, self.last = self.run(x, tokens)
-        return y_TO if shape is None else y_TO.view(*shape[:-1], -1)
+        call, again = self.history.begin() if self.training else (None, False)
+        step = self.history.count if call is None else call.step
+        tokens = Tokens.of(self.mesh, num_tokens, step=step, group=self.token_group)
+        y_TO, report = self.run(x, tokens, call)
+        if call is not None and call.lent and again:
+            return repay(y_TO, report.aux_loss, call)
+        if call is not None and not again and not torch.is_grad_enabled() and self.gate.weight.requires_grad:
+            report = replace(report, aux_loss=lend(report.aux_loss, call))
+        if not again:
+            self.last = report
+        return y_TO
+
+    def _compiled(self, x: Inputs) -> torch.Tensor:
+        """Inside `torch.compile`: on one rank with the built-in experts a graph without a break."""
+        experts, traced = self.experts, self.mesh.num_ranks == 1 and self.gate.compiles
+        if not (traced and isinstance(x, torch.Tensor) and isinstance(experts, Experts)):
+            outside: torch.Tensor = torch.compiler.disable(self._called)(x)
+            return outside
+        tokens = Tokens(mesh=self.mesh, first=0, total=len(x), group=self.mesh.stage)
+        routing = self.gate(x, tokens)
+        rows_TD = rows_for(x, experts.up)
+        weights = [weight.to(rows_TD.dtype) for weight in experts.weights]
+        given = (rows_TD, routing.scores_TK, routing.expert_ids_TK, *weights)
+        y_TD = grouped_experts(*given, activation=experts.activation)
+        if self.shared is not None:
+            y_TD = y_TD + shared_expert(rows_TD, self.shared)
+        self.last = self._report(routing, routing.load_E, tokens)
+        if self.training:
+            self.load_E += routing.load_E
+        return y_TD
 
     @property
     def token_group(self) -> Group:
         """The ranks that have different tokens."""
         return self.mesh.data if self.sharded else self.mesh.stage
 
-    def run(self, x: Inputs, tokens: Tokens) -> tuple[torch.Tensor, MoEReport]:
+    def run(self, x: Inputs, tokens: Tokens, call: Call | None = None) -> tuple[torch.Tensor, MoEReport]:
         """The layer on this rank's part of a global microbatch.
 
         Where experts are sharded over tp, all tp ranks get the same tokens, and output, gradients and losses
         are shares: their sums over tp are the layer's.
         """
         structure, inputs = Structure.take_apart(x)
-        x_TD = inputs[0]
-        routing = self.gate(x_TD, tokens)
+        routing = self.gate(inputs[0], tokens)
         loads = self.gather_loads([routing], tokens)
-        y_TD = self._routed(routing, structure, inputs, tokens, loads)
-        if self.shared is not None:
-            y_TD = y_TD + _Shared.apply(x_TD, self.shared, *self.shared.weights)
+        rows_TD, built_in = inputs[0], isinstance(self.experts, Experts)
+        if built_in or self.shared is not None:
+            rows_TD = rows_for(rows_TD, (self.experts if built_in else self.shared).weights[0])  # type: ignore[union-attr]
+        if built_in:
+            inputs = (rows_TD, *inputs[1:])
+        with off(rows_TD.device) if built_in and is_on(rows_TD.device) else nullcontext():
+            y_TD = self._routed(routing, structure, inputs, tokens, loads, call)
+            if self.shared is not None:
+                y_TD = y_TD + shared_expert(rows_TD, self.shared)
         return y_TD, self.report(routing, loads, tokens)
 
     def gather_loads(self, routings: Sequence[Routing], tokens: Tokens) -> Loads:
@@ -191,8 +301,14 @@ class MoE(nn.Module):
 
     def report(self, routing: Routing, loads: Loads, tokens: Tokens) -> MoEReport:
         """Losses and counts of one call; in training the counts are added up until the optimizer step."""
+        report = self._report(routing, loads.total(), tokens)
+        if self.training and not in_backward():  # a forward inside backward has been counted before
+            self.load_E += report.load_E
+        return report
+
+    def _report(self, routing: Routing, global_load_E: torch.Tensor, tokens: Tokens) -> MoEReport:
         config = self.gate.config
-        aux = config.balance_loss * balance_loss(routing, loads.total(), tokens.total)
+        aux = config.balance_loss * balance_loss(routing, global_load_E, tokens.total)
         if config.z_loss:
             aux = aux + config.z_loss * z_loss(routing, tokens.total)
         load_E, num_dropped = routing.load_E, routing.num_dropped
@@ -200,8 +316,6 @@ class MoE(nn.Module):
             aux = aux / self.mesh.tp
             counts = int(self.mesh.tp_index == 0)  # every tp rank saw these tokens: one of them counts
             load_E, num_dropped = load_E * counts, num_dropped * counts
-        if self.training:
-            self.load_E += load_E
         return MoEReport(aux_loss=aux, load_E=load_E, num_dropped=num_dropped)
 
     def _routed(
@@ -211,6 +325,7 @@ class MoE(nn.Module):
         inputs: tuple[torch.Tensor, ...],
         tokens: Tokens,
         loads: Loads | None = None,
+        call: Call | None = None,
     ) -> torch.Tensor:
         """Dispatch, experts and combine; on one rank with kernels, all of it without a word to the host."""
         experts = self._kernel_experts(inputs)
@@ -218,10 +333,11 @@ class MoE(nn.Module):
         if experts is not None and all_here and not experts.wgrads.deferring:
             sums = tuple(getattr(weight, "main_grad", None) for weight in experts.weights)
             into = None if any(into is None for into in sums) else sums
-            given = (inputs[0], routing.scores_TK, routing.expert_ids_TK, *experts.weights)
+            weights = [weight.to(inputs[0].dtype) for weight in experts.weights]
+            given = (inputs[0], routing.scores_TK, routing.expert_ids_TK, *weights)
             return grouped_experts(*given, activation=experts.activation, into=into)
-        call = self.prepare(routing, structure, inputs, tokens, loads)
-        return DispatchCombine.apply(routing.scores_TK, call, *inputs, *self.experts.weights)
+        prepared = self.prepare(routing, structure, inputs, tokens, loads, call)
+        return DispatchCombine.apply(routing.scores_TK, prepared, *inputs, *self.experts.weights)
 
     def _kernel_experts(self, inputs: Sequence[torch.Tensor]) -> Experts | None:
         """The experts, where kernels take them and these rows."""
@@ -231,7 +347,7 @@ class MoE(nn.Module):
         return self.experts if takes else None
 
     def _pairwise(self, structure: Structure, inputs: Sequence[torch.Tensor]) -> PairwiseExperts:
-        like = [tensor.detach()[:0] for tensor in inputs]
+        like = [without_rows(tensor) for tensor in inputs]
         return PairwiseExperts(experts=self.experts, structure=structure, like=like)
 
     def measure_costs(self) -> Probe:
@@ -245,8 +361,9 @@ class MoE(nn.Module):
         inputs: tuple[torch.Tensor, ...],
         tokens: Tokens,
         loads: Loads | None = None,
+        call: Call | None = None,
     ) -> LayerCall:
-        """Exchange sizes and decide what runs; no row travels yet."""
+        """Exchange sizes and decide what runs; no row travels yet. `call`: see `moe/calls`."""
         pairwise = self._pairwise(structure, inputs)
         prepared = self.schedule.prepare(
             routing.expert_ids_TK,
@@ -254,9 +371,12 @@ class MoE(nn.Module):
             pairwise,
             self.mesh,
             self.where(tokens),
-            self.training,
+            self.training and not in_backward(),
             loads,
+            None if call is None else call.decided,
         )
+        if call is not None:
+            call.decided = prepared.decided
         experts: PairExperts = pairwise
         if self.gate.config.overflow == "pad":
             experts = replace(pairwise, experts=PadToCapacity(self.experts, routing.capacity))
@@ -268,63 +388,5 @@ class MoE(nn.Module):
             experts=experts,
             shadows=prepared.shadows,
             num_inputs=len(inputs),
-            watch=self.schedule.watch,
+            watch=prepared.watch,
         )
-
-
-def given_exchange(given: ExchangeConfig | Mapping[str, Any] | None) -> ExchangeConfig:
-    return given if isinstance(given, ExchangeConfig) else with_values(ExchangeConfig(), given or {})
-
-
-def check(
-    config: MoEConfig,
-    gate: GateConfig,
-    mesh: Mesh,
-    group: Group,
-    placement: Placement | None,
-    experts: Callable[[int], nn.Module] | Joint | None = None,
-) -> None:
-    """All that is wrong with a layer, in one error."""
-    problems = [*problems_of(config, "moe."), *problems_of(gate, "gate.")]
-    if named_in(" ".join(problems), LAYER_KEYS):
-        raise ConfigError(problems)
-    problems += layer_problems(config, gate, mesh.tp)
-    if placement is not None:
-        given, expected = (placement.num_experts, placement.num_ranks), (config.num_experts, group.size)
-        if given != expected:
-            problems.append(
-                f"the placement has {given[0]} experts on {given[1]} ranks, but the layer has {expected[0]} "
-                f"experts on {expected[1]} ranks"
-            )
-        if experts is not None and any(len(ranks) > 1 for ranks in placement.holders):
-            problems.append(
-                "a placement with replicas needs experts whose initial weights follow from their numbers; "
-                "modules of your own may stand on one rank each"
-            )
-    elif group.size > config.num_experts:
-        axes = f"ep ({mesh.ep})" if group.size == mesh.ep else f"ep x tp ({group.size})"
-        problems.append(f"{axes} must not exceed num_experts ({config.num_experts})")
-    if isinstance(experts, Joint) and group.size > 1 and config.shadow not in ("off", ()):
-        problems.append(
-            f"moe.shadow ({config.shadow!r}) cannot go with one module for all experts, which cannot "
-            "shadow one; set it to 'off', or give a module for each expert"
-        )
-    if problems:
-        raise ConfigError(problems)
-
-
-class _Shared(torch.autograd.Function):
-    """The shared expert: all tokens, one expert, no exchange."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: torch.Tensor, experts: Experts, *_: nn.Parameter) -> torch.Tensor:
-        y_TD, ctx.saved = experts.forward(x_TD, [len(x_TD)])
-        ctx.experts = experts
-        return y_TD
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[Any, ...]:
-        dx_TD, pending = ctx.experts.dgrad(dy_TD.contiguous(), ctx.saved)
-        ctx.saved = None
-        return dx_TD, None, *ctx.experts.wgrad([pending])

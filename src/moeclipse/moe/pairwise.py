@@ -65,19 +65,18 @@ class PairwiseExperts:
         )
 
     def dgrad(
-        self, d_partial_RO: torch.Tensor, saved: PairsSaved, shadows: torch.Tensor | None = None
+        self, d_partial_RO: torch.Tensor, saved: PairsSaved
     ) -> tuple[list[torch.Tensor | None], torch.Tensor, Any]:
         y_MO, score_M, wide = saved.y_MO, saved.score_M, saved.score_M.dtype
         d_pair_MO = d_partial_RO[saved.index_M]
         d_score_M = (d_pair_MO.to(wide) * y_MO.to(wide)).sum(-1)
         d_y_MO = (d_pair_MO * score_M[:, None]).to(y_MO.dtype)
-        given = () if shadows is None else (shadows,)
-        d_x, pending = self.experts.dgrad(d_y_MO, saved.experts, *given)
+        d_x, pending = self.experts.dgrad(d_y_MO, saved.experts)
         d_rows = [
             sum_rows(grad, saved.index_M, saved.num_rows) if grad.is_floating_point() else None
             for grad in self.structure.flatten(d_x)
         ]
         return d_rows, d_score_M, pending
 
-    def wgrad(self, pending: Sequence[Any], begun: Grads = ()) -> Grads:
-        return self.experts.wgrad(pending, begun)
+    def wgrad(self, pending: Sequence[Any], begun: Grads = (), wanted: Sequence[bool] | None = None) -> Grads:
+        return self.experts.wgrad(pending, begun, wanted)

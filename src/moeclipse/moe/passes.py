@@ -20,7 +20,7 @@ import torch
 
 from moeclipse.comm.flight.execute import Execution
 from moeclipse.comm.flight.in_flight import InFlight, Joined, Ready
-from moeclipse.moe.dispatch_combine import BackwardRun, ForwardRun, LayerCall
+from moeclipse.moe.dispatch_combine import BackwardRun, ForwardRun, LayerCall, without_rows
 from moeclipse.schedule import kinds
 from moeclipse.schedule.check import Verified
 from moeclipse.schedule.kinds import A2A
@@ -36,7 +36,7 @@ class ExpertPass:
 
     def __init__(self, call: LayerCall, scores_TK: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
         self.call = call
-        self.empty = [tensor.detach()[:0] for tensor in inputs]
+        self.empty = [without_rows(tensor) for tensor in inputs]
         self.state: ForwardRun = call.forward(scores_TK, inputs)
         self.rank = call.plan.dispatcher.group.index
 
@@ -85,7 +85,7 @@ class ExpertPass:
     # backward
 
     def combine_back(self, d_out_TO: torch.Tensor) -> InFlight[None]:
-        self.back = BackwardRun(self.state, d_out_TO, self.empty)
+        self.back = BackwardRun(self.state.kept(), d_out_TO, self.empty)
         self.back.start()
         self.backward = self._execution(self.call.programs.pieces, self.back)
         self.backward.advance(first_compute(self.backward.ops))
@@ -108,8 +108,8 @@ class ExpertPass:
     def weights(self) -> None:
         """W: weight gradients, and those that shadows returned; before or after dispatch_back."""
         self.back.wgrad()
-        if self.state.shadows is not None:
-            self.state.shadows.add_grads(self.back.weight_grads)
+        if self.back.shadows is not None:
+            self.back.shadows.add_grads(self.back.weight_grads)
         for parameter, grad in zip(self.call.experts.weights, self.back.weight_grads, strict=True):
             deliver(parameter, grad)
 

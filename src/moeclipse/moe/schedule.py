@@ -86,6 +86,16 @@ class Prepared:
     plan: DispatchPlan
     programs: Programs
     shadows: ShadowExperts | None
+    decided: Decided
+    watch: Stopwatch | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """What was decided for one call beside what follows from its rows."""
+
+    use: Granularity
+    probe: Probe | None
 
 
 class ExchangeSchedule:
@@ -116,8 +126,8 @@ class ExchangeSchedule:
         )
         return self.num_ranks > 1 and smart_auto
 
-    def shape(self, shadows: bool = False) -> ExchangeShape:
-        use = self.use
+    def shape(self, shadows: bool = False, use: Granularity | None = None) -> ExchangeShape:
+        use = use or self.use
         return exchange_shape(
             self.num_ranks,
             groups=use.groups,
@@ -142,18 +152,23 @@ class ExchangeSchedule:
         where: str,
         train: bool,
         loads: Loads | None = None,
+        decided: Decided | None = None,
     ) -> Prepared:
         """Decide, exchange sizes, and lay everything out for one call of the layer.
 
         `loads` are on their way for other reasons; where they are left out, replicas ask for counts.
+        `decided` is what an earlier call decided that is now repeated: nothing is learned from it.
         """
+        train = train and decided is None
         if train:
             self._learn(ids_TK, dispatcher, experts, mesh, where)
-        mine, counts_PE = self._choose_shadows(ids_TK, dispatcher, where)
+        watch = self.watch if decided is None else None
+        decided = decided or Decided(use=self.use, probe=self.probe)
+        mine, counts_PE = self._choose_shadows(ids_TK, dispatcher, where, decided.probe)
         place = ids_TK.new_empty(0)
         if mine is not None:
             ids_TK, place = keep_shadowed(ids_TK, mine, dispatcher.placement.num_experts)
-        shape = self.shape(shadows=mine is not None)
+        shape = self.shape(shadows=mine is not None, use=decided.use)
         slots = None
         if dispatcher.table is not None:
             travelling_PE = self._rows_that_travel(ids_TK, dispatcher, where, loads, counts_PE)
@@ -172,7 +187,8 @@ class ExchangeSchedule:
                 counts=counts,
                 where=where,
             )
-        return Prepared(plan=plan, programs=self.programs(shape), shadows=shadows)
+        programs = self.programs(shape)
+        return Prepared(plan=plan, programs=programs, shadows=shadows, decided=decided, watch=watch)
 
     def _learn(
         self, ids_TK: torch.Tensor, dispatcher: Dispatcher, experts: PairwiseExperts, mesh: Mesh, where: str
@@ -253,21 +269,16 @@ class ExchangeSchedule:
         return table[:, 0], table[:, 1]
 
     def _choose_shadows(
-        self, ids_TK: torch.Tensor, dispatcher: Dispatcher, where: str
+        self, ids_TK: torch.Tensor, dispatcher: Dispatcher, where: str, probe: Probe | None
     ) -> tuple[RankShadows | None, np.ndarray]:
         """What this rank shadows in this call; None where no rank does."""
         wanted, nobody = self.config.shadow, np.empty((0, 0))
-        if (
-            self.num_ranks == 1
-            or wanted == "off"
-            or wanted == ()
-            or (wanted == "auto" and self.probe is None)
-        ):
+        if self.num_ranks == 1 or wanted == "off" or wanted == () or (wanted == "auto" and probe is None):
             return None, nobody
         counts_PE, rows_PE = self._counts_and_rows(ids_TK, dispatcher, where)
         if wanted == "auto":
-            assert self.probe is not None
-            costs = self.probe.shadow_costs(overlap=0.0 if self.config.schedule == "blocking" else 1.0)
+            assert probe is not None
+            costs = probe.shadow_costs(overlap=0.0 if self.config.schedule == "blocking" else 1.0)
             pairs = float(counts_PE.sum()) / max(float(rows_PE.sum()), 1.0)
             costs = replace(
                 costs, row_forward=pairs * costs.row_forward, row_backward=pairs * costs.row_backward

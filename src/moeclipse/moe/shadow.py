@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -65,8 +66,23 @@ def keep_shadowed(
     return torch.where(stays, -1, expert_ids_TK), place
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShadowKept:
+    """What backward needs of a forward with shadows."""
+
+    shadows: RankShadows
+    experts: PairwiseExperts
+    transport: Transport
+    where: str
+    place_m: torch.Tensor
+    saved: Any
+    shape: torch.Size
+    """Of the shadows' weights, a row each."""
+    dtype: torch.dtype
+
+
 class ShadowExperts:
-    """The shadows of one forward pass on this rank, and its backward."""
+    """The shadows of one forward pass on this rank."""
 
     def __init__(
         self,
@@ -95,25 +111,41 @@ class ShadowExperts:
 
     def forward(self) -> torch.Tensor:
         """What the shadows add to the output."""
+        weights = self.weights.get()
         given = (self.inputs, self.token_m, self.counts, self.score_m)
-        out_TO, self.saved = self.experts.forward(*given, self.weights.get())
-        del self.inputs
+        out_TO, saved = self.experts.forward(*given, weights)
+        self.kept = ShadowKept(
+            shadows=self.shadows,
+            experts=self.experts,
+            transport=self.transport,
+            where=self.where,
+            place_m=self.place_m,
+            saved=saved,
+            shape=weights.shape,
+            dtype=weights.dtype,
+        )
+        del self.inputs, self.weights
         return out_TO
 
+
+class ShadowGrads:
+    """The shadows of one backward pass."""
+
+    def __init__(self, kept: ShadowKept) -> None:
+        self.kept, self.shadows, self.experts = kept, kept.shadows, kept.experts
+        self.place_m = kept.place_m
+
     def dgrad(self, d_out_TO: torch.Tensor) -> None:
-        self.d_inputs, self.d_score_m, self.pending = self.experts.dgrad(
-            d_out_TO, self.saved, self.weights.get()
-        )
+        self.d_inputs, self.d_score_m, self.pending = self.experts.dgrad(d_out_TO, self.kept.saved)
 
     def wgrad(self) -> None:
-        weights = self.weights.get()
-        self.grads = torch.zeros_like(weights, dtype=wide_of(weights.dtype))
+        self.grads = self.place_m.new_zeros(self.kept.shape, dtype=wide_of(self.kept.dtype))
         self.experts.experts.shadow_wgrad(self.pending, self.grads)
 
     def return_grads(self) -> InFlight[torch.Tensor]:
-        shadows, label = self.shadows, f"shadow gradients, {self.where}"
+        shadows, label = self.shadows, f"shadow gradients, {self.kept.where}"
         counts = (shadows.receive_counts, shadows.send_counts)
-        self.returned = self.transport.all_to_all(self.grads, *counts, label)
+        self.returned = self.kept.transport.all_to_all(self.grads, *counts, label)
         return self.returned
 
     def add_grads(self, weight_grads: Sequence[torch.Tensor | None]) -> None:

@@ -19,10 +19,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from moeclipse.comm.flight.exchange import total
+from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
+from moeclipse.moe.adapters import ModuleExperts
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.private_torch import ignore_in_ddp, ignored_by_ddp
 from moeclipse.moe.replicas import sum_over_replicas
+from moeclipse.moe.wraps import averaged_text
+
+COUNTERS = ("load_E", "seen_3")
 
 
 def moe_layers(model: nn.Module) -> Iterator[tuple[str, MoE]]:
@@ -31,15 +36,41 @@ def moe_layers(model: nn.Module) -> Iterator[tuple[str, MoE]]:
             yield name, module
 
 
+def _expert_keys(name: str, layer: MoE) -> set[str]:
+    prefix = f"{name}." if name else ""
+    return {f"{prefix}experts.{key}" for key, _ in layer.experts.named_parameters()}
+
+
 def expert_parameter_names(model: nn.Module) -> set[str]:
     """Parameters that differ from rank to rank because each rank holds other experts."""
-    prefix = [(f"{name}." if name else "", layer) for name, layer in moe_layers(model)]
-    return {f"{name}experts.{key}" for name, layer in prefix for key, _ in layer.experts.named_parameters()}
+    return {key for name, layer in moe_layers(model) for key in _expert_keys(name, layer)}
+
+
+def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The same, as `fully_shard(ignored_params=...)` wants them."""
+    return {parameter for _, layer in moe_layers(model) for parameter in layer.experts.parameters()}
+
+
+def counter_names(model: nn.Module) -> set[str]:
+    """Buffers that count what this rank has seen: another rank's would make the sums wrong."""
+    found = set()
+    for name, layer in moe_layers(model):
+        prefix = f"{name}." if name else ""
+        counters = {key for key, _ in layer.named_buffers() if key.rpartition(".")[2] in COUNTERS}
+        found |= {prefix + key for key in counters}
+    return found
 
 
 def exclude_experts(model: nn.Module) -> nn.Module:
-    """Tell DDP to leave expert parameters alone; call it on the module that DDP will wrap."""
-    ignore_in_ddp(model, ignored_by_ddp(model) | expert_parameter_names(model))
+    """Tell DDP to leave expert parameters and counters alone; call it on the module that DDP will wrap."""
+    ignore_in_ddp(model, ignored_by_ddp(model) | expert_parameter_names(model) | counter_names(model))
+    return model
+
+
+def attach(model: nn.Module, mesh: Mesh) -> nn.Module:
+    """Give all MoE layers of an unpickled model their ranks; collective. Returns the model."""
+    for _, layer in moe_layers(model):
+        layer.attach(mesh)
     return model
 
 
@@ -53,23 +84,18 @@ def aux_loss(model: nn.Module) -> torch.Tensor:
 
 
 def sync_gradients(model: nn.Module) -> None:
-    """Finish the gradients of expert parameters, and move balancing biases; once before each step."""
-    if isinstance(model, DistributedDataParallel):
-        managed = expert_parameter_names(model.module) - set(model.parameters_to_ignore)
-        if managed and model.process_group.size() > 1:
-            raise ConfigError(
-                f"DDP averages expert parameters of different experts ({sorted(managed)[0]}, ...); "
-                "wrap the model with DDP(moeclipse.exclude_experts(model))"
-            )
+    """Finish the gradients of expert parameters, and move balancing biases; once before each step.
+
+    Parameters that are frozen, or that have no gradient on any rank, stay without.
+    """
+    refuse_averaged_experts(model)
     for name, layer in moe_layers(model):
-        mesh = layer.mesh
-        for key, parameter in layer.experts.named_parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        mesh, dispatcher = layer.mesh, layer.dispatcher
+        for key, parameter in _with_gradients(name, layer):
             label = f"sum of expert gradients, {name}.{key}"
+            assert parameter.grad is not None
             summed = total(mesh.grads, mesh.replicas, parameter.grad, label).get().view_as(parameter)
-            if layer.dispatcher.table is not None:
-                dispatcher = layer.dispatcher
+            if dispatcher.table is not None:
                 summed = sum_over_replicas(summed, dispatcher.placement, dispatcher.group, mesh.a2a, label)
             parameter.grad = summed / mesh.num_ranks
         if layer.gate.adapts:
@@ -77,3 +103,30 @@ def sync_gradients(model: nn.Module) -> None:
             load = total(mesh.grads, mesh.world, mine, f"sum of expert loads, {name}").get()
             layer.gate.rebalance(load[:-3], load[-3:])
         layer.load_E.zero_()
+
+
+def _with_gradients(name: str, layer: MoE) -> list[tuple[str, nn.Parameter]]:
+    """Those that have a gradient on some rank that shares them; where it is missing here, it is zero."""
+    mesh = layer.mesh
+    wanted = [(key, p) for key, p in layer.experts.named_parameters() if p.requires_grad]
+    has = torch.tensor([p.grad is not None for _, p in wanted], dtype=torch.int64, device=mesh.device)
+    # Modules of one's own are other parameters on other ranks; built-in ones are the same everywhere.
+    group = mesh.replicas if isinstance(layer.experts, ModuleExperts) else mesh.stage
+    label = f"who has expert gradients, {name}"
+    somewhere = total(mesh.grads, group, has, label).get().tolist() if wanted else []
+    found = [pair for pair, count in zip(wanted, somewhere, strict=True) if count]
+    for _, parameter in found:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return found
+
+
+def refuse_averaged_experts(model: nn.Module) -> None:
+    """DDP that was not told about experts has averaged those of different numbers."""
+    if not isinstance(model, DistributedDataParallel) or model.process_group.size() == 1:
+        return
+    ignored = set(model.parameters_to_ignore)
+    for name, layer in moe_layers(model.module):
+        managed = _expert_keys(name, layer) - ignored
+        if managed and layer.mesh.num_ranks > 1:
+            raise ConfigError(averaged_text(min(managed)))

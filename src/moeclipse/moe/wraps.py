@@ -1,0 +1,42 @@
+"""Wrappers that would take a layer's experts for copies of one another, found out at the first call.
+
+DDP averages every parameter over ranks that it was not told to ignore, and `fully_shard` cuts every parameter
+over ranks that it was not told to ignore. Both are right for weights that all ranks share. Ranks of a layer
+with a mesh hold different experts: averaged or cut they are a mixture of them, and nothing would say so.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from moeclipse.core.errors import ConfigError
+from moeclipse.moe.private_torch import active_ddp, sharded_modules
+
+
+def averaged_text(name: str) -> str:
+    return (
+        f"DDP averages expert parameters of different experts ({name}, ...); wrap the model with "
+        "moeclipse.parallelize(model, mesh, dense='ddp'), or with DDP(moeclipse.exclude_experts(model))"
+    )
+
+
+def wrapping(experts: nn.Module) -> tuple[int, int]:
+    """What changes with a wrapper: DDP's is known in forward, and `fully_shard` replaces parameters."""
+    return id(active_ddp()), id(next(experts.parameters(), None))
+
+
+def refuse_wrong_wrap(experts: nn.Module) -> None:
+    """Of a layer whose ranks hold different experts; inside its forward."""
+    mine = {id(parameter) for parameter in experts.parameters()}
+    ddp = active_ddp()
+    if ddp is not None and ddp.process_group.size() > 1:
+        ignored = set(ddp.parameters_to_ignore)
+        for name, parameter in ddp.module.named_parameters():
+            if id(parameter) in mine and name not in ignored:
+                raise ConfigError(averaged_text(name))
+    if sharded_modules() & set(experts.modules()):
+        raise ConfigError(
+            "fully_shard cuts expert parameters of different experts over ranks; use "
+            "moeclipse.parallelize(model, mesh, dense='fsdp2'), or give "
+            "fully_shard(..., ignored_params=moeclipse.expert_parameters(model))"
+        )
