@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         DataError,
         DivergedError,
         MoEclipseError,
+        Preempted,
         ScheduleError,
     )
     from moeclipse.model.config import ModelConfig
@@ -108,6 +109,7 @@ _EXPORTS = {
     "CommError": "moeclipse.core.errors",
     "DivergedError": "moeclipse.core.errors",
     "CorruptionError": "moeclipse.core.errors",
+    "Preempted": "moeclipse.core.errors",
 }
 """Public name -> the module that holds it, and its name there where that is another one."""
 
@@ -139,6 +141,7 @@ __all__ = [
     "PipelineConfig",
     "Placement",
     "PlacementConfig",
+    "Preempted",
     "RowParallelLinear",
     "RunConfig",
     "Samples",

@@ -29,7 +29,7 @@ def put_in(folder: Path) -> None:
     (folder / "sitecustomize.py").write_text(SITE.format(tests=str(Path(__file__).parent)))
 
 
-def train(config: Any, *, resume: str = "off", observer: Any = None) -> dict[str, Any]:
+def train(config: Any, *, resume: str = "off", observer: Any = None, **_others: Any) -> dict[str, Any]:
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     directory = Path(config.run.dir) / config.run.name

@@ -15,6 +15,7 @@ KINDS: dict[str, tuple[int, type[Exception]]] = {
     "CommError": (1, RuntimeError),
     "DivergedError": (1, RuntimeError),
     "CorruptionError": (1, RuntimeError),
+    "Preempted": (75, MoEclipseError),
 }
 
 

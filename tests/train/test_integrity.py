@@ -200,6 +200,7 @@ def test_a_run_reloads_and_ends_with_the_same_losses(tmp_path: Path) -> None:
     assert losses(config) == expected
 
 
+@pytest.mark.full
 def test_what_comes_again_stops_the_run(tmp_path: Path) -> None:
     config = configure(tmp_path, **{"integrity.every": 1, "integrity.repair": "reload"})
     for notes in run_ranks(2, run_with_flips, config, 2):

@@ -108,6 +108,7 @@ def root_cause(written: list[Failure], codes: Mapping[int, int]) -> Failure:
     if written:
         return min(written, key=lambda failure: failure.time)
     ended = [rank for rank, code in sorted(codes.items()) if code > 0]
+    ended.sort(key=lambda rank: codes[rank] == 128 + signal.SIGTERM)  # a rank that heard the agent's SIGTERM
     if ended:
         rank = ended[0]
         return Failure(rank=rank, text=f"rank {rank} ended with status {codes[rank]}", code=codes[rank])

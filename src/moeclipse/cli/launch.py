@@ -8,8 +8,9 @@ A rank that fails writes its error to the file that the agent named for it. The 
 instant later because their peer left, so the first process that the agent sees die is often a victim:
 `root_cause` reads all files and prefers an error that is not about a lost peer.
 
-Hazard: a rank that is blocked inside a collective does not run Python's signal handlers. Every rank
-therefore keeps a thread that hears signals through a pipe and ends the process when the main thread does not.
+Whoever is asked to leave, by a signal, leaves with a checkpoint (`cli/leaving`): ranks end with 0, which no
+agent takes for a failure, and leave their words in the same files; the launcher, and a rank that nobody
+launched, end with 75.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from moeclipse.cli.display import make_observer
 from moeclipse.cli.failures import (
+    Failure,
     await_culprit,
     describe,
     read_failures,
@@ -33,13 +34,14 @@ from moeclipse.cli.failures import (
     show_failure,
     write_failure,
 )
+from moeclipse.cli.leaving import Leaving, passing_on
 from moeclipse.cli.pin import pin_rank
 from moeclipse.core.config import to_toml
+from moeclipse.core.errors import Preempted
 from moeclipse.train.config import TrainConfig
 
 LAUNCHER = "MOECLIPSE_LAUNCHER"  # process id of the launcher, for its ranks
 INTERRUPTED = 128 + signal.SIGINT
-PATIENCE_S = 3.0  # how long a rank may take to leave after a signal
 # --- being a rank ----------------------------------------------------------------------------------------
 
 
@@ -53,19 +55,25 @@ def run_rank(config: TrainConfig, resume: str) -> int:
     if launched and config.parallel.pin == "auto":
         pin_rank(os.environ, usable_cores())
     observer = make_observer()
-    with leave_on_signal():
+    with Leaving(int(os.environ.get(LAUNCHER, "0"))) as leaving:
         try:
             from moeclipse.comm.start import cuda_settings
             from moeclipse.train.trainer import train
 
             if os.environ.get("WORLD_SIZE", "1") != "1":  # under torchrun, too
                 os.environ |= unless_set(cuda_settings(config.parallel.pp), os.environ)
-            train(config, resume=resume, observer=observer if rank == 0 else None)
+            train(config, resume=resume, observer=observer if rank == 0 else None, leave=leaving.listen)
+        except Preempted as error:
+            write_failure(describe(error, rank))
+            observer.close()
+            if not launched and rank == 0:
+                print(error, file=sys.stderr, flush=True)
+            return 0 if "TORCHELASTIC_RUN_ID" in os.environ else error.code
         except KeyboardInterrupt:
             observer.close()
             if not launched and rank == 0:
                 show_interrupted(config)
-            return INTERRUPTED
+            return leaving.status
         except Exception as error:
             failure = describe(error, rank)
             write_failure(failure)
@@ -99,45 +107,6 @@ def show_interrupted(config: TrainConfig) -> None:
         f"; go on with: moeclipse train {run / 'config.toml'} --resume auto" if has_checkpoint(run) else ""
     )
     print(f"interrupted{again}", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def leave_on_signal() -> Iterator[None]:
-    """SIGINT becomes KeyboardInterrupt; a rank that stays longer, or that lost its launcher, is ended."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    done = threading.Event()
-    launcher = int(os.environ.get(LAUNCHER, "0"))
-
-    def listen() -> None:
-        import select
-
-        while not done.is_set():
-            ready, _, _ = select.select([reader], [], [], 1.0)
-            if ready and os.read(reader, 1)[0] in (signal.SIGINT, 0):
-                break
-            if launcher and os.getppid() != launcher:
-                break
-        if not done.wait(PATIENCE_S):
-            os._exit(INTERRUPTED)
-
-    thread = threading.Thread(target=listen, name="moeclipse-signals", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(wakeup)
-        signal.signal(signal.SIGINT, before)
-        done.set()
-        os.write(writer, b"\0")
-        thread.join()
-        os.close(reader)
-        os.close(writer)
 
 
 # --- starting ranks --------------------------------------------------------------------------------------
@@ -202,13 +171,23 @@ def _run_agent(command: list[str], folder: Path, num_ranks: int, restarts: int) 
         max_restarts=restarts,
         logs_specs=files,
         local_addr="127.0.0.1",
+        signals_to_handle="SIGHUP,SIGQUIT",  # the others are passed on to the ranks, which save
     )
+
+    def end(number: int) -> None:
+        raise SignalException(f"a second signal: {number}", signal.Signals(number))
+
     try:
-        elastic_launch(launch, sys.executable)(*command)
-        return 0
+        with passing_on(end) as asked:
+            files.asked = asked
+            elastic_launch(launch, sys.executable)(*command)
+        return show_farewell(read_failures(files.newest))
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        failure = root_cause(read_failures(files.newest), codes)
+        written = read_failures(files.newest)
+        if asked() and all(failure.victim for failure in written):
+            return 128 + asked()
+        failure = root_cause(written, codes)
     except NotRestarted as error:
         failure = error.failure
     except SignalException as error:
@@ -216,6 +195,15 @@ def _run_agent(command: list[str], folder: Path, num_ranks: int, restarts: int) 
     if failure.code != INTERRUPTED:
         show_failure(failure, named=not failure.text.startswith(f"rank {failure.rank} "))
     return failure.code
+
+
+def show_farewell(written: list[Failure]) -> int:
+    """The status of ranks that all ended well: with a checkpoint before the end, where they were asked to."""
+    left = [failure for failure in written if failure.code == Preempted.code]
+    if not left:
+        return 0
+    print(left[0].text, file=sys.stderr, flush=True)
+    return Preempted.code
 
 
 @contextlib.contextmanager

@@ -8,13 +8,15 @@ be announced, or refused when the same error would only come again.
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -95,12 +97,16 @@ class RankFiles(DefaultLogsSpecs):
         super().__init__(log_dir=folder)
         self.newest: Path | None = None
         self._restarts = restarts
+        self.asked: Callable[[], int] = lambda: 0
+        """The signal by which the run was asked to leave, or 0."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         attempt = int(envs[0].get("TORCHELASTIC_RESTART_COUNT", "0"))
         if attempt > 0:
             written = read_failures(self.newest)
             failure = root_cause(written, {}) if written else None
+            if self.asked():
+                raise SignalException("asked to leave", signal.Signals(self.asked()))
             if failure is not None and failure.code == BAD_INPUT:
                 raise NotRestarted(failure)
             cause = failure.text if failure else "a rank was killed"

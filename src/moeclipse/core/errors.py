@@ -55,3 +55,9 @@ class DivergedError(MoEclipseError, RuntimeError):
 
 class CorruptionError(MoEclipseError, RuntimeError):
     """Bits of weights or optimizer state changed without an update; the text names rank and tensor."""
+
+
+class Preempted(MoEclipseError):
+    """Asked to leave, the run has saved its state and ends; the text says how to go on."""
+
+    code = 75  # EX_TEMPFAIL: try again later

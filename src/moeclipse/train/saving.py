@@ -41,6 +41,8 @@ class Saving:
         self.beside = BesideSave()
         self.path: Path | None = None
         """The newest checkpoint that was saved."""
+        self.begun, self.stall_s = 0, 0.0
+        """Saves before the last one, and for how long training waited for them in all."""
         self._begun_at = clock()
         self._failed: list[str] = []
 
@@ -57,18 +59,22 @@ class Saving:
 
     def after_step(self, done: int, signals: Sequence[int], *, last: bool) -> None:
         """Whatever is due. Collective; `last`: this rank will save nothing after it."""
+        before = self.clock()
         if self.beside.under_way and all(signal & ENDED for signal in signals):
             self._try(self.beside.advance)
-        if not (last or self.is_due(done, signals)):
+        if last:
+            self.finish()
+            if self.config.at_end or self.leaving(signals):
+                self._try(lambda: self.save(done, None), last=True)
             return
-        self.finish()
-        if last and not (self.config.at_end or self.leaving(signals)):
-            return
-        self._begun_at = self.clock()
-        if self.config.beside and not last:
-            self._try(lambda: self.save(done, self.beside) and None)
-        else:
-            self._try(lambda: self.save(done, None), last=last)
+        if self.is_due(done, signals):
+            self.finish()
+            self._begun_at, self.begun = before, self.begun + 1
+            if self.config.beside:
+                self._try(lambda: self.save(done, self.beside) and None)
+            else:
+                self._try(lambda: self.save(done, None))
+        self.stall_s += self.clock() - before
 
     def leaving(self, signals: Sequence[int]) -> bool:
         return any(signal & LEAVE for signal in signals)

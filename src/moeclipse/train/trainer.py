@@ -11,13 +11,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.start import RankPlace, choose_device, start, stop
 from moeclipse.core.config import problems_of, to_toml, with_values
-from moeclipse.core.errors import CheckpointError, ConfigError, CorruptionError, MoEclipseError
+from moeclipse.core.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptionError,
+    MoEclipseError,
+    Preempted,
+)
 from moeclipse.model.transformer import count_parameters
 from moeclipse.moe.granularity import CALLS, TRIED
 from moeclipse.train.checkpoints.beside import BesideSave
@@ -51,8 +58,18 @@ class Silence:
     def end(self, summary: dict[str, Any]) -> None: ...
 
 
-def train(config: TrainConfig, *, resume: str = "off", observer: Observer | None = None) -> dict[str, Any]:
-    """Train as this rank; returns the summary. `resume`: off, auto, or a checkpoint's path."""
+def train(
+    config: TrainConfig,
+    *,
+    resume: str = "off",
+    observer: Observer | None = None,
+    leave: Callable[[], str] = lambda: "",
+) -> dict[str, Any]:
+    """Train as this rank; returns the summary. `resume`: off, auto, or a checkpoint's path.
+
+    `leave` is asked at every step: once it answers on any rank, with the name of a signal, all ranks save and
+    raise Preempted.
+    """
     place = RankPlace.read()
     problems = [*problems_of(config), *layout_problems(config, place.num_ranks)]
     if problems:
@@ -77,7 +94,9 @@ def train(config: TrainConfig, *, resume: str = "off", observer: Observer | None
             comm_sms=config.pipeline.comm_sms,
         )
         watching = observer if observer is not None and place.rank == 0 else Silence()
-        return Run(config, mesh, watching).whole(resume)
+        return Run(config, mesh, watching, leave).whole(resume)
+    except Preempted:
+        raise
     except BaseException as error:
         text = str(error) if isinstance(error, MoEclipseError) else f"{type(error).__name__}: {error}"
         watch.publish(text)
@@ -89,8 +108,10 @@ def train(config: TrainConfig, *, resume: str = "off", observer: Observer | None
 class Run:
     """A run directory and the steps that fill it."""
 
-    def __init__(self, config: TrainConfig, mesh: Mesh, observer: Observer) -> None:
-        self.mesh, self.observer = mesh, observer
+    def __init__(
+        self, config: TrainConfig, mesh: Mesh, observer: Observer, leave: Callable[[], str] = lambda: ""
+    ) -> None:
+        self.mesh, self.observer, self.leave = mesh, observer, leave
         # Ranks read their clocks apart: rank 0 chooses the name.
         name = mesh.gather_objects(config.run.name or f"run-{time.strftime('%Y%m%d-%H%M%S')}")[0]
         self.config = with_values(config, {"run.name": name})
@@ -127,11 +148,12 @@ class Run:
             self.observer.note(note)
         learner.loads.continue_from(self.directory, start)
         self.observer.start(self._info(learner, start))
-        path = self._steps(learner, metrics, start)
-        path = path or (found.path if found is not None else None)
+        saving = self._steps(learner, metrics, start)
+        path = saving.path or (found.path if found is not None else None)
         extra = {
             "unigram_entropy": learner.corpus.unigram_entropy(),
             "checkpoint": str(path) if path else None,
+            "saves": {"begun": saving.begun, "stall_ms": 1e3 * saving.stall_s / max(saving.begun, 1)},
             "clock_error_ms": 1e3 * learner.clock_error_s,
             "exchange": [layer.schedule.report() for layer in learner.layers],
             "load_by_layer": learner.loads.average_by_layer(),
@@ -141,10 +163,13 @@ class Run:
         self.observer.end(summary)
         return summary
 
-    def _steps(self, learner: Learner, metrics: Metrics, start: int) -> Path | None:
+    def _steps(self, learner: Learner, metrics: Metrics, start: int) -> Saving:
         config, scribe = self.config, self.files.scribe
         saving = Saving(
-            config.checkpoint, lambda done, beside: self._save(learner, done, beside), self.observer.note
+            config.checkpoint,
+            lambda done, beside: self._save(learner, done, beside),
+            self.observer.note,
+            asked_to_leave=lambda: bool(self.leave()),
         )
         learner.signals = saving.signals
         step = start
@@ -169,13 +194,19 @@ class Run:
                     f"gradient norm {record['grad_norm']}{scale}"
                 )
             done = step + 1
-            last = done == config.run.steps
+            last = done == config.run.steps or saving.leaving(signals)
             if self.mesh.rank == 0:
                 now = last or saving.is_due(done, signals)
                 learner.loads.write(self.directory, done, scribe, now=now)
             saving.after_step(done, signals, last=last)
+            if last and done < config.run.steps:
+                raise Preempted(
+                    f"asked to leave ({self.leave() or 'by another rank'}): step {done} is saved in "
+                    f"{saving.path}; "
+                    f"go on with: moeclipse train {self.directory / 'config.toml'} --resume auto"
+                )
             step = done
-        return saving.path
+        return saving
 
     def _go_back(self, learner: Learner, metrics: Metrics, step: int, error: CorruptionError) -> int:
         """After corruption: the step to go on with, from the newest checkpoint, or the error again."""

@@ -121,7 +121,7 @@ def test_a_full_disk_of_one_rank_is_told_to_all_with_the_words_of_a_save(tmp_pat
     assert names_in(tmp_path) == ["step-00000010", "step-00000030"]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, victim: int) -> None:
     n = 0
     while True:

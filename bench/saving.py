@@ -1,0 +1,91 @@
+"""What saving and checking cost a step: the stall of a save beside training, of a plain one, and of a check.
+
+    .venv/bin/python bench/saving.py [--preset tiny] [--steps 8] [--json FILE] [--KEY VALUE ...]
+
+One process, on a GPU where there is one. `stall` is how long the main thread is kept: for the copy and the
+agreements of a save beside training, for everything of a plain save. Saves go to a folder that is removed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.config import with_values
+from moeclipse.train.checkpoints.beside import BesideSave
+from moeclipse.train.learner import Learner
+from moeclipse.train.presets import load
+
+
+def seconds(work: Callable[[], object]) -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    begun = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
+def one_round(learner: Learner, number: int, folder: Path) -> dict[str, float]:
+    """A step, a save with a step beside it, a save that training waits for, and a check."""
+    beside, integrity = BesideSave(), learner.integrity
+    times = {"step": seconds(lambda: learner.step(number))}
+    stall = seconds(lambda: learner.save(folder, number, beside))
+    times["under"] = seconds(lambda: learner.step(number))
+    while beside.under_way:
+        while not beside.ended:
+            time.sleep(0.01)
+        stall += seconds(beside.advance)
+    times["stall"], never = stall, integrity.config
+    times["whole"] = seconds(lambda: learner.save(folder, number))
+    integrity.config = replace(never, every=1)
+    times["check"] = seconds(lambda: (integrity.look(number), integrity.remember(number)))
+    integrity.config = never
+    return times
+
+
+def measure(preset: str, steps: int, changes: dict[str, int], folder: Path) -> dict[str, float]:
+    config = with_values(load(preset=preset), {"integrity.every": 0, **changes})
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    learner = Learner(config, Mesh.single(device))
+    learner.step(0)
+    rounds = [one_round(learner, number, folder) for number in range(1, steps + 1)]
+    found = {f"{name}_ms": 1e3 * statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    state = sum(piece.num_bytes for piece in learner.optim.pieces())
+    return found | {"state_mb": state / 1e6}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", default="tiny")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--json", type=Path)
+    given, rest = parser.parse_known_args()
+    changes = {key.removeprefix("--"): int(value) for key, value in zip(rest[::2], rest[1::2], strict=True)}
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(given.preset, given.steps, changes, Path(folder))
+    step, stall, under, whole, check = (
+        found[f"{name}_ms"] for name in ("step", "stall", "under", "whole", "check")
+    )
+    print(f"{given.preset} {changes or ''}: state {found['state_mb']:.0f} MB, step {step:.1f} ms")
+    print(f"  save beside training: stall {stall:.1f} ms ({stall / step:.1%} of a step)")
+    print(f"  the step beside it {under:.1f} ms; a save that training waits for {whole:.1f} ms")
+    print(f"  integrity: a check {check:.1f} ms, every 100 steps {check / step:.2f} % of the time")
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Random faults over many layouts: each is named, and each run ends with the losses of the undisturbed one.
+
+A fault is drawn from a seed: what happens, to which rank, at which step. Losses are compared to the last bit,
+because no rank is lost for good.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_integrity import moment
+from test_trainer import Notes, configure, losses, whole
+
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.errors import Preempted
+from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
+from moeclipse.train.checkpoints.disk import Disk
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.learner import Learner
+from moeclipse.train.trainer import Run
+
+PIPE: dict[str, Any] = {"parallel.pp": 2, "optim.accumulate": 2, "pipeline.schedule": "1f1b"}
+LAYOUTS: list[tuple[int, dict[str, int], dict[str, Any]]] = [
+    (1, {}, {}),
+    (2, {}, {}),
+    (2, {"dp": 2}, {}),
+    (3, {}, {}),
+    (4, {"dp": 2}, {}),
+    (2, {"tp": 2}, {"parallel.tp": 2, "model.num_kv_heads": 2}),
+    (2, {"pp": 2}, PIPE),
+    (2, {}, {"moe.schedule": "smart", "moe.shadow": "off"}),
+    (2, {}, {"placement.slots": ((0, 1, 2), (3, 2, 0))}),
+    (2, {}, {"model.dtype": "bfloat16"}),
+]
+FAULTS = ("kill", "flip", "full disk", "leave")
+
+
+def disturbed(mesh: Mesh, config: TrainConfig, fault: str, victim: int, step: int) -> list[str]:
+    """A run that a fault meets; what was said of it."""
+    if fault == "kill":
+        return whole(mesh, config, "off", victim, step)
+    notes, left = Notes(), 1
+    if fault == "full disk":
+        fill_disk(mesh.rank == victim)
+    if fault == "flip":
+        begin = Learner.__init__
+
+        def harmed(self: Learner, *args: Any) -> None:
+            begin(self, *args)
+            look = self.integrity.look
+
+            def harmed_look(now: int) -> list[str]:
+                nonlocal left
+                if now == step and mesh.rank == victim and left:
+                    left = 0
+                    moment(self)
+                return look(now)
+
+            self.integrity.look = harmed_look  # type: ignore[method-assign]
+
+        Learner.__init__ = harmed  # type: ignore[method-assign]
+    counted = iter(range(10**6))
+    leaves = fault == "leave" and mesh.rank == victim
+    try:
+        Run(config, mesh, notes, lambda: "SIGTERM" if leaves and next(counted) >= step else "").whole("off")
+    except Preempted as error:
+        return [*notes.texts, str(error)]
+    return notes.texts
+
+
+def fill_disk(here: bool) -> None:
+    """The first checkpoint meets a full disk on one rank; later ones find room."""
+    import moeclipse.train.learner as learner
+
+    class Full(Disk):
+        def write(self, *args: Any, **kwargs: Any) -> Any:
+            raise OSError(28, "No space left on device")
+
+    plain, saves = learner.save, iter(range(10**6))
+
+    def save(*args: Any, **kwargs: Any) -> Path:
+        if next(saves) == 0 and here:
+            kwargs["disk"] = Full()
+        return plain(*args, **kwargs)
+
+    learner.save = save
+
+
+def survive(folder: Path, number: int, expected: dict[int, Any]) -> str:
+    """One fault, drawn from its number; what happened, for the report of a failure."""
+    draw = random.Random(number)
+    which = draw.randrange(len(LAYOUTS))
+    num_ranks, axes, changes = LAYOUTS[which]
+    shared = {**changes, "integrity.every": 1, "integrity.repair": "reload"}
+    if which not in expected:
+        config = configure(folder, **shared, **{"run.name": f"whole-{which}"})
+        run_ranks(num_ranks, whole, config, **axes)
+        expected[which] = losses(config)
+    fault, victim, step = draw.choice(FAULTS), draw.randrange(num_ranks), draw.randrange(2, 5)
+    config = configure(folder, **shared, **{"run.name": f"fault-{number}"})
+    what = f"fault {number}: {fault} of rank {victim} at step {step} in layout {which}"
+    told = run_ranks_raw(num_ranks, disturbed, config, fault, victim, step, **axes)
+    check_words(fault, victim, told, what)
+    if fault in ("kill", "leave"):
+        run_ranks(num_ranks, whole, config, "auto", **axes)
+    assert losses(config) == expected[which], what
+    left = {path.name for path in (folder / "runs" / config.run.name).iterdir()}
+    assert not {name for name in left if name.startswith(".") or name == "job.json"}, what
+    return fault
+
+
+def check_words(fault: str, victim: int, told: list[tuple[bool, Any]], what: str) -> None:
+    if fault == "kill":
+        assert not any(ok for ok, _ in told), what
+        others = [text for rank, (_, text) in enumerate(told) if rank != victim]
+        assert all(f"rank {victim}" in text for text in others), (what, others)
+        return
+    assert all(ok for ok, _ in told), (what, told)
+    said = " ".join(told[0][1])
+    named = {
+        "flip": f"rank {victim}: adam_v/",
+        "full disk": f"rank {victim}: the disk is full",
+        "leave": "asked to leave",
+    }
+    assert named[fault] in said, (what, said)
+
+
+def test_some_faults(tmp_path: Path) -> None:
+    expected: dict[int, Any] = {}
+    for number in range(3):
+        survive(tmp_path, number, expected)
+
+
+@pytest.mark.full
+def test_a_hundred_faults(tmp_path: Path) -> None:
+    expected: dict[int, Any] = {}
+    met = [survive(tmp_path, number, expected) for number in range(100)]
+    assert set(met) == set(FAULTS)
+    assert len(expected) == len(LAYOUTS)
