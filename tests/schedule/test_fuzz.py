@@ -20,7 +20,7 @@ from moeclipse.schedule.check import verify
 from moeclipse.schedule.legal import SCHEDULES
 from moeclipse.schedule.lower import lower
 from moeclipse.schedule.op import Program, overlap_alone
-from moeclipse.schedule.shape import LayerShape, Shadow
+from moeclipse.schedule.shape import Activation, LayerShape, Shadow
 from moeclipse.schedule.smart import backward_of, end_units, exchange_shape, smart
 from moeclipse.schedule.templates import Expansion, expand, replicate
 
@@ -43,6 +43,8 @@ def layer_programs() -> Iterator[Program]:
         yield expand(actions, LAYERS if name in ("1f1b", "zb-v") else [LayerShape()], how)
     yield expand(build("1f1b", 2, 2), [LayerShape(recompute="full")], Expansion(chunks=2), reduce=True)
     yield expand(build("dualpipev", 2, 4), [LayerShape(shared=False)], Expansion(overlap="off"))
+    pending = Activation(attn_grad=-0.1, shared_grad=0.05, mlp_grad=0.2)
+    yield expand(build("zb-h1", 2, 2), [LayerShape(activation=pending)])
     yield replicate(expand(build("vpp+1", 2, 2), [LayerShape()]), 2)
     yield replicate(expand(build("1f1b", 2, 2), [LayerShape(recompute="moe")], reduce=True), 2)
     yield expand(build("1f1b", 2, 2), [[LayerShape()], [LayerShape(), LayerShape(head=True)]])
@@ -114,7 +116,7 @@ def test_no_broken_mutant_passes() -> None:
     verdicts = judge(seed=0, mutants=1000)
     assert verdicts["broken"] > 700
     assert verdicts["sound"] > 50
-    assert verdicts["sound and refused"] < 10, verdicts
+    assert verdicts["sound and refused"] <= 0.01 * verdicts["sound"], verdicts
 
 
 @pytest.mark.full
@@ -122,4 +124,4 @@ def test_none_of_many_broken_mutants_passes() -> None:
     verdicts = judge(seed=1, mutants=8000)
     assert sum(name.startswith("kind") for name in verdicts) >= 30
     assert verdicts["broken"] > 5000
-    assert verdicts["sound and refused"] < 0.01 * verdicts["mutants"], verdicts
+    assert verdicts["sound and refused"] < 0.01 * verdicts["sound"], verdicts

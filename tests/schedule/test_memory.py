@@ -42,6 +42,20 @@ def test_a_layer_keeps_until_dw_what_recompute_does_not_bring_back() -> None:
     assert layer_memory(replace(kept, moe=False), kinds.MLP_F) == (12.0, 0.0)
 
 
+def test_dx_takes_gradients_for_dw_and_releases_what_it_alone_needed() -> None:
+    size = Activation(attn=4.0, attn_grad=-1.5, mlp=8.0, mlp_grad=3.0)
+    layer = LayerShape(activation=size)
+    assert layer_memory(layer, kinds.ATTN_B) == (0.0, 1.5)
+    assert layer_memory(layer, kinds.ATTN_W) == (0.0, pytest.approx(0.1 + 4.0 - 1.5))
+    assert layer_memory(layer, kinds.MLP_B) == (3.0, 0.0)
+    assert layer_memory(layer, kinds.MLP_W) == (0.0, 11.0)
+    program = verify(expand(build("zb-h1", 2, 4), [layer], Expansion(chunks=2)))
+    for ops in program.program.ranks:
+        assert sum(op.alloc - op.free for op in ops) == pytest.approx(0.0)
+    plain = verify(expand(build("zb-h1", 2, 4), [replace(layer, activation=replace(size, mlp_grad=0.0))]))
+    assert program.peak[0] > plain.peak[0]
+
+
 def test_an_exchange_keeps_its_rows_until_they_have_gone_back() -> None:
     shape = exchange_shape(3, chunks=2, experts_per_rank=2, per_expert=True)
     assert event_memory(shape, kinds.S_F) == (1 / 12, 0.0)

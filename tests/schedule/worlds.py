@@ -150,8 +150,15 @@ class PipelineWorld(World):
             taken = first + (0.0 if part in layer.recomputed else whole)
         elif form == "R":
             taken = whole
-        elif form == "W":
-            given = first + whole
+        else:
+            later = {"ATTN": size.attn_grad, "SHARED": size.shared_grad, "MLP": size.mlp_grad}
+            waits = later.get(part.name, 0.0)
+            if form == "W":
+                given = first + whole + waits
+            elif waits > 0:
+                taken = waits
+            else:
+                given = -waits
         return taken / op.chunks, given / op.chunks
 
     def check_meeting(self, group: str, came: dict[int, int]) -> None:

@@ -4,7 +4,8 @@ One table for both sides: generators write it into the ops, the verifier demands
 is the peak of what the ops hold and not of what somebody wrote.
 
     whole stages   F takes one unit (`PipelineShape.unit`), B and W give it back; I keeps what W needs
-    layers         forward keeps, recompute brings back what forward did not keep, dW releases
+    layers         forward keeps, recompute brings back what forward did not keep, dX takes gradients for dW
+                   and releases what only it needed, dW releases the rest
     exchange       forward S keeps a share of the rows for each event, backward R releases it
 """
 
@@ -35,7 +36,10 @@ def layer_memory(layer: LayerShape, kind: Kind) -> Change:
         return outside + (0.0 if part in layer.recomputed else kept), 0.0
     if form is Form.R:
         return kept, 0.0
-    return 0.0, (kept + outside if form is Form.W else 0.0)
+    pending = layer.pending.get(part, 0.0)
+    if form is Form.B:
+        return max(pending, 0.0), max(-pending, 0.0)
+    return 0.0, kept + outside + pending
 
 
 def event_memory(shape: ExchangeShape, kind: Kind) -> Change:

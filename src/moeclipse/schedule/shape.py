@@ -80,6 +80,11 @@ class Activation:
     mlp: float = 0.45
     head: float = 0.0
     """Logits, where the model's head follows this layer."""
+    attn_grad: float = 0.0
+    """What dX of attention takes for its dW, less what it releases of the above: may be negative."""
+    shared_grad: float = 0.0
+    mlp_grad: float = 0.0
+    """The same of shared and routed experts, or of a dense block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +128,12 @@ class LayerShape:
             Part.MLP: size.mlp if self.moe else size.mlp + size.shared,
             Part.HEAD: size.head,
         }
+
+    @cached_property
+    def pending(self) -> dict[Part, float]:
+        """What dX of a part holds for its dW beside what forward kept."""
+        size = self.activation
+        return {Part.ATTN: size.attn_grad, Part.SHARED: size.shared_grad, Part.MLP: size.mlp_grad}
 
 
 Layer = LayerShape  # its name in version 0.1, whose pages showed it

@@ -1,0 +1,101 @@
+"""What each op of a real step takes and gives back, in bytes, against what a program says of it."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_learner import configure
+
+from moeclipse.comm.mesh import Mesh
+from moeclipse.schedule.kinds import KINDS, Form, Part
+from moeclipse.schedule.memory import layer_memory
+from moeclipse.schedule.op import Op
+from moeclipse.schedule.shape import Activation, LayerShape
+from moeclipse.schedule.text import parse_op
+from moeclipse.testing.run_ranks import run_alone
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.learner import Learner
+
+LAYER = 1
+"""Neither the first, which has the embedding before it, nor the last, which has the head behind it."""
+MEASURED = Activation(
+    input=0.03, attn=0.36, shared=0.13, mlp=0.48, attn_grad=-0.12, shared_grad=0.08, mlp_grad=0.24
+)
+"""Parts of what one layer keeps, of the model below."""
+WIDE: dict[str, Any] = {
+    "model.num_layers": 3,
+    "model.d_model": 64,
+    "model.head_dim": 16,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 4,
+    "model.dtype": "float32",
+    "moe.d_ff": 96,
+    "moe.num_shared_experts": 1,
+    "data.seq_len": 64,
+    "data.batch_size": 16,
+    "optim.accumulate": 4,
+    "pipeline.schedule": "zb-h1",
+}
+
+
+def change_by_op(mesh: Mesh, config: TrainConfig, folder: str) -> dict[str, float]:
+    """Bytes that torch's allocator gave out while an op ran, less those it got back, by the op's name."""
+    learner = Learner(config, mesh)
+    assert learner.pipelined is not None
+    runtime = learner.pipelined.runtime
+    run = runtime._run
+
+    def named(op: Op) -> Any:
+        with torch.profiler.record_function(f"op {op}"):
+            return run(op)
+
+    runtime._run = named  # type: ignore[method-assign]
+    learner.backward(0)
+    path = Path(folder) / "trace.json"
+    with torch.profiler.profile(profile_memory=True) as profile:
+        learner.backward(1)
+    profile.export_chrome_trace(str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    ops = sorted(
+        (event["ts"], event["ts"] + event["dur"], event["name"].removeprefix("op "))
+        for event in events
+        if event.get("name", "").startswith("op ") and event.get("cat") == "user_annotation"
+    )
+    starts = [op[0] for op in ops]
+    found: dict[str, float] = defaultdict(float)
+    for event in events:
+        if event.get("name") == "[memory]":
+            at = bisect_right(starts, event["ts"]) - 1
+            if at >= 0 and event["ts"] <= ops[at][1]:
+                found[ops[at][2]] += event["args"]["Bytes"]
+    return dict(found)
+
+
+def test_a_layer_holds_more_between_dx_and_dw_than_forward_kept(tmp_path: Path) -> None:
+    """Gradients wait for dW, and most of what forward kept waits with them."""
+    text = tmp_path / "text.txt"
+    text.write_text(Path(__file__).read_text()[:4000])
+    found: dict[str, float] = run_alone(change_by_op, configure(str(text), **WIDE), str(tmp_path))
+    held: dict[Form, float] = defaultdict(float)
+    by_part: dict[tuple[Part, Form], float] = defaultdict(float)
+    for name, change in found.items():
+        op = parse_op(name)
+        if op.layer == LAYER and op.microbatch == 2:
+            part = {Part.DISPATCH: Part.MLP, Part.COMBINE: Part.MLP, Part.ROUTE: Part.ATTN}
+            held[op.kind.form] += change
+            by_part[part.get(op.kind.part, op.kind.part), op.kind.form] += change
+    kept = held[Form.F]
+    assert kept > 0
+    assert 1.1 * kept < kept + held[Form.B] < 1.3 * kept
+    assert kept + held[Form.B] + held[Form.W] == pytest.approx(0.0, abs=0.12 * kept)
+    layer = LayerShape(activation=MEASURED)
+    for (part, form), change in by_part.items():
+        if form in (Form.F, Form.B):
+            taken, given = layer_memory(layer, KINDS[f"{part.name}_{form.name}"])
+            assert change / kept == pytest.approx(taken - given, abs=0.05), (part, form)
