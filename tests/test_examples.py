@@ -20,6 +20,15 @@ def torchrun(example: str, *flags: str, ranks: int) -> list[str]:
     return sorted(done.stdout.splitlines())
 
 
+@pytest.mark.parametrize("dense", ["ddp", pytest.param("fsdp2", marks=pytest.mark.full)])
+def test_a_loop_of_ones_own_learns_alike_on_all_ranks(dense: str) -> None:
+    lines = torchrun("ddp_loop.py", "--dense", dense, ranks=2)
+    ranks = [[line.partition(" step ")[2] for line in lines if line.startswith(f"rank {r}")] for r in (0, 1)]
+    assert ranks[0] == ranks[1], "losses and norms, to the last digit"
+    first, last = (float(line.split()[2]) for line in sorted(ranks[0], key=lambda text: int(text.split()[0])))
+    assert last < 0.6 * first
+
+
 @pytest.mark.peer_memory
 def test_tensor_parallel_inference_continues_as_one_rank_does() -> None:
     lines = torchrun("tensor_parallel_inference.py", "--tokens", "8", ranks=2)

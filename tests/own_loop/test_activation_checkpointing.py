@@ -74,11 +74,15 @@ def test_several_forwards_in_flight(way: str, order: str) -> None:
 
 
 def tuned(mesh: Mesh, way: str) -> dict[str, torch.Tensor]:
-    """Through the calls in which granularities are tried: a repetition must be cut as its forward was."""
+    """Through the calls in which granularities are tried: a repetition must be cut as its forward was.
+
+    Two forwards are in flight, of which the second is cut in another way.
+    """
     exchange = {"schedule": "smart", "shadow": "auto"}
     model = Net(layer("built-in", "softmax", mesh, exchange=exchange), WAYS[way])
-    for number in range(30):
-        loss_of(model, tokens(number, mesh.rank)).backward()
+    for number in range(0, 30, 2):
+        for loss in [loss_of(model, tokens(number + k, mesh.rank)) for k in range(2)]:
+            loss.backward()
     return gradients(model)
 
 
