@@ -35,6 +35,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("tensor", "testing"),
     ("moe", "pipeline"),
     ("model",),
+    ("hf",),
     ("train",),
     ("cli",),
 ]

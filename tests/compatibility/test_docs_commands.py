@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -18,6 +19,18 @@ SHOWN = re.compile(r"^    moeclipse ((?:train|simulate|place) ?.*)$", re.MULTILI
 COMMANDS = sorted(
     {tuple(shlex.split(line, comments=True)) for page in pages() for line in SHOWN.findall(page.read_text())}
 )
+MIXTRAL = {
+    "model_type": "mixtral",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-5,
+}
+"""The folder `model` of the pages."""
 
 
 @pytest.fixture
@@ -28,6 +41,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "corpus").mkdir()
     shutil.copy(FOLDER / "corpus.txt", tmp_path / "corpus")
     (tmp_path / "corpus.bin").write_bytes(bytes(4096))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MIXTRAL))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -9,6 +9,7 @@ import torch
 from moeclipse.comm.mesh import Mesh
 from moeclipse.model.blocks import Settings
 from moeclipse.model.config import ModelConfig
+from moeclipse.model.rotary import Positions, Rotary
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.tensor.parallel import TensorParallel
@@ -40,3 +41,7 @@ SETTINGS = Settings(
 
 def build(config: ModelConfig, gate: GateConfig = GATE, mesh: Mesh | None = None) -> Transformer:
     return Transformer(config, MOE, gate, mesh=mesh or Mesh.single(), seed=3, dtype=torch.float64)
+
+
+def positions(config: ModelConfig, length: int) -> Positions:
+    return Positions.of(Rotary.of(config), length, torch.device("cpu"))

@@ -7,38 +7,24 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from small_model import MLA, MODEL, SETTINGS
+from small_model import MLA, MODEL, SETTINGS, positions
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.model.attention import (
-    GroupedQueryAttention,
-    LatentAttention,
-    attend,
-    heads,
-    rope_table,
-    rotate,
-)
+from moeclipse.core.errors import ConfigError
+from moeclipse.model.attention import GroupedQueryAttention, LatentAttention, heads
 from moeclipse.model.config import ModelConfig
+from moeclipse.model.rotary import Positions, Rotary, rotate
+from moeclipse.ops.attention import attend_reference
+from moeclipse.tensor.cut import share_of
 from moeclipse.tensor.parallel import TensorParallel
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
-
-CPU = torch.device("cpu")
-
-
-def test_rotation_depends_on_distance_alone() -> None:
-    q, k = torch.randn(2, 1, 1, 8, 6, dtype=torch.float64)
-    table = rope_table(20, 6, 10000.0, torch.device("cpu"))
-    near = rotate(q, table[:, :8]) @ rotate(k, table[:, :8]).transpose(2, 3)
-    far = rotate(q, table[:, 9:17]) @ rotate(k, table[:, 9:17]).transpose(2, 3)
-    assert difference(far, near) < 1e-13
-    assert torch.allclose(rotate(q, table[:, :8]).norm(dim=-1), q.norm(dim=-1))
 
 
 def test_grouped_attention_by_hand() -> None:
     attention = GroupedQueryAttention(MODEL, SETTINGS)
     x = torch.randn(1, 5, 16, dtype=torch.float64)
-    table = rope_table(5, 6, 10000.0, x.device)
+    table = positions(MODEL, 5).table
     rows = []
     for head in range(4):
         kv = head // 2  # two query heads share a key-value head
@@ -48,13 +34,13 @@ def test_grouped_attention_by_hand() -> None:
         score = (q @ k.transpose(1, 2) / 6**0.5).masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf"))
         rows.append(score.softmax(-1) @ v)
     expected = torch.cat(rows, dim=-1) @ attention.o.weight.T
-    assert difference(attention(x[0], table), expected[0]) < 1e-13
+    assert difference(attention(x[0], positions(MODEL, 5)), expected[0]) < 1e-13
 
 
 def latent_by_hand(attention: LatentAttention, x: torch.Tensor) -> torch.Tensor:
     """One sample [S, D], head by head; the rotary part of keys is one for all heads."""
     nope, rope, value = MLA.qk_nope_head_dim, MLA.qk_rope_head_dim, MLA.v_head_dim
-    table = rope_table(len(x), rope, MLA.rope_base, x.device)
+    table = positions(MLA, len(x)).table
     narrow = F.rms_norm(x @ attention.q_down.weight.T, (MLA.q_lora_rank,), attention.q_norm.weight, 1e-5)
     q = (narrow @ attention.q_up.weight.T).unflatten(1, (MLA.num_heads, nope + rope))
     latent, k_rope = (x @ attention.kv_down.weight.T).split([MLA.kv_lora_rank, rope], dim=1)
@@ -72,29 +58,9 @@ def latent_by_hand(attention: LatentAttention, x: torch.Tensor) -> torch.Tensor:
 def test_latent_attention_by_hand() -> None:
     attention = LatentAttention(MLA, SETTINGS)
     x = torch.randn(2, 5, 16, dtype=torch.float64)
-    table = rope_table(5, MLA.rope_width, MLA.rope_base, x.device)
-    found = attention(x.flatten(0, 1), table).view(2, 5, 16)
+    found = attention(x.flatten(0, 1), positions(MLA, 5)).view(2, 5, 16)
     for sample, result in zip(x, found, strict=True):
         assert difference(result, latent_by_hand(attention, sample)) < 1e-13
-
-
-def test_keys_before_the_first_query_are_seen_by_all() -> None:
-    q, k, v = (torch.randn(1, 2, length, 6, dtype=torch.float64) for length in (3, 5, 5))
-    found = attend(q, k, v, 1)
-    for position in range(3):
-        seen = slice(0, 2 + position + 1)
-        weights = (q[:, :, position : position + 1] @ k[:, :, seen].transpose(2, 3) / 6**0.5).softmax(-1)
-        assert difference(found[:, :, position : position + 1], weights @ v[:, :, seen]) < 1e-13
-    assert difference(attend(q, k[:, :1], v[:, :1], 2), attend(q, *(t[:, [0, 0]] for t in (k, v)), 1)) == 0
-
-
-def test_positions_may_begin_anywhere_and_low_precision_rounds_once() -> None:
-    table = rope_table(8, 6, 10000.0, CPU)
-    assert torch.equal(rope_table(5, 6, 10000.0, CPU, first=3), table[:, 3:])
-    x = torch.randn(1, 1, 8, 6)
-    exact = rotate(x.bfloat16().double(), table)
-    assert torch.equal(rotate(x.bfloat16(), table), rotate(x.bfloat16().float(), table).bfloat16())
-    assert difference(rotate(x.bfloat16(), table), exact) < 2**-8
 
 
 def test_heads_of_whole_samples() -> None:
@@ -105,8 +71,10 @@ def test_heads_of_whole_samples() -> None:
     ]
 
 
-def cut(mesh: Mesh, config: ModelConfig, sequence_parallel: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, gradient of the input) of two samples, with the heads cut over the tp ranks."""
+def cut(
+    mesh: Mesh, config: ModelConfig, sequence_parallel: bool
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, tuple[str, torch.Tensor]]]:
+    """(output, gradients of the input and of parameters) of two samples, the heads cut over the tp ranks."""
     tp = TensorParallel.of(mesh, sequence_parallel=sequence_parallel)
     kind = LatentAttention if config.attention == "mla" else GroupedQueryAttention
     attention = kind(config, replace(SETTINGS, tp=tp))
@@ -114,17 +82,90 @@ def cut(mesh: Mesh, config: ModelConfig, sequence_parallel: bool) -> tuple[torch
     if sequence_parallel:
         x, d_y = x.chunk(mesh.tp)[mesh.tp_index], d_y.chunk(mesh.tp)[mesh.tp_index]
     x = x.clone().requires_grad_()
-    y = attention(x, rope_table(6, config.rope_width, config.rope_base, CPU))
+    y = attention(x, positions(config, 6))
     y.backward(d_y)
-    return y.detach(), x.grad
+    grads = dict(attention.named_parameters())
+    # Whole parameters whose gradients every rank computed are one rank's; shares and cuts add up or join.
+    return y.detach(), x.grad, {name: (share_of(p), p.grad) for name, p in grads.items()}
 
 
-@pytest.mark.parametrize("config", [MODEL, MLA], ids=["gqa", "mla"])
+VARIED = replace(
+    MODEL,
+    attention_bias="all",
+    qk_norm="whole",
+    clip_qkv=0.4,
+    attention_sinks=True,
+    attention_scale=0.7,
+    attention_softcap=2.0,
+    windows=(3,),
+    rope_dim=4,
+    rope_pairs="neighbours",
+)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [MODEL, MLA, VARIED, replace(VARIED, qk_norm="head"), replace(MLA, attention_sinks=True)],
+    ids=["gqa", "mla", "varied", "by-head", "mla-sinks"],
+)
 def test_heads_may_be_cut_over_ranks(config: ModelConfig) -> None:
-    expected = run_alone(cut, config, False)
-    for results in run_ranks(2, cut, config, False, tp=2):
-        for found, wanted in zip(results, expected, strict=True):
-            assert difference(found, wanted) < 1e-12
-    parts = run_ranks(2, cut, config, True, tp=2)
+    *expected, grads = run_alone(cut, config, False)
+    for *results, found in run_ranks(2, cut, config, False, tp=2):
+        for result, wanted in zip(results, expected, strict=True):
+            assert difference(result, wanted) < 1e-12
+        assert found.keys() == grads.keys()
+    for sequence_parallel in (False, True):
+        ranks = run_ranks(2, cut, config, sequence_parallel, tp=2)
+        for name, (_, wanted) in grads.items():
+            share = ranks[0][2][name][0]
+            parts = [rank[2][name][1] for rank in ranks]
+            if share == "cut":  # along rows, but for o, whose columns are cut
+                together = torch.cat(parts, dim=1 if name == "o.weight" else 0)
+            else:
+                together = parts[0] if share == "same" else parts[0] + parts[1]
+            assert difference(together, wanted) < 1e-12, (name, share, sequence_parallel)
     for number, wanted in enumerate(expected):
-        assert difference(torch.cat([part[number] for part in parts]), wanted) < 1e-12
+        assert difference(torch.cat([part[number] for part in ranks]), wanted) < 1e-12
+
+
+def test_what_a_configuration_says_is_what_attention_does() -> None:
+    """Each key by itself changes the result, and together they are the definition."""
+    x = torch.randn(6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    where = positions(VARIED, 6)
+    attention = GroupedQueryAttention(VARIED, SETTINGS)
+    for part in (attention.q, attention.k, attention.v, attention.o):
+        part.bias.data.normal_(generator=torch.Generator().manual_seed(3))
+    found = attention(x, where)
+
+    def normed(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(value, (value.shape[-1],), weight, 1e-5)
+
+    q = normed(F.linear(x, attention.q.weight, attention.q.bias), attention.q_norm.weight)
+    k = normed(F.linear(x, attention.k.weight, attention.k.bias), attention.k_norm.weight)
+    v = F.linear(x, attention.v.weight, attention.v.bias)
+    q, k, v = (heads(value.clamp(-0.4, 0.4), 6, 6) for value in (q, k, v))
+    q, k = (rotate(value, where.table, "neighbours") for value in (q, k))
+    out = attend_reference(q, k, v, scale=0.7, window=3, softcap=2.0, sinks_H=attention.sinks)
+    expected = F.linear(out.transpose(1, 2).flatten(2)[0], attention.o.weight, attention.o.bias)
+    assert difference(found, expected) < 1e-13
+    usual = ModelConfig()
+    for name in ("clip_qkv", "attention_sinks", "attention_scale", "attention_softcap", "windows", "qk_norm"):
+        other = GroupedQueryAttention(replace(VARIED, **{name: getattr(usual, name)}), SETTINGS)
+        other.load_state_dict(attention.state_dict(), strict=False)
+        assert difference(other(x, where), found) > 1e-6, name
+
+
+def test_documents_in_a_sample_are_samples_of_their_own() -> None:
+    for config in (MODEL, VARIED, MLA):
+        kind = LatentAttention if config is MLA else GroupedQueryAttention
+        attention = kind(config, SETTINGS)
+        x = torch.randn(7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        documents = torch.tensor([[5, 5, 5, 5, 9, 9, 9]])
+        where = Positions.of(Rotary.of(config), 7, x.device, documents_BS=documents)
+        packed = attention(x, where)
+        apart = torch.cat([attention(x[:4], positions(config, 4)), attention(x[4:], positions(config, 3))])
+        assert difference(packed, apart) < 1e-13
+        assert difference(attention(x, positions(config, 7)), apart) > 1e-3
+    memory = GroupedQueryAttention(replace(MODEL, memory=2), SETTINGS)
+    with pytest.raises(ConfigError, match="documents in a sample"):
+        memory(x, where)

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from small_model import GATE, MLA, MODEL, MOE, SETTINGS
+from small_model import GATE, MLA, MODEL, MOE, SETTINGS, positions
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.model.attention import GroupedQueryAttention, LatentAttention, rope_table
+from moeclipse.model.attention import GroupedQueryAttention, LatentAttention
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.layer import TransformerLayer
+from moeclipse.model.rotary import Positions
 from moeclipse.moe.tokens import Tokens
 from moeclipse.tensor.cut import share_of
 from moeclipse.tensor.parallel import TensorParallel
@@ -36,8 +37,8 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
     return x, d_y
 
 
-def table_of(config: ModelConfig) -> torch.Tensor:
-    return rope_table(POSITIONS, config.rope_width, config.rope_base, torch.device("cpu"))
+def table_of(config: ModelConfig) -> Positions:
+    return positions(config, POSITIONS)
 
 
 @pytest.mark.parametrize("config", [MODEL, replace(MLA, num_dense_layers=2)], ids=["experts", "dense"])

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.model.attention import rope_table, rotate
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.memory import LayerMemory, memories
+from moeclipse.model.rotary import Rotary, rotate
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.tokens import Tokens
@@ -83,7 +83,7 @@ def slow_attention(model: Transformer, x: torch.Tensor, past: torch.Tensor) -> t
     attention, config = model.layers["0"].attention, model.config
     joined = torch.cat([past, x], dim=1)
     before, total = past.shape[1], joined.shape[1]
-    table = rope_table(total, config.rope_width, config.rope_base, x.device)
+    table = Rotary.of(config).table(torch.arange(total), total)
 
     def split(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return (value @ weight.T).unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
@@ -112,7 +112,7 @@ def compare_with_slow(mesh: Mesh, memory: int) -> None:
     attention = model.layers["0"].attention
     generator = torch.Generator().manual_seed(1)
     first, second = torch.randn(2, B, S, 12, dtype=torch.float64, generator=generator)
-    table = rope_table(S, model.config.rope_width, model.config.rope_base, mesh.device)
+    table = model.positions(torch.zeros(B, S))
     first.requires_grad_()
     second.requires_grad_()
     attention(first.flatten(0, 1), table)

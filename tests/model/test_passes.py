@@ -60,7 +60,7 @@ def gradients(model: Transformer, index: int) -> dict[str, torch.Tensor]:
 def in_one_piece(model: Transformer, index: int) -> dict[str, torch.Tensor]:
     model.zero_grad()
     (h, d_out), state = rows(model, index), state_of(model)
-    y, report = model.layer(index)(h.requires_grad_(), state.table, state.tokens)
+    y, report = model.layer(index)(h.requires_grad_(), state.positions, state.tokens)
     loss = (y * d_out).sum()
     (loss if report is None else loss + AUX * report.aux_loss).backward()
     found = {"y": y.detach(), "d_h": h.grad} | gradients(model, index)

@@ -49,7 +49,7 @@ def test_5b_has_about_five_billion_parameters_half_a_billion_active() -> None:
 
 @pytest.mark.parametrize("name", ["tiny", "small", "5b"])
 def test_the_formula_counts_what_the_model_has(name: str) -> None:
-    from moeclipse.model.transformer import count_parameters
+    from moeclipse.model.count import count_parameters
 
     config = load(preset=name)
     counted = count_parameters(config.model, config.moe, config.gate)

@@ -28,6 +28,7 @@ COMMANDS = {
     "train": Command("moeclipse.cli.train", "train a model, on this machine's ranks or under torchrun"),
     "simulate": Command("moeclipse.cli.simulate", "predict a schedule's timeline without running it"),
     "place": Command("moeclipse.cli.place", "plan who holds which expert from the loads of a run"),
+    "convert": Command("moeclipse.cli.convert", "turn Hugging Face models into checkpoints, and back"),
     "doctor": Command("moeclipse.cli.doctor", "what works on this machine, what does not, what to do"),
 }
 

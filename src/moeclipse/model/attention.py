@@ -1,7 +1,8 @@
 """Causal self-attention: grouped-query, and multi-head latent (DeepSeek-V3).
 
 Shapes: T tokens, B samples, S positions, D model width, H heads of this rank, d head width.
-Both rotate pairs of query and key components by an angle that grows with the position (RoPE).
+Both turn pairs of query and key components by their position (`model/rotary`) and differ in how queries, keys
+and values are made; who sees whom, and what is taken from it, is `ops/attention`'s.
 
 Under tensor parallelism each rank computes some heads for all tokens. Grouped-query attention gathers the
 input once for queries, keys and values. Latent attention computes its narrow latents where the tokens are
@@ -13,91 +14,142 @@ With `model.memory` both also attend to what they saw in the segment before (`mo
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from moeclipse.core.errors import ConfigError
 from moeclipse.model.blocks import Linear, RMSNorm, Settings
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.memory import LayerMemory, Past
+from moeclipse.model.qk_norm import HeadNorm, WholeNorm
+from moeclipse.model.rotary import Positions, Rotary, rotate
 from moeclipse.moe.tokens import Tokens
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.attention import attend
+from moeclipse.tensor.cut import Cut, mark
 from moeclipse.tensor.linear import column_linear
 from moeclipse.tensor.parallel import move
 
 
-def rope_table(seq_len: int, width: int, base: float, device: torch.device, first: int = 0) -> torch.Tensor:
-    """cos and sin for each (position, pair): [2, S, width / 2], in float64: every dtype rounds once."""
-    frequency = base ** (-torch.arange(0, width, 2, dtype=torch.float64, device=device) / width)
-    position = torch.arange(first, first + seq_len, dtype=torch.float64, device=device)
-    angle = position[:, None] * frequency
-    return torch.stack([angle.cos(), angle.sin()])
-
-
-def rotate(x_BHSd: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Turn each (first half, second half) pair of components by its position's angle."""
-    wide = wide_of(x_BHSd.dtype)
-    cos, sin = table.to(wide)
-    first, second = x_BHSd.to(wide).chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BHSd.dtype)
-
-
 class Attention(nn.Module):
-    """What both kinds share: the memory of the segment before."""
+    """What both kinds share: rotary position, who sees whom, sinks, and the memory of the segment before."""
+
+    sinks: nn.Parameter | None
+    """A logit of each head that takes weight and gives nothing."""
 
     def __init__(self, config: ModelConfig, settings: Settings) -> None:
         super().__init__()
-        self.tp, self.rope = settings.tp, (config.rope_width, config.rope_base)
+        self.tp, self.rotary = settings.tp, Rotary.of(config)
+        self.scale, self.softcap = config.attention_scale or None, config.attention_softcap
+        self.window = config.window_of(settings.layer)
         self.memory = LayerMemory(config.memory, settings.layer, settings.tp) if config.memory else None
 
-    def recall(self, x_TD: torch.Tensor, positions: int, tokens: Tokens | None) -> Past | None:
+    def add_sinks(self, config: ModelConfig, settings: Settings, unit: int) -> None:
+        """`unit` neighbouring heads stay on one rank."""
+        self.sinks = None
+        if config.attention_sinks:
+            tp = settings.tp
+            cut = Cut.of((config.num_heads,), 0, index=tp.index, parts=tp.size, unit=unit, what="heads")
+            empty = torch.empty(cut.local_shape, device=settings.device, dtype=settings.dtype)
+            self.sinks = mark(nn.Parameter(empty), cut)
+            cut.fill(self.sinks.data, settings.key("sinks"), settings.init_std)
+
+    def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: Positions) -> torch.Tensor:
+        """What each token takes from those it sees: [T, heads x width of a value]."""
+        out = attend(
+            q,
+            k,
+            v,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            sinks_H=self.sinks,
+            documents_BS=positions.documents_BS,
+        )
+        return out.transpose(1, 2).flatten(2).flatten(0, 1)
+
+    def turn(self, x_BHSd: torch.Tensor, positions: Positions) -> torch.Tensor:
+        return rotate(x_BHSd, positions.table, self.rotary.pairs)
+
+    def recall(self, x_TD: torch.Tensor, positions: Positions, tokens: Tokens | None) -> Past | None:
         """What the segment before left for these tokens; and keep what they leave for the next."""
         if self.memory is None:
             return None
-        samples = len(x_TD) * (self.tp.size if self.tp.parts_tokens else 1) // positions
+        if positions.documents_BS is not None:
+            raise ConfigError(
+                "model.memory cannot go with documents in a sample: a segment goes on with the text "
+                "before it; set model.memory = 0, or leave the documents out"
+            )
+        length = positions.length
+        samples = len(x_TD) * (self.tp.size if self.tp.parts_tokens else 1) // length
         if not samples:  # nothing to remember, and its place is that of the samples behind it
             return None
-        place = (0, 0) if tokens is None else (tokens.microbatch, tokens.first // positions)
+        place = (0, 0) if tokens is None else (tokens.microbatch, tokens.first // length)
         past = self.memory.read(place, samples)
         if self.training:
-            self.memory.write(place, x_TD, positions, past)
+            self.memory.write(place, x_TD, length, past)
         return past
 
-    def past_table(self, past: Past) -> torch.Tensor:
-        """Positions before the segment's first, which is 0."""
-        return rope_table(past.positions, *self.rope, past.x_TD.device, first=-past.positions)
+    def past_positions(self, past: Past) -> Positions:
+        """Before the segment's first, which is 0."""
+        return Positions.of(self.rotary, past.positions, past.x_TD.device, first=-past.positions)
 
 
 class GroupedQueryAttention(Attention):
     def __init__(self, config: ModelConfig, settings: Settings) -> None:
         super().__init__(config, settings)
-        self.head_dim = config.head_dim
-        self.group = config.num_heads // config.num_kv_heads
+        self.head_dim, self.clip = config.head_dim, config.clip_qkv
+        group = config.num_heads // config.num_kv_heads
         self.label = f"queries, keys and values, layer {settings.layer}"
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        unit = self.group * config.head_dim  # query heads stay with their key-value head
-        self.q = settings.column(config.d_model, width, "q", unit=unit)
-        self.k = settings.column(config.d_model, kv_width, "k", unit=config.head_dim)
-        self.v = settings.column(config.d_model, kv_width, "v", unit=config.head_dim)
-        self.o = settings.row(width, config.d_model, "o", unit=unit)
+        unit = group * config.head_dim  # query heads stay with their key-value head
+        bias = config.attention_bias != "none"
+        self.q = settings.column(config.d_model, width, "q", unit=unit, bias=bias)
+        self.k = settings.column(config.d_model, kv_width, "k", unit=config.head_dim, bias=bias)
+        self.v = settings.column(config.d_model, kv_width, "v", unit=config.head_dim, bias=bias)
+        self.o = settings.row(width, config.d_model, "o", unit=unit, bias=config.attention_bias == "all")
+        self.whole, self.by_head = config.qk_norm == "whole", config.qk_norm == "head"
+        if self.whole:
+            self.q_norm: nn.Module = WholeNorm(width, unit, settings, config.norm_eps, "queries")
+            self.k_norm: nn.Module = WholeNorm(kv_width, self.head_dim, settings, config.norm_eps, "keys")
+        elif self.by_head:
+            self.q_norm = HeadNorm(self.head_dim, settings, config.norm_eps)
+            self.k_norm = HeadNorm(self.head_dim, settings, config.norm_eps)
+        self.add_sinks(config, settings, group)
 
-    def forward(self, x_TD: torch.Tensor, table: torch.Tensor, tokens: Tokens | None = None) -> torch.Tensor:
-        weights = [self.q.weight, self.k.weight, self.v.weight]
-        q, k, v = (
-            heads(part_TD, table.shape[1], self.head_dim)
-            for part_TD in column_linear(x_TD, weights, self.tp, label=self.label)
+    def forward(self, x_TD: torch.Tensor, positions: Positions, tokens: Tokens | None = None) -> torch.Tensor:
+        linears = [self.q, self.k, self.v]
+        q_TD, k_TD, v_TD = column_linear(
+            x_TD,
+            [part.weight for part in linears],
+            self.tp,
+            [part.bias for part in linears],
+            label=self.label,
         )
-        q, k = rotate(q, table), rotate(k, table)
-        past = self.recall(x_TD, table.shape[1], tokens)
+        q = self.turn(self._heads(q_TD, positions.length, "q"), positions)
+        k = self.turn(self._heads(k_TD, positions.length, "k"), positions)
+        v = self._heads(v_TD, positions.length, "v")
+        past = self.recall(x_TD, positions, tokens)
         if past is not None:
-            label = f"{self.label}, memory"
-            past_k, past_v = (
-                heads(part_TD, past.positions, self.head_dim)
-                for part_TD in column_linear(past.x_TD, weights[1:], self.tp, label=label)
+            k_TD, v_TD = column_linear(
+                past.x_TD,
+                [part.weight for part in linears[1:]],
+                self.tp,
+                [part.bias for part in linears[1:]],
+                label=f"{self.label}, memory",
             )
-            past_k = rotate(past_k, self.past_table(past))
+            past_k = self.turn(self._heads(k_TD, past.positions, "k"), self.past_positions(past))
+            past_v = self._heads(v_TD, past.positions, "v")
             k, v = torch.cat([past_k, k], dim=2), torch.cat([past_v, v], dim=2)
-        out = attend(q, k, v, self.group)
-        return self.o(out.transpose(1, 2).flatten(2).flatten(0, 1))
+        return self.o(self.mix(q, k, v, positions))
+
+    def _heads(self, x_TD: torch.Tensor, length: int, which: str) -> torch.Tensor:
+        """Normed and clipped, as heads."""
+        norm = {"q": self.q_norm, "k": self.k_norm}.get(which) if self.whole or self.by_head else None
+        if norm is not None and self.whole:
+            x_TD = norm(x_TD)
+        if self.clip:
+            x_TD = x_TD.clamp(-self.clip, self.clip)
+        x_BHSd = heads(x_TD, length, self.head_dim)
+        return norm(x_BHSd) if norm is not None and self.by_head else x_BHSd
 
 
 class LatentAttention(Attention):
@@ -114,55 +166,40 @@ class LatentAttention(Attention):
         if config.q_lora_rank:
             q_in = config.q_lora_rank
             self.q_down = Linear(config.d_model, q_in, settings, "q_down")
-            self.q_norm = RMSNorm(q_in, settings, config.norm_eps)
+            self.q_norm = RMSNorm(q_in, settings, config.latent_eps)
         self.q_up = settings.column(q_in, config.num_heads * self.qk, "q_up", unit=self.qk)
         self.kv_down = Linear(config.d_model, self.kv_rank + self.rope_width, settings, "kv_down")
-        self.kv_norm = RMSNorm(self.kv_rank, settings, config.norm_eps)
+        self.kv_norm = RMSNorm(self.kv_rank, settings, config.latent_eps)
         kv_head = self.nope + self.v_head_dim
         self.kv_up = settings.column(self.kv_rank, config.num_heads * kv_head, "kv_up", unit=kv_head)
         self.o = settings.row(config.num_heads * self.v_head_dim, config.d_model, "o", unit=self.v_head_dim)
         self.label = f"rotary keys, layer {settings.layer}"
+        self.add_sinks(config, settings, 1)
 
-    def forward(self, x_TD: torch.Tensor, table: torch.Tensor, tokens: Tokens | None = None) -> torch.Tensor:
-        positions = table.shape[1]
-        q = heads(self.q_up(self.q_norm(self.q_down(x_TD))), positions, self.qk)
+    def forward(self, x_TD: torch.Tensor, positions: Positions, tokens: Tokens | None = None) -> torch.Tensor:
+        q = heads(self.q_up(self.q_norm(self.q_down(x_TD))), positions.length, self.qk)
         q_nope, q_rope = q.split([self.nope, self.rope_width], dim=-1)
-        k, v = self._keys_and_values(x_TD, table)
-        past = self.recall(x_TD, table.shape[1], tokens)
+        k, v = self._keys_and_values(x_TD, positions)
+        past = self.recall(x_TD, positions, tokens)
         if past is not None:
-            past_k, past_v = self._keys_and_values(past.x_TD, self.past_table(past))
+            past_k, past_v = self._keys_and_values(past.x_TD, self.past_positions(past))
             k, v = torch.cat([past_k, k], dim=2), torch.cat([past_v, v], dim=2)
-        q = torch.cat([q_nope, rotate(q_rope, table)], dim=-1)
-        return self.o(attend(q, k, v, 1).transpose(1, 2).flatten(2).flatten(0, 1))
+        q = torch.cat([q_nope, self.turn(q_rope, positions)], dim=-1)
+        return self.o(self.mix(q, k, v, positions))
 
-    def _keys_and_values(self, x_TD: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = table.shape[1]
+    def _keys_and_values(self, x_TD: torch.Tensor, positions: Positions) -> tuple[torch.Tensor, torch.Tensor]:
         latent, k_rope = self.kv_down(x_TD).split([self.kv_rank, self.rope_width], dim=-1)
-        kv = heads(self.kv_up(self.kv_norm(latent)), positions, self.nope + self.v_head_dim)
+        kv = heads(self.kv_up(self.kv_norm(latent)), positions.length, self.nope + self.v_head_dim)
         k_nope, v = kv.split([self.nope, self.v_head_dim], dim=-1)
         # One for all heads, so each rank's heads give a share of its gradient.
         if self.tp.parts_tokens:
             k_rope = move(k_rope, self.tp, "gather", "sum_scatter", self.label)
         else:
             k_rope = move(k_rope, self.tp, "same", "sum", self.label)
-        k_rope = rotate(heads(k_rope, positions, self.rope_width), table).expand(-1, k_nope.shape[1], -1, -1)
-        return torch.cat([k_nope, k_rope], dim=-1), v
+        k_rope = self.turn(heads(k_rope, positions.length, self.rope_width), positions)
+        return torch.cat([k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)], dim=-1), v
 
 
 def heads(x_TD: torch.Tensor, positions: int, width: int) -> torch.Tensor:
     """[B, H, S, d] from the flattened tokens of whole samples."""
     return x_TD.view(-1, positions, x_TD.shape[1] // width, width).transpose(1, 2)
-
-
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: int) -> torch.Tensor:
-    """Causal attention; each key-value head serves `group` query heads.
-
-    Keys that are more than queries come before the first query, which sees all of these.
-    """
-    if group > 1:
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    before = k.shape[2] - q.shape[2]
-    if not before:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    sees = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(before)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=sees)

@@ -42,13 +42,14 @@ class Settings:
         return key_of(self.seed, self.layer, name)
 
     def column(
-        self, d_in: int, d_out: int, name: str, *, unit: int = 1, blocks: int = 1
+        self, d_in: int, d_out: int, name: str, *, unit: int = 1, blocks: int = 1, bias: bool = False
     ) -> ColumnParallelLinear:
-        """y = x W^T, no bias, cut along its outputs; `unit` of them (a head) stay together."""
+        """y = x W^T (+ b), cut along its outputs; `unit` of them (a head) stay together."""
         return ColumnParallelLinear(
             d_in,
             d_out,
             tp=self.tp,
+            bias=bias,
             unit=unit,
             blocks=blocks,
             key=self.key(name),
@@ -58,12 +59,15 @@ class Settings:
             dtype=self.dtype,
         )
 
-    def row(self, d_in: int, d_out: int, name: str, *, unit: int = 1) -> RowParallelLinear:
-        """y = x W^T, no bias, cut along its inputs; it writes to the residual stream."""
+    def row(
+        self, d_in: int, d_out: int, name: str, *, unit: int = 1, bias: bool = False
+    ) -> RowParallelLinear:
+        """y = x W^T (+ b), cut along its inputs; it writes to the residual stream."""
         return RowParallelLinear(
             d_in,
             d_out,
             tp=self.tp,
+            bias=bias,
             unit=unit,
             key=self.key(name),
             name=f"{name}, layer {self.layer}",

@@ -1,10 +1,18 @@
-"""The shape of the decoder transformer."""
+"""The shape of the decoder transformer.
+
+A model is data: what families of models do differently is a key here, in `moe` or in `gate`, and no class of
+its own. Which family sets what: docs/hf.md.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
+
+Scaling = Literal["none", "linear", "dynamic", "yarn", "llama3"]
+Pairs = Literal["halves", "neighbours"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,6 +21,8 @@ class ModelConfig:
     num_layers: int = 4
     num_dense_layers: int = 0
     """The first so many layers have a dense feed-forward block instead of experts."""
+    dense_layers: tuple[int, ...] = ()
+    """Further layers without experts, by number."""
     d_model: int = 128
     d_ff: int = 512
     """Hidden width of dense layers."""
@@ -33,12 +43,62 @@ class ModelConfig:
     """Per head, the part of query and key with rotary position (mla)."""
     v_head_dim: int = 32
     """Width of one head's values (mla)."""
+    attention_bias: Literal["none", "qkv", "all"] = "none"
+    """Biases of the projections to queries, keys and values, or of these and the output's (gqa)."""
+    attention_scale: float = 0.0
+    """Factor on query . key; 0: 1 / sqrt(width of a head)."""
+    attention_softcap: float = 0.0
+    """Attention logits go through c tanh(x / c); 0: they do not."""
+    attention_sinks: bool = False
+    """Each head has a learned logit that takes weight and gives nothing."""
+    qk_norm: Literal["none", "head", "whole"] = "none"
+    """Norm of queries and keys: of each head, or of all heads of a token together (gqa)."""
+    clip_qkv: float = 0.0
+    """Queries, keys and values are clipped to this size (gqa); 0: they are not."""
+    windows: tuple[int, ...] = ()
+    """Positions that a layer sees, its own included, for layers in turn: [128, 0] alternates; 0: all."""
     memory: int = 0
     """Positions of the segment before that each layer also attends to (Transformer-XL); 0: none."""
     rope_base: float = 10000.0
+    rope_dim: int = 0
+    """Components of a head that rotary position turns (gqa); 0: all."""
+    rope_pairs: Pairs = "halves"
+    """Which components turn together: one of each half, or neighbours."""
+    rope_scaling: Scaling = "none"
+    """How positions beyond rope_original_len are reached (model/rotary)."""
+    rope_factor: float = 1.0
+    """How many times longer texts may be."""
+    rope_original_len: int = 4096
+    """Length of texts without scaling."""
+    rope_beta_fast: float = 32.0
+    """yarn: pairs that turn so often within the original length keep their angles, ..."""
+    rope_beta_slow: float = 1.0
+    """... those that turn so often or less are scaled."""
+    rope_truncate: bool = True
+    """yarn: these borders are rounded to whole pairs."""
+    rope_magnitude: float = 0.0
+    """Factor on cos and sin; 0: that of the scaling (yarn: 0.1 ln(factor) + 1, otherwise 1)."""
+    rope_low_freq: float = 1.0
+    """llama3: pairs that turn less often within the original length are scaled, ..."""
+    rope_high_freq: float = 4.0
+    """... those that turn more often keep their angles."""
+    norms: Literal["before", "after", "both"] = "before"
+    """Norms stand before attention and feed-forward blocks, after them (before the sum), or both."""
     norm_eps: float = 1e-5
+    latent_norm_eps: float = 0.0
+    """Of the norms of latents (mla); 0: norm_eps."""
+    embedding_scale: float = 1.0
+    """Factor on embeddings."""
+    residual_scale: float = 1.0
+    """Factor on what each block adds to the residual stream."""
+    logit_scale: float = 1.0
+    """Factor on logits."""
+    logit_softcap: float = 0.0
+    """Logits go through c tanh(x / c); 0: they do not."""
     tie_embeddings: bool = False
     init_std: float = 0.02
+    from_hf: str = ""
+    """A folder of a Hugging Face model: the shape of the model and its first weights are taken from it."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Of parameters and activations; auto: bfloat16 on CUDA, float32 on CPU."""
 
@@ -71,11 +131,99 @@ class ModelConfig:
                 )
         if self.memory < 0:
             yield f"model.memory ({self.memory}) must not be negative; 0 is no memory"
-        for name in ("init_std", "norm_eps", "rope_base"):
+        for name in ("init_std", "norm_eps", "rope_base", "rope_factor", "embedding_scale", "residual_scale"):
             if getattr(self, name) <= 0:
                 yield f"model.{name} ({getattr(self, name)}) must be positive"
+        yield from attention_problems(self)
+        yield from rotary_problems(self)
 
     @property
     def rope_width(self) -> int:
         """Components of a head that rotary position turns."""
-        return self.head_dim if self.attention == "gqa" else self.qk_rope_head_dim
+        return (self.rope_dim or self.head_dim) if self.attention == "gqa" else self.qk_rope_head_dim
+
+    @property
+    def latent_eps(self) -> float:
+        return self.latent_norm_eps or self.norm_eps
+
+    def window_of(self, layer: int) -> int:
+        """Positions that a layer sees; 0: all."""
+        return self.windows[layer % len(self.windows)] if self.windows else 0
+
+    def is_dense(self, layer: int) -> bool:
+        return layer < self.num_dense_layers or layer in self.dense_layers
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Counted without a list: a configuration may be asked before it is known to be sound."""
+        behind = {layer for layer in self.dense_layers if self.num_dense_layers <= layer < self.num_layers}
+        return self.num_layers - self.num_dense_layers - len(behind)
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Layers with experts, by number."""
+        return tuple(layer for layer in range(self.num_layers) if not self.is_dense(layer))
+
+
+def attention_problems(config: ModelConfig) -> Iterator[str]:
+    """What is wrong with who sees whom, and with layers that are named by number."""
+    if config.attention == "mla":
+        usual = ModelConfig()
+        for name in ("attention_bias", "qk_norm", "clip_qkv", "rope_dim"):
+            value = getattr(config, name)
+            if value != getattr(usual, name):
+                yield f"model.{name} ({value!r}) needs model.attention = 'gqa', not 'mla'; leave it out"
+    for name in ("attention_scale", "attention_softcap", "clip_qkv", "logit_softcap", "latent_norm_eps"):
+        if getattr(config, name) < 0:
+            yield f"model.{name} ({getattr(config, name)}) must not be negative; 0 is the usual"
+    if config.logit_scale == 0:
+        yield "model.logit_scale (0.0) must not be 0: all logits would be alike"
+    if any(window < 0 for window in config.windows):
+        yield f"model.windows ({list(config.windows)}) must not be negative; 0 sees all positions"
+    unknown = [layer for layer in config.dense_layers if not 0 <= layer < config.num_layers]
+    if unknown:
+        yield (
+            f"model.dense_layers names layer {unknown[0]}, but model.num_layers ({config.num_layers}) gives "
+            f"layers 0 to {config.num_layers - 1}"
+        )
+    if config.memory > 0 and any(config.windows):
+        yield (
+            f"model.memory ({config.memory}) cannot go with model.windows ({list(config.windows)}): memory "
+            "is what lies before the segment; choose one of them"
+        )
+
+
+def rotary_problems(config: ModelConfig) -> Iterator[str]:
+    """What is wrong with rotary position."""
+    if config.rope_dim % 2 or not 0 <= config.rope_dim <= config.head_dim:
+        yield (
+            f"model.rope_dim ({config.rope_dim}) must be even and at most model.head_dim "
+            f"({config.head_dim}); 0 turns all components"
+        )
+    for name in ("rope_original_len", "rope_beta_fast", "rope_beta_slow"):
+        if getattr(config, name) <= 0:
+            yield f"model.{name} ({getattr(config, name)}) must be positive"
+    if config.rope_magnitude < 0:
+        yield f"model.rope_magnitude ({config.rope_magnitude}) must not be negative; 0 is that of the scaling"
+    if config.rope_scaling == "none" and config.rope_factor != 1:
+        yield (
+            f"model.rope_factor ({config.rope_factor}) needs a model.rope_scaling: linear, dynamic, yarn or "
+            "llama3"
+        )
+    if config.rope_scaling == "llama3" and config.rope_low_freq >= config.rope_high_freq:
+        yield (
+            f"model.rope_low_freq ({config.rope_low_freq}) must be below model.rope_high_freq "
+            f"({config.rope_high_freq})"
+        )
+    if config.rope_scaling == "dynamic" and config.rope_width <= 2:
+        yield "model.rope_scaling = 'dynamic' needs more than one pair of components to turn"
+    if config.rope_scaling == "dynamic" and config.memory > 0:
+        yield (
+            f"model.memory ({config.memory}) cannot go with model.rope_scaling = 'dynamic', whose angles "
+            "change with the length of a segment; choose another scaling, or 0"
+        )
+
+
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """What yarn multiplies cos and sin by: distant tokens would fade otherwise."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,4 +1,8 @@
-"""One layer of the decoder: attention, then a dense block or experts, each behind a norm."""
+"""One layer of the decoder: attention, then a dense block or experts.
+
+h = h + scale * out_norm(attention(norm(h)))         `model.norms` says which of the norms there are
+h = h + scale * out_norm(block(norm(h)))
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,11 @@ from moeclipse.core.shares import even_bounds
 from moeclipse.model.attention import GroupedQueryAttention, LatentAttention
 from moeclipse.model.blocks import DenseMLP, RMSNorm, Settings
 from moeclipse.model.config import ModelConfig
+from moeclipse.model.rotary import Positions
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.experts import Experts
 from moeclipse.moe.layer import MoE, MoEReport
+from moeclipse.moe.shared_gate import GatedShared
 from moeclipse.moe.tokens import Tokens
 from moeclipse.tensor.parallel import MoveKind, move
 
@@ -35,12 +41,20 @@ class TransformerLayer(nn.Module):
         self.index = index
         attention = LatentAttention if config.attention == "mla" else GroupedQueryAttention
         self.tp = settings.tp
-        self.attention_norm = RMSNorm(config.d_model, settings, config.norm_eps)
+        self.residual_scale = config.residual_scale
+
+        def norm(here: bool) -> nn.Module:
+            return RMSNorm(config.d_model, settings, config.norm_eps) if here else nn.Identity()
+
+        before, after = config.norms != "after", config.norms != "before"
+        self.attention_norm = norm(before)
         self.attention = attention(config, settings)
-        self.mlp_norm = RMSNorm(config.d_model, settings, config.norm_eps)
+        self.attention_out_norm = norm(after)
+        self.mlp_norm = norm(before)
+        self.mlp_out_norm = norm(after)
         self.dense: DenseMLP | None = None
         self.moe: MoE | None = None
-        if index < config.num_dense_layers:
+        if config.is_dense(index):
             self.dense = DenseMLP(config.d_model, config.d_ff, settings)
             return
         self.moe = MoE(
@@ -50,6 +64,8 @@ class TransformerLayer(nn.Module):
             gate.top_k,
             gate=gate,
             num_shared_experts=moe.num_shared_experts,
+            shared_d_ff=moe.shared_d_ff,
+            shared_gate=moe.shared_gate,
             activation=moe.activation,
             expert_bias=moe.expert_bias,
             exchange=moe.exchange,
@@ -64,26 +80,35 @@ class TransformerLayer(nn.Module):
             dtype=settings.dtype,
         )
         for experts in (self.moe.experts, self.moe.shared):
-            if isinstance(experts, Experts):
+            if isinstance(experts, Experts | GatedShared):
                 experts.wgrads = settings.tp.wgrads
 
     def forward(
-        self, h_TD: torch.Tensor, table: torch.Tensor, tokens: Tokens
+        self, h_TD: torch.Tensor, positions: Positions, tokens: Tokens
     ) -> tuple[torch.Tensor, MoEReport | None]:
-        h_TD, x_TD = self.attend(h_TD, table, tokens)
+        h_TD, x_TD = self.attend(h_TD, positions, tokens)
         if self.dense is not None:
-            return h_TD + self.dense(x_TD), None
+            return h_TD + self.dense_block(x_TD), None
         assert self.moe is not None
         part_TD, tokens = self.to_experts(x_TD, tokens)
         y_TD, report = self.moe.run(part_TD, tokens)
         return h_TD + self.from_experts(y_TD, len(x_TD)), report
 
     def attend(
-        self, h_TD: torch.Tensor, table: torch.Tensor, tokens: Tokens
+        self, h_TD: torch.Tensor, positions: Positions, tokens: Tokens
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(the residual stream behind attention, what the feed-forward block reads of it)."""
-        h_TD = h_TD + self.attention(self.attention_norm(h_TD), table, tokens)
+        y_TD = self.attention(self.attention_norm(h_TD), positions, tokens)
+        h_TD = h_TD + self._scaled(self.attention_out_norm(y_TD))
         return h_TD, self.mlp_norm(h_TD)
+
+    def dense_block(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """What a layer without experts adds to the residual stream."""
+        assert self.dense is not None
+        return self._scaled(self.mlp_out_norm(self.dense(x_TD)))
+
+    def _scaled(self, y_TD: torch.Tensor) -> torch.Tensor:
+        return y_TD if self.residual_scale == 1 else y_TD * self.residual_scale
 
     def to_experts(self, x_TD: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, Tokens]:
         """From tokens as linears hold them to those this rank's MoE layer takes, and where they lie."""
@@ -102,7 +127,10 @@ class TransformerLayer(nn.Module):
         return move(x_TD, tp, "slice", "gather", self._label, bounds=bounds), mine
 
     def from_experts(self, y_TD: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """And back; `num_tokens` as linears hold them."""
+        """And back, as it is added to the residual stream; `num_tokens` as linears hold them."""
+        return self._scaled(self.mlp_out_norm(self._returned(y_TD, num_tokens)))
+
+    def _returned(self, y_TD: torch.Tensor, num_tokens: int) -> torch.Tensor:
         moe, tp = self.moe, self.tp
         assert moe is not None
         if moe.sharded:

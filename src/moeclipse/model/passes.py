@@ -21,6 +21,7 @@ import torch
 from moeclipse.comm.flight.in_flight import InFlight
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.layer import TransformerLayer
+from moeclipse.model.rotary import Positions
 from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.layer import MoE, MoEReport
 from moeclipse.moe.passes import ExpertPass
@@ -62,8 +63,7 @@ class MicrobatchState:
 
     ids_BS: torch.Tensor
     targets_BS: torch.Tensor
-    table: torch.Tensor
-    """Rotary positions."""
+    positions: Positions
     tokens: Tokens
     rows: int
     """Rows of activations of this rank."""
@@ -86,7 +86,7 @@ class ModelStage:
 def layer_shapes(config: ModelConfig, moe: MoEConfig) -> list[LayerShape]:
     """All layers of a model as a schedule sees them."""
     return [
-        LayerShape(moe=index >= config.num_dense_layers, shared=moe.num_shared_experts > 0)
+        LayerShape(moe=not config.is_dense(index), shared=moe.num_shared_experts > 0)
         for index in range(config.num_layers)
     ]
 
@@ -134,7 +134,7 @@ class DensePass:
         self._h_TD = None
 
     def _attend(self, h_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self.layer.attend(h_TD, self.microbatch.table, self.microbatch.tokens)
+        return self.layer.attend(h_TD, self.microbatch.positions, self.microbatch.tokens)
 
     def attn_r(self) -> None:
         self.attn.recompute()
@@ -149,8 +149,8 @@ class DensePass:
     # the feed-forward block
 
     def mlp_f(self) -> None:
-        dense = self.layer.dense
-        self.mlp = self._segment(Part.MLP, lambda x: (dense(x),), [self.attn.outputs[1]])  # type: ignore[misc]
+        layer = self.layer
+        self.mlp = self._segment(Part.MLP, lambda x: (layer.dense_block(x),), [self.attn.outputs[1]])
 
     def output(self) -> torch.Tensor:
         if self._out is None:
@@ -194,6 +194,8 @@ class MoEPass(DensePass):
     routed: ExpertPass
     _d_y: torch.Tensor | None = None
     _shared_TD: torch.Tensor | None = None
+    _shared_saved: Any
+    _shared_pending: Any
 
     @property
     def moe(self) -> MoE:
@@ -201,7 +203,7 @@ class MoEPass(DensePass):
         return self.layer.moe
 
     def _attend(self, h_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        h_TD, x_TD = self.layer.attend(h_TD, self.microbatch.table, self.microbatch.tokens)
+        h_TD, x_TD = self.layer.attend(h_TD, self.microbatch.positions, self.microbatch.tokens)
         self.num_tokens = len(x_TD)
         x_TD, self.tokens = self.layer.to_experts(x_TD, self.microbatch.tokens)
         return h_TD, x_TD
@@ -245,7 +247,7 @@ class MoEPass(DensePass):
         assert shared is not None
         self._shared_TD, self._shared_saved = shared.forward(x_TD, [len(x_TD)])
         if Part.SHARED in self.again:
-            self._shared_saved = None  # type: ignore[assignment]
+            self._shared_saved = None
 
     def shared_r(self) -> None:
         x_TD, shared = self.attn.outputs[1], self.moe.shared

@@ -4,6 +4,8 @@
     for each layer:  h = h + attention(norm(h));  h = h + moe(norm(h))
     loss = cross-entropy(head(norm(h)), targets)
 
+Factors, caps and other places of norms are keys of the configuration (`model/config`).
+
 The model returns sums, not means: the caller divides by the number of tokens of the whole step, so that
 gradients summed over ranks and microbatches are those of the one-process model.
 
@@ -23,15 +25,14 @@ from torch import nn
 
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
-from moeclipse.model.attention import rope_table
 from moeclipse.model.blocks import RMSNorm, Settings
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.layer import TransformerLayer
 from moeclipse.model.passes import LayerParts, MicrobatchLoads, MicrobatchState, ModelStage
+from moeclipse.model.rotary import Positions, Rotary
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.layer import MoEReport
 from moeclipse.moe.tokens import Tokens
-from moeclipse.ops.activation import hidden_width
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.random import key_of
 from moeclipse.tensor.cut import Cut, mark
@@ -113,33 +114,60 @@ class Transformer(nn.Module):
             if not config.tie_embeddings:
                 self.head = outside.column(config.d_model, config.vocab_size, "head")
 
-    def forward(self, ids_BS: torch.Tensor, targets_BS: torch.Tensor, tokens: Tokens) -> Output:
-        """`tokens`: where this rank's tokens lie among those of all ranks that read others."""
-        h_TD = self.embed(ids_BS)
-        table = self.positions(ids_BS)
-        reports: list[MoEReport] = []
-        tokens = replace(tokens, group=self.mesh.data)
-        for layer in self.layers.values():
-            h_TD, report = layer(h_TD, table, tokens)
-            if report is not None:
-                reports.append(report)
+    def forward(
+        self,
+        ids_BS: torch.Tensor,
+        targets_BS: torch.Tensor,
+        tokens: Tokens,
+        documents_BS: torch.Tensor | None = None,
+    ) -> Output:
+        """`tokens`: where this rank's tokens lie among those of all ranks that read others.
+
+        `documents_BS`: the number of the document each token is in; attention does not cross from one to the
+        next, and positions begin anew. Left out: a sample is one document.
+        """
+        h_TD, reports = self.hidden(ids_BS, tokens, documents_BS)
         loss_sum = self.loss(h_TD, targets_BS)
         shares = [report.aux_loss for report in reports]
         aux_loss = torch.stack(shares).sum() if shares else loss_sum.new_zeros(())
         return Output(loss_sum=loss_sum, aux_loss=aux_loss, reports=reports)
 
-    def embed(self, ids_BS: torch.Tensor) -> torch.Tensor:
-        return embed(ids_BS, self.embedding, self.vocab, self.tp)
+    def hidden(
+        self, ids_BS: torch.Tensor, tokens: Tokens, documents_BS: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, list[MoEReport]]:
+        """Behind the last layer, before the norm; for a model that is whole on this rank's stage."""
+        h_TD = self.embed(ids_BS)
+        positions = self.positions(ids_BS, documents_BS)
+        reports: list[MoEReport] = []
+        tokens = replace(tokens, group=self.mesh.data)
+        for layer in self.layers.values():
+            h_TD, report = layer(h_TD, positions, tokens)
+            if report is not None:
+                reports.append(report)
+        return h_TD, reports
 
-    def positions(self, ids_BS: torch.Tensor) -> torch.Tensor:
-        config = self.config
-        return rope_table(ids_BS.shape[1], config.rope_width, config.rope_base, self.mesh.device)
+    def embed(self, ids_BS: torch.Tensor) -> torch.Tensor:
+        h_TD = embed(ids_BS, self.embedding, self.vocab, self.tp)
+        scale = self.config.embedding_scale
+        return h_TD if scale == 1 else h_TD * scale
+
+    def positions(self, ids_BS: torch.Tensor, documents_BS: torch.Tensor | None = None) -> Positions:
+        return Positions.of(
+            Rotary.of(self.config), ids_BS.shape[1], self.mesh.device, documents_BS=documents_BS
+        )
+
+    def logits(self, h_TD: torch.Tensor) -> torch.Tensor:
+        """Of this rank's part of the vocabulary, for all tokens of the tp ranks."""
+        weight = self.embedding if self.head is None else self.head.weight
+        (logits_TV,) = column_linear(self.norm(h_TD), [weight], self.tp, label="head")
+        if self.config.logit_scale != 1:
+            logits_TV = logits_TV * self.config.logit_scale
+        cap = self.config.logit_softcap
+        return cap * torch.tanh(logits_TV / cap) if cap else logits_TV
 
     def loss(self, h_TD: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
         """Norm, head and cross-entropy, summed over this rank's tokens."""
-        weight = self.embedding if self.head is None else self.head.weight
-        (logits_TV,) = column_linear(self.norm(h_TD), [weight], self.tp, label="head")
-        return cross_entropy(logits_TV, targets_BS.flatten(), self.vocab, self.tp)
+        return cross_entropy(self.logits(h_TD), targets_BS.flatten(), self.vocab, self.tp)
 
     # For the pipeline (`pipeline/stage`).
 
@@ -155,12 +183,13 @@ class Transformer(nn.Module):
         tokens: Tokens,
         loads: MicrobatchLoads,
         aux_scale: float,
+        documents_BS: torch.Tensor | None = None,
     ) -> MicrobatchState:
         """One chunk of a microbatch, for `stage`; all chunks of one share `loads`."""
         return MicrobatchState(
             ids_BS=ids_BS,
             targets_BS=targets_BS,
-            table=self.positions(ids_BS),
+            positions=self.positions(ids_BS, documents_BS),
             tokens=replace(tokens, group=self.mesh.data),
             rows=ids_BS.numel() // (self.tp.size if self.tp.parts_tokens else 1),
             loads=loads,
@@ -183,25 +212,3 @@ class Transformer(nn.Module):
             embed=enter if 0 in layers else None,
             head=leave if self.config.num_layers - 1 in layers else None,
         )
-
-
-def count_parameters(config: ModelConfig, moe: MoEConfig, gate: GateConfig) -> tuple[int, int]:
-    """(all parameters, those one token uses), from the shapes alone."""
-    d = config.d_model
-    if config.attention == "gqa":
-        attention = 2 * d * config.head_dim * (config.num_heads + config.num_kv_heads)
-    else:
-        qk = config.qk_nope_head_dim + config.qk_rope_head_dim
-        q_in = config.q_lora_rank or d
-        attention = q_in * config.num_heads * qk + (d + 1) * config.q_lora_rank
-        attention += d * (config.kv_lora_rank + config.qk_rope_head_dim) + config.kv_lora_rank
-        attention += config.kv_lora_rank * config.num_heads * (config.qk_nope_head_dim + config.v_head_dim)
-        attention += config.num_heads * config.v_head_dim * d
-    hidden = hidden_width(moe.activation, moe.d_ff)
-    expert = d * (hidden + moe.d_ff) + (hidden + d) * moe.expert_bias
-    num_moe = config.num_layers - config.num_dense_layers
-    routers = (2 if gate.kind == "noisy" else 1) * d * moe.num_experts
-    always = config.vocab_size * d * (1 if config.tie_embeddings else 2) + d
-    always += config.num_layers * (attention + 2 * d) + config.num_dense_layers * 3 * d * config.d_ff
-    always += num_moe * (routers + moe.num_shared_experts * expert)
-    return always + num_moe * moe.num_experts * expert, always + num_moe * gate.top_k * expert

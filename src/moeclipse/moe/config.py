@@ -38,6 +38,8 @@ class GateConfig:
     """... and a token chooses among the experts of this many groups only."""
     group_score: Literal["max", "top2"] = "top2"
     """What ranks a group: its best score, or the sum of its best two."""
+    logit_bias: bool = False
+    """Add a learned bias to the logits (gpt-oss)."""
     bias_rate: float = 0.0
     """Loss-free balancing: each step moves a selection bias by this much towards even load; 0: off."""
     balance_loss: float = 0.01
@@ -136,12 +138,21 @@ class ExpertsConfig:
     """Hidden width of one expert."""
     num_shared_experts: int = 0
     """Experts that see every token, beside the routed ones (computed as one, this many times as wide)."""
-    activation: Literal["swiglu", "geglu", "relu2", "gelu"] = "swiglu"
+    shared_d_ff: int = 0
+    """Hidden width of the shared expert; 0: num_shared_experts x d_ff."""
+    shared_gate: bool = False
+    """Each token weighs the shared expert by a sigmoid of its own (Qwen2)."""
+    activation: Literal["swiglu", "geglu", "relu2", "gelu", "clamped_swiglu"] = "swiglu"
     """Between an expert's projections; relu2 (squared ReLU) and gelu have no gate, so up is half as wide."""
     expert_bias: bool = False
     """Add a bias after each of an expert's projections."""
     expert_tp: Literal["folded", "sharded"] = "folded"
     """With parallel.tp: folded: each tp rank holds other experts; sharded: a part of each expert's width."""
+
+    @property
+    def shared_width(self) -> int:
+        """Hidden width of the shared expert."""
+        return self.shared_d_ff or self.num_shared_experts * self.d_ff
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +184,11 @@ class MoEConfig(ExchangeConfig, ExpertsConfig):
             yield f"moe.d_ff ({self.d_ff}) must be at least 1"
         if self.num_shared_experts < 0:
             yield f"moe.num_shared_experts ({self.num_shared_experts}) must not be negative"
+        if self.shared_d_ff < 0:
+            yield f"moe.shared_d_ff ({self.shared_d_ff}) must not be negative; 0 is num_shared_experts x d_ff"
+        if not self.num_shared_experts and (self.shared_d_ff or self.shared_gate):
+            given = f"shared_d_ff ({self.shared_d_ff})" if self.shared_d_ff else "shared_gate"
+            yield f"moe.{given} needs a shared expert; set moe.num_shared_experts = 1"
         for name in ("group_size", "chunks"):
             value = getattr(self, name)
             if value != "auto" and value < 1:
@@ -189,7 +205,7 @@ class MoEConfig(ExchangeConfig, ExpertsConfig):
 
 SHAPE_KEYS = ("num_experts", "d_ff", "num_shared_experts")
 """Of ExpertsConfig: what the parameters look like."""
-STYLE_KEYS = ("activation", "expert_bias")
+STYLE_KEYS = ("activation", "expert_bias", "shared_d_ff", "shared_gate")
 """Of ExpertsConfig: the same; told in checkpoints where they are not as usual."""
 
 

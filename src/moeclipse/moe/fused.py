@@ -15,6 +15,7 @@ from torch import nn
 
 from moeclipse.moe.experts import Experts
 from moeclipse.ops import expert_passes
+from moeclipse.ops.activation import ACTIVATIONS
 from moeclipse.ops.expert_mlp import KERNEL_DTYPES
 from moeclipse.ops.expert_passes import ExpertState, ExpertWeights, HiddenGrads
 from moeclipse.ops.grouping import group_arrived
@@ -24,7 +25,7 @@ from moeclipse.tensor.weight_grad import Grads
 
 def fits(experts: Experts, inputs: Sequence[torch.Tensor]) -> bool:
     """Whether the kernels take these experts and rows; the layer has checked that their types go together."""
-    if len(inputs) != 1 or not experts.ids:
+    if len(inputs) != 1 or not experts.ids or experts.activation not in ACTIVATIONS:
         return False
     x, widths = inputs[0], (experts.down.shape[2], experts.up.shape[2])
     takes = device_fits(x.device) and x.dtype in KERNEL_DTYPES

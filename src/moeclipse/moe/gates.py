@@ -53,6 +53,7 @@ class Gate(nn.Module):
         self.config, self.num_experts = config, num_experts
         self.layer, self.seed, self.init_std = init.layer, init.seed, init.std
         self.weight = nn.Parameter(init.empty(num_experts, d_model))
+        self.logit_bias = nn.Parameter(init.empty(num_experts)) if config.logit_bias else None
         if config.kind == "noisy":
             self.noise_weight = nn.Parameter(torch.empty_like(self.weight))
         bias_E = torch.empty(num_experts, device=init.device, dtype=wide_of(self.weight.dtype))
@@ -67,6 +68,8 @@ class Gate(nn.Module):
         fill_normal(self.weight, key_of(self.seed, self.layer, "gate"), self.init_std)
         if self.config.kind == "noisy":
             self.noise_weight.zero_()
+        if self.logit_bias is not None:
+            self.logit_bias.zero_()
         self.bias_E.zero_()
         if self.dynamic is not None:
             self.dynamic.reset_parameters()
@@ -92,7 +95,8 @@ class Gate(nn.Module):
     def _route(self, x_TD: torch.Tensor, tokens: Tokens) -> Routing:
         dtype = wide_of(x_TD.dtype)
         x_TD = x_TD.to(dtype)
-        logits_TE = F.linear(x_TD, self.weight.to(dtype))
+        bias_E = None if self.logit_bias is None else self.logit_bias.to(dtype)
+        logits_TE = F.linear(x_TD, self.weight.to(dtype), bias_E)
         probs_TE = torch.sigmoid(logits_TE) if self.config.kind == "sigmoid" else logits_TE.softmax(-1)
         noisy = self.config.kind == "noisy"
         values_TE = self._add_noise(x_TD, logits_TE, tokens) if noisy else probs_TE

@@ -60,6 +60,7 @@ from moeclipse.moe.probe import Probe, measure
 from moeclipse.moe.routing import Routing
 from moeclipse.moe.schedule import ExchangeSchedule, Loads
 from moeclipse.moe.shared import shared_expert
+from moeclipse.moe.shared_gate import shared_of
 from moeclipse.moe.structure import Inputs, Structure
 from moeclipse.moe.tokens import Tokens
 from moeclipse.moe.topology import near_experts
@@ -90,6 +91,8 @@ class MoE(nn.Module):
         *,
         gate: GateConfig | None = None,
         num_shared_experts: int = 0,
+        shared_d_ff: int = 0,
+        shared_gate: bool = False,
         activation: Activation = "swiglu",
         expert_bias: bool = False,
         experts: Callable[[int], nn.Module] | Joint | None = None,
@@ -112,6 +115,8 @@ class MoE(nn.Module):
             num_experts=num_experts,
             d_ff=d_ff,
             num_shared_experts=num_shared_experts,
+            shared_d_ff=shared_d_ff,
+            shared_gate=shared_gate,
             activation=activation,
             expert_bias=expert_bias,
             expert_tp=expert_tp,
@@ -130,15 +135,11 @@ class MoE(nn.Module):
             Experts, d_model=d_model, init=init, shard=shard, activation=activation, bias=expert_bias
         )
         ids = placement.slots[group.index]
-        self.experts: Experts | ModuleExperts = (
-            build(ids, d_ff=d_ff, kernels=config.kernels != "off")
-            if experts is None
-            else ModuleExperts(ids, experts, d_out or d_model)
-        )
-        self.shared = build([-1], d_ff=num_shared_experts * d_ff) if num_shared_experts else None
+        own = None if experts is None else ModuleExperts(ids, experts, d_out or d_model)
+        self.experts: Experts | ModuleExperts = own or build(ids, d_ff=d_ff, kernels=config.kernels != "off")
+        self.shared = shared_of(config, build, init)
         self.fused: bool | None = False if config.kernels == "off" else None  # None: where the kernels fit
-        load_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
-        self.register_buffer("load_E", load_E, persistent=False)
+        self.register_buffer("load_E", torch.zeros(num_experts, dtype=torch.int64, device=device), False)
         self.history = Calls()
         self.attach(mesh, placement)
 

@@ -6,6 +6,9 @@
     relu2     [up]         max(up, 0)^2
     gelu      [up]         gelu(up)
 
+    clamped_swiglu   [gate, up]   g sigmoid(1.702 g) (u + 1)     g = min(gate, 7), u = up between -7 and 7
+                     (gpt-oss); in plain torch alone, kernels do not have it
+
     backward   d_gate = d_a * up * f'(gate),  d_up = d_a * f(gate)       gated
                d_up   = d_a * f'(up)                                      not gated
 
@@ -20,9 +23,12 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-Activation = Literal["swiglu", "geglu", "relu2", "gelu"]
+Activation = Literal["swiglu", "geglu", "relu2", "gelu", "clamped_swiglu"]
 ACTIVATIONS = ("swiglu", "geglu", "relu2", "gelu")
-GATED = ("swiglu", "geglu")
+"""Those that kernels have, too."""
+GATED = ("swiglu", "geglu", "clamped_swiglu")
+SLOPE, LIMIT = 1.702, 7.0
+"""Of clamped_swiglu."""
 
 
 def hidden_width(activation: Activation, d_ff: int) -> int:
@@ -34,6 +40,9 @@ def activate(h_NH: torch.Tensor, activation: Activation = "swiglu") -> torch.Ten
     if activation not in GATED:
         return F.gelu(h_NH) if activation == "gelu" else F.relu(h_NH).square()
     gate, up = h_NH.chunk(2, dim=-1)
+    if activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+        return gate * torch.sigmoid(SLOPE * gate) * (up + 1)
     return (F.silu(gate) if activation == "swiglu" else F.gelu(gate)) * up
 
 
@@ -45,12 +54,26 @@ def activate_backward(
         value, slope = value_and_slope(h_NH, activation)
         return d_a_NF * slope, value
     gate, up = h_NH.chunk(2, dim=-1)
+    if activation == "clamped_swiglu":
+        return _clamped_backward(d_a_NF, gate, up)
     value, slope = value_and_slope(gate, activation)
     d_h = torch.empty_like(h_NH)
     d_gate, d_up = d_h.chunk(2, dim=-1)
     torch.mul(d_a_NF, up * slope, out=d_gate)
     torch.mul(d_a_NF, value, out=d_up)
     return d_h, value * up
+
+
+def _clamped_backward(
+    d_a_NF: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What lies beyond the limits gets no gradient."""
+    g, u = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT) + 1
+    sigmoid = torch.sigmoid(SLOPE * g)
+    value = g * sigmoid
+    d_gate = d_a_NF * u * (sigmoid + SLOPE * value * (1 - sigmoid)) * (gate <= LIMIT)
+    d_up = d_a_NF * value * (up.abs() <= LIMIT)
+    return torch.cat([d_gate, d_up], dim=-1), value * u
 
 
 def value_and_slope(x: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, torch.Tensor]:

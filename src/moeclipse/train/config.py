@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
+from itertools import chain
 from typing import ClassVar, Literal
 
 from moeclipse.balance.config import PlacementConfig
@@ -181,7 +182,7 @@ class TrainConfig:
 
     @property
     def num_expert_layers(self) -> int:
-        return self.model.num_layers - self.model.num_dense_layers
+        return self.model.num_expert_layers
 
     @property
     def expert_ranks(self) -> int:
@@ -276,9 +277,9 @@ def planner_problems(config: TrainConfig, layout: StageLayout | None) -> Iterato
     """Ranks of a pipeline plan together, so each must hold experts; `layout` is None without a pipeline."""
     if layout is None or not config.placement.moves:
         return
-    dense = config.model.num_dense_layers
-    ranks = sorted(set(layout.rank_of))
-    empty = [rank for rank in ranks if max(part[-1] for part in layout.held_by(rank).values()) < dense]
+    dense, ranks = config.model.num_dense_layers, sorted(set(layout.rank_of))
+    held = {rank: chain.from_iterable(layout.held_by(rank).values()) for rank in ranks}
+    empty = [rank for rank in ranks if all(map(config.model.is_dense, held[rank]))]
     if empty and len(ranks) > 1:
         yield (
             f"placement.planner = {config.placement.planner!r} needs a layer with experts in every stage, "
@@ -294,9 +295,9 @@ def tensor_problems(config: TrainConfig) -> Iterator[str]:
         return
     heads = "num_kv_heads" if model.attention == "gqa" else "num_heads"
     widths = {f"model.{heads}": getattr(model, heads), "model.vocab_size": model.vocab_size}
-    if model.num_dense_layers:
+    if model.num_expert_layers < model.num_layers:
         widths["model.d_ff"] = model.d_ff
-    if moe.expert_tp == "sharded" and model.num_dense_layers < model.num_layers:
+    if moe.expert_tp == "sharded" and model.num_expert_layers:
         widths["moe.d_ff"] = moe.d_ff
     for name, width in widths.items():
         if width < tp:
@@ -313,13 +314,13 @@ def tensor_problems(config: TrainConfig) -> Iterator[str]:
         )
 
 
-STAGE_KEYS = ("parallel.pp", "model.num_layers", "model.num_dense_layers")
+STAGE_KEYS = ("parallel.pp", "model.num_layers", "model.num_dense_layers", "model.dense_layers")
 LAYOUT_KEYS = (
     *("parallel.dp", "parallel.ep", "parallel.tp", "parallel.pp", "moe.num_experts", "moe.expert_tp"),
     *("placement.slots", "placement.slots_per_rank", "placement.planner"),
 )
 RULES: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], Iterator[str]]], ...] = (
-    ((*LAYER_KEYS, "model.num_layers", "model.num_dense_layers", "parallel.tp"), expert_problems),
+    ((*LAYER_KEYS, *STAGE_KEYS[1:], "parallel.tp"), expert_problems),
     (
         (
             *("data.batch_size", "data.files", "data.tokenizer", "data.order", "optim.accumulate"),
@@ -330,7 +331,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], Iterator[str]]], ...
     (
         (
             *("parallel.tp", "parallel.sequence_parallel", "moe.expert_tp", "moe.d_ff", "data.seq_len"),
-            *("model.num_layers", "model.num_dense_layers", "model.num_heads", "model.num_kv_heads"),
+            *(*STAGE_KEYS[1:], "model.num_heads", "model.num_kv_heads"),
             *("model.attention", "model.vocab_size", "model.d_ff", "model.memory"),
         ),
         tensor_problems,

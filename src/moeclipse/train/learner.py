@@ -38,7 +38,7 @@ from moeclipse.train.integrity import Integrity
 from moeclipse.train.loss_scale import LossScale
 from moeclipse.train.metrics import gather_splits, mean_times, split_of
 from moeclipse.train.nonfinite import look_again
-from moeclipse.train.optim import AdamW, learning_rate
+from moeclipse.train.optim import AdamW, Readable, learning_rate
 from moeclipse.train.pipelined import Pipelined
 from moeclipse.train.placement.load_trace import LoadHistory, StepLoad
 from moeclipse.train.placement.model_placement import ModelPlacement
@@ -97,6 +97,8 @@ class Learner:
         self.why_bad = ""
         self.signals: Callable[[], int] = lambda: 0
         """A number that every rank learns of every other with a step's results (`train/saving`)."""
+        self.hf: dict[str, Any] | None = None
+        """What turns checkpoints into folders of a Hugging Face model; None where the run began from none."""
         self.loss_scale = LossScale(config.optim.loss_scale, self.dtype)
         self.loads = LoadHistory()
         self.integrity = Integrity(config.integrity, self.optim, self.placement, mesh, self._buffers)
@@ -224,6 +226,7 @@ class Learner:
     def fingerprint(self) -> dict[str, Any]:
         """What a checkpoint must have in common with a run that continues it."""
         model = asdict(self.config.model) | {"dtype": str(self.dtype).removeprefix("torch.")}
+        del model["from_hf"]  # where weights came from, not what they are
         # How experts are placed and rows exchanged is the layout's business.
         moe = {name: getattr(self.config.moe, name) for name in SHAPE_KEYS}
         usual = MoEConfig()
@@ -236,6 +239,8 @@ class Learner:
         if self.config.gate.choose != "top_k":
             held = " with gate.mean_experts" if self.config.gate.mean_experts else ""
             gate["choose"] = f"{self.config.gate.choose}{held}"
+        if self.config.gate.logit_bias:
+            gate["logit_bias"] = "true"
         return {"model": model, "moe": moe, "gate": gate}
 
     def save(self, folder: Path, step: int, beside: BesideSave | None = None) -> Path:
@@ -251,6 +256,7 @@ class Learner:
             "fingerprint": self.fingerprint(),
             "exchange": self.of_all_layers(lambda layer: layer.schedule.state()),
             "placement": self.placement.state(),
+            **({"hf": self.hf} if self.hf else {}),
         }
         pieces = [*self.optim.pieces(), *memory_state.memory_pieces(self.model, self.batches)]
         if self.mesh.stage.index == 0:
@@ -276,6 +282,7 @@ class Learner:
         self.optim.load(checkpoint, int(state["updates"]))
         self.bad_steps = int(state["bad_steps"])
         self.loss_scale.load_state(state.get("loss_scale"))
+        self.hf = state.get("hf")
         for number, layer in self.numbered.items():
             # Another cut of rows would round sums differently.
             layer.schedule.load_state(state["exchange"][number])
@@ -287,15 +294,27 @@ class Learner:
         self.integrity.remember(step)
         return step
 
+    def load_weights(self, source: Readable) -> None:
+        """Begin from weights of any layout, with an optimizer and data of its own."""
+        self.optim.load_weights(source)
+        self.load_buffers(source)
+        self.integrity.remember(0)
+
+    def load_buffers(self, source: Readable) -> None:
+        for name, buffer in self._buffers():
+            if f"buffer/{name}" in source:
+                buffer.copy_(source.read(f"buffer/{name}").view(buffer.shape))
+
     @property
     def num_moe_layers(self) -> int:
         """Of the whole model."""
-        return self.config.model.num_layers - self.config.model.num_dense_layers
+        return self.config.num_expert_layers
 
     @property
     def numbered(self) -> dict[int, MoE]:
         """This rank's MoE layers, by their number among those of the whole model."""
-        return {layer.layer - self.config.model.num_dense_layers: layer for layer in self.layers}
+        number_of = {layer: number for number, layer in enumerate(self.config.model.expert_layers)}
+        return {number_of[layer.layer]: layer for layer in self.layers}
 
     def of_all_layers(self, tell: Callable[[MoE], Any]) -> list[Any]:
         """What each MoE layer of the model says of itself (JSON-able), on every rank. Collective."""

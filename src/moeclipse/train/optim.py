@@ -12,8 +12,9 @@ decay. A step with a non-finite loss or gradient is skipped on all ranks alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -32,6 +33,15 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
     progress = min((step - config.warmup_steps) / span, 1.0)
     floor = config.min_lr_ratio
     return config.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+class Readable(Protocol):
+    """Where weights come from: a checkpoint, or a folder of a Hugging Face model."""
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Elements [start, stop) of a flattened logical tensor."""
+
+    def __contains__(self, name: str) -> bool: ...
 
 
 @dataclass(kw_only=True)
@@ -96,13 +106,20 @@ class AdamW:
                         data=shard[segment.offset : segment.offset + segment.length],
                     )
 
-    @torch.no_grad()
     def load(self, checkpoint: Checkpoint, updates: int) -> None:
         """Take this rank's shards out of a checkpoint of any layout and send the weights out."""
         self.updates = updates
+        self._take(checkpoint, STATES)
+
+    def load_weights(self, source: Readable) -> None:
+        """The weights alone: moments and counts stay as they begin."""
+        self._take(source, ("weight",))
+
+    @torch.no_grad()
+    def _take(self, checkpoint: Readable, kinds: Sequence[str]) -> None:
         for bucket, state in zip(self.buckets, self.states, strict=True):
             for segment in bucket.segments(everything=True):
-                for kind in STATES:
+                for kind in kinds:
                     stop = segment.start + segment.length
                     data = checkpoint.read(f"{kind}/{segment.entry.name}", segment.start, stop)
                     getattr(state, kind)[segment.offset : segment.offset + segment.length] = data

@@ -2,7 +2,8 @@
 
 A preset is a TOML file in the folder `presets/` beside this module. A user's file may name one in its first
 line (`preset = "tiny"`); a preset named on the command line takes its place. Without a file the preset is
-`tiny`; a file that names none stands on the defaults of the configuration classes.
+`tiny`; a file that names none stands on the defaults of the configuration classes. Where a Hugging Face
+model is named (`model.from_hf`), its config.json stands between preset and file.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from moeclipse.core.config import Built, ConfigLayer, Given, build, nearest, read_toml, table_layer
-from moeclipse.core.errors import ConfigError
+from moeclipse.core.errors import CheckpointError, ConfigError
 from moeclipse.core.toml import parse_toml
+from moeclipse.hf.config_file import config_of
+from moeclipse.hf.read import contradictions, read_config
 from moeclipse.train.config import TrainConfig
 
 DEFAULT_PRESET = "tiny"
@@ -75,11 +78,41 @@ def merge(
         named = ""
     if named:
         layers.append(_layer(preset_table(named), f"preset {named}", found))
-    if table:
-        layers.append(_layer(table, str(file), found))
-    if flags:
-        layers.append(flags)
-    return Merged(preset=named, built=build(TrainConfig, layers, found))
+    own: list[ConfigLayer] = [_layer(table, str(file), found)] if table else []
+    own += [flags] if flags else []
+    folder = given_folder([*layers, *own])
+    layers += [folder_layer(folder, found)] if folder else []
+    built = build(TrainConfig, [*layers, *own], found)
+    if folder and layers[-1]:
+        values = {key: given.value for key, given in layers[-1].items() if key != "data.tokenizer"}
+        wrong = contradictions(values, built.config, folder)
+        built = dataclasses.replace(built, problems=(*built.problems, *wrong))
+    return Merged(preset=named, built=built)
+
+
+def given_folder(layers: Iterable[ConfigLayer]) -> str:
+    """The last `model.from_hf` that is given; empty: none."""
+    folder = ""
+    for layer in layers:
+        given = layer.get("model.from_hf")
+        if given is not None:
+            folder = str(given.value[0] if given.words and given.value else given.value or "")
+    return folder
+
+
+def folder_layer(folder: str, found: list[str]) -> dict[str, Given]:
+    """What a Hugging Face model says of its own shape; it wins over a preset, and nothing may contradict
+    it."""
+    try:
+        read = read_config(config_of(Path(folder)), folder)
+    except CheckpointError as error:
+        found.append(f"{error} (model.from_hf)")
+        return {}
+    layer = {key: Given(value, f"{folder}/config.json") for key, value in read.values.items()}
+    tokenizer = Path(folder) / "tokenizer.json"
+    if tokenizer.is_file():
+        layer["data.tokenizer"] = Given(str(tokenizer), folder)
+    return layer
 
 
 def _layer(table: Mapping[str, Any], origin: str, found: list[str]) -> dict[str, Given]:

@@ -22,6 +22,8 @@ class CheckpointConfig:
     """Newest checkpoints that are kept."""
     at_end: bool = True
     """Save after the last step."""
+    export: Literal["end", "always", "off"] = "end"
+    """export/ of runs that began from a Hugging Face model: at the end, or also after every save."""
     deadline_s: float = 1800.0
     """How long ranks wait for the slowest one while a checkpoint is written or verified."""
 

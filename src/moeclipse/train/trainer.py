@@ -25,11 +25,12 @@ from moeclipse.core.errors import (
     MoEclipseError,
     Preempted,
 )
-from moeclipse.model.transformer import count_parameters
+from moeclipse.model.count import count_parameters
 from moeclipse.moe.granularity import CALLS, TRIED
 from moeclipse.train.checkpoints.beside import BesideSave
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
 from moeclipse.train.config import TrainConfig, layout_problems
+from moeclipse.train.hugging_face import export, load_folder
 from moeclipse.train.learner import Learner
 from moeclipse.train.metrics import Metrics
 from moeclipse.train.ranks import PatientRanks
@@ -117,6 +118,8 @@ class Run:
         self.config = with_values(config, {"run.name": name})
         self.directory = Path(config.run.dir) / name
         self.files = RunDirectory(self.directory, mesh, config.run.wait_s)
+        self.exported: Path | None = None
+        """The checkpoint that export/ was made of."""
         self.repaired: set[int] = set()
         """Steps at which corruption was seen and a checkpoint read: a second time is no accident."""
 
@@ -132,7 +135,7 @@ class Run:
         config = self.config
         found = self._find(resume)
         learner = Learner(config, self.mesh)
-        start = learner.load(found) if found is not None else 0
+        start = self._begin(learner, found)
         self.files.accept(to_toml(config, comments=True))
         metrics = Metrics(
             self.directory,
@@ -162,6 +165,14 @@ class Run:
         summary = metrics.summary(extra)
         self.observer.end(summary)
         return summary
+
+    def _begin(self, learner: Learner, found: Checkpoint | None) -> int:
+        """Continue a checkpoint, begin from weights, or from nothing; returns the step to run next."""
+        if found is not None:
+            return learner.load(found)
+        if self.config.model.from_hf:
+            load_folder(learner, PatientRanks(self.mesh, self.config.checkpoint.deadline_s))
+        return 0
 
     def _steps(self, learner: Learner, metrics: Metrics, start: int) -> Saving:
         config, scribe = self.config, self.files.scribe
@@ -205,8 +216,20 @@ class Run:
                     f"{saving.path}; "
                     f"go on with: moeclipse train {self.directory / 'config.toml'} --resume auto"
                 )
+            self._export(learner, saving.path, last=done == config.run.steps)
             step = done
         return saving
+
+    def _export(self, learner: Learner, path: Path | None, *, last: bool) -> None:
+        """The newest checkpoint as a Hugging Face model, where the run began from one."""
+        wanted = self.config.checkpoint.export
+        if learner.hf is None or path in (None, self.exported) or wanted == "off":
+            return
+        if last or wanted == "always":
+            ranks = PatientRanks(self.mesh, self.config.checkpoint.deadline_s)
+            assert path is not None
+            export(path, self.directory / "export", Path(self.config.model.from_hf), ranks)
+            self.exported = path
 
     def _go_back(self, learner: Learner, metrics: Metrics, step: int, error: CorruptionError) -> int:
         """After corruption: the step to go on with, from the newest checkpoint, or the error again."""

@@ -50,7 +50,7 @@ class ModelPlacement:
         sharded = config.moe.expert_tp == "sharded" and mesh.tp > 1
         self.group = mesh.shard_experts if sharded else mesh.experts
         self.num_experts, self.seed = config.moe.num_experts, config.run.seed
-        self.first_layer = config.model.num_dense_layers
+        self.number_of = {layer: number for number, layer in enumerate(config.model.expert_layers)}
         self.layers: list[PlacedLayer] = []
         self.planner = BackgroundPlanner(mesh)
         self.costs: PlacementCosts | None = None
@@ -62,9 +62,9 @@ class ModelPlacement:
 
     def placement_of(self, layer: int) -> Placement | None:
         """What layer `layer` of the model begins with; None: even shares, for good."""
-        if not self.in_use or layer < self.first_layer:
+        if not self.in_use or layer not in self.number_of:
             return None
-        return self.config.start(self.num_experts, self.group.size, layer - self.first_layer)
+        return self.config.start(self.num_experts, self.group.size, self.number_of[layer])
 
     def bucket(self, parameter: nn.Parameter, name: str, layer: MoE, key: str) -> Bucket | None:
         if not self.in_use:
@@ -139,7 +139,7 @@ class ModelPlacement:
             self.costs = costs_of(probe, self.config.every)
         found = []
         for placed in self.layers:
-            number = placed.number - self.first_layer
+            number = self.number_of[placed.number]
             planner = PlanConfig(
                 planner=self.config.planner,
                 max_moved=self.config.max_moved,

@@ -1,0 +1,46 @@
+"""The small files of a Hugging Face folder: its configuration and its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from moeclipse.core.errors import CheckpointError
+
+CONFIG = "config.json"
+TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json"),
+)
+"""What is copied as it is, where it is there."""
+NEEDED = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""Without any of these there is no tokenizer."""
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    """`config.json` of a folder."""
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path}: there is no such folder; give one with {CONFIG} and safetensors files"
+        )
+    try:
+        tree = json.loads((path / CONFIG).read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} has no {CONFIG}; it is no folder of a Hugging Face model") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}/{CONFIG} cannot be read: {error}; download it again") from None
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{path}/{CONFIG} is not a table; download it again")
+    return tree
+
+
+def small_files(path: Path, *, tokenizer: bool = True) -> dict[str, bytes]:
+    """Tokenizer files and the like, by name; CheckpointError where a tokenizer is wanted and missing."""
+    found = {name: (path / name).read_bytes() for name in TOKENIZER if (path / name).is_file()}
+    if tokenizer and not any(name in found for name in NEEDED):
+        raise CheckpointError(
+            f"{path} has no tokenizer ({', '.join(NEEDED)}); put one there, or leave it out with "
+            "--no-tokenizer"
+        )
+    return found

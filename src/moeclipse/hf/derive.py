@@ -1,0 +1,148 @@
+"""Keys of ours that follow from several of theirs: one function for each family, made of what they share.
+
+`told` is a `config.json`, with the defaults of its family where it is silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Values = dict[str, Any]
+"""Dotted keys of ours."""
+
+
+def grouped(told: Mapping[str, Any]) -> Values:
+    """Grouped-query attention."""
+    heads = told["num_attention_heads"]
+    return {
+        "model.attention": "gqa",
+        "model.num_kv_heads": told.get("num_key_value_heads") or heads,
+        "model.head_dim": told.get("head_dim") or told["hidden_size"] // heads,
+    }
+
+
+def all_windows(told: Mapping[str, Any]) -> Values:
+    """One window for all layers, or none."""
+    return {"model.windows": (told["sliding_window"],) if told.get("sliding_window") else ()}
+
+
+def by_layer_types(told: Mapping[str, Any]) -> Values:
+    """Windows of the layers that `layer_types` calls sliding."""
+    window = told.get("sliding_window") or 0
+    kinds = told["layer_types"]
+    windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    return {"model.windows": windows if any(windows) else ()}
+
+
+def dense_of_qwen(told: Mapping[str, Any]) -> Values:
+    """Layers without experts: those that are named, and those between every n-th."""
+    step, named = told["decoder_sparse_step"], told.get("mlp_only_layers") or ()
+    layers = range(told["num_hidden_layers"])
+    return {"model.dense_layers": tuple(i for i in layers if i in named or (i + 1) % step)}
+
+
+def renormalises(told: Mapping[str, Any]) -> Values:
+    return {"gate.kind": "softmax", "gate.renormalise": bool(told["norm_topk_prob"])}
+
+
+def mixtral(told: Mapping[str, Any]) -> Values:
+    return grouped(told) | all_windows(told) | {"gate.kind": "softmax", "gate.renormalise": True}
+
+
+def qwen2(told: Mapping[str, Any]) -> Values:
+    sliding, until = told["use_sliding_window"], told["max_window_layers"]
+    kinds = told.get("layer_types") or [
+        "sliding_attention" if sliding and i % 2 == 0 and i < until else "full_attention"
+        for i in range(told["num_hidden_layers"])
+    ]
+    window = told.get("sliding_window") if sliding else 0
+    windows = by_layer_types({"layer_types": kinds, "sliding_window": window})
+    bias = {"model.attention_bias": "qkv" if told["qkv_bias"] else "none"}
+    return grouped(told) | windows | dense_of_qwen(told) | renormalises(told) | bias
+
+
+def qwen3(told: Mapping[str, Any]) -> Values:
+    window = told.get("sliding_window") if told["use_sliding_window"] else 0
+    bias = {"model.attention_bias": "all" if told["attention_bias"] else "none"}
+    experts = {"moe.num_experts": told.get("num_experts") or told["num_local_experts"]}
+    windows = all_windows({"sliding_window": window})
+    return grouped(told) | windows | dense_of_qwen(told) | renormalises(told) | bias | experts
+
+
+def olmoe(told: Mapping[str, Any]) -> Values:
+    bias = {"model.attention_bias": "all" if told["attention_bias"] else "none"}
+    return grouped(told) | renormalises(told) | bias | {"model.clip_qkv": float(told.get("clip_qkv") or 0)}
+
+
+def latent(told: Mapping[str, Any]) -> Values:
+    """Multi-head latent attention, first layers dense, shared experts."""
+    return {
+        "model.attention": "mla",
+        "model.num_kv_heads": told["num_attention_heads"],
+        "model.q_lora_rank": told.get("q_lora_rank") or 0,
+        "model.latent_norm_eps": 1e-6,
+        "gate.num_groups": told.get("n_group") or 1,
+        "gate.top_groups": told.get("topk_group") or 1,
+    }
+
+
+def deepseek_v2(told: Mapping[str, Any]) -> Values:
+    values = latent(told) | {"gate.kind": "softmax", "gate.renormalise": False, "gate.group_score": "max"}
+    if told["topk_method"] == "greedy":
+        values |= {"gate.num_groups": 1, "gate.top_groups": 1}
+    return values
+
+
+def deepseek_v3(told: Mapping[str, Any]) -> Values:
+    pairs = "neighbours" if told["rope_interleave"] else "halves"
+    return latent(told) | sigmoid(told) | {"model.rope_pairs": pairs}
+
+
+def sigmoid(told: Mapping[str, Any]) -> Values:
+    """A sigmoid gate with a bias on the choice, groups by their best two."""
+    return {
+        "gate.kind": "sigmoid",
+        "gate.renormalise": bool(told["norm_topk_prob"]),
+        "gate.group_score": "top2",
+        "gate.num_groups": told.get("n_group") or 1,
+        "gate.top_groups": told.get("topk_group") or 1,
+    }
+
+
+def gpt_oss(told: Mapping[str, Any]) -> Values:
+    kinds = told.get("layer_types") or [
+        "full_attention" if i % 2 else "sliding_attention" for i in range(told["num_hidden_layers"])
+    ]
+    windows = by_layer_types({"layer_types": kinds, "sliding_window": told.get("sliding_window")})
+    bias = {"model.attention_bias": "all" if told["attention_bias"] else "none"}
+    return grouped(told) | windows | bias
+
+
+def glm4(told: Mapping[str, Any]) -> Values:
+    return (
+        grouped(told)
+        | sigmoid(told)
+        | {
+            "model.qk_norm": "head" if told["use_qk_norm"] else "none",
+            "model.attention_bias": "qkv" if told["attention_bias"] else "none",
+        }
+    )
+
+
+def granite(told: Mapping[str, Any]) -> Values:
+    return grouped(told) | {
+        "model.attention_bias": "all" if told["attention_bias"] else "none",
+        "model.attention_scale": float(told["attention_multiplier"]),
+        "model.embedding_scale": float(told["embedding_multiplier"]),
+        "model.residual_scale": float(told["residual_multiplier"]),
+        "model.logit_scale": 1.0 / told["logits_scaling"],
+    }
+
+
+def ernie(told: Mapping[str, Any]) -> Values:
+    layers, step = told["num_hidden_layers"], told["moe_layer_interval"]
+    first, last = told["moe_layer_start_index"], told["moe_layer_end_index"]
+    last = layers - 1 if last == -1 else last
+    dense = tuple(i for i in range(layers) if (i + 1) % step or not first <= i <= last)
+    return grouped(told) | {"model.dense_layers": dense}

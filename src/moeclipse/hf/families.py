@@ -1,0 +1,235 @@
+"""Families of Hugging Face models, as a table.
+
+A family is a row: what its tensors are called (`hf/names`), which keys of its `config.json` stand for one of
+ours, what it takes for granted, and a function for the rest (`hf/derive`). `hf/read` reads a configuration by
+it. To add a family is to add a row, and a tiny model to `tests/hf/tiny_models.py`.
+
+Contract. A key that transformers may leave out of a file has the default that transformers gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moeclipse.hf.derive import (
+    Values,
+    deepseek_v2,
+    deepseek_v3,
+    ernie,
+    glm4,
+    gpt_oss,
+    granite,
+    mixtral,
+    olmoe,
+    qwen2,
+    qwen3,
+)
+from moeclipse.hf.names import EACH, GRANITE, INTERLEAVED, MIXTRAL, Names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One row of the table."""
+
+    title: str
+    model_type: str
+    architecture: str
+    keys: Mapping[str, str]
+    """Ours -> theirs, besides those that all have in common."""
+    defaults: Mapping[str, Any]
+    """Theirs, where a file is silent."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Ours, alike in all models of the family."""
+    rest: Callable[[Mapping[str, Any]], Values] = lambda _: {}
+    needs: tuple[tuple[str, Any, str], ...] = ()
+    """(their key, the value we have, what another would need)."""
+    names: Names = EACH
+    theta: float = 10000.0
+
+
+QWEN = {"model.d_ff": "intermediate_size", "moe.d_ff": "moe_intermediate_size"}
+DEEPSEEK = {
+    **QWEN,
+    "moe.num_experts": "n_routed_experts",
+    "moe.num_shared_experts": "n_shared_experts",
+    "model.num_dense_layers": "first_k_dense_replace",
+    "gate.scale": "routed_scaling_factor",
+}
+MLA = {
+    "model.kv_lora_rank": "kv_lora_rank",
+    "model.qk_nope_head_dim": "qk_nope_head_dim",
+    "model.qk_rope_head_dim": "qk_rope_head_dim",
+    "model.v_head_dim": "v_head_dim",
+}
+WIDE_EXPERTS = {"moe.num_experts": "num_local_experts", "moe.d_ff": "intermediate_size"}
+NO_BIAS = ("attention_bias", False, "biases in latent attention")
+RENORMALISED = {"gate.kind": "softmax", "gate.renormalise": True}
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        title="Mixtral",
+        model_type="mixtral",
+        architecture="MixtralForCausalLM",
+        keys=WIDE_EXPERTS,
+        defaults={"router_jitter_noise": 0.0},
+        rest=mixtral,
+        needs=(("router_jitter_noise", 0.0, "noise on the router's input"),),
+        names=MIXTRAL,
+        theta=1e6,
+    ),
+    Family(
+        title="Qwen2-MoE",
+        model_type="qwen2_moe",
+        architecture="Qwen2MoeForCausalLM",
+        keys={
+            **QWEN,
+            "moe.num_experts": "num_experts",
+            "moe.shared_d_ff": "shared_expert_intermediate_size",
+        },
+        defaults={
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": False,
+            "use_sliding_window": False,
+            "max_window_layers": 28,
+            "qkv_bias": True,
+        },
+        fixed={"moe.num_shared_experts": 1, "moe.shared_gate": True},
+        rest=qwen2,
+    ),
+    Family(
+        title="Qwen3-MoE",
+        model_type="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        keys=QWEN,
+        defaults={
+            "decoder_sparse_step": 1,
+            "norm_topk_prob": False,
+            "use_sliding_window": False,
+            "attention_bias": False,
+        },
+        fixed={"model.qk_norm": "head"},
+        rest=qwen3,
+    ),
+    Family(
+        title="OLMoE",
+        model_type="olmoe",
+        architecture="OlmoeForCausalLM",
+        keys={"moe.num_experts": "num_experts", "moe.d_ff": "intermediate_size"},
+        defaults={"norm_topk_prob": False, "attention_bias": False},
+        fixed={"model.qk_norm": "whole"},
+        rest=olmoe,
+    ),
+    Family(
+        title="DeepSeek-V2",
+        model_type="deepseek_v2",
+        architecture="DeepseekV2ForCausalLM",
+        keys={**DEEPSEEK, **MLA},
+        defaults={
+            "first_k_dense_replace": 0,
+            "routed_scaling_factor": 1.0,
+            "topk_method": "greedy",
+            "attention_bias": False,
+            "mlp_bias": False,
+        },
+        fixed={"model.rope_pairs": "neighbours"},
+        rest=deepseek_v2,
+        needs=(NO_BIAS, ("mlp_bias", False, "biases in dense blocks")),
+    ),
+    Family(
+        title="DeepSeek-V3",
+        model_type="deepseek_v3",
+        architecture="DeepseekV3ForCausalLM",
+        keys={**DEEPSEEK, **MLA},
+        defaults={
+            "n_group": 8,
+            "topk_group": 4,
+            "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+            "rope_interleave": True,
+            "attention_bias": False,
+        },
+        rest=deepseek_v3,
+        needs=(NO_BIAS,),
+    ),
+    Family(
+        title="gpt-oss",
+        model_type="gpt_oss",
+        architecture="GptOssForCausalLM",
+        keys=WIDE_EXPERTS,
+        defaults={"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        fixed={
+            "model.attention_sinks": True,
+            "moe.activation": "clamped_swiglu",
+            "moe.expert_bias": True,
+            "gate.logit_bias": True,
+            **RENORMALISED,
+        },
+        rest=gpt_oss,
+        needs=(
+            ("swiglu_alpha", 1.702, "another slope of its activation"),
+            ("swiglu_limit", 7.0, "another limit of its activation"),
+        ),
+        names=INTERLEAVED,
+        theta=150000.0,
+    ),
+    Family(
+        title="GLM-4-MoE",
+        model_type="glm4_moe",
+        architecture="Glm4MoeForCausalLM",
+        keys=DEEPSEEK,
+        defaults={
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": True,
+            "use_qk_norm": False,
+            "attention_bias": False,
+            "partial_rotary_factor": 0.5,
+        },
+        rest=glm4,
+    ),
+    Family(
+        title="Granite-MoE",
+        model_type="granitemoe",
+        architecture="GraniteMoeForCausalLM",
+        keys=WIDE_EXPERTS,
+        defaults={
+            "attention_bias": False,
+            "attention_multiplier": 1.0,
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+        fixed=RENORMALISED,
+        rest=granite,
+        names=GRANITE,
+    ),
+    Family(
+        title="Ernie-4.5-MoE",
+        model_type="ernie4_5_moe",
+        architecture="Ernie4_5_MoeForCausalLM",
+        keys={
+            **QWEN,
+            "moe.num_experts": "moe_num_experts",
+            "moe.num_shared_experts": "moe_num_shared_experts",
+            "gate.top_k": "moe_k",
+        },
+        defaults={
+            "tie_word_embeddings": True,
+            "use_bias": False,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": -1,
+            "moe_layer_interval": 1,
+            "moe_num_shared_experts": 2,
+        },
+        fixed={"model.rope_pairs": "neighbours", **RENORMALISED},
+        rest=ernie,
+        needs=(("use_bias", False, "biases in all projections"),),
+        names=Names(choice_bias="moe_statics.e_score_correction_bias", choice_bias_rows=1),
+        theta=500000.0,
+    ),
+)

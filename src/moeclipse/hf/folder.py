@@ -1,0 +1,246 @@
+"""A folder of a Hugging Face model, read slice by slice.
+
+    folder = HfFolder.open(path)                  config, names and shapes are checked; no weight is read
+    folder.read("weight/embedding", 0, 4096)      elements of a flattened logical tensor of ours
+
+Idea. It answers the same call as a checkpoint (`train/checkpoints`), so whoever loads a shard under some
+layout does not care where weights come from, and a rank reads the slices it holds and nothing else.
+
+Contract. `open` raises CheckpointError, in one line, for whatever cannot be a whole model: files that are
+missing, truncated or mixed up, shapes that contradict `config.json`, tensors that nobody asked for. Tensors
+of layers behind the last (drafts of further tokens) are `extra`: they travel with a conversion and take no
+part in training.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from moeclipse.core.config import with_values
+from moeclipse.core.errors import CheckpointError
+from moeclipse.hf.config_file import config_of
+from moeclipse.hf.manifest import check_manifest
+from moeclipse.hf.names import LogicalTensor, RowRange, tensor_table
+from moeclipse.hf.read import ReadConfig, read_config
+from moeclipse.model.config import ModelConfig
+from moeclipse.moe.config import GateConfig, MoEConfig
+
+INDEX, ONE_FILE = "model.safetensors.index.json", "model.safetensors"
+COLUMNS = re.compile(r"(?P<name>.*)\[:, (?P<first>\d+):(?P<stop>\d+)\]")
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+COMPUTED = re.compile(r".*rotary_emb\.inv_freq")
+"""Tensors that old files hold and that follow from the configuration."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """The sections of a configuration that say what a model is."""
+
+    model: ModelConfig
+    moe: MoEConfig
+    gate: GateConfig
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Shapes:
+        return with_values(cls(model=ModelConfig(), moe=MoEConfig(), gate=GateConfig()), values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredAs:
+    """Where a tensor of the folder lies."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class HfFolder:
+    """Made by `open`."""
+
+    def __init__(self, path: Path, read: ReadConfig, stored: Mapping[str, StoredAs]) -> None:
+        self.path, self.family, self.values, self.theirs = path, read.family, read.values, read.theirs
+        self.shapes = Shapes.of(read.values)
+        self.table = tensor_table(read.family.names, self.shapes.model, self.shapes.moe, self.shapes.gate)
+        self.stored = stored
+        self._files: dict[str, Any] = {}
+
+    @classmethod
+    def open(cls, path: str | Path, share: int = 0, num_shares: int = 1) -> HfFolder:
+        """Files that we wrote are verified by their SHA-256: `share` of `num_shares` of them."""
+        path = Path(path)
+        read = read_config(config_of(path), str(path))
+        folder = cls(path, read, stored_tensors(path))
+        folder._check()
+        check_manifest(path, share, num_shares)
+        return folder
+
+    def _check(self) -> None:
+        wanted = {part.key: part for tensor in self.table.values() for part in tensor.parts}
+        missing = sorted(wanted.keys() - self.stored.keys())
+        if missing:
+            raise CheckpointError(
+                f"{self.path} lacks {len(missing)} of {len(wanted)} tensors that its config.json asks for, "
+                f"such as {missing[0]}; download the model again, or mend config.json"
+            )
+        for key, part in wanted.items():
+            found = self.stored[key].shape
+            if found != part.shape:
+                raise CheckpointError(
+                    f"{self.path}: {key} has shape {list(found)}, but config.json asks for "
+                    f"{list(part.shape)}; the configuration and the weights belong to different models"
+                )
+        unknown = [key for key in sorted(self.stored.keys() - wanted.keys()) if not self._is_extra(key)]
+        if unknown:
+            raise CheckpointError(
+                f"{self.path} holds {len(unknown)} tensors that a {self.family.title} of this config.json "
+                f"has not, such as {unknown[0]}; the configuration and the weights belong to different models"
+            )
+
+    def _is_extra(self, key: str) -> bool:
+        layer = LAYER.match(key)
+        behind = layer is not None and int(layer[1]) >= self.shapes.model.num_layers
+        announced = self.theirs.get("num_nextn_predict_layers") or self.theirs.get("num_mtp_layers")
+        tied = key == "lm_head.weight" and self.shapes.model.tie_embeddings
+        return (
+            tied
+            or bool(COMPUTED.fullmatch(key))
+            or key.startswith(("mtp.", "model.mtp"))
+            or (behind and bool(announced))
+        )
+
+    @property
+    def extra(self) -> list[str]:
+        """Tensors that take no part in training, and travel with a conversion."""
+        used = {part.key for tensor in self.table.values() for part in tensor.parts}
+        return sorted(key for key in self.stored.keys() - used if not COMPUTED.fullmatch(key))
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self.table)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.table
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Elements [start, stop) of the flattened tensor, or of its columns for `NAME[:, 32:64]`."""
+        columns = COLUMNS.fullmatch(name)
+        tensor = self._tensor(columns["name"] if columns else name)
+        left, right = (int(columns["first"]), int(columns["stop"])) if columns else (0, tensor.width)
+        width = right - left
+        stop = tensor.rows * width if stop is None else stop
+        first, last = start // width, -(-stop // width)
+        rows = self.rows(tensor, first, last, left, right)
+        return rows.reshape(-1)[start - first * width : stop - first * width]
+
+    def _tensor(self, name: str) -> LogicalTensor:
+        if name not in self.table:
+            raise CheckpointError(f"{self.path} has no tensor for {name!r}; it is another model")
+        return self.table[name]
+
+    def rows(self, tensor: LogicalTensor, first: int, last: int, left: int, right: int) -> torch.Tensor:
+        """Rows [first, last) and columns [left, right) of a logical tensor."""
+        found, begin = [], 0
+        for part in tensor.parts:
+            a, b = max(first, begin) - begin, min(last, begin + part.rows) - begin
+            if a < b:
+                found.append(self._rows_of_part(part, a, b, left, right, len(tensor.shape) == 1))
+            begin += part.rows
+        if not found:
+            return torch.empty(0, right - left)
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _rows_of_part(
+        self, part: RowRange, a: int, b: int, left: int, right: int, vector: bool
+    ) -> torch.Tensor:
+        where = slice(part.first + part.step * a, part.first + part.step * (b - 1) + 1)
+        entry = () if part.entry is None else (part.entry,)
+        if vector:
+            return self.slice_of(part.key, (*entry, where)).reshape(-1)[:: part.step, None]
+        across = slice(left, right)
+        if part.transposed:
+            return self.slice_of(part.key, (*entry, across, where)).t()[:: part.step]
+        return self.slice_of(part.key, (*entry, where, across))[:: part.step]
+
+    def slice_of(self, key: str, index: tuple[Any, ...]) -> torch.Tensor:
+        """A slice of a tensor of the folder; only its bytes are read."""
+        try:
+            result: torch.Tensor = self._file(self.stored[key].file).get_slice(key)[index]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.path}: {self.stored[key].file} cannot be read: {error}") from error
+        return result
+
+    def whole(self, key: str) -> torch.Tensor:
+        """A tensor of the folder under its own name."""
+        tensor: torch.Tensor = self._file(self.stored[key].file).get_tensor(key)
+        return tensor
+
+    def _file(self, name: str) -> Any:
+        if name not in self._files:
+            self._files[name] = safe_open(self.path / name, framework="pt")
+        return self._files[name]
+
+
+def stored_tensors(path: Path) -> dict[str, StoredAs]:
+    """Every tensor of the folder by its name, from the headers of its files."""
+    index = placed_by_index(path)
+    stored: dict[str, StoredAs] = {}
+    for file in sorted(set(index.values())) if index is not None else [ONE_FILE]:
+        for key, found in header_of(path, file).items():
+            if index is not None and index.get(key) != file:
+                placed = f"puts it in {index[key]}" if key in index else "does not know it"
+                raise CheckpointError(
+                    f"{path}: {file} holds {key}, but {INDEX} {placed}; files of different models are mixed"
+                )
+            stored[key] = found
+    lost = sorted(set(index or ()) - stored.keys())
+    if index is not None and lost:
+        raise CheckpointError(
+            f"{path}: {INDEX} puts {lost[0]} in {index[lost[0]]}, which does not hold it; files of "
+            "different models are mixed, or one is of an older version"
+        )
+    return stored
+
+
+def placed_by_index(path: Path) -> dict[str, str] | None:
+    """Name -> file; None where all is in one file."""
+    try:
+        tree = json.loads((path / INDEX).read_bytes())
+        placed = {str(key): str(file) for key, file in tree["weight_map"].items()}
+    except FileNotFoundError:
+        if not (path / ONE_FILE).exists():
+            raise CheckpointError(
+                f"{path} has neither {INDEX} nor {ONE_FILE}; only safetensors are read"
+            ) from None
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}/{INDEX} cannot be read: {error!r}; download it again") from None
+    for file in placed.values():
+        if Path(file).name != file:
+            raise CheckpointError(
+                f"{path}/{INDEX} names {file!r}, which is not a plain name inside the folder"
+            )
+    return placed
+
+
+def header_of(path: Path, file: str) -> dict[str, StoredAs]:
+    try:
+        with safe_open(path / file, framework="pt") as opened:
+            found = {}
+            for key in opened.keys():  # noqa: SIM118  (it is no mapping)
+                part = opened.get_slice(key)
+                found[key] = StoredAs(file=file, shape=tuple(part.get_shape()), dtype=str(part.get_dtype()))
+            return found
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: {file} is missing; download it again") from None
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path}: {file} is truncated or damaged ({error}); download it again"
+        ) from None

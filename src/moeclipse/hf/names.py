@@ -1,0 +1,234 @@
+"""Names of tensors: which parts of the tensors in a Hugging Face folder make up each logical tensor of ours.
+
+    ours                         theirs
+    layers.3.attention.q.weight  model.layers.3.self_attn.q_proj.weight
+    layers.3.dense.up.weight     model.layers.3.mlp.gate_proj.weight, then ...up_proj.weight: rows under rows
+    layers.3.moe.experts.7.up    the same of expert 7; or expert 7 of a stack; or every second column of one
+
+Idea. A `RowRange` says where some rows of a logical tensor lie: in which tensor, of which entry of a stack,
+from which row on, every how many rows, and whether rows are columns there. All families are made of such
+parts, and a table of parts is read in both directions.
+
+Contract. Parts of one logical tensor cover its rows in order; parts that name one tensor cover it exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from moeclipse.model.config import ModelConfig
+from moeclipse.moe.config import GateConfig, MoEConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """What a family calls what others call otherwise; a block is what stands beside attention in a layer."""
+
+    block: str = "mlp"
+    gate: str = "gate.weight"
+    logit_bias: str = "router.bias"
+    choice_bias: str = "gate.e_score_correction_bias"
+    choice_bias_rows: Literal[0, 1] = 0
+    """1: it is a matrix of one row."""
+    experts: Literal["each", "stacked", "interleaved"] = "each"
+    """A tensor for each expert; one for all; one for all, transposed, with gate and up in turn."""
+    up: tuple[str, ...] = ("experts.{}.gate_proj.weight", "experts.{}.up_proj.weight")
+    down: str = "experts.{}.down_proj.weight"
+
+
+EACH = Names()
+MIXTRAL = Names(
+    block="block_sparse_moe",
+    up=("experts.{}.w1.weight", "experts.{}.w3.weight"),
+    down="experts.{}.w2.weight",
+)
+GRANITE = Names(
+    block="block_sparse_moe",
+    gate="router.layer.weight",
+    experts="stacked",
+    up=("input_linear.weight",),
+    down="output_linear.weight",
+)
+INTERLEAVED = Names(
+    gate="router.weight", experts="interleaved", up=("experts.gate_up_proj",), down="experts.down_proj"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowRange:
+    """Some rows of a logical tensor, as they lie in a tensor of a folder."""
+
+    key: str
+    shape: tuple[int, ...]
+    """Of the whole tensor in the folder."""
+    rows: int
+    entry: int | None = None
+    """Its entry of a stack."""
+    first: int = 0
+    step: int = 1
+    transposed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogicalTensor:
+    """A tensor of ours: its shape, and where its rows are."""
+
+    shape: tuple[int, ...]
+    parts: tuple[RowRange, ...]
+
+    @property
+    def rows(self) -> int:
+        return prod(self.shape[:-1]) if len(self.shape) > 1 else self.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Elements of a row; a vector has rows of one."""
+        return self.shape[-1] if len(self.shape) > 1 else 1
+
+
+def whole(key: str, *shape: int) -> LogicalTensor:
+    rows = prod(shape[:-1]) if len(shape) > 1 else shape[0]
+    return LogicalTensor(shape=shape, parts=(RowRange(key=key, shape=shape, rows=rows),))
+
+
+def under_each_other(keys: tuple[str, ...], rows: int, width: int, *, stack: bool = False) -> LogicalTensor:
+    """Matrices of `rows` each; `stack`: ours is a stack of one."""
+    parts = tuple(RowRange(key=key, shape=(rows, width), rows=rows) for key in keys)
+    shape = (len(keys) * rows, width)
+    return LogicalTensor(shape=(1, *shape) if stack else shape, parts=parts)
+
+
+Named = Iterator[tuple[str, LogicalTensor]]
+
+
+def tensor_table(
+    names: Names, model: ModelConfig, moe: MoEConfig, gate: GateConfig
+) -> dict[str, LogicalTensor]:
+    """All tensors of a model: `weight/` parameters and `buffer/` the rest, as checkpoints call them."""
+    d, table = model.d_model, {}
+    table["weight/embedding"] = whole("model.embed_tokens.weight", model.vocab_size, d)
+    table["weight/norm.weight"] = whole("model.norm.weight", d)
+    if not model.tie_embeddings:
+        table["weight/head.weight"] = whole("lm_head.weight", model.vocab_size, d)
+    for index in range(model.num_layers):
+        ours, theirs = f"weight/layers.{index}.", f"model.layers.{index}."
+        table[f"{ours}attention_norm.weight"] = whole(f"{theirs}input_layernorm.weight", d)
+        table[f"{ours}mlp_norm.weight"] = whole(f"{theirs}post_attention_layernorm.weight", d)
+        attend = latent_attention if model.attention == "mla" else grouped_attention
+        table |= dict(attend(f"{ours}attention.", f"{theirs}self_attn.", model))
+        if model.is_dense(index):
+            block, keys = f"{theirs}mlp.", ("gate_proj.weight", "up_proj.weight")
+            table[f"{ours}dense.up.weight"] = under_each_other(
+                tuple(block + key for key in keys), model.d_ff, d
+            )
+            table[f"{ours}dense.down.weight"] = whole(f"{block}down_proj.weight", d, model.d_ff)
+        else:
+            block = f"{theirs}{names.block}."
+            table |= dict(router(index, block, names, model, moe, gate))
+            table |= dict(routed_experts(f"{ours}moe.experts.", block, names, d, moe))
+            if moe.num_shared_experts:
+                table |= dict(shared_experts(f"{ours}moe.shared.", block, d, moe))
+    return table
+
+
+def grouped_attention(ours: str, theirs: str, model: ModelConfig) -> Named:
+    q, kv, d = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim, model.d_model
+    for name, width in (("q", q), ("k", kv), ("v", kv)):
+        yield f"{ours}{name}.weight", whole(f"{theirs}{name}_proj.weight", width, d)
+        if model.attention_bias != "none":
+            yield f"{ours}{name}.bias", whole(f"{theirs}{name}_proj.bias", width)
+    yield f"{ours}o.weight", whole(f"{theirs}o_proj.weight", d, q)
+    if model.attention_bias == "all":
+        yield f"{ours}o.bias", whole(f"{theirs}o_proj.bias", d)
+    if model.qk_norm != "none":
+        whole_width = model.qk_norm == "whole"
+        for name, width in (("q", q), ("k", kv)):
+            norm = width if whole_width else model.head_dim
+            yield f"{ours}{name}_norm.weight", whole(f"{theirs}{name}_norm.weight", norm)
+    if model.attention_sinks:
+        yield f"{ours}sinks", whole(f"{theirs}sinks", model.num_heads)
+
+
+def latent_attention(ours: str, theirs: str, model: ModelConfig) -> Named:
+    d, heads, rank = model.d_model, model.num_heads, model.q_lora_rank
+    qk, kv = model.qk_nope_head_dim + model.qk_rope_head_dim, model.kv_lora_rank
+    if rank:
+        yield f"{ours}q_down.weight", whole(f"{theirs}q_a_proj.weight", rank, d)
+        yield f"{ours}q_norm.weight", whole(f"{theirs}q_a_layernorm.weight", rank)
+    up = "q_b_proj" if rank else "q_proj"
+    yield f"{ours}q_up.weight", whole(f"{theirs}{up}.weight", heads * qk, rank or d)
+    down = whole(f"{theirs}kv_a_proj_with_mqa.weight", kv + model.qk_rope_head_dim, d)
+    yield f"{ours}kv_down.weight", down
+    yield f"{ours}kv_norm.weight", whole(f"{theirs}kv_a_layernorm.weight", kv)
+    width = heads * (model.qk_nope_head_dim + model.v_head_dim)
+    yield f"{ours}kv_up.weight", whole(f"{theirs}kv_b_proj.weight", width, kv)
+    yield f"{ours}o.weight", whole(f"{theirs}o_proj.weight", d, heads * model.v_head_dim)
+
+
+def router(
+    index: int, block: str, names: Names, model: ModelConfig, moe: MoEConfig, gate: GateConfig
+) -> Named:
+    ours, experts = f"layers.{index}.moe.gate.", moe.num_experts
+    yield f"weight/{ours}weight", whole(block + names.gate, experts, model.d_model)
+    if gate.logit_bias:
+        yield f"weight/{ours}logit_bias", whole(block + names.logit_bias, experts)
+    if gate.kind == "sigmoid" or names.choice_bias_rows:
+        key = block + names.choice_bias
+        if names.choice_bias_rows:
+            part = RowRange(key=key, shape=(1, experts), rows=experts, entry=0)
+            yield f"buffer/{ours}bias_E", LogicalTensor(shape=(experts,), parts=(part,))
+        else:
+            yield f"buffer/{ours}bias_E", whole(key, experts)
+
+
+def routed_experts(ours: str, block: str, names: Names, d: int, moe: MoEConfig) -> Named:
+    experts, width = moe.num_experts, moe.d_ff
+    for e in range(experts):
+        if names.experts == "each":
+            keys = tuple(block + key.format(e) for key in names.up)
+            yield f"{ours}{e}.up", under_each_other(keys, width, d)
+            yield f"{ours}{e}.down", whole(block + names.down.format(e), d, width)
+            continue
+        up, down = block + names.up[0], block + names.down
+        if names.experts == "stacked":
+            part = RowRange(key=up, shape=(experts, 2 * width, d), rows=2 * width, entry=e)
+            yield f"{ours}{e}.up", LogicalTensor(shape=(2 * width, d), parts=(part,))
+            part = RowRange(key=down, shape=(experts, d, width), rows=d, entry=e)
+            yield f"{ours}{e}.down", LogicalTensor(shape=(d, width), parts=(part,))
+        else:
+            yield from interleaved(f"{ours}{e}.", up, down, e, d, moe)
+
+
+def interleaved(ours: str, up: str, down: str, e: int, d: int, moe: MoEConfig) -> Named:
+    """Of expert `e`: columns are gate, up, gate, up, ...; biases lie likewise."""
+    experts, width = moe.num_experts, moe.d_ff
+
+    def halves(key: str, shape: tuple[int, ...], transposed: bool) -> tuple[RowRange, ...]:
+        return tuple(
+            RowRange(key=key, shape=shape, rows=width, entry=e, first=first, step=2, transposed=transposed)
+            for first in (0, 1)
+        )
+
+    yield f"{ours}up", LogicalTensor(shape=(2 * width, d), parts=halves(up, (experts, d, 2 * width), True))
+    part = RowRange(key=down, shape=(experts, width, d), rows=d, entry=e, transposed=True)
+    yield f"{ours}down", LogicalTensor(shape=(d, width), parts=(part,))
+    if moe.expert_bias:
+        bias = halves(f"{up}_bias", (experts, 2 * width), False)
+        yield f"{ours}up_bias", LogicalTensor(shape=(2 * width,), parts=bias)
+        part = RowRange(key=f"{down}_bias", shape=(experts, d), rows=d, entry=e)
+        yield f"{ours}down_bias", LogicalTensor(shape=(d,), parts=(part,))
+
+
+def shared_experts(ours: str, block: str, d: int, moe: MoEConfig) -> Named:
+    """A stack of one; behind a gate its weights have a longer name."""
+    width, theirs = moe.shared_width, f"{block}shared_expert{'' if moe.shared_gate else 's'}."
+    inner = f"{ours}experts." if moe.shared_gate else ours
+    keys = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
+    yield f"{inner}up", under_each_other(keys, width, d, stack=True)
+    down = RowRange(key=f"{theirs}down_proj.weight", shape=(d, width), rows=d)
+    yield f"{inner}down", LogicalTensor(shape=(1, d, width), parts=(down,))
+    if moe.shared_gate:
+        yield f"{ours}gate", whole(f"{block}shared_expert_gate.weight", 1, d)

@@ -1,0 +1,64 @@
+"""Rotary position in a `config.json`, of either generation of transformers, in keys of ours.
+
+rope_parameters = {rope_theta, rope_type, factor, ..., partial_rotary_factor}      since 5.0
+rope_theta, rope_scaling = {type or rope_type, factor, ...}, partial_rotary_factor  before
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moeclipse.model.config import yarn_magnitude
+
+KINDS = {"default": "none", "linear": "linear", "dynamic": "dynamic", "yarn": "yarn", "llama3": "llama3"}
+
+
+def read_rope(told: Mapping[str, Any], theta: float) -> tuple[dict[str, Any], list[str]]:
+    """(keys of ours, what we do not have). `theta` is the base where a file names none."""
+    given = dict(told.get("rope_parameters") or told.get("rope_scaling") or {})
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if any(isinstance(value, Mapping) for value in given.values()):
+        return {}, ["rotary position that differs from layer to layer"]
+    if kind not in KINDS:
+        return {}, [f"rotary scaling of type {kind!r}"]
+    values: dict[str, Any] = {
+        "model.rope_base": float(given.get("rope_theta") or told.get("rope_theta") or theta),
+        "model.rope_scaling": KINDS[kind],
+    }
+    latent = "qk_rope_head_dim" in told
+    share = given.get("partial_rotary_factor") or told.get("partial_rotary_factor") or 1.0
+    if not latent and share != 1:
+        head = told.get("head_dim") or told["hidden_size"] // told["num_attention_heads"]
+        values["model.rope_dim"] = int(head * share)
+    if kind == "default":
+        return values, []
+    longest = told.get("max_position_embeddings") or 0
+    original = given.get("original_max_position_embeddings") or longest
+    factor = given.get("factor") or (longest / original if original else 0)
+    if not factor or not original:
+        return {}, ["rotary scaling without a factor or an original length"]
+    values["model.rope_factor"] = float(factor)
+    values["model.rope_original_len"] = int(longest if kind == "dynamic" else original)
+    if kind == "llama3":
+        values["model.rope_low_freq"] = float(given["low_freq_factor"])
+        values["model.rope_high_freq"] = float(given["high_freq_factor"])
+    if kind == "yarn":
+        values |= read_yarn(given, float(factor))
+    if latent and given.get("mscale_all_dim"):
+        qk = told["qk_nope_head_dim"] + told["qk_rope_head_dim"]
+        values["model.attention_scale"] = qk**-0.5 * yarn_magnitude(factor, given["mscale_all_dim"]) ** 2
+    return values, []
+
+
+def read_yarn(given: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    magnitude = given.get("attention_factor")
+    if magnitude is None and given.get("mscale") and given.get("mscale_all_dim"):
+        one, all_dim = (yarn_magnitude(factor, given[key]) for key in ("mscale", "mscale_all_dim"))
+        magnitude = one / all_dim
+    return {
+        "model.rope_beta_fast": float(given.get("beta_fast") or 32),
+        "model.rope_beta_slow": float(given.get("beta_slow") or 1),
+        "model.rope_truncate": bool(given.get("truncate", True)),
+        "model.rope_magnitude": float(magnitude or 0),
+    }

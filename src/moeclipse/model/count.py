@@ -1,0 +1,45 @@
+"""How many parameters a model has, from its configuration alone."""
+
+from __future__ import annotations
+
+from moeclipse.model.config import ModelConfig
+from moeclipse.moe.config import GateConfig, MoEConfig
+from moeclipse.ops.activation import hidden_width
+
+
+def count_parameters(config: ModelConfig, moe: MoEConfig, gate: GateConfig) -> tuple[int, int]:
+    """(all parameters, those one token uses)."""
+    d = config.d_model
+    expert = expert_parameters(d, moe, moe.d_ff)
+    num_moe = config.num_expert_layers
+    routers = (2 if gate.kind == "noisy" else 1) * d * moe.num_experts + gate.logit_bias * moe.num_experts
+    norms = (4 if config.norms == "both" else 2) * d
+    always = config.vocab_size * d * (1 if config.tie_embeddings else 2) + d
+    always += config.num_layers * (attention_parameters(config) + norms)
+    always += (config.num_layers - num_moe) * 3 * d * config.d_ff
+    shared = 0
+    if moe.num_shared_experts:
+        shared = expert_parameters(d, moe, moe.shared_width) + moe.shared_gate * d
+    always += num_moe * (routers + shared)
+    return always + num_moe * moe.num_experts * expert, always + num_moe * gate.top_k * expert
+
+
+def expert_parameters(d: int, moe: MoEConfig, width: int) -> int:
+    hidden = hidden_width(moe.activation, width)
+    return d * (hidden + width) + (hidden + d) * moe.expert_bias
+
+
+def attention_parameters(config: ModelConfig) -> int:
+    """Of one layer, without its norm."""
+    d, sinks = config.d_model, config.num_heads * config.attention_sinks
+    if config.attention == "mla":
+        qk = config.qk_nope_head_dim + config.qk_rope_head_dim
+        q_in = config.q_lora_rank or d
+        count = q_in * config.num_heads * qk + (d + 1) * config.q_lora_rank
+        count += d * (config.kv_lora_rank + config.qk_rope_head_dim) + config.kv_lora_rank
+        count += config.kv_lora_rank * config.num_heads * (config.qk_nope_head_dim + config.v_head_dim)
+        return count + config.num_heads * config.v_head_dim * d + sinks
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    biases = {"none": 0, "qkv": q + 2 * kv, "all": q + 2 * kv + d}[config.attention_bias]
+    norms = {"none": 0, "head": 2 * config.head_dim, "whole": q + kv}[config.qk_norm]
+    return 2 * d * (q + kv) + biases + norms + sinks

@@ -1,0 +1,49 @@
+"""Norms of queries and keys, behind their projections.
+
+    head     each head by itself, with one weight vector for all heads (Qwen3, GLM-4)
+    whole    all heads of a token together, with a weight for each component (OLMoE)
+
+Under tensor parallelism a rank has some heads of all tokens. The weights of `head` are whole on every rank,
+and each rank's heads give a share of their gradient. Those of `whole` are cut like the heads, and the sum of
+squares goes over all ranks: one number for a token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from moeclipse.model.blocks import RMSNorm, Settings
+from moeclipse.ops.precision import wide_of
+from moeclipse.tensor.cut import Cut, mark
+from moeclipse.tensor.parallel import move
+
+
+class HeadNorm(RMSNorm):
+    """Over the last dimension, which is one head."""
+
+    def __init__(self, width: int, settings: Settings, eps: float) -> None:
+        super().__init__(width, settings, eps)
+        mark(self.weight, "sum")
+
+
+class WholeNorm(nn.Module):
+    """Over the heads of all tp ranks; `unit` neighbours (a head, or a group of them) stay on one rank."""
+
+    def __init__(self, width: int, unit: int, settings: Settings, eps: float, name: str) -> None:
+        super().__init__()
+        self.width, self.eps, self.tp = width, eps, settings.tp
+        self.label = f"squares of {name}, layer {settings.layer}"
+        cut = Cut.of(
+            (width,), 0, index=settings.tp.index, parts=settings.tp.size, unit=unit, what=f"width of {name}"
+        )
+        ones = torch.ones(cut.local_shape, device=settings.device, dtype=settings.dtype)
+        self.weight = mark(nn.Parameter(ones), cut)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        wide_TD = x_TD.to(wide_of(x_TD.dtype))
+        squares_T1 = wide_TD.square().sum(-1, keepdim=True)
+        # Every rank's components use the sum, and every rank's components are in it.
+        squares_T1 = move(squares_T1, self.tp, "sum", "sum", self.label)
+        scale_T1 = torch.rsqrt(squares_T1 / self.width + self.eps)
+        return (wide_TD * scale_T1).to(x_TD.dtype) * self.weight

@@ -1,0 +1,151 @@
+"""Rotary position: pairs of components of a query or key, turned by an angle that grows with the position.
+
+    angle(p, i) = p f_i,   f_i = base^(-2i / width)          pair i of width / 2
+
+Longer texts than a model was trained on turn by smaller angles; which, `scaling` says:
+
+    linear    f_i / factor
+    dynamic   a larger base, once the text is longer than original_len
+    yarn      f_i where a pair turns often within original_len (beta_fast times), f_i / factor where it turns
+              seldom (beta_slow), a ramp between; cos and sin are multiplied by 0.1 ln(factor) + 1
+    llama3    the same idea by wavelengths: below original_len / high_freq, above original_len / low_freq
+
+Contract. Tables are float64, so that every type rounds once. A query and a key that are turned by the same
+table see their distance alone. `pairs` says which components belong together: component i of the first and
+of the second half, or neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from moeclipse.model.config import ModelConfig, Pairs, Scaling, yarn_magnitude
+from moeclipse.ops.attention import restarting_positions
+from moeclipse.ops.precision import wide_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """What turns, and by how much."""
+
+    width: int
+    base: float
+    scaling: Scaling = "none"
+    factor: float = 1.0
+    original_len: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    low_freq: float = 1.0
+    high_freq: float = 4.0
+    magnitude: float = 0.0
+    """Factor on cos and sin; 0: that of the scaling."""
+    pairs: Pairs = "halves"
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Rotary:
+        return cls(
+            width=config.rope_width,
+            base=config.rope_base,
+            scaling=config.rope_scaling,
+            factor=config.rope_factor,
+            original_len=config.rope_original_len,
+            beta_fast=config.rope_beta_fast,
+            beta_slow=config.rope_beta_slow,
+            truncate=config.rope_truncate,
+            low_freq=config.rope_low_freq,
+            high_freq=config.rope_high_freq,
+            magnitude=config.rope_magnitude,
+            pairs=config.rope_pairs,
+        )
+
+    def frequencies(self, length: int, device: torch.device) -> torch.Tensor:
+        """[width / 2] for texts of `length` tokens, float64."""
+        base = self.base
+        if self.scaling == "dynamic":
+            stretch = self.factor * max(length, self.original_len) / self.original_len - (self.factor - 1)
+            base *= stretch ** (self.width / (self.width - 2))
+        plain = base ** (-torch.arange(0, self.width, 2, dtype=torch.float64, device=device) / self.width)
+        if self.scaling == "linear":
+            return plain / self.factor
+        if self.scaling == "yarn":
+            keep = 1 - self._ramp(device)
+            return plain / self.factor * (1 - keep) + plain * keep
+        if self.scaling == "llama3":
+            turns = self.original_len * plain / (2 * math.pi)
+            keep = ((turns - self.low_freq) / (self.high_freq - self.low_freq)).clamp(0, 1)
+            return plain / self.factor * (1 - keep) + plain * keep
+        return plain
+
+    def _ramp(self, device: torch.device) -> torch.Tensor:
+        """Of yarn: 0 for pairs that turn often, 1 for those that turn seldom."""
+
+        def pair_that_turns(times: float) -> float:
+            reach = math.log(self.original_len / (times * 2 * math.pi))
+            return self.width * reach / (2 * math.log(self.base))
+
+        low, high = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.width - 1)
+        pair = torch.arange(self.width // 2, dtype=torch.float64, device=device)
+        return ((pair - low) / (high - low or 0.001)).clamp(0, 1)
+
+    @property
+    def factor_on_table(self) -> float:
+        if self.magnitude:
+            return self.magnitude
+        return yarn_magnitude(self.factor) if self.scaling == "yarn" else 1.0
+
+    def table(self, position: torch.Tensor, length: int) -> torch.Tensor:
+        """cos and sin for each (position, pair): [2, *position.shape, width / 2], float64."""
+        angle = position.to(torch.float64)[..., None] * self.frequencies(length, position.device)
+        table = torch.stack([angle.cos(), angle.sin()])
+        magnitude = self.factor_on_table
+        return table if magnitude == 1 else table * magnitude
+
+
+@dataclass(frozen=True, kw_only=True)
+class Positions:
+    """Where the tokens of some samples of one length stand."""
+
+    table: torch.Tensor
+    """cos and sin, [2, S, pairs]; with documents [2, B, 1, S, pairs]."""
+    length: int
+    documents_BS: torch.Tensor | None = None
+    """Numbers of documents, which begin anew at position 0 and do not see each other; None: one a sample."""
+
+    @classmethod
+    def of(
+        cls,
+        rotary: Rotary,
+        length: int,
+        device: torch.device,
+        *,
+        first: int = 0,
+        documents_BS: torch.Tensor | None = None,
+    ) -> Positions:
+        if documents_BS is None:
+            place_S = torch.arange(first, first + length, device=device)
+            return cls(table=rotary.table(place_S, length), length=length)
+        place_BS = restarting_positions(documents_BS)
+        return cls(table=rotary.table(place_BS[:, None], length), length=length, documents_BS=documents_BS)
+
+
+def rotate(x_BHSd: torch.Tensor, table: torch.Tensor, pairs: Pairs = "halves") -> torch.Tensor:
+    """Turn pairs of components by their positions' angles; components behind the table's width stay."""
+    width = 2 * table.shape[-1]
+    if width < x_BHSd.shape[-1]:
+        turned, rest = x_BHSd.split([width, x_BHSd.shape[-1] - width], dim=-1)
+        return torch.cat([rotate(turned, table, pairs), rest], dim=-1)
+    wide = wide_of(x_BHSd.dtype)
+    cos, sin = table.to(wide)
+    if pairs == "neighbours":
+        first, second = x_BHSd.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
+        return turned.to(x_BHSd.dtype)
+    first, second = x_BHSd.to(wide).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BHSd.dtype)

@@ -1,0 +1,199 @@
+"""Causal attention: which keys a query sees, and what it takes from them, in one place.
+
+    s_ij  = softcap(scale q_i . k_j)              softcap(s) = c tanh(s / c), where one is asked for
+    out_i = sum_j exp(s_ij) v_j / (sum_j exp(s_ij) + exp(sink_h))
+
+over the keys j that query i sees: those that are not behind it, less than `window` before it, and of its own
+document. A sink is a learned logit of each head that takes weight and gives nothing; without sinks its term
+is left out. Keys that are more than queries come before the first query.
+
+Shapes: B samples, H query heads, G key-value heads (each serves H / G neighbours), S queries, L keys.
+
+Contract. `attend` equals `attend_reference`, gradients included. Plain causal attention is torch's
+`scaled_dot_product_attention`, which on CUDA does not copy keys and values for the query heads that share
+them. Everything else is flex attention on CUDA, where no S x L matrix is ever in memory, and a mask or the
+reference elsewhere. float64 takes the reference on every device: it is for comparing.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from moeclipse.ops.precision import wide_of
+
+
+def restarting_positions(documents_BS: torch.Tensor) -> torch.Tensor:
+    """Position of each token in its document; a document is a run of equal numbers.
+
+    [[7, 7, 7, 2, 2]] -> [[0, 1, 2, 0, 1]]
+    """
+    place_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)
+    begins_BS = torch.ones_like(documents_BS, dtype=torch.bool)
+    begins_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
+    return place_S - torch.where(begins_BS, place_S, 0).cummax(dim=1).values
+
+
+def seen_keys(
+    queries: int, keys: int, window: int, documents_BS: torch.Tensor | None, device: torch.device
+) -> torch.Tensor:
+    """[S, L], or [B, 1, S, L] with documents: whether a query sees a key."""
+    query_S = torch.arange(keys - queries, keys, device=device)[:, None]
+    key_L = torch.arange(keys, device=device)
+    sees = key_L <= query_S
+    if window:
+        sees = sees & (query_S - key_L < window)
+    if documents_BS is not None:
+        document_BS = runs_of(documents_BS)
+        sees = sees & (document_BS[:, None, :, None] == document_BS[:, None, None, :])
+    return sees
+
+
+def runs_of(documents_BS: torch.Tensor) -> torch.Tensor:
+    """Number of the document each token is in: one that comes back after another is another one."""
+    changes_BS = torch.zeros_like(documents_BS)
+    changes_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
+    return changes_BS.cumsum(dim=1)
+
+
+def attend_reference(
+    q_BHSd: torch.Tensor,
+    k_BGLd: torch.Tensor,
+    v_BGLe: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_H: torch.Tensor | None = None,
+    documents_BS: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The definition, with all scores in memory."""
+    samples, heads, queries, width = q_BHSd.shape
+    group, wide = heads // k_BGLd.shape[1], wide_of(q_BHSd.dtype)
+    q, k, v = (tensor.to(wide) for tensor in (q_BHSd, k_BGLd, v_BGLe))
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores_BHSL = q @ k.transpose(2, 3) * (width**-0.5 if scale is None else scale)
+    if softcap:
+        scores_BHSL = softcap * torch.tanh(scores_BHSL / softcap)
+    sees = seen_keys(queries, k.shape[2], window, documents_BS, q.device)
+    scores_BHSL = scores_BHSL.masked_fill(~sees, float("-inf"))
+    if sinks_H is not None:
+        sinks = sinks_H.to(wide).view(1, heads, 1, 1).expand(samples, heads, queries, 1)
+        scores_BHSL = torch.cat([scores_BHSL, sinks], dim=-1)
+    weights_BHSL = scores_BHSL.softmax(-1)[..., : k.shape[2]]
+    return (weights_BHSL @ v).to(q_BHSd.dtype)
+
+
+def attend(
+    q_BHSd: torch.Tensor,
+    k_BGLd: torch.Tensor,
+    v_BGLe: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_H: torch.Tensor | None = None,
+    documents_BS: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[B, H, S, e]. `scale` left out: 1 / sqrt(width of a head); `window`, `softcap` 0: none."""
+    queries, keys = q_BHSd.shape[2], k_BGLd.shape[2]
+    window = 0 if window >= keys else window
+    masked = bool(window) or documents_BS is not None or queries != keys
+    given: dict[str, Any] = {"scale": scale, "window": window, "documents_BS": documents_BS}
+    if not q_BHSd.numel() or not (masked or softcap or sinks_H is not None):
+        return sdpa(q_BHSd, k_BGLd, v_BGLe, scale=scale)
+    if q_BHSd.is_cuda and q_BHSd.dtype != torch.float64:
+        return attend_flex(q_BHSd, k_BGLd, v_BGLe, softcap=softcap, sinks_H=sinks_H, **given)
+    if softcap or sinks_H is not None:
+        return attend_reference(q_BHSd, k_BGLd, v_BGLe, softcap=softcap, sinks_H=sinks_H, **given)
+    sees = seen_keys(queries, keys, window, documents_BS, q_BHSd.device)
+    return sdpa(q_BHSd, k_BGLd, v_BGLe, scale=scale, sees=sees)
+
+
+def sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    sees: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Torch's attention: causal, or by a mask."""
+    group = q.shape[1] // k.shape[1] if k.shape[1] else 1
+    grouped = group > 1 and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
+    if group > 1 and not grouped:
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    causal = sees is None
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=sees, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+
+
+def attend_flex(
+    q_BHSd: torch.Tensor,
+    k_BGLd: torch.Tensor,
+    v_BGLe: torch.Tensor,
+    *,
+    scale: float | None,
+    window: int,
+    softcap: float,
+    sinks_H: torch.Tensor | None,
+    documents_BS: torch.Tensor | None,
+) -> torch.Tensor:
+    """Block by block on the device; blocks of keys that nobody sees are left out."""
+    queries, keys = q_BHSd.shape[2], k_BGLd.shape[2]
+    if documents_BS is None:
+        mask = window_blocks(queries, keys, window, q_BHSd.device)
+    else:
+        mask = document_blocks(runs_of(documents_BS), window)
+
+    def capped(score: Any, _b: Any, _h: Any, _i: Any, _j: Any) -> Any:
+        return softcap * torch.tanh(score / softcap)
+
+    run = compiled_flex()
+    out, log_sum_BHS = run(
+        q_BHSd,
+        k_BGLd,
+        v_BGLe,
+        score_mod=capped if softcap else None,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=q_BHSd.shape[1] != k_BGLd.shape[1],
+        return_lse=True,
+    )
+    if sinks_H is None:
+        return out
+    # Of the sum of exponentials with the sink, the keys have this share.
+    share = torch.sigmoid(log_sum_BHS - sinks_H.to(log_sum_BHS.dtype)[None, :, None])
+    return out * share[..., None].to(out.dtype)
+
+
+@functools.cache
+def compiled_flex() -> Any:
+    """Without compilation flex attention would hold all scores."""
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@functools.lru_cache(maxsize=32)
+def window_blocks(queries: int, keys: int, window: int, device: torch.device) -> Any:
+    before = keys - queries
+
+    def sees(_b: Any, _h: Any, i: Any, j: Any) -> Any:
+        place = i + before
+        return (place >= j) & (place - j < window) if window else place >= j
+
+    return torch.compile(create_block_mask)(sees, None, None, queries, keys, device=device)
+
+
+def document_blocks(document_BS: torch.Tensor, window: int) -> Any:
+    samples, length = document_BS.shape
+
+    def sees(b: Any, _h: Any, i: Any, j: Any) -> Any:
+        near = (i >= j) & (i - j < window) if window else i >= j
+        return near & (document_BS[b, i] == document_BS[b, j])
+
+    return torch.compile(create_block_mask)(sees, samples, None, length, length, device=document_BS.device)

@@ -1,0 +1,23 @@
+"""Small files of a folder; what is wrong with config.json, `test_folder.py` sees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moeclipse.core.errors import CheckpointError
+from moeclipse.hf.config_file import config_of, small_files
+
+
+def test_small_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
+    assert config_of(tmp_path) == {"model_type": "mixtral"}
+    assert small_files(tmp_path, tokenizer=False) == {}
+    with pytest.raises(CheckpointError, match=r"has no tokenizer .*--no-tokenizer"):
+        small_files(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
+        small_files(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("[]")
+    assert small_files(tmp_path) == {"tokenizer.json": b"[]", "tokenizer_config.json": b"{}"}

@@ -1,0 +1,125 @@
+"""Attention against its definition, gradients included, and who sees whom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from apart import apart
+from moeclipse.ops import attention
+from moeclipse.ops.attention import attend, attend_reference, restarting_positions, runs_of, seen_keys
+from moeclipse.testing.compare import difference
+
+CPU = torch.device("cpu")
+DOCUMENTS = torch.tensor([[3, 3, 3, 7, 7, 3, 3], [1, 1, 2, 2, 2, 2, 2]])
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scale": {"scale": 0.9},
+    "window": {"window": 3},
+    "wide window": {"window": 50},
+    "window of one": {"window": 1},
+    "softcap": {"softcap": 1.5},
+    "documents": {"documents_BS": DOCUMENTS},
+    "all": {"scale": 0.9, "window": 3, "softcap": 1.5, "documents_BS": DOCUMENTS},
+}
+
+
+def inputs(queries: int = 7, keys: int = 7) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 4, queries, 6), (2, 2, keys, 6), (2, 2, keys, 5), (4,)]
+    return [torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() for shape in shapes]
+
+
+def by_hand(q: Any, k: Any, v: Any, sinks: Any, options: dict[str, Any]) -> torch.Tensor:
+    """Query by query and key by key."""
+    out = torch.zeros(2, 4, q.shape[2], v.shape[3], dtype=torch.float64)
+    before = k.shape[2] - q.shape[2]
+    cap, documents = options.get("softcap", 0), options.get("documents_BS")
+    for b in range(2):
+        for h in range(4):
+            for i in range(q.shape[2]):
+                terms, total = [], torch.zeros((), dtype=torch.float64)
+                for j in range(i + before + 1):
+                    far = options.get("window", 0) and i + before - j >= options["window"]
+                    split = documents is not None and (documents[b, j : i + 1] != documents[b, i]).any()
+                    if far or split:
+                        continue
+                    score = q[b, h, i] @ k[b, h // 2, j] * options.get("scale", 6**-0.5)
+                    weight = (cap * torch.tanh(score / cap) if cap else score).exp()
+                    terms.append(weight * v[b, h // 2, j])
+                    total = total + weight
+                total = total if sinks is None else total + sinks[h].exp()
+                out[b, h, i] = torch.stack(terms).sum(0) / total
+    return out
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("name", CASES)
+@apart
+def test_attention_by_hand(name: str, sinks: bool) -> None:
+    q, k, v, logits = inputs()
+    options, given = CASES[name], logits if sinks else None
+    wanted = [q, k, v, logits] if sinks else [q, k, v]
+    probe = torch.randn(2, 4, 7, 5, dtype=torch.float64)
+    expected = by_hand(q, k, v, given, options)
+    slow = torch.autograd.grad((expected * probe).sum(), wanted)
+    for function in (attend, attend_reference):
+        found = function(q, k, v, sinks_H=given, **options)
+        assert difference(found, expected) < 1e-13
+        for a, b in zip(torch.autograd.grad((found * probe).sum(), wanted), slow, strict=True):
+            assert (a - b).abs().max() < 1e-12 * max(1, b.abs().max())  # a query that sees one key has none
+
+
+@apart
+def test_keys_before_the_first_query_are_seen_by_all() -> None:
+    q, k, v, sinks = inputs(queries=3, keys=5)
+    for options in ({}, {"window": 2}, {"sinks_H": sinks}):
+        given = {key: value for key, value in options.items() if key != "sinks_H"}
+        expected = by_hand(q, k, v, options.get("sinks_H"), given)
+        assert difference(attend(q, k, v, **options), expected) < 1e-13
+
+
+@apart
+def test_no_samples_and_one_token() -> None:
+    q, k, v, sinks = inputs()
+    for options in ({}, {"window": 2, "sinks_H": sinks}, {"documents_BS": DOCUMENTS[:0]}):
+        assert attend(q[:0], k[:0], v[:0], **options).shape == (0, 4, 7, 5)
+    one = attend(q[:, :, :1], k[:, :, :1], v[:, :, :1], window=1)
+    assert difference(one, v[:, :, :1].repeat_interleave(2, dim=1)) < 1e-15
+
+
+def test_low_precision_is_close_to_the_definition() -> None:
+    q, k, v, sinks = (tensor.detach().bfloat16() for tensor in inputs())
+    for options in CASES.values():
+        found = attend(q, k, v, sinks_H=sinks, **options)
+        exact = attend_reference(q.double(), k.double(), v.double(), sinks_H=sinks.double(), **options)
+        assert found.dtype == torch.bfloat16
+        assert difference(found, exact) < 2**-7
+
+
+def test_documents_are_runs_of_equal_numbers() -> None:
+    assert restarting_positions(DOCUMENTS).tolist() == [[0, 1, 2, 0, 1, 0, 1], [0, 1, 0, 1, 2, 3, 4]]
+    assert runs_of(DOCUMENTS).tolist() == [[0, 0, 0, 1, 1, 2, 2], [0, 0, 1, 1, 1, 1, 1]]
+    assert restarting_positions(torch.zeros(1, 3)).tolist() == [[0, 1, 2]]
+
+
+def test_who_sees_whom() -> None:
+    assert seen_keys(2, 3, 0, None, CPU).int().tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert seen_keys(3, 3, 2, None, CPU).int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+
+
+def test_plain_attention_is_one_call_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask, or all scores, would take memory of the square of the length."""
+    calls: list[dict[str, Any]] = []
+
+    def note(q: Any, k: Any, v: Any, **options: Any) -> torch.Tensor:
+        calls.append(options)
+        return q
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", note)
+    q, k, v, _ = inputs()
+    attend(q, k, v, window=7)
+    assert calls[0]["attn_mask"] is None
+    assert calls[0]["is_causal"]
