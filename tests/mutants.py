@@ -120,6 +120,24 @@ MUTANTS = (
         "schedule/test_templates.py::test_an_action_alone_is_launched_in_the_order_of_the_table",
     ),
     Mutant(
+        "schedule/check.py",
+        "        check_launches(program)\n",
+        "",
+        "schedule/test_fuzz.py::test_no_broken_mutant_passes",
+    ),
+    Mutant(
+        "schedule/check.py",
+        "                    ops[source].comm is not None and source not in awaited\n",
+        "                    False\n",
+        "schedule/test_check.py::test_a_transfer_has_ended_for_who_waits_for_it_alone",
+    ),
+    Mutant(
+        "schedule/op_graph.py",
+        "            if before is not None and ops[before].lane != op.lane:\n",
+        "            if before is not None and ops[before].lane != op.lane and not shared:\n",
+        "schedule/test_op_graph.py::test_one_communicator_for_both_ways_is_refused_exactly_where_it_hangs",
+    ),
+    Mutant(
         "balance/shadow_model.py",
         "backward_compute=rows * costs.row_backward",
         "backward_compute=rows * costs.row_forward",

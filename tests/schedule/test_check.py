@@ -6,6 +6,7 @@ import random
 
 import pytest
 from edits import swapped, with_rank
+from oracle import why_broken
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule import kinds
@@ -14,6 +15,7 @@ from moeclipse.schedule.check import verify
 from moeclipse.schedule.lower import lower
 from moeclipse.schedule.op import Op, Program, backward, forward, pair, pipeline_program
 from moeclipse.schedule.shape import StagePlacement
+from moeclipse.schedule.smart import exchange_shape, smart
 
 
 def fuse_pairs(program: Program) -> Program:
@@ -166,6 +168,24 @@ def test_missing_dependency_is_a_race() -> None:
     with pytest.raises(
         ScheduleError,
         match=r"1F1 on rank 1 reads 1RECV_F1, which may still run when it starts; list it in deps",
+    ):
+        verify(bad)
+
+
+def test_a_transfer_has_ended_for_who_waits_for_it_alone() -> None:
+    """On a lane they are in order, so streams know that the first has come with the second; gloo does not."""
+    program = smart(exchange_shape(2))
+    ops = list(program.ranks[0])
+    late = next(i for i, op in enumerate(ops) if op.kind is kinds.C_F and op.step == 0)
+    first, second = (
+        next(i for i, op in enumerate(ops) if op.kind is kinds.S_F and op.step == s) for s in (0, 1)
+    )
+    assert ops[late].deps == (first,)
+    ops[late] = ops[late]._replace(deps=(second,))
+    bad = with_rank(program, 0, ops)
+    assert "host: C_F@0 on rank 0 reads" in str(why_broken(bad))
+    with pytest.raises(
+        ScheduleError, match=r"C_F@0 on rank 0 reads S_F@0, which may still run when it starts"
     ):
         verify(bad)
 

@@ -75,8 +75,10 @@ def sort_in_waves(
     while len(wave):
         waves.append(wave)
         reached = np.concatenate([hard.reached(wave)[0], host.reached(wave)[0]])
-        np.subtract.at(waiting, reached, 1)
-        wave = np.unique(reached[waiting[reached] == 0])
+        targets, count = np.unique(reached, return_counts=True)
+        left = waiting[targets] - count
+        waiting[targets] = left
+        wave = targets[left == 0]
     begin = np.concatenate([[0], np.cumsum([len(wave) for wave in waves])]).astype(np.int64)
     order = np.concatenate(waves) if waves else np.zeros(0, dtype=np.int32)
     return Waves(order=order, begin=begin.tolist(), hard=hard, host=host), waiting
