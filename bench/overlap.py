@@ -126,7 +126,7 @@ class NoExperts:
     def dgrad(self, dy: torch.Tensor, saved: None) -> tuple[torch.Tensor, None]:
         return dy, None
 
-    def wgrad(self, pending: Any, begun: Any) -> tuple[None, None]:
+    def wgrad(self, pending: Any, begun: Any, wanted: Any = None) -> tuple[None, None]:
         return None, None
 
 

@@ -54,6 +54,7 @@ from moeclipse.moe.given import (
     is_sharded,
 )
 from moeclipse.moe.losses import balance_loss, z_loss
+from moeclipse.moe.mask import leave_out
 from moeclipse.moe.pairwise import PairwiseExperts
 from moeclipse.moe.private_torch import in_backward
 from moeclipse.moe.probe import Probe, measure
@@ -217,8 +218,13 @@ class MoE(nn.Module):
 
     # one call
 
-    def forward(self, x: Inputs) -> torch.Tensor:
-        """A tensor [..., d_model], or a tuple or dict of tensors of which the first is [tokens, d_model]."""
+    def forward(self, x: Inputs, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """A tensor [..., d_model], or a tuple or dict of tensors of which the first is [tokens, d_model].
+
+        `mask`: one boolean for each token; those without take no part and get zeros.
+        """
+        if mask is not None:
+            return leave_out(self.forward, x, mask)
         shape = x.shape if isinstance(x, torch.Tensor) else None
         if isinstance(x, torch.Tensor):
             x = x.flatten(0, -2)
