@@ -37,9 +37,9 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def one_round(learner: Learner, number: int, folder: Path) -> dict[str, float]:
+def one_round(learner: Learner, number: int, folder: Path, beside: BesideSave) -> dict[str, float]:
     """A step, a save with a step beside it, a save that training waits for, and a check."""
-    beside, integrity = BesideSave(), learner.integrity
+    integrity = learner.integrity
     times = {"step": seconds(lambda: learner.step(number))}
     stall = seconds(lambda: learner.save(folder, number, beside))
     times["under"] = seconds(lambda: learner.step(number))
@@ -59,8 +59,9 @@ def measure(preset: str, steps: int, changes: dict[str, int], folder: Path) -> d
     config = with_values(load(preset=preset), {"integrity.every": 0, **changes})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     learner = Learner(config, Mesh.single(device))
-    learner.step(0)
-    rounds = [one_round(learner, number, folder) for number in range(1, steps + 1)]
+    beside = BesideSave()
+    one_round(learner, 0, folder, beside)  # a first save also takes the memory of its copy
+    rounds = [one_round(learner, number, folder, beside) for number in range(1, steps + 1)]
     found = {f"{name}_ms": 1e3 * statistics.median(one[name] for one in rounds) for name in rounds[0]}
     state = sum(piece.num_bytes for piece in learner.optim.pieces())
     return found | {"state_mb": state / 1e6}

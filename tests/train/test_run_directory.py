@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+from test_trainer import configure, finish
+
 from moeclipse.comm.mesh import Mesh
-from moeclipse.core.errors import ConfigError
-from moeclipse.testing.run_ranks import run_ranks
+from moeclipse.core.config import with_values
+from moeclipse.core.errors import CheckpointError, ConfigError
+from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.run_directory import RunDirectory
+from moeclipse.train.trainer import Run, Silence
 
 
 def opened(mesh: Mesh, folder: str, resume: str, taken: bool = False) -> str:
@@ -51,3 +56,14 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     for text in run_ranks(2, opened, str(tmp_path / "file" / "run"), "auto"):
         assert "cannot be written" in text
         assert "choose another --run.dir" in text
+
+
+def test_a_refused_resume_leaves_the_directory_as_it_was(tmp_path: Path) -> None:
+    config = configure(tmp_path, **{"run.steps": 2})
+    run_alone(finish, config)
+    directory = tmp_path / "runs" / "run"
+    before = {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
+    other = with_values(config, {"model.d_model": 32})
+    with pytest.raises(CheckpointError, match="belongs to another model"):
+        Run(other, Mesh.single(), Silence()).whole("auto")
+    assert {path.name: path.stat().st_mtime_ns for path in directory.iterdir()} == before

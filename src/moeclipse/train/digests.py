@@ -8,6 +8,8 @@ A flipped bit changes the sum by a power of two below 2^64 times an odd number, 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -25,7 +27,7 @@ def digest_rows(rows: torch.Tensor) -> torch.Tensor:
     """Of each row."""
     bits = rows.detach().view(BITS[rows.element_size()])
     found = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
-    odd = (torch.arange(1, min(CHUNK, rows.shape[1]) + 1, device=rows.device) * MIXER) | 1
+    odd = odd_numbers(CHUNK, rows.device)
     together = max(CHUNK // max(rows.shape[1], 1), 1)
     for top in range(0, len(rows), together):
         some = slice(top, top + together)
@@ -33,3 +35,9 @@ def digest_rows(rows: torch.Tensor) -> torch.Tensor:
             part = bits[some, first : first + CHUNK].to(torch.int64, copy=True)
             found[some] += part.mul_(odd[: part.shape[1]]).sum(1) * ((number * MIXER) % (1 << 62) * 2 + 1)
     return found
+
+
+@functools.cache
+def odd_numbers(count: int, device: torch.device) -> torch.Tensor:
+    """One for each place of a chunk; made once: a small tensor would pay more for them than for its sum."""
+    return (torch.arange(1, count + 1, device=device) * MIXER) | 1
