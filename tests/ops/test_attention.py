@@ -123,3 +123,17 @@ def test_plain_attention_is_one_call_of_torch(monkeypatch: pytest.MonkeyPatch) -
     attend(q, k, v, window=7)
     assert calls[0]["attn_mask"] is None
     assert calls[0]["is_causal"]
+
+
+@pytest.mark.parametrize("name", ["window", "softcap", "documents", "all"])
+@apart
+def test_what_devices_compute_is_the_definition(name: str) -> None:
+    """Flex attention without its compiler, forward alone; all of it: `tests/gpu/test_attention_on_gpu.py`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "compiled_flex", lambda: attention.flex_attention)
+        patch.setattr(attention, "compiled_mask", lambda: attention.create_block_mask)
+        q, k, v, sinks = (tensor.detach().float() for tensor in inputs())
+        given = {"scale": None, "window": 0, "softcap": 0.0, "documents_BS": None, **CASES[name]}
+        for used in (None, sinks):
+            found = attention.attend_flex(q, k, v, sinks_H=used, **given)
+            assert difference(found, attend_reference(q, k, v, sinks_H=used, **given)) < 1e-5

@@ -178,6 +178,12 @@ def compiled_flex() -> Any:
     return torch.compile(flex_attention, dynamic=False)
 
 
+@functools.cache
+def compiled_mask() -> Any:
+    """Likewise, of the mask."""
+    return torch.compile(create_block_mask)
+
+
 @functools.lru_cache(maxsize=32)
 def window_blocks(queries: int, keys: int, window: int, device: torch.device) -> Any:
     before = keys - queries
@@ -186,7 +192,7 @@ def window_blocks(queries: int, keys: int, window: int, device: torch.device) ->
         place = i + before
         return (place >= j) & (place - j < window) if window else place >= j
 
-    return torch.compile(create_block_mask)(sees, None, None, queries, keys, device=device)
+    return compiled_mask()(sees, None, None, queries, keys, device=device)
 
 
 def document_blocks(document_BS: torch.Tensor, window: int) -> Any:
@@ -196,4 +202,4 @@ def document_blocks(document_BS: torch.Tensor, window: int) -> Any:
         near = (i >= j) & (i - j < window) if window else i >= j
         return near & (document_BS[b, i] == document_BS[b, j])
 
-    return torch.compile(create_block_mask)(sees, samples, None, length, length, device=document_BS.device)
+    return compiled_mask()(sees, samples, None, length, length, device=document_BS.device)
