@@ -2,6 +2,7 @@
 
     .venv/bin/python bench/fb_overlap.py [--json FILE] [--repeats 9] [--pp 1 2] [--ratio 0.5] [--trace FILE]
     .venv/bin/python bench/fb_overlap.py --device cuda [--ranks 2] [--json FILE]
+    .venv/bin/python bench/fb_overlap.py --device cuda --backend nccl [--ranks 2] [--comm-sms 0 2 4 8]
 
 Two ranks share the experts (and with --pp 2 two such pairs share the layers), in a network namespace of their
 own whose loopback is a slow wire (bench/shaped_network.py). Its rate is set so that, without overlap, the
@@ -19,7 +20,9 @@ reduced: that is another wire's business. The prediction is the simulator's, fro
 of `off`, whole and in halves (bench/_fb_prediction.py).
 
 With `--device cuda` the ranks share one GPU under MPS (nvidia-cuda-mps-control -d), and rows go through
-pinned memory of the host: copy engines move them at a network's rate. There the rate is what it is.
+pinned memory of the host: copy engines move them at a network's rate. There the rate is what it is. With
+`--backend nccl` rows go through NCCL over sockets, whose kernels take multiprocessors of the GPU:
+`--comm-sms` bounds how many, in turn, and experts are as wide as they must be for `--ratio`.
 """
 
 from __future__ import annotations
@@ -89,13 +92,19 @@ ON_DEVICE: dict[str, Any] = {
 class Case:
     """A model in one mode, ready to run steps."""
 
-    def __init__(self, mesh: Mesh, mode: str, microbatches: int, layers: int, samples: int = 2) -> None:
-        """Two samples of each microbatch on each rank, so that it can be cut."""
+    def __init__(
+        self, mesh: Mesh, mode: str, microbatches: int, layers: int, samples: int = 2, d_ff: int = 0
+    ) -> None:
+        """Two samples of each microbatch on each rank, so that it can be cut. `d_ff` 0: the usual one."""
         batch = samples * mesh.num_data * microbatches
         values = {**MODEL, **MODES[mode], "optim.accumulate": microbatches, "data.batch_size": batch}
         values |= {"model.num_layers": layers, "data.files": (__file__,), "parallel.pp": mesh.pp}
         if mesh.device.type == "cuda":
             values |= ON_DEVICE
+            if mesh.experts.backend == "nccl":
+                values |= {"moe.transport": "direct"}
+        if d_ff:
+            values |= {"moe.d_ff": d_ff}
         self.mesh, self.mode = mesh, mode
         self.learner = Learner(with_values(TrainConfig(), values), mesh)
         assert self.learner.pipelined is not None
@@ -187,15 +196,45 @@ def means(mesh: Mesh, times: dict[str, float]) -> dict[str, float]:
     return {name: sum(rank[name] for rank in everyone) / len(everyone) for name in times}
 
 
+def fitting_width(mesh: Mesh, given: dict[str, Any], layers: int) -> int:
+    """Experts so wide that exchanges take `ratio` of compute, where the wire's rate is what it is."""
+    width = int(ON_DEVICE["moe.d_ff"])
+    for _ in range(3):
+        case = Case(mesh, "off", given["microbatches"], layers, d_ff=width)
+        case.run()
+        trial = [means(mesh, phases(case, case.run())) for _ in range(3)]
+        ratio = statistics.median(t["comm_ms"] / t["compute_ms"] for t in trial)
+        if 0.9 < ratio / given["ratio"] < 1.1:
+            break
+        width = min(max(round(width * ratio / given["ratio"] / 256), 1) * 256, 32768)
+        del case
+        torch.cuda.empty_cache()
+    return width
+
+
+def sweep(mesh: Mesh, given: dict[str, Any]) -> list[dict[str, Any]]:
+    """One result for each bound on NCCL's multiprocessors; the widths are those of the first."""
+    results, axes = [], {"dp": mesh.dp, "ep": mesh.ep, "tp": mesh.tp, "pp": mesh.pp}
+    for comm_sms in given["comm_sms"]:
+        place: dict[str, Any] = {"rank": mesh.rank, "device": mesh.device, "watch": mesh.watch}
+        bounded = mesh if comm_sms == 0 else Mesh(**axes, **place, comm_sms=comm_sms)
+        if mesh.experts.backend == "nccl" and "d_ff" not in given:
+            given["d_ff"] = fitting_width(mesh, given, given["layers"] * mesh.pp)
+        results.append({**measure(bounded, given), "comm_sms": comm_sms, "d_ff": given.get("d_ff", 0)})
+        torch.cuda.empty_cache()
+    return results
+
+
 def measure(mesh: Mesh, given: dict[str, Any]) -> dict[str, Any]:
     on_device = mesh.device.type == "cuda"
+    wide = {"d_ff": given.get("d_ff", 0)}
     if on_device:
         torch.cuda.set_device(mesh.device)
     elif (os.cpu_count() or 1) >= 2:
         os.sched_setaffinity(0, {mesh.stage.index % (os.cpu_count() or 1)})
     torch.set_num_threads(1)
     layers, microbatches = given["layers"] * mesh.pp, given["microbatches"]
-    cases = {mode: Case(mesh, mode, microbatches, layers) for mode in MODES}
+    cases = {mode: Case(mesh, mode, microbatches, layers, **wide) for mode in MODES}
     if not on_device:
         set_rate_once(mesh, RATE_MBIT)
     for case in cases.values():
@@ -220,13 +259,13 @@ def measure(mesh: Mesh, given: dict[str, Any]) -> dict[str, Any]:
                     write_trace(mesh, seen, f"{given['trace']}.pp{mesh.pp}.json")
         if mesh.rank == 0:
             print(f"\rpp {mesh.pp}: {repeat}/{given['repeats']}", end="", file=sys.stderr, flush=True)
-    halves = Case(mesh, "off", 2 * microbatches, layers, samples=1)
+    halves = Case(mesh, "off", 2 * microbatches, layers, samples=1, **wide)
     halves.run()
     off = statistics.median(times["step_ms"] - times["straggle_ms"] for times in found["off"])
     prediction = Prediction(
         mesh, whole, [halves.run() for _ in range(3)], cases["off"].runtime.verified, 1e-3 * off
     )
-    fewer = Case(mesh, "pair+self", max(microbatches // 2, 2), layers)
+    fewer = Case(mesh, "pair+self", max(microbatches // 2, 2), layers, **wide)
     fewer.run()
     half = [means(mesh, phases(fewer, fewer.run())) for _ in range(max(given["repeats"] // 2, 3))]
     rows = []
@@ -268,6 +307,7 @@ def checks_of(results: list[dict[str, Any]]) -> dict[str, float]:
             first.setdefault(row["mode"], row)
         best, off = first["pair+self"], first["off"]
         suffix = "" if off["pp"] == 1 else f"_pp{off['pp']}"
+        suffix += f"_sms{result['comm_sms']}" if result.get("comm_sms") else ""
         edge = {name: best[f"warm_{name}_ms"] + best[f"cool_{name}_ms"] for name in ("comm", "exposed")}
         share = {
             "steady_hidden": 1 - best["steady_exposed_ms"] / max(best["steady_comm_ms"], 1e-9),
@@ -279,6 +319,8 @@ def checks_of(results: list[dict[str, Any]]) -> dict[str, float]:
         checks[f"over_smart{suffix}"] = first["smart"]["step_ms"] / best["step_ms"]
         checks[f"comm_over_compute{suffix}"] = off["comm_ms"] / off["compute_ms"]
         checks[f"compute_slowdown{suffix}"] = best["compute_ms"] / off["compute_ms"]
+        both = off["comm_ms"] + off["compute_ms"]
+        checks[f"of_possible{suffix}"] = checks[f"speedup{suffix}"] / (both / best["compute_ms"])
         checks[f"prediction_error{suffix}"] = max(
             abs(row["predicted_ms"] / row["step_ms"] - 1)
             for row in result["rows"]
@@ -291,6 +333,9 @@ def report(results: list[dict[str, Any]], file: Path | None) -> None:
     names = ("step_ms", "compute_ms", "comm_ms", "exposed_ms", "straggle_ms", "idle_ms")
     for result in results:
         wire = f"wire of {result['rate_mbit']:.0f} mbit" if result["rate_mbit"] else "pinned host memory"
+        if result.get("d_ff"):
+            bound = f"at most {result['comm_sms']} multiprocessors" if result["comm_sms"] else "unbounded"
+            wire = f"NCCL over sockets, {bound}, experts of width {result['d_ff']}"
         print(f"\n\n{wire}\n")
         head = " ".join(f"{name:>11}" for name in names) + f" {'predicted':>10}"
         print(f"{'pp':>2} {'M':>3} {'overlap':<10} {head} {'warm':>5} {'steady':>5} {'cool':>5}")
@@ -327,6 +372,10 @@ def main() -> int:
     parser.add_argument("--trace", type=str, default="", help="write measured lanes to FILE.ppN.json")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ranks", type=int, default=2, help="with --device cuda: ranks that share the GPU")
+    parser.add_argument("--backend", choices=["auto", "nccl"], default="auto", help="with --device cuda")
+    parser.add_argument(
+        "--comm-sms", type=int, nargs="+", default=[0], help="with --backend nccl; 0: unbounded"
+    )
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.device == "cuda":
@@ -335,7 +384,10 @@ def main() -> int:
             return 2
         asked = {k: v for k, v in vars(given).items() if k not in ("json", "inside", "pp")}
         options = {"deadline_s": 900.0, "collective_deadline_s": 60.0, "device": "cuda:0"}
-        report([run_ranks(given.ranks, measure, asked, **options)[0]], given.json)
+        results = []
+        for pp in given.pp if given.backend == "nccl" else [1]:
+            results += run_ranks(given.ranks * pp, sweep, asked, pp=pp, backend=given.backend, **options)[0]
+        report(results, given.json)
         return 0
     if given.inside is not None:
         options = {"deadline_s": 1800.0, "collective_deadline_s": 60.0}

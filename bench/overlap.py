@@ -2,6 +2,7 @@
 
     .venv/bin/python bench/overlap.py [--json FILE] [--repeats 9] [--wire cables | shared]
     .venv/bin/python bench/overlap.py --device cuda --transport pinned --ranks 2 [--json FILE]
+    .venv/bin/python bench/overlap.py --device cuda --backend nccl --ranks 2 [--json FILE]
 
 Four ranks, each in a network namespace of its own with a slow cable to a common switch
 (bench/shaped_network.py): there communication costs time but no processor, so that two cores can show what a
@@ -22,9 +23,9 @@ shadows, and what the policy had predicted.
 
 With `--device cuda` two to four ranks share one GPU under MPS (nvidia-cuda-mps-control -d), and rows go
 through pinned memory of the host: copy engines move them at some 17 GB/s each way, a network's rate, and take
-no processor of the device. `neither` is what is left when nothing travels and nothing is computed: sizes are
-still exchanged and rows put in order, and no schedule hides that. `hidden` is what smart saves of what could
-be saved: (blocking - smart) / (blocking - bound).
+no processor of the device; or, with `--backend nccl`, through NCCL over sockets. `neither` is what is left
+when nothing travels and nothing is computed: sizes are still exchanged and rows put in order, and no schedule
+hides that. `hidden` is what smart saves of what could be saved: (blocking - smart) / (blocking - bound).
 """
 
 from __future__ import annotations
@@ -347,14 +348,15 @@ def main() -> int:
     parser.add_argument(
         "--transport", choices=["pinned", "peer"], default="pinned", help="with --device cuda"
     )
+    parser.add_argument("--backend", choices=["auto", "nccl"], default="auto", help="with --device cuda")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.device == "cuda":
         if torch.cuda.device_count() == 0:
             print("bench/overlap.py --device cuda: this machine has no CUDA device.")
             return 2
-        bed = replace(ON_DEVICE, transport=given.transport)
-        options = {"deadline_s": 1800, "device": bed.device}
+        bed = replace(ON_DEVICE, transport="direct" if given.backend == "nccl" else given.transport)
+        options = {"deadline_s": 1800, "device": bed.device, "backend": given.backend}
         return report(run_ranks(given.ranks, measure, bed, given.repeats, **options)[0], given.json)
     bed = BEDS[given.wire]
     if given.inside is None:

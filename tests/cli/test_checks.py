@@ -14,6 +14,7 @@ import torch
 
 from moeclipse.cli import checks
 from moeclipse.cli.checks import Finding
+from moeclipse.comm.shared import links as checks_links
 
 
 def by_name(items: Iterable[Finding]) -> dict[str, Finding]:
@@ -150,8 +151,11 @@ def test_devices_and_what_is_weak_about_them(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         torch.cuda,
         "get_device_properties",
-        lambda i: SimpleNamespace(name=kinds[i][0], total_memory=141 * 2**30, major=kinds[i][1], minor=0),
+        lambda i: SimpleNamespace(
+            name=kinds[i][0], total_memory=141 * 2**30, major=kinds[i][1], minor=0, uuid=f"gpu-{i}"
+        ),
     )
+    monkeypatch.setattr(checks_links, "nvlinks_between_devices", lambda: ((0, 0, 0),) * 3)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) != (0, 1))
     found = by_name(checks.devices())
     assert (found["cuda:0"].state, found["cuda:0"].value) == ("works", "H200, 141 GiB, capability 9.0")

@@ -15,7 +15,21 @@ import torch
 import torch.distributed as dist
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.start import RankPlace, choose_device, cuda_settings, open_store, start, stop
+from moeclipse.comm.start import (
+    MPS,
+    RankPlace,
+    choose_device,
+    cuda_settings,
+    device_settings,
+    nccl_settings,
+    open_log,
+    open_stacks,
+    open_store,
+    rank_folder,
+    shared_gpu_settings,
+    start,
+    stop,
+)
 from moeclipse.core.errors import CommError, ConfigError
 
 CPU = torch.device("cpu")
@@ -122,6 +136,40 @@ def test_the_store_is_where_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -
     open_store(RankPlace(rank=0, num_ranks=2), timedelta(seconds=1))
     where = ("somewhere", 4711)
     assert made == [(*where, 2, True), (*where, 2, False), (*where, None, False)]
+
+
+def test_our_deadline_speaks_before_torch_does() -> None:
+    settings = nccl_settings(60.0)
+    assert settings["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert settings["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "480"
+    assert nccl_settings(1000.5)["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "4004"
+
+
+def test_ranks_that_share_a_gpu_are_hosts_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    ways = {"pp": 1, "deadline_s": 60.0}
+    for local, backend, shares in ((2, "nccl", False), (4, "nccl", True), (4, "auto", False)):
+        place = RankPlace(rank=3, num_ranks=4, local_rank=3, local_ranks=local)
+        settings = device_settings(place, backend=backend, **ways)  # type: ignore[arg-type]
+        assert ("NCCL_HOSTID" in settings) == shares
+    assert shared_gpu_settings(3, 4)["NCCL_HOSTID"] == "rank-3"
+    monkeypatch.setenv(MPS, "/tmp/mps")
+    assert shared_gpu_settings(3, 4)["CUDA_DEVICE_MAX_CONNECTIONS"] == "16"
+
+
+def test_a_log_that_cannot_be_written_keeps_no_rank_from_starting(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    place = RankPlace(rank=1, num_ranks=2)
+    assert open_log(place, on_device=False).text().startswith("rank 1 on ")
+    assert (tmp_path / "ops.txt").exists()
+    assert open_stacks() is not None
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "error.json"))
+    open_log(place, on_device=False)
+    assert open_stacks() is None
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    assert rank_folder() is None
 
 
 def test_kernels_are_loaded_at_the_start_where_stages_wait_for_each_other() -> None:

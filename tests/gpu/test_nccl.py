@@ -2,16 +2,11 @@
 
 Ranks share a GPU where there are not enough of them (`testing/run_ranks`); they start once for a layout and
 run all its cases, three steps each: the first one of a pipeline settles op by op, later ones do not.
-Under MPS, where it is installed, ranks of one GPU run side by side; else they take turns, which takes longer.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +20,7 @@ sys.path.append(str(Path(__file__).parent.parent / "train"))
 from test_learner import configure
 from test_pipelined import BASE, MODELS, SCHEDULES
 
+from moeclipse.cli import exchange
 from moeclipse.comm.mesh import Mesh
 from moeclipse.pipeline.config import PAIRED
 from moeclipse.testing.compare import difference
@@ -38,6 +34,7 @@ HAS_NCCL = torch.cuda.device_count() > 0 and dist.is_nccl_available()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.nccl,
+    pytest.mark.usefixtures("mps"),
     pytest.mark.skipif(not HAS_NCCL, reason="needs a CUDA device and NCCL"),
 ]
 
@@ -95,22 +92,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], list[dict[str, Any]]]] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def mps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    control = shutil.which("nvidia-cuda-mps-control")
-    if control is None or not HAS_NCCL:
-        yield
-        return
-    folder = str(tmp_path_factory.mktemp("mps"))
-    settings = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-    os.environ |= settings
-    subprocess.run([control, "-d"], check=True)
-    yield
-    subprocess.run([control], input="quit\n", text=True, check=True)
-    for name in settings:
-        del os.environ[name]
-
-
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("corpus") / "text.txt"
@@ -152,3 +133,9 @@ def test_a_layout_equals_one_process(name: str, corpus: str) -> None:
             key = (which, *(f"{k}={v}" for k, v in changes.items() if k not in MODEL))
             worst[key] = max(difference(found[n].cpu(), expected[n]) for n in expected)
     assert max(worst.values()) <= 1e-12, sorted(worst.items(), key=lambda item: -item[1])[:5]
+
+
+def test_the_doctor_exchanges_rows() -> None:
+    works, text = exchange.try_nccl() or (False, "nothing was tried")
+    assert works, text
+    assert "exchanged 1024 KB in" in text

@@ -20,11 +20,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from moeclipse import __version__
 from moeclipse.cli.launch import usable_cores
+
+if TYPE_CHECKING:
+    from moeclipse.comm.shared.links import Topology
 
 GIB = 2**30
 NEEDED = ("torch", "numpy", "safetensors")
@@ -83,7 +87,7 @@ def versions() -> Iterator[Finding]:
 
 
 def backends() -> Iterator[Finding]:
-    """Gloo is tried with two forked ranks; NCCL is asked for its version."""
+    """Gloo is tried with two forked ranks; of NCCL see `exchange`."""
     section = "back ends"
     if importlib.util.find_spec("torch") is None:
         return
@@ -102,16 +106,6 @@ def backends() -> Iterator[Finding]:
     else:
         value = f"two ranks all-reduced over loopback in {1000 * seconds:.0f} ms"
         yield Finding(section=section, name="gloo", state="works", value=value)
-    if dist.is_nccl_available():
-        import torch
-
-        nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "no device"
-        state: Literal["works", "info"] = "works" if torch.cuda.is_available() else "info"
-        yield Finding(section=section, name="nccl", state=state, value=nccl)
-    else:
-        yield Finding(
-            section=section, name="nccl", state="info", value="not in this torch", advice="CPU only"
-        )
 
 
 def try_gloo(timeout_s: float = 30.0) -> tuple[float, str]:
@@ -188,18 +182,29 @@ def devices() -> Iterator[Finding]:
         state_of: Literal["works", "limited"] = "limited" if weak else "works"
         yield Finding(section=section, name=f"cuda:{index}", state=state_of, value=value, advice=advice)
     if count > 1:
-        apart = [
-            f"{a}-{b}"
-            for a in range(count)
-            for b in range(a + 1, count)
-            if not torch.cuda.can_device_access_peer(a, b)
-        ]
-        value = (
-            f"all {count} devices reach each other" if not apart else f"not between {', '.join(apart[:8])}"
-        )
-        advice = "those pairs copy through the host's memory" if apart else ""
-        state_of = "limited" if apart else "works"
-        yield Finding(section=section, name="peer access", state=state_of, value=value, advice=advice)
+        from moeclipse.comm.shared.links import topology_here
+
+        yield links(topology_here())
+
+
+def links(topology: Topology) -> Finding:
+    """How the devices here are joined; the same question decides how a run reduces."""
+    pairs = {
+        f"{a}-{b}": topology.joined(topology.uuids[a], topology.uuids[b])
+        for a, b in combinations(range(len(topology.uuids)), 2)
+    }
+    apart = [pair for pair, how in pairs.items() if how == "nothing"]
+    bus = [pair for pair, how in pairs.items() if how == "peer access"]
+    if apart:
+        value = f"not between {', '.join(apart[:8])}"
+        advice = "those pairs copy through the host's memory"
+        return Finding(section="devices", name="peer access", state="limited", value=value, advice=advice)
+    if bus:
+        value = f"{', '.join(bus[:8])} reach each other over the bus, not over NVLink"
+        advice = "sums over peer memory read everybody's input in one stage there"
+        return Finding(section="devices", name="peer access", state="works", value=value, advice=advice)
+    value = f"all {len(topology.uuids)} devices have NVLink to each other"
+    return Finding(section="devices", name="peer access", state="works", value=value)
 
 
 def machine(directory: str) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 
-from moeclipse.cli import checks, peers
+from moeclipse.cli import checks, exchange, peers
 from moeclipse.cli.checks import Finding
 from moeclipse.core.config import build, flag_layer
 from moeclipse.core.toml import docs_of
@@ -54,9 +54,10 @@ def main(words: list[str]) -> int:
 
 def examine(directory: str) -> Iterator[Finding]:
     """All checks; those that fork come before any device is opened."""
-    answer = peers.try_peers()
+    answer, exchanged = peers.try_peers(), exchange.try_nccl()
     yield from checks.versions()
     yield from checks.backends()
+    yield from exchange.nccl(exchanged)
     yield from checks.devices()
     yield from peers.peers(answer)
     yield from checks.machine(directory)

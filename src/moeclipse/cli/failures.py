@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moeclipse.core.errors import CommError, ConfigError, MoEclipseError
+from moeclipse.core.errors import CommError, ConfigError, DeadlineError, MoEclipseError
 
 CULPRIT_S = 2.0  # how long a victim stays for the culprit's own words
 LOST_PEER = (
@@ -40,6 +40,8 @@ class Failure:
     time: float = 0.0
     victim: bool = False
     """Another rank left first, as far as this one can tell."""
+    late: bool = False
+    """It waited longer than the deadline; its text says for whom."""
     stack: str = ""
     """Only for errors that nobody expected."""
 
@@ -52,6 +54,7 @@ def describe(error: Exception, rank: int) -> Failure:
         text=text,
         code=error.code if isinstance(error, MoEclipseError) else 1,
         time=time.time(),
+        late=isinstance(error, DeadlineError),
         victim=isinstance(error, CommError) or (not ours and any(word in text.lower() for word in LOST_PEER)),
         stack="" if ours else "".join(traceback.format_exception(error)),
     )
@@ -101,6 +104,10 @@ def root_cause(written: list[Failure], codes: Mapping[int, int]) -> Failure:
     culprits = [failure for failure in written if not failure.victim]
     if culprits:
         return min(culprits, key=lambda failure: failure.time)
+    # What waited in vain knows for whom; a rank that stood still is killed only after that.
+    late = [failure for failure in written if failure.late]
+    if late:
+        return min(late, key=lambda failure: failure.time)
     # The agent ends the survivors with SIGTERM, so that signal says nothing about a cause.
     killed = [rank for rank, code in sorted(codes.items()) if code < 0 and -code != signal.SIGTERM]
     if killed:

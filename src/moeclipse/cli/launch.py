@@ -34,10 +34,11 @@ from moeclipse.cli.failures import (
     show_failure,
     write_failure,
 )
+from moeclipse.cli.frozen import ending_frozen_ranks
 from moeclipse.cli.leaving import Leaving, passing_on
 from moeclipse.cli.pin import pin_rank
 from moeclipse.core.config import to_toml
-from moeclipse.core.errors import Preempted
+from moeclipse.core.errors import CommError, Preempted
 from moeclipse.train.config import TrainConfig
 
 LAUNCHER = "MOECLIPSE_LAUNCHER"  # process id of the launcher, for its ranks
@@ -57,12 +58,17 @@ def run_rank(config: TrainConfig, resume: str) -> int:
     observer = make_observer()
     with Leaving(int(os.environ.get(LAUNCHER, "0"))) as leaving:
         try:
-            from moeclipse.comm.start import cuda_settings
+            from moeclipse.comm.start import RankPlace, device_settings
             from moeclipse.train.trainer import train
 
-            if os.environ.get("WORLD_SIZE", "1") != "1":  # under torchrun, too
-                os.environ |= unless_set(cuda_settings(config.parallel.pp), os.environ)
-            train(config, resume=resume, observer=observer if rank == 0 else None, leave=leaving.listen)
+            place, parallel = RankPlace.read(), config.parallel
+            if place.num_ranks > 1:  # under torchrun, too
+                wanted = device_settings(
+                    place, pp=parallel.pp, deadline_s=parallel.deadline_s, backend=parallel.backend
+                )
+                os.environ |= unless_set(wanted, os.environ)
+            watching = observer if rank == 0 else None
+            train(config, resume=resume, observer=watching, leave=leaving.listen, stuck=end_stuck_rank)
         except Preempted as error:
             write_failure(describe(error, rank))
             observer.close()
@@ -77,13 +83,22 @@ def run_rank(config: TrainConfig, resume: str) -> int:
         except Exception as error:
             failure = describe(error, rank)
             write_failure(failure)
-            if failure.victim:
+            if failure.victim and not failure.late:
                 await_culprit()
             observer.close()
             if not launched:
                 show_failure(failure, named="RANK" in os.environ)
             return failure.code
     return 0
+
+
+def end_stuck_rank(error: CommError) -> None:
+    """On another thread: a call of CUDA or NCCL holds the main one."""
+    failure = describe(error, int(os.environ.get("RANK", "0")))
+    write_failure(failure)
+    if LAUNCHER not in os.environ:
+        show_failure(failure, named=True)
+    os._exit(failure.code)
 
 
 def resume_again(config: TrainConfig, resume: str, attempt: int, first: bool) -> str:
@@ -158,6 +173,7 @@ def _run_agent(command: list[str], folder: Path, num_ranks: int, restarts: int) 
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from moeclipse.cli.rendezvous import BACKEND, NotRestarted, RankFiles, register
+    from moeclipse.train.incidents import kept_by_launcher
 
     register()
     files = RankFiles(str(folder / "ranks"), restarts)
@@ -178,7 +194,7 @@ def _run_agent(command: list[str], folder: Path, num_ranks: int, restarts: int) 
         raise SignalException(f"a second signal: {number}", signal.Signals(number))
 
     try:
-        with passing_on(end) as asked:
+        with passing_on(end) as asked, ending_frozen_ranks(lambda: bool(read_failures(files.newest))):
             files.asked = asked
             elastic_launch(launch, sys.executable)(*command)
         return show_farewell(read_failures(files.newest))
@@ -188,6 +204,8 @@ def _run_agent(command: list[str], folder: Path, num_ranks: int, restarts: int) 
         if asked() and all(failure.victim for failure in written):
             return 128 + asked()
         failure = root_cause(written, codes)
+        if failure not in written:  # who was killed leaves no word
+            kept_by_launcher(files.newest, failure.rank, failure.text)
     except NotRestarted as error:
         failure = error.failure
     except SignalException as error:

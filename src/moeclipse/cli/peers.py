@@ -7,46 +7,25 @@ CUDA device.
 from __future__ import annotations
 
 import importlib.util
-import json
-import multiprocessing
-import tempfile
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from typing import Literal
 
 from moeclipse.cli.checks import Finding
+from moeclipse.cli.two_ranks import Answer, ask_two_ranks
 
 SECTION = "peer memory"
 PATIENCE_S = 30.0
 ROUNDS = 50
 
 
-def try_peers(timeout_s: float = PATIENCE_S) -> tuple[bool, str]:
-    """(whether two ranks here reduce through peer memory, how fast or why not)."""
+def try_peers(timeout_s: float = PATIENCE_S) -> Answer:
+    """Whether two ranks here reduce through peer memory."""
     if importlib.util.find_spec("torch") is None:
         return False, "torch is missing"
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory(prefix="moeclipse-doctor-") as folder:
-        receiver, sender = context.Pipe(duplex=False)
-        ranks = [context.Process(target=_rank, args=(rank, folder, sender), daemon=True) for rank in (0, 1)]
-        for rank in ranks:
-            rank.start()
-        sender.close()
-        try:
-            answered = receiver.poll(timeout_s)
-            yes, text = (
-                json.loads(receiver.recv_bytes()) if answered else (False, f"no answer in {timeout_s:g} s")
-            )
-        except EOFError:
-            yes, text = False, "a rank ended early"
-        for rank in ranks:
-            rank.join(2.0)
-            if rank.is_alive():
-                rank.kill()
-    return yes, text
+    return ask_two_ranks(_reduce, timeout_s)
 
 
-def _rank(rank: int, folder: str, sender: Connection) -> None:
+def _reduce(rank: int, folder: str) -> Answer:
     import time
 
     import torch
@@ -56,32 +35,28 @@ def _rank(rank: int, folder: str, sender: Connection) -> None:
     from moeclipse.comm.reduce.all_reduce import PeerAllReduce
 
     torch.set_num_threads(1)
-    try:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-        mesh = Mesh.of_world(ep=2, deadline_s=PATIENCE_S)
-        x = torch.ones(1 << 14)
-        with PeerAllReduce.open(mesh.world, mesh.watch) as reduce:
-            use = reduce.should_use(x)
-            times = []
-            for _ in range(ROUNDS if use else 1):
-                begun = time.perf_counter()
-                assert float(reduce.all_reduce(x)[0]) == 2.0
-                times.append(time.perf_counter() - begun)
-        how = f"{use.why}; two of them reduced 64 KB in {1e6 * sorted(times)[len(times) // 2]:.0f} us"
-        answer = (bool(use), how if use else use.why)
-    except Exception as error:
-        answer = (False, str(error).strip().splitlines()[0][:200])
-    if rank == 0:
-        sender.send_bytes(json.dumps(answer).encode())
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    mesh = Mesh.of_world(ep=2, deadline_s=PATIENCE_S)
+    x = torch.ones(1 << 14)
+    with PeerAllReduce.open(mesh.world, mesh.watch) as reduce:
+        use = reduce.should_use(x)
+        times = []
+        for _ in range(ROUNDS if use else 1):
+            begun = time.perf_counter()
+            assert float(reduce.all_reduce(x)[0]) == 2.0
+            times.append(time.perf_counter() - begun)
+    how = f"{use.why}; two of them reduced 64 KB in {1e6 * sorted(times)[len(times) // 2]:.0f} us"
+    return bool(use), how if use else use.why
 
 
-def peers(answer: tuple[bool, str]) -> Iterator[Finding]:
+def peers(answer: Answer) -> Iterator[Finding]:
     """The answer of two ranks, and the table for this machine's processors and devices."""
     if importlib.util.find_spec("torch") is None:
         return
     import torch
 
     from moeclipse.comm.reduce.table import DEFAULT_FILE, table_lines
+    from moeclipse.comm.shared.links import topology_here
     from moeclipse.core.errors import ConfigError
 
     yes, text = answer
@@ -91,13 +66,9 @@ def peers(answer: tuple[bool, str]) -> Iterator[Finding]:
     )
     yield Finding(section=SECTION, name="all-reduce", state=state, value=text, advice=advice)
     kinds = {"cpu": True}
+    seen = topology_here()
     for index in range(torch.cuda.device_count()):
-        access = all(
-            index == other or torch.cuda.can_device_access_peer(index, other)
-            for other in range(torch.cuda.device_count())
-        )
-        name = torch.cuda.get_device_name(index)
-        kinds[name] = access and kinds.get(name, True)
+        kinds[torch.cuda.get_device_name(index)] = seen.linked(seen.uuids)
     for kind, linked in kinds.items():
         try:
             for line in table_lines(kind, linked):

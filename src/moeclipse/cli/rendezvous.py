@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from moeclipse.cli.failures import Failure, read_failures, root_cause
+from moeclipse.train.incidents import kept_by_launcher
 
 BACKEND = "moeclipse-loopback"
 BAD_INPUT = 2  # exit status of errors that a restart cannot mend
@@ -110,6 +111,8 @@ class RankFiles(DefaultLogsSpecs):
             if failure is not None and failure.code == BAD_INPUT:
                 raise NotRestarted(failure)
             cause = failure.text if failure else "a rank was killed"
+            if failure is None:
+                kept_by_launcher(self.newest, None, cause)
             print(f"restart {attempt} of {self._restarts}: {cause}", file=sys.stderr, flush=True)
         destination = super().reify(envs)
         self.newest = Path(envs[0]["TORCHELASTIC_ERROR_FILE"]).parent.parent

@@ -73,7 +73,7 @@ def main(words: list[str]) -> int:
     elif problems and options.ranks == "auto":
         num_ranks = 0  # counting devices needs torch; the user has enough to mend already
     else:
-        num_ranks = count_ranks(options.ranks, config.run.device, problems)
+        num_ranks = count_ranks(options.ranks, config.run.device, problems, config.parallel.backend)
     problems += layout_problems(config, num_ranks) if num_ranks >= 1 else ()
     if joined and not config.run.name and int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         problems.append(
@@ -135,7 +135,9 @@ def name_run(merged: Merged, resume: str, environment: Mapping[str, str]) -> Tra
     return with_values(config, {"run.name": name})
 
 
-def count_ranks(wanted: int | Literal["auto"], device: str, problems: list[str]) -> int:
+def count_ranks(
+    wanted: int | Literal["auto"], device: str, problems: list[str], backend: str = "auto"
+) -> int:
     """How many ranks to start here."""
     if device == "cpu":
         return CPU_RANKS if wanted == "auto" else wanted
@@ -146,10 +148,11 @@ def count_ranks(wanted: int | Literal["auto"], device: str, problems: list[str])
         problems.append("run.device = 'cuda', but torch sees no CUDA device; use --run.device cpu")
     if wanted == "auto":
         return devices or CPU_RANKS
-    if devices and wanted > devices:
+    if devices and wanted > devices and backend == "auto":
         problems.append(
             f"ranks ({wanted}) must be at most the number of CUDA devices ({devices}): one rank per device; "
-            "for more ranks on CPU add --run.device cpu"
+            "for more ranks on CPU add --run.device cpu; to try a layout on fewer GPUs, over sockets, add "
+            "--parallel.backend nccl"
         )
     return wanted
 

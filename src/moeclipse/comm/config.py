@@ -31,6 +31,8 @@ class ParallelConfig:
     """With tp, without sequence_parallel: all-reduce input gradients under the weight gradient's product."""
     peer: Literal["auto", "on", "off"] = "auto"
     """Ranks of a host reduce through each other's memory: where they can; or fail; or torch.distributed."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """auto: NCCL where each rank has a GPU of its own; nccl: also where ranks share one, over sockets."""
     pin: Literal["auto", "off"] = "auto"
     """auto: the launcher keeps each rank to cores of its own, where there are enough; off: to any core."""
     deadline_s: float = 60.0

@@ -8,6 +8,8 @@ torch.distributed._symmetric_memory
 torch.UntypedStorage._share_cuda_ and _new_shared_cuda
                     the same over CUDA IPC, where symmetric memory does not work: `torch.multiprocessing`
                     has it behind its own pickling only
+torch._C._distributed_c10d._detect_dma_connectivity
+                    which devices NVLink joins: torch asks NVML itself and tells nobody
 """
 
 from __future__ import annotations
@@ -34,6 +36,15 @@ def symmetric_rendezvous(own: torch.Tensor, handle: dist.ProcessGroup) -> Any:
     from torch.distributed import _symmetric_memory
 
     return _symmetric_memory.rendezvous(own, handle)
+
+
+def nvlinks_between_devices() -> tuple[tuple[int, ...], ...]:
+    """Of each two devices that this process sees."""
+    from torch._C import _distributed_c10d
+    from torch._C._autograd import DeviceType
+
+    found = _distributed_c10d._detect_dma_connectivity(DeviceType.CUDA, "nvlink")  # type: ignore[attr-defined]
+    return tuple(tuple(row) for row in found.matrix)
 
 
 def ipc_name(storage: torch.UntypedStorage) -> tuple[Any, ...]:

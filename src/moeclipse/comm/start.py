@@ -7,16 +7,25 @@ this process, so that start - stop - start works. `stop` takes no argument and m
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import Literal, TextIO
 
 import torch
 import torch.distributed as dist
 
 from moeclipse.comm.failure import Watch
+from moeclipse.comm.watch.marks import DeviceMarks
+from moeclipse.comm.watch.op_log import MARKS, OpLog
 from moeclipse.core.errors import CommError, ConfigError
+
+MPS = "CUDA_MPS_PIPE_DIRECTORY"
+Backend = Literal["auto", "nccl", "gloo"]
+"""auto: NCCL where each rank has a GPU of its own, else gloo; nccl: also where ranks share one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +71,37 @@ def cuda_settings(pp: int) -> dict[str, str]:
     return settings | ({"CUDA_MODULE_LOADING": "EAGER"} if pp > 1 else {})
 
 
+def nccl_settings(deadline_s: float) -> dict[str, str]:
+    """So that our deadline speaks first.
+
+    Torch would end the process in the middle of a sentence when a peer's connection closes, and when its own
+    watch thread was held up for eight minutes.
+    """
+    return {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(480, 4 * math.ceil(deadline_s))),
+    }
+
+
+def shared_gpu_settings(rank: int, num_ranks: int) -> dict[str, str]:
+    """NCCL refuses two ranks of one host on one GPU; ranks of several hosts talk over sockets.
+
+    MPS has 96 hardware queues for all processes together: a fourth one with 32 would not start.
+    """
+    queues = {"CUDA_DEVICE_MAX_CONNECTIONS": str(min(32, 64 // num_ranks))} if MPS in os.environ else {}
+    return queues | {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+
+
+def device_settings(place: RankPlace, *, pp: int, deadline_s: float, backend: Backend) -> dict[str, str]:
+    """What a rank's environment must say before CUDA and NCCL start; what a user has set comes first."""
+    settings = cuda_settings(pp) | nccl_settings(deadline_s)
+    # Counted through NVML: asking CUDA itself would start it.
+    if backend == "nccl" and 0 < torch.cuda.device_count() < place.local_ranks:
+        settings |= shared_gpu_settings(place.rank, place.num_ranks)
+    return settings
+
+
 def start(
     place: RankPlace,
     *,
@@ -69,6 +109,7 @@ def start(
     deadline_s: float = 60.0,
     start_deadline_s: float = 300.0,
     store: dist.Store | None = None,
+    backend: Backend = "auto",
 ) -> Watch:
     """Join the other ranks. One rank alone opens nothing."""
     if device.type == "cuda":
@@ -82,17 +123,47 @@ def start(
     store = dist.PrefixStore(f"attempt_{place.attempt}/start_{count}", store)
     store.set_timeout(patience)
     shared = device.type == "cuda" and place.local_ranks > torch.cuda.device_count()
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared else "gloo"
+    by_nccl = device.type == "cuda" and (backend == "nccl" or (backend == "auto" and not shared))
     dist.init_process_group(
-        backend,
+        "cpu:gloo,cuda:nccl" if by_nccl else "gloo",
         store=store,
         rank=place.rank,
         world_size=place.num_ranks,
         # Our own deadlines come first and know the collective's name; this one is the last resort.
         timeout=max(patience, timedelta(seconds=2 * deadline_s)),
     )
-    watch_store = dist.PrefixStore("watch", store)
-    return Watch(store=watch_store, rank=place.rank, num_ranks=place.num_ranks, deadline_s=deadline_s)
+    return Watch(
+        store=dist.PrefixStore("watch", store),
+        rank=place.rank,
+        num_ranks=place.num_ranks,
+        deadline_s=deadline_s,
+        log=open_log(place, on_device=by_nccl),
+    )
+
+
+def open_log(place: RankPlace, on_device: bool) -> OpLog:
+    """The log of a rank's ops, in a file where a launcher gave the rank a folder."""
+    folder = rank_folder()
+    marks = DeviceMarks(MARKS) if on_device else None
+    try:
+        return OpLog(folder / "ops.txt" if folder is not None else None, rank=place.rank, marks=marks)
+    except OSError:  # a full disk must not keep a run from starting
+        return OpLog(rank=place.rank, marks=marks)
+
+
+def open_stacks() -> TextIO | None:
+    """Where the fault handler writes; open for the rank's whole life."""
+    folder = rank_folder()
+    try:
+        return None if folder is None else (folder / "stacks.txt").open("w")
+    except OSError:
+        return None
+
+
+def rank_folder() -> Path | None:
+    """The folder that a launcher made for this rank's files: torch's agents name one for its error."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(file).parent if file else None
 
 
 def open_store(place: RankPlace, patience: timedelta) -> dist.Store:

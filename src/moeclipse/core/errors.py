@@ -49,6 +49,10 @@ class CommError(MoEclipseError, RuntimeError):
     """A rank failed, left or did not arrive; the text names it."""
 
 
+class DeadlineError(CommError):
+    """Ranks waited longer than the deadline; the text names who waited, and for whom."""
+
+
 class DivergedError(MoEclipseError, RuntimeError):
     """Too many steps in a row with a non-finite loss or gradient."""
 

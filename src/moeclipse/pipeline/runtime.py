@@ -128,7 +128,8 @@ class Runtime:
         if self.mesh.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-            poll(event, self.mesh.watch, f"{what} of the first step", self.mesh.line.ranks)
+            watch = self.mesh.watch
+            poll(event, watch, f"{what} of the first step", self.mesh.line.ranks, watch.log.patience_s)
 
     def _wires(self) -> list[WireEnds]:
         """Between which ranks of a pipeline this program sends what, alike on all of them."""
@@ -143,6 +144,19 @@ class Runtime:
     # ops
 
     def _op(self, op: Op) -> InFlight[Any] | None:
+        if op.kind in TRANSFERS:  # which their lane logs
+            return self._timed(op)
+        log = self.mesh.watch.log
+        logged = log.launch("compute", str(op))
+        log.start(logged, self._stream())
+        transfer = self._timed(op)
+        log.end(logged, self._stream())
+        return transfer
+
+    def _stream(self) -> int | None:
+        return torch.cuda.current_stream().cuda_stream if self.mesh.device.type == "cuda" else None
+
+    def _timed(self, op: Op) -> InFlight[Any] | None:
         if self.observe is None:
             return self._run(op)
         recorder = self.mesh.recorder

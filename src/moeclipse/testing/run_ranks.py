@@ -17,20 +17,20 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.start import RankPlace, cuda_settings, start, stop
-
-MPS = "CUDA_MPS_PIPE_DIRECTORY"
-Backend = Literal["auto", "nccl"]
-"""auto: NCCL where each rank has a GPU of its own, else gloo; nccl: also where ranks share one."""
+from moeclipse.comm.start import Backend, RankPlace, device_settings, start, stop
+from moeclipse.comm.watch.watchdog import Watchdog
+from moeclipse.core.errors import CommError
 
 
 def run_ranks(
@@ -106,15 +106,6 @@ def run_ranks_raw(
         return _collect(ranks, Path(folder), deadline_s)
 
 
-def shared_gpu_settings(rank: int, num_ranks: int) -> dict[str, str]:
-    """NCCL refuses two ranks of one host on one GPU; ranks of several hosts talk over sockets.
-
-    MPS has 96 hardware queues for all processes together: a fourth one with 32 would not start.
-    """
-    queues = {"CUDA_DEVICE_MAX_CONNECTIONS": str(min(32, 64 // num_ranks))} if MPS in os.environ else {}
-    return queues | {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-
-
 def _child(place: tuple[Any, ...], sender: Connection, function: Callable[..., Any], args: Any) -> None:
     rank, num_ranks, dp, tp, pp, folder, collective_deadline_s, device, backend, before = place
     stacks = open(Path(folder) / f"stack-{rank}", "w")  # noqa: SIM115  (open for the child's whole life)
@@ -125,31 +116,38 @@ def _child(place: tuple[Any, ...], sender: Connection, function: Callable[..., A
             before(rank)
         if device == "cuda":  # counted through NVML: the device itself is touched after the settings below
             device = f"cuda:{rank % torch.cuda.device_count()}"
+        where = RankPlace(rank=rank, num_ranks=num_ranks, local_rank=rank, local_ranks=num_ranks)
         if backend == "nccl":
-            settings = cuda_settings(pp)
-            if torch.cuda.device_count() < num_ranks:
-                settings |= shared_gpu_settings(rank, num_ranks)
-            os.environ |= settings
-        store = dist.FileStore(str(Path(folder) / "store"), num_ranks)
-        local = 1 if backend == "nccl" else num_ranks  # NCCL takes the others for ranks of other hosts
-        where = RankPlace(rank=rank, num_ranks=num_ranks, local_rank=rank % local, local_ranks=local)
+            os.environ |= device_settings(where, pp=pp, deadline_s=collective_deadline_s, backend=backend)
         watch = start(
             where,
             device=torch.device(device),
             deadline_s=collective_deadline_s,
             start_deadline_s=30,
-            store=store,
+            store=dist.FileStore(str(Path(folder) / "store"), num_ranks),
+            backend=backend,
         )
         ep = num_ranks // (dp * tp * pp)
-        mesh = Mesh(dp=dp, ep=ep, tp=tp, pp=pp, rank=rank, device=torch.device(device), watch=watch)
-        try:
-            outcome = (True, function(mesh, *args))
-        except BaseException as error:
-            watch.publish(f"{type(error).__name__}: {error}")
-            raise
-        stop()
+        # Over NCCL a host can wait for ever; on CPU every wait has a deadline of its own.
+        watchdog = Watchdog(watch, end=partial(_end, sender)) if backend == "nccl" else nullcontext()
+        with watchdog:
+            try:
+                mesh = Mesh(dp=dp, ep=ep, tp=tp, pp=pp, rank=rank, device=torch.device(device), watch=watch)
+                outcome = (True, function(mesh, *args))
+            except BaseException as error:
+                watch.publish(f"{type(error).__name__}: {error}")
+                raise
+            stop()
     except BaseException:
         outcome = (False, traceback.format_exc())
+    _leave(sender, outcome)
+
+
+def _end(sender: Connection, error: CommError) -> None:
+    _leave(sender, (False, f"{type(error).__name__}: {error}"))
+
+
+def _leave(sender: Connection, outcome: tuple[bool, Any]) -> None:
     # By value: torch would otherwise pass tensors as file descriptors that die with this process.
     buffer = io.BytesIO()
     torch.save(outcome, buffer)

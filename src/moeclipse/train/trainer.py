@@ -9,6 +9,8 @@ symptoms.
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,10 +18,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.start import RankPlace, choose_device, start, stop
+from moeclipse.comm.start import RankPlace, choose_device, open_stacks, start, stop
+from moeclipse.comm.watch.watchdog import Watchdog
 from moeclipse.core.config import problems_of, to_toml, with_values
 from moeclipse.core.errors import (
     CheckpointError,
+    CommError,
     ConfigError,
     CorruptionError,
     MoEclipseError,
@@ -31,6 +35,7 @@ from moeclipse.train.checkpoints.beside import BesideSave
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
 from moeclipse.train.config import TrainConfig, layout_problems
 from moeclipse.train.hugging_face import export, load_folder
+from moeclipse.train.incidents import Incidents
 from moeclipse.train.learner import Learner
 from moeclipse.train.metrics import Metrics
 from moeclipse.train.ranks import PatientRanks
@@ -50,6 +55,11 @@ class Observer(Protocol):
     def end(self, summary: dict[str, Any]) -> None: ...
 
 
+def leave_process(error: CommError) -> None:
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    os._exit(error.code)
+
+
 class Silence:
     """Watches nothing."""
 
@@ -65,11 +75,13 @@ def train(
     resume: str = "off",
     observer: Observer | None = None,
     leave: Callable[[], str] = lambda: "",
+    stuck: Callable[[CommError], None] = leave_process,
 ) -> dict[str, Any]:
     """Train as this rank; returns the summary. `resume`: off, auto, or a checkpoint's path.
 
     `leave` is asked at every step: once it answers on any rank, with the name of a signal, all ranks save and
-    raise Preempted.
+    raise Preempted. `stuck` is called, on another thread, with the cause of a failure that this rank's main
+    thread cannot hear of because a call of CUDA or NCCL holds it; it must end the process.
     """
     place = RankPlace.read()
     problems = [*problems_of(config), *layout_problems(config, place.num_ranks)]
@@ -82,28 +94,39 @@ def train(
         device=device,
         deadline_s=config.parallel.deadline_s,
         start_deadline_s=config.parallel.start_deadline_s,
+        backend=config.parallel.backend,
     )
-    try:
-        mesh = Mesh(
-            dp=dp,
-            ep=ep,
-            tp=config.parallel.tp,
-            pp=config.parallel.pp,
-            rank=place.rank,
-            device=device,
-            watch=watch,
-            comm_sms=config.pipeline.comm_sms,
-        )
-        watching = observer if observer is not None and place.rank == 0 else Silence()
-        return Run(config, mesh, watching, leave).whole(resume)
-    except Preempted:
-        raise
-    except BaseException as error:
-        text = str(error) if isinstance(error, MoEclipseError) else f"{type(error).__name__}: {error}"
-        watch.publish(text)
-        raise
-    finally:
-        stop()
+    if device.type == "cuda":  # a first step compiles and loads kernels, one rank later than another
+        watch.log.patience_s = config.parallel.start_deadline_s
+    incidents = Incidents(watch, stuck)
+    # On CPU every wait ends by itself at the deadline.
+    on_device = device.type == "cuda"
+    with Watchdog(
+        watch, end=incidents.end if on_device else None, stacks=open_stacks() if on_device else None
+    ):
+        try:
+            mesh = Mesh(
+                dp=dp,
+                ep=ep,
+                tp=config.parallel.tp,
+                pp=config.parallel.pp,
+                rank=place.rank,
+                device=device,
+                watch=watch,
+                comm_sms=config.pipeline.comm_sms,
+            )
+            watching = observer if observer is not None and place.rank == 0 else Silence()
+            return Run(config, mesh, watching, leave).whole(resume, incidents.begin)
+        except Preempted:
+            raise
+        except BaseException as error:
+            text = str(error) if isinstance(error, MoEclipseError) else f"{type(error).__name__}: {error}"
+            watch.publish(text)
+            if isinstance(error, Exception) and not isinstance(error, ConfigError):
+                incidents.keep(text)
+            raise
+        finally:
+            stop()
 
 
 class Run:
@@ -127,8 +150,10 @@ class Run:
     def checkpoints(self) -> Path:
         return self.directory / "checkpoints"
 
-    def whole(self, resume: str) -> dict[str, Any]:
+    def whole(self, resume: str, opened: Callable[[Path], None] = lambda _: None) -> dict[str, Any]:
+        """`opened` is called with the directory, once it is this run's."""
         with self.files.held(resume, self.observer.note):
+            opened(self.directory)
             return self._train(resume)
 
     def _train(self, resume: str) -> dict[str, Any]:
@@ -191,6 +216,7 @@ class Run:
                 saving.finish()
                 step = self._go_back(learner, metrics, step, error)
                 continue
+            self.mesh.watch.log.patience_s = None
             signals = record.pop("signals")
             metrics.add(record)
             self.observer.step(record)

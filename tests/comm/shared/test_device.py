@@ -13,7 +13,7 @@ import torch
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.shared import device as module
-from moeclipse.comm.shared.device import CudaMemory, share_a_device
+from moeclipse.comm.shared.device import CudaMemory, devices_of
 from moeclipse.comm.shared.host import NoPeerMemoryError
 from moeclipse.testing.run_ranks import run_ranks
 
@@ -62,15 +62,14 @@ def test_what_a_rank_tells_of_its_device(monkeypatch: pytest.MonkeyPatch) -> Non
     assert module._facts(torch.device("cuda", 1))["device"] == 1
 
 
-def sharing(mesh: Mesh, uuids: list[str]) -> bool:
+def named(mesh: Mesh, uuids: list[str]) -> list[str]:
     properties = SimpleNamespace(uuid=uuids[mesh.rank])
     torch.cuda.get_device_properties = lambda _: properties  # type: ignore[assignment]
-    return share_a_device(mesh.world, mesh.watch, CPU)
+    return devices_of(mesh.world, mesh.watch, CPU)
 
 
-def test_whether_ranks_share_a_device() -> None:
-    assert run_ranks(3, sharing, ["x", "y", "x"]) == [True] * 3
-    assert run_ranks(3, sharing, ["x", "y", "z"]) == [False] * 3
+def test_every_rank_knows_the_devices_of_all() -> None:
+    assert run_ranks(3, named, ["x", "y", "x"]) == [["x", "y", "x"]] * 3
 
 
 def opened(mesh: Mesh, failing: dict[str, int]) -> tuple[str, int, int]:

@@ -36,6 +36,7 @@ class Transfer(Generic[T]):
     ) -> None:
         self._lane, self._group, self._label, self._stamps = lane, group, label, stamps
         self._value, self._keep = value, keep
+        self._op = lane.watch.log.launch(lane.name, label, group.ranks)
         self._work: Any = None
         self._event: torch.cuda.Event | None = None
         self._waited = False
@@ -43,12 +44,13 @@ class Transfer(Generic[T]):
     def get(self) -> T:
         """Let what follows use the result."""
         if not self._waited:
-            self._wait(None)
+            self._wait(self._op.patience_s)
         return self._value
 
     def settle(self, patience_s: float | None = None) -> T:
         """Wait on the host until the result is there. `patience_s` replaces the deadline where peers may
         be slow."""
+        patience_s = self._op.patience_s = patience_s or self._op.patience_s
         if not self._waited:
             self._wait(patience_s)
         if self._event is not None:
@@ -61,7 +63,9 @@ class Transfer(Generic[T]):
             if self._event is not None:
                 torch.cuda.current_stream().wait_event(self._event)
             else:
+                self._op.waited = time.monotonic()
                 self._block(patience_s)
+                self._lane.watch.log.end(self._op)
         if self._stamps.done is None:
             self._stamps.done = time.perf_counter_ns()
         self._keep = self._work = None  # a Work may hold tensors, too
@@ -71,7 +75,7 @@ class Transfer(Generic[T]):
         try:
             self._work.wait(timedelta(seconds=patience_s or watch.deadline_s))
         except RuntimeError as error:
-            raise watch.explain(self._label, self._group.ranks, error) from None
+            raise watch.explain(self._label, self._group.ranks, error, self._lane.name) from None
 
 
 class Lane:
@@ -99,10 +103,12 @@ class Lane:
             return self._launch_on_stream(group, label, start, value, keep)
         stamps = self.recorder.launch(group.name, label)
         transfer = Transfer(self, group, label, stamps, value, keep)
+        transfer._op.on_host = True
+        self.watch.log.start(transfer._op)
         try:
             transfer._work = start()
         except RuntimeError as error:
-            raise self.watch.explain(label, group.ranks, error) from None
+            raise self.watch.explain(label, group.ranks, error, self.name) from None
         if self.recorder.active and not self.recorder.cuda:
             _stamp_when_done(transfer._work, stamps)
         return transfer
@@ -118,7 +124,10 @@ class Lane:
         with torch.cuda.stream(self._stream):
             stamps = self.recorder.launch(group.name, label)
             transfer = Transfer(self, group, label, stamps, value, keep)
+            log, handle = self.watch.log, self._stream.cuda_stream
+            log.start(transfer._op, handle)
             start().wait()  # orders this stream behind the library's own; the host goes on
+            log.end(transfer._op, handle)
             stamps.done = self.recorder.stamp()
             transfer._event = torch.cuda.Event()
             transfer._event.record()

@@ -25,7 +25,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -35,15 +34,14 @@ import torch
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.group import Group
 from moeclipse.comm.reduce.begun import BegunReduction
+from moeclipse.comm.reduce.chosen import choose_algorithm
 from moeclipse.comm.reduce.flat import flat_of, is_plain, same_kind, shaped
 from moeclipse.comm.reduce.on_device import CudaReducer, overlap
 from moeclipse.comm.reduce.on_host import CpuReducer
 from moeclipse.comm.reduce.plain import all_reduce_plain, obstacle_of
 from moeclipse.comm.reduce.reducer import PlanKey, Planned, Reducer, run_out
-from moeclipse.comm.reduce.table import DEFAULT_FILE, MAX_RANKS, Algorithm, algorithm_for, algorithm_from
-from moeclipse.comm.shared.device import share_a_device
+from moeclipse.comm.reduce.table import DEFAULT_FILE, MAX_RANKS, Algorithm
 from moeclipse.comm.shared.host import FOLDER, NoPeerMemoryError, Use
-from moeclipse.comm.tell import tell_all
 from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.ops.peer_reduce import add_residual, checked_bounds, rms_norm
 
@@ -90,12 +88,7 @@ class PeerAllReduce:
             raise ConfigError(f"area_bytes ({area_bytes}) must be a positive multiple of 4096")
         if group.size == 1:
             return cls(group, watch, device, None, Algorithm(), "the group has one rank")
-        name, one_device = "cpu", False
-        if device.type == "cuda":
-            name, one_device = torch.cuda.get_device_name(device), share_a_device(group, watch, device)
-        mine = choice or algorithm_for(name, group.size, True, table, shared=one_device)
-        shared = tell_all(group, watch, asdict(mine), f"opening of all-reduce, group {group.name}")
-        chosen = algorithm_from(shared[0])
+        chosen = choose_algorithm(group, watch, device, table, choice)
         obstacle = obstacle_of(group.size, MAX_RANKS, device.type)
         if obstacle:
             return cls(group, watch, device, None, chosen, obstacle)

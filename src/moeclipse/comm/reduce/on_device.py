@@ -167,7 +167,7 @@ class CudaReducer:
                     f"ranks {mine} and {peer} made different calls, in {name} or before; "
                     "all ranks must make the same calls, on tensors that they shared together"
                 )
-            raise CommError(
+            raise self._watch.verdict(
                 f"rank {mine} waited {self._watch.deadline_s:g} s in {name}: "
                 f"rank {self._ranks[late - 1]} did not arrive"
             )

@@ -60,11 +60,10 @@ def _blocks_that_fit(facts: list[dict[str, Any]]) -> int:
     return max(1, min(MAX_BLOCKS, min(int(fact["processors"]) for fact in facts) // sharing))
 
 
-def share_a_device(group: Group, watch: Watch, device: torch.device) -> bool:
-    """Collective. Whether some ranks of the group run on the same device."""
+def devices_of(group: Group, watch: Watch, device: torch.device) -> list[str]:
+    """Collective. The ids of the ranks' devices; ranks that share one have the same."""
     mine = str(torch.cuda.get_device_properties(device).uuid)
-    everyone = tell_all(group, watch, mine, f"opening of all-reduce, group {group.name}")
-    return len(set(everyone)) < len(everyone)
+    return tell_all(group, watch, mine, f"opening of all-reduce, group {group.name}")
 
 
 def _facts(device: torch.device) -> dict[str, Any]:

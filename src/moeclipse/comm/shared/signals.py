@@ -72,15 +72,17 @@ class Peers:
 
     def raise_reported(self) -> None:
         """Raise what another rank reported about its own failure, if any did."""
-        first = self.watch.first_failure()
-        if first is not None and first[0] != self.watch.rank:
-            raise CommError(f"rank {first[0]} failed: {first[1]}")
+        told = self.watch.told()
+        if told is not None:
+            raise told
 
     def missing(self, late: Sequence[int], label: str) -> CommError:
         names = ", ".join(str(self.ranks[peer]) for peer in late)
         noun = "ranks" if len(late) > 1 else "rank"
         mine, patience = self.ranks[self.index], self.watch.deadline_s
-        return CommError(f"rank {mine} waited {patience:g} s in {label}: {noun} {names} did not arrive")
+        return self.watch.verdict(
+            f"rank {mine} waited {patience:g} s in {label}: {noun} {names} did not arrive"
+        )
 
     def close(self) -> None:
         for handle in self._handles.values():

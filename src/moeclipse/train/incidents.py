@@ -1,0 +1,116 @@
+"""What went wrong in a run, kept beside its metrics.
+
+    RUN/incidents.jsonl     one record for each incident: what, where, since when, who waited in what
+    RUN/ops/rank-3.txt      the last ops of a rank: launched, started, done
+
+The rank whose words all others repeat writes the record. Ops are copied by each rank that fails, and by that
+one for all ranks of its host, because one that was killed or stands still cannot. Where no rank is left to
+write, the launcher does (`kept_by_launcher`): ranks tell it the run's folder.
+
+Hazard: this runs while things fail, also on a thread beside a stuck one. Nothing here may raise or wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from moeclipse.comm.failure import Cause, Watch
+from moeclipse.comm.start import RankPlace, rank_folder
+from moeclipse.core.errors import CommError
+
+RECORDS = "incidents.jsonl"
+OPS = "ops"
+RUN = "run"  # in a rank's folder: the run's directory
+PLACES = {name: re.compile(rf"\b{name} (\d+)") for name in ("layer", "microbatch", "stage")}
+
+
+class Incidents:
+    """Of one rank: at most one is kept, because a rank that fails ends."""
+
+    def __init__(self, watch: Watch, stuck: Callable[[CommError], None]) -> None:
+        """`stuck` ends the process of a rank that cannot leave by itself."""
+        self.watch, self._stuck = watch, stuck
+        self.directory: Path | None = None
+        self._kept = threading.Event()
+
+    def begin(self, directory: Path) -> None:
+        """From now on the directory is this run's; the launcher is told."""
+        self.directory = directory
+        folder = rank_folder()
+        if folder is not None:
+            with contextlib.suppress(OSError):
+                (folder / RUN).write_text(str(directory.resolve()))
+
+    def end(self, error: CommError) -> None:
+        """As the watchdog of a stuck rank."""
+        self.keep(str(error))
+        self._stuck(error)
+
+    def keep(self, text: str) -> None:
+        """This rank fails with `text`, which may be another's."""
+        if self._kept.is_set() or self.directory is None or not self.directory.is_dir():
+            return
+        self._kept.set()  # the main thread may get as far as this, and be stuck in leaving
+        watch, directory = self.watch, self.directory
+        cause = watch.first_cause() or Cause(rank=watch.rank, text=text)
+        with contextlib.suppress(OSError):
+            (directory / OPS).mkdir(exist_ok=True)
+            (directory / OPS / f"rank-{watch.rank}.txt").write_text(watch.log.text())
+            if cause.rank != watch.rank:
+                return
+            folder = rank_folder()
+            if folder is not None:
+                copy_ops(folder.parent, directory, but=watch.rank)
+            kind = "deadline" if cause.late else "error"
+            record = {"kind": kind, "rank": cause.rank, "what": cause.text, **place_of(cause.waited)}
+            append(directory, record)
+
+
+def kept_by_launcher(ranks: Path | None, rank: int | None, text: str) -> None:
+    """As the launcher, of an attempt whose ranks left their files in `ranks`."""
+    told = sorted(ranks.glob(f"*/{RUN}")) if ranks is not None else []
+    if ranks is None or not told:
+        return
+    with contextlib.suppress(OSError):
+        directory = Path(told[0].read_text())
+        copy_ops(ranks, directory)
+        append(directory, {"kind": "signal", "rank": rank, "what": text})
+
+
+def copy_ops(ranks: Path, directory: Path, but: int | None = None) -> None:
+    (directory / OPS).mkdir(exist_ok=True)
+    for file in ranks.glob("*/ops.txt"):
+        found = re.match(rb"rank (\d+) ", file.open("rb").readline())
+        if found and int(found[1]) != but:
+            shutil.copyfile(file, directory / OPS / f"rank-{int(found[1])}.txt")
+
+
+def append(directory: Path, record: Mapping[str, Any]) -> None:
+    attempt = RankPlace.read().attempt
+    head = {"time": round(time.time(), 3), "attempt": attempt, "host": socket.gethostname()}
+    with (directory / RECORDS).open("a") as file:
+        file.write(json.dumps({**head, **record}) + "\n")
+
+
+def place_of(waited: Mapping[str, Any]) -> dict[str, Any]:
+    """The op that was waited for, and what its label says of layer, microbatch and stage."""
+    if not waited:
+        return {}
+    label = str(waited.get("op", ""))
+    places = {name: int(found[1]) for name, pattern in PLACES.items() if (found := pattern.search(label))}
+    return {
+        "op": label,
+        "lane": waited.get("lane", ""),
+        **places,
+        "waited_s": waited.get("since_s"),
+        "stands": waited.get("stands", {}),
+    }

@@ -1,0 +1,68 @@
+"""A rank that is killed, or stands still: named, recorded, and nothing is left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fault_bed import FREEZE, KILL, POINTS, train
+from moeclipse.cli.frozen import ending_frozen_ranks, stopped_children
+
+DEADLINE_S = 3
+SMALL = ("--preset", "tiny", "--run.device", "cpu", "--run.steps", "6", "--ranks", "2")
+SMALL += ("--parallel.deadline-s", str(DEADLINE_S))
+
+
+@pytest.mark.parametrize(
+    "point", [pytest.param(name, marks=[pytest.mark.full] * (name != "forward")) for name in POINTS]
+)
+def test_a_frozen_rank_is_named_and_ended(tmp_path: Path, point: str) -> None:
+    words, when = POINTS[point]
+    found = train(tmp_path, *SMALL, *words, fault=f"1 {FREEZE} {when}")
+    assert found.code == 1
+    last = found.err.strip().splitlines()[-1]
+    assert last.startswith("error: rank 0 waited 3 s in ")
+    assert last.endswith(": rank 1 did not arrive")
+    (incident,) = found.incidents
+    assert incident["time"] - found.fault_at < DEADLINE_S + 2 + 1, "one for busy cores"
+    assert found.ended_at - found.fault_at < 25, "the agent alone would take half a minute longer"
+    assert (incident["kind"], incident["rank"]) == ("deadline", 0)
+    assert incident["what"] in last
+    assert list(incident["stands"]) == ["0"]
+    for rank in (0, 1):
+        assert f"rank {rank} on " in (found.run / "ops" / f"rank-{rank}.txt").read_text()
+    assert when.split(" ", 1)[1].strip() in (found.run / "ops" / "rank-1.txt").read_text()
+
+
+def test_a_killed_rank_is_recorded_and_the_run_resumes(tmp_path: Path) -> None:
+    words = (*SMALL, "--checkpoint.every", "1", "--restarts", "1")
+    found = train(tmp_path, *words, fault=f"1 {KILL} 9 dispatch S_F")
+    assert found.code == 0, found.err
+    assert "restart 1 of 1" in found.err
+    assert len(found.incidents) == 1
+    assert len(found.losses) == 6
+
+
+def test_a_stopped_child_is_ended_once_something_failed() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        assert child.pid not in stopped_children()
+        os.kill(child.pid, signal.SIGSTOP)
+        failed: list[int] = []
+        with ending_frozen_ranks(lambda: bool(failed)):
+            until = time.monotonic() + 5
+            while child.pid not in stopped_children():
+                assert time.monotonic() < until
+            time.sleep(0.7)
+            assert child.poll() is None, "nothing has failed yet"
+            failed.append(1)
+            assert child.wait(5) == -KILL
+    finally:
+        child.kill()
+        child.wait()
