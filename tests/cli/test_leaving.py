@@ -171,3 +171,21 @@ def test_a_launcher_passes_on_once_and_then_ends() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.1)
     assert ended == [signal.SIGTERM]
+
+
+@apart
+def test_after_a_rank_was_lost_a_signal_ends_at_once() -> None:
+    assert hear_an_agent(ranks=1) == 7, "nobody was lost: it waits for the end of a step"
+    assert hear_an_agent(ranks=2) == 143
+
+
+def hear_an_agent(ranks: int) -> int:
+    """The status of a training rank that hears SIGTERM; its launcher has one child left, this rank."""
+    launcher, child = os.getpid(), os.fork()
+    if child == 0:
+        with Leaving(launcher, ranks) as leaving:
+            leaving.listen()
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1.0)
+            os._exit(7 if leaving.asked else 8)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -11,7 +11,8 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
+
+from moeclipse.cli.leaving import children, state_of
 
 LOOK_S = 0.3
 
@@ -37,15 +38,4 @@ def ending_frozen_ranks(has_failed: Callable[[], bool]) -> Iterator[None]:
 
 
 def stopped_children() -> list[int]:
-    found = []
-    for listing in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found += [int(pid) for pid in listing.read_text().split()]
-    return [pid for pid in found if _state(pid) == "T"]
-
-
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
+    return [pid for pid in children() if state_of(pid) == "T"]

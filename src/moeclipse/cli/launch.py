@@ -56,7 +56,7 @@ def run_rank(config: TrainConfig, resume: str) -> int:
     if launched and config.parallel.pin == "auto":
         pin_rank(os.environ, usable_cores())
     observer = make_observer()
-    with Leaving(int(os.environ.get(LAUNCHER, "0"))) as leaving:
+    with Leaving(int(os.environ.get(LAUNCHER, "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))) as leaving:
         try:
             from moeclipse.comm.start import RankPlace, device_settings
             from moeclipse.train.trainer import train

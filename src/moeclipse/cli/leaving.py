@@ -3,6 +3,7 @@
     rank        hears a signal, tells the others with the numbers of its step; all save that step and leave
     launcher    hears a signal, passes it on to its ranks, and waits for them
     a second    signal, more than ONE_REQUEST_S after the first, ends at once
+    an agent    that lost a rank ends the others with SIGTERM: nothing can be saved then, they end at once
 
 Whoever schedules jobs signals all processes at once, the launcher and its ranks, and a terminal does so with
 Ctrl-C: what arrives within a moment is one request.
@@ -33,8 +34,9 @@ WAKE = 0
 class Leaving:
     """A rank's ear, as a context: `asked` is the signal's name once one has come."""
 
-    def __init__(self, launcher: int = 0) -> None:
-        self.launcher = launcher
+    def __init__(self, launcher: int = 0, ranks: int = 0) -> None:
+        """`launcher`: its process, which has started so many `ranks`."""
+        self.launcher, self.ranks = launcher, ranks
         self.asked = ""
         self.status = 128 + signal.SIGINT
         """Of a rank that a signal interrupts before it trains."""
@@ -89,6 +91,8 @@ class Leaving:
         now = time.monotonic()
         if not self.asked:
             self.asked, self._since = signal.Signals(number).name, now
+            if number == signal.SIGTERM and self.launcher and len(children(self.launcher)) < self.ranks:
+                os._exit(128 + number)
             if not self._trains:
                 self._end_soon(number)
         elif now - self._since > ONE_REQUEST_S:
@@ -132,10 +136,18 @@ def passing_on(end: Callable[[int], None]) -> Iterator[Callable[[], int]]:
             signal.signal(number, handler)
 
 
-def children() -> list[int]:
-    """Processes that this one started."""
+def children(of: int | str = "self") -> list[int]:
+    """Processes that this one started, or another; those that have ended do not count."""
     found = []
-    for listing in Path("/proc/self/task").glob("*/children"):
+    for listing in Path(f"/proc/{of}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             found += [int(pid) for pid in listing.read_text().split()]
-    return found
+    return [pid for pid in found if state_of(pid) not in ("Z", "X", "")]
+
+
+def state_of(pid: int) -> str:
+    """The kernel's letter: T is stopped, Z has ended; nothing where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
