@@ -82,6 +82,7 @@ def main(words: list[str]) -> int:
     if not joined:
         if not any(problems_of(config.run)):
             problems += directory_problems(config, options.resume)
+            problems += init_problems(config.run.init_from, options.resume, config.model.from_hf)
         problems += data_problems(config)
     if problems:
         raise ConfigError(problems)
@@ -164,6 +165,20 @@ def restart_notes(config: TrainConfig, restarts: int) -> Iterator[str]:
             "checkpoint.every is 0, so a restart begins again at step 0; "
             "set checkpoint.every to a number of steps"
         )
+
+
+def init_problems(path: str, resume: str, from_hf: str) -> Iterator[str]:
+    """What is wrong with `run.init_from`, as far as it can be told before a rank starts."""
+    if not path:
+        return
+    if from_hf:
+        yield f"run.init_from ({path}) and model.from_hf ({from_hf}) both name weights; leave one out"
+    elif not Path(path).is_dir():
+        yield f"run.init_from ({path}): no such folder; give a checkpoint's or a run's"
+    elif (Path(path) / "config.json").exists() and not (Path(path) / "manifest.json").exists():
+        yield f"run.init_from ({path}) is a Hugging Face folder; --model.from-hf takes its shape, too"
+    if resume not in ("off", "auto"):
+        yield f"resume ({resume}) continues a run, run.init_from ({path}) begins one; leave one out"
 
 
 def directory_problems(config: TrainConfig, resume: str) -> Iterator[str]:

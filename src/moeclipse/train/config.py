@@ -37,6 +37,8 @@ class RunConfig:
     dir: str = "runs"
     steps: int = 200
     seed: int = 0
+    init_from: str = ""
+    """A checkpoint's or a run's folder whose weights a new run begins from, with an optimizer of its own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     wait_s: float = 120.0
     """How long `--resume auto` waits for another job that still uses the run's folder."""

@@ -4,7 +4,7 @@ Both stream: to a checkpoint layer by layer, to a folder tensor by tensor. Both 
 an interrupted conversion goes on where it was, and a folder with the wanted name is whole. What came from a
 folder and was not trained goes back bit by bit.
 
-A converted checkpoint holds weights and no state of an optimizer: a run begins from it (`--init-from`), and
+A converted checkpoint holds weights and no state of an optimizer: a run begins from it (`run.init_from`), and
 none is resumed from it. In `state["hf"]` it remembers the folder's config.json and the types of its tensors;
 so does a run that began from a folder, and this is what turns its checkpoints into folders again.
 """

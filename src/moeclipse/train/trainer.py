@@ -36,6 +36,7 @@ from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
 from moeclipse.train.config import TrainConfig, layout_problems
 from moeclipse.train.hugging_face import export, load_folder
 from moeclipse.train.incidents import Incidents
+from moeclipse.train.init_from import load_weights_of
 from moeclipse.train.learner import Learner
 from moeclipse.train.metrics import Metrics
 from moeclipse.train.ranks import PatientRanks
@@ -195,8 +196,11 @@ class Run:
         """Continue a checkpoint, begin from weights, or from nothing; returns the step to run next."""
         if found is not None:
             return learner.load(found)
+        ranks = PatientRanks(self.mesh, self.config.checkpoint.deadline_s)
         if self.config.model.from_hf:
-            load_folder(learner, PatientRanks(self.mesh, self.config.checkpoint.deadline_s))
+            load_folder(learner, ranks)
+        elif self.config.run.init_from:
+            load_weights_of(self.config.run.init_from, learner, ranks)
         return 0
 
     def _steps(self, learner: Learner, metrics: Metrics, start: int) -> Saving:
@@ -254,7 +258,8 @@ class Run:
         if last or wanted == "always":
             ranks = PatientRanks(self.mesh, self.config.checkpoint.deadline_s)
             assert path is not None
-            export(path, self.directory / "export", Path(self.config.model.from_hf), ranks)
+            source = Path(self.config.model.from_hf or self.config.run.init_from)
+            export(path, self.directory / "export", source, ranks)
             self.exported = path
 
     def _go_back(self, learner: Learner, metrics: Metrics, step: int, error: CorruptionError) -> int:

@@ -1,0 +1,56 @@
+"""A new run that begins from weights of another, with an optimizer, data and steps of its own.
+
+The weights are those of a checkpoint, of the newest whole one of a run, or of a converted Hugging Face model.
+A Hugging Face folder itself also has a shape to give and is named by `model.from_hf`.
+
+Contract: collective, fails on all ranks or on none; the model must have the checkpoint's shape, its type may
+be another. `--resume` goes on exactly and is something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from moeclipse.core.errors import CheckpointError, ConfigError
+from moeclipse.hf.read import contradictions, read_config
+from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.fingerprint import differences, in_present_terms
+from moeclipse.train.learner import Learner
+from moeclipse.train.ranks import Ranks
+
+
+def load_weights_of(path: str, learner: Learner, ranks: Ranks) -> None:
+    checkpoint = open_weights(path, ranks)
+    lines = list(other_shape(checkpoint.state, learner, path))
+    if lines:
+        raise ConfigError([f"run.init_from ({path}): {line}" for line in lines])
+    learner.load_weights(checkpoint)
+    learner.hf = checkpoint.state.get("hf")
+
+
+def open_weights(path: str, ranks: Ranks) -> Checkpoint:
+    """Of a checkpoint's folder, or of a run's."""
+    if not (Path(path) / "checkpoints").is_dir():
+        return Checkpoint.open(path, ranks)
+    found = newest(Path(path) / "checkpoints", ranks)
+    if found.checkpoint is None:
+        damaged = f": {'; '.join(found.passed_over)}" if found.passed_over else ""
+        raise CheckpointError(f"run.init_from ({path}): the run has no whole checkpoint{damaged}")
+    return found.checkpoint
+
+
+def other_shape(state: Mapping[str, Any], learner: Learner, path: str) -> Iterator[str]:
+    """Where the model differs from the one whose weights these are."""
+    if "fingerprint" in state:
+        expected = learner.fingerprint()
+        stored = in_present_terms(state["fingerprint"], expected, TrainConfig())
+        for fingerprint in (expected, stored):
+            fingerprint["model"] = {**fingerprint["model"], "dtype": ""}
+        yield from differences(stored, expected)
+    elif isinstance(state.get("hf"), Mapping):
+        yield from contradictions(read_config(state["hf"]["config"], path).values, learner.config, path)
+    else:
+        yield "its state does not say what model it belongs to; it was saved by another program"
