@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import threading
 import time
 from dataclasses import replace
 
@@ -91,6 +93,24 @@ def test_the_first_message_counts(watches: list[Watch]) -> None:
     assert watches[0].first_failure() == (2, "the disk is full")
     broken = RuntimeError("connection reset")
     assert str(watches[0].explain("rows", (0, 1, 2), broken)) == "rank 2 failed: the disk is full"
+
+
+def test_who_is_second_waits_for_the_words_of_the_first(watches: list[Watch]) -> None:
+    store = watches[0].store
+    assert store is not None
+    store.add("failure/count", 1)  # rank 2 has counted itself, and writes
+    words = json.dumps({"rank": 2, "text": "rank 2 waited", "late": True, "waited": {}})
+    later = threading.Timer(0.08, lambda: store.set("failure/first", words))
+    later.start()
+    assert str(watches[0].verdict("rank 0 waited")) == "rank 2 waited"
+    later.join()
+
+
+def test_who_is_second_does_not_wait_for_ever(watches: list[Watch]) -> None:
+    store = watches[0].store
+    assert store is not None
+    store.add("failure/count", 1)  # and died
+    assert str(watches[0].verdict("rank 0 waited")) == "rank 0 waited"
 
 
 def test_who_gives_no_sign_is_lost(watches: list[Watch]) -> None:

@@ -13,6 +13,7 @@ KINDS: dict[str, tuple[int, type[Exception]]] = {
     "DataError": (2, ValueError),
     "CheckpointError": (1, MoEclipseError),
     "CommError": (1, RuntimeError),
+    "DeadlineError": (1, errors.CommError),
     "DivergedError": (1, RuntimeError),
     "CorruptionError": (1, RuntimeError),
     "Preempted": (75, MoEclipseError),

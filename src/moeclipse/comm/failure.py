@@ -122,7 +122,11 @@ class Watch:
         if stands:
             waited["stands"] = {str(rank): stand.record() for rank, stand in sorted(stands.items())}
         cause = Cause(rank=self.rank, text=text, late=True, waited=waited)
-        self._publish(cause)
+        mine_counts = self._publish(cause)
+        until = time.monotonic() + SIGN_S
+        # Who was first has said so and may not have written its words yet.
+        while not mine_counts and self.first_cause() is None and time.monotonic() < until:
+            time.sleep(0.01)
         return self.told() or cause.error()
 
     def _publish(self, cause: Cause) -> bool:

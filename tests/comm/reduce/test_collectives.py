@@ -14,7 +14,7 @@ from moeclipse.comm.flight.in_flight import InFlight
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce import all_reduce
 from moeclipse.comm.reduce.collectives import Collectives, PeerCollectives, collectives
-from moeclipse.core.errors import CommError, ConfigError
+from moeclipse.core.errors import ConfigError, DeadlineError
 from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
 
 pytestmark = pytest.mark.peer_memory
@@ -117,5 +117,5 @@ def alone(mesh: Mesh) -> None:
 def test_a_missing_rank_is_named_at_the_deadline() -> None:
     ok, text = run_ranks_raw(2, alone, collective_deadline_s=1.0)[0]
     assert not ok
-    assert CommError.__name__ in text
+    assert DeadlineError.__name__ in text
     assert "rank 0 waited 1 s in all-reduce of d_x, layer 3: rank 1 did not arrive" in text

@@ -11,6 +11,7 @@ import pytest
 import torch
 from order import Rules, Watched
 
+from moeclipse.comm.failure import Cause
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.shared import signals as signals_module
 from moeclipse.comm.shared.host import PeerMemory
@@ -154,10 +155,10 @@ def test_a_peer_that_posted_and_left_is_not_missed(monkeypatch: pytest.MonkeyPat
 def test_what_a_rank_reported_is_told_in_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
     peers = Peers((0, 1), 0, (None, None), Mesh.single().watch)
     peers.raise_reported()
-    monkeypatch.setattr(type(peers.watch), "first_failure", lambda _: (1, "ValueError: bad row"))
+    monkeypatch.setattr(type(peers.watch), "first_cause", lambda _: Cause(rank=1, text="ValueError: bad row"))
     with pytest.raises(CommError, match=r"^rank 1 failed: ValueError: bad row$"):
         peers.raise_reported()
-    monkeypatch.setattr(type(peers.watch), "first_failure", lambda _: (0, "its own"))
+    monkeypatch.setattr(type(peers.watch), "first_cause", lambda _: Cause(rank=0, text="its own"))
     peers.raise_reported()
 
 
