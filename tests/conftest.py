@@ -40,5 +40,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     within = item.config.getoption("--within")
     if within is not None and time.monotonic() - BEGUN > within:
         pytest.skip(f"the {within:g} s of --within are over")
+    if within is not None and item.get_closest_marker("long"):
+        pytest.skip("takes minutes by itself; run it without --within")
     if item.get_closest_marker("peer_memory") and (reason := unordered_reason()):
         pytest.skip(reason)

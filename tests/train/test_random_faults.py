@@ -135,6 +135,7 @@ def test_some_faults(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_a_hundred_faults(tmp_path: Path) -> None:
     expected: dict[int, Any] = {}
     met = [survive(tmp_path, number, expected) for number in range(100)]

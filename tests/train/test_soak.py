@@ -68,6 +68,7 @@ def lines_in(path: Path) -> int:
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_nothing_grows_with_steps(tmp_path: Path) -> None:
     shared = set(os.listdir("/dev/shm"))
     words = [str(word) for pair in RUN.items() for word in pair]
