@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from fake_trainer import put_in
 
+from fault_bed import ranks_of
 from moeclipse.cli.launch import child_environment, resume_again, usable_cores
 from moeclipse.train.config import RunConfig, TrainConfig
 
@@ -134,19 +135,6 @@ def wait_for(condition: object, seconds: float) -> None:
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < until, "waited in vain"
         time.sleep(0.05)
-
-
-def ranks_of(launcher: int) -> list[int]:
-    """Processes that the launcher started: they carry its id in their environment."""
-    wanted = f"MOECLIPSE_LAUNCHER={launcher}".encode()
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if wanted in (folder / "environ").read_bytes().split(b"\0") and int(folder.name) != launcher:
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return found
 
 
 def test_ctrl_c_ends_all_ranks_within_seconds_even_a_stuck_one(stuck: subprocess.Popen) -> None:

@@ -144,7 +144,8 @@ class Runtime:
     # ops
 
     def _op(self, op: Op) -> InFlight[Any] | None:
-        if op.kind in TRANSFERS:  # which their lane logs
+        # Lanes log transfers themselves, and one rank has nobody who would wait for it.
+        if op.kind in TRANSFERS or self.mesh.num_ranks == 1:
             return self._timed(op)
         log = self.mesh.watch.log
         logged = log.launch("compute", str(op))

@@ -97,11 +97,11 @@ def train(
         start_deadline_s=config.parallel.start_deadline_s,
         backend=config.parallel.backend,
     )
-    if device.type == "cuda":  # a first step compiles and loads kernels, one rank later than another
+    on_device = device.type == "cuda"
+    if on_device:  # a first step compiles and loads kernels, one rank later than another
         watch.log.patience_s = config.parallel.start_deadline_s
     incidents = Incidents(watch, stuck)
     # On CPU every wait ends by itself at the deadline.
-    on_device = device.type == "cuda"
     with Watchdog(
         watch, end=incidents.end if on_device else None, stacks=open_stacks() if on_device else None
     ):
