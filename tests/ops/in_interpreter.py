@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from moeclipse.ops import bias, combine, expert_mlp, topk_softmax, wgrad
+from moeclipse.ops import adam, bias, combine, expert_mlp, topk_softmax, wgrad
 from moeclipse.ops.activation import ACTIVATIONS, hidden_width
 from moeclipse.ops.grouping import group_rows_kernel, group_rows_reference
 from moeclipse.ops.tuning import Tile
@@ -142,6 +142,28 @@ def check_gate() -> None:
     report("gate gradient", got, logits.grad)
 
 
+def check_adam() -> None:
+    step = adam.AdamStep(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.3, number=3)
+    for length, factor in ((1, 1.0), (3 * adam.BLOCK + 5, 0.3), (17, float("nan"))):
+        given = [torch.randn(length), torch.randn(length), torch.rand(length), torch.randn(length)]
+        given.append(torch.tensor(factor, dtype=torch.float64))
+        rounded = torch.full((length,), 2.0, dtype=torch.float16)
+        expected = [tensor.clone() for tensor in given]
+        adam.adam_kernel(*given, step, rounded)
+        adam.adam_reference(*expected, step)
+        name = f"{length} {factor}"
+        for what, got, truth in zip(("weight", "m", "v"), given, expected, strict=False):
+            report(f"adam {what} {name}", got, truth)
+            if factor != factor:
+                print(f"adam skipped {what}\t{0 if torch.equal(got, truth) else 1}", flush=True)
+        apart = (rounded.float() - given[0].half().float()).abs().max()
+        print(f"adam rounded {name}\t{0 if factor != factor else apart.item()}", flush=True)
+        if factor != factor:
+            print(f"adam skipped rounded\t{(rounded != 2.0).sum().item()}", flush=True)
+    parts = [torch.randn(2 * adam.BLOCK * adam.SQUARES_BLOCKS + 3), torch.randn(0), torch.randn(5)]
+    report("squares", adam.sum_of_squares_kernel(parts), adam.sum_of_squares_reference(parts))
+
+
 def all_groupings() -> None:
     for number, kind in enumerate(KINDS):
         check_grouping(kind, block=16 if number % 2 else 128)
@@ -187,6 +209,7 @@ GROUPS = {
     "bias": all_group_sums,
     "combine": check_combine,
     "gate": check_gate,
+    "adam": check_adam,
 }
 
 

@@ -118,6 +118,32 @@ def test_what_another_stage_owns_does_not_count_twice() -> None:
     assert float(optim.sum_of_squares(shards)) == everything - 4.0 * len(shards[0])
 
 
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_norm_that_is_not_finite_skips_the_update(norm: float, dtype: torch.dtype) -> None:
+    """Also where it is known on the device alone; `take_back` gives the count back."""
+    mesh = Mesh.single()
+    model, optim = make(mesh, OptimConfig(clip_norm=0.5), dtype)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    shards = [torch.ones_like(bucket.grads) for bucket in optim.buckets]
+    for given in (norm, torch.tensor(norm, dtype=torch.float64)):
+        optim.step(shards, 1e-2, given)
+        optim.take_back()
+    assert optim.updates == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(not state.adam_m.any() and not state.adam_v.any() for state in optim.states)
+
+
+def test_a_norm_on_the_device_clips_as_one_on_the_host() -> None:
+    found = []
+    for kind in (float, lambda norm: torch.tensor(norm, dtype=torch.float64)):
+        model, optim = make(Mesh.single(), OptimConfig(clip_norm=0.5))
+        for norm in (3.0, 0.2):
+            optim.step([torch.ones_like(bucket.grads) for bucket in optim.buckets], 1e-2, kind(norm), 4.0)
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_the_learning_rate_warms_up_and_falls_to_its_floor() -> None:
     config = OptimConfig(lr=2.0, min_lr_ratio=0.25, warmup_steps=4)
     rates = [learning_rate(config, number, 20) for number in range(25)]

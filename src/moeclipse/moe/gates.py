@@ -206,9 +206,10 @@ def renormalise(scores_TK: torch.Tensor) -> torch.Tensor:
 
 def count_experts(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Rows for each expert; unused places do not count."""
-    if torch.compiler.is_compiling():  # how long a bincount is depends on numbers that a compiler cannot see
-        return (ids.flatten()[:, None] == torch.arange(num_experts, device=ids.device)).sum(0)
-    return torch.bincount(ids.flatten() + 1, minlength=num_experts + 1)[1:]
+    # Not bincount: on a GPU it asks the host how long it is to be.
+    place = ids.flatten() + 1
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
+    return counts.scatter_add_(0, place.long(), counts.new_ones(()).expand_as(place))[1:]
 
 
 def drop_over_capacity(

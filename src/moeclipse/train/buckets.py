@@ -123,6 +123,11 @@ class Bucket:
         """This rank's shard of the parameters in the optimizer's type: themselves, or a copy."""
         return self.params[self.shard].to(self.grads.dtype)
 
+    @property
+    def rounded(self) -> torch.Tensor | None:
+        """Where an update may write the new weights, rounded; None: that is left to `store`."""
+        return None if self.params.dtype == self.grads.dtype else self.params[self.shard]
+
     def store(self, weight: torch.Tensor) -> None:
         """Round updated weights to the parameters' type, where these are not the same tensor."""
         if weight.dtype != self.params.dtype:

@@ -1,8 +1,9 @@
 """What one rank trains: model, data and optimizer, one step at a time.
 
 A step: microbatches forward and backward, gradients reduced while the last backward runs, one exchange that
-tells every rank loss, norm and whether all is finite, then the update. Everything random is a function of
-(seed, step, ...), so a checkpoint needs no generator state and a resumed run repeats the lost steps exactly.
+tells every rank loss, norm and whether all is finite, the update, and then the host's look at these numbers.
+Everything random is a function of (seed, step, ...), so a checkpoint needs no generator state and a resumed
+run repeats the lost steps exactly.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 
 import torch
 
-from moeclipse.comm.flight.exchange import gather_to_host
+from moeclipse.comm.flight.exchange import gather, sum_of_parts
+from moeclipse.comm.flight.reading import Reading
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import DivergedError
 from moeclipse.model.transformer import Transformer
@@ -40,7 +42,7 @@ from moeclipse.train.metrics import gather_splits, mean_times, split_of
 from moeclipse.train.nonfinite import look_again
 from moeclipse.train.optim import AdamW, Readable, learning_rate
 from moeclipse.train.pipelined import Pipelined
-from moeclipse.train.placement.load_trace import LoadHistory, StepLoad
+from moeclipse.train.placement.load_trace import AskedLoad, LoadHistory
 from moeclipse.train.placement.model_placement import ModelPlacement
 from moeclipse.train.ranks import PatientRanks
 
@@ -161,20 +163,27 @@ class Learner:
             squares = self.optim.sum_of_squares(shards)
             told = squares.new_tensor([float(bool(corrupted)), float(self.signals())])
             mine = torch.cat([torch.stack([*sums.values(), squares]), told])
-            # Every rank adds all ranks' numbers in the same order, so all decide alike, to the bit.
-            rows = gather_to_host(mesh.grads, mesh.world, mine, "exchange of step results").get()
-            stats = [sum(column) for column in zip(*rows, strict=True)]
-            if stats[4]:
-                self.integrity.raise_together(corrupted)
+            what = "exchange of step results"
+            results = gather(mesh.grads, mesh.world, mine, what).get()
             shape = (self.num_moe_layers, self.config.moe.num_experts)
-            load = StepLoad.of(self.numbered, shape, mesh, self.config.moe.expert_tp == "sharded")
+            asked = AskedLoad(self.numbered, shape, mesh, self.config.moe.expert_tp == "sharded")
+            reading = Reading(results, mesh.watch, what, mesh.world.ranks)
             scale = self.loss_scale.value
+            lr = learning_rate(self.config.optim, step, self.config.run.steps)
+            # On its way before the host knows whether the step is a good one: the norm says so to the update.
+            self.optim.update(shards, lr, norm_if_good(sum_of_parts(results), scale), scale)
+            rows = reading.get()
+            stats = [sum(column) for column in zip(*rows, strict=True)]
             loss = stats[0] / self.tokens_per_step
             norm = math.sqrt(stats[3]) / scale if stats[3] >= 0 else math.nan
-            lr = learning_rate(self.config.optim, step, self.config.run.steps)
             skipped = not (math.isfinite(loss) and math.isfinite(norm))
+            if skipped or stats[4]:
+                self.optim.take_back()
+            if stats[4]:
+                self.integrity.raise_together(corrupted)
+            load = asked.get()
             if not skipped:
-                self.optim.step(shards, lr, norm, scale)
+                self.optim.publish()
                 load.rebalance(self.numbered)
                 self.loads.add(step, load)
             notes = self._doubt(step, loss, [row[0] for row in rows]) if skipped else []
@@ -326,6 +335,16 @@ class Learner:
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         kept = set(self.model.state_dict())
         return [(name, buffer) for name, buffer in self.model.named_buffers() if name in kept]
+
+
+def norm_if_good(results: torch.Tensor, scale: float) -> torch.Tensor:
+    """The gradient norm, on the device; NaN where the step must not change anything.
+
+    `results`: sums over all ranks, added in the order of ranks: all decide alike, to the bit.
+    """
+    loss, _, _, squares, corrupted, *_ = results
+    good = loss.isfinite() & squares.isfinite() & (corrupted == 0)
+    return torch.where(good, squares.sqrt() / scale, math.nan)
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

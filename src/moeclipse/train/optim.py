@@ -7,6 +7,9 @@
 Weights are updated in fp32 (fp64 for fp64 models) and rounded to the parameters' type when they are sent
 out; where the types are equal the master weights are the parameters themselves. Vectors (norms) do not
 decay. A step with a non-finite loss or gradient is skipped on all ranks alike.
+
+The norm may be a number on the device: the update is launched before the host knows it, and a norm that is
+not finite leaves weights and state as they are. `take_back` then tells the count of updates so.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Protocol
 
 import torch
 
+from moeclipse.ops.adam import AdamStep, adam, sum_of_squares
 from moeclipse.train.buckets import Bucket, Buckets
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, Piece
 from moeclipse.train.config import OptimConfig
@@ -65,33 +69,59 @@ class AdamW:
 
     def sum_of_squares(self, shards: list[torch.Tensor]) -> torch.Tensor:
         """Of this rank's shards; over all ranks each gradient element counts once."""
-        squares = [
-            shard.double().square().sum() * b.owned for b, shard in zip(self.buckets, shards, strict=True)
-        ]
-        return torch.stack(squares).sum()
+        owned = [shard for b, shard in zip(self.buckets, shards, strict=True) if b.owned]
+        return sum_of_squares(owned or [shards[0][:0]])
+
+    def step(
+        self, shards: list[torch.Tensor], lr: float, norm: float | torch.Tensor, scale: float = 1.0
+    ) -> None:
+        """`shards` are gradients times `scale`, `norm` is that of the gradients themselves."""
+        self.update(shards, lr, norm, scale)
+        self.publish()
 
     @torch.no_grad()
-    def step(self, shards: list[torch.Tensor], lr: float, norm: float, scale: float = 1.0) -> None:
-        """`shards` are gradients times `scale`, `norm` is that of the gradients themselves."""
+    def update(
+        self, shards: list[torch.Tensor], lr: float, norm: float | torch.Tensor, scale: float = 1.0
+    ) -> None:
+        """This rank's part of a step; nobody else hears of it yet."""
         self.updates += 1
-        clip = self.config.clip_norm
-        factor = (clip / norm if clip and norm > clip else 1.0) / scale
-        published = []
+        factor = self._factor(norm, scale, shards[0].device)
+        config = self.config
         for bucket, state, grad in zip(self.buckets, self.states, shards, strict=True):
-            if grad.numel():
-                self._update(state, grad * factor, lr, self.config.weight_decay if bucket.decay else 0.0)
+            if not grad.numel():
+                continue
+            step = AdamStep(
+                lr=lr,
+                beta1=config.beta1,
+                beta2=config.beta2,
+                eps=config.eps,
+                decay=config.weight_decay if bucket.decay else 0.0,
+                number=self.updates,
+            )
+            adam(state.weight, state.adam_m, state.adam_v, grad, factor, step, bucket.rounded)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Send the new weights out."""
+        published = []
+        for bucket, state in zip(self.buckets, self.states, strict=True):
+            if bucket.rounded is None and len(state.weight):
                 bucket.store(state.weight)
             published.append(bucket.publish())
         for result in published:
             result.get()
 
-    def _update(self, state: ShardState, grad: torch.Tensor, lr: float, decay: float) -> None:
-        config, n = self.config, self.updates
-        state.adam_m.lerp_(grad, 1 - config.beta1)
-        state.adam_v.mul_(config.beta2).addcmul_(grad, grad, value=1 - config.beta2)
-        spread = (state.adam_v / (1 - config.beta2**n)).sqrt_().add_(config.eps)
-        state.weight.mul_(1 - lr * decay)
-        state.weight.addcdiv_(state.adam_m, spread, value=-lr / (1 - config.beta1**n))
+    def take_back(self) -> None:
+        """The last update had a norm that was not finite: it changed nothing, and does not count."""
+        self.updates -= 1
+
+    def _factor(self, norm: float | torch.Tensor, scale: float, device: torch.device) -> torch.Tensor:
+        """What gradients are multiplied by, on the device; NaN where the norm is not finite."""
+        if not isinstance(norm, torch.Tensor):
+            norm = torch.full((), norm, dtype=torch.float64, device=device)
+        clip = self.config.clip_norm
+        factor = clip / norm.clamp(min=clip) if clip else torch.ones_like(norm)
+        return torch.where(norm.isfinite(), factor / scale, math.nan)
 
     def pieces(self) -> Iterator[Piece]:
         """All that this rank owns, as pieces of logical tensors."""

@@ -92,7 +92,8 @@ def test_a_damaged_file_is_begun_anew(tmp_path: Path) -> None:
 def test_a_long_run_writes_ever_more_seldom(tmp_path: Path) -> None:
     history, writes, scribe = LoadHistory(), [], Scribe()
     counts = torch.ones(2, 1, 3, dtype=torch.int64)
-    step_load = StepLoad(counts_PLE=counts, seen_L3=torch.zeros(1, 3, dtype=torch.int64))
+    seen = torch.zeros(1, 3, dtype=torch.int64)
+    step_load = StepLoad(counts_PLE=counts, seen_L3=seen, load_LE=counts.sum(0))
     file = tmp_path / "load.npz"
     for step in range(1500):
         history.add(step, step_load)

@@ -127,6 +127,10 @@ class ExpertBucket(Bucket):
         """A copy of the weights this rank owns, in the type of the optimizer."""
         return self.rows[self.own_slots].to(self.grads.dtype).flatten()
 
+    @property
+    def rounded(self) -> torch.Tensor | None:
+        return None  # what this rank owns is no stretch of the bucket
+
     def store(self, weight: torch.Tensor) -> None:
         self.rows[self.own_slots] = weight.view(-1, self.size).to(self.params.dtype)
 

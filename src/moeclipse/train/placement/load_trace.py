@@ -26,6 +26,7 @@ import torch
 
 from moeclipse.balance.load import Load, LoadAverage, LoadTrace, spread
 from moeclipse.comm.flight.exchange import gather, total
+from moeclipse.comm.flight.reading import Reading
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.layer import MoE
@@ -43,38 +44,15 @@ class StepLoad:
     counts_PLE: torch.Tensor
     """int64, on the host: tokens of each source rank that wanted each expert."""
     seen_L3: torch.Tensor
-    """int64, on the host: what dynamic gates saw, over all ranks."""
-
-    @classmethod
-    def of(cls, layers: Mapping[int, MoE], shape: tuple[int, int], mesh: Mesh, sharded: bool) -> StepLoad:
-        """Ask everyone. Collective; `layer.load_E` holds what this rank saw since the step began.
-
-        `layers` are this rank's, by their number among the layers with experts; `shape` is (layers, experts)
-        of the whole model; `sharded`: its experts are cut over tp.
-        """
-        num_layers, num_experts = shape
-        if not num_layers:
-            nothing = torch.zeros(0, 0, 0, dtype=torch.int64)
-            return cls(counts_PLE=nothing, seen_L3=torch.zeros(0, 3, dtype=torch.int64))
-        mine = torch.zeros(num_layers, num_experts + 3, dtype=torch.int64, device=mesh.device)
-        for number, layer in layers.items():
-            mine[number] = torch.cat([layer.load_E, layer.gate.take_seen()])
-        everyone = gather(mesh.grads, mesh.stage, mine, "exchange of expert loads").get()
-        if mesh.pp > 1:  # each stage knows its own layers
-            everyone = total(mesh.grads, mesh.line, everyone.flatten(0, 1), "loads of all stages").get()
-            everyone = everyone.view(-1, *mine.shape)
-        everyone = everyone.cpu()
-        if sharded:
-            everyone = everyone[:: mesh.tp]  # the tp ranks share their tokens, and the first of them counted
-        return cls(counts_PLE=everyone[..., :-3].contiguous(), seen_L3=everyone[..., -3:].sum(0))
+    """int64: what dynamic gates saw, over all ranks."""
+    load_LE: torch.Tensor
+    """int64: the sum of the counts; this and `seen_L3` stay where they were summed."""
 
     def rebalance(self, layers: Mapping[int, MoE]) -> None:
         """Move what gates adapt by the load of all ranks."""
-        load_LE = self.counts_PLE.sum(0)
         for number, layer in layers.items():
             if layer.gate.adapts:
-                device = layer.load_E.device
-                layer.gate.rebalance(load_LE[number].to(device), self.seen_L3[number].to(device))
+                layer.gate.rebalance(self.load_LE[number], self.seen_L3[number])
 
     def record(self, num_tokens: int) -> dict[str, Any]:
         """For a line of metrics: rows by layer and expert, and experts per token over all layers."""
@@ -83,6 +61,38 @@ class StepLoad:
             return {"load": []}
         mean = int(load_LE.sum()) / (len(load_LE) * max(num_tokens, 1))
         return {"load": load_LE.tolist(), "mean_experts": mean}
+
+
+class AskedLoad:
+    """A step's loads on their way, an `InFlight`."""
+
+    def __init__(self, layers: Mapping[int, MoE], shape: tuple[int, int], mesh: Mesh, sharded: bool) -> None:
+        """Ask everyone. Collective; `layer.load_E` holds what this rank saw since the step began.
+
+        `layers` are this rank's, by their number among the layers with experts; `shape` is (layers, experts)
+        of the whole model; `sharded`: its experts are cut over tp.
+        """
+        num_layers, num_experts = shape
+        mine = torch.zeros(num_layers, num_experts + 3, dtype=torch.int64, device=mesh.device)
+        for number, layer in layers.items():
+            mine[number] = torch.cat([layer.load_E, layer.gate.take_seen()])
+        everyone = mine[None]
+        if num_layers:
+            everyone = gather(mesh.grads, mesh.stage, mine, "exchange of expert loads").get()
+        if num_layers and mesh.pp > 1:  # each stage knows its own layers
+            everyone = total(mesh.grads, mesh.line, everyone.flatten(0, 1), "loads of all stages").get()
+            everyone = everyone.view(-1, *mine.shape)
+        if sharded:
+            everyone = everyone[:: mesh.tp]  # the tp ranks share their tokens, and the first of them counted
+        self._sums = everyone.sum(0)
+        self._reading = Reading(everyone, mesh.watch, "exchange of expert loads", mesh.world.ranks)
+
+    def get(self) -> StepLoad:
+        return StepLoad(
+            counts_PLE=self._reading.tensor()[..., :-3].contiguous(),
+            seen_L3=self._sums[:, -3:],
+            load_LE=self._sums[:, :-3],
+        )
 
 
 class LoadHistory:

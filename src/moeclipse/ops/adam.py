@@ -1,0 +1,135 @@
+"""AdamW over flat tensors in one pass over memory, and the sum of squares that clipping asks for.
+
+    g = factor * grad
+    m = m + (1 - b1) (g - m)        v = b2 v + (1 - b2) g^2
+    w = (1 - lr decay) w - lr / (1 - b1^n) * m / (sqrt(v / (1 - b2^n)) + eps)
+
+Idea. One step reads weight, moments and gradient once, and writes weight, moments and the rounded weight
+once: 30 bytes a parameter for fp32 state and bf16 weights. The norm is one read before it.
+
+Contract. `factor` (clipping, loss scale) is a number on the device, so nobody has to know the norm on the
+host; a factor that is not finite changes nothing: the step is skipped. All tensors are flat and of one
+length, and an element's update depends on that element alone, wherever a shard begins. Sums of squares are
+taken in fp64, over stretches of fixed length that are added in their order: two runs give the same bits.
+
+Hazard. The reference reads the factor on the host. Kernels compute in fp32; fp64 takes the reference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+BLOCK = 2048
+SQUARES_BLOCKS = 16
+"""Blocks of one program of the sum of squares."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamStep:
+    """The numbers of one update; `number` counts from 1."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    decay: float
+    number: int
+
+    @property
+    def kept(self) -> float:
+        """What decay leaves of a weight."""
+        return 1 - self.lr * self.decay
+
+    @property
+    def rate(self) -> float:
+        """The learning rate, with the first moment's start at zero made good."""
+        return self.lr / (1 - self.beta1**self.number)
+
+    @property
+    def filled(self) -> float:
+        """How much of its weights the second moment has seen."""
+        return 1 - self.beta2**self.number
+
+
+def adam_reference(
+    weight: torch.Tensor,
+    adam_m: torch.Tensor,
+    adam_v: torch.Tensor,
+    grad: torch.Tensor,
+    factor: torch.Tensor,
+    step: AdamStep,
+    rounded: torch.Tensor | None = None,
+) -> None:
+    number = float(factor)
+    if not math.isfinite(number):
+        return
+    grad = grad.to(weight.dtype)
+    if number != 1:
+        grad = grad * number
+    adam_m.lerp_(grad, 1 - step.beta1)
+    adam_v.mul_(step.beta2).addcmul_(grad, grad, value=1 - step.beta2)
+    spread = (adam_v / step.filled).sqrt_().add_(step.eps)
+    weight.mul_(step.kept).addcdiv_(adam_m, spread, value=-step.rate)
+    if rounded is not None:
+        rounded.copy_(weight)
+
+
+def adam(
+    weight: torch.Tensor,
+    adam_m: torch.Tensor,
+    adam_v: torch.Tensor,
+    grad: torch.Tensor,
+    factor: torch.Tensor,
+    step: AdamStep,
+    rounded: torch.Tensor | None = None,
+) -> None:
+    """One update in place; `rounded` gets the new weights in its own type."""
+    fits = weight.is_cuda and weight.dtype == torch.float32
+    (adam_kernel if fits else adam_reference)(weight, adam_m, adam_v, grad, factor, step, rounded)
+
+
+def adam_kernel(
+    weight: torch.Tensor,
+    adam_m: torch.Tensor,
+    adam_v: torch.Tensor,
+    grad: torch.Tensor,
+    factor: torch.Tensor,
+    step: AdamStep,
+    rounded: torch.Tensor | None = None,
+) -> None:
+    if not len(weight):
+        return
+    from moeclipse.ops.triton import adam as kernels
+
+    kernels.adam[(-(-len(weight) // BLOCK),)](
+        weight, adam_m, adam_v, grad, rounded, factor, len(weight),
+        1 - step.beta1, step.beta2, 1 - step.beta2, step.eps, step.kept, step.rate, step.filled,
+        ROUND=rounded is not None, BLOCK=BLOCK, num_warps=8,
+    )  # fmt: skip
+
+
+def sum_of_squares_reference(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([part.double().square().sum() for part in parts]).sum()
+
+
+def sum_of_squares(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of all elements of flat tensors, some of which there are: one fp64 number on their device."""
+    fits = all(part.is_cuda and part.dtype != torch.float64 for part in parts)
+    return (sum_of_squares_kernel if fits else sum_of_squares_reference)(parts)
+
+
+def sum_of_squares_kernel(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    from moeclipse.ops.triton import adam as kernels
+
+    programs = [-(-len(part) // (BLOCK * SQUARES_BLOCKS)) for part in parts]
+    sums = torch.empty(sum(programs), dtype=torch.float64, device=parts[0].device)
+    for part, place in zip(parts, sums.split(programs), strict=True):
+        if len(part):
+            kernels.sum_of_squares[(len(place),)](
+                part, place, len(part), BLOCKS=SQUARES_BLOCKS, BLOCK=BLOCK, num_warps=8
+            )
+    return sums.sum()

@@ -1,0 +1,49 @@
+"""AdamW and the sum of squares, each one pass over flat tensors.
+
+Every element is read once and written once by one program. Divisions and roots are those of IEEE, so the
+result is the reference's but for the rounding of sums. A factor that is not finite masks every access:
+nothing is read, nothing is written.
+"""
+
+# Arguments of kernels have no Python types.
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def adam(
+    weight, adam_m, adam_v, grad, rounded, factor, numel,
+    new_m, old_v, new_v, eps, kept, rate, filled,
+    ROUND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """new_m = 1 - beta1, old_v = beta2, new_v = 1 - beta2; the rest as in `ops/adam.AdamStep`."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    scale = tl.load(factor).to(tl.float32)
+    inside = at < tl.where(tl.abs(scale) < float("inf"), numel, 0)
+    g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * scale
+    m = tl.load(adam_m + at, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(adam_v + at, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(weight + at, mask=inside, other=0.0)
+    m += new_m * (g - m)
+    v = v * old_v + new_v * g * g
+    spread = tl.sqrt_rn(tl.div_rn(v, filled)) + eps
+    w = w * kept - rate * tl.div_rn(m, spread)
+    tl.store(adam_m + at, m.to(adam_m.dtype.element_ty), mask=inside)
+    tl.store(adam_v + at, v.to(adam_v.dtype.element_ty), mask=inside)
+    tl.store(weight + at, w, mask=inside)
+    if ROUND:
+        tl.store(rounded + at, w.to(rounded.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def sum_of_squares(values, sums, numel, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Program p writes sums[p], that of its BLOCKS x BLOCK elements, in fp64."""
+    first = tl.program_id(0).to(tl.int64) * (BLOCKS * BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float64)
+    for block in range(BLOCKS):
+        at = first + block * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(values + at, mask=at < numel, other=0.0).to(tl.float64)
+        total += value * value
+    tl.store(sums + tl.program_id(0), tl.sum(total))

@@ -1,0 +1,72 @@
+"""AdamW over flat tensors: torch's own in float64, and a step that is skipped changes nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from moeclipse.ops.adam import AdamStep, adam, sum_of_squares
+from moeclipse.testing.compare import difference
+
+STEP = AdamStep(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.3, number=1)
+
+
+def tensors(length: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """Weight, both moments, gradient."""
+    generator = torch.Generator().manual_seed(length)
+    weight, m, v, grad = torch.randn(4, length, generator=generator, dtype=torch.float64)
+    return [tensor.to(dtype) for tensor in (weight, m, v.abs(), grad)]
+
+
+@pytest.mark.parametrize("length", [1, 7, 5003])
+def test_three_updates_are_those_of_torch(length: int) -> None:
+    weight, _, _, grad = tensors(length)
+    theirs = weight.clone().requires_grad_()
+    optim = torch.optim.AdamW([theirs], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.3)
+    m, v = torch.zeros_like(weight), torch.zeros_like(weight)
+    for number in (1, 2, 3):
+        step = AdamStep(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.3, number=number)
+        adam(weight, m, v, number * grad, torch.tensor(0.25), step)
+        theirs.grad = 0.25 * number * grad
+        optim.step()
+    assert difference(weight, theirs.detach()) < 1e-14
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf, -math.inf])
+def test_a_factor_that_is_not_finite_changes_nothing(factor: float) -> None:
+    given = tensors(9, torch.float32)
+    rounded = torch.full((9,), 3.0, dtype=torch.bfloat16)
+    kept = [tensor.clone() for tensor in given]
+    adam(*given, torch.tensor(factor, dtype=torch.float64), STEP, rounded)
+    assert all(torch.equal(now, before) for now, before in zip(given, kept, strict=True))
+    assert torch.equal(rounded, torch.full_like(rounded, 3.0))
+
+
+def test_weights_are_rounded_where_they_are_wanted() -> None:
+    given = tensors(505, torch.float32)
+    rounded = torch.empty(505, dtype=torch.bfloat16)
+    adam(*given, torch.ones((), dtype=torch.float64), STEP, rounded)
+    assert torch.equal(rounded, given[0].to(torch.bfloat16))
+
+
+def test_where_a_tensor_is_cut_does_not_show_in_bits() -> None:
+    """Shards begin anywhere: an element's update depends on that element alone."""
+    whole, parts = tensors(1000, torch.float32), tensors(1000, torch.float32)
+    factor = torch.tensor(0.3, dtype=torch.float64)
+    adam(*whole, factor, STEP)
+    for part in (slice(0, 1), slice(1, 334), slice(334, 1000)):
+        adam(*(tensor[part] for tensor in parts), factor, STEP)
+    for together, apart in zip(whole, parts, strict=True):
+        assert torch.equal(together, apart)
+
+
+def test_squares_are_added_in_float64() -> None:
+    """A sum in fp32 would lose the small ones."""
+    parts = [torch.full((1,), 1e4), torch.full((65537,), 1e-2), torch.zeros(0)]
+    exact = math.fsum(float(x) ** 2 for part in parts for x in part.double())
+    assert float(sum_of_squares(parts)) == pytest.approx(exact, rel=1e-14)
+    assert sum_of_squares(parts).dtype == torch.float64
+    assert float(sum_of_squares([torch.zeros(0)])) == 0
+    assert math.isnan(float(sum_of_squares([torch.tensor([1.0, math.nan])])))

@@ -1,0 +1,82 @@
+"""AdamW and its norm in one pass on a CUDA device: errors against float64 beside plain torch's, no host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moeclipse.ops.adam import AdamStep, adam, adam_reference, sum_of_squares
+
+HAS_GPU = torch.cuda.device_count() > 0  # through NVML: asking CUDA itself would spoil forked ranks
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")]
+
+LENGTHS = [1, 2047, 1_000_003]
+
+
+@pytest.fixture
+def no_waiting() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def given(length: int) -> list[torch.Tensor]:
+    torch.manual_seed(length)
+    weight, m, grad = torch.randn(3, length, device="cuda")
+    return [weight, m, torch.rand(length, device="cuda"), grad, torch.tensor(0.3, device="cuda").double()]
+
+
+def after(update, tensors: list[torch.Tensor], updates: int = 3) -> list[torch.Tensor]:
+    weight, m, v, grad, factor = (tensor.clone() for tensor in tensors)
+    for number in range(1, updates + 1):
+        step = AdamStep(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.3, number=number)
+        update(weight, m, v, grad, factor, step)
+    return [weight, m, v]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_errors_are_those_of_plain_torch(length: int) -> None:
+    tensors = given(length)
+    exact = after(adam_reference, [tensor.double() for tensor in tensors])
+    plain, ours = after(adam_reference, tensors), after(adam, tensors)
+    for truth, beside, got in zip(exact, plain, ours, strict=True):
+        allowed = 1.1 * (beside.double() - truth).norm() + 1e-7 * truth.norm()
+        assert (got.double() - truth).norm() <= allowed
+    assert all(torch.equal(a, b) for a, b in zip(ours, after(adam, tensors), strict=True))
+
+
+def test_rounded_weights_are_those_of_torch(no_waiting: None) -> None:
+    *tensors, factor = given(4099)
+    step = AdamStep(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.3, number=1)
+    rounded = torch.empty(4099, dtype=torch.bfloat16, device="cuda")
+    adam(*tensors, factor, step, rounded)
+    same = (rounded == tensors[0].bfloat16()).all()
+    torch.cuda.set_sync_debug_mode("default")
+    assert same
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_a_factor_that_is_not_finite_changes_nothing(factor: float) -> None:
+    tensors = given(5000)
+    tensors[-1].fill_(factor)
+    assert all(torch.equal(a, b) for a, b in zip(after(adam, tensors), tensors, strict=False))
+
+
+def test_where_a_tensor_is_cut_does_not_show_in_bits() -> None:
+    whole, parts = given(5000), given(5000)
+    step = AdamStep(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.3, number=1)
+    adam(*whole, step)
+    for part in (slice(0, 1), slice(1, 2050), slice(2050, 5000)):
+        adam(*(tensor[part] for tensor in parts[:4]), parts[4], step)
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+def test_squares_are_added_in_float64_and_in_one_order() -> None:
+    parts = [torch.randn(length, device="cuda") for length in (3_000_001, 0, 7)]
+    exact = sum(part.double().square().sum() for part in parts)
+    first, second = sum_of_squares(parts), sum_of_squares(parts)
+    assert torch.equal(first, second)
+    assert abs(float(first / exact) - 1) < 1e-13

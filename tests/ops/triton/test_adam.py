@@ -1,0 +1,21 @@
+"""AdamW and the sum of squares in one pass, through Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+from interpreted import assert_all_ran, assert_equal_references
+
+pytest.importorskip("triton")
+
+from moeclipse.ops.triton import adam
+
+
+@pytest.mark.parametrize(
+    "what", ["adam weight", "adam m", "adam v", "adam rounded", "adam skipped", "squares"]
+)
+def test_one_pass_equals_the_reference(what: str) -> None:
+    assert_equal_references("adam", what)
+
+
+def test_every_kernel_ran() -> None:
+    assert_all_ran(adam, "adam")
