@@ -12,7 +12,7 @@ from moeclipse.core.errors import ConfigError, ScheduleError
 from moeclipse.ops.random import fill_normal
 from moeclipse.tensor.linear import column_linear
 from moeclipse.tensor.parallel import TensorParallel
-from moeclipse.tensor.weight_grad import attach, bias_grad, weight_grad
+from moeclipse.tensor.weight_grad import are_first, attach, bias_grad, weight_grad
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone
 
@@ -50,6 +50,45 @@ def test_products_add_into_main_grad(dtype: torch.dtype, into: torch.dtype) -> N
     bound = max(FINE[into], 1e-5 if dtype != torch.float64 else 0)
     assert difference(weight.main_grad, 1 + 2 * dy.double().t() @ x.double()) < bound
     assert difference(bias.main_grad, 1 + 2 * dy.double().sum(0)) < bound
+
+
+@pytest.mark.parametrize(
+    ("dtype", "into"),
+    [
+        (torch.float64, torch.float64),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float64),
+    ],
+)
+@pytest.mark.parametrize("tokens", [0, 1, TOKENS])
+def test_the_first_product_is_stored(dtype: torch.dtype, into: torch.dtype, tokens: int) -> None:
+    """What an empty accumulator holds is of an earlier step."""
+    dy, x = (operand[:tokens] for operand in operands(dtype))
+    weight, bias = nn.Parameter(torch.zeros(N, D, dtype=dtype)), nn.Parameter(torch.zeros(N, dtype=dtype))
+    for parameter in (weight, bias):
+        stale = torch.full_like(parameter, torch.nan, dtype=into)
+        attach(parameter, stale, lambda: None).empty = True
+    for _ in range(2):
+        weight_grad(weight, dy, x)
+        bias_grad(bias, dy)
+    bound = max(FINE[into], 1e-5 if dtype != torch.float64 else 0)
+    assert difference(weight.main_grad, 2 * dy.double().t() @ x.double()) <= bound
+    assert difference(bias.main_grad, 2 * dy.double().sum(0)) <= bound
+
+
+def test_gradients_that_come_together_are_stored_together_or_added() -> None:
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    first, second = (attach(p, torch.full((3,), torch.nan), lambda: None) for p in parameters)
+    first.empty = second.empty = True
+    assert are_first(parameters)
+    assert not are_first(parameters)
+    first.empty = True
+    second.main_grad.fill_(5.0)
+    assert not are_first(parameters), "one of them holds something"
+    assert not first.main_grad.any(), "so the other begins at zero"
+    assert bool((second.main_grad == 5).all())
+    assert not are_first([nn.Parameter(torch.zeros(1))]), "nobody keeps this one's gradients"
 
 
 def test_without_a_main_grad_autograd_gets_the_gradient() -> None:

@@ -58,6 +58,7 @@ def test_parameters_and_gradients_are_views() -> None:
             assert torch.equal(bucket.params[part], parameter.flatten())
             assert torch.equal(parameter.main_grad.flatten(), bucket.grads[part])
     buckets.zero()
+    buckets.finish()
     assert all(not parameter.main_grad.any() for bucket in buckets for parameter in bucket.parameters)
 
 

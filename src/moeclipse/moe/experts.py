@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -29,7 +30,7 @@ from moeclipse.ops.grouped_gemm import grouped_mm, grouped_mm_dgrad, grouped_mm_
 from moeclipse.ops.grouping import group_counts
 from moeclipse.ops.random import key_of
 from moeclipse.tensor.cut import Cut, mark
-from moeclipse.tensor.weight_grad import Grads, WeightGrads, accumulator
+from moeclipse.tensor.weight_grad import Grads, WeightGrads, accumulator, are_first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +142,13 @@ class Experts(nn.Module):
         self, pending: Sequence[PendingWgrad], begun: Grads = (), wanted: Sequence[bool] | None = None
     ) -> Grads:
         return tuple(self.wgrads.submit(self.weights, lambda: add_up(self.weights, pending, begun, wanted)))
+
+    def sums(self) -> dict[str, Any]:
+        """Where `ops/grouped_experts` leaves the gradients of the weights."""
+        into = tuple(getattr(weight, "main_grad", None) for weight in self.weights)
+        if any(place is None for place in into):
+            return {}
+        return {"into": into, "stores": partial(are_first, self.weights)}
 
     def flatten(self, slots: Sequence[int]) -> torch.Tensor:
         picked = torch.tensor(list(slots), dtype=torch.int64, device=self.up.device)

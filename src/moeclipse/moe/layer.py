@@ -338,11 +338,9 @@ class MoE(nn.Module):
         experts = self._kernel_experts(inputs)
         all_here = self.dispatcher.group.size == 1 and self.experts.ids == tuple(range(self.num_experts))
         if experts is not None and all_here and not experts.wgrads.deferring:
-            sums = tuple(getattr(weight, "main_grad", None) for weight in experts.weights)
-            into = None if any(into is None for into in sums) else sums
             weights = [weight.to(inputs[0].dtype) for weight in experts.weights]
             given = (inputs[0], routing.scores_TK, routing.expert_ids_TK, *weights)
-            return grouped_experts(*given, activation=experts.activation, into=into)
+            return grouped_experts(*given, activation=experts.activation, **experts.sums())
         prepared = self.prepare(routing, structure, inputs, tokens, loads, call)
         return DispatchCombine.apply(routing.scores_TK, prepared, *inputs, *self.experts.weights)
 

@@ -1,9 +1,10 @@
 """All experts of a MoE layer on one rank: the gate's choice in, weighted sum of experts out.
 
 Differentiable in x, the scores, both weights and both biases; what is computed is in `ops/expert_passes`.
-`into` names fp32 sums that the weight gradients are added to; without them autograd gets fresh gradients
-in the weights' type. `grouped_experts_reference` is the same function in plain torch operations. Inside
-`torch.compile` the call is one registered operator (`ops/expert_operators`).
+`into` names fp32 sums that the weight gradients are added to, or stored in where `stores` says so when
+backward runs; without them autograd gets fresh gradients in the weights' type. `grouped_experts_reference`
+is the same function in plain torch operations. Inside `torch.compile` the call is one registered operator
+(`ops/expert_operators`).
 
 Hazard: inside `torch.compile` gradients cannot be added to `into`: a compiled backward must not change
 its inputs. The call is refused there.
@@ -11,7 +12,7 @@ its inputs. The call is refused there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ def grouped_experts(
     *,
     activation: Activation = "swiglu",
     into: Into = None,
+    stores: Callable[[], bool] | None = None,
 ) -> torch.Tensor:
     """out [T, D]. `into`: sums for the gradients of (up, down), or of (up, down, up_bias, down_bias)."""
     weights = (up_EHD, down_EDF, up_bias_EH, down_bias_ED)
@@ -68,7 +70,7 @@ def grouped_experts(
             raise ValueError("grouped_experts cannot add gradients to `into` inside torch.compile; omit it")
         return expert_operators.grouped_experts(x_TD, scores_TK, expert_ids_TK, *weights, activation)[0]
     grouping = group_rows(expert_ids_TK, len(up_EHD))
-    return _GroupedExperts.apply(x_TD, scores_TK, *weights, grouping, activation, into)
+    return _GroupedExperts.apply(x_TD, scores_TK, *weights, grouping, activation, into, stores)
 
 
 class _GroupedExperts(torch.autograd.Function):
@@ -84,13 +86,14 @@ class _GroupedExperts(torch.autograd.Function):
         grouping: Grouping,
         activation: Activation,
         into: Into,
+        stores: Callable[[], bool] | None,
     ) -> torch.Tensor:
         weights = (up_EHD, down_EDF, up_bias_EH, down_bias_ED)
         given, scores_M = ExpertWeights.of(weights), in_row_order(scores_TK, grouping)
         out_TD, state = expert_passes.forward(x_TD, scores_M, given, grouping, activation)
         ctx.save_for_backward(x_TD, state.h_MH, scores_M, *weights)
-        ctx.grouping, ctx.activation, ctx.into = grouping, activation, into
-        ctx.scores_dtype = scores_TK.dtype
+        ctx.grouping, ctx.activation = grouping, activation
+        ctx.into, ctx.stores, ctx.scores_dtype = into, stores, scores_TK.dtype
         return out_TD
 
     @staticmethod
@@ -102,6 +105,7 @@ class _GroupedExperts(torch.autograd.Function):
         )
         weights, fresh = ExpertWeights.of(tensors), ctx.into is None
         grads = weights.empty_like() if fresh else ExpertWeights.of(ctx.into)
-        dx_TD, d_scores_TK = expert_passes.backward(d_out_TD, state, weights, grads, accumulate=not fresh)
+        add = not fresh and (ctx.stores is None or not ctx.stores())
+        dx_TD, d_scores_TK = expert_passes.backward(d_out_TD, state, weights, grads, accumulate=add)
         found = grads.tensors() if fresh else (None,) * 4
-        return dx_TD, d_scores_TK.to(ctx.scores_dtype), *found, None, None, None
+        return dx_TD, d_scores_TK.to(ctx.scores_dtype), *found, None, None, None, None

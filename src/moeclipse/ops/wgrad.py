@@ -4,8 +4,9 @@
     grouped   into_e  += dy_e^T x_e      rows of expert e: offsets[e] to offsets[e + 1]
 
 Contract: `into` may be wider than the operands (fp32 for bf16 rows) and is changed in place; with
-`accumulate=False` it is overwritten, experts without rows with zeros. `dy_index` and `x_index` name the row
-of dy or x that stands at each place, so that a gathered copy never exists. Offsets stay on the device.
+`accumulate=False` it is overwritten, also where there are no rows: with zeros. `dy_index` and `x_index` name
+the row of dy or x that stands at each place, so that a gathered copy never exists. Offsets stay on the
+device.
 
 Hazard: the kernels need widths that are multiples of 8 and 16-byte aligned rows; other operands take the
 reference, which reads the offsets on the host.
@@ -32,24 +33,31 @@ def grouped_wgrad_reference(
 ) -> None:
     bounds = offsets_E1.tolist()
     for sum_ND, start, stop in zip(into_END, bounds, bounds[1:], strict=False):
-        if not accumulate:
-            sum_ND.zero_()
         if start < stop:
             dy = dy_MN[start:stop] if dy_index_M is None else dy_MN[dy_index_M[start:stop].long()]
             x = x_MD[start:stop] if x_index_M is None else x_MD[x_index_M[start:stop].long()]
-            dense_wgrad(dy, x, sum_ND)
+            dense_wgrad(dy, x, sum_ND, accumulate=accumulate)
+        elif not accumulate:
+            sum_ND.zero_()
 
 
-def dense_wgrad(dy_MN: torch.Tensor, x_MD: torch.Tensor, into_ND: torch.Tensor) -> None:
+def dense_wgrad(
+    dy_MN: torch.Tensor, x_MD: torch.Tensor, into_ND: torch.Tensor, *, accumulate: bool = True
+) -> None:
     """into += dy^T x. On CUDA the product itself adds in fp32; elsewhere equal types add in place too."""
-    if into_ND.dtype == dy_MN.dtype:
-        into_ND.addmm_(dy_MN.t(), x_MD)
-    elif dy_MN.is_cuda and into_ND.dtype == torch.float32 and dy_MN.dtype in KERNEL_DTYPES:
-        torch.addmm(into_ND, dy_MN.t(), x_MD, out_dtype=torch.float32, out=into_ND)
-    elif into_ND.dtype.itemsize > dy_MN.dtype.itemsize:
-        into_ND.addmm_(dy_MN.t().to(into_ND.dtype), x_MD.to(into_ND.dtype))
-    else:
+    wide = into_ND.dtype
+    if dy_MN.is_cuda and wide == torch.float32 and dy_MN.dtype in KERNEL_DTYPES:
+        if accumulate:
+            torch.addmm(into_ND, dy_MN.t(), x_MD, out_dtype=wide, out=into_ND)
+        else:
+            torch.mm(dy_MN.t(), x_MD, out_dtype=wide, out=into_ND)
+    elif wide == dy_MN.dtype or wide.itemsize > dy_MN.dtype.itemsize:
+        # A factor of 0 overwrites: not even NaN stays.
+        into_ND.addmm_(dy_MN.t().to(wide), x_MD.to(wide), beta=int(accumulate))
+    elif accumulate:
         into_ND.add_(dy_MN.t() @ x_MD)
+    else:
+        into_ND.copy_(dy_MN.t() @ x_MD)
 
 
 def grouped_wgrad(

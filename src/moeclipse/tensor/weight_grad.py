@@ -3,7 +3,8 @@
 Idea. A trainer gives each parameter a `main_grad` (fp32, or the parameter's dtype where that is wider) that
 lives in a flat buffer and sums over microbatches. The product dy^T x adds into it inside the GEMM: no
 temporary has the weight's size. A parameter without one, in a user's own loop, gets its gradient in `.grad`
-as always, added to what is there.
+as always, added to what is there. At the beginning of a step accumulators are declared empty and not cleared:
+the first product is stored, and whoever cannot store clears first.
 
     now        the product runs inside backward
     deferred   it is queued under (microbatch, stage, part) and runs when the schedule says W
@@ -12,7 +13,8 @@ Contract. Deferred and immediate gradients add in the same order and give the sa
 parameter is ready when its last backward has run AND none of its products is still queued. Queues must be
 empty at the optimizer step (`check_empty`).
 
-Hazard. A queued product keeps its operands alive: memory grows until W runs.
+Hazard. A queued product keeps its operands alive: memory grows until W runs. What an empty main_grad holds is
+of an earlier step: ask for it through `accumulator`, or call `fill`.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ class Accumulation:
 
     def __init__(self, main_grad: torch.Tensor, ready: Callable[[], None]) -> None:
         self.main_grad, self._ready = main_grad, ready
+        self.empty = False
+        """Nothing was added since the step began: what main_grad holds does not count."""
         self.queued = 0
         self.uses = 1
         """Passes through different parts of the model in which one microbatch meets the parameter."""
@@ -53,6 +57,16 @@ class Accumulation:
         """Further gradients of a step, which other ranks computed."""
         self._left = 0
         self._due = False
+
+    def take_empty(self) -> bool:
+        """Whether the caller, who has a gradient, is the first and stores it."""
+        first, self.empty = self.empty, False
+        return first
+
+    def fill(self) -> None:
+        """Make main_grad hold what was added, zeros where that is nothing."""
+        if self.take_empty():
+            self.main_grad.zero_()
 
     def begin(self, backwards: int = 1) -> None:
         """So many backward passes are still to come: what earlier ones reported does not count."""
@@ -81,7 +95,7 @@ def attach(parameter: torch.nn.Parameter, main_grad: torch.Tensor, ready: Callab
 
     def take(p: torch.Tensor) -> None:
         if p.grad is not None:
-            main_grad.add_(p.grad)
+            _add(parameter, p.grad)
             p.grad = None
         state.backward_done()
 
@@ -98,11 +112,28 @@ def accumulator(parameter: torch.nn.Parameter, begun: Grad = None) -> tuple[torc
     """
     main_grad: Grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
+        if (state := _state(parameter)) is not None:
+            state.fill()
         return main_grad, None
     if begun is not None:
         return begun, begun
     grad = torch.zeros_like(parameter)
     return grad, grad
+
+
+def are_first(parameters: Sequence[torch.nn.Parameter]) -> bool:
+    """Whether gradients of all of them, which come together, are to be stored; otherwise all are added."""
+    states = [_state(parameter) for parameter in parameters]
+    if all(state is not None and state.empty for state in states):
+        return all(state is not None and state.take_empty() for state in states)
+    for state in states:
+        if state is not None:
+            state.fill()
+    return False
+
+
+def _state(parameter: torch.nn.Parameter) -> Accumulation | None:
+    return getattr(parameter, "accumulation", None)
 
 
 def check_dtypes(operand: torch.dtype, into: torch.dtype) -> None:
@@ -125,20 +156,21 @@ def weight_grad(
     if into is None or not fuse:
         return (dy_TN.t() @ x_TD).to(parameter.dtype)
     check_dtypes(dy_TN.dtype, into.dtype)
+    accumulate = not are_first([parameter])
     if into.dtype == dy_TN.dtype or dy_TN.is_cuda:
-        dense_wgrad(dy_TN, x_TD, into)
+        dense_wgrad(dy_TN, x_TD, into, accumulate=accumulate)
         return None
-    for first in range(0, len(dy_TN), CHUNK_ROWS):
+    for first in range(0, max(len(dy_TN), 1), CHUNK_ROWS):
         rows = slice(first, first + CHUNK_ROWS)
-        dense_wgrad(dy_TN[rows], x_TD[rows], into)
+        dense_wgrad(dy_TN[rows], x_TD[rows], into, accumulate=accumulate or first > 0)
     return None
 
 
 def bias_grad(parameter: torch.nn.Parameter, dy_TN: torch.Tensor, *, fuse: bool = True) -> Grad:
     """The sum of dy over tokens, in the accumulator's type; added into main_grad where there is one."""
-    into: Grad = getattr(parameter, "main_grad", None)
-    if into is None or not fuse:
+    if getattr(parameter, "main_grad", None) is None or not fuse:
         return dy_TN.sum(0).to(parameter.dtype)
+    into, _ = accumulator(parameter)
     check_dtypes(dy_TN.dtype, into.dtype)
     into.add_(dy_TN.sum(0, dtype=into.dtype))
     return None
@@ -187,7 +219,7 @@ class WeightGrads:
             return work()
         self._queues.setdefault(self._key, []).append(_Queued(tuple(parameters), work))
         for parameter in parameters:
-            if (state := getattr(parameter, "accumulation", None)) is not None:
+            if (state := _state(parameter)) is not None:
                 state.queued += 1
         return [None] * len(parameters)
 
@@ -235,7 +267,7 @@ def deliver(parameter: torch.nn.Parameter, grad: Grad) -> None:
     if not parameter.requires_grad:
         return
     _add(parameter, grad)
-    state: Accumulation | None = getattr(parameter, "accumulation", None)
+    state = _state(parameter)
     if state is not None:
         state.backward_done()
 
@@ -243,7 +275,7 @@ def deliver(parameter: torch.nn.Parameter, grad: Grad) -> None:
 def _take(parameter: torch.nn.Parameter, grad: Grad) -> None:
     """What autograd and the hook would have done with a gradient that came in time."""
     _add(parameter, grad)
-    state: Accumulation | None = getattr(parameter, "accumulation", None)
+    state = _state(parameter)
     if state is not None:
         state.queued -= 1
         state.settle()
@@ -252,8 +284,10 @@ def _take(parameter: torch.nn.Parameter, grad: Grad) -> None:
 def _add(parameter: torch.nn.Parameter, grad: Grad) -> None:
     if grad is None:
         return
-    state: Accumulation | None = getattr(parameter, "accumulation", None)
-    if state is not None:
+    state = _state(parameter)
+    if state is not None and state.take_empty():
+        state.main_grad.copy_(grad)
+    elif state is not None:
         state.main_grad.add_(grad)
     elif parameter.grad is None:
         parameter.grad = grad

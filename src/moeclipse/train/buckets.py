@@ -92,9 +92,12 @@ class Bucket:
         self.wire = collectives(mesh, content.group, mesh.grads, peer, max_bytes=SMALL_BYTES)
         first = content.parameters[0]
         self.params = torch.zeros(self.bounds[-1], dtype=first.dtype, device=first.device)
-        self.grads = torch.zeros(self.bounds[-1], dtype=wide_of(first.dtype), device=first.device)
+        # Not cleared: a step begins with `Buckets.zero`, and its first gradients are stored.
+        self.grads = torch.empty(self.bounds[-1], dtype=wide_of(first.dtype), device=first.device)
         self.parameters = content.parameters
         self.missing: set[int] = set()
+        self.sums: list[Accumulation] = []
+        """Of its parameters, once they have been attached."""
         self._sum: InFlight[torch.Tensor] | None = None
         offset = 0
         for parameter in content.parameters:
@@ -102,6 +105,7 @@ class Bucket:
             self.params[view] = parameter.data.flatten()
             parameter.data = self.params[view].view(parameter.shape)
             offset = view.stop
+        self.grads[offset:] = 0
 
     @property
     def shard(self) -> slice:
@@ -175,35 +179,42 @@ class Buckets:
         ]
         self._armed = False
         self._next = 0
-        self._states: list[Accumulation] = []
         for bucket in self.buckets:
             offset = 0
             for index, parameter in enumerate(bucket.parameters):
                 main_grad = bucket.grads[offset : offset + parameter.numel()].view(parameter.shape)
-                self._states.append(attach(parameter, main_grad, partial(self._ready, bucket, index)))
+                bucket.sums.append(attach(parameter, main_grad, partial(self._ready, bucket, index)))
                 offset += parameter.numel()
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self.buckets)
 
     def zero(self) -> None:
+        """All gradients are zero from here on; no memory is touched (`tensor/weight_grad`)."""
         for bucket in self.buckets:
-            bucket.grads.zero_()
+            for state in bucket.sums:
+                state.empty = True
 
     def arm(self, backwards: int = 1) -> None:
         """From here on, a bucket whose gradients are complete is reduced: so many backwards are to come."""
         self._armed, self._next = True, 0
-        for state in self._states:
-            state.begin(backwards)
         for bucket in self.buckets:
+            for state in bucket.sums:
+                state.begin(backwards)
             bucket.missing = set(range(len(bucket.parameters)))
 
     def finish(self) -> None:
         """Reduce what backward did not touch; afterwards every bucket is on its way."""
         self._armed = False
-        for bucket in self.buckets[self._next :]:
-            bucket.launch()
-        self._next = len(self.buckets)
+        while self._next < len(self.buckets):
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        bucket = self.buckets[self._next]
+        for state in bucket.sums:
+            state.fill()
+        bucket.launch()
+        self._next += 1
 
     def _ready(self, bucket: Bucket, index: int) -> None:
         if not self._armed:
@@ -211,8 +222,7 @@ class Buckets:
         bucket.missing.discard(index)
         # One order for all ranks, whatever order backward takes here.
         while self._next < len(self.buckets) and not self.buckets[self._next].missing:
-            self.buckets[self._next].launch()
-            self._next += 1
+            self._launch_next()
 
 
 MakeExpertBucket = Callable[[nn.Parameter, str, MoE, str], Bucket | None]

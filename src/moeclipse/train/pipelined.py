@@ -60,6 +60,7 @@ class Pipelined:
         if self._ends is None or self._ends.size == 1:
             return
         state = self.model.embedding.accumulation  # type: ignore[attr-defined]
+        state.fill()
         both = total(self.mesh.grads, self._ends, state.main_grad, "gradient of the tied embedding").get()
         state.main_grad.copy_(both.view_as(state.main_grad))
         state.backward_done()
