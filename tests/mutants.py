@@ -54,6 +54,18 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        "moe/optimizer_state.py",
+        "    if value.shape == parameter.shape:\n        return ExpertShards(value, place)\n",
+        "    if value.shape == parameter.shape:\n        return value\n",
+        "own_loop/test_checkpoints.py::test_a_run_goes_on_at_another_layout",
+    ),
+    Mutant(
+        "moe/shards.py",
+        "            if given.place != self:\n",
+        "            if given.local.shape[0] != len(self.experts):\n",
+        "moe/test_shards.py::test_experts_refuse_those_of_another_rank",
+    ),
+    Mutant(
         "tensor/linear.py",
         """\
         if d_x is not None and tp.size > 1:

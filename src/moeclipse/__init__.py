@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from moeclipse.moe.adapters import joint
     from moeclipse.moe.clip import agree_on_overflow, clip_grad_norm_
     from moeclipse.moe.config import ExchangeConfig, GateConfig, MoEConfig
+    from moeclipse.moe.full_state import full_state_dict
     from moeclipse.moe.layer import MoE
     from moeclipse.moe.parallelize import parallelize
     from moeclipse.moe.standalone import attach, aux_loss, exclude_experts, expert_parameters, sync_gradients
@@ -70,6 +71,7 @@ _EXPORTS = {
     "expert_parameters": "moeclipse.moe.standalone",
     "exclude_experts": "moeclipse.moe.standalone",
     "sync_gradients": "moeclipse.moe.standalone",
+    "full_state_dict": "moeclipse.moe.full_state",
     "TensorParallel": "moeclipse.tensor.parallel",
     "ColumnParallelLinear": "moeclipse.tensor.linear",
     "RowParallelLinear": "moeclipse.tensor.linear",
@@ -155,6 +157,7 @@ __all__ = [
     "clip_grad_norm_",
     "exclude_experts",
     "expert_parameters",
+    "full_state_dict",
     "joint",
     "load_config",
     "newest_checkpoint",

@@ -27,6 +27,7 @@ CANNOT = {
     "docs/checkpoints.md#0": "needs what a rank holds; tests/train/checkpoints/test_save.py saves",
     "docs/layer.md#1": SEVERAL_RANKS,
     "docs/own-loop.md#0": SEVERAL_RANKS,
+    "docs/own-loop.md#2": SEVERAL_RANKS,
     "docs/placement.md#0": SEVERAL_RANKS,
     "docs/tensor-parallel.md#0": SEVERAL_RANKS,
     "docs/transports.md#0": SEVERAL_RANKS,

@@ -102,11 +102,11 @@ def run(mesh: Mesh, kind: str, exchange: dict[str, Any], sizes: list[int]) -> di
 
 def by_expert(result: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Gradients named by the logical expert, whatever the module calls it."""
-    pattern = re.compile(r"(?:parts\.0\.experts|parts)\.(\d+)\.(?:inner\.)?(.*)")
+    pattern = re.compile(r"parts\.(\w+)\.(?:experts\.(\d+)\.)?(?:inner\.)?(.*)")
     found = {}
     for name, grad in result["experts"].items():
-        slot, rest = pattern.fullmatch(name).groups()
-        found[f"{result['ids'][int(slot)]}.{rest}"] = grad
+        expert, slot, rest = pattern.fullmatch(name).groups()  # a joint module counts its own from 0
+        found[f"{expert if slot is None else result['ids'][int(slot)]}.{rest}"] = grad
     return found
 
 

@@ -53,13 +53,14 @@ def calls(mesh: Mesh, kind: str, exchange: dict[str, Any]) -> dict[str, torch.Te
 def joined(results: list[dict[str, torch.Tensor]], kind: str) -> dict[str, torch.Tensor]:
     found = {key: torch.cat([r[key] for r in results]) for key in results[0] if key.startswith("y")}
     found["gate.weight"] = sum(r["gate.weight"] for r in results)  # type: ignore[assignment]
-    if kind in ("modules", "joint"):
-        place = {"modules": "experts.parts.", "joint": "experts.parts.0.each."}[kind]
+    if kind == "modules":
+        found |= {key: value for r in results for key, value in r.items() if key.startswith("experts.")}
+    elif kind == "joint":  # a joint module counts its own from 0
         for rank, result in enumerate(results):
             for key, value in result.items():
-                if key.startswith(place):
-                    number, _, rest = key.removeprefix(place).partition(".")
-                    found[f"{place}{2 * rank + int(number)}.{rest}"] = value
+                if ".each." in key:
+                    number, _, rest = key.partition(".each.")[2].partition(".")
+                    found[f"experts.parts.0.each.{2 * rank + int(number)}.{rest}"] = value
     else:
         for key in results[0]:
             if key.startswith("experts."):

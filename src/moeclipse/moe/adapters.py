@@ -73,16 +73,72 @@ class ModulesPending:
                 place += grad.to(place.dtype)
 
 
+class NamedModules(nn.ModuleList):
+    """A list whose modules have names of their own in `state_dict`."""
+
+    def __init__(self, modules: Sequence[nn.Module], names: Sequence[str]) -> None:
+        super().__init__()
+        for name, module in zip(names, modules, strict=True):
+            self.add_module(name, module)
+
+    def __getitem__(self, place: Any) -> Any:
+        return list(self)[place]
+
+
 class ModuleExperts(nn.Module):
     """The modules of this rank's experts as an `ExpertSet`."""
 
-    def __init__(self, ids: Sequence[int], make: Callable[[int], nn.Module] | Joint, d_out: int) -> None:
+    _version = 2
+    """Of its names in state_dict: 1 counted the slots of each rank from 0."""
+
+    def __init__(
+        self,
+        ids: Sequence[int],
+        make: Callable[[int], nn.Module] | Joint,
+        d_out: int,
+        num_experts: int | None = None,
+    ) -> None:
         super().__init__()
-        self.ids, self.out_width = tuple(ids), d_out
+        self._ids, self.out_width = tuple(ids), d_out
+        self.num_experts = len(self._ids) if num_experts is None else num_experts
         self.joint = isinstance(make, Joint)
-        made = [make.make(self.ids)] if isinstance(make, Joint) else [make(expert) for expert in ids]
-        self.parts = nn.ModuleList(made)
+        made = [make.make(self._ids)] if isinstance(make, Joint) else [make(expert) for expert in ids]
+        self.parts = NamedModules(made, self._names())
         self.counts_of_weights = [len(list(module.parameters())) for module in self.parts]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self._ids
+
+    @ids.setter
+    def ids(self, ids: Sequence[int]) -> None:
+        self._ids = tuple(ids)
+        self.parts = NamedModules(list(self.parts), self._names())
+
+    def _names(self) -> list[str]:
+        """Of the modules: an expert's number, so that ranks never give one name to two experts."""
+        if self.joint:
+            all_here = self._ids == tuple(range(self.num_experts))
+            return ["0" if all_here else "experts_" + "_".join(map(str, self._ids))]
+        return [str(expert) for expert in self._ids]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *others: Any,
+    ) -> None:
+        """Names by slot, which 0.1 saved, are understood; experts of other ranks are passed over."""
+        names = self._names()
+        by_slot = {str(slot): name for slot, name in enumerate(names)}
+        for key in [key for key in state_dict if key.startswith(f"{prefix}parts.")]:
+            name, _, rest = key.removeprefix(f"{prefix}parts.").partition(".")
+            if local_metadata.get("version") == 1 and name in by_slot and by_slot[name] != name:
+                state_dict[f"{prefix}parts.{by_slot[name]}.{rest}"] = state_dict.pop(key)
+            elif name not in names and name.isdecimal() and int(name) < self.num_experts:
+                del state_dict[key]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
 
     def reset_parameters(self) -> None:
         """Asks each module that knows how."""

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from moeclipse.moe.expert_set import ExpertSet, PendingWgrad
+from moeclipse.moe.shards import ExpertPlace, load_shards, save_shards, trust_shards
 from moeclipse.moe.weight_init import WeightInit
 from moeclipse.ops.activation import GATED, Activation, activate, activate_backward, hidden_width
 from moeclipse.ops.bias import group_sum
@@ -85,9 +86,13 @@ class Experts(nn.Module):
         activation: Activation = "swiglu",
         bias: bool = False,
         kernels: bool = False,
+        num_experts: int | None = None,
     ) -> None:
+        """`num_experts`: of the layer, where `ids` are some of them; left out: these are all there are."""
         super().__init__()
         self.ids, self.activation, self.kernels = tuple(ids), activation, kernels
+        self.num_experts = num_experts
+        trust_shards()
         self.wgrads = WeightGrads()
         index, parts = shard
         what = "the hidden width of an expert"
@@ -170,6 +175,40 @@ class Experts(nn.Module):
             into = accumulator(parameter)[0] if fresh is None else fresh
             for slot, grad in zip(slots, grads, strict=True):
                 into[slot] += grad.to(into.dtype)
+
+    # What is saved and loaded speaks of all experts (`moe/shards`).
+
+    @property
+    def places(self) -> dict[str, ExpertPlace]:
+        """Of each parameter, by name."""
+        experts = tuple(range(len(self.ids))) if self.num_experts is None else self.ids
+        total = self.num_experts or len(experts)
+        named = zip(("up", "down"), self.cuts, strict=True)
+        cuts = {name: cut for name, cut in named if cut.local_shape != cut.shape}
+        return {
+            name: ExpertPlace(experts=experts, num_experts=total, cut=cuts.get(name))
+            for name, _ in self.named_parameters()
+        }
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            save_shards(destination, prefix, self.places)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        error_msgs += load_shards(state_dict, prefix, self.places)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:

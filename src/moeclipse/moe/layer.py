@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -53,8 +53,9 @@ from moeclipse.moe.given import (
     given_gate,
     is_sharded,
 )
-from moeclipse.moe.losses import balance_loss, z_loss
+from moeclipse.moe.losses import MoEReport, report_on
 from moeclipse.moe.mask import leave_out
+from moeclipse.moe.optimizer_state import watch_optimizers
 from moeclipse.moe.pairwise import PairwiseExperts
 from moeclipse.moe.private_torch import in_backward
 from moeclipse.moe.probe import Probe, measure
@@ -69,17 +70,6 @@ from moeclipse.moe.weight_init import WeightInit
 from moeclipse.moe.wraps import refuse_wrong_wrap, wrapping
 from moeclipse.ops.activation import Activation
 from moeclipse.ops.grouped_experts import grouped_experts
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoEReport:
-    """What a layer tells about one microbatch."""
-
-    aux_loss: torch.Tensor
-    """This rank's share: over all ranks the shares sum to the loss."""
-    load_E: torch.Tensor
-    """Tokens of this rank that wanted each expert."""
-    num_dropped: torch.Tensor
 
 
 class MoE(nn.Module):
@@ -132,12 +122,12 @@ class MoE(nn.Module):
         self.gate = Gate(gate, d_model=d_model, num_experts=num_experts, init=init)
         placement = placement or Placement.contiguous(num_experts, group.size)
         shard = (mesh.tp_index, mesh.tp) if is_sharded(mesh, config) else (0, 1)
-        build = partial(
-            Experts, d_model=d_model, init=init, shard=shard, activation=activation, bias=expert_bias
-        )
+        common: dict[str, Any] = {"d_model": d_model, "activation": activation, "bias": expert_bias}
+        build: Callable[..., Experts] = partial(Experts, init=init, shard=shard, **common)
         ids = placement.slots[group.index]
-        own = None if experts is None else ModuleExperts(ids, experts, d_out or d_model)
-        self.experts: Experts | ModuleExperts = own or build(ids, d_ff=d_ff, kernels=config.kernels != "off")
+        own = None if experts is None else ModuleExperts(ids, experts, d_out or d_model, num_experts)
+        given: dict[str, Any] = {"kernels": config.kernels != "off", "num_experts": num_experts}
+        self.experts: Experts | ModuleExperts = own or build(ids, d_ff=d_ff, **given)
         self.shared = shared_of(config, build, init)
         self.fused: bool | None = False if config.kernels == "off" else None  # None: where the kernels fit
         self.register_buffer("load_E", torch.zeros(num_experts, dtype=torch.int64, device=device), False)
@@ -169,6 +159,8 @@ class MoE(nn.Module):
         tables = mesh.device if device.type == "meta" else device
         self.dispatcher = Dispatcher.of(placement, group, mesh.a2a, tables, transport)
         self.schedule = ExchangeSchedule(self.config, tuple(mesh.hosts[rank] for rank in group.ranks))
+        if isinstance(self.experts, Experts) and mesh.num_ranks > 1:
+            watch_optimizers(mesh, self.experts)
 
     def move_to(self, placement: Placement, expected_E: np.ndarray | None = None) -> None:
         """Route rows by another placement from now on; whoever calls this has moved the weights."""
@@ -314,16 +306,8 @@ class MoE(nn.Module):
         return report
 
     def _report(self, routing: Routing, global_load_E: torch.Tensor, tokens: Tokens) -> MoEReport:
-        config = self.gate.config
-        aux = config.balance_loss * balance_loss(routing, global_load_E, tokens.total)
-        if config.z_loss:
-            aux = aux + config.z_loss * z_loss(routing, tokens.total)
-        load_E, num_dropped = routing.load_E, routing.num_dropped
-        if self.sharded:
-            aux = aux / self.mesh.tp
-            counts = int(self.mesh.tp_index == 0)  # every tp rank saw these tokens: one of them counts
-            load_E, num_dropped = load_E * counts, num_dropped * counts
-        return MoEReport(aux_loss=aux, load_E=load_E, num_dropped=num_dropped)
+        tp = (self.mesh.tp_index, self.mesh.tp) if self.sharded else (0, 1)
+        return report_on(routing, global_load_E, tokens.total, self.gate.config, tp)
 
     def _routed(
         self,

@@ -1,4 +1,4 @@
-"""What keeps the load even and the logits small.
+"""What keeps the load even and the logits small, and what a layer tells of it.
 
 Both losses are means over all tokens of the microbatch on all ranks. Each rank computes its share of them:
 the shares sum to the loss of the one-process model, and so do their gradients.
@@ -10,9 +10,43 @@ the shares sum to the loss of the one-process model, and so do their gradients.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from moeclipse.moe.config import GateConfig
 from moeclipse.moe.routing import Routing
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEReport:
+    """What a layer tells about one microbatch."""
+
+    aux_loss: torch.Tensor
+    """This rank's share: over all ranks the shares sum to the loss."""
+    load_E: torch.Tensor
+    """Tokens of this rank that wanted each expert."""
+    num_dropped: torch.Tensor
+
+
+def report_on(
+    routing: Routing,
+    global_load_E: torch.Tensor,
+    total_tokens: int,
+    config: GateConfig,
+    tp: tuple[int, int] = (0, 1),
+) -> MoEReport:
+    """`tp` = (index, number) of the ranks that saw the same tokens: losses are shared, one of them counts."""
+    aux = config.balance_loss * balance_loss(routing, global_load_E, total_tokens)
+    if config.z_loss:
+        aux = aux + config.z_loss * z_loss(routing, total_tokens)
+    index, number = tp
+    counts = int(index == 0)
+    return MoEReport(
+        aux_loss=aux / number if number > 1 else aux,
+        load_E=routing.load_E * counts if number > 1 else routing.load_E,
+        num_dropped=routing.num_dropped * counts if number > 1 else routing.num_dropped,
+    )
 
 
 def balance_loss(routing: Routing, global_load_E: torch.Tensor, total_tokens: int) -> torch.Tensor:

@@ -8,6 +8,8 @@ torch._C._current_graph_task_id
 torch._C._autograd._get_current_graph_task_keep_graph
                     whether the backward that runs was asked to keep its graph (`retain_graph`)
 Tensor._version     how often a tensor was changed in place
+Tensor._make_wrapper_subclass, aten._to_copy
+                    a tensor whose numbers are kept by another one, and what `to` becomes inside of it
 DistributedDataParallel._get_active_ddp_module
                     the wrapper whose forward runs
 _composable_state._module_state_mapping, FSDPState._fsdp_param_groups (one: _fsdp_param_group),
@@ -17,12 +19,22 @@ FSDPParam._module_info
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import _composable_state
 from torch.nn.parallel import DistributedDataParallel
+
+TO_COPY = torch.ops.aten._to_copy.default
+
+
+def wrapper(cls: type, shape: Sequence[int], like: torch.Tensor) -> Any:
+    """An instance of `cls` that looks like a tensor of this shape and has no memory."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls, shape, dtype=like.dtype, device=like.device, requires_grad=False
+    )
 
 
 def ignored_by_ddp(model: nn.Module) -> set[str]:
