@@ -101,13 +101,14 @@ class Case:
         values |= {"model.num_layers": layers, "data.files": (__file__,), "parallel.pp": mesh.pp}
         if mesh.device.type == "cuda":
             values |= ON_DEVICE
-            if mesh.experts.backend == "nccl":
-                values |= {"moe.transport": "direct"}
+            if mesh.experts.backend == "nccl":  # few experts, because they must be wide: see `fitting_width`
+                values |= {"moe.transport": "direct", "moe.num_experts": 2 * mesh.ep}
         if d_ff:
             values |= {"moe.d_ff": d_ff}
         self.mesh, self.mode = mesh, mode
         self.learner = Learner(with_values(TrainConfig(), values), mesh)
         assert self.learner.pipelined is not None
+        self.learner.optim.states.clear()  # nothing is updated, and six models share the memory
         self.runtime: Runtime = self.learner.pipelined.runtime
         self.stamps: list[tuple[Op, Any, Any]] = []
         self.runtime.observe = lambda op, begun, ended: self.stamps.append((op, begun, ended))
@@ -206,7 +207,7 @@ def fitting_width(mesh: Mesh, given: dict[str, Any], layers: int) -> int:
         ratio = statistics.median(t["comm_ms"] / t["compute_ms"] for t in trial)
         if 0.9 < ratio / given["ratio"] < 1.1:
             break
-        width = min(max(round(width * ratio / given["ratio"] / 256), 1) * 256, 32768)
+        width = min(max(round(width * ratio / given["ratio"] / 256), 1) * 256, 65536)
         del case
         torch.cuda.empty_cache()
     return width

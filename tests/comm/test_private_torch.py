@@ -40,11 +40,3 @@ def test_symmetric_memory_has_the_two_calls(monkeypatch: pytest.MonkeyPatch) -> 
     assert calls == [((12,), torch.uint8, torch.device("cuda", 1))]
     handle: Any = "a group"
     assert private_torch.symmetric_rendezvous(own, handle) == (12, "a group")
-
-
-def test_storages_over_ipc() -> None:
-    """Only a storage of a device can be shared; here the names must be there, and take a storage's name."""
-    with pytest.raises(RuntimeError):
-        private_torch.ipc_name(torch.zeros(4).untyped_storage())
-    with pytest.raises((RuntimeError, TypeError)):
-        private_torch.ipc_storage([0, b"handle", 4, 0, b"counter", 0, b"event", False])

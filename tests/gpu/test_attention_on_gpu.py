@@ -53,5 +53,5 @@ def test_no_matrix_of_all_scores_is_held(name: str) -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     attend(*rows, **given).float().square().sum().backward()
-    scores = 2 * 8 * 16384 * 16384  # one byte each
+    scores = 2 * 2 * 8 * 16384 * 16384  # two bytes each: 8 GiB
     assert torch.cuda.max_memory_allocated() - before < scores / 8

@@ -104,6 +104,22 @@ def test_the_launcher_keeps_what_no_rank_could(
     assert "a2a: rows" in (run / "ops" / "rank-1.txt").read_text()
 
 
+def test_the_launcher_knows_better_than_who_lost_a_peer(
+    ranks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(ranks / "0" / "error.json"))
+    run = tmp_path / "run"
+    run.mkdir()
+    earlier = {"time": 5.0, "attempt": 0, "kind": "error", "rank": 1, "what": "an earlier run"}
+    (run / "incidents.jsonl").write_text(json.dumps(earlier) + "\n")
+    begun(watches(ranks)[0], run).keep("rank 0 lost rank 1")
+    kept_by_launcher(ranks, 1, "rank 1 was killed by SIGKILL")
+    assert read(run)[0] == earlier
+    (record,) = read(run)[1:]
+    assert (record["rank"], record["what"]) == (1, "rank 1 was killed by SIGKILL")
+    assert record["noticed"] == ["rank 0 lost rank 1"]
+
+
 def test_nothing_is_kept_where_there_is_no_run(ranks: Path, tmp_path: Path) -> None:
     Incidents(watches(ranks)[0], leave).keep("x")
     begun(watches(ranks)[0], tmp_path / "missing").keep("x")

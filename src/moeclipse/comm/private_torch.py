@@ -5,9 +5,6 @@ torch.distributed.distributed_c10d._get_default_store
                     nothing public hands it out
 torch.distributed._symmetric_memory
                     memory of a device that peers can read: documented under this name, as alpha
-torch.UntypedStorage._share_cuda_ and _new_shared_cuda
-                    the same over CUDA IPC, where symmetric memory does not work: `torch.multiprocessing`
-                    has it behind its own pickling only
 torch._C._distributed_c10d._detect_dma_connectivity
                     which devices NVLink joins: torch asks NVML itself and tells nobody
 """
@@ -45,13 +42,3 @@ def nvlinks_between_devices() -> tuple[tuple[int, ...], ...]:
 
     found = _distributed_c10d._detect_dma_connectivity(DeviceType.CUDA, "nvlink")  # type: ignore[attr-defined]
     return tuple(tuple(row) for row in found.matrix)
-
-
-def ipc_name(storage: torch.UntypedStorage) -> tuple[Any, ...]:
-    """What another process needs to open a storage of a device; items 1, 4 and 6 are bytes or None."""
-    return storage._share_cuda_()
-
-
-def ipc_storage(name: list[Any]) -> torch.UntypedStorage:
-    """The storage of that name; its first item is the device it is opened on."""
-    return torch.UntypedStorage._new_shared_cuda(*name)

@@ -5,7 +5,8 @@
 
 The rank whose words all others repeat writes the record. Ops are copied by each rank that fails, and by that
 one for all ranks of its host, because one that was killed or stands still cannot. Where no rank is left to
-write, the launcher does (`kept_by_launcher`): ranks tell it the run's folder.
+write, the launcher does (`kept_by_launcher`): ranks tell it the run's folder. A rank that lost a peer may
+write before the launcher has seen that the peer was killed: the launcher's record then takes the place of it.
 
 Hazard: this runs while things fail, also on a thread beside a stuck one. Nothing here may raise or wait.
 """
@@ -83,7 +84,20 @@ def kept_by_launcher(ranks: Path | None, rank: int | None, text: str) -> None:
     with contextlib.suppress(OSError):
         directory = Path(told[0].read_text())
         copy_ops(ranks, directory)
-        append(directory, {"kind": "signal", "rank": rank, "what": text})
+        noticed = withdraw(directory, since=min(file.stat().st_mtime for file in told))
+        append(directory, {"kind": "signal", "rank": rank, "what": text, **noticed})
+
+
+def withdraw(directory: Path, since: float) -> dict[str, Any]:
+    """Take back what ranks of one attempt wrote of a peer's end: they saw that it was gone, and not why."""
+    file = directory / RECORDS
+    lines = file.read_text().splitlines() if file.exists() else []
+    records = [json.loads(line) for line in lines]
+    later = [record["kind"] == "error" and record["time"] >= since for record in records]
+    if not any(later):
+        return {}
+    file.write_text("".join(f"{line}\n" for line, gone in zip(lines, later, strict=True) if not gone))
+    return {"noticed": [record["what"] for record, gone in zip(records, later, strict=True) if gone]}
 
 
 def copy_ops(ranks: Path, directory: Path, but: int | None = None) -> None:

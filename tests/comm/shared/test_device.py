@@ -105,30 +105,51 @@ def test_a_way_is_taken_by_all_ranks_or_by_none() -> None:
     )
 
 
-def over_ipc(mesh: Mesh) -> tuple[list[int], list[Any]]:
-    """A handle is a place in a table that all ranks have; the name travels as JSON, and bytes survive."""
+class FakeDriver:
+    """Allocations begin at multiples of 1000; a handle names the rank that it is of."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.open, self.closed = rank, list[bytes](), list[int]()
+
+    def allocation_of(self, address: int) -> int:
+        return address - 16
+
+    def ipc_handle(self, _allocation: int) -> bytes:
+        return bytes([40 + self.rank, 0])
+
+    def open_ipc(self, handle: bytes) -> int:
+        self.open.append(handle)
+        return 1000 * handle[0]
+
+    def close_ipc(self, address: int) -> None:
+        self.closed.append(address)
+
+
+def over_ipc(mesh: Mesh) -> tuple[list[int], list[int], list[int]]:
+    """(what the buffers hold: of peers, their addresses; closed before and after the memory is let go)."""
     torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
-    given: list[Any] = []
-
-    def storage(name: list[Any]) -> torch.UntypedStorage:
-        given.append(name)
-        return torch.full((SIZE,), name[1][0], dtype=torch.uint8).untyped_storage()
-
-    module.ipc_name = lambda _: (5, bytes([40 + mesh.rank, 0]), SIZE, 0, None, 0, b"event", True)
-    module.ipc_storage = storage
-    device = torch.device("cuda", 0)
-    zeros = torch.zeros
-    torch.zeros = lambda *size, device=None, **options: zeros(*size, **options)  # type: ignore[assignment]
-    memory = module._open_ipc(mesh.world, mesh.watch, device, SIZE, "test")
+    driver = FakeDriver(mesh.rank)
+    module.cuda_driver = lambda: driver  # type: ignore[assignment, return-value]
+    module._bytes_at = lambda address, *_: torch.full((SIZE,), address, dtype=torch.int64)
+    memory: CudaMemory | None = module._open_ipc(mesh.world, mesh.watch, CPU, SIZE, "test")
+    assert memory is not None
     assert memory.source == "CUDA IPC"
-    return [int(buffer[0]) for buffer in memory.buffers], given[0]
+    found, before = [int(buffer[0]) for buffer in memory.buffers], list(driver.closed)
+    memory = None
+    return found, before, driver.closed
 
 
 def test_buffers_over_ipc() -> None:
-    (first, name), (second, _) = run_ranks(2, over_ipc)
-    assert first == [0, 41], "the own buffer, and the peer's as it was named"
-    assert second == [40, 0]
-    assert name == [0, b")\x00", SIZE, 0, None, 0, b"event", True], "opened on a device of this rank"
+    first, second = run_ranks(2, over_ipc)
+    assert first == ([0, 41016], [], [41000]), (
+        "the own one, and the peer's where it lies in its allocation"
+    )
+    assert second == ([40016, 0], [], [40000])
+
+
+def test_memory_of_another_is_described_to_torch() -> None:
+    place = module._Place(4096, 12).__cuda_array_interface__
+    assert place == {"shape": (12,), "typestr": "|u1", "data": (4096, False), "version": 3}
 
 
 def symmetric(mesh: Mesh) -> list[int]:

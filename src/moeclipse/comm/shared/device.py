@@ -5,15 +5,17 @@ They come from torch's symmetric memory, or else from CUDA IPC.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.group import Group, host_id
-from moeclipse.comm.private_torch import ipc_name, ipc_storage, symmetric_empty, symmetric_rendezvous
+from moeclipse.comm.private_torch import symmetric_empty, symmetric_rendezvous
 from moeclipse.comm.shared.host import NoPeerMemoryError
 from moeclipse.comm.tell import tell_all
+from moeclipse.ops.cuda_driver import CudaDriver, cuda_driver
 
 MAX_BLOCKS = 64  # of a kernel that waits for its peers
 
@@ -111,19 +113,44 @@ def _open_symmetric(
 
 
 def _open_ipc(group: Group, watch: Watch, device: torch.device, num_bytes: int, label: str) -> CudaMemory:
+    """By the driver's own calls: torch counts who has what it shares open, and complains when one that was
+    killed never gave its part back."""
+    driver = cuda_driver()
     own = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     torch.cuda.synchronize(device)
-    shared = ipc_name(own.untyped_storage())
-    mine = [value.hex() if isinstance(value, bytes) else value for value in shared]
-    offset = own.storage_offset()
+    allocation = driver.allocation_of(own.data_ptr())
+    name = [driver.ipc_handle(allocation).hex(), own.data_ptr() - allocation]
     buffers: list[torch.Tensor] = []
-    for peer, theirs in enumerate(tell_all(group, watch, [mine, offset], label)):
+    opened: list[int] = []
+    for peer, (handle, offset) in enumerate(tell_all(group, watch, name, label)):
         if peer == group.index:
             buffers.append(own)
-            continue
-        texts = (1, 4, 6)  # the handle, the reference counter's name and the event travel as bytes
-        values = [bytes.fromhex(v) if i in texts and v is not None else v for i, v in enumerate(theirs[0])]
-        values[0] = device.index if device.index is not None else torch.cuda.current_device()
-        storage = ipc_storage(values)
-        buffers.append(own.new_empty(0).set_(storage, theirs[1], (num_bytes,), (1,)))
-    return CudaMemory(own, buffers, None, "CUDA IPC")
+        else:
+            opened.append(driver.open_ipc(bytes.fromhex(handle)))
+            buffers.append(_bytes_at(opened[-1] + offset, num_bytes, device))
+    memory = CudaMemory(own, buffers, None, "CUDA IPC")
+    # Not at the end of the process, which gives everything back, and after which the driver takes no calls.
+    weakref.finalize(memory, _close_all, driver, opened).atexit = False
+    return memory
+
+
+def _close_all(driver: CudaDriver, opened: list[int]) -> None:
+    for address in opened:
+        driver.close_ipc(address)
+
+
+class _Place:
+    """Memory of a device as others describe theirs to torch."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _bytes_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Does not keep what lies there alive."""
+    return torch.as_tensor(_Place(address, num_bytes), device=device)
