@@ -129,7 +129,7 @@ class Case:
         busy = time.process_time() - busy
         self.steps += 1
         transfers = [t for t in transfers_of(stamps, mesh) if is_exchange(t)]
-        spans = [(op, recorder._seconds(a), recorder._seconds(b)) for op, a, b in self.stamps]
+        spans = [(op, recorder.seconds(a), recorder.seconds(b)) for op, a, b in self.stamps]
         found: dict[str, Any] = {"window": stamps.window, "waits": stamps.waits, "spans": spans}
         found |= {"transfers": transfers, "compute": stamps.compute, "busy": busy}
         return found

@@ -6,9 +6,12 @@ and the gradients it leaves are the same.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from moeclipse.comm.flight.exchange import total
+from moeclipse.comm.flight.record import StepStamps
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.shares import even_bounds
@@ -18,8 +21,15 @@ from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.precision import wide_of
 from moeclipse.pipeline.overlap import StageLayout, make_program
 from moeclipse.pipeline.runtime import Runtime
+from moeclipse.report.slowdown import Slowdown
+from moeclipse.schedule.kinds import COMPUTE
+from moeclipse.schedule.op import Op
 from moeclipse.train.config import TrainConfig, needs_whole_microbatches
 from moeclipse.train.data import Batches, Microbatch
+
+
+LOOKED_AT = range(4, 12)
+"""Steps whose ops are timed one by one: stamps cost time, and more steps say the same."""
 
 
 class Pipelined:
@@ -38,6 +48,9 @@ class Pipelined:
         self.runtime = Runtime(
             verified, mesh, stages, model.tp.wgrads, width=config.model.d_model, dtype=model.dtype
         )
+        self.slowdown = Slowdown()
+        """Of compute beside communication, from the first steps in which kernels were warm."""
+        self._seen: list[tuple[Op, Any, Any]] = []
         self._tie()
 
     def _tie(self) -> None:
@@ -69,6 +82,19 @@ class Pipelined:
     def backwards(self) -> int:
         """Backward passes of a step through each layer: chunks of a microbatch go one by one."""
         return sum(self.runtime.chunks.get(m, 1) for m in range(self.config.optim.accumulate))
+
+    def look(self, step: int) -> None:
+        """Before a step: time its ops, if it is one of those that the price of overlap is taken from."""
+        looks = step in LOOKED_AT and self.mesh.num_ranks > 1
+        self.runtime.observe = (lambda *seen: self._seen.append(seen)) if looks else None
+
+    def looked(self, stamps: StepStamps) -> None:
+        """After it."""
+        if self._seen:
+            seconds = self.mesh.recorder.seconds
+            ops = [((op.kind, op.layer, op.chunk is None), seconds(a), seconds(b)) for op, a, b in self._seen if op.lane == COMPUTE]
+            self.slowdown.add(ops, [(launched, done) for _, _, launched, done in stamps.transfers])
+            self._seen.clear()
 
     def run(self, step: int, loss_scale: float = 1.0) -> torch.Tensor:
         """This rank's (loss, aux loss, dropped rows), summed; gradients are `loss_scale` times theirs."""

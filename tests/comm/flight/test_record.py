@@ -82,4 +82,4 @@ def test_events_of_a_device_become_seconds_of_the_host(monkeypatch: pytest.Monke
     assert (launched - begin, done - begin) == (pytest.approx(0.25), pytest.approx(0.5))
     assert cuda.journal.count("host waits for all") == 2, "at both ends of a step, never between"
     stamps.done = time.perf_counter_ns()
-    assert recorder._seconds(stamps.done) == pytest.approx(stamps.done * 1e-9), "threads stamp by the host"
+    assert recorder.seconds(stamps.done) == pytest.approx(stamps.done * 1e-9), "threads stamp by the host"

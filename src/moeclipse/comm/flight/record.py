@@ -94,15 +94,16 @@ class Recorder:
         transfers = []
         for one in self._transfers:
             done = one.done if one.done is not None else end
-            transfers.append((one.group, one.label, self._seconds(one.begun), self._seconds(done)))
+            transfers.append((one.group, one.label, self.seconds(one.begun), self.seconds(done)))
         return StepStamps(
-            window=(self._origin[0] * 1e-9, self._seconds(end)),
-            compute=[(self._seconds(a), self._seconds(b)) for a, b in self._compute],
-            waits=[(self._seconds(a), self._seconds(b)) for a, b in self._waits],
+            window=(self._origin[0] * 1e-9, self.seconds(end)),
+            compute=[(self.seconds(a), self.seconds(b)) for a, b in self._compute],
+            waits=[(self.seconds(a), self.seconds(b)) for a, b in self._waits],
             transfers=transfers,
         )
 
-    def _seconds(self, stamp: Stamp) -> float:
+    def seconds(self, stamp: Stamp) -> float:
+        """On the host's clock; of a stamp of the last step, after its end."""
         if not self.cuda or isinstance(stamp, int):
             return float(stamp * 1e-9)
         return float(self._origin[0] * 1e-9 + self._origin[1].elapsed_time(stamp) * 1e-3)
