@@ -117,6 +117,15 @@ def test_a_percentage_never_stands_alone() -> None:
     assert hidden_text(SUMMARY) == "36.0 of 60.0 ms communication per step (60 %), steps 4 to 200"
 
 
+def test_what_overlap_costs_stands_beside_what_it_hides() -> None:
+    def text(**more: float) -> str:
+        lines = dict(summary_lines({**SUMMARY, **more}, 100, True))["hidden"]
+        return "\n".join(str(line) for line in lines)
+
+    assert "beside communication" not in text()
+    assert text(slowdown=1.154).endswith("\nbeside communication compute takes 1.15 times as long")
+
+
 def test_an_empty_summary_still_prints() -> None:
     display = Display(console())
     display.end({})

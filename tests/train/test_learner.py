@@ -283,3 +283,22 @@ def test_times_of_a_step_add_up(corpus: str) -> None:
             assert math.isclose(parts, times["step_ms"], rel_tol=1e-9)
             assert all(value >= -1e-9 for value in times.values())
         assert record["comm_ms"] > 0
+
+
+def price_of_overlap(mesh: Mesh, config: TrainConfig) -> tuple[float | None, int]:
+    """(slow-down of compute, ops that were seen of a step that nobody looked at)."""
+    learner = Learner(config, mesh)
+    assert learner.pipelined is not None
+    for step in range(3, 7):
+        learner.step(step)
+    ratio = learner.pipelined.slowdown.ratio()
+    learner.step(20)
+    return ratio, len(learner.pipelined._seen) + (learner.pipelined.runtime.observe is not None)
+
+
+def test_a_run_knows_what_overlap_costs(corpus: str) -> None:
+    changes: dict[str, Any] = {"optim.accumulate": 4, "data.batch_size": 8, "pipeline.overlap": "pair"}
+    for ratio, seen in run_ranks(2, price_of_overlap, configure(corpus, **changes), ep=2):
+        assert ratio is not None
+        assert 0.1 < ratio < 100
+        assert not seen

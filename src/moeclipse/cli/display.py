@@ -159,6 +159,9 @@ def summary_lines(summary: dict[str, Any], width: int, unicode: bool) -> list[tu
         ("step", step_bar(summary, room, unicode)),
         ("hidden", [Text(hidden_text(summary))]),
     ]
+    price = summary.get("slowdown")
+    if price is not None:
+        lines[-1][1].append(Text(f"beside communication compute takes {price:.2f} times as long"))
     load = [float(value) for value in summary.get("load") or []]
     if load:
         lines.append(("load", load_chart(load, room, unicode)))

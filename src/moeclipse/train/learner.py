@@ -156,6 +156,8 @@ class Learner:
         """One optimizer step; returns its record, the same on every rank but for times."""
         mesh, recorder = self.mesh, self.mesh.recorder
         recorder.begin_step()
+        if self.pipelined is not None:
+            self.pipelined.look(step)
         sums = self.backward(step)
         with recorder.compute():
             shards = [bucket.reduced() for bucket in self.buckets]
@@ -191,6 +193,8 @@ class Learner:
             memory_state.end_step(self.model, skipped=skipped)
             self.integrity.remember(step + 1)
         stamps = recorder.end_step()
+        if self.pipelined is not None:
+            self.pipelined.looked(stamps)
         self._judge(step, skipped, loss, norm)
         per_rank = gather_splits(split_of(stamps, mesh, self.clock_s), mesh)
         times = mean_times(per_rank)

@@ -27,7 +27,6 @@ from moeclipse.schedule.op import Op
 from moeclipse.train.config import TrainConfig, needs_whole_microbatches
 from moeclipse.train.data import Batches, Microbatch
 
-
 LOOKED_AT = range(4, 12)
 """Steps whose ops are timed one by one: stamps cost time, and more steps say the same."""
 
@@ -92,7 +91,11 @@ class Pipelined:
         """After it."""
         if self._seen:
             seconds = self.mesh.recorder.seconds
-            ops = [((op.kind, op.layer, op.chunk is None), seconds(a), seconds(b)) for op, a, b in self._seen if op.lane == COMPUTE]
+            ops = [
+                ((op.kind, op.layer, op.chunk is None), seconds(a), seconds(b))
+                for op, a, b in self._seen
+                if op.lane == COMPUTE
+            ]
             self.slowdown.add(ops, [(launched, done) for _, _, launched, done in stamps.transfers])
             self._seen.clear()
 

@@ -184,6 +184,7 @@ class Run:
             "checkpoint": str(path) if path else None,
             "saves": {"begun": saving.begun, "stall_ms": 1e3 * saving.stall_s / max(saving.begun, 1)},
             "clock_error_ms": 1e3 * learner.clock_error_s,
+            "slowdown": learner.pipelined.slowdown.ratio() if learner.pipelined is not None else None,
             "exchange": [layer.schedule.report() for layer in learner.layers],
             "load_by_layer": learner.loads.average_by_layer(),
             "placement": learner.placement.summary() if learner.placement.in_use else None,

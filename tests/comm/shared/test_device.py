@@ -141,9 +141,7 @@ def over_ipc(mesh: Mesh) -> tuple[list[int], list[int], list[int]]:
 
 def test_buffers_over_ipc() -> None:
     first, second = run_ranks(2, over_ipc)
-    assert first == ([0, 41016], [], [41000]), (
-        "the own one, and the peer's where it lies in its allocation"
-    )
+    assert first == ([0, 41016], [], [41000]), "the own one, and the peer's where it lies in its allocation"
     assert second == ([40016, 0], [], [40000])
 
 
