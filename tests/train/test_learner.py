@@ -298,7 +298,7 @@ def price_of_overlap(mesh: Mesh, config: TrainConfig) -> tuple[float | None, int
 
 def test_a_run_knows_what_overlap_costs(corpus: str) -> None:
     changes: dict[str, Any] = {"optim.accumulate": 4, "data.batch_size": 8, "pipeline.overlap": "pair"}
-    for ratio, seen in run_ranks(2, price_of_overlap, configure(corpus, **changes), ep=2):
+    for ratio, seen in run_ranks(2, price_of_overlap, configure(corpus, **changes)):
         assert ratio is not None
         assert 0.1 < ratio < 100
         assert not seen

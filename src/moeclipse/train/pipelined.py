@@ -91,11 +91,8 @@ class Pipelined:
         """After it."""
         if self._seen:
             seconds = self.mesh.recorder.seconds
-            ops = [
-                ((op.kind, op.layer, op.chunk is None), seconds(a), seconds(b))
-                for op, a, b in self._seen
-                if op.lane == COMPUTE
-            ]
+            computed = [seen for seen in self._seen if seen[0].lane == COMPUTE]
+            ops = [((op.kind, op.layer, op.chunk is None), seconds(a), seconds(b)) for op, a, b in computed]
             self.slowdown.add(ops, [(launched, done) for _, _, launched, done in stamps.transfers])
             self._seen.clear()
 
