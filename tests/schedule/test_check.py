@@ -234,3 +234,20 @@ def test_the_proved_order_meets_at_both_ends_and_keeps_every_lane(name: str) -> 
             done.add(position)
         met.append([op.comm for op in ops if op.comm is not None])
     assert met[0] == met[1], "both ends come to their transfers in one order"
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "vpp+1", "dualpipev"])
+def test_the_proved_order_is_that_of_the_program_but_for_early_transfers(name: str) -> None:
+    verified = verify(lower(build(name, 2, 8)))
+    moved = 0
+    for rank, ops in enumerate(verified.program.ranks):
+        order = verified.proved_order(rank)
+        stays = [position for position in order if ops[position].kind not in kinds.TRANSFERS]
+        assert stays == sorted(stays)
+        for kind in (kinds.Part.SEND, kinds.Part.RECV):
+            later = [at - p for at, p in enumerate(order) if ops[p].kind.part is kind]
+            assert min(later) >= -2, "nothing but what fills the gap that a later one leaves"
+            moved += sum(gap > 0 for gap in later)
+    assert moved, "the program itself launches receives before their senders can send"
+    alone = verify(lower(build(name, 1, 4)))
+    assert alone.proved_order(0) == list(range(len(alone.program.ranks[0])))

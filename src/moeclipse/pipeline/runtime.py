@@ -105,6 +105,7 @@ class Runtime:
         connect_wires(mesh.grads, self._wires())
         self.settles = mesh.line.backend == "nccl"
         """The next step finishes each op before the next: slow, and safe while kernels are loaded."""
+        self._order = verified.proved_order(mesh.pp_index) if self.settles else None
         self._uses = Counter(At.of(op) for op in self.ops if op.layer is not None)
         self.observe: Callable[[Op, Any, Any], None] | None = None
         """Called with each op and the stamps around it, waiting excluded."""
@@ -122,7 +123,7 @@ class Runtime:
                 execute_settled(self.verified, self.mesh.pp_index, self._op, self._settle)
                 self.settles = False
             else:
-                execute(self.verified, self.mesh.pp_index, self._op)
+                execute(self.verified, self.mesh.pp_index, self._op, self._order)
 
     def _settle(self, what: str) -> None:
         if self.mesh.device.type == "cuda":

@@ -52,12 +52,14 @@ class Verified:
 
     def proved_order(self, rank: int) -> list[int]:
         """This rank's ops by position, in one order of all ranks' ops in which each comes after all that it
-        needs, and both ends of a transfer at once: whoever runs it so may finish each op before the next."""
-        first = sum(map(len, self.program.ranks[:rank]))
-        mine = range(first, first + len(self.program.ranks[rank]))
-        members = self.graph.members
-        nodes = self.graph.order if members is None else (n for v in self.graph.order for n in members[v])
-        return [node - first for node in nodes if node in mine]
+        needs, and both ends of a transfer at once: whoever runs it so may finish each op before the next.
+
+        Of all such orders the one next to the program's own: a receive that the program launches early comes
+        as soon as its sender can send."""
+        starts = np.cumsum([0, *map(len, self.program.ranks)]).tolist()
+        place = [position for ops in self.program.ranks for position in range(len(ops))]
+        order = self.graph.order_by(place)
+        return [node - starts[rank] for node in order if starts[rank] <= node < starts[rank + 1]]
 
 
 def verify(program: Program, memory_limit: float | Sequence[float] | None = None) -> Verified:

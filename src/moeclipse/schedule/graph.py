@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
@@ -123,6 +124,32 @@ class Graph:
     @property
     def order(self) -> list[int]:
         return self.lists.order
+
+    def order_by(self, place: Sequence[int]) -> list[int]:
+        """The ops so that each comes after everything it waits for; of those that could come next, the one of
+        the smallest place (of a vertex: of its first member). Helper nodes are left out."""
+        members = self.members or [[node] for node in range(self.num_nodes)]
+        vertex = self.vertex or range(self.num_nodes)
+        waiting = [0] * len(members)
+        for edges in (self.hard, self.host):
+            for after in edges.after:
+                waiting[vertex[after]] += 1
+        # A helper node stands for a wait: nothing is launched for it, so it never holds others up.
+        rank = [min((place[node] for node in nodes if node < self.num_ops), default=-1) for nodes in members]
+        free = [(rank[v], v) for v, count in enumerate(waiting) if not count]
+        heapify(free)
+        order: list[int] = []
+        while free:
+            _, v = heappop(free)
+            for node in members[v]:
+                if node < self.num_ops:
+                    order.append(node)
+                for edges in (self.hard, self.host):
+                    for target in edges.after[edges.first[node] : edges.first[node + 1]]:
+                        waiting[vertex[target]] -= 1
+                        if not waiting[vertex[target]]:
+                            heappush(free, (rank[vertex[target]], vertex[target]))
+        return order
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,6 +63,21 @@ def test_a_piece_ends_before_the_op_it_stops_at() -> None:
     assert journal[3:] == ["got S_F@0", "C_F@0"]
 
 
+def test_another_order_waits_all_the_same() -> None:
+    verified, journal = program(), list[str]()
+
+    def run(op: Op) -> InFlight[None] | None:
+        journal.append(str(op))
+        return NotedTransfer(str(op), journal) if op.lane == A2A else None
+
+    names = [str(op) for op in verified.program.ranks[0]]
+    wanted = ["S_F@0", "C_F@0", "S_F@1", "S_F@2", "R_F@0", "C_F@1", "R_F@1", "C_F@2", "R_F@2"]
+    execute(verified, 0, run, [names.index(name) for name in wanted])
+    assert [line for line in journal if not line.startswith("got ")] == wanted
+    assert journal[1] == "got S_F@0"
+    assert journal[-3:] == ["got R_F@0", "got R_F@1", "got R_F@2"]
+
+
 def test_what_was_waited_for_is_forgotten() -> None:
     """A transfer holds its tensors: a program of many microbatches must not keep them to its end."""
     alive: dict[str, weakref.ref[NotedTransfer]] = {}

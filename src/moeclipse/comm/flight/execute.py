@@ -10,7 +10,7 @@ order that was proved free of deadlock, and simulated, is the order that runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from moeclipse.comm.flight.in_flight import InFlight
@@ -21,31 +21,41 @@ from moeclipse.schedule.op import Op
 class Execution:
     """One rank's part of a program, run in pieces where something else runs in between."""
 
-    def __init__(self, verified: Verified, rank: int, run: Callable[[Op], InFlight[Any] | None]) -> None:
+    def __init__(
+        self,
+        verified: Verified,
+        rank: int,
+        run: Callable[[Op], InFlight[Any] | None],
+        order: Sequence[int] | None = None,
+    ) -> None:
+        """`order`: of positions; left out, that of the program."""
         self.program, self.rank = verified.program, rank
         self.ops = self.program.ranks[rank]
-        self._run = run
-        self._under_way: list[InFlight[Any] | None] = []
+        self._order = range(len(self.ops)) if order is None else order
+        self._run, self._num_launched = run, 0
+        self._under_way: dict[int, InFlight[Any] | None] = {}
 
     def advance(self, stop: int | None = None) -> None:
-        """Run ops up to position `stop`, or to the end."""
-        for op in self.ops[len(self._under_way) : stop]:
-            for position in op.deps:
-                self._wait(position)
+        """Launch ops until there are `stop`, or all."""
+        for position in self._order[self._num_launched : stop]:
+            op = self.ops[position]
+            for dep in op.deps:
+                self._wait(dep)
             try:
-                self._under_way.append(self._run(op))
+                self._under_way[position] = self._run(op)
             except Exception as error:
                 error.add_note(f"in op {op} of {self.program.name} on rank {self.rank}")
                 raise
+            self._num_launched += 1
 
     def get(self) -> None:
         """Wait for every transfer launched so far."""
-        for position in range(len(self._under_way)):
+        for position in list(self._under_way):
             self._wait(position)
 
     def _wait(self, position: int) -> None:
         """Once waited for, a transfer is forgotten, and with it the tensors that it holds."""
-        transfer, self._under_way[position] = self._under_way[position], None
+        transfer = self._under_way.pop(position, None)
         if transfer is not None:
             transfer.get()
 
@@ -66,8 +76,18 @@ def execute_settled(
         settle(str(ops[position]))
 
 
-def execute(verified: Verified, rank: int, run: Callable[[Op], InFlight[Any] | None]) -> None:
-    """Run `rank`'s ops; when this returns, every transfer has been waited for."""
-    execution = Execution(verified, rank, run)
+def execute(
+    verified: Verified,
+    rank: int,
+    run: Callable[[Op], InFlight[Any] | None],
+    order: Sequence[int] | None = None,
+) -> None:
+    """Run `rank`'s ops; when this returns, every transfer has been waited for.
+
+    `order`: the proved one, where a call of the host may wait for all that runs on its device, as an
+    allocation or a kernel's loading does. A receive that was launched before its sender could send would
+    then hold up a host that the sender, or the sender's sender, waits for.
+    """
+    execution = Execution(verified, rank, run, order)
     execution.advance()
     execution.get()
