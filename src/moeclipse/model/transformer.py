@@ -193,7 +193,7 @@ class Transformer(nn.Module):
             tokens=replace(tokens, group=self.mesh.data),
             rows=ids_BS.numel() // (self.tp.size if self.tp.parts_tokens else 1),
             loads=loads,
-            aux_scale=torch.tensor(aux_scale, dtype=wide_of(self.dtype), device=self.mesh.device),
+            aux_scale=torch.full((), aux_scale, dtype=wide_of(self.dtype), device=self.mesh.device),
         )
 
     def stage(self, layers: Sequence[int]) -> ModelStage:

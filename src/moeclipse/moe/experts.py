@@ -58,10 +58,14 @@ class ExpertsPending:
         up, down, *biases = into
         grouped_mm_wgrad(self.d_h, self.x, self.counts, into=up, kernels=self.kernels)
         grouped_mm_wgrad(self.dy, self.a, self.counts, into=down, kernels=self.kernels)
-        if biases:
+        both = zip((self.d_h, self.dy), biases, strict=False)
+        if len(self.counts) == 1:
+            for rows, bias in both:
+                bias += rows.sum(0, dtype=bias.dtype)
+        elif biases:
             counts_E = torch.tensor(list(self.counts), dtype=torch.int64, device=self.dy.device)
             grouping = group_counts(counts_E, len(self.dy))
-            for rows, bias in zip((self.d_h, self.dy), biases, strict=True):
+            for rows, bias in both:
                 group_sum(rows, grouping, bias)
 
 
@@ -241,7 +245,9 @@ def add_up(
 
 
 def spread(bias_EN: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Of each row its expert's bias."""
+    """Of each row its expert's bias; of one expert the bias of all rows."""
+    if len(counts) == 1:
+        return bias_EN.detach()
     repeats = torch.tensor(list(counts), dtype=torch.int64, device=bias_EN.device)
     return bias_EN.detach().repeat_interleave(repeats, dim=0, output_size=sum(counts))
 

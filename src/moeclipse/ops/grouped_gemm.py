@@ -2,7 +2,7 @@
 
 Rows are grouped: the first counts[0] belong to expert 0, the next counts[1] to expert 1, ... Groups may
 be empty. The reference loops; on CUDA torch's grouped kernel does all groups at once where it can
-(bf16 operands, widths that are multiples of 8).
+(bf16 operands, widths that are multiples of 8). One group alone is one product, and no count leaves the host.
 
     forward   y_n  = x_n  W_e^T        W_EOI [experts, out, in]
     dgrad     dx_n = dy_n W_e
@@ -17,7 +17,7 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
-from moeclipse.ops.wgrad import grouped_wgrad, grouped_wgrad_reference
+from moeclipse.ops.wgrad import dense_wgrad, grouped_wgrad, grouped_wgrad_reference
 
 
 def grouped_mm(x_NI: torch.Tensor, weight_EOI: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
@@ -41,6 +41,8 @@ def grouped_mm_reference(x_NI: torch.Tensor, weight_EIO: torch.Tensor, counts: S
 
 
 def _grouped(x_NI: torch.Tensor, weight_EIO: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    if len(counts) == 1:
+        return x_NI @ weight_EIO[0]
     if _has_kernel(x_NI, weight_EIO):
         ends = torch.tensor(counts, device=x_NI.device).cumsum(0).to(torch.int32)
         return F.grouped_mm(x_NI, weight_EIO, offs=ends)
@@ -67,5 +69,8 @@ def grouped_mm_wgrad(
     kernels: bool = True,
 ) -> None:
     """Add dy_e^T x_e to into[e]; an expert without rows adds nothing."""
+    if len(counts) == 1:
+        dense_wgrad(dy_NO, x_NI, into[0])
+        return
     offsets = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=dy_NO.device)
     (grouped_wgrad if kernels else grouped_wgrad_reference)(dy_NO, x_NI, offsets, into)

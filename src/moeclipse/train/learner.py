@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from moeclipse.comm.flight.exchange import gather, sum_of_parts
-from moeclipse.comm.flight.reading import Reading
+from moeclipse.comm.flight.reading import Reading, send
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import DivergedError
 from moeclipse.model.transformer import Transformer
@@ -42,7 +42,7 @@ from moeclipse.train.metrics import gather_splits, mean_times, split_of
 from moeclipse.train.nonfinite import look_again
 from moeclipse.train.optim import AdamW, Readable, learning_rate
 from moeclipse.train.pipelined import Pipelined
-from moeclipse.train.placement.load_trace import AskedLoad, LoadHistory
+from moeclipse.train.placement.load_trace import AskedLoad, LoadHistory, StepLoad
 from moeclipse.train.placement.model_placement import ModelPlacement
 from moeclipse.train.ranks import PatientRanks
 
@@ -142,7 +142,8 @@ class Learner:
                 mesh=mesh, first=batch.first_token, total=batch.total_tokens, step=step, microbatch=m
             )
             with recorder.compute():
-                out = self.model(batch.inputs.to(mesh.device), batch.targets.to(mesh.device), tokens)
+                read = (send(batch.inputs, mesh.device), send(batch.targets, mesh.device))
+                out = self.model(*read, tokens)
                 if m == accumulate - 1:
                     self.buckets.arm()
                 loss = out.loss_sum / self.tokens_per_step + out.aux_loss / accumulate
@@ -160,31 +161,15 @@ class Learner:
             self.pipelined.look(step)
         sums = self.backward(step)
         with recorder.compute():
-            shards = [bucket.reduced() for bucket in self.buckets]
-            corrupted = self.integrity.look(step)
-            squares = self.optim.sum_of_squares(shards)
-            told = squares.new_tensor([float(bool(corrupted)), float(self.signals())])
-            mine = torch.cat([torch.stack([*sums.values(), squares]), told])
-            what = "exchange of step results"
-            results = gather(mesh.grads, mesh.world, mine, what).get()
-            shape = (self.num_moe_layers, self.config.moe.num_experts)
-            asked = AskedLoad(self.numbered, shape, mesh, self.config.moe.expert_tp == "sharded")
-            reading = Reading(results, mesh.watch, what, mesh.world.ranks)
-            scale = self.loss_scale.value
-            lr = learning_rate(self.config.optim, step, self.config.run.steps)
-            # On its way before the host knows whether the step is a good one: the norm says so to the update.
-            self.optim.update(shards, lr, norm_if_good(sum_of_parts(results), scale), scale)
-            rows = reading.get()
+            lr, scale = learning_rate(self.config.optim, step, self.config.run.steps), self.loss_scale.value
+            rows, load = self._update(step, sums, lr, scale)
             stats = [sum(column) for column in zip(*rows, strict=True)]
             loss = stats[0] / self.tokens_per_step
             norm = math.sqrt(stats[3]) / scale if stats[3] >= 0 else math.nan
             skipped = not (math.isfinite(loss) and math.isfinite(norm))
-            if skipped or stats[4]:
+            if skipped:
                 self.optim.take_back()
-            if stats[4]:
-                self.integrity.raise_together(corrupted)
-            load = asked.get()
-            if not skipped:
+            else:
                 self.optim.publish()
                 load.rebalance(self.numbered)
                 self.loads.add(step, load)
@@ -215,6 +200,30 @@ class Learner:
             **({"loss_scale": scale} if scale != 1 else {}),
             **({"notes": notes} if notes else {}),
         }
+
+    def _update(
+        self, step: int, sums: dict[str, torch.Tensor], lr: float, scale: float
+    ) -> tuple[list[list[float]], StepLoad]:
+        """Update this rank's shards; (what each rank has to say of the step, its loads). Collective.
+
+        The update is on its way before the host knows whether the step is a good one: the norm tells it.
+        """
+        mesh, what = self.mesh, "exchange of step results"
+        shards = [bucket.reduced() for bucket in self.buckets]
+        corrupted = self.integrity.look(step)
+        squares = self.optim.sum_of_squares(shards)
+        told = [squares.new_full((), float(number)) for number in (bool(corrupted), self.signals())]
+        mine = torch.stack([*sums.values(), squares, *told])
+        results = gather(mesh.grads, mesh.world, mine, what).get()
+        shape = (self.num_moe_layers, self.config.moe.num_experts)
+        asked = AskedLoad(self.numbered, shape, mesh, self.config.moe.expert_tp == "sharded")
+        reading = Reading(results, mesh.watch, what, mesh.world.ranks)
+        self.optim.update(shards, lr, norm_if_good(sum_of_parts(results), scale), scale)
+        rows = reading.get()
+        if any(row[4] for row in rows):
+            self.optim.take_back()
+            self.integrity.raise_together(corrupted)
+        return rows, asked.get()
 
     def _doubt(self, step: int, loss: float, losses: list[float]) -> list[str]:
         """Where the first of several bad steps went wrong; a scale that is too high is no reason to ask."""

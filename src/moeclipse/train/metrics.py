@@ -69,6 +69,8 @@ def transfers_of(stamps: StepStamps, mesh: Mesh, clock_s: float = 0.0) -> list[T
 
 def gather_splits(split: StepSplit, mesh: Mesh) -> dict[str, list[float]]:
     """Milliseconds of every rank: {"compute_ms": [rank 0, rank 1, ...], ...}."""
+    if mesh.world.size == 1:
+        return {f"{name}_ms": [1e3 * getattr(split, name)] for name in TIMES}
     mine = torch.tensor([getattr(split, name) for name in TIMES], dtype=torch.float64, device=mesh.device)
     table = gather(mesh.grads, mesh.world, mine, "exchange of step times").get().mul(1e3).tolist()
     return {f"{name}_ms": [row[i] for row in table] for i, name in enumerate(TIMES)}

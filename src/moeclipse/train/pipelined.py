@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from moeclipse.comm.flight.exchange import total
+from moeclipse.comm.flight.reading import send
 from moeclipse.comm.flight.record import StepStamps
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
@@ -112,7 +113,7 @@ class Pipelined:
 
         dtype = wide_of(self.model.dtype)
         tokens = self.config.data.batch_size * self.config.data.seq_len
-        self.runtime.step(feed, torch.tensor(loss_scale / tokens, dtype=dtype, device=mesh.device))
+        self.runtime.step(feed, torch.full((), loss_scale / tokens, dtype=dtype, device=mesh.device))
         self._add_other_end()
         sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
         for key in sorted(fed):
@@ -137,7 +138,7 @@ class Pipelined:
             step=step,
             microbatch=m,
         )
-        inputs, targets = batch.inputs[part].to(mesh.device), batch.targets[part].to(mesh.device)
+        inputs, targets = (send(ids[part], mesh.device) for ids in (batch.inputs, batch.targets))
         aux_scale = loss_scale / self.config.optim.accumulate
         return self.model.microbatch(inputs, targets, tokens, loads, aux_scale)
 

@@ -1,10 +1,11 @@
-"""Numbers on their way from the device to the host, read when they are wanted.
+"""Numbers on their way between host and device, without either of them waiting.
 
 Idea. A `.tolist()` stops the host until the device has done everything before it, and the device then waits
 for what the host launches next. A reading copies behind what is queued now; the host launches on, and waits
-for the copy alone.
+for the copy alone. `send` is the other way: from memory that the device reads by itself.
 
-Contract: an `InFlight` of nested lists. `get` waits no longer than the deadline; on the CPU nothing waits.
+Contract: a reading is an `InFlight` of nested lists. `get` waits no longer than the deadline; on the CPU
+nothing waits.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ import torch
 
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.flight.lane import poll
+
+
+def send(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`value`, which is on the host, on the device."""
+    return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
 
 
 class Reading:
