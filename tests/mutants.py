@@ -205,14 +205,14 @@ MUTANTS = (
     ),
     Mutant(
         "comm/flight/execute.py",
-        "transfer, self._under_way[position] = self._under_way[position], None",
-        "transfer = self._under_way[position]",
+        "transfer = self._under_way.pop(position, None)",
+        "transfer = self._under_way.get(position)",
         "comm/flight/test_execute.py::test_what_was_waited_for_is_forgotten",
     ),
     Mutant(
         "comm/flight/execute.py",
-        "for position in op.deps:",
-        "for position in range(len(self._under_way)):",
+        "for dep in op.deps:",
+        "for dep in list(self._under_way):",
         "comm/flight/test_execute.py::test_an_op_waits_for_what_it_needs_and_for_nothing_else",
     ),
     Mutant(

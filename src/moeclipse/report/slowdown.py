@@ -21,7 +21,7 @@ ALONE, BESIDE = 0.1, 0.8
 
 
 @dataclass
-class Times:
+class BothWays:
     alone_s: float = 0.0
     num_alone: int = 0
     beside_s: float = 0.0
@@ -32,7 +32,7 @@ class Slowdown:
     """Sums by name: memory does not grow with steps."""
 
     def __init__(self) -> None:
-        self._times: dict[Hashable, Times] = {}
+        self._times: dict[Hashable, BothWays] = {}
 
     def add(self, ops: Iterable[tuple[Hashable, float, float]], transfers: Sequence[Span]) -> None:
         moving = union(transfers)
@@ -41,7 +41,7 @@ class Slowdown:
                 continue
             seconds = stop - start
             covered = 1 - length(subtract([(start, stop)], moving)) / seconds
-            times = self._times.setdefault(name, Times())
+            times = self._times.setdefault(name, BothWays())
             if covered <= ALONE:
                 times.alone_s, times.num_alone = times.alone_s + seconds, times.num_alone + 1
             elif covered >= BESIDE:

@@ -18,6 +18,7 @@ import torch
 
 from moeclipse.comm.flight.exchange import gather, sum_of_parts
 from moeclipse.comm.flight.reading import Reading, send
+from moeclipse.comm.flight.record import StepStamps
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import DivergedError
 from moeclipse.model.transformer import Transformer
@@ -157,8 +158,6 @@ class Learner:
         """One optimizer step; returns its record, the same on every rank but for times."""
         mesh, recorder = self.mesh, self.mesh.recorder
         recorder.begin_step()
-        if self.pipelined is not None:
-            self.pipelined.look(step)
         sums = self.backward(step)
         with recorder.compute():
             lr, scale = learning_rate(self.config.optim, step, self.config.run.steps), self.loss_scale.value
@@ -177,9 +176,7 @@ class Learner:
             notes += self.placement.after_step(step, self.loads.average)
             memory_state.end_step(self.model, skipped=skipped)
             self.integrity.remember(step + 1)
-        stamps = recorder.end_step()
-        if self.pipelined is not None:
-            self.pipelined.looked(stamps)
+        stamps = self._end_step()
         self._judge(step, skipped, loss, norm)
         per_rank = gather_splits(split_of(stamps, mesh, self.clock_s), mesh)
         times = mean_times(per_rank)
@@ -224,6 +221,12 @@ class Learner:
             self.optim.take_back()
             self.integrity.raise_together(corrupted)
         return rows, asked.get()
+
+    def _end_step(self) -> StepStamps:
+        stamps = self.mesh.recorder.end_step()
+        if self.pipelined is not None:
+            self.pipelined.looked(stamps)
+        return stamps
 
     def _doubt(self, step: int, loss: float, losses: list[float]) -> list[str]:
         """Where the first of several bad steps went wrong; a scale that is too high is no reason to ask."""

@@ -83,13 +83,13 @@ class Pipelined:
         """Backward passes of a step through each layer: chunks of a microbatch go one by one."""
         return sum(self.runtime.chunks.get(m, 1) for m in range(self.config.optim.accumulate))
 
-    def look(self, step: int) -> None:
-        """Before a step: time its ops, if it is one of those that the price of overlap is taken from."""
+    def _look(self, step: int) -> None:
+        """Time the ops of a step, if it is one of those that the price of overlap is taken from."""
         looks = step in LOOKED_AT and self.mesh.num_ranks > 1
         self.runtime.observe = (lambda *seen: self._seen.append(seen)) if looks else None
 
     def looked(self, stamps: StepStamps) -> None:
-        """After it."""
+        """After a step: what its ops took, beside transfers and alone."""
         if self._seen:
             seconds = self.mesh.recorder.seconds
             computed = [seen for seen in self._seen if seen[0].lane == COMPUTE]
@@ -111,6 +111,7 @@ class Pipelined:
                     fed[m, number] = self._chunk(batch, step, m, number, loads[m], loss_scale)
             return fed[m, chunk]
 
+        self._look(step)
         dtype = wide_of(self.model.dtype)
         tokens = self.config.data.batch_size * self.config.data.seq_len
         self.runtime.step(feed, torch.full((), loss_scale / tokens, dtype=dtype, device=mesh.device))
