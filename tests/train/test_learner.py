@@ -25,6 +25,7 @@ LAYOUTS = [(2, 1), (1, 2), (2, 2), (1, 4)]
 BOUND = 1e-12
 
 SMALL: dict[str, Any] = {
+    "parallel.check_launches": True,
     "model.num_layers": 2,
     "model.d_model": 16,
     "model.head_dim": 8,

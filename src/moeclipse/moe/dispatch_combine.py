@@ -26,6 +26,7 @@ from moeclipse.moe.expert_set import PairExperts
 from moeclipse.moe.first_order import first_order
 from moeclipse.moe.granularity import Stopwatch
 from moeclipse.moe.keep import put_together, take_apart
+from moeclipse.moe.launches import announce
 from moeclipse.moe.pairwise import PairwiseExperts
 from moeclipse.moe.private_torch import keeps_graph
 from moeclipse.moe.shadow import RankShadows, ShadowExperts, ShadowGrads, ShadowKept
@@ -242,6 +243,8 @@ class DispatchCombine(torch.autograd.Function):
     def forward(ctx: Any, scores_TK: torch.Tensor, call: LayerCall, *tensors: torch.Tensor) -> torch.Tensor:
         inputs = tensors[: call.num_inputs]
         run = call.forward(scores_TK, inputs)
+        programs = call.programs
+        announce(call.plan, programs.forward, programs.backward, call.num_inputs, pieces=False)
         began = call.watch.stamp() if call.watch is not None else None
         out_TO = run.run(call.programs.forward)
         if call.watch is not None:

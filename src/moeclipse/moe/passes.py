@@ -21,6 +21,7 @@ import torch
 from moeclipse.comm.flight.execute import Execution
 from moeclipse.comm.flight.in_flight import InFlight, Joined, Ready
 from moeclipse.moe.dispatch_combine import BackwardRun, ForwardRun, LayerCall, without_rows
+from moeclipse.moe.launches import announce
 from moeclipse.schedule import kinds
 from moeclipse.schedule.check import Verified
 from moeclipse.schedule.kinds import A2A
@@ -39,6 +40,8 @@ class ExpertPass:
         self.empty = [without_rows(tensor) for tensor in inputs]
         self.state: ForwardRun = call.forward(scores_TK, inputs)
         self.rank = call.plan.dispatcher.group.index
+        programs = call.programs
+        announce(call.plan, programs.forward, programs.pieces, call.num_inputs, pieces=True)
 
     def _execution(self, verified: Verified, run: ForwardRun | BackwardRun) -> Execution:
         return Execution(verified, self.rank, run.op)

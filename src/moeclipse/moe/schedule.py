@@ -197,14 +197,16 @@ class ExchangeSchedule:
         self._calls += 1
         wants_costs = self._tunes or (self.config.shadow == "auto" and self.num_ranks > 1)
         if self._calls == 2 and wants_costs and self.probe is None:
-            self.probe = measure(experts, dispatcher, mesh)
-            if self._tunes:
-                ranked = self._rank(self._counts(ids_TK, dispatcher, where), dispatcher, self.probe)
-                self.trials = Trials(ranked, cuda=ids_TK.is_cuda)
+            with mesh.recorder.apart("costs of an exchange"):
+                self.probe = measure(experts, dispatcher, mesh)
+                if self._tunes:
+                    ranked = self._rank(self._counts(ids_TK, dispatcher, where), dispatcher, self.probe)
+                    self.trials = Trials(ranked, cuda=ids_TK.is_cuda)
         if self.trials is None:
             return
         if self.trials.over:
-            self.use = self.trials.choose(lambda numbers: tell(mesh, numbers))
+            with mesh.recorder.apart("trials of granularities"):
+                self.use = self.trials.choose(lambda numbers: tell(mesh, numbers))
             self.watch, self.trials = Stopwatch(cuda=ids_TK.is_cuda), None
         else:
             self.use, self.watch = self.trials.next()
@@ -240,8 +242,7 @@ class ExchangeSchedule:
         if not counts_PE.size:
             return self._counts(ids_TK, dispatcher, where)
         counts_PE = counts_PE.copy()
-        assert self.shadow_plan is not None
-        for expert, ranks in self.shadow_plan.shadows:
+        for expert, ranks in () if self.shadow_plan is None else self.shadow_plan.shadows:
             counts_PE[list(ranks), expert] = 0
         return counts_PE
 
@@ -273,11 +274,13 @@ class ExchangeSchedule:
     ) -> tuple[RankShadows | None, np.ndarray]:
         """What this rank shadows in this call; None where no rank does."""
         wanted, nobody = self.config.shadow, np.empty((0, 0))
-        if self.num_ranks == 1 or wanted == "off" or wanted == () or (wanted == "auto" and probe is None):
+        if self.num_ranks == 1 or wanted == "off" or wanted == ():
             return None, nobody
+        # Also where costs are not known yet: every step launches the same.
         counts_PE, rows_PE = self._counts_and_rows(ids_TK, dispatcher, where)
         if wanted == "auto":
-            assert probe is not None
+            if probe is None:
+                return None, counts_PE
             costs = probe.shadow_costs(overlap=0.0 if self.config.schedule == "blocking" else 1.0)
             pairs = float(counts_PE.sum()) / max(float(rows_PE.sum()), 1.0)
             costs = replace(

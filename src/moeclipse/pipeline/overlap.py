@@ -20,6 +20,7 @@ from moeclipse.core.shares import even_bounds
 from moeclipse.pipeline.config import PipelineConfig
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import Verified, verify
+from moeclipse.schedule.launch import StepShape
 from moeclipse.schedule.legal import broken_rules, default_stages_per_rank, require_legal
 from moeclipse.schedule.shape import LayerShape
 from moeclipse.schedule.templates import Expansion, expand
@@ -102,10 +103,12 @@ def make_program(
     chunks: int = 1,
     *,
     reduce: bool = False,
+    step: StepShape | None = None,
 ) -> Verified:
     """The verified program; `layers` are those of the whole model, as `describe` says.
 
-    `reduce`: with one op for the gradients of each stage, for predictions; a run reduces them in buckets.
+    `step`: with all that travels, and the end of the step, as a run executes it. `reduce`: instead, with one
+    op for the gradients of each stage.
     """
     limit = len(layers) if config.recompute_layers == "all" else config.recompute_layers
     shaped = [
@@ -119,4 +122,4 @@ def make_program(
     actions = build(layout.schedule, num_ranks, num_microbatches, len(layout.stages) // num_ranks)
     how = Expansion(overlap=config.overlap, chunks=chunks, split="layer")
     stages = [[shaped[i] for i in stage] for stage in layout.stages]
-    return verify(expand(actions, stages, how, reduce=reduce))
+    return verify(expand(actions, stages, how, reduce=reduce, step=step))

@@ -29,7 +29,7 @@ from moeclipse.pipeline.backward import Deferral, Segment
 from moeclipse.pipeline.stage import Stage, Where, begin
 from moeclipse.schedule import kinds
 from moeclipse.schedule.check import Verified
-from moeclipse.schedule.kinds import TRANSFERS, Form, Kind, Part
+from moeclipse.schedule.kinds import ENDS, LAUNCHES, TRANSFERS, Form, Kind, Part
 from moeclipse.schedule.op import Op
 from moeclipse.tensor.weight_grad import WeightGrads
 
@@ -106,7 +106,9 @@ class Runtime:
         self.settles = mesh.line.backend == "nccl"
         """The next step finishes each op before the next: slow, and safe while kernels are loaded."""
         self._order = verified.proved_order(mesh.pp_index) if self.settles else None
-        self._uses = Counter(At.of(op) for op in self.ops if op.layer is not None)
+        self._uses = Counter(At.of(op) for op in self.ops if op.layer is not None and op.kind not in LAUNCHES)
+        self.ends: Mapping[Kind, Callable[[Op], None]] = {}
+        """What ops of no layer do, reductions of buckets for one; others are left to who runs the step."""
         self.observe: Callable[[Op, Any, Any], None] | None = None
         """Called with each op and the stamps around it, waiting excluded."""
 
@@ -145,6 +147,8 @@ class Runtime:
     # ops
 
     def _op(self, op: Op) -> InFlight[Any] | None:
+        if op.kind in LAUNCHES or op.kind in ENDS:
+            return self._run(op)
         # Lanes log transfers themselves, and one rank has nobody who would wait for it.
         if op.kind in TRANSFERS or self.mesh.num_ranks == 1:
             return self._timed(op)
@@ -170,8 +174,10 @@ class Runtime:
     def _run(self, op: Op) -> InFlight[Any] | None:
         if op.kind in TRANSFERS:
             return self._send(op) if op.kind.part is Part.SEND else self._receive(op)
-        if op.layer is None:
-            return None  # REDUCE: buckets launch as soon as their gradients are complete
+        if op.kind in self.ends:
+            self.ends[op.kind](op)
+        if op.layer is None or op.kind in LAUNCHES:
+            return None  # its host has launched it; what ends a step is the optimizer's
         at = At.of(op)
         passes = self._open(at)
         chosen = range(len(passes)) if op.chunk is None or len(passes) == 1 else (op.chunk,)

@@ -31,6 +31,7 @@ from moeclipse.schedule.needs import exchange_sources, pipeline_sources
 from moeclipse.schedule.op import ActionColumns, Op, Program
 from moeclipse.schedule.op_graph import op_graph
 from moeclipse.schedule.shape import ExchangeShape, PipelineShape
+from moeclipse.schedule.whole_step import hosts_where_they_meet
 
 CELLS: dict[str, tuple[Kind, ...]] = {
     "F": (kinds.F,),
@@ -59,7 +60,10 @@ class Verified:
         starts = np.cumsum([0, *map(len, self.program.ranks)]).tolist()
         place = [position for ops in self.program.ranks for position in range(len(ops))]
         order = self.graph.order_by(place)
-        return [node - starts[rank] for node in order if starts[rank] <= node < starts[rank + 1]]
+        mine = [node - starts[rank] for node in order if starts[rank] <= node < starts[rank + 1]]
+        shape = self.program.shape
+        whole = isinstance(shape, PipelineShape) and shape.step is not None
+        return hosts_where_they_meet(shape, self.program.ranks[rank], mine) if whole else mine  # type: ignore[arg-type]
 
 
 def verify(program: Program, memory_limit: float | Sequence[float] | None = None) -> Verified:

@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule import kinds
 from moeclipse.schedule.action_graph import holds_its_actions
-from moeclipse.schedule.kinds import KIND_OF, Form, Kind, Part
+from moeclipse.schedule.kinds import KIND_OF, LAUNCHES, Form, Kind, Part
+from moeclipse.schedule.launch import StepShape
 from moeclipse.schedule.needs import Key, keys_of, weight_parts
 from moeclipse.schedule.op import Op, Program
 from moeclipse.schedule.shape import ExchangeShape, LayerShape, PipelineShape
+from moeclipse.schedule.whole_step import buckets_of, ends_at, launches_in
 
 UNCOUNTED = (kinds.UNSHARD, kinds.RESHARD)
 """Read from other tools' files; they carry no data between ops."""
@@ -63,7 +65,8 @@ def _check_pipeline(program: Program, shape: PipelineShape) -> None:
 
 def check_fields(op: Op, rank: int) -> None:
     """What the kind of an op of a pipeline does not have must be left out."""
-    if op.step is not None or op.expert is not None:
+    counts = op.kind in LAUNCHES or op.kind.part is Part.BUCKET
+    if (op.step is not None) is not counts or op.expert is not None:
         raise ScheduleError(f"{op} on rank {rank} is no exchange of one layer; it has no step and no expert")
     if not holds_its_actions(op):
         raise ScheduleError(
@@ -106,15 +109,16 @@ def _check_chunks(program: Program, rank: int, key: Key, makers: list[Op]) -> No
 
 def _crosses(shape: PipelineShape, key: Key) -> bool:
     """Whether an op takes what came to its stage, or gives what goes on from there."""
-    kind, stage, layer, _ = key
+    kind, stage, layer = key[:3]
     if layer == 0 and kind.part is Part.ATTN:
         return True
     return kind.form is Form.B and layer == len(shape.layers[stage]) - 1
 
 
 def _name(key: Key) -> str:
-    kind, stage, layer, microbatch = key
-    return str(Op(kind=kind, stage=stage, layer=layer, microbatch=microbatch))
+    kind, stage, layer, microbatch, *number = key
+    step = number[0] if number else None
+    return str(Op(kind=kind, stage=stage, layer=layer, microbatch=microbatch, step=step))
 
 
 def _wanted(shape: PipelineShape, rank: int) -> Iterator[Key]:
@@ -136,6 +140,22 @@ def _wanted(shape: PipelineShape, rank: int) -> Iterator[Key]:
             yield from ((kind, stage, index, m) for kind, index in each)
         if shape.reduce:
             yield (kinds.REDUCE, stage, None, None)
+    if shape.step is not None:
+        yield from _wanted_launches(shape, shape.step, rank)
+
+
+def _wanted_launches(shape: PipelineShape, step: StepShape, place: int) -> Iterator[Key]:
+    """What ops launch beside rows, and the end of the step."""
+    stages = shape.placement.stages_of(place)
+    for stage in stages:
+        for index in range(len(shape.layers[stage])):
+            for number, launch in launches_in(shape, stage, index):
+                yield from ((launch.kind, stage, index, m, number) for m in shape.microbatches_of(stage))
+    first = min(stages)
+    yield from ((kind, first, None, None) for kind in ends_at(shape, place))
+    for number in range(len(buckets_of(shape, step, first))):
+        for kind in (kinds.BUCKET_REDUCE, kinds.BUCKET_UPDATE, kinds.BUCKET_GATHER):
+            yield (kind, first, None, None, number)
 
 
 def _kinds_of(layer: LayerShape) -> Iterator[Kind]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-COMPUTE, A2A, DP = "compute", "a2a", "dp"
+COMPUTE, A2A, DP, TP = "compute", "a2a", "dp", "tp"
 P2P = "p2p"
 """Its lanes are named p2p:source>destination: one per direction, so a receive never blocks a send."""
 
@@ -42,6 +42,22 @@ class Part(Enum):
     # Between two stages.
     SEND = auto()
     RECV = auto()
+    # What else travels while a layer runs (`launch`).
+    COUNTS = auto()
+    """Rows that each rank has for each expert, where a gate or a choice of replicas asks for them."""
+    LOADS = auto()
+    """Rows for each expert over all tokens of a microbatch; at the end of a step, of all of it."""
+    SIZES = auto()
+    """How many rows go from whom to whom."""
+    SCORES = auto()
+    TENSOR = auto()
+    """A gather or a sum over the tp ranks."""
+    # Behind the microbatches.
+    TIED = auto()
+    """Gradients of an embedding that two stages hold."""
+    BUCKET = auto()
+    RESULTS = auto()
+    """Loss, and the norm of all gradients."""
 
 
 class Form(Enum):
@@ -69,6 +85,10 @@ class Form(Enum):
     """Of shadows: their gradients into the owner's."""
     UNSHARD = auto()
     RESHARD = auto()
+    SUM = auto()
+    UPDATE = auto()
+    """The optimizer's."""
+    GATHER = auto()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -77,7 +97,7 @@ class Kind:
     part: Part
     form: Form
     lane: str
-    """COMPUTE, A2A, DP or P2P; the lane of a transfer also names its two ranks."""
+    """COMPUTE, A2A, DP, TP or P2P; the lane of a transfer also names its two ranks."""
 
     def __str__(self) -> str:
         return self.name
@@ -101,6 +121,15 @@ TABLE: tuple[tuple[str, tuple[Part, ...], tuple[Form, ...]], ...] = (
     (COMPUTE, (Part.C,), (Form.F, Form.B, Form.W)),
     (A2A, (Part.SHADOW,), (Form.SEND, Form.REDUCE)),
     (COMPUTE, (Part.SHADOW,), (Form.F, Form.B, Form.W, Form.ADD)),
+    (A2A, (Part.COUNTS,), (Form.F, Form.R)),
+    (A2A, (Part.LOADS, Part.SIZES), (Form.F,)),
+    (A2A, (Part.SCORES,), (Form.F, Form.B)),
+    (TP, (Part.TENSOR,), (Form.F, Form.B, Form.R)),
+    (DP, (Part.TIED,), (Form.SUM,)),
+    (DP, (Part.BUCKET,), (Form.REDUCE, Form.GATHER)),
+    (COMPUTE, (Part.BUCKET,), (Form.UPDATE,)),
+    (DP, (Part.RESULTS,), (Form.GATHER,)),
+    (DP, (Part.LOADS,), (Form.GATHER, Form.SUM)),
 )
 
 
@@ -140,3 +169,30 @@ SHADOW_F, SHADOW_B, SHADOW_W = _of(Part.SHADOW, Form.F, Form.B, Form.W)
 
 TRANSFERS = (SEND_F, RECV_F, SEND_B, RECV_B)
 """A stage is named by whoever launches: 3SEND_F1 meets 4RECV_F1."""
+
+COUNTS_F, COUNTS_R = _of(Part.COUNTS, Form.F, Form.R)
+(SIZES_F,) = _of(Part.SIZES, Form.F)
+SCORES_F, SCORES_B = _of(Part.SCORES, Form.F, Form.B)
+TENSOR_F, TENSOR_B, TENSOR_R = _of(Part.TENSOR, Form.F, Form.B, Form.R)
+LOADS_F, LOADS_GATHER, LOADS_SUM = _of(Part.LOADS, Form.F, Form.GATHER, Form.SUM)
+BUCKET_REDUCE, BUCKET_UPDATE, BUCKET_GATHER = _of(Part.BUCKET, Form.REDUCE, Form.UPDATE, Form.GATHER)
+(TIED_SUM,) = _of(Part.TIED, Form.SUM)
+(RESULTS_GATHER,) = _of(Part.RESULTS, Form.GATHER)
+
+LAUNCHES = (COUNTS_F, COUNTS_R, LOADS_F, SIZES_F, SCORES_F, SCORES_B, TENSOR_F, TENSOR_B, TENSOR_R)
+"""What another op of the layer launches while it runs; `Op.step` is its place in `LayerShape.launches`."""
+ENDS = (
+    TIED_SUM,
+    BUCKET_REDUCE,
+    RESULTS_GATHER,
+    LOADS_GATHER,
+    LOADS_SUM,
+    BUCKET_UPDATE,
+    BUCKET_GATHER,
+)
+"""What is left of a step behind its microbatches; of buckets `Op.step` is the number."""
+AWAITED = (
+    *(COUNTS_F, COUNTS_R, SIZES_F, TENSOR_F, TENSOR_B, TENSOR_R),
+    *(TIED_SUM, RESULTS_GATHER, LOADS_GATHER, LOADS_SUM),
+)
+"""The host goes on behind these only when they have ended."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule import kinds
 from moeclipse.schedule.action_graph import LOOKAHEAD
-from moeclipse.schedule.kinds import COMPUTE, DP, KIND_OF, P2P, Form, Part
+from moeclipse.schedule.kinds import COMPUTE, DP, ENDS, KIND_OF, LAUNCHES, P2P, Form, Part
 from moeclipse.schedule.needs import (
     Key,
     gradient_of,
@@ -26,6 +26,13 @@ from moeclipse.schedule.needs import (
 )
 from moeclipse.schedule.op import Op, Program
 from moeclipse.schedule.shape import PipelineShape
+from moeclipse.schedule.whole_step import (
+    cuts_of_ops,
+    numbered,
+    shared_communicators,
+    with_end,
+    with_launches,
+)
 
 Message = tuple[Form, int, int]
 """Activations (F) or gradients (B) on their way to a stage: (F or B, that stage, microbatch)."""
@@ -59,6 +66,8 @@ def lower_blocks(
     sent = [[transfers.with_sends(rank, block.ops) for block in row] for rank, row in enumerate(blocks)]
     received = transfers.receives([[_readers(shape, block.ops) for block in row] for row in blocks])
     ranks = []
+    cuts = cuts_of_ops([[op for block in row for op in block] for row in sent])
+    found: dict[str, tuple[int, ...]] = {}
     for rank, row in enumerate(sent):
         ops: list[Op] = []
         serial: list[bool] = []
@@ -68,7 +77,16 @@ def lower_blocks(
             serial += [False] * len(posted) + [blocks[rank][index].serial] * len(block)
         if shape.reduce:
             ops, serial = _with_reductions(shape, rank, ops, serial)
+        if shape.step is not None:
+            flagged = with_launches(shape, list(zip(ops, serial, strict=True)), cuts)
+            flagged = with_end(shape, rank, flagged)
+            ops = numbered(shape, rank, [op for op, _ in flagged], found)
+            serial = [flag for _, flag in flagged]
         ranks.append(with_deps(shape, ops, _serial_deps(ops, serial)))
+    if shape.step is not None:
+        members = {**transfers.groups, **found}
+        shared = shared_communicators(shape, members)
+        return Program(name=name, ranks=tuple(ranks), shape=shape, groups=members, communicators=shared)
     members = {**transfers.groups, **(groups or {})}
     if shape.reduce:
         members |= {f"dp{rank}": (rank,) for rank in range(len(ranks))}
@@ -83,7 +101,7 @@ def _serial_deps(ops: Sequence[Op], serial: Sequence[bool]) -> dict[int, int]:
     last_serial: int | None = None
     waited: set[str] = set()
     for position, op in enumerate(ops):
-        if op.kind.lane in (P2P, DP):
+        if op.kind.lane in (P2P, DP) or op.kind in LAUNCHES or op.kind in ENDS:
             continue
         if serial[position]:
             if last is not None:

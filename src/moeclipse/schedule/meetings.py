@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moeclipse.core.errors import ScheduleError
-from moeclipse.schedule.kinds import COMPUTE, P2P, TRANSFERS, Form, Part
+from moeclipse.schedule.kinds import COMPUTE, ENDS, P2P, TRANSFERS, Form, Part
 from moeclipse.schedule.op import Op, Program
 from moeclipse.schedule.shape import ExchangeShape, PipelineShape
+from moeclipse.schedule.whole_step import axis_of
 
 ROWS = (Part.S, Part.R)
 """Parts of an exchange that meet only those whose rows they carry."""
@@ -36,7 +37,7 @@ def check_launches(program: Program) -> None:
                 raise ScheduleError(
                     f"{op} on rank {rank} communicates, but names no group; give it comm = (group, number)"
                 )
-            said = (op.kind, op.lane, op.comm[0], op.stage, op.step, op.peers)
+            said = (op.kind, op.lane, op.comm[0], op.stage, op.layer, op.step, op.peers)
             if said not in fine:
                 _check_lane(rank, op)
                 _check_members(program, rank, op, op.comm[0])
@@ -79,6 +80,9 @@ def _expected_members(program: Program, rank: int, op: Op) -> tuple[int, ...]:
     if isinstance(shape, ExchangeShape):
         return tuple(range(shape.num_ranks))
     place, copy = shape.place_of(rank)
+    if op.kind not in TRANSFERS and shape.step is not None:
+        places = shape.placement.num_ranks
+        return shape.step.members(axis_of(shape, op), rank, places, shape.copies)
     if op.kind not in TRANSFERS:
         return tuple(range(place * shape.copies, (place + 1) * shape.copies))
     other = _other_end(shape, op)
@@ -162,6 +166,8 @@ def _match_group(
 
 def _signature(program: Program, op: Op) -> tuple[object, ...]:
     """What matched ops must agree on; a transfer is named by its sending stage on both sides."""
+    if op.kind in ENDS:  # places have stages and buckets of their own
+        return (op.kind, op.step)
     if op.kind not in TRANSFERS:
         return (op.kind, op.stage, op.layer, op.microbatch, op.step, op.chunk, op.chunks, op.expert)
     stage, form = op.stage, op.kind.form

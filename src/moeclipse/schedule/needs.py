@@ -2,7 +2,8 @@
 
 One table for both levels: templates turn it into `deps`, the verifier demands that every entry has
 ended before the reader starts. A key is (kind, stage, layer, microbatch); B and I both answer to B
-(the gradient of the input), B and W both to W.
+(the gradient of the input), B and W both to W. What an op launches while it runs, and buckets, have a number
+as well; whoever reads an op reads what it launches, too, but for the loads, which ROUTE wants in backward.
 
     forward   ATTN <- layer before     ROUTE, SHARED <- ATTN     DISPATCH <- ROUTE
               MLP <- DISPATCH          COMBINE <- MLP            layer = COMBINE + SHARED
@@ -18,11 +19,13 @@ from collections.abc import Callable, Sequence
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule import kinds
-from moeclipse.schedule.kinds import KIND_OF, Form, Kind, Part
+from moeclipse.schedule.kinds import AWAITED, COMPUTE, ENDS, KIND_OF, LAUNCHES, Form, Kind, Part
+from moeclipse.schedule.launch import StepShape
 from moeclipse.schedule.op import Op
 from moeclipse.schedule.shape import LayerShape, PipelineShape
+from moeclipse.schedule.whole_step import buckets_of, ends_at, hosted_by, hosted_launch, layer_of
 
-Key = tuple[Kind, int, int | None, int | None]
+Key = tuple[Kind, int, int | None, int | None] | tuple[Kind, int, int | None, int | None, int | None]
 KeyTable = dict[Key, list[tuple[int, int | None, int]]]
 """Positions in one rank's list by key, each with its chunk and the number of chunks."""
 
@@ -58,6 +61,8 @@ SOURCE_IN_EXCHANGE: dict[Kind, Kind] = {
 
 def keys_of(op: Op) -> Sequence[Key]:
     """The names an op answers to."""
+    if op.step is not None:
+        return ((op.kind, -1 if op.stage is None else op.stage, op.layer, op.microbatch, op.step),)
     if not op.parts and op.kind not in ANSWERS:
         return ((op.kind, -1 if op.stage is None else op.stage, op.layer, op.microbatch),)
     return [
@@ -89,9 +94,93 @@ def weight_parts(layer: LayerShape) -> list[Part]:
 
 def needs(shape: PipelineShape, op: Op) -> list[Key]:
     """Everything that must have ended before `op` starts."""
+    if shape.step is not None:
+        return _whole_needs(shape, shape.step, op)
     if not op.parts:
         return _leaf_needs(shape, op)
     return [key for leaf in op.parts for key in _leaf_needs(shape, leaf)]
+
+
+def _whole_needs(shape: PipelineShape, step: StepShape, op: Op) -> list[Key]:
+    """The same where a program holds all that travels."""
+    if op.kind in ENDS:
+        return _end_needs(shape, step, op)
+    if op.kind in LAUNCHES:
+        return _launch_needs(shape, op)
+    own = [
+        _launch_key(shape, op, launch.kind, number)
+        for number, launch in hosted_by(shape, op)
+        if launch.ahead and launch.kind in AWAITED
+    ]
+    return own + _with_launches(shape, _leaf_needs(shape, op))
+
+
+def _launch_key(shape: PipelineShape, host: Op, kind: Kind, number: int) -> Key:
+    return (kind, -1 if host.stage is None else host.stage, layer_of(shape, host), host.microbatch, number)
+
+
+def _with_launches(shape: PipelineShape, keys: list[Key]) -> list[Key]:
+    found = list(keys)
+    for kind, stage, layer, m, *_ in keys:
+        host = Op(kind=kind, stage=stage, layer=layer, microbatch=m)
+        found += [
+            _launch_key(shape, host, launch.kind, number)
+            for number, launch in hosted_by(shape, host)
+            if launch.kind is not kinds.LOADS_F or kind is kinds.LOADS_F
+        ]
+        if kind is kinds.DISPATCH_B and layer is not None:  # who reads it is ROUTE, which wants loads, too
+            found += [
+                (kinds.LOADS_F, stage, layer, m, number)
+                for number, launch in enumerate(shape.layers[stage][layer].launches)
+                if launch.kind is kinds.LOADS_F
+            ]
+    return found
+
+
+def _launch_needs(shape: PipelineShape, op: Op) -> list[Key]:
+    assert op.step is not None
+    launch = hosted_launch(shape, op)
+    sends = launch.host is kinds.SEND_F
+    host = op._replace(kind=launch.host, step=None, layer=None if sends else op.layer)
+    earlier = [
+        _launch_key(shape, host, other.kind, number)
+        for number, other in hosted_by(shape, host)
+        if number < op.step and other.kind in AWAITED and (other.ahead or not launch.ahead)
+    ]
+    if launch.ahead or launch.host.lane != COMPUTE:
+        return earlier + _with_launches(shape, _leaf_needs(shape, host))
+    return [*earlier, *keys_of(host)]
+
+
+def _end_needs(shape: PipelineShape, step: StepShape, op: Op) -> list[Key]:
+    assert op.stage is not None
+    buckets = buckets_of(shape, step, op.stage)
+    there = set(ends_at(shape, shape.placement.rank_of[op.stage]))
+    if op.kind is kinds.TIED_SUM:
+        return [key for bucket in buckets if bucket.tied for key in _filled(shape, bucket.places)]
+    if op.kind is kinds.BUCKET_REDUCE:
+        bucket = buckets[op.step or 0]
+        tied: list[Key] = [(kinds.TIED_SUM, op.stage, None, None)] if bucket.tied else []
+        return [*_filled(shape, bucket.places), *tied]
+    if op.kind is kinds.RESULTS_GATHER:
+        return [(kinds.BUCKET_REDUCE, op.stage, None, None, number) for number in range(len(buckets))]
+    if op.kind is kinds.BUCKET_GATHER:
+        return [(kinds.BUCKET_UPDATE, op.stage, None, None, op.step)]
+    before = {kinds.LOADS_GATHER: kinds.RESULTS_GATHER, kinds.LOADS_SUM: kinds.LOADS_GATHER}
+    if op.kind in before:
+        return [(before[op.kind], op.stage, None, None)]
+    told = [kind for kind in (kinds.LOADS_SUM, kinds.LOADS_GATHER, kinds.RESULTS_GATHER) if kind in there]
+    return [(told[0], op.stage, None, None), (kinds.BUCKET_REDUCE, op.stage, None, None, op.step)]
+
+
+def _filled(shape: PipelineShape, places: Sequence[tuple[int, int]]) -> list[Key]:
+    """All weight gradients of some layers."""
+    return [
+        (KIND_OF[part, Form.W], stage, index, m)
+        for stage, index in places
+        for m in shape.microbatches_of(stage)
+        for part in weight_parts(shape.layers[stage][index])
+    ]
 
 
 def _leaf_needs(shape: PipelineShape, op: Op) -> list[Key]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule.graph import DATA, HOST, LANE, WIRE, Edges, Graph, sort_graph
+from moeclipse.schedule.kinds import AWAITED
 from moeclipse.schedule.meetings import match
 from moeclipse.schedule.op import Op, Program
 
@@ -116,7 +117,7 @@ def _rank_edges(
                 blocker, launched = wait, 1
         if blocker >= 0:
             collector.add(blocker, node, HOST, launched)
-        if op.comm is None:
+        if op.comm is None or op.kind in AWAITED:
             blocker, launched = node, 0
 
 

@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import Literal
 
 from moeclipse.core.errors import ScheduleError
-from moeclipse.schedule.kinds import Part
+from moeclipse.schedule.kinds import Kind, Part
+from moeclipse.schedule.launch import HostedLaunch, StepShape
 
 Recompute = Literal["off", "attn", "mlp", "moe", "full"]
 RECOMPUTED: dict[str, tuple[Part, ...]] = {
@@ -98,6 +99,8 @@ class LayerShape:
     activation: Activation = Activation()
     head: bool = False
     """The model's head and loss follow: the last layer of the last stage."""
+    launches: tuple[HostedLaunch, ...] = ()
+    """What its ops launch beside rows, in the order in which they do."""
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTED:
@@ -117,6 +120,14 @@ class LayerShape:
     @cached_property
     def recomputed(self) -> tuple[Part, ...]:
         return tuple(part for part in self.parts if part in RECOMPUTED[self.recompute])
+
+    @cached_property
+    def launches_of(self) -> dict[Kind, tuple[tuple[int, HostedLaunch], ...]]:
+        """By the op that launches them, each with its number."""
+        found: dict[Kind, tuple[tuple[int, HostedLaunch], ...]] = {}
+        for number, launch in enumerate(self.launches):
+            found[launch.host] = (*found.get(launch.host, ()), (number, launch))
+        return found
 
     @cached_property
     def kept(self) -> dict[Part, float]:
@@ -153,6 +164,8 @@ class PipelineShape:
     """Ranks that stand side by side at each place of the pipeline and share its experts."""
     unit: float = 1.0
     """What a stage keeps of one microbatch, where the program speaks of whole actions."""
+    step: StepShape | None = None
+    """The program holds all that travels, and the end of the step."""
 
     @property
     def num_ranks(self) -> int:

@@ -28,11 +28,13 @@ from typing import Literal
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule import kinds
 from moeclipse.schedule.kinds import A2A, KIND_OF, P2P, TRANSFERS, Form, Kind, Part
+from moeclipse.schedule.launch import StepShape
 from moeclipse.schedule.lower import Block, lower_blocks
 from moeclipse.schedule.memory import layer_memory
 from moeclipse.schedule.needs import weight_parts
 from moeclipse.schedule.op import Op, Program
 from moeclipse.schedule.shape import LayerShape, PipelineShape
+from moeclipse.schedule.whole_step import numbered, shared_communicators
 
 Overlap = Literal["off", "pair", "pair+self"]
 ROUTED = (Part.DISPATCH, Part.MLP, Part.COMBINE)
@@ -63,15 +65,19 @@ def expand(
     expansion: Expansion | None = None,
     *,
     reduce: bool = False,
+    step: StepShape | None = None,
 ) -> Program:
-    """The program at layer level. `layers` is one stage's list (for all stages), or one list per stage."""
+    """The program at layer level. `layers` is one stage's list (for all stages), or one list per stage.
+
+    `step`: with everything else that travels, and the end of the step.
+    """
     shape = program.pipeline()
     if program.explicit:
         raise ScheduleError(f"{program.name} has been lowered already; expand whole actions instead")
     how = expansion or Expansion()
     stages = shape.placement.num_stages
     per_stage = _per_stage(layers, stages)
-    shape = replace(shape, layers=per_stage, reduce=reduce)
+    shape = replace(shape, layers=per_stage, reduce=reduce, step=step)
     blocks = []
     for rank, ops in enumerate(program.ranks):
         seq = 0
@@ -262,11 +268,17 @@ def paired(f: _OpMaker, b: _OpMaker) -> Iterator[Op]:
     yield from f.each(len(f.layers) - 1, kinds.HEAD_F)
 
 
-def replicate(program: Program, copies: int) -> Program:
-    """Every rank becomes `copies` ranks that run the same list and share its expert group."""
+def replicate(program: Program, copies: int | None = None) -> Program:
+    """Every rank becomes `copies` ranks that run the same list and share its expert group.
+
+    A whole step knows its copies, and who of them meets whom.
+    """
     shape = program.pipeline()
+    copies = copies or (shape.step.copies if shape.step is not None else 1)
     if not program.explicit or shape.copies != 1 or copies < 1:
         raise ScheduleError("replicate needs an expanded program of single ranks, and copies of at least 1")
+    if shape.step is not None:
+        return _replicate_whole(program, replace(shape, copies=copies))
     groups: dict[str, tuple[int, ...]] = {}
     renamed: dict[tuple[str, int], str] = {}
     for group, members in program.groups.items():
@@ -283,6 +295,27 @@ def replicate(program: Program, copies: int) -> Program:
         for copy in range(copies):
             ranks.append(tuple(_renamed(op, copy, renamed) for op in ops))
     return replace(program, ranks=tuple(ranks), groups=groups, shape=replace(shape, copies=copies))
+
+
+def _replicate_whole(program: Program, shape: PipelineShape) -> Program:
+    """Every copy meets others on axes of its own, and the same copy of other stages."""
+    if shape.step is None or shape.copies != shape.step.copies:
+        raise ScheduleError(f"a whole step has {shape.step and shape.step.copies} copies, not {shape.copies}")
+    groups: dict[str, tuple[int, ...]] = {}
+    ranks: list[tuple[Op, ...]] = []
+    for ops in program.ranks:
+        for copy in range(shape.copies):
+            mine = []
+            for op in ops:
+                if op.kind in TRANSFERS and op.comm is not None:
+                    ends = tuple(rank * shape.copies + copy for rank in program.groups[op.comm[0]])
+                    wire = f"{ends[0]}>{ends[1]}"
+                    groups[wire] = ends
+                    op = op._replace(comm=(wire, op.comm[1]), lane=f"{P2P}:{wire}")
+                mine.append(op)
+            ranks.append(tuple(numbered(shape, len(ranks), mine, groups)))
+    shared = shared_communicators(shape, groups)
+    return replace(program, ranks=tuple(ranks), groups=groups, shape=shape, communicators=shared)
 
 
 def _renamed(op: Op, copy: int, names: dict[tuple[str, int], str]) -> Op:

@@ -19,6 +19,7 @@ from typing import Any
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule import kinds
 from moeclipse.schedule.kinds import KINDS, TRANSFERS
+from moeclipse.schedule.launch import BucketShape, HostedLaunch, StepShape
 from moeclipse.schedule.op import Op, Program, pair, self_overlap
 from moeclipse.schedule.shape import (
     Activation,
@@ -176,6 +177,10 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _shape_dict(shape: PipelineShape | ExchangeShape) -> dict[str, Any]:
     data = asdict(shape)
+    if isinstance(shape, PipelineShape):
+        for stage, layers in zip(data["layers"], shape.layers, strict=True):
+            for layer, known in zip(stage, layers, strict=True):
+                layer["launches"] = [[each.kind.name, each.host.name, *each[2:]] for each in known.launches]
     if isinstance(shape, PipelineShape) and len(set(shape.layers)) == 1:
         data["layers"] = [data["layers"][0]]  # the same list for every stage
     return data
@@ -189,10 +194,28 @@ def _shape_from(word: str, data: dict[str, Any]) -> PipelineShape | ExchangeShap
         return ExchangeShape(**data)
     place = data["placement"]
     data["placement"] = StagePlacement(**{**place, "rank_of": tuple(place["rank_of"])})
-    layers = tuple(
-        tuple(LayerShape(**{**layer, "activation": Activation(**layer["activation"])}) for layer in stage)
-        for stage in data["layers"]
-    )
+    layers = tuple(tuple(map(_layer_from, stage)) for stage in data["layers"])
     if len(layers) == 1:
         layers *= data["placement"].num_stages
-    return PipelineShape(**{**data, "layers": layers})
+    return PipelineShape(**{**data, "layers": layers, "step": _step_from(data.get("step"))})
+
+
+def _layer_from(data: dict[str, Any]) -> LayerShape:
+    launches = (
+        HostedLaunch(KINDS[kind], KINDS[host], *rest) for kind, host, *rest in data.get("launches", ())
+    )
+    activation = Activation(**data["activation"])
+    return LayerShape(**{**data, "activation": activation, "launches": tuple(launches)})
+
+
+def _step_from(data: dict[str, Any] | None) -> StepShape | None:
+    if data is None:
+        return None
+    buckets = tuple(
+        tuple(
+            BucketShape(name, axis, tuple((stage, layer) for stage, layer in places), *rest)
+            for name, axis, places, *rest in place
+        )
+        for place in data["buckets"]
+    )
+    return StepShape(**{**data, "buckets": buckets})

@@ -15,10 +15,10 @@ import numpy.typing as npt
 from moeclipse.core.errors import ConfigError, ScheduleError
 from moeclipse.cost.model import Costs
 from moeclipse.schedule import kinds
-from moeclipse.schedule.kinds import COMPUTE, KIND_OF, TRANSFERS, Form, Kind
+from moeclipse.schedule.kinds import COMPUTE, ENDS, KIND_OF, LAUNCHES, TRANSFERS, Form, Kind
 from moeclipse.schedule.op import ACTIONS, ActionColumns, Op, Program
 
-FREE_UNLESS_GIVEN = (kinds.REDUCE, kinds.UNSHARD, kinds.RESHARD, kinds.SHADOW_ADD)
+FREE_UNLESS_GIVEN = (kinds.REDUCE, kinds.UNSHARD, kinds.RESHARD, kinds.SHADOW_ADD, *LAUNCHES, *ENDS)
 Floats = npt.NDArray[np.float64]
 
 
@@ -37,7 +37,7 @@ def seconds_of(costs: Costs, kind: Kind, inner: Kind | None = None) -> float:
         return table.get(self_name(inner), seconds_of(costs, inner))
     if kind in TRANSFERS:
         return costs.wire
-    if kind.form is Form.R:
+    if kind.form is Form.R and kind not in LAUNCHES:
         return seconds_of(costs, KIND_OF[kind.part, Form.F])
     if kind in FREE_UNLESS_GIVEN:
         return 0.0

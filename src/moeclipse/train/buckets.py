@@ -98,6 +98,8 @@ class Bucket:
         self.missing: set[int] = set()
         self.sums: list[Accumulation] = []
         """Of its parameters, once they have been attached."""
+        self.quiet = False
+        """Nobody has anything to send of it."""
         self._sum: InFlight[torch.Tensor] | None = None
         offset = 0
         for parameter in content.parameters:
@@ -177,7 +179,7 @@ class Buckets:
             content if isinstance(content, Bucket) else Bucket(content, mesh, peer)
             for content in contents(model, mesh, bucket_mb, make_expert_bucket)
         ]
-        self._armed = False
+        self._armed = self._placed = False
         self._next = 0
         for bucket in self.buckets:
             offset = 0
@@ -195,9 +197,12 @@ class Buckets:
             for state in bucket.sums:
                 state.empty = True
 
-    def arm(self, backwards: int = 1) -> None:
-        """From here on, a bucket whose gradients are complete is reduced: so many backwards are to come."""
-        self._armed, self._next = True, 0
+    def arm(self, backwards: int = 1, *, placed: bool = False) -> None:
+        """From here on, a bucket whose gradients are complete is reduced: so many backwards are to come.
+
+        `placed`: where a program says so (`reduce`), and not before.
+        """
+        self._armed, self._placed, self._next = True, placed, 0
         for bucket in self.buckets:
             for state in bucket.sums:
                 state.begin(backwards)
@@ -216,10 +221,19 @@ class Buckets:
         bucket.launch()
         self._next += 1
 
+    def reduce(self, number: int) -> None:
+        """All gradients of this bucket are there: what a program says of its next one."""
+        assert number == self._next, f"bucket {number} is reduced before bucket {self._next}"
+        self._launch_next()
+
     def _ready(self, bucket: Bucket, index: int) -> None:
         if not self._armed:
             return
         bucket.missing.discard(index)
+        if self._placed:
+            late = bucket in self.buckets[: self._next]
+            assert not late, f"a gradient of bucket {bucket.name} came after its reduction"
+            return
         # One order for all ranks, whatever order backward takes here.
         while self._next < len(self.buckets) and not self.buckets[self._next].missing:
             self._launch_next()

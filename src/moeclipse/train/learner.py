@@ -28,6 +28,8 @@ from moeclipse.moe.standalone import moe_layers
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.random import key_of
 from moeclipse.pipeline.overlap import lay_out
+from moeclipse.schedule import kinds
+from moeclipse.schedule.check import Verified
 from moeclipse.tensor.parallel import TensorParallel
 from moeclipse.train import memory_state
 from moeclipse.train.buckets import Buckets
@@ -46,6 +48,7 @@ from moeclipse.train.pipelined import Pipelined
 from moeclipse.train.placement.load_trace import AskedLoad, LoadHistory, StepLoad
 from moeclipse.train.placement.model_placement import ModelPlacement
 from moeclipse.train.ranks import PatientRanks
+from moeclipse.train.step_program import ledger_of, one_stage, step_program
 
 STATE_KINDS = {"step": int, "updates": int, "bad_steps": int, "data": dict, "exchange": list}
 """What a checkpoint's state must hold for a run to go on."""
@@ -87,12 +90,12 @@ class Learner:
             held=None if layout is None else layout.layers_of(mesh.pp_index),
             placement_of=self.placement.placement_of,
         )
+        self.buckets = Buckets(self.model, mesh, config.optim.bucket_mb, parallel.peer, self.placement.bucket)
         self.pipelined: Pipelined | None = None
         if layout is not None:
-            self.pipelined = Pipelined(config, mesh, layout, self.model, self.batches)
-        self.buckets = Buckets(self.model, mesh, config.optim.bucket_mb, parallel.peer, self.placement.bucket)
-        if self.pipelined is not None:
-            self.pipelined.prepare()
+            self.pipelined = Pipelined(config, mesh, layout, self.model, self.batches, self.buckets)
+        if parallel.check_launches and mesh.num_ranks > 1 and not (config.model.memory and mesh.tp > 1):
+            mesh.recorder.ledger = ledger_of(self.program(), mesh)
         self.optim = AdamW(self.buckets, config.optim)
         self.placement.bind(self.optim)
         self.layers = [layer for _, layer in moe_layers(self.model)]
@@ -112,6 +115,13 @@ class Learner:
     def tokens_per_step(self) -> int:
         return self.config.data.batch_size * self.config.data.seq_len
 
+    def program(self) -> Verified:
+        """The whole step; without a pipeline, as autograd runs it. Collective."""
+        if self.pipelined is not None:
+            return self.pipelined.runtime.verified
+        layout = one_stage(self.config.model.num_layers)
+        return step_program(self.config, self.mesh, layout, self.model, self.buckets, 1)
+
     def backward(self, step: int) -> dict[str, torch.Tensor]:
         """All microbatches of a step; gradients are on their way afterwards. Returns this rank's sums."""
         mesh, recorder = self.mesh, self.mesh.recorder
@@ -126,7 +136,6 @@ class Learner:
             sums = self._one_by_one(step)
         else:
             with recorder.compute():
-                self.buckets.arm(self.pipelined.backwards)
                 sums = self.pipelined.run(step, self.loss_scale.value)
         with recorder.compute():
             self.model.tp.wgrads.check_empty(self.model.named_parameters())
@@ -156,7 +165,14 @@ class Learner:
 
     def step(self, step: int) -> dict[str, Any]:
         """One optimizer step; returns its record, the same on every rank but for times."""
-        mesh, recorder = self.mesh, self.mesh.recorder
+        ledger = self.mesh.recorder.ledger
+        if ledger is None:
+            return self._step(step)
+        with ledger.step(quiet=[number for number, bucket in enumerate(self.buckets) if bucket.quiet]):
+            return self._step(step)
+
+    def _step(self, step: int) -> dict[str, Any]:
+        recorder = self.mesh.recorder
         recorder.begin_step()
         sums = self.backward(step)
         with recorder.compute():
@@ -168,17 +184,18 @@ class Learner:
             skipped = not (math.isfinite(loss) and math.isfinite(norm))
             if skipped:
                 self.optim.take_back()
+                if recorder.ledger is not None:
+                    recorder.ledger.leave_out(kinds.BUCKET_GATHER)
             else:
                 self.optim.publish()
                 load.rebalance(self.numbered)
                 self.loads.add(step, load)
-            notes = self._doubt(step, loss, [row[0] for row in rows]) if skipped else []
-            notes += self.placement.after_step(step, self.loads.average)
-            memory_state.end_step(self.model, skipped=skipped)
-            self.integrity.remember(step + 1)
+            with recorder.apart("between two steps"):
+                notes = self._doubt(step, loss, [row[0] for row in rows]) if skipped else []
+                notes += self._between(step, skipped)
         stamps = self._end_step()
         self._judge(step, skipped, loss, norm)
-        per_rank = gather_splits(split_of(stamps, mesh, self.clock_s), mesh)
+        per_rank = self._times(stamps)
         times = mean_times(per_rank)
         return {
             "step": step,
@@ -207,7 +224,8 @@ class Learner:
         """
         mesh, what = self.mesh, "exchange of step results"
         shards = [bucket.reduced() for bucket in self.buckets]
-        corrupted = self.integrity.look(step)
+        with mesh.recorder.apart("integrity"):
+            corrupted = self.integrity.look(step)
         squares = self.optim.sum_of_squares(shards)
         told = [squares.new_full((), float(number)) for number in (bool(corrupted), self.signals())]
         mine = torch.stack([*sums.values(), squares, *told])
@@ -219,7 +237,8 @@ class Learner:
         rows = reading.get()
         if any(row[4] for row in rows):
             self.optim.take_back()
-            self.integrity.raise_together(corrupted)
+            with mesh.recorder.apart("integrity"):
+                self.integrity.raise_together(corrupted)
         return rows, asked.get()
 
     def _end_step(self) -> StepStamps:
@@ -227,6 +246,17 @@ class Learner:
         if self.pipelined is not None:
             self.pipelined.looked(stamps)
         return stamps
+
+    def _between(self, step: int, skipped: bool) -> list[str]:
+        notes = self.placement.after_step(step, self.loads.average)
+        memory_state.end_step(self.model, skipped=skipped)
+        self.integrity.remember(step + 1)
+        return notes
+
+    def _times(self, stamps: StepStamps) -> dict[str, list[float]]:
+        """Of every rank."""
+        with self.mesh.recorder.apart("times of a step"):
+            return gather_splits(split_of(stamps, self.mesh, self.clock_s), self.mesh)
 
     def _doubt(self, step: int, loss: float, losses: list[float]) -> list[str]:
         """Where the first of several bad steps went wrong; a scale that is too high is no reason to ask."""

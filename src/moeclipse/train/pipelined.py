@@ -16,17 +16,20 @@ from moeclipse.comm.flight.record import StepStamps
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.shares import even_bounds
-from moeclipse.model.passes import MicrobatchLoads, MicrobatchState, layer_shapes
+from moeclipse.model.passes import MicrobatchLoads, MicrobatchState
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.precision import wide_of
-from moeclipse.pipeline.overlap import StageLayout, make_program
+from moeclipse.pipeline.overlap import StageLayout
 from moeclipse.pipeline.runtime import Runtime
 from moeclipse.report.slowdown import Slowdown
+from moeclipse.schedule import kinds
 from moeclipse.schedule.kinds import COMPUTE
 from moeclipse.schedule.op import Op
+from moeclipse.train.buckets import Buckets
 from moeclipse.train.config import TrainConfig, needs_whole_microbatches
 from moeclipse.train.data import Batches, Microbatch
+from moeclipse.train.step_program import step_program
 
 LOOKED_AT = range(4, 12)
 """Steps whose ops are timed one by one: stamps cost time, and more steps say the same."""
@@ -36,22 +39,30 @@ class Pipelined:
     """This rank's stages, and the program that runs them."""
 
     def __init__(
-        self, config: TrainConfig, mesh: Mesh, layout: StageLayout, model: Transformer, batches: Batches
+        self,
+        config: TrainConfig,
+        mesh: Mesh,
+        layout: StageLayout,
+        model: Transformer,
+        batches: Batches,
+        buckets: Buckets,
     ) -> None:
         self.config, self.mesh, self.model, self.batches = config, mesh, model, batches
-        self.layout = layout
-        shapes = layer_shapes(config.model, config.moe)
-        verified = make_program(
-            config.pipeline, layout, shapes, mesh.pp, config.optim.accumulate, chunks_of(config, mesh)
-        )
+        self.layout, self.buckets = layout, buckets
+        verified = step_program(config, mesh, layout, model, buckets, chunks_of(config, mesh))
         stages = {number: model.stage(layers) for number, layers in layout.held_by(mesh.pp_index).items()}
         self.runtime = Runtime(
             verified, mesh, stages, model.tp.wgrads, width=config.model.d_model, dtype=model.dtype
         )
+        self.runtime.ends = {
+            kinds.BUCKET_REDUCE: lambda op: buckets.reduce(op.step or 0),
+            kinds.TIED_SUM: self._add_other_end,
+        }
         self.slowdown = Slowdown()
         """Of compute beside communication, from the first steps in which kernels were warm."""
         self._seen: list[tuple[Op, Any, Any]] = []
         self._tie()
+        self._prepare()
 
     def _tie(self) -> None:
         """A head that is tied to the embedding adds to the same gradient, maybe on another rank."""
@@ -60,7 +71,7 @@ class Pipelined:
         if self.config.model.tie_embeddings and first != last:
             self._ends = self.mesh.ends()
 
-    def prepare(self) -> None:
+    def _prepare(self) -> None:
         """Before the first step: say how often gradients of the embedding come in a step."""
         embedding = getattr(self.model, "embedding", None)
         if embedding is None or not self.config.model.tie_embeddings:
@@ -68,10 +79,9 @@ class Pipelined:
         embedding.accumulation.uses = int(self.model.begins) + int(self.model.ends)
         embedding.accumulation.elsewhere = int(self._ends is not None)
 
-    def _add_other_end(self) -> None:
+    def _add_other_end(self, _: Op) -> None:
         """The embedding's gradient of both ends, the same bits on both, before it is reduced over dp."""
-        if self._ends is None or self._ends.size == 1:
-            return
+        assert self._ends is not None
         state = self.model.embedding.accumulation  # type: ignore[attr-defined]
         state.fill()
         both = total(self.mesh.grads, self._ends, state.main_grad, "gradient of the tied embedding").get()
@@ -114,8 +124,8 @@ class Pipelined:
         self._look(step)
         dtype = wide_of(self.model.dtype)
         tokens = self.config.data.batch_size * self.config.data.seq_len
+        self.buckets.arm(self.backwards, placed=True)
         self.runtime.step(feed, torch.full((), loss_scale / tokens, dtype=dtype, device=mesh.device))
-        self._add_other_end()
         sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
         for key in sorted(fed):
             part = fed[key]

@@ -16,7 +16,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def test_outside_a_step_nothing_is_kept() -> None:
     recorder = Recorder(CPU)
     with recorder.compute(), recorder.waiting():
-        recorder.launch("experts", "before").done = 1
+        recorder.launch("a2a", "experts", "before").done = 1
     recorder.begin_step()
     stamps = recorder.end_step()
     assert (stamps.compute, stamps.waits, stamps.transfers) == ([], [], [])
@@ -28,7 +28,7 @@ def test_a_step_holds_what_began_in_it_in_order() -> None:
     recorder.begin_step()
     began = time.perf_counter()
     with recorder.compute():
-        first = recorder.launch("experts", "rows")
+        first = recorder.launch("a2a", "experts", "rows")
         second = recorder.launch("dp", "gradients")
     with recorder.waiting():
         second.done = time.perf_counter_ns()
@@ -50,7 +50,7 @@ def test_a_step_begins_anew() -> None:
     for label in ("first", "second"):
         recorder.begin_step()
         with recorder.compute():
-            recorder.launch("experts", label)
+            recorder.launch("a2a", "experts", label)
         stamps = recorder.end_step()
     assert [entry[1] for entry in stamps.transfers] == ["second"]
     assert len(stamps.compute) == 1
@@ -69,7 +69,7 @@ def test_events_of_a_device_become_seconds_of_the_host(monkeypatch: pytest.Monke
     recorder.begin_step()
     cuda.now = 1250.0
     with recorder.compute():
-        stamps = recorder.launch("experts", "rows")
+        stamps = recorder.launch("a2a", "experts", "rows")
         cuda.now = 1500.0
     stamps.done = recorder.stamp()
     cuda.now = 2000.0

@@ -101,7 +101,7 @@ class Lane:
         """
         if self.device.type == "cuda" and (on_stream or group.backend == "nccl"):
             return self._launch_on_stream(group, label, start, value, keep)
-        stamps = self.recorder.launch(group.name, label)
+        stamps = self.recorder.launch(self.name, group.name, label)
         transfer = Transfer(self, group, label, stamps, value, keep)
         transfer._op.on_host = True
         self.watch.log.start(transfer._op)
@@ -122,7 +122,7 @@ class Lane:
             self._stream = torch.cuda.Stream(self.device, priority=-1)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            stamps = self.recorder.launch(group.name, label)
+            stamps = self.recorder.launch(self.name, group.name, label)
             transfer = Transfer(self, group, label, stamps, value, keep)
             log, handle = self.watch.log, self._stream.cuda_stream
             log.start(transfer._op, handle)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from moeclipse.comm.flight.ledger import Ledger
 
 Stamp = Any  # int nanoseconds on CPU, torch.cuda.Event on CUDA
 
@@ -46,6 +48,8 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
         self.active = False
+        self.ledger: Ledger | None = None
+        """Checks that each launch is the next op of a program; left out: they pass by."""
         self._origin: tuple[int, Stamp] = (0, None)
         self._compute: list[tuple[Stamp, Stamp]] = []
         self._waits: list[tuple[Stamp, Stamp]] = []
@@ -79,7 +83,17 @@ class Recorder:
         if self.active and begun is not None:
             self._waits.append((begun, self.stamp()))
 
-    def launch(self, group: str, label: str) -> TransferStamps:
+    def passes(self, lane: str, group: str, label: str) -> None:
+        """Every transfer that is launched passes here, whatever carries it."""
+        if self.ledger is not None:
+            self.ledger.launch(lane, group, label)
+
+    def apart(self, what: str) -> AbstractContextManager[None]:
+        """Launches inside belong to no step."""
+        return nullcontext() if self.ledger is None else self.ledger.apart(what)
+
+    def launch(self, lane: str, group: str, label: str) -> TransferStamps:
+        self.passes(lane, group, label)
         now = time.perf_counter_ns()
         stamps = TransferStamps(group=group, label=label, launched=now, begun=self.stamp())
         if self.active:

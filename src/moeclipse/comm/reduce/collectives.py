@@ -124,7 +124,7 @@ class PeerCollectives(Collectives):
     def _begin(self, label: str, begin: Callable[[], BegunReduction]) -> InFlight[torch.Tensor]:
         if self._last is not None:
             self._last.get()  # one is open at a time; this way its waiting is recorded as its own
-        stamps = self.lane.recorder.launch(self.group.name, label)
+        stamps = self.lane.recorder.launch(self.lane.name, self.group.name, label)
         begun = begin()
         self._last = Awaited(begun.value, partial(self._read, begun, stamps))
         return self._last

@@ -205,7 +205,9 @@ class PinnedTransport:
         rows = rows.detach().contiguous()
         out = room_for(rows, receive_ends[-1], out)
         self._forget_done()
-        transfer = CopyTransfer(label, self.lane.recorder.launch(self.group.name, label), (rows, out))
+        transfer = CopyTransfer(
+            label, self.lane.recorder.launch(self.lane.name, self.group.name, label), (rows, out)
+        )
         row_bytes = rows.dtype.itemsize * math.prod(rows.shape[1:])
         sources, targets = _parts(rows, send_counts, row_bytes), _parts(out, receive_counts, row_bytes)
         self._out.begin()

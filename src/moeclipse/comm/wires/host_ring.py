@@ -166,7 +166,11 @@ class PeerExchange:
         with self._lock:
             self._check_usable()
             out, place = self._room_for(rows, row_bytes, receive_ends[-1], out)
-            stamps = recorder.launch(group.name, label) if recorder.active else None
+            stamps = None
+            if recorder.active:
+                stamps = recorder.launch(lane.name, group.name, label)
+            else:
+                recorder.passes(lane.name, group.name, label)
             transfer = RingTransfer(lane, label, stamps, (rows, out))
             self._launch(transfer, row_bytes, place, (send_ends, receive_ends))
         return Awaited(out, partial(self._complete, transfer))

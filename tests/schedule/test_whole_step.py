@@ -1,0 +1,224 @@
+"""Whole steps: what stands where, that all schedules of them are proved, and that a hole is found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from moeclipse.core.errors import ScheduleError
+from moeclipse.schedule import kinds
+from moeclipse.schedule.catalogue import build
+from moeclipse.schedule.check import verify
+from moeclipse.schedule.kinds import AWAITED, COMPUTE, LAUNCHES, Kind
+from moeclipse.schedule.launch import BucketShape, HostedLaunch, StepShape
+from moeclipse.schedule.op import Op, Program
+from moeclipse.schedule.shape import LayerShape, Recompute
+from moeclipse.schedule.templates import Expansion, expand, replicate
+from moeclipse.schedule.text import format_program, parse_program
+
+SCHEDULES = {
+    "pp1": (1, 1),
+    "gpipe": (2, 1),
+    "1f1b": (2, 1),
+    "1f1b-pairs": (2, 1),
+    "vpp": (2, 2),
+    "vpp+1": (2, 2),
+    "zb-h1": (2, 1),
+    "zb-v": (2, 2),
+    "dualpipev": (2, 2),
+}
+
+
+def launches(layer: int) -> tuple[HostedLaunch, ...]:
+    return (
+        HostedLaunch(kinds.LOADS_F, kinds.ROUTE_F, "stage", f"loads, layer {layer}", once=True),
+        HostedLaunch(kinds.SIZES_F, kinds.ROUTE_F, "experts", f"sizes, layer {layer}"),
+        HostedLaunch(kinds.SCORES_F, kinds.DISPATCH_F, "experts", f"scores, layer {layer}", ahead=True),
+        HostedLaunch(kinds.SCORES_B, kinds.DISPATCH_B, "experts", f"score gradients, layer {layer}"),
+        HostedLaunch(kinds.TENSOR_F, kinds.ATTN_F, "tensor", "gather", ahead=True),
+        HostedLaunch(kinds.TENSOR_F, kinds.ATTN_F, "tensor", "sum"),
+        HostedLaunch(kinds.TENSOR_R, kinds.ATTN_R, "tensor", "gather", ahead=True),
+        HostedLaunch(kinds.TENSOR_B, kinds.ATTN_B, "tensor", "gather", ahead=True),
+        HostedLaunch(kinds.TENSOR_B, kinds.ATTN_B, "tensor", "sum"),
+        HostedLaunch(kinds.TENSOR_F, kinds.SEND_F, "tensor", "tokens", ahead=True),
+    )
+
+
+def whole(
+    name: str, overlap: str = "off", recompute: Recompute = "off", *, tied: bool = False, chunks: int = 2
+) -> Program:
+    ranks, per_rank = SCHEDULES[name]
+    actions = build(name, ranks, 4, per_rank)
+    rank_of = actions.pipeline().placement.rank_of
+    last = len(rank_of) - 1
+    layers = [
+        [
+            LayerShape(launches=launches(2 * stage + at), recompute=recompute, head=(stage, at) == (last, 1))
+            for at in range(2)
+        ]
+        for stage in range(len(rank_of))
+    ]
+    buckets = tuple(
+        tuple(
+            BucketShape(f"{stage}.{at}", "dense_grads", ((stage, at),), tied=tied and stage in (0, last))
+            for stage in reversed(range(len(rank_of)))
+            if rank_of[stage] == place
+            for at in (1, 0)
+        )
+        for place in range(ranks)
+    )
+    step = StepShape(dp=2, ep=2, tp=2, buckets=buckets, tied=tied)
+    how = Expansion(overlap=overlap, chunks=chunks, split="layer")  # type: ignore[arg-type]
+    return expand(actions, layers, how, step=step)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_is_proved_with_all_that_travels_and_for_all_copies(name: str) -> None:
+    for overlap, recompute in (("off", "off"), ("pair+self", "full")):
+        program = whole(name, overlap, recompute)  # type: ignore[arg-type]
+        verify(program)
+        everyone = replicate(program)
+        assert everyone.num_ranks == 8 * program.num_ranks
+        verify(everyone)
+        assert parse_program(format_program(program)) == program
+
+
+def names(program: Program, rank: int = 0) -> list[str]:
+    return [str(op) for op in program.ranks[rank]]
+
+
+def test_launches_stand_around_their_host() -> None:
+    found = names(whole("1f1b"))
+    at = found.index("0.0ATTN_F0")
+    assert found[at - 1 : at + 8] == [
+        "0.0TENSOR_F0@4",
+        "0.0ATTN_F0",
+        "0.0TENSOR_F0@5",
+        "0.0ROUTE_F0",
+        "0.0LOADS_F0@0",
+        "0.0SIZES_F0@1",
+        "0.0SHARED_F0",
+        "0.0SCORES_F0@2",
+        "0.0DISPATCH_F0",
+    ]
+    sent = found.index("0SEND_F0")
+    assert found[sent - 1] == "0.1TENSOR_F0@9"  # launched by who reads the output: here, who sends it
+
+
+def test_of_a_cut_microbatch_every_chunk_launches_for_itself_but_for_the_loads() -> None:
+    found = names(whole("1f1b", "pair+self"))
+    assert found.count("0.0LOADS_F0@0") == 1
+    assert found.index("0.0ROUTE_F0#1/2") + 1 == found.index("0.0LOADS_F0@0")
+    for chunk in range(2):
+        assert found.index(f"0.0ROUTE_F0#{chunk}/2") < found.index(f"0.0SIZES_F0@1#{chunk}/2")
+    assert not [op for op in found if op.startswith("0.0COMBINE_B") and "#" not in op]
+
+
+def test_an_exchange_that_runs_for_all_chunks_is_one_op_for_each() -> None:
+    """In pairs a microbatch runs whole; where its other half is cut, its exchanges are."""
+    found = names(whole("pp1", "pair+self"))
+    whole_ones = [name for name in found if "MLP_B0" in name and "#" not in name]
+    assert whole_ones
+    assert all(f"0.1COMBINE_B0#{chunk}/2" in found for chunk in range(2))
+    assert "0.1COMBINE_B0" not in found
+
+
+def test_the_end_of_a_step() -> None:
+    program = whole("1f1b", tied=True)
+    found = names(program)
+    assert found[found.index("0TIED_SUM") :] == [
+        "0TIED_SUM",
+        *("0BUCKET_REDUCE@0", "0BUCKET_REDUCE@1"),
+        *("0RESULTS_GATHER", "0LOADS_GATHER", "0LOADS_SUM"),
+        *("0BUCKET_UPDATE@0", "0BUCKET_UPDATE@1"),
+        *("0BUCKET_GATHER@0", "0BUCKET_GATHER@1"),
+    ]
+    verify(program)
+    verify(replicate(program))
+
+
+def test_a_bucket_is_reduced_where_it_is_full() -> None:
+    found = names(whole("1f1b"))
+    last = max(at for at, name in enumerate(found) if name.startswith("0.1") and "_W" in name)
+    assert found[last + 1] == "0BUCKET_REDUCE@0"
+    assert found.index("0BUCKET_REDUCE@1") > found.index("0.0ATTN_W3")
+
+
+def changed(program: Program, rank: int, ops: list[Op]) -> Program:
+    ranks = [*program.ranks]
+    ranks[rank] = tuple(ops)
+    return replace(program, ranks=tuple(ranks))
+
+
+@pytest.mark.parametrize(
+    "kind", [*LAUNCHES[2:], kinds.RESULTS_GATHER, kinds.BUCKET_REDUCE, kinds.BUCKET_UPDATE], ids=str
+)
+def test_what_is_left_out_is_missed(kind: Kind) -> None:
+    program = whole("1f1b", recompute="full")
+    ops = list(program.ranks[0])
+    at = next(at for at, op in enumerate(ops) if op.kind is kind)
+    kept = ops[:at] + [_without(op, at) for op in ops[at + 1 :]]
+    with pytest.raises(ScheduleError, match=f"rank 0 lacks .*{kind}"):
+        verify(changed(program, 0, kept))
+
+
+def _without(op: Op, gone: int) -> Op:
+    return op._replace(deps=tuple(dep - (dep > gone) for dep in op.deps if dep != gone))
+
+
+def test_what_does_not_wait_for_sizes_is_refused() -> None:
+    program = whole("1f1b")
+    ops = list(program.ranks[0])
+    sizes = {at for at, op in enumerate(ops) if op.kind is kinds.SIZES_F}
+    careless = [op._replace(deps=tuple(dep for dep in op.deps if dep not in sizes)) for op in ops]
+    with pytest.raises(ScheduleError, match=r"reads 0.0SIZES_F0@1, which may still run when it starts"):
+        verify(changed(program, 0, careless))
+
+
+def test_a_collective_on_the_wrong_axis_is_refused() -> None:
+    everyone = replicate(whole("1f1b"))
+    ops = [
+        op._replace(comm=("dense_grads@0", 99)) if op.kind is kinds.LOADS_F else op
+        for op in everyone.ranks[0]
+    ]
+    wrong = changed(everyone, 0, ops)
+    with pytest.raises(ScheduleError, match=r"dense_grads@0|must launch the same ops"):
+        verify(wrong)
+
+
+def test_a_rank_that_waits_for_its_peers_in_another_order_stands_still() -> None:
+    """One rank sums over tp before it asks for sizes, another behind: each host waits for the other."""
+    everyone = replicate(whole("pp1", chunks=1))
+    verify(everyone)
+    ops = list(everyone.ranks[0])
+    first = next(at for at, op in enumerate(ops) if op.kind is kinds.SIZES_F)
+    later = next(at for at, op in enumerate(ops) if at > first and op.kind is kinds.TENSOR_F)
+    assert ops[later].kind in AWAITED
+    order = [*range(first), later, *range(first, later), *range(later + 1, len(ops))]
+    new = {old: at for at, old in enumerate(order)}
+    moved = [ops[old]._replace(deps=tuple(sorted(new[d] for d in ops[old].deps))) for old in order]
+    moved = [
+        op._replace(deps=tuple(dep for dep in op.deps if dep < at)) if op.lane != COMPUTE else op
+        for at, op in enumerate(moved)
+    ]
+    with pytest.raises(ScheduleError, match="deadlock"):
+        verify(changed(everyone, 0, moved))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_in_the_proved_order_a_host_runs_when_others_have_come_to_what_it_waits_for(name: str) -> None:
+    program = whole(name, "pair+self", "full")
+    for rank, ops in enumerate(program.ranks):
+        order = verify(program).proved_order(rank)
+        assert sorted(order) == list(range(len(ops)))
+        place = {str(ops[position]): number for number, position in enumerate(order)}
+        for op in ops:
+            if op.kind is kinds.SIZES_F:
+                assert place[str(op)] == place[str(op._replace(kind=kinds.ROUTE_F, step=None))] + 1
+        seen: set[int] = set()
+        for position in order:
+            needed = {dep for dep in ops[position].deps if ops[dep].kind not in LAUNCHES}
+            if ops[position].kind not in LAUNCHES:
+                assert needed <= seen
+            seen.add(position)
