@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from moeclipse.ops import adam, bias, combine, expert_mlp, topk_softmax, wgrad
+from moeclipse.ops import adam, bias, combine, expert_mlp, norm, topk_softmax, wgrad
 from moeclipse.ops.activation import ACTIVATIONS, hidden_width
 from moeclipse.ops.grouping import group_rows_kernel, group_rows_reference
 from moeclipse.ops.tuning import Tile
@@ -164,6 +164,34 @@ def check_adam() -> None:
     report("squares", adam.sum_of_squares_kernel(parts), adam.sum_of_squares_reference(parts))
 
 
+def check_norm(shape: tuple[int, ...], *, add: bool, apart: int = 0) -> None:
+    """`apart`: rows do not lie side by side."""
+    width = shape[-1]
+    x, b, dy, dh = (torch.randn(*shape[:-1], width + apart)[..., :width] for _ in range(4))
+    operands = [x, b, torch.randn(width)] if add else [x, torch.randn(width)]
+    exact = [tensor.detach().double().requires_grad_() for tensor in operands]
+    ours = [tensor.detach().requires_grad_() for tensor in operands]
+    function, reference = (
+        (norm._AddNorm.apply, norm.add_norm_reference)
+        if add
+        else (norm._RmsNorm.apply, norm.rms_norm_reference)
+    )
+    found = {}
+    for which, tensors in ((function, ours), (reference, exact)):
+        out = which(*tensors, 1e-3)
+        outs, d_outs = (out, (dh, dy)) if add else ((out,), (dy,))
+        torch.autograd.backward(outs, [d.to(outs[0].dtype) for d in d_outs])
+        found[which] = [*outs, *(tensor.grad for tensor in tensors)]
+    for number, (got, truth) in enumerate(zip(found[function], found[reference], strict=True)):
+        report(f"norm {'sum ' if add else ''}{shape} {apart} {number}", got, truth.float())
+
+
+def all_norms() -> None:
+    for number, shape in enumerate(((1, 5), (77, 40), (3, 7, 16), (1100, 33), (5, 3000))):
+        check_norm(shape, add=False, apart=3 * (number % 2))
+        check_norm(shape, add=True, apart=3 * (number % 2))
+
+
 def all_groupings() -> None:
     for number, kind in enumerate(KINDS):
         check_grouping(kind, block=16 if number % 2 else 128)
@@ -210,6 +238,7 @@ GROUPS = {
     "combine": check_combine,
     "gate": check_gate,
     "adam": check_adam,
+    "norm": all_norms,
 }
 
 

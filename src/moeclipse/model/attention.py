@@ -148,8 +148,9 @@ class GroupedQueryAttention(Attention):
             x_TD = norm(x_TD)
         if self.clip:
             x_TD = x_TD.clamp(-self.clip, self.clip)
-        x_BHSd = heads(x_TD, length, self.head_dim)
-        return norm(x_BHSd) if norm is not None and self.by_head else x_BHSd
+        if norm is not None and self.by_head:
+            x_TD = norm(x_TD.unflatten(1, (-1, self.head_dim))).flatten(1)
+        return heads(x_TD, length, self.head_dim)
 
 
 class LatentAttention(Attention):

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.norm import add_norm, rms_norm
 from moeclipse.ops.random import fill_normal, key_of
 from moeclipse.tensor.cut import mark
 from moeclipse.tensor.linear import ColumnParallelLinear, RowParallelLinear, column_linear
@@ -99,10 +100,17 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width, device=settings.device, dtype=settings.dtype))
         mark(self.weight, settings.tp.whole_share)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(wide_of(x.dtype))
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * scale).to(x.dtype) * self.weight
+    @overload
+    def forward(self, x: torch.Tensor) -> torch.Tensor: ...
+    @overload
+    def forward(self, x: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def forward(
+        self, x: torch.Tensor, added: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Of x; with `added` (x + added, the norm of that)."""
+        if added is None:
+            return rms_norm(x, self.weight, self.eps)
+        return add_norm(x, added, self.weight, self.eps)
 
 
 class DenseMLP(nn.Module):

@@ -99,7 +99,11 @@ class TransformerLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(the residual stream behind attention, what the feed-forward block reads of it)."""
         y_TD = self.attention(self.attention_norm(h_TD), positions, tokens)
-        h_TD = h_TD + self._scaled(self.attention_out_norm(y_TD))
+        y_TD = self._scaled(self.attention_out_norm(y_TD))
+        if isinstance(self.mlp_norm, RMSNorm):
+            h_TD, x_TD = self.mlp_norm(h_TD, y_TD)
+            return h_TD, x_TD
+        h_TD = h_TD + y_TD
         return h_TD, self.mlp_norm(h_TD)
 
     def dense_block(self, x_TD: torch.Tensor) -> torch.Tensor:
