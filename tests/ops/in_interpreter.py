@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from moeclipse.ops import adam, bias, combine, expert_mlp, norm, topk_softmax, wgrad
+from moeclipse.ops import adam, bias, combine, expert_mlp, norm, rotary, topk_softmax, wgrad
 from moeclipse.ops.activation import ACTIVATIONS, hidden_width
 from moeclipse.ops.grouping import group_rows_kernel, group_rows_reference
 from moeclipse.ops.tuning import Tile
@@ -192,6 +192,37 @@ def all_norms() -> None:
         check_norm(shape, add=True, apart=3 * (number % 2))
 
 
+def check_turn(shape: tuple[int, ...], *, neighbours: bool, normed: bool, by_token: bool) -> None:
+    B, S, H, G, d = shape
+    operands = [torch.randn(B, S, H, d), torch.randn(B, S, G, d)]
+    operands += [torch.randn(d), torch.randn(d)] if normed else []
+    table = torch.randn(2, B * S if by_token else S, d // 2, dtype=torch.float64)
+    # As attention leaves them: heads outside of positions.
+    d_outs = [torch.randn(B, heads, S, d).transpose(1, 2) for heads in (H, G)]
+    found = []
+    for exact in (False, True):
+        given = [(t.double() if exact else t.clone()).requires_grad_() for t in operands]
+        weights = given[2:] or [None, None]
+        if exact:
+            pairs = zip(given[:2], weights, strict=True)
+            outs = [rotary.turn_reference(x, table, neighbours, w, 1e-3) for x, w in pairs]
+        else:
+            outs = rotary._Turn.apply(*given[:2], *weights, table, neighbours, 1e-3)
+        torch.autograd.backward(outs, [d.to(outs[0].dtype) for d in d_outs])
+        found.append([*outs, *(tensor.grad for tensor in given)])
+    for number, (got, truth) in enumerate(zip(*found, strict=True)):
+        if truth.numel():
+            name = f"turn {'normed ' if normed else ''}{shape} {neighbours} {by_token} {number}"
+            report(name, got, truth.float())
+
+
+def all_turns() -> None:
+    for number, shape in enumerate(((1, 1, 1, 1, 8), (2, 5, 4, 2, 16), (3, 7, 3, 1, 24), (2, 4, 3, 0, 12))):
+        for normed in (False, True):
+            check_turn(shape, neighbours=number % 2 == 0, normed=normed, by_token=number > 1)
+            check_turn(shape, neighbours=number % 2 == 1, normed=normed, by_token=number < 2)
+
+
 def all_groupings() -> None:
     for number, kind in enumerate(KINDS):
         check_grouping(kind, block=16 if number % 2 else 128)
@@ -239,6 +270,7 @@ GROUPS = {
     "gate": check_gate,
     "adam": check_adam,
     "norm": all_norms,
+    "turn": all_turns,
 }
 
 

@@ -21,9 +21,10 @@ from moeclipse.model.blocks import Linear, RMSNorm, Settings
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.memory import LayerMemory, Past
 from moeclipse.model.qk_norm import HeadNorm, WholeNorm
-from moeclipse.model.rotary import Positions, Rotary, rotate
+from moeclipse.model.rotary import Positions, Rotary
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.attention import attend
+from moeclipse.ops.rotary import turn
 from moeclipse.tensor.cut import Cut, mark
 from moeclipse.tensor.linear import column_linear
 from moeclipse.tensor.parallel import move
@@ -66,8 +67,23 @@ class Attention(nn.Module):
         )
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
+    def turn_both(
+        self,
+        q_BSHd: torch.Tensor,
+        k_BSGd: torch.Tensor,
+        positions: Positions,
+        norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+        eps: float = 0.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys by their positions, as heads."""
+        table = positions.rows if q_BSHd.dtype == torch.float64 else positions.narrow_rows
+        q, k = turn(q_BSHd, k_BSGd, table, self.rotary.pairs == "neighbours", norms, eps)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
     def turn(self, x_BHSd: torch.Tensor, positions: Positions) -> torch.Tensor:
-        return rotate(x_BHSd, positions.table, self.rotary.pairs)
+        """One alone."""
+        x_BSHd = x_BHSd.transpose(1, 2)
+        return self.turn_both(x_BSHd, x_BSHd[:, :, :0], positions)[0]
 
     def recall(self, x_TD: torch.Tensor, positions: Positions, tokens: Tokens | None) -> Past | None:
         """What the segment before left for these tokens; and keep what they leave for the next."""
@@ -96,7 +112,7 @@ class Attention(nn.Module):
 class GroupedQueryAttention(Attention):
     def __init__(self, config: ModelConfig, settings: Settings) -> None:
         super().__init__(config, settings)
-        self.head_dim, self.clip = config.head_dim, config.clip_qkv
+        self.head_dim, self.clip, self.norm_eps = config.head_dim, config.clip_qkv, config.norm_eps
         group = config.num_heads // config.num_kv_heads
         self.label = f"queries, keys and values, layer {settings.layer}"
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -106,11 +122,13 @@ class GroupedQueryAttention(Attention):
         self.k = settings.column(config.d_model, kv_width, "k", unit=config.head_dim, bias=bias)
         self.v = settings.column(config.d_model, kv_width, "v", unit=config.head_dim, bias=bias)
         self.o = settings.row(width, config.d_model, "o", unit=unit, bias=config.attention_bias == "all")
-        self.whole, self.by_head = config.qk_norm == "whole", config.qk_norm == "head"
+        self.whole = config.qk_norm == "whole"
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
         if self.whole:
-            self.q_norm: nn.Module = WholeNorm(width, unit, settings, config.norm_eps, "queries")
-            self.k_norm: nn.Module = WholeNorm(kv_width, self.head_dim, settings, config.norm_eps, "keys")
-        elif self.by_head:
+            self.q_norm = WholeNorm(width, unit, settings, config.norm_eps, "queries")
+            self.k_norm = WholeNorm(kv_width, self.head_dim, settings, config.norm_eps, "keys")
+        elif config.qk_norm == "head":
             self.q_norm = HeadNorm(self.head_dim, settings, config.norm_eps)
             self.k_norm = HeadNorm(self.head_dim, settings, config.norm_eps)
         self.add_sinks(config, settings, group)
@@ -124,9 +142,10 @@ class GroupedQueryAttention(Attention):
             [part.bias for part in linears],
             label=self.label,
         )
-        q = self.turn(self._heads(q_TD, positions.length, "q"), positions)
-        k = self.turn(self._heads(k_TD, positions.length, "k"), positions)
-        v = self._heads(v_TD, positions.length, "v")
+        q, k = self._split(q_TD, positions, self.q_norm), self._split(k_TD, positions, self.k_norm)
+        norms = self._head_norms(self.q_norm, self.k_norm)
+        q, k = self.turn_both(q, k, positions, norms, self.norm_eps)
+        v = heads(self._clipped(v_TD), positions.length, self.head_dim)
         past = self.recall(x_TD, positions, tokens)
         if past is not None:
             k_TD, v_TD = column_linear(
@@ -136,21 +155,28 @@ class GroupedQueryAttention(Attention):
                 [part.bias for part in linears[1:]],
                 label=f"{self.label}, memory",
             )
-            past_k = self.turn(self._heads(k_TD, past.positions, "k"), self.past_positions(past))
-            past_v = self._heads(v_TD, past.positions, "v")
+            before = self.past_positions(past)
+            past_k = self._split(k_TD, before, self.k_norm)
+            norms = self._head_norms(self.k_norm, self.k_norm)
+            past_k, _ = self.turn_both(past_k, past_k[:, :, :0], before, norms, self.norm_eps)
+            past_v = heads(self._clipped(v_TD), past.positions, self.head_dim)
             k, v = torch.cat([past_k, k], dim=2), torch.cat([past_v, v], dim=2)
         return self.o(self.mix(q, k, v, positions))
 
-    def _heads(self, x_TD: torch.Tensor, length: int, which: str) -> torch.Tensor:
-        """Normed and clipped, as heads."""
-        norm = {"q": self.q_norm, "k": self.k_norm}.get(which) if self.whole or self.by_head else None
-        if norm is not None and self.whole:
-            x_TD = norm(x_TD)
-        if self.clip:
-            x_TD = x_TD.clamp(-self.clip, self.clip)
-        if norm is not None and self.by_head:
-            x_TD = norm(x_TD.unflatten(1, (-1, self.head_dim))).flatten(1)
-        return heads(x_TD, length, self.head_dim)
+    def _split(self, x_TD: torch.Tensor, positions: Positions, norm: nn.Module | None) -> torch.Tensor:
+        """[B, S, heads, d], normed over all heads and clipped."""
+        x_TD = self._clipped(norm(x_TD) if self.whole and norm is not None else x_TD)
+        return x_TD.view(-1, positions.length, x_TD.shape[1] // self.head_dim, self.head_dim)
+
+    def _head_norms(self, *norms: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Weights of the norms that go over each head, for `turn_both`."""
+        first, second = norms
+        if not (isinstance(first, HeadNorm) and isinstance(second, HeadNorm)):
+            return None
+        return first.weight, second.weight
+
+    def _clipped(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return x_TD.clamp(-self.clip, self.clip) if self.clip else x_TD
 
 
 class LatentAttention(Attention):

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 
 from moeclipse.model.config import ModelConfig, Pairs, Scaling, yarn_magnitude
+from moeclipse.ops import rotary as turning
 from moeclipse.ops.attention import restarting_positions
-from moeclipse.ops.precision import wide_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,23 +130,28 @@ class Positions:
         documents_BS: torch.Tensor | None = None,
     ) -> Positions:
         if documents_BS is None:
-            place_S = torch.arange(first, first + length, device=device)
-            return cls(table=rotary.table(place_S, length), length=length)
+            return _of_whole_samples(rotary, length, device, first)
         place_BS = restarting_positions(documents_BS)
         return cls(table=rotary.table(place_BS[:, None], length), length=length, documents_BS=documents_BS)
 
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """The table for each position, or with documents for each token: [2, R, pairs], float64."""
+        return self.table.reshape(2, -1, self.table.shape[-1])
 
-def rotate(x_BHSd: torch.Tensor, table: torch.Tensor, pairs: Pairs = "halves") -> torch.Tensor:
+    @cached_property
+    def narrow_rows(self) -> torch.Tensor:
+        """The same in fp32: what narrower types turn by."""
+        return self.rows.to(torch.float32)
+
+
+@lru_cache(maxsize=16)
+def _of_whole_samples(rotary: Rotary, length: int, device: torch.device, first: int) -> Positions:
+    """Every layer of every microbatch turns by the same table."""
+    place_S = torch.arange(first, first + length, device=device)
+    return Positions(table=rotary.table(place_S, length), length=length)
+
+
+def rotate(x: torch.Tensor, table: torch.Tensor, pairs: Pairs = "halves") -> torch.Tensor:
     """Turn pairs of components by their positions' angles; components behind the table's width stay."""
-    width = 2 * table.shape[-1]
-    if width < x_BHSd.shape[-1]:
-        turned, rest = x_BHSd.split([width, x_BHSd.shape[-1] - width], dim=-1)
-        return torch.cat([rotate(turned, table, pairs), rest], dim=-1)
-    wide = wide_of(x_BHSd.dtype)
-    cos, sin = table.to(wide)
-    if pairs == "neighbours":
-        first, second = x_BHSd.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
-        turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
-        return turned.to(x_BHSd.dtype)
-    first, second = x_BHSd.to(wide).chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BHSd.dtype)
+    return turning.rotate(x, table, pairs == "neighbours")
