@@ -29,7 +29,7 @@ def test_a_step_holds_what_began_in_it_in_order() -> None:
     began = time.perf_counter()
     with recorder.compute():
         first = recorder.launch("a2a", "experts", "rows")
-        second = recorder.launch("dp", "gradients")
+        second = recorder.launch("dp", "dp", "gradients")
     with recorder.waiting():
         second.done = time.perf_counter_ns()
     stamps = recorder.end_step()
