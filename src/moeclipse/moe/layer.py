@@ -320,13 +320,25 @@ class MoE(nn.Module):
     ) -> torch.Tensor:
         """Dispatch, experts and combine; on one rank with kernels, all of it without a word to the host."""
         experts = self._kernel_experts(inputs)
-        all_here = self.dispatcher.group.size == 1 and self.experts.ids == tuple(range(self.num_experts))
-        if experts is not None and all_here and not experts.wgrads.deferring:
+        if experts is not None and self._all_here and not experts.wgrads.deferring:
             weights = [weight.to(inputs[0].dtype) for weight in experts.weights]
             given = (inputs[0], routing.scores_TK, routing.expert_ids_TK, *weights)
             return grouped_experts(*given, activation=experts.activation, **experts.sums())
         prepared = self.prepare(routing, structure, inputs, tokens, loads, call)
         return DispatchCombine.apply(routing.scores_TK, prepared, *inputs, *self.experts.weights)
+
+    @property
+    def _all_here(self) -> bool:
+        return self.dispatcher.group.size == 1 and self.experts.ids == tuple(range(self.num_experts))
+
+    @property
+    def runs_on_device(self) -> bool:
+        """Whether a call says no word to the host: one rank, kernels, and a gate that draws nothing."""
+        return (
+            self._all_here
+            and self.gate.compiles
+            and self._kernel_experts(self.experts.weights[:1]) is not None
+        )
 
     def _kernel_experts(self, inputs: Sequence[torch.Tensor]) -> Experts | None:
         """The experts, where kernels take them and these rows."""

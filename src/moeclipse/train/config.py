@@ -40,6 +40,8 @@ class RunConfig:
     init_from: str = ""
     """A checkpoint's or a run's folder whose weights a new run begins from, with an optimizer of its own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    graphs: Literal["auto", "off"] = "auto"
+    """Microbatches as CUDA graphs, on one rank, where the model allows it: same numbers, fewer launches."""
     wait_s: float = 120.0
     """How long `--resume auto` waits for another job that still uses the run's folder."""
 

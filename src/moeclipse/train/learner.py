@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from moeclipse.comm.flight.exchange import gather, sum_of_parts
-from moeclipse.comm.flight.reading import Reading, send
+from moeclipse.comm.flight.reading import Reading
 from moeclipse.comm.flight.record import StepStamps
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import DivergedError
@@ -25,7 +27,6 @@ from moeclipse.model.transformer import Transformer
 from moeclipse.moe.config import SHAPE_KEYS, STYLE_KEYS, MoEConfig
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.standalone import moe_layers
-from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.random import key_of
 from moeclipse.pipeline.overlap import lay_out
 from moeclipse.schedule import kinds
@@ -39,10 +40,12 @@ from moeclipse.train.config import TrainConfig
 from moeclipse.train.corpus import open_corpus
 from moeclipse.train.data import Batches, Samples
 from moeclipse.train.fingerprint import in_present_terms
+from moeclipse.train.graphs import MicrobatchGraphs
 from moeclipse.train.integrity import Integrity
 from moeclipse.train.loss_scale import LossScale
 from moeclipse.train.metrics import gather_splits, mean_times, split_of
 from moeclipse.train.nonfinite import look_again
+from moeclipse.train.one_by_one import OneByOne
 from moeclipse.train.optim import AdamW, Readable, learning_rate
 from moeclipse.train.pipelined import Pipelined
 from moeclipse.train.placement.load_trace import AskedLoad, LoadHistory, StepLoad
@@ -97,6 +100,8 @@ class Learner:
         if parallel.check_launches and mesh.num_ranks > 1 and not (config.model.memory and mesh.tp > 1):
             mesh.recorder.ledger = ledger_of(self.program(), mesh)
         self.optim = AdamW(self.buckets, config.optim)
+        self.one_by_one = OneByOne(config, mesh, self.model, self.buckets, self.batches)
+        """Used where there is no pipeline."""
         self.placement.bind(self.optim)
         self.layers = [layer for _, layer in moe_layers(self.model)]
         self.bad_steps = 0
@@ -110,6 +115,11 @@ class Learner:
         self.integrity = Integrity(config.integrity, self.optim, self.placement, mesh, self._buffers)
         self.integrity.remember(0)
         self.clock_s, self.clock_error_s = mesh.clock_offset()
+
+    @property
+    def graphs(self) -> MicrobatchGraphs | None:
+        """Microbatches as CUDA graphs, where they are."""
+        return self.one_by_one.graphs
 
     @property
     def tokens_per_step(self) -> int:
@@ -133,7 +143,7 @@ class Learner:
         for layer in self.layers:
             layer.load_E.zero_()
         if self.pipelined is None:
-            sums = self._one_by_one(step)
+            sums = self.one_by_one.run(step, self.loss_scale.value)
         else:
             with recorder.compute():
                 sums = self.pipelined.run(step, self.loss_scale.value)
@@ -141,27 +151,6 @@ class Learner:
             self.model.tp.wgrads.check_empty(self.model.named_parameters())
             self.buckets.finish()
         return {"loss": sums[0], "aux_loss": sums[1], "dropped": sums[2]}
-
-    def _one_by_one(self, step: int) -> torch.Tensor:
-        """Each microbatch forward and backward in turn; (loss, aux loss, dropped rows) of this rank."""
-        mesh, recorder, accumulate = self.mesh, self.mesh.recorder, self.config.optim.accumulate
-        sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
-        for m in range(accumulate):
-            batch = self.batches.microbatch(step, m, mesh.data_index, mesh.num_data)
-            tokens = Tokens(
-                mesh=mesh, first=batch.first_token, total=batch.total_tokens, step=step, microbatch=m
-            )
-            with recorder.compute():
-                read = (send(batch.inputs, mesh.device), send(batch.targets, mesh.device))
-                out = self.model(*read, tokens)
-                if m == accumulate - 1:
-                    self.buckets.arm()
-                loss = out.loss_sum / self.tokens_per_step + out.aux_loss / accumulate
-                (loss * self.loss_scale.value).backward()
-                dropped = sum((report.num_dropped for report in out.reports), start=sums.new_zeros(()))
-                loss_sum = out.loss_sum.detach() * (mesh.tp_index == 0)  # tp ranks have the same loss
-                sums += torch.stack([loss_sum, out.aux_loss.detach() / accumulate, dropped]).double()
-        return sums
 
     def step(self, step: int) -> dict[str, Any]:
         """One optimizer step; returns its record, the same on every rank but for times."""
@@ -249,6 +238,7 @@ class Learner:
 
     def _between(self, step: int, skipped: bool) -> list[str]:
         notes = self.placement.after_step(step, self.loads.average)
+        notes += self.graphs.take_notes() if self.graphs is not None else []
         memory_state.end_step(self.model, skipped=skipped)
         self.integrity.remember(step + 1)
         return notes
@@ -262,7 +252,9 @@ class Learner:
         """Where the first of several bad steps went wrong; a scale that is too high is no reason to ask."""
         if self.bad_steps or (self.loss_scale.dynamic and math.isfinite(loss)):
             return []
-        self.why_bad = look_again(self.model, self.buckets, self.mesh, lambda: self.backward(step), losses)
+        with self.graphs.watched() if self.graphs is not None else nullcontext():
+            again = partial(self.backward, step)
+            self.why_bad = look_again(self.model, self.buckets, self.mesh, again, losses)
         for layer in self.layers:
             layer.gate.take_seen()  # seen twice
         return [f"step {step}: {self.why_bad}"]

@@ -1,0 +1,69 @@
+"""The microbatches of a step one after the other: forward and backward by autograd, eagerly or replayed.
+
+What `train/pipelined` does in the order of a program, for runs without stages and without overlap between
+microbatches. Where a microbatch can be a CUDA graph (`train/graphs`), it is one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moeclipse.comm.flight.reading import send
+from moeclipse.comm.mesh import Mesh
+from moeclipse.model.transformer import Transformer
+from moeclipse.moe.tokens import Tokens
+from moeclipse.train.buckets import Buckets
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.data import Batches
+from moeclipse.train.graphs import CudaCapture, MicrobatchGraphs, obstacle
+
+
+class OneByOne:
+    """Runs them on this rank."""
+
+    def __init__(
+        self, config: TrainConfig, mesh: Mesh, model: Transformer, buckets: Buckets, batches: Batches
+    ) -> None:
+        self.config, self.mesh, self.model = config, mesh, model
+        self.buckets, self.batches = buckets, batches
+        self.sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
+        self.graphs: MicrobatchGraphs | None = None
+        if not obstacle(config, mesh, model):
+            states = [state for bucket in buckets for state in bucket.sums]
+            self.graphs = MicrobatchGraphs(self.replayed, states, CudaCapture(mesh.device))
+
+    def run(self, step: int, loss_scale: float = 1.0) -> torch.Tensor:
+        """This rank's (loss, aux loss, dropped rows), summed; gradients are `loss_scale` times theirs."""
+        mesh, accumulate = self.mesh, self.config.optim.accumulate
+        self.sums.zero_()
+        for m in range(accumulate):
+            batch = self.batches.microbatch(step, m, mesh.data_index, mesh.num_data)
+            with mesh.recorder.compute():
+                read = (send(batch.inputs, mesh.device), send(batch.targets, mesh.device))
+                if self.graphs is not None:
+                    self.graphs.run(*read, loss_scale, first=m == 0)
+                    continue
+                if m == accumulate - 1:
+                    self.buckets.arm()
+                first, total = batch.first_token, batch.total_tokens
+                tokens = Tokens(mesh=mesh, first=first, total=total, step=step, microbatch=m)
+                self._compute(*read, loss_scale, tokens)
+        if self.graphs is not None:
+            self.buckets.arm()  # a replay tells no bucket what is complete: all leave at the end
+        return self.sums.clone()
+
+    def replayed(self, inputs: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor) -> None:
+        """A microbatch on one rank, whose gates ask for neither step nor number."""
+        self._compute(inputs, targets, scale, Tokens(mesh=self.mesh, first=0, total=inputs.numel()))
+
+    def _compute(
+        self, inputs: torch.Tensor, targets: torch.Tensor, scale: float | torch.Tensor, tokens: Tokens
+    ) -> None:
+        """Gradients into their accumulators, the rest into this step's sums."""
+        out, accumulate = self.model(inputs, targets, tokens), self.config.optim.accumulate
+        tokens_per_step = self.config.data.batch_size * self.config.data.seq_len
+        loss = out.loss_sum / tokens_per_step + out.aux_loss / accumulate
+        (loss * (scale.to(loss.dtype) if isinstance(scale, torch.Tensor) else scale)).backward()
+        dropped = sum((report.num_dropped for report in out.reports), start=self.sums.new_zeros(()))
+        loss_sum = out.loss_sum.detach() * (self.mesh.tp_index == 0)  # tp ranks have the same loss
+        self.sums += torch.stack([loss_sum, out.aux_loss.detach() / accumulate, dropped]).double()

@@ -1,0 +1,49 @@
+"""Microbatches in turn: sums and gradients are those of the batch, and buckets leave while the last runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.config import with_values
+from moeclipse.testing.compare import difference
+from moeclipse.testing.run_ranks import run_alone
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.learner import Learner
+
+SMALL: dict[str, Any] = {
+    "model.num_layers": 2,
+    "model.d_model": 16,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 2,
+    "model.head_dim": 8,
+    "model.dtype": "float64",
+    "moe.num_experts": 4,
+    "moe.d_ff": 16,
+    "gate.balance_loss": 0.0,
+    "data.seq_len": 8,
+    "data.batch_size": 6,
+    "data.files": (str(Path(__file__).with_name("text.txt")),),
+}
+
+
+def cut_into(mesh: Mesh, accumulate: int, scale: float) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(sums, all gradients, buckets that left before the end)."""
+    learner = Learner(with_values(TrainConfig(), {**SMALL, "optim.accumulate": accumulate}), mesh)
+    learner.buckets.zero()
+    sums = learner.one_by_one.run(0, scale)
+    early = learner.buckets._next
+    learner.buckets.finish()
+    return sums, torch.cat([bucket.reduced() for bucket in learner.buckets]), early
+
+
+def test_microbatches_add_up_to_the_batch() -> None:
+    whole, gradient, early = run_alone(cut_into, 1, 1.0)
+    assert early > 0, "nothing left while backward ran"
+    for accumulate, scale in ((2, 1.0), (3, 4.0)):
+        sums, found, _ = run_alone(cut_into, accumulate, scale)
+        assert difference(sums, whole) < 1e-12
+        assert difference(found, scale * gradient) < 1e-12
