@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from moeclipse.moe.clip import agree_on_overflow, clip_grad_norm_
     from moeclipse.moe.config import ExchangeConfig, GateConfig, MoEConfig
     from moeclipse.moe.full_state import full_state_dict
+    from moeclipse.moe.interleave import overlap
     from moeclipse.moe.layer import MoE
     from moeclipse.moe.parallelize import parallelize
     from moeclipse.moe.standalone import attach, aux_loss, exclude_experts, expert_parameters, sync_gradients
@@ -66,6 +67,7 @@ _EXPORTS = {
     "aux_loss": "moeclipse.moe.standalone",
     "attach": "moeclipse.moe.standalone",
     "parallelize": "moeclipse.moe.parallelize",
+    "overlap": "moeclipse.moe.interleave",
     "clip_grad_norm_": "moeclipse.moe.clip",
     "agree_on_overflow": "moeclipse.moe.clip",
     "expert_parameters": "moeclipse.moe.standalone",
@@ -162,6 +164,7 @@ __all__ = [
     "load_config",
     "newest_checkpoint",
     "open_corpus",
+    "overlap",
     "parallelize",
     "run_training",
     "sync_gradients",

@@ -27,7 +27,7 @@ CANNOT = {
     "docs/checkpoints.md#0": "needs what a rank holds; tests/train/checkpoints/test_save.py saves",
     "docs/layer.md#1": SEVERAL_RANKS,
     "docs/own-loop.md#0": SEVERAL_RANKS,
-    "docs/own-loop.md#2": SEVERAL_RANKS,
+    "docs/own-loop.md#3": SEVERAL_RANKS,
     "docs/placement.md#0": SEVERAL_RANKS,
     "docs/tensor-parallel.md#0": SEVERAL_RANKS,
     "docs/transports.md#0": SEVERAL_RANKS,
@@ -97,6 +97,11 @@ def a_scaled_loss(folder: Path) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "scaler": scaler, "loss": model(torch.randn(3, 8)).sum()}
 
 
+def microbatches(folder: Path) -> dict[str, Any]:
+    given = {"model": nn.Sequential(moeclipse.MoE(8, 8, 2)), "task_loss": torch.sum}
+    return given | {"first": torch.randn(3, 8), "second": torch.randn(2, 8)}
+
+
 RUN: dict[str, Callable[[Path], dict[str, Any]]] = {
     "README.md#0": a_layer,
     "docs/checkpoints.md#1": a_checkpoint,
@@ -108,6 +113,7 @@ RUN: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/layer.md#0": lambda folder: {},
     "docs/layer.md#2": own_experts,
     "docs/own-loop.md#1": a_scaled_loss,
+    "docs/own-loop.md#2": microbatches,
     "docs/schedules.md#0": lambda folder: {},
     "docs/writing-tests.md#0": lambda folder: {"x": torch.ones(2)},
 }

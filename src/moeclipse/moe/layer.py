@@ -37,6 +37,7 @@ from moeclipse.moe.calls import Call, Calls, lend, repay
 from moeclipse.moe.config import ExchangeConfig, GateConfig, MoEConfig
 from moeclipse.moe.dispatch import Dispatcher
 from moeclipse.moe.dispatch_combine import DispatchCombine, LayerCall, without_rows
+from moeclipse.moe.dispatch_in_turns import dispatch_in_turns
 from moeclipse.moe.expert_set import PairExperts
 from moeclipse.moe.experts import Experts, PadToCapacity
 from moeclipse.moe.fused import FusedExperts, fits
@@ -66,6 +67,7 @@ from moeclipse.moe.shared_gate import shared_of
 from moeclipse.moe.structure import Inputs, Structure
 from moeclipse.moe.tokens import Tokens
 from moeclipse.moe.topology import near_experts
+from moeclipse.moe.turns import Turns
 from moeclipse.moe.weight_init import WeightInit
 from moeclipse.moe.wraps import refuse_wrong_wrap, wrapping
 from moeclipse.ops.activation import Activation
@@ -138,6 +140,8 @@ class MoE(nn.Module):
     """Tokens of this rank that wanted each expert since the last optimizer step."""
     last: MoEReport | None = None
     """Of the last forward."""
+    turns: Turns | None = None
+    """While `moeclipse.overlap` runs: who lets other microbatches go on."""
     _placement: Placement
     _wrapping: tuple[int, int] | None = None
     """Of the last forward: what wrappers do with a layer is looked at once."""
@@ -174,7 +178,7 @@ class MoE(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what belongs to running processes; and the last report, whose loss has a graph."""
         state = dict(self.__dict__)
-        for name in ("mesh", "dispatcher", "schedule", "last", "_wrapping"):
+        for name in ("mesh", "dispatcher", "schedule", "last", "turns", "_wrapping"):
             state.pop(name, None)
         return state | {"history": Calls()}
 
@@ -325,6 +329,8 @@ class MoE(nn.Module):
             given = (inputs[0], routing.scores_TK, routing.expert_ids_TK, *weights)
             return grouped_experts(*given, activation=experts.activation, **experts.sums())
         prepared = self.prepare(routing, structure, inputs, tokens, loads, call)
+        if self.turns is not None and self.turns.taken:
+            return dispatch_in_turns(self.turns, routing.scores_TK, prepared, inputs, self.experts.weights)
         return DispatchCombine.apply(routing.scores_TK, prepared, *inputs, *self.experts.weights)
 
     @property
