@@ -80,6 +80,13 @@ def test_it_computes_nothing() -> None:
     other = ExpertShards(numbers(1, 2), ExpertPlace(experts=(1,), num_experts=4))
     with pytest.raises(NotImplementedError, match="knows nothing"):
         shards.copy_(other)
+    for wrong in (
+        lambda: torch.zeros(4, 2, dtype=torch.float64).copy_(shards),
+        lambda: torch.stack([shards, other]),
+        shards.untyped_storage,
+    ):
+        with pytest.raises(NotImplementedError, match=r"experts \[2\] of 4"):
+            wrong()
 
 
 def built(ids: tuple[int, ...], seed: int = 0) -> Experts:

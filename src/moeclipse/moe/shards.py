@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -122,10 +123,10 @@ class ExpertShards(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         first = args[0]
-        if func in ALIKE:
+        if func in ALIKE and isinstance(first, ExpertShards):
             return ExpertShards(func(first.local, *args[1:], **(kwargs or {})), first.place)
         other = args[1] if len(args) > 1 else None
-        if func is NEW_EMPTY and tuple(args[1]) == tuple(first.shape):
+        if func is NEW_EMPTY and isinstance(first, ExpertShards) and tuple(args[1]) == tuple(first.shape):
             return ExpertShards(func(first.local, first.local.shape, **(kwargs or {})), first.place)
         if isinstance(first, ExpertShards) and isinstance(other, ExpertShards) and first.place == other.place:
             if func is COPY:
@@ -133,10 +134,21 @@ class ExpertShards(torch.Tensor):
                 return first
             if func is EQUAL:
                 return torch.equal(first.local, other.local)
-        raise NotImplementedError(
-            f"{func} knows nothing of a tensor of which this rank has {first.place}; take its .local, or "
+        given = chain.from_iterable(arg if isinstance(arg, (list, tuple)) else (arg,) for arg in args)
+        raise next(arg for arg in given if isinstance(arg, ExpertShards)).cannot(str(func))
+
+    def cannot(self, what: str) -> NotImplementedError:
+        return NotImplementedError(
+            f"{what} knows nothing of a tensor of which this rank has {self.place}; take its .local, or "
             "moeclipse.full_state_dict(model) for tensors over all experts"
         )
+
+    def untyped_storage(self) -> Any:
+        """Whoever writes the bytes of tensors must not take this rank's for all."""
+        raise self.cannot("whoever asks for the memory")
+
+    def storage(self) -> Any:
+        raise self.cannot("whoever asks for the memory")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         cut = None if self.place.cut is None else tuple(vars(self.place.cut).values())

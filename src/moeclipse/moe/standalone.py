@@ -30,10 +30,27 @@ from moeclipse.moe.wraps import averaged_text
 COUNTERS = ("load_E", "seen_3")
 
 
+HELD = "moeclipse_layer"
+"""Where a module of somebody else's, the experts of a layer, holds the layer that exchanges its rows."""
+
+
+def hold_layer(experts: nn.Module, layer: MoE) -> None:
+    """Beside its submodules: the layer's parameters are those of `experts`."""
+    experts.__dict__[HELD] = layer
+
+
+def held_layer(experts: nn.Module) -> MoE | None:
+    layer: MoE | None = experts.__dict__.get(HELD)
+    return layer
+
+
 def moe_layers(model: nn.Module) -> Iterator[tuple[str, MoE]]:
+    """All of them by name; one that a module called `experts` holds has the name of what that is part of."""
     for name, module in model.named_modules():
         if isinstance(module, MoE):
             yield name, module
+        elif (layer := held_layer(module)) is not None:
+            yield name.rpartition(".")[0], layer
 
 
 def _expert_keys(name: str, layer: MoE) -> set[str]:

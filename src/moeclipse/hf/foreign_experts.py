@@ -1,0 +1,74 @@
+"""The experts of a transformers model as our calls want them.
+
+transformers keeps the experts of a layer in one module, in one of several forms:
+
+    gate_up_proj [E, 2 F, D], down_proj [E, D, F]      most families; ours to the letter
+    gate_up_proj [E, D, 2 F], down_proj [E, F, D]      `is_transposed`
+    gate and up in turns                               not `is_concatenated`
+    up_proj                                            not `has_gate`
+    *_bias [E, width]                                  `has_bias`
+
+and computes an activation of its own between the two products. `own_form` gives the weights in our form, by
+operations that autograd knows, so gradients arrive in theirs; where the forms agree nothing is copied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from moeclipse.ops.activation import LIMIT, SLOPE, Activation
+
+GATED: dict[str, Activation] = {"SiLU": "swiglu", "SiLUActivation": "swiglu", "GELUActivation": "geglu"}
+PLAIN: dict[str, Activation] = {"GELUActivation": "gelu", "ReLUSquaredActivation": "relu2"}
+
+
+def activation_of(experts: nn.Module) -> Activation | None:
+    """What stands between the products; None where it is something that we do not compute."""
+    given: Any = experts
+    if getattr(given, "has_post_expert_norm", False):
+        return None
+    name = type(getattr(given, "act_fn", None)).__name__
+    if not given.has_gate:
+        return PLAIN.get(name)
+    gate = type(given)._apply_gate
+    if gate.__name__ == "_default_apply_gate":
+        approximate = getattr(given.act_fn, "approximate", "none") != "none"
+        return None if approximate else GATED.get(name)
+    alike = not given.is_concatenated and (getattr(given, "alpha", 0), getattr(given, "limit", 0)) == (
+        SLOPE,
+        LIMIT,
+    )
+    return "clamped_swiglu" if alike and type(given).__name__ == "GptOssExperts" else None
+
+
+def parameter_names(experts: nn.Module) -> list[str]:
+    """(up, down), or (up, down, up bias, down bias)."""
+    given: Any = experts
+    up = "gate_up_proj" if given.has_gate else "up_proj"
+    return [up, "down_proj", *((f"{up}_bias", "down_proj_bias") if given.has_bias else ())]
+
+
+def own_form(experts: nn.Module) -> tuple[torch.Tensor, ...]:
+    """Their weights as `moe/experts` has them."""
+    given: Any = experts
+    up, down, *biases = (getattr(given, name) for name in parameter_names(experts))
+    if given.is_transposed:
+        up, down = up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+    if given.has_gate and not given.is_concatenated:
+        up = apart(up)
+        biases = [apart(biases[0]), biases[1]] if biases else []
+    return (up, down, *biases)
+
+
+def apart(rows_EH: torch.Tensor) -> torch.Tensor:
+    """[gate, up] of rows that take turns."""
+    return rows_EH.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether transformers lets this module's implementation be chosen."""
+    marks = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
+    return all(hasattr(module, name) for name in marks)
