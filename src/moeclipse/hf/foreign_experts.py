@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from moeclipse.hf.private_torch import gate_of, is_default
 from moeclipse.ops.activation import LIMIT, SLOPE, Activation
 
 GATED: dict[str, Activation] = {"SiLU": "swiglu", "SiLUActivation": "swiglu", "GELUActivation": "geglu"}
@@ -33,8 +34,7 @@ def activation_of(experts: nn.Module) -> Activation | None:
     name = type(getattr(given, "act_fn", None)).__name__
     if not given.has_gate:
         return PLAIN.get(name)
-    gate = type(given)._apply_gate
-    if gate.__name__ == "_default_apply_gate":
+    if is_default(gate_of(given)):
         approximate = getattr(given.act_fn, "approximate", "none") != "none"
         return None if approximate else GATED.get(name)
     alike = not given.is_concatenated and (getattr(given, "alpha", 0), getattr(given, "limit", 0)) == (

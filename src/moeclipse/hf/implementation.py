@@ -20,6 +20,7 @@ from torch import nn
 from transformers.integrations import moe as theirs
 
 from moeclipse.hf.foreign_experts import activation_of, is_experts, own_form
+from moeclipse.hf.private_torch import goes_beyond, implementation_of
 from moeclipse.moe.autocast import is_on, off, rows_for
 from moeclipse.moe.standalone import held_layer
 from moeclipse.ops.grouped_experts import grouped_experts
@@ -45,7 +46,7 @@ def experts_forward(
         found: torch.Tensor = theirs.grouped_mm_experts_forward(experts, x_TD, ids_TK, scores_TK)
         return found
     given: Any = experts
-    if getattr(given, "_is_expert_parallel", False):  # a number beyond the last stands for no expert
+    if goes_beyond(experts):  # a number beyond the last stands for no expert
         ids_TK = ids_TK.masked_fill(ids_TK >= given.num_experts, -1)
     weights = own_form(experts)
     rows_TD = rows_for(x_TD, weights[0])
@@ -59,8 +60,6 @@ def experts_forward(
 def num_experts_layers(model: nn.Module) -> int:
     """Layers of this model whose experts we compute."""
     return sum(
-        is_experts(module)
-        and getattr(getattr(module, "config", None), "_experts_implementation", None) == NAME
-        and activation_of(module) is not None
+        is_experts(module) and implementation_of(module) == NAME and activation_of(module) is not None
         for module in model.modules()
     )

@@ -28,6 +28,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.hf.foreign_experts import activation_of, is_experts, own_form, parameter_names
 from moeclipse.hf.implementation import NAME
+from moeclipse.hf.private_torch import implementation_of
 from moeclipse.moe.autocast import is_on, off, rows_for
 from moeclipse.moe.calls import Calls
 from moeclipse.moe.config import ExchangeConfig, GateConfig, MoEConfig
@@ -58,12 +59,9 @@ def share_experts(
         for name, module in found
         if activation_of(module) is None
     ]
-    chosen = [
-        getattr(getattr(module, "config", None), "_experts_implementation", None) for _, module in found
-    ]
     if not found:
         problems.append(f"{type(model).__name__} has no experts whose implementation can be chosen")
-    if any(name != NAME for name in chosen):
+    if any(implementation_of(module) != NAME for _, module in found):
         problems.append(
             'the model must use our experts: moeclipse.hf.register(), then experts_implementation="moeclipse"'
         )

@@ -1,0 +1,40 @@
+"""Every private name of transformers that this room uses. All are there in transformers 5.18.
+
+config._experts_implementation
+                    which implementation a model chose; there is no public way to ask for it
+experts._apply_gate
+                    what stands between the two products, where a family has its own
+experts._is_expert_parallel
+                    whether numbers of experts may go beyond the last one, for rows of other ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def implementation_of(experts: nn.Module) -> str | None:
+    return getattr(getattr(experts, "config", None), "_experts_implementation", None)
+
+
+def choose_implementation(experts: nn.Module, name: str) -> None:
+    """For a module alone; a model has `set_experts_implementation`."""
+    config: Any = experts.config
+    config._experts_implementation = name
+
+
+def gate_of(experts: nn.Module) -> Callable[..., Any]:
+    kind: Any = type(experts)
+    found: Callable[..., Any] = kind._apply_gate
+    return found
+
+
+def is_default(gate: Callable[..., Any]) -> bool:
+    return gate.__name__ == "_default_apply_gate"
+
+
+def goes_beyond(experts: nn.Module) -> bool:
+    return bool(getattr(experts, "_is_expert_parallel", False))
