@@ -69,7 +69,7 @@ MUTANTS = (
         "tensor/linear.py",
         """\
         if d_x is not None and tp.size > 1:
-            travelling = _reduce(tp, d_x, label)
+            travelling = reduce_input_grad(tp, d_x, label)
         parameters = [*weights, *ctx.biases]
         grads = _submit(tp, parameters, wanted, [*dys_TN, *dys_TN], x_TD, num)
 """,
@@ -77,7 +77,7 @@ MUTANTS = (
         parameters = [*weights, *ctx.biases]
         grads = _submit(tp, parameters, wanted, [*dys_TN, *dys_TN], x_TD, num)
         if d_x is not None and tp.size > 1:
-            travelling = _reduce(tp, d_x, label)
+            travelling = reduce_input_grad(tp, d_x, label)
 """,
         "tensor/test_linear_order.py::test_exchanges_travel_under_the_products_that_do_not_need_them",
     ),

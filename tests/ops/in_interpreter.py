@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from moeclipse.ops import adam, bias, combine, expert_mlp, norm, rotary, topk_softmax, wgrad
+from moeclipse.ops import adam, bias, combine, cross_entropy, expert_mlp, norm, rotary, topk_softmax, wgrad
 from moeclipse.ops.activation import ACTIVATIONS, hidden_width
 from moeclipse.ops.grouping import group_rows_kernel, group_rows_reference
 from moeclipse.ops.tuning import Tile
@@ -223,6 +223,28 @@ def all_turns() -> None:
             check_turn(shape, neighbours=number % 2 == 1, normed=normed, by_token=number < 2)
 
 
+def check_loss(T: int, V: int) -> None:
+    logits, d_loss = 5 * torch.randn(T, V), torch.tensor(0.3)
+    logits[0, -1] = float("-inf")
+    target = torch.randint(-1, V - 1, (T,))
+    got, expected = (
+        function(logits, target)
+        for function in (cross_entropy.statistics_kernel, cross_entropy.statistics_reference)
+    )
+    for name, ours, theirs in zip(("largest", "sum", "target"), got, expected, strict=True):
+        report(f"loss {name} {T}x{V}", ours, theirs)
+    given = (logits, expected[0] + expected[1].log(), target, d_loss)
+    truth = cross_entropy.gradient_reference(*given)
+    report(f"loss gradient {T}x{V}", cross_entropy.gradient_kernel(*given), truth)
+    assert cross_entropy.gradient_kernel(*given, in_place=True) is logits
+    report(f"loss gradient {T}x{V} in place", logits, truth)
+
+
+def all_losses() -> None:
+    for T, V in ((1, 2), (7, 256), (5, 5000)):
+        check_loss(T, V)
+
+
 def all_groupings() -> None:
     for number, kind in enumerate(KINDS):
         check_grouping(kind, block=16 if number % 2 else 128)
@@ -271,6 +293,7 @@ GROUPS = {
     "adam": check_adam,
     "norm": all_norms,
     "turn": all_turns,
+    "loss": all_losses,
 }
 
 

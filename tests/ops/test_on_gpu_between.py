@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from moeclipse.ops.cross_entropy import gradient, gradient_reference, statistics, statistics_reference
+from moeclipse.ops.embedding import embedding_grad_product, embedding_grad_reference
 from moeclipse.ops.norm import add_norm, add_norm_reference, rms_norm, rms_norm_reference
 from moeclipse.ops.rotary import turn, turn_reference
 
@@ -73,3 +75,33 @@ def test_rotary_positions(shape: tuple[int, ...], normed: bool, dtype: torch.dty
             return tuple(turn_reference(x, table, neighbours, weight, 1e-5) for x, weight in given)
 
         compare(ours, reference, operands)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 8), (300, 256), (64, 50_304)])
+def test_numbers_and_gradients_of_logits(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = (10 * torch.randn(shape, device="cuda")).to(dtype)
+    target, d_loss = torch.randint(-1, shape[1], shape[:1], device="cuda"), torch.tensor(0.3, device="cuda")
+    exact = statistics_reference(logits.double(), target)
+    log_sum = exact[0] + exact[1].log()
+    got = statistics(logits, target)
+    assert torch.allclose(got.double(), exact, rtol=1e-6)
+    truth = gradient_reference(logits.double(), log_sum, target, d_loss)
+    plain = gradient_reference(logits, log_sum.float(), target, d_loss)
+    ours = gradient(logits, log_sum.float(), target, d_loss)
+    errors = [(tensor.double() - truth).norm().item() for tensor in (ours, plain)]
+    assert errors[0] <= 1.1 * errors[1] + 1e-7 * truth.norm().item()
+    assert gradient(logits, log_sum.float(), target, d_loss, in_place=True) is logits
+    assert torch.equal(logits, ours)
+
+
+def test_gradients_of_a_lookup() -> None:
+    torch.manual_seed(0)
+    ids, d_h = torch.randint(0, 256, (5000,), device="cuda"), normal(5000, 64, dtype=torch.bfloat16)
+    sums = [torch.zeros(256, 64, device="cuda") for _ in range(3)]
+    embedding_grad_product(ids, d_h, sums[0])
+    embedding_grad_product(ids, d_h, sums[1])
+    embedding_grad_reference(ids, d_h, sums[2])
+    assert torch.equal(sums[0], sums[1])
+    assert torch.allclose(sums[0], sums[2], rtol=1e-5, atol=1e-5)

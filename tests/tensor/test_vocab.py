@@ -8,13 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.ops.random import fill_normal
 from moeclipse.tensor.cut import Cut
 from moeclipse.tensor.linear import column_linear
 from moeclipse.tensor.parallel import TensorParallel
-from moeclipse.tensor.vocab import cross_entropy, embed
+from moeclipse.tensor.vocab import cross_entropy, embed, head_loss
+from moeclipse.tensor.weight_grad import attach
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 
@@ -44,6 +46,25 @@ def run(mesh: Mesh, sequence_parallel: bool, with_main_grad: bool, **options: An
     return {"loss": loss.detach(), "grad": tp.sum_rows(grad, "grad").get()}
 
 
+def run_in_chunks(mesh: Mesh, sequence_parallel: bool, with_main_grad: bool, rows: int) -> dict:
+    """The same, with head and loss over so many tokens at a time."""
+    tp = TensorParallel.of(mesh, sequence_parallel=sequence_parallel)
+    cut = Cut.of((V, D), 0, index=tp.index, parts=tp.size)
+    weight = nn.Parameter(torch.empty(cut.local_shape, dtype=torch.float64))
+    cut.fill(weight.data, 1, 1.0)
+    if with_main_grad:
+        state = attach(weight, torch.full_like(weight, torch.nan), lambda: None)
+        state.empty = True
+    inputs, targets = ids()
+    for factor in (1, 2):  # two microbatches
+        h = embed(inputs.view(2, 4), weight, cut, tp)
+        loss = head_loss(30 * h.square(), weight, targets, cut, tp, chunk_bytes=rows * len(weight) * 8)
+        (loss * factor).backward()
+    grad = torch.zeros(V, D, dtype=torch.float64)
+    grad[cut.start : cut.stop] = weight.main_grad if with_main_grad else weight.grad
+    return {"loss": loss.detach(), "grad": tp.sum_rows(grad, "grad").get()}
+
+
 def reference(mesh: Mesh) -> dict:
     weight = fill_normal(torch.empty(V, D, dtype=torch.float64), 1, 1.0).requires_grad_()
     inputs, targets = ids()
@@ -60,6 +81,51 @@ def test_loss_and_gradient_equal_one_process(tp: int, sequence_parallel: bool, w
     expected = run_alone(reference)
     for found in run_ranks(tp, run, sequence_parallel, with_main_grad, tp=tp):
         assert all(difference(found[name], expected[name]) <= 1e-12 for name in expected)
+
+
+@pytest.mark.parametrize("with_main_grad", [True, False])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, True), (4, False)])
+@pytest.mark.parametrize("rows", [1, 3, T])
+def test_chunks_of_tokens_change_nothing(
+    tp: int, sequence_parallel: bool, with_main_grad: bool, rows: int
+) -> None:
+    expected = run_alone(reference)
+    for found in run_ranks(tp, run_in_chunks, sequence_parallel, with_main_grad, rows, tp=tp):
+        assert all(difference(found[name], expected[name]) <= 1e-12 for name in expected)
+
+
+def few_logits(mesh: Mesh, dtype: torch.dtype) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """The largest tensor that forward and backward make, and the gradients; under autocast."""
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                largest = max(largest, out.numel())
+            return out
+
+    tp, num_tokens, vocabulary = TensorParallel.of(mesh), 64, 512
+    cut = Cut.of((vocabulary, D), 0, index=0, parts=1)
+    weight = nn.Parameter(fill_normal(torch.empty(vocabulary, D), 1, 1.0))
+    x = fill_normal(torch.empty(num_tokens, D), 2, 1.0).requires_grad_()
+    targets = torch.arange(num_tokens)
+    with Sizes(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        head_loss(x, weight, targets, cut, tp, chunk_bytes=8 * vocabulary * 4).backward()
+    assert weight.grad is not None
+    assert x.grad is not None
+    return largest, x.grad, weight.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_never_exist_whole(dtype: torch.dtype) -> None:
+    largest, *found = run_alone(few_logits, dtype)
+    assert largest <= 16 * 512, "a quarter of the logits"
+    _, *expected = run_alone(few_logits, torch.float32)
+    for mine, right in zip(found, expected, strict=True):
+        assert mine.dtype == torch.float32
+        assert difference(mine, right) < (1e-6 if dtype == torch.float32 else 3e-2)
 
 
 def extremes(mesh: Mesh, dtype: torch.dtype) -> torch.Tensor:

@@ -38,7 +38,7 @@ from moeclipse.ops.random import key_of
 from moeclipse.tensor.cut import Cut, mark
 from moeclipse.tensor.linear import ColumnParallelLinear, column_linear
 from moeclipse.tensor.parallel import TensorParallel
-from moeclipse.tensor.vocab import cross_entropy, embed
+from moeclipse.tensor.vocab import cross_entropy, embed, head_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,11 @@ class Transformer(nn.Module):
 
     def loss(self, h_TD: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
         """Norm, head and cross-entropy, summed over this rank's tokens."""
-        return cross_entropy(self.logits(h_TD), targets_BS.flatten(), self.vocab, self.tp)
+        targets_T = targets_BS.flatten()
+        if self.config.logit_scale != 1 or self.config.logit_softcap:
+            return cross_entropy(self.logits(h_TD), targets_T, self.vocab, self.tp)
+        weight = self.embedding if self.head is None else self.head.weight
+        return head_loss(self.norm(h_TD), weight, targets_T, self.vocab, self.tp)
 
     # For the pipeline (`pipeline/stage`).
 

@@ -46,7 +46,7 @@ def column_linear(
 ) -> list[torch.Tensor]:
     """x W^T + b for each weight, where each rank holds some rows of every W."""
     biases = biases or [None] * len(weights)
-    outputs = _Column.apply(_cast(x), tp, label, len(weights), *weights, *biases)
+    outputs = _Column.apply(cast(x), tp, label, len(weights), *weights, *biases)
     return list(outputs)
 
 
@@ -59,11 +59,11 @@ def row_linear(
     label: str = "row-parallel linear",
 ) -> torch.Tensor:
     """x W^T + b, where each rank holds some columns of W and the same columns of x."""
-    out: torch.Tensor = _Row.apply(_cast(x), tp, label, weight, bias)
+    out: torch.Tensor = _Row.apply(cast(x), tp, label, weight, bias)
     return out
 
 
-def _cast(x: torch.Tensor) -> torch.Tensor:
+def cast(x: torch.Tensor) -> torch.Tensor:
     """Autocast does not see inside an autograd function: do what it would do."""
     if torch.is_autocast_enabled(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))
@@ -120,7 +120,7 @@ class _Column(torch.autograd.Function):
         # The gather must have ended before the next transfer may take the wire.
         x_TD = _rows(whole.get() if whole is not None else x)
         if d_x is not None and tp.size > 1:
-            travelling = _reduce(tp, d_x, label)
+            travelling = reduce_input_grad(tp, d_x, label)
         parameters = [*weights, *ctx.biases]
         grads = _submit(tp, parameters, wanted, [*dys_TN, *dys_TN], x_TD, num)
         if travelling is not None:
@@ -128,7 +128,7 @@ class _Column(torch.autograd.Function):
         return d_x.view(x.shape) if d_x is not None else None, None, None, None, *grads
 
 
-def _reduce(tp: TensorParallel, d_x: torch.Tensor, label: str) -> InFlight[torch.Tensor]:
+def reduce_input_grad(tp: TensorParallel, d_x: torch.Tensor, label: str) -> InFlight[torch.Tensor]:
     """Start to sum d_x over tp: all of it, or this rank's part of its rows."""
     if tp.parts_tokens:
         travelling, hidden = tp.sum_scatter_rows(d_x, f"reduce-scatter of d_x, {label}"), tp.overlap

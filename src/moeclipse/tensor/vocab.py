@@ -6,7 +6,7 @@ ranks is the embedding. The loss never gathers logits: for each token the ranks 
 
 Contract. The loss is a sum over tokens in fp32 (fp64 for fp64 logits), the same on every rank of the group,
 and so is its gradient's scale: backward needs no exchange. Only logits, in their own type, are kept for
-backward.
+backward; `head_loss` does not even keep those of a large vocabulary, and never has them whole.
 """
 
 from __future__ import annotations
@@ -18,10 +18,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from moeclipse.ops.cross_entropy import gradient, statistics
+from moeclipse.ops.embedding import embedding_grad
 from moeclipse.ops.precision import wide_of
+from moeclipse.ops.wgrad import dense_wgrad
 from moeclipse.tensor.cut import Cut
+from moeclipse.tensor.linear import cast, column_linear, reduce_input_grad
 from moeclipse.tensor.parallel import TensorParallel
-from moeclipse.tensor.weight_grad import accumulator
+from moeclipse.tensor.weight_grad import accumulator, weight_grad
+
+CHUNK_BYTES = 1 << 29
+"""Logits that may be in memory at once; with more, the head and its loss go over the tokens in chunks."""
 
 
 @torch.compiler.disable
@@ -57,10 +64,7 @@ class _Embed(torch.autograd.Function):
         if ctx.tp.parts_tokens:
             d_h = ctx.tp.gather_rows(d_h, "backward gather of embeddings", reuse=True).get()
         into, grad = accumulator(ctx.weight)
-        if ctx.tp.size > 1:
-            local_T, mine_T = _local(ids_T, ctx.cut)
-            ids_T, d_h = local_T[mine_T], d_h[mine_T]
-        into.index_put_((ids_T,), d_h.to(into.dtype), accumulate=True)
+        embedding_grad(ids_T - ctx.cut.start, d_h, into, outside=ctx.tp.size > 1)
         return None, grad, None, None
 
 
@@ -68,6 +72,106 @@ def _local(ids_T: torch.Tensor, cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
     """(row in this rank's part or 0, whether the id is in it)."""
     mine_T = (ids_T >= cut.start) & (ids_T < cut.stop)
     return torch.where(mine_T, ids_T - cut.start, 0), mine_T
+
+
+@torch.compiler.disable
+def head_loss(
+    x: torch.Tensor,
+    weight_VD: nn.Parameter,
+    targets_T: torch.Tensor,
+    cut: Cut,
+    tp: TensorParallel,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> torch.Tensor:
+    """The sum over tokens of -log softmax(x W^T)[target]; no more than `chunk_bytes` of logits at once."""
+    most = max(1, chunk_bytes // max(len(weight_VD) * x.element_size(), 1))
+    if len(targets_T) <= most:
+        (logits_TV,) = column_linear(x, [weight_VD], tp, label="head")
+        return cross_entropy(logits_TV, targets_T, cut, tp)
+    # Chunks of equal size: one that is left over would be a thin product.
+    chunks = -(-len(targets_T) // most)
+    loss: torch.Tensor = _HeadLoss.apply(cast(x), weight_VD, targets_T, cut, tp, -(-len(targets_T) // chunks))
+    return loss
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Chunk by chunk; logits are computed again in backward, because to keep them is to have them all.
+
+    forward    l = [gather] x W^T, loss = sum_t log(sum_v exp(l_tv)) - l_t,target
+    dgrad      dl = d_loss (softmax(l) - onehot(target)),  dx = [all-reduce | reduce-scatter] dl W
+    wgrad      dW += dl^T [gather] x, at once also where weight gradients wait for W
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: Any,
+        targets_T: torch.Tensor,
+        cut: Cut,
+        tp: TensorParallel,
+        rows: int,
+    ) -> torch.Tensor:
+        whole_TD = tp.gather_rows(x, "gather of inputs, head", reuse=True).get() if tp.parts_tokens else x
+        target_T = _targets(targets_T, cut)
+        operand = weight.to(x.dtype)
+        parts = [
+            statistics(F.linear(x_CD, operand), target_C)
+            for x_CD, target_C in zip(whole_TD.split(rows), target_T.split(rows), strict=True)
+        ]
+        log_sum_T, logit_T = _over_ranks(torch.cat(parts, dim=1), tp)
+        ctx.save_for_backward(x, weight, log_sum_T, target_T)
+        ctx.tp, ctx.rows = tp, rows
+        return (log_sum_T - logit_T).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[Any, ...]:
+        tp, (x, weight, log_sum_T, target_T) = ctx.tp, ctx.saved_tensors
+        whole_TD = x
+        if tp.parts_tokens:
+            whole_TD = tp.gather_rows(x, "backward gather of inputs, head", reuse=True).get()
+        operand, d_x = weight.to(x.dtype), torch.empty_like(whole_TD)
+        # Without a main_grad the chunks add up in a wide sum of their own.
+        adds_up = getattr(weight, "main_grad", None) is None and ctx.needs_input_grad[1]
+        fresh = torch.zeros_like(weight, dtype=wide_of(weight.dtype)) if adds_up else None
+        chunks = (tensor.split(ctx.rows) for tensor in (whole_TD, log_sum_T, target_T, d_x))
+        for x_CD, log_sum_C, target_C, d_x_CD in zip(*chunks, strict=True):
+            d_CV = gradient(F.linear(x_CD, operand), log_sum_C, target_C, d_loss, in_place=True)
+            if ctx.needs_input_grad[0]:
+                torch.mm(d_CV, operand, out=d_x_CD)
+            if fresh is not None:
+                dense_wgrad(d_CV, x_CD, fresh)
+            elif ctx.needs_input_grad[1]:
+                weight_grad(weight, d_CV, x_CD)
+        if tp.size > 1 and ctx.needs_input_grad[0]:
+            d_x = reduce_input_grad(tp, d_x, "head").get()
+        return (
+            d_x if ctx.needs_input_grad[0] else None,
+            None if fresh is None else fresh.to(weight.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _targets(targets_T: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """Columns of this rank's logits; -1 for targets of other ranks."""
+    local_T, mine_T = _local(targets_T, cut)
+    return torch.where(mine_T, local_T, -1)
+
+
+def _over_ranks(mine_3T: torch.Tensor, tp: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log of the sum of exponentials, logit of the target) over all parts of the vocabulary."""
+    largest_T, sum_T, logit_T = mine_3T
+    if tp.size > 1:
+        parts_P3T = tp.comm.gather(mine_3T, "exchange of loss statistics").get()
+        largest_T = parts_P3T[:, 0].amax(0)
+        sum_T = (parts_P3T[:, 1] * (parts_P3T[:, 0] - largest_T).exp()).sum(0)
+        logit_T = parts_P3T[:, 2].sum(0)
+    return largest_T + sum_T.log(), logit_T
 
 
 @torch.compiler.disable
@@ -90,29 +194,13 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits_TV: torch.Tensor, targets_T: torch.Tensor, cut: Cut, tp: TensorParallel
     ) -> torch.Tensor:
-        wide_TV = _wide(logits_TV)
-        local_T, mine_T = _local(targets_T, cut)
-        target_T = wide_TV.gather(1, local_T[:, None])[:, 0].masked_fill(~mine_T, 0)
-        largest_T = wide_TV.amax(1)
-        sum_T = (wide_TV - largest_T[:, None]).exp_().sum(1)
-        if tp.size > 1:
-            mine = torch.stack([largest_T, sum_T, target_T])
-            parts_P3T = tp.comm.gather(mine, "exchange of loss statistics").get()
-            largest_T = parts_P3T[:, 0].amax(0)
-            sum_T = (parts_P3T[:, 1] * (parts_P3T[:, 0] - largest_T).exp()).sum(0)
-            target_T = parts_P3T[:, 2].sum(0)
-        log_sum_T = largest_T + sum_T.log()
-        ctx.save_for_backward(logits_TV, log_sum_T, local_T, mine_T)
-        return (log_sum_T - target_T).sum()
+        target_T = _targets(targets_T, cut)
+        log_sum_T, logit_T = _over_ranks(statistics(logits_TV, target_T), tp)
+        ctx.save_for_backward(logits_TV, log_sum_T, target_T)
+        return (log_sum_T - logit_T).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[Any, ...]:
-        logits_TV, log_sum_T, local_T, mine_T = ctx.saved_tensors
-        d_TV = (_wide(logits_TV) - log_sum_T[:, None]).exp_()
-        d_TV.scatter_add_(1, local_T[:, None], -mine_T[:, None].to(d_TV.dtype))
-        return (d_TV.mul_(d_loss)).to(logits_TV.dtype), None, None, None
-
-
-def _wide(logits_TV: torch.Tensor) -> torch.Tensor:
-    return logits_TV.to(wide_of(logits_TV.dtype))
+        logits_TV, log_sum_T, target_T = ctx.saved_tensors
+        return gradient(logits_TV, log_sum_T, target_T, d_loss), None, None, None
