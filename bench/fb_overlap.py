@@ -110,6 +110,7 @@ class Case:
         assert self.learner.pipelined is not None
         self.learner.optim.states.clear()  # nothing is updated, and six models share the memory
         self.runtime: Runtime = self.learner.pipelined.runtime
+        self.runtime.ends = {}  # gradients stay where they are
         self.stamps: list[tuple[Op, Any, Any]] = []
         self.runtime.observe = lambda op, begun, ended: self.stamps.append((op, begun, ended))
         self.steps = 0

@@ -12,6 +12,7 @@ from moeclipse.schedule import kinds
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.kinds import Kind
+from moeclipse.schedule.launch import BucketShape, HostedLaunch, StepShape
 from moeclipse.schedule.shape import LayerShape
 from moeclipse.schedule.templates import Expansion, expand
 from moeclipse.sim.engine import simulate
@@ -86,3 +87,32 @@ def test_a_step_is_as_long_as_its_work_where_nothing_overlaps() -> None:
     costs = StepCosts(WORK, DEVICE, LINK)
     durations = costs.durations(program.program)
     assert simulate(program, costs.costs(), durations).makespan == pytest.approx(sum(durations[0]))
+
+
+def whole_step(work: StepWork, tp: int = 1, ep: int = 1) -> dict[str, float]:
+    """Seconds of what a whole step adds, by name."""
+    launches = (
+        HostedLaunch(kinds.SIZES_F, kinds.ROUTE_F, "experts", "sizes"),
+        HostedLaunch(kinds.SCORES_F, kinds.DISPATCH_F, "experts", "scores", ahead=True, width=2),
+        HostedLaunch(kinds.TENSOR_F, kinds.ATTN_F, "tensor", "gather", ahead=True, width=4),
+    )
+    layers = [LayerShape(shared=False, launches=launches, head=True)]
+    buckets = ((BucketShape("all", "dense_grads", ((0, 0),), False, 4000.0),),)
+    step = StepShape(ep=ep, tp=tp, buckets=buckets)
+    program = expand(build("1f1b", 1, 1), layers, Expansion(overlap="off"), step=step)
+    durations = StepCosts(replace(work, tp=tp, ep=ep), DEVICE, LINK).durations(verify(program).program)
+    return {op.kind.name: time for op, time in zip(program.ranks[0], durations[0], strict=True)}
+
+
+def test_what_travels_in_a_whole_step_by_hand() -> None:
+    alone, both = whole_step(WORK), whole_step(WORK, tp=2, ep=2)
+    for name in ("SIZES_F", "SCORES_F", "TENSOR_F", "BUCKET_REDUCE", "RESULTS_GATHER"):
+        assert alone[name] == 0.0, name
+    assert both["SIZES_F"] == pytest.approx(0.001 + 8 * 2 * 3 / 1e6)
+    assert both["SCORES_F"] == pytest.approx(0.001 + 10 * 2 * 4 * 3 / 4 / 2 / 1e6)
+    assert both["TENSOR_F"] == pytest.approx(0.001 + 10 * 4 * 4 / 2 / 1e6)
+    assert both["BUCKET_REDUCE"] == both["BUCKET_GATHER"] == pytest.approx(0.001 + 4000 * 3 / 4 / 1e6)
+    assert both["RESULTS_GATHER"] == pytest.approx(0.001)
+    assert alone["BUCKET_UPDATE"] == pytest.approx(30 * 1000 / 1e9)
+    assert both["BUCKET_UPDATE"] == pytest.approx(alone["BUCKET_UPDATE"] / 4)
+    assert both["ATTN_F"] == pytest.approx(alone["ATTN_F"] / 2), "gathers are ops of their own"

@@ -4,8 +4,9 @@
     moeclipse simulate --config mine.toml --ranks 16 --compare
 
 The program is the one that the run would execute: its stages, even or as listed, its dense first layers,
-the head, chunks and recompute, with the reduction of each stage's gradients where ranks share them. What
-ops cost follows from the model's sizes and the hardware (`sim/step_costs`), or from a table (--costs).
+the head, chunks and recompute, all that travels beside rows, and the end of the step with buckets as large as
+its layers. What ops cost follows from the model's sizes and the hardware (`sim/step_costs`), or from a table
+(--costs), in which what it does not name of these is free.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from moeclipse.cost.file import load_costs
 from moeclipse.cost.hardware import device, link
 from moeclipse.cost.model import Costs, LayerWork
 from moeclipse.model.config import ModelConfig
-from moeclipse.model.passes import layer_shapes
 from moeclipse.pipeline.config import Schedule
 from moeclipse.pipeline.overlap import lay_out, make_program
 from moeclipse.schedule import kinds
@@ -31,6 +31,7 @@ from moeclipse.sim.step_costs import StepCosts, StepWork
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.pipelined import chunks_for
 from moeclipse.train.presets import load
+from moeclipse.train.step_program import estimated_buckets, shapes_of_run
 
 RUN_SCHEDULES = ("pp1", *(name for name in get_args(Schedule) if name != "auto"))
 """Schedules that a run can take."""
@@ -82,11 +83,16 @@ class RunStep:
         pipeline = replace(config.pipeline, schedule=schedule)  # type: ignore[arg-type]
         pp, microbatches = config.parallel.pp, config.optim.accumulate
         layout = lay_out(pipeline, config.model.num_layers, pp, microbatches)
-        shapes = layer_shapes(config.model, config.moe)
+        layers, step = shapes_of_run(config, (self.dp, self.ep, config.parallel.tp), layout)
+        work, tied = self.step_costs.work, config.model.tie_embeddings
+        table = work.vocab * work.layer.d_model / work.tp
+        buckets = estimated_buckets(
+            layout, list(map(work.parameters, layers)), (table, 0.0 if tied else table), tied=tied
+        )
+        apart = layout.rank_of[0] != layout.rank_of[-1]
+        step = replace(step, buckets=buckets, tied=tied and apart)
         chunks = chunks_for(config, self.dp * self.ep)
-        shared = self.dp * self.ep > 1
-        verified = make_program(pipeline, layout, shapes, pp, microbatches, chunks, reduce=shared)
-        return verified, layout.schedule
+        return make_program(pipeline, layout, layers, pp, microbatches, chunks, step=step), layout.schedule
 
 
 def load_run(

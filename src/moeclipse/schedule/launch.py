@@ -66,6 +66,10 @@ class StepShape:
     def copies(self) -> int:
         return self.dp * self.ep * self.tp
 
+    def size_of(self, axis: str) -> int:
+        """Ranks on an axis of one place of the pipeline."""
+        return len(self.members(axis, 0, 1, self.copies))
+
     def members(self, axis: str, rank: int, num_places: int, copies: int) -> tuple[int, ...]:
         """Ranks on one axis with `rank`; `copies` is 1 where one list stands for all of them."""
         place, copy = divmod(rank, copies)

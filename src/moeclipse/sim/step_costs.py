@@ -4,10 +4,12 @@ A table of costs (`sim/durations`) knows one time for each kind of op. In a real
 first are dense, the last has the head behind it, stages hold different numbers of them. So each op is
 computed for itself:
 
-    compute     its products, over the tp ranks that share them, and the collectives of tp around them
+    compute     its products, over the tp ranks that share them; where a program does not list them, also
+                the collectives of tp around them
     exchange    rows to the ranks that share the experts, a chunk of them at a time
+    launches    what travels for each token beside rows, or a few numbers for each expert
     transfers   the activations of one microbatch
-    reductions  twice the gradients of a stage (reduce and gather), less the rank's own part
+    buckets     gradients there and weights back, less the rank's own part; moments and weights of an update
 
 Hazard: everything here is arithmetic over peaks, so it compares layouts and schedules; how long a step
 really takes is measured (docs/measured.md).
@@ -20,14 +22,19 @@ from dataclasses import dataclass
 from moeclipse.cost.hardware import Device, Link
 from moeclipse.cost.model import Costs, LayerWork
 from moeclipse.schedule import kinds
-from moeclipse.schedule.kinds import TRANSFERS, Form, Part
+from moeclipse.schedule.kinds import ENDS, LAUNCHES, TRANSFERS, Form, Part
+from moeclipse.schedule.launch import HostedLaunch, StepShape
 from moeclipse.schedule.op import Op, Program
-from moeclipse.schedule.shape import LayerShape
+from moeclipse.schedule.shape import LayerShape, PipelineShape
+from moeclipse.schedule.whole_step import buckets_of, hosted_launch
 
 CUT_OVER_TP = {Part.ATTN: 2, Part.SHARED: 2, Part.MLP: 2, Part.HEAD: 1}
 """Collectives of tp around the products of a part, in each direction; of MLP in dense layers alone."""
 GRADIENT_BYTES = 4.0
 """Gradients are summed in float32."""
+UPDATE_BYTES = 30.0
+"""Of an update, for each parameter: gradient, moments and master weight, read and written, and the weight."""
+COUNT_BYTES = 8.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +97,60 @@ class StepCosts:
             for op in ops:
                 layers = shape.layers[op.stage or 0]
                 layer = None if op.layer is None else layers[op.layer]
-                key = (op.kind, op.chunks, layer, layers if op.kind is kinds.REDUCE else None)
+                if op.kind in LAUNCHES or op.kind in ENDS:
+                    key: tuple[object, ...] = (op.kind, op.stage, op.layer, op.step, op.chunks)
+                else:
+                    key = (op.kind, op.chunks, layer, layers if op.kind is kinds.REDUCE else None)
                 if key not in known:
-                    known[key] = self._seconds(op, layer, layers)
+                    known[key] = self._of(shape, op, layer, layers)
                 found[-1].append(known[key])
         return found
 
-    def _seconds(self, op: Op, layer: LayerShape | None, layers: tuple[LayerShape, ...]) -> float:
+    def _of(
+        self, shape: PipelineShape, op: Op, layer: LayerShape | None, layers: tuple[LayerShape, ...]
+    ) -> float:
+        if shape.step is None:
+            return self._seconds(op, layer, layers, lists_tensor=False)
+        if op.kind in LAUNCHES:
+            return self._launch(shape.step, hosted_launch(shape, op), op.chunks)
+        if op.kind in ENDS:
+            return self._end(shape, shape.step, op)
+        return self._seconds(op, layer, layers, lists_tensor=True)
+
+    def _launch(self, step: StepShape, launch: HostedLaunch, chunks: int) -> float:
+        num_ranks = step.size_of(launch.axis)
+        if num_ranks == 1:
+            return 0.0
+        others = (num_ranks - 1) / num_ranks
+        if not launch.width:
+            return self.link.seconds(COUNT_BYTES * self.work.layer.num_experts * (num_ranks - 1))
+        moved = self.work.layer.tokens * launch.width * self.work.layer.row_bytes_per_value * others
+        if launch.axis == "experts":  # each tp rank sends for its part of the tokens
+            moved /= self.work.tp
+        return self.link.seconds(moved / chunks)
+
+    def _end(self, shape: PipelineShape, step: StepShape, op: Op) -> float:
+        """Buckets by their bytes; what else ends a step is a few numbers, or a tied embedding."""
+        if op.kind.part is not Part.BUCKET:
+            alone = op.kind is not kinds.LOADS_SUM and step.copies * shape.placement.num_ranks == 1
+            tied = (
+                self.work.vocab * self.work.layer.d_model / self.work.tp if op.kind is kinds.TIED_SUM else 0
+            )
+            return 0.0 if alone else self.link.seconds(GRADIENT_BYTES * tied)
+        bucket = buckets_of(shape, step, op.stage or 0)[op.step or 0]
+        num_ranks = step.size_of(bucket.axis)
+        if op.kind is kinds.BUCKET_UPDATE:
+            num_parameters = bucket.num_bytes / GRADIENT_BYTES / num_ranks
+            return UPDATE_BYTES * num_parameters / self.device.memory_bandwidth
+        if num_ranks == 1:
+            return 0.0
+        share = bucket.num_bytes * (num_ranks - 1) / num_ranks
+        back = self.work.layer.row_bytes_per_value / GRADIENT_BYTES if op.kind is kinds.BUCKET_GATHER else 1
+        return self.link.seconds(share * back)
+
+    def _seconds(
+        self, op: Op, layer: LayerShape | None, layers: tuple[LayerShape, ...], *, lists_tensor: bool
+    ) -> float:
         if op.kind in TRANSFERS:
             return self.link.seconds(self.work.layer.tokens * self.row_bytes / self.work.tp)
         if op.kind is kinds.REDUCE:
@@ -107,14 +161,15 @@ class StepCosts:
                 return 0.0
             rows = self.work.layer.exchange_bytes(self.work.ep * self.work.tp) / self.work.tp
             return self.link.seconds(rows / op.chunks)
-        return self._compute(op, layer)
+        return self._compute(op, layer, lists_tensor)
 
-    def _compute(self, op: Op, layer: LayerShape) -> float:
+    def _compute(self, op: Op, layer: LayerShape, lists_tensor: bool) -> float:
         part, form = op.kind.part, op.kind.form
         core = self.work.layer.attn_core_flops() / self.work.tp if part is Part.ATTN else 0.0
         extra = {Form.B: core, Form.W: -core}.get(form, 0.0)
         seconds = (self.work.flops(part, layer) + extra) / self.rate
-        if self.work.tp > 1 and form is not Form.W and not (part is Part.MLP and layer.moe):
+        around = self.work.tp > 1 and not lists_tensor
+        if around and form is not Form.W and not (part is Part.MLP and layer.moe):
             moved = self.work.layer.tokens * self.row_bytes * (self.work.tp - 1) / self.work.tp
             seconds += CUT_OVER_TP.get(part, 0) * self.link.seconds(moved)
         return seconds / op.chunks

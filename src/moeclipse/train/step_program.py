@@ -6,6 +6,7 @@ microbatch; then the program is there to be checked (`parallel.check_launches`) 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -81,6 +82,33 @@ def shapes_of_run(
     layers = [replace(shape, launches=mine) for shape, mine in zip(shapes, found, strict=True)]
     loads = config.num_expert_layers > 0
     return layers, StepShape(dp=dp, ep=ep, tp=tp, rows=launches.rows, loads=loads)
+
+
+def estimated_buckets(
+    layout: StageLayout, sizes: Sequence[tuple[float, float]], ends: tuple[float, float], *, tied: bool
+) -> tuple[tuple[BucketShape, ...], ...]:
+    """Buckets of a run that nobody has started: for each place, one for a layer and one for its experts.
+
+    `sizes` are parameters of each layer, dense and of experts, `ends` those of embedding and head.
+    """
+    apart = layout.rank_of[0] != layout.rank_of[-1]
+    last = len(layout.stages) - 1
+    found: list[tuple[BucketShape, ...]] = []
+    for place in range(max(layout.rank_of) + 1):
+        mine: list[BucketShape] = []
+        for stage, layers in reversed(layout.held_by(place).items()):
+            at = ((stage, len(layers) - 1),)
+            if stage == last and ends[1]:
+                mine.append(BucketShape("head", "dense_grads", at, tied and apart, 4 * ends[1]))
+            for index in reversed(layers):
+                where = ((stage, index - layers[0]),)
+                for axis, size in zip(("dense_grads", "replicas"), sizes[index], strict=True):
+                    if size:
+                        mine.append(BucketShape(f"{index}.{axis}", axis, where, False, 4 * size))
+            if stage == 0 and ends[0]:
+                mine.append(BucketShape("embedding", "dense_grads", ((0, 0),), tied and apart, 4 * ends[0]))
+        found.append(tuple(mine))
+    return tuple(found)
 
 
 def _bucket(told: list[Any]) -> BucketShape:

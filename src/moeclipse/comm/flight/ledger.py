@@ -53,7 +53,7 @@ class Ledger:
             self._first_layer.append(self._first_layer[-1] + len(layers))
         self._listed = [op for op in program.ranks[place] if self._travels(op)]
         self._left: dict[str, deque[Op]] = {}
-        self._slice: deque[str] = deque()
+        self._slice: deque[tuple[str, Op]] = deque()
         self._announced: dict[tuple[str, int], Slices] = {}
         self._apart: str | None = None
         self._open = False
@@ -107,20 +107,18 @@ class Ledger:
             chunk = sum(at == where for at, _ in self._announced)
             self._announced[where, chunk] = slices
 
-    def launch(self, lane: str, group: str, label: str) -> None:
-        """Somebody is about to launch this."""
+    def launch(self, lane: str, group: str, label: str) -> Op | None:
+        """Somebody is about to launch this; the op that it is, or None outside of steps."""
         if self._apart is not None or not self._open:
             self.between[label if self._apart is None else self._apart] += 1
-            return
+            return None
         left = self._left.get(lane, deque())
         if lane == A2A:
             self._next_slice(left)
             if self._slice:
-                self._compare(
-                    self._slice[0] == label and group == self.rows.name, lane, label, self._slice[0]
-                )
-                self._slice.popleft()
-                return
+                wanted, op = self._slice.popleft()
+                self._compare(wanted == label and group == self.rows.name, lane, label, wanted)
+                return op
         if not left:
             raise ScheduleError(
                 f"{label!r} is launched on lane {lane!r} behind the last op of the program there"
@@ -128,6 +126,7 @@ class Ledger:
         op = left.popleft()
         fits = group == self._group_of(op) and self._says(op, label)
         self._compare(fits, lane, label, f"{op} in group {self._group_of(op)!r}: {self._words(op)!r}")
+        return op
 
     def _compare(self, fits: bool, lane: str, label: str, wanted: str) -> None:
         if not fits:
@@ -146,7 +145,7 @@ class Ledger:
                 return
             left.popleft()
             for chunk in chunks:
-                self._slice += self._announced[where, chunk].get(op.kind, ())
+                self._slice += [(label, op) for label in self._announced[where, chunk].get(op.kind, ())]
 
     def _where(self, op: Op) -> str:
         assert op.stage is not None
@@ -181,7 +180,7 @@ class Ledger:
         self._next_slice(self._left.get(A2A, deque()))
         missing = [f"{lane}: {ops[0]} ({self._words(ops[0])})" for lane, ops in self._left.items() if ops]
         if self._slice:
-            missing.append(f"{A2A}: {self._slice[0]}")
+            missing.append(f"{A2A}: {self._slice[0][0]}")
         if missing:
             raise ScheduleError(
                 f"the step has ended, but ops were not launched; the first by lane: {missing}"

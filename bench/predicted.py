@@ -1,0 +1,187 @@
+"""How long a step takes, as the simulator says it of the whole program, and as it is.
+
+    .venv/bin/python bench/predicted.py [--json FILE] [--steps 12] [--case pp tp ...]
+
+Six layouts on two ranks of this machine. Steps are watched and left alone in turn. From the watched ones come
+the seconds of every op of every rank: what the host did from the end of one op of compute to the end of the
+next, waits left out, and each transfer from its last launch to its end. The simulator puts them together: who
+waits for whom is all that it adds. Its step is compared with those that nobody watched.
+
+Times of single ops are noisy on a machine that others use: quiet ones say more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from moeclipse.comm.flight.record import StepStamps, TransferStamps
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.config import with_values
+from moeclipse.cost.model import Costs
+from moeclipse.report.intervals import Span, clip, length, subtract
+from moeclipse.schedule.check import verify
+from moeclipse.schedule.kinds import COMPUTE, ENDS
+from moeclipse.schedule.op import Op
+from moeclipse.schedule.templates import replicate
+from moeclipse.sim.engine import simulate
+from moeclipse.testing.run_ranks import run_ranks
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.learner import Learner
+from moeclipse.train.metrics import transfers_of
+
+WARM = 4
+MODEL: dict[str, Any] = {
+    "parallel.check_launches": True,
+    "parallel.peer": "off",
+    "pipeline.schedule": "1f1b",
+    "model.num_layers": 4,
+    "model.d_model": 256,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 4,
+    "model.head_dim": 64,
+    "model.dtype": "float32",
+    "moe.num_experts": 8,
+    "moe.d_ff": 512,
+    "moe.num_shared_experts": 1,
+    "gate.top_k": 2,
+    "data.seq_len": 64,
+    "data.batch_size": 8,
+    "data.files": (__file__,),
+    "optim.accumulate": 4,
+}
+CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "pp 1, ep": ({}, {}),
+    "pp 2": ({"pp": 2}, {}),
+    "tp": ({"tp": 2}, {}),
+    "dp": ({"dp": 2}, {}),
+    "shadows": ({}, {"moe.shadow": (0, 1)}),
+    "recompute": ({"pp": 2}, {"pipeline.recompute": "full"}),
+}
+Positions = dict[int, float]
+"""Seconds by place in a rank's list."""
+
+
+class Watched:
+    """Steps of one rank, with an eye on every op where it is asked for."""
+
+    def __init__(self, mesh: Mesh, config: TrainConfig) -> None:
+        self.mesh, self.learner = mesh, Learner(config, mesh)
+        assert self.learner.pipelined is not None
+        self.runtime = self.learner.pipelined.runtime
+        self.place_of = {self._name(op): at for at, op in enumerate(self.runtime.ops)}
+        self.stamps: StepStamps | None = None
+        self._spans: list[tuple[Op, Any, Any]] = []
+        self._launched: list[Op | None] = []
+        self._end, self._launch = mesh.recorder.end_step, mesh.recorder.launch
+        mesh.recorder.end_step = self._keep  # type: ignore[method-assign]
+
+    @staticmethod
+    def _name(op: Op) -> tuple[str, Any]:
+        return str(op), op.stage
+
+    def _keep(self) -> StepStamps:
+        self.stamps = self._end()
+        return self.stamps
+
+    def _note(self, lane: str, group: str, label: str) -> TransferStamps:
+        ledger, recorder = self.mesh.recorder.ledger, self.mesh.recorder
+        assert ledger is not None
+        real, recorder.ledger = ledger, None
+        op = real.launch(lane, group, label)
+        stamps = self._launch(lane, group, label)
+        recorder.ledger = real
+        if recorder.active:
+            self._launched.append(op)
+        return stamps
+
+    def step(self, step: int, *, watch: bool) -> float:
+        """Seconds, from the first rank's begin to its end."""
+        recorder = self.mesh.recorder
+        self._spans, self._launched = [], []
+        recorder.launch = self._note if watch else self._launch  # type: ignore[method-assign]
+        look = (lambda *seen: self._spans.append(seen)) if watch else None
+        assert self.learner.pipelined is not None
+        self.learner.pipelined.look = lambda _: setattr(self.runtime, "observe", look)  # type: ignore[method-assign]
+        self.learner.pipelined.looked = lambda _: None  # type: ignore[method-assign]
+        self.learner.step(step)
+        assert self.stamps is not None
+        return self.stamps.window[1] - self.stamps.window[0]
+
+    def seconds(self) -> Positions:
+        """Of every op of the step that was watched."""
+        assert self.stamps is not None
+        recorder, found = self.mesh.recorder, defaultdict(float)
+        window, waits = self.stamps.window, self.stamps.waits
+        before = window[0]
+        for op, _, ended in self._spans:
+            if op.lane == COMPUTE:
+                end = recorder.seconds(ended)
+                found[self.place_of[self._name(op)]] = busy((before, end), waits)
+                before = end
+        updates = [at for at, op in enumerate(self.runtime.ops) if op.kind in ENDS and op.lane == COMPUTE]
+        for at in updates:
+            found[at] = busy((before, window[1]), waits) / len(updates)
+        for op, transfer in zip(self._launched, transfers_of(self.stamps, self.mesh), strict=True):
+            if op is not None:
+                at = self.place_of[self._name(op)]
+                if self.runtime.ops[at].lane != COMPUTE:
+                    found[at] += max(transfer.done - max(transfer.launched, transfer.last_launched), 0.0)
+        return dict(found)
+
+
+def busy(span: Span, waits: list[Span]) -> float:
+    return length(subtract([span], clip(waits, span)))
+
+
+def compare(mesh: Mesh, config: TrainConfig, steps: int) -> dict[str, float]:
+    """Milliseconds, predicted and measured."""
+    watched = Watched(mesh, config)
+    sums: dict[int, list[float]] = defaultdict(list)
+    alone: list[float] = []
+    for step in range(WARM + 2 * steps):
+        watch = step >= WARM and step % 2 == 0
+        took = watched.step(step, watch=watch)
+        if watch:
+            for at, value in watched.seconds().items():
+                sums[at].append(value)
+        elif step >= WARM:
+            alone.append(took)
+    mine = [statistics.mean(sums[at]) if at in sums else 0.0 for at in range(len(watched.runtime.ops))]
+    everyone = mesh.gather_objects({"ops": mine, "step": statistics.mean(alone)})
+    program = verify(replicate(watched.runtime.verified.program))
+    costs = Costs(name="measured", seconds={}, inline_compute=True)
+    predicted = simulate(program, costs, [rank["ops"] for rank in everyone]).makespan
+    measured = statistics.mean(rank["step"] for rank in everyone)
+    return {"predicted_ms": 1e3 * predicted, "measured_ms": 1e3 * measured, "ratio": predicted / measured}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--steps", type=int, default=12, help="watched, and as many that are not")
+    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
+    args = parser.parse_args()
+    found: dict[str, Any] = {"machine": platform.machine(), "cases": {}}
+    print(f"{'layout':12} {'predicted':>10} {'measured':>10} {'ratio':>6}")
+    for name in args.case:
+        axes, changes = CASES[name]
+        config = with_values(TrainConfig(), {**MODEL, **changes})
+        times = run_ranks(2, compare, config, args.steps, deadline_s=600.0, **axes)[0]
+        found["cases"][name] = times
+        print(
+            f"{name:12} {times['predicted_ms']:7.1f} ms {times['measured_ms']:7.1f} ms {times['ratio']:6.2f}"
+        )
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
