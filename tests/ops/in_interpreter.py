@@ -13,7 +13,18 @@ import sys
 
 import torch
 
-from moeclipse.ops import adam, bias, combine, cross_entropy, expert_mlp, norm, rotary, topk_softmax, wgrad
+from moeclipse.ops import (
+    adam,
+    bias,
+    combine,
+    cross_entropy,
+    expert_mlp,
+    gate,
+    norm,
+    rotary,
+    topk_softmax,
+    wgrad,
+)
 from moeclipse.ops.activation import ACTIVATIONS, hidden_width
 from moeclipse.ops.grouping import group_rows_kernel, group_rows_reference
 from moeclipse.ops.tuning import Tile
@@ -140,6 +151,36 @@ def check_gate() -> None:
     expected.backward(d_scores)
     got = topk_softmax.topk_softmax_backward_kernel(scores, ids, d_scores, 11, torch.float32)
     report("gate gradient", got, logits.grad)
+
+
+def check_choice(k: int, num_experts: int, sigmoid: bool, renormalise: bool) -> None:
+    kind = gate.GateKind(k=k, sigmoid=sigmoid, renormalise=renormalise, scale=1.5)
+    name = f"choice {k} {num_experts} {sigmoid} {renormalise}"
+    x, weight, bias = torch.randn(37, 6), torch.randn(num_experts, 6), 0.1 * torch.randn(num_experts)
+    logits = (x @ weight.t()).double().requires_grad_()
+    expected = gate.gate_reference(logits, torch.eye(num_experts).double(), bias.double(), kind)
+    got = gate.choose_kernel(logits.detach().float(), bias, kind)
+    for what in ("ids_TK", "load_E"):
+        same = torch.equal(getattr(got, what), getattr(expected, what))
+        print(f"{name} {what}\t{0 if same else 1}", flush=True)
+    for what in ("scores_TK", "prob_E", "squares"):
+        report(f"{name} {what}", getattr(got, what), getattr(expected, what).float())
+    for part in ("scores", "scores, probabilities", "all"):
+        d_scores, d_prob, d_squares = torch.randn(37, k), torch.randn(num_experts), torch.randn(())
+        some = [d_scores, None if part == "scores" else d_prob, d_squares if part == "all" else None]
+        outputs = (expected.scores_TK, expected.prob_E, expected.squares)
+        total = sum((out * d).sum() for out, d in zip(outputs, some, strict=True) if d is not None)
+        (truth,) = torch.autograd.grad(total, logits, retain_graph=True)
+        found = gate.choose_backward_kernel(logits.detach().float(), got.ids_TK, *some, kind, torch.float32)
+        report(f"{name} gradient of {part}", found.view(37, 3, -1).sum(1), truth.float())
+
+
+def all_choices() -> None:
+    for sigmoid in (False, True):
+        check_choice(3, 11, sigmoid, renormalise=True)
+        check_choice(2, 5, sigmoid, renormalise=False)
+        check_choice(1, 16, sigmoid, renormalise=False)
+    check_choice(1, 7, sigmoid=False, renormalise=True)
 
 
 def check_adam() -> None:
@@ -290,6 +331,7 @@ GROUPS = {
     "bias": all_group_sums,
     "combine": check_combine,
     "gate": check_gate,
+    "choice": all_choices,
     "adam": check_adam,
     "norm": all_norms,
     "turn": all_turns,

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -27,13 +28,15 @@ from torch import nn
 from moeclipse.moe.autocast import is_on, off
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.dynamic_gates import DynamicChoice, renormalise_used
-from moeclipse.moe.routing import Routing
+from moeclipse.moe.routing import GateSums, Routing
 from moeclipse.moe.tokens import Tokens
 from moeclipse.moe.topology import limit_leaving
 from moeclipse.moe.weight_init import WeightInit
+from moeclipse.ops.gate import GateKind, gate, gate_fits
 from moeclipse.ops.grouping import rank_among_equals
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.random import fill_normal, key_of, normal, uniform
+from moeclipse.tensor.weight_grad import add_grad
 
 
 class Gate(nn.Module):
@@ -92,7 +95,34 @@ class Gate(nn.Module):
         """Whether `torch.compile` sees through it: random numbers are keyed by what only the host knows."""
         return self.config.kind not in ("gshard", "noisy") and not self.config.capacity_factor
 
+    @property
+    def _plain(self) -> bool:
+        """The best k of all experts, whatever the number of tokens, and no more."""
+        config, stays = self.config, self.near_E is None or self.config.max_leaving >= 1
+        alone = config.num_groups <= 1 and self.dynamic is None and self.logit_bias is None
+        return self.compiles and stays and alone
+
+    def _route_in_kernels(self, x_TD: torch.Tensor) -> Routing:
+        config = self.config
+        kind = GateKind(
+            k=config.top_k,
+            sigmoid=config.kind == "sigmoid",
+            renormalise=config.renormalise and config.kind != "switch",
+            scale=config.scale,
+        )
+        sums = getattr(self.weight, "main_grad", None) is not None
+        chosen = gate(x_TD, self.weight, self.bias_E, kind, partial(add_grad, self.weight) if sums else None)
+        return Routing(
+            expert_ids_TK=chosen.ids_TK,
+            scores_TK=chosen.scores_TK,
+            load_E=chosen.load_E,
+            sums=GateSums(prob_E=chosen.prob_E, squares=chosen.squares),
+            complete=True,
+        )
+
     def _route(self, x_TD: torch.Tensor, tokens: Tokens) -> Routing:
+        if self._plain and gate_fits(x_TD, self.weight, self.config.top_k):
+            return self._route_in_kernels(x_TD)
         dtype = wide_of(x_TD.dtype)
         x_TD = x_TD.to(dtype)
         bias_E = None if self.logit_bias is None else self.logit_bias.to(dtype)

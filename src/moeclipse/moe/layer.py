@@ -295,7 +295,9 @@ class MoE(nn.Module):
 
     def gather_loads(self, routings: Sequence[Routing], tokens: Tokens) -> Loads:
         """Those of the whole microbatch, on their way; `routings` are those of this rank's tokens."""
-        load_E = torch.stack([routing.load_E for routing in routings]).sum(0)
+        load_E = routings[0].load_E
+        for routing in routings[1:]:
+            load_E = load_E + routing.load_E
         label = f"sum of expert loads, {self.where(tokens)}"
         return Loads(gather(self.mesh.a2a, tokens.group, load_E, label), tokens.group)
 

@@ -51,11 +51,11 @@ def report_on(
 
 def balance_loss(routing: Routing, global_load_E: torch.Tensor, total_tokens: int) -> torch.Tensor:
     """This rank's share; 1 (over all ranks) when load and probabilities are even."""
-    probs_TE = routing.probs_TE
-    share_E = global_load_E.to(probs_TE.dtype) / global_load_E.sum().clamp(min=1)
-    return probs_TE.shape[1] * (share_E * probs_TE.sum(0)).sum() / max(total_tokens, 1)
+    prob_E = routing.probabilities
+    share_E = global_load_E.to(prob_E.dtype) / global_load_E.sum().clamp(min=1)
+    return len(prob_E) * (share_E * prob_E).sum() / max(total_tokens, 1)
 
 
 def z_loss(routing: Routing, total_tokens: int) -> torch.Tensor:
     """This rank's share."""
-    return routing.logits_TE.logsumexp(-1).square().sum() / max(total_tokens, 1)
+    return routing.squares / max(total_tokens, 1)

@@ -12,17 +12,46 @@ import torch
 
 
 @dataclass(frozen=True, kw_only=True)
+class GateSums:
+    """What losses need of a gate's probabilities and logits."""
+
+    prob_E: torch.Tensor
+    squares: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class Routing:
     expert_ids_TK: torch.Tensor
     scores_TK: torch.Tensor
     load_E: torch.Tensor
-    probs_TE: torch.Tensor
-    """Gate probabilities of all experts, for the balance loss."""
-    logits_TE: torch.Tensor
+    probs_TE: torch.Tensor | None = None
+    """Gate probabilities of all experts; None where only their sums are known."""
+    logits_TE: torch.Tensor | None = None
+    sums: GateSums | None = None
     capacity: int = 0
     """Most rows that an expert takes; 0: no bound."""
+    complete: bool = False
+    """Every token goes to all experts that it wanted: nothing has to be counted to know."""
 
     @property
     def num_dropped(self) -> torch.Tensor:
         """Rows wanted but not routed."""
+        if self.complete:
+            return self.load_E.new_zeros(())
         return self.load_E.sum() - (self.expert_ids_TK >= 0).sum()
+
+    @property
+    def probabilities(self) -> torch.Tensor:
+        """[E]: summed over this rank's tokens."""
+        if self.sums is not None:
+            return self.sums.prob_E
+        assert self.probs_TE is not None
+        return self.probs_TE.sum(0)
+
+    @property
+    def squares(self) -> torch.Tensor:
+        """Sum over this rank's tokens of logsumexp(logits)^2."""
+        if self.sums is not None:
+            return self.sums.squares
+        assert self.logits_TE is not None
+        return self.logits_TE.logsumexp(-1).square().sum()

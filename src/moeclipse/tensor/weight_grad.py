@@ -95,7 +95,7 @@ def attach(parameter: torch.nn.Parameter, main_grad: torch.Tensor, ready: Callab
 
     def take(p: torch.Tensor) -> None:
         if p.grad is not None:
-            _add(parameter, p.grad)
+            add_grad(parameter, p.grad)
             p.grad = None
         state.backward_done()
 
@@ -266,7 +266,7 @@ def deliver(parameter: torch.nn.Parameter, grad: Grad) -> None:
     """A gradient of which autograd knows nothing; None where it is in main_grad already."""
     if not parameter.requires_grad:
         return
-    _add(parameter, grad)
+    add_grad(parameter, grad)
     state = _state(parameter)
     if state is not None:
         state.backward_done()
@@ -274,14 +274,15 @@ def deliver(parameter: torch.nn.Parameter, grad: Grad) -> None:
 
 def _take(parameter: torch.nn.Parameter, grad: Grad) -> None:
     """What autograd and the hook would have done with a gradient that came in time."""
-    _add(parameter, grad)
+    add_grad(parameter, grad)
     state = _state(parameter)
     if state is not None:
         state.queued -= 1
         state.settle()
 
 
-def _add(parameter: torch.nn.Parameter, grad: Grad) -> None:
+def add_grad(parameter: torch.nn.Parameter, grad: Grad) -> None:
+    """To its accumulator, or to its `.grad`; inside a backward that gives autograd nothing for it."""
     if grad is None:
         return
     state = _state(parameter)
