@@ -295,9 +295,7 @@ class MoE(nn.Module):
 
     def gather_loads(self, routings: Sequence[Routing], tokens: Tokens) -> Loads:
         """Those of the whole microbatch, on their way; `routings` are those of this rank's tokens."""
-        load_E = routings[0].load_E
-        for routing in routings[1:]:
-            load_E = load_E + routing.load_E
+        load_E = sum((routing.load_E for routing in routings[1:]), start=routings[0].load_E)
         label = f"sum of expert loads, {self.where(tokens)}"
         return Loads(gather(self.mesh.a2a, tokens.group, load_E, label), tokens.group)
 
@@ -342,11 +340,8 @@ class MoE(nn.Module):
     @property
     def runs_on_device(self) -> bool:
         """Whether a call says no word to the host: one rank, kernels, and a gate that draws nothing."""
-        return (
-            self._all_here
-            and self.gate.compiles
-            and self._kernel_experts(self.experts.weights[:1]) is not None
-        )
+        by_kernels = self._kernel_experts(self.experts.weights[:1]) is not None
+        return by_kernels and self._all_here and self.gate.compiles
 
     def _kernel_experts(self, inputs: Sequence[torch.Tensor]) -> Experts | None:
         """The experts, where kernels take them and these rows."""
