@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from worlds import ON_WIRE, Broken, Thing, World, world_of
+from whole_world import world_of
+from worlds import HOST_WAITS, ON_WIRE, Broken, Thing, World
 
 from moeclipse.schedule.op import Op, Program
 
@@ -43,6 +44,8 @@ class Machine:
         """Of ops that have ended: what was known to have ended when they started, as bits of positions."""
         self.caller = [0 for _ in ranks]
         """What the caller of each rank knows by now."""
+        self.waits: list[int | None] = [None for _ in ranks]
+        """What the caller of each rank waits for before it goes on."""
         self.at_launch: list[list[int]] = [[] for _ in ranks]
         self.open: list[list[int]] = [[] for _ in ranks]
         """Launched and not ended."""
@@ -84,6 +87,12 @@ class Machine:
         while len(self.at_launch[rank]) < len(ops):
             position = len(self.at_launch[rank])
             op = ops[position]
+            waits = self.waits[rank]
+            if waits is not None and self.in_caller:
+                if waits not in self.known[rank]:
+                    break
+                self.caller[rank] |= self._after(rank, (waits,))
+                self.waits[rank] = None
             if any(not 0 <= dep < position for dep in op.deps):
                 raise Broken(f"{op} on rank {rank} waits for what is not launched before it")
             if self.in_caller:
@@ -94,6 +103,8 @@ class Machine:
             moved = True
             if op.kind.name in ON_WIRE or not self.in_caller:
                 self.open[rank].append(position)
+                if op.kind.name in HOST_WAITS:
+                    self.waits[rank] = position
             else:
                 self._end(rank, position, self.caller[rank])
                 self.caller[rank] |= 1 << position

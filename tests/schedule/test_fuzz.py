@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 from mutations import MUTATIONS, Change, Unfit
 from oracle import why_broken
+from whole_steps import whole
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule.catalogue import build
@@ -63,7 +64,16 @@ def exchange_programs() -> Iterator[Program]:
         yield smart(backward_of(shape))
 
 
-PROGRAMS = [*action_programs(), *layer_programs(), *exchange_programs()]
+def whole_programs() -> Iterator[Program]:
+    yield whole("pp1", "pair+self", "full")
+    yield whole("1f1b", tied=True)
+    yield whole("dualpipev", "pair")
+    shared = whole("zb-h1", copies=(1, 2, 1))
+    yield shared
+    yield replicate(shared)
+
+
+PROGRAMS = [*action_programs(), *layer_programs(), *exchange_programs(), *whole_programs()]
 
 
 def broken(program: Program) -> str | None:

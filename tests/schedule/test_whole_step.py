@@ -5,72 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from whole_steps import SCHEDULES, whole
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule import kinds
-from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.kinds import AWAITED, COMPUTE, LAUNCHES, Kind
-from moeclipse.schedule.launch import BucketShape, HostedLaunch, StepShape
 from moeclipse.schedule.op import Op, Program
-from moeclipse.schedule.shape import LayerShape, Recompute
-from moeclipse.schedule.templates import Expansion, expand, replicate
+from moeclipse.schedule.templates import replicate
 from moeclipse.schedule.text import format_program, parse_program
-
-SCHEDULES = {
-    "pp1": (1, 1),
-    "gpipe": (2, 1),
-    "1f1b": (2, 1),
-    "1f1b-pairs": (2, 1),
-    "vpp": (2, 2),
-    "vpp+1": (2, 2),
-    "zb-h1": (2, 1),
-    "zb-v": (2, 2),
-    "dualpipev": (2, 2),
-}
-
-
-def launches(layer: int) -> tuple[HostedLaunch, ...]:
-    return (
-        HostedLaunch(kinds.LOADS_F, kinds.ROUTE_F, "stage", f"loads, layer {layer}", once=True),
-        HostedLaunch(kinds.SIZES_F, kinds.ROUTE_F, "experts", f"sizes, layer {layer}"),
-        HostedLaunch(kinds.SCORES_F, kinds.DISPATCH_F, "experts", f"scores, layer {layer}", ahead=True),
-        HostedLaunch(kinds.SCORES_B, kinds.DISPATCH_B, "experts", f"score gradients, layer {layer}"),
-        HostedLaunch(kinds.TENSOR_F, kinds.ATTN_F, "tensor", "gather", ahead=True),
-        HostedLaunch(kinds.TENSOR_F, kinds.ATTN_F, "tensor", "sum"),
-        HostedLaunch(kinds.TENSOR_R, kinds.ATTN_R, "tensor", "gather", ahead=True),
-        HostedLaunch(kinds.TENSOR_B, kinds.ATTN_B, "tensor", "gather", ahead=True),
-        HostedLaunch(kinds.TENSOR_B, kinds.ATTN_B, "tensor", "sum"),
-        HostedLaunch(kinds.TENSOR_F, kinds.SEND_F, "tensor", "tokens", ahead=True),
-    )
-
-
-def whole(
-    name: str, overlap: str = "off", recompute: Recompute = "off", *, tied: bool = False, chunks: int = 2
-) -> Program:
-    ranks, per_rank = SCHEDULES[name]
-    actions = build(name, ranks, 4, per_rank)
-    rank_of = actions.pipeline().placement.rank_of
-    last = len(rank_of) - 1
-    layers = [
-        [
-            LayerShape(launches=launches(2 * stage + at), recompute=recompute, head=(stage, at) == (last, 1))
-            for at in range(2)
-        ]
-        for stage in range(len(rank_of))
-    ]
-    buckets = tuple(
-        tuple(
-            BucketShape(f"{stage}.{at}", "dense_grads", ((stage, at),), tied=tied and stage in (0, last))
-            for stage in reversed(range(len(rank_of)))
-            if rank_of[stage] == place
-            for at in (1, 0)
-        )
-        for place in range(ranks)
-    )
-    step = StepShape(dp=2, ep=2, tp=2, buckets=buckets, tied=tied)
-    how = Expansion(overlap=overlap, chunks=chunks, split="layer")  # type: ignore[arg-type]
-    return expand(actions, layers, how, step=step)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -167,13 +110,25 @@ def _without(op: Op, gone: int) -> Op:
     return op._replace(deps=tuple(dep - (dep > gone) for dep in op.deps if dep != gone))
 
 
-def test_what_does_not_wait_for_sizes_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("kind", "first"), [(kinds.TENSOR_F, "0.0TENSOR_F0@4"), (kinds.SCORES_F, "0.0SCORES_F0@2")], ids=str
+)
+def test_what_does_not_wait_for_a_launch_is_refused(kind: Kind, first: str) -> None:
+    program = whole("1f1b")
+    ops = list(program.ranks[0])
+    gone = {at for at, op in enumerate(ops) if op.kind is kind}
+    careless = [op._replace(deps=tuple(dep for dep in op.deps if dep not in gone)) for op in ops]
+    with pytest.raises(ScheduleError, match=f"reads {first}, which may still run when it starts"):
+        verify(changed(program, 0, careless))
+
+
+def test_the_host_has_waited_for_what_stands_before_on_the_same_lane() -> None:
     program = whole("1f1b")
     ops = list(program.ranks[0])
     sizes = {at for at, op in enumerate(ops) if op.kind is kinds.SIZES_F}
-    careless = [op._replace(deps=tuple(dep for dep in op.deps if dep not in sizes)) for op in ops]
-    with pytest.raises(ScheduleError, match=r"reads 0.0SIZES_F0@1, which may still run when it starts"):
-        verify(changed(program, 0, careless))
+    fewer = [op._replace(deps=tuple(dep for dep in op.deps if dep not in sizes)) for op in ops]
+    assert fewer != ops
+    verify(changed(program, 0, fewer))
 
 
 def test_a_collective_on_the_wrong_axis_is_refused() -> None:

@@ -17,8 +17,13 @@ from moeclipse.schedule.shape import ExchangeShape, LayerShape, PipelineShape
 Thing = tuple[object, ...]
 TRANSFERS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 ROWS = ("DISPATCH_F", "DISPATCH_B", "DISPATCH_R", "COMBINE_F", "COMBINE_B", "S_F", "S_B", "R_F", "R_B")
-SUMS = ("REDUCE", "UNSHARD", "RESHARD")
-ON_WIRE = frozenset((*TRANSFERS, *ROWS, *SUMS, "SHADOW_SEND", "SHADOW_REDUCE"))
+ENDS = ("TIED_SUM", "RESULTS_GATHER", "LOADS_GATHER", "LOADS_SUM", "BUCKET_REDUCE", "BUCKET_GATHER")
+SUMS = ("REDUCE", "UNSHARD", "RESHARD", *ENDS)
+ASKED = ("COUNTS_F", "COUNTS_R", "LOADS_F", "SIZES_F", "SCORES_F", "SCORES_B")
+TENSOR = ("TENSOR_F", "TENSOR_B", "TENSOR_R")
+ON_WIRE = frozenset((*TRANSFERS, *ROWS, *SUMS, *ASKED, *TENSOR, "SHADOW_SEND", "SHADOW_REDUCE"))
+HOST_WAITS = frozenset(("COUNTS_F", "COUNTS_R", "SIZES_F", *TENSOR, *ENDS[:4]))
+"""The caller goes on behind these when they have ended."""
 
 
 class Broken(Exception):
@@ -56,7 +61,7 @@ class World:
         if name in TRANSFERS:
             fits = op.lane.startswith("p2p:")
         elif name in ON_WIRE:
-            fits = op.lane == ("dp" if name in SUMS else "a2a")
+            fits = op.lane == ("dp" if name in SUMS else "tp" if name in TENSOR else "a2a")
         if not fits or (name not in ON_WIRE and (op.comm is not None or op.peers)):
             raise Broken(f"{op} on rank {rank} stands on lane {op.lane}")
 
@@ -405,9 +410,3 @@ class ExchangeWorld(World):
         chain["SHADOW_ADD"] = "SHADOW_REDUCE"
         if name in chain:
             yield (chain[name], None, None, None)
-
-
-def world_of(program: Program) -> World:
-    if isinstance(program.shape, ExchangeShape):
-        return ExchangeWorld(program, program.shape)
-    return PipelineWorld(program, program.shape)

@@ -24,7 +24,7 @@ from moeclipse.schedule import kinds
 from moeclipse.schedule.action_graph import ActionTable, action_graph, tabulate
 from moeclipse.schedule.contents import check_contents
 from moeclipse.schedule.graph import Graph
-from moeclipse.schedule.kinds import Kind
+from moeclipse.schedule.kinds import AWAITED, Kind
 from moeclipse.schedule.meetings import check_launches
 from moeclipse.schedule.memory import Floats, memory_columns, memory_of
 from moeclipse.schedule.needs import exchange_sources, pipeline_sources
@@ -222,7 +222,7 @@ def _check_needs(program: Program) -> None:
     """Everything an op reads has ended on its rank, on both kinds of wire.
 
     Streams: through deps, lane order, or both in turn. Host: compute has ended, and a transfer once this op
-    or one before it has listed it in deps.
+    or one before it has listed it in deps, or the host has waited for it at once.
     """
     for rank, ops in enumerate(program.ranks):
         if isinstance(program.shape, ExchangeShape):
@@ -248,6 +248,8 @@ def _check_needs(program: Program) -> None:
                         f"{ops[position]} on rank {rank} reads {ops[source]}, which {fault}; "
                         f"{'launch it first' if late else 'list it in deps'}"
                     )
+            if ops[position].kind in AWAITED:
+                awaited.add(position)
 
 
 def _ended_before(ops: Sequence[Op]) -> list[dict[str, int]]:
@@ -257,10 +259,13 @@ def _ended_before(ops: Sequence[Op]) -> list[dict[str, int]]:
     place: list[int] = []
     count: dict[str, int] = {}
     for position, op in enumerate(ops):
-        clock: dict[str, int] = {}
-        for source in (*op.deps, *([last_on_lane[op.lane]] if op.lane in last_on_lane else [])):
-            other = ops[source]
-            clock[other.lane] = max(clock.get(other.lane, -1), place[source])
+        before = last_on_lane.get(op.lane)
+        clock = {} if before is None else {**result[before], op.lane: place[before]}
+        for source in op.deps:
+            other = ops[source].lane
+            if clock.get(other, -1) >= place[source]:
+                continue  # who knows of it knows all that it knew: lanes are in order
+            clock[other] = place[source]
             for lane, seen in result[source].items():
                 if seen > clock.get(lane, -1):
                     clock[lane] = seen

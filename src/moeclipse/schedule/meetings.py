@@ -58,8 +58,7 @@ def _check_members(program: Program, rank: int, op: Op, group: str) -> None:
     if members is None:
         raise ScheduleError(_unknown(program, group))
     expected = _expected_members(program, rank, op)
-    found = members if op.kind in TRANSFERS else tuple(sorted(members))
-    if found != expected:
+    if members != expected and (op.kind in TRANSFERS or tuple(sorted(members)) != expected):
         raise ScheduleError(
             f"{op} on rank {rank} uses group {group!r}, whose members are {list(members)}; "
             f"it goes {'from and to' if op.kind in TRANSFERS else 'among'} {list(expected)}"
@@ -188,10 +187,15 @@ def _check_directions(group: str, present: Sequence[tuple[int, tuple[int, Op]]])
 
 
 def _check_peers(group: str, members: Sequence[int], present: Sequence[tuple[int, tuple[int, Op]]]) -> None:
-    peers = {rank: set(op.peers) or set(members) for rank, (_, op) in present}
+    if not any(op.peers for _, (_, op) in present):
+        return  # all meet all
+    everyone = frozenset(members)
+    peers = {rank: frozenset(op.peers) or everyone for rank, (_, op) in present}
     for rank, (_, op) in present:
-        for peer in sorted(peers[rank]):
-            if peer not in peers or (peer != rank and rank not in peers[peer]):
-                raise ScheduleError(
-                    f"group {group!r}: {op} on rank {rank} exchanges with rank {peer}, but not the reverse"
-                )
+        alone = [
+            peer for peer in peers[rank] if peer not in peers or (peer != rank and rank not in peers[peer])
+        ]
+        if alone:
+            raise ScheduleError(
+                f"group {group!r}: {op} on rank {rank} exchanges with rank {min(alone)}, but not the reverse"
+            )

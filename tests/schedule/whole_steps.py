@@ -1,0 +1,73 @@
+"""Programs of whole steps with made-up launches, for tests."""
+
+from __future__ import annotations
+
+from moeclipse.schedule import kinds
+from moeclipse.schedule.catalogue import build
+from moeclipse.schedule.launch import BucketShape, HostedLaunch, StepShape
+from moeclipse.schedule.op import Program
+from moeclipse.schedule.shape import LayerShape, Recompute
+from moeclipse.schedule.templates import Expansion, expand
+
+SCHEDULES = {
+    "pp1": (1, 1),
+    "gpipe": (2, 1),
+    "1f1b": (2, 1),
+    "1f1b-pairs": (2, 1),
+    "vpp": (2, 2),
+    "vpp+1": (2, 2),
+    "zb-h1": (2, 1),
+    "zb-v": (2, 2),
+    "dualpipev": (2, 2),
+}
+
+
+def launches(layer: int) -> tuple[HostedLaunch, ...]:
+    return (
+        HostedLaunch(kinds.LOADS_F, kinds.ROUTE_F, "stage", f"loads, layer {layer}", once=True),
+        HostedLaunch(kinds.SIZES_F, kinds.ROUTE_F, "experts", f"sizes, layer {layer}"),
+        HostedLaunch(kinds.SCORES_F, kinds.DISPATCH_F, "experts", f"scores, layer {layer}", ahead=True),
+        HostedLaunch(kinds.SCORES_B, kinds.DISPATCH_B, "experts", f"score gradients, layer {layer}"),
+        HostedLaunch(kinds.TENSOR_F, kinds.ATTN_F, "tensor", "gather", ahead=True),
+        HostedLaunch(kinds.TENSOR_F, kinds.ATTN_F, "tensor", "sum"),
+        HostedLaunch(kinds.TENSOR_R, kinds.ATTN_R, "tensor", "gather", ahead=True),
+        HostedLaunch(kinds.TENSOR_B, kinds.ATTN_B, "tensor", "gather", ahead=True),
+        HostedLaunch(kinds.TENSOR_B, kinds.ATTN_B, "tensor", "sum"),
+        HostedLaunch(kinds.TENSOR_F, kinds.SEND_F, "tensor", "tokens", ahead=True),
+    )
+
+
+def whole(
+    name: str,
+    overlap: str = "off",
+    recompute: Recompute = "off",
+    *,
+    tied: bool = False,
+    chunks: int = 2,
+    copies: tuple[int, int, int] = (2, 2, 2),
+) -> Program:
+    """Two layers a stage, four microbatches; `copies` are dp, ep and tp."""
+    ranks, per_rank = SCHEDULES[name]
+    actions = build(name, ranks, 4, per_rank)
+    rank_of = actions.pipeline().placement.rank_of
+    last = len(rank_of) - 1
+    layers = [
+        [
+            LayerShape(launches=launches(2 * stage + at), recompute=recompute, head=(stage, at) == (last, 1))
+            for at in range(2)
+        ]
+        for stage in range(len(rank_of))
+    ]
+    buckets = tuple(
+        tuple(
+            BucketShape(f"{stage}.{at}", "dense_grads", ((stage, at),), tied=tied and stage in (0, last))
+            for stage in reversed(range(len(rank_of)))
+            if rank_of[stage] == place
+            for at in (1, 0)
+        )
+        for place in range(ranks)
+    )
+    dp, ep, tp = copies
+    step = StepShape(dp=dp, ep=ep, tp=tp, buckets=buckets, tied=tied)
+    how = Expansion(overlap=overlap, chunks=chunks, split="layer")  # type: ignore[arg-type]
+    return expand(actions, layers, how, step=step)
