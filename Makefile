@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+WORKERS ?= 2
 
 .PHONY: setup train test test-full soak coverage lint bench clean
 
@@ -21,7 +22,7 @@ train: setup
 	@$(BIN)/moeclipse train $(ARGS)
 
 test: setup
-	@$(BIN)/python -m pytest -q -m "not full" $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not full" $(ARGS)
 
 test-full: setup
 	@$(BIN)/python -m pytest -q $(ARGS)
