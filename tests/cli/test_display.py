@@ -126,6 +126,15 @@ def test_what_overlap_costs_stands_beside_what_it_hides() -> None:
     assert text(slowdown=1.154).endswith("\nbeside communication compute takes 1.15 times as long")
 
 
+def test_speed_is_told_as_a_share_of_the_device_where_it_is_known() -> None:
+    def speed(**more: float) -> str:
+        return str(dict(summary_lines({**SUMMARY, **more}, 100, True))["speed"][0])
+
+    assert "MFU" not in speed()
+    told = "34 % of the device's peak (MFU), 66 % of what the work allows"
+    assert speed(mfu=0.338, of_limit=0.66).endswith(told)
+
+
 def test_an_empty_summary_still_prints() -> None:
     display = Display(console())
     display.end({})

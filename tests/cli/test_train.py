@@ -22,7 +22,7 @@ from moeclipse.cli.train import (
 )
 from moeclipse.core.config import flag_layer, from_table, keys_of, to_flat, to_toml, with_values
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.presets import load, merge
+from moeclipse.train.presets import load, merge, preset_names
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +120,7 @@ def test_problems_of_file_flags_and_layout_come_together(capsys: pytest.CaptureF
         (["nix.toml"], "nix.toml: no such file; give the path of a TOML configuration"),
         (
             ["--preset", "tny"],
-            "preset = 'tny': expected one of 5b, deepseek-v3-tiny, small, tiny; did you mean 'tiny'?",
+            f"preset = 'tny': expected one of {', '.join(preset_names())}; did you mean 'tiny'?",
         ),
         (["--ranks", "0"], 'ranks (0) must be at least 1, or "auto"'),
         (["--ranks", "two"], "ranks = 'two': expected a whole number or \"auto\""),

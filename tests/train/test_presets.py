@@ -27,7 +27,8 @@ def parameters(config: TrainConfig, experts: int) -> int:
 
 
 def test_names() -> None:
-    assert preset_names() == ["5b", "deepseek-v3-tiny", "small", "tiny"]
+    small = ["5b", "deepseek-v2-lite-9l", "deepseek-v3-tiny"]
+    assert preset_names() == [*small, "olmoe-12l", "qwen3-moe-8l", "small", "tiny"]
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -54,6 +55,18 @@ def test_the_formula_counts_what_the_model_has(name: str) -> None:
     config = load(preset=name)
     counted = count_parameters(config.model, config.moe, config.gate)
     assert counted == (parameters(config, config.moe.num_experts), parameters(config, config.gate.top_k))
+
+
+@pytest.mark.parametrize("name", ["olmoe-12l", "qwen3-moe-8l", "deepseek-v2-lite-9l"])
+def test_shapes_of_known_models_train_on_140_gb(name: str) -> None:
+    from moeclipse.model.count import count_parameters
+
+    config = load(preset=name)
+    everything, active = count_parameters(config.model, config.moe, config.gate)
+    assert 5.0e9 < everything < 5.7e9
+    assert 1.0e9 < active < 1.2e9
+    assert everything * (2 + 4 + 12) < 96 * 2**30
+    assert config.data.batch_size * config.data.seq_len == 16384
 
 
 def test_tiny_and_small_are_as_large_as_their_headers_say() -> None:
@@ -105,7 +118,7 @@ def test_an_unknown_preset_is_one_problem_among_others(tmp_path: Path, given: ob
     with pytest.raises(ConfigError) as caught:
         load(file)
     assert len(caught.value.problems) == 2
-    head = f"preset = {given!r}: expected one of 5b, deepseek-v3-tiny, small, tiny"
+    head = f"preset = {given!r}: expected one of {', '.join(preset_names())}"
     assert caught.value.problems[0].startswith(head)
 
 

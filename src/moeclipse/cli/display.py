@@ -153,6 +153,9 @@ def summary_lines(summary: dict[str, Any], width: int, unicode: bool) -> list[tu
     entropy = summary.get("unigram_entropy")
     baseline = f"  (unigram entropy of the corpus: {entropy:.3f})" if entropy is not None else ""
     speed = f"{short(summary.get('tokens_per_s'))} tokens/s, {number(summary.get('step_ms'), 1)} ms per step"
+    if summary.get("mfu") is not None:
+        share = f"{100 * summary['mfu']:.0f} % of the device's peak"
+        speed += f", {share} (MFU), {100 * summary['of_limit']:.0f} % of what the work allows"
     lines = [
         ("loss", [Text.assemble((loss, "bold"), baseline)]),
         ("speed", [Text(speed)]),

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.start import RankPlace, choose_device, open_stacks, start, stop
 from moeclipse.comm.watch.watchdog import Watchdog
@@ -30,6 +32,7 @@ from moeclipse.core.errors import (
     Preempted,
 )
 from moeclipse.model.count import count_parameters
+from moeclipse.model.flops import StepWork, device_of
 from moeclipse.moe.granularity import CALLS, TRIED
 from moeclipse.train.checkpoints.beside import BesideSave
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
@@ -189,9 +192,20 @@ class Run:
             "load_by_layer": learner.loads.average_by_layer(),
             "placement": learner.placement.summary() if learner.placement.in_use else None,
         }
-        summary = metrics.summary(extra)
+        mean_ms = metrics.window.means().get("step_ms")
+        summary = metrics.summary(extra | (self._speed(mean_ms) if mean_ms else {}))
         self.observer.end(summary)
         return summary
+
+    def _speed(self, step_ms: float) -> dict[str, float]:
+        """Of the device's peak, and of what the work allows; nothing on devices that the table lacks."""
+        config, cuda = self.config, self.mesh.device.type == "cuda"
+        device = device_of(torch.cuda.get_device_name(self.mesh.device)) if cuda else None
+        if device is None:
+            return {}
+        data, parts = config.data, (config.model, config.moe, config.gate)
+        work = StepWork.of(*parts, tokens=data.batch_size * data.seq_len, seq_len=data.seq_len)
+        return work.speed(1e-3 * step_ms, device, self.mesh.num_ranks)
 
     def _begin(self, learner: Learner, found: Checkpoint | None) -> int:
         """Continue a checkpoint, begin from weights, or from nothing; returns the step to run next."""
@@ -223,6 +237,7 @@ class Run:
                 continue
             self.mesh.watch.log.patience_s = None
             signals = record.pop("signals")
+            record |= self._speed(record["step_ms"])
             metrics.add(record)
             self.observer.step(record)
             if step == start + TUNED_AFTER:
