@@ -23,7 +23,7 @@ update (8), the bf16 weight written (2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepWork:
+class LeastWork:
     """Of one step of all ranks."""
 
     flops: float
@@ -32,7 +32,7 @@ class StepWork:
     @classmethod
     def of(
         cls, model: ModelConfig, moe: MoEConfig, gate: GateConfig, *, tokens: int, seq_len: int
-    ) -> StepWork:
+    ) -> LeastWork:
         everything, active = count_parameters(model, moe, gate)
         looked_up = 0 if model.tie_embeddings else model.vocab_size * model.d_model
         norms = (model.num_layers * (4 if model.norms == "both" else 2) + 1) * model.d_model

@@ -32,7 +32,7 @@ from moeclipse.core.errors import (
     Preempted,
 )
 from moeclipse.model.count import count_parameters
-from moeclipse.model.flops import StepWork, device_of
+from moeclipse.model.flops import LeastWork, device_of
 from moeclipse.moe.granularity import CALLS, TRIED
 from moeclipse.train.checkpoints.beside import BesideSave
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
@@ -204,7 +204,7 @@ class Run:
         if device is None:
             return {}
         data, parts = config.data, (config.model, config.moe, config.gate)
-        work = StepWork.of(*parts, tokens=data.batch_size * data.seq_len, seq_len=data.seq_len)
+        work = LeastWork.of(*parts, tokens=data.batch_size * data.seq_len, seq_len=data.seq_len)
         return work.speed(1e-3 * step_ms, device, self.mesh.num_ranks)
 
     def _begin(self, learner: Learner, found: Checkpoint | None) -> int:
