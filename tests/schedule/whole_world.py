@@ -62,7 +62,7 @@ class WholeWorld(PipelineWorld):
             if launch.kind is not op.kind or op.parts or op.expert is not None or op.alloc or op.free:
                 raise Broken(f"{op} on rank {rank} is not what its layer launches")
             cut = 1 if launch.once else self.cuts.get(op.microbatch, 1)
-            if (op.chunk is None) != (cut == 1) or op.chunks != cut or (op.chunk or 0) >= cut:
+            if op.chunks != cut or not (0 <= op.chunk < cut if op.chunk is not None else cut == 1):
                 raise Broken(f"{op} on rank {rank} is cut in another way")
         elif op.kind.name in END or op.kind.part is Part.BUCKET:
             self.check_lane(rank, op)
