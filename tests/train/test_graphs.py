@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from moeclipse.comm.flight.record import Recorder
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.testing.run_ranks import run_alone
@@ -83,7 +84,9 @@ class Played:
 
 def with_graphs(learner: Learner) -> PlayedCapture:
     capture = PlayedCapture(learner)
-    learner.one_by_one.graphs = MicrobatchGraphs(learner.one_by_one.replayed, capture.states, capture)
+    learner.one_by_one.graphs = MicrobatchGraphs(
+        learner.one_by_one.replayed, capture.states, capture, learner.mesh.recorder
+    )
     return capture
 
 
@@ -163,3 +166,34 @@ def test_obstacles_are_named() -> None:
     assert here == "there is no CUDA device"
     assert off == "run.graphs is off"
     assert "a program says what runs when" in program
+
+
+class SilentCapture:
+    """A capture whose replay does nothing that Python could see."""
+
+    def eagerly(self, work: Callable[[], None]) -> None:
+        work()
+
+    def capture(self, work: Callable[[], None]) -> Any:
+        work()
+        return self
+
+    def replay(self) -> None:
+        return
+
+
+def test_what_a_capture_launches_passes_at_every_replay() -> None:
+    """A graph is launched as one, and a ledger still hears of all that it lists."""
+    recorder = Recorder(torch.device("cpu"))
+    passed: list[str] = []
+    recorder.passes = lambda lane, group, label: passed.append(label)  # type: ignore[method-assign]
+    noting = Recorder.passes
+
+    def compute(*_: torch.Tensor) -> None:
+        noting(recorder, "tp", "tensor", "a sum")
+
+    graphs = MicrobatchGraphs(compute, [], SilentCapture(), recorder)
+    tokens = torch.zeros(2, dtype=torch.int64)
+    for _ in range(WARM_STEPS + 3):
+        graphs.run(tokens, tokens, 1.0, first=True)
+    assert passed == ["a sum"] * 3

@@ -23,6 +23,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from moeclipse.comm.flight.record import Recorder, Region
 from moeclipse.comm.mesh import Mesh
 from moeclipse.model.memory import memories
 from moeclipse.moe.standalone import moe_layers
@@ -70,12 +71,13 @@ class CudaCapture:
 
 
 class Captured:
-    """A graph, and which accumulators hold something once it has run."""
+    """A graph, what it launches, and which accumulators hold something once it has run."""
 
-    def __init__(self, graph: Replay, filled: list[Accumulation]) -> None:
-        self.graph, self.filled = graph, filled
+    def __init__(self, graph: Replay, filled: list[Accumulation], region: Region) -> None:
+        self.graph, self.filled, self.region = graph, filled, region
 
-    def run(self) -> None:
+    def run(self, recorder: Recorder) -> None:
+        recorder.replay(self.region)
         self.graph.replay()
         for state in self.filled:
             state.empty = False
@@ -84,8 +86,11 @@ class Captured:
 class MicrobatchGraphs:
     """Runs the microbatches of a learner, captured once they are warm."""
 
-    def __init__(self, compute: Compute, states: Iterable[Accumulation], capture: Capture) -> None:
+    def __init__(
+        self, compute: Compute, states: Iterable[Accumulation], capture: Capture, recorder: Recorder
+    ) -> None:
         self._compute, self._capture, self._states = compute, capture, list(states)
+        self._recorder = recorder
         self._graphs: dict[bool, Captured] = {}
         self._inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._steps = 0
@@ -107,7 +112,7 @@ class MicrobatchGraphs:
         if captured is None:
             self._capture.eagerly(lambda: self._compute(*given))
         else:
-            captured.run()
+            captured.run(self._recorder)
 
     def _put(
         self, inputs: torch.Tensor, targets: torch.Tensor, scale: float
@@ -126,7 +131,9 @@ class MicrobatchGraphs:
     ) -> Captured | None:
         empty = [state for state in self._states if state.empty]
         try:
-            graph = self._capture.capture(lambda: self._compute(*given))
+            # A capture launches nothing: what it lists passes when it is replayed.
+            with self._recorder.apart("capture"), self._recorder.region() as region:
+                graph = self._capture.capture(lambda: self._compute(*given))
         except RuntimeError as error:
             for state in empty:  # nothing was computed
                 state.empty = True
@@ -134,7 +141,7 @@ class MicrobatchGraphs:
             self._notes.append(f"microbatches run without CUDA graphs: {self.refused}")
             return None
         filled = [state for state in empty if not state.empty]
-        self._graphs[first] = Captured(graph, filled)
+        self._graphs[first] = Captured(graph, filled, region)
         return self._graphs[first]
 
     @contextmanager

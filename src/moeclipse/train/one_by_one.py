@@ -30,7 +30,7 @@ class OneByOne:
         self.graphs: MicrobatchGraphs | None = None
         if not obstacle(config, mesh, model):
             states = [state for bucket in buckets for state in bucket.sums]
-            self.graphs = MicrobatchGraphs(self.replayed, states, CudaCapture(mesh.device))
+            self.graphs = MicrobatchGraphs(self.replayed, states, CudaCapture(mesh.device), mesh.recorder)
 
     def run(self, step: int, loss_scale: float = 1.0) -> torch.Tensor:
         """This rank's (loss, aux loss, dropped rows), summed; gradients are `loss_scale` times theirs."""

@@ -144,3 +144,30 @@ def test_an_update_that_is_skipped_and_buckets_that_are_quiet() -> None:
 def test_what_raises_inside_is_what_is_told() -> None:
     with pytest.raises(ZeroDivisionError), ledger().step():
         raise ZeroDivisionError
+
+
+def with_region(launches: tuple[tuple[str, str, str], ...]) -> Ledger:
+    """A step that is captured, and two more that are replayed as one."""
+    mine, recorder = ledger(), Recorder(torch.device("cpu"))
+    recorder.ledger = mine
+    with recorder.apart("capture"), recorder.region() as region:
+        for launch in launches:
+            recorder.launch(*launch)
+    for _ in range(2):
+        with mine.step():
+            mine.announce(WHERE, SLICES)
+            recorder.replay(region)
+    return mine
+
+
+def test_a_captured_region_is_checked_by_what_it_lists() -> None:
+    mine = with_region(STEP)
+    assert mine.checked == 2 * len(STEP)
+    assert mine.between == {"capture": len(STEP)}
+
+
+@pytest.mark.parametrize("at", range(len(STEP)))
+def test_a_region_that_lists_less_or_more_is_refused(at: int) -> None:
+    for launches in (STEP[:at] + STEP[at + 1 :], (*STEP[:at], ("a2a", "experts", "more"), *STEP[at:])):
+        with pytest.raises(ScheduleError):
+            with_region(launches)

@@ -18,6 +18,8 @@ import torch
 from moeclipse.comm.flight.ledger import Ledger
 
 Stamp = Any  # int nanoseconds on CPU, torch.cuda.Event on CUDA
+Region = list[tuple[str, str, str]]
+"""What a captured region launches: lane, group and label of each."""
 
 
 @dataclass(kw_only=True)
@@ -50,6 +52,7 @@ class Recorder:
         self.active = False
         self.ledger: Ledger | None = None
         """Checks that each launch is the next op of a program; left out: they pass by."""
+        self._region: Region | None = None
         self._origin: tuple[int, Stamp] = (0, None)
         self._compute: list[tuple[Stamp, Stamp]] = []
         self._waits: list[tuple[Stamp, Stamp]] = []
@@ -85,8 +88,24 @@ class Recorder:
 
     def passes(self, lane: str, group: str, label: str) -> None:
         """Every transfer that is launched passes here, whatever carries it."""
+        if self._region is not None:
+            self._region.append((lane, group, label))
         if self.ledger is not None:
             self.ledger.launch(lane, group, label)
+
+    @contextmanager
+    def region(self) -> Iterator[Region]:
+        """What is launched inside, in order: where that is captured, it is launched again at every replay."""
+        outer, self._region = self._region, []
+        try:
+            yield self._region
+        finally:
+            self._region = outer
+
+    def replay(self, region: Region) -> None:
+        """A captured region is launched as one: what it lists passes as if each were launched by itself."""
+        for launch in region:
+            self.passes(*launch)
 
     def apart(self, what: str) -> AbstractContextManager[None]:
         """Launches inside belong to no step."""
