@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from moeclipse.moe.full_state import full_state_dict
     from moeclipse.moe.interleave import overlap
     from moeclipse.moe.layer import MoE
+    from moeclipse.moe.own_gate import routing_of
     from moeclipse.moe.parallelize import parallelize
+    from moeclipse.moe.routing import Routing
     from moeclipse.moe.standalone import attach, aux_loss, exclude_experts, expert_parameters, sync_gradients
     from moeclipse.pipeline.config import PipelineConfig
     from moeclipse.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -64,6 +66,8 @@ _EXPORTS = {
     "Mesh": "moeclipse.comm.mesh",
     "Placement": "moeclipse.balance.placement",
     "joint": "moeclipse.moe.adapters",
+    "Routing": "moeclipse.moe.routing",
+    "routing_of": "moeclipse.moe.own_gate",
     "aux_loss": "moeclipse.moe.standalone",
     "attach": "moeclipse.moe.standalone",
     "parallelize": "moeclipse.moe.parallelize",
@@ -146,6 +150,7 @@ __all__ = [
     "Placement",
     "PlacementConfig",
     "Preempted",
+    "Routing",
     "RowParallelLinear",
     "RunConfig",
     "Samples",
@@ -166,6 +171,7 @@ __all__ = [
     "open_corpus",
     "overlap",
     "parallelize",
+    "routing_of",
     "run_training",
     "sync_gradients",
     "validate",

@@ -111,6 +111,7 @@ RUN: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/configuration.md#0": a_file,
     "docs/data.md#0": a_tokenizer,
     "docs/data.md#1": a_corpus,
+    "docs/gates.md#0": lambda folder: {"nn": nn},
     "docs/kernels.md#0": lambda folder: {},
     "docs/layer.md#0": lambda folder: {},
     "docs/layer.md#2": own_experts,

@@ -95,3 +95,33 @@ def scaled(mesh: Mesh, overflow: bool) -> list[float]:
 def test_all_ranks_skip_a_step_that_one_must_skip() -> None:
     assert run_ranks(2, scaled, True) == [[0.0, 2.0]] * 2
     assert run_ranks(2, scaled, False) == [[1.0, 4.0]] * 2
+
+
+def stage(number: int, mesh: Mesh | None) -> nn.ModuleDict:
+    """The last stage has no experts."""
+    made: dict[str, nn.Module] = {"dense": nn.Linear(D, D, dtype=torch.float64)}
+    if number < 1:
+        made["moe"] = MoE(D, FF, EXPERTS, mesh=mesh, dtype=torch.float64)
+    built = nn.ModuleDict(made)
+    for key, parameter in built.named_parameters():
+        values = torch.arange(1, parameter.numel() + 1, dtype=torch.float64).view_as(parameter)
+        first = 0 if mesh is None or ".experts." not in key else mesh.ep_index * parameter.numel()
+        parameter.grad = 1e-3 * (number + 1) * (values + first)
+    return built
+
+
+def staged(mesh: Mesh) -> list[float]:
+    assert mesh.hosts, "asked by all ranks together, also those without a layer"
+    made = stage(mesh.pp_index, mesh)
+    found = clip_grad_norm_(made, 0.5, mesh=mesh)
+    return [float(found), float(made["dense"].weight.grad[0, 0])]
+
+
+def test_stages_have_one_norm() -> None:
+    both = [stage(number, None) for number in range(2)]
+    expected = nn.utils.clip_grad_norm_([p for made in both for p in made.parameters()], 0.5)
+    results = run_ranks(4, staged, pp=2)
+    for rank, (norm, first) in enumerate(results):
+        assert norm == pytest.approx(float(expected), rel=1e-12)
+        assert first == pytest.approx(float(both[rank // 2]["dense"].weight.grad[0, 0]), rel=1e-5)
+    assert len({norm for norm, _ in results}) == 1, "the same bits"

@@ -34,11 +34,10 @@ from moeclipse.moe.calls import Calls
 from moeclipse.moe.config import ExchangeConfig, GateConfig, MoEConfig
 from moeclipse.moe.experts import Experts
 from moeclipse.moe.full_state import full_state_dict
-from moeclipse.moe.gates import count_experts
 from moeclipse.moe.given import expert_group, given_exchange
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.losses import MoEReport
-from moeclipse.moe.routing import Routing
+from moeclipse.moe.routing import Routing, count_experts
 from moeclipse.moe.shards import ExpertPlace, load_shards, save_shards, trust_shards
 from moeclipse.moe.standalone import exclude_experts, held_layer, hold_layer, moe_layers
 from moeclipse.moe.structure import Structure

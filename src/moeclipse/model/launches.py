@@ -70,7 +70,7 @@ class LayerLaunches:
             return
         tokens, where = "data" if self.sharded else "stage", f"layer {layer}"
         if self.dp * self.ep * (1 if self.sharded else self.tp) > 1:
-            if self.gate.capacity_factor:
+            if self.gate.capacity_factor and self.gate.capacity_over == "all":
                 what = f"exchange of capacity counts, {where}"
                 yield HostedLaunch(kinds.COUNTS_F, kinds.ROUTE_F, tokens, what, ahead=True)
                 yield HostedLaunch(kinds.COUNTS_R, kinds.ROUTE_R, tokens, what, ahead=True)

@@ -68,6 +68,7 @@ class TransformerLayer(nn.Module):
             shared_gate=moe.shared_gate,
             activation=moe.activation,
             expert_bias=moe.expert_bias,
+            score_input=moe.score_input,
             exchange=moe.exchange,
             expert_tp=moe.expert_tp,
             mesh=mesh,

@@ -2,6 +2,7 @@
 
     norm^p = sum over dense parameters, which all ranks share, once
            + sum over experts, once each: those of this rank's copies in the group that shares them out
+           and, where stages hold different layers, the sum of that over stages
 
 torch's own `clip_grad_norm_` knows this rank's parameters alone: ranks with different experts find different
 norms, scale the dense gradients that they share differently, and their weights drift apart without a word.
@@ -22,17 +23,25 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from moeclipse.comm.flight.exchange import gather
-from moeclipse.core.errors import ConfigError
+from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.standalone import expert_parameters, moe_layers
 from moeclipse.ops.precision import wide_of
 
 
 def clip_grad_norm_(
-    model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    model: nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    mesh: Mesh | None = None,
 ) -> torch.Tensor:
-    """The norm before clipping; gradients are scaled to `max_norm` where it is larger. Collective."""
-    norm = grad_norm(model, norm_type)
+    """The norm before clipping; gradients are scaled to `max_norm` where it is larger. Collective.
+
+    `mesh`: where stages hold different layers (pp > 1) and some have no MoE layer that knows it.
+    """
+    norm = grad_norm(model, norm_type, mesh)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the norm of order {norm_type} of all gradients is not finite, so they cannot be clipped; leave "
@@ -47,8 +56,8 @@ def clip_grad_norm_(
 
 
 @torch.no_grad()
-def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
-    """Over all parameters of all ranks, each counted once."""
+def grad_norm(model: nn.Module, norm_type: float = 2.0, mesh: Mesh | None = None) -> torch.Tensor:
+    """Over all parameters of all ranks, each counted once; a weight that two stages share counts twice."""
     layers = list(moe_layers(model))
     experts = expert_parameters(model)
     dense = [p.grad for p in model.parameters() if p.grad is not None and p not in experts]
@@ -56,14 +65,16 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
     for name, layer in layers:
         mine = _expert_norm(layer, norm_type)
         mesh = layer.mesh
-        if mesh.pp > 1:
-            raise ConfigError(f"clip_grad_norm_ needs a mesh with pp = 1, not {mesh.pp}")
         label = f"norms of expert gradients, {name}"
         everyone = gather(mesh.a2a, mesh.experts, mine, label).get().flatten()
         parts += list(everyone)
-    if not parts:
-        return torch.zeros(())
-    return _join(torch.stack([part.to(parts[0]) for part in parts]), norm_type)
+    norm = torch.zeros(()) if mesh is None else torch.zeros((), device=mesh.device)
+    if parts:
+        norm = _join(torch.stack([part.to(parts[0]) for part in parts]), norm_type)
+    if mesh is None or mesh.pp == 1:
+        return norm
+    stages = gather(mesh.a2a, mesh.line, norm.double()[None], "norms of the gradients of stages").get()
+    return _join(stages.flatten(), norm_type).to(norm.dtype)
 
 
 @torch.no_grad()

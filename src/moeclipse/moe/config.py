@@ -30,6 +30,8 @@ class GateConfig:
     """How fast the controller moves logit(top_p)."""
     renormalise: bool = True
     """Divide the chosen scores by their sum (softmax and sigmoid)."""
+    renormalise_eps: float = 1e-20
+    """Added to that sum."""
     scale: float = 1.0
     """Factor on the scores (DeepSeek's routed_scaling_factor)."""
     num_groups: int = 1
@@ -50,6 +52,18 @@ class GateConfig:
     """Most rows per expert = ceil(factor x rows / experts) over the global microbatch; 0: dropless."""
     overflow: Literal["drop", "pad"] = "drop"
     """drop: rows over capacity are dropped; pad: besides, every expert computes exactly capacity rows."""
+    eval_capacity_factor: float = -1.0
+    """The factor outside of training; 0: dropless there; -1: gate.capacity_factor."""
+    min_capacity: int = 0
+    """Rows that an expert takes at least, however few tokens there are."""
+    capacity_over: Literal["all", "rank"] = "all"
+    """all: room is counted over the tokens of all ranks; rank: each rank counts its own, as others do."""
+    drop_policy: Literal["position", "score"] = "position"
+    """Who finds room: first choices in the order of tokens; or the highest scores (of a rank)."""
+    renormalise_kept: bool = False
+    """Divide the scores of a token once more, by the sum of those that found room."""
+    sample_second: bool = False
+    """In training, draw the second expert by its probability instead of taking the second best."""
     max_leaving: float = 1.0
     """Most of a rank's rows, all choices counted, that may leave its node, as a share; 1: no limit."""
     excess: Literal["reroute", "drop"] = "reroute"
@@ -79,14 +93,35 @@ class GateConfig:
             yield f"gate.scale ({self.scale}) must be positive"
         if not 0 <= self.max_leaving <= 1:
             yield f"gate.max_leaving ({self.max_leaving}) must be between 0 and 1; 1 is no limit"
-        if self.overflow == "pad" and not self.capacity_factor:
-            yield "gate.overflow = 'pad' needs gate.capacity_factor > 0"
+        yield from capacity_problems(self)
         yield from dynamic_problems(self)
 
     @property
     def expected_experts(self) -> float:
         """Experts per token that room is made for."""
         return self.mean_experts or self.top_k
+
+
+def capacity_problems(config: GateConfig) -> Iterator[str]:
+    """What is wrong with the keys of room for rows, and of choices that other libraries have."""
+    if config.overflow == "pad" and not config.capacity_factor:
+        yield "gate.overflow = 'pad' needs gate.capacity_factor > 0"
+    if config.overflow == "pad" and config.capacity_over == "rank":
+        yield "gate.overflow = 'pad' needs gate.capacity_over = 'all': an expert has one size"
+    if config.drop_policy == "score" and config.capacity_over == "all":
+        yield "gate.drop_policy = 'score' needs gate.capacity_over = 'rank': no rank knows others' scores"
+    if config.eval_capacity_factor < 0 and config.eval_capacity_factor != -1:
+        yield f"gate.eval_capacity_factor ({config.eval_capacity_factor}) must not be negative, or be -1"
+    if config.min_capacity < 0:
+        yield f"gate.min_capacity ({config.min_capacity}) must not be negative"
+    if config.renormalise_eps < 0:
+        yield f"gate.renormalise_eps ({config.renormalise_eps}) must not be negative"
+    bounded = config.capacity_factor or config.eval_capacity_factor > 0
+    if not bounded and (config.min_capacity or config.renormalise_kept):
+        name = "min_capacity" if config.min_capacity else "renormalise_kept"
+        yield f"gate.{name} needs gate.capacity_factor > 0: without it every row finds room"
+    if config.sample_second and (config.kind, config.top_k, config.choose) != ("softmax", 2, "top_k"):
+        yield "gate.sample_second needs gate.kind = 'softmax', gate.top_k = 2 and gate.choose = 'top_k'"
 
 
 def dynamic_problems(config: GateConfig) -> Iterator[str]:
@@ -146,6 +181,8 @@ class ExpertsConfig:
     """Between an expert's projections; relu2 (squared ReLU) and gelu have no gate, so up is half as wide."""
     expert_bias: bool = False
     """Add a bias after each of an expert's projections."""
+    score_input: bool = False
+    """Scores multiply what goes into an expert, not what comes out of it (Llama 4)."""
     expert_tp: Literal["folded", "sharded"] = "folded"
     """With parallel.tp: folded: each tp rank holds other experts; sharded: a part of each expert's width."""
 
@@ -205,7 +242,7 @@ class MoEConfig(ExchangeConfig, ExpertsConfig):
 
 SHAPE_KEYS = ("num_experts", "d_ff", "num_shared_experts")
 """Of ExpertsConfig: what the parameters look like."""
-STYLE_KEYS = ("activation", "expert_bias", "shared_d_ff", "shared_gate")
+STYLE_KEYS = ("activation", "expert_bias", "shared_d_ff", "shared_gate", "score_input")
 """Of ExpertsConfig: the same; told in checkpoints where they are not as usual."""
 
 

@@ -26,17 +26,20 @@ import torch.nn.functional as F
 from torch import nn
 
 from moeclipse.moe.autocast import is_on, off
+from moeclipse.moe.capacity import drop_low_scores, drop_over_capacity, room_for
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.dynamic_gates import DynamicChoice, renormalise_used
-from moeclipse.moe.routing import GateSums, Routing
+from moeclipse.moe.routing import GateSums, Routing, count_experts
 from moeclipse.moe.tokens import Tokens
 from moeclipse.moe.topology import limit_leaving
 from moeclipse.moe.weight_init import WeightInit
 from moeclipse.ops.gate import GateKind, gate, gate_fits
-from moeclipse.ops.grouping import rank_among_equals
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.random import fill_normal, key_of, normal, uniform
 from moeclipse.tensor.weight_grad import add_grad
+
+TINY = 1e-20
+"""Added to a sum of scores that is divided by."""
 
 
 class Gate(nn.Module):
@@ -93,14 +96,20 @@ class Gate(nn.Module):
     @property
     def compiles(self) -> bool:
         """Whether `torch.compile` sees through it: random numbers are keyed by what only the host knows."""
-        return self.config.kind not in ("gshard", "noisy") and not self.config.capacity_factor
+        config = self.config
+        bounded = config.capacity_factor or config.eval_capacity_factor > 0 or config.sample_second
+        return config.kind not in ("gshard", "noisy") and not bounded
+
+    @property
+    def learns(self) -> bool:
+        return self.weight.requires_grad
 
     @property
     def _plain(self) -> bool:
         """The best k of all experts, whatever the number of tokens, and no more."""
         config, stays = self.config, self.near_E is None or self.config.max_leaving >= 1
         alone = config.num_groups <= 1 and self.dynamic is None and self.logit_bias is None
-        return self.compiles and stays and alone
+        return self.compiles and stays and alone and config.renormalise_eps <= TINY
 
     def _route_in_kernels(self, x_TD: torch.Tensor) -> Routing:
         config = self.config
@@ -134,6 +143,8 @@ class Gate(nn.Module):
         if self.config.kind == "sigmoid":  # dynamic choices and the loss want probabilities that sum to one
             probs_TE = probs_TE / probs_TE.sum(-1, keepdim=True)
         wanted_TK = self._choose(preference_TE)
+        if self.config.sample_second and self.training:
+            wanted_TK = self._sample_second(wanted_TK, logits_TE, tokens)
         used_TK = None if self.dynamic is None else self.dynamic(probs_TE.detach().gather(1, wanted_TK))
         scores_TK = self._score(values_TE, wanted_TK, used_TK)
         ids_TK = wanted_TK if used_TK is None else wanted_TK.masked_fill(~used_TK, -1)
@@ -148,11 +159,9 @@ class Gate(nn.Module):
             )
             if reroute:  # an unused place keeps its share of the scores, as it does over capacity
                 scores_TK = self._score(values_TE, torch.where(ids_TK >= 0, ids_TK, wanted_TK), used_TK)
-        capacity = 0
-        if self.config.capacity_factor:
-            rows = tokens.total * self.config.expected_experts
-            capacity = math.ceil(self.config.capacity_factor * rows / self.num_experts)
-            ids_TK = drop_over_capacity(ids_TK, self.num_experts, capacity, tokens, self.layer)
+        ids_TK, capacity = self._find_room(ids_TK, scores_TK, tokens)
+        if capacity and self.config.renormalise_kept:
+            scores_TK = renormalise_used(scores_TK, ids_TK >= 0)
         return Routing(
             expert_ids_TK=ids_TK,
             scores_TK=scores_TK * self.config.scale,
@@ -161,6 +170,32 @@ class Gate(nn.Module):
             logits_TE=logits_TE,
             capacity=capacity,
         )
+
+    def _find_room(
+        self, ids_TK: torch.Tensor, scores_TK: torch.Tensor, tokens: Tokens
+    ) -> tuple[torch.Tensor, int]:
+        """(the choices that find room, the rows that an expert takes; 0: all of them)."""
+        on_rank = self.config.capacity_over == "rank"
+        counted = len(ids_TK) if on_rank else tokens.total
+        capacity = room_for(self.config, counted, self.num_experts, self.training)
+        if not capacity:
+            return ids_TK, 0
+        if self.config.drop_policy == "score":
+            return drop_low_scores(ids_TK, scores_TK, capacity), capacity
+        given = (ids_TK, self.num_experts, capacity, tokens, self.layer)
+        return drop_over_capacity(*given, on_rank=on_rank), capacity
+
+    def _sample_second(
+        self, wanted_TK: torch.Tensor, logits_TE: torch.Tensor, tokens: Tokens
+    ) -> torch.Tensor:
+        """In training, the second expert is drawn by the probabilities of all but the first."""
+        index_T = tokens.first + torch.arange(len(logits_TE), device=logits_TE.device)
+        index_TE = index_T[:, None] * self.num_experts + torch.arange(self.num_experts, device=index_T.device)
+        key = key_of(self.seed, tokens.step, tokens.microbatch, self.layer, "drawn")
+        gumbel_TE = -torch.log(-torch.log(uniform(key, index_TE).clamp(1e-12, 1 - 1e-7)))
+        noisy_TE = logits_TE.detach() + gumbel_TE.to(logits_TE.dtype)
+        second_T = noisy_TE.scatter(1, wanted_TK[:, :1], -math.inf).argmax(-1)
+        return torch.stack([wanted_TK[:, 0], second_T], dim=1)
 
     def _choose(self, preference_TE: torch.Tensor) -> torch.Tensor:
         if self.config.num_groups > 1:
@@ -177,7 +212,7 @@ class Gate(nn.Module):
         if kind == "noisy":
             return scores_TK.softmax(-1)
         if kind == "gshard" or (self.config.renormalise and kind != "switch"):
-            scores_TK = renormalise(scores_TK)
+            scores_TK = renormalise(scores_TK, self.config.renormalise_eps)
         return scores_TK
 
     def _skip_second(self, ids_TK: torch.Tensor, scores_TK: torch.Tensor, tokens: Tokens) -> torch.Tensor:
@@ -228,32 +263,7 @@ class Gate(nn.Module):
             self.dynamic.adapt(global_seen_3)
 
 
-def renormalise(scores_TK: torch.Tensor) -> torch.Tensor:
-    if scores_TK.shape[1] == 1:
+def renormalise(scores_TK: torch.Tensor, eps: float = TINY) -> torch.Tensor:
+    if scores_TK.shape[1] == 1 and eps <= TINY:
         return torch.ones_like(scores_TK)  # s / s: its gradient is zero, not what rounding leaves of it
-    return scores_TK / (scores_TK.sum(-1, keepdim=True) + 1e-20)
-
-
-def count_experts(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Rows for each expert; unused places do not count."""
-    # Not bincount: on a GPU it asks the host how long it is to be.
-    place = ids.flatten() + 1
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
-    return counts.scatter_add_(0, place.long(), counts.new_ones(()).expand_as(place))[1:]
-
-
-def drop_over_capacity(
-    ids_TK: torch.Tensor, num_experts: int, capacity: int, tokens: Tokens, layer: int
-) -> torch.Tensor:
-    """Replace by -1 what comes too late for its expert, counting over all ranks' tokens."""
-    num_choices = ids_TK.shape[1]
-    counts_KE = torch.stack([count_experts(ids_TK[:, k], num_experts) for k in range(num_choices)])
-    counts_PKE = tokens.gather(counts_KE, f"exchange of capacity counts, layer {layer}").get()
-    earlier_KE = counts_PKE.sum(0).cumsum(0) - counts_PKE.sum(0)  # all first choices before any second
-    earlier_KE = earlier_KE + counts_PKE[: tokens.group.index].sum(0)
-    kept = []
-    for k in range(num_choices):
-        ids_T = ids_TK[:, k]
-        place_T = earlier_KE[k][ids_T.clamp(min=0)] + rank_among_equals(ids_T)
-        kept.append(torch.where(place_T < capacity, ids_T, -1))
-    return torch.stack(kept, dim=1)
+    return scores_TK / (scores_TK.sum(-1, keepdim=True) + eps)

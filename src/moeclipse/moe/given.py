@@ -28,7 +28,11 @@ class NotGiven(int):
 TOP_K = NotGiven(2)
 
 
-def given_gate(gate: GateConfig | None, top_k: int) -> GateConfig:
+def given_gate(gate: GateConfig | nn.Module | None, top_k: int) -> GateConfig:
+    """How ours chooses; of a module of one's own, what it says of losses."""
+    if isinstance(gate, nn.Module):
+        said = getattr(gate, "config", None)
+        return said if isinstance(said, GateConfig) else GateConfig(top_k=1, balance_loss=0.0)
     if gate is None:
         return GateConfig(top_k=int(top_k) if isinstance(top_k, NotGiven) else top_k)
     if not isinstance(top_k, NotGiven) and top_k != gate.top_k:

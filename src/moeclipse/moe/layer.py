@@ -41,7 +41,6 @@ from moeclipse.moe.dispatch_in_turns import dispatch_in_turns
 from moeclipse.moe.expert_set import PairExperts
 from moeclipse.moe.experts import Experts, PadToCapacity
 from moeclipse.moe.fused import FusedExperts, fits
-from moeclipse.moe.gates import Gate
 from moeclipse.moe.given import (
     TOP_K,
     alike,
@@ -57,6 +56,7 @@ from moeclipse.moe.given import (
 from moeclipse.moe.losses import MoEReport, report_on
 from moeclipse.moe.mask import leave_out
 from moeclipse.moe.optimizer_state import watch_optimizers
+from moeclipse.moe.own_gate import make_gate
 from moeclipse.moe.pairwise import PairwiseExperts
 from moeclipse.moe.private_torch import in_backward
 from moeclipse.moe.probe import Probe, measure
@@ -82,12 +82,13 @@ class MoE(nn.Module):
         num_experts: int,
         top_k: int = TOP_K,
         *,
-        gate: GateConfig | None = None,
+        gate: GateConfig | nn.Module | None = None,
         num_shared_experts: int = 0,
         shared_d_ff: int = 0,
         shared_gate: bool = False,
         activation: Activation = "swiglu",
         expert_bias: bool = False,
+        score_input: bool = False,
         experts: Callable[[int], nn.Module] | Joint | None = None,
         d_out: int | None = None,
         exchange: ExchangeConfig | Mapping[str, Any] | None = None,
@@ -101,27 +102,23 @@ class MoE(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`exchange`: how rows travel. `placement`: which rank holds which experts; left out: equal parts."""
+        """`gate`: how ours chooses, or a module of your own (`moe/own_gate`).
+
+        `exchange`: how rows travel. `placement`: which rank holds which experts; left out: equal parts.
+        """
         super().__init__()
-        gate = given_gate(gate, top_k)
-        config = MoEConfig(
-            num_experts=num_experts,
-            d_ff=d_ff,
-            num_shared_experts=num_shared_experts,
-            shared_d_ff=shared_d_ff,
-            shared_gate=shared_gate,
-            activation=activation,
-            expert_bias=expert_bias,
-            expert_tp=expert_tp,
-            **vars(given_exchange(exchange)),
-        )
+        choice = given_gate(gate, top_k)
+        style: dict[str, Any] = {"activation": activation, "expert_bias": expert_bias}
+        style |= {"num_shared_experts": num_shared_experts, "shared_d_ff": shared_d_ff}
+        style |= {"shared_gate": shared_gate, "expert_tp": expert_tp, "score_input": score_input}
+        config = MoEConfig(num_experts=num_experts, d_ff=d_ff, **style, **vars(given_exchange(exchange)))
         device = given_device(device, mesh)
         mesh = mesh or alone(device)
         self.config, self.layer, self.num_experts = config, layer, num_experts
         group = expert_group(mesh, config)
-        check(config, gate, mesh, group, placement, experts)
+        check(config, choice, mesh, group, placement, experts)
         init = WeightInit(layer=layer, seed=seed, std=init_std, down_std=down_std, device=device, dtype=dtype)
-        self.gate = Gate(gate, d_model=d_model, num_experts=num_experts, init=init)
+        self.gate = make_gate(gate, choice, d_model=d_model, num_experts=num_experts, init=init)
         placement = placement or Placement.contiguous(num_experts, group.size)
         shard = (mesh.tp_index, mesh.tp) if is_sharded(mesh, config) else (0, 1)
         common: dict[str, Any] = {"d_model": d_model, "activation": activation, "bias": expert_bias}
@@ -243,7 +240,7 @@ class MoE(nn.Module):
         y_TO, report = self.run(x, tokens, call)
         if call is not None and call.lent and again:
             return repay(y_TO, report.aux_loss, call)
-        if call is not None and not again and not torch.is_grad_enabled() and self.gate.weight.requires_grad:
+        if call is not None and not again and not torch.is_grad_enabled() and self.gate.learns:
             report = replace(report, aux_loss=lend(report.aux_loss, call))
         if not again:
             self.last = report
@@ -252,6 +249,7 @@ class MoE(nn.Module):
     def _compiled(self, x: Inputs) -> torch.Tensor:
         """Inside `torch.compile`: on one rank with the built-in experts a graph without a break."""
         experts, traced = self.experts, self.mesh.num_ranks == 1 and self.gate.compiles
+        traced = traced and not self.config.score_input
         if not (traced and isinstance(x, torch.Tensor) and isinstance(experts, Experts)):
             outside: torch.Tensor = torch.compiler.disable(self._called)(x)
             return outside
@@ -345,14 +343,16 @@ class MoE(nn.Module):
 
     def _kernel_experts(self, inputs: Sequence[torch.Tensor]) -> Experts | None:
         """The experts, where kernels take them and these rows."""
-        if self.gate.config.overflow == "pad" or not isinstance(self.experts, Experts):
+        plain = self.gate.config.overflow == "pad" or self.config.score_input
+        if plain or not isinstance(self.experts, Experts):
             return None
         takes = fits(self.experts, inputs) if self.fused is None else self.fused
         return self.experts if takes else None
 
     def _pairwise(self, structure: Structure, inputs: Sequence[torch.Tensor]) -> PairwiseExperts:
         like = [without_rows(tensor) for tensor in inputs]
-        return PairwiseExperts(experts=self.experts, structure=structure, like=like)
+        of = {"experts": self.experts, "score_input": self.config.score_input}
+        return PairwiseExperts(structure=structure, like=like, **of)  # type: ignore[arg-type]
 
     def measure_costs(self) -> Probe:
         """Collective over the ranks of a stage, for rows that are one vector each."""
@@ -382,7 +382,7 @@ class MoE(nn.Module):
         if call is not None:
             call.decided = prepared.decided
         experts: PairExperts = pairwise
-        if self.gate.config.overflow == "pad":
+        if self.gate.config.overflow == "pad" and routing.capacity:
             experts = replace(pairwise, experts=PadToCapacity(self.experts, routing.capacity))
         elif (taken := self._kernel_experts(inputs)) is not None:
             experts = FusedExperts(taken, routing.expert_ids_TK.shape[1])

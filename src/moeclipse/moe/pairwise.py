@@ -3,6 +3,11 @@
     forward    x_m = row of pair m          y = experts(x)       partial_r = sum of score * y over its pairs
     backward   dy_m = score_m * d_partial   d_score = d_partial . y        d_row = sum of dx over its pairs
 
+Where scores multiply what goes in (Llama 4), not what comes out:
+
+    forward    y = experts(score_m x_m)     partial_r = sum of y over its pairs
+    backward   d_in = d_partial through the experts        d_score = d_in . x       dx_m = score_m d_in
+
 The kernels of `moe/fused` do the same without the copies, where they fit.
 """
 
@@ -25,7 +30,8 @@ from moeclipse.tensor.weight_grad import Grads
 class PairsSaved:
     experts: Any
     """What the experts keep."""
-    y_MO: torch.Tensor
+    scored_MW: torch.Tensor
+    """What the scores multiplied."""
     index_M: torch.Tensor
     score_M: torch.Tensor
     num_rows: int
@@ -38,6 +44,8 @@ class PairwiseExperts:
     experts: ExpertSet
     structure: Structure
     like: Sequence[torch.Tensor]
+    score_input: bool = False
+    """Scores multiply the first of a token's tensors on its way in."""
 
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
@@ -57,24 +65,36 @@ class PairwiseExperts:
     ) -> tuple[torch.Tensor, PairsSaved]:
         gathered = [tensor[index_M].to(like.dtype) for tensor, like in zip(rows, self.like, strict=True)]
         given = () if shadows is None else (shadows,)
+        scored_MW = gathered[0]
+        if self.score_input:
+            gathered[0] = (scored_MW * score_M[:, None]).to(scored_MW.dtype)
         y_MO, saved = self.experts.forward(self.structure.put_together(gathered), counts, *given)
         num_rows = len(rows[0])
-        partial_RO = sum_rows(y_MO, index_M, num_rows, score_M)
+        partial_RO = sum_rows(y_MO, index_M, num_rows, *(() if self.score_input else (score_M,)))
+        if not self.score_input:
+            scored_MW = y_MO
         return partial_RO, PairsSaved(
-            experts=saved, y_MO=y_MO, index_M=index_M, score_M=score_M, num_rows=num_rows
+            experts=saved, scored_MW=scored_MW, index_M=index_M, score_M=score_M, num_rows=num_rows
         )
 
     def dgrad(
         self, d_partial_RO: torch.Tensor, saved: PairsSaved
     ) -> tuple[list[torch.Tensor | None], torch.Tensor, Any]:
-        y_MO, score_M, wide = saved.y_MO, saved.score_M, saved.score_M.dtype
+        score_M, wide = saved.score_M, saved.score_M.dtype
         d_pair_MO = d_partial_RO[saved.index_M]
-        d_score_M = (d_pair_MO.to(wide) * y_MO.to(wide)).sum(-1)
-        d_y_MO = (d_pair_MO * score_M[:, None]).to(y_MO.dtype)
-        d_x, pending = self.experts.dgrad(d_y_MO, saved.experts)
+        if self.score_input:
+            d_x, pending = self.experts.dgrad(d_pair_MO, saved.experts)
+            d_in, *others = self.structure.flatten(d_x)
+            d_score_M = (d_in.to(wide) * saved.scored_MW.to(wide)).sum(-1)
+            d_inputs = [(d_in * score_M[:, None]).to(d_in.dtype), *others]
+        else:
+            d_score_M = (d_pair_MO.to(wide) * saved.scored_MW.to(wide)).sum(-1)
+            d_y_MO = (d_pair_MO * score_M[:, None]).to(saved.scored_MW.dtype)
+            d_x, pending = self.experts.dgrad(d_y_MO, saved.experts)
+            d_inputs = list(self.structure.flatten(d_x))
         d_rows = [
             sum_rows(grad, saved.index_M, saved.num_rows) if grad.is_floating_point() else None
-            for grad in self.structure.flatten(d_x)
+            for grad in d_inputs
         ]
         return d_rows, d_score_M, pending
 

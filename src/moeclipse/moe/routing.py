@@ -55,3 +55,11 @@ class Routing:
             return self.sums.squares
         assert self.logits_TE is not None
         return self.logits_TE.logsumexp(-1).square().sum()
+
+
+def count_experts(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Rows for each expert; unused places do not count."""
+    # Not bincount: on a GPU it asks the host how long it is to be.
+    place = ids.flatten() + 1
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
+    return counts.scatter_add_(0, place.long(), counts.new_ones(()).expand_as(place))[1:]

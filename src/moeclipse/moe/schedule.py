@@ -30,7 +30,6 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.dispatch import Dispatcher, DispatchPlan, plan_dispatch
 from moeclipse.moe.dispatch_combine import Programs
-from moeclipse.moe.gates import count_experts
 from moeclipse.moe.granularity import (
     CHUNKS,
     Granularity,
@@ -43,6 +42,7 @@ from moeclipse.moe.granularity import (
 from moeclipse.moe.pairwise import PairwiseExperts
 from moeclipse.moe.probe import Probe, measure, tell
 from moeclipse.moe.replicas import choose_slots
+from moeclipse.moe.routing import count_experts
 from moeclipse.moe.shadow import RankShadows, ShadowExperts, keep_shadowed
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.shape import ExchangeShape, Shadow
