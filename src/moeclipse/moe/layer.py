@@ -41,6 +41,7 @@ from moeclipse.moe.dispatch_in_turns import dispatch_in_turns
 from moeclipse.moe.expert_set import PairExperts
 from moeclipse.moe.experts import Experts, PadToCapacity
 from moeclipse.moe.fused import FusedExperts, fits
+from moeclipse.moe.gates import Gate
 from moeclipse.moe.given import (
     TOP_K,
     alike,
@@ -56,7 +57,7 @@ from moeclipse.moe.given import (
 from moeclipse.moe.losses import MoEReport, report_on
 from moeclipse.moe.mask import leave_out
 from moeclipse.moe.optimizer_state import watch_optimizers
-from moeclipse.moe.own_gate import make_gate
+from moeclipse.moe.own_gate import OwnGate, make_gate
 from moeclipse.moe.pairwise import PairwiseExperts
 from moeclipse.moe.private_torch import in_backward
 from moeclipse.moe.probe import Probe, measure
@@ -118,7 +119,8 @@ class MoE(nn.Module):
         group = expert_group(mesh, config)
         check(config, choice, mesh, group, placement, experts)
         init = WeightInit(layer=layer, seed=seed, std=init_std, down_std=down_std, device=device, dtype=dtype)
-        self.gate = make_gate(gate, choice, d_model=d_model, num_experts=num_experts, init=init)
+        sizes = {"d_model": d_model, "num_experts": num_experts}
+        self.gate: Gate | OwnGate = make_gate(gate, choice, **sizes, init=init)
         placement = placement or Placement.contiguous(num_experts, group.size)
         shard = (mesh.tp_index, mesh.tp) if is_sharded(mesh, config) else (0, 1)
         common: dict[str, Any] = {"d_model": d_model, "activation": activation, "bias": expert_bias}
