@@ -40,6 +40,12 @@ CASES: dict[str, dict[str, Any]] = {
     "biases that move": {"gate.kind": "sigmoid", "gate.bias_rate": 0.01, "gate.z_loss": 0.1},
     "norms of heads": {"model.qk_norm": "head", "model.tie_embeddings": True},
     "gated shared experts": {"moe.shared_gate": True},
+    "narrow": {
+        "model.dtype": "bfloat16",
+        "optim.state": "bf16",
+        "optim.master": "none",
+        "optim.main_grad": "bf16",
+    },
 }
 
 

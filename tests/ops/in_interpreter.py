@@ -22,6 +22,7 @@ from moeclipse.ops import (
     gate,
     norm,
     rotary,
+    rounding,
     topk_softmax,
     wgrad,
 )
@@ -201,8 +202,29 @@ def check_adam() -> None:
         print(f"adam rounded {name}\t{0 if factor != factor else apart.item()}", flush=True)
         if factor != factor:
             print(f"adam skipped rounded\t{(rounded != 2.0).sum().item()}", flush=True)
+    check_by_chance(step)
     parts = [torch.randn(2 * adam.BLOCK * adam.SQUARES_BLOCKS + 3), torch.randn(0), torch.randn(5)]
     report("squares", adam.sum_of_squares_kernel(parts), adam.sum_of_squares_reference(parts))
+
+
+def check_by_chance(step: adam.AdamStep) -> None:
+    """Weights without a master: every bit. Moments in fp16, because bf16 is not rounded here."""
+    length = 2 * adam.BLOCK + 100
+    last = (3050, length - 3060, 3, 1 << 30, 999, 0)
+    cuts = ((0, 50, 2**63 + 5, 7, 13, 0), (50, 3000, 77, 0, 64, 128), last)
+    names = ("offset", "length", "key", "start", "columns", "left")
+    stretches = [rounding.Stretch(**dict(zip(names, cut, strict=True))) for cut in cuts]
+    whole = rounding.Stretches(stretches, length, torch.device("cpu"), adam.BLOCK)
+    given = [torch.randn(length).bfloat16(), torch.randn(length).half(), torch.rand(length).half()]
+    given += [torch.randn(length), torch.tensor(0.3, dtype=torch.float64)]
+    expected = [tensor.clone() for tensor in given]
+    for key in (2**64 - 12345, 5):
+        adam.adam_kernel(*given, step, None, (whole, key))
+        adam.adam_reference(*expected, step, None, (whole, key))
+    other = (given[0] != expected[0]).float().mean().item()
+    print(f"adam by chance\t{0 if other < 1e-3 else other}", flush=True)  # last bits of fp32 may tip one over
+    report("adam narrow m 64x32", given[1], expected[1])
+    report("adam narrow v 64x32", given[2], expected[2])
 
 
 def check_norm(shape: tuple[int, ...], *, add: bool, apart: int = 0) -> None:

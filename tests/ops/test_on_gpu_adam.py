@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from moeclipse.ops.adam import AdamStep, adam, adam_reference, sum_of_squares
+from moeclipse.ops.adam import BLOCK, AdamStep, adam, adam_reference, sum_of_squares
+from moeclipse.ops.rounding import Stretch, Stretches
 
 HAS_GPU = torch.cuda.device_count() > 0  # through NVML: asking CUDA itself would spoil forked ranks
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")]
@@ -83,3 +84,22 @@ def test_squares_are_added_in_float64_and_in_one_order() -> None:
     first, second = sum_of_squares(parts), sum_of_squares(parts)
     assert torch.equal(first, second)
     assert abs(float(first / exact) - 1) < 1e-13
+
+
+def test_weights_without_a_master_are_rounded_as_on_the_cpu() -> None:
+    length = 100_003
+    cuts = [(0, 50_000, 2**63 + 7, 11, 100, 0), (50_000, 50_000, 5, 0, 64, 128)]
+    names = ("offset", "length", "key", "start", "columns", "left")
+    parts = [Stretch(**dict(zip(names, cut, strict=True))) for cut in cuts]
+    step = AdamStep(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.3, number=1)
+    *tensors, factor = given(length)
+    narrow = [tensor.bfloat16() for tensor in tensors]
+    found = []
+    for device, update in (("cuda", adam), ("cpu", adam_reference)):
+        stretches = Stretches(parts, length, torch.device(device), BLOCK)
+        state = [tensor.to(device).clone() for tensor in narrow]
+        for key in (2**64 - 3, 12):
+            update(*state, factor.to(device), step, by_chance=(stretches, key))
+        found.append([tensor.cpu() for tensor in state])
+    for ours, expected in zip(*found, strict=True):
+        assert (ours != expected).float().mean() < 1e-3, "the last bit of fp32 may tip a few over"

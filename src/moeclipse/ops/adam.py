@@ -7,6 +7,9 @@
 Idea. One step reads weight, moments and gradient once, and writes weight, moments and the rounded weight
 once: 30 bytes a parameter for fp32 state and bf16 weights. The norm is one read before it.
 
+State may be narrower than fp32: it is widened, updated and rounded to the nearest. Weights without a master
+are bf16 and rounded by chance (`ops/rounding`).
+
 Contract. `factor` (clipping, loss scale) is a number on the device, so nobody has to know the norm on the
 host; a factor that is not finite changes nothing: the step is skipped. All tensors are flat and of one
 length, and an element's update depends on that element alone, wherever a shard begins. Sums of squares are
@@ -23,6 +26,12 @@ from dataclasses import dataclass
 
 import torch
 
+from moeclipse.ops.precision import wide_of
+from moeclipse.ops.random import signed
+from moeclipse.ops.rounding import Stretches, round_stochastically
+
+ByChance = tuple[Stretches, int]
+"""What lies where in a shard, and the key of the step."""
 BLOCK = 2048
 SQUARES_BLOCKS = 16
 """Blocks of one program of the sum of squares."""
@@ -63,19 +72,28 @@ def adam_reference(
     factor: torch.Tensor,
     step: AdamStep,
     rounded: torch.Tensor | None = None,
+    by_chance: ByChance | None = None,
 ) -> None:
     number = float(factor)
     if not math.isfinite(number):
         return
-    grad = grad.to(weight.dtype)
+    wide = wide_of(weight.dtype)
+    # Where state has the wide type these are the tensors themselves.
+    w, m, v = (tensor.to(wide) for tensor in (weight, adam_m, adam_v))
+    grad = grad.to(wide)
     if number != 1:
         grad = grad * number
-    adam_m.lerp_(grad, 1 - step.beta1)
-    adam_v.mul_(step.beta2).addcmul_(grad, grad, value=1 - step.beta2)
-    spread = (adam_v / step.filled).sqrt_().add_(step.eps)
-    weight.mul_(step.kept).addcdiv_(adam_m, spread, value=-step.rate)
-    if rounded is not None:
-        rounded.copy_(weight)
+    m.lerp_(grad, 1 - step.beta1)
+    v.mul_(step.beta2).addcmul_(grad, grad, value=1 - step.beta2)
+    spread = (v / step.filled).sqrt_().add_(step.eps)
+    w.mul_(step.kept).addcdiv_(m, spread, value=-step.rate)
+    for kept, new in ((adam_m, m), (adam_v, v)):
+        if kept is not new:
+            kept.copy_(new)
+    if by_chance is not None:
+        weight.copy_(round_stochastically(w, *by_chance))
+    elif rounded is not None:
+        rounded.copy_(w)
 
 
 def adam(
@@ -86,10 +104,15 @@ def adam(
     factor: torch.Tensor,
     step: AdamStep,
     rounded: torch.Tensor | None = None,
+    by_chance: ByChance | None = None,
 ) -> None:
-    """One update in place; `rounded` gets the new weights in its own type."""
-    fits = weight.is_cuda and weight.dtype == torch.float32
-    (adam_kernel if fits else adam_reference)(weight, adam_m, adam_v, grad, factor, step, rounded)
+    """One update in place; `rounded` gets the new weights in its own type.
+
+    `by_chance`: weights are bf16 and there are no wider ones; how they are rounded is in `ops/rounding`.
+    """
+    fits = weight.is_cuda and weight.dtype != torch.float64
+    picked = adam_kernel if fits else adam_reference
+    picked(weight, adam_m, adam_v, grad, factor, step, rounded, by_chance)
 
 
 def adam_kernel(
@@ -100,15 +123,18 @@ def adam_kernel(
     factor: torch.Tensor,
     step: AdamStep,
     rounded: torch.Tensor | None = None,
+    by_chance: ByChance | None = None,
 ) -> None:
     if not len(weight):
         return
     from moeclipse.ops.triton import adam as kernels
 
+    stretches, step_key = by_chance or (None, 0)
+    tables = (None, None) if stretches is None else (stretches.table, stretches.of_blocks)
     kernels.adam[(-(-len(weight) // BLOCK),)](
-        weight, adam_m, adam_v, grad, rounded, factor, len(weight),
+        weight, adam_m, adam_v, grad, rounded, factor, *tables, signed(step_key), len(weight),
         1 - step.beta1, step.beta2, 1 - step.beta2, step.eps, step.kept, step.rate, step.filled,
-        ROUND=rounded is not None, BLOCK=BLOCK, num_warps=8,
+        ROUND=rounded is not None, BY_CHANCE=by_chance is not None, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
 
 

@@ -26,11 +26,15 @@ def key_of(*parts: int | str) -> int:
 
 def uniform(key: int, index: torch.Tensor) -> torch.Tensor:
     """float64 in (0, 1), one for each int64 index."""
-    x = index * signed(GOLDEN) + signed(key)
+    x = scramble(index * signed(GOLDEN) + signed(key))
+    return (shift_right(x, 11).to(torch.float64) + 0.5) * 2.0**-53
+
+
+def scramble(x: torch.Tensor) -> torch.Tensor:
+    """The finaliser: every bit of an int64 reaches every other."""
     x = (x ^ shift_right(x, 30)) * signed(MIX_1)
     x = (x ^ shift_right(x, 27)) * signed(MIX_2)
-    x = x ^ shift_right(x, 31)
-    return (shift_right(x, 11).to(torch.float64) + 0.5) * 2.0**-53
+    return x ^ shift_right(x, 31)
 
 
 def normal(key: int, index: torch.Tensor) -> torch.Tensor:

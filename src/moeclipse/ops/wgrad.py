@@ -71,6 +71,13 @@ def grouped_wgrad(
     accumulate: bool = True,
 ) -> None:
     """Add dy_e^T x_e to into[e] for all experts at once."""
+    if accumulate and into_END.dtype in KERNEL_DTYPES and wgrad_fits(dy_MN, x_MD, into_END, False):
+        # The copy engine adds fp32 alone; a sum of its own is added behind it.
+        fresh_END = torch.empty_like(into_END)
+        indices = {"dy_index_M": dy_index_M, "x_index_M": x_index_M}
+        grouped_wgrad(dy_MN, x_MD, offsets_E1, fresh_END, **indices, accumulate=False)
+        into_END.add_(fresh_END)
+        return
     picked = (
         grouped_wgrad_kernel
         if dy_MN.is_cuda and wgrad_fits(dy_MN, x_MD, into_END, accumulate)

@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import nn
@@ -37,6 +38,8 @@ from moeclipse.ops.precision import wide_of
 from moeclipse.tensor.cut import Cut, Share, cut_of, share_of
 from moeclipse.tensor.weight_grad import Accumulation, attach
 from moeclipse.train.slabs import Slab
+
+MainGrad = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +88,9 @@ class Content:
 
 
 class Bucket:
-    def __init__(self, content: Content, mesh: Mesh, peer: PeerUse = "off") -> None:
+    def __init__(
+        self, content: Content, mesh: Mesh, peer: PeerUse = "off", main_grad: MainGrad = "fp32"
+    ) -> None:
         self.name, self.entries, self.bounds = content.name, content.entries, content.bounds
         self.group, self.decay, self.mesh = content.group, content.decay, mesh
         self.contributes, self.owned = content.contributes, content.owned
@@ -93,7 +98,8 @@ class Bucket:
         first = content.parameters[0]
         self.params = torch.zeros(self.bounds[-1], dtype=first.dtype, device=first.device)
         # Not cleared: a step begins with `Buckets.zero`, and its first gradients are stored.
-        self.grads = torch.empty(self.bounds[-1], dtype=wide_of(first.dtype), device=first.device)
+        dtype = wide_of(first.dtype) if main_grad == "fp32" else torch.bfloat16
+        self.grads = torch.empty(self.bounds[-1], dtype=dtype, device=first.device)
         self.parameters = content.parameters
         self.missing: set[int] = set()
         self.sums: list[Accumulation] = []
@@ -125,14 +131,14 @@ class Bucket:
         shard, self._sum = self._sum.get(), None
         return shard
 
-    def weights(self) -> torch.Tensor:
-        """This rank's shard of the parameters in the optimizer's type: themselves, or a copy."""
-        return self.params[self.shard].to(self.grads.dtype)
+    def weights(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """This rank's shard of the parameters in this or a wide type: themselves, or a copy."""
+        return self.params[self.shard].to(dtype or wide_of(self.params.dtype))
 
     @property
     def rounded(self) -> torch.Tensor | None:
         """Where an update may write the new weights, rounded; None: that is left to `store`."""
-        return None if self.params.dtype == self.grads.dtype else self.params[self.shard]
+        return None if self.params.dtype == wide_of(self.params.dtype) else self.params[self.shard]
 
     def store(self, weight: torch.Tensor) -> None:
         """Round updated weights to the parameters' type, where these are not the same tensor."""
@@ -170,13 +176,14 @@ class Buckets:
         bucket_mb: float,
         peer: PeerUse = "off",
         make_expert_bucket: MakeExpertBucket | None = None,
+        main_grad: MainGrad = "fp32",
     ) -> None:
         """`peer`: small buckets are reduced through peer memory, where that applies.
 
         `make_expert_bucket` makes the buckets of experts that move or have replicas.
         """
         self.buckets = [
-            content if isinstance(content, Bucket) else Bucket(content, mesh, peer)
+            content if isinstance(content, Bucket) else Bucket(content, mesh, peer, main_grad)
             for content in contents(model, mesh, bucket_mb, make_expert_bucket)
         ]
         self._armed = self._placed = False
@@ -184,8 +191,8 @@ class Buckets:
         for bucket in self.buckets:
             offset = 0
             for index, parameter in enumerate(bucket.parameters):
-                main_grad = bucket.grads[offset : offset + parameter.numel()].view(parameter.shape)
-                bucket.sums.append(attach(parameter, main_grad, partial(self._ready, bucket, index)))
+                place = bucket.grads[offset : offset + parameter.numel()].view(parameter.shape)
+                bucket.sums.append(attach(parameter, place, partial(self._ready, bucket, index)))
                 offset += parameter.numel()
 
     def __iter__(self) -> Iterator[Bucket]:

@@ -22,6 +22,7 @@ from moeclipse.model.config import ModelConfig
 from moeclipse.moe.config import LAYER_KEYS, GateConfig, MoEConfig, layer_problems
 from moeclipse.pipeline.config import PipelineConfig
 from moeclipse.pipeline.overlap import StageLayout, lay_out
+from moeclipse.train.optim_config import OptimConfig, type_problems
 from moeclipse.train.survival_config import CheckpointConfig, IntegrityConfig
 
 MAX_NAME = 200
@@ -86,49 +87,6 @@ class DataConfig:
                 yield f"{key} ({name!r}) must be the path of a file"
         if "" in self.files:
             yield "data.files holds an empty name; give paths or globs of files, or an empty list"
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    """AdamW with warm-up and cosine decay, its state sharded over ranks."""
-
-    lr: float = 1e-3
-    min_lr_ratio: float = 0.1
-    warmup_steps: int = 20
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    """Bound on the global gradient norm; 0: no clipping."""
-    accumulate: int = 1
-    """Microbatches per step."""
-    bucket_mb: float = 25.0
-    """Gradients are reduced in buckets of about this size, while backward goes on."""
-    max_bad_steps: int = 10
-    """So many steps in a row with a non-finite loss or gradient end the run."""
-    loss_scale: float | Literal["auto"] = "auto"
-    """The loss is multiplied by it before backward; auto: found while training in float16, 1 otherwise."""
-
-    def problems(self) -> Iterator[str]:
-        if self.lr <= 0:
-            yield f"optim.lr ({self.lr}) must be positive"
-        if not 0 <= self.min_lr_ratio <= 1:
-            yield f"optim.min_lr_ratio ({self.min_lr_ratio}) must be between 0 and 1"
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                yield f"optim.{name} ({getattr(self, name)}) must be at least 0 and below 1"
-        for name in ("weight_decay", "clip_norm", "warmup_steps"):
-            if getattr(self, name) < 0:
-                yield f"optim.{name} ({getattr(self, name)}) must not be negative"
-        for name in ("accumulate", "max_bad_steps"):
-            if getattr(self, name) < 1:
-                yield f"optim.{name} ({getattr(self, name)}) must be at least 1"
-        if self.loss_scale != "auto" and not 0 < self.loss_scale < math.inf:
-            yield f"optim.loss_scale ({self.loss_scale}) must be auto or a positive number"
-        for name in ("eps", "bucket_mb"):
-            if getattr(self, name) <= 0:
-                yield f"optim.{name} ({getattr(self, name)}) must be positive"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +161,11 @@ def expert_problems(config: TrainConfig) -> Iterator[str]:
     """What no layer with experts can be built from."""
     if config.num_expert_layers:
         yield from layer_problems(config.moe, config.gate, config.parallel.tp)
+
+
+def optim_problems(config: TrainConfig) -> Iterator[str]:
+    """What the optimizer cannot do for a model of this type."""
+    yield from type_problems(config.optim, config.model.dtype)
 
 
 def data_problems(config: TrainConfig) -> Iterator[str]:
@@ -349,6 +312,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], Iterator[str]]], ...
         ),
         pipeline_problems,
     ),
+    (("model.dtype", "optim.state", "optim.master", "optim.main_grad"), optim_problems),
     ((*LAYOUT_KEYS, *STAGE_KEYS, "gate.max_leaving", "placement.reduce", "moe.shadow"), placement_problems),
 )
 """What must hold between sections, and the keys that each rule reads."""

@@ -93,13 +93,16 @@ class Learner:
             held=None if layout is None else layout.layers_of(mesh.pp_index),
             placement_of=self.placement.placement_of,
         )
-        self.buckets = Buckets(self.model, mesh, config.optim.bucket_mb, parallel.peer, self.placement.bucket)
+        expert_bucket, optim = self.placement.bucket, config.optim
+        self.buckets = Buckets(
+            self.model, mesh, optim.bucket_mb, parallel.peer, expert_bucket, optim.main_grad
+        )
         self.pipelined: Pipelined | None = None
         if layout is not None:
             self.pipelined = Pipelined(config, mesh, layout, self.model, self.batches, self.buckets)
         if parallel.check_launches and mesh.num_ranks > 1 and not (config.model.memory and mesh.tp > 1):
             mesh.recorder.ledger = ledger_of(self.program(), mesh)
-        self.optim = AdamW(self.buckets, config.optim)
+        self.optim = AdamW(self.buckets, optim, config.run.seed)
         self.one_by_one = OneByOne(config, mesh, self.model, self.buckets, self.batches)
         """Used where there is no pipeline."""
         self.placement.bind(self.optim)

@@ -5,7 +5,8 @@
     w = w - lr (m / (1 - b1^n) / (sqrt(v / (1 - b2^n)) + eps) + decay w)
 
 Weights are updated in fp32 (fp64 for fp64 models) and rounded to the parameters' type when they are sent
-out; where the types are equal the master weights are the parameters themselves. Vectors (norms) do not
+out; where the types are equal the master weights are the parameters themselves. With `optim.master = "none"`
+there are no others, and they are rounded by chance: the same bits in any layout. Vectors (norms) do not
 decay. A step with a non-finite loss or gradient is skipped on all ranks alike.
 
 The norm may be a number on the device: the update is launched before the host knows it, and a norm that is
@@ -21,10 +22,14 @@ from typing import Protocol
 
 import torch
 
-from moeclipse.ops.adam import AdamStep, adam, sum_of_squares
-from moeclipse.train.buckets import Bucket, Buckets
+from moeclipse.ops.adam import BLOCK, AdamStep, adam, sum_of_squares
+from moeclipse.ops.precision import wide_of
+from moeclipse.ops.random import key_of
+from moeclipse.ops.rounding import Stretch, Stretches
+from moeclipse.train.buckets import Bucket, Buckets, BucketSegment
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, Piece
-from moeclipse.train.config import OptimConfig
+from moeclipse.train.optim_config import OptimConfig
+from moeclipse.train.slabs import Slab
 
 STATES = ("weight", "adam_m", "adam_v")
 
@@ -37,6 +42,20 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
     progress = min((step - config.warmup_steps) / span, 1.0)
     floor = config.min_lr_ratio
     return config.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def stretch_of(segment: BucketSegment, seed: int) -> Stretch:
+    """A segment by rows and columns of its logical tensor, however that is stored."""
+    entry, slab = segment.entry, Slab.parse(segment.entry.name)
+    name = entry.name if slab is None else slab.name
+    return Stretch(
+        offset=segment.offset,
+        length=segment.length,
+        key=key_of(seed, name),
+        start=segment.start,
+        columns=entry.shape[-1] if slab is None else slab.width,
+        left=0 if slab is None else slab.first,
+    )
 
 
 class Readable(Protocol):
@@ -55,17 +74,23 @@ class ShardState:
     weight: torch.Tensor
     adam_m: torch.Tensor
     adam_v: torch.Tensor
+    stretches: Stretches | None = None
+    """What lies where in the shard, once somebody asked."""
 
 
 class AdamW:
-    def __init__(self, buckets: Buckets, config: OptimConfig) -> None:
-        self.buckets, self.config = buckets, config
+    def __init__(self, buckets: Buckets, config: OptimConfig, seed: int = 0) -> None:
+        """`seed`: of rounding by chance."""
+        self.buckets, self.config, self.seed = buckets, config, seed
         self.updates = 0
         self.states = [self._state(bucket) for bucket in buckets]
 
     def _state(self, bucket: Bucket) -> ShardState:
-        weight = bucket.weights()
-        return ShardState(weight=weight, adam_m=torch.zeros_like(weight), adam_v=torch.zeros_like(weight))
+        weight = bucket.weights(bucket.params.dtype if self.config.master == "none" else None)
+        wide = wide_of(weight.dtype)
+        dtype = torch.bfloat16 if self.config.state == "bf16" else wide
+        m, v = (torch.zeros_like(weight, dtype=dtype) for _ in range(2))
+        return ShardState(weight=weight, adam_m=m, adam_v=v)
 
     def sum_of_squares(self, shards: list[torch.Tensor]) -> torch.Tensor:
         """Of this rank's shards; over all ranks each gradient element counts once."""
@@ -98,7 +123,19 @@ class AdamW:
                 decay=config.weight_decay if bucket.decay else 0.0,
                 number=self.updates,
             )
-            adam(state.weight, state.adam_m, state.adam_v, grad, factor, step, bucket.rounded)
+            moments = (state.adam_m, state.adam_v)
+            if config.master == "none":
+                by_chance = (self._stretches(bucket, state), key_of(self.seed, self.updates, "rounding"))
+                adam(state.weight, *moments, grad, factor, step, by_chance=by_chance)
+            else:
+                adam(state.weight, *moments, grad, factor, step, bucket.rounded)
+
+    def _stretches(self, bucket: Bucket, state: ShardState) -> Stretches:
+        if state.stretches is None:
+            found = [stretch_of(segment, self.seed) for segment in bucket.segments(everything=True)]
+            found.sort(key=lambda stretch: stretch.offset)
+            state.stretches = Stretches(found, len(state.weight), state.weight.device, BLOCK)
+        return state.stretches
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -9,10 +9,10 @@ pytest.importorskip("triton")
 
 from moeclipse.ops.triton import adam
 
+WHAT = ["weight", "m", "v", "rounded", "skipped", "by chance", "narrow"]
 
-@pytest.mark.parametrize(
-    "what", ["adam weight", "adam m", "adam v", "adam rounded", "adam skipped", "squares"]
-)
+
+@pytest.mark.parametrize("what", [*(f"adam {what}" for what in WHAT), "squares"])
 def test_one_pass_equals_the_reference(what: str) -> None:
     assert_equal_references("adam", what)
 

@@ -13,10 +13,30 @@ import triton.language as tl
 
 
 @triton.jit
+def random_bits(table, of_blocks, step_key, at):
+    """16 for each element of a block, by its place in its logical matrix (`ops/rounding`)."""
+    bits = tl.zeros(at.shape, dtype=tl.int32)
+    block = tl.program_id(0)
+    for number in range(tl.load(of_blocks + 2 * block), tl.load(of_blocks + 2 * block + 1)):
+        words = table + number * 6
+        begin = tl.load(words)
+        inside = (at >= begin) & (at < tl.load(words + 1))
+        place = tl.where(inside, at - begin + tl.load(words + 3), 0).to(tl.int32)
+        columns = tl.load(words + 4).to(tl.int32)
+        index = ((place // columns).to(tl.int64) << 32) + place % columns + tl.load(words + 5)
+        x = index.to(tl.uint64) * 0x9E3779B97F4A7C15 + (tl.load(words + 2) ^ step_key).to(tl.uint64)
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+        x = x ^ (x >> 31)
+        bits = tl.where(inside, (x >> 48).to(tl.int32), bits)
+    return bits
+
+
+@triton.jit
 def adam(
-    weight, adam_m, adam_v, grad, rounded, factor, numel,
+    weight, adam_m, adam_v, grad, rounded, factor, table, of_blocks, step_key, numel,
     new_m, old_v, new_v, eps, kept, rate, filled,
-    ROUND: tl.constexpr, BLOCK: tl.constexpr,
+    ROUND: tl.constexpr, BY_CHANCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """new_m = 1 - beta1, old_v = beta2, new_v = 1 - beta2; the rest as in `ops/adam.AdamStep`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -25,14 +45,17 @@ def adam(
     g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * scale
     m = tl.load(adam_m + at, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(adam_v + at, mask=inside, other=0.0).to(tl.float32)
-    w = tl.load(weight + at, mask=inside, other=0.0)
+    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     m += new_m * (g - m)
     v = v * old_v + new_v * g * g
     spread = tl.sqrt_rn(tl.div_rn(v, filled)) + eps
     w = w * kept - rate * tl.div_rn(m, spread)
     tl.store(adam_m + at, m.to(adam_m.dtype.element_ty), mask=inside)
     tl.store(adam_v + at, v.to(adam_v.dtype.element_ty), mask=inside)
-    tl.store(weight + at, w, mask=inside)
+    if BY_CHANCE:
+        bits = w.to(tl.int32, bitcast=True) + random_bits(table, of_blocks, step_key, at)
+        w = (bits & -65536).to(tl.float32, bitcast=True)
+    tl.store(weight + at, w.to(weight.dtype.element_ty), mask=inside)
     if ROUND:
         tl.store(rounded + at, w.to(rounded.dtype.element_ty), mask=inside)
 

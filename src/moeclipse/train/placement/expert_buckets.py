@@ -28,8 +28,9 @@ from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CommError
 from moeclipse.moe.layer import MoE
+from moeclipse.ops.precision import wide_of
 from moeclipse.tensor.cut import cut_of
-from moeclipse.train.buckets import Bucket, BucketEntry, BucketSegment, Content, entries_of
+from moeclipse.train.buckets import Bucket, BucketEntry, BucketSegment, Content, MainGrad, entries_of
 from moeclipse.train.digests import digest_rows
 
 LABEL = 8
@@ -47,6 +48,7 @@ class ExpertBucket(Bucket):
         key: str,
         ownership: Ownership,
         mesh: Mesh,
+        main_grad: MainGrad = "fp32",
     ) -> None:
         self.layer, self.prefix, self.key = layer, prefix, key
         self.shape = tuple(parameter.shape[1:])
@@ -63,7 +65,7 @@ class ExpertBucket(Bucket):
             group=group,
             decay=True,
         )
-        super().__init__(content, mesh)
+        super().__init__(content, mesh, main_grad=main_grad)
         self.set_ownership(ownership)
 
     def set_ownership(self, ownership: Ownership) -> None:
@@ -123,9 +125,9 @@ class ExpertBucket(Bucket):
                 total[owned] += part
         return total.flatten()
 
-    def weights(self) -> torch.Tensor:
-        """A copy of the weights this rank owns, in the type of the optimizer."""
-        return self.rows[self.own_slots].to(self.grads.dtype).flatten()
+    def weights(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A copy of the weights this rank owns."""
+        return self.rows[self.own_slots].to(dtype or wide_of(self.params.dtype)).flatten()
 
     @property
     def rounded(self) -> torch.Tensor | None:

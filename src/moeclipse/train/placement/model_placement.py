@@ -50,6 +50,7 @@ class ModelPlacement:
         sharded = config.moe.expert_tp == "sharded" and mesh.tp > 1
         self.group = mesh.shard_experts if sharded else mesh.experts
         self.num_experts, self.seed = config.moe.num_experts, config.run.seed
+        self.main_grad = config.optim.main_grad
         self.number_of = {layer: number for number, layer in enumerate(config.model.expert_layers)}
         self.layers: list[PlacedLayer] = []
         self.planner = BackgroundPlanner(mesh)
@@ -70,7 +71,8 @@ class ModelPlacement:
         if not self.in_use:
             return None
         ownership = self._owners(layer.dispatcher.placement, layer)
-        return ExpertBucket(parameter, f"{name}." if name else "", layer, key, ownership, self.mesh)
+        prefix = f"{name}." if name else ""
+        return ExpertBucket(parameter, prefix, layer, key, ownership, self.mesh, self.main_grad)
 
     def _owners(self, placement: Placement, layer: MoE, old: Ownership | None = None) -> Ownership:
         return Ownership.of(placement, self.mesh.dp, reduce=self.config.reduce, layer=layer.layer, old=old)

@@ -67,6 +67,7 @@ class PlacedLayer:
             bucket.rows.copy_(kept)
             for kind in STATES:
                 setattr(state, kind, getattr(after, kind))
+            state.stretches = None
             bucket.set_ownership(new)
         self._set_route(new, expected_E)
         return len(transfers)
@@ -81,14 +82,19 @@ class PlacedLayer:
             bucket.set_ownership(new)
             size = len(bucket.owners_here) * bucket.size
             for kind in STATES:
-                setattr(state, kind, torch.zeros(size, dtype=bucket.grads.dtype, device=bucket.grads.device))
+                setattr(state, kind, getattr(state, kind).new_zeros(size))
+            state.stretches = None
         self._set_route(new, expected_E)
 
     # What one expert is made of, in bytes: parameter by parameter, and of each state by state.
 
     def _length(self, transfer: ExpertTransfer) -> int:
         if transfer.state:
-            return sum(len(STATES) * bucket.size * bucket.grads.element_size() for bucket in self.buckets)
+            return sum(
+                bucket.size * getattr(state, kind).element_size()
+                for bucket, state in zip(self.buckets, self.states, strict=True)
+                for kind in STATES
+            )
         return sum(bucket.size * bucket.params.element_size() for bucket in self.buckets)
 
     def _pack(self, transfer: ExpertTransfer) -> torch.Tensor:

@@ -1,0 +1,62 @@
+"""Loss curves of the optimizer's narrow forms beside fp32: preset `small`, the same seed and tokens.
+
+    python bench/optim_states.py --steps 500 --out curves.json          some minutes for each of the five
+
+Prints one line for each: the mean loss of the last 20 steps, how far that is from fp32, and bytes of a
+parameter. Model and weights are bfloat16, so the machine may be a CPU; curves go into docs with the date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.config import with_values
+from moeclipse.train.learner import Learner
+from moeclipse.train.presets import load
+
+WAYS = {
+    "fp32": {},
+    "moments bf16": {"optim.state": "bf16"},
+    "gradients bf16": {"optim.main_grad": "bf16"},
+    "no master": {"optim.master": "none"},
+    "all bf16": {"optim.state": "bf16", "optim.master": "none", "optim.main_grad": "bf16"},
+}
+
+
+def bytes_of_a_parameter(learner: Learner) -> int:
+    bucket, state = learner.buckets.buckets[0], learner.optim.states[0]
+    kept = [bucket.params, bucket.grads, state.adam_m, state.adam_v]
+    if state.weight.dtype != bucket.params.dtype:
+        kept.append(state.weight)
+    return sum(tensor.itemsize for tensor in kept)
+
+
+def curve(way: str, steps: int, device: str) -> tuple[list[float], int]:
+    changes = {"model.dtype": "bfloat16", "run.steps": steps, **WAYS[way]}
+    learner = Learner(with_values(load(preset="small"), changes), Mesh.single(device))
+    return [learner.step(step)["loss"] for step in range(steps)], bytes_of_a_parameter(learner)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--only", choices=WAYS, action="append")
+    parser.add_argument("--out", type=Path, help="all losses as JSON")
+    options = parser.parse_args()
+    curves: dict[str, list[float]] = {}
+    for way in options.only or WAYS:
+        curves[way], size = curve(way, options.steps, options.device)
+        last = sum(curves[way][-20:]) / len(curves[way][-20:])
+        first = curves.get("fp32", curves[way])
+        beside = last - sum(first[-20:]) / len(first[-20:])
+        print(f"{way}: {size} B a parameter, loss {last:.4f}, {beside:+.4f} beside fp32", flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(curves))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""How weights are updated, and in which types that is kept.
+
+A narrow type saves memory and costs bits; which combinations lose more than bits is said here, before a run
+begins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+LARGEST_BETA2 = 0.996
+"""With bfloat16 moments: beyond it v times beta2 rounds back to v."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW with warm-up and cosine decay, its state sharded over ranks."""
+
+    lr: float = 1e-3
+    min_lr_ratio: float = 0.1
+    warmup_steps: int = 20
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    """Bound on the global gradient norm; 0: no clipping."""
+    accumulate: int = 1
+    """Microbatches per step."""
+    bucket_mb: float = 25.0
+    """Gradients are reduced in buckets of about this size, while backward goes on."""
+    max_bad_steps: int = 10
+    """So many steps in a row with a non-finite loss or gradient end the run."""
+    loss_scale: float | Literal["auto"] = "auto"
+    """The loss is multiplied by it before backward; auto: found while training in float16, 1 otherwise."""
+    state: Literal["fp32", "bf16"] = "fp32"
+    """Type of both moments."""
+    master: Literal["fp32", "none"] = "fp32"
+    """What updates are added to: fp32 weights; none: the bf16 weights themselves, rounded by chance."""
+    main_grad: Literal["fp32", "bf16"] = "fp32"
+    """Type in which gradients add up over microbatches and ranks."""
+
+    def problems(self) -> Iterator[str]:
+        if self.state == "bf16" and self.beta2 > LARGEST_BETA2:
+            yield (
+                f"optim.state = 'bf16' needs optim.beta2 ({self.beta2}) of at most {LARGEST_BETA2}: a second "
+                "moment in bfloat16 cannot fall by less than 0.4 %, and would stay where it is; lower "
+                "optim.beta2 (0.95 is usual), or set optim.state = 'fp32'"
+            )
+        if self.lr <= 0:
+            yield f"optim.lr ({self.lr}) must be positive"
+        if not 0 <= self.min_lr_ratio <= 1:
+            yield f"optim.min_lr_ratio ({self.min_lr_ratio}) must be between 0 and 1"
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                yield f"optim.{name} ({getattr(self, name)}) must be at least 0 and below 1"
+        for name in ("weight_decay", "clip_norm", "warmup_steps"):
+            if getattr(self, name) < 0:
+                yield f"optim.{name} ({getattr(self, name)}) must not be negative"
+        for name in ("accumulate", "max_bad_steps"):
+            if getattr(self, name) < 1:
+                yield f"optim.{name} ({getattr(self, name)}) must be at least 1"
+        if self.loss_scale != "auto" and not 0 < self.loss_scale < math.inf:
+            yield f"optim.loss_scale ({self.loss_scale}) must be auto or a positive number"
+        for name in ("eps", "bucket_mb"):
+            if getattr(self, name) <= 0:
+                yield f"optim.{name} ({getattr(self, name)}) must be positive"
+
+
+def type_problems(optim: OptimConfig, dtype: str) -> Iterator[str]:
+    """What does not go with a model of this type (`model.dtype`)."""
+    narrow = [f"optim.{key} = {value!r}" for key, value in (("master", "none"), ("main_grad", "bf16"))]
+    for text, wanted in zip(narrow, (optim.master == "none", optim.main_grad == "bf16"), strict=True):
+        if wanted and dtype != "bfloat16":
+            yield f"{text} needs a bfloat16 model; set model.dtype ({dtype}) to 'bfloat16', or leave it out"
+    if optim.state == "bf16" and dtype == "float64":
+        yield "optim.state = 'bf16' cannot go with model.dtype = 'float64'; set it to 'fp32'"

@@ -1,0 +1,42 @@
+"""What is refused of the optimizer's types, and with which advice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moeclipse.core.config import with_values
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.optim_config import OptimConfig, type_problems
+
+
+def test_a_second_moment_that_cannot_fall_is_refused() -> None:
+    (problem,) = OptimConfig(state="bf16", beta2=0.999).problems()
+    assert "lower optim.beta2 (0.95 is usual), or set optim.state = 'fp32'" in problem
+    stuck = torch.tensor(1.0).bfloat16()
+    assert torch.equal(stuck * 0.999, stuck), "the reason"
+    assert not list(OptimConfig(state="bf16", beta2=0.95).problems())
+    assert not list(OptimConfig(beta2=0.999).problems())
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "float16", "float64"])
+@pytest.mark.parametrize("change", [{"master": "none"}, {"main_grad": "bf16"}])
+def test_what_only_bfloat16_can_have(change: dict[str, Any], dtype: str) -> None:
+    (problem,) = type_problems(OptimConfig(**change), dtype)
+    (key,) = change
+    assert problem.startswith(f"optim.{key} = ")
+    assert f"set model.dtype ({dtype}) to 'bfloat16'" in problem
+    assert not list(type_problems(OptimConfig(**change), "bfloat16"))
+
+
+def test_float64_keeps_its_moments() -> None:
+    (problem,) = type_problems(OptimConfig(state="bf16"), "float64")
+    assert problem.endswith("set it to 'fp32'")
+    assert not list(type_problems(OptimConfig(state="bf16"), "float32"))
+
+
+def test_a_run_is_told_before_it_begins() -> None:
+    (problem,) = with_values(TrainConfig(), {"optim.master": "none"}).problems()
+    assert "needs a bfloat16 model" in problem
