@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,8 +201,9 @@ def profiled(step: Callable[[], float], file: Path | None) -> dict[str, float]:
     for e in kernels:
         by_name[e.name[:90]] = by_name.get(e.name[:90], 0.0) + (e.time_range.end - e.time_range.start) / 1e3
     top = sorted(by_name.items(), key=lambda item: -item[1])[:25]
+    often = Counter(e.name[:90] for e in kernels).most_common(40)
     result = {"busy_ms": busy / 1e3, "kernels": len(kernels), "launches": launches, "profiled_ms": 1e3 * wall}
-    return result | {"span_ms": span / 1e3, "top": top}  # type: ignore[return-value]
+    return result | {"span_ms": span / 1e3, "top": top, "often": often}  # type: ignore[return-value]
 
 
 def summed(way: str, microbatches: int, results: list[dict[str, Any]]) -> dict[str, Any]:

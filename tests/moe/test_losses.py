@@ -11,7 +11,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.gates import Gate
 from moeclipse.moe.losses import balance_loss, z_loss
-from moeclipse.moe.routing import Routing
+from moeclipse.moe.routing import GateSums, Routing
 from moeclipse.moe.tokens import Tokens
 from moeclipse.moe.weight_init import WeightInit
 from moeclipse.ops.random import fill_normal
@@ -50,6 +50,15 @@ def test_shares_of_ranks_add_up() -> None:
     balance = sum(balance_loss(part, whole.load_E, T) for part in parts)
     assert torch.allclose(balance, balance_loss(whole, whole.load_E, T), rtol=1e-13)
     assert torch.allclose(sum(z_loss(part, T) for part in parts), z_loss(whole, T), rtol=1e-13)
+
+
+def test_a_gate_that_drops_nothing_gives_the_same_from_its_sums() -> None:
+    slow = route(CONFIGS["top_k"])
+    sums = GateSums(prob_E=slow.probabilities, squares=slow.squares)
+    fast = replace(slow, probs_TE=None, logits_TE=None, sums=sums, complete=True)
+    assert torch.allclose(balance_loss(fast, slow.load_E, T), balance_loss(slow, slow.load_E, T), rtol=1e-13)
+    assert z_loss(fast, T) == z_loss(slow, T)
+    assert fast.num_dropped == slow.num_dropped == 0
 
 
 def test_even_load_costs_one_and_no_tokens_cost_nothing() -> None:
