@@ -14,6 +14,7 @@ import sys
 import torch
 
 from moeclipse.ops import (
+    activation,
     adam,
     bias,
     combine,
@@ -286,6 +287,27 @@ def all_turns() -> None:
             check_turn(shape, neighbours=number % 2 == 1, normed=normed, by_token=number < 2)
 
 
+def check_activation(shape: tuple[int, ...], name: str) -> None:
+    width = shape[-1]
+    h, d_a = torch.randn(*shape[:-1], hidden_width(name, width)), torch.randn(shape)
+    h.requires_grad_()
+    expected = activation.activate(h, name)
+    report(f"activation {name} {shape}", activation._Activate.apply(h, name).detach(), expected.detach())
+    expected.backward(d_a)
+    d_h, a = activation.activate_backward_kernel(d_a, h.detach(), name)
+    report(f"activation gradient {name} {shape}", d_h, h.grad)
+    report(f"activation again {name} {shape}", a, expected.detach())
+    truth, h.grad = h.grad, None
+    activation._Activate.apply(h, name).backward(d_a)
+    report(f"activation by autograd {name} {shape}", h.grad, truth)
+
+
+def all_activations() -> None:
+    for name in ACTIVATIONS:
+        for shape in ((1, 1), (7, 40), (2, 3, 1500)):
+            check_activation(shape, name)
+
+
 def check_loss(T: int, V: int) -> None:
     logits, d_loss = 5 * torch.randn(T, V), torch.tensor(0.3)
     logits[0, -1] = float("-inf")
@@ -317,8 +339,8 @@ def all_experts() -> None:
     for number, kind in enumerate(KINDS):
         check_experts(kind, 40, 24, torch.float32, gather=number % 2 == 0, flatten=number % 3 == 0)
     check_experts("skewed", 64, 32, torch.float16, gather=True, flatten=True)
-    for number, activation in enumerate(ACTIVATIONS):
-        options = {"gather": number % 2 == 0, "flatten": number > 1, "activation": activation}
+    for number, name in enumerate(ACTIVATIONS):
+        options = {"gather": number % 2 == 0, "flatten": number > 1, "activation": name}
         check_experts("unused", 40, 24, torch.float32, biased=True, **options)
 
 
@@ -358,6 +380,7 @@ GROUPS = {
     "norm": all_norms,
     "turn": all_turns,
     "loss": all_losses,
+    "activation": all_activations,
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from moeclipse.ops.activation import ACTIVATIONS, activate, activated, hidden_width
 from moeclipse.ops.cross_entropy import gradient, gradient_reference, statistics, statistics_reference
 from moeclipse.ops.embedding import embedding_grad_product, embedding_grad_reference
 from moeclipse.ops.norm import add_norm, add_norm_reference, rms_norm, rms_norm_reference
@@ -105,3 +106,12 @@ def test_gradients_of_a_lookup() -> None:
     embedding_grad_reference(ids, d_h, sums[2])
     assert torch.equal(sums[0], sums[1])
     assert torch.allclose(sums[0], sums[2], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for rows, width in ((1, 8), (1000, 1500)):
+        h = normal(rows, hidden_width(name, width), dtype=dtype)
+        compare(lambda h: activated(h, name), lambda h: activate(h, name), [h])

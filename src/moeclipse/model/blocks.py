@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import overload
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from moeclipse.ops.activation import activated
 from moeclipse.ops.norm import add_norm, rms_norm
 from moeclipse.ops.random import fill_normal, key_of
 from moeclipse.tensor.cut import mark
@@ -122,5 +122,4 @@ class DenseMLP(nn.Module):
         self.down = settings.row(d_ff, d_model, "down")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(activated(self.up(x)))

@@ -25,7 +25,7 @@ from torch import nn
 from moeclipse.moe.expert_set import ExpertSet, PendingWgrad
 from moeclipse.moe.shards import ExpertPlace, load_shards, save_shards, trust_shards
 from moeclipse.moe.weight_init import WeightInit
-from moeclipse.ops.activation import GATED, Activation, activate, activate_backward, hidden_width
+from moeclipse.ops.activation import GATED, Activation, activate_backward, activated, hidden_width
 from moeclipse.ops.bias import group_sum
 from moeclipse.ops.grouped_gemm import grouped_mm, grouped_mm_dgrad, grouped_mm_wgrad
 from moeclipse.ops.grouping import group_counts
@@ -135,7 +135,7 @@ class Experts(nn.Module):
         h = grouped_mm(x, up, counts)
         if biases:
             h += spread(biases[0], counts)
-        y = grouped_mm(activate(h, self.activation), down, counts)
+        y = grouped_mm(activated(h, self.activation), down, counts)
         if biases:
             y += spread(biases[1], counts)
         return y, ExpertsSaved(x=x, h=h, counts=counts, weights=weights)

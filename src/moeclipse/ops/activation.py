@@ -12,16 +12,19 @@
     backward   d_gate = d_a * up * f'(gate),  d_up = d_a * f(gate)       gated
                d_up   = d_a * f'(up)                                      not gated
 
-Only h is kept for backward: the activation is cheap to rebuild and as large as everything else.
+Only h is kept for backward: the activation is cheap to rebuild and as large as everything else. `activated`
+and `activate_backward` are one kernel each on CUDA; `activate` is the plain form, which autograd and
+compilers know.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 Activation = Literal["swiglu", "geglu", "relu2", "gelu", "clamped_swiglu"]
 ACTIVATIONS = ("swiglu", "geglu", "relu2", "gelu")
@@ -46,10 +49,81 @@ def activate(h_NH: torch.Tensor, activation: Activation = "swiglu") -> torch.Ten
     return (F.silu(gate) if activation == "swiglu" else F.gelu(gate)) * up
 
 
+def activated(h_NH: torch.Tensor, activation: Activation = "swiglu") -> torch.Tensor:
+    """The same as `activate`; differentiable once."""
+    if not activation_fits(h_NH, activation):
+        return activate(h_NH, activation)
+    a_NF: torch.Tensor = _Activate.apply(h_NH, activation)
+    return a_NF
+
+
+def activation_fits(h_NH: torch.Tensor, activation: Activation) -> bool:
+    return (
+        h_NH.is_cuda
+        and h_NH.numel() > 0
+        and h_NH.dtype.itemsize < 8
+        and activation in ACTIVATIONS
+        and not torch.compiler.is_compiling()
+    )
+
+
+class _Activate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h_NH: torch.Tensor, activation: Activation) -> torch.Tensor:
+        ctx.save_for_backward(h_NH)
+        ctx.activation = activation
+        return activate_kernel(h_NH, activation)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_a_NF: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (h_NH,) = ctx.saved_tensors
+        return activate_backward_kernel(d_a_NF, h_NH, ctx.activation)[0], None
+
+
+def activate_kernel(h_NH: torch.Tensor, activation: Activation) -> torch.Tensor:
+    from moeclipse.ops.triton import activation as kernels
+
+    h_NH, width = h_NH.contiguous(), _width(h_NH, activation)
+    a_NF = h_NH.new_empty(*h_NH.shape[:-1], width)
+    grid, options = _launch(h_NH, width, activation)
+    kernels.activate[grid](h_NH, a_NF, width, **options)
+    return a_NF
+
+
+def activate_backward_kernel(
+    d_a_NF: torch.Tensor, h_NH: torch.Tensor, activation: Activation
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from moeclipse.ops.triton import activation as kernels
+
+    d_a_NF, h_NH, width = d_a_NF.contiguous(), h_NH.contiguous(), _width(h_NH, activation)
+    d_h_NH, a_NF = torch.empty_like(h_NH), torch.empty_like(d_a_NF)
+    grid, options = _launch(h_NH, width, activation)
+    kernels.activate_backward[grid](d_a_NF, h_NH, d_h_NH, a_NF, width, **options)
+    return d_h_NH, a_NF
+
+
+def _width(h_NH: torch.Tensor, activation: Activation) -> int:
+    return h_NH.shape[-1] // 2 if activation in GATED else h_NH.shape[-1]
+
+
+def _launch(h_NH: torch.Tensor, width: int, activation: Activation) -> tuple[tuple[int, int], dict[str, Any]]:
+    block = min(1024, 1 << max(width - 1, 1).bit_length())
+    options = {"ACT": activation, "GATED": activation in GATED, "BLOCK": block, "num_warps": 4}
+    return (h_NH.shape[:-1].numel(), -(-width // block)), options
+
+
 def activate_backward(
     d_a_NF: torch.Tensor, h_NH: torch.Tensor, activation: Activation = "swiglu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(d_h, a): the activation falls out on the way, and the weight gradient needs it."""
+    picked = activate_backward_kernel if activation_fits(h_NH, activation) else activate_backward_reference
+    return picked(d_a_NF, h_NH, activation)
+
+
+def activate_backward_reference(
+    d_a_NF: torch.Tensor, h_NH: torch.Tensor, activation: Activation = "swiglu"
+) -> tuple[torch.Tensor, torch.Tensor]:
     if activation not in GATED:
         value, slope = value_and_slope(h_NH, activation)
         return d_a_NF * slope, value
