@@ -123,3 +123,24 @@ def without(_: Mesh) -> None:
 
 def test_what_is_not_ours_is_left_to_transformers() -> None:
     run_alone(without)
+
+
+def compiled(_: Mesh) -> None:
+    """One graph, the same numbers."""
+    moeclipse.hf.register()
+    model = build("qwen3_moe")
+    model.set_experts_implementation("moeclipse")
+    expected = model(input_ids=ids(), use_cache=False).logits
+    expected.sum().backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    call = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = call(input_ids=ids(), use_cache=False).logits
+    found.sum().backward()
+    assert difference(found, expected) < 1e-6
+    assert all(difference(p.grad, grads[name]) < 1e-5 for name, p in model.named_parameters())
+
+
+@pytest.mark.full
+def test_a_model_is_compiled_in_one_graph() -> None:
+    run_alone(compiled)

@@ -1,0 +1,157 @@
+"""Our experts inside a transformers model, against transformers' own, on one GPU.
+
+    .venv/bin/python bench/hf_experts.py [--preset 5b] [--steps 10] [--json F]
+
+A Qwen3-MoE of the preset's shape, bf16, built by transformers without a download. Each way runs in a process
+of its own:
+
+    block      one layer's experts forward and backward, the router's choices given: milliseconds, median
+    step       a training step of the whole model: loss, backward, clip, torch's fused AdamW
+    compiled   the same under torch.compile
+
+The checks are `grouped_mm` over ours: above 1 we are faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.presets import load
+
+WAYS, PARTS = ("grouped_mm", "moeclipse"), ("block", "step", "compiled")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--preset", default="5b")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if torch.cuda.device_count() == 0:
+        print("bench/hf_experts.py needs a CUDA device", file=sys.stderr)
+        return 2
+    if given.one:
+        part, way = given.one
+        print("\n" + json.dumps(one(load(preset=given.preset), part, way, given.steps)))
+        return 0
+    rows, checks = [], {}
+    for part in given.only:
+        found = {way: in_its_own_process(part, way, given) for way in WAYS}
+        rows += [{"part": part, "way": way, **row} for way, row in found.items()]
+        checks[part] = found["grouped_mm"]["ms"] / found["moeclipse"]["ms"]
+        cells = "  ".join(f"{way} {row['ms']:.2f} ms {row['peak_gib']:.1f} GiB" for way, row in found.items())
+        print(f"{part:<9} {cells}  {checks[part]:.2f}", flush=True)
+    if given.json is not None:
+        machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+        text = json.dumps({"rows": rows, "checks": checks, "machine": machine}, indent=1)
+        given.json.write_text(text + "\n")
+    return 0
+
+
+def in_its_own_process(part: str, way: str, given: argparse.Namespace) -> dict[str, Any]:
+    words = ["--one", part, way, "--preset", given.preset, "--steps", str(given.steps)]
+    done = subprocess.run([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def one(config: TrainConfig, part: str, way: str, steps: int) -> dict[str, Any]:
+    """In this process."""
+    layers = 1 if part == "block" else config.model.num_layers
+    model = made(config, way, layers)
+    run = block_of(model, config) if part == "block" else step_of(model, config, part == "compiled")
+    last = [run() for _ in range(4)][-1]
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        before = time.perf_counter()
+        last = run()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - before))
+    peak = torch.cuda.max_memory_allocated() / (1 << 30)
+    return {"ms": statistics.median(times), "slowest_ms": max(times), "peak_gib": peak, "last": last}
+
+
+def made(config: TrainConfig, way: str, layers: int) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import moeclipse.hf
+
+    moeclipse.hf.register()
+    shape, moe = config.model, config.moe
+    theirs = AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.d_model,
+        intermediate_size=moe.d_ff,
+        moe_intermediate_size=moe.d_ff,
+        num_hidden_layers=layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        num_experts=moe.num_experts,
+        num_experts_per_tok=config.gate.top_k,
+        norm_topk_prob=True,
+        max_position_embeddings=config.data.seq_len,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(theirs, attn_implementation="sdpa")
+    torch.set_default_dtype(torch.float32)
+    model.set_experts_implementation(way)
+    assert moeclipse.hf.num_experts_layers(model) == (layers if way == "moeclipse" else 0)
+    return model.train()
+
+
+def block_of(model: Any, config: TrainConfig) -> Callable[[], float]:
+    """The MoE block of the first layer, router included."""
+    block = model.model.layers[0].mlp
+    tokens = config.data.batch_size // config.optim.accumulate * config.data.seq_len
+    x = torch.randn(1, tokens, config.model.d_model, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def run() -> float:
+        block.zero_grad()
+        x.grad = None
+        out = block(x)
+        y = out[0] if isinstance(out, tuple) else out
+        y.backward(y.detach())
+        return 0.0
+
+    return run
+
+
+def step_of(model: Any, config: TrainConfig, compiled: bool) -> Callable[[], float]:
+    call = torch.compile(model) if compiled else model
+    adam = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, betas=(0.9, 0.95), fused=True)
+    samples = config.data.batch_size // config.optim.accumulate
+
+    def run() -> float:
+        ids = torch.randint(config.model.vocab_size, (samples, config.data.seq_len)).to("cuda")
+        loss = call(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_norm)
+        adam.step()
+        adam.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    return run
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
