@@ -93,9 +93,10 @@ class Case:
     """A model in one mode, ready to run steps."""
 
     def __init__(
-        self, mesh: Mesh, mode: str, microbatches: int, layers: int, samples: int = 2, d_ff: int = 0
+        self, mesh: Mesh, mode: str, microbatches: int, layers: int, samples: int = 2, **sizes: int
     ) -> None:
-        """Two samples of each microbatch on each rank, so that it can be cut. `d_ff` 0: the usual one."""
+        """Two samples of each microbatch on each rank, so that it can be cut. `sizes`: d_ff, seq_len; 0 is
+        the usual one."""
         batch = samples * mesh.num_data * microbatches
         values = {**MODEL, **MODES[mode], "optim.accumulate": microbatches, "data.batch_size": batch}
         values |= {"model.num_layers": layers, "data.files": (__file__,), "parallel.pp": mesh.pp}
@@ -103,8 +104,8 @@ class Case:
             values |= ON_DEVICE
             if mesh.experts.backend == "nccl":  # few experts, because they must be wide: see `fitting_width`
                 values |= {"moe.transport": "direct", "moe.num_experts": 2 * mesh.ep}
-        if d_ff:
-            values |= {"moe.d_ff": d_ff}
+        names = {"d_ff": "moe.d_ff", "seq_len": "data.seq_len"}
+        values |= {names[key]: size for key, size in sizes.items() if size}
         self.mesh, self.mode = mesh, mode
         self.learner = Learner(with_values(TrainConfig(), values), mesh)
         assert self.learner.pipelined is not None
@@ -202,7 +203,7 @@ def fitting_width(mesh: Mesh, given: dict[str, Any], layers: int) -> int:
     """Experts so wide that exchanges take `ratio` of compute, where the wire's rate is what it is."""
     width = int(ON_DEVICE["moe.d_ff"])
     for _ in range(3):
-        case = Case(mesh, "off", given["microbatches"], layers, d_ff=width)
+        case = Case(mesh, "off", given["microbatches"], layers, d_ff=width, seq_len=given["seq_len"])
         case.run()
         trial = [means(mesh, phases(case, case.run())) for _ in range(3)]
         ratio = statistics.median(t["comm_ms"] / t["compute_ms"] for t in trial)
@@ -229,7 +230,7 @@ def sweep(mesh: Mesh, given: dict[str, Any]) -> list[dict[str, Any]]:
 
 def measure(mesh: Mesh, given: dict[str, Any]) -> dict[str, Any]:
     on_device = mesh.device.type == "cuda"
-    wide = {"d_ff": given.get("d_ff", 0)}
+    wide = {"d_ff": given.get("d_ff", 0), "seq_len": given["seq_len"]}
     if on_device:
         torch.cuda.set_device(mesh.device)
     elif (os.cpu_count() or 1) >= 2:
@@ -370,6 +371,7 @@ def main() -> int:
     parser.add_argument("--pp", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--layers", type=int, default=3, help="of each rank")
     parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=0, help="four ranks that share 140 GB need 2048")
     parser.add_argument("--ratio", type=float, default=0.5, help="exchanges over compute, without overlap")
     parser.add_argument("--trace", type=str, default="", help="write measured lanes to FILE.ppN.json")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
