@@ -4,7 +4,8 @@
 
 Six layouts on two ranks of this machine. Steps are watched and left alone in turn. From the watched ones come
 the seconds of every op of every rank: what the host did from the end of one op of compute to the end of the
-next, waits left out, and each transfer from its last launch to its end. The simulator puts them together: who
+next, waits left out, and each transfer from its last launch to its end; of those between stages, the mean of
+those that somebody waited for. The simulator puts them together: who
 waits for whom is all that it adds. Its step is compared with those that nobody watched.
 
 Times of single ops are noisy on a machine that others use: quiet ones say more.
@@ -24,9 +25,9 @@ from moeclipse.comm.flight.record import StepStamps, TransferStamps
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.cost.model import Costs
-from moeclipse.report.intervals import Span, clip, length, subtract
+from moeclipse.report.intervals import Span, TransferInterval, clip, length, subtract
 from moeclipse.schedule.check import verify
-from moeclipse.schedule.kinds import COMPUTE, ENDS
+from moeclipse.schedule.kinds import COMPUTE, ENDS, TRANSFERS, Part
 from moeclipse.schedule.op import Op
 from moeclipse.schedule.templates import replicate
 from moeclipse.sim.engine import simulate
@@ -36,11 +37,13 @@ from moeclipse.train.learner import Learner
 from moeclipse.train.metrics import transfers_of
 
 WARM = 4
+SOON = 1e-4
 MODEL: dict[str, Any] = {
     "parallel.check_launches": True,
     "parallel.peer": "off",
     "pipeline.schedule": "1f1b",
     "model.num_layers": 4,
+    "model.vocab_size": 512,
     "model.d_model": 256,
     "model.num_heads": 4,
     "model.num_kv_heads": 4,
@@ -78,6 +81,7 @@ class Watched:
         self.stamps: StepStamps | None = None
         self._spans: list[tuple[Op, Any, Any]] = []
         self._launched: list[Op | None] = []
+        self.moves: dict[str, tuple[bool, float, float, float | None]] = {}
         self._end, self._launch = mesh.recorder.end_step, mesh.recorder.launch
         mesh.recorder.end_step = self._keep  # type: ignore[method-assign]
 
@@ -130,9 +134,37 @@ class Watched:
         for op, transfer in zip(self._launched, transfers_of(self.stamps, self.mesh), strict=True):
             if op is not None:
                 at = self.place_of[self._name(op)]
-                if self.runtime.ops[at].lane != COMPUTE:
+                if op.kind in TRANSFERS:
+                    self._moved(op, transfer)
+                elif self.runtime.ops[at].lane != COMPUTE:
                     found[at] += max(transfer.done - max(transfer.launched, transfer.last_launched), 0.0)
         return dict(found)
+
+    def _moved(self, op: Op, transfer: TransferInterval) -> None:
+        """Between stages only who waits knows when something came: note since when this rank did."""
+        assert self.stamps is not None
+        assert op.comm is not None
+        since = [a for a, b in self.stamps.waits if a <= transfer.done <= b + SOON]
+        key = f"{op.comm[0]}:{op.comm[1]}"
+        self.moves[key] = (
+            op.kind.part is Part.RECV,
+            transfer.launched,
+            transfer.done,
+            max(since, default=None),
+        )
+
+    def moved(self) -> list[float]:
+        """Seconds of the transfers of this step whose receiver waited before they left. Collective."""
+        sent: dict[str, float] = {}
+        came: list[tuple[str, float, float]] = []
+        for rank in self.mesh.gather_objects(self.moves):
+            for key, (receives, launched, done, since) in rank.items():
+                if not receives:
+                    sent[key] = launched
+                elif since is not None:
+                    came.append((key, done, since))
+        self.moves = {}
+        return [done - sent[key] for key, done, since in came if key in sent and since <= sent[key] <= done]
 
 
 def busy(span: Span, waits: list[Span]) -> float:
@@ -144,15 +176,20 @@ def compare(mesh: Mesh, config: TrainConfig, steps: int) -> dict[str, float]:
     watched = Watched(mesh, config)
     sums: dict[int, list[float]] = defaultdict(list)
     alone: list[float] = []
+    moved: list[float] = []
     for step in range(WARM + 2 * steps):
         watch = step >= WARM and step % 2 == 0
         took = watched.step(step, watch=watch)
         if watch:
             for at, value in watched.seconds().items():
                 sums[at].append(value)
+            moved += watched.moved()
         elif step >= WARM:
             alone.append(took)
     mine = [statistics.mean(sums[at]) if at in sums else 0.0 for at in range(len(watched.runtime.ops))]
+    for at, op in enumerate(watched.runtime.ops):
+        if op.kind in TRANSFERS and moved:
+            mine[at] = statistics.mean(moved)
     everyone = mesh.gather_objects({"ops": mine, "step": statistics.mean(alone)})
     program = verify(replicate(watched.runtime.verified.program))
     costs = Costs(name="measured", seconds={}, inline_compute=True)
