@@ -40,7 +40,9 @@ def turn_reference(
 ) -> torch.Tensor:
     if weight_d is not None:
         x_BSHd = rms_norm_reference(x_BSHd, weight_d, eps)
-    return rotate(x_BSHd, table_2RP.unflatten(1, (-1, x_BSHd.shape[1]))[:, :, :, None], neighbours)
+    # In memory heads come before positions: plain attention reads each of them as one block.
+    table_2BHSP = table_2RP.unflatten(1, (-1, x_BSHd.shape[1]))[:, :, None]
+    return rotate(x_BSHd.transpose(1, 2), table_2BHSP, neighbours).transpose(1, 2)
 
 
 def rotate(x: torch.Tensor, table: torch.Tensor, neighbours: bool = False) -> torch.Tensor:
