@@ -89,6 +89,9 @@ class Watched:
     def _name(op: Op) -> tuple[str, Any]:
         return str(op), op.stage
 
+    def _saw(self, op: Op, begun: Any, ended: Any) -> None:
+        self._spans.append((op, begun, ended))
+
     def _keep(self) -> StepStamps:
         self.stamps = self._end()
         return self.stamps
@@ -109,10 +112,7 @@ class Watched:
         recorder = self.mesh.recorder
         self._spans, self._launched = [], []
         recorder.launch = self._note if watch else self._launch  # type: ignore[method-assign]
-        look = (lambda *seen: self._spans.append(seen)) if watch else None
-        assert self.learner.pipelined is not None
-        self.learner.pipelined.look = lambda _: setattr(self.runtime, "observe", look)  # type: ignore[method-assign]
-        self.learner.pipelined.looked = lambda _: None  # type: ignore[method-assign]
+        self.runtime.observe = self._saw if watch else _ignore
         self.learner.step(step)
         assert self.stamps is not None
         return self.stamps.window[1] - self.stamps.window[0]
@@ -165,6 +165,10 @@ class Watched:
                     came.append((key, done, since))
         self.moves = {}
         return [done - sent[key] for key, done, since in came if key in sent and since <= sent[key] <= done]
+
+
+def _ignore(_op: Op, _begun: Any, _ended: Any) -> None:
+    """So that the learner does not watch, either."""
 
 
 def busy(span: Span, waits: list[Span]) -> float:

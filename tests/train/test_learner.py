@@ -297,6 +297,23 @@ def price_of_overlap(mesh: Mesh, config: TrainConfig) -> tuple[float | None, int
     return ratio, len(learner.pipelined._seen) + (learner.pipelined.runtime.observe is not None)
 
 
+def watched_by_another(mesh: Mesh, config: TrainConfig) -> tuple[bool, float | None]:
+    learner = Learner(config, mesh)
+    assert learner.pipelined is not None
+    seen: list[Any] = []
+    learner.pipelined.runtime.observe = lambda *one: seen.append(one)
+    for step in range(3, 7):
+        before = len(seen)
+        learner.step(step)
+        assert len(seen) > before
+    return bool(seen), learner.pipelined.slowdown.ratio()
+
+
+def test_who_watches_the_ops_of_a_step_goes_on_watching(corpus: str) -> None:
+    changes: dict[str, Any] = {"optim.accumulate": 2, "data.batch_size": 4, "pipeline.overlap": "pair"}
+    assert run_ranks(2, watched_by_another, configure(corpus, **changes)) == [(True, None)] * 2
+
+
 def test_a_run_knows_what_overlap_costs(corpus: str) -> None:
     changes: dict[str, Any] = {"optim.accumulate": 4, "data.batch_size": 8, "pipeline.overlap": "pair"}
     for ratio, seen in run_ranks(2, price_of_overlap, configure(corpus, **changes)):

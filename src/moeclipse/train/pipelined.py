@@ -95,8 +95,13 @@ class Pipelined:
 
     def _look(self, step: int) -> None:
         """Time the ops of a step, if it is one of those that the price of overlap is taken from."""
+        if self.runtime.observe not in (None, self._saw):
+            return  # somebody else watches
         looks = step in LOOKED_AT and self.mesh.num_ranks > 1
-        self.runtime.observe = (lambda *seen: self._seen.append(seen)) if looks else None
+        self.runtime.observe = self._saw if looks else None
+
+    def _saw(self, op: Op, begun: Any, ended: Any) -> None:
+        self._seen.append((op, begun, ended))
 
     def looked(self, stamps: StepStamps) -> None:
         """After a step: what its ops took, beside transfers and alone."""
