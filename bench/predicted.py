@@ -4,9 +4,9 @@
 
 Six layouts on two ranks of this machine. Steps are watched and left alone in turn. From the watched ones come
 the seconds of every op of every rank: what the host did from the end of one op of compute to the end of the
-next, waits left out, and each transfer from its last launch to its end; of those between stages, the mean of
-those that somebody waited for. The simulator puts them together: who
-waits for whom is all that it adds. Its step is compared with those that nobody watched.
+next, waits left out, and each transfer from its last launch, or the end of the one before it on its lane, to
+its end; of those between stages, the mean of those that somebody waited for. The simulator puts them
+together: who waits for whom is all that it adds. Its step is compared with those that nobody watched.
 
 Times of single ops are noisy on a machine that others use: quiet ones say more.
 """
@@ -122,6 +122,7 @@ class Watched:
         assert self.stamps is not None
         recorder, found = self.mesh.recorder, defaultdict(float)
         window, waits = self.stamps.window, self.stamps.waits
+        until: dict[str, float] = {}
         before = window[0]
         for op, _, ended in self._spans:
             if op.lane == COMPUTE:
@@ -136,8 +137,11 @@ class Watched:
                 at = self.place_of[self._name(op)]
                 if op.kind in TRANSFERS:
                     self._moved(op, transfer)
-                elif self.runtime.ops[at].lane != COMPUTE:
-                    found[at] += max(transfer.done - max(transfer.launched, transfer.last_launched), 0.0)
+                elif (lane := self.runtime.ops[at].lane) != COMPUTE:
+                    # What was launched while another of its lane was under way stood behind it.
+                    begun = max(transfer.launched, transfer.last_launched, until.get(lane, 0.0))
+                    found[at] += max(transfer.done - begun, 0.0)
+                    until[lane] = max(transfer.done, until.get(lane, 0.0))
         return dict(found)
 
     def _moved(self, op: Op, transfer: TransferInterval) -> None:

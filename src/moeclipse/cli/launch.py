@@ -150,9 +150,6 @@ def child_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[st
         "OMP_NUM_THREADS": str(max(usable_cores() // num_ranks, 1)),
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
-        # Freed activations stay with the process: the kernel clears every page that it hands out anew.
-        "MALLOC_MMAP_MAX_": "0",
-        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     }
     return unless_set(wanted, environment)
 
