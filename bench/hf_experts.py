@@ -24,7 +24,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 import torch
+from _qwen3 import qwen3_config
 
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.presets import load
@@ -87,28 +90,12 @@ def one(config: TrainConfig, part: str, way: str, steps: int) -> dict[str, Any]:
 
 
 def made(config: TrainConfig, way: str, layers: int) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     import moeclipse.hf
 
     moeclipse.hf.register()
-    shape, moe = config.model, config.moe
-    theirs = AutoConfig.for_model(
-        "qwen3_moe",
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.d_model,
-        intermediate_size=moe.d_ff,
-        moe_intermediate_size=moe.d_ff,
-        num_hidden_layers=layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        num_experts=moe.num_experts,
-        num_experts_per_tok=config.gate.top_k,
-        norm_topk_prob=True,
-        max_position_embeddings=config.data.seq_len,
-        use_cache=False,
-    )
+    theirs = qwen3_config(config, layers)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):

@@ -28,7 +28,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 import torch
+from _qwen3 import qwen3_config
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
@@ -128,24 +131,9 @@ def our_step(config: TrainConfig) -> Callable[[], float]:
 def their_step(config: TrainConfig, *, compiled: bool) -> Callable[[], float]:
     """The loop that one writes with transformers: gradients of microbatches add up in bf16, one clip, one
     update; the loss comes to the host once in a step."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import Qwen3MoeForCausalLM
 
-    shape, moe, optim = config.model, config.moe, config.optim
-    theirs = Qwen3MoeConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.d_model,
-        intermediate_size=moe.d_ff,
-        moe_intermediate_size=moe.d_ff,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        num_experts=moe.num_experts,
-        num_experts_per_tok=config.gate.top_k,
-        norm_topk_prob=True,
-        max_position_embeddings=config.data.seq_len,
-        use_cache=False,
-    )
+    theirs, optim = qwen3_config(config, config.model.num_layers), config.optim
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
@@ -157,7 +145,7 @@ def their_step(config: TrainConfig, *, compiled: bool) -> Callable[[], float]:
     run = torch.compile(model) if compiled else model
     adam = torch.optim.AdamW(model.parameters(), lr=optim.lr, betas=(0.9, 0.95), fused=True)
     samples = config.data.batch_size // optim.accumulate
-    length, vocabulary = config.data.seq_len, shape.vocab_size
+    length, vocabulary = config.data.seq_len, config.model.vocab_size
 
     def step() -> float:
         total = torch.zeros((), device="cuda")
@@ -174,7 +162,7 @@ def their_step(config: TrainConfig, *, compiled: bool) -> Callable[[], float]:
     return step
 
 
-def profiled(step: Callable[[], float], file: Path | None) -> dict[str, float]:
+def profiled(step: Callable[[], float], file: Path | None) -> dict[str, Any]:
     """Kernels and launches of one step, and how much of it the device was busy."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -203,7 +191,7 @@ def profiled(step: Callable[[], float], file: Path | None) -> dict[str, float]:
     top = sorted(by_name.items(), key=lambda item: -item[1])[:25]
     often = Counter(e.name[:90] for e in kernels).most_common(40)
     result = {"busy_ms": busy / 1e3, "kernels": len(kernels), "launches": launches, "profiled_ms": 1e3 * wall}
-    return result | {"span_ms": span / 1e3, "top": top, "often": often}  # type: ignore[return-value]
+    return result | {"span_ms": span / 1e3, "top": top, "often": often}
 
 
 def summed(way: str, microbatches: int, results: list[dict[str, Any]]) -> dict[str, Any]:

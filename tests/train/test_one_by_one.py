@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
+from test_graphs import SMALL
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
@@ -14,25 +14,13 @@ from moeclipse.testing.run_ranks import run_alone
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
 
-SMALL: dict[str, Any] = {
-    "model.num_layers": 2,
-    "model.d_model": 16,
-    "model.num_heads": 2,
-    "model.num_kv_heads": 2,
-    "model.head_dim": 8,
-    "model.dtype": "float64",
-    "moe.num_experts": 4,
-    "moe.d_ff": 16,
-    "gate.balance_loss": 0.0,
-    "data.seq_len": 8,
-    "data.batch_size": 6,
-    "data.files": (str(Path(__file__).with_name("text.txt")),),
-}
+EVEN: dict[str, Any] = {**SMALL, "gate.balance_loss": 0.0}
+"""A balance loss is not linear in the tokens: parts of a batch would not add up."""
 
 
 def cut_into(mesh: Mesh, accumulate: int, scale: float) -> tuple[torch.Tensor, torch.Tensor, int]:
     """(sums, all gradients, buckets that left before the end)."""
-    learner = Learner(with_values(TrainConfig(), {**SMALL, "optim.accumulate": accumulate}), mesh)
+    learner = Learner(with_values(TrainConfig(), {**EVEN, "optim.accumulate": accumulate}), mesh)
     learner.buckets.zero()
     sums = learner.one_by_one.run(0, scale)
     early = learner.buckets._next

@@ -12,7 +12,7 @@ all others (the number of steps) are left as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -70,16 +70,31 @@ def parameters_of(groups: Iterable[dict[str, Any]]) -> list[Any]:
     return list(chain.from_iterable(group["params"] for group in groups))
 
 
-def say(known: Known, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def changed(
+    known: Known,
+    optimizer: Optimizer,
+    state_dict: dict[str, Any],
+    change: Callable[[str, Any, ExpertPlace, torch.Tensor], Any],
+    *,
+    strict: bool,
+) -> dict[str, Any]:
+    """The state with `change(key, value, place, parameter)` of all that is kept for experts.
+
+    `strict`: it is this optimizer's own, and has as many parameters; another's is refused by torch.
+    """
     numbers = parameters_of(state_dict["param_groups"])
     parameters = parameters_of(optimizer.param_groups)
     places = places_of(known, parameters)
     state = dict(state_dict["state"])
-    for number, parameter in zip(numbers, parameters, strict=True):
+    for number, parameter in zip(numbers, parameters, strict=strict):
         if parameter in places and number in state:
-            place = places[parameter]
-            state[number] = {key: said(value, place, parameter) for key, value in state[number].items()}
+            place, kept = places[parameter], state[number]
+            state[number] = {key: change(key, value, place, parameter) for key, value in kept.items()}
     return {**state_dict, "state": state}
+
+
+def say(known: Known, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return changed(known, optimizer, state_dict, lambda _, value, *of: said(value, *of), strict=True)
 
 
 def said(value: Any, place: ExpertPlace, parameter: torch.Tensor) -> Any:
@@ -98,15 +113,9 @@ def said(value: Any, place: ExpertPlace, parameter: torch.Tensor) -> Any:
 
 
 def take(known: Known, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    numbers = parameters_of(state_dict["param_groups"])
-    parameters = parameters_of(optimizer.param_groups)
-    places = places_of(known, parameters)
-    state = dict(state_dict["state"])
-    for number, parameter in zip(numbers, parameters, strict=False):
-        if parameter in places and number in state:
-            place = places[parameter]
-            state[number] = {key: taken(value, place, key) for key, value in state[number].items()}
-    return {**state_dict, "state": state}
+    return changed(
+        known, optimizer, state_dict, lambda key, value, place, _: taken(value, place, key), strict=False
+    )
 
 
 def taken(value: Any, place: ExpertPlace, name: str) -> Any:

@@ -145,6 +145,10 @@ class Run:
         self.config = with_values(config, {"run.name": name})
         self.directory = Path(config.run.dir) / name
         self.files = RunDirectory(self.directory, mesh, config.run.wait_s)
+        cuda = mesh.device.type == "cuda"
+        self.device = device_of(torch.cuda.get_device_name(mesh.device)) if cuda else None
+        data, parts = config.data, (config.model, config.moe, config.gate)
+        self.work = LeastWork.of(*parts, tokens=data.batch_size * data.seq_len, seq_len=data.seq_len)
         self.exported: Path | None = None
         """The checkpoint that export/ was made of."""
         self.repaired: set[int] = set()
@@ -199,13 +203,9 @@ class Run:
 
     def _speed(self, step_ms: float) -> dict[str, float]:
         """Of the device's peak, and of what the work allows; nothing on devices that the table lacks."""
-        config, cuda = self.config, self.mesh.device.type == "cuda"
-        device = device_of(torch.cuda.get_device_name(self.mesh.device)) if cuda else None
-        if device is None:
+        if self.device is None:
             return {}
-        data, parts = config.data, (config.model, config.moe, config.gate)
-        work = LeastWork.of(*parts, tokens=data.batch_size * data.seq_len, seq_len=data.seq_len)
-        return work.speed(1e-3 * step_ms, device, self.mesh.num_ranks)
+        return self.work.speed(1e-3 * step_ms, self.device, self.mesh.num_ranks)
 
     def _begin(self, learner: Learner, found: Checkpoint | None) -> int:
         """Continue a checkpoint, begin from weights, or from nothing; returns the step to run next."""
