@@ -287,7 +287,7 @@ MUTANTS = (
             self.arrived = []  # what backward needs of them is in `saved`
 """,
         "",
-        "moe/test_dispatch_combine.py::test_rows_go_when_they_have_been_computed_and_all_goes_with_backward",
+        "moe/test_passes.py::test_pieces_of_two_microbatches_give_the_bits_of_one_go",
     ),
     Mutant(
         "moe/schedule.py",

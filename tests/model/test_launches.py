@@ -15,7 +15,13 @@ MODEL: dict[str, Any] = {"model.num_layers": 3, "model.num_dense_layers": 1}
 
 
 def launches(
-    dp: int = 1, ep: int = 1, tp: int = 1, *, parts_tokens: bool = True, **changes: Any
+    dp: int = 1,
+    ep: int = 1,
+    tp: int = 1,
+    *,
+    parts_tokens: bool = True,
+    replicas: bool = False,
+    **changes: Any,
 ) -> list[tuple[HostedLaunch, ...]]:
     config = with_values(TrainConfig(), {**MODEL, **changes})
     mine = LayerLaunches(
@@ -26,6 +32,7 @@ def launches(
         ep=ep,
         tp=tp,
         parts_tokens=parts_tokens and tp > 1,
+        replicas=replicas,
     )
     return mine.of([range(2), range(2, 3)], (0, 1))
 
@@ -63,6 +70,15 @@ def test_capacity_and_shadows_ask_for_counts() -> None:
         "exchange of sizes, layer 1",
     ]
     assert words(sparse, kinds.ROUTE_R) == ["exchange of capacity counts, layer 1", "*"]
+
+
+def test_routing_waits_for_the_loads_that_replicas_share_rows_by() -> None:
+    _, plain, _ = launches(ep=2)
+    _, shared, _ = launches(ep=2, replicas=True)
+    assert [launch.what for launch in shared] == [launch.what for launch in plain]
+    assert (plain[0].kind, plain[0].once) == (kinds.LOADS_F, True)
+    assert (shared[0].kind, shared[0].once) == (kinds.COUNTS_F, False)
+    assert shared[0].kind in kinds.AWAITED
 
 
 def test_linears_over_tp() -> None:

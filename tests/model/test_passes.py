@@ -123,16 +123,20 @@ def test_parts_under_tensor_parallelism(sequence_parallel: bool) -> None:
 
 
 def in_chunks(mesh: Mesh) -> None:
-    """Two chunks of a microbatch: what is balanced is all of it, so no load is known before both routed."""
+    """Two chunks of a microbatch: what is balanced is all of it; replicas are told the loads of each."""
     model = build(mesh, {})
     (h, _), state = rows(model, 1), state_of(model)
-    loads, moe = MicrobatchLoads(2), model.layer(1).moe
+    loads, each, moe = MicrobatchLoads(2), MicrobatchLoads(2, each=True), model.layer(1).moe
     for number in range(2):
         part = replace(state.tokens, first=state.tokens.first + 4 * number)
-        loads.add(moe, moe.gate(h[4 * number : 4 * number + 4], part), part)
+        routing = moe.gate(h[4 * number : 4 * number + 4], part)
+        assert loads.add(moe, routing, part) is None
         assert (moe.layer in loads._loads) == (number == 1)
-    whole = moe.gather_loads([moe.gate(h, state.tokens)], state.tokens)
-    assert torch.equal(loads.of(moe).total(), whole.total())
+        alone = each.add(moe, routing, part)
+        assert torch.equal(alone.total(), moe.gather_loads([routing], part).total())
+    whole = moe.gather_loads([moe.gate(h, state.tokens)], state.tokens).total()
+    assert torch.equal(loads.of(moe), whole)
+    assert torch.equal(each.of(moe), whole)
 
 
 def test_loads_of_a_microbatch_are_those_of_all_its_chunks() -> None:

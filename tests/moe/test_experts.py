@@ -57,7 +57,7 @@ def by_autograd(mesh: Mesh, style: dict[str, Any], sizes: list[int]) -> dict[str
     y = grouped_experts_reference(x, scores, ids, *moe.experts.weights, activation=activation)
     ones = torch.ones(len(x), 1, dtype=x.dtype)
     shared = grouped_experts_reference(x, ones, ones.long() * 0, *moe.shared.weights, activation=activation)
-    report = moe.report(routing, moe.gather_loads([routing], tokens), tokens)
+    report = moe.report(routing, moe.gather_loads([routing], tokens).total(), tokens)
     (((y + shared) * d_y).sum() + report.aux_loss).backward()
     return {"y": (y + shared).detach(), "dx": x.grad} | {n: p.grad for n, p in moe.named_parameters()}
 

@@ -67,6 +67,9 @@ def interleaved(moe: MoE, mesh: Mesh, again: bool, keep_rows: bool) -> Results:
     assert [bool(one.state.saved) for one in passes] == [not again] * 2, (
         "what will be computed again is let go"
     )
+    assert [bool(one.state.arrived) for one in passes] == [keep_rows] * 2, (
+        "what backward needs of rows that arrived, experts have saved"
+    )
     if again and not keep_rows:
         for waiting in [one.dispatch_again((x,)) for one, (x, *_) in zip(passes, given, strict=True)]:
             waiting.get()

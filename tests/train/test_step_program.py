@@ -76,6 +76,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "shadows": (2, {}, {**SMART, "moe.shadow": (0, 2)}),
     "shadows in a pipeline": (2, {}, {"pipeline.overlap": "pair", "moe.shadow": (0, 2)}),
     "migration": (2, {}, MOVES),
+    "migration amid chunks": (2, {}, {"pipeline.overlap": "pair+self", **MOVES}),
     "costs and trials": (2, {}, {"moe.schedule": "smart", "moe.shadow": "auto", "run.steps": 12}),
     "peer memory": (
         2,
@@ -148,7 +149,7 @@ def test_a_step_launches_its_program_and_nothing_else(corpus: str, layout: str) 
     for found in run_ranks(ranks, train, configure(corpus, **{**BASE, **changes}), **axes):
         assert found["checked"] > found["listed"] // 2 > 0
         assert set(found["between"]) <= set(APART)
-        assert ("between two steps" in found["between"]) is (layout == "migration")
+        assert ("between two steps" in found["between"]) is layout.startswith("migration")
         assert set(LEARNED[:1]) & set(found["between"]) == (set(LEARNED[:1]) if "costs" in layout else set())
         if layout != "peer memory":  # what ranks read in each other's memory is no call
             assert found["calls"] == found["checked"] + sum(found["between"].values())

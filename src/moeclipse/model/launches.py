@@ -38,6 +38,8 @@ class LayerLaunches:
     tp: int
     parts_tokens: bool
     """Sequence parallelism: between linears each tp rank has its part of the tokens."""
+    replicas: bool = False
+    """Experts may be held by several ranks, which share their rows by the loads of a call."""
 
     @property
     def sharded(self) -> bool:
@@ -74,9 +76,11 @@ class LayerLaunches:
                 what = f"exchange of capacity counts, {where}"
                 yield HostedLaunch(kinds.COUNTS_F, kinds.ROUTE_F, tokens, what, ahead=True)
                 yield HostedLaunch(kinds.COUNTS_R, kinds.ROUTE_R, tokens, what, ahead=True)
-            yield HostedLaunch(
-                kinds.LOADS_F, kinds.ROUTE_F, tokens, f"sum of expert loads, {where}", once=True
-            )
+            what = f"sum of expert loads, {where}"
+            if self.replicas:  # routing waits for them, chunk by chunk
+                yield HostedLaunch(kinds.COUNTS_F, kinds.ROUTE_F, tokens, what)
+            else:
+                yield HostedLaunch(kinds.LOADS_F, kinds.ROUTE_F, tokens, what, once=True)
         if self.num_experts_ranks == 1:
             return
         if self.moe.shadow not in ("off", ()):

@@ -40,21 +40,27 @@ from moeclipse.tensor.weight_grad import deliver
 class MicrobatchLoads:
     """The loads of one microbatch, layer by layer: balance is over all of it, also where it is cut."""
 
-    def __init__(self, chunks: int) -> None:
-        self.chunks = chunks
+    def __init__(self, chunks: int, *, each: bool = False) -> None:
+        """`each`: every chunk tells its own, because replicas share the rows of one chunk at a time."""
+        self.chunks, self.each = chunks, each
         self._routings: dict[int, list[Routing]] = {}
-        self._loads: dict[int, Loads] = {}
+        self._loads: dict[int, list[Loads]] = {}
 
-    def add(self, moe: MoE, routing: Routing, tokens: Tokens) -> None:
-        """Once all chunks have routed, their loads are on their way to all ranks."""
+    def add(self, moe: MoE, routing: Routing, tokens: Tokens) -> Loads | None:
+        """The chunk's own, if they are on their way: they leave behind the last chunk, or with each."""
         found = self._routings.setdefault(moe.layer, [])
         found.append(routing)
-        if len(found) == self.chunks:
-            self._loads[moe.layer] = moe.gather_loads(found, tokens)
-            del self._routings[moe.layer]
+        if not self.each and len(found) < self.chunks:
+            return None
+        loads = moe.gather_loads(found, tokens)
+        self._loads.setdefault(moe.layer, []).append(loads)
+        found.clear()
+        return loads if self.each or self.chunks == 1 else None
 
-    def of(self, moe: MoE) -> Loads:
-        return self._loads[moe.layer]
+    def of(self, moe: MoE) -> torch.Tensor:
+        """The load of each expert, all chunks together."""
+        totals = [loads.total() for loads in self._loads[moe.layer]]
+        return sum(totals[1:], start=totals[0])
 
 
 @dataclass(kw_only=True)
@@ -213,8 +219,7 @@ class MoEPass(DensePass):
     def route_f(self) -> None:
         x_TD, moe, loads = self.attn.outputs[1], self.moe, self.microbatch.loads
         self.route = self._segment(Part.ROUTE, self._choose, [x_TD])
-        loads.add(moe, self.routing, self.tokens)
-        known = loads.of(moe) if loads.chunks == 1 else None
+        known = loads.add(moe, self.routing, self.tokens)
         self.call = moe.prepare(self.routing, Structure(), (x_TD,), self.tokens, known)
 
     def _choose(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:

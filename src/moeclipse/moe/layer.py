@@ -291,7 +291,7 @@ class MoE(nn.Module):
             y_TD = self._routed(routing, structure, inputs, tokens, loads, call)
             if self.shared is not None:
                 y_TD = y_TD + shared_expert(rows_TD, self.shared)
-        return y_TD, self.report(routing, loads, tokens)
+        return y_TD, self.report(routing, loads.total(), tokens)
 
     def gather_loads(self, routings: Sequence[Routing], tokens: Tokens) -> Loads:
         """Those of the whole microbatch, on their way; `routings` are those of this rank's tokens."""
@@ -302,9 +302,9 @@ class MoE(nn.Module):
     def where(self, tokens: Tokens) -> str:
         return f"layer {self.layer}, microbatch {tokens.microbatch}"
 
-    def report(self, routing: Routing, loads: Loads, tokens: Tokens) -> MoEReport:
+    def report(self, routing: Routing, global_load_E: torch.Tensor, tokens: Tokens) -> MoEReport:
         """Losses and counts of one call; in training the counts are added up until the optimizer step."""
-        report = self._report(routing, loads.total(), tokens)
+        report = self._report(routing, global_load_E, tokens)
         if self.training and not in_backward():  # a forward inside backward has been counted before
             self.load_E += report.load_E
         return report

@@ -76,6 +76,7 @@ def shapes_of_run(
         ep=ep,
         tp=tp,
         parts_tokens=config.parallel.sequence_parallel and tp > 1,
+        replicas=config.placement.in_use,
     )
     shapes = layer_shapes(config.model, config.moe)
     found = launches.of(layout.stages, layout.rank_of)
