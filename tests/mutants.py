@@ -174,9 +174,9 @@ MUTANTS = (
         "balance/test_shadow.py::test_a_small_gain_is_not_worth_it",
     ),
     Mutant(
-        "balance/incremental.py",
-        "worth = gain > paid and gain > min_gain",
-        "worth = gain > min_gain",
+        "balance/draft.py",
+        "+ problem.state_seconds * self.books.states",
+        "+ 0 * self.books.states",
         "balance/test_incremental.py::test_optimizer_state_must_pay_for_its_move",
     ),
     Mutant(

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from moeclipse.balance.objective import PlacementCosts
 from moeclipse.balance.placement import Placement
+from moeclipse.balance.problem import PlanProblem
 from moeclipse.balance.shadow_model import ShadowCosts
 
 COSTS = PlacementCosts.from_shapes(d_model=2048, d_ff=1408)
@@ -22,6 +23,16 @@ FREE = PlacementCosts(
 """Only rows cost anything."""
 
 
+def asked(
+    counts_PE: np.ndarray,
+    slots_P: tuple[int, ...],
+    current: Placement,
+    costs: PlacementCosts = FREE,
+    noise: float = 0.0,
+) -> PlanProblem:
+    return PlanProblem(counts_PE=counts_PE, slots_P=slots_P, current=current, costs=costs, noise=noise)
+
+
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[np.ndarray, tuple[int, ...]]:
     """Counts [P, E] and slots that fit them; ranks without slots and idle experts included."""
@@ -31,6 +42,7 @@ def problems(draw: st.DrawFn) -> tuple[np.ndarray, tuple[int, ...]]:
         slots[slots.index(min(slots))] += 1
     numbers = st.integers(0, 10**6) | st.just(0)
     flat = draw(st.lists(numbers, min_size=num_ranks * num_experts, max_size=num_ranks * num_experts))
+    flat[0] += not any(flat)
     return np.array(flat, dtype=np.int64).reshape(num_ranks, num_experts), tuple(slots)
 
 

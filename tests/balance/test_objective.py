@@ -41,7 +41,7 @@ def test_the_score_adds_up() -> None:
     assert found.cross == 4 * 2.0 * 10 / 4.0  # 10 rows of rank 1 go to rank 0
     assert (found.moves, found.states) == (2, 0)
     assert found.migration == pytest.approx(2 * 10.0 / 4.0 / 5)
-    assert sync_copies(new) == 1
+    assert sync_copies(new.holders, new.primary, 2) == [1, 1]
     assert found.sync == pytest.approx(30.0 / 4.0)
     assert found.total == found.fullest + found.cross + found.sync + found.migration
     assert (found.balance, found.cross_share) == (1.0, 0.25)
@@ -50,7 +50,15 @@ def test_the_score_adds_up() -> None:
 def test_moved_state_is_paid_for() -> None:
     costs = replace(FREE, weight_bytes=2.0, state_bytes=12.0, near_bandwidth=2.0)
     assert costs.move_seconds(3, 2) == (3 * 2 + 2 * 12) / 2
-    assert replace(costs, far_bandwidth=0.5).move_seconds(3, 2, num_nodes=2) == (3 * 2 + 2 * 12) / 0.5
+    assert replace(costs, far_bandwidth=0.5).move_seconds(3, 2, (0, 1)) == (3 * 2 + 2 * 12) / 0.5
+
+
+def test_across_nodes_a_rank_has_its_share_of_the_links() -> None:
+    costs = replace(FREE, near_bandwidth=8.0, far_bandwidth=4.0)
+    assert costs.bandwidth((0, 0, 0, 0)) == 8.0
+    assert costs.bandwidth((0, 0, 1, 1)) == 2.0, "two ranks share what the node has"
+    assert costs.bandwidth((0, 1, 2, 3)) == 4.0
+    assert replace(costs, far_bandwidth=99.0).bandwidth((0, 0, 1, 1)) == 8.0, "no faster than inside"
 
 
 def test_nodes_are_runs_of_ranks() -> None:

@@ -3,75 +3,95 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from strategies import zipf_counts
 
-from moeclipse.balance.objective import PlacementCosts
+from moeclipse.balance.objective import PlacementCosts, nodes_of
 from moeclipse.balance.placement import Placement
-from moeclipse.balance.planner import PlanConfig, expected_balance, plan
+from moeclipse.balance.planner import PlanConfig, plan
+from moeclipse.balance.problem import PlanProblem, fitted
 from moeclipse.balance.solve import LinearProgram, polish
 from moeclipse.core.errors import ConfigError
 
 COSTS = PlacementCosts.from_shapes(d_model=2048, d_ff=1408)
 
 
-def check_feasible(program: LinearProgram, columns: np.ndarray) -> None:
-    values = np.bincount(program.row, program.value * columns[program.column], len(program.lower))
+def asked_for(
+    num_experts: int, slots_P: tuple[int, ...], nodes: int = 1, **changes: Any
+) -> tuple[PlanProblem, Placement]:
+    """A problem with Zipf loads, and what wrap-fill says to it."""
+    num_ranks = len(slots_P)
+    problem = PlanProblem(
+        counts_PE=zipf_counts(num_ranks, num_experts, 1.2, tokens=32768),
+        slots_P=slots_P,
+        current=Placement.contiguous(num_experts, num_ranks),
+        costs=replace(COSTS, **changes),
+        node_P=nodes_of(num_ranks, nodes),
+    )
+    config = PlanConfig(planner="wrap_fill")
+    args = (problem.counts_PE, slots_P, problem.current, problem.costs, problem.node_P)
+    return problem, plan(config, *args)
+
+
+@pytest.mark.parametrize(("nodes", "shared_wire"), [(1, False), (2, False), (1, True)])
+def test_a_placement_is_a_feasible_guess_and_costs_what_the_judge_says(nodes: int, shared_wire: bool) -> None:
+    problem, _ = asked_for(12, (5,) * 4, nodes, shared_wire=shared_wire)
+    # The program takes primaries to stay, as here.
+    start = fitted(problem.current.with_replicas([(0, (1,)), (11, (0, 1))]), problem.slots_P)
+    program = LinearProgram.of(problem)
+    guess = program.guess(start)
+    values = np.bincount(program.row, program.value * guess[program.column], len(program.lower))
     assert (values >= program.lower - 1e-6).all()
     assert (values <= program.upper + 1e-6).all()
-
-
-def test_a_placement_is_a_feasible_guess() -> None:
-    counts_PE = zipf_counts(4, 12, 1.2)
-    current = Placement.contiguous(12, 4)
-    program = LinearProgram.of(counts_PE.sum(0), (5,) * 4, current, COSTS)
-    start = plan(PlanConfig(planner="wrap_fill"), counts_PE, (5,) * 4, current, COSTS)
-    guess = program.guess(start)
-    check_feasible(program, guess)
-    assert 1 / guess[-1] == pytest.approx(expected_balance(start, counts_PE.sum(0)), rel=1e-3)
+    assert (guess <= program.most + 1e-9).all()
     assert guess[: program.num_binary].sum() == start.num_replicas
+    # Rows inside a node are known by node only.
+    mean_seconds = problem.costs.row_seconds * float(problem.load_E.sum()) / 4
+    seconds = problem.judge(start).total
+    assert program.cost @ guess * mean_seconds == pytest.approx(seconds, rel=0.02 if nodes == 1 else 0.1)
 
 
-def test_the_polish_moves_less_for_the_same_balance() -> None:
+def test_the_polish_is_never_slower_than_its_start() -> None:
     pytest.importorskip("highspy")
-    counts_PE = zipf_counts(4, 16, 1.2, tokens=32768)
-    load_E, slots_P = counts_PE.sum(0), (6,) * 4
-    current = Placement.contiguous(16, 4)
-    start = plan(PlanConfig(planner="wrap_fill"), counts_PE, slots_P, current, COSTS)
-    polished = polish(load_E, slots_P, current, start, COSTS, time_limit=5.0)
+    problem, start = asked_for(16, (6,) * 4)
+    polished = polish(problem, start, time_limit=3.0)
     assert [len(row) for row in polished.slots] == [6] * 4
-    assert expected_balance(polished, load_E) > 0.99
-    moves = [sum(m.weights + 6 * m.state for m in current.moves(p)) for p in (start, polished)]
-    assert moves[1] < moves[0]
-    program = LinearProgram.of(load_E, slots_P, current, COSTS)
-    assert program.cost @ program.guess(polished) <= program.cost @ program.guess(start)
+    assert problem.judge(polished).total < problem.judge(start).total
+    assert problem.judge(polished).balance > 0.97
+
+
+def test_the_polish_knows_nodes() -> None:
+    """Links between nodes a hundred times slower: rows stay inside, whatever that does to balance."""
+    pytest.importorskip("highspy")
+    problem, start = asked_for(8, (4,) * 4, 2, far_bandwidth=COSTS.far_bandwidth / 100)
+    polished = polish(problem, start, time_limit=3.0)
+    assert problem.judge(polished).total <= problem.judge(start).total
+    assert problem.judge(polished).cross <= problem.judge(start).cross
 
 
 def test_no_time_leaves_the_start() -> None:
     pytest.importorskip("highspy")
-    counts_PE = zipf_counts(8, 64, 1.2)
-    current = Placement.contiguous(64, 8)
-    start = plan(PlanConfig(planner="wrap_fill"), counts_PE, (10,) * 8, current, COSTS)
-    polished = polish(counts_PE.sum(0), (10,) * 8, current, start, COSTS, time_limit=0.01)
-    program = LinearProgram.of(counts_PE.sum(0), (10,) * 8, current, COSTS)
-    assert program.cost @ program.guess(polished) <= program.cost @ program.guess(start) + 1e-9
+    problem, start = asked_for(64, (10,) * 8)
+    polished = polish(problem, start, time_limit=0.01)
+    assert problem.judge(polished).total <= problem.judge(start).total
 
 
 def test_a_missing_solver_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "highspy", None)
     monkeypatch.setitem(sys.modules, "gurobipy", None)
-    current = Placement.contiguous(4, 2)
+    problem, start = asked_for(4, (2, 2))
     with pytest.raises(ConfigError, match=r"neither highspy nor .* run: pip install 'moeclipse\[solver\]'"):
-        polish(np.ones(4), (2, 2), current, current, COSTS)
+        polish(problem, start)
 
 
 def test_tight_slots_are_respected() -> None:
-    """Replicas would help, but there is no slot for them."""
+    """Replicas would help, but there is only one slot for them."""
     pytest.importorskip("highspy")
-    counts_PE = zipf_counts(4, 8, 1.2, tokens=32768)
-    current = Placement.contiguous(8, 4)
-    polished = polish(counts_PE.sum(0), (3, 2, 2, 2), current, current, COSTS, time_limit=5.0)
+    problem, _ = asked_for(8, (3, 2, 2, 2))
+    polished = polish(problem, problem.start, time_limit=3.0)
     assert all(len(held) <= count for held, count in zip(polished.held, (3, 2, 2, 2), strict=True))
-    assert polished.num_replicas == 9
+    assert polished.num_replicas <= 9

@@ -1,8 +1,15 @@
-"""A placement in the making: loads poured over slots, and changes tried out cheaply.
+"""A placement in the making: loads poured over slots, its seconds, and changes tried out cheaply.
 
 Idea: planners try hundreds of changes. A try copies little, pours again only the experts that the change
-touches, and is judged by a power mean over the ranks' levels; only the change that is taken is poured in
-full.
+touches, and is judged by the seconds of a step (`balance/objective`) with each maximum over ranks softened
+into a power mean, which feels the ranks next to the fullest one as well; only the change that is taken is
+poured in full.
+
+    rows        level of the fullest rank
+    near        rows that enter or leave the busiest rank: all but those that it keeps for itself
+    cross       the same of the busiest node
+    sync        copies of gradients on the rank with most of them
+    migration   copies that `problem.current` does not hold, primaries that it held elsewhere
 
 A rank whose experts have no other replica cannot hand anything over when loads fluctuate. So its level
 counts a reserve on top: `noise` (how much an expert's load jitters from step to step, relative) times the
@@ -15,12 +22,16 @@ Contract: a `Draft` is never changed by `changed`, `trial` or `poured`; they ret
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
+from moeclipse.balance.objective import EXCHANGES
 from moeclipse.balance.placement import EMPTY, Placement
+from moeclipse.balance.problem import PlanProblem
 from moeclipse.balance.split import sweep
 
 POWER = 64
@@ -33,7 +44,7 @@ class Change:
     """`put` goes into a slot of rank `target`.
 
     What was there gives way, or goes into another slot (`to_rank`, `to_slot`) and what was *there* gives
-    way; if that was `put` itself, two experts have been exchanged.
+    way; if that was `put` itself, two experts have been exchanged. An EMPTY `put` gives a replica up.
     """
 
     put: int
@@ -44,66 +55,159 @@ class Change:
 
     @property
     def moves(self) -> int:
-        return 1 if self.to_rank == EMPTY else 2
+        """Copies of parameters that it takes."""
+        return (self.put != EMPTY) + (self.to_rank != EMPTY)
+
+
+class Books:
+    """What ranks do under a draft, kept up to date expert by expert."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.level = [0.0] * num_ranks
+        """Rows that each rank computes, its reserve included."""
+        self.kept = [0.0] * num_ranks
+        """Those of them that are its own."""
+        self.sends = [0.0] * num_ranks
+        """Copies of gradients that each rank sends to primaries, ..."""
+        self.receives = [0.0] * num_ranks
+        """... and receives as one."""
+        self.owned = [0] * num_ranks
+        """Primaries on each rank."""
+        self.weights = self.states = 0
+        """Copies of parameters, and of optimizer state, that have to travel."""
+
+    def copy(self) -> Books:
+        other = Books(0)
+        other.level, other.kept, other.owned = list(self.level), list(self.kept), list(self.owned)
+        other.sends, other.receives = list(self.sends), list(self.receives)
+        other.weights, other.states = self.weights, self.states
+        return other
+
+    def enter(self, expert: int, draft: Draft, sign: int = 1) -> None:
+        """What one expert makes its ranks do; -1 takes it out again."""
+        ranks, primary, now = draft.holders[expert], draft.primary[expert], draft.problem.current
+        counts, before = draft.problem.counts_of[expert], now.holders[expert]
+        for rank, amount in zip(ranks, draft.shares[expert], strict=True):
+            self.level[rank] += sign * amount
+            self.kept[rank] += sign * min(amount, counts[rank])
+            self.sends[rank] += sign * (rank != primary)
+            self.weights += sign * (rank not in before)
+        self.receives[primary] += sign * (len(ranks) - 1)
+        self.owned[primary] += sign
+        self.states += sign * (primary != now.primary[expert])
 
 
 @dataclass(frozen=True)
 class Draft:
-    loads: list[float]
-    noise: float
+    problem: PlanProblem
     slots: list[list[int]]
     holders: list[tuple[int, ...]]
     """Ranks of each expert."""
+    primary: list[int]
+    """They stay where they can; where one is gone, the holder that owns least takes over."""
     shares: list[list[float]]
-    """Load of each expert on these ranks."""
-    level: list[float]
-    """Load of each rank, its reserve included."""
+    """Load of each expert on its holders."""
     reserve: list[float]
+    books: Books
 
     @classmethod
-    def of(cls, placement: Placement, slots_P: Sequence[int], load_E: np.ndarray, noise: float) -> Draft:
-        slots = [
-            list(row) + [EMPTY] * (count - len(row))
-            for row, count in zip(placement.slots, slots_P, strict=True)
-        ]
-        loads = load_E.astype(float).tolist()
+    def of(cls, placement: Placement, problem: PlanProblem) -> Draft:
+        """The slots are those of the placement, which may be fewer than the problem allows."""
+        slots, holders = list(map(list, placement.slots)), list(placement.holders)
         shares = [
-            [load / len(ranks)] * len(ranks) for load, ranks in zip(loads, placement.holders, strict=True)
+            [load / len(ranks)] * len(ranks) for load, ranks in zip(problem.loads, holders, strict=True)
         ]
-        empty = [0.0] * len(slots)
-        draft = cls(loads, noise, slots, list(placement.holders), shares, empty, empty)
-        reserve = [draft._reserve(row) for row in slots]
-        level = list(reserve)
-        for ranks, mine in zip(draft.holders, shares, strict=True):
-            for rank, amount in zip(ranks, mine, strict=True):
-                level[rank] += amount
-        return cls(loads, noise, slots, draft.holders, shares, level, reserve).poured()
+        homes = zip(problem.current.primary, placement.primary, holders, strict=True)
+        primary = [home if home in ranks else chosen for home, chosen, ranks in homes]
+        draft = cls(problem, slots, holders, primary, shares, [0.0] * len(slots), Books(len(slots)))
+        for rank, row in enumerate(slots):
+            draft.reserve[rank] = draft._reserve(row)
+            draft.books.level[rank] = draft.reserve[rank]
+        for expert in range(len(holders)):
+            draft.books.enter(expert, draft)
+        return draft.poured()
 
     @property
+    def level(self) -> list[float]:
+        return self.books.level
+
+    @cached_property
     def fullest(self) -> float:
         return max(self.level)
 
+    @cached_property
+    def seconds(self) -> float:
+        """Of a step, as `problem.judge` will say once loads are cut into rows."""
+        return self._seconds(max)
+
+    @cached_property
     def merit(self) -> float:
-        """A power mean: it feels the fullest rank, and those next to it."""
-        fullest = max(self.level)
-        if fullest <= 0:
-            return 0.0
-        return fullest * (sum([(x / fullest) ** POWER for x in self.level]) / len(self.level)) ** (1 / POWER)
+        """The same, softened: what a search goes down."""
+        return self._seconds(power_mean)
+
+    def _seconds(self, most: Callable[[list[float]], float]) -> float:
+        problem, costs = self.problem, self.problem.costs
+        return (
+            costs.row_seconds * most(self.level)
+            + self._wire_seconds(most)
+            + problem.copy_seconds * most(self.copies)
+            + problem.move_seconds * self.books.weights
+            + problem.state_seconds * self.books.states
+        )
+
+    def _wire_seconds(self, most: Callable[[list[float]], float]) -> float:
+        """Rows that leave their rank, inside nodes and between them."""
+        problem, costs = self.problem, self.problem.costs
+        enter = [a - b - c for a, b, c in zip(self.level, self.reserve, self.books.kept, strict=True)]
+        leave = [a - b for a, b in zip(problem.source, self.books.kept, strict=True)]
+        far = 0.0
+        if problem.num_nodes > 1:
+            in_N, out_N = self.rows_across_nodes()
+            far = most(np.maximum(in_N, out_N).tolist())
+            part_N = 1 / np.bincount(problem.node_index)
+            # Which ranks of a node send and get the rows that cross is not known yet: all of them alike.
+            enter = [max(a - b, 0.0) for a, b in zip(enter, (in_N * part_N)[problem.node_index], strict=True)]
+            leave = [
+                max(a - b, 0.0) for a, b in zip(leave, (out_N * part_N)[problem.node_index], strict=True)
+            ]
+        near = sum(enter) / len(enter) if costs.shared_wire else most(list(map(max, enter, leave)))
+        return EXCHANGES * costs.row_bytes * (near / costs.near_bandwidth + far / costs.far_bandwidth)
+
+    def rows_across_nodes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rows into and out of each node: what it computes, and sends, beyond what it can keep."""
+        problem = self.problem
+        expert_X = np.repeat(np.arange(len(self.holders)), list(map(len, self.holders)))
+        place_X = problem.node_index[list(chain(*self.holders))] * len(self.holders) + expert_X
+        size = problem.num_nodes * len(self.holders)
+        load_NE = np.bincount(place_X, list(chain(*self.shares)), size).reshape(problem.num_nodes, -1)
+        kept_N = np.minimum(load_NE, problem.rows_NE).sum(1)
+        return load_NE.sum(1) - kept_N, problem.rows_NE.sum(1) - kept_N
+
+    @cached_property
+    def copies(self) -> list[float]:
+        """Copies of gradients that each rank sends or receives."""
+        num_ranks = len(self.slots)
+        if self.problem.costs.shared_wire:
+            return [(sum(map(len, self.holders)) - len(self.holders)) / num_ranks]
+        return list(map(max, self.books.sends, self.books.receives))
 
     def _reserve(self, row: list[int]) -> float:
-        if not self.noise:
+        if not self.problem.noise:
             return 0.0
-        return self.noise * math.sqrt(
-            sum([self.loads[e] ** 2 for e in row if e >= 0 and len(self.holders[e]) == 1])
+        loads = self.problem.loads
+        return self.problem.noise * math.sqrt(
+            sum([loads[e] ** 2 for e in row if e >= 0 and len(self.holders[e]) == 1])
         )
 
     def poured(self, experts: Sequence[int] | None = None, sweeps: int = FULL_SWEEPS) -> Draft:
         """With the loads of these experts (default: all) poured anew."""
-        which = range(len(self.loads)) if experts is None else experts
-        several = [e for e in which if len(self.holders[e]) > 1 and self.loads[e] > 0]
-        several.sort(key=lambda e: -self.loads[e])
-        jobs = [(e, self.holders[e], self.loads[e]) for e in several]
-        level, shares = list(self.level), list(self.shares)
+        loads, counts_of = self.problem.loads, self.problem.counts_of
+        which = range(len(loads)) if experts is None else experts
+        several = [e for e in which if len(self.holders[e]) > 1 and loads[e] > 0]
+        several.sort(key=lambda e: -loads[e])
+        jobs = [(e, self.holders[e], loads[e]) for e in several]
+        books, shares = self.books.copy(), list(self.shares)
+        level, kept = books.level, books.kept
         for e in several:
             shares[e] = list(shares[e])
         fullest = max(level)
@@ -112,18 +216,23 @@ class Draft:
             before, fullest = fullest, max(level)
             if fullest > 0.9995 * before:
                 break
-        return Draft(self.loads, self.noise, self.slots, self.holders, shares, level, self.reserve)
+        for e, ranks, _ in jobs:
+            counts = counts_of[e]
+            for rank, old, new in zip(ranks, self.shares[e], shares[e], strict=True):
+                most = counts[rank]
+                kept[rank] += (new if new < most else most) - (old if old < most else most)
+        return replace(self, shares=shares, books=books)
 
     def changed(self, change: Change) -> Draft:
         """After a change, its experts spread evenly over their holders, nothing poured yet."""
-        slots, holders, shares = list(self.slots), list(self.holders), list(self.shares)
-        level, reserve = list(self.level), list(self.reserve)
+        slots, books = list(self.slots), self.books.copy()
         target, to_rank = change.target, change.to_rank
         leaving = slots[target][change.slot]
         slots[target] = list(slots[target])
         slots[target][change.slot] = change.put
-        ranks = {e: set(holders[e]) for e in (change.put, leaving) if e != EMPTY}
-        ranks[change.put].add(target)
+        ranks = {e: set(self.holders[e]) for e in (change.put, leaving) if e != EMPTY}
+        if change.put != EMPTY:
+            ranks[change.put].add(target)
         if leaving != EMPTY:
             ranks[leaving].remove(target)
         if to_rank != EMPTY:
@@ -131,29 +240,43 @@ class Draft:
             slots[to_rank] = list(slots[to_rank])
             slots[to_rank][change.to_slot] = leaving
             if yielding != EMPTY:
-                ranks.setdefault(yielding, set(holders[yielding])).remove(to_rank)
+                ranks.setdefault(yielding, set(self.holders[yielding])).remove(to_rank)
             if leaving != EMPTY:
                 ranks[leaving].add(to_rank)
+        after = Draft(
+            self.problem,
+            slots,
+            list(self.holders),
+            list(self.primary),
+            list(self.shares),
+            list(self.reserve),
+            books,
+        )
         # Reserves change where slots do, and where an expert stops or starts standing alone.
         touched = {target, to_rank} - {EMPTY}
         for expert, new in ranks.items():
-            if (len(new) == 1) != (len(holders[expert]) == 1):
-                touched |= new | set(holders[expert])
-            old_share = dict(zip(holders[expert], shares[expert], strict=True))
-            for rank, amount in old_share.items():
-                level[rank] -= amount
-            holders[expert] = tuple(sorted(new))
-            kept = {rank: old_share.get(rank, 0.0) for rank in holders[expert]}
-            lost = (self.loads[expert] - sum(kept.values())) / len(kept)
-            shares[expert] = [amount + lost for amount in kept.values()]
-            for rank, amount in zip(holders[expert], shares[expert], strict=True):
-                level[rank] += amount
-        after = Draft(self.loads, self.noise, slots, holders, shares, level, reserve)
+            if (len(new) == 1) != (len(self.holders[expert]) == 1):
+                touched |= new | set(self.holders[expert])
+            books.enter(expert, self, -1)
+            after._spread(expert, tuple(sorted(new)))
+            books.enter(expert, after)
         for rank in touched:
-            level[rank] -= reserve[rank]
-            reserve[rank] = after._reserve(slots[rank])
-            level[rank] += reserve[rank]
+            books.level[rank] -= after.reserve[rank]
+            after.reserve[rank] = after._reserve(slots[rank])
+            books.level[rank] += after.reserve[rank]
         return after
+
+    def _spread(self, expert: int, new: tuple[int, ...]) -> None:
+        """An expert on other ranks: who stays keeps its share, what is left over is shared evenly."""
+        before = dict(zip(self.holders[expert], self.shares[expert], strict=True))
+        stay = {rank: before.get(rank, 0.0) for rank in new}
+        lost = (self.problem.loads[expert] - sum(stay.values())) / len(stay)
+        self.holders[expert], self.shares[expert] = new, [amount + lost for amount in stay.values()]
+        home = self.problem.current.primary[expert]
+        if home in stay:
+            self.primary[expert] = home
+        elif self.primary[expert] not in stay:
+            self.primary[expert] = min(new, key=lambda rank: (self.books.owned[rank], rank))
 
     def trial(self, change: Change) -> Draft:
         """After a change, with only the experts around it poured."""
@@ -163,14 +286,13 @@ class Draft:
         near.discard(EMPTY)
         return after.poured(sorted(near), TRIAL_SWEEPS)
 
-    def placement(self, current: Placement) -> Placement:
-        """Primaries stay where they can; where one is gone, the holder that owns least takes over."""
-        owned = [0] * len(self.slots)
-        primary = list(current.primary)
-        for expert, rank in enumerate(primary):
-            owned[rank] += rank in self.holders[expert]
-        for expert, rank in enumerate(primary):
-            if rank not in self.holders[expert]:
-                primary[expert] = min(self.holders[expert], key=lambda p: (owned[p], p))
-                owned[primary[expert]] += 1
-        return Placement(tuple(map(tuple, self.slots)), tuple(primary))
+    def placement(self) -> Placement:
+        return Placement(tuple(map(tuple, self.slots)), tuple(self.primary))
+
+
+def power_mean(values: list[float]) -> float:
+    """It feels the largest, and those next to it."""
+    largest = max(values)
+    if largest <= 0:
+        return 0.0
+    return largest * (sum([(x / largest) ** POWER for x in values]) / len(values)) ** (1 / POWER)

@@ -15,21 +15,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moeclipse.balance.incremental import refined
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.replicate import placement_of, plan_wrap_fill
 
-REFINING_MOVES = 12
 
-
-def plan_two_level(
-    counts_PE: np.ndarray, slots_P: Sequence[int], node_P: Sequence[int], noise: float = 0.0
-) -> Placement:
+def plan_two_level(counts_PE: np.ndarray, slots_P: Sequence[int], node_P: Sequence[int]) -> Placement:
     nodes = sorted(set(node_P))
     ranks_of = [[rank for rank, node in enumerate(node_P) if node == n] for n in nodes]
     if len(nodes) == 1:
-        load_E = counts_PE.sum(0)
-        return refined(load_E, plan_wrap_fill(load_E, slots_P), REFINING_MOVES, noise)
+        return plan_wrap_fill(counts_PE.sum(0), slots_P)
     rows_NE = np.stack([counts_PE[ranks].sum(0) for ranks in ranks_of]).astype(float)
     holds_NE = spread_over_nodes(rows_NE, [[slots_P[p] for p in ranks] for ranks in ranks_of])
     load_NE = loads_of_nodes(rows_NE, holds_NE, np.array([len(ranks) for ranks in ranks_of]))
@@ -38,12 +32,7 @@ def plan_two_level(
         experts = np.flatnonzero(holds_NE[n])
         if not len(experts):
             continue
-        inside = refined(
-            load_NE[n, experts],
-            plan_wrap_fill(load_NE[n, experts], [slots_P[p] for p in ranks]),
-            REFINING_MOVES,
-            noise,
-        )
+        inside = plan_wrap_fill(load_NE[n, experts], [slots_P[p] for p in ranks])
         for rank, held in zip(ranks, inside.held, strict=True):
             rows[rank] = tuple(experts[list(held)].tolist())
     return placement_of(rows, slots_P)

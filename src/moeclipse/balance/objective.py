@@ -6,14 +6,15 @@
     sync        gradients to the primary and weights back, on the rank with most of them
     migration   parameters and optimizer state that move, shared among the steps until the next plan
 
-Contract: pure. The same record judges every planner, so their plans can be compared; the solver minimises the
-same sum, with the balance as a linear program.
+Contract: pure. The same record judges every planner, so their plans can be compared. Searches and the solver
+(`balance/draft`, `balance/solve`) minimise the same sum over loads that are poured, not yet cut into rows.
 
 Hazard: counts must be those of a step that the planner has not seen, or balance looks better than it is.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,14 +90,21 @@ class PlacementCosts:
             every=every,
         )
 
-    def bandwidth(self, num_nodes: int) -> float:
+    def bandwidth(self, node_P: Sequence[int] = (0,)) -> float:
         """Of one rank's parameters and gradients: across nodes a rank has its share of the node's links."""
-        return self.near_bandwidth if num_nodes == 1 else min(self.near_bandwidth, self.far_bandwidth)
+        ranks_on = Counter(node_P)
+        if len(ranks_on) == 1:
+            return self.near_bandwidth
+        return min(self.near_bandwidth, self.far_bandwidth / max(ranks_on.values()))
 
-    def move_seconds(self, weights: int, states: int, num_nodes: int = 1) -> float:
+    def move_seconds(self, weights: int, states: int, node_P: Sequence[int] = (0,)) -> float:
         """So many copies of parameters and of optimizer state, once."""
         moved = weights * self.weight_bytes + states * self.state_bytes
-        return moved / self.bandwidth(num_nodes)
+        return moved / self.bandwidth(node_P)
+
+    def sync_seconds(self, copies: float, node_P: Sequence[int] = (0,)) -> float:
+        """Gradients of so many copies to their owners, and the new weights back."""
+        return copies * (self.gradient_bytes + self.weight_bytes) / self.bandwidth(node_P)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +155,8 @@ def score(
     """The cost of a step with these counts; `expected_E` are the loads that the plan was made for."""
     table = ReplicaTable.of(placement, expected_E)
     split = split_rows(counts_PE, table, node_P)
-    nodes = np.asarray(node_P if node_P is not None else [0] * placement.num_ranks)
-    num_nodes = len(set(nodes.tolist()))
+    node_P = tuple(node_P if node_P is not None else [0] * placement.num_ranks)
+    nodes = np.asarray(node_P)
     sent_PP = split.sent_PP
     far_PP = np.where(nodes[:, None] != nodes[None, :], sent_PP, 0)
     out_N = np.bincount(nodes, far_PP.sum(1))
@@ -157,19 +165,18 @@ def score(
     near_PP = sent_PP - far_PP
     np.fill_diagonal(near_PP, 0)
     busiest_rank = float(np.maximum(near_PP.sum(0), near_PP.sum(1)).max())
-    copies = float(sync_copies(placement))
+    copies = max(sync_copies(placement.holders, placement.primary, placement.num_ranks))
     if costs.shared_wire:
         busiest_rank = float(near_PP.sum()) / placement.num_ranks
         copies = (placement.num_replicas - placement.num_experts) / placement.num_ranks
-    moves = current.moves(placement) if current is not None else ()
-    weights, states = sum(m.weights for m in moves), sum(m.state for m in moves)
+    weights, states = (0, 0) if current is None else moved(current, placement)
     busiest = float(np.maximum(out_N, in_N).max())
     return Score(
         fullest=costs.row_seconds * float(split.load_P.max()),
         near=EXCHANGES * costs.row_bytes * busiest_rank / costs.near_bandwidth,
         cross=EXCHANGES * costs.row_bytes * busiest / costs.far_bandwidth,
-        sync=copies * (costs.gradient_bytes + costs.weight_bytes) / costs.bandwidth(num_nodes),
-        migration=costs.move_seconds(weights, states, num_nodes) / costs.every,
+        sync=costs.sync_seconds(copies, node_P),
+        migration=costs.move_seconds(weights, states, node_P) / costs.every,
         balance=split.balance,
         cross_share=float(far_PP.sum()) / rows,
         sent_share=(rows - float(np.trace(sent_PP))) / rows if counts_PE.any() else 0.0,
@@ -178,12 +185,18 @@ def score(
     )
 
 
-def sync_copies(placement: Placement) -> int:
-    """Copies of gradients on the rank with most: those it sends as a replica, or receives as a primary."""
-    sends = [0] * placement.num_ranks
-    receives = [0] * placement.num_ranks
-    for primary, ranks in zip(placement.primary, placement.holders, strict=True):
-        receives[primary] += len(ranks) - 1
-        for rank in ranks:
-            sends[rank] += rank != primary
-    return max(map(max, sends, receives))
+def moved(old: Placement, new: Placement) -> tuple[int, int]:
+    """Copies of parameters, and of optimizer state, that travel from one placement to the next."""
+    weights = int((new.holds_EP & ~old.holds_EP).sum())
+    return weights, sum(a != b for a, b in zip(old.primary, new.primary, strict=True))
+
+
+def sync_copies(holders: Sequence[Sequence[int]], primary: Sequence[int], num_ranks: int) -> list[float]:
+    """Copies of gradients on each rank: those it sends as a replica, or receives as a primary."""
+    sends, receives = [0.0] * num_ranks, [0.0] * num_ranks
+    for first, ranks in zip(primary, holders, strict=True):
+        if len(ranks) > 1:
+            receives[first] += len(ranks) - 1
+            for rank in ranks:
+                sends[rank] += rank != first
+    return [max(pair) for pair in zip(sends, receives, strict=True)]

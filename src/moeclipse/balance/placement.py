@@ -280,6 +280,9 @@ def _slot_problems(slots: Sequence[Sequence[int]], num_experts: int | None) -> l
         num_experts = max(flat, default=EMPTY) + 1
     problems = []
     for rank, row in enumerate(slots):
+        kept = [e for e in row if e != EMPTY]
+        if len(set(kept)) == len(kept) and min(kept, default=0) >= 0 and max(kept, default=0) < num_experts:
+            continue
         for expert in sorted({e for e in row if not EMPTY <= e < num_experts}):
             problems.append(
                 f"rank {rank} is given expert {expert}, but experts are 0 to {num_experts - 1} "

@@ -12,29 +12,32 @@ placement that does not fit, and returns `current` itself when nothing is worth 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from moeclipse.balance.incremental import plan_incremental
-from moeclipse.balance.nodes import plan_two_level
-from moeclipse.balance.objective import PlacementCosts, score
+from moeclipse.balance.draft import Draft
+from moeclipse.balance.incremental import improved
+from moeclipse.balance.objective import PlacementCosts
 from moeclipse.balance.placement import Placement
-from moeclipse.balance.replicate import plan_greedy, plan_random, relabelled, slots_for
+from moeclipse.balance.problem import PlanProblem, fitted
+from moeclipse.balance.replicate import plan_greedy, plan_random
 from moeclipse.balance.solve import polish
 from moeclipse.balance.split import ReplicaTable, balance_of, pour
+from moeclipse.balance.starts import clean_starts, wrap_filled
 from moeclipse.core.errors import ConfigError
 
-HOPELESS = 0.7
-"""Below this the few moves of one plan are not even tried."""
 SMALL = 128
-"""Tables with so few slots are searched further."""
+"""Slots up to which a clean table is taken as easily as a few moves."""
 PLANNERS = ("random", "greedy", "incremental", "wrap_fill", "exact")
-FAR_FROM_ENOUGH = 0.95
-"""Below this predicted balance a few moves will not do, and a clean table is considered."""
-UPHEAVAL = 0.05
-"""Gain from which a plan that moves most of many slots is taken."""
+HOPELESS, EVEN = 0.5, 0.95
+"""Large tables keep to their time: below one balance no few moves, above the other no clean tables."""
+UPHEAVAL = 5
+"""Of many slots most would move: that must win so many times `min_gain`, more than a prediction errs."""
+FEWEST_MOVES = 2
+"""However small the table: two experts can change places."""
+FEWEST_STEPS, MOST_STEPS, SEARCHED = 6, 16, 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,7 @@ class PlanConfig:
     max_moved: float = 0.05
     """Part of the slots that one incremental plan may fill anew."""
     min_gain: float = 0.01
-    """A plan must win this part of the fullest rank's time."""
+    """A plan must win this part of a step's seconds."""
     noise: float = 0.03
     """How much the load of an expert jitters from step to step, relative."""
     time_limit: float = 10.0
@@ -73,91 +76,70 @@ def plan(
     node_P: Sequence[int] | None = None,
 ) -> Placement:
     """The next placement of one layer, for counts [source rank, expert] averaged over the last steps."""
-    _refuse_what_does_not_fit(counts_PE, slots_P, current)
-    load_E = counts_PE.sum(0)
-    node_P = tuple(node_P) if node_P is not None else (0,) * len(slots_P)
+    problem = PlanProblem(
+        counts_PE=counts_PE,
+        slots_P=tuple(slots_P),
+        current=current,
+        costs=costs,
+        node_P=tuple(node_P or ()),
+        noise=config.noise,
+    )
     if config.planner == "random":
-        return plan_random(len(load_E), slots_P, config.seed).arranged_like(current)
+        return plan_random(problem.num_experts, slots_P, config.seed).arranged_like(current)
     if config.planner == "greedy":
-        return plan_greedy(load_E, slots_P).arranged_like(current)
+        return plan_greedy(problem.load_E, slots_P).arranged_like(current)
     if config.planner == "wrap_fill":
-        return wrap_filled(counts_PE, slots_P, current, node_P, config.noise)
-    found = incremental(config, counts_PE, slots_P, current, costs, node_P)
+        start = Draft.of(wrap_filled(problem, slots_P), problem)
+        return improved(start, problem.num_slots, steps_for(problem)).placement().arranged_like(current)
+    found = incremental(config, problem)
     if config.planner == "exact":
-        return polish(load_E, slots_P, current, found, costs, time_limit=config.time_limit)
+        return polish(problem, found, time_limit=config.time_limit)
     return found
 
 
-def _refuse_what_does_not_fit(counts_PE: np.ndarray, slots_P: Sequence[int], current: Placement) -> None:
-    expected = (current.num_ranks, current.num_experts)
-    if counts_PE.shape != expected or len(slots_P) != current.num_ranks:
-        raise ConfigError(
-            f"counts are {list(counts_PE.shape)} and slots are given for {len(slots_P)} ranks, "
-            f"but the current placement has {expected[0]} ranks and {expected[1]} experts"
-        )
-    slots_for(current.num_experts, current.num_ranks, slots_P)
-    problems = [
-        f"rank {rank} has {len(row)} slots now, but only {count} in the plan; give it {len(row)}"
-        for rank, (row, count) in enumerate(zip(current.slots, slots_P, strict=True))
-        if len(row) > count
-    ]
-    if problems:
-        raise ConfigError(problems)
+def steps_for(problem: PlanProblem) -> int:
+    """Of a search, so that it keeps to its time: tries cost more where tables are larger."""
+    return min(max(SEARCHED // (problem.num_experts + problem.num_ranks), FEWEST_STEPS), MOST_STEPS)
 
 
-def wrap_filled(
-    counts_PE: np.ndarray, slots_P: Sequence[int], current: Placement, node_P: Sequence[int], noise: float
-) -> Placement:
-    fresh = plan_two_level(counts_PE, slots_P, node_P, noise)
-    groups: dict[tuple[int, int], list[int]] = {}
-    for rank, node in enumerate(node_P):
-        # Ranks may take each other's rows only if they have as many slots.
-        groups.setdefault((node, slots_P[rank]), []).append(rank)
-    return relabelled(fresh, current, list(groups.values()))
-
-
-def incremental(
-    config: PlanConfig,
-    counts_PE: np.ndarray,
-    slots_P: Sequence[int],
-    current: Placement,
-    costs: PlacementCosts,
-    node_P: Sequence[int],
-) -> Placement:
-    """A few moves where that is enough; else the cheapest, in seconds, of few, many and all."""
-    load_E = counts_PE.sum(0)
-
-    def few(share: float) -> Placement:
-        return plan_incremental(
-            load_E,
-            current,
-            costs,
-            max_moves=int(share * sum(slots_P)),
-            min_gain=config.min_gain,
-            noise=config.noise,
-            slots_P=slots_P,
-        )
-
-    candidates = [current]
-    if expected_balance(current, load_E) >= HOPELESS:
-        candidates = [few(config.max_moved)]
-        if expected_balance(candidates[0], load_E) >= FAR_FROM_ENOUGH and len(set(node_P)) == 1:
-            return candidates[0]
-    elif sum(slots_P) <= SMALL:
-        candidates.append(few(0.5))
-    candidates.append(wrap_filled(counts_PE, slots_P, current, node_P, config.noise))
-    if sum(slots_P) <= SMALL:
-        # Hot experts on many ranks keep rows on their rank, which may be worth more than few moves.
-        candidates.append(plan_greedy(load_E, slots_P).arranged_like(current))
-    rows_PE = np.rint(counts_PE).astype(np.int64)
-    best, least = candidates[0], np.inf
-    for number, candidate in enumerate(candidates):
-        seconds = score(candidate, rows_PE, costs, current=current, node_P=node_P, expected_E=load_E).total
-        # Of many slots most would move: that must be worth more than what a prediction may be wrong by.
-        margin = max(config.min_gain, UPHEAVAL) if number and sum(slots_P) > SMALL else config.min_gain
+def incremental(config: PlanConfig, problem: PlanProblem) -> Placement:
+    """A few moves from what holds now, or the best of all clean tables where that is clearly cheaper."""
+    now = problem.judge(problem.start)
+    best, least, balance = problem.current, now.total, now.balance
+    large = problem.num_slots > SMALL
+    if not large or balance > HOPELESS:
+        for table in few_moves(config, problem):
+            found = problem.judge(table)
+            if found.total < (1 - config.min_gain) * least:
+                best, least, balance = table, found.total, found.balance
+    margin = config.min_gain * (UPHEAVAL if large else 1)
+    if problem.bound >= (1 - margin) * least or (large and balance > EVEN and problem.num_nodes == 1):
+        return best
+    for table in clean_tables(problem):
+        seconds = problem.judge(table).total
         if seconds < (1 - margin) * least:
-            best, least = candidate, seconds
+            best, least, margin = table, seconds, 0.0
     return best
+
+
+def few_moves(config: PlanConfig, problem: PlanProblem) -> Iterator[Placement]:
+    """What holds now, improved by a few copies, in each tier that it fits into."""
+    max_moves = max(round(config.max_moved * problem.num_slots), FEWEST_MOVES)
+    for slots_P in problem.tiers:
+        if all(len(row) <= count for row, count in zip(problem.current.slots, slots_P, strict=True)):
+            start = Draft.of(fitted(problem.current, slots_P), problem)
+            found = improved(start, max_moves, steps_for(problem))
+            if found is not start:
+                yield fitted(found.placement(), problem.slots_P)
+
+
+def clean_tables(problem: PlanProblem) -> Iterator[Placement]:
+    """Greedy as it is, and the better start of each tier, improved."""
+    yield plan_greedy(problem.load_E, problem.slots_P).arranged_like(problem.current)
+    for slots_P in problem.tiers:
+        start = min(clean_starts(problem, slots_P), key=lambda draft: draft.seconds)
+        found = improved(start, problem.num_slots, steps_for(problem)).placement()
+        yield fitted(found, problem.slots_P).arranged_like(problem.current)
 
 
 def expected_balance(placement: Placement, load_E: np.ndarray) -> float:

@@ -63,7 +63,7 @@ def plan_random(num_experts: int, slots_P: Sequence[int], seed: int = 0) -> Plac
 
 def plan_greedy(load_E: np.ndarray, slots_P: Sequence[int]) -> Placement:
     """The baseline: replicas by load per replica, largest first onto the least loaded rank."""
-    num_experts, num_ranks = len(load_E), len(slots_P)
+    num_experts = len(load_E)
     loads = load_E.astype(float).tolist()
     holders = sum(count > 0 for count in slots_P)
     replicas = [1] * num_experts
@@ -79,25 +79,35 @@ def plan_greedy(load_E: np.ndarray, slots_P: Sequence[int]) -> Placement:
         heapq.heapreplace(queue, (-loads[expert] / replicas[expert], expert))
     items = sorted((-loads[e] / replicas[e], e) for e in range(num_experts) for _ in range(replicas[e]))
     rows: list[list[int]] = [[] for _ in slots_P]
-    level = [0.0] * num_ranks
-    placed: set[int] = set()
-    # First copies before second ones where slots are tight: no expert may be left without a place.
+    where: dict[int, list[int]] = {}
+    level_P = np.where(np.array(slots_P) > 0, 0.0, np.inf)
+    free = sum(slots_P)
     for share, expert in items:
-        open_ranks = [p for p in range(num_ranks) if len(rows[p]) < slots_P[p] and expert not in rows[p]]
-        free = sum(count - len(row) for count, row in zip(slots_P, rows, strict=True))
-        if expert in placed and (not open_ranks or free <= num_experts - len(placed)):
+        mine = where.setdefault(expert, [])
+        # First copies before second ones where slots are tight: no expert may be left without a place.
+        if mine and free <= num_experts - len(where):
             continue
-        rank = min(open_ranks, key=level.__getitem__)
+        open_P = level_P.copy()
+        open_P[mine] = np.inf
+        rank = int(open_P.argmin())
+        if open_P[rank] == np.inf:
+            continue
         rows[rank].append(expert)
-        level[rank] -= share
-        placed.add(expert)
+        mine.append(rank)
+        free -= 1
+        level_P[rank] = level_P[rank] - share if len(rows[rank]) < slots_P[rank] else np.inf
     return placement_of(rows, slots_P)
 
 
-def plan_wrap_fill(load_E: np.ndarray, slots_P: Sequence[int], spare: bool = True) -> Placement:
-    """Fill ranks in turn up to the mean load; `spare` fills the slots that remain with replicas."""
+def plan_wrap_fill(
+    load_E: np.ndarray, slots_P: Sequence[int], spare: bool = True, at_least: float = 1.0
+) -> Placement:
+    """Fill ranks in turn up to the mean load, or a multiple of it, which takes fewer replicas.
+
+    `spare` fills the slots that remain with further replicas.
+    """
     rows: list[list[int]] | None = None
-    for stretch in STRETCH:
+    for stretch in [at_least, *(stretch for stretch in STRETCH if stretch > at_least)]:
         rows = _wrap(load_E.astype(float), slots_P, stretch)
         if rows is not None:
             break
@@ -183,19 +193,18 @@ def spread_primaries(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 def relabelled(new: Placement, old: Placement, groups: Sequence[Sequence[int]] | None = None) -> Placement:
     """`new` with its rows given to the ranks that hold most of them already, inside groups of ranks."""
-    shared_PP = new.holds_EP.T.astype(np.int64) @ old.holds_EP.astype(np.int64)
+    shared_PP = np.zeros((new.num_ranks, old.num_ranks), dtype=np.int64)
+    for row, experts in enumerate(new.held):
+        for expert in experts:
+            shared_PP[row, list(old.holders[expert])] += 1
     rank_of = list(range(new.num_ranks))
     for group in groups or [range(new.num_ranks)]:
         ranks = list(group)
         part = shared_PP[np.ix_(ranks, ranks)]
-        order = np.argsort(-part, axis=None, kind="stable")
-        taken_rows: set[int] = set()
-        taken_ranks: set[int] = set()
-        for row, rank in zip(*(axis.tolist() for axis in np.divmod(order, len(ranks))), strict=True):
-            if row not in taken_rows and rank not in taken_ranks:
-                rank_of[ranks[row]] = ranks[rank]
-                taken_rows.add(row)
-                taken_ranks.add(rank)
+        for _ in ranks:
+            row, rank = divmod(int(part.argmax()), len(ranks))
+            rank_of[ranks[row]] = ranks[rank]
+            part[row] = part[:, rank] = -1
     slots: list[tuple[int, ...]] = [()] * new.num_ranks
     for row, rank in enumerate(rank_of):
         slots[rank] = new.slots[row]

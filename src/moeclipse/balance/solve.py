@@ -5,9 +5,12 @@ the heuristic's plan, so whatever the time limit cuts off, the answer is never w
 
     x[e,p] in {0,1}  rank p holds expert e          y[e,p] in [0,1]  part of e's load that p computes
     sum_p y[e,p] = 1         y[e,p] <= x[e,p]       sum_e x[e,p] <= slots of p
-    sum_e load_e y[e,p] <= T                        v[e,p] >= x[e,p] where p does not hold e now
-    minimise  row_seconds T + (weight_seconds / every) sum v + (state_seconds / every) sum q
+    k[e,p] <= load_e y[e,p], rows of p for e        rows that p keeps; the same of nodes
     q[e] >= 1 - x[e, primary now]                   the optimizer state has to move
+
+    minimise the seconds of `balance/objective`, each maximum as a column that no rank may exceed:
+    T >= sum_e load_e y[e,p]     A >= rows that enter or leave p     B >= ... node n     C >= copies of p
+    and what moves: x[e,p] where p does not hold e now, q[e]
 
 Contract: a placement that fits the slots, no expert lost. Without a solver a ConfigError says what to
 install.
@@ -19,38 +22,34 @@ training, never in its way; and never import highspy and ortools into one proces
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from moeclipse.balance.objective import PlacementCosts
+from moeclipse.balance.objective import EXCHANGES
 from moeclipse.balance.placement import EMPTY, Placement
+from moeclipse.balance.problem import PlanProblem
 from moeclipse.balance.split import ReplicaTable, pour
 from moeclipse.core.errors import ConfigError
 
 RELATIVE_GAP = 1e-3
+Term = tuple[np.ndarray | int, np.ndarray | float]
+"""Columns, and what they are multiplied by."""
 
 
-def polish(
-    load_E: np.ndarray,
-    slots_P: Sequence[int],
-    current: Placement,
-    start: Placement,
-    costs: PlacementCosts,
-    *,
-    time_limit: float = 10.0,
-) -> Placement:
+def polish(problem: PlanProblem, start: Placement, *, time_limit: float = 10.0) -> Placement:
     """`start`, or a placement with fewer seconds for the same loads: migration from `current` included."""
     module = solver_module()
-    program = LinearProgram.of(load_E, slots_P, current, costs)
+    program = LinearProgram.of(problem)
     guess = program.guess(start)
     solve = _solve_gurobi if module.__name__ == "gurobipy" else _solve_highs
     answer = solve(module, program, guess, time_limit)
     if answer is None or program.cost @ answer >= program.cost @ guess - 1e-12:
         return start
-    return program.placement(answer, current, slots_P)
+    found = program.placement(answer)
+    # The program pours as well as can be; the split that runs may come less far.
+    return found if problem.judge(found).total < problem.judge(start).total else start
 
 
 def solver_module() -> Any:
@@ -70,14 +69,32 @@ def solver_module() -> Any:
         ) from None
 
 
+class SparseRows:
+    """Rows of a program in sparse form: lower <= sum of value x column <= upper."""
+
+    def __init__(self) -> None:
+        self.columns: list[np.ndarray] = []
+        self.values: list[np.ndarray] = []
+        self.bounds: list[tuple[float, float]] = []
+
+    def add(self, *terms: Term, low: float, high: float) -> None:
+        flat = np.concatenate([np.ravel(column) for column, _ in terms])
+        values = [np.broadcast_to(value, np.shape(column)).ravel() for column, value in terms]
+        # A column that stands twice in a row breaks solvers.
+        columns, places = np.unique(flat, return_inverse=True)
+        self.columns.append(columns)
+        self.values.append(np.bincount(places, np.concatenate(values)))
+        self.bounds.append((low, high))
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinearProgram:
-    """Columns: x (E*P), y (E*P), q (E), T. Rows in sparse form: lower <= A column <= upper."""
+    """Columns: x, y and k (E x P each), k of nodes (E x N, if several), q (E), then T, A, B, C."""
 
-    num_experts: int
-    num_ranks: int
-    load_E: np.ndarray
+    problem: PlanProblem
     cost: np.ndarray
+    most: np.ndarray
+    """What a column is at most."""
     row: np.ndarray
     column: np.ndarray
     value: np.ndarray
@@ -85,76 +102,152 @@ class LinearProgram:
     upper: np.ndarray
 
     @classmethod
-    def of(
-        cls, load_E: np.ndarray, slots_P: Sequence[int], current: Placement, costs: PlacementCosts
-    ) -> LinearProgram:
-        E, P = len(load_E), len(slots_P)
-        load_E = load_E.astype(float)
-        scale = max(costs.row_seconds * float(load_E.sum()) / P, 1e-300)
-        x, y = np.arange(E * P).reshape(E, P), E * P + np.arange(E * P).reshape(E, P)
-        q, T = 2 * E * P + np.arange(E), 2 * E * P + E
-        cost = np.zeros(T + 1)
-        cost[x] = ~current.holds_EP * costs.move_seconds(1, 0) / costs.every / scale
-        cost[q] = costs.move_seconds(0, 1) / costs.every / scale
-        cost[T] = 1.0  # T counts mean loads, so the whole cost does too
-        part_E = load_E / max(float(load_E.sum()) / P, 1e-300)
-        rows: list[tuple[np.ndarray, np.ndarray, float, float]] = []
-        for e in range(E):
-            rows.append((y[e], np.ones(P), 1.0, 1.0))
-            primary = current.primary[e]
-            rows.append((np.array([x[e, primary], q[e]]), np.ones(2), 1.0, np.inf))
-            rows += [(np.array([y[e, p], x[e, p]]), np.array([1.0, -1.0]), -np.inf, 0.0) for p in range(P)]
-        for p in range(P):
-            rows.append((x[:, p], np.ones(E), 0.0, float(slots_P[p])))
-            rows.append((np.append(y[:, p], T), np.append(part_E, -1.0), -np.inf, 0.0))
-        sizes = [len(columns) for columns, *_ in rows]
+    def of(cls, problem: PlanProblem) -> LinearProgram:
+        places, costs = Columns(problem), problem.costs
+        scale = max(costs.row_seconds * places.mean, 1e-300)  # seconds, and loads in means: numbers near 1
+        row_seconds = EXCHANGES * costs.row_bytes * places.mean / scale
+        cost = np.zeros(places.size)
+        cost[places.x] = ~problem.current.holds_EP * problem.move_seconds / scale
+        cost[places.q] = problem.state_seconds / scale
+        cost[places.T] = 1.0
+        cost[places.A] = row_seconds / costs.near_bandwidth
+        cost[places.B] = row_seconds / costs.far_bandwidth
+        cost[places.C] = problem.copy_seconds / scale
+        most = np.ones(places.size)
+        most[places.k] = problem.counts_PE.T / places.mean
+        most[places.T :] = np.inf
+        if problem.num_nodes > 1:
+            most[places.k_nodes] = problem.rows_NE.T / places.mean
+        rows = SparseRows()
+        _add_placement(rows, places)
+        _add_wires(rows, places)
+        _add_copies(rows, places)
+        sizes = [len(columns) for columns in rows.columns]
+        lower, upper = np.array(rows.bounds).T
         return cls(
-            num_experts=E,
-            num_ranks=P,
-            load_E=load_E,
+            problem=problem,
             cost=cost,
-            row=np.repeat(np.arange(len(rows)), sizes),
-            column=np.concatenate([columns for columns, *_ in rows]),
-            value=np.concatenate([values for _, values, *_ in rows]),
-            lower=np.array([low for *_, low, _ in rows]),
-            upper=np.array([high for *_, high in rows]),
+            most=most,
+            row=np.repeat(np.arange(len(sizes)), sizes),
+            column=np.concatenate(rows.columns),
+            value=np.concatenate(rows.values),
+            lower=lower,
+            upper=upper,
         )
 
     @property
     def num_binary(self) -> int:
-        return self.num_experts * self.num_ranks
+        return self.problem.num_experts * self.problem.num_ranks
 
     def guess(self, start: Placement) -> np.ndarray:
         """The columns that a placement stands for."""
+        problem, places = self.problem, Columns(self.problem)
         table = ReplicaTable.of(start)
-        shares, level = pour(self.load_E, table, 200, good_enough=1.0, worth_a_sweep=0.99999)
+        shares, _ = pour(problem.load_E.astype(float), table, 200, good_enough=1.0, worth_a_sweep=0.99999)
         part_EP = start.holds_EP / start.holds_EP.sum(1, keepdims=True)
         for expert, ranks, mine in zip(table.several, table.ranks_of, shares, strict=True):
-            if self.load_E[expert] > 0:
+            if problem.load_E[expert] > 0:
                 part_EP[expert] = 0.0
                 part_EP[expert, list(ranks)] = np.array(mine) / sum(mine)
-        answer = np.zeros(len(self.cost))
-        count = self.num_binary
-        answer[:count] = start.holds_EP.ravel()
-        answer[count : 2 * count] = part_EP.ravel()
-        first_q = 2 * count
-        columns, rows = self.column, self.row
-        # q[e] stands beside x[e, primary now] in its row.
-        for row in np.unique(rows[columns >= first_q]):
-            pair = columns[rows == row]
-            if len(pair) == 2 and pair[1] != len(answer) - 1:
-                answer[pair[1]] = 1.0 - answer[pair[0]]
-        mean = max(float(self.load_E.sum()) / self.num_ranks, 1e-300)
-        answer[-1] = max(level) / mean
+        answer = np.zeros(places.size)
+        answer[places.x], answer[places.y] = start.holds_EP, part_EP
+        load_EP = part_EP * places.part_E[:, None]
+        answer[places.k] = np.minimum(load_EP, self.most[places.k])
+        if problem.num_nodes > 1:
+            load_EN = np.stack([load_EP[:, ranks].sum(1) for ranks in places.ranks_of], axis=1)
+            answer[places.k_nodes] = np.minimum(load_EN, self.most[places.k_nodes])
+        home = list(problem.current.primary)
+        answer[places.q] = ~start.holds_EP[np.arange(problem.num_experts), home]
+        # Every maximum is as small as the rows that bound it allow.
+        for top in (places.T, places.A, places.B, places.C):
+            bounding = np.unique(self.row[self.column == top])
+            used = np.isin(self.row, bounding) & (self.column != top)
+            sums = np.bincount(self.row[used], self.value[used] * answer[self.column[used]], len(self.lower))
+            over = (sums - self.upper)[bounding]
+            answer[top] = max(float(over.max(initial=0.0)), 0.0)
         return answer
 
-    def placement(self, answer: np.ndarray, current: Placement, slots_P: Sequence[int]) -> Placement:
-        holds_EP = answer[: self.num_binary].reshape(self.num_experts, self.num_ranks) > 0.5
+    def placement(self, answer: np.ndarray) -> Placement:
+        problem = self.problem
+        holds_EP = answer[: self.num_binary].reshape(problem.num_experts, problem.num_ranks) > 0.5
         rows = []
-        for rank, count in enumerate(slots_P):
+        for rank, count in enumerate(problem.slots_P):
             held = np.flatnonzero(holds_EP[:, rank]).tolist()
             rows.append((*held, *[EMPTY] * (count - len(held))))
-        return Placement(tuple(rows)).arranged_like(current)
+        return Placement(tuple(rows)).arranged_like(problem.current)
+
+
+class Columns:
+    """Where the columns of each kind stand, and loads in terms of a rank's mean."""
+
+    def __init__(self, problem: PlanProblem) -> None:
+        E, P, N = problem.num_experts, problem.num_ranks, problem.num_nodes
+        self.problem = problem
+        self.x, self.y, self.k = np.arange(3 * E * P).reshape(3, E, P)
+        first = 3 * E * P
+        self.k_nodes = first + np.arange(E * N).reshape(E, N) if N > 1 else np.empty((E, 0), dtype=np.int64)
+        self.q = first + self.k_nodes.size + np.arange(E)
+        self.T = int(self.q[-1]) + 1
+        self.A, self.B, self.C = self.T + 1, self.T + 2, self.T + 3
+        self.size = self.C + 1
+        self.mean = max(float(problem.load_E.sum()) / P, 1e-300)
+        self.part_E = problem.load_E.astype(float) / self.mean
+        self.ranks_of = [np.flatnonzero(problem.node_index == n) for n in range(N)]
+
+
+def _add_placement(rows: SparseRows, at: Columns) -> None:
+    problem = at.problem
+    for e, primary in enumerate(problem.current.primary):
+        rows.add((at.y[e], 1.0), low=1.0, high=1.0)
+        rows.add((at.x[e, primary], 1.0), (at.q[e], 1.0), low=1.0, high=np.inf)
+        for p in range(problem.num_ranks):
+            rows.add((at.y[e, p], 1.0), (at.x[e, p], -1.0), low=-np.inf, high=0.0)
+            rows.add((at.k[e, p], 1.0), (at.y[e, p], -at.part_E[e]), low=-np.inf, high=0.0)
+    for p, count in enumerate(problem.slots_P):
+        rows.add((at.x[:, p], 1.0), low=0.0, high=float(count))
+        rows.add((at.y[:, p], at.part_E), (at.T, -1.0), low=-np.inf, high=0.0)
+
+
+def _add_wires(rows: SparseRows, at: Columns) -> None:
+    """Rows in and out of ranks, less what of it crosses nodes: that is counted by node."""
+    problem = at.problem
+    source_P = problem.counts_PE.sum(1) / at.mean
+    if problem.costs.shared_wire:
+        share = 1 / problem.num_ranks
+        rows.add((at.k, -share), (at.A, -1.0), low=-np.inf, high=-share * float(source_P.sum()))
+    for n, ranks in enumerate(at.ranks_of):
+        enter: list[Term] = []
+        leave: list[Term] = []
+        crossing, part = 0.0, 1 / len(ranks)
+        if problem.num_nodes > 1:
+            load = np.repeat(at.part_E[:, None], len(ranks), axis=1)
+            for e in range(problem.num_experts):
+                inside = (at.y[e, ranks], -at.part_E[e])
+                rows.add((at.k_nodes[e, n], 1.0), inside, low=-np.inf, high=0.0)
+            crossing = float(source_P[ranks].sum())
+            into = ((at.y[:, ranks], load), (at.k_nodes[:, n], -1.0))
+            rows.add(*into, (at.B, -1.0), low=-np.inf, high=0.0)
+            rows.add((at.k_nodes[:, n], -1.0), (at.B, -1.0), low=-np.inf, high=-crossing)
+            enter = [(at.y[:, ranks], -part * load), (at.k_nodes[:, n], part)]
+            leave = [(at.k_nodes[:, n], part)]
+        for p in [] if problem.costs.shared_wire else ranks.tolist():
+            mine = (at.y[:, p], at.part_E)
+            rows.add(mine, (at.k[:, p], -1.0), *enter, (at.A, -1.0), low=-np.inf, high=0.0)
+            out = float(source_P[p]) - part * crossing
+            rows.add((at.k[:, p], -1.0), *leave, (at.A, -1.0), low=-np.inf, high=-out)
+
+
+def _add_copies(rows: SparseRows, at: Columns) -> None:
+    """Gradients that replicas send and primaries receive; primaries are taken to stay where they are."""
+    problem, home = at.problem, np.array(at.problem.current.primary)
+    if problem.costs.shared_wire:
+        share = 1 / problem.num_ranks
+        rows.add((at.x, share), (at.C, -1.0), low=-np.inf, high=share * problem.num_experts)
+        return
+    for p in range(problem.num_ranks):
+        rows.add((at.x[home != p, p], 1.0), (at.C, -1.0), low=-np.inf, high=0.0)
+        owned = home == p
+        rows.add((at.x[owned], 1.0), (at.C, -1.0), low=-np.inf, high=float(owned.sum()))
 
 
 def _solve_highs(
@@ -165,8 +258,8 @@ def _solve_highs(
     model.num_col_, model.num_row_ = size, rows
     model.col_cost_ = program.cost
     model.col_lower_ = np.zeros(size)
-    model.col_upper_ = np.append(np.ones(size - 1), highspy.kHighsInf)
     infinity = highspy.kHighsInf
+    model.col_upper_ = np.where(np.isfinite(program.most), program.most, infinity)
     model.row_lower_ = np.where(np.isfinite(program.lower), program.lower, -infinity)
     model.row_upper_ = np.where(np.isfinite(program.upper), program.upper, infinity)
     order = np.lexsort((program.column, program.row))
@@ -197,8 +290,7 @@ def _solve_gurobi(
     with gurobipy.Env(params={"OutputFlag": 0}) as env, gurobipy.Model(env=env) as model:
         model.Params.TimeLimit, model.Params.MIPGap = time_limit, RELATIVE_GAP
         kinds = ["B" if i < program.num_binary else "C" for i in range(size)]
-        upper = np.append(np.ones(size - 1), np.inf)
-        columns = model.addMVar(size, ub=upper, vtype=kinds)
+        columns = model.addMVar(size, ub=program.most, vtype=kinds)
         columns.Start = guess
         model.setObjective(program.cost @ columns)
         for row, (low, high) in enumerate(zip(program.lower, program.upper, strict=True)):

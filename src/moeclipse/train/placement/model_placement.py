@@ -14,6 +14,7 @@ the checkpoint and plans again when that is due.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -138,7 +139,8 @@ class ModelPlacement:
         if self.costs is None:
             layer = self.layers[0].layer
             probe = layer.schedule.probe or layer.measure_costs()
-            self.costs = costs_of(probe, self.config.every)
+            per_node = max(Counter(layer.schedule.hosts).values())
+            self.costs = costs_of(probe, self.config.every, per_node)
         found = []
         for placed in self.layers:
             number = self.number_of[placed.number]
@@ -206,8 +208,8 @@ class ModelPlacement:
                 placed.reset(self._owners(found, placed.layer), loads)
 
 
-def costs_of(probe: Probe, every: int) -> PlacementCosts:
-    """What was measured, in the terms of planners: all ranks count as near, their wire is what it is."""
+def costs_of(probe: Probe, every: int, ranks_per_node: int = 1) -> PlacementCosts:
+    """What was measured, in the terms of planners: near or far, each rank has the wire that it has."""
     return PlacementCosts(
         row_seconds=probe.row_forward + probe.row_backward,
         row_bytes=probe.row_bytes,
@@ -215,7 +217,7 @@ def costs_of(probe: Probe, every: int) -> PlacementCosts:
         gradient_bytes=probe.gradient_bytes,
         state_bytes=STATE_TENSORS * probe.gradient_bytes,
         near_bandwidth=probe.bandwidth,
-        far_bandwidth=probe.bandwidth,
+        far_bandwidth=probe.bandwidth * ranks_per_node,
         shared_wire=probe.shared_wire,
         every=every,
     )

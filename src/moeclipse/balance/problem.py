@@ -1,0 +1,196 @@
+"""What a planner is asked for one layer: loads, slots, what holds now, and what things cost.
+
+Idea: planners differ in how they search, not in what they look for. All of them read one record, and its
+`judge` says what a plan costs, in seconds of a step with these loads (`balance/objective`).
+
+Contract: checked when it is made. Loads that no gate can have (not finite, negative, none at all) and slots
+that are too few are refused, whoever asks: a solver would search for ever.
+
+Shapes: P ranks, E experts, N nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from moeclipse.balance.objective import EXCHANGES, PlacementCosts, Score, score
+from moeclipse.balance.placement import EMPTY, Placement
+from moeclipse.balance.replicate import slots_for
+from moeclipse.core.errors import ConfigError
+
+MOST_TIERS = 9
+EXPERTS_IN_TIERS = 400
+"""Experts times tiers that are worth their time: large tables are filled at their full size only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanProblem:
+    counts_PE: np.ndarray
+    """Rows of each source rank for each expert, averaged over the last steps."""
+    slots_P: tuple[int, ...]
+    current: Placement
+    costs: PlacementCosts
+    node_P: tuple[int, ...] = ()
+    """The node of each rank; left out: all on one."""
+    noise: float = 0.0
+    """How much the load of an expert jitters from step to step, relative."""
+
+    def __post_init__(self) -> None:
+        if not self.node_P:
+            object.__setattr__(self, "node_P", (0,) * len(self.slots_P))
+        problems = [
+            *_load_problems(self.counts_PE, self.current),
+            *_slot_problems(self.slots_P, self.current),
+        ]
+        if problems:
+            raise ConfigError(problems)
+        slots_for(self.current.num_experts, self.current.num_ranks, self.slots_P)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.slots_P)
+
+    @property
+    def num_slots(self) -> int:
+        return sum(self.slots_P)
+
+    @property
+    def num_experts(self) -> int:
+        return self.current.num_experts
+
+    @cached_property
+    def num_nodes(self) -> int:
+        return len(set(self.node_P))
+
+    @cached_property
+    def load_E(self) -> np.ndarray:  # noqa: N802
+        return self.counts_PE.sum(0)
+
+    @cached_property
+    def loads(self) -> list[float]:
+        """Rows of each expert."""
+        found: list[float] = self.load_E.astype(float).tolist()
+        return found
+
+    @cached_property
+    def node_index(self) -> np.ndarray:
+        """The node of each rank, counted from 0."""
+        return np.unique(self.node_P, return_inverse=True)[1]
+
+    @cached_property
+    def rows_NE(self) -> np.ndarray:  # noqa: N802
+        """Rows of each node for each expert."""
+        return np.stack([self.counts_PE[self.node_index == n].sum(0) for n in range(self.num_nodes)])
+
+    @cached_property
+    def copy_seconds(self) -> float:
+        """A replica's gradient to its owner, and new weights back."""
+        return self.costs.sync_seconds(1, self.node_P)
+
+    @cached_property
+    def move_seconds(self) -> float:
+        """Of a step: one copy of parameters on its way, shared among the steps until the next plan."""
+        return self.costs.move_seconds(1, 0, self.node_P) / self.costs.every
+
+    @cached_property
+    def state_seconds(self) -> float:
+        """The same of an expert's optimizer state."""
+        return self.costs.move_seconds(0, 1, self.node_P) / self.costs.every
+
+    @cached_property
+    def start(self) -> Placement:
+        """What holds now, with all slots that there are."""
+        return fitted(self.current, self.slots_P)
+
+    @cached_property
+    def counts_of(self) -> list[list[float]]:
+        """Rows by expert and source rank, as plain lists."""
+        found: list[list[float]] = self.counts_PE.T.astype(float).tolist()
+        return found
+
+    @cached_property
+    def source(self) -> list[float]:
+        """Rows of each source rank."""
+        found: list[float] = self.counts_PE.sum(1).astype(float).tolist()
+        return found
+
+    def judge(self, placement: Placement) -> Score:
+        """What a step costs under a placement, the way there included."""
+        return score(
+            placement,
+            self._rows_PE,
+            self.costs,
+            current=self.current,
+            node_P=self.node_P,
+            expected_E=self.load_E,
+        )
+
+    @cached_property
+    def _rows_PE(self) -> np.ndarray:  # noqa: N802
+        return np.rint(self.counts_PE).astype(np.int64)
+
+    @cached_property
+    def bound(self) -> float:
+        """Seconds that no placement can be below: even ranks that hold what they send most."""
+        kept = [
+            float(np.sort(row)[len(row) - min(count, len(row)) :].sum())
+            for row, count in zip(self.counts_PE, self.slots_P, strict=True)
+        ]
+        out = [rows - mine for rows, mine in zip(self.source, kept, strict=True)]
+        sent = sum(out) / len(out) if self.costs.shared_wire else max(out)
+        bytes_per_s = max(self.costs.near_bandwidth, self.costs.far_bandwidth)
+        working = sum(count > 0 for count in self.slots_P)
+        rows = self.costs.row_seconds * float(self.load_E.sum()) / working
+        return rows + EXCHANGES * self.costs.row_bytes * sent / bytes_per_s
+
+    @cached_property
+    def tiers(self) -> tuple[tuple[int, ...], ...]:
+        """Slots of each rank, from the fewest that will do to all there are.
+
+        A plan for few slots is a plan for many: who looks at all tiers never does worse with more slots.
+        """
+        most = min(max(self.slots_P), self.num_experts)
+        rows = [tuple(min(count, size) for count in self.slots_P) for size in range(1, most + 1)]
+        enough = [row for row in rows if sum(row) >= self.num_experts]
+        sizes = enough[:MOST_TIERS] + enough[MOST_TIERS:][-1:]
+        return tuple(sizes if self.num_experts * len(sizes) <= EXPERTS_IN_TIERS else sizes[-1:])
+
+
+def fitted(placement: Placement, slots_P: Sequence[int]) -> Placement:
+    """With empty slots behind those of each rank, up to so many."""
+    rows = tuple(
+        row + (EMPTY,) * (count - len(row)) for row, count in zip(placement.slots, slots_P, strict=True)
+    )
+    return Placement(rows, placement.primary)
+
+
+def _load_problems(counts_PE: np.ndarray, current: Placement) -> list[str]:
+    expected = (current.num_ranks, current.num_experts)
+    if counts_PE.shape != expected:
+        return [
+            f"counts are {list(counts_PE.shape)}, but the current placement has {expected[0]} ranks and "
+            f"{expected[1]} experts"
+        ]
+    if not np.isfinite(counts_PE).all():
+        return ["loads hold numbers that are not finite; leave out the steps that were skipped"]
+    if (counts_PE < 0).any():
+        return [f"loads hold negative numbers ({counts_PE.min():g}); they count rows"]
+    if not counts_PE.any():
+        return ["loads are all zero: there is nothing to plan for"]
+    return []
+
+
+def _slot_problems(slots_P: Sequence[int], current: Placement) -> list[str]:
+    if len(slots_P) != current.num_ranks:
+        return [
+            f"slots are given for {len(slots_P)} ranks, but the current placement has {current.num_ranks}"
+        ]
+    return [
+        f"rank {rank} has {len(row)} slots now, but only {count} in the plan; give it {len(row)}"
+        for rank, (row, count) in enumerate(zip(current.slots, slots_P, strict=True))
+        if len(row) > count
+    ]

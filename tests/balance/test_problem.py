@@ -1,0 +1,55 @@
+"""What planners are asked: refused where it makes no sense, and judged by one record."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from plans import COSTS, FREE, asked
+from strategies import zipf_counts
+
+from moeclipse.balance.objective import score
+from moeclipse.balance.placement import EMPTY, Placement
+from moeclipse.balance.problem import fitted
+from moeclipse.core.errors import ConfigError
+
+
+def test_tiers_begin_with_what_will_do_and_end_with_all() -> None:
+    problem = asked(np.ones((4, 10)), (4, 2, 6, 0), Placement.parse([[0, 1, 2, 3], [4, 5], [6, 7, 8, 9], []]))
+    assert problem.tiers == ((4, 2, 4, 0), (4, 2, 5, 0), (4, 2, 6, 0))
+    large = asked(np.ones((4, 300)), (90,) * 4, Placement.contiguous(300, 4))
+    assert large.tiers == ((90,) * 4,), "a large table is filled at its full size only"
+
+
+def test_the_judge_is_the_objective() -> None:
+    counts_PE, current = zipf_counts(4, 8, 1.0), Placement.contiguous(8, 4)
+    problem = asked(counts_PE + 0.25, (3,) * 4, current, COSTS)
+    table = Placement.parse([[0, 1, 2], [2, 3, 0], [4, 5, 0], [6, 7, 0]])
+    expected = score(table, counts_PE, COSTS, current=current, expected_E=problem.load_E)
+    assert problem.judge(table) == expected
+    assert problem.bound < expected.total
+    moved = COSTS.every * (problem.move_seconds + problem.state_seconds)
+    assert moved == pytest.approx(COSTS.move_seconds(1, 1))
+    assert 2 * problem.copy_seconds == pytest.approx(COSTS.sync_seconds(2.0))
+
+
+def test_what_holds_now_gets_all_slots() -> None:
+    problem = asked(np.ones((2, 3)), (3, 2), Placement.parse([[0, 1], [2]]))
+    assert problem.start.slots == ((0, 1, EMPTY), (2, EMPTY))
+    assert fitted(problem.current, (2, 1)) == problem.current
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(ConfigError, match="2 problems") as told:
+        asked(np.full((2, 4), np.nan), (1, 9), Placement.contiguous(4, 2))
+    assert "not finite" in str(told.value)
+    assert "rank 0 has 2 slots now, but only 1 in the plan; give it 2" in str(told.value)
+    with pytest.raises(ConfigError, match="slots are given for 3 ranks"):
+        asked(np.ones((2, 4)), (2, 2, 2), Placement.contiguous(4, 2))
+
+
+def test_nodes_are_counted_by_name() -> None:
+    problem = replace(asked(np.ones((3, 4)), (2,) * 3, Placement.contiguous(4, 3), FREE), node_P=(7, 3, 7))
+    assert (problem.num_nodes, problem.node_index.tolist()) == (2, [1, 0, 1])
+    assert problem.rows_NE.tolist() == [[1, 1, 1, 1], [2, 2, 2, 2]]
