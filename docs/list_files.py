@@ -15,7 +15,7 @@ SOURCE = DOCS.parent / "src" / "moeclipse"
 PAGE = DOCS / "design.md"
 ROOMS = (
     *("core", "cost", "schedule", "balance", "sim", "plan", "report"),
-    *("ops", "comm", "tensor", "moe", "pipeline", "model", "train", "cli", "testing"),
+    *("ops", "comm", "tensor", "moe", "pipeline", "model", "hf", "train", "cli", "testing"),
 )
 """In the order in which they build on each other."""
 BEGIN, END = "<!-- files -->\n", "<!-- end of files -->\n"

@@ -266,3 +266,23 @@ def test_a_placement_for_other_ranks_is_refused_before_any_starts() -> None:
     problems = list(layout_problems(with_values(TrainConfig(), values), 2))
     assert problems == ["placement.slots: the placement speaks of 3 ranks, but there are 2"]
     assert not list(layout_problems(with_values(TrainConfig(), values), 6))
+
+
+def test_init_from_names_a_checkpoint_or_a_model(tmp_path: Path) -> None:
+    run, model = tmp_path / "run", tmp_path / "model"
+    (run / "checkpoints").mkdir(parents=True)
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    _, merged = read_command(["--init-from", str(run)])
+    assert merged.built.config.run.init_from == str(run)
+    _, merged = read_command(["--init-from", str(model)])
+    assert merged.built.config.run.init_from == ""
+    assert merged.built.config.model.from_hf == str(model)
+
+
+def test_init_from_nowhere(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    told = refused(capsys, "--init-from", "nowhere")
+    assert "no such folder; give a checkpoint's, a run's or a model's" in told
+    (tmp_path / "checkpoints").mkdir()
+    told = refused(capsys, "--init-from", str(tmp_path), "--resume", str(tmp_path))
+    assert "continues a run, run.init_from" in told

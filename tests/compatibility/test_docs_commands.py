@@ -31,6 +31,8 @@ MIXTRAL = {
     "rms_norm_eps": 1e-5,
 }
 """The folder `model` of the pages."""
+LLAMA = {**MIXTRAL, "model_type": "llama", "intermediate_size": 4096}
+"""And `dense`."""
 
 
 @pytest.fixture
@@ -41,8 +43,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "corpus").mkdir()
     shutil.copy(FOLDER / "corpus.txt", tmp_path / "corpus")
     (tmp_path / "corpus.bin").write_bytes(bytes(4096))
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(MIXTRAL))
+    for name, config in (("model", MIXTRAL), ("dense", LLAMA)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

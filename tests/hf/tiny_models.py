@@ -130,6 +130,12 @@ TINY: dict[str, dict[str, Any]] = {
         "moe_layer_start_index": 1,
     },
 }
+DENSE: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": LLAMA3, "num_key_value_heads": 4},
+    "mistral": {"sliding_window": 3, "head_dim": 6},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+    "qwen3": {"head_dim": 6},
+}
 
 
 class Widened(TorchFunctionMode):
@@ -155,7 +161,7 @@ def in_float64() -> Any:
 
 def build(model_type: str, **changes: Any) -> Any:
     """A model with weights that all matter: no norm is one, no bias zero, no two choices near each other."""
-    given = {**COMMON, **TINY[model_type], **changes}
+    given = {**COMMON, **(TINY | DENSE)[model_type], **changes}
     config = transformers.AutoConfig.for_model(model_type, **given)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model.config._experts_implementation = "eager"

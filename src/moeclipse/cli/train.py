@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from moeclipse.core.config import build, flag_layer, keys_of, problems_of, to_toml, with_values
+from moeclipse.core.config import Given, build, flag_layer, keys_of, problems_of, to_toml, with_values
 from moeclipse.core.errors import ConfigError, DataError
 from moeclipse.train.config import TrainConfig, layout_problems
 from moeclipse.train.presets import Merged, merge, preset_names
@@ -40,6 +40,8 @@ class Options:
     """So often a failed run starts again from its newest checkpoint."""
     resume: str = "off"
     """off, auto (the newest whole checkpoint of this run, if there is any), or a checkpoint's path."""
+    init_from: str = ""
+    """A checkpoint's, a run's or a Hugging Face folder: a new run begins from its weights."""
     print_config: bool = False
     """Show the merged configuration as TOML and stop."""
 
@@ -108,6 +110,8 @@ def read_command(words: Sequence[str]) -> tuple[Options, Merged]:
     own = keys_of(Options)
     options = build(Options, [{key: given for key, given in layer.items() if key in own}], problems)
     flags = {key: given for key, given in layer.items() if key not in own}
+    if options.config.init_from:
+        flags["run.init_from"] = Given(options.config.init_from, "--init-from")
     file, preset = options.config.config or None, options.config.preset or None
     try:
         return options.config, merge(file, preset, flags, options.problems)
@@ -174,9 +178,7 @@ def init_problems(path: str, resume: str, from_hf: str) -> Iterator[str]:
     if from_hf:
         yield f"run.init_from ({path}) and model.from_hf ({from_hf}) both name weights; leave one out"
     elif not Path(path).is_dir():
-        yield f"run.init_from ({path}): no such folder; give a checkpoint's or a run's"
-    elif (Path(path) / "config.json").exists() and not (Path(path) / "manifest.json").exists():
-        yield f"run.init_from ({path}) is a Hugging Face folder; --model.from-hf takes its shape, too"
+        yield f"run.init_from ({path}): no such folder; give a checkpoint's, a run's or a model's"
     if resume not in ("off", "auto"):
         yield f"resume ({resume}) continues a run, run.init_from ({path}) begins one; leave one out"
 

@@ -18,6 +18,11 @@ NEEDED = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Without any of these there is no tokenizer."""
 
 
+def is_model_folder(path: Path) -> bool:
+    """Whether a folder is one of a Hugging Face model, and no checkpoint of ours."""
+    return (path / CONFIG).exists() and not (path / "manifest.json").exists()
+
+
 def config_of(path: Path) -> dict[str, Any]:
     """`config.json` of a folder."""
     if not path.is_dir():

@@ -30,9 +30,15 @@ def all_windows(told: Mapping[str, Any]) -> Values:
 def by_layer_types(told: Mapping[str, Any]) -> Values:
     """Windows of the layers that `layer_types` calls sliding."""
     window = told.get("sliding_window") or 0
-    kinds = told["layer_types"]
+    kinds = told.get("layer_types") or ()
     windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     return {"model.windows": windows if any(windows) else ()}
+
+
+def all_dense(told: Mapping[str, Any]) -> Values:
+    """A model without experts."""
+    bias = {"model.attention_bias": "all" if told["attention_bias"] else "none"}
+    return grouped(told) | bias | {"model.num_dense_layers": told["num_hidden_layers"]}
 
 
 def dense_of_qwen(told: Mapping[str, Any]) -> Values:

@@ -15,6 +15,9 @@ from typing import Any
 
 from moeclipse.hf.derive import (
     Values,
+    all_dense,
+    all_windows,
+    by_layer_types,
     deepseek_v2,
     deepseek_v3,
     ernie,
@@ -47,6 +50,8 @@ class Family:
     """(their key, the value we have, what another would need)."""
     names: Names = EACH
     theta: float = 10000.0
+    dense: bool = False
+    """It has no experts: a run makes some of its blocks (`train/upcycle`)."""
 
 
 QWEN = {"model.d_ff": "intermediate_size", "moe.d_ff": "moe_intermediate_size"}
@@ -233,3 +238,48 @@ FAMILIES: tuple[Family, ...] = (
         theta=500000.0,
     ),
 )
+
+WIDE = {"model.d_ff": "intermediate_size"}
+NO_MLP_BIAS = ("mlp_bias", False, "biases in dense blocks")
+
+DENSE_FAMILIES: tuple[Family, ...] = (
+    Family(
+        title="Llama",
+        model_type="llama",
+        architecture="LlamaForCausalLM",
+        keys=WIDE,
+        defaults={"attention_bias": False, "mlp_bias": False},
+        rest=all_dense,
+        needs=(NO_MLP_BIAS,),
+        dense=True,
+    ),
+    Family(
+        title="Mistral",
+        model_type="mistral",
+        architecture="MistralForCausalLM",
+        keys=WIDE,
+        defaults={"attention_bias": False},
+        rest=lambda told: all_dense(told) | all_windows(told),
+        dense=True,
+    ),
+    Family(
+        title="Qwen2",
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        keys=WIDE,
+        defaults={"attention_bias": True, "use_sliding_window": False},
+        rest=lambda told: all_dense(told) | by_layer_types(told) | {"model.attention_bias": "qkv"},
+        dense=True,
+    ),
+    Family(
+        title="Qwen3",
+        model_type="qwen3",
+        architecture="Qwen3ForCausalLM",
+        keys=WIDE,
+        defaults={"attention_bias": False, "use_sliding_window": False},
+        fixed={"model.qk_norm": "head"},
+        rest=lambda told: all_dense(told) | by_layer_types(told),
+        dense=True,
+    ),
+)
+"""What experts can be made of."""

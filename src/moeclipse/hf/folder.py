@@ -73,10 +73,13 @@ class HfFolder:
         self._files: dict[str, Any] = {}
 
     @classmethod
-    def open(cls, path: str | Path, share: int = 0, num_shares: int = 1) -> HfFolder:
-        """Files that we wrote are verified by their SHA-256: `share` of `num_shares` of them."""
+    def open(cls, path: str | Path, share: int = 0, num_shares: int = 1, *, dense: bool = False) -> HfFolder:
+        """Files that we wrote are verified by their SHA-256: `share` of `num_shares` of them.
+
+        `dense`: a model without experts is wanted.
+        """
         path = Path(path)
-        read = read_config(config_of(path), str(path))
+        read = read_config(config_of(path), str(path), dense=dense)
         folder = cls(path, read, stored_tensors(path))
         folder._check()
         check_manifest(path, share, num_shares)

@@ -14,7 +14,7 @@ from moeclipse.core.config import to_flat
 from moeclipse.core.errors import CheckpointError
 from moeclipse.core.values import nearest
 from moeclipse.hf.derive import Values
-from moeclipse.hf.families import FAMILIES, Family
+from moeclipse.hf.families import DENSE_FAMILIES, FAMILIES, Family
 from moeclipse.hf.rope import read_rope
 from moeclipse.model.config import ModelConfig
 from moeclipse.moe.config import ExpertsConfig, GateConfig
@@ -56,11 +56,15 @@ class ReadConfig:
     theirs: Mapping[str, Any]
 
 
-def read_config(theirs: Mapping[str, Any], where: str) -> ReadConfig:
-    """Raises CheckpointError with everything that the model needs and we do not have."""
-    family = family_of(theirs, where)
+def read_config(theirs: Mapping[str, Any], where: str, *, dense: bool = False) -> ReadConfig:
+    """Raises CheckpointError with everything that the model needs and we do not have.
+
+    `dense`: a model without experts is wanted.
+    """
+    family = family_of(theirs, where, dense=dense)
     told = {**GENERAL_DEFAULTS, **family.defaults, **{k: v for k, v in theirs.items() if v is not None}}
-    keys = {**COMMON, **family.keys}
+    keys = {ours: key for ours, key in COMMON.items() if not (dense and ours.startswith("gate."))}
+    keys |= family.keys
     missing = [key for key in keys.values() if key not in told]
     if missing:
         raise CheckpointError(
@@ -99,14 +103,17 @@ def contradictions(values: Mapping[str, Any], config: Any, where: str) -> Iterat
             yield f"{key} ({flat[key]!r}) contradicts {where}/config.json, which says {value!r}; leave it out"
 
 
-def family_of(theirs: Mapping[str, Any], where: str) -> Family:
+def family_of(theirs: Mapping[str, Any], where: str, *, dense: bool = False) -> Family:
     kind = theirs.get("model_type")
-    for family in FAMILIES:
+    families = DENSE_FAMILIES if dense else FAMILIES
+    for family in families:
         if family.model_type == kind:
             return family
-    close = nearest(str(kind), [family.model_type for family in FAMILIES])
+    close = nearest(str(kind), [family.model_type for family in families])
     hint = f"; did you mean {close}?" if close else ""
-    known = ", ".join(family.model_type for family in FAMILIES)
+    if not dense and any(family.model_type == kind for family in DENSE_FAMILIES):
+        hint = "; it has no experts: --init-from with --init.upcycle copy or split makes some"
+    known = ", ".join(family.model_type for family in families)
     raise CheckpointError(
         f"{where}: model_type {kind!r} is no family that we read ({known}){hint}; nothing is known of what "
         "it needs"

@@ -11,7 +11,7 @@ The tokens of experts come back when somebody reads a layer's output, so they be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moeclipse.model.config import ModelConfig
@@ -40,6 +40,8 @@ class LayerLaunches:
     """Sequence parallelism: between linears each tp rank has its part of the tokens."""
     replicas: bool = False
     """Experts may be held by several ranks, which share their rows by the loads of a call."""
+    frozen: Callable[[str], bool] = lambda _: False
+    """Whether a parameter of this name wants no gradient: then nobody gathers inputs for it."""
 
     @property
     def sharded(self) -> bool:
@@ -98,7 +100,7 @@ class LayerLaunches:
         if self.tp == 1:
             return
         final = layer == self.model.num_layers - 1
-        forward, backward = self._attention(f"layer {layer}")
+        forward, backward = self._attention(layer)
         here = self._tokens_come(layer)
         again = (forward[0], forward[1] + here[0])
         before = self._tokens_return(layer - 1) if layer else self._embedding()[0]
@@ -110,7 +112,8 @@ class LayerLaunches:
         yield from self._inside(kinds.ATTN_B, (here[1] + backward[0], behind))
         if self.model.is_dense(layer):
             up, down = f"up, layer {layer}", f"down, layer {layer}"
-            there, back = (self._gathered(up), self._reduced(down)), self._column_back(up)
+            back = self._column_back(up, f"layers.{layer}.dense.up.weight")
+            there = (self._gathered(up), self._reduced(down))
             yield from self._inside(kinds.MLP_F, there)
             yield from self._inside(kinds.MLP_R, there)
             yield from self._inside(kinds.MLP_B, (self._gathered_back(down), back))
@@ -119,7 +122,8 @@ class LayerLaunches:
         if final:
             read = self._tokens_return(layer) + self._gathered("head")
             yield from self._inside(kinds.HEAD_F, (read, [LOSS]))
-            yield from self._inside(kinds.HEAD_B, ([], self._column_back("head")))
+            weight = "embedding" if self.model.tie_embeddings else "head.weight"
+            yield from self._inside(kinds.HEAD_B, ([], self._column_back("head", weight)))
         elif ends:
             yield from self._inside(kinds.SEND_F, (self._tokens_return(layer), []))
 
@@ -146,12 +150,15 @@ class LayerLaunches:
     def _gathered_back(self, label: str) -> list[str]:
         return [f"backward gather of outputs, {label}"] if self.parts_tokens else []
 
-    def _column_back(self, label: str) -> list[str]:
+    def _column_back(self, label: str, *names: str) -> list[str]:
+        """`names`: of the weights."""
         if self.parts_tokens:
-            return [f"backward gather of inputs, {label}", f"reduce-scatter of d_x, {label}"]
+            gather = [] if all(map(self.frozen, names)) else [f"backward gather of inputs, {label}"]
+            return [*gather, f"reduce-scatter of d_x, {label}"]
         return [f"all-reduce of d_x, {label}"]
 
-    def _attention(self, where: str) -> tuple[Words, Words]:
+    def _attention(self, layer: int) -> tuple[Words, Words]:
+        where, weights = f"layer {layer}", f"layers.{layer}.attention.{{}}.weight"
         out = f"o, {where}"
         if self.model.attention == "gqa":
             label = f"queries, keys and values, {where}"
@@ -159,17 +166,20 @@ class LayerLaunches:
             squares = [f"squares of {name}, {where}" for name in ("queries", "keys")] if whole else []
             forward = (self._gathered(label), squares + self._reduced(out))
             back = [f"backward of {what}" for what in reversed(squares)]
-            return forward, (self._gathered_back(out), back + self._column_back(label))
+            names = map(weights.format, "qkv")
+            return forward, (self._gathered_back(out), back + self._column_back(label, *names))
         rotary, up, q_up = f"rotary keys, {where}", f"kv_up, {where}", f"q_up, {where}"
         moved = [rotary] if self.parts_tokens else []
         forward = (self._gathered(q_up), self._gathered(up) + moved + self._reduced(out))
-        back = [f"backward of {rotary}", *self._column_back(up), *self._column_back(q_up)]
+        columns = ((up, weights.format("kv_up")), (q_up, weights.format("q_up")))
+        back = [f"backward of {rotary}", *(word for given in columns for word in self._column_back(*given))]
         return forward, (self._gathered_back(out), back)
 
     def _embedding(self) -> Words:
         """In forward, and in backward."""
         if self.parts_tokens:
-            return ["reduce-scatter of embeddings"], ["backward gather of embeddings"]
+            gather = [] if self.frozen("embedding") else ["backward gather of embeddings"]
+            return ["reduce-scatter of embeddings"], gather
         return ["all-reduce of embeddings"], []
 
     # experts under tp

@@ -149,7 +149,9 @@ class Transformer(nn.Module):
     def embed(self, ids_BS: torch.Tensor) -> torch.Tensor:
         h_TD = embed(ids_BS, self.embedding, self.vocab, self.tp)
         scale = self.config.embedding_scale
-        return h_TD if scale == 1 else h_TD * scale
+        h_TD = h_TD if scale == 1 else h_TD * scale
+        # Also where the embedding is frozen: ranks of a layer exchange gradients of its input in any case.
+        return h_TD if h_TD.requires_grad or not torch.is_grad_enabled() else h_TD.requires_grad_()
 
     def positions(self, ids_BS: torch.Tensor, documents_BS: torch.Tensor | None = None) -> Positions:
         return Positions.of(

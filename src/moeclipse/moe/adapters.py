@@ -66,10 +66,10 @@ class ModulesPending:
     d_weights: list[Grads]
     """By call."""
 
-    def add_to(self, *into: torch.Tensor) -> None:
+    def add_to(self, *into: torch.Tensor | None) -> None:
         found = [grad for grads in self.d_weights for grad in grads]
         for place, grad in zip(into, found, strict=True):
-            if grad is not None:
+            if grad is not None and place is not None:
                 place += grad.to(place.dtype)
 
 
@@ -257,6 +257,7 @@ class ModuleExperts(nn.Module):
             start = 0
             for number, parameter in enumerate(self.parts[slot].parameters(), first[slot]):
                 fresh = weight_grads[number]
-                into = accumulator(parameter)[0] if fresh is None else fresh
-                into += row[start : start + parameter.numel()].view_as(into).to(into.dtype)
+                if parameter.requires_grad:
+                    into = accumulator(parameter)[0] if fresh is None else fresh
+                    into += row[start : start + parameter.numel()].view_as(into).to(into.dtype)
                 start += parameter.numel()

@@ -25,8 +25,8 @@ from moeclipse.tensor.weight_grad import Grads
 class PendingWgrad(Protocol):
     """Weight gradients that are still to be computed."""
 
-    def add_to(self, *into: torch.Tensor) -> None:
-        """Add them to `into`, which lie as the experts' `weights`."""
+    def add_to(self, *into: torch.Tensor | None) -> None:
+        """Add them to `into`, which lie as the experts' `weights`; None: nobody asked for that one."""
 
 
 class Trainable(Protocol):

@@ -31,7 +31,7 @@ from moeclipse.ops.grouped_gemm import grouped_mm, grouped_mm_dgrad, grouped_mm_
 from moeclipse.ops.grouping import group_counts
 from moeclipse.ops.random import key_of
 from moeclipse.tensor.cut import Cut, mark
-from moeclipse.tensor.weight_grad import Grads, WeightGrads, accumulator, are_first
+from moeclipse.tensor.weight_grad import Grad, Grads, WeightGrads, accumulator, are_first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +54,18 @@ class ExpertsPending:
     counts: Sequence[int]
     kernels: bool = False
 
-    def add_to(self, *into: torch.Tensor) -> None:
+    def add_to(self, *into: torch.Tensor | None) -> None:
         up, down, *biases = into
-        grouped_mm_wgrad(self.d_h, self.x, self.counts, into=up, kernels=self.kernels)
-        grouped_mm_wgrad(self.dy, self.a, self.counts, into=down, kernels=self.kernels)
-        both = zip((self.d_h, self.dy), biases, strict=False)
+        if up is not None:
+            grouped_mm_wgrad(self.d_h, self.x, self.counts, into=up, kernels=self.kernels)
+        if down is not None:
+            grouped_mm_wgrad(self.dy, self.a, self.counts, into=down, kernels=self.kernels)
+        asked = zip((self.d_h, self.dy), biases, strict=False)
+        both = [(rows, bias) for rows, bias in asked if bias is not None]
         if len(self.counts) == 1:
             for rows, bias in both:
                 bias += rows.sum(0, dtype=bias.dtype)
-        elif biases:
+        elif both:
             counts_E = torch.tensor(list(self.counts), dtype=torch.int64, device=self.dy.device)
             grouping = group_counts(counts_E, len(self.dy))
             for rows, bias in both:
@@ -170,12 +173,15 @@ class Experts(nn.Module):
         return tuple(part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True))
 
     def shadow_wgrad(self, pending: PendingWgrad, rows: torch.Tensor) -> None:
-        pending.add_to(*self.unflatten(rows))
+        grads = zip(self.unflatten(rows), self.weights, strict=True)
+        pending.add_to(*(grad if weight.requires_grad else None for grad, weight in grads))
 
     def add_shadow_grads(
         self, slots: Sequence[int], rows: torch.Tensor, weight_grads: Sequence[torch.Tensor | None]
     ) -> None:
         for parameter, fresh, grads in zip(self.weights, weight_grads, self.unflatten(rows), strict=True):
+            if not parameter.requires_grad:
+                continue
             into = accumulator(parameter)[0] if fresh is None else fresh
             for slot, grad in zip(slots, grads, strict=True):
                 into[slot] += grad.to(into.dtype)
@@ -233,12 +239,10 @@ def add_up(
     wanted = [weight.requires_grad for weight in weights] if wanted is None else wanted
     if not any(wanted):
         return (None,) * len(weights)
-    places = [accumulator(*pair) for pair in zip_longest(weights, begun)]
-    if not all(wanted):  # the products come together: what nobody asked for is added up and dropped
-        places = [
-            place if asked else (torch.zeros_like(weight), None)
-            for place, asked, weight in zip(places, wanted, weights, strict=True)
-        ]
+    places: list[tuple[Grad, Grad]] = [
+        accumulator(*pair) if asked else (None, None)
+        for asked, pair in zip(wanted, zip_longest(weights, begun), strict=True)
+    ]
     for part in pending:
         part.add_to(*(into for into, _ in places))
     return tuple(grad for _, grad in places)

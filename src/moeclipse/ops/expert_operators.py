@@ -108,7 +108,7 @@ def grouped_experts_backward(
     activation: str,
 ) -> Gradients:
     weights = ExpertWeights.of((up_EHD, down_EDF, up_bias_EH, down_bias_ED))
-    grads, kind = weights.empty_like(), cast(Activation, activation)
+    grads, kind = weights.empty_grads(), cast(Activation, activation)
     state = ExpertState(x_TD=x_TD, h_MH=h_MH, scores_M=scores_M, grouping=unpack(grouping), activation=kind)
     dx_TD, d_scores_TK = expert_passes.backward(d_out_TD, state, weights, grads, accumulate=False)
     found = [x_TD.new_empty(0) if grad is None else grad for grad in grads.tensors()]

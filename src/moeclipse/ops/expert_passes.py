@@ -27,7 +27,7 @@ from moeclipse.ops.wgrad import grouped_wgrad
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertWeights:
-    """The experts' parameters; also their gradients, in the same places."""
+    """The experts' parameters."""
 
     up_EHD: torch.Tensor
     down_EDF: torch.Tensor
@@ -45,8 +45,29 @@ class ExpertWeights:
         assert down is not None
         return cls(up_EHD=up, down_EDF=down, up_bias_EH=up_bias, down_bias_ED=down_bias)
 
-    def empty_like(self) -> ExpertWeights:
-        return ExpertWeights.of([None if t is None else torch.empty_like(t) for t in self.tensors()])
+    def empty_grads(self, wanted: Sequence[bool] = (True,) * 4) -> ExpertGrads:
+        """Places for gradients, of those that are wanted."""
+        given = [t if asked else None for t, asked in zip(self.tensors(), wanted, strict=True)]
+        return ExpertGrads.of([None if t is None else torch.empty_like(t) for t in given])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertGrads:
+    """Where gradients of the experts' parameters go; None: nobody asked for that one."""
+
+    up_EHD: torch.Tensor | None = None
+    down_EDF: torch.Tensor | None = None
+    up_bias_EH: torch.Tensor | None = None
+    down_bias_ED: torch.Tensor | None = None
+
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return self.up_EHD, self.down_EDF, self.up_bias_EH, self.down_bias_ED
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor | None]) -> ExpertGrads:
+        """Of (up, down), or (up, down, up_bias, down_bias)."""
+        up, down, up_bias, down_bias = (*tensors, None, None)[:4]
+        return cls(up_EHD=up, down_EDF=down, up_bias_EH=up_bias, down_bias_ED=down_bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +90,9 @@ class HiddenGrads:
     d_h_MH: torch.Tensor
     scaled_MF: torch.Tensor
 
-    def add_to(self, *grads: torch.Tensor) -> None:
+    def add_to(self, *grads: torch.Tensor | None) -> None:
         """wgrad: add the gradients of (up, down), or of (up, down, up_bias, down_bias)."""
-        into = ExpertWeights.of(grads)
+        into = ExpertGrads.of(grads)
         _down_wgrad(self.d_out_TD, self.scaled_MF, self.state, into)
         _up_wgrad(self.d_h_MH, self.state, into)
 
@@ -116,7 +137,7 @@ def backward(
     d_out_TD: torch.Tensor,
     state: ExpertState,
     weights: ExpertWeights,
-    grads: ExpertWeights,
+    grads: ExpertGrads,
     *,
     accumulate: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,22 +178,22 @@ def _down_wgrad(
     d_out_TD: torch.Tensor,
     scaled_MF: torch.Tensor,
     state: ExpertState,
-    grads: ExpertWeights,
+    grads: ExpertGrads,
     accumulate: bool = True,
 ) -> None:
     grouping, token_M = state.grouping, state.grouping.row_token_M
     offsets_E1, into = grouping.offsets_E1, grads.down_EDF
-    grouped_wgrad(d_out_TD, scaled_MF, offsets_E1, into, dy_index_M=token_M, accumulate=accumulate)
+    if into is not None:
+        grouped_wgrad(d_out_TD, scaled_MF, offsets_E1, into, dy_index_M=token_M, accumulate=accumulate)
     if grads.down_bias_ED is not None:
         into, scores_M = grads.down_bias_ED, state.scores_M
         group_sum(d_out_TD, grouping, into, index_M=token_M, weight_M=scores_M, accumulate=accumulate)
 
 
-def _up_wgrad(
-    d_h_MH: torch.Tensor, state: ExpertState, grads: ExpertWeights, accumulate: bool = True
-) -> None:
+def _up_wgrad(d_h_MH: torch.Tensor, state: ExpertState, grads: ExpertGrads, accumulate: bool = True) -> None:
     grouping, x_TD = state.grouping, state.x_TD.contiguous()
     offsets_E1, token_M = grouping.offsets_E1, grouping.row_token_M
-    grouped_wgrad(d_h_MH, x_TD, offsets_E1, grads.up_EHD, x_index_M=token_M, accumulate=accumulate)
+    if grads.up_EHD is not None:
+        grouped_wgrad(d_h_MH, x_TD, offsets_E1, grads.up_EHD, x_index_M=token_M, accumulate=accumulate)
     if grads.up_bias_EH is not None:
         group_sum(d_h_MH, grouping, grads.up_bias_EH, accumulate=accumulate)

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from moeclipse.ops import expert_operators, expert_passes
 from moeclipse.ops.activation import Activation, activate
-from moeclipse.ops.expert_passes import ExpertState, ExpertWeights, in_row_order
+from moeclipse.ops.expert_passes import ExpertGrads, ExpertState, ExpertWeights, in_row_order
 from moeclipse.ops.grouping import Grouping, group_rows
 from moeclipse.ops.precision import wide_of
 
@@ -104,7 +104,7 @@ class _GroupedExperts(torch.autograd.Function):
             x_TD=x_TD, h_MH=h_MH, scores_M=scores_M, grouping=ctx.grouping, activation=ctx.activation
         )
         weights, fresh = ExpertWeights.of(tensors), ctx.into is None
-        grads = weights.empty_like() if fresh else ExpertWeights.of(ctx.into)
+        grads = weights.empty_grads(ctx.needs_input_grad[2:6]) if fresh else ExpertGrads.of(ctx.into)
         add = not fresh and (ctx.stores is None or not ctx.stores())
         dx_TD, d_scores_TK = expert_passes.backward(d_out_TD, state, weights, grads, accumulate=add)
         found = grads.tensors() if fresh else (None,) * 4

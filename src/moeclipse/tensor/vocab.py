@@ -113,7 +113,9 @@ class _HeadLoss(torch.autograd.Function):
         tp: TensorParallel,
         rows: int,
     ) -> torch.Tensor:
-        whole_TD = tp.gather_rows(x, "gather of inputs, head", reuse=True).get() if tp.parts_tokens else x
+        whole_TD, frozen = x, not ctx.needs_input_grad[1]
+        if tp.parts_tokens:
+            whole_TD = tp.gather_rows(x, "gather of inputs, head", reuse=not frozen).get()
         target_T = _targets(targets_T, cut)
         operand = weight.to(x.dtype)
         parts = [
@@ -121,7 +123,8 @@ class _HeadLoss(torch.autograd.Function):
             for x_CD, target_C in zip(whole_TD.split(rows), target_T.split(rows), strict=True)
         ]
         log_sum_T, logit_T = _over_ranks(torch.cat(parts, dim=1), tp)
-        ctx.save_for_backward(x, weight, log_sum_T, target_T)
+        # A frozen head gathers nothing in backward, as any frozen linear: then all of x is kept.
+        ctx.save_for_backward(whole_TD if frozen else x, weight, log_sum_T, target_T)
         ctx.tp, ctx.rows = tp, rows
         return (log_sum_T - logit_T).sum()
 
@@ -130,7 +133,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[Any, ...]:
         tp, (x, weight, log_sum_T, target_T) = ctx.tp, ctx.saved_tensors
         whole_TD = x
-        if tp.parts_tokens:
+        if tp.parts_tokens and ctx.needs_input_grad[1]:
             whole_TD = tp.gather_rows(x, "backward gather of inputs, head", reuse=True).get()
         operand, d_x = weight.to(x.dtype), torch.empty_like(whole_TD)
         # Without a main_grad the chunks add up in a wide sum of their own.

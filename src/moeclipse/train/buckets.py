@@ -9,7 +9,8 @@ reduction is one collective and an update is one pass over a shard. The kinds:
     experts   shared by the ranks that hold copies; shards are whole experts, and the rank that owns one is
               the expert's primary: its optimizer state lives there and nowhere else
 
-So every element of every logical tensor lies in exactly one rank's shard.
+So every element of every logical tensor lies in exactly one rank's shard. Parameters that want no gradient
+are in buckets of their own, which are saved, read and sent out like others and never reduced.
 
 Buckets are reduced in one fixed order on all ranks, from the last layer to the first, each as soon as
 backward has filled it. Every parameter's logical entries (a dense tensor, or one expert of a stacked tensor)
@@ -81,6 +82,7 @@ class Content:
     bounds: list[int]
     group: Group
     decay: bool
+    lr_factor: float = 1.0
     owned: bool = True
     """Not a copy of another stage's parameters, which counts and saves them."""
     contributes: bool = True
@@ -92,14 +94,22 @@ class Bucket:
         self, content: Content, mesh: Mesh, peer: PeerUse = "off", main_grad: MainGrad = "fp32"
     ) -> None:
         self.name, self.entries, self.bounds = content.name, content.entries, content.bounds
-        self.group, self.decay, self.mesh = content.group, content.decay, mesh
+        self.group, self.decay, self.lr_factor, self.mesh = (
+            content.group,
+            content.decay,
+            content.lr_factor,
+            mesh,
+        )
         self.contributes, self.owned = content.contributes, content.owned
-        self.wire = collectives(mesh, content.group, mesh.grads, peer, max_bytes=SMALL_BYTES)
         first = content.parameters[0]
+        self.frozen = not first.requires_grad
+        peer = "off" if self.frozen else peer
+        self.wire = collectives(mesh, content.group, mesh.grads, peer, max_bytes=SMALL_BYTES)
         self.params = torch.zeros(self.bounds[-1], dtype=first.dtype, device=first.device)
         # Not cleared: a step begins with `Buckets.zero`, and its first gradients are stored.
         dtype = wide_of(first.dtype) if main_grad == "fp32" else torch.bfloat16
-        self.grads = torch.empty(self.bounds[-1], dtype=dtype, device=first.device)
+        size = 0 if self.frozen else self.bounds[-1]
+        self.grads = torch.empty(size, dtype=dtype, device=first.device)
         self.parameters = content.parameters
         self.missing: set[int] = set()
         self.sums: list[Accumulation] = []
@@ -113,7 +123,8 @@ class Bucket:
             self.params[view] = parameter.data.flatten()
             parameter.data = self.params[view].view(parameter.shape)
             offset = view.stop
-        self.grads[offset:] = 0
+        if not self.frozen:
+            self.grads[offset:] = 0
 
     @property
     def shard(self) -> slice:
@@ -177,15 +188,20 @@ class Buckets:
         peer: PeerUse = "off",
         make_expert_bucket: MakeExpertBucket | None = None,
         main_grad: MainGrad = "fp32",
+        lr_factor: Callable[[str], float] = lambda _: 1.0,
     ) -> None:
         """`peer`: small buckets are reduced through peer memory, where that applies.
 
-        `make_expert_bucket` makes the buckets of experts that move or have replicas.
+        `make_expert_bucket` makes the buckets of experts that move or have replicas, `lr_factor` tells by
+        name how fast a parameter learns.
         """
-        self.buckets = [
+        made = [
             content if isinstance(content, Bucket) else Bucket(content, mesh, peer, main_grad)
-            for content in contents(model, mesh, bucket_mb, make_expert_bucket)
+            for content in contents(model, mesh, bucket_mb, make_expert_bucket, lr_factor)
         ]
+        self.buckets = [bucket for bucket in made if not bucket.frozen]
+        self.frozen = [bucket for bucket in made if bucket.frozen]
+        """Of parameters that are not trained; no part of a step."""
         self._armed = self._placed = False
         self._next = 0
         for bucket in self.buckets:
@@ -254,6 +270,7 @@ def contents(
     mesh: Mesh,
     bucket_mb: float,
     make_expert_bucket: MakeExpertBucket | None = None,
+    lr_factor: Callable[[str], float] = lambda _: 1.0,
 ) -> Iterator[Content | Bucket]:
     """The model's parameters from last to first, in buckets; experts each stacked tensor for itself."""
     layers = {
@@ -262,25 +279,26 @@ def contents(
         for key, p in layer.experts.named_parameters()
     }
     limit = bucket_mb * 2**20
-    open_buckets: dict[tuple[bool, Share, bool], list[tuple[str, nn.Parameter]]] = {}
+    open_buckets: dict[tuple[bool, Share, bool, bool, float], list[tuple[str, nn.Parameter]]] = {}
     number = 0
     for name, parameter in reversed(list(model.named_parameters())):
-        if not parameter.requires_grad:
-            continue
+        trained, factor = parameter.requires_grad, lr_factor(name)
         if id(parameter) in layers:
             where = layers[id(parameter)]
             bucket = None if make_expert_bucket is None else make_expert_bucket(parameter, *where)
-            yield bucket or expert_content(parameter, *where, mesh)
+            if bucket is not None:
+                bucket.lr_factor = factor
+            yield bucket or expert_content(parameter, *where, mesh, factor)
             continue
         share = share_of(parameter) if mesh.tp > 1 else "sum"
-        kind = (parameter.dim() > 1, share, not getattr(parameter, "is_copy", False))
+        kind = (parameter.dim() > 1, share, not getattr(parameter, "is_copy", False), not trained, factor)
         members = open_buckets.setdefault(kind, [])
         members.append((name, parameter))
         if sum(logical_bytes(p) for _, p in members) >= limit:
-            yield dense_content(f"dense.{number}", open_buckets.pop(kind), *kind, mesh)
+            yield dense_content(f"dense.{number}", open_buckets.pop(kind), kind, mesh)
             number += 1
     for kind in sorted(open_buckets):
-        yield dense_content(f"dense.{number}", open_buckets[kind], *kind, mesh)
+        yield dense_content(f"dense.{number}", open_buckets[kind], kind, mesh)
         number += 1
 
 
@@ -292,8 +310,13 @@ def logical_bytes(parameter: nn.Parameter) -> int:
 
 
 def dense_content(
-    name: str, members: Sequence[tuple[str, nn.Parameter]], decay: bool, share: Share, owned: bool, mesh: Mesh
+    name: str,
+    members: Sequence[tuple[str, nn.Parameter]],
+    kind: tuple[bool, Share, bool, bool, float],
+    mesh: Mesh,
 ) -> Content:
+    """`kind`: whether it decays, how tp ranks share it, whether it is no copy, is frozen; its factor."""
+    decay, share, owned, _, factor = kind
     entries: list[BucketEntry] = []
     offset = 0
     for key, parameter in members:
@@ -308,6 +331,7 @@ def dense_content(
         bounds=[rank * portion for rank in range(group.size + 1)],
         group=group,
         decay=decay,
+        lr_factor=factor,
         owned=owned,
         contributes=share != "same" or mesh.tp_index == 0,
     )
@@ -326,7 +350,9 @@ def entries_of(name: str, shape: tuple[int, ...], offset: int, cut: Cut | None) 
             offset += length
 
 
-def expert_content(parameter: nn.Parameter, name: str, layer: MoE, key: str, mesh: Mesh) -> Content:
+def expert_content(
+    parameter: nn.Parameter, name: str, layer: MoE, key: str, mesh: Mesh, lr_factor: float = 1.0
+) -> Content:
     """`key` of all experts of this rank, each an expert of its own to checkpoints."""
     shape = tuple(parameter.shape[1:])
     size = math.prod(shape)
@@ -344,4 +370,5 @@ def expert_content(parameter: nn.Parameter, name: str, layer: MoE, key: str, mes
         bounds=[bound * size for bound in primary_bounds(len(ids), mesh.dp, layer.layer)],
         group=mesh.replicas,
         decay=True,
+        lr_factor=lr_factor,
     )

@@ -22,6 +22,7 @@ from moeclipse.model.config import ModelConfig
 from moeclipse.moe.config import LAYER_KEYS, GateConfig, MoEConfig, layer_problems
 from moeclipse.pipeline.config import PipelineConfig
 from moeclipse.pipeline.overlap import StageLayout, lay_out
+from moeclipse.train.init_config import InitConfig
 from moeclipse.train.optim_config import OptimConfig, type_problems
 from moeclipse.train.survival_config import CheckpointConfig, IntegrityConfig
 
@@ -109,6 +110,7 @@ NO_TENSORBOARD = "metrics.tensorboard needs TensorBoard; pip install moeclipse[t
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
+    init: InitConfig = field(default_factory=InitConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     gate: GateConfig = field(default_factory=GateConfig)
@@ -166,6 +168,23 @@ def expert_problems(config: TrainConfig) -> Iterator[str]:
 def optim_problems(config: TrainConfig) -> Iterator[str]:
     """What the optimizer cannot do for a model of this type."""
     yield from type_problems(config.optim, config.model.dtype)
+
+
+def upcycle_problems(config: TrainConfig) -> Iterator[str]:
+    """What experts cannot be made of a dense model's blocks for."""
+    how, moe = config.init.upcycle, config.moe
+    if how == "off":
+        return
+    if not config.run.init_from:
+        yield f"init.upcycle ({how!r}) needs run.init_from: the dense model that experts are made of"
+    if not config.num_expert_layers:
+        yield f"init.upcycle ({how!r}) needs layers with experts; lower model.num_dense_layers"
+    for key, usual in (("num_shared_experts", 0), ("activation", "swiglu"), ("expert_bias", False)):
+        if getattr(moe, key) != usual:
+            yield (
+                f"moe.{key} ({getattr(moe, key)!r}) cannot go with init.upcycle ({how!r}): a dense block has "
+                f"nothing to make it of; set it to {usual!r}"
+            )
 
 
 def data_problems(config: TrainConfig) -> Iterator[str]:
@@ -288,6 +307,7 @@ LAYOUT_KEYS = (
 )
 RULES: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], Iterator[str]]], ...] = (
     ((*LAYER_KEYS, *STAGE_KEYS[1:], "parallel.tp"), expert_problems),
+    (("init.upcycle", "run.init_from", *STAGE_KEYS[1:]), upcycle_problems),
     (
         (
             *("data.batch_size", "data.files", "data.tokenizer", "data.order", "optim.accumulate"),

@@ -3,8 +3,9 @@
 The weights are those of a checkpoint, of the newest whole one of a run, or of a converted Hugging Face model.
 A Hugging Face folder itself also has a shape to give and is named by `model.from_hf`.
 
-Contract: collective, fails on all ranks or on none; the model must have the checkpoint's shape, its type may
-be another. `--resume` goes on exactly and is something else.
+Contract: collective, fails on all ranks or on none; the model must have the checkpoint's shape, unless
+experts are made of dense blocks (`train/upcycle`), and its type may be another. `--resume` goes on exactly
+and is something else.
 """
 
 from __future__ import annotations
@@ -14,16 +15,25 @@ from pathlib import Path
 from typing import Any
 
 from moeclipse.core.errors import CheckpointError, ConfigError
+from moeclipse.hf.config_file import is_model_folder
 from moeclipse.hf.read import contradictions, read_config
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.fingerprint import differences, in_present_terms
 from moeclipse.train.learner import Learner
 from moeclipse.train.ranks import Ranks
+from moeclipse.train.upcycle import upcycled
 
 
 def load_weights_of(path: str, learner: Learner, ranks: Ranks) -> None:
+    upcycles = learner.config.init.upcycle != "off"
+    if upcycles and is_model_folder(Path(path)):
+        learner.load_weights(upcycled(path, learner, ranks))
+        return
     checkpoint = open_weights(path, ranks)
+    if upcycles:
+        learner.load_weights(upcycled(path, learner, ranks, checkpoint))
+        return
     lines = list(other_shape(checkpoint.state, learner, path))
     if lines:
         raise ConfigError([f"run.init_from ({path}): {line}" for line in lines])

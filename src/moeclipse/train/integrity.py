@@ -95,6 +95,11 @@ class Integrity:
                 part = slice(segment.offset, segment.offset + segment.length)
                 for kind in STATES:
                     yield f"{kind}/{segment.entry.name}[{segment.start}:]", getattr(state, kind)[part]
+        for bucket in self.optim.buckets.frozen:
+            weight = bucket.weights(bucket.params.dtype)
+            for segment in bucket.segments(everything=True):
+                part = slice(segment.offset, segment.offset + segment.length)
+                yield f"weight/{segment.entry.name}[{segment.start}:]", weight[part]
 
     def _state_digests(self) -> dict[str, int]:
         names, digests = [], []
@@ -128,7 +133,7 @@ class Integrity:
     def _wrong_copies(self, changed: bool) -> list[str]:
         """Shards as their owners and as all others hold them: one exchange for each group of holders."""
         by_group: dict[str, list[Bucket]] = {}
-        for bucket in self.optim.buckets:
+        for bucket in (*self.optim.buckets, *self.optim.buckets.frozen):
             if not isinstance(bucket, ExpertBucket) and bucket.group.size > 1:
                 by_group.setdefault(bucket.group.name, []).append(bucket)
         found: list[str] = []

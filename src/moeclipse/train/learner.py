@@ -47,6 +47,7 @@ from moeclipse.train.metrics import gather_splits, mean_times, split_of
 from moeclipse.train.nonfinite import look_again
 from moeclipse.train.one_by_one import OneByOne
 from moeclipse.train.optim import AdamW, Readable, learning_rate
+from moeclipse.train.parameter_groups import ParameterGroups
 from moeclipse.train.pipelined import Pipelined
 from moeclipse.train.placement.load_trace import AskedLoad, LoadHistory, StepLoad
 from moeclipse.train.placement.model_placement import ModelPlacement
@@ -94,9 +95,10 @@ class Learner:
             placement_of=self.placement.placement_of,
         )
         expert_bucket, optim = self.placement.bucket, config.optim
-        self.buckets = Buckets(
-            self.model, mesh, optim.bucket_mb, parallel.peer, expert_bucket, optim.main_grad
-        )
+        self.groups = ParameterGroups.of(optim)
+        self.groups.apply(self.model, mesh)
+        given = (optim.bucket_mb, parallel.peer, expert_bucket, optim.main_grad, self.groups.lr_factor)
+        self.buckets = Buckets(self.model, mesh, *given)
         self.pipelined: Pipelined | None = None
         if layout is not None:
             self.pipelined = Pipelined(config, mesh, layout, self.model, self.batches, self.buckets)
@@ -180,7 +182,7 @@ class Learner:
                     recorder.ledger.leave_out(kinds.BUCKET_GATHER)
             else:
                 self.optim.publish()
-                load.rebalance(self.numbered)
+                load.rebalance(self.groups.adapting(self.numbered))
                 self.loads.add(step, load)
             with recorder.apart("between two steps"):
                 notes = self._doubt(step, loss, [row[0] for row in rows]) if skipped else []
@@ -352,8 +354,8 @@ class Learner:
 
     def load_buffers(self, source: Readable) -> None:
         for name, buffer in self._buffers():
-            if f"buffer/{name}" in source:
-                buffer.copy_(source.read(f"buffer/{name}").view(buffer.shape))
+            if f"buffer/{name}" in source and (data := source.read(f"buffer/{name}")) is not None:
+                buffer.copy_(data.view(buffer.shape))
 
     @property
     def num_moe_layers(self) -> int:

@@ -22,6 +22,7 @@ from typing import Protocol
 
 import torch
 
+from moeclipse.core.errors import CheckpointError
 from moeclipse.ops.adam import BLOCK, AdamStep, adam, sum_of_squares
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.random import key_of
@@ -61,8 +62,8 @@ def stretch_of(segment: BucketSegment, seed: int) -> Stretch:
 class Readable(Protocol):
     """Where weights come from: a checkpoint, or a folder of a Hugging Face model."""
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements [start, stop) of a flattened logical tensor."""
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor | None:
+        """Elements [start, stop) of a flattened logical tensor; None: what is there stays."""
 
     def __contains__(self, name: str) -> bool: ...
 
@@ -95,7 +96,13 @@ class AdamW:
     def sum_of_squares(self, shards: list[torch.Tensor]) -> torch.Tensor:
         """Of this rank's shards; over all ranks each gradient element counts once."""
         owned = [shard for b, shard in zip(self.buckets, shards, strict=True) if b.owned]
-        return sum_of_squares(owned or [shards[0][:0]])
+        return sum_of_squares(owned or [self._nothing])
+
+    @property
+    def _nothing(self) -> torch.Tensor:
+        """A gradient of no element: a stage may have nothing to train."""
+        bucket = next(iter((*self.buckets, *self.buckets.frozen)))
+        return bucket.grads[:0]
 
     def step(
         self, shards: list[torch.Tensor], lr: float, norm: float | torch.Tensor, scale: float = 1.0
@@ -110,13 +117,13 @@ class AdamW:
     ) -> None:
         """This rank's part of a step; nobody else hears of it yet."""
         self.updates += 1
-        factor = self._factor(norm, scale, shards[0].device)
+        factor = self._factor(norm, scale, self._nothing.device)
         config = self.config
         for bucket, state, grad in zip(self.buckets, self.states, shards, strict=True):
             if not grad.numel():
                 continue
             step = AdamStep(
-                lr=lr,
+                lr=lr * bucket.lr_factor,
                 beta1=config.beta1,
                 beta2=config.beta2,
                 eps=config.eps,
@@ -172,9 +179,27 @@ class AdamW:
                         start=segment.start,
                         data=shard[segment.offset : segment.offset + segment.length],
                     )
+        for bucket in self.buckets.frozen:
+            weight = bucket.weights(bucket.params.dtype)
+            for segment in bucket.segments():
+                yield Piece(
+                    name=f"weight/{segment.entry.name}",
+                    shape=segment.entry.shape,
+                    start=segment.start,
+                    data=weight[segment.offset : segment.offset + segment.length],
+                )
 
     def load(self, checkpoint: Checkpoint, updates: int) -> None:
         """Take this rank's shards out of a checkpoint of any layout and send the weights out."""
+        for bucket in self.buckets:
+            for segment in bucket.segments(everything=True):
+                slab = Slab.parse(segment.entry.name)
+                name = segment.entry.name if slab is None else slab.name
+                if f"weight/{name}" in checkpoint and f"adam_m/{name}" not in checkpoint:
+                    raise CheckpointError(
+                        f"{checkpoint.path} has no optimizer state of {name}: it was frozen in the run that "
+                        "saved it; freeze it (optim.frozen), or begin a new run with --init-from"
+                    )
         self.updates = updates
         self._take(checkpoint, STATES)
 
@@ -183,13 +208,23 @@ class AdamW:
         self._take(source, ("weight",))
 
     @torch.no_grad()
-    def _take(self, checkpoint: Readable, kinds: Sequence[str]) -> None:
+    def _take(self, source: Readable, kinds: Sequence[str]) -> None:
         for bucket, state in zip(self.buckets, self.states, strict=True):
-            for segment in bucket.segments(everything=True):
-                for kind in kinds:
-                    stop = segment.start + segment.length
-                    data = checkpoint.read(f"{kind}/{segment.entry.name}", segment.start, stop)
-                    getattr(state, kind)[segment.offset : segment.offset + segment.length] = data
+            for kind in kinds:
+                read_shard(source, kind, bucket, getattr(state, kind))
             bucket.store(state.weight)
-        for result in [bucket.publish() for bucket in self.buckets]:
+        for bucket in self.buckets.frozen:
+            weight = bucket.weights(bucket.params.dtype)
+            read_shard(source, "weight", bucket, weight)
+            bucket.store(weight)
+        for result in [bucket.publish() for bucket in (*self.buckets, *self.buckets.frozen)]:
             result.get()
+
+
+def read_shard(source: Readable, kind: str, bucket: Bucket, into: torch.Tensor) -> None:
+    """This rank's shard of a bucket."""
+    for segment in bucket.segments(everything=True):
+        stop = segment.start + segment.length
+        data = source.read(f"{kind}/{segment.entry.name}", segment.start, stop)
+        if data is not None:
+            into[segment.offset : segment.offset + segment.length] = data

@@ -42,6 +42,10 @@ class OptimConfig:
     """What updates are added to: fp32 weights; none: the bf16 weights themselves, rounded by chance."""
     main_grad: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients add up over microbatches and ranks."""
+    frozen: tuple[str, ...] = ()
+    """Parameters whose names hold one of these patterns (embed, layers.0.*, gate) are not trained."""
+    lr_factors: tuple[str, ...] = ()
+    """PATTERN=FACTOR: where a name holds the pattern, lr is so many times as large; the first that does."""
 
     def problems(self) -> Iterator[str]:
         if self.state == "bf16" and self.beta2 > LARGEST_BETA2:
@@ -68,6 +72,24 @@ class OptimConfig:
         for name in ("eps", "bucket_mb"):
             if getattr(self, name) <= 0:
                 yield f"optim.{name} ({getattr(self, name)}) must be positive"
+        if not all(pattern.strip("*") for pattern in self.frozen):
+            yield f"optim.frozen ({list(self.frozen)}) holds a pattern that picks everything; name a part"
+        for text in self.lr_factors:
+            pattern, factor = factor_of(text)
+            if not pattern or not 0 < factor < math.inf:
+                yield (
+                    f"optim.lr_factors ({text!r}) must be PATTERN=FACTOR with a positive factor, such as "
+                    "embed=0.1; what must not move belongs into optim.frozen"
+                )
+
+
+def factor_of(text: str) -> tuple[str, float]:
+    """(pattern, factor) of `PATTERN=FACTOR`; a factor that is no number is NaN."""
+    pattern, _, number = text.rpartition("=")
+    try:
+        return pattern.strip(), float(number)
+    except ValueError:
+        return pattern.strip(), math.nan
 
 
 def type_problems(optim: OptimConfig, dtype: str) -> Iterator[str]:

@@ -29,7 +29,8 @@ from moeclipse.schedule.op import Op
 from moeclipse.train.buckets import Buckets
 from moeclipse.train.config import TrainConfig, needs_whole_microbatches
 from moeclipse.train.data import Batches, Microbatch
-from moeclipse.train.step_program import step_program
+from moeclipse.train.parameter_groups import ParameterGroups
+from moeclipse.train.step_program import EMBEDDING, step_program
 
 LOOKED_AT = range(4, 12)
 """Steps whose ops are timed one by one: stamps cost time, and more steps say the same."""
@@ -68,13 +69,16 @@ class Pipelined:
         """A head that is tied to the embedding adds to the same gradient, maybe on another rank."""
         first, last = self.layout.rank_of[0], self.layout.rank_of[-1]
         self._ends: Group | None = None
-        if self.config.model.tie_embeddings and first != last:
+        self.tied = self.config.model.tie_embeddings and not ParameterGroups.of(self.config.optim).is_frozen(
+            EMBEDDING
+        )
+        if self.tied and first != last:
             self._ends = self.mesh.ends()
 
     def _prepare(self) -> None:
         """Before the first step: say how often gradients of the embedding come in a step."""
         embedding = getattr(self.model, "embedding", None)
-        if embedding is None or not self.config.model.tie_embeddings:
+        if embedding is None or not self.tied:
             return
         embedding.accumulation.uses = int(self.model.begins) + int(self.model.ends)
         embedding.accumulation.elsewhere = int(self._ends is not None)

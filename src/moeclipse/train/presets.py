@@ -9,7 +9,7 @@ model is named (`model.from_hf`), its config.json stands between preset and file
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -18,9 +18,10 @@ from typing import Any
 from moeclipse.core.config import Built, ConfigLayer, Given, build, nearest, read_toml, table_layer
 from moeclipse.core.errors import CheckpointError, ConfigError
 from moeclipse.core.toml import parse_toml
-from moeclipse.hf.config_file import config_of
+from moeclipse.hf.config_file import config_of, is_model_folder
 from moeclipse.hf.read import contradictions, read_config
 from moeclipse.train.config import TrainConfig
+from moeclipse.train.init_config import is_kept
 
 DEFAULT_PRESET = "tiny"
 
@@ -80,8 +81,11 @@ def merge(
         layers.append(_layer(preset_table(named), f"preset {named}", found))
     own: list[ConfigLayer] = [_layer(table, str(file), found)] if table else []
     own += [flags] if flags else []
-    folder = given_folder([*layers, *own])
+    own += begun_layers([*layers, *own])
+    folder, dense = last_given([*layers, *own], "model.from_hf"), dense_folder([*layers, *own])
     layers += [folder_layer(folder, found)] if folder else []
+    layers += [dense_layer(dense, found)] if dense else []
+    folder = folder or dense
     built = build(TrainConfig, [*layers, *own], found)
     if folder and layers[-1]:
         values = {key: given.value for key, given in layers[-1].items() if key != "data.tokenizer"}
@@ -90,23 +94,46 @@ def merge(
     return Merged(preset=named, built=built)
 
 
-def given_folder(layers: Iterable[ConfigLayer]) -> str:
-    """The last `model.from_hf` that is given; empty: none."""
-    folder = ""
+def last_given(layers: Iterable[ConfigLayer], key: str) -> str:
+    """The text that counts for a key; empty: none."""
+    text = ""
     for layer in layers:
-        given = layer.get("model.from_hf")
+        given = layer.get(key)
         if given is not None:
-            folder = str(given.value[0] if given.words and given.value else given.value or "")
-    return folder
+            text = str(given.value[0] if given.words and given.value else given.value or "")
+    return text
 
 
-def folder_layer(folder: str, found: list[str]) -> dict[str, Given]:
+def begun_layers(layers: Sequence[ConfigLayer]) -> list[ConfigLayer]:
+    """`run.init_from` that names a Hugging Face model of the run's own kind is its `model.from_hf`."""
+    path = last_given(layers, "run.init_from")
+    if not path or dense_folder(layers) or not is_model_folder(Path(path)):
+        return []
+    if last_given(layers, "model.from_hf"):
+        return []  # two models: a fault, told elsewhere
+    return [{"model.from_hf": Given(path, "run.init_from"), "run.init_from": Given("", "run.init_from")}]
+
+
+def dense_folder(layers: Sequence[ConfigLayer]) -> str:
+    """The Hugging Face model that experts are made of; empty: none."""
+    path = last_given(layers, "run.init_from")
+    upcycles = last_given(layers, "init.upcycle") in ("copy", "split")
+    return path if path and upcycles and is_model_folder(Path(path)) else ""
+
+
+def dense_layer(folder: str, found: list[str]) -> dict[str, Given]:
+    """What a dense Hugging Face model says of the model that is made of it; experts are the user's."""
+    layer = folder_layer(folder, found, dense=True)
+    return {key: given for key, given in layer.items() if is_kept(key) or key == "data.tokenizer"}
+
+
+def folder_layer(folder: str, found: list[str], *, dense: bool = False) -> dict[str, Given]:
     """What a Hugging Face model says of its own shape; it wins over a preset, and nothing may contradict
     it."""
     try:
-        read = read_config(config_of(Path(folder)), folder)
+        read = read_config(config_of(Path(folder)), folder, dense=dense)
     except CheckpointError as error:
-        found.append(f"{error} (model.from_hf)")
+        found.append(f"{error} ({'run.init_from' if dense else 'model.from_hf'})")
         return {}
     layer = {key: Given(value, f"{folder}/config.json") for key, value in read.values.items()}
     tokenizer = Path(folder) / "tokenizer.json"

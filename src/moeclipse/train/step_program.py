@@ -24,6 +24,7 @@ from moeclipse.schedule.launch import BucketShape, StepShape
 from moeclipse.schedule.shape import LayerShape
 from moeclipse.train.buckets import Buckets
 from moeclipse.train.config import TrainConfig
+from moeclipse.train.parameter_groups import ParameterGroups
 
 ON_MESH = (
     "world",
@@ -52,7 +53,7 @@ def step_program(
 ) -> Verified:
     """Verified. Collective over all ranks: each tells the others its buckets."""
     layers, step = shapes_of_run(config, (mesh.dp, mesh.ep, mesh.tp), layout)
-    tied = config.model.tie_embeddings
+    tied = config.model.tie_embeddings and not ParameterGroups.of(config.optim).is_frozen(EMBEDDING)
     mine = [list(shape) for shape in bucket_shapes(model, buckets, layout, mesh.pp_index, tied=tied)]
     everyone = mesh.gather_objects(mine) if mesh.pp > 1 else [mine]
     copies = len(everyone) // mesh.pp
@@ -77,6 +78,7 @@ def shapes_of_run(
         tp=tp,
         parts_tokens=config.parallel.sequence_parallel and tp > 1,
         replicas=config.placement.in_use,
+        frozen=ParameterGroups.of(config.optim).is_frozen,
     )
     shapes = layer_shapes(config.model, config.moe)
     found = launches.of(layout.stages, layout.rank_of)

@@ -22,7 +22,7 @@ def average_replicas(layers: Sequence[PlacedLayer]) -> None:
     """Collective over the ranks of a stage."""
     published = []
     for placed, rows in zip(layers, rows_of_replicas(layers), strict=True):
-        for bucket, state in zip(placed.buckets, placed.states, strict=True):
+        for bucket, state in placed.trained:
             ownership, me = bucket.ownership, bucket.group.index
             mine = {owner.expert: which for which, owner in enumerate(bucket.owners_here)}
             by_peer: list[list[int]] = [[] for _ in range(ownership.group_size)]

@@ -81,8 +81,9 @@ class ModelPlacement:
     def bind(self, optim: AdamW) -> None:
         """After the optimizer has been made: find what belongs to each layer."""
         self.optim = optim
-        found: dict[int, tuple[list[ExpertBucket], list[ShardState]]] = {}
-        for bucket, state in zip(optim.buckets, optim.states, strict=True):
+        found: dict[int, tuple[list[ExpertBucket], list[ShardState | None]]] = {}
+        frozen = [(bucket, None) for bucket in optim.buckets.frozen]
+        for bucket, state in (*zip(optim.buckets, optim.states, strict=True), *frozen):
             if isinstance(bucket, ExpertBucket):
                 buckets, states = found.setdefault(bucket.layer.layer, ([], []))
                 buckets.append(bucket)

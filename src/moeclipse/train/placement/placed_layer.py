@@ -25,13 +25,19 @@ from moeclipse.train.placement.expert_buckets import ExpertBucket
 
 
 class PlacedLayer:
-    """The bucket of each parameter of a layer's experts, and the optimizer's state of it."""
+    """The bucket of each parameter of a layer's experts, and the optimizer's state of it: None if frozen."""
 
-    def __init__(self, buckets: Sequence[ExpertBucket], states: Sequence[ShardState]) -> None:
+    def __init__(self, buckets: Sequence[ExpertBucket], states: Sequence[ShardState | None]) -> None:
         self.buckets, self.states = buckets, states
         self.layer = buckets[0].layer
         self.expected_E: np.ndarray | None = None
         """The loads that the placement was planned for."""
+
+    @property
+    def trained(self) -> list[tuple[ExpertBucket, ShardState]]:
+        """Buckets that have state."""
+        pairs = zip(self.buckets, self.states, strict=True)
+        return [(bucket, state) for bucket, state in pairs if state is not None]
 
     @property
     def number(self) -> int:
@@ -65,9 +71,10 @@ class PlacedLayer:
         fresh = self._new_states(new, states)
         for bucket, kept, state, after in zip(self.buckets, rows, self.states, fresh, strict=True):
             bucket.rows.copy_(kept)
-            for kind in STATES:
-                setattr(state, kind, getattr(after, kind))
-            state.stretches = None
+            if state is not None and after is not None:
+                for kind in STATES:
+                    setattr(state, kind, getattr(after, kind))
+                state.stretches = None
             bucket.set_ownership(new)
         self._set_route(new, expected_E)
         return len(transfers)
@@ -81,6 +88,8 @@ class PlacedLayer:
         for bucket, state in zip(self.buckets, self.states, strict=True):
             bucket.set_ownership(new)
             size = len(bucket.owners_here) * bucket.size
+            if state is None:
+                continue
             for kind in STATES:
                 setattr(state, kind, getattr(state, kind).new_zeros(size))
             state.stretches = None
@@ -92,7 +101,7 @@ class PlacedLayer:
         if transfer.state:
             return sum(
                 bucket.size * getattr(state, kind).element_size()
-                for bucket, state in zip(self.buckets, self.states, strict=True)
+                for bucket, state in self.trained
                 for kind in STATES
             )
         return sum(bucket.size * bucket.params.element_size() for bucket in self.buckets)
@@ -102,13 +111,12 @@ class PlacedLayer:
             slot = self.buckets[0].slots.index(transfer.expert)
             return torch.cat([as_bytes(bucket.rows[slot]) for bucket in self.buckets])
         which = [owner.expert for owner in self.buckets[0].owners_here].index(transfer.expert)
-        return torch.cat(
-            [
-                as_bytes(getattr(state, kind)[which * bucket.size : (which + 1) * bucket.size])
-                for bucket, state in zip(self.buckets, self.states, strict=True)
-                for kind in STATES
-            ]
-        )
+        parts = [
+            as_bytes(getattr(state, kind)[which * bucket.size : (which + 1) * bucket.size])
+            for bucket, state in self.trained
+            for kind in STATES
+        ]
+        return torch.cat(parts) if parts else as_bytes(self.buckets[0].params[:0])
 
     def _new_rows(self, new: Ownership, weights: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         rank = self.buckets[0].group.index % new.placement.num_ranks
@@ -125,10 +133,14 @@ class PlacedLayer:
             found.append(rows)
         return found
 
-    def _new_states(self, new: Ownership, states: dict[int, torch.Tensor]) -> list[ShardState]:
+    def _new_states(self, new: Ownership, states: dict[int, torch.Tensor]) -> list[ShardState | None]:
         before = {owner.expert: which for which, owner in enumerate(self.buckets[0].owners_here)}
-        owned, found, start = new.owned_by(self.buckets[0].group.index), [], 0
+        owned, start = new.owned_by(self.buckets[0].group.index), 0
+        found: list[ShardState | None] = []
         for bucket, state in zip(self.buckets, self.states, strict=True):
+            if state is None:
+                found.append(None)
+                continue
             fresh = {}
             for kind in STATES:
                 old = getattr(state, kind).view(-1, bucket.size)
