@@ -122,11 +122,8 @@ def test_what_can_be_told_before_a_rank_starts(tmp_path: Path) -> None:
     assert list(init_problems("", "off", "")) == []
     assert list(init_problems(str(tmp_path), "auto", "")) == []
     (told,) = init_problems(str(tmp_path / "gone"), "off", "")
-    assert told.endswith("no such folder; give a checkpoint's or a run's")
+    assert told.endswith("no such folder; give a checkpoint's, a run's or a model's")
     (told,) = init_problems(str(tmp_path), "off", "model")
     assert "both name weights" in told
     (told,) = init_problems(str(tmp_path), "runs/x", "")
     assert "leave one out" in told
-    (tmp_path / "config.json").touch()
-    (told,) = init_problems(str(tmp_path), "off", "")
-    assert "--model.from-hf takes its shape" in told

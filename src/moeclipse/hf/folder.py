@@ -29,6 +29,7 @@ from moeclipse.core.errors import CheckpointError
 from moeclipse.hf.config_file import config_of
 from moeclipse.hf.manifest import check_manifest
 from moeclipse.hf.names import LogicalTensor, RowRange, tensor_table
+from moeclipse.hf.quantised import EXPANDED, Packed, packed_tensors
 from moeclipse.hf.read import ReadConfig, read_config
 from moeclipse.model.config import ModelConfig
 from moeclipse.moe.config import GateConfig, MoEConfig
@@ -69,7 +70,9 @@ class HfFolder:
         self.path, self.family, self.values, self.theirs = path, read.family, read.values, read.theirs
         self.shapes = Shapes.of(read.values)
         self.table = tensor_table(read.family.names, self.shapes.model, self.shapes.moe, self.shapes.gate)
-        self.stored = stored
+        shapes = {key: (found.shape, found.dtype) for key, found in stored.items()}
+        self.packed = packed_tensors(shapes, read.theirs, str(path))
+        self.files, self.stored = stored, expanded(stored, self.packed)
         self._files: dict[str, Any] = {}
 
     @classmethod
@@ -173,22 +176,41 @@ class HfFolder:
         return self.slice_of(part.key, (*entry, where, across))[:: part.step]
 
     def slice_of(self, key: str, index: tuple[Any, ...]) -> torch.Tensor:
-        """A slice of a tensor of the folder; only its bytes are read."""
+        """A slice of a tensor of the folder, expanded where it is quantised; only its bytes are read."""
+        packed = self.packed.get(key)
+        return self._raw(key, index) if packed is None else packed.expand(index, self._raw)
+
+    def _raw(self, key: str, index: tuple[Any, ...]) -> torch.Tensor:
+        file = self.files[key].file
         try:
-            result: torch.Tensor = self._file(self.stored[key].file).get_slice(key)[index]
+            result: torch.Tensor = self._file(file).get_slice(key)[index]
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self.path}: {self.stored[key].file} cannot be read: {error}") from error
+            raise CheckpointError(f"{self.path}: {file} cannot be read: {error}") from error
         return result
 
     def whole(self, key: str) -> torch.Tensor:
         """A tensor of the folder under its own name."""
-        tensor: torch.Tensor = self._file(self.stored[key].file).get_tensor(key)
+        if key in self.packed:
+            full, shape = (slice(None), slice(None)), self.stored[key].shape
+            if len(shape) == 2:
+                return self.slice_of(key, full)
+            return torch.stack([self.slice_of(key, (entry, *full)) for entry in range(shape[0])])
+        tensor: torch.Tensor = self._file(self.files[key].file).get_tensor(key)
         return tensor
 
     def _file(self, name: str) -> Any:
         if name not in self._files:
             self._files[name] = safe_open(self.path / name, framework="pt")
         return self._files[name]
+
+
+def expanded(stored: Mapping[str, StoredAs], packed: Mapping[str, Packed]) -> dict[str, StoredAs]:
+    """The tensors of a folder as if none was quantised."""
+    halves = {half for tensor in packed.values() for half in tensor.parts}
+    found = {key: as_it_is for key, as_it_is in stored.items() if key not in halves}
+    for key, tensor in packed.items():
+        found[key] = StoredAs(file=stored[tensor.parts[0]].file, shape=tensor.shape, dtype=EXPANDED)
+    return found
 
 
 def stored_tensors(path: Path) -> dict[str, StoredAs]:

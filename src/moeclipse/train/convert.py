@@ -6,7 +6,8 @@ folder and was not trained goes back bit by bit.
 
 A converted checkpoint holds weights and no state of an optimizer: a run begins from it (`run.init_from`), and
 none is resumed from it. In `state["hf"]` it remembers the folder's config.json and the types of its tensors;
-so does a run that began from a folder, and this is what turns its checkpoints into folders again.
+so does a run that began from a folder, and this is what turns its checkpoints into folders again. Quantised
+tensors are expanded, and stay so.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def hf_state(folder: HfFolder) -> dict[str, Any]:
     kinds = Counter(found.dtype for found in folder.stored.values())
     usual = kinds.most_common(1)[0][0]
     others = {key: found.dtype for key, found in folder.stored.items() if found.dtype != usual}
-    return {"config": dict(folder.theirs), "dtype": usual, "dtypes": others}
+    config = {key: value for key, value in folder.theirs.items() if key != "quantization_config"}
+    return {"config": config, "dtype": usual, "dtypes": others}
 
 
 # --- from a folder ---------------------------------------------------------------------------------------
@@ -158,7 +160,7 @@ def layer_chunks(folder: HfFolder, kinds: Mapping[str, torch.dtype]) -> Iterator
 
 def identity(folder: HfFolder) -> list[Any]:
     """What tells this folder from another, without reading it all."""
-    files = sorted({found.file for found in folder.stored.values()})
+    files = sorted({found.file for found in folder.files.values()})
     sizes = [
         (file, (folder.path / file).stat().st_size, (folder.path / file).stat().st_mtime_ns) for file in files
     ]
