@@ -85,7 +85,6 @@ def trained(
         steps.append([gradients[-1], state, numbers, record["load"]])
         plans = [layer.schedule.shadow_plan for layer in learner.layers]
         lent += sum(len(plan.shadows) for plan in plans if plan is not None)
-        learner.placement.planner.thread.join()  # the plan is taken behind the next step, on every machine
     saved = str(learner.save(Path(save_to), span[1])) if save_to else ""
     return {"steps": steps, "saved": saved, "lent": lent, "plans": learner.placement.plans_taken}
 

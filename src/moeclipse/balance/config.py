@@ -29,6 +29,8 @@ class PlacementConfig:
     """Steps before the first plan; the next ones follow after 2, 4, ... times as many, ..."""
     every: int = 50
     """... at most this many steps apart."""
+    commit_after: int = 5
+    """Steps from asking for a plan to taking it, at most as many as plans are apart."""
     max_moved: float = 0.05
     """Part of the slots that one incremental plan may fill anew; a first plan may take more."""
     time_limit_s: float = 10.0
@@ -44,6 +46,8 @@ class PlacementConfig:
         for name in ("start_step", "every", "average_every"):
             if getattr(self, name) < 1:
                 yield f"placement.{name} ({getattr(self, name)}) must be at least 1"
+        if self.commit_after < 0:
+            yield f"placement.commit_after ({self.commit_after}) must be 0 (wait for it at once) or more"
         if not 0 <= self.max_moved <= 1:
             yield f"placement.max_moved ({self.max_moved}) must lie between 0 and 1: a part of the slots"
         if self.time_limit_s <= 0:
@@ -52,6 +56,11 @@ class PlacementConfig:
     @property
     def moves(self) -> bool:
         return self.planner != "static"
+
+    @property
+    def delay(self) -> int:
+        """Steps from asking to taking: a plan is taken before the next one is asked for."""
+        return min(self.commit_after, self.start_step, self.every)
 
     @property
     def in_use(self) -> bool:

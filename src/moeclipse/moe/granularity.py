@@ -57,6 +57,16 @@ class Granularity:
         return len(self.groups) * self.chunks if self.units is None else len(self.units)
 
 
+def granularity_of(written: dict[str, Any]) -> Granularity:
+    """One that was written down as JSON."""
+    units = written["units"]
+    given = {
+        "groups": tuple(tuple(members) for members in written["groups"]),
+        "units": None if units is None else tuple((step, chunk) for step, chunk in units),
+    }
+    return Granularity(**{**written, **given})
+
+
 def start_groups(
     schedule: Literal["blocking", "smart"], size: int | Literal["auto"], hosts: tuple[int, ...]
 ) -> Groups:
@@ -164,6 +174,10 @@ class Trials:
         number = self._calls % len(self.candidates)
         self._calls += 1
         return self.candidates[number], self.watches[number]
+
+    def skip(self, calls: int) -> None:
+        """So many calls have been made already."""
+        self._calls = calls
 
     def choose(self, tell: Callable[[list[float]], list[list[float]]]) -> Granularity:
         """The fastest, judged by the slowest rank; collective through `tell`.

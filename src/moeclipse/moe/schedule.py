@@ -13,7 +13,8 @@ know, so all decide alike.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -36,6 +37,7 @@ from moeclipse.moe.granularity import (
     Groups,
     Stopwatch,
     Trials,
+    granularity_of,
     rank_by_simulation,
     start_groups,
 )
@@ -112,6 +114,9 @@ class ExchangeSchedule:
         self.watch: Stopwatch | None = None
         self.trials: Trials | None = None
         self._programs: dict[ExchangeShape, Programs] = {}
+        self.on_choice: Callable[[dict[str, Any]], None] = lambda _: None
+        """Told, before it acts, what was decided from times: costs, what is tried, what stays."""
+        self._taken: dict[str, Any] | None = None
         self._calls = 0
         self._computed: list[int] = []
 
@@ -197,16 +202,25 @@ class ExchangeSchedule:
         self._calls += 1
         wants_costs = self._tunes or (self.config.shadow == "auto" and self.num_ranks > 1)
         if self._calls == 2 and wants_costs and self.probe is None:
-            with mesh.recorder.apart("costs of an exchange"):
-                self.probe = measure(experts, dispatcher, mesh)
-                if self._tunes:
-                    ranked = self._rank(self._counts(ids_TK, dispatcher, where), dispatcher, self.probe)
-                    self.trials = Trials(ranked, cuda=ids_TK.is_cuda)
+            if self._taken is not None:
+                self._repeat(self._taken, cuda=ids_TK.is_cuda)
+            else:
+                with mesh.recorder.apart("costs of an exchange"):
+                    self.probe = measure(experts, dispatcher, mesh)
+                    if self._tunes:
+                        ranked = self._rank(self._counts(ids_TK, dispatcher, where), dispatcher, self.probe)
+                        self.trials = Trials(ranked, cuda=ids_TK.is_cuda)
+                self.on_choice(self._choice())
         if self.trials is None:
             return
         if self.trials.over:
-            with mesh.recorder.apart("trials of granularities"):
-                self.use = self.trials.choose(lambda numbers: tell(mesh, numbers))
+            known = None if self._taken is None else self._taken["chosen"]
+            if known is not None:
+                self.use = granularity_of(known)
+            else:
+                with mesh.recorder.apart("trials of granularities"):
+                    self.use = self.trials.choose(lambda numbers: tell(mesh, numbers))
+                self.on_choice(self._choice(self.use))
             self.watch, self.trials = Stopwatch(cuda=ids_TK.is_cuda), None
         else:
             self.use, self.watch = self.trials.next()
@@ -325,16 +339,43 @@ class ExchangeSchedule:
             "measured_ms": None if measured is None else 1e3 * measured,
         }
 
+    def _choice(self, chosen: Granularity | None = None) -> dict[str, Any]:
+        assert self.probe is not None
+        tried = [] if self.trials is None else [asdict(one) for one in self.trials.candidates]
+        return {
+            "probe": asdict(self.probe),
+            "tried": tried,
+            "chosen": None if chosen is None else asdict(chosen),
+        }
+
+    def take_choice(self, choice: dict[str, Any] | None) -> None:
+        """What an equal run chose: taken when this one would measure, and tried in the same turns."""
+        self._taken = choice
+
+    def _repeat(self, choice: dict[str, Any], cuda: bool, calls: int = 0) -> None:
+        """Go on behind so many calls of trials."""
+        self.probe = Probe(**choice["probe"])
+        if self._tunes and choice["tried"]:
+            self.trials = Trials([granularity_of(one) for one in choice["tried"]], cuda=cuda)
+            self.trials.skip(calls)
+
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to cut rows as this one does, JSON-able."""
         use = self.use if self.trials is None else self.trials.candidates[0]
-        return {"groups": use.groups, "chunks": use.chunks, "units": use.units}
+        return {"groups": use.groups, "chunks": use.chunks, "units": use.units, "calls": self._calls}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over a choice, unless it was made for other ranks."""
+        calls = state.get("calls", 0)
+        if self._taken is not None and calls >= 2:
+            self._calls = calls
+            self._repeat(self._taken, cuda=False, calls=calls - 1)
+            if self.trials is not None and not self.trials.over:
+                return
+            self.trials = None
         groups = tuple(tuple(members) for members in state["groups"])
         if sum(map(len, groups)) != self.num_ranks or not self._tunes:
             return
         units = tuple((step, chunk) for step, chunk in state["units"]) if state["units"] else None
         self.use = Granularity(groups=groups, chunks=state["chunks"], units=units, rule="resumed")
-        self._calls = 2
+        self._calls = max(calls, 2)

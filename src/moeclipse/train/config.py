@@ -44,6 +44,8 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     graphs: Literal["auto", "off"] = "auto"
     """Microbatches as CUDA graphs, on one rank, where the model allows it: same numbers, fewer launches."""
+    choices: str = ""
+    """A run's folder, or its choices.json: what it chose by its clock is taken over, not measured again."""
     wait_s: float = 120.0
     """How long `--resume auto` waits for another job that still uses the run's folder."""
 

@@ -308,6 +308,7 @@ class Learner:
             "fingerprint": self.fingerprint(),
             "exchange": self.of_all_layers(lambda layer: layer.schedule.state()),
             "placement": self.placement.state(),
+            "plan": self.placement.planner.state(),
             **({"hf": self.hf} if self.hf else {}),
         }
         pieces = [*self.optim.pieces(), *memory_state.memory_pieces(self.model, self.batches)]
@@ -331,6 +332,7 @@ class Learner:
         step = int(state["step"])
         self.batches.check_state(state["data"], step)
         self.placement.load_state(state.get("placement"))
+        self.placement.planner.load_state(state.get("plan"))
         self.optim.load(checkpoint, int(state["updates"]))
         self.bad_steps = int(state["bad_steps"])
         self.loss_scale.load_state(state.get("loss_scale"))

@@ -36,6 +36,7 @@ from moeclipse.model.flops import LeastWork, device_of
 from moeclipse.moe.granularity import CALLS, TRIED
 from moeclipse.train.checkpoints.beside import BesideSave
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
+from moeclipse.train.choices import Choices
 from moeclipse.train.config import TrainConfig, layout_problems
 from moeclipse.train.hugging_face import export, load_folder
 from moeclipse.train.incidents import Incidents
@@ -168,6 +169,10 @@ class Run:
         config = self.config
         found = self._find(resume)
         learner = Learner(config, self.mesh)
+        choices = Choices(self.mesh, self.directory)
+        choices.read(config.run.choices, resumed=resume == "auto")
+        choices.bind(learner.layers)
+        learner.placement.choices = choices
         start = self._begin(learner, found)
         self.files.accept(to_toml(config, comments=True))
         metrics = Metrics(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -51,33 +50,50 @@ def test_planned_training_has_the_same_losses(planner: str, corpus: str) -> None
             assert any(" transfers" in note for note in notes)
 
 
-def with_slow_planner(mesh: Mesh, config: TrainConfig) -> tuple[list[str], int, int]:
-    """A planner that does not answer before three more steps have been made, and then fails."""
-    may_answer = threading.Event()
+def with_planner(
+    mesh: Mesh, config: TrainConfig, slow: bool, fails: bool
+) -> tuple[list[Any], dict[str, int]]:
+    """A planner that answers when training has begun to wait for it, or at once, or never rightly."""
+    waited_for, plain = threading.Event(), background_plan.plan
+    wait = background_plan.PlanThread.found
 
-    def slow(*_: Any) -> Placement:
-        may_answer.wait()
-        raise RuntimeError("no licence")
+    def planned(*args: Any) -> Placement:
+        if slow:
+            waited_for.wait()
+        if fails:
+            raise RuntimeError("no licence")
+        return plain(*args)
 
-    background_plan.plan = slow
+    def found(thread: background_plan.PlanThread) -> str | Exception:
+        waited_for.set()
+        return wait(thread)
+
+    background_plan.plan, background_plan.PlanThread.found = planned, found  # type: ignore[method-assign]
     learner = Learner(config, mesh)
-    notes = [note for step in range(4) for note in learner.step(step).get("notes", [])]
-    assert not notes
-    left_out = learner.placement.planner.left_out
-    may_answer.set()
-    step = 4
-    while not notes:
-        notes = learner.step(step).get("notes", [])
-        step += 1
-    return notes, learner.placement.plans_taken, left_out
+    told = []
+    for step in range(8):
+        notes, taken = learner.step(step).get("notes", []), learner.placement.plans_taken
+        told.append((step, taken, notes))
+    return told, learner.placement.summary()
 
 
-def test_training_does_not_wait_for_a_planner_and_survives_its_failure(corpus: str) -> None:  # noqa: F811
-    config = configure(corpus, **{**PLANNED, "placement.start_step": 1, "placement.every": 1})
-    for notes, taken, left_out in run_ranks(2, with_slow_planner, config):
-        assert notes == ["the planner asked at step 0 failed: no licence; experts stay"]
-        assert taken == 0
-        assert left_out == 3, "plans that were due meanwhile are left out, and counted"
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_plan_is_taken_at_a_fixed_step(slow: bool, corpus: str) -> None:  # noqa: F811
+    """Asked for after step 2, taken after step 5, however long it takes; and never before."""
+    plans = {"placement.start_step": 3, "placement.commit_after": 3, "placement.every": 100}
+    config = configure(corpus, **{**PLANNED, **plans, "placement.planner": "wrap_fill"})
+    for told, summary in run_ranks(2, with_planner, config, slow, False):
+        assert [taken for _, taken, _ in told] == [0, 0, 0, 0, 0, 1, 1, 1]
+        assert told[5][2][0].startswith("plan of step 2:")
+        assert summary["plans"] == 1
+        assert summary["waited_ms"] >= 0
+
+
+def test_training_survives_a_planner_that_fails(corpus: str) -> None:  # noqa: F811
+    config = configure(corpus, **{**PLANNED, "placement.start_step": 2, "placement.every": 100})
+    for told, summary in run_ranks(2, with_planner, config, False, True):
+        assert told[3][2] == ["the planner asked at step 1 failed: no licence; experts stay"]
+        assert (summary["plans"], summary["left_out"]) == (0, 0)
 
 
 def with_bad_plan(mesh: Mesh, config: TrainConfig, how: str) -> tuple[list[str], int, bool]:
@@ -101,10 +117,9 @@ def with_bad_plan(mesh: Mesh, config: TrainConfig, how: str) -> tuple[list[str],
     proposal, note = None, ""
     averages = run_a_step(learner)
     learner.placement.planner.request(0, learner.placement._requests(0, averages))
-    while learner.placement.planner.pending is not None:
-        current = [placed.placement for placed in learner.placement.layers]
-        proposal, note = learner.placement.planner.poll(current)
-        time.sleep(0.01)
+    current = [placed.placement for placed in learner.placement.layers]
+    assert learner.placement.planner.poll(1, 2, current) == (None, ""), "it is not due yet"
+    proposal, note = learner.placement.planner.poll(2, 2, current)
     return [note], learner.placement.plans_taken, proposal is None
 
 
@@ -191,6 +206,39 @@ def planned_once(mesh: Mesh, config: TrainConfig, folder: str) -> tuple[str, lis
         step += 1
     path = str(learner.save(Path(folder), step))
     return path, [learner.step(step)["loss"] for step in range(step, step + 3)]
+
+
+def saved_while_planning(mesh: Mesh, config: TrainConfig, folder: str) -> tuple[str, list[Any]]:
+    """Ask for a plan after step 1, save after step 2, take the plan after step 3."""
+    learner = Learner(config, mesh)
+    for step in range(3):
+        learner.step(step)
+    assert learner.placement.planner.pending == 1
+    before = [placed.placement.slots for placed in learner.placement.layers]
+    path = str(learner.save(Path(folder), 3))
+    rest = rest_of(learner, 3)
+    assert rest[0][1] != before, "the plan is taken after step 3"
+    return path, rest
+
+
+def rest_of(learner: Learner, start: int) -> list[Any]:
+    return [
+        (learner.step(step)["loss"], [placed.placement.slots for placed in learner.placement.layers])
+        for step in range(start, 7)
+    ]
+
+
+def resumed_while_planning(mesh: Mesh, config: TrainConfig, path: str) -> list[Any]:
+    learner = Learner(config, mesh)
+    return rest_of(learner, learner.load(Checkpoint.open(path, mesh)))
+
+
+def test_a_plan_under_way_is_saved_and_taken_at_its_step(corpus: str, tmp_path: Path) -> None:  # noqa: F811
+    plans = {"placement.start_step": 2, "placement.commit_after": 9, "placement.every": 1000}
+    plans |= {"placement.planner": "wrap_fill", "model.dtype": "float32"}
+    config = configure(corpus, **{**PLANNED, **plans})
+    path, rest = run_ranks(2, saved_while_planning, config, str(tmp_path))[0]
+    assert run_ranks(2, resumed_while_planning, config, path)[0] == rest
 
 
 def test_a_resumed_run_repeats_the_bits_of_the_first(corpus: str, tmp_path: Path) -> None:  # noqa: F811

@@ -1,29 +1,29 @@
 """Plans made beside training, and the vote that lets all ranks take one at the same step.
 
     request   a thread on the first rank of the stage plans from a copy of the average loads
-    poll      while a plan is pending, all ranks learn after each step whether it is there: one number
+    poll      a fixed number of steps later the plan is due: who is early waits for it, and that is counted
     vote      that rank's plan goes to all; each checks it and answers with its checksum
     commit    only if all agree; otherwise nobody moves, and the reason is in the step's notes
 
-Training never waits for a planner: a plan that takes long is taken later, and the plans that would have been
-due in between are left out (and counted).
+When a plan is taken depends on step numbers alone, never on how long planning took: two runs that plan alike
+train alike, bit by bit. A plan that is under way when a checkpoint is saved is saved with it.
 """
 
 from __future__ import annotations
 
 import json
 import threading
+import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
 
 from moeclipse.balance.objective import PlacementCosts
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.planner import PlanConfig, plan
-from moeclipse.comm.flight.exchange import gather_to_host
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 
@@ -96,21 +96,22 @@ class PlanThread:
         self._thread = threading.Thread(target=run, name="planner", daemon=True)
         self._thread.start()
 
-    @property
-    def ready(self) -> bool:
-        return self._thread is not None and not self._thread.is_alive()
-
-    def join(self) -> None:
-        """Wait until nothing is being planned."""
+    def found(self) -> str | Exception:
+        """The result, waited for; it stays until it is taken."""
         if self._thread is not None:
             self._thread.join()
+        assert self._found is not None, "nothing was asked for"
+        return self._found
 
     def take(self) -> str | Exception:
-        """The result, once it is ready."""
-        assert self.ready
-        assert self._found is not None
-        self._thread = None
-        return self._found
+        """The result, waited for; another plan may be started."""
+        found, self._thread = self.found(), None
+        self._found = None
+        return found
+
+    def put(self, found: str | Exception) -> None:
+        """A result that was found earlier, by a run that this one goes on with."""
+        self._thread, self._found = None, found
 
 
 class BackgroundPlanner:
@@ -121,9 +122,11 @@ class BackgroundPlanner:
         self.leads = mesh.rank == mesh.stage.ranks[0]
         self.thread = PlanThread()
         self.pending: int | None = None
-        """The step at which a plan was asked for, while it is not there."""
+        """The step at which a plan was asked for, until it is taken."""
         self.left_out = 0
-        """Plans that were due while an earlier one was not there yet."""
+        """Plans that were due while an earlier one was pending."""
+        self.waited_s = 0.0
+        """How long training has waited for plans."""
 
     def request(self, step: int, requests: Sequence[PlanRequest]) -> None:
         """On all ranks, at the same step."""
@@ -140,21 +143,36 @@ class BackgroundPlanner:
 
             self.thread.start(work)
 
-    def poll(self, current: Sequence[Placement]) -> tuple[Proposal | None, str]:
+    def poll(
+        self, step: int, delay: int, current: Sequence[Placement], patience_s: float | None = None
+    ) -> tuple[Proposal | None, str]:
         """(the plan that all ranks take now, or None; what is to be said about it). Collective."""
-        if self.pending is None:
-            return None, ""
-        ready = torch.tensor([int(self.thread.ready or not self.leads)], device=self.mesh.device)
-        everyone = gather_to_host(self.mesh.grads, self.mesh.world, ready, "is the plan ready").get()
-        if not all(flag for (flag,) in everyone):
+        if self.pending is None or step < self.pending + delay:
             return None, ""
         asked, self.pending = self.pending, None
-        result = self.thread.take() if self.leads else ""
-        told = {"plan": result} if isinstance(result, str) else {"error": f"{result}"}
-        leader = self.mesh.gather_objects(told)[self.mesh.stage.ranks[0]]
+        begun = time.perf_counter()
+        told = _told(self.thread.take()) if self.leads else {}
+        leader = self.mesh.gather_objects(told, patience_s)[self.mesh.stage.ranks[0]]
+        self.waited_s += time.perf_counter() - begun
         if "error" in leader:
             return None, f"the planner asked at step {asked} failed: {leader['error']}; experts stay"
         return self._vote(leader["plan"], current)
+
+    def state(self) -> dict[str, Any] | None:
+        """For a checkpoint: the plans under way, waited for, by the first rank of their stage. Collective."""
+        if self.pending is None:
+            return None
+        told = self.mesh.gather_objects(_told(self.thread.found()) if self.leads else {})
+        plans = {str(rank): plan for rank, plan in enumerate(told) if plan}
+        return {"asked": self.pending, "plans": plans}
+
+    def load_state(self, saved: Mapping[str, Any] | None) -> None:
+        """Go on with a plan that was under way; one that was made for other ranks is refused by the vote."""
+        self.pending = None if saved is None else int(saved["asked"])
+        self.thread = PlanThread()  # what another one still plans is nobody's any more
+        if saved is not None and self.leads:
+            told = saved["plans"].get(str(self.mesh.rank), {"error": "it was made for other ranks"})
+            self.thread.put(told["plan"] if "plan" in told else RuntimeError(told["error"]))
 
     def _vote(self, text: str, current: Sequence[Placement]) -> tuple[Proposal | None, str]:
         proposal, problem = None, ""
@@ -173,3 +191,7 @@ class BackgroundPlanner:
         if problems:
             return None, f"a plan was refused, experts stay: {'; '.join(problems)}"
         return proposal, ""
+
+
+def _told(result: str | Exception) -> dict[str, str]:
+    return {"plan": result} if isinstance(result, str) else {"error": f"{result}"}

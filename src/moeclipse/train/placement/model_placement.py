@@ -8,8 +8,8 @@ Contract. Training with any sequence of placements equals training without: gate
 of replicas are summed, and state moves with its owner. All of it is collective and decided alike on all
 ranks. Without a [placement] in the configuration nothing here runs.
 
-Hazard. A plan that is under way when a checkpoint is saved is not saved: a resumed run holds the placement of
-the checkpoint and plans again when that is due.
+A plan that is under way when a checkpoint is saved is part of it: a resumed run takes it at the step at which
+the first one did.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from moeclipse.moe.layer import MoE
 from moeclipse.moe.probe import Probe
 from moeclipse.pipeline.overlap import StageLayout
 from moeclipse.train.buckets import Bucket
+from moeclipse.train.choices import Choices
 from moeclipse.train.config import TrainConfig, planner_problems
 from moeclipse.train.optim import AdamW, ShardState
 from moeclipse.train.placement.background_plan import BackgroundPlanner, PlanRequest, Proposal
@@ -40,6 +41,7 @@ from moeclipse.train.placement.fedavg import average_replicas
 from moeclipse.train.placement.placed_layer import PlacedLayer
 
 STATE_TENSORS = 3  # master weights and two moments
+PATIENCE_S = 60.0
 
 
 class ModelPlacement:
@@ -55,6 +57,7 @@ class ModelPlacement:
         self.number_of = {layer: number for number, layer in enumerate(config.model.expert_layers)}
         self.layers: list[PlacedLayer] = []
         self.planner = BackgroundPlanner(mesh)
+        self.choices = Choices(mesh)
         self.costs: PlacementCosts | None = None
         self.plans_taken = self.transfers = 0
 
@@ -109,13 +112,20 @@ class ModelPlacement:
             average_replicas(self.layers)
 
     def _plan(self, step: int, loads: LoadAverage) -> list[str]:
-        if self.config.due(step) and loads.sum_LPE is not None:
-            self.planner.request(step, self._requests(step, loads))
-        proposal, note = self.planner.poll([placed.placement for placed in self.layers])
+        current = [placed.placement for placed in self.layers]
+        proposal, note = self.planner.poll(step, self.config.delay, current, self._patience_s)
         notes = [note] if note else []
         if proposal is not None:
             notes += self.move(proposal)
+        if self.config.due(step) and loads.sum_LPE is not None:
+            self.planner.request(step, self._requests(step, loads))
         return notes
+
+    @property
+    def _patience_s(self) -> float | None:
+        """For a plan that is late: a solver may take its time for every layer."""
+        per_layer = self.config.time_limit_s if self.config.planner == "exact" else 1.0
+        return PATIENCE_S + len(self.layers) * per_layer
 
     def move(self, proposal: Proposal) -> list[str]:
         """Take a plan that all ranks agreed on."""
@@ -139,7 +149,7 @@ class ModelPlacement:
     def _requests(self, step: int, loads: LoadAverage) -> list[PlanRequest]:
         if self.costs is None:
             layer = self.layers[0].layer
-            probe = layer.schedule.probe or layer.measure_costs()
+            probe = self.choices.costs_for_planners(layer)
             per_node = max(Counter(layer.schedule.hosts).values())
             self.costs = costs_of(probe, self.config.every, per_node)
         found = []
@@ -167,7 +177,12 @@ class ModelPlacement:
     def summary(self) -> dict[str, int]:
         """For the summary of a run."""
         # Transfers keep the name under which the first release wrote them down.
-        return {"plans": self.plans_taken, "parcels": self.transfers, "left_out": self.planner.left_out}
+        return {
+            "plans": self.plans_taken,
+            "parcels": self.transfers,
+            "left_out": self.planner.left_out,
+            "waited_ms": round(1e3 * self.planner.waited_s),
+        }
 
     def state(self) -> list[dict[str, Any]]:
         """For a checkpoint: who holds what, by layer of the whole model. Collective."""

@@ -1,0 +1,99 @@
+"""What a run has chosen by its clock: measured costs, and how rows are cut. `choices.json` in its directory.
+
+Idea. Two runs on the same machine measure other numbers, so they may cut rows, lend experts and place them
+otherwise, and sums round otherwise. Whatever is decided from a time is written down before it acts; a run
+that goes on reads it and measures nothing again. Equal bits are promised for equal choices: `run.choices`
+takes those of another run.
+
+    layers       of each layer: the costs that were measured, the cuts that were tried, and the one that stays
+    placement    the costs that planners are told, where no layer has measured any
+
+Contract. All ranks of a stage know the same choices: the first of them reads and writes. Every stage of a
+pipeline has a file of its own (choices.json, choices-1.json, ...). Choices of other ranks are left alone and
+made again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.errors import ConfigError
+from moeclipse.moe.layer import MoE
+from moeclipse.moe.probe import Probe
+from moeclipse.train.run_files import write_atomic
+
+FILE = "choices.json"
+
+
+class Choices:
+    """Of one stage; `directory` is None where nothing is written down."""
+
+    def __init__(self, mesh: Mesh, directory: Path | None = None) -> None:
+        self.mesh, self.directory = mesh, directory
+        self.layers: dict[str, dict[str, Any]] = {}
+        self.placement: dict[str, Any] | None = None
+
+    @property
+    def _name(self) -> str:
+        stage = self.mesh.pp_index
+        return FILE if stage == 0 else f"choices-{stage}.json"
+
+    def read(self, given: str, resumed: bool) -> None:
+        """Those of this run, where it goes on, or those that it was given. Collective."""
+        path = self.directory / self._name if resumed and self.directory is not None else None
+        if (path is None or not path.is_file()) and given:
+            path = Path(given).with_name(self._name) if Path(given).name == FILE else Path(given) / self._name
+        mine: dict[str, Any] = {}
+        if self.mesh.stage.index == 0 and path is not None:
+            mine = _read(path, needed=bool(given))
+        found = self.mesh.gather_objects(mine)[self.mesh.stage.ranks[0]]
+        if "problem" in found:
+            raise ConfigError(found["problem"])
+        if found.get("ranks") == self._ranks:
+            self.layers, self.placement = found["layers"], found["placement"]
+            self.write()
+
+    @property
+    def _ranks(self) -> list[int]:
+        return [self.mesh.dp, self.mesh.ep, self.mesh.tp, self.mesh.pp]
+
+    def bind(self, layers: Iterable[MoE]) -> None:
+        """Let layers take what is known of them, and tell what they choose."""
+        for layer in layers:
+            name = str(layer.layer)
+            layer.schedule.take_choice(self.layers.get(name))
+
+            def chosen(choice: dict[str, Any], name: str = name) -> None:
+                self.layers[name] = choice
+                self.write()
+
+            layer.schedule.on_choice = chosen
+
+    def costs_for_planners(self, layer: MoE) -> Probe:
+        """What a layer has measured, or what was measured for planners; measured now where nothing was."""
+        if layer.schedule.probe is not None:
+            return layer.schedule.probe
+        if self.placement is None:
+            self.placement = asdict(layer.measure_costs())
+            self.write()
+        return Probe(**self.placement)
+
+    def write(self) -> None:
+        if self.directory is not None and self.mesh.stage.index == 0:
+            text = {"ranks": self._ranks, "layers": self.layers, "placement": self.placement}
+            write_atomic(self.directory / self._name, json.dumps(text, indent=1) + "\n")
+
+
+def _read(path: Path, needed: bool) -> dict[str, Any]:
+    if not path.is_file():
+        return {"problem": f"run.choices: there is no file {path}"} if needed else {}
+    try:
+        found = json.loads(path.read_text())
+        return {key: found[key] for key in ("ranks", "layers", "placement")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return {"problem": f"{path} does not hold the choices of a run ({error!r}); remove it to choose anew"}

@@ -1,0 +1,102 @@
+"""Equal choices, equal bits: two runs, and one that is killed four times, with a planner on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_trainer import configure, losses, whole
+
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.config import with_values
+from moeclipse.core.errors import ConfigError
+from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
+from moeclipse.train.choices import FILE, Choices
+from moeclipse.train.config import TrainConfig
+
+PLANNED = {
+    "placement.planner": "incremental",
+    "placement.start_step": 2,
+    "placement.every": 3,
+    "placement.commit_after": 2,
+    "placement.slots_per_rank": 3,
+    "run.steps": 12,
+    "checkpoint.every": 2,
+}
+TUNED = {"moe.schedule": "smart", "moe.chunks": "auto", "moe.shadow": "auto"}
+
+
+def directory(config: TrainConfig) -> Path:
+    return Path(config.run.dir) / config.run.name
+
+
+def weights(config: TrainConfig) -> dict[str, bytes]:
+    """Every file of the last checkpoint that holds tensors."""
+    folder = sorted((directory(config) / "checkpoints").iterdir())[-1]
+    found = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+    assert found
+    return found
+
+
+def check_repeats(tmp_path: Path, changes: dict[str, Any], kills: list[tuple[int, int]]) -> None:
+    first = configure(tmp_path, **{**PLANNED, **changes, "run.name": "first"})
+    run_ranks(2, whole, first)
+    choices = str(directory(first) / FILE)
+    second = with_values(first, {"run.name": "second", "run.choices": choices})
+    resume = "off"
+    for victim, step in kills:
+        outcomes = run_ranks_raw(2, whole, second, resume, victim, step)
+        assert not any(ok for ok, _ in outcomes)
+        resume = "auto"
+    run_ranks(2, whole, second, resume)
+    assert losses(second) == losses(first)
+    assert weights(second) == weights(first)
+    assert json.loads(Path(choices).read_text())["layers" if "moe.shadow" in changes else "placement"]
+    repeated = (directory(second) / FILE).read_text()
+    assert repeated == Path(choices).read_text(), "nothing was measured again"
+    assert json.loads((directory(first) / "summary.json").read_text())["placement"]["plans"] >= 2
+
+
+def test_two_runs_with_equal_choices_are_equal(tmp_path: Path) -> None:
+    check_repeats(tmp_path, {}, [])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("changes", [{}, TUNED], ids=["planned", "tuned"])
+def test_a_run_that_is_killed_four_times_is_equal(changes: dict[str, Any], tmp_path: Path) -> None:
+    check_repeats(tmp_path, {**changes, "run.steps": 16}, [(0, 2), (1, 5), (1, 6), (0, 11)])
+
+
+@pytest.mark.full
+def test_two_tuned_runs_with_equal_choices_are_equal(tmp_path: Path) -> None:
+    check_repeats(tmp_path, {**TUNED, "run.steps": 34}, [])
+
+
+def read_there(mesh: Mesh, folder: str, given: str, resumed: bool) -> Any:
+    choices = Choices(mesh, Path(folder))
+    try:
+        choices.read(given, resumed)
+    except ConfigError as error:
+        return str(error)
+    return [choices.layers, choices.placement]
+
+
+def test_choices_are_read_where_they_fit(tmp_path: Path) -> None:
+    """Those of the run itself first, then those that were given; never those of other ranks."""
+    mesh, own, other = Mesh.single(), tmp_path / "own", tmp_path / "other"
+    for folder, seconds in ((own, 1.0), (other, 2.0)):
+        folder.mkdir()
+        text = {"ranks": [1, 1, 1, 1], "layers": {"0": {}}, "placement": {"row_forward": seconds}}
+        (folder / FILE).write_text(json.dumps(text))
+    assert read_there(mesh, str(own), "", True)[1] == {"row_forward": 1.0}
+    assert read_there(mesh, str(own), str(other), True)[1] == {"row_forward": 1.0}
+    assert read_there(mesh, str(tmp_path), str(other), True)[1] == {"row_forward": 2.0}
+    assert read_there(mesh, str(own), str(other / FILE), False)[1] == {"row_forward": 2.0}
+    assert read_there(mesh, str(own), "", False) == [{}, None]
+    assert "there is no file" in read_there(mesh, str(own), str(tmp_path / "nowhere"), False)
+    (other / FILE).write_text('{"ranks": 3')
+    assert "does not hold the choices of a run" in read_there(mesh, str(own), str(other), False)
+    (own / FILE).write_text(json.dumps({"ranks": [2, 1, 1, 1], "layers": {"0": {}}, "placement": {}}))
+    assert read_there(mesh, str(own), "", True) == [{}, None], "made by other ranks"
