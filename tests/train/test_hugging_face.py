@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import load, write_tiny
+from safetensors.torch import load_file, save_file
+from tiny_models import load, shrink_layers, write_tiny
 
 from moeclipse.cli.main import main
 from moeclipse.comm.mesh import Mesh
@@ -15,6 +19,7 @@ from moeclipse.core.config import with_values
 from moeclipse.core.errors import ConfigError
 from moeclipse.hf.folder import HfFolder
 from moeclipse.testing.run_ranks import run_alone, run_ranks
+from moeclipse.train import trainer
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.hugging_face import load_folder
@@ -43,8 +48,11 @@ def use(_mesh: Mesh, path: Path) -> tuple[dict[str, torch.Tensor], list[int]]:
     return {name: value.clone() for name, value in model.state_dict().items()}, ids[0].tolist()
 
 
-def test_a_model_is_trained_exported_and_used(folder: Path, tmp_path: Path) -> None:
-    assert main(command(folder, tmp_path, "--checkpoint.every", "40")) == 0
+def test_a_model_is_converted_trained_exported_and_used(folder: Path, tmp_path: Path) -> None:
+    converted, plain = str(tmp_path / "converted"), tmp_path / "plain"
+    assert main(["convert", str(folder), converted, "--no-tokenizer"]) == 0
+    assert main(["convert", converted, str(plain)]) == 0
+    assert main(command(plain, tmp_path, "--checkpoint.every", "40")) == 0
     run = tmp_path / "tuned"
     weights, ids = run_alone(use, run / "export")
     before, _ = run_alone(use, folder)
@@ -60,6 +68,82 @@ def test_a_model_is_trained_exported_and_used(folder: Path, tmp_path: Path) -> N
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
         run / "export" / "model.safetensors"
     ).read_bytes()
+
+
+def exports(_mesh: Mesh, words: list[str]) -> list[str]:
+    """The checkpoints that a run of one rank exported, in order."""
+    found: list[str] = []
+    original = trainer.export
+
+    def note(checkpoint: Path, *others: Any) -> None:
+        found.append(checkpoint.name)
+        original(checkpoint, *others)
+
+    trainer.export = note  # type: ignore[assignment]
+    assert main(words) == 0
+    return found
+
+
+@pytest.mark.parametrize(("when", "expected"), [("always", [2, 4, 5]), ("end", [5]), ("off", [])])
+def test_when_a_run_exports(folder: Path, tmp_path: Path, when: str, expected: list[int]) -> None:
+    words = command(folder, tmp_path, "--checkpoint.export", when, "--checkpoint.every", "2")
+    text = tmp_path / "text.txt"
+    text.write_text("a text of few words " * 100)
+    words += ["--ranks", "1", "--run.steps", "5", "--checkpoint.beside", "false", "--data.files", str(text)]
+    assert run_alone(exports, words) == [f"step-{step:08d}" for step in expected]
+    assert (tmp_path / "tuned" / "export").exists() == (when != "off")
+
+
+Break = Callable[[Path], None]
+
+
+def truncate(path: Path) -> None:
+    raw = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(raw[: len(raw) // 2])
+
+
+def garble(path: Path) -> None:
+    raw = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(b"\xff" * 16 + raw[16:])
+
+
+def mix(path: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    names = sorted(tensors)
+    save_file({name: tensors[name] for name in names[1:]}, path / "a.safetensors")
+    placed = dict.fromkeys(names, "a.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+
+
+def contradict(path: Path) -> None:
+    shrink_layers(path, moe_intermediate_size=5)
+
+
+FAULTS: dict[str, tuple[Break, str]] = {
+    "truncated": (truncate, "model.safetensors is truncated or damaged"),
+    "corrupt": (garble, "model.safetensors is truncated or damaged"),
+    "mixed": (mix, "files of different models are mixed"),
+    "contradicted": (contradict, "belong to different models"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_folder_is_one_line_and_nothing_is_written(
+    folder: Path, tmp_path: Path, fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken, (change, text) = tmp_path / "model", FAULTS[fault]
+    shutil.copytree(folder, broken)
+    (broken / "tokenizer.json").unlink(missing_ok=True)
+    change(broken)
+    for words in (
+        ["convert", str(broken), str(tmp_path / "out"), "--no-tokenizer"],
+        command(broken, tmp_path / "runs"),
+    ):
+        assert main(words) != 0
+        told = capsys.readouterr().err.strip()
+        assert text in told
+        assert "\n" not in told
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
 def slices(mesh: Mesh, config: TrainConfig) -> list[tuple[str, int, int]]:

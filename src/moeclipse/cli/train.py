@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Literal
 
 from moeclipse.core.config import Given, build, flag_layer, keys_of, problems_of, to_toml, with_values
-from moeclipse.core.errors import ConfigError, DataError
+from moeclipse.core.errors import CheckpointError, ConfigError, DataError
+from moeclipse.hf.config_file import is_model_folder
 from moeclipse.train.config import TrainConfig, layout_problems
 from moeclipse.train.presets import Merged, merge, preset_names
 from moeclipse.train.run_files import holds_run
@@ -85,6 +86,7 @@ def main(words: list[str]) -> int:
         if not any(problems_of(config.run)):
             problems += directory_problems(config, options.resume)
             problems += init_problems(config.run.init_from, options.resume, config.model.from_hf)
+            problems += folder_problems(config, problems) if not options.print_config else []
         problems += data_problems(config)
     if problems:
         raise ConfigError(problems)
@@ -181,6 +183,21 @@ def init_problems(path: str, resume: str, from_hf: str) -> Iterator[str]:
         yield f"run.init_from ({path}): no such folder; give a checkpoint's, a run's or a model's"
     if resume not in ("off", "auto"):
         yield f"resume ({resume}) continues a run, run.init_from ({path}) begins one; leave one out"
+
+
+def folder_problems(config: TrainConfig, told: Sequence[str]) -> list[str]:
+    """A Hugging Face folder that is not whole is found before a run's folder is made."""
+    dense = config.init.upcycle != "off"
+    path = config.run.init_from if dense else config.model.from_hf
+    if not path or told or not is_model_folder(Path(path)):
+        return []
+    from moeclipse.hf.folder import HfFolder
+
+    try:
+        HfFolder.look(path, dense=dense)
+    except CheckpointError as error:
+        return [str(error)]
+    return []
 
 
 def directory_problems(config: TrainConfig, resume: str) -> Iterator[str]:

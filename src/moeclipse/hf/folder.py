@@ -81,11 +81,17 @@ class HfFolder:
 
         `dense`: a model without experts is wanted.
         """
+        folder = cls.look(path, dense=dense)
+        check_manifest(folder.path, share, num_shares)
+        return folder
+
+    @classmethod
+    def look(cls, path: str | Path, *, dense: bool = False) -> HfFolder:
+        """The same without a look at SHA-256: headers alone are read."""
         path = Path(path)
         read = read_config(config_of(path), str(path), dense=dense)
         folder = cls(path, read, stored_tensors(path))
         folder._check()
-        check_manifest(path, share, num_shares)
         return folder
 
     def _check(self) -> None:
