@@ -147,6 +147,34 @@ def test_the_controller_holds_the_mean(target: float, spread: float) -> None:
     assert abs(sum(means[60:]) / 60 - target) < 0.05
 
 
+@pytest.mark.parametrize("target", [1.5, 2.2])
+@pytest.mark.parametrize("growth", [1.003, 1.01])
+def test_the_controller_holds_the_mean_while_the_gate_drifts(target: float, growth: float) -> None:
+    """A gate that grows surer at every step: the mean of the last steps is off by less than one per cent."""
+    gate = make(dataclasses.replace(RULES["mean"], mean_experts=target))
+    fill_normal(gate.weight.data, 5, 0.2)
+    means = []
+    for step in range(160):
+        gate.weight.data *= growth
+        x = fill_normal(torch.empty(512, D, dtype=torch.float64), step, 1.0)
+        routing = gate(x, Tokens(mesh=MESH, first=0, total=512))
+        means.append(int(routing.load_E.sum()) / 512)
+        gate.rebalance(routing.load_E, gate.take_seen())
+    last = means[80:]
+    assert abs(sum(last) / len(last) / target - 1) < 0.01
+    assert gate.dynamic is not None
+    assert float(gate.dynamic.trend) != 0
+
+
+def test_a_state_without_a_trend_is_read() -> None:
+    gate, other = make(RULES["mean"]), make(RULES["mean"])
+    old = {name: value for name, value in gate.state_dict().items() if not name.endswith("trend")}
+    assert other.dynamic is not None
+    other.dynamic.trend.fill_(3.0)
+    other.load_state_dict(old)
+    assert float(other.dynamic.trend) == 0.0
+
+
 def test_an_evaluation_moves_nothing() -> None:
     gate = make(RULES["mean"]).eval()
     routing = gate(inputs(), tokens())

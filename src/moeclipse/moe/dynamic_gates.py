@@ -10,7 +10,12 @@ expert at place k (over all experts they sum to one), `gate.choose` decides abou
 Two limits move, once a step, by numbers that were summed over all ranks and microbatches of the step:
 
     gap                       limit += gap_rate * (gap_factor * mean of |p_0 - p_1| - limit)
-    top_p with mean_experts   logit(limit) += mean_rate * (mean_experts - mean experts) / (top_k - 1)
+    top_p with mean_experts   missing = mean_rate * (mean_experts - mean experts) / (top_k - 1)
+                              trend += TREND_RATE * missing, of which at most 0.05 count
+                              logit(limit) += missing + trend
+
+A gate that grows surer of itself from step to step needs a limit that moves steadily: without the trend, the
+limit would follow late, and the mean would lie a few per cent off for as long as the gate drifts.
 
 Contract. Which places are used is decided without gradient; scores of unused places are zero and take no
 part in renormalising. The sums are whole numbers (gaps in units of 2^-30), so a limit depends neither on the
@@ -23,6 +28,7 @@ Shapes: T tokens, K = gate.top_k places.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,6 +38,8 @@ from moeclipse.moe.private_torch import in_backward
 
 GAP_UNIT = 2.0**-30
 MAX_LOGIT = 7.0  # a controller whose goal is out of reach must find its way back from here
+TREND_RATE = 0.05  # slow beside the controller itself, or they would swing
+MOST_LEARNED = 0.05  # a limit that is far off is on its way, which is no trend
 
 
 def places_in_use_reference(share_TK: torch.Tensor, choose: str, limit: float) -> torch.Tensor:
@@ -75,6 +83,8 @@ class DynamicChoice(nn.Module):
     """How many experts a token visits, and the limit that decides it."""
 
     limit: torch.Tensor
+    trend: torch.Tensor
+    """By how much logit(limit) moves at each step while nothing is missing."""
     seen_3: torch.Tensor
     """Of this rank since the last step: tokens, rows, gaps. Ratios count, so tokens may be seen twice."""
 
@@ -83,6 +93,8 @@ class DynamicChoice(nn.Module):
         self.config = config
         limit = torch.empty((), dtype=torch.float64, device=device)
         self.register_buffer("limit", limit, persistent=self.moves)
+        trend = torch.empty((), dtype=torch.float64, device=device)
+        self.register_buffer("trend", trend, persistent=config.mean_experts > 0)
         seen_3 = torch.empty(3, dtype=torch.int64, device=device)
         self.register_buffer("seen_3", seen_3, persistent=False)
         self.reset_parameters()
@@ -90,14 +102,21 @@ class DynamicChoice(nn.Module):
     def reset_parameters(self) -> None:
         """As at the start: the limit as the configuration says, nothing seen."""
         self.limit.fill_(self.config.top_p if self.config.choose == "top_p" else self.config.threshold)
+        self.trend.zero_()
         self.seen_3.zero_()
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """States of the first release know no trend: it begins at rest."""
+        if self.config.mean_experts > 0 and f"{prefix}limit" in state_dict:
+            state_dict.setdefault(f"{prefix}trend", torch.zeros_like(self.trend))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DynamicChoice:
-        """The limit stays in float64, whatever type the model is cast to."""
-        before = self.limit
+        """Limit and trend stay in float64, whatever type the model is cast to."""
+        before = self.limit, self.trend
         super()._apply(fn, recurse)
-        if self.limit.dtype != before.dtype:
-            self.limit = before.to(self.limit.device)
+        if self.limit.dtype != before[0].dtype:
+            self.limit, self.trend = (kept.to(self.limit.device) for kept in before)
         return self
 
     @property
@@ -132,7 +151,12 @@ class DynamicChoice(nn.Module):
             goal = self.config.gap_factor * GAP_UNIT * gaps / tokens
             moved = self.limit + self.config.gap_rate * (goal - self.limit)
         else:
-            missing = (self.config.mean_experts - rows / tokens) / (self.config.top_k - 1)
-            logit = torch.logit(self.limit) + self.config.mean_rate * missing
+            off = (self.config.mean_experts - rows / tokens) / (self.config.top_k - 1)
+            missing = self.config.mean_rate * off
+            trend = self.trend + TREND_RATE * missing.clamp(-MOST_LEARNED, MOST_LEARNED)
+            logit = torch.logit(self.limit) + missing + trend
             moved = torch.sigmoid(logit.clamp(-MAX_LOGIT, MAX_LOGIT))
+            # At its end a limit does not move: a trend that went on would have to be undone first.
+            trend = torch.where(logit.abs() < MAX_LOGIT, trend, 0.0)
+            self.trend.copy_(torch.where(tokens > 0, trend, self.trend))
         self.limit.copy_(torch.where(tokens > 0, moved, self.limit))
