@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moeclipse.balance.config import PlacementConfig
 from moeclipse.balance.load import Load, LoadTrace
 from moeclipse.balance.placement import Placement
 from moeclipse.cli.main import main
 from moeclipse.cli.place import BESIDE, PlaceConfig, fill, layers_of, name_plot, plan_text
+from moeclipse.cli.place_run import RunFacts
 
 
 @pytest.fixture
@@ -72,6 +74,47 @@ def test_plans_are_read_back(load_file: Path, tmp_path: Path, capsys: pytest.Cap
     assert Placement.load(plan).num_ranks == 8
 
 
+PROBE = {
+    "row_forward": 1e-6,
+    "row_backward": 2e-6,
+    "bandwidth": 1e9,
+    "shared_wire": False,
+    "row_bytes": 64.0,
+    "parameter_bytes": 1e4,
+    "gradient_bytes": 2e4,
+}
+
+
+def test_a_run_is_planned_for_with_what_it_knows_of_itself(
+    load_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Ranks, slots, interval and layers of the run, and the costs that it measured."""
+    (tmp_path / "config.toml").write_text(
+        "[model]\nnum_dense_layers = 1\ndense_layers = [3]\nd_model = 8\n[moe]\nd_ff = 16\n"
+        "[placement]\nslots_per_rank = 6\nevery = 7\n"
+    )
+    assert main(["place", str(tmp_path), "--time-limit", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "seconds: as if experts of 8 x 16 ran on h200, infiniband between nodes" in out
+    choices = {"ranks": [1, 4, 1, 1], "layers": {}, "placement": PROBE}
+    (tmp_path / "choices.json").write_text(json.dumps(choices))
+    plan = tmp_path / "plan.json"
+    assert main(["place", str(tmp_path), "--time-limit", "0", "--out", str(plan)]) == 0
+    out = capsys.readouterr().out
+    assert "3 layers, 16 experts, 4 ranks with 6 slots each" in out
+    assert "seconds: from what the run has measured on its ranks" in out
+    assert "incremental predicts experts and their exchange" in out
+    assert {line.split(":")[0] for line in out.splitlines() if line.startswith("  layer ")} == {
+        "  layer 1",
+        "  layer 2",
+        "  layer 4",
+    }
+    tables = PlacementConfig(slots=str(plan), slots_per_rank=6).placements(16, 4)
+    assert len(tables) == 3, "training takes the plan"
+    assert main(["place", str(tmp_path), "--time-limit", "0", "--device", "h100"]) == 0
+    assert "ran on h100" in capsys.readouterr().out
+
+
 def test_the_picture(load_file: Path, tmp_path: Path) -> None:
     assert place(load_file, "--ranks", "4", "--slots", "6", "--plot", str(tmp_path / "heat.png")) == 0
     assert (tmp_path / "heat.png").read_bytes().startswith(b"\x89PNG")
@@ -128,7 +171,7 @@ def test_no_torch() -> None:
 
 def test_what_was_left_out_comes_from_the_loads(load_file: Path) -> None:
     load = Load.read(load_file)
-    config = fill(PlaceConfig(load=load_file, plot=Path(BESIDE)), load)
+    config = fill(PlaceConfig(load=load_file, plot=Path(BESIDE)), load, RunFacts.read(load_file))
     assert (config.ranks, config.slots, config.plot) == (4, 5, load_file.with_suffix(".png"))
     layers = layers_of(config, load)
     assert [layer.number for layer in layers] == [0, 1, 2]

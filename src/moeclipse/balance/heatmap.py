@@ -85,9 +85,10 @@ def colour(values: np.ndarray, top: float) -> np.ndarray:
     return np.rint(COLOURS[low] * (1 - part) + COLOURS[low + 1] * part).astype(np.uint8)
 
 
-def draw(panels: Sequence[Panel], width: int = 1400) -> np.ndarray:
-    """An image of panels side by side, with a scale below."""
+def draw(panels: Sequence[Panel], width: int = 1400, names: Sequence[int] | None = None) -> np.ndarray:
+    """An image of panels side by side, with a scale below; `names`: the number of each layer."""
     layers = len(panels[0].rows)
+    names = range(layers) if names is None else names
     total = sum(panel.rows.shape[1] for panel in panels)
     margin, gap = 40, 28
     cell = max(2, min(24, (width - 2 * margin - gap * (len(panels) - 1)) // total))
@@ -110,7 +111,7 @@ def draw(panels: Sequence[Panel], width: int = 1400) -> np.ndarray:
         image[head : head + tall * layers, left : left + cell * columns] = cells
         left += panel_width + gap
     for layer in range(0, layers, max(1, -(-LINE // tall))):
-        text(image, 12, head + layer * tall + max((tall - 5 * DOT) // 2, 0), str(layer), FAINT)
+        text(image, 12, head + layer * tall + max((tall - 5 * DOT) // 2, 0), str(names[layer]), FAINT)
     _scale(image, margin, head + tall * layers + 16, top)
     return image
 

@@ -15,8 +15,9 @@ Hazard: counts must be those of a step that the planner has not seen, or balance
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,8 @@ from moeclipse.cost.hardware import device, link
 
 EXCHANGES = 4
 """Dispatch and combine, forward and backward."""
+STATE_TENSORS = 3
+"""Of AdamW: master weights and two moments."""
 MATRICES = 3
 """Of a gated expert: gate, up, down."""
 
@@ -87,6 +90,21 @@ class PlacementCosts:
             state_bytes=12 * parameters,
             near_bandwidth=inside.bandwidth * inside.efficiency,
             far_bandwidth=outside.bandwidth * outside.efficiency * links_per_node,
+            every=every,
+        )
+
+    @classmethod
+    def from_measured(cls, probe: Mapping[str, Any], every: int, ranks_per_node: int = 1) -> PlacementCosts:
+        """What ranks measured (`moe/probe`): near or far, each rank has the wire that it has."""
+        return cls(
+            row_seconds=probe["row_forward"] + probe["row_backward"],
+            row_bytes=probe["row_bytes"],
+            weight_bytes=probe["parameter_bytes"],
+            gradient_bytes=probe["gradient_bytes"],
+            state_bytes=STATE_TENSORS * probe["gradient_bytes"],
+            near_bandwidth=probe["bandwidth"],
+            far_bandwidth=probe["bandwidth"] * ranks_per_node,
+            shared_wire=probe["shared_wire"],
             every=every,
         )
 

@@ -1,11 +1,12 @@
 """`moeclipse place`: plan who holds which expert from the loads of a run, without a device.
 
-    moeclipse place runs/NAME/load.npz --plot
+    moeclipse place runs/NAME --plot
     moeclipse place runs/NAME/load.npz --ranks 16 --slots 3
     moeclipse place runs/NAME/load.npz --ranks 16 --slots 3 --nodes 2 --current plan.json --out next.json
 
 Planners see the loads up to the step before the last one in the file; balance is measured on the last one,
-with the split that training uses. Nothing here needs torch.
+with the split that training uses. What is not given comes from the run: its shape, and the costs that it has
+measured. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ from moeclipse.balance.split import ReplicaTable, split_rows
 from moeclipse.cli.display import count
 from moeclipse.cli.guard import refuse_unwritable
 from moeclipse.cli.heat import heat_lines
+from moeclipse.cli.place_run import RunFacts
 from moeclipse.core.errors import ConfigError
 
 BESIDE = "beside the loads"
+TOLD_LAYERS = 3
 COMPARED = ("greedy", "incremental", "wrap_fill", "exact")
 
 
@@ -42,8 +45,8 @@ COMPARED = ("greedy", "incremental", "wrap_fill", "exact")
 class PlaceConfig:
     """Plan placements from the loads of a run: balance, moves and cross-node rows of every planner."""
 
-    load: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="LOAD.npz")]
-    """Loads that training wrote: runs/NAME/load.npz."""
+    load: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|LOAD.npz")]
+    """A run's folder, or loads that training wrote: runs/NAME/load.npz."""
     ranks: int | None = None
     """Ranks that share the experts of a layer; left out: as many as wrote the loads."""
     slots: int | None = None
@@ -64,14 +67,14 @@ class PlaceConfig:
     """Seconds per layer for the exact solver; 0 leaves it out."""
     max_moved: float = 0.05
     """Part of the slots that one incremental plan may fill anew."""
-    every: int = 50
-    """Steps until the next plan: what a migration is shared among."""
-    d_model: int = 2048
-    d_ff: int = 1408
-    """Shape of an expert, for seconds."""
-    device: str = "h200"
-    link: str = "infiniband"
-    """Between nodes."""
+    every: int | None = None
+    """Steps until the next plan, what a migration is shared among; left out: the run's own, or 50."""
+    d_model: int | None = None
+    d_ff: int | None = None
+    """Shape of an expert, for seconds; left out: the run's own, or 2048 x 1408."""
+    device: str | None = None
+    link: str | None = None
+    """Between nodes. Left out: what the run has measured, or an H200 and InfiniBand."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,7 @@ class FullConfig(PlaceConfig):
 
     ranks: int
     slots: int
+    every: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,21 +107,17 @@ class Verdict:
 def main(argv: list[str]) -> int:
     given = tyro.cli(PlaceConfig, args=name_plot(argv), prog="moeclipse place")
     console = Console(highlight=False, soft_wrap=True)
-    load = Load.read(given.load)
-    config = fill(given, load)
+    facts = RunFacts.read(given.load)
+    load = Load.read(facts.load)
+    config = fill(given, load, facts)
     refuse_unwritable({"--out": config.out, "--plot": config.plot})
-    layers = layers_of(config, load)
+    layers = layers_of(config, load, facts.layer_numbers(load.num_layers))
     node_P = nodes_of(config.ranks, config.nodes)
-    costs = PlacementCosts.from_shapes(
-        d_model=config.d_model,
-        d_ff=config.d_ff,
-        device_name=config.device,
-        far=config.link,
-        links_per_node=max(config.ranks // config.nodes, 1),
-        every=config.every,
-    )
+    hardware = (config.d_model, config.d_ff, config.device, config.link)
+    costs, told = facts.costs(*hardware, every=config.every, per_node=max(config.ranks // config.nodes, 1))
     wanted = PlanConfig(planner=config.planner, max_moved=config.max_moved, time_limit=config.time_limit)
     _headline(console, config, load, layers)
+    console.print(told)
     _draw_loads(console, layers)
     names = list(COMPARED) if config.planner in COMPARED else [config.planner, *COMPARED]
     verdicts = [judge("static", [layer.current for layer in layers], layers, costs, node_P, 0.0)]
@@ -128,6 +128,8 @@ def main(argv: list[str]) -> int:
         verdicts += [] if verdict is None else [verdict]
     console.print(_comparison(verdicts, config.nodes > 1))
     chosen = next(verdict for verdict in verdicts if verdict.name == config.planner)
+    for line in gains(layers, verdicts[0], chosen):
+        console.print(line)
     _draw_ranks(console, layers, verdicts[0], chosen, node_P)
     if config.out is not None:
         config.out.write_text(plan_text(chosen.placements))
@@ -146,18 +148,43 @@ def name_plot(argv: list[str]) -> list[str]:
     return named
 
 
-def fill(config: PlaceConfig, load: Load) -> FullConfig:
-    """What was not given, from the loads."""
-    ranks = min(load.average_LPE.shape[1], load.num_experts) if config.ranks is None else config.ranks
+def gains(layers: list[LayerLoads], static: Verdict, chosen: Verdict) -> list[str]:
+    """Which layers gain most, and the whole: what holds now against the plan."""
+    before, after = (sum(s.total for s in verdict.scores) for verdict in (static, chosen))
+    name = chosen.name.replace("_", "-")
+    if after >= before:
+        return [f"{name} predicts no gain: experts can stay where they are"]
+    found = [
+        f"ranks at {_mean(static, 'balance'):.2f}; {name} predicts experts and their exchange "
+        f"{before / after:.1f} x faster"
+    ]
+    rows = list(zip(layers, static.scores, chosen.scores, strict=True))
+    rows.sort(key=lambda row: row[2].total - row[1].total)
+    for layer, old, new in rows[:TOLD_LAYERS] if len(rows) > 1 else []:
+        if new.total < old.total:
+            found.append(
+                f"  layer {layer.number}: balance {old.balance:.2f} to {new.balance:.2f}, "
+                f"{1e3 * old.total:.3f} to {1e3 * new.total:.3f} ms"
+            )
+    return found
+
+
+def fill(config: PlaceConfig, load: Load, facts: RunFacts) -> FullConfig:
+    """What was not given, from the run and its loads."""
+    ranks = facts.ranks if config.ranks is None else config.ranks
+    ranks = min(load.average_LPE.shape[1], load.num_experts) if ranks is None else ranks
     share = -(-load.num_experts // max(ranks, 1))
     given = {field.name: getattr(config, field.name) for field in fields(config)}
     given["ranks"] = ranks
-    given["slots"] = min(share + 1, load.num_experts) if config.slots is None else config.slots
-    given["plot"] = config.load.with_suffix(".png") if config.plot == Path(BESIDE) else config.plot
+    slots = config.slots if config.slots is not None or config.ranks is not None else facts.slots
+    given["slots"] = min(share + 1, load.num_experts) if slots is None else slots
+    given["every"] = config.every or facts.size("every")
+    given["plot"] = facts.load.with_suffix(".png") if config.plot == Path(BESIDE) else config.plot
     return FullConfig(**given)
 
 
-def layers_of(config: FullConfig, load: Load) -> list[LayerLoads]:
+def layers_of(config: FullConfig, load: Load, names: list[int] | None = None) -> list[LayerLoads]:
+    """`names`: the number in the model of each layer with experts."""
     if config.ranks < 1 or config.slots < 1:
         raise ConfigError(f"--ranks ({config.ranks}) and --slots ({config.slots}) must be at least 1")
     if config.planner not in PLANNERS:
@@ -175,7 +202,8 @@ def layers_of(config: FullConfig, load: Load) -> list[LayerLoads]:
         next_PE = np.rint(seen_PE).astype(np.int64) if measured is None else measured
         if not seen_PE.any() or not next_PE.any():
             raise ConfigError(f"layer {number} of {config.load} has no rows: there is nothing to plan for it")
-        found.append(LayerLoads(number=number, seen_PE=seen_PE, next_PE=next_PE, current=placement))
+        name = number if names is None else names[number]
+        found.append(LayerLoads(number=name, seen_PE=seen_PE, next_PE=next_PE, current=placement))
     return found
 
 
@@ -355,5 +383,6 @@ def heat_map(
             Panel(
                 title=chosen.name.replace("_", "-"), rows=_rank_loads(layers, chosen, node_P), columns="ranks"
             ),
-        ]
+        ],
+        names=[layer.number for layer in layers],
     )

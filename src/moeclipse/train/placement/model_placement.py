@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,6 @@ from moeclipse.train.placement.expert_buckets import ExpertBucket
 from moeclipse.train.placement.fedavg import average_replicas
 from moeclipse.train.placement.placed_layer import PlacedLayer
 
-STATE_TENSORS = 3  # master weights and two moments
 PATIENCE_S = 60.0
 
 
@@ -225,15 +225,5 @@ class ModelPlacement:
 
 
 def costs_of(probe: Probe, every: int, ranks_per_node: int = 1) -> PlacementCosts:
-    """What was measured, in the terms of planners: near or far, each rank has the wire that it has."""
-    return PlacementCosts(
-        row_seconds=probe.row_forward + probe.row_backward,
-        row_bytes=probe.row_bytes,
-        weight_bytes=probe.parameter_bytes,
-        gradient_bytes=probe.gradient_bytes,
-        state_bytes=STATE_TENSORS * probe.gradient_bytes,
-        near_bandwidth=probe.bandwidth,
-        far_bandwidth=probe.bandwidth * ranks_per_node,
-        shared_wire=probe.shared_wire,
-        every=every,
-    )
+    """What was measured, in the terms of planners."""
+    return PlacementCosts.from_measured(asdict(probe), every, ranks_per_node)

@@ -1,0 +1,99 @@
+"""What `moeclipse place RUN` takes from a run: its loads, its shape, and what it measured.
+
+A run's folder holds `config.toml` (the whole configuration), `load.npz` and, where anything was measured,
+`choices.json`. Planning for a run with the prices of other hardware would contradict it. Nothing here needs
+torch.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moeclipse.balance.objective import PlacementCosts
+from moeclipse.core.errors import ConfigError
+
+DEFAULTS = {"d_model": 2048, "d_ff": 1408, "every": 50}
+"""Of an expert and a run that nothing is known of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What is known of a run; of a bare file of loads, nothing."""
+
+    load: Path
+    config: dict[str, Any]
+    choices: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> RunFacts:
+        """`path`: the folder of a run, or its load.npz, or any other file of loads."""
+        folder, load = (path, path / "load.npz") if path.is_dir() else (path.parent, path)
+        if load.name != "load.npz":
+            return cls(load=load, config={}, choices={})
+        try:
+            config = tomllib.loads(_text(folder / "config.toml"))
+            choices = json.loads(_text(folder / "choices.json") or "{}")
+        except ValueError as error:
+            raise ConfigError(f"{folder}: config.toml or choices.json cannot be read: {error}") from None
+        return cls(load=load, config=config, choices=choices)
+
+    def get(self, section: str, key: str) -> Any:
+        return self.config.get(section, {}).get(key)
+
+    @property
+    def probe(self) -> dict[str, Any] | None:
+        """What ranks measured for planners, or in their first layer; None: nothing."""
+        layers = [layer["probe"] for layer in self.choices.get("layers", {}).values()]
+        found: dict[str, Any] | None = self.choices.get("placement") or next(iter(layers), None)
+        return found
+
+    @property
+    def ranks(self) -> int | None:
+        """That share the experts of a layer."""
+        axes = self.choices.get("ranks")
+        return None if not axes else int(axes[1])
+
+    @property
+    def slots(self) -> int | None:
+        given = self.get("placement", "slots_per_rank")
+        return given if isinstance(given, int) else None
+
+    def size(self, name: str) -> int:
+        """d_model, d_ff or every: the run's own, or the usual one."""
+        section = {"d_model": "model", "d_ff": "moe", "every": "placement"}[name]
+        found = self.get(section, name)
+        return found if isinstance(found, int) and found > 0 else DEFAULTS[name]
+
+    def costs(
+        self,
+        d_model: int | None,
+        d_ff: int | None,
+        device: str | None,
+        link: str | None,
+        *,
+        every: int,
+        per_node: int,
+    ) -> tuple[PlacementCosts, str]:
+        """What the run has measured, unless a shape or hardware is asked for; and what to say of it."""
+        if self.probe is not None and (d_model, d_ff, device, link) == (None, None, None, None):
+            costs = PlacementCosts.from_measured(self.probe, every, per_node)
+            return costs, "seconds: from what the run has measured on its ranks"
+        d_model, d_ff = d_model or self.size("d_model"), d_ff or self.size("d_ff")
+        device, link = device or "h200", link or "infiniband"
+        costs = PlacementCosts.from_shapes(
+            d_model=d_model, d_ff=d_ff, device_name=device, far=link, links_per_node=per_node, every=every
+        )
+        return costs, f"seconds: as if experts of {d_model} x {d_ff} ran on {device}, {link} between nodes"
+
+    def layer_numbers(self, count: int) -> list[int]:
+        """The numbers in the model of so many layers with experts."""
+        first, dense = self.get("model", "num_dense_layers") or 0, self.get("model", "dense_layers") or ()
+        return [layer for layer in range(first, first + count + len(dense)) if layer not in dense][:count]
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
