@@ -156,6 +156,18 @@ def test_experts_per_token_are_shown_where_tokens_choose(terminal: bool) -> None
         assert ("experts   1.25 per token, on average" in plain(text_of(display.console))) == vary
 
 
+def test_the_summary_says_how_even_the_ranks_were() -> None:
+    for more, told in (
+        ({"balance": 0.5, "placement": None}, "the fullest has 2.00 times the mean of rows; what replicas"),
+        ({"balance": 0.96, "placement": None}, "the fullest has 1.04 times the mean of rows"),
+        ({"balance": 0.5, "placement": {"plans": 3, "parcels": 7}}, "rows; 3 plans taken, 7 transfers"),
+    ):
+        display = Display(console(width=160))
+        display.start(INFO)
+        display.end(SUMMARY | more)
+        assert told in plain(text_of(display.console))
+
+
 def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
 

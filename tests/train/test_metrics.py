@@ -72,12 +72,13 @@ def make(folder: Path, **changes: Any) -> Metrics:
 def test_the_summary_leaves_the_first_steps_out(tmp_path: Path) -> None:
     metrics = make(tmp_path)
     for step in range(3):
-        metrics.add(record(step, mean_experts=1.0 + step))
+        metrics.add(record(step, mean_experts=1.0 + step, balance=0.5 + 0.1 * step))
     found = metrics.summary({"extra": 7})
     assert (found["loss_first"], found["loss_last"], found["window"]) == (5.0, 3.0, "steps 1 to 2")
     assert found["step_ms"] == 25.0
     assert found["tokens_per_s"] == 600 / 0.025, "from the mean time, not the mean of speeds"
     assert (found["hidden_fraction"], found["mean_experts"]) == (0.75, 2.5)
+    assert found["balance"] == pytest.approx(0.65)
     assert found["load"] == [1 + 2 + 2 * 2, 2 * (1 + 3)]
     assert (found["dropped"], found["skipped"], found["extra"]) == (2, 1, 7)
     assert json.loads((tmp_path / "summary.json").read_text()) == found

@@ -27,6 +27,8 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 ASCII_LEVELS = " .:-=+*#@"
 PLAIN_LINES = 20
 SPARK_WIDTH = 12
+UNEVEN = 0.8
+"""Below this mean over fullest rank a summary says where to look."""
 LABEL_WIDTH = 10
 # (key in the records, word, colour, character, ASCII character)
 PARTS = (
@@ -171,6 +173,8 @@ def summary_lines(summary: dict[str, Any], width: int, unicode: bool) -> list[tu
     layers = summary.get("load_by_layer") or []
     if len(layers) > 1:
         lines.append(("by layer", heat_lines(np.array(layers), room, unicode)))
+    if summary.get("balance") is not None:
+        lines.append(("ranks", [Text(ranks_text(summary))]))
     mean = summary.get("mean_experts")
     if mean is not None and not float(mean).is_integer():
         lines.append(("experts", [Text(f"{mean:.2f} per token, on average")]))
@@ -300,3 +304,14 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(max(seconds, 0)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def ranks_text(summary: dict[str, Any]) -> str:
+    """How even the ranks were, what was done about it, or where to see what would help."""
+    text = f"the fullest has {1 / max(summary['balance'], 1e-9):.2f} times the mean of rows"
+    placed = summary.get("placement") or {}
+    if placed.get("plans"):
+        return f"{text}; {placed['plans']} plans taken, {placed['parcels']} transfers"
+    if summary["balance"] < UNEVEN:
+        return f"{text}; what replicas would gain: moeclipse place {summary.get('directory', 'RUN')}"
+    return text

@@ -93,6 +93,7 @@ class StepSums:
         self.num_tokens = 0
         self.sums = dict.fromkeys(SUMMED, 0.0)
         self.experts, self.with_experts = 0.0, 0
+        self.balance, self.with_balance = 0.0, 0
         self.load_E: list[int] = []
 
     def add(self, record: dict[str, Any]) -> None:
@@ -105,6 +106,8 @@ class StepSums:
             self.sums[key] += record[key]
         if "mean_experts" in record:
             self.experts, self.with_experts = self.experts + record["mean_experts"], self.with_experts + 1
+        if "balance" in record:
+            self.balance, self.with_balance = self.balance + record["balance"], self.with_balance + 1
         load_E = sum_load(record["load"])
         self.load_E = [a + b for a, b in zip(self.load_E, load_E, strict=True)] if self.load_E else load_E
 
@@ -117,6 +120,8 @@ class StepSums:
         means["hidden_fraction"] = means["hidden_ms"] / comm if comm > 0 else 0.0
         if self.with_experts:
             means["mean_experts"] = self.experts / self.with_experts
+        if self.with_balance:
+            means["balance"] = self.balance / self.with_balance
         return means
 
 

@@ -43,6 +43,23 @@ def test_every_rank_knows_who_sent_what(tmp_path: Path, dp: int, tp: int, expert
     assert np.array(results[0][1]).sum() == 2 * 2 * 4 * 16  # layers x choices x samples x positions
 
 
+def balances(mesh: Mesh, config: TrainConfig) -> tuple[list[list[int]], float | None]:
+    record = Learner(config, mesh).step(0)
+    return record["load"], record.get("balance")
+
+
+def test_a_record_says_how_even_ranks_are(tmp_path: Path) -> None:
+    """Under even shares: two experts each. With a replica of everything on both ranks: as even as can be."""
+    for load_LE, balance in run_ranks(2, balances, configure(tmp_path)):
+        fullest = [max(load[0] + load[1], load[2] + load[3]) for load in load_LE]
+        expected = [sum(load) / 2 / most for load, most in zip(load_LE, fullest, strict=True)]
+        assert balance == pytest.approx(sum(expected) / len(expected), abs=1e-4)
+        assert balance < 0.99
+    everywhere = {"placement.slots": ((0, 1, 2, 3), (0, 1, 2, 3))}
+    assert all(balance > 0.99 for _, balance in run_ranks(2, balances, configure(tmp_path, **everywhere)))
+    assert run_alone(balances, configure(tmp_path))[1] is None, "one rank is always even"
+
+
 def read(config: TrainConfig) -> Load:
     return Load.read(Path(config.run.dir) / config.run.name / "load.npz")
 

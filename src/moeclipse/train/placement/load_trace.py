@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from moeclipse.balance.load import Load, LoadAverage, LoadTrace, spread
+from moeclipse.balance.split import balance_of, pour
 from moeclipse.comm.flight.exchange import gather, total
 from moeclipse.comm.flight.reading import Reading
 from moeclipse.comm.mesh import Mesh
@@ -47,6 +48,8 @@ class StepLoad:
     """int64: what dynamic gates saw, over all ranks."""
     load_LE: torch.Tensor
     """int64: the sum of the counts; this and `seen_L3` stay where they were summed."""
+    balance: float | None = None
+    """Mean over fullest rank, as this stage's layers are placed, on average over them; None on one rank."""
 
     def rebalance(self, layers: Mapping[int, MoE]) -> None:
         """Move what gates adapt by the load of all ranks."""
@@ -60,7 +63,8 @@ class StepLoad:
         if not load_LE.numel():
             return {"load": []}
         mean = int(load_LE.sum()) / (len(load_LE) * max(num_tokens, 1))
-        return {"load": load_LE.tolist(), "mean_experts": mean}
+        told = {} if self.balance is None else {"balance": round(self.balance, 4)}
+        return {"load": load_LE.tolist(), "mean_experts": mean, **told}
 
 
 class AskedLoad:
@@ -72,6 +76,7 @@ class AskedLoad:
         `layers` are this rank's, by their number among the layers with experts; `shape` is (layers, experts)
         of the whole model; `sharded`: its experts are cut over tp.
         """
+        self._layers = layers
         num_layers, num_experts = shape
         mine = torch.zeros(num_layers, num_experts + 3, dtype=torch.int64, device=mesh.device)
         for number, layer in layers.items():
@@ -88,11 +93,28 @@ class AskedLoad:
         self._reading = Reading(everyone, mesh.watch, "exchange of expert loads", mesh.world.ranks)
 
     def get(self) -> StepLoad:
+        counts_PLE = self._reading.tensor()[..., :-3].contiguous()
         return StepLoad(
-            counts_PLE=self._reading.tensor()[..., :-3].contiguous(),
+            counts_PLE=counts_PLE,
             seen_L3=self._sums[:, -3:],
             load_LE=self._sums[:, :-3],
+            balance=balance_over_ranks(self._layers, counts_PLE.sum(0).numpy()),
         )
+
+
+def balance_over_ranks(layers: Mapping[int, MoE], load_LE: np.ndarray) -> float | None:
+    """Mean over fullest rank under the placements that hold now; lent experts count where they live."""
+    found = []
+    for number, layer in layers.items():
+        placement, table = layer.dispatcher.placement, layer.dispatcher.table
+        if placement.num_ranks == 1:
+            continue
+        if table is None:
+            level = np.bincount(placement.primary, load_LE[number], placement.num_ranks)
+        else:
+            level = np.array(pour(load_LE[number], table)[1])
+        found.append(balance_of(level))
+    return sum(found) / len(found) if found else None
 
 
 class LoadHistory:
