@@ -36,6 +36,8 @@ from torch import nn
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.private_torch import in_backward
 
+BORN_LATER = "dynamic.trend"
+"""A buffer that checkpoints of the first release do not have: it begins at rest."""
 GAP_UNIT = 2.0**-30
 MAX_LOGIT = 7.0  # a controller whose goal is out of reach must find its way back from here
 TREND_RATE = 0.05  # slow beside the controller itself, or they would swing

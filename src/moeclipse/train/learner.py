@@ -25,6 +25,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import DivergedError
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.config import SHAPE_KEYS, STYLE_KEYS, MoEConfig
+from moeclipse.moe.dynamic_gates import BORN_LATER
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.standalone import moe_layers
 from moeclipse.ops.random import key_of
@@ -56,8 +57,6 @@ from moeclipse.train.step_program import ledger_of, one_stage, step_program
 
 STATE_KINDS = {"step": int, "updates": int, "bad_steps": int, "data": dict, "exchange": list}
 """What a checkpoint's state must hold for a run to go on."""
-BORN_LATER = "dynamic.trend"
-"""A buffer that checkpoints of the first release do not have: it begins at rest."""
 
 
 class Learner:
@@ -342,9 +341,7 @@ class Learner:
         for number, layer in self.numbered.items():
             # Another cut of rows would round sums differently.
             layer.schedule.load_state(state["exchange"][number])
-        for name, buffer in self._buffers():
-            if f"buffer/{name}" in checkpoint or not name.endswith(BORN_LATER):
-                buffer.copy_(checkpoint.read(f"buffer/{name}").view(buffer.shape))
+        self.load_buffers(checkpoint, needed=True)
         memory_state.load_memory(self.model, self.batches, self.mesh, checkpoint)
         sharded = self.config.moe.expert_tp == "sharded"
         self.loads.load(checkpoint, self.mesh.num_data if sharded else self.mesh.stage.size)
@@ -357,9 +354,10 @@ class Learner:
         self.load_buffers(source)
         self.integrity.remember(0)
 
-    def load_buffers(self, source: Readable) -> None:
+    def load_buffers(self, source: Readable, needed: bool = False) -> None:
         for name, buffer in self._buffers():
-            if f"buffer/{name}" in source and (data := source.read(f"buffer/{name}")) is not None:
+            wanted = f"buffer/{name}" in source or (needed and not name.endswith(BORN_LATER))
+            if wanted and (data := source.read(f"buffer/{name}")) is not None:
                 buffer.copy_(data.view(buffer.shape))
 
     @property
