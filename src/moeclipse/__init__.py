@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     )
     from moeclipse.train.corpus import open_corpus
     from moeclipse.train.data import Batches, Samples
+    from moeclipse.train.generate import GenerateConfig, LanguageModel, load_model
     from moeclipse.train.presets import load as load_config
     from moeclipse.train.trainer import train as run_training
 
@@ -108,6 +109,10 @@ _EXPORTS = {
     "Checkpoint": "moeclipse.train.checkpoints.checkpoint",
     "OneRank": "moeclipse.train.checkpoints.checkpoint",
     "newest_checkpoint": "moeclipse.train.checkpoints.checkpoint:newest",
+    # text from a model
+    "load_model": "moeclipse.train.generate",
+    "LanguageModel": "moeclipse.train.generate",
+    "GenerateConfig": "moeclipse.train.generate",
     # errors
     "MoEclipseError": "moeclipse.core.errors",
     "ConfigError": "moeclipse.core.errors",
@@ -135,7 +140,9 @@ __all__ = [
     "DivergedError",
     "ExchangeConfig",
     "GateConfig",
+    "GenerateConfig",
     "IntegrityConfig",
+    "LanguageModel",
     "Mesh",
     "MetricsConfig",
     "MoE",
@@ -167,6 +174,7 @@ __all__ = [
     "full_state_dict",
     "joint",
     "load_config",
+    "load_model",
     "newest_checkpoint",
     "open_corpus",
     "overlap",

@@ -9,7 +9,14 @@ import torch
 
 from apart import apart
 from moeclipse.ops import attention
-from moeclipse.ops.attention import attend, attend_reference, restarting_positions, runs_of, seen_keys
+from moeclipse.ops.attention import (
+    attend,
+    attend_at,
+    attend_reference,
+    restarting_positions,
+    runs_of,
+    seen_keys,
+)
 from moeclipse.testing.compare import difference
 
 CPU = torch.device("cpu")
@@ -137,3 +144,25 @@ def test_what_devices_compute_is_the_definition(name: str) -> None:
         for used in (None, sinks):
             found = attention.attend_flex(q, k, v, sinks_H=used, **given)
             assert difference(found, attend_reference(q, k, v, sinks_H=used, **given)) < 1e-5
+
+
+def test_queries_may_stand_anywhere_among_the_keys() -> None:
+    """Row by row against the definition, which knows queries behind all keys alone."""
+    generator = torch.Generator().manual_seed(4)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    q, k, v, sinks = random(3, 4, 2, 6), random(3, 2, 9, 6), random(3, 2, 9, 5), random(4)
+    place_BS = torch.tensor([[3, 4], [7, 8], [0, 1]])
+    for given in ({}, {"softcap": 1.5}, {"sinks_H": sinks}, {"softcap": 1.5, "sinks_H": sinks, "scale": 0.4}):
+        for window in (0, 3):
+            first_BS = place_BS - window + 1 if window else None
+            found = attend_at(q, k, v, place_BS, first_BS=first_BS, **given)
+            for row, (_, last) in enumerate(place_BS.tolist()):
+                keys = slice(0, last + 1)
+                wanted = attend_reference(
+                    q[row, None], k[row, None, :, keys], v[row, None, :, keys], window=window, **given
+                )
+                assert difference(found[row], wanted[0]) < 1e-13
+    assert attend_at(q[:0], k[:0], v[:0], place_BS[:0]).shape == (0, 4, 2, 5)

@@ -132,16 +132,28 @@ def launch_ranks(config: TrainConfig, resume: str, *, num_ranks: int, restarts: 
     with tempfile.TemporaryDirectory(prefix="moeclipse-") as folder, quiet_elastic():
         file = Path(folder) / "config.toml"
         file.write_text(to_toml(config))
-        command = ["-m", "moeclipse", "train", str(file), "--resume", resume]
-        os.environ[LAUNCHER] = str(os.getpid())
-        os.environ |= child_environment(num_ranks, os.environ)
-        try:
-            code = _run_agent(command, Path(folder), num_ranks, restarts)
-            if code == INTERRUPTED:
-                show_interrupted(config)
-            return code
-        finally:
-            del os.environ[LAUNCHER]
+        with as_launcher(num_ranks):
+            code = _run_agent(["train", str(file), "--resume", resume], Path(folder), num_ranks, restarts)
+        if code == INTERRUPTED:
+            show_interrupted(config)
+        return code
+
+
+def launch_words(words: list[str], num_ranks: int) -> int:
+    """Start ranks that run another command, and wait for them."""
+    with tempfile.TemporaryDirectory(prefix="moeclipse-") as folder, quiet_elastic(), as_launcher(num_ranks):
+        return _run_agent(words, Path(folder), num_ranks, 0)
+
+
+@contextlib.contextmanager
+def as_launcher(num_ranks: int) -> Iterator[None]:
+    """What ranks are started with."""
+    os.environ[LAUNCHER] = str(os.getpid())
+    os.environ |= child_environment(num_ranks, os.environ)
+    try:
+        yield
+    finally:
+        del os.environ[LAUNCHER]
 
 
 def child_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
@@ -167,7 +179,7 @@ def usable_cores() -> int:
     return cores
 
 
-def _run_agent(command: list[str], folder: Path, num_ranks: int, restarts: int) -> int:
+def _run_agent(words: list[str], folder: Path, num_ranks: int, restarts: int) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -196,7 +208,7 @@ def _run_agent(command: list[str], folder: Path, num_ranks: int, restarts: int) 
     try:
         with passing_on(end) as asked, ending_frozen_ranks(lambda: bool(read_failures(files.newest))):
             files.asked = asked
-            elastic_launch(launch, sys.executable)(*command)
+            elastic_launch(launch, sys.executable)("-m", "moeclipse", *words)
         return show_farewell(read_failures(files.newest))
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}

@@ -26,6 +26,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("moeclipse.cli.train", "train a model, on this machine's ranks or under torchrun"),
+    "generate": Command("moeclipse.cli.generate", "write text with a run or a Hugging Face model"),
     "simulate": Command("moeclipse.cli.simulate", "predict a schedule's timeline without running it"),
     "place": Command("moeclipse.cli.place", "plan who holds which expert from the loads of a run"),
     "convert": Command("moeclipse.cli.convert", "turn Hugging Face models into checkpoints, and back"),

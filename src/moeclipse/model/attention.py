@@ -8,7 +8,11 @@ Under tensor parallelism each rank computes some heads for all tokens. Grouped-q
 input once for queries, keys and values. Latent attention computes its narrow latents where the tokens are
 and gathers those, not the wide input.
 
-With `model.memory` both also attend to what they saw in the segment before (`model/memory`).
+With `model.memory` both also attend to what they saw in the segment before (`model/memory`). Where a text is
+read piece by piece, keys and values of earlier pieces come from a cache (`model/cache`); latent attention
+then does not rebuild them, but takes its queries and results to the latent:
+
+    q . (W_k c) = (W_k^T q) . c          sum_j w_j (W_v c_j) = W_v (sum_j w_j c_j)
 """
 
 from __future__ import annotations
@@ -18,12 +22,13 @@ from torch import nn
 
 from moeclipse.core.errors import ConfigError
 from moeclipse.model.blocks import Linear, RMSNorm, Settings
+from moeclipse.model.cache import CacheCall
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.memory import LayerMemory, Past
 from moeclipse.model.qk_norm import HeadNorm, WholeNorm
 from moeclipse.model.rotary import Positions, Rotary
 from moeclipse.moe.tokens import Tokens
-from moeclipse.ops.attention import attend
+from moeclipse.ops.attention import attend, attend_at
 from moeclipse.ops.rotary import turn
 from moeclipse.tensor.cut import Cut, mark
 from moeclipse.tensor.linear import column_linear
@@ -38,7 +43,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, settings: Settings) -> None:
         super().__init__()
-        self.tp, self.rotary = settings.tp, Rotary.of(config)
+        self.layer, self.tp, self.rotary = settings.layer, settings.tp, Rotary.of(config)
         self.scale, self.softcap = config.attention_scale or None, config.attention_softcap
         self.window = config.window_of(settings.layer)
         self.memory = LayerMemory(config.memory, settings.layer, settings.tp) if config.memory else None
@@ -65,7 +70,22 @@ class Attention(nn.Module):
             sinks_H=self.sinks,
             documents_BS=positions.documents_BS,
         )
-        return out.transpose(1, 2).flatten(2).flatten(0, 1)
+        return joined(out)
+
+    def mix_kept(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CacheCall, scale: float | None
+    ) -> torch.Tensor:
+        """The same from all keys of a cache, as heads."""
+        memory = 0 if self.memory is None else self.memory.size
+        first_BS = call.first_seen(self.window, memory)
+        softcap, sinks_H = self.softcap, self.sinks
+        return attend_at(
+            q, k, v, call.place_BS, first_BS=first_BS, scale=scale, softcap=softcap, sinks_H=sinks_H
+        )
+
+    def is_plain(self, call: CacheCall | None) -> bool:
+        """Whether tokens see those of their own call alone."""
+        return call is None or call.plain(0 if self.memory is None else self.memory.size)
 
     def turn_both(
         self,
@@ -87,7 +107,7 @@ class Attention(nn.Module):
 
     def recall(self, x_TD: torch.Tensor, positions: Positions, tokens: Tokens | None) -> Past | None:
         """What the segment before left for these tokens; and keep what they leave for the next."""
-        if self.memory is None:
+        if self.memory is None or positions.cache is not None:  # a cache goes back further
             return None
         if positions.documents_BS is not None:
             raise ConfigError(
@@ -146,6 +166,11 @@ class GroupedQueryAttention(Attention):
         norms = self._head_norms(self.q_norm, self.k_norm)
         q, k = self.turn_both(q, k, positions, norms, self.norm_eps)
         v = heads(self._clipped(v_TD), positions.length, self.head_dim)
+        call = positions.cache
+        if call is not None:
+            k, v = call.keys(self.layer, k), call.values(self.layer, v)
+            if not self.is_plain(call):
+                return self.o(joined(self.mix_kept(q, k, v, call, self.scale)))
         past = self.recall(x_TD, positions, tokens)
         if past is not None:
             k_TD, v_TD = column_linear(
@@ -206,6 +231,11 @@ class LatentAttention(Attention):
     def forward(self, x_TD: torch.Tensor, positions: Positions, tokens: Tokens | None = None) -> torch.Tensor:
         q = heads(self.q_up(self.q_norm(self.q_down(x_TD))), positions.length, self.qk)
         q_nope, q_rope = q.split([self.nope, self.rope_width], dim=-1)
+        if positions.cache is not None:
+            kept = positions.cache.keys(self.layer, self._to_keep(x_TD, positions))
+            if not self.is_plain(positions.cache):
+                turned = self.turn(q_rope, positions)
+                return self.o(self._read_latent(q_nope, turned, kept, positions.cache))
         k, v = self._keys_and_values(x_TD, positions)
         past = self.recall(x_TD, positions, tokens)
         if past is not None:
@@ -225,6 +255,32 @@ class LatentAttention(Attention):
             k_rope = move(k_rope, self.tp, "same", "sum", self.label)
         k_rope = self.turn(heads(k_rope, positions.length, self.rope_width), positions)
         return torch.cat([k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)], dim=-1), v
+
+    def _to_keep(self, x_TD: torch.Tensor, positions: Positions) -> torch.Tensor:
+        """The part of keys that all heads share, and behind it the latent of the others: [B, 1, S, d]."""
+        latent, k_rope = self.kv_down(x_TD).split([self.kv_rank, self.rope_width], dim=-1)
+        both = torch.cat([k_rope, self.kv_norm(latent)], dim=-1)
+        if self.tp.parts_tokens:
+            both = move(both, self.tp, "gather", "sum_scatter", self.label)
+        one_head = heads(both, positions.length, both.shape[1])
+        k_rope, latent = one_head.split([self.rope_width, self.kv_rank], dim=-1)
+        return torch.cat([self.turn(k_rope, positions), latent], dim=-1)
+
+    def _read_latent(
+        self, q_nope: torch.Tensor, q_rope: torch.Tensor, kept: torch.Tensor, call: CacheCall
+    ) -> torch.Tensor:
+        """What each token takes, through the latent: one key-value head for all."""
+        weight_HdR = self.kv_up.weight.to(q_nope.dtype).unflatten(0, (-1, self.nope + self.v_head_dim))
+        key_HdR, value_HdR = weight_HdR.split([self.nope, self.v_head_dim], dim=1)
+        q = torch.cat([q_rope, q_nope @ key_HdR], dim=-1)
+        scale = self.qk**-0.5 if self.scale is None else self.scale
+        out_BHSR = self.mix_kept(q, kept, kept[..., self.rope_width :], call, scale)
+        return joined(out_BHSR @ value_HdR.transpose(1, 2))
+
+
+def joined(out_BHSd: torch.Tensor) -> torch.Tensor:
+    """The heads of each token side by side: [T, heads x d]."""
+    return out_BHSd.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def heads(x_TD: torch.Tensor, positions: int, width: int) -> torch.Tensor:

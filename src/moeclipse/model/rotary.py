@@ -23,6 +23,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
+from moeclipse.model.cache import CacheCall
 from moeclipse.model.config import ModelConfig, Pairs, Scaling, yarn_magnitude
 from moeclipse.ops import rotary as turning
 from moeclipse.ops.attention import restarting_positions
@@ -114,10 +115,12 @@ class Positions:
     """Where the tokens of some samples of one length stand."""
 
     table: torch.Tensor
-    """cos and sin, [2, S, pairs]; with documents [2, B, 1, S, pairs]."""
+    """cos and sin, [2, S, pairs]; with documents or a cache [2, B, 1, S, pairs]."""
     length: int
     documents_BS: torch.Tensor | None = None
     """Numbers of documents, which begin anew at position 0 and do not see each other; None: one a sample."""
+    cache: CacheCall | None = None
+    """Keys and values of what was read before; samples may stand at different places."""
 
     @classmethod
     def of(

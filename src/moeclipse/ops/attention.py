@@ -9,6 +9,8 @@ is left out. Keys that are more than queries come before the first query.
 
 Shapes: B samples, H query heads, G key-value heads (each serves H / G neighbours), S queries, L keys.
 
+`attend_at` is for queries that stand anywhere among keys that were kept: each says itself which it sees.
+
 Contract. `attend` equals `attend_reference`, gradients included. Plain causal attention is torch's
 `scaled_dot_product_attention`, which on CUDA does not copy keys and values for the query heads that share
 them. Everything else is flex attention on CUDA, where no S x L matrix is ever in memory, and a mask or the
@@ -112,6 +114,48 @@ def attend(
         return attend_reference(q_BHSd, k_BGLd, v_BGLe, softcap=softcap, sinks_H=sinks_H, **given)
     sees = seen_keys(queries, keys, window, documents_BS, q_BHSd.device)
     return sdpa(q_BHSd, k_BGLd, v_BGLe, scale=scale, sees=sees)
+
+
+def attend_at(
+    q_BHSd: torch.Tensor,
+    k_BGLd: torch.Tensor,
+    v_BGLe: torch.Tensor,
+    place_BS: torch.Tensor,
+    *,
+    first_BS: torch.Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[B, H, S, e]: a query sees the keys from `first_BS` (left out: 0) to its own place.
+
+    The query heads that share a key-value head become queries of it, so keys and values are not copied.
+    """
+    queries, groups, wide = q_BHSd.shape[2], k_BGLd.shape[1], wide_of(q_BHSd.dtype)
+    share = q_BHSd.shape[1] // groups
+    if not q_BHSd.numel():
+        return q_BHSd.new_empty(*q_BHSd.shape[:3], v_BGLe.shape[3])
+    key_L = torch.arange(k_BGLd.shape[2], device=place_BS.device)
+    sees_BSL = key_L <= place_BS[..., None]
+    if first_BS is not None:
+        sees_BSL = sees_BSL & (key_L >= first_BS[..., None])
+    sees = sees_BSL[:, None, None].expand(-1, -1, share, -1, -1).flatten(2, 3)
+    q_BGQd = q_BHSd.unflatten(1, (groups, share)).flatten(2, 3)
+    if not softcap and sinks_H is None:
+        out_BGQe = sdpa(q_BGQd, k_BGLd, v_BGLe, scale=scale, sees=sees)
+    else:
+        factor = q_BHSd.shape[3] ** -0.5 if scale is None else scale
+        scores_BGQL = q_BGQd.to(wide) @ k_BGLd.to(wide).transpose(2, 3) * factor
+        if softcap:
+            scores_BGQL = softcap * torch.tanh(scores_BGQL / softcap)
+        scores_BGQL = scores_BGQL.masked_fill(~sees, float("-inf"))
+        if sinks_H is not None:
+            sinks = sinks_H.to(wide).view(1, groups, share, 1, 1)
+            sinks = sinks.expand(len(q_BHSd), -1, -1, queries, -1).flatten(2, 3)
+            scores_BGQL = torch.cat([scores_BGQL, sinks], dim=-1)
+        weights_BGQL = scores_BGQL.softmax(-1)[..., : len(key_L)]
+        out_BGQe = (weights_BGQL @ v_BGLe.to(wide)).to(q_BHSd.dtype)
+    return out_BGQe.unflatten(2, (share, queries)).flatten(1, 2)
 
 
 def sdpa(

@@ -1,0 +1,77 @@
+"""Keys and values that are kept, so that a text is read once while it grows.
+
+Idea. Row b of a cache is a text. A call reads some more tokens of each: it puts their keys and values at
+their places and lets them see what lies before. A token sees only places up to its own, and each of these
+has been filled by then; so rows of unequal length are read together, padded behind their ends, and what
+stands in the padding is overwritten before anybody sees it.
+
+    gqa       keys, turned by their positions, and values                       [B, G, L, d]
+    mla       the turned key that all heads share, and the latent behind it     [B, 1, L, rope + rank]
+
+Latent attention thus keeps what makes it narrow, and its heads read the latent itself (`model/attention`).
+
+Contract. Logits are those of a forward over the whole text, in float64 within 1e-12. A cache holds this
+rank's heads; under tensor parallelism every rank of a group has one for the same rows.
+
+Shapes: B rows of text, S new places, L places of the cache, G key-value heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+class KeyValueCache:
+    """Of all layers; memory is taken when a layer first calls."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self._kept: dict[tuple[int, int], torch.Tensor] = {}
+
+    def put(self, layer: int, number: int, new_BGSd: torch.Tensor, place_BS: torch.Tensor) -> torch.Tensor:
+        """All that is kept under (layer, number), with these at their places: [B, G, L, d]."""
+        key = (layer, number)
+        if key not in self._kept:
+            rows, groups, _, width = new_BGSd.shape
+            # Zeros: a weight of 0 does not make a number of what was never written.
+            self._kept[key] = new_BGSd.new_zeros(rows, groups, self.length, width)
+        kept = self._kept[key]
+        row_B1 = torch.arange(len(place_BS), device=place_BS.device)[:, None]
+        kept[row_B1, :, place_BS] = new_BGSd.transpose(1, 2).to(kept.dtype)
+        return kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheCall:
+    """One reading of new tokens."""
+
+    cache: KeyValueCache
+    place_BS: torch.Tensor
+    """Where each new token stands in its row."""
+    num_keys: int
+    """Places that any of them may see; those behind need not be read."""
+    begins: bool
+    """All rows are read from their first token on, in this call."""
+    segment: int = 0
+    """Length of a segment, for models with memory (`model/memory`)."""
+
+    def keys(self, layer: int, new_BGSd: torch.Tensor) -> torch.Tensor:
+        """All so far, these included."""
+        return self.cache.put(layer, 0, new_BGSd, self.place_BS)[:, :, : self.num_keys]
+
+    def values(self, layer: int, new_BGSe: torch.Tensor) -> torch.Tensor:
+        return self.cache.put(layer, 1, new_BGSe, self.place_BS)[:, :, : self.num_keys]
+
+    def plain(self, memory: int) -> bool:
+        """Whether this is attention within samples, as in training."""
+        return self.begins and not (memory and self.place_BS.shape[1] > self.segment)
+
+    def first_seen(self, window: int, memory: int) -> torch.Tensor | None:
+        """The first place that each token sees; None: all of them begin with 0."""
+        if window:
+            return self.place_BS - (window - 1)
+        if memory:
+            return self.place_BS - self.place_BS % self.segment - memory
+        return None
