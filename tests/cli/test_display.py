@@ -214,3 +214,18 @@ def test_small_helpers() -> None:
     assert average_to([1.0, 3.0, 5.0, 7.0], 2) == [2.0, 6.0]
     assert [short(x) for x in (None, 12.0, 1234.0, 5.1e9)] == ["-", "12", "1.23 k", "5.1 B"]
     assert [clock(x) for x in (5, 65, 3700)] == ["0:05", "1:05", "1:01:40"]
+
+
+def test_what_the_model_wrote_stands_at_the_end() -> None:
+    sample = {"lines": [["def f(", "x):\n\treturn é\x1b[31m"], ["import ", "y" * 200]]}
+    for unicode in (True, False):
+        label, lines = summary_lines({"directory": "runs/a", "sample": sample}, 80, unicode)[-1]
+        assert label == "it writes"
+        assert len(lines) == 2
+        assert max(len(line) for line in lines) <= 70
+        assert "\x1b" not in lines[0].plain, "what a model writes does not steer a terminal"
+        assert lines[0].plain.isascii() or unicode
+    assert "x):\\n    return" in lines[0].plain
+    (_, lines) = summary_lines({"directory": "a", "sample": {"why": "of that"}}, 80, True)[-1]
+    assert lines[0].plain == "nothing: of that"
+    assert summary_lines({"directory": "a"}, 80, True)[-1][0] == "written"

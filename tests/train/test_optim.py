@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +174,37 @@ def test_a_checkpoint_holds_weights_and_moments(tmp_path: Path) -> None:
         step(*one, 3, mesh)
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+RATES = {
+    "constant": [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1],
+    "linear": [0.5, 1, 1, 1 - 0.8 / 7, 1 - 1.6 / 7, 1 - 2.4 / 7, 1 - 3.2 / 7, 1 - 4 / 7, 1 - 4.8 / 7, 0.2],
+    "wsd": [0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2],
+}
+
+
+@pytest.mark.parametrize("schedule", RATES)
+def test_learning_rates_by_name(schedule: str) -> None:
+    config = OptimConfig(lr=3.0, warmup_steps=2, min_lr_ratio=0.2, schedule=schedule)
+    if schedule == "wsd":
+        config = replace(config, decay_share=0.4)
+    assert [learning_rate(config, number, 10) / 3 for number in range(10)] == pytest.approx(RATES[schedule])
+    assert learning_rate(config, 50, 10) == learning_rate(config, 9, 10), "beyond the end"
+    assert learning_rate(config, 0, 1) > 0
+
+
+def test_the_cosine_is_what_it_was() -> None:
+    config = OptimConfig(lr=1e-3, min_lr_ratio=0.1, warmup_steps=20)
+    assert learning_rate(config, 5, 200) == 1e-3 * 6 / 20
+    for number in (20, 77, 199):
+        progress = (number - 20) / 179
+        assert learning_rate(config, number, 200) == 1e-3 * (
+            0.1 + (1 - 0.1) * 0.5 * (1 + math.cos(math.pi * progress))
+        ), "bit for bit"
+
+
+def test_what_is_level_does_not_ask_when_the_run_ends() -> None:
+    config = OptimConfig(schedule="wsd", decay_share=0.25)
+    assert [learning_rate(config, n, 100) for n in range(75)] == [
+        learning_rate(config, n, 400) for n in range(75)
+    ]

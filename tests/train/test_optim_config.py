@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moeclipse.core.config import with_values
+from moeclipse.core.config import problems_of, with_values
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.optim_config import OptimConfig, type_problems
 
@@ -40,3 +40,13 @@ def test_float64_keeps_its_moments() -> None:
 def test_a_run_is_told_before_it_begins() -> None:
     (problem,) = with_values(TrainConfig(), {"optim.master": "none"}).problems()
     assert "needs a bfloat16 model" in problem
+
+
+def test_a_share_of_decay_needs_a_schedule_that_has_one() -> None:
+    assert not list(OptimConfig(schedule="wsd", decay_share=0.5).problems())
+    (problem,) = OptimConfig(schedule="linear", decay_share=0.5).problems()
+    assert problem.endswith("leave it out, or choose wsd")
+    (problem,) = OptimConfig(schedule="wsd", decay_share=0.0).problems()
+    assert problem == "optim.decay_share (0.0) must be above 0 and at most 1"
+    (problem,) = problems_of(with_values(TrainConfig(), {"optim.schedule": "wsd", "optim.decay_share": 1.5}))
+    assert "decay_share (1.5)" in problem

@@ -187,7 +187,28 @@ def summary_lines(summary: dict[str, Any], width: int, unicode: bool) -> list[tu
             f"moeclipse train {shlex.quote(str(Path(directory) / 'config.toml'))} --resume auto --run.steps N"
         )
         lines.append(("go on", [Text(again, style="cyan")]))
+    if summary.get("sample"):
+        lines.append(("it writes", sample_lines(summary["sample"], room, unicode)))
     return lines
+
+
+def sample_lines(sample: dict[str, Any], room: int, unicode: bool) -> list[Text]:
+    """What the model wrote, each on one line behind the words it went on from; or why it wrote nothing."""
+    if sample.get("why"):
+        return [Text(f"nothing: {sample['why']}")]
+    lines = []
+    for prompt, text in sample["lines"]:
+        head, rest = (one_line(part, unicode) for part in (prompt, text))
+        lines.append(Text.assemble((head, "bright_black"), rest))
+        lines[-1].truncate(room, overflow="ellipsis" if unicode else "crop")
+    return lines
+
+
+def one_line(text: str, unicode: bool) -> str:
+    """A text whose line ends and other controls can be seen; without Unicode, in ASCII."""
+    seen = text.replace("\n", "↵" if unicode else "\\n").replace("\t", "    ")
+    seen = "".join(char if char.isprintable() else "\ufffd" for char in seen)
+    return seen if unicode else seen.encode("ascii", "replace").decode()
 
 
 def hidden_text(summary: dict[str, Any]) -> str:

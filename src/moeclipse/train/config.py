@@ -26,6 +26,7 @@ from moeclipse.train.init_config import InitConfig
 from moeclipse.train.optim_config import OptimConfig, type_problems
 from moeclipse.train.survival_config import CheckpointConfig, IntegrityConfig
 
+MAX_SAMPLE = 64
 MAX_NAME = 200
 """Bytes of a run's name: file systems take 255, and what stands beside a run has a longer name."""
 
@@ -46,12 +47,16 @@ class RunConfig:
     """Microbatches as CUDA graphs, on one rank, where the model allows it: same numbers, fewer launches."""
     choices: str = ""
     """A run's folder, or its choices.json: what it chose by its clock is taken over, not measured again."""
+    sample: int = 0
+    """Lines that the model writes when it has been trained, shown behind the summary; 0: none."""
     wait_s: float = 120.0
     """How long `--resume auto` waits for another job that still uses the run's folder."""
 
     def problems(self) -> Iterator[str]:
         if self.steps < 1:
             yield f"run.steps ({self.steps}) must be at least 1"
+        if not 0 <= self.sample <= MAX_SAMPLE:
+            yield f"run.sample ({self.sample}) must be between 0 and {MAX_SAMPLE} lines"
         if "/" in self.name or self.name in (".", "..") or not self.name.isprintable():
             yield f"run.name ({self.name!r}) must be a plain folder name; the folder above it is run.dir"
         if not 0 <= self.wait_s < math.inf:

@@ -94,6 +94,11 @@ def of_run(file: Path, weights: Path) -> FoundModel:
     problems += [text for part in (config.model, config.moe, config.gate) for text in problems_of(part)]
     if problems:
         raise ConfigError(problems)
+    return of_configuration(config, weights)
+
+
+def of_configuration(config: TrainConfig, weights: Path) -> FoundModel:
+    """The model that a run trains."""
     source, found = Path(config.model.from_hf), None
     if config.model.from_hf and (source / "config.json").is_file():
         found = of_folder(source)

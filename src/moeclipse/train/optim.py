@@ -36,13 +36,22 @@ STATES = ("weight", "adam_m", "adam_v")
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
-    """Linear warm-up, then half a cosine down to min_lr_ratio at the last step."""
+    """Linear warm-up, then as `optim.schedule` says: down to min_lr_ratio at the last step, or level.
+
+    A function of these numbers alone, so a resumed run goes on exactly. What is level does not ask when the
+    run ends: a run of wsd that is given more steps before its decay begins has lost nothing.
+    """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    span = max(num_steps - 1 - config.warmup_steps, 1)
+    if config.schedule == "constant":
+        return config.lr
+    floor, span = config.min_lr_ratio, max(num_steps - 1 - config.warmup_steps, 1)
     progress = min((step - config.warmup_steps) / span, 1.0)
-    floor = config.min_lr_ratio
-    return config.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+    if config.schedule == "wsd":
+        falls = max(round(config.decay_share * num_steps), 1)
+        progress = min(max(1 - (num_steps - 1 - step) / falls, 0.0), 1.0)
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
+    return config.lr * (floor + (1 - floor) * left)
 
 
 def stretch_of(segment: BucketSegment, seed: int) -> Stretch:

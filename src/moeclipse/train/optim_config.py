@@ -17,10 +17,15 @@ LARGEST_BETA2 = 0.996
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW with warm-up and cosine decay, its state sharded over ranks."""
+    """AdamW with warm-up and decay, its state sharded over ranks."""
 
     lr: float = 1e-3
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    """After warm-up: half a cosine or a line down to the end; wsd: level, then a line; or level."""
+    decay_share: float = 0.2
+    """wsd: the last so many of all steps, as a share, in which the learning rate falls."""
     min_lr_ratio: float = 0.1
+    """Of optim.lr: what is left of it at the last step (not with constant)."""
     warmup_steps: int = 20
     beta1: float = 0.9
     beta2: float = 0.95
@@ -58,6 +63,13 @@ class OptimConfig:
             yield f"optim.lr ({self.lr}) must be positive"
         if not 0 <= self.min_lr_ratio <= 1:
             yield f"optim.min_lr_ratio ({self.min_lr_ratio}) must be between 0 and 1"
+        if not 0 < self.decay_share <= 1:
+            yield f"optim.decay_share ({self.decay_share}) must be above 0 and at most 1"
+        if self.decay_share != OptimConfig.decay_share and self.schedule != "wsd":
+            yield (
+                f"optim.decay_share ({self.decay_share}) needs optim.schedule = 'wsd', not "
+                f"{self.schedule!r}; leave it out, or choose wsd"
+            )
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 yield f"optim.{name} ({getattr(self, name)}) must be at least 0 and below 1"

@@ -45,6 +45,7 @@ from moeclipse.train.learner import Learner
 from moeclipse.train.metrics import Metrics
 from moeclipse.train.ranks import PatientRanks
 from moeclipse.train.run_directory import RunDirectory
+from moeclipse.train.sample import write_sample
 from moeclipse.train.saving import Saving
 
 TUNED_AFTER = 2 + TRIED * CALLS + 4
@@ -201,6 +202,8 @@ class Run:
             "load_by_layer": learner.loads.average_by_layer(),
             "placement": learner.placement.summary() if learner.placement.in_use else None,
         }
+        if config.run.sample:
+            extra["sample"] = write_sample(learner, config.run.sample)
         mean_ms = metrics.window.means().get("step_ms")
         summary = metrics.summary(extra | (self._speed(mean_ms) if mean_ms else {}))
         self.observer.end(summary)
