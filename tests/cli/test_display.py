@@ -229,3 +229,44 @@ def test_what_the_model_wrote_stands_at_the_end() -> None:
     (_, lines) = summary_lines({"directory": "a", "sample": {"why": "of that"}}, 80, True)[-1]
     assert lines[0].plain == "nothing: of that"
     assert summary_lines({"directory": "a"}, 80, True)[-1][0] == "written"
+
+
+def test_a_start_says_what_it_is_at_and_leaves_no_trace() -> None:
+    display = Display(console(width=100, terminal=True))
+    display.phase("importing torch")
+    display.phase("connecting 2 ranks")
+    display.start(INFO | {"steps": 3})
+    text = text_of(display.console)
+    assert text.startswith("\r\033[2Kimporting torch ...\r\033[2Kconnecting 2 ranks ...\r\033[2K")
+    display.phase("too late")
+    assert "too late" not in text_of(display.console)
+    display.close()
+    for word in ("note", "close"):
+        display = Display(console(terminal=True))
+        display.phase("loading")
+        display.note("something") if word == "note" else display.close()
+        assert "loading ...\r\033[2K" in text_of(display.console)
+    plain_one = Display(console())
+    plain_one.phase("importing torch")
+    plain_one.close()
+    assert text_of(plain_one.console) == ""
+
+
+def test_the_loss_is_drawn_where_there_is_room() -> None:
+    for height, drawn in ((30, True), (10, False)):
+        display = Display(console(width=90, terminal=True))
+        display.console.height = height
+        display.start(INFO | {"steps": 3})
+        for number, loss in enumerate((5.0, 4.0, 3.0)):
+            display.step({"step": number, "loss": loss, "tokens_per_s": 9.0})
+        assert bool(display.plot()) == drawn
+        assert "5.000" in display.plot()[0].plain if drawn else True
+        display.end(SUMMARY)
+        assert ("5.000 │" in plain(text_of(display.console))) == drawn
+    # Elsewhere a file gets lines, and no plot.
+    display = Display(console(width=90))
+    display.start(INFO | {"steps": 2})
+    display.step({"step": 0, "loss": 5.0})
+    display.step({"step": 1, "loss": 4.0})
+    display.end(SUMMARY)
+    assert "│" not in text_of(display.console)

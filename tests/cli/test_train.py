@@ -58,7 +58,7 @@ def load_of(text: str) -> TrainConfig:
 def test_help_shows_every_key_with_the_value_it_would_have(capsys: pytest.CaptureFixture) -> None:
     Path("mine.toml").write_text("[optim]\nlr = 0.123\n")
     with pytest.raises(SystemExit) as ended:
-        main(["train", "mine.toml", "--run.steps", "77", "--help"])
+        main(["train", "mine.toml", "--run.steps", "77", "--help-all"])
     assert ended.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     for key in keys_of(TrainCommand):

@@ -1,27 +1,28 @@
 """What a training run shows: progress while it goes, and a summary that says what was hidden.
 
-On a terminal a single live line moves; elsewhere (a file, a pipe, a dumb terminal) some twenty plain lines
-are printed. Everything is drawn twice, in blocks and in ASCII, and the four parts of a step differ by
-character as well as by colour, so nothing is lost without Unicode or colour.
+On a terminal a start says what it is at, then the loss is drawn above a line that moves; elsewhere (a file, a
+pipe, a dumb terminal) some twenty plain lines are printed. Everything is drawn twice, in blocks and in ASCII,
+and the four parts of a step differ by character as well as by colour, so nothing is lost without Unicode or
+colour.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from moeclipse.cli.heat import heat_lines
+from moeclipse.cli.plot import average_to, plot_lines
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ASCII_LEVELS = " .:-=+*#@"
@@ -29,6 +30,10 @@ PLAIN_LINES = 20
 SPARK_WIDTH = 12
 UNEVEN = 0.8
 """Below this mean over fullest rank a summary says where to look."""
+PLOT_HEIGHT, PLOT_WIDTH = 6, 78
+ROOM_FOR_PLOT = (60, 16)
+"""Columns and lines of a terminal that is large enough."""
+CLEAR = "\r\033[2K"
 LABEL_WIDTH = 10
 # (key in the records, word, colour, character, ASCII character)
 PARTS = (
@@ -57,9 +62,24 @@ class Display:
         self.first_step = 0
         self.begun = time.monotonic()
         self.progress: Progress | None = None
+        self.in_phase = False
         self.task = TaskID(0)
 
+    def phase(self, text: str) -> None:
+        """What a start is at, on a line that the next word takes."""
+        if self.live and self.progress is None:
+            self.console.file.write(f"{CLEAR}{text} ...")
+            self.console.file.flush()
+            self.in_phase = True
+
+    def _end_phase(self) -> None:
+        if self.in_phase:
+            self.console.file.write(CLEAR)
+            self.console.file.flush()
+            self.in_phase = False
+
     def start(self, info: dict[str, Any]) -> None:
+        self._end_phase()
         self.steps, self.first_step = int(info.get("steps", 0)), int(info.get("start_step", 0))
         self.begun = time.monotonic()
         self.experts_vary = bool(info.get("experts_vary"))
@@ -81,7 +101,8 @@ class Display:
             self._start_progress()
 
     def _start_progress(self) -> None:
-        self.progress = Progress(
+        self.progress = PlotAndProgress(
+            self.plot,
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=None),
             TextColumn("[bold]loss {task.fields[loss]}[/] [cyan]{task.fields[spark]}[/]"),
@@ -92,15 +113,24 @@ class Display:
             expand=True,
         )
         begin: dict[str, Any] = {"total": self.steps, "completed": self.first_step}
-        self.task = self.progress.add_task("", **begin, loss="-", spark="", speed="-", experts="")
+        self.task = self.progress.add_task("", **begin, loss="-", spark="first step", speed="-", experts="")
         self.progress.start()
+
+    def plot(self) -> list[Text]:
+        """The loss so far, where the terminal has room for it."""
+        if len(self.losses) < 2 or not has_room(self.console):
+            return []
+        width = min(self.console.width, PLOT_WIDTH)
+        total = self.steps - self.first_step
+        lines = plot_lines(self.losses, width, PLOT_HEIGHT, self.unicode, total)
+        return [Text(line, style="cyan") for line in lines]
 
     def step(self, record: dict[str, Any]) -> None:
         # Records count steps from 0; people see how many are done.
         done, loss = int(record.get("step", 0)) + 1, float(record.get("loss", math.nan))
         self.losses.append(loss)
         if self.progress is not None:
-            spark = sparkline(self.losses, SPARK_WIDTH, self.unicode)
+            spark = "" if has_room(self.console) else sparkline(self.losses, SPARK_WIDTH, self.unicode)
             speed = short(record.get("tokens_per_s"))
             experts = self._experts(record, " {:.2f} experts")
             self.progress.update(
@@ -127,21 +157,43 @@ class Display:
         return text.format(mean) if self.experts_vary and mean is not None else ""
 
     def note(self, text: str) -> None:
+        self._end_phase()
         self.console.print(Text(f"note: {text}", style="yellow"))
 
     def close(self) -> None:
         """Give the terminal back; harmless when nothing is live."""
+        self._end_phase()
         if self.progress is not None:
             self.progress.stop()
             self.progress = None
 
     def end(self, summary: dict[str, Any]) -> None:
+        drawn = self.plot() if self.live else []
         self.close()
+        for line in drawn:
+            self.console.print(line)
         self.console.print()
         for label, lines in summary_lines(summary, self.console.width, self.unicode):
             for index, line in enumerate(lines):
                 head = f"{label if index == 0 else '':<{LABEL_WIDTH}}"
                 self.console.print(Text.assemble((head, "bold"), line))
+
+
+class PlotAndProgress(Progress):
+    """A progress line under a plot."""
+
+    def __init__(self, plot: Callable[[], list[Text]], *columns: ProgressColumn, **options: Any) -> None:
+        self.plot = plot
+        super().__init__(*columns, **options)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from self.plot()
+        yield self.make_tasks_table(self.tasks)
+
+
+def has_room(console: Console) -> bool:
+    columns, lines = ROOM_FOR_PLOT
+    return console.width >= columns and console.height >= lines
 
 
 # --- the summary -----------------------------------------------------------------------------------------
@@ -287,19 +339,12 @@ def sparkline(values: Sequence[float], width: int, unicode: bool) -> str:
     def level(value: float) -> str:
         if not math.isfinite(value):
             return " "
-        return levels[1 + round((value - low) / (high - low) * (top - 1))] if high > low else levels[1]
+        if high == low:
+            return levels[1]
+        # Halves: the distance of the largest numbers is none.
+        return levels[1 + round((value / 2 - low / 2) / (high / 2 - low / 2) * (top - 1))]
 
     return "".join(map(level, average_to(values, width)))
-
-
-def average_to(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` values, each the mean of its share."""
-    count = len(values)
-    if count <= width:
-        return list(values)
-    edges = [count * index // width for index in range(width + 1)]
-    parts = [values[low:high] for low, high in itertools.pairwise(edges)]
-    return [sum(part) / len(part) for part in parts]
 
 
 def number(value: float | None, digits: int) -> str:

@@ -82,6 +82,8 @@ def await_culprit() -> None:
 
 
 def show_failure(failure: Failure, named: bool) -> None:
+    if sys.stderr.isatty():  # whatever stood there was not ended
+        print("\r\033[2K", end="", file=sys.stderr)
     if failure.stack:
         print(failure.stack.rstrip(), file=sys.stderr)
     everywhere = failure.code == ConfigError.code  # bad input fails on every rank alike

@@ -58,6 +58,8 @@ def run_rank(config: TrainConfig, resume: str) -> int:
     observer = make_observer()
     with Leaving(int(os.environ.get(LAUNCHER, "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))) as leaving:
         try:
+            if rank == 0:
+                observer.phase("importing torch")
             from moeclipse.comm.start import RankPlace, device_settings
             from moeclipse.train.trainer import train
 
@@ -132,6 +134,7 @@ def launch_ranks(config: TrainConfig, resume: str, *, num_ranks: int, restarts: 
     with tempfile.TemporaryDirectory(prefix="moeclipse-") as folder, quiet_elastic():
         file = Path(folder) / "config.toml"
         file.write_text(to_toml(config))
+        make_observer().phase(f"starting {num_ranks} ranks")
         with as_launcher(num_ranks):
             code = _run_agent(["train", str(file), "--resume", resume], Path(folder), num_ranks, restarts)
         if code == INTERRUPTED:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from moeclipse.cli.train_help import short_help
 from moeclipse.core.config import Given, build, flag_layer, keys_of, problems_of, to_toml, with_values
 from moeclipse.core.errors import CheckpointError, ConfigError, DataError
 from moeclipse.hf.config_file import is_model_folder
@@ -64,8 +65,12 @@ class TrainCommand(TrainConfig, Options):
 
 
 def main(words: list[str]) -> int:
-    if "-h" in words or "--help" in words:
+    if "--help-all" in words:
         return show_help(words)
+    if "-h" in words or "--help" in words:
+        _, merged = read_command([word for word in words if word not in ("-h", "--help")])
+        print(short_help(merged.built.config, merged.preset), end="")
+        return 0
     environment = os.environ
     joined = any(name in environment for name in RANK_VARIABLES)
     options, merged = read_command(words)
@@ -225,7 +230,7 @@ def show_help(words: Sequence[str]) -> int:
     """Every key with its description and the value it would have now."""
     import tyro
 
-    options, merged = read_command([word for word in words if word not in ("-h", "--help")])
+    options, merged = read_command([word for word in words if word not in ("-h", "--help", "--help-all")])
     config = merged.built.config
     sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     own = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}

@@ -61,6 +61,13 @@ class Observer(Protocol):
     def end(self, summary: dict[str, Any]) -> None: ...
 
 
+def tell_phase(observer: Observer | None, text: str) -> None:
+    """What a start is at, for observers that want to know."""
+    phase: Callable[[str], None] | None = getattr(observer, "phase", None)
+    if phase is not None:
+        phase(text)
+
+
 def leave_process(error: CommError) -> None:
     print(f"error: {error}", file=sys.stderr, flush=True)
     os._exit(error.code)
@@ -95,6 +102,8 @@ def train(
         raise ConfigError(problems)
     dp, ep = config.parallel.sizes(place.num_ranks, config.expert_ranks, config.moe.expert_tp)
     device = choose_device(config.run.device, place.local_rank)
+    if place.num_ranks > 1 and place.rank == 0:
+        tell_phase(observer, f"connecting {place.num_ranks} ranks")
     watch = start(
         place,
         device=device,
@@ -168,6 +177,7 @@ class Run:
 
     def _train(self, resume: str) -> dict[str, Any]:
         config = self.config
+        tell_phase(self.observer, "loading data and model")
         found = self._find(resume)
         learner = Learner(config, self.mesh)
         choices = Choices(self.mesh, self.directory)
