@@ -88,13 +88,8 @@ class Decoder:
 
         The logits of a row without new tokens mean nothing.
         """
-        if len(new) != self.rows:
-            raise ConfigError(f"tokens for {len(new)} rows, but the decoder has {self.rows}")
-        self.texts = [[*text, *row] for text, row in zip(self.texts, new, strict=True)]
+        first_B = self.grow(new)
         longest = max(map(len, self.texts), default=0)
-        if longest > self.length:
-            raise ConfigError(f"a row of {longest} tokens is longer than the decoder's {self.length}")
-        first_B = [len(text) - len(row) for text, row in zip(self.texts, new, strict=True)]
         if self.rotary.scaling == "dynamic" and longest > self.rotary.original_len:
             new, first_B, self.cache = self.texts, [0] * self.rows, KeyValueCache(self.length + 1)
         width = max([1, *map(len, new)])
@@ -107,6 +102,17 @@ class Decoder:
         h_TD = self.forward(ids_BS.to(device), places, num_keys, begins=begins)
         last_B = torch.tensor([max(len(row), 1) - 1 for row in new], dtype=torch.int64)
         return self.logits(h_TD, (torch.arange(self.rows) * width + last_B).to(device))
+
+    def grow(self, new: Sequence[Sequence[int]]) -> list[int]:
+        """Where the new tokens of each row begin, which is longer by them now."""
+        if len(new) != self.rows:
+            raise ConfigError(f"tokens for {len(new)} rows, but the decoder has {self.rows}")
+        grown = [[*text, *row] for text, row in zip(self.texts, new, strict=True)]
+        longest = max(map(len, grown), default=0)
+        if longest > self.length:
+            raise ConfigError(f"a row of {longest} tokens is longer than the decoder's {self.length}")
+        first_B, self.texts = list(map(len, self.texts)), grown
+        return first_B
 
     def forward(
         self, ids_BS: torch.Tensor, first_B: torch.Tensor, num_keys: int, *, begins: bool = False

@@ -34,6 +34,8 @@ from moeclipse.model.decode import Decoder, writing
 from moeclipse.model.sampling import SamplingConfig, choose_tokens
 from moeclipse.model.transformer import Transformer
 from moeclipse.tensor.parallel import TensorParallel
+from moeclipse.train.decode_graph import DecodeGraph, obstacle
+from moeclipse.train.graphs import CudaCapture
 from moeclipse.train.learner import choose_dtype
 from moeclipse.train.open_model import find_model, open_weights_of
 from moeclipse.train.ranks import PatientRanks
@@ -198,6 +200,7 @@ class Steps:
         unit = model.tp.size if model.tp.parts_tokens else 1
         self.idle = -len(self.mine) % unit
         self.decoder = Decoder(model, len(self.mine) + self.idle, length, segment=segment)
+        self.graph: DecodeGraph | None = None
         self.place = 0
 
     def next(self, tokens: Sequence[int], going: set[int], late: bool) -> tuple[list[int], bool]:
@@ -208,10 +211,19 @@ class Steps:
             new = [[tokens[row]] if row in going else [] for row in self.mine]
         new += [[0] if not tokens else []] * self.idle
         with writing(self.model), self.mesh.recorder.apart("a text is written"):
-            logits_BV = self.decoder.read(new)[: len(self.mine)]
+            logits_BV = self._read(new, first=not tokens)[: len(self.mine)]
             chosen = choose_tokens(logits_BV, self.config, self.mine, self.place)
             self.place += 1
             return self._tell(chosen, late)
+
+    def _read(self, new: list[list[int]], *, first: bool) -> torch.Tensor:
+        """Prompts as they are; then, where it can be, each step as a graph."""
+        if first:
+            logits_BV = self.decoder.read(new)
+            if not obstacle(self.decoder):
+                self.graph = DecodeGraph(self.decoder, CudaCapture(self.mesh.device))
+            return logits_BV
+        return self.decoder.read(new) if self.graph is None else self.graph.read(new)
 
     def _tell(self, chosen_B: torch.Tensor, late: bool) -> tuple[list[int], bool]:
         mesh = self.mesh
