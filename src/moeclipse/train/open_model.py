@@ -26,12 +26,13 @@ from moeclipse.moe.config import ExchangeConfig, MoEConfig
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
 from moeclipse.train.checkpoints.manifest import INDEX, MANIFEST
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.corpus import TOKEN_SUFFIXES
 from moeclipse.train.optim import Readable
 from moeclipse.train.ranks import Ranks, RanksFailed, together
 from moeclipse.train.vocabulary import ByteVocabulary, TokenizerVocabulary, Vocabulary, tokenizer_of
 
 ENDS = "eos_token_id"
+OF_TOKENS = (".npy", ".bin")
+"""Files that hold tokens already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,7 @@ def of_configuration(config: TrainConfig, weights: Path) -> FoundModel:
     if config.model.from_hf and (source / "config.json").is_file():
         found = of_folder(source)
     data, why = config.data, ""
-    if any(name.endswith(TOKEN_SUFFIXES) for name in data.files) and not data.tokenizer:
+    if any(name.endswith(OF_TOKENS) for name in data.files) and not data.tokenizer:
         why = "this run was trained on files of tokens, not of text"
     long = data.seq_len if found is None else max(found.context, data.seq_len)
     return FoundModel(

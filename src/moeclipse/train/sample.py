@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from moeclipse.core.errors import ConfigError, DataError
-from moeclipse.ops.random import key_of
 from moeclipse.train.generate import GenerateConfig, LanguageModel
 from moeclipse.train.learner import Learner
 from moeclipse.train.open_model import of_configuration
@@ -28,7 +27,7 @@ def write_sample(learner: Learner, lines: int) -> dict[str, Any]:
     config = learner.config
     if learner.mesh.pp > 1:
         return {"why": "its layers lie on several ranks (parallel.pp); moeclipse generate writes with it"}
-    prompt_tokens = min(PROMPT_TOKENS, config.data.seq_len // 2, len(learner.corpus))
+    prompt_tokens = min(PROMPT_TOKENS, config.data.seq_len // 2)
     written = min(WRITTEN_TOKENS, config.data.seq_len - prompt_tokens)
     if prompt_tokens < 1 or written < 1:
         return {"why": f"data.seq_len ({config.data.seq_len}) leaves no room for a prompt and a text"}
@@ -48,6 +47,6 @@ def write_sample(learner: Learner, lines: int) -> dict[str, Any]:
 
 
 def beginning(learner: Learner, number: int, num_tokens: int) -> list[int]:
-    """Tokens of the corpus to go on from, the same in every layout."""
-    start = key_of(learner.config.run.seed, "sample", number) % (len(learner.corpus) - num_tokens + 1)
-    return [int(token) for token in learner.corpus.read(start, start + num_tokens)]
+    """The first tokens of a sample behind the last that was trained on, the same in every layout."""
+    samples = learner.batches.microbatch(learner.config.run.steps, 0, 0, 1).inputs
+    return [int(token) for token in samples[number % len(samples)][:num_tokens]]

@@ -1,0 +1,112 @@
+"""Every command of docs/recipes.md runs as it stands there, at a tiny size, and leaves what the page says."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from tiny_models import write_tiny
+
+from moeclipse.cli.main import main
+from moeclipse.comm.mesh import Mesh
+from moeclipse.testing.run_ranks import run_alone
+
+OWN_TEXT = "Train on your own text, and write with it"
+EXPORT = "Go on from an export with another corpus"
+PAGE = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
+TRAINING = (
+    *("--ranks", "1", "--run.steps", "3", "--data.seq-len", "64", "--data.batch-size", "1"),
+    *("--run.device", "cpu", "--metrics.warmup-steps", "1"),
+)
+SHAPE = (
+    *(
+        "--model.num-layers",
+        "2",
+        "--model.d-model",
+        "16",
+        "--model.num-heads",
+        "2",
+        "--model.num-kv-heads",
+        "1",
+    ),
+    *("--model.head-dim", "8", "--moe.num-experts", "4", "--moe.d-ff", "8", "--gate.top-k", "2"),
+)
+
+
+def sections() -> dict[str, list[list[str]]]:
+    """Title -> its commands, as words."""
+    found = {}
+    for part in PAGE.split("\n## ")[1:]:
+        title, _, text = part.partition("\n")
+        lines = re.findall(r"^    (moeclipse .*)$", text, re.MULTILINE)
+        found[title] = [shlex.split(line) for line in lines]
+    return found
+
+
+def smaller(words: list[str]) -> list[str]:
+    """The same command for a model that is trained in a second."""
+    if words[0] == "generate":
+        return [*words, "--max-tokens", "3"] if "--max-tokens" not in words else words
+    own = () if any("--model.from-hf" in word for word in words) else SHAPE
+    return [*words, *TRAINING, *own]
+
+
+def follow(mesh: Mesh, commands: list[list[str]], folder: Path) -> list[tuple[int, str]]:
+    os.chdir(folder)
+    results = []
+    for _, *words in commands:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            code = main(smaller(words))
+        results.append((code, out.getvalue()))
+    return results
+
+
+def corpus(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).mkdir()
+        for number in range(2):
+            (folder / name / f"{number}.txt").write_text(f"The {name} text says a thing. " * 20)
+
+
+def tokenizer(path: Path) -> None:
+    """Characters as tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = {char: number for number, char in enumerate(" Thefirstcondaxgymwb.?ul")}
+    made = Tokenizer(models.WordLevel(letters, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made.decoder = decoders.Fuse()
+    made.save(str(path))
+
+
+def recipe(title: str, folder: Path) -> list[str]:
+    results: Any = run_alone(follow, sections()[title], folder)
+    assert results, "the page shows no command"
+    assert [code for code, _ in results] == [0] * len(results), results
+    return [out for _, out in results]
+
+
+def test_train_on_your_own_text(tmp_path: Path) -> None:
+    corpus(tmp_path, "corpus")
+    trained, text = recipe(OWN_TEXT, tmp_path)
+    assert "it writes" in trained
+    assert text.startswith("The ")
+
+
+def test_go_on_from_an_export(tmp_path: Path) -> None:
+    corpus(tmp_path, "first", "second")
+    write_tiny("mixtral", tmp_path / "model")
+    tokenizer(tmp_path / "model" / "tokenizer.json")
+    *_, text = recipe(EXPORT, tmp_path)
+    assert text.startswith("The ")
+    assert (tmp_path / "runs" / "second" / "export" / "tokenizer.json").exists()
+
+
+def test_every_recipe_is_run() -> None:
+    assert sections().keys() == {OWN_TEXT, EXPORT}
