@@ -63,14 +63,6 @@ def a_corpus(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def a_tokenizer(folder: Path) -> dict[str, Any]:
-    tokenizers = pytest.importorskip("tokenizers")
-    words = tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?")
-    tokenizers.Tokenizer(words).save(str(folder / "tokenizer.json"))
-    (folder / "corpus.txt").write_text("a\nb\n")
-    return {}
-
-
 def own_experts(folder: Path) -> dict[str, Any]:
     class Each(nn.Module):
         def __init__(self) -> None:
@@ -110,8 +102,7 @@ RUN: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/checkpoints.md#1": a_checkpoint,
     "docs/checkpoints.md#2": a_checkpoint,
     "docs/configuration.md#0": a_file,
-    "docs/data.md#0": a_tokenizer,
-    "docs/data.md#1": a_corpus,
+    "docs/data.md#0": a_corpus,
     "docs/gates.md#0": lambda folder: {"nn": nn},
     "docs/kernels.md#0": lambda folder: {},
     "docs/layer.md#0": lambda folder: {},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from typing import Any, Literal
 
 import pytest
@@ -122,3 +124,28 @@ def test_a_type_that_cannot_be_configured_is_the_developers_error() -> None:
 def test_nearest() -> None:
     assert nearest("trian", ["train", "doctor"]) == "train"
     assert nearest("xyz", ["train", "doctor"]) is None
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    name: str = ""
+    share: float = 1.0
+
+
+def test_a_list_of_tables() -> None:
+    kind = tuple[Table, ...]
+    assert convert([], kind) == ()
+    assert convert([{"name": "a"}, {"share": 2}], kind) == (Table("a"), Table(share=2.0))
+    assert convert((Table("a"),), kind) == (Table("a"),)
+    for value, says in [
+        ([{"nmae": "a"}], "no key 'nmae' in it; did you mean 'name'?"),
+        ([{"zzz": "a"}], "no key 'zzz' in it; there are name, share"),
+        ([{"share": "a"}], "share to be a number"),
+        ((Table(3),), "name to be text"),  # type: ignore[arg-type]
+        (["a"], "a table with name, share"),
+        ("a", "tables, one for each, in a configuration file"),
+    ]:
+        with pytest.raises(Mismatch, match=re.escape(says)):
+            convert(value, kind)
+    with pytest.raises(Mismatch, match="tables, one for each, in a configuration file"):
+        read_words(["a"], kind)

@@ -15,7 +15,7 @@ from moeclipse.ops.random import fill_normal
 from moeclipse.tensor.cut import Cut
 from moeclipse.tensor.linear import column_linear
 from moeclipse.tensor.parallel import TensorParallel
-from moeclipse.tensor.vocab import cross_entropy, embed, head_loss
+from moeclipse.tensor.vocab import NO_TARGET, cross_entropy, embed, head_loss, head_losses
 from moeclipse.tensor.weight_grad import attach
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
@@ -44,6 +44,50 @@ def run(mesh: Mesh, sequence_parallel: bool, with_main_grad: bool, **options: An
     grad = torch.zeros(V, D, dtype=torch.float64)
     grad[cut.start : cut.stop] = weight.main_grad if with_main_grad else weight.grad
     return {"loss": loss.detach(), "grad": tp.sum_rows(grad, "grad").get()}
+
+
+def without_targets(mesh: Mesh, sequence_parallel: bool, rows: int) -> list[torch.Tensor]:
+    """(loss, losses, gradients of weight and input), where every third token has nothing to predict."""
+    tp = TensorParallel.of(mesh, sequence_parallel=sequence_parallel)
+    cut = Cut.of((V, D), 0, index=tp.index, parts=tp.size)
+    weight = nn.Parameter(torch.empty(cut.local_shape, dtype=torch.float64))
+    cut.fill(weight.data, 1, 1.0)
+    x = torch.arange(8 * D, dtype=torch.float64).view(8, D).sin()
+    x = x[tp.index * 8 // tp.size : (tp.index + 1) * 8 // tp.size] if sequence_parallel else x
+    x.requires_grad_()
+    targets = ids()[1].clone()
+    targets[::3] = NO_TARGET
+    loss, each = head_losses(x, weight, targets, cut, tp, chunk_bytes=rows * len(weight) * 8)
+    loss.backward()
+    assert not each.requires_grad
+    assert weight.grad is not None
+    assert x.grad is not None
+    grad = torch.zeros(V, D, dtype=torch.float64)
+    grad[cut.start : cut.stop] = weight.grad
+    d_x = tp.gather_rows(x.grad, "grad").get() if sequence_parallel else x.grad
+    return [loss.detach(), each, tp.sum_rows(grad, "grad").get(), d_x]
+
+
+@pytest.mark.parametrize("rows", [3, 100])
+@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_places_without_a_target_count_for_nothing(ranks: int, sequence_parallel: bool, rows: int) -> None:
+    def reference(mesh: Mesh) -> list[torch.Tensor]:
+        cut = Cut.of((V, D), 0, index=0, parts=1)
+        weight = torch.empty(V, D, dtype=torch.float64)
+        cut.fill(weight, 1, 1.0)
+        weight.requires_grad_()
+        x = torch.arange(8 * D, dtype=torch.float64).view(8, D).sin().requires_grad_()
+        targets = ids()[1].clone()
+        targets[::3] = -100
+        each = F.cross_entropy(x @ weight.T, targets, reduction="none")
+        each.sum().backward()
+        return [each.sum().detach(), each.detach(), weight.grad, x.grad]  # type: ignore[list-item]
+
+    expected = run_alone(reference)
+    assert (expected[1][::3] == 0).all()
+    for found in run_ranks(ranks, without_targets, sequence_parallel, rows, tp=ranks):
+        for mine, right in zip(found, expected, strict=True):
+            assert difference(mine, right) <= 1e-12
 
 
 def run_in_chunks(mesh: Mesh, sequence_parallel: bool, with_main_grad: bool, rows: int) -> dict:

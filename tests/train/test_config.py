@@ -197,7 +197,10 @@ def test_what_works_is_not_refused(corpus: str) -> None:  # noqa: F811
 # --- whatever is accepted can be built ---------------------------------------------------------------------
 
 OF_THE_MACHINE: dict[str, Any] = {"run.device": "cpu", "parallel.peer": "auto", "metrics.tensorboard": False}
-OF_THE_DATA = ("data.files", "data.tokenizer", "data.token_dtype", "model.vocab_size", "run.dir")
+OF_THE_DATA = (
+    *("data.files", "data.tokenizer", "data.token_dtype", "model.vocab_size", "run.dir"),
+    *("data.source", "data.end_of_text", "eval.files"),
+)
 
 
 def draw(kind: Any, rng: random.Random) -> Any:

@@ -348,3 +348,34 @@ def test_a_file_that_vanishes_during_the_run(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "a.bin").unlink()
     with pytest.raises(DataError, match=r"a.bin could not be read again.*files must stay as they are"):
         corpus.read(0, 5)
+
+
+# ---- documents
+
+
+def test_records_with_their_ends(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "ab"}\n\n{"body": "c"}\n')
+    corpus = open_corpus(DataConfig(files=(str(tmp_path / "a.jsonl"),), field="body"), 256)
+    assert bytes(corpus.read(0, 5).astype(np.uint8)) == b"ab\0c\0"
+    assert corpus.documents is not None
+    assert corpus.documents.ends.tolist() == [3, 5]
+    refused(DataConfig(files=(str(tmp_path / "a.jsonl"),)), r"a.jsonl, line 1 has no field 'text'")
+
+
+def test_an_end_between_texts_is_asked_for(tmp_path: Path) -> None:
+    config = DataConfig(files=(text(tmp_path, a="ab", b="c"),), end_of_text="7")
+    assert open_corpus(config, 256).read(0, 5).tolist() == [97, 98, 7, 99, 7]
+    refused(config, r"data.end_of_text: there are tokens up to 255, but model.vocab_size is 7", vocab_size=7)
+
+
+def test_files_that_are_no_text_are_not_taken_for_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\x1f\x8b" + bytes(100))
+    refused(DataConfig(files=(str(tmp_path / "a.txt"),)), r"compressed by gzip, not text")
+
+
+def test_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    config = DataConfig(files=(text(tmp_path, a="w1 w2"),), tokenizer=str(tmp_path))
+    refused(config, r"has no tokenizer.json; save one there")
+    tokenizer_file(tmp_path)
+    assert open_corpus(config, 21).read(0, 2).tolist() == [1, 2]

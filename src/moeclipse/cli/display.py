@@ -21,6 +21,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from moeclipse.cli.evaluated import eval_lines, eval_text
 from moeclipse.cli.heat import heat_lines
 from moeclipse.cli.plot import average_to, plot_lines
 
@@ -129,6 +130,8 @@ class Display:
         # Records count steps from 0; people see how many are done.
         done, loss = int(record.get("step", 0)) + 1, float(record.get("loss", math.nan))
         self.losses.append(loss)
+        if "eval_loss" in record:
+            self.console.print(f"step {done}: {eval_text(record)}", markup=False)
         if self.progress is not None:
             spark = "" if has_room(self.console) else sparkline(self.losses, SPARK_WIDTH, self.unicode)
             speed = short(record.get("tokens_per_s"))
@@ -212,6 +215,7 @@ def summary_lines(summary: dict[str, Any], width: int, unicode: bool) -> list[tu
         speed += f", {share} (MFU), {100 * summary['of_limit']:.0f} % of what the work allows"
     lines = [
         ("loss", [Text.assemble((loss, "bold"), baseline)]),
+        *eval_lines(summary),
         ("speed", [Text(speed)]),
         ("step", step_bar(summary, room, unicode)),
         ("hidden", [Text(hidden_text(summary))]),

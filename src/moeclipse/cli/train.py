@@ -104,8 +104,10 @@ def main(words: list[str]) -> int:
         shown = config if options.resume == "auto" else merged.built.config
         print(to_toml(shown, comments=True), end="")
         return 0
-    from moeclipse.cli import launch
+    from moeclipse.cli import launch, prepare
 
+    if not joined:
+        prepare.prepare_all(config)
     if joined or num_ranks == 1:
         return launch.run_rank(config, options.resume)
     return launch.launch_ranks(config, options.resume, num_ranks=num_ranks, restarts=options.restarts)
@@ -216,14 +218,19 @@ def directory_problems(config: TrainConfig, resume: str) -> Iterator[str]:
 
 def data_problems(config: TrainConfig) -> Iterator[str]:
     """Files that are not there are found before ranks start; what is in them is the trainer's to judge."""
-    if any(problems_of(config.data)) or not (config.data.files or config.data.tokenizer):
+    data = config.data
+    if any(problems_of(data)) or any(problems_of(config.eval)):
+        return
+    if not (data.files or data.source or data.tokenizer or config.eval.files):
         return
     from moeclipse.train.corpus import find_corpus
+    from moeclipse.train.data_config import all_parts
 
-    try:
-        find_corpus(config.data)
-    except DataError as error:
-        yield str(error)
+    for part in all_parts(data, config.eval):
+        try:
+            find_corpus(part)
+        except DataError as error:
+            yield str(error)
 
 
 def show_help(words: Sequence[str]) -> int:

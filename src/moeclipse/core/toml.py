@@ -1,7 +1,7 @@
 """TOML in and out: files to tables, and trees of dataclasses to text that reads back equal.
 
 The standard library reads TOML but does not write it; a configuration needs only scalars, arrays of
-scalars and nested tables, so that is all there is here.
+scalars, nested tables and arrays of tables, so that is all there is here.
 """
 
 from __future__ import annotations
@@ -53,12 +53,16 @@ def _toml_lines(config: Any, prefix: str, comments: bool) -> Iterator[str]:
         if dataclasses.is_dataclass(value):
             tables.append((f"{prefix}{field.name}", value))
             continue
+        if value and isinstance(value, tuple) and dataclasses.is_dataclass(value[0]):
+            tables += [(f"{prefix}{field.name}", value)]
+            continue
         comment = f"  # {docs[field.name]}" if field.name in docs else ""
         yield f"{field.name} = {toml_value(value)}{comment}"
     for name, section in tables:
-        yield ""
-        yield f"[{name}]"
-        yield from _toml_lines(section, f"{name}.", comments)
+        for one in section if isinstance(section, tuple) else (section,):
+            yield ""
+            yield f"[[{name}]]" if isinstance(section, tuple) else f"[{name}]"
+            yield from _toml_lines(one, f"{name}.", comments)
 
 
 def toml_value(value: Any) -> str:

@@ -1,16 +1,18 @@
 """One value of a configuration: is it of its declared type, and how is it read from words of a command line.
 
-Types are int, float, bool, str, `Literal`, tuples of one of these, and unions. No value is bent to fit: 2.0
+Types are int, float, bool, str, `Literal`, tuples of one of these, unions, and tuples of dataclasses: in a
+file such a list is a table for each, `[[section.key]]`. No value is bent to fit: 2.0
 is no whole number and "2" no number, unless it was a word of a command line. Numbers are finite.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 
@@ -25,6 +27,8 @@ def expected_text(kind: Any) -> str:
         return f'"{args[0]}"' if len(args) == 1 else "one of " + ", ".join(map(str, args))
     if origin in (types.UnionType, typing.Union):
         return " or ".join(expected_text(arg) for arg in args)
+    if origin is tuple and dataclasses.is_dataclass(args[0]):
+        return "tables, one for each, in a configuration file"
     if origin is tuple:
         return "a list of " + {str: "texts", int: "whole numbers", float: "numbers"}.get(args[0], "values")
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -51,6 +55,8 @@ def convert(value: Any, kind: Any) -> Any:
                 continue
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(convert(item, args[0]) for item in value)
+    if dataclasses.is_dataclass(kind):
+        return convert_table(value, kind)
     if kind in (int, bool, str) and type(value) is kind:
         return value
     if kind is float and type(value) in (int, float):
@@ -58,6 +64,28 @@ def convert(value: Any, kind: Any) -> Any:
             raise Mismatch("a finite number")
         return float(value)
     raise Mismatch(expected_text(kind))
+
+
+def convert_table(value: Any, kind: Any) -> Any:
+    """One table of a list as its dataclass; raises Mismatch, which names the key."""
+    if isinstance(value, kind):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(kind)}
+    names = [field.name for field in dataclasses.fields(kind)]
+    if not isinstance(value, Mapping):
+        raise Mismatch(f"a table with {', '.join(names)}")
+    hints = typing.get_type_hints(kind)
+    for name in value:
+        if name not in names:
+            close = nearest(str(name), names)
+            hint = f"did you mean {close!r}?" if close else f"there are {', '.join(names)}"
+            raise Mismatch(f"no key {name!r} in it; {hint}")
+    given = {}
+    for name, item in value.items():
+        try:
+            given[name] = convert(item, hints[name])
+        except Mismatch as mismatch:
+            raise Mismatch(f"{name} to be {mismatch}") from None
+    return kind(**given)
 
 
 def list_in(kind: Any) -> Any:
@@ -80,6 +108,8 @@ def read_words(words: Sequence[str], kind: Any) -> Any:
     """Words of a command line as a declared type; raises Mismatch."""
     if typing.get_origin(kind) is tuple:
         item = typing.get_args(kind)[0]
+        if dataclasses.is_dataclass(item):
+            raise Mismatch(expected_text(kind))
         return tuple(read_words([word], item) for word in words)
     listed = list_in(kind)
     if listed is not None and is_item(words[0], listed):

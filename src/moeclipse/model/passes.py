@@ -77,6 +77,8 @@ class MicrobatchState:
     aux_scale: torch.Tensor
     """What the router's losses count for."""
     loss_sum: torch.Tensor | None = None
+    loss_T: torch.Tensor | None = None
+    """Of each token, without a gradient."""
     reports: list[MoEReport] = field(default_factory=list)
 
 

@@ -38,7 +38,7 @@ from moeclipse.ops.random import key_of
 from moeclipse.tensor.cut import Cut, mark
 from moeclipse.tensor.linear import ColumnParallelLinear, column_linear
 from moeclipse.tensor.parallel import TensorParallel
-from moeclipse.tensor.vocab import cross_entropy, embed, head_loss
+from moeclipse.tensor.vocab import embed, head_losses, token_losses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,8 @@ class Output:
     aux_loss: torch.Tensor
     """This rank's share of the balance and z losses, summed over layers."""
     reports: list[MoEReport]
+    loss_T: torch.Tensor
+    """Of each token, without a gradient; 0 where there is nothing to predict."""
 
 
 class Transformer(nn.Module):
@@ -127,10 +129,10 @@ class Transformer(nn.Module):
         next, and positions begin anew. Left out: a sample is one document.
         """
         h_TD, reports = self.hidden(ids_BS, tokens, documents_BS)
-        loss_sum = self.loss(h_TD, targets_BS)
+        loss_sum, loss_T = self.losses(h_TD, targets_BS)
         shares = [report.aux_loss for report in reports]
         aux_loss = torch.stack(shares).sum() if shares else loss_sum.new_zeros(())
-        return Output(loss_sum=loss_sum, aux_loss=aux_loss, reports=reports)
+        return Output(loss_sum=loss_sum, aux_loss=aux_loss, reports=reports, loss_T=loss_T)
 
     def hidden(
         self, ids_BS: torch.Tensor, tokens: Tokens, documents_BS: torch.Tensor | None = None
@@ -169,11 +171,15 @@ class Transformer(nn.Module):
 
     def loss(self, h_TD: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
         """Norm, head and cross-entropy, summed over this rank's tokens."""
+        return self.losses(h_TD, targets_BS)[0]
+
+    def losses(self, h_TD: torch.Tensor, targets_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(their sum, that of each token, which has no gradient)."""
         targets_T = targets_BS.flatten()
         if self.config.logit_scale != 1 or self.config.logit_softcap:
-            return cross_entropy(self.logits(h_TD), targets_T, self.vocab, self.tp)
+            return token_losses(self.logits(h_TD), targets_T, self.vocab, self.tp)
         weight = self.embedding if self.head is None else self.head.weight
-        return head_loss(self.norm(h_TD), weight, targets_T, self.vocab, self.tp)
+        return head_losses(self.norm(h_TD), weight, targets_T, self.vocab, self.tp)
 
     # For the pipeline (`pipeline/stage`).
 
@@ -209,7 +215,7 @@ class Transformer(nn.Module):
             return self.embed(microbatch.ids_BS)
 
         def leave(h_TD: torch.Tensor, microbatch: MicrobatchState) -> torch.Tensor:
-            loss_sum = self.loss(h_TD, microbatch.targets_BS)
+            loss_sum, microbatch.loss_T = self.losses(h_TD, microbatch.targets_BS)
             microbatch.loss_sum = loss_sum.detach()
             return loss_sum
 

@@ -193,7 +193,7 @@ def attend_flex(
     if documents_BS is None:
         mask = window_blocks(queries, keys, window, q_BHSd.device)
     else:
-        mask = document_blocks(runs_of(documents_BS), window)
+        mask = document_blocks(documents_BS, window)
 
     def capped(score: Any, _b: Any, _h: Any, _i: Any, _j: Any) -> Any:
         return softcap * torch.tanh(score / softcap)
@@ -239,7 +239,10 @@ def window_blocks(queries: int, keys: int, window: int, device: torch.device) ->
     return compiled_mask()(sees, None, None, queries, keys, device=device)
 
 
-def document_blocks(document_BS: torch.Tensor, window: int) -> Any:
+@functools.lru_cache(maxsize=8)
+def document_blocks(documents_BS: torch.Tensor, window: int) -> Any:
+    """All layers of a microbatch see the same documents: known by the tensor itself, which nobody changes."""
+    document_BS = runs_of(documents_BS)
     samples, length = document_BS.shape
 
     def sees(b: Any, _h: Any, i: Any, j: Any) -> Any:

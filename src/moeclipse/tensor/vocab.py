@@ -6,7 +6,8 @@ ranks is the embedding. The loss never gathers logits: for each token the ranks 
 
 Contract. The loss is a sum over tokens in fp32 (fp64 for fp64 logits), the same on every rank of the group,
 and so is its gradient's scale: backward needs no exchange. Only logits, in their own type, are kept for
-backward; `head_loss` does not even keep those of a large vocabulary, and never has them whole.
+backward; `head_loss` does not even keep those of a large vocabulary, and never has them whole. A target of
+NO_TARGET (-1) counts for nothing: no loss, no gradient.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from moeclipse.tensor.linear import cast, column_linear, reduce_input_grad
 from moeclipse.tensor.parallel import TensorParallel
 from moeclipse.tensor.weight_grad import accumulator, weight_grad
 
+NO_TARGET = -1
+"""Where nothing is to be predicted: behind the end of a document, in what somebody else said."""
 CHUNK_BYTES = 1 << 29
 """Logits that may be in memory at once; with more, the head and its loss go over the tokens in chunks."""
 
@@ -85,14 +88,29 @@ def head_loss(
     chunk_bytes: int = CHUNK_BYTES,
 ) -> torch.Tensor:
     """The sum over tokens of -log softmax(x W^T)[target]; no more than `chunk_bytes` of logits at once."""
+    return head_losses(x, weight_VD, targets_T, cut, tp, chunk_bytes=chunk_bytes)[0]
+
+
+@torch.compiler.disable
+def head_losses(
+    x: torch.Tensor,
+    weight_VD: nn.Parameter,
+    targets_T: torch.Tensor,
+    cut: Cut,
+    tp: TensorParallel,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the sum, the loss of each token, which has no gradient)."""
     most = max(1, chunk_bytes // max(len(weight_VD) * x.element_size(), 1))
     if len(targets_T) <= most:
         (logits_TV,) = column_linear(x, [weight_VD], tp, label="head")
-        return cross_entropy(logits_TV, targets_T, cut, tp)
+        return token_losses(logits_TV, targets_T, cut, tp)
     # Chunks of equal size: one that is left over would be a thin product.
     chunks = -(-len(targets_T) // most)
-    loss: torch.Tensor = _HeadLoss.apply(cast(x), weight_VD, targets_T, cut, tp, -(-len(targets_T) // chunks))
-    return loss
+    rows = -(-len(targets_T) // chunks)
+    loss, loss_T = _HeadLoss.apply(cast(x), weight_VD, targets_T, cut, tp, rows)
+    return loss, loss_T
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -112,7 +130,7 @@ class _HeadLoss(torch.autograd.Function):
         cut: Cut,
         tp: TensorParallel,
         rows: int,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         whole_TD, frozen = x, not ctx.needs_input_grad[1]
         if tp.parts_tokens:
             whole_TD = tp.gather_rows(x, "gather of inputs, head", reuse=not frozen).get()
@@ -123,14 +141,16 @@ class _HeadLoss(torch.autograd.Function):
             for x_CD, target_C in zip(whole_TD.split(rows), target_T.split(rows), strict=True)
         ]
         log_sum_T, logit_T = _over_ranks(torch.cat(parts, dim=1), tp)
+        loss_T, log_sum_T = _counted(targets_T, log_sum_T, logit_T)
         # A frozen head gathers nothing in backward, as any frozen linear: then all of x is kept.
         ctx.save_for_backward(whole_TD if frozen else x, weight, log_sum_T, target_T)
         ctx.tp, ctx.rows = tp, rows
-        return (log_sum_T - logit_T).sum()
+        ctx.mark_non_differentiable(loss_T)
+        return loss_T.sum(), loss_T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, d_loss: torch.Tensor, _: Any) -> tuple[Any, ...]:
         tp, (x, weight, log_sum_T, target_T) = ctx.tp, ctx.saved_tensors
         whole_TD = x
         if tp.parts_tokens and ctx.needs_input_grad[1]:
@@ -177,13 +197,30 @@ def _over_ranks(mine_3T: torch.Tensor, tp: TensorParallel) -> tuple[torch.Tensor
     return largest_T + sum_T.log(), logit_T
 
 
+def _counted(
+    targets_T: torch.Tensor, log_sum_T: torch.Tensor, logit_T: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss of each token, log sums for backward): beside an infinite sum every probability is 0."""
+    nothing_T = targets_T < 0
+    loss_T = (log_sum_T - logit_T).masked_fill(nothing_T, 0)
+    return loss_T, log_sum_T.masked_fill(nothing_T, torch.inf)
+
+
 @torch.compiler.disable
 def cross_entropy(
     logits_TV: torch.Tensor, targets_T: torch.Tensor, cut: Cut, tp: TensorParallel
 ) -> torch.Tensor:
     """The sum over tokens of -log softmax(logits)[target]; `logits_TV` are this rank's part of them."""
-    loss: torch.Tensor = _CrossEntropy.apply(logits_TV, targets_T, cut, tp)
-    return loss
+    return token_losses(logits_TV, targets_T, cut, tp)[0]
+
+
+@torch.compiler.disable
+def token_losses(
+    logits_TV: torch.Tensor, targets_T: torch.Tensor, cut: Cut, tp: TensorParallel
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the sum, the loss of each token, which has no gradient)."""
+    loss, loss_T = _CrossEntropy.apply(logits_TV, targets_T, cut, tp)
+    return loss, loss_T
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -196,14 +233,16 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits_TV: torch.Tensor, targets_T: torch.Tensor, cut: Cut, tp: TensorParallel
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         target_T = _targets(targets_T, cut)
         log_sum_T, logit_T = _over_ranks(statistics(logits_TV, target_T), tp)
+        loss_T, log_sum_T = _counted(targets_T, log_sum_T, logit_T)
         ctx.save_for_backward(logits_TV, log_sum_T, target_T)
-        return (log_sum_T - logit_T).sum()
+        ctx.mark_non_differentiable(loss_T)
+        return loss_T.sum(), loss_T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, d_loss: torch.Tensor, _: Any) -> tuple[Any, ...]:
         logits_TV, log_sum_T, target_T = ctx.saved_tensors
         return gradient(logits_TV, log_sum_T, target_T, d_loss), None, None, None

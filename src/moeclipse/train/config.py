@@ -22,6 +22,8 @@ from moeclipse.model.config import ModelConfig
 from moeclipse.moe.config import LAYER_KEYS, GateConfig, MoEConfig, layer_problems
 from moeclipse.pipeline.config import PipelineConfig
 from moeclipse.pipeline.overlap import StageLayout, lay_out
+from moeclipse.train.data_config import DataConfig as DataConfig
+from moeclipse.train.data_config import EvalConfig
 from moeclipse.train.init_config import InitConfig
 from moeclipse.train.optim_config import OptimConfig, type_problems
 from moeclipse.train.survival_config import CheckpointConfig, IntegrityConfig
@@ -69,35 +71,6 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """What is read, and how it is cut into samples."""
-
-    files: tuple[str, ...] = ()
-    """Globs of text files, or of token files (.npy, .bin); empty: the standard library's sources as bytes."""
-    tokenizer: str = ""
-    """A `tokenizers` JSON file; empty: bytes."""
-    token_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
-    """Element type of .bin files."""
-    seq_len: int = 128
-    batch_size: int = 16
-    """Samples per step over all ranks: it does not change with the number of ranks."""
-    shuffle: bool = True
-    order: Literal["samples", "stream"] = "samples"
-    """samples: each stands alone; stream: row b of a step goes on where row b of the step before ended."""
-
-    def problems(self) -> Iterator[str]:
-        for name in ("seq_len", "batch_size"):
-            if getattr(self, name) < 1:
-                yield f"data.{name} ({getattr(self, name)}) must be at least 1"
-        for name in (self.tokenizer, *self.files):
-            if "\0" in name:
-                key = "data.tokenizer" if name == self.tokenizer else "data.files"
-                yield f"{key} ({name!r}) must be the path of a file"
-        if "" in self.files:
-            yield "data.files holds an empty name; give paths or globs of files, or an empty list"
-
-
-@dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
     tensorboard: bool = False
     """Also write TensorBoard events (needs the `tensorboard` extra)."""
@@ -125,6 +98,7 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     integrity: IntegrityConfig = field(default_factory=IntegrityConfig)
@@ -202,8 +176,13 @@ def data_problems(config: TrainConfig) -> Iterator[str]:
             f"data.batch_size ({data.batch_size}) must be at least "
             f"optim.accumulate ({config.optim.accumulate}): a microbatch needs a sample"
         )
-    if not data.tokenizer and not data.files and model.vocab_size < 256:
+    if not (data.tokenizer or data.files or data.source) and model.vocab_size < 256:
         yield f"model.vocab_size ({model.vocab_size}) must be at least 256 for bytes"
+    if config.eval.asked_for and (model.memory > 0 or data.order == "stream"):
+        yield (
+            "eval.files and eval.share cannot go with model.memory or data.order = 'stream': what is "
+            "evaluated has no text before it; leave them empty"
+        )
     if model.memory > 0 and data.order != "stream":
         yield (
             f"model.memory ({model.memory}) needs data.order = 'stream': row b of a step must go on "
@@ -317,8 +296,9 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], Iterator[str]]], ...
     (("init.upcycle", "run.init_from", *STAGE_KEYS[1:]), upcycle_problems),
     (
         (
-            *("data.batch_size", "data.files", "data.tokenizer", "data.order", "optim.accumulate"),
-            *("model.vocab_size", "model.memory"),
+            *("data.batch_size", "data.files", "data.source", "data.tokenizer", "data.order"),
+            "optim.accumulate",
+            *("model.vocab_size", "model.memory", "eval.files", "eval.share"),
         ),
         data_problems,
     ),

@@ -7,8 +7,10 @@ are memory-mapped, small ones are joined in memory.
 Contract. `read(start, stop)` gives int64 tokens, each checked to be at least 0 and below `vocab_size`.
 `fingerprint()` depends on the tokens alone, not on where the files lie.
 
-Hazards. Text that goes through a tokenizer is held in memory on each rank; for more than a few GB write token
-files once and train on those. Files must not change while a run reads them.
+Documents (records, compressed files, text through a tokenizer) become tokens once (`train/documents`); then
+it is also known where each of them ends.
+
+Hazards. Files must not change while a run reads them.
 """
 
 from __future__ import annotations
@@ -27,7 +29,11 @@ from typing import Any
 import numpy as np
 
 from moeclipse.core.errors import DataError
-from moeclipse.train.config import DataConfig
+from moeclipse.train.data_config import DataConfig
+from moeclipse.train.documents.cache import DocumentTokens, Tell, tokens_of
+from moeclipse.train.documents.formats import TOKEN_SUFFIXES, FileKind, check_kind, kind_of, need
+from moeclipse.train.documents.recipe import recipe_of
+from moeclipse.train.documents.tokenizer import tokenizer_file
 
 SMALL_FILE = 1 << 20
 """Files below this many bytes are read at once: mapping thousands of them would use up file handles."""
@@ -36,7 +42,8 @@ MAX_MAPPED = 128
 PROBE_TOKENS = 1 << 25
 """A corpus up to this size is checked, hashed and counted whole; of a larger one, so many tokens are."""
 PROBE_WINDOW = 1 << 14
-TOKEN_SUFFIXES = (".npy", ".bin")
+SCANNED = 1 << 22
+"""Tokens that are looked at together where documents of token files are searched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +73,16 @@ class CorpusPart:
 class Corpus:
     """Tokens by position; see the module's text for the contract."""
 
-    def __init__(self, parts: Sequence[CorpusPart], *, vocab_size: int, what: str) -> None:
+    def __init__(
+        self,
+        parts: Sequence[CorpusPart],
+        *,
+        vocab_size: int,
+        what: str,
+        documents: DocumentTokens | None = None,
+    ) -> None:
+        self.documents = documents
+        """Where documents end, as far as that is known."""
         self.parts = [part for part in parts if part.num_tokens]
         self.vocab_size = vocab_size
         self.what = what
@@ -100,8 +116,25 @@ class Corpus:
 
     def unigram_entropy(self) -> float:
         """Nats per token of a model that knows only how often each token occurs: the loss to beat."""
-        share = self._counts[self._counts > 0] / self._counts.sum()
+        share = self.frequencies()
+        share = share[share > 0]
         return float(-(share * np.log(share)).sum())
+
+    def frequencies(self) -> np.ndarray:
+        """How often each token occurs, as a share of all."""
+        share: np.ndarray = self._counts / self._counts.sum()
+        return share
+
+    def find_documents(self, end: int) -> None:
+        """Documents of token files: each ends behind the token `end`, the last one with the corpus."""
+        found = [np.zeros(0, dtype=np.int64)]
+        for start in range(0, len(self), SCANNED):
+            tokens = self.read(start, min(start + SCANNED, len(self)))
+            found.append(np.flatnonzero(tokens == end) + start + 1)
+        ends = np.concatenate(found)
+        if not len(ends) or ends[-1] < len(self):
+            ends = np.append(ends, len(self))
+        self.documents = DocumentTokens(tokens=np.zeros(0, dtype=np.uint8), ends=ends, in_file=[])
 
     def _array(self, number: int) -> np.ndarray:
         array = self._open.pop(number, None)
@@ -147,6 +180,13 @@ class Found:
     kind: str
     """.npy, .bin or text."""
     what: str
+    kinds: list[FileKind]
+    """What the name of each file promises."""
+
+    @property
+    def plain(self) -> bool:
+        """Texts whose bytes are tokens as they stand."""
+        return all(kind == FileKind("text") for kind in self.kinds)
 
 
 def find_corpus(config: DataConfig) -> Found:
@@ -160,13 +200,19 @@ def find_corpus(config: DataConfig) -> Found:
             )
     else:
         files, what = find_files(config.files), f"data.files = {list(config.files)}"
-    kinds = {path.suffix if path.suffix in TOKEN_SUFFIXES else "text" for path in files}
-    if len(kinds) > 1:
+    kinds = [kind_of(path) for path in files]
+    sorts: set[str] = {kind.form if kind.form in TOKEN_SUFFIXES else "text" for kind in kinds}
+    if len(sorts) > 1:
         raise DataError(
-            f"{what} matches {' and '.join(sorted(kinds))} files: give files of one kind, "
+            f"{what} matches {' and '.join(sorted(sorts))} files: give files of one kind, "
             f"text or .npy tokens or .bin tokens; matched {_some(files)}"
         )
-    kind = kinds.pop()
+    kind = sorts.pop()
+    for path, known in zip(files, kinds, strict=True):
+        if known.packing == ".zst":
+            need("zstandard", path)
+        elif known.form == "parquet":
+            need("pyarrow", path)
     if kind in TOKEN_SUFFIXES and config.tokenizer:
         raise DataError(
             f"data.tokenizer is {config.tokenizer!r}, but {what} matches token files ({kind}): "
@@ -174,22 +220,55 @@ def find_corpus(config: DataConfig) -> Found:
         )
     if config.tokenizer:
         find_tokenizer(config.tokenizer)
-    return Found(files=files, kind=kind, what=what)
+    return Found(files=files, kind=kind, what=what, kinds=kinds)
 
 
-def open_corpus(config: DataConfig, vocab_size: int) -> Corpus:
-    """The corpus that a configuration names; a DataError says what is wrong with it."""
+def open_corpus(config: DataConfig, vocab_size: int, tell: Tell = lambda _done, _all: None) -> Corpus:
+    """The corpus that a configuration names; a DataError says what is wrong with it.
+
+    `tell` is called while documents are tokenised, with the bytes that were read and all of them.
+    """
     found = find_corpus(config)
     files, kind = found.files, found.kind
+    documents = None
     if kind == ".npy":
         parts = [_npy_part(path) for path in files]
     elif kind == ".bin":
         parts = [_raw_part(path, config.token_dtype) for path in files]
-    elif config.tokenizer:
-        parts = _tokenized(files, config.tokenizer, errors="strict" if config.files else "replace")
+    elif is_made_of_documents(config, found):
+        tokenizer = find_tokenizer(config.tokenizer) if config.tokenizer else None
+        recipe = recipe_of(config, tokenizer, vocab_size, total_size(files), plain=found.plain)
+        documents = tokens_of(files, found.kinds, recipe, config.cache, tell=tell)
+        parts = list(_parts_of(documents, files))
     else:
+        for path, known in zip(files, found.kinds, strict=True):
+            check_kind(path, known)
         parts = list(_joined(_raw_part(path, "uint8") for path in files))
-    return Corpus(parts, vocab_size=vocab_size, what=found.what)
+    corpus = Corpus(parts, vocab_size=vocab_size, what=found.what, documents=documents)
+    if found.kind in TOKEN_SUFFIXES and config.documents == "packed" and config.end_of_text.isdecimal():
+        corpus.find_documents(int(config.end_of_text))
+    return corpus
+
+
+def is_made_of_documents(config: DataConfig, found: Found) -> bool:
+    """Whether files must be turned into tokens before they are read."""
+    if found.kind in TOKEN_SUFFIXES:
+        return False
+    packed = config.documents == "packed" or config.kind == "chat"
+    return bool(config.tokenizer) or packed or not found.plain or config.end_of_text not in ("", "auto")
+
+
+def total_size(files: Sequence[Path]) -> int:
+    return sum(path.stat().st_size for path in files)
+
+
+def _parts_of(documents: DocumentTokens, files: Sequence[Path]) -> Iterator[CorpusPart]:
+    """Tokens by the file they come from, so that an error can name it."""
+    first = 0
+    for path, count in zip(files, documents.in_file, strict=True):
+        array = documents.tokens[first : first + count]
+        yield CorpusPart(source=str(path), num_tokens=count, array=array)
+        first += count
 
 
 def standard_library(root: Path) -> list[Path]:
@@ -307,37 +386,14 @@ def find_tokenizer(tokenizer: str) -> Path:
             f"data.tokenizer is {tokenizer!r}, but the `tokenizers` package is not installed; "
             f"run: pip install moeclipse[hf]"
         )
-    path = Path(tokenizer).expanduser()
-    if not path.is_file():
+    path = tokenizer_file(tokenizer)
+    if path is None:
+        if Path(tokenizer).expanduser().is_dir():
+            raise DataError(
+                f"data.tokenizer: folder {tokenizer!r} has no tokenizer.json; save one there with "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
+            )
         raise DataError(
             f"data.tokenizer: {tokenizer!r} does not exist; give the path of a tokenizer.json file"
         )
     return path
-
-
-def _tokenized(files: Sequence[Path], tokenizer: str, errors: str) -> list[CorpusPart]:
-    """Each text file through a `tokenizers` JSON file; nothing is put between files."""
-    path = find_tokenizer(tokenizer)
-    from tokenizers import Tokenizer
-
-    try:
-        encoder = Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises plain Exception
-        raise DataError(
-            f"data.tokenizer: {tokenizer!r} is not a `tokenizers` JSON file: {error}; "
-            f"save one with Tokenizer.save(path)"
-        ) from error
-    parts = []
-    for file in files:
-        try:
-            text = _read(file).decode("utf-8", errors=errors)
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{file} is not UTF-8 text (byte {error.start}), which data.tokenizer needs; "
-                f"convert it, or leave data.tokenizer empty to train on bytes"
-            ) from error
-        # A vocabulary of three tokens may number one of them four billion.
-        tokens = np.array(encoder.encode(text, add_special_tokens=False).ids, dtype=np.int64)
-        array = tokens.astype(np.min_scalar_type(int(tokens.max(initial=0))))
-        parts.append(CorpusPart(source=str(file), num_tokens=array.size, array=array))
-    return parts

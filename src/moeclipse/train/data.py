@@ -5,6 +5,10 @@ shuffled order. Step s takes the global samples [s * B, (s + 1) * B); microbatch
 them, and a data rank's share a contiguous part of the microbatch. So the number of ranks, the number of
 microbatches and restarts change who reads a sample, never which samples a step is made of.
 
+A sample is a window of the corpus (`Samples`); a window with documents in it (`train/packing`) also says
+which token belongs to which, and has places where nothing is to be predicted. Of several corpora
+(`train/sources`) windows are counted through.
+
 With `data.order = "stream"` the corpus is cut into B streams of equal length instead: row b of a step is the
 window behind that of row b of the step before, until the streams end and a new epoch begins. A shuffle then
 changes which row reads which stream in an epoch. Windows left over (fewer than B) are not read.
@@ -17,9 +21,9 @@ Shapes: n samples of this rank, S = seq_len.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -29,25 +33,57 @@ from moeclipse.train.corpus import Corpus
 from moeclipse.train.fingerprint import differences
 from moeclipse.train.shuffle import permute, shuffle_key
 
+HELD_OUT = -1
+"""In the place of an epoch: the order whose end is held out, the same in all epochs."""
 Order = Literal["samples", "stream"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRows:
+    """Samples as a model reads them, int64 [n, seq_len] each."""
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    documents: np.ndarray | None = None
+    """Numbers of documents; None: a sample is one."""
 
 
 class Samples:
     """Windows of seq_len + 1 tokens at stride seq_len, so that every target is predicted once per epoch."""
 
-    def __init__(self, corpus: Corpus, seq_len: int, seed: int, shuffle: bool = True) -> None:
+    names: Sequence[str] = ("",)
+    """Of the sources that samples come from."""
+    even = True
+    """Every sample has seq_len targets, and no documents."""
+    notes: Sequence[str] = ()
+    """What whoever starts a run should know of them."""
+
+    def __init__(
+        self, corpus: Corpus, seq_len: int, seed: int, shuffle: bool = True, held_out: float = 0.0
+    ) -> None:
+        """`held_out`: the share of windows that no epoch reads, for evaluation; at least one, if any."""
         if seq_len < 1:
             raise ConfigError(f"data.seq_len ({seq_len}) must be at least 1")
-        if len(corpus) < seq_len + 1:
-            raise DataError(
-                f"the corpus ({corpus.what}) has {len(corpus)} tokens, but one sample needs "
-                f"data.seq_len + 1 = {seq_len + 1}; give more files, or lower data.seq_len"
-            )
         self.corpus, self.seq_len, self.seed, self.shuffle = corpus, seq_len, seed, shuffle
+        self.num_windows = self._count()
+        self.num_held = max(1, round(held_out * self.num_windows)) if held_out else 0
+        if self.num_windows - self.num_held < 1:
+            raise DataError(
+                f"the corpus ({corpus.what}) has {self.num_windows} samples, of which "
+                f"eval.share = {held_out} leaves none; give more files, or lower data.seq_len"
+            )
         self.set_epoch(0)
 
-    def __len__(self) -> int:
+    def _count(self) -> int:
+        if len(self.corpus) < self.seq_len + 1:
+            raise DataError(
+                f"the corpus ({self.corpus.what}) has {len(self.corpus)} tokens, but one sample needs "
+                f"data.seq_len + 1 = {self.seq_len + 1}; give more files, or lower data.seq_len"
+            )
         return (len(self.corpus) - 1) // self.seq_len
+
+    def __len__(self) -> int:
+        return self.num_windows - self.num_held
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order that `samples[i]` follows; the same epoch always gives the same order."""
@@ -74,12 +110,62 @@ class Samples:
     def windows(self, global_index: np.ndarray) -> np.ndarray:
         """Which window of the corpus each global sample is."""
         epoch, place = np.divmod(global_index, len(self))
-        if not self.shuffle:
+        if self.shuffle:
+            for number in np.unique(epoch):
+                mine = epoch == number
+                place[mine] = permute(place[mine], len(self), shuffle_key(self.seed, int(number)))
+        return self._not_held(place)
+
+    def held_windows(self) -> np.ndarray:
+        """Those that no epoch reads."""
+        return self._not_held(np.arange(len(self), self.num_windows))
+
+    def _not_held(self, place: np.ndarray) -> np.ndarray:
+        """Windows in the order whose end is held out."""
+        if not self.num_held:
             return place
-        for number in np.unique(epoch):
-            mine = epoch == number
-            place[mine] = permute(place[mine], len(self), shuffle_key(self.seed, int(number)))
-        return place
+        return permute(place, self.num_windows, shuffle_key(self.seed, HELD_OUT))
+
+    def rows(self, windows: np.ndarray) -> SampleRows:
+        """These windows as inputs and targets."""
+        tokens = self.read(windows)
+        return SampleRows(inputs=tokens[:, :-1], targets=tokens[:, 1:])
+
+    def counted(self, windows: np.ndarray) -> np.ndarray:
+        """How many targets each of these windows has."""
+        return np.full(len(windows), self.seq_len, dtype=np.int64)
+
+    def source_of(self, windows: np.ndarray) -> np.ndarray:
+        """The number of the source of each window."""
+        return np.zeros(len(windows), dtype=np.int64)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be the same for a window to be the same."""
+        held = {"held_out": self.num_held} if self.num_held else {}
+        return {"corpus": self.corpus.fingerprint(), **held}
+
+
+class SampleSource(Protocol):
+    """What batches are made of: samples of one corpus, or of several (`train/sources`)."""
+
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def shuffle(self) -> bool: ...
+    @property
+    def names(self) -> Sequence[str]: ...
+    @property
+    def even(self) -> bool: ...
+    @property
+    def notes(self) -> Sequence[str]: ...
+    def windows(self, global_index: np.ndarray) -> np.ndarray: ...
+    def rows(self, windows: np.ndarray) -> SampleRows: ...
+    def counted(self, windows: np.ndarray) -> np.ndarray: ...
+    def source_of(self, windows: np.ndarray) -> np.ndarray: ...
+    def held_windows(self) -> np.ndarray: ...
+    def fingerprint(self) -> dict[str, Any]: ...
 
 
 class Streams:
@@ -114,11 +200,15 @@ class Microbatch:
     inputs: torch.Tensor
     """int64 [n, seq_len]; n may be 0."""
     targets: torch.Tensor
-    """int64 [n, seq_len]: the token after each input."""
+    """int64 [n, seq_len]: the token after each input; -1 where nothing is to be predicted."""
     first_token: int
     """Position of this rank's first token among the microbatch's tokens on all ranks."""
     total_tokens: int
     """Tokens of the microbatch on all ranks."""
+    documents: torch.Tensor | None = None
+    """int64 [n, seq_len]: which document each token is in; None: a sample is one."""
+    sources: torch.Tensor | None = None
+    """int64 [n]: where each sample comes from, if there are several sources."""
 
     @property
     def num_tokens(self) -> int:
@@ -129,7 +219,7 @@ class Batches:
     """Cuts the global order of samples into steps, microbatches and shares of data ranks."""
 
     def __init__(
-        self, samples: Samples, batch_size: int, accumulate: int = 1, order: Order = "samples"
+        self, samples: SampleSource, batch_size: int, accumulate: int = 1, order: Order = "samples"
     ) -> None:
         if batch_size < 1 or not 1 <= accumulate <= batch_size:
             raise ConfigError(
@@ -137,7 +227,11 @@ class Batches:
                 f"({accumulate}), which must be at least 1: a microbatch needs a sample"
             )
         self.samples, self.batch_size, self.accumulate = samples, batch_size, accumulate
-        self.streams = Streams(samples, batch_size) if order == "stream" else None
+        self.streams: Streams | None = None
+        if order == "stream":
+            assert isinstance(samples, Samples), "several sources have no one order to go on in"
+            self.streams = Streams(samples, batch_size)
+        self._counted: tuple[int, list[int]] = (-1, [])
 
     def rows(self, m: int, data_rank: int = 0, num_data_ranks: int = 1) -> tuple[int, int, int]:
         """Of microbatch m: its first row in the batch, and [first, stop) of a data rank's rows in it."""
@@ -157,18 +251,29 @@ class Batches:
             )
         first, stop = even_part(self.batch_size, self.accumulate, m)
         my_first, my_stop = even_part(stop - first, num_data_ranks, data_rank)
-        batch_rows = np.arange(first + my_first, first + my_stop)
-        if self.streams is None:
-            windows = self.samples.windows(step * self.batch_size + batch_rows)
-        else:
-            windows = self.streams.windows(step, batch_rows)
-        rows = torch.from_numpy(self.samples.read(windows))
-        return Microbatch(
-            inputs=rows[:, :-1].contiguous(),
-            targets=rows[:, 1:].contiguous(),
-            first_token=my_first * self.samples.seq_len,
-            total_tokens=(stop - first) * self.samples.seq_len,
-        )
+        windows = self._windows(step, np.arange(first + my_first, first + my_stop))
+        return as_microbatch(self.samples, windows, my_first, stop - first)
+
+    def _windows(self, step: int, batch_rows: np.ndarray) -> np.ndarray:
+        if self.streams is not None:
+            return self.streams.windows(step, batch_rows)
+        return self.samples.windows(step * self.batch_size + batch_rows)
+
+    def counted(self, step: int) -> int:
+        """Targets of a step on all ranks: what its loss is a mean over. At least 1."""
+        if self.samples.even:
+            return self.batch_size * self.samples.seq_len
+        return max(1, sum(self.counted_by_source(step)))
+
+    def counted_by_source(self, step: int) -> list[int]:
+        """The same for each source; every rank knows it of all samples."""
+        if self._counted[0] != step:
+            windows = self._windows(step, np.arange(self.batch_size))
+            weights = self.samples.counted(windows)
+            sums = np.zeros(len(self.samples.names), dtype=np.int64)
+            np.add.at(sums, self.samples.source_of(windows), weights)
+            self._counted = (step, sums.tolist())
+        return self._counted[1]
 
     def state(self, step: int) -> dict[str, Any]:
         """The data position before `step`, JSON-able, with all that gives the number its meaning."""
@@ -190,9 +295,23 @@ class Batches:
             "seq_len": samples.seq_len,
             "seed": samples.seed,
             "shuffle": samples.shuffle,
-            "corpus": samples.corpus.fingerprint(),
+            **samples.fingerprint(),
             **({} if self.streams is None else {"order": "stream"}),
         }
+
+
+def as_microbatch(samples: SampleSource, windows: np.ndarray, first_row: int, num_rows: int) -> Microbatch:
+    """These windows as a rank's share of a microbatch of `num_rows`, of which it begins at `first_row`."""
+    rows = samples.rows(windows)
+    several = len(samples.names) > 1
+    return Microbatch(
+        inputs=torch.from_numpy(rows.inputs).contiguous(),
+        targets=torch.from_numpy(rows.targets).contiguous(),
+        first_token=first_row * samples.seq_len,
+        total_tokens=num_rows * samples.seq_len,
+        documents=None if rows.documents is None else torch.from_numpy(rows.documents).contiguous(),
+        sources=torch.from_numpy(samples.source_of(windows)) if several else None,
+    )
 
 
 def even_part(total: int, parts: int, number: int) -> tuple[int, int]:

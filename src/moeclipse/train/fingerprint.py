@@ -9,10 +9,34 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
+
+import torch
 
 from moeclipse.core.config import to_flat
 from moeclipse.core.renames import with_new_names
+from moeclipse.moe.config import SHAPE_KEYS, STYLE_KEYS, MoEConfig
+from moeclipse.train.config import TrainConfig
+
+
+def fingerprint_of(config: TrainConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Of a model: what a checkpoint must have in common with a run that continues it."""
+    model = asdict(config.model) | {"dtype": str(dtype).removeprefix("torch.")}
+    del model["from_hf"]  # where weights came from, not what they are
+    # How experts are placed and rows exchanged is the layout's business.
+    moe = {name: getattr(config.moe, name) for name in SHAPE_KEYS}
+    usual = MoEConfig()
+    moe |= {
+        name: value for name in STYLE_KEYS if (value := getattr(config.moe, name)) != getattr(usual, name)
+    }
+    gate: dict[str, str] = {"kind": config.gate.kind}
+    if config.gate.choose != "top_k":
+        held = " with gate.mean_experts" if config.gate.mean_experts else ""
+        gate["choose"] = f"{config.gate.choose}{held}"
+    if config.gate.logit_bias:
+        gate["logit_bias"] = "true"
+    return {"model": model, "moe": moe, "gate": gate}
 
 
 def as_json(value: Any) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from moeclipse.comm.flight.record import StepStamps
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import DivergedError
 from moeclipse.model.transformer import Transformer
-from moeclipse.moe.config import SHAPE_KEYS, STYLE_KEYS, MoEConfig
 from moeclipse.moe.dynamic_gates import BORN_LATER
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.standalone import moe_layers
@@ -38,9 +36,9 @@ from moeclipse.train.buckets import Buckets
 from moeclipse.train.checkpoints.beside import BesideSave
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, Piece, check_model, check_state, save
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.corpus import open_corpus
-from moeclipse.train.data import Batches, Samples
-from moeclipse.train.fingerprint import in_present_terms
+from moeclipse.train.data import Batches
+from moeclipse.train.evaluation import opened_for
+from moeclipse.train.fingerprint import fingerprint_of, in_present_terms
 from moeclipse.train.graphs import MicrobatchGraphs
 from moeclipse.train.integrity import Integrity
 from moeclipse.train.loss_scale import LossScale
@@ -53,6 +51,8 @@ from moeclipse.train.pipelined import Pipelined
 from moeclipse.train.placement.load_trace import AskedLoad, LoadHistory, StepLoad
 from moeclipse.train.placement.model_placement import ModelPlacement
 from moeclipse.train.ranks import PatientRanks
+from moeclipse.train.source_losses import told_by_source
+from moeclipse.train.sources import corpus_of, open_samples
 from moeclipse.train.step_program import ledger_of, one_stage, step_program
 
 STATE_KINDS = {"step": int, "updates": int, "bad_steps": int, "data": dict, "exchange": list}
@@ -64,12 +64,9 @@ class Learner:
 
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
-        corpus = open_corpus(config.data, config.model.vocab_size)
-        samples = Samples(corpus, config.data.seq_len, config.run.seed, config.data.shuffle)
-        self.corpus = corpus
-        self.batches = Batches(
-            samples, config.data.batch_size, config.optim.accumulate, order=config.data.order
-        )
+        samples = open_samples(config.data, config.model.vocab_size, config.run.seed, config.eval.held_out)
+        self.samples, self.corpus = samples, corpus_of(samples)
+        self.batches = Batches(samples, config.data.batch_size, config.optim.accumulate, config.data.order)
         self.dtype = choose_dtype(config.model.dtype, mesh.device)
         parallel = config.parallel
         wanted = {"auto": None, "on": True, "off": False}[parallel.async_all_reduce]
@@ -109,6 +106,9 @@ class Learner:
         self.one_by_one = OneByOne(config, mesh, self.model, self.buckets, self.batches)
         """Used where there is no pipeline."""
         self.placement.bind(self.optim)
+        self.evaluation = opened_for(config, mesh, self.model, samples, layout)
+        self.evaluated: dict[str, Any] = {}
+        """What was said of the last state that was evaluated."""
         self.layers = [layer for _, layer in moe_layers(self.model)]
         self.bad_steps = 0
         self.why_bad = ""
@@ -156,6 +156,7 @@ class Learner:
         with recorder.compute():
             self.model.tp.wgrads.check_empty(self.model.named_parameters())
             self.buckets.finish()
+        self._loss_of_source = sums[3:]
         return {"loss": sums[0], "aux_loss": sums[1], "dropped": sums[2]}
 
     def step(self, step: int) -> dict[str, Any]:
@@ -166,6 +167,13 @@ class Learner:
         with ledger.step(quiet=[number for number, bucket in enumerate(self.buckets) if bucket.quiet]):
             return self._step(step)
 
+    def evaluate(self, done: int) -> dict[str, Any]:
+        """After so many steps: loss on text that is held out, or nothing where it is not due. Collective."""
+        if self.evaluation is None or not self.evaluation.is_due(done):
+            return {}
+        self.evaluated = self.evaluation.run()
+        return self.evaluated
+
     def _step(self, step: int) -> dict[str, Any]:
         recorder = self.mesh.recorder
         recorder.begin_step()
@@ -174,7 +182,7 @@ class Learner:
             lr, scale = learning_rate(self.config.optim, step, self.config.run.steps), self.loss_scale.value
             rows, load = self._update(step, sums, lr, scale)
             stats = [sum(column) for column in zip(*rows, strict=True)]
-            loss = stats[0] / self.tokens_per_step
+            loss = stats[0] / self.batches.counted(step)
             norm = math.sqrt(stats[3]) / scale if stats[3] >= 0 else math.nan
             skipped = not (math.isfinite(loss) and math.isfinite(norm))
             if skipped:
@@ -203,6 +211,7 @@ class Learner:
             **times,
             "ranks": per_rank,
             **load.record(self.tokens_per_step),
+            **told_by_source(self.batches, step, stats[6:]),
             "dropped": int(stats[2]),
             "skipped": skipped,
             "signals": [int(row[5]) for row in rows],
@@ -224,6 +233,7 @@ class Learner:
         squares = self.optim.sum_of_squares(shards)
         told = [squares.new_full((), float(number)) for number in (bool(corrupted), self.signals())]
         mine = torch.stack([*sums.values(), squares, *told])
+        mine = torch.cat([mine, self._loss_of_source]) if len(self._loss_of_source) else mine
         results = gather(mesh.grads, mesh.world, mine, what).get()
         shape = (self.num_moe_layers, self.config.moe.num_experts)
         asked = AskedLoad(self.numbered, shape, mesh, self.config.moe.expert_tp == "sharded")
@@ -278,23 +288,7 @@ class Learner:
 
     def fingerprint(self) -> dict[str, Any]:
         """What a checkpoint must have in common with a run that continues it."""
-        model = asdict(self.config.model) | {"dtype": str(self.dtype).removeprefix("torch.")}
-        del model["from_hf"]  # where weights came from, not what they are
-        # How experts are placed and rows exchanged is the layout's business.
-        moe = {name: getattr(self.config.moe, name) for name in SHAPE_KEYS}
-        usual = MoEConfig()
-        moe |= {
-            name: value
-            for name in STYLE_KEYS
-            if (value := getattr(self.config.moe, name)) != getattr(usual, name)
-        }
-        gate: dict[str, str] = {"kind": self.config.gate.kind}
-        if self.config.gate.choose != "top_k":
-            held = " with gate.mean_experts" if self.config.gate.mean_experts else ""
-            gate["choose"] = f"{self.config.gate.choose}{held}"
-        if self.config.gate.logit_bias:
-            gate["logit_bias"] = "true"
-        return {"model": model, "moe": moe, "gate": gate}
+        return fingerprint_of(self.config, self.dtype)
 
     def save(self, folder: Path, step: int, beside: BesideSave | None = None) -> Path:
         """A checkpoint of the state before `step`; with `beside` it is only begun."""

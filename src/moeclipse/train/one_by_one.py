@@ -14,8 +14,9 @@ from moeclipse.model.transformer import Transformer
 from moeclipse.moe.tokens import Tokens
 from moeclipse.train.buckets import Buckets
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.data import Batches
+from moeclipse.train.data import Batches, Microbatch
 from moeclipse.train.graphs import CudaCapture, MicrobatchGraphs, obstacle
+from moeclipse.train.source_losses import add_by_source, zero_sums
 
 
 class OneByOne:
@@ -26,14 +27,17 @@ class OneByOne:
     ) -> None:
         self.config, self.mesh, self.model = config, mesh, model
         self.buckets, self.batches = buckets, batches
-        self.sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
+        self.sums = zero_sums(batches, mesh)
         self.graphs: MicrobatchGraphs | None = None
         if not obstacle(config, mesh, model):
             states = [state for bucket in buckets for state in bucket.sums]
             self.graphs = MicrobatchGraphs(self.replayed, states, CudaCapture(mesh.device), mesh.recorder)
 
     def run(self, step: int, loss_scale: float = 1.0) -> torch.Tensor:
-        """This rank's (loss, aux loss, dropped rows), summed; gradients are `loss_scale` times theirs."""
+        """This rank's (loss, aux loss, dropped rows, loss of each source if there are several), summed.
+
+        Gradients are `loss_scale` times theirs.
+        """
         mesh, accumulate = self.mesh, self.config.optim.accumulate
         self.sums.zero_()
         for m in range(accumulate):
@@ -47,7 +51,7 @@ class OneByOne:
                     self.buckets.arm()
                 first, total = batch.first_token, batch.total_tokens
                 tokens = Tokens(mesh=mesh, first=first, total=total, step=step, microbatch=m)
-                self._compute(*read, loss_scale, tokens)
+                self._compute(*read, loss_scale, tokens, batch, self.batches.counted(step))
         if self.graphs is not None:
             self.buckets.arm()  # a replay tells no bucket what is complete: all leave at the end
         return self.sums.clone()
@@ -57,13 +61,23 @@ class OneByOne:
         self._compute(inputs, targets, scale, Tokens(mesh=self.mesh, first=0, total=inputs.numel()))
 
     def _compute(
-        self, inputs: torch.Tensor, targets: torch.Tensor, scale: float | torch.Tensor, tokens: Tokens
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        scale: float | torch.Tensor,
+        tokens: Tokens,
+        batch: Microbatch | None = None,
+        counted: int = 0,
     ) -> None:
         """Gradients into their accumulators, the rest into this step's sums."""
-        out, accumulate = self.model(inputs, targets, tokens), self.config.optim.accumulate
-        tokens_per_step = self.config.data.batch_size * self.config.data.seq_len
-        loss = out.loss_sum / tokens_per_step + out.aux_loss / accumulate
+        device, accumulate = self.mesh.device, self.config.optim.accumulate
+        documents = None if batch is None or batch.documents is None else send(batch.documents, device)
+        out = self.model(inputs, targets, tokens, documents)
+        counted = counted or self.config.data.batch_size * self.config.data.seq_len
+        loss = out.loss_sum / counted + out.aux_loss / accumulate
         (loss * (scale.to(loss.dtype) if isinstance(scale, torch.Tensor) else scale)).backward()
         dropped = sum((report.num_dropped for report in out.reports), start=self.sums.new_zeros(()))
         loss_sum = out.loss_sum.detach() * (self.mesh.tp_index == 0)  # tp ranks have the same loss
-        self.sums += torch.stack([loss_sum, out.aux_loss.detach() / accumulate, dropped]).double()
+        self.sums[:3] += torch.stack([loss_sum, out.aux_loss.detach() / accumulate, dropped]).double()
+        if batch is not None and batch.sources is not None:
+            add_by_source(self.sums[3:], out.loss_T, batch.sources, self.mesh)

@@ -30,6 +30,7 @@ from moeclipse.train.buckets import Buckets
 from moeclipse.train.config import TrainConfig, needs_whole_microbatches
 from moeclipse.train.data import Batches, Microbatch
 from moeclipse.train.parameter_groups import ParameterGroups
+from moeclipse.train.source_losses import add_by_source, zero_sums
 from moeclipse.train.step_program import EMBEDDING, step_program
 
 LOOKED_AT = range(4, 12)
@@ -117,10 +118,11 @@ class Pipelined:
             self._seen.clear()
 
     def run(self, step: int, loss_scale: float = 1.0) -> torch.Tensor:
-        """This rank's (loss, aux loss, dropped rows), summed; gradients are `loss_scale` times theirs."""
+        """This rank's sums, as those of `train/one_by_one`; gradients are `loss_scale` times theirs."""
         mesh, accumulate = self.mesh, self.config.optim.accumulate
         fed: dict[tuple[int, int], MicrobatchState] = {}
         loads: dict[int, MicrobatchLoads] = {}
+        sources: dict[tuple[int, int], torch.Tensor] = {}
 
         def feed(m: int, chunk: int, chunks: int) -> MicrobatchState:
             if m not in loads:
@@ -128,18 +130,22 @@ class Pipelined:
                 batch = self.batches.microbatch(step, m, mesh.data_index, mesh.num_data)
                 for number in range(chunks):
                     fed[m, number] = self._chunk(batch, step, m, number, loads[m], loss_scale)
+                    if batch.sources is not None:
+                        sources[m, number] = batch.sources[part_of(batch, number, chunks)]
             return fed[m, chunk]
 
         self._look(step)
         dtype = wide_of(self.model.dtype)
-        tokens = self.config.data.batch_size * self.config.data.seq_len
+        tokens = self.batches.counted(step)
         self.buckets.arm(self.backwards, placed=True)
         self.runtime.step(feed, torch.full((), loss_scale / tokens, dtype=dtype, device=mesh.device))
-        sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
+        sums = zero_sums(self.batches, mesh)
         for key in sorted(fed):
             part = fed[key]
             if part.loss_sum is not None:
                 sums[0] += part.loss_sum * (mesh.tp_index == 0)  # tp ranks have the same loss
+                if key in sources and part.loss_T is not None:
+                    add_by_source(sums[3:], part.loss_T, sources[key], mesh)
             for report in part.reports:
                 sums[1] += report.aux_loss / accumulate
                 sums[2] += report.num_dropped
@@ -149,18 +155,24 @@ class Pipelined:
         self, batch: Microbatch, step: int, m: int, chunk: int, loads: MicrobatchLoads, loss_scale: float
     ) -> MicrobatchState:
         mesh = self.mesh
-        bounds = even_bounds(len(batch.inputs), loads.chunks)
-        part = slice(bounds[chunk], bounds[chunk + 1])
+        part = part_of(batch, chunk, loads.chunks)
         tokens = Tokens(
             mesh=mesh,
-            first=batch.first_token + bounds[chunk] * batch.inputs.shape[1],
+            first=batch.first_token + part.start * batch.inputs.shape[1],
             total=batch.total_tokens,
             step=step,
             microbatch=m,
         )
         inputs, targets = (send(ids[part], mesh.device) for ids in (batch.inputs, batch.targets))
+        documents = None if batch.documents is None else send(batch.documents[part], mesh.device)
         aux_scale = loss_scale / self.config.optim.accumulate
-        return self.model.microbatch(inputs, targets, tokens, loads, aux_scale)
+        return self.model.microbatch(inputs, targets, tokens, loads, aux_scale, documents)
+
+
+def part_of(batch: Microbatch, chunk: int, chunks: int) -> slice:
+    """The samples of one chunk."""
+    bounds = even_bounds(len(batch.inputs), chunks)
+    return slice(bounds[chunk], bounds[chunk + 1])
 
 
 def chunks_of(config: TrainConfig, mesh: Mesh) -> int:

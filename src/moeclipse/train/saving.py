@@ -57,20 +57,23 @@ class Saving:
             return bool(signals[0] & DUE) and not self.beside.under_way
         return bool(self.config.every) and done % self.config.every == 0
 
-    def after_step(self, done: int, signals: Sequence[int], *, last: bool) -> None:
-        """Whatever is due. Collective; `last`: this rank will save nothing after it."""
+    def after_step(self, done: int, signals: Sequence[int], *, last: bool, best: bool = False) -> None:
+        """Whatever is due. Collective; `last`: this rank will save nothing after it.
+
+        `best`: a state that must be saved now, and stand before the next step.
+        """
         before = self.clock()
         if self.beside.under_way and all(signal & ENDED for signal in signals):
             self._try(self.beside.advance)
         if last:
             self.finish()
-            if self.config.at_end or self.leaving(signals):
+            if self.config.at_end or best or self.leaving(signals):
                 self._try(lambda: self.save(done, None), last=True)
             return
-        if self.is_due(done, signals):
+        if best or self.is_due(done, signals):
             self.finish()
             self._begun_at, self.begun = before, self.begun + 1
-            if self.config.beside:
+            if self.config.beside and not best:
                 self._try(lambda: self.save(done, self.beside) and None)
             else:
                 self._try(lambda: self.save(done, None))

@@ -24,8 +24,8 @@ MULTIPLY_2 = np.uint64(0xD6E8FEB86659FD93)
 SHIFT = np.uint64(32)
 
 
-def shuffle_key(seed: int, epoch: int) -> np.ndarray:
-    """One 64-bit number per round, [ROUNDS], from the seed and the epoch."""
+def shuffle_key(seed: int, epoch: int | str) -> np.ndarray:
+    """One 64-bit number per round, [ROUNDS], from the seed and the epoch, or what else is shuffled."""
     digest = hashlib.blake2b(
         f"moeclipse shuffle, seed {seed}, epoch {epoch}".encode(), digest_size=64
     ).digest()

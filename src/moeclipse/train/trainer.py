@@ -9,6 +9,7 @@ symptoms.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -34,6 +35,7 @@ from moeclipse.core.errors import (
 from moeclipse.model.count import count_parameters
 from moeclipse.model.flops import LeastWork, device_of
 from moeclipse.moe.granularity import CALLS, TRIED
+from moeclipse.train.best import BestCheckpoint
 from moeclipse.train.checkpoints.beside import BesideSave
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
 from moeclipse.train.choices import Choices
@@ -200,7 +202,10 @@ class Run:
             self.observer.note(note)
         learner.loads.continue_from(self.directory, start)
         self.observer.start(self._info(learner, start))
-        saving = self._steps(learner, metrics, start)
+        for note in learner.samples.notes:
+            self.observer.note(note)
+        best = BestCheckpoint(self.checkpoints, self.mesh, start)
+        saving = self._steps(learner, metrics, start, best)
         path = saving.path or (found.path if found is not None else None)
         extra = {
             "unigram_entropy": learner.corpus.unigram_entropy(),
@@ -211,6 +216,9 @@ class Run:
             "exchange": [layer.schedule.report() for layer in learner.layers],
             "load_by_layer": learner.loads.average_by_layer(),
             "placement": learner.placement.summary() if learner.placement.in_use else None,
+            **({"data": list(learner.samples.notes)} if learner.samples.notes else {}),
+            **learner.evaluated,
+            **best.told(),
         }
         if config.run.sample:
             extra["sample"] = write_sample(learner, config.run.sample)
@@ -236,7 +244,7 @@ class Run:
             load_weights_of(self.config.run.init_from, learner, ranks)
         return 0
 
-    def _steps(self, learner: Learner, metrics: Metrics, start: int) -> Saving:
+    def _steps(self, learner: Learner, metrics: Metrics, start: int, best: BestCheckpoint) -> Saving:
         config, scribe = self.config, self.files.scribe
         saving = Saving(
             config.checkpoint,
@@ -255,7 +263,8 @@ class Run:
                 continue
             self.mesh.watch.log.patience_s = None
             signals = record.pop("signals")
-            record |= self._speed(record["step_ms"])
+            record |= self._speed(record["step_ms"]) | learner.evaluate(step + 1)
+            better = self.config.eval.keep_best and best.is_better(record.get("eval_loss", math.nan))
             metrics.add(record)
             self.observer.step(record)
             if step == start + TUNED_AFTER:
@@ -273,7 +282,9 @@ class Run:
             if self.mesh.rank == 0:
                 now = last or saving.is_due(done, signals)
                 learner.loads.write(self.directory, done, scribe, now=now)
-            saving.after_step(done, signals, last=last)
+            saving.after_step(done, signals, last=last, best=better)
+            if better:
+                best.keep(saving.path, done, record["eval_loss"])
             if last and done < config.run.steps:
                 raise Preempted(
                     f"asked to leave ({self.leave() or 'by another rank'}): step {done} is saved in "

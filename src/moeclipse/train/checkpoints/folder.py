@@ -5,6 +5,7 @@
     step-00000030.abandoned    was ahead of a run that went back and saved an earlier step; not resumed
     .tmp-step-00000020-1f...   a save under way, or a dead one
     .trash-step-00000010       being removed
+    best.json                  which step is the best one so far, by its loss on text that is held out
 
 Contract. Nothing is removed under a checkpoint's name: it is renamed away first, so a name that looks like a
 checkpoint never stands for half of one.
@@ -12,6 +13,7 @@ checkpoint never stands for half of one.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ TEMPORARY = ".tmp-"
 TRASH = ".trash-"
 REPLACED = ".replaced"
 ABANDONED = ".abandoned"
+BEST = "best.json"
 NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 
 
@@ -72,10 +75,13 @@ def commit(disk: Disk, temporary: Path, final: Path) -> None:
 
 
 def prune(disk: Disk, folder: Path, step: int, keep: int) -> None:
-    """After a commit of `step`: keeps it and the keep - 1 newest before it, sets aside what is ahead."""
+    """After a commit of `step`: keeps it, the keep - 1 newest before it and the best one so far.
+
+    What is ahead is set aside.
+    """
     entries = checkpoints_in(folder)
     steps = sorted({entry.step for entry in entries if entry.step <= step}, reverse=True)
-    kept = set(steps[:keep])
+    kept = {*steps[:keep], best_step(folder)}
     committed = {entry.step for entry in entries if not entry.is_replaced}
     for entry in entries:
         if entry.is_replaced and entry.step in committed:
@@ -88,6 +94,15 @@ def prune(disk: Disk, folder: Path, step: int, keep: int) -> None:
         elif entry.step not in kept:
             discard(disk, entry.path)
     disk.fsync_folder(folder)
+
+
+def best_step(folder: Path) -> int | None:
+    """The step that `best.json` names."""
+    try:
+        step = json.loads((folder / BEST).read_bytes())["step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return step if type(step) is int else None
 
 
 def discard(disk: Disk, path: Path) -> None:

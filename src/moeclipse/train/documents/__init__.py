@@ -1,0 +1,1 @@
+"""Documents of files of any kind, as tokens that are made once."""

@@ -1,0 +1,160 @@
+"""Files of documents: what each is, its documents in order, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeclipse.core.errors import DataError
+from moeclipse.train.documents import formats
+from moeclipse.train.documents.formats import FileKind, batches_of, check_kind, kind_of
+
+
+def raw_of(path: Path, field: str = "text", chat: bool = False) -> list[bytes]:
+    return [raw for batch in batches_of(path, 0, kind_of(path), field, chat) for raw in batch.raw]
+
+
+def parquet(path: Path, **columns: list[Any]) -> Path:
+    arrow, files = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    files.write_table(arrow.table(columns), path, row_group_size=3)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("a.txt", FileKind("text")),
+        ("a", FileKind("text")),
+        ("a.py", FileKind("text")),
+        ("a.txt.gz", FileKind("text", ".gz")),
+        ("a.v2.jsonl", FileKind("jsonl")),
+        ("a.JSONL.GZ", FileKind("jsonl", ".gz")),
+        ("a.jsonl.zst", FileKind("jsonl", ".zst")),
+        ("a.parquet", FileKind("parquet")),
+        ("a.npy", FileKind(".npy")),
+        ("a.bin", FileKind(".bin")),
+    ],
+)
+def test_names(name: str, kind: FileKind) -> None:
+    assert kind_of(Path(name)) == kind
+
+
+def packed(path: Path, data: bytes) -> Path:
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(data[: len(data) // 2]) + gzip.compress(data[len(data) // 2 :]))
+    elif path.suffix == ".zst":
+        zstandard = pytest.importorskip("zstandard")
+        parts = (data[: len(data) // 2], data[len(data) // 2 :])
+        path.write_bytes(b"".join(zstandard.ZstdCompressor().compress(part) for part in parts))
+    else:
+        path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("last", [b"\n", b""])
+def test_lines_come_whole_and_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, last: bytes
+) -> None:
+    monkeypatch.setattr(formats, "BATCH", 50)
+    lines = [json.dumps({"text": "x" * (n % 40)}).encode() for n in range(100)]
+    path = packed(tmp_path / f"a.jsonl{ending}", b"\n".join(lines) + last)
+    batches = list(batches_of(path, 3, kind_of(path), "text", False))
+    assert [raw for batch in batches for raw in batch.raw] == lines
+    assert len(batches) > 10
+    assert {batch.file for batch in batches} == {3}
+    first = 0
+    for batch in batches:
+        assert batch.first == first
+        first += len(batch.raw)
+    assert batches[-1].read == path.stat().st_size
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+def test_a_text_is_one_document(tmp_path: Path, ending: str) -> None:
+    data = b"one\n\ntwo \xff\n" * 20
+    assert raw_of(packed(tmp_path / f"a.txt{ending}", data)) == [data]
+
+
+def test_a_long_text_comes_in_pieces_of_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "PIECE", 16)
+    data = b"".join(b"line %d\n" % n for n in range(30)) + b"x" * 40 + b"\nend"
+    path = packed(tmp_path / "a.txt", data)
+    batches = list(batches_of(path, 0, kind_of(path), "text", False))
+    pieces = [batch.raw[0] for batch in batches]
+    assert b"".join(pieces) == data
+    assert [batch.open for batch in batches] == [True] * (len(batches) - 1) + [False]
+    assert all(piece.endswith(b"\n") for piece in pieces[:10])
+    assert [batch.offset for batch in batches][:3] == [0, len(pieces[0]), len(pieces[0]) + len(pieces[1])]
+
+
+def test_columns_of_parquet(tmp_path: Path) -> None:
+    texts = [f"text {n} é" for n in range(1000)]
+    path = parquet(tmp_path / "a.parquet", number=list(range(1000)), content=texts)
+    assert raw_of(path, "content") == [text.encode() for text in texts]
+    with pytest.raises(DataError, match=r"no column 'text'; it has number, content: set data.field"):
+        raw_of(path)
+    with pytest.raises(DataError, match=r"row 0: number is int, not text"):
+        raw_of(path, "number")
+
+
+def test_rows_of_parquet_as_records(tmp_path: Path) -> None:
+    said = [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]]
+    path = parquet(tmp_path / "a.parquet", messages=said)
+    assert [json.loads(raw) for raw in raw_of(path, "messages", chat=True)] == [
+        {"messages": one} for one in said
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("a.txt", b"PAR1....", "is a Parquet file, not text; give it as a name that ends in .parquet"),
+        ("a.txt", gzip.compress(b"x"), "compressed by gzip, not text; give it as a name that ends in .gz"),
+        ("a.jsonl", b"\x28\xb5\x2f\xfd...", "compressed by zstd, not text; .* .zst"),
+        ("a.txt", b"\x93NUMPY..", "a .npy file, not text"),
+        ("a.txt", b"PK\x03\x04", "a zip archive, not text; give it as text in UTF-8"),
+        ("a.txt", b"\xff\xfea\0", "UTF-16 text, not text"),
+        ("a.jsonl.gz", b'{"text": "x"}', "is not compressed by gzip, as its name says"),
+        ("a.txt.zst", b"text", "is not compressed by zstd, as its name says"),
+        ("a.parquet", b"text", "is not a Parquet file, as its name says"),
+    ],
+)
+def test_files_that_are_not_what_they_seem(tmp_path: Path, name: str, data: bytes, says: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=says):
+        check_kind(path, kind_of(path))
+    with pytest.raises(DataError, match=says):
+        raw_of(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+def test_damaged_files(tmp_path: Path, name: str) -> None:
+    whole = tmp_path / name
+    if name.endswith("parquet"):
+        parquet(whole, text=["x"] * 1000)
+    else:
+        packed(whole, b'{"text": "x"}\n' * 10_000)
+    data = whole.read_bytes()
+    whole.write_bytes(data[: len(data) - 7])
+    with pytest.raises(DataError, match=r"damaged|not a readable Parquet"):
+        raw_of(whole)
+
+
+def test_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "find_spec", lambda name: None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=r"needs the `pyarrow` package; run: pip install moeclipse\[data\]"):
+        raw_of(tmp_path / "a.parquet")
+
+
+def test_an_empty_file_has_no_words(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"")
+    assert raw_of(tmp_path / "a.jsonl") == []
+    with pytest.raises(DataError, match=r"data file .* could not be read"):
+        raw_of(tmp_path / "none.txt")
