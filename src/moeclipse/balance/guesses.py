@@ -18,7 +18,7 @@ import numpy as np
 from moeclipse.balance.draft import Change, Draft
 from moeclipse.balance.placement import EMPTY
 
-FEWEST_TRIES, MOST_TRIES, TRIED_SLOTS = 1, 6, 480
+FEWEST_TRIES, MOST_TRIES, TRIED_SLOTS = 3, 6, 480
 """Of each kind of change, so many of the best guesses are tried: more where placements are small."""
 
 

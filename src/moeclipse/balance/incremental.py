@@ -15,7 +15,7 @@ from __future__ import annotations
 from moeclipse.balance.draft import Draft
 from moeclipse.balance.guesses import Guesses
 
-FINALISTS = 2
+FINALISTS = 1
 """Of all tries, so many are poured in full."""
 PATIENCE = 3
 NOTICED = 1e-4

@@ -29,15 +29,17 @@ from moeclipse.balance.starts import clean_starts, wrap_filled
 from moeclipse.core.errors import ConfigError
 
 SMALL = 128
-"""Slots up to which a clean table is taken as easily as a few moves."""
+"""Slots up to which everything is searched, whatever holds now."""
 PLANNERS = ("random", "greedy", "incremental", "wrap_fill", "exact")
 HOPELESS, EVEN = 0.5, 0.95
 """Large tables keep to their time: below one balance no few moves, above the other no clean tables."""
 UPHEAVAL = 5
-"""Of many slots most would move: that must win so many times `min_gain`, more than a prediction errs."""
+"""Most slots of a clean table are filled anew: that must win so many times `min_gain`."""
 FEWEST_MOVES = 2
 """However small the table: two experts can change places."""
-FEWEST_STEPS, MOST_STEPS, SEARCHED = 6, 16, 2000
+FEWEST_STEPS, MOST_STEPS, SEARCHED = 4, 16, 2000
+FEW_STEPS = 16
+"""From what holds now: nothing else may be searched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +114,7 @@ def incremental(config: PlanConfig, problem: PlanProblem) -> Placement:
             found = problem.judge(table)
             if found.total < (1 - config.min_gain) * least:
                 best, least, balance = table, found.total, found.balance
-    margin = config.min_gain * (UPHEAVAL if large else 1)
+    margin = UPHEAVAL * config.min_gain
     if problem.bound >= (1 - margin) * least or (large and balance > EVEN and problem.num_nodes == 1):
         return best
     for table in clean_tables(problem):
@@ -128,7 +130,7 @@ def few_moves(config: PlanConfig, problem: PlanProblem) -> Iterator[Placement]:
     for slots_P in problem.tiers:
         if all(len(row) <= count for row, count in zip(problem.current.slots, slots_P, strict=True)):
             start = Draft.of(fitted(problem.current, slots_P), problem)
-            found = improved(start, max_moves, steps_for(problem))
+            found = improved(start, max_moves, max(steps_for(problem), FEW_STEPS))
             if found is not start:
                 yield fitted(found.placement(), problem.slots_P)
 
