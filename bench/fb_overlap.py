@@ -53,7 +53,7 @@ from moeclipse.schedule.op import Op
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
-from moeclipse.train.metrics import transfers_of
+from moeclipse.train.step_times import transfers_of
 
 RATE_MBIT = 200.0
 MODES: dict[str, dict[str, Any]] = {

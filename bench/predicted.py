@@ -34,7 +34,7 @@ from moeclipse.sim.engine import simulate
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
-from moeclipse.train.metrics import transfers_of
+from moeclipse.train.step_times import transfers_of
 
 WARM = 4
 SOON = 1e-4

@@ -1,8 +1,8 @@
 """Runs `moeclipse train` in which one rank is killed, or stands still, at an op that is named.
 
 A `sitecustomize.py` on the path of the ranks looks at every op that is logged: FAULT is "RANK SIGNAL COUNT
-PATTERN", and the rank sends itself the signal when it launches the COUNT-th op whose label matches, in the
-first attempt only. The time of the fault is in a file `fault`.
+PATTERN", and the rank sends itself the signal when it launches the COUNT-th op whose lane, label and step
+match, in the first attempt only (FAULT_ATTEMPTS: in so many). The time of the fault is in a file `fault`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ POINTS = {
 SOURCE = str(Path(__file__).parent.parent / "src")
 SITE = """
 import os, re, time
-if "FAULT" in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+attempt, most = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), os.environ.get("FAULT_ATTEMPTS", "1")
+if "FAULT" in os.environ and attempt < int(most):
     rank, number, left, pattern = os.environ["FAULT"].split(" ", 3)
     if os.environ.get("RANK") == rank:
         from moeclipse.comm.watch import op_log
         launch, seen = op_log.OpLog.launch, [0]
         def faulty(self, lane, label, ranks=()):
             op = launch(self, lane, label, ranks)
-            seen[0] += bool(re.search(pattern, f"{lane}: {label}"))
+            seen[0] += bool(re.search(pattern, f"{lane}: {label}, step {self.step}"))
             if seen[0] == int(left):
                 seen[0] += 1
                 with open(os.environ["FAULT_FILE"], "w") as file:
@@ -72,8 +73,8 @@ class Faulty:
         return [json.loads(line)["loss"] for line in (self.run / "metrics.jsonl").read_text().splitlines()]
 
 
-def train(folder: Path, *words: str, fault: str = "", timeout_s: float = 120.0) -> Faulty:
-    """`fault`: see above; empty: an undisturbed run."""
+def train(folder: Path, *words: str, fault: str = "", attempts: int = 1, timeout_s: float = 120.0) -> Faulty:
+    """`fault` and `attempts`: see above; empty: an undisturbed run."""
     (folder / "sitecustomize.py").write_text(SITE)
     hidden = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "OMP_NUM_THREADS")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
@@ -82,7 +83,7 @@ def train(folder: Path, *words: str, fault: str = "", timeout_s: float = 120.0) 
     }
     environment |= {"TMPDIR": str(folder), "FAULT_FILE": str(folder / "fault")}
     if fault:
-        environment |= {"FAULT": fault}
+        environment |= {"FAULT": fault, "FAULT_ATTEMPTS": str(attempts)}
     command = [sys.executable, "-m", "moeclipse", "train", "--run.name", "r", *words]
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -17,6 +17,8 @@ from moeclipse.cli.frozen import ending_frozen_ranks, stopped_children
 DEADLINE_S = 3
 SMALL = ("--preset", "tiny", "--run.device", "cpu", "--run.steps", "6", "--ranks", "2")
 SMALL += ("--parallel.deadline-s", str(DEADLINE_S))
+PATIENT = (*SMALL[:-1], "60", "--checkpoint.every", "1")
+"""Who was killed is missed at once, however long one would wait."""
 
 
 @pytest.mark.parametrize(
@@ -41,12 +43,25 @@ def test_a_frozen_rank_is_named_and_ended(tmp_path: Path, point: str) -> None:
 
 
 def test_a_killed_rank_is_recorded_and_the_run_resumes(tmp_path: Path) -> None:
-    words = (*SMALL, "--checkpoint.every", "1", "--restarts", "1")
-    found = train(tmp_path, *words, fault=f"1 {KILL} 9 dispatch S_F")
+    found = train(tmp_path, *PATIENT, "--restarts", "1", fault=f"1 {KILL} 9 dispatch S_F")
     assert found.code == 0, found.err
-    assert "restart 1 of 1" in found.err
-    assert len(found.incidents) == 1
+    assert "restart 1 of 1: rank 1 was killed by SIGKILL" in found.err
+    (incident,) = found.incidents
+    assert (incident["kind"], incident["rank"]) == ("signal", 1)
     assert len(found.losses) == 6
+
+
+def test_a_fault_that_recurs_in_its_step_ends_the_run(tmp_path: Path) -> None:
+    found = train(
+        tmp_path, *PATIENT, "--restarts", "9", fault=f"1 {KILL} 1 dispatch S_F.*, step 3$", attempts=9
+    )
+    assert found.code == 137
+    *restarts, last = found.err.strip().splitlines()
+    assert [line.partition(":")[0] for line in restarts] == ["restart 1 of 9", "restart 2 of 9"]
+    assert last.startswith("error: rank 1 was killed by SIGKILL")
+    assert last.endswith("; in step 3 for the 3rd time in a row: a restart does not help")
+    assert [(record["rank"], record["step"]) for record in found.incidents] == [(1, 3)] * 3
+    assert len(found.losses) == 3
 
 
 def test_a_stopped_child_is_ended_once_something_failed() -> None:

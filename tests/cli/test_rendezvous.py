@@ -6,7 +6,6 @@ import socket
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 
 from moeclipse.cli.failures import Failure, write_failure
 from moeclipse.cli.rendezvous import (
@@ -15,13 +14,12 @@ from moeclipse.cli.rendezvous import (
     NotRestarted,
     RankFiles,
     free_loopback_socket,
-    register,
 )
+from moeclipse.comm.watch.op_log import OpLog
 
 
 def test_the_store_cannot_be_reached_from_outside() -> None:
-    parameters = RendezvousParameters(BACKEND, "127.0.0.1:0", "id", 1, 1)
-    handler = LoopbackRendezvous(parameters)
+    handler = LoopbackRendezvous("id")
     meeting = handler.next_rendezvous()
     meeting.store.set("key", "value")
     port = meeting.bootstrap_store_info.master_port
@@ -43,12 +41,8 @@ def test_loopback_socket() -> None:
         assert listener.getsockname()[0] == "127.0.0.1"
 
 
-def test_the_agent_finds_it_by_name() -> None:
-    register()
-    register()  # a second run in one process
-    handler = rendezvous_handler_registry.create_handler(
-        RendezvousParameters(BACKEND, "127.0.0.1:0", "job", 1, 1)
-    )
+def test_what_the_agent_asks_it() -> None:
+    handler = LoopbackRendezvous("job")
     assert (handler.get_backend(), handler.get_run_id()) == (BACKEND, "job")
     assert handler.use_agent_store
     assert handler.num_nodes_waiting() == 0
@@ -79,8 +73,43 @@ def test_a_restart_is_announced_with_its_cause(
     fail(first[1], monkeypatch, text="boom")
     attempt(files, 1)
     assert capsys.readouterr().err == "restart 1 of 3: boom\n"
+    files.codes = {1: -9}
     attempt(files, 2)
-    assert capsys.readouterr().err == "restart 2 of 3: a rank was killed\n", "nobody wrote anything"
+    told = "restart 2 of 3: rank 1 was killed by SIGKILL; the system may have run out of memory (see dmesg)\n"
+    assert capsys.readouterr().err == told, "nobody wrote anything"
+
+
+def kill_in(files: RankFiles, rank: int, step: int | None) -> None:
+    assert files.newest is not None
+    log = OpLog(files.newest / str(rank) / "ops.txt", rank=rank)
+    if step is not None:
+        log.begin_step(step)
+    files.codes = {rank: -9}
+
+
+def test_a_fault_that_comes_back_in_its_step_is_not_tried_for_ever(tmp_path: Path) -> None:
+    files = RankFiles(str(tmp_path), restarts=9)
+    attempt(files, 0)
+    number = 0
+    # another step, another rank and no step at all begin the count anew
+    for rank, step in (
+        (1, 7),
+        (1, 7),
+        (1, 8),
+        (0, 8),
+        (1, 8),
+        (1, None),
+        (1, None),
+        (1, None),
+        (1, 8),
+        (1, 8),
+    ):
+        kill_in(files, rank, step)
+        number += 1
+        attempt(files, number)
+    kill_in(files, 1, 8)
+    with pytest.raises(NotRestarted, match=r"rank 1 was killed by SIGKILL.*; in step 8 for the 3rd time"):
+        attempt(files, number + 1)
 
 
 def test_bad_input_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

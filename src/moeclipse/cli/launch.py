@@ -184,26 +184,15 @@ def usable_cores() -> int:
 
 def _run_agent(words: list[str], folder: Path, num_ranks: int, restarts: int) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from moeclipse.cli.rendezvous import BACKEND, NotRestarted, RankFiles, register
+    from moeclipse.cli.rendezvous import Agent, NotRestarted, RankFiles
     from moeclipse.train.incidents import kept_by_launcher
 
-    register()
     files = RankFiles(str(folder / "ranks"), restarts)
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=folder.name,
-        rdzv_backend=BACKEND,
-        rdzv_endpoint="127.0.0.1:0",
-        max_restarts=restarts,
-        logs_specs=files,
-        local_addr="127.0.0.1",
-        signals_to_handle="SIGHUP,SIGQUIT",  # the others are passed on to the ranks, which save
-    )
+    command = [sys.executable, "-m", "moeclipse", *words]
+    agent = Agent(folder.name, command, files, num_ranks=num_ranks, restarts=restarts)
+    # The others are passed on to the ranks, which save.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
 
     def end(number: int) -> None:
         raise SignalException(f"a second signal: {number}", signal.Signals(number))
@@ -211,14 +200,13 @@ def _run_agent(words: list[str], folder: Path, num_ranks: int, restarts: int) ->
     try:
         with passing_on(end) as asked, ending_frozen_ranks(lambda: bool(read_failures(files.newest))):
             files.asked = asked
-            elastic_launch(launch, sys.executable)("-m", "moeclipse", *words)
-        return show_farewell(read_failures(files.newest))
-    except ChildFailedError as error:
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+            failed = agent.run().is_failed()
         written = read_failures(files.newest)
+        if not failed:
+            return show_farewell(written)
         if asked() and all(failure.victim for failure in written):
             return 128 + asked()
-        failure = root_cause(written, codes)
+        failure = root_cause(written, files.codes)
         if failure not in written:  # who was killed leaves no word
             kept_by_launcher(files.newest, failure.rank, failure.text)
     except NotRestarted as error:

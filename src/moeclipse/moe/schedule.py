@@ -119,6 +119,7 @@ class ExchangeSchedule:
         self._taken: dict[str, Any] | None = None
         self._calls = 0
         self._computed: list[int] = []
+        self._rows = 0
 
     @property
     def _auto_chunks(self) -> bool:
@@ -179,8 +180,8 @@ class ExchangeSchedule:
             travelling_PE = self._rows_that_travel(ids_TK, dispatcher, where, loads, counts_PE)
             slots = choose_slots(ids_TK, dispatcher, travelling_PE, self.hosts)
         plan = plan_dispatch(ids_TK, dispatcher, shape, where, slots)
-        if train and dispatcher.table is not None:
-            self._count(plan)
+        if train:
+            self._count(plan, sum(counts_PE[dispatcher.group.index, list(mine.experts)]) if mine else 0)
         shadows = None
         if mine is not None:
             counts = [int(counts_PE[dispatcher.group.index, expert]) for expert in mine.experts]
@@ -225,11 +226,20 @@ class ExchangeSchedule:
         else:
             self.use, self.watch = self.trials.next()
 
-    def _count(self, plan: DispatchPlan) -> None:
-        """Remember how many rows each slot of this rank computes."""
+    def _count(self, plan: DispatchPlan, shadowed: int) -> None:
+        """Remember how many rows this rank computes, and each of its slots."""
+        if self.num_ranks > 1:  # one rank computes all there are, and its host may not know how many
+            self._rows += int(shadowed) + sum(sum(unit.counts) for unit in plan.units.values())
+        if plan.dispatcher.table is None:
+            return
         for unit in plan.units.values():
             before = self._computed or [0] * len(unit.counts)
             self._computed = [a + b for a, b in zip(before, unit.counts, strict=True)]
+
+    def take_rows(self) -> int:
+        """Rows that this rank computed in training since this was last asked."""
+        rows, self._rows = self._rows, 0
+        return rows
 
     def take_computed(self) -> list[int]:
         """Rows that the slots of this rank computed in training since this was last asked."""

@@ -72,7 +72,8 @@ class Incidents:
             if folder is not None:
                 copy_ops(folder.parent, directory, but=watch.rank)
             kind = "deadline" if cause.late else "error"
-            record = {"kind": kind, "rank": cause.rank, "what": cause.text, **place_of(cause.waited)}
+            record = {"kind": kind, "rank": cause.rank, "what": cause.text, "step": watch.log.step}
+            record |= place_of(cause.waited)
             append(directory, record)
 
 
@@ -85,7 +86,7 @@ def kept_by_launcher(ranks: Path | None, rank: int | None, text: str) -> None:
         directory = Path(told[0].read_text())
         copy_ops(ranks, directory)
         noticed = withdraw(directory, since=min(file.stat().st_mtime for file in told))
-        append(directory, {"kind": "signal", "rank": rank, "what": text, **noticed})
+        append(directory, {"kind": "signal", "rank": rank, "what": text, "step": step_of(ranks), **noticed})
 
 
 def withdraw(directory: Path, since: float) -> dict[str, Any]:
@@ -100,12 +101,25 @@ def withdraw(directory: Path, since: float) -> dict[str, Any]:
     return {"noticed": [record["what"] for record, gone in zip(records, later, strict=True) if gone]}
 
 
+def step_of(ranks: Path) -> int | None:
+    """The step in which an attempt ended, as its ranks' logs say; None before the first."""
+    heads = [file.open("rb").readline() for file in ranks.glob("*/ops.txt")]
+    steps = [int(found[1]) for head in heads if (found := re.search(rb", step (\d+);", head))]
+    return max(steps, default=None)
+
+
 def copy_ops(ranks: Path, directory: Path, but: int | None = None) -> None:
     (directory / OPS).mkdir(exist_ok=True)
     for file in ranks.glob("*/ops.txt"):
         found = re.match(rb"rank (\d+) ", file.open("rb").readline())
         if found and int(found[1]) != but:
             shutil.copyfile(file, directory / OPS / f"rank-{int(found[1])}.txt")
+
+
+def kept(directory: Path, record: Mapping[str, Any]) -> None:
+    """Of what ended nothing; a full disk is no reason to end, either."""
+    with contextlib.suppress(OSError):
+        append(directory, record)
 
 
 def append(directory: Path, record: Mapping[str, Any]) -> None:

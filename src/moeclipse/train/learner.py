@@ -42,7 +42,6 @@ from moeclipse.train.fingerprint import fingerprint_of, in_present_terms
 from moeclipse.train.graphs import MicrobatchGraphs
 from moeclipse.train.integrity import Integrity
 from moeclipse.train.loss_scale import LossScale
-from moeclipse.train.metrics import gather_splits, mean_times, split_of
 from moeclipse.train.nonfinite import look_again
 from moeclipse.train.one_by_one import OneByOne
 from moeclipse.train.optim import AdamW, Readable, learning_rate
@@ -54,6 +53,7 @@ from moeclipse.train.ranks import PatientRanks
 from moeclipse.train.source_losses import told_by_source
 from moeclipse.train.sources import corpus_of, open_samples
 from moeclipse.train.step_program import ledger_of, one_stage, step_program
+from moeclipse.train.step_times import StepTimes
 
 STATE_KINDS = {"step": int, "updates": int, "bad_steps": int, "data": dict, "exchange": list}
 """What a checkpoint's state must hold for a run to go on."""
@@ -120,7 +120,7 @@ class Learner:
         self.loads = LoadHistory()
         self.integrity = Integrity(config.integrity, self.optim, self.placement, mesh, self._buffers)
         self.integrity.remember(0)
-        self.clock_s, self.clock_error_s = mesh.clock_offset()
+        self.times = StepTimes(mesh)
 
     @property
     def graphs(self) -> MicrobatchGraphs | None:
@@ -176,6 +176,7 @@ class Learner:
 
     def _step(self, step: int) -> dict[str, Any]:
         recorder = self.mesh.recorder
+        self.mesh.watch.log.begin_step(step)
         recorder.begin_step()
         sums = self.backward(step)
         with recorder.compute():
@@ -198,8 +199,7 @@ class Learner:
                 notes += self._between(step, skipped)
         stamps = self._end_step()
         self._judge(step, skipped, loss, norm)
-        per_rank = self._times(stamps)
-        times = mean_times(per_rank)
+        times = self.times.of(step, stamps, sum(layer.schedule.take_rows() for layer in self.layers))
         return {
             "step": step,
             "loss": loss,
@@ -209,7 +209,6 @@ class Learner:
             "tokens_per_s": 1e3 * self.tokens_per_step / times["step_ms"],
             "num_tokens": self.tokens_per_step,
             **times,
-            "ranks": per_rank,
             **load.record(self.tokens_per_step),
             **told_by_source(self.batches, step, stats[6:]),
             "dropped": int(stats[2]),
@@ -258,11 +257,6 @@ class Learner:
         memory_state.end_step(self.model, skipped=skipped)
         self.integrity.remember(step + 1)
         return notes
-
-    def _times(self, stamps: StepStamps) -> dict[str, list[float]]:
-        """Of every rank."""
-        with self.mesh.recorder.apart("times of a step"):
-            return gather_splits(split_of(stamps, self.mesh, self.clock_s), self.mesh)
 
     def _doubt(self, step: int, loss: float, losses: list[float]) -> list[str]:
         """Where the first of several bad steps went wrong; a scale that is too high is no reason to ask."""

@@ -1,8 +1,6 @@
 """What a run writes down: one line a step, a summary at the end.
 
-Times come from our own annotations, split by `report/intervals` on each rank. A transfer counts from the
-moment its last member launched it; who launched when is exchanged after the step, outside its window. Rank 0
-writes; every rank's times are in each line, for many ranks in every few lines.
+Rank 0 writes; every rank's times (`train/step_times`) are in each line, for many ranks in every few lines.
 
 Contract. Neither memory nor the size of a line grows with steps, experts or ranks. What cannot be written is
 told and left out (`train/scribe`): metrics never end a run.
@@ -12,76 +10,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
 from collections.abc import Iterable, Sized
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from moeclipse.comm.flight.exchange import gather
-from moeclipse.comm.flight.record import StepStamps
-from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
-from moeclipse.report.intervals import StepSplit, TransferInterval, split_step
 from moeclipse.train.config import NO_TENSORBOARD
 from moeclipse.train.run_files import keep_lines, set_aside, write_atomic
 from moeclipse.train.scribe import Scribe
+from moeclipse.train.step_times import TIMES
 
-TIMES = ("step", "compute", "exposed", "straggle", "idle", "comm")
 SUMMED = tuple(f"{name}_ms" for name in (*TIMES, "hidden"))
 MOST_NUMBERS = 512
 """Of a table in a line of metrics, on average."""
-
-
-def split_of(stamps: StepStamps, mesh: Mesh, clock_s: float = 0.0) -> StepSplit:
-    """This rank's step, after asking its peers when they launched each transfer.
-
-    Hosts have clocks of their own: `clock_s` leads from this rank's to the one that all of them speak in.
-    """
-    transfers = transfers_of(stamps, mesh, clock_s)
-    return split_step(stamps.window, compute=stamps.compute, waits=stamps.waits, transfers=transfers)
-
-
-def transfers_of(stamps: StepStamps, mesh: Mesh, clock_s: float = 0.0) -> list[TransferInterval]:
-    """All transfers of a step, with the moment when the last member of each launched it. Collective."""
-    launches: dict[str, list[float]] = defaultdict(list)
-    for group_name, _, launched, _ in stamps.transfers:
-        launches[group_name].append(launched + clock_s)
-    last: dict[str, list[float]] = {}
-    for group in mesh.groups:
-        mine = launches.get(group.name)
-        if mine:  # all members launched the same transfers in the same order
-            tensor = torch.tensor(mine, dtype=torch.float64, device=mesh.device)
-            everyone = gather(mesh.grads, group, tensor, "exchange of launch times").get()
-            last[group.name] = everyone.max(0).values.tolist()
-    counted: dict[str, int] = defaultdict(int)
-    transfers = []
-    for group_name, label, launched, done in stamps.transfers:
-        if group_name not in last:  # between stages: who waits there waits for the other stage's compute
-            transfers.append(TransferInterval(label=label, launched=launched, last_launched=done, done=done))
-            continue
-        latest = last[group_name][counted[group_name]] - clock_s
-        counted[group_name] += 1
-        transfers.append(TransferInterval(label=label, launched=launched, last_launched=latest, done=done))
-    return transfers
-
-
-def gather_splits(split: StepSplit, mesh: Mesh) -> dict[str, list[float]]:
-    """Milliseconds of every rank: {"compute_ms": [rank 0, rank 1, ...], ...}."""
-    if mesh.world.size == 1:
-        return {f"{name}_ms": [1e3 * getattr(split, name)] for name in TIMES}
-    mine = torch.tensor([getattr(split, name) for name in TIMES], dtype=torch.float64, device=mesh.device)
-    table = gather(mesh.grads, mesh.world, mine, "exchange of step times").get().mul(1e3).tolist()
-    return {f"{name}_ms": [row[i] for row in table] for i, name in enumerate(TIMES)}
-
-
-def mean_times(per_rank: dict[str, list[float]]) -> dict[str, float]:
-    """Over ranks, with hidden time and its share of communication."""
-    means = {name: sum(values) / len(values) for name, values in per_rank.items()}
-    hidden = means["comm_ms"] - means["exposed_ms"]
-    share = hidden / means["comm_ms"] if means["comm_ms"] > 0 else 0.0
-    return means | {"hidden_ms": hidden, "hidden_fraction": share}
 
 
 class StepSums:

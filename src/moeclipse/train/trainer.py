@@ -41,7 +41,7 @@ from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
 from moeclipse.train.choices import Choices
 from moeclipse.train.config import TrainConfig, layout_problems
 from moeclipse.train.hugging_face import export, load_folder
-from moeclipse.train.incidents import Incidents
+from moeclipse.train.incidents import Incidents, kept
 from moeclipse.train.init_from import load_weights_of
 from moeclipse.train.learner import Learner
 from moeclipse.train.metrics import Metrics
@@ -211,7 +211,7 @@ class Run:
             "unigram_entropy": learner.corpus.unigram_entropy(),
             "checkpoint": str(path) if path else None,
             "saves": {"begun": saving.begun, "stall_ms": 1e3 * saving.stall_s / max(saving.begun, 1)},
-            "clock_error_ms": 1e3 * learner.clock_error_s,
+            "clock_error_ms": 1e3 * learner.times.clock_error_s,
             "slowdown": learner.pipelined.slowdown.ratio() if learner.pipelined is not None else None,
             "exchange": [layer.schedule.report() for layer in learner.layers],
             "load_by_layer": learner.loads.average_by_layer(),
@@ -262,13 +262,17 @@ class Run:
                 step = self._go_back(learner, metrics, step, error)
                 continue
             self.mesh.watch.log.patience_s = None
-            signals = record.pop("signals")
+            signals, slow = record.pop("signals"), record.pop("stragglers", ())
             record |= self._speed(record["step_ms"]) | learner.evaluate(step + 1)
             better = self.config.eval.keep_best and best.is_better(record.get("eval_loss", math.nan))
             metrics.add(record)
             self.observer.step(record)
             if step == start + TUNED_AFTER:
                 self._tell_choice(learner)
+            if self.mesh.rank == 0:
+                for named in slow:
+                    kept(self.directory, {"kind": "straggler", **named})
+                    self.observer.note(named["what"])
             for note in (*record.get("notes", ()), *scribe.take_notes()):
                 self.observer.note(note)
             if record["skipped"]:

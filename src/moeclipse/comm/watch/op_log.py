@@ -69,7 +69,9 @@ class OpLog:
         self._ops: list[LoggedOp | None] = [None] * KEPT
         self._numbers = itertools.count()
         self._day = time.time() - time.monotonic()
-        self._head = f"rank {rank} on {socket.gethostname()}, process {os.getpid()}; seconds since 1970"
+        self._who = f"rank {rank} on {socket.gethostname()}, process {os.getpid()}"
+        self.step: int | None = None
+        """The one under way; None before the first."""
         self._lines: mmap.mmap | None = None
         if path is not None:
             self._lines = self._open(path)
@@ -83,7 +85,16 @@ class OpLog:
             lines[number * WIDTH : (number + 1) * WIDTH] = _line(text)
         return lines
 
+    @property
+    def _head(self) -> str:
+        return f"{self._who}{'' if self.step is None else f', step {self.step}'}; seconds since 1970"
+
     # who launches
+
+    def begin_step(self, step: int) -> None:
+        self.step = step
+        if self._lines is not None:
+            self._lines[:WIDTH] = _line(self._head)
 
     def launch(self, lane: str, label: str, ranks: Sequence[int] = ()) -> LoggedOp:
         number = next(self._numbers)
