@@ -36,7 +36,7 @@ def said(mesh: Mesh, config: TrainConfig, where: str, victim: int, times: int) -
         bucket = learner.optim.buckets.buckets[-1]
         if mesh.rank == victim:
             bucket.params[bucket.shard.start] = math.nan
-    else:
+    elif where in dict(learner.model.named_modules()):  # else another stage has it
         learner.model.get_submodule(where).register_forward_hook(spoil)
     notes, losses = [], []
     for now in range(3):
@@ -56,27 +56,53 @@ def test_the_module_and_the_rank_that_come_first_are_named(tmp_path: Path, victi
         assert "lower optim.lr" in notes[0]
 
 
-def test_what_does_not_come_again_is_the_machine(tmp_path: Path) -> None:
-    config = configure(tmp_path)
-    for notes, losses in run_ranks(2, said, config, "layers.0.attention", 1, 1):
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "ep": ({}, {"gate.choose": "threshold", "gate.threshold": 0.24}),
+    "dp": ({"dp": 2}, {}),
+    "pp": ({"pp": 2}, {"parallel.pp": 2, "optim.accumulate": 2, "pipeline.schedule": "1f1b"}),
+    "memory": ({}, {"model.memory": 8, "data.order": "streams"}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_does_not_come_again_is_the_machine_and_leaves_no_trace(tmp_path: Path, layout: str) -> None:
+    axes, changes = LAYOUTS[layout]
+    config = configure(tmp_path, **changes)
+    victim = 0 if layout == "pp" else 1  # the last stage, rank 1, computes the loss of what rank 0 spoils
+    harmed = run_ranks(2, said, config, "layers.0.attention", victim, 1, **axes)
+    plain = run_ranks(2, said, config, "layers.0.attention", victim, 0, **axes)
+    for (notes, losses), (_, expected) in zip(harmed, plain, strict=True):
         assert notes == [
             "step 1: transient: rank 1 had a non-finite value, but the same step computed again was finite "
-            "everywhere; look at the memory and the links of that machine before the numbers of the model"
+            "everywhere; look at the memory and the links of that machine before the numbers of the model; "
+            "the step is computed anew"
         ]
+        assert losses == expected
+
+
+def test_an_accident_in_both_tries_skips_the_step(tmp_path: Path) -> None:
+    """The look in between is the only one that goes well."""
+    for notes, losses in run_ranks(2, twice_by_accident, configure(tmp_path)):
+        assert [note.partition(": rank")[0] for note in notes] == ["step 1: transient"] * 2
+        assert notes[0].endswith("the step is computed anew")
+        assert not notes[1].endswith("the step is computed anew")
         assert math.isnan(float.fromhex(losses[1]))
+        assert math.isfinite(float.fromhex(losses[2]))
 
 
-def test_a_second_look_leaves_no_trace(tmp_path: Path) -> None:
-    """Step 2 after a skipped step 1 is what it is when the look is left out."""
-    config = configure(tmp_path, **{"gate.choose": "threshold", "gate.threshold": 0.24})
-    looked = run_ranks(2, said, config, "layers.0.attention", 1, 1)
-    plain = run_ranks(2, without_look, config)
-    assert [losses[2] for _, losses in looked] == plain
+def twice_by_accident(mesh: Mesh, config: TrainConfig) -> tuple[list[str], list[str]]:
+    learner, calls = Learner(config, mesh), 0
 
+    def spoil(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor | None:
+        nonlocal calls
+        calls += 1
+        return out * math.nan if calls in (2, 4) else None  # step 1, its look, step 1 again, its look
 
-def without_look(mesh: Mesh, config: TrainConfig) -> str:
-    Learner._doubt = lambda self, step, loss, losses: []  # type: ignore[method-assign]
-    return said(mesh, config, "layers.0.attention", 1, 1)[1][2]
+    learner.model.get_submodule("layers.0.attention").register_forward_hook(spoil)
+    records = [learner.step(step) for step in range(3)]
+    return [note for record in records for note in record.get("notes", ())], [
+        record["loss"].hex() for record in records
+    ]
 
 
 def test_a_weight_comes_before_what_it_leads_to(tmp_path: Path) -> None:

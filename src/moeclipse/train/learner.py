@@ -42,7 +42,7 @@ from moeclipse.train.fingerprint import fingerprint_of, in_present_terms
 from moeclipse.train.graphs import MicrobatchGraphs
 from moeclipse.train.integrity import Integrity
 from moeclipse.train.loss_scale import LossScale
-from moeclipse.train.nonfinite import look_again
+from moeclipse.train.nonfinite import Accident, look_again
 from moeclipse.train.one_by_one import OneByOne
 from moeclipse.train.optim import AdamW, Readable, learning_rate
 from moeclipse.train.parameter_groups import ParameterGroups
@@ -160,12 +160,22 @@ class Learner:
         return {"loss": sums[0], "aux_loss": sums[1], "dropped": sums[2]}
 
     def step(self, step: int) -> dict[str, Any]:
-        """One optimizer step; returns its record, the same on every rank but for times."""
+        """One optimizer step; returns its record, the same on every rank but for times.
+
+        A step that was not finite, and is when it is computed again, is computed once more and taken.
+        """
+        try:
+            return self._under_ledger(step, tries=2)
+        except Accident as accident:
+            record = self._under_ledger(step, tries=1)
+            return {**record, "notes": [str(accident), *record.get("notes", ())]}
+
+    def _under_ledger(self, step: int, tries: int) -> dict[str, Any]:
         ledger = self.mesh.recorder.ledger
         if ledger is None:
-            return self._step(step)
+            return self._step(step, tries)
         with ledger.step(quiet=[number for number, bucket in enumerate(self.buckets) if bucket.quiet]):
-            return self._step(step)
+            return self._step(step, tries)
 
     def evaluate(self, done: int) -> dict[str, Any]:
         """After so many steps: loss on text that is held out, or nothing where it is not due. Collective."""
@@ -174,7 +184,7 @@ class Learner:
         self.evaluated = self.evaluation.run()
         return self.evaluated
 
-    def _step(self, step: int) -> dict[str, Any]:
+    def _step(self, step: int, tries: int) -> dict[str, Any]:
         recorder = self.mesh.recorder
         self.mesh.watch.log.begin_step(step)
         recorder.begin_step()
@@ -195,7 +205,7 @@ class Learner:
                 load.rebalance(self.groups.adapting(self.numbered))
                 self.loads.add(step, load)
             with recorder.apart("between two steps"):
-                notes = self._doubt(step, loss, [row[0] for row in rows]) if skipped else []
+                notes = self._doubt(step, loss, [row[0] for row in rows], tries) if skipped else []
                 notes += self._between(step, skipped)
         stamps = self._end_step()
         self._judge(step, skipped, loss, norm)
@@ -258,15 +268,21 @@ class Learner:
         self.integrity.remember(step + 1)
         return notes
 
-    def _doubt(self, step: int, loss: float, losses: list[float]) -> list[str]:
-        """Where the first of several bad steps went wrong; a scale that is too high is no reason to ask."""
+    def _doubt(self, step: int, loss: float, losses: list[float], tries: int) -> list[str]:
+        """Where the first of several bad steps went wrong; a scale that is too high is no reason to ask.
+
+        Raises Accident where it did not go wrong again and another try is left.
+        """
         if self.bad_steps or (self.loss_scale.dynamic and math.isfinite(loss)):
             return []
         with self.graphs.watched() if self.graphs is not None else nullcontext():
             again = partial(self.backward, step)
-            self.why_bad = look_again(self.model, self.buckets, self.mesh, again, losses)
+            transient, self.why_bad = look_again(self.model, self.buckets, self.mesh, again, losses)
         for layer in self.layers:
             layer.gate.take_seen()  # seen twice
+        if transient and tries > 1:
+            memory_state.end_step(self.model, skipped=True)
+            raise Accident(f"step {step}: {self.why_bad}; the step is computed anew")
         return [f"step {step}: {self.why_bad}"]
 
     def _judge(self, step: int, skipped: bool, loss: float, norm: float) -> None:

@@ -5,7 +5,8 @@ looked at. What is found is put in the order in which values are made: weights, 
 order in which they ran, then gradients. The rank and the tensor that come first are named.
 
     repeatable   the numbers themselves lead there: a lower learning rate, an earlier checkpoint, other data
-    transient    the second time all was finite: the machine is to be doubted, not the model
+    transient    the second time all was finite: the machine is to be doubted, not the model; the step is
+                 computed anew, so that the run goes on as if nothing had been
 
 Contract. Collective; leaves the model as it was, except for gradients, which a skipped step does not use.
 
@@ -29,10 +30,14 @@ from moeclipse.train.buckets import Buckets
 PLACES = ("weight", "output", "gradient")
 
 
+class Accident(Exception):
+    """A step went wrong that goes right when it is computed again."""
+
+
 def look_again(
     model: nn.Module, buckets: Buckets, mesh: Mesh, compute: Callable[[], Any], losses: list[float]
-) -> str:
-    """What is to be said of a bad step; `compute` does it again, `losses` are those of the ranks."""
+) -> tuple[bool, str]:
+    """(transient, what is to be said) of a bad step; `compute` does it again, `losses` are the ranks'."""
     mine: list[Any] = [[PLACES.index("weight"), 0, name] for name in bad_weights(model)]
     with outputs_watched(model) as bad_outputs:
         compute()
@@ -45,13 +50,13 @@ def look_again(
     if not found:
         ranks = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         who = " and ".join(f"rank {rank}" for rank in ranks) or "a gradient on some rank"
-        return (
+        return True, (
             f"transient: {who} had a non-finite value, but the same step computed again was finite "
             "everywhere; look at the memory and the links of that machine before the numbers of the model"
         )
     place, _, rank, name = found[0]
     what = f"the {PLACES[place]} of {name}" if place else f"the weight {name}"
-    return (
+    return False, (
         f"repeatable: {what} on rank {rank} is the first non-finite value, and it comes again when the step "
         f"is computed again; {ADVICE[PLACES[place]]}"
     )
