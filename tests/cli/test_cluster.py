@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from cables import Host, two_hosts
 
 SOURCE = str(Path(__file__).parent.parent.parent / "src")
 CONFIG = """
@@ -41,41 +42,14 @@ warmup_steps = 2
 """
 
 
-def ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
-
-
 @pytest.fixture
-def hosts() -> Iterator[list[tuple[str, str, str]]]:
-    """(namespace, interface, address) of two hosts that reach each other and nothing else."""
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
-    if shutil.which("ip") is None:
-        pytest.skip("network namespaces need iproute2 (the `ip` command)")
-    mark = f"{os.getpid() % 100000}"
-    names = [
-        (f"moeclipse-{mark}-{side}", f"moe{mark}{side}", f"10.213.7.{n}") for n, side in ((1, "a"), (2, "b"))
-    ]
-    try:
+def hosts() -> Iterator[list[Host]]:
+    with contextlib.ExitStack() as stack:
         try:
-            ip("link", "add", names[0][1], "type", "veth", "peer", "name", names[1][1])
-            for space, interface, address in names:
-                ip("netns", "add", space)
-                ip("link", "set", interface, "netns", space)
-                ip("-n", space, "addr", "add", f"{address}/24", "dev", interface)
-                ip("-n", space, "link", "set", interface, "up")
-                ip("-n", space, "link", "set", "lo", "up")
+            found = stack.enter_context(two_hosts())
         except OSError as error:
             pytest.skip(f"no network namespaces here: {error}")
-        yield names
-    finally:
-        for space, interface, _ in names:
-            # Removing a namespace removes the cable in it; the cable goes by hand if it never got there.
-            for words in (["link", "delete", interface], ["netns", "delete", space]):
-                with contextlib.suppress(OSError):
-                    ip(*words)
+        yield found
 
 
 def clean_environment() -> dict[str, str]:
@@ -89,12 +63,12 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.root
-def test_two_hosts_train_like_one_process(tmp_path: Path, hosts: list[tuple[str, str, str]]) -> None:
+def test_two_hosts_train_like_one_process(tmp_path: Path, hosts: list[Host]) -> None:
     (tmp_path / "mini.toml").write_text(CONFIG)
     train = ["-m", "moeclipse", "train", "mini.toml"]
-    endpoint = f"{hosts[0][2]}:29500"
+    endpoint = f"{hosts[0].address}:29500"
     nodes = []
-    for number, (space, interface, address) in enumerate(hosts):
+    for number, host in enumerate(hosts):
         torchrun = [
             "-m",
             "torch.distributed.run",
@@ -105,11 +79,11 @@ def test_two_hosts_train_like_one_process(tmp_path: Path, hosts: list[tuple[str,
             "--rdzv-id",
             "job",
         ]
-        torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--local-addr", address]
+        torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--local-addr", host.address]
         # Both hosts bear one name here, so torchrun cannot see by itself which of them holds the endpoint.
         torchrun += ["--rdzv-conf", f"is_host={int(number == 0)},join_timeout=60"]
-        command = ["ip", "netns", "exec", space, sys.executable, *torchrun, *train, "--run.name", "two"]
-        environment = clean_environment() | {"GLOO_SOCKET_IFNAME": interface}
+        command = ["ip", "netns", "exec", host.space, sys.executable, *torchrun, *train, "--run.name", "two"]
+        environment = clean_environment() | {"GLOO_SOCKET_IFNAME": host.interface}
         node = subprocess.Popen(
             command,
             cwd=tmp_path,
