@@ -73,7 +73,7 @@ class Faulty:
         return [json.loads(line)["loss"] for line in (self.run / "metrics.jsonl").read_text().splitlines()]
 
 
-def train(folder: Path, *words: str, fault: str = "", attempts: int = 1, timeout_s: float = 120.0) -> Faulty:
+def train(folder: Path, *words: str, fault: str = "", attempts: int = 1, timeout_s: float = 400.0) -> Faulty:
     """`fault` and `attempts`: see above; empty: an undisturbed run."""
     (folder / "sitecustomize.py").write_text(SITE)
     hidden = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "OMP_NUM_THREADS")

@@ -123,7 +123,7 @@ def test_under_torchrun_restarts_need_a_name(tmp_path: Path) -> None:
 def stuck(tmp_path: Path) -> Iterator[subprocess.Popen]:
     """A run whose rank 1 waits in C code for ever."""
     process = start(tmp_path, "stuck:1", "--run.steps", "3")
-    wait_for(lambda: (tmp_path / "runs" / "r" / "rank-1-0").exists(), 30)
+    wait_for(lambda: (tmp_path / "runs" / "r" / "rank-1-0").exists(), 120)
     time.sleep(0.3)
     yield process
     process.kill()
