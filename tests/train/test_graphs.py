@@ -144,7 +144,7 @@ def looked_at(mesh: Mesh) -> tuple[str, int]:
         learner.layers[0].gate.weight[0, 0] = torch.nan
     before = capture.replays
     learner.step(WARM_STEPS + 1)
-    return learner.why_bad, capture.replays - before
+    return learner.bad.why, capture.replays - before
 
 
 def test_a_bad_step_is_looked_at_eagerly() -> None:

@@ -21,7 +21,6 @@ from moeclipse.comm.flight.exchange import gather, sum_of_parts
 from moeclipse.comm.flight.reading import Reading
 from moeclipse.comm.flight.record import StepStamps
 from moeclipse.comm.mesh import Mesh
-from moeclipse.core.errors import DivergedError
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.dynamic_gates import BORN_LATER
 from moeclipse.moe.layer import MoE
@@ -42,7 +41,7 @@ from moeclipse.train.fingerprint import fingerprint_of, in_present_terms
 from moeclipse.train.graphs import MicrobatchGraphs
 from moeclipse.train.integrity import Integrity
 from moeclipse.train.loss_scale import LossScale
-from moeclipse.train.nonfinite import Accident, look_again
+from moeclipse.train.nonfinite import Accident, BadSteps, look_again
 from moeclipse.train.one_by_one import OneByOne
 from moeclipse.train.optim import AdamW, Readable, learning_rate
 from moeclipse.train.parameter_groups import ParameterGroups
@@ -110,8 +109,7 @@ class Learner:
         self.evaluated: dict[str, Any] = {}
         """What was said of the last state that was evaluated."""
         self.layers = [layer for _, layer in moe_layers(self.model)]
-        self.bad_steps = 0
-        self.why_bad = ""
+        self.bad = BadSteps(optim.max_bad_steps)
         self.signals: Callable[[], int] = lambda: 0
         """A number that every rank learns of every other with a step's results (`train/saving`)."""
         self.hf: dict[str, Any] | None = None
@@ -208,7 +206,8 @@ class Learner:
                 notes = self._doubt(step, loss, [row[0] for row in rows], tries) if skipped else []
                 notes += self._between(step, skipped)
         stamps = self._end_step()
-        self._judge(step, skipped, loss, norm)
+        if not self.loss_scale.after_step(loss, norm):
+            self.bad.add(step, skipped, loss, norm)
         times = self.times.of(step, stamps, sum(layer.schedule.take_rows() for layer in self.layers))
         return {
             "step": step,
@@ -273,28 +272,17 @@ class Learner:
 
         Raises Accident where it did not go wrong again and another try is left.
         """
-        if self.bad_steps or (self.loss_scale.dynamic and math.isfinite(loss)):
+        if self.bad.count or (self.loss_scale.dynamic and math.isfinite(loss)):
             return []
         with self.graphs.watched() if self.graphs is not None else nullcontext():
             again = partial(self.backward, step)
-            transient, self.why_bad = look_again(self.model, self.buckets, self.mesh, again, losses)
+            transient, self.bad.why = look_again(self.model, self.buckets, self.mesh, again, losses)
         for layer in self.layers:
             layer.gate.take_seen()  # seen twice
         if transient and tries > 1:
             memory_state.end_step(self.model, skipped=True)
-            raise Accident(f"step {step}: {self.why_bad}; the step is computed anew")
-        return [f"step {step}: {self.why_bad}"]
-
-    def _judge(self, step: int, skipped: bool, loss: float, norm: float) -> None:
-        if self.loss_scale.after_step(loss, norm):
-            return
-        self.bad_steps = self.bad_steps + 1 if skipped else 0
-        if self.bad_steps >= self.config.optim.max_bad_steps:
-            raise DivergedError(
-                f"{self.bad_steps} steps in a row, up to step {step}, had a non-finite loss ({loss}) or "
-                f"gradient norm ({norm}); lower optim.lr, or resume from an earlier checkpoint. "
-                f"Of the first of them: {self.why_bad or 'nothing is known'}"
-            )
+            raise Accident(f"step {step}: {self.bad.why}; the step is computed anew")
+        return [f"step {step}: {self.bad.why}"]
 
     def fingerprint(self) -> dict[str, Any]:
         """What a checkpoint must have in common with a run that continues it."""
@@ -306,7 +294,7 @@ class Learner:
         state = {
             "step": step,
             "updates": self.optim.updates,
-            "bad_steps": self.bad_steps,
+            "bad_steps": self.bad.count,
             "loss_scale": self.loss_scale.state(),
             "seed": self.config.run.seed,
             "data": self.batches.state(step),
@@ -339,7 +327,7 @@ class Learner:
         self.placement.load_state(state.get("placement"))
         self.placement.planner.load_state(state.get("plan"))
         self.optim.load(checkpoint, int(state["updates"]))
-        self.bad_steps = int(state["bad_steps"])
+        self.bad.count = int(state["bad_steps"])
         self.loss_scale.load_state(state.get("loss_scale"))
         self.hf = state.get("hf")
         for number, layer in self.numbered.items():

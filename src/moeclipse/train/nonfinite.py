@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from moeclipse.comm.mesh import Mesh
+from moeclipse.core.errors import DivergedError
 from moeclipse.train.buckets import Buckets
 
 PLACES = ("weight", "output", "gradient")
@@ -32,6 +33,22 @@ PLACES = ("weight", "output", "gradient")
 
 class Accident(Exception):
     """A step went wrong that goes right when it is computed again."""
+
+
+class BadSteps:
+    """Steps in a row that were not finite; too many of them are the end."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.count, self.why = most, 0, ""
+
+    def add(self, step: int, skipped: bool, loss: float, norm: float) -> None:
+        self.count = self.count + 1 if skipped else 0
+        if self.count >= self.most:
+            raise DivergedError(
+                f"{self.count} steps in a row, up to step {step}, had a non-finite loss ({loss}) or "
+                f"gradient norm ({norm}); lower optim.lr, or resume from an earlier checkpoint. "
+                f"Of the first of them: {self.why or 'nothing is known'}"
+            )
 
 
 def look_again(
