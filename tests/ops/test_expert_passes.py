@@ -98,9 +98,11 @@ def test_weights_without_biases() -> None:
     up, down = torch.ones(2, 4, 3), torch.ones(2, 3, 2)
     weights = ExpertWeights.of((up, down))
     assert weights.tensors() == (up, down, None, None)
-    assert [None if t is None else t.shape for t in weights.empty_like().tensors()] == [
+    assert [None if t is None else t.shape for t in weights.empty_grads().tensors()] == [
         up.shape,
         down.shape,
         None,
         None,
     ]
+    asked = weights.empty_grads((True, False, False, False))
+    assert [t is None for t in asked.tensors()] == [False, True, True, True]
