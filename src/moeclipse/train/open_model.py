@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from moeclipse.core.config import build, problems_of, read_toml, table_layer
-from moeclipse.core.errors import CheckpointError, ConfigError
+from moeclipse.core.errors import CheckpointError, ConfigError, DataError
 from moeclipse.hf.config_file import config_of
 from moeclipse.hf.folder import HfFolder, Shapes
 from moeclipse.hf.read import read_config
@@ -26,6 +27,8 @@ from moeclipse.moe.config import ExchangeConfig, MoEConfig
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
 from moeclipse.train.checkpoints.manifest import INDEX, MANIFEST
 from moeclipse.train.config import TrainConfig
+from moeclipse.train.data_config import DataConfig, parts_of
+from moeclipse.train.documents.tokenizer import end_token, load_tokenizer, tokenizer_file
 from moeclipse.train.optim import Readable
 from moeclipse.train.ranks import Ranks, RanksFailed, together
 from moeclipse.train.vocabulary import ByteVocabulary, TokenizerVocabulary, Vocabulary, tokenizer_of
@@ -104,7 +107,8 @@ def of_configuration(config: TrainConfig, weights: Path) -> FoundModel:
     if config.model.from_hf and (source / "config.json").is_file():
         found = of_folder(source)
     data, why = config.data, ""
-    if any(name.endswith(OF_TOKENS) for name in data.files) and not data.tokenizer:
+    files = [name for part in parts_of(data) for name in part.files]
+    if any(name.endswith(OF_TOKENS) for name in files) and not data.tokenizer:
         why = "this run was trained on files of tokens, not of text"
     long = data.seq_len if found is None else max(found.context, data.seq_len)
     return FoundModel(
@@ -114,10 +118,20 @@ def of_configuration(config: TrainConfig, weights: Path) -> FoundModel:
         why_no_text=why,
         context=0 if config.model.memory else long,
         segment=data.seq_len if config.model.memory else 0,
-        ends=frozenset() if found is None else found.ends,
+        ends=end_of_texts(data) if found is None else found.ends | end_of_texts(data),
         special=found is not None,
         dtype=config.model.dtype,
     )
+
+
+def end_of_texts(data: DataConfig) -> frozenset[int]:
+    """The token that stood behind each document; none where its name is not known here."""
+    with suppress(DataError):
+        path = tokenizer_file(data.tokenizer) if data.tokenizer else None
+        tokenizer = load_tokenizer(path, data.tokenizer) if path is not None else None
+        number = end_token(data.end_of_text, tokenizer, path, wanted=True)
+        return frozenset() if number < 0 else frozenset({number})
+    return frozenset()
 
 
 def of_checkpoint(path: Path) -> FoundModel:
