@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -16,7 +17,8 @@ from moeclipse.cli.main import main
 from moeclipse.comm.mesh import Mesh
 from moeclipse.testing.run_ranks import run_alone
 
-OWN_TEXT = "Train on your own text, and write with it"
+PRETRAIN = "Pretrain on jsonl with validation"
+CHAT = "Fine-tune on conversations, and ask"
 EXPORT = "Go on from an export with another corpus"
 PAGE = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
 TRAINING = (
@@ -92,11 +94,34 @@ def recipe(title: str, folder: Path) -> list[str]:
     return [out for _, out in results]
 
 
-def test_train_on_your_own_text(tmp_path: Path) -> None:
-    corpus(tmp_path, "corpus")
-    trained, text = recipe(OWN_TEXT, tmp_path)
+def test_pretrain_on_jsonl(tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    for number in range(2):
+        records = [{"text": f"The text {place} says a thing. " * 3} for place in range(40)]
+        lines = "\n".join(map(json.dumps, records))
+        (tmp_path / "corpus" / f"{number}.jsonl").write_text(lines)
+    trained, text = recipe(PRETRAIN, tmp_path)
     assert "it writes" in trained
+    assert "held out: loss" in trained
     assert text.startswith("The ")
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}."
+    "{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
+)
+
+
+def test_fine_tune_on_conversations(tmp_path: Path) -> None:
+    write_tiny("mixtral", tmp_path / "model")
+    tokenizer(tmp_path / "model" / "tokenizer.json")
+    settings = {"chat_template": TEMPLATE, "eos_token": "."}
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "chat").mkdir()
+    turns = [{"role": "user", "content": "Is it so"}, {"role": "assistant", "content": "The text is"}]
+    (tmp_path / "chat" / "a.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 60))
+    _, text = recipe(CHAT, tmp_path)
+    assert text.startswith("Is it so?")
 
 
 def test_go_on_from_an_export(tmp_path: Path) -> None:
@@ -109,4 +134,4 @@ def test_go_on_from_an_export(tmp_path: Path) -> None:
 
 
 def test_every_recipe_is_run() -> None:
-    assert sections().keys() == {OWN_TEXT, EXPORT}
+    assert sections().keys() == {PRETRAIN, EXPORT, CHAT}

@@ -40,13 +40,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(FOLDER / "old", tmp_path / "runs" / "NAME")
     for name in ("my.toml", "corpus.txt"):
         shutil.copy(FOLDER / name, tmp_path)
-    for name in ("corpus", "first", "second"):
+    for name in ("corpus", "first", "second", "chat"):
         (tmp_path / name).mkdir()
         shutil.copy(FOLDER / "corpus.txt", tmp_path / name)
+        (tmp_path / name / "records.jsonl").write_text('{"text": "a", "messages": []}\n')
     (tmp_path / "corpus.bin").write_bytes(bytes(4096))
     for name, config in (("model", MIXTRAL), ("dense", LLAMA)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
+        (tmp_path / name / "tokenizer.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

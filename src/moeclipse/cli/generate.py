@@ -32,6 +32,7 @@ HELP = """usage: moeclipse generate MODEL --prompt TEXT [TEXT ...] [options]
   --top-k N            choose among the N most likely tokens (0: all)
   --top-p X            choose among the fewest tokens that hold this probability (1.0: all)
   --stop TEXT ...      end before any of these strings
+  --chat               prompts are what a user says; the tokenizer's chat template frames them
   --seed N             another number, another text (0)
   --context N          longest text in tokens, prompt included (what the model was trained on)
   --tokenizer FILE     a tokenizer.json, where the model has none

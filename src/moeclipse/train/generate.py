@@ -56,6 +56,8 @@ class GenerateConfig(SamplingConfig):
     """Tokens to write after each prompt; auto: 200, or what the model's context leaves."""
     stop: tuple[str, ...] = ()
     """A text ends before the first of these strings."""
+    chat: bool = False
+    """Prompts are what a user says, framed by the tokenizer's chat template."""
     context: int = 0
     """Tokens of prompt and text together; 0: as many as the model was trained on."""
 
@@ -109,15 +111,15 @@ class LanguageModel:
         """The same in pieces, as they come. `until`: a time of `time.monotonic` at which all rows end."""
         config = given_options(options)
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        return self.stream_tokens(self.tokens_of(prompts), config, until)
+        return self.stream_tokens(self.tokens_of(prompts, chat=config.chat), config, until)
 
-    def tokens_of(self, prompts: Sequence[str]) -> list[list[int]]:
+    def tokens_of(self, prompts: Sequence[str], *, chat: bool = False) -> list[list[int]]:
         """Raises ConfigError for prompts that have no token, or tokens that the model has not."""
         if not prompts:
             raise ConfigError("there is no prompt; give at least one")
         size, found = self.model.config.vocab_size, []
         for number, prompt in enumerate(prompts):
-            ids = self.vocabulary.encode(prompt)
+            ids = self.vocabulary.encode_chat(prompt) if chat and prompt else self.vocabulary.encode(prompt)
             if not ids:
                 raise ConfigError(f"prompt {number + 1} is empty; give it at least one character")
             if max(ids) >= size:

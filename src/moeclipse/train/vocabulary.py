@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from moeclipse.core.errors import DataError
+from moeclipse.core.errors import ConfigError, DataError
 from moeclipse.train.corpus import find_tokenizer
+from moeclipse.train.documents.chat import ChatTemplate, special_tokens, template_beside
+from moeclipse.train.documents.tokenizer import settings_beside
 
 UNFINISHED = "\ufffd"
 CONTEXT = 16
@@ -28,6 +30,7 @@ class Vocabulary(Protocol):
     size: int
 
     def encode(self, text: str) -> list[int]: ...
+    def encode_chat(self, question: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
@@ -38,6 +41,9 @@ class ByteVocabulary:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", errors="replace"))
+
+    def encode_chat(self, question: str) -> list[int]:  # noqa: ARG002  (part of the protocol)
+        raise ConfigError("a model of bytes has no chat template; leave chat out")
 
     def decode(self, ids: Sequence[int]) -> str:
         """Tokens beyond 255, which a larger vocabulary may have, are shown as one character."""
@@ -57,10 +63,17 @@ class TokenizerVocabulary:
             self._tokenizer: Any = Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises plain Exception
             raise DataError(f"{path} is not a `tokenizers` JSON file: {error}") from error
-        self.special, self.size = special, self._tokenizer.get_vocab_size()
+        self.path, self.special, self.size = path, special, self._tokenizer.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=self.special).ids
+        return ids
+
+    def encode_chat(self, question: str) -> list[int]:
+        """What a user says, framed by the tokenizer's template, which has all special tokens itself."""
+        settings = settings_beside(self.path)
+        template = ChatTemplate(template_beside(self.path, settings), special_tokens(settings))
+        ids: list[int] = self._tokenizer.encode(template.opening(question), add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

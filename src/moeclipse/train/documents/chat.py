@@ -83,6 +83,10 @@ class ChatTemplate:
                 spans.append((len(before), last))
         return text, spans
 
+    def opening(self, question: str) -> str:
+        """What stands before the assistant's answer to a user who says this."""
+        return self._rendered([{"role": "user", "content": question}], "the prompt", begins=True)
+
     def _rendered(self, messages: Sequence[Mapping[str, Any]], where: str, *, begins: bool = False) -> str:
         try:
             text: str = self._template.render(
