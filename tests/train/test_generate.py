@@ -58,6 +58,8 @@ def calls(mesh: Mesh, path: Path) -> dict[str, Any]:
         "ends": [(piece.text, piece.ended) for piece in model.stream("ab", **OPTIONS)],
         "ended": ended,
         "between": between,
+        "surest": model.generate(PROMPTS, max_tokens=6, temperature=0),
+        "surest alone": [model.generate(prompt, max_tokens=6, temperature=0)[0] for prompt in PROMPTS],
         "late": [piece.ended for piece in model.stream("ab", until=time.monotonic() - 1, max_tokens=9)],
     }
 
@@ -67,6 +69,8 @@ def test_a_text_is_the_same_in_every_company(run: Path) -> None:
     expected = found["expected"]
     assert found["again"] == expected
     assert found["alone"] == expected[:1]
+    assert found["surest"] == found["surest alone"]
+    assert len(set(found["surest"])) == 3
     assert found["other"] != expected
     assert expected[0].startswith(found["one"][0].rstrip("\ufffd"))
     assert found["none"] == ["", "", ""]
