@@ -288,3 +288,9 @@ def test_init_from_nowhere(capsys: pytest.CaptureFixture, tmp_path: Path) -> Non
     (tmp_path / "checkpoints").mkdir()
     told = refused(capsys, "--init-from", str(tmp_path), "--resume", str(tmp_path))
     assert "continues a run, run.init_from" in told
+
+
+def test_an_adapter_that_is_none(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    told = refused(capsys, "--lora.rank", "2", "--lora.adapter", str(tmp_path), "--run.dir", "runs")
+    assert "has no adapter_config.json; give a folder in PEFT's format" in told
+    assert not (tmp_path / "runs").exists()

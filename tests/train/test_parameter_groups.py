@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import problems_of, with_values
 from moeclipse.core.errors import ConfigError
@@ -128,6 +129,29 @@ def resumed(mesh: Mesh, config: TrainConfig, path: str) -> Any:
     learner = Learner(config, mesh)
     learner.load(Checkpoint.open(path, OneRank()))
     return weights(learner)
+
+
+def moved(mesh: Mesh, config: TrainConfig) -> tuple[Any, Any, int]:
+    """Pieces before and after all experts have changed places, and how many transfers that took."""
+    learner = Learner(config, mesh)
+    learner.step(0)
+    before, count = weights(learner), 0
+    for placed in learner.placement.layers:
+        new = Placement(tuple(reversed(placed.placement.slots)))
+        owners = learner.placement._owners(new, placed.layer, placed.ownership)
+        count += placed.migrate(owners, learner.optim.updates)
+    after = weights(learner)
+    learner.step(1)
+    return before, after, count
+
+
+def test_frozen_experts_move_with_the_others() -> None:
+    ranks = run_ranks(2, moved, configure(**CHOSEN, **PLANNED))
+    before, after = (joined([rank[which] for rank in ranks]) for which in (0, 1))
+    assert ranks[0][2] > 0
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], values) for name, values in before.items())
+    assert any(name.endswith("experts.3.down") for name in after)
 
 
 def test_what_is_frozen_takes_no_gradient_memory(tmp_path: Path) -> None:

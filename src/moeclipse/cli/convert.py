@@ -14,6 +14,7 @@ from typing import Literal
 
 from moeclipse.core.config import build, flag_layer
 from moeclipse.core.errors import CheckpointError, ConfigError
+from moeclipse.train.adapters import save_adapter
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
 from moeclipse.train.convert import from_hf, to_hf
 from moeclipse.train.ranks import OneRank
@@ -26,6 +27,7 @@ HELP = """usage: moeclipse convert SOURCE OUT [options]
   --dtype NAME         of the weights: keep (the default), float32, bfloat16 or float16
   --tokenizer DIR      to a Hugging Face model: take the tokenizer files from this folder
   --no-tokenizer       from a Hugging Face model: it may lack a tokenizer
+  --adapter            from a run with adapters: write these alone, in PEFT's format, instead of merging them
 """
 
 
@@ -39,6 +41,8 @@ class ConvertOptions:
     """A folder with tokenizer files."""
     no_tokenizer: bool = False
     """A source without a tokenizer is converted all the same."""
+    adapter: bool = False
+    """Adapters alone, in PEFT's format."""
 
     def problems(self) -> Iterator[str]:
         if self.tokenizer and not Path(self.tokenizer).is_dir():
@@ -51,6 +55,10 @@ def main(words: list[str]) -> int:
         return 0
     options, source, out = read_words(words)
     began = time.monotonic()
+    if options.adapter:
+        count = save_adapter(find_checkpoint(source), out)
+        print(f"adapters: {count} tensors, written to {out}")
+        return 0
     if (source / "config.json").exists() and not (source / "manifest.json").exists():
         done = from_hf(source, out, dtype=options.dtype, tokenizer=not options.no_tokenizer)
     else:

@@ -194,6 +194,9 @@ def init_problems(path: str, resume: str, from_hf: str) -> Iterator[str]:
 
 def folder_problems(config: TrainConfig, told: Sequence[str]) -> list[str]:
     """A Hugging Face folder that is not whole is found before a run's folder is made."""
+    adapter = config.lora.adapter
+    if adapter and not (Path(adapter) / "adapter_config.json").is_file():
+        return [f"lora.adapter ({adapter}) has no adapter_config.json; give a folder in PEFT's format"]
     dense = config.init.upcycle != "off"
     path = config.run.init_from if dense else config.model.from_hf
     if not path or told or not is_model_folder(Path(path)):

@@ -24,6 +24,8 @@ from moeclipse.core.errors import ConfigError
 from moeclipse.model.blocks import Linear, RMSNorm, Settings
 from moeclipse.model.cache import CacheCall
 from moeclipse.model.config import ModelConfig
+from moeclipse.model.lora import LoraColumn, LoraRow
+from moeclipse.model.lora_config import ADAPTER, NO_LORA, LoraConfig
 from moeclipse.model.memory import LayerMemory, Past
 from moeclipse.model.qk_norm import HeadNorm, WholeNorm
 from moeclipse.model.rotary import Positions, Rotary
@@ -130,7 +132,7 @@ class Attention(nn.Module):
 
 
 class GroupedQueryAttention(Attention):
-    def __init__(self, config: ModelConfig, settings: Settings) -> None:
+    def __init__(self, config: ModelConfig, settings: Settings, lora: LoraConfig = NO_LORA) -> None:
         super().__init__(config, settings)
         self.head_dim, self.clip, self.norm_eps = config.head_dim, config.clip_qkv, config.norm_eps
         group = config.num_heads // config.num_kv_heads
@@ -152,6 +154,20 @@ class GroupedQueryAttention(Attention):
             self.q_norm = HeadNorm(self.head_dim, settings, config.norm_eps)
             self.k_norm = HeadNorm(self.head_dim, settings, config.norm_eps)
         self.add_sinks(config, settings, group)
+        units = {"q": (width, unit), "k": (kv_width, self.head_dim), "v": (kv_width, self.head_dim)}
+        self.adapters = nn.ModuleDict(
+            {
+                f"{ADAPTER}{name}": LoraColumn(config.d_model, wide, name, settings, lora, together)
+                for name, (wide, together) in units.items()
+                if lora.has(name)
+            }
+        )
+        if lora.has("o"):
+            self.adapters[f"{ADAPTER}o"] = LoraRow(width, config.d_model, "o", settings, lora, unit)
+
+    def _adapted(self, y: torch.Tensor, x: torch.Tensor, name: str) -> torch.Tensor:
+        key = f"{ADAPTER}{name}"
+        return y + self.adapters[key](x) if key in self.adapters else y
 
     def forward(self, x_TD: torch.Tensor, positions: Positions, tokens: Tokens | None = None) -> torch.Tensor:
         linears = [self.q, self.k, self.v]
@@ -161,6 +177,9 @@ class GroupedQueryAttention(Attention):
             self.tp,
             [part.bias for part in linears],
             label=self.label,
+        )
+        q_TD, k_TD, v_TD = (
+            self._adapted(y_TD, x_TD, name) for y_TD, name in ((q_TD, "q"), (k_TD, "k"), (v_TD, "v"))
         )
         q, k = self._split(q_TD, positions, self.q_norm), self._split(k_TD, positions, self.k_norm)
         norms = self._head_norms(self.q_norm, self.k_norm)
@@ -186,7 +205,8 @@ class GroupedQueryAttention(Attention):
             past_k, _ = self.turn_both(past_k, past_k[:, :, :0], before, norms, self.norm_eps)
             past_v = heads(self._clipped(v_TD), past.positions, self.head_dim)
             k, v = torch.cat([past_k, k], dim=2), torch.cat([past_v, v], dim=2)
-        return self.o(self.mix(q, k, v, positions))
+        mixed_TD = self.mix(q, k, v, positions)
+        return self._adapted(self.o(mixed_TD), mixed_TD, "o")
 
     def _split(self, x_TD: torch.Tensor, positions: Positions, norm: nn.Module | None) -> torch.Tensor:
         """[B, S, heads, d], normed over all heads and clipped."""

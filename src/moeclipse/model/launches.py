@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moeclipse.model.config import ModelConfig
+from moeclipse.model.lora_config import ADAPTER, NO_LORA, LoraConfig
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.schedule import kinds
 from moeclipse.schedule.kinds import Form, Kind
@@ -40,6 +41,7 @@ class LayerLaunches:
     """Sequence parallelism: between linears each tp rank has its part of the tokens."""
     replicas: bool = False
     """Experts may be held by several ranks, which share their rows by the loads of a call."""
+    lora: LoraConfig = NO_LORA
     frozen: Callable[[str], bool] = lambda _: False
     """Whether a parameter of this name wants no gradient: then nobody gathers inputs for it."""
 
@@ -139,6 +141,8 @@ class LayerLaunches:
             return 3
         if "squares of" in what:
             return 1
+        if ADAPTER in what:
+            return self.lora.rank
         return self.model.rope_width if "rotary keys" in what else self.model.d_model
 
     def _gathered(self, label: str) -> list[str]:
@@ -164,15 +168,22 @@ class LayerLaunches:
             label = f"queries, keys and values, {where}"
             whole = self.model.qk_norm == "whole"
             squares = [f"squares of {name}, {where}" for name in ("queries", "keys")] if whole else []
-            forward = (self._gathered(label), squares + self._reduced(out))
+            adapted = [f"{ADAPTER}{name}" for name in "qkv" if self.lora.has(name)]
+            columns = [(f"{name}, {where}", weights.format(f"adapters.{name}.b")) for name in adapted]
+            rows = [f"{ADAPTER}o, {where}"] if self.lora.has("o") else []
+            narrow = [word for column, _ in columns for word in self._gathered(column)]
+            sums = [word for row in (out, *rows) for word in self._reduced(row)]
+            forward = (self._gathered(label), narrow + squares + sums)
             back = [f"backward of {what}" for what in reversed(squares)]
+            back += [word for column in reversed(columns) for word in self._column_back(*column)]
             names = map(weights.format, "qkv")
-            return forward, (self._gathered_back(out), back + self._column_back(label, *names))
+            before = [word for row in (*rows, out) for word in self._gathered_back(row)]
+            return forward, (before, back + self._column_back(label, *names))
         rotary, up, q_up = f"rotary keys, {where}", f"kv_up, {where}", f"q_up, {where}"
         moved = [rotary] if self.parts_tokens else []
         forward = (self._gathered(q_up), self._gathered(up) + moved + self._reduced(out))
-        columns = ((up, weights.format("kv_up")), (q_up, weights.format("q_up")))
-        back = [f"backward of {rotary}", *(word for given in columns for word in self._column_back(*given))]
+        ups = ((up, weights.format("kv_up")), (q_up, weights.format("q_up")))
+        back = [f"backward of {rotary}", *(word for given in ups for word in self._column_back(*given))]
         return forward, (self._gathered_back(out), back)
 
     def _embedding(self) -> Words:

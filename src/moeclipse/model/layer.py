@@ -14,16 +14,31 @@ from torch import nn
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.shares import even_bounds
-from moeclipse.model.attention import GroupedQueryAttention, LatentAttention
+from moeclipse.model.attention import Attention, GroupedQueryAttention, LatentAttention
 from moeclipse.model.blocks import DenseMLP, RMSNorm, Settings
 from moeclipse.model.config import ModelConfig
+from moeclipse.model.lora_config import NO_LORA, LoraConfig
 from moeclipse.model.rotary import Positions
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.experts import Experts
 from moeclipse.moe.layer import MoE, MoEReport
+from moeclipse.moe.lora_experts import LoraExperts
 from moeclipse.moe.shared_gate import GatedShared
 from moeclipse.moe.tokens import Tokens
 from moeclipse.tensor.parallel import MoveKind, move
+
+
+def attention_of(config: ModelConfig, settings: Settings, lora: LoraConfig) -> Attention:
+    if config.attention == "mla":
+        return LatentAttention(config, settings)
+    return GroupedQueryAttention(config, settings, lora)
+
+
+def add_adapters(moe: MoE, lora: LoraConfig) -> None:
+    """Beside the layer's experts, where these have some; kernels know nothing of them."""
+    if lora.has("experts"):
+        assert isinstance(moe.experts, Experts)
+        moe.experts, moe.fused = LoraExperts(moe.experts, lora.rank, lora.scale), False
 
 
 class TransformerLayer(nn.Module):
@@ -36,10 +51,10 @@ class TransformerLayer(nn.Module):
         mesh: Mesh,
         settings: Settings,
         placement: Placement | None = None,
+        lora: LoraConfig = NO_LORA,
     ) -> None:
         super().__init__()
         self.index = index
-        attention = LatentAttention if config.attention == "mla" else GroupedQueryAttention
         self.tp = settings.tp
         self.residual_scale = config.residual_scale
 
@@ -48,7 +63,7 @@ class TransformerLayer(nn.Module):
 
         before, after = config.norms != "after", config.norms != "before"
         self.attention_norm = norm(before)
-        self.attention = attention(config, settings)
+        self.attention = attention_of(config, settings, lora)
         self.attention_out_norm = norm(after)
         self.mlp_norm = norm(before)
         self.mlp_out_norm = norm(after)
@@ -80,6 +95,7 @@ class TransformerLayer(nn.Module):
             device=settings.device,
             dtype=settings.dtype,
         )
+        add_adapters(self.moe, lora)
         for experts in (self.moe.experts, self.moe.shared):
             if isinstance(experts, Experts | GatedShared):
                 experts.wgrads = settings.tp.wgrads

@@ -28,6 +28,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.model.blocks import RMSNorm, Settings
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.layer import TransformerLayer
+from moeclipse.model.lora_config import NO_LORA, LoraConfig
 from moeclipse.model.passes import LayerParts, MicrobatchLoads, MicrobatchState, ModelStage
 from moeclipse.model.rotary import Positions, Rotary
 from moeclipse.moe.config import GateConfig, MoEConfig
@@ -67,6 +68,7 @@ class Transformer(nn.Module):
         dtype: torch.dtype = torch.float32,
         held: Sequence[int] | None = None,
         placement_of: Callable[[int], Placement | None] = lambda _: None,
+        lora: LoraConfig = NO_LORA,
     ) -> None:
         """`held`: the layers of this rank in a pipeline; left out: all. Names and weights never depend on it.
 
@@ -92,13 +94,8 @@ class Transformer(nn.Module):
             )
 
         outside = settings(-1)
-        self.vocab = Cut.of(
-            (config.vocab_size, config.d_model),
-            0,
-            index=self.tp.index,
-            parts=self.tp.size,
-            what="model.vocab_size",
-        )
+        table = (config.vocab_size, config.d_model)
+        self.vocab = Cut.of(table, 0, index=self.tp.index, parts=self.tp.size, what="model.vocab_size")
         if self.begins or (self.ends and config.tie_embeddings):
             empty = torch.empty(self.vocab.local_shape, device=mesh.device, dtype=dtype)
             self.embedding = nn.Parameter(empty)
@@ -107,7 +104,8 @@ class Transformer(nn.Module):
             self.embedding.is_copy = not self.begins  # type: ignore[attr-defined]
 
         def layer(index: int) -> TransformerLayer:
-            return TransformerLayer(index, config, moe, gate, mesh, settings(index), placement_of(index))
+            given = (config, moe, gate, mesh, settings(index), placement_of(index), lora)
+            return TransformerLayer(index, *given)
 
         self.layers = nn.ModuleDict({str(index): layer(index) for index in held})
         self.head: ColumnParallelLinear | None = None

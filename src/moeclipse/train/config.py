@@ -19,6 +19,7 @@ from moeclipse.comm.config import ParallelConfig
 from moeclipse.core.config import keys_of, named_in, problems_of, with_values
 from moeclipse.core.errors import ConfigError
 from moeclipse.model.config import ModelConfig
+from moeclipse.model.lora_config import LoraConfig
 from moeclipse.moe.config import LAYER_KEYS, GateConfig, MoEConfig, layer_problems
 from moeclipse.pipeline.config import PipelineConfig
 from moeclipse.pipeline.overlap import StageLayout, lay_out
@@ -92,6 +93,7 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
     init: InitConfig = field(default_factory=InitConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     gate: GateConfig = field(default_factory=GateConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
@@ -166,6 +168,25 @@ def upcycle_problems(config: TrainConfig) -> Iterator[str]:
                 f"moe.{key} ({getattr(moe, key)!r}) cannot go with init.upcycle ({how!r}): a dense block has "
                 f"nothing to make it of; set it to {usual!r}"
             )
+
+
+def lora_problems(config: TrainConfig) -> Iterator[str]:
+    """What adapters cannot go with."""
+    lora, model = config.lora, config.model
+    if not lora.rank:
+        return
+    if model.attention != "gqa" and set(lora.targets) != {"experts"}:
+        yield (
+            f"lora.rank ({lora.rank}): lora.targets ({list(lora.targets)}) with model.attention = 'mla' "
+            "can only be ['experts']"
+        )
+    if model.memory:
+        yield f"lora.rank ({lora.rank}) cannot go with model.memory ({model.memory}); set one of them to 0"
+    if lora.has("experts") and config.parallel.tp > 1 and config.moe.expert_tp == "sharded":
+        yield (
+            f"lora.rank ({lora.rank}) with experts among lora.targets needs moe.expert_tp = 'folded', not "
+            "'sharded': a part of an expert has no adapter of its own"
+        )
 
 
 def data_problems(config: TrainConfig) -> Iterator[str]:
@@ -293,6 +314,7 @@ LAYOUT_KEYS = (
 )
 RULES: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], Iterator[str]]], ...] = (
     ((*LAYER_KEYS, *STAGE_KEYS[1:], "parallel.tp"), expert_problems),
+    (("lora.rank", "lora.targets", "model.memory", "parallel.tp", "moe.expert_tp"), lora_problems),
     (("init.upcycle", "run.init_from", *STAGE_KEYS[1:]), upcycle_problems),
     (
         (

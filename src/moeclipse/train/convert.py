@@ -7,7 +7,7 @@ folder and was not trained goes back bit by bit.
 A converted checkpoint holds weights and no state of an optimizer: a run begins from it (`run.init_from`), and
 none is resumed from it. In `state["hf"]` it remembers the folder's config.json and the types of its tensors;
 so does a run that began from a folder, and this is what turns its checkpoints into folders again. Quantised
-tensors are expanded, and stay so.
+tensors are expanded, and stay so; adapters are merged.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from moeclipse.hf.write import (
     shards_of,
     sources_of,
 )
+from moeclipse.train.adapters import MergedWeights
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.checkpoints.disk import DISK, Disk
 from moeclipse.train.checkpoints.manifest import INDEX, MANIFEST, build_index, encode_manifest
@@ -194,7 +195,7 @@ def to_hf(
     shapes = Shapes.of(read.values)
     table = tensor_table(read.family.names, shapes.model, shapes.moe, shapes.gate)
     check_tensors(checkpoint, table)
-    sources = sources_of(table)
+    sources, merged = sources_of(table), MergedWeights(checkpoint)
     extra = [name.removeprefix(EXTRA) for name in checkpoint.names if name.startswith(EXTRA)]
 
     def outline(key: str) -> Outline:
@@ -206,7 +207,7 @@ def to_hf(
 
     def load(tensor: Outline) -> torch.Tensor:
         if tensor.key in sources:
-            return assemble(sources[tensor.key], checkpoint.read, tensor.dtype)
+            return assemble(sources[tensor.key], merged.read, tensor.dtype)
         return checkpoint.read(EXTRA + tensor.key).view(tensor.shape)
 
     shards = shards_of([outline(key) for key in (*sources, *extra)], most)

@@ -36,7 +36,7 @@ def fingerprint_of(config: TrainConfig, dtype: torch.dtype) -> dict[str, Any]:
         gate["choose"] = f"{config.gate.choose}{held}"
     if config.gate.logit_bias:
         gate["logit_bias"] = "true"
-    return {"model": model, "moe": moe, "gate": gate}
+    return {"model": model, "moe": moe, "gate": gate, **config.lora.fingerprint()}
 
 
 def as_json(value: Any) -> Any:

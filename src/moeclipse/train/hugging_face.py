@@ -11,6 +11,7 @@ from pathlib import Path
 from moeclipse.core.errors import CheckpointError, ConfigError
 from moeclipse.hf.folder import HfFolder
 from moeclipse.hf.read import contradictions
+from moeclipse.train.adapters import Adapted
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.checkpoints.disk import DISK, remove_tree
 from moeclipse.train.convert import hf_state, to_hf
@@ -33,7 +34,7 @@ def load_folder(learner: Learner, ranks: Ranks) -> None:
     problems = list(contradictions(folders[0].values, learner.config, path))
     if problems:
         raise ConfigError(problems)
-    learner.load_weights(folders[0])
+    learner.load_weights(Adapted.of(folders[0], learner.config, folders[0].family.names))
     learner.hf = hf_state(folders[0])
 
 

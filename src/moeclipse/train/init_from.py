@@ -17,6 +17,7 @@ from typing import Any
 from moeclipse.core.errors import CheckpointError, ConfigError
 from moeclipse.hf.config_file import is_model_folder
 from moeclipse.hf.read import contradictions, read_config
+from moeclipse.train.adapters import Adapted
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.fingerprint import differences, in_present_terms
@@ -37,8 +38,9 @@ def load_weights_of(path: str, learner: Learner, ranks: Ranks) -> None:
     lines = list(other_shape(checkpoint.state, learner, path))
     if lines:
         raise ConfigError([f"run.init_from ({path}): {line}" for line in lines])
-    learner.load_weights(checkpoint)
     learner.hf = checkpoint.state.get("hf")
+    names = None if learner.hf is None else read_config(learner.hf["config"], path).family.names
+    learner.load_weights(Adapted.of(checkpoint, learner.config, names))
 
 
 def open_weights(path: str, ranks: Ranks) -> Checkpoint:
@@ -57,6 +59,8 @@ def other_shape(state: Mapping[str, Any], learner: Learner, path: str) -> Iterat
     if "fingerprint" in state:
         expected = learner.fingerprint()
         stored = in_present_terms(state["fingerprint"], expected, TrainConfig())
+        if "lora" not in stored:
+            expected.pop("lora", None)  # adapters beside a model that had none
         for fingerprint in (expected, stored):
             fingerprint["model"] = {**fingerprint["model"], "dtype": ""}
         yield from differences(stored, expected)

@@ -90,9 +90,10 @@ class Learner:
             dtype=self.dtype,
             held=None if layout is None else layout.layers_of(mesh.pp_index),
             placement_of=self.placement.placement_of,
+            lora=config.lora,
         )
         expert_bucket, optim = self.placement.bucket, config.optim
-        self.groups = ParameterGroups.of(optim)
+        self.groups = ParameterGroups.of(optim, config.lora)
         self.groups.apply(self.model, mesh)
         given = (optim.bucket_mb, parallel.peer, expert_bucket, optim.main_grad, self.groups.lr_factor)
         self.buckets = Buckets(self.model, mesh, *given)

@@ -19,6 +19,7 @@ from torch import nn
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.values import nearest
+from moeclipse.model.lora_config import NO_LORA, LoraConfig, is_adapter
 from moeclipse.moe.layer import MoE
 from moeclipse.train.optim_config import OptimConfig, factor_of
 
@@ -33,12 +34,17 @@ class ParameterGroups:
 
     frozen: tuple[str, ...] = ()
     factors: tuple[tuple[str, float], ...] = ()
+    adapters_only: bool = False
+    """All else is frozen, too (`model/lora`)."""
 
     @classmethod
-    def of(cls, optim: OptimConfig) -> ParameterGroups:
-        return cls(frozen=optim.frozen, factors=tuple(map(factor_of, optim.lr_factors)))
+    def of(cls, optim: OptimConfig, lora: LoraConfig = NO_LORA) -> ParameterGroups:
+        factors = tuple(map(factor_of, optim.lr_factors))
+        return cls(frozen=optim.frozen, factors=factors, adapters_only=lora.rank > 0)
 
     def is_frozen(self, name: str) -> bool:
+        if self.adapters_only and not is_adapter(name):
+            return True
         return any(picks(pattern, name) for pattern in self.frozen)
 
     def lr_factor(self, name: str) -> float:
@@ -47,7 +53,7 @@ class ParameterGroups:
 
     def apply(self, model: nn.Module, mesh: Mesh) -> None:
         """Frozen parameters want no gradient from here on. Collective over stages."""
-        if not (self.frozen or self.factors):
+        if not (self.frozen or self.factors or self.adapters_only):
             return
         kept = set(model.state_dict())
         mine = [name for name, _ in model.named_parameters()]

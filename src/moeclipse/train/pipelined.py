@@ -70,9 +70,8 @@ class Pipelined:
         """A head that is tied to the embedding adds to the same gradient, maybe on another rank."""
         first, last = self.layout.rank_of[0], self.layout.rank_of[-1]
         self._ends: Group | None = None
-        self.tied = self.config.model.tie_embeddings and not ParameterGroups.of(self.config.optim).is_frozen(
-            EMBEDDING
-        )
+        frozen = ParameterGroups.of(self.config.optim, self.config.lora).is_frozen
+        self.tied = self.config.model.tie_embeddings and not frozen(EMBEDDING)
         if self.tied and first != last:
             self._ends = self.mesh.ends()
 

@@ -53,7 +53,8 @@ def step_program(
 ) -> Verified:
     """Verified. Collective over all ranks: each tells the others its buckets."""
     layers, step = shapes_of_run(config, (mesh.dp, mesh.ep, mesh.tp), layout)
-    tied = config.model.tie_embeddings and not ParameterGroups.of(config.optim).is_frozen(EMBEDDING)
+    frozen = ParameterGroups.of(config.optim, config.lora).is_frozen
+    tied = config.model.tie_embeddings and not frozen(EMBEDDING)
     mine = [list(shape) for shape in bucket_shapes(model, buckets, layout, mesh.pp_index, tied=tied)]
     everyone = mesh.gather_objects(mine) if mesh.pp > 1 else [mine]
     copies = len(everyone) // mesh.pp
@@ -78,7 +79,8 @@ def shapes_of_run(
         tp=tp,
         parts_tokens=config.parallel.sequence_parallel and tp > 1,
         replicas=config.placement.in_use,
-        frozen=ParameterGroups.of(config.optim).is_frozen,
+        lora=config.lora,
+        frozen=ParameterGroups.of(config.optim, config.lora).is_frozen,
     )
     shapes = layer_shapes(config.model, config.moe)
     found = launches.of(layout.stages, layout.rank_of)

@@ -1,0 +1,212 @@
+"""Adapters are those of peft: gradients at every layout, files in and out, and what they come to merged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from tiny_models import in_float64, load, write_tiny
+
+from moeclipse.cli.main import main
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.config import with_values
+from moeclipse.core.errors import CheckpointError
+from moeclipse.hf.folder import HfFolder
+from moeclipse.hf.peft import CONFIG, WEIGHTS, read_adapter
+from moeclipse.model.lora_config import LoraConfig
+from moeclipse.testing.compare import difference
+from moeclipse.testing.run_ranks import run_alone, run_ranks
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.hugging_face import load_folder
+from moeclipse.train.learner import Learner
+from moeclipse.train.ranks import PatientRanks
+
+MODULES = [f"{name}_proj" for name in "qkvo"]
+PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
+    "1": (1, {}, {}),
+    "ep2": (2, {}, {}),
+    "ep2-shadows": (2, {}, {"moe.schedule": "smart", "moe.shadow": (0, 3)}),
+    "tp2": (2, {"tp": 2}, {"parallel.tp": 2, "parallel.sequence_parallel": False}),
+    "tp2-sequence": (2, {"tp": 2}, {"parallel.tp": 2, "parallel.sequence_parallel": True}),
+    "pp2": (2, {"pp": 2}, {"parallel.pp": 2}),
+}
+
+
+def wrapped(path: Path) -> Any:
+    config = peft.LoraConfig(
+        r=3, lora_alpha=6, target_modules=MODULES, target_parameters=PARAMETERS, task_type="CAUSAL_LM"
+    )
+    return peft.get_peft_model(load(path), config)
+
+
+def write(_mesh: Mesh, root: Path) -> torch.Tensor:
+    """A model, an adapter, and the adapter's gradients as another adapter; logits of the batch."""
+    write_tiny("qwen3_moe", root / "model", vocab_size=256)
+    tokens = np.random.default_rng(0).integers(0, 256, 600).astype(np.uint16)
+    np.save(root / "tokens.npy", tokens)
+    with in_float64():
+        model = wrapped(root / "model").double()
+        generator = torch.Generator().manual_seed(7)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                random = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.data.copy_(0.3 * random)
+        model.save_pretrained(root / "adapter")
+        config = configuration(root)
+        inputs, targets = batch(Learner(config, Mesh.single()))
+        logits = model(input_ids=inputs, use_cache=False).logits
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.grad.clone()
+        model.save_pretrained(root / "gradients")
+    return logits.detach()
+
+
+def configuration(root: Path, **values: Any) -> TrainConfig:
+    given = {
+        "model.from_hf": str(root / "model"),
+        "model.dtype": "float64",
+        "gate.balance_loss": 0.0,
+        "parallel.check_launches": True,
+        "data.files": (str(root / "tokens.npy"),),
+        "data.seq_len": 8,
+        "data.batch_size": 4,
+        "optim.accumulate": 2,
+        "lora.rank": 3,
+        "lora.alpha": 6.0,
+        "lora.adapter": str(root / "adapter"),
+    }
+    return with_values(TrainConfig(), {**HfFolder.open(root / "model").values, **given, **values})
+
+
+def batch(learner: Learner) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = [learner.batches.microbatch(0, m, 0, 1) for m in range(2)]
+    return torch.cat([part.inputs for part in parts]), torch.cat([part.targets for part in parts])
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("peft")
+    torch.save(run_alone(write, path), path / "logits.pt")
+    return path
+
+
+def begun(mesh: Mesh, config: TrainConfig) -> Learner:
+    learner = Learner(config, mesh)
+    load_folder(learner, PatientRanks(mesh, 60))
+    return learner
+
+
+def gradients(mesh: Mesh, config: TrainConfig) -> list[tuple[str, int, torch.Tensor]]:
+    """Of the adapters; then a step, after which the base is what it was."""
+    learner = begun(mesh, config)
+    learner.backward(0)
+    found = []
+    for bucket in learner.buckets:
+        shard = bucket.reduced()
+        found += [
+            (s.entry.name, s.start, shard[s.offset : s.offset + s.length].clone()) for s in bucket.segments()
+        ]
+    base = {name: p.detach().clone() for name, p in learner.model.named_parameters() if "lora_" not in name}
+    before = {name: p.detach().clone() for name, p in learner.model.named_parameters() if "lora_" in name}
+    learner.step(0)
+    now = dict(learner.model.named_parameters())
+    assert all(torch.equal(now[name], value) for name, value in base.items())
+    assert all(not torch.equal(now[name], value) for name, value in before.items())
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_those_of_peft(root: Path, layout: str) -> None:
+    num_ranks, axes, values = LAYOUTS[layout]
+    config = configuration(root, **values)
+    theirs = read_adapter(root / "gradients", config.model, config.moe, config.lora)
+    seen: dict[str, int] = {}
+    for rank in run_ranks(num_ranks, gradients, config, **axes):
+        for name, start, values_here in rank:
+            key = f"weight/{name.split('[')[0]}"
+            whole = theirs[key]
+            expected = whole.flatten()
+            if "[" in name:
+                first, stop = map(int, name.split("[:, ")[1].rstrip("]").split(":"))
+                expected = whole[:, first:stop].flatten()
+            expected = expected[start : start + values_here.numel()]
+            apart = float((values_here - expected).abs().max() / whole.abs().max())
+            assert apart <= 1e-12, (name, apart)
+            seen[key] = seen.get(key, 0) + values_here.numel()
+    assert seen == {name: value.numel() for name, value in theirs.items()}
+
+
+def saved(mesh: Mesh, config: TrainConfig, folder: str) -> None:
+    learner = begun(mesh, config)
+    learner.save(Path(folder) / "checkpoints", 1)
+
+
+def theirs(_mesh: Mesh, model: Path, adapter: Path | None, ids: torch.Tensor) -> torch.Tensor:
+    with in_float64(), torch.no_grad():
+        loaded = load(model)
+        loaded = loaded if adapter is None else peft.PeftModel.from_pretrained(loaded, adapter)
+        return loaded.double()(input_ids=ids, use_cache=False).logits
+
+
+def test_files_go_out_as_they_came_in_and_merged_they_are_one_model(root: Path, tmp_path: Path) -> None:
+    config, run = configuration(root), str(tmp_path / "run")
+    run_ranks(2, saved, with_values(config, {"parallel.tp": 2}), run, tp=2)
+    assert main(["convert", run, str(tmp_path / "out"), "--adapter"]) == 0
+    assert main(["convert", run, str(tmp_path / "merged")]) == 0
+    given, found = (load_file(path / WEIGHTS) for path in (root / "adapter", tmp_path / "out"))
+    assert given.keys() == found.keys()
+    assert all(torch.equal(found[key], value) for key, value in given.items())
+    ids = torch.randint(0, 256, (2, 8), generator=torch.Generator().manual_seed(2))
+    expected = run_alone(theirs, root / "model", root / "adapter", ids)
+    assert difference(run_alone(theirs, root / "model", tmp_path / "out", ids), expected) == 0
+    assert difference(run_alone(theirs, tmp_path / "merged", None, ids), expected) <= 1e-12
+    assert difference(run_alone(theirs, root / "model", None, ids), expected) > 1e-3
+
+
+def test_fresh_adapters_change_nothing(root: Path) -> None:
+    def losses(mesh: Mesh) -> list[float]:
+        plain = configuration(root, **{"lora.rank": 0, "lora.adapter": ""})
+        fresh = configuration(root, **{"lora.adapter": ""})
+        return [float(begun(mesh, config).step(0)["loss"]) for config in (plain, fresh)]
+
+    first, second = run_alone(losses)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"use_dora": True}, "use_dora = True is not supported"),
+        ({"lora_dropout": 0.1}, "lora_dropout = 0.1 is not supported"),
+        ({"r": 4}, "says r = 4 and lora_alpha = 6"),
+        ({"peft_type": "LOHA"}, "peft_type = 'LOHA' is not supported"),
+    ],
+)
+def test_adapters_that_are_not_read(root: Path, tmp_path: Path, change: dict[str, Any], text: str) -> None:
+    told = json.loads((root / "adapter" / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(told | change))
+    (tmp_path / WEIGHTS).write_bytes((root / "adapter" / WEIGHTS).read_bytes())
+    config = configuration(root)
+    with pytest.raises(CheckpointError) as error:
+        read_adapter(tmp_path, config.model, config.moe, config.lora)
+    assert text in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_other_targets_and_broken_files(root: Path, tmp_path: Path) -> None:
+    config = configuration(root)
+    fewer = LoraConfig(rank=3, alpha=6.0, targets=("q", "experts"))
+    with pytest.raises(CheckpointError, match=r"which lora\.targets does not name"):
+        read_adapter(root / "adapter", config.model, config.moe, fewer)
+    with pytest.raises(CheckpointError, match="is no whole adapter"):
+        read_adapter(tmp_path, config.model, config.moe, config.lora)
