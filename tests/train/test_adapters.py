@@ -10,14 +10,17 @@ import torch
 from test_learner import SMALL
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.core.config import with_values
+from moeclipse.core.config import to_toml, with_values
 from moeclipse.core.errors import CheckpointError
 from moeclipse.hf.names import INTERLEAVED
+from moeclipse.model.decode import Decoder, writing
+from moeclipse.moe.tokens import Tokens
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.adapters import Adapted, MergedWeights, lora_of, save_adapter
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank
 from moeclipse.train.config import TrainConfig
+from moeclipse.train.generate import load_model
 from moeclipse.train.init_from import load_weights_of
 from moeclipse.train.learner import Learner
 from moeclipse.train.ranks import PatientRanks
@@ -45,7 +48,8 @@ def resumed(mesh: Mesh, config: TrainConfig, path: str) -> float:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
-    folder = tmp_path_factory.mktemp("adapters")
+    folder = tmp_path_factory.mktemp("adapters") / "checkpoints"
+    (folder.parent / "config.toml").write_text(to_toml(configure()))
     losses = run_ranks(2, trained, configure(), str(folder))[0]
     return str(folder / "step-00000002"), losses
 
@@ -77,6 +81,26 @@ def test_merged_rows_are_weights_and_what_adapters_add(saved: tuple[str, list[fl
         assert whole(b).abs().sum() > 0
     gate = "weight/layers.0.moe.gate.weight"
     assert torch.equal(merged.read(gate, 0, 16), checkpoint.read(gate, 0, 16))
+
+
+def written(mesh: Mesh, path: str) -> tuple[list[list[float]], list[list[float]]]:
+    """Logits of a text that is read piece by piece, and of one read whole by the model that was trained."""
+    model = load_model(str(Path(path).parent.parent), mesh=mesh, dtype="float64", peer="off").model
+    learner = Learner(configure(), mesh)
+    learner.load(Checkpoint.open(path, PatientRanks(mesh, 60)))
+    ids = [7, 3, 11, 5, 2]
+    decoder = Decoder(model, 1, len(ids))
+    with writing(model):
+        found = [decoder.read([part])[0].tolist() for part in (ids[:2], *([one] for one in ids[2:]))]
+    tokens = Tokens(mesh=mesh, first=0, total=len(ids))
+    with writing(learner.model):
+        whole = learner.model.logits(learner.model.hidden(torch.tensor([ids]), tokens)[0])
+    return found, whole[1:].tolist()
+
+
+def test_a_run_with_adapters_writes_with_them(saved: tuple[str, list[float]]) -> None:
+    found, whole = run_alone(written, saved[0])
+    assert difference(torch.tensor(found), torch.tensor(whole)) <= 1e-12
 
 
 def begun(mesh: Mesh, config: TrainConfig, path: str) -> float:

@@ -189,7 +189,7 @@ class GroupedQueryAttention(Attention):
         if call is not None:
             k, v = call.keys(self.layer, k), call.values(self.layer, v)
             if not self.is_plain(call):
-                return self.o(joined(self.mix_kept(q, k, v, call, self.scale)))
+                return self._out(joined(self.mix_kept(q, k, v, call, self.scale)))
         past = self.recall(x_TD, positions, tokens)
         if past is not None:
             k_TD, v_TD = column_linear(
@@ -205,7 +205,9 @@ class GroupedQueryAttention(Attention):
             past_k, _ = self.turn_both(past_k, past_k[:, :, :0], before, norms, self.norm_eps)
             past_v = heads(self._clipped(v_TD), past.positions, self.head_dim)
             k, v = torch.cat([past_k, k], dim=2), torch.cat([past_v, v], dim=2)
-        mixed_TD = self.mix(q, k, v, positions)
+        return self._out(self.mix(q, k, v, positions))
+
+    def _out(self, mixed_TD: torch.Tensor) -> torch.Tensor:
         return self._adapted(self.o(mixed_TD), mixed_TD, "o")
 
     def _split(self, x_TD: torch.Tensor, positions: Positions, norm: nn.Module | None) -> torch.Tensor:

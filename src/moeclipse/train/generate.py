@@ -276,7 +276,7 @@ def load_model(
     note(f"weights of {getattr(weights, 'path', path)}")
     shapes = found.shapes
     tp = TensorParallel.of(mesh, peer=peer)
-    model = Transformer(shapes.model, shapes.moe, shapes.gate, mesh=mesh, tp=tp, dtype=kind)
+    model = Transformer(shapes.model, shapes.moe, shapes.gate, mesh=mesh, tp=tp, dtype=kind, lora=found.lora)
     load_into(model, weights)
     model.requires_grad_(False)
     return LanguageModel(model, vocabulary, context=found.context, segment=found.segment, ends=found.ends)

@@ -23,6 +23,7 @@ from moeclipse.core.errors import CheckpointError, ConfigError, DataError
 from moeclipse.hf.config_file import config_of
 from moeclipse.hf.folder import HfFolder, Shapes
 from moeclipse.hf.read import read_config
+from moeclipse.model.lora_config import NO_LORA, LoraConfig
 from moeclipse.moe.config import ExchangeConfig, MoEConfig
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
 from moeclipse.train.checkpoints.manifest import INDEX, MANIFEST
@@ -45,6 +46,8 @@ class FoundModel:
     path: Path
     """Of the weights: a folder of checkpoints, a checkpoint, or a Hugging Face folder."""
     shapes: Shapes
+    lora: LoraConfig = NO_LORA
+    """Adapters beside the weights."""
     tokenizer: str
     """A tokenizer's file; empty: bytes."""
     why_no_text: str = ""
@@ -114,6 +117,7 @@ def of_configuration(config: TrainConfig, weights: Path) -> FoundModel:
     return FoundModel(
         path=weights,
         shapes=plain(Shapes(model=config.model, moe=config.moe, gate=config.gate)),
+        lora=config.lora,
         tokenizer=data.tokenizer,
         why_no_text=why,
         context=0 if config.model.memory else long,
