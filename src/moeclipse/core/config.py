@@ -157,7 +157,9 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     section, _, name = key.rpartition(".")
     same_name = [other for other in known if other.rpartition(".")[2] == name]
     siblings = [other for other in known if other.rpartition(".")[0] == section]
-    close = same_name[0] if same_name else nearest(key, siblings) or nearest(key, known)
+    # Without a section, a letter that is missing is likelier than a section that is: --rank is --ranks.
+    slip = None if section else nearest(key, siblings, cutoff=0.85)
+    close = slip or (same_name[0] if same_name else nearest(key, siblings) or nearest(key, known))
     if close is None and name:
         # The section may be mistyped, forgotten or swapped: compare the last part alone.
         by_name = {other.rpartition(".")[2]: other for other in known}

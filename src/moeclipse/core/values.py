@@ -37,8 +37,8 @@ def expected_text(kind: Any) -> str:
     return names[kind]
 
 
-def nearest(word: str, choices: Iterable[str]) -> str | None:
-    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
+def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
+    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=cutoff)
     return close[0] if close else None
 
 
