@@ -16,6 +16,8 @@ import pytest
 import test_cluster
 import torch
 
+from cables import Host
+
 LAYER_TESTS = str(Path(__file__).parent.parent / "moe")
 sys.path.insert(0, LAYER_TESTS)
 from layer_parity import compare, run  # noqa: E402
@@ -71,12 +73,13 @@ sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child i
 
 
 @pytest.mark.root
-def test_a_layer_on_two_hosts_in_two_levels(tmp_path: Path, hosts: list[tuple[str, str, str]]) -> None:
+def test_a_layer_on_two_hosts_in_two_levels(tmp_path: Path, hosts: list[Host]) -> None:
     (tmp_path / "host.py").write_text(HOST)
     nodes = []
-    for number, (space, interface, _) in enumerate(hosts):
-        command = ["ip", "netns", "exec", space, sys.executable, "host.py", str(number), hosts[0][2]]
-        environment = test_cluster.clean_environment() | {"GLOO_SOCKET_IFNAME": interface}
+    for number, host in enumerate(hosts):
+        command = ["ip", "netns", "exec", host.space, sys.executable, "host.py", str(number)]
+        command += [hosts[0].address]
+        environment = test_cluster.clean_environment() | {"GLOO_SOCKET_IFNAME": host.interface}
         node = subprocess.Popen(
             [*command, str(tmp_path), LAYER_TESTS],
             cwd=tmp_path,

@@ -366,7 +366,8 @@ class ExchangeSchedule:
         """Go on behind so many calls of trials."""
         self.probe = Probe(**choice["probe"])
         if self._tunes and choice["tried"]:
-            self.trials = Trials([granularity_of(one) for one in choice["tried"]], cuda=cuda)
+            tried = [replace(granularity_of(one), rule="resumed") for one in choice["tried"]]
+            self.trials = Trials(tried, cuda=cuda)
             self.trials.skip(calls)
 
     def state(self) -> dict[str, Any]:
