@@ -34,8 +34,9 @@ SAMPLE = sample()
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A text that stays: whether it pays to lend an expert hangs on it."""
     path = tmp_path_factory.mktemp("corpus") / "text.txt"
-    path.write_text(Path(__file__).with_name("factors.py").read_text()[:6000])
+    path.write_text(Path(__file__).with_name("corpus.txt").read_text())
     return str(path)
 
 
