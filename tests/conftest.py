@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import date
 
@@ -12,6 +13,8 @@ from hypothesis import settings
 from moeclipse.comm.shared.fence import unordered_reason
 
 BEGUN = time.monotonic()
+# Whether there is a GPU is asked through NVML: CUDA itself, once asked, spoils all ranks forked later.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 torch.set_num_threads(1)
 # torch.empty returns NaN (largest value for integers), so whoever reads what nobody wrote is found out.
 torch.use_deterministic_algorithms(True)

@@ -65,6 +65,7 @@ def test_errors_are_those_of_plain_torch(activation: str, dtype: torch.dtype) ->
 def test_odd_widths_run_in_plain_torch_and_say_so() -> None:
     inputs, ids = arguments("swiglu", torch.bfloat16, bias=False, d=260, f=130)
     with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         ours = gradients(grouped_experts, inputs, ids, "swiglu")
     assert any("multiples of 8" in str(warning.message) for warning in told)
     exact = gradients(grouped_experts_reference, [t.double() for t in inputs], ids, "swiglu")
