@@ -87,6 +87,7 @@ ON_DEVICE: dict[str, Any] = {
     "data.files": (),
     "data.seq_len": 4096,
 }
+NARROW = {"optim.main_grad": "bf16", "optim.master": "none", "optim.state": "bf16"}
 
 
 class Case:
@@ -104,6 +105,8 @@ class Case:
             values |= ON_DEVICE
             if mesh.experts.backend == "nccl":  # few experts, because they must be wide: see `fitting_width`
                 values |= {"moe.transport": "direct", "moe.num_experts": 2 * mesh.ep}
+                if mesh.num_ranks > 2:  # a third of the bytes: ranks share the memory of one GPU
+                    values |= NARROW
         names = {"d_ff": "moe.d_ff", "seq_len": "data.seq_len"}
         values |= {names[key]: size for key, size in sizes.items() if size}
         self.mesh, self.mode = mesh, mode
@@ -207,11 +210,11 @@ def fitting_width(mesh: Mesh, given: dict[str, Any], layers: int) -> int:
         case.run()
         trial = [means(mesh, phases(case, case.run())) for _ in range(3)]
         ratio = statistics.median(t["comm_ms"] / t["compute_ms"] for t in trial)
+        del case
+        torch.cuda.empty_cache()
         if 0.9 < ratio / given["ratio"] < 1.1:
             break
         width = min(max(round(width * ratio / given["ratio"] / 256), 1) * 256, 65536)
-        del case
-        torch.cuda.empty_cache()
     return width
 
 

@@ -162,6 +162,7 @@ def test_terminate_is_passed_on(stuck: subprocess.Popen) -> None:
 def test_what_the_user_set_stays() -> None:
     assert "OMP_NUM_THREADS" not in child_environment(2, {"OMP_NUM_THREADS": "7"})
     assert child_environment(10**6, {})["OMP_NUM_THREADS"] == "1"
+    assert "TORCH_CPP_LOG_LEVEL" not in child_environment(2, {"TORCH_CPP_LOG_LEVEL": "INFO"})
 
 
 def test_a_restart_goes_back_to_the_given_checkpoint_until_it_has_its_own(tmp_path: Path) -> None:

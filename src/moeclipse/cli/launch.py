@@ -165,6 +165,8 @@ def child_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[st
         "OMP_NUM_THREADS": str(max(usable_cores() // num_ranks, 1)),
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
+        # Torch warns of every communicator that a pair of stages opens, which is meant; errors still show.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     return unless_set(wanted, environment)
 
