@@ -192,6 +192,18 @@ MUTANTS = (
         "balance/test_objective.py::test_on_a_shared_wire_a_rank_has_its_part_of_all_rows",
     ),
     Mutant(
+        "balance/objective.py",
+        "part = (replicas - 1) / replicas",
+        "part = replicas - 1.0",
+        "balance/test_objective.py::test_replicas_share_the_exchange_of_gradients",
+    ),
+    Mutant(
+        "balance/ownership.py",
+        "grains = even_bounds(-(-size // self.grain), self.parts)",
+        "grains = [0, *[-(-size // self.grain)] * self.parts]",
+        "balance/test_ownership.py::test_parts_are_even_and_begin_at_grains",
+    ),
+    Mutant(
         "balance/load.py",
         "decay ** np.arange(len(rows) - 1, -1, -1)",
         "decay ** np.arange(len(rows))",

@@ -61,8 +61,8 @@ def test_changes_keep_the_books(data: st.DataObject) -> None:
         alone = [[load_E[e] for e in row if e != EMPTY and len(draft.holders[e]) == 1] for row in draft.slots]
         assert np.allclose(draft.reserve, [0.1 * np.sqrt(np.sum(np.square(loads))) for loads in alone])
     found = draft.placement()
-    assert (draft.books.weights, draft.books.states) == moved(placement, found)
-    assert draft.copies == sync_copies(found.holders, found.primary, found.num_ranks)
+    assert (draft.books.weights, draft.books.states) == pytest.approx(moved(placement, found))
+    assert draft.copies == pytest.approx(sync_copies(found))
 
 
 def test_exchanges_and_displacements_are_changes_too() -> None:

@@ -42,14 +42,15 @@ def test_every_planner_goes_on_from_any_placement(
 
 
 def test_nothing_moves_when_the_split_is_enough() -> None:
-    """Loads that drift a little: replicas take it up, and the plan is the placement itself."""
+    """Loads that drift a little: replicas take it up, and no expert is sent anywhere."""
     rng = np.random.default_rng(1)
     weight = np.arange(1, 65) ** -1.2
     counts_PE = rng.multinomial(32768, weight / weight.sum(), size=8)
     current = plan_greedy(counts_PE.sum(0), (10,) * 8)
     weight = weight * np.exp(rng.normal(0, 0.1, 64))
     drifted = rng.multinomial(32768, weight / weight.sum(), size=8).astype(float)
-    assert plan(PlanConfig(), drifted, (10,) * 8, current, COSTS) is current
+    found = plan(PlanConfig(), drifted, (10,) * 8, current, COSTS)
+    assert not any(move.weights for move in current.moves(found))
 
 
 def real_looking(num_experts: int, num_ranks: int, exponent: float, seed: int, tokens: int) -> np.ndarray:
@@ -109,7 +110,7 @@ def test_one_objective(
     [
         (256, (8,) * 32, 0.5, 1.0),  # no slot to spare: experts change places
         (128, (9,) * 4 + (8,) * 12, 1.0, 1.0),  # four to spare
-        (32, (9,) * 16, 1.2, 0.9),  # many, which greedy fills
+        (32, (9,) * 16, 1.2, 0.95),  # many, which greedy fills
     ],
 )
 def test_no_worse_than_greedy_where_it_once_was(
@@ -132,7 +133,7 @@ def test_slots_stay_empty_where_that_is_faster() -> None:
     few, many = (plan(PlanConfig(), counts_PE, (slots,) * 16, current, COSTS) for slots in (3, 9))
     problem = PlanProblem(counts_PE=counts_PE, slots_P=(9,) * 16, current=current, costs=COSTS)
     assert problem.judge(many).total <= problem.judge(few).total * (1 + 1e-9)
-    assert many.num_replicas < 9 * 16 / 2
+    assert many.num_replicas < 9 * 16 * 2 / 3
 
 
 def test_a_small_plan_can_move() -> None:

@@ -9,7 +9,7 @@ poured in full.
     near        rows that enter or leave the busiest rank: all but those that it keeps for itself
     cross       the same of the busiest node
     sync        copies of gradients on the rank with most of them
-    migration   copies that `problem.current` does not hold, primaries that it held elsewhere
+    migration   copies that `problem.current` does not hold, parts of experts that others owned there
 
 A rank whose experts have no other replica cannot hand anything over when loads fluctuate. So its level
 counts a reserve on top: `noise` (how much an expert's load jitters from step to step, relative) times the
@@ -29,7 +29,7 @@ from itertools import chain
 
 import numpy as np
 
-from moeclipse.balance.objective import EXCHANGES
+from moeclipse.balance.objective import EXCHANGES, exchanged, moved_state
 from moeclipse.balance.placement import EMPTY, Placement
 from moeclipse.balance.problem import PlanProblem
 from moeclipse.balance.split import sweep
@@ -68,12 +68,12 @@ class Books:
         self.kept = [0.0] * num_ranks
         """Those of them that are its own."""
         self.sends = [0.0] * num_ranks
-        """Copies of gradients that each rank sends to primaries, ..."""
+        """Copies of gradients that each rank sends to owners, ..."""
         self.receives = [0.0] * num_ranks
         """... and receives as one."""
         self.owned = [0] * num_ranks
         """Primaries on each rank."""
-        self.weights = self.states = 0
+        self.weights, self.states = 0, 0.0
         """Copies of parameters, and of optimizer state, that have to travel."""
 
     def copy(self) -> Books:
@@ -87,14 +87,17 @@ class Books:
         """What one expert makes its ranks do; -1 takes it out again."""
         ranks, primary, now = draft.holders[expert], draft.primary[expert], draft.problem.current
         counts, before = draft.problem.counts_of[expert], now.holders[expert]
+        shared = draft.problem.costs.shared_owners
         for rank, amount in zip(ranks, draft.shares[expert], strict=True):
             self.level[rank] += sign * amount
             self.kept[rank] += sign * min(amount, counts[rank])
-            self.sends[rank] += sign * (rank != primary)
+            sent, received = exchanged(len(ranks), rank == primary, shared)
+            self.sends[rank] += sign * sent
+            self.receives[rank] += sign * received
             self.weights += sign * (rank not in before)
-        self.receives[primary] += sign * (len(ranks) - 1)
         self.owned[primary] += sign
-        self.states += sign * (primary != now.primary[expert])
+        state = moved_state(before, ranks) if shared else float(primary != now.primary[expert])
+        self.states += sign * state
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,11 @@
     fullest     row_seconds x rows of the fullest rank, with the split that really runs
     near        4 exchanges x bytes of the rows that enter or leave the busiest rank inside its node
     cross       4 exchanges x bytes of the rows that enter or leave the busiest node
-    sync        gradients to the primary and weights back, on the rank with most of them
+    sync        gradients to owners and weights back, on the rank with most of them
     migration   parameters and optimizer state that move, shared among the steps until the next plan
+
+Replicas share the ownership of their expert (`balance/ownership`): each of r of them sends (r - 1) / r of its
+gradients and receives as much, and where the ranks of an expert change, so do the parts that they own.
 
 Contract: pure. The same record judges every planner, so their plans can be compared. Searches and the solver
 (`balance/draft`, `balance/solve`) minimise the same sum over loads that are poured, not yet cut into rows.
@@ -17,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -52,6 +56,8 @@ class PlacementCosts:
     """All ranks of a node share one wire: `near_bandwidth` is a rank's part of it while all send."""
     every: int = 50
     """Steps until the next plan: what a migration is shared among."""
+    shared_owners: bool = True
+    """Replicas own their expert together; else its primary gets all gradients: a yardstick."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -115,7 +121,7 @@ class PlacementCosts:
             return self.near_bandwidth
         return min(self.near_bandwidth, self.far_bandwidth / max(ranks_on.values()))
 
-    def move_seconds(self, weights: int, states: int, node_P: Sequence[int] = (0,)) -> float:
+    def move_seconds(self, weights: float, states: float, node_P: Sequence[int] = (0,)) -> float:
         """So many copies of parameters and of optimizer state, once."""
         moved = weights * self.weight_bytes + states * self.state_bytes
         return moved / self.bandwidth(node_P)
@@ -142,8 +148,8 @@ class Score:
     """Part of all rows that leave their rank."""
     moves: int
     """Copies of parameters that travel."""
-    states: int
-    """Copies of optimizer state that travel."""
+    states: float
+    """Copies of optimizer state that travel, parts of them added up."""
 
     @property
     def total(self) -> float:
@@ -183,11 +189,11 @@ def score(
     near_PP = sent_PP - far_PP
     np.fill_diagonal(near_PP, 0)
     busiest_rank = float(np.maximum(near_PP.sum(0), near_PP.sum(1)).max())
-    copies = max(sync_copies(placement.holders, placement.primary, placement.num_ranks))
+    copies = max(sync_copies(placement, costs.shared_owners))
     if costs.shared_wire:
         busiest_rank = float(near_PP.sum()) / placement.num_ranks
         copies = (placement.num_replicas - placement.num_experts) / placement.num_ranks
-    weights, states = (0, 0) if current is None else moved(current, placement)
+    weights, states = (0, 0.0) if current is None else moved(current, placement, costs.shared_owners)
     busiest = float(np.maximum(out_N, in_N).max())
     return Score(
         fullest=costs.row_seconds * float(split.load_P.max()),
@@ -203,18 +209,43 @@ def score(
     )
 
 
-def moved(old: Placement, new: Placement) -> tuple[int, int]:
+def moved(old: Placement, new: Placement, shared_owners: bool = True) -> tuple[int, float]:
     """Copies of parameters, and of optimizer state, that travel from one placement to the next."""
     weights = int((new.holds_EP & ~old.holds_EP).sum())
-    return weights, sum(a != b for a, b in zip(old.primary, new.primary, strict=True))
+    if not shared_owners:
+        return weights, float(sum(a != b for a, b in zip(old.primary, new.primary, strict=True)))
+    return weights, sum(moved_state(a, b) for a, b in zip(old.holders, new.holders, strict=True))
 
 
-def sync_copies(holders: Sequence[Sequence[int]], primary: Sequence[int], num_ranks: int) -> list[float]:
-    """Copies of gradients on each rank: those it sends as a replica, or receives as a primary."""
-    sends, receives = [0.0] * num_ranks, [0.0] * num_ranks
-    for first, ranks in zip(primary, holders, strict=True):
-        if len(ranks) > 1:
-            receives[first] += len(ranks) - 1
-            for rank in ranks:
-                sends[rank] += rank != first
+@lru_cache(maxsize=2**16)
+def moved_state(old: tuple[int, ...], new: tuple[int, ...]) -> float:
+    """The part of an expert's elements that has another owner when its ranks become others."""
+    if old == new:
+        return 0.0
+    kept = 0.0
+    for place, rank in enumerate(new):
+        if rank in old:
+            before = old.index(rank)
+            first = max(before / len(old), place / len(new))
+            last = min((before + 1) / len(old), (place + 1) / len(new))
+            kept += max(last - first, 0.0)
+    return 1.0 - kept
+
+
+def sync_copies(placement: Placement, shared_owners: bool = True) -> list[float]:
+    """Copies of gradients on each rank: what it sends to owners, or receives as one."""
+    sends, receives = [0.0] * placement.num_ranks, [0.0] * placement.num_ranks
+    for first, ranks in zip(placement.primary, placement.holders, strict=True):
+        for rank in ranks:
+            sent, received = exchanged(len(ranks), rank == first, shared_owners)
+            sends[rank] += sent
+            receives[rank] += received
     return [max(pair) for pair in zip(sends, receives, strict=True)]
+
+
+def exchanged(replicas: int, primary: bool, shared_owners: bool) -> tuple[float, float]:
+    """Copies of an expert's gradients that one of its replicas sends and receives."""
+    if shared_owners:
+        part = (replicas - 1) / replicas
+        return part, part
+    return (0.0, replicas - 1.0) if primary else (1.0, 0.0)

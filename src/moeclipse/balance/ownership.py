@@ -1,31 +1,39 @@
 """Who steps for which expert, and what is sent for it: a placement as the optimizer sees it.
 
 Idea. The ranks of an expert group hold the slots of one placement, and `copies` such groups hold it alike. An
-*owner* has the master weights and the optimizer state, and nobody else does. With reduce "sum" each expert
-has one, to which all replicas in all copies send their gradients; with "fedavg" each replica has one, and
-steps for itself.
+*owner* has master weights and optimizer state, and nobody else has the same. With reduce "sum" each replica
+of an expert owns a part of its elements, so that a hot expert's gradients do not all meet on one rank:
 
-    gradients   holders -> owner       one uneven exchange, added up in the order of ranks
-    weights     owner -> holders       the same exchange backwards
-    transfers   old -> new owners      weights for new replicas, state for new owners
+    gradients   holders -> owner of the part     one uneven exchange, added up in the order of ranks
+    weights     owner of the part -> holders     the same exchange backwards
+    transfers   old -> new owners                weights for new replicas, state for new owners
 
-Contract: pure; every rank computes the same. Who owns what changes as little as the new placement allows, and
-what a rank's replicas own is spread evenly over the copies.
+With r replicas each of them sends and receives (r - 1) / r of the expert. With "fedavg" each replica has an
+owner of all elements, and steps for itself.
+
+Contract: pure; every rank computes the same. Which elements a replica owns follows from the placement alone:
+its place among the expert's ranks, in ascending order. What a rank's replicas own is spread evenly over the
+copies, and stays in its copy where the new placement allows it.
+
+Parts begin at multiples of `grain` elements of each parameter, so that what is kept by blocks (moments in 8
+bits) is never cut inside one. Experts smaller than that have one owner.
 
 Ranks are counted copy by copy: rank p of copy c has the index c x P + p in the group of all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
 from moeclipse.balance.placement import EMPTY, Placement, primary_bounds
+from moeclipse.core.shares import even_bounds
 
 Reduce = Literal["sum", "fedavg"]
+GRAIN = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +45,30 @@ class Owner:
     """Its own rank, one of the members, ..."""
     copy: int
     """... and its copy."""
+    part: int = 0
+    """Which part of the elements it owns, ..."""
+    parts: int = 1
+    """... of so many."""
+    grain: int = GRAIN
+
+    def stretch(self, size: int) -> tuple[int, int]:
+        """First and last (excluded) of its elements of a parameter that has so many."""
+        grains = even_bounds(-(-size // self.grain), self.parts)
+        first, last = (min(self.grain * bound, size) for bound in grains[self.part : self.part + 2])
+        return first, last
+
+    def overlap(self, other: Owner, size: int) -> tuple[int, int]:
+        """What both own of a parameter; without any, the last is not behind the first."""
+        (a, b), (c, d) = self.stretch(size), other.stretch(size)
+        return max(a, c), min(b, d)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnerExchange:
     """What one rank exchanges with each other: its slots towards owners, what it owns towards holders."""
 
-    slots: tuple[tuple[int, ...], ...]
-    """By index, the slots whose gradients go there and whose weights come from there."""
+    slots: tuple[tuple[tuple[int, Owner], ...], ...]
+    """By index, slots of which a part's gradients go there and its weights come from there; whose part."""
     owned: tuple[tuple[int, ...], ...]
     """By index, which of what this rank owns gets gradients from there and sends weights there."""
     own_slots: tuple[int, ...]
@@ -53,12 +77,14 @@ class OwnerExchange:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertTransfer:
-    """One expert's weights, or its optimizer state, on the way from index to index."""
+    """One expert's weights, or optimizer state of a part of it, on the way from index to index."""
 
     expert: int
     state: bool
     source: int
     target: int
+    owners: tuple[Owner, Owner] | None = None
+    """Of state: who had it and who gets it; what both own travels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +103,10 @@ class Ownership:
         reduce: Reduce = "sum",
         layer: int = 0,
         old: Ownership | None = None,
+        grain: int = GRAIN,
     ) -> Ownership:
-        """Owners stay where they were in `old`, as far as the placement allows."""
-        keys = [
-            (expert, rank)
-            for expert, ranks in enumerate(placement.holders)
-            for rank in (ranks if reduce == "fedavg" else (placement.primary[expert],))
-        ]
+        """Owners stay in the copies where they were in `old`, as far as the placement allows."""
+        keys = [(expert, rank) for expert, ranks in enumerate(placement.holders) for rank in ranks]
         copy_of: dict[tuple[int, int], int] = {}
         for rank in range(placement.num_ranks):
             mine = sorted((placement.slots[rank].index(e), e) for e, r in keys if r == rank)
@@ -94,11 +117,15 @@ class Ownership:
         owners = tuple(
             Owner(
                 expert=expert,
-                members=placement.holders[expert] if reduce == "sum" else (rank,),
+                members=members,
                 rank=rank,
                 copy=copy_of[expert, rank],
+                part=members.index(rank),
+                parts=len(members),
+                grain=grain,
             )
             for expert, rank in keys
+            for members in (placement.holders[expert] if reduce == "sum" else (rank,),)
         )
         return cls(placement=placement, copies=copies, reduce=reduce, owners=owners)
 
@@ -114,6 +141,14 @@ class Ownership:
         return tuple(owner for owner in self.owners if self.index_of(owner) == index)
 
     @cached_property
+    def owners_of(self) -> dict[int, tuple[Owner, ...]]:
+        """By expert, in the order of their ranks."""
+        found: dict[int, tuple[Owner, ...]] = {}
+        for owner in self.owners:
+            found[owner.expert] = (*found.get(owner.expert, ()), owner)
+        return found
+
+    @cached_property
     def slot_of(self) -> dict[tuple[int, int], int]:
         """(rank, expert) -> slot, counted on that rank."""
         table = self.placement.slots
@@ -121,7 +156,7 @@ class Ownership:
 
     def exchange_of(self, index: int) -> OwnerExchange:
         rank = index % self.placement.num_ranks
-        slots: list[list[int]] = [[] for _ in range(self.group_size)]
+        slots: list[list[tuple[int, Owner]]] = [[] for _ in range(self.group_size)]
         owned: list[list[int]] = [[] for _ in range(self.group_size)]
         own_slots: list[int] = []
         for owner in self.owners:
@@ -132,7 +167,7 @@ class Ownership:
                         owned[holder].append(len(own_slots))
                 own_slots.append(self.slot_of[rank, owner.expert])
             elif rank in owner.members:
-                slots[there].append(self.slot_of[rank, owner.expert])
+                slots[there].append((self.slot_of[rank, owner.expert], owner))
         return OwnerExchange(
             slots=tuple(map(tuple, slots)), owned=tuple(map(tuple, owned)), own_slots=tuple(own_slots)
         )
@@ -142,15 +177,19 @@ class Ownership:
             for rank in owner.members:
                 yield copy * self.placement.num_ranks + rank
 
-    def source(self, new: Owner) -> Owner:
-        """Whose state an owner under the next placement takes over: its own, or that of the primary."""
-        mine = [old for old in self.owners if old.expert == new.expert]
-        same = [old for old in mine if self.reduce == "fedavg" and old.rank == new.rank]
-        first = [old for old in mine if old.rank == self.placement.primary[new.expert]]
-        return (same or first)[0]
+    def sources(self, new: Owner) -> tuple[Owner, ...]:
+        """Whose state an owner under the next placement takes over: with fedavg its own or the primary's."""
+        mine = self.owners_of[new.expert]
+        if self.reduce == "sum":
+            return mine
+        same = tuple(old for old in mine if old.rank == new.rank)
+        return same or tuple(old for old in mine if old.rank == self.placement.primary[new.expert])
 
-    def transfers(self, new: Ownership) -> tuple[ExpertTransfer, ...]:
-        """What has to travel for `new` to hold, by expert and target."""
+    def transfers(self, new: Ownership, sizes: Sequence[int]) -> tuple[ExpertTransfer, ...]:
+        """What has to travel for `new` to hold, by expert and target.
+
+        `sizes`: elements of each parameter of an expert that has optimizer state.
+        """
         width = self.placement.num_ranks
         found = [
             ExpertTransfer(
@@ -164,10 +203,21 @@ class Ownership:
             for copy in range(self.copies)
         ]
         for owner in new.owners:
-            source, target = self.index_of(self.source(owner)), new.index_of(owner)
-            if source != target:
-                found.append(ExpertTransfer(expert=owner.expert, state=True, source=source, target=target))
-        return tuple(sorted(found, key=lambda t: (t.expert, t.target, t.state)))
+            target = new.index_of(owner)
+            for old in self.sources(owner):
+                source = self.index_of(old)
+                both = [old.overlap(owner, size) for size in sizes]
+                if source != target and any(first < last for first, last in both):
+                    found.append(
+                        ExpertTransfer(
+                            expert=owner.expert,
+                            state=True,
+                            source=source,
+                            target=target,
+                            owners=(old, owner),
+                        )
+                    )
+        return tuple(sorted(found, key=lambda t: (t.expert, t.target, t.state, t.source)))
 
 
 def _spread(experts: list[int], before: dict[int, int], copies: int, layer: int) -> list[int]:

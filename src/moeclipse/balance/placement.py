@@ -2,7 +2,7 @@
 
 Idea: a placement is a table of slots. `slots[p]` lists what the slots of rank p of an expert group hold: an
 expert, or -1 for an empty slot. An expert may stand on several ranks (replicas); one of them is its primary,
-which owns master weights and optimizer state. Ranks may differ in how many experts they hold.
+which speaks for it where one has to. Ranks may differ in how many experts they hold.
 
 Contract: immutable, and checked when it is made: every expert stands somewhere, never twice on one rank, and
 its primary holds it. `old.moves(new)` says what has to travel, and nothing else does: the router speaks of

@@ -88,7 +88,7 @@ class PlanProblem:
 
     @cached_property
     def copy_seconds(self) -> float:
-        """A replica's gradient to its owner, and new weights back."""
+        """An expert's gradients to their owner, and new weights back."""
         return self.costs.sync_seconds(1, self.node_P)
 
     @cached_property

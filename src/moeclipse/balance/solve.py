@@ -6,11 +6,14 @@ the heuristic's plan, so whatever the time limit cuts off, the answer is never w
     x[e,p] in {0,1}  rank p holds expert e          y[e,p] in [0,1]  part of e's load that p computes
     sum_p y[e,p] = 1         y[e,p] <= x[e,p]       sum_e x[e,p] <= slots of p
     k[e,p] <= load_e y[e,p], rows of p for e        rows that p keeps; the same of nodes
-    q[e] >= 1 - x[e, primary now]                   the optimizer state has to move
+    w[e,p] <= x[e,p], sum_p w[e,p] >= sum_p x[e,p] - 1          copies of e's gradients that p exchanges
 
     minimise the seconds of `balance/objective`, each maximum as a column that no rank may exceed:
-    T >= sum_e load_e y[e,p]     A >= rows that enter or leave p     B >= ... node n     C >= copies of p
-    and what moves: x[e,p] where p does not hold e now, q[e]
+    T >= sum_e load_e y[e,p]     A >= rows that enter or leave p     B >= ... node n     C >= sum_e w[e,p]
+    and what moves: x[e,p] where p does not hold e now, 1 - x[e,p] where it does and so owns a part of e
+
+Two prices are not linear and stand here as guesses: that all replicas exchange alike, and how much optimizer
+state changes its owner. So the answer is judged again, as all plans are.
 
 Contract: a placement that fits the slots, no expert lost. Without a solver a ConfigError says what to
 install.
@@ -89,10 +92,12 @@ class SparseRows:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearProgram:
-    """Columns: x, y and k (E x P each), k of nodes (E x N, if several), q (E), then T, A, B, C."""
+    """Columns: x, y, k and w (E x P each), k of nodes (E x N, if several), then T, A, B, C."""
 
     problem: PlanProblem
     cost: np.ndarray
+    constant: float
+    """Of the seconds: what all state would cost that is not where it was."""
     most: np.ndarray
     """What a column is at most."""
     row: np.ndarray
@@ -103,12 +108,11 @@ class LinearProgram:
 
     @classmethod
     def of(cls, problem: PlanProblem) -> LinearProgram:
-        places, costs = Columns(problem), problem.costs
+        places, costs, held_EP = Columns(problem), problem.costs, problem.current.holds_EP
         scale = max(costs.row_seconds * places.mean, 1e-300)  # seconds, and loads in means: numbers near 1
         row_seconds = EXCHANGES * costs.row_bytes * places.mean / scale
         cost = np.zeros(places.size)
-        cost[places.x] = ~problem.current.holds_EP * problem.move_seconds / scale
-        cost[places.q] = problem.state_seconds / scale
+        cost[places.x] = moves_EP = _move_costs(problem) / scale
         cost[places.T] = 1.0
         cost[places.A] = row_seconds / costs.near_bandwidth
         cost[places.B] = row_seconds / costs.far_bandwidth
@@ -127,6 +131,7 @@ class LinearProgram:
         return cls(
             problem=problem,
             cost=cost,
+            constant=-float(moves_EP[held_EP].sum()),
             most=most,
             row=np.repeat(np.arange(len(sizes)), sizes),
             column=np.concatenate(rows.columns),
@@ -156,8 +161,8 @@ class LinearProgram:
         if problem.num_nodes > 1:
             load_EN = np.stack([load_EP[:, ranks].sum(1) for ranks in places.ranks_of], axis=1)
             answer[places.k_nodes] = np.minimum(load_EN, self.most[places.k_nodes])
-        home = list(problem.current.primary)
-        answer[places.q] = ~start.holds_EP[np.arange(problem.num_experts), home]
+        replicas_E = start.holds_EP.sum(1)
+        answer[places.w] = start.holds_EP * ((replicas_E - 1) / replicas_E)[:, None]
         # Every maximum is as small as the rows that bound it allow.
         for top in (places.T, places.A, places.B, places.C):
             bounding = np.unique(self.row[self.column == top])
@@ -183,11 +188,10 @@ class Columns:
     def __init__(self, problem: PlanProblem) -> None:
         E, P, N = problem.num_experts, problem.num_ranks, problem.num_nodes
         self.problem = problem
-        self.x, self.y, self.k = np.arange(3 * E * P).reshape(3, E, P)
-        first = 3 * E * P
+        self.x, self.y, self.k, self.w = np.arange(4 * E * P).reshape(4, E, P)
+        first = 4 * E * P
         self.k_nodes = first + np.arange(E * N).reshape(E, N) if N > 1 else np.empty((E, 0), dtype=np.int64)
-        self.q = first + self.k_nodes.size + np.arange(E)
-        self.T = int(self.q[-1]) + 1
+        self.T = first + self.k_nodes.size
         self.A, self.B, self.C = self.T + 1, self.T + 2, self.T + 3
         self.size = self.C + 1
         self.mean = max(float(problem.load_E.sum()) / P, 1e-300)
@@ -197,9 +201,8 @@ class Columns:
 
 def _add_placement(rows: SparseRows, at: Columns) -> None:
     problem = at.problem
-    for e, primary in enumerate(problem.current.primary):
+    for e in range(problem.num_experts):
         rows.add((at.y[e], 1.0), low=1.0, high=1.0)
-        rows.add((at.x[e, primary], 1.0), (at.q[e], 1.0), low=1.0, high=np.inf)
         for p in range(problem.num_ranks):
             rows.add((at.y[e, p], 1.0), (at.x[e, p], -1.0), low=-np.inf, high=0.0)
             rows.add((at.k[e, p], 1.0), (at.y[e, p], -at.part_E[e]), low=-np.inf, high=0.0)
@@ -238,16 +241,31 @@ def _add_wires(rows: SparseRows, at: Columns) -> None:
 
 
 def _add_copies(rows: SparseRows, at: Columns) -> None:
-    """Gradients that replicas send and primaries receive; primaries are taken to stay where they are."""
-    problem, home = at.problem, np.array(at.problem.current.primary)
+    """Gradients that replicas exchange: of each expert one copy less than it has replicas."""
+    problem = at.problem
     if problem.costs.shared_wire:
         share = 1 / problem.num_ranks
         rows.add((at.x, share), (at.C, -1.0), low=-np.inf, high=share * problem.num_experts)
         return
+    for e in range(problem.num_experts):
+        rows.add((at.w[e], 1.0), (at.x[e], -1.0), low=-1.0, high=np.inf)
+        for p in range(problem.num_ranks):
+            rows.add((at.w[e, p], 1.0), (at.x[e, p], -1.0), low=-np.inf, high=0.0)
     for p in range(problem.num_ranks):
-        rows.add((at.x[home != p, p], 1.0), (at.C, -1.0), low=-np.inf, high=0.0)
-        owned = home == p
-        rows.add((at.x[owned], 1.0), (at.C, -1.0), low=-np.inf, high=float(owned.sum()))
+        rows.add((at.w[:, p], 1.0), (at.C, -1.0), low=-np.inf, high=0.0)
+
+
+def _move_costs(problem: PlanProblem) -> np.ndarray:
+    """[E, P]: seconds for each rank that holds an expert: less than nothing where its part may stay.
+
+    A rank more among r takes over 1 / (r + 1) of an expert's state, and one that takes another's place what
+    that one owned, 1 / r.
+    """
+    held_EP = problem.current.holds_EP
+    replicas_E = held_EP.sum(1, keepdims=True)
+    more_E = 1 / (replicas_E + 1)
+    new = problem.move_seconds + problem.state_seconds * more_E
+    return np.where(held_EP, -problem.state_seconds * (1 / replicas_E - more_E), new)
 
 
 def _solve_highs(

@@ -39,7 +39,7 @@ def wrap_filled(problem: PlanProblem, slots_P: Sequence[int], spare: bool = True
         if rows >= least:
             break  # fuller ranks would cost more than all replicas
         table = plan_wrap_fill(problem.load_E, slots_P, False, stretch)
-        copies = max(sync_copies(table.holders, table.primary, problem.num_ranks))
+        copies = max(sync_copies(table, problem.costs.shared_owners))
         seconds = rows + problem.costs.sync_seconds(copies, problem.node_P)
         if seconds < least:
             best, least = table, seconds

@@ -1,9 +1,9 @@
 """Experts on the way from rank to rank: one uneven exchange of all transfers, each behind a header.
 
-A transfer is one expert's weights, or its master weights and moments, as bytes. In front of it travels a
-header: (canary, layer, expert, what it is, optimizer steps, length). The receiver checks every number,
-because both ends work out from two placements alone who sends what, and an expert that arrives in another's
-place would train on without a word.
+A transfer is one expert's weights, or master weights and moments of a part of it, as bytes. In front of it
+travels a header: (canary, layer, expert, what it is, part, optimizer steps, length). The receiver checks
+every number, because both ends work out from two placements alone who sends what, and an expert that arrives
+in another's place would train on without a word.
 
     all ranks    exchange_experts(transfers, ...)    every rank names the same ones in the same order
 
@@ -24,11 +24,19 @@ from moeclipse.comm.group import Group
 from moeclipse.core.errors import CommError
 
 CANARY = 0x6D6F65636C697073  # "moeclips"
-HEADER = 6 * 8
+HEADER = 7 * 8
 
 
 def header(transfer: ExpertTransfer, layer: int, updates: int, length: int) -> list[int]:
-    return [CANARY, layer, transfer.expert, int(transfer.state), updates, length]
+    return [CANARY, layer, transfer.expert, int(transfer.state), part_of(transfer), updates, length]
+
+
+def part_of(transfer: ExpertTransfer) -> int:
+    """A number for the elements that travel: what the old owner and the new one both have."""
+    number = 0
+    for owner in transfer.owners or ():
+        number = (number << 32) + (owner.part << 16) + owner.parts
+    return number
 
 
 def exchange_experts(
@@ -76,8 +84,11 @@ def exchange_experts(
 
 
 def words(label: Sequence[int]) -> str:
-    canary, layer, expert, state, updates, length = label
+    canary, layer, expert, state, part, updates, length = label
     if canary != CANARY:
         return "bytes that hold no expert"
-    what = "optimizer state" if state else "weights"
+    what = "weights"
+    if state:
+        old, new = (f"part {n >> 16 & 0xFFFF} of {n & 0xFFFF}" for n in (part >> 32, part))
+        what = f"optimizer state (from {old}, for {new})"
     return f"the {what} of expert {expert}, layer {layer}, after {updates} updates, {length} bytes"

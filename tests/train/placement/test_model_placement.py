@@ -33,6 +33,8 @@ TABLES = {
     "few": (2, ((1,), (0, 1), (), (0,))),
 }
 STEPS = 50
+WIDE = {"model.d_model": 32, "moe.d_ff": 160}
+"""Experts of several grains: replicas own parts of them."""
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,7 @@ STEPS = 50
 )
 def test_gradients_of_replicas_are_summed_to_the_owner(table: str, schedule: str, corpus: str) -> None:  # noqa: F811
     num_experts, slots = TABLES[table]
-    common = {"moe.num_experts": num_experts, "gate.top_k": 2}
+    common = {"moe.num_experts": num_experts, "gate.top_k": 2, **WIDE}
     expected = join([run_alone(gradients, configure(corpus, **common))])
     smart = {"moe.schedule": "smart", "moe.group_size": 1, "moe.chunks": 2} if schedule == "smart" else {}
     results = run_ranks(4, gradients, configure(corpus, **common, **smart, **{"placement.slots": slots}))
@@ -54,15 +56,15 @@ def test_gradients_of_replicas_are_summed_to_the_owner(table: str, schedule: str
 
 
 def test_gradients_of_replicas_in_copies(corpus: str) -> None:  # noqa: F811
-    expected = join([run_alone(gradients, configure(corpus))])
+    expected = join([run_alone(gradients, configure(corpus, **WIDE))])
     slots = ((0, 1, 2, 4), (3, 1, 0))
-    results = run_ranks(4, gradients, configure(corpus, **{"placement.slots": slots}), dp=2)
+    results = run_ranks(4, gradients, configure(corpus, **WIDE, **{"placement.slots": slots}), dp=2)
     compare(join(results), expected)
 
 
 @pytest.mark.parametrize("expert_tp", ["folded", "sharded"])
 def test_gradients_of_replicas_with_tp(expert_tp: str, corpus: str) -> None:  # noqa: F811
-    common = {"model.num_kv_heads": 2, "moe.expert_tp": expert_tp}
+    common = {"model.num_kv_heads": 2, "moe.expert_tp": expert_tp, **WIDE}
     expected = join([run_alone(gradients, configure(corpus, **common))])
     slots: Any = ((0, 1, 2, 4), (3, 1, 0)) if expert_tp == "sharded" else ((0, 3), (1, 2), (4, 2), (0, 1))
     config = configure(corpus, **common, **{"placement.slots": slots})
@@ -102,6 +104,7 @@ def trained(mesh: Mesh, config: TrainConfig, steps: int) -> tuple[list, list[flo
 
 
 RANDOM = {
+    **WIDE,
     "placement.planner": "random",
     "placement.start_step": 1,
     "placement.every": 3,
@@ -114,7 +117,7 @@ def same_as_without(corpus: str, steps: int, layout: dict[str, int], **changes: 
     """Optimizer state and losses with random re-placements every 3 steps, and of one process."""
     ranks = layout["ranks"]
     plain = {k: value for k, value in changes.items() if not k.startswith(("placement.", "pipeline."))}
-    alone, expected, _ = run_alone(trained, configure(corpus, **plain), steps)
+    alone, expected, _ = run_alone(trained, configure(corpus, **WIDE, **plain), steps)
     config = configure(corpus, **{**RANDOM, **changes})
     axes = {"dp": layout.get("dp", 1), "tp": layout.get("tp", 1), "pp": layout.get("pp", 1)}
     results = run_ranks(ranks, trained, config, steps, **axes, deadline_s=600.0)
@@ -175,14 +178,14 @@ def test_a_checkpoint_of_one_placement_is_read_by_any_other(many: bool, corpus: 
     path, tables, losses = saved[0]
     assert any(tables[0] != other for other in ([[0, 1, -1], [2, -1, -1]], tables[1])), "experts have moved"
     truth: dict[str, torch.Tensor] | None = None
-    other = {"placement.slots": ((0, 1, 2), (1, 3, 4)), "placement.planner": "static"}
+    other = {"placement.slots": ((0, 1, 2), (1, 3, 4)), "placement.planner": "static", **WIDE}
     layouts: list[tuple[int, int, dict[str, Any]]] = [
-        (1, 1, {}),
+        (1, 1, WIDE),
         (2, 1, other),
         (4, 2, other),
         (4, 1, RANDOM),
         (2, 1, RANDOM),
-        (3, 1, {}),
+        (3, 1, WIDE),
     ]
     for ranks, dp, changes in layouts if many else layouts[:2]:
         results = run_ranks(ranks, state_after_load, configure(corpus, **changes), path, dp=dp)

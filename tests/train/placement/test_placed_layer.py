@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from placed import build, numbers
+from placed import build, numbers, owned
 
 from moeclipse.balance.ownership import ExpertTransfer, Ownership
 from moeclipse.balance.placement import Placement
@@ -35,15 +35,16 @@ def check(placed: PlacedLayer) -> None:
             if expert >= 0:
                 assert torch.equal(bucket.rows[slot], numbers(bucket, expert, 0).to(bucket.rows.dtype))
         for number, kind in enumerate(STATES):
-            rows = getattr(state, kind).view(-1, bucket.size)
-            assert len(rows) == len(bucket.owners_here)
-            for at, owner in enumerate(bucket.owners_here):
-                assert torch.equal(rows[at], numbers(bucket, owner.expert, number).to(rows.dtype))
+            for owner, part in owned(bucket, getattr(state, kind)):
+                expected = numbers(bucket, owner.expert, number)[slice(*bucket.stretch(owner))]
+                assert torch.equal(part, expected.to(part.dtype))
 
 
-def wander(mesh: Mesh, num_experts: int, slots: tuple[int, ...], times: int, reduce: str) -> int:
+def wander(
+    mesh: Mesh, num_experts: int, slots: tuple[int, ...], times: int, reduce: str, grain: int = 1
+) -> int:
     """Random placement after random placement; returns the number of transfers."""
-    placed = build(mesh, plan_random(num_experts, slots, 0), reduce)
+    placed = build(mesh, plan_random(num_experts, slots, 0), reduce, grain=grain)
     transfers = 0
     for number in range(1, times + 1):
         new = plan_random(num_experts, slots, number)
@@ -51,7 +52,7 @@ def wander(mesh: Mesh, num_experts: int, slots: tuple[int, ...], times: int, red
             rng = random.Random(number)  # any slots, any primaries, not only those that planners choose
             rows = tuple(tuple(rng.sample(row, len(row))) for row in new.slots)
             new = Placement(rows, tuple(rng.choice(ranks) for ranks in new.holders))
-        ownership = Ownership.of(new, mesh.dp, reduce=reduce, layer=3, old=placed.ownership)
+        ownership = Ownership.of(new, mesh.dp, reduce=reduce, layer=3, old=placed.ownership, grain=grain)
         transfers += placed.migrate(ownership, number)
         check(placed)
     if times < 100:
@@ -68,7 +69,7 @@ def test_random_re_placements_lose_nothing(shape: tuple[int, tuple[int, ...]]) -
 
 @pytest.mark.parametrize("reduce", ["sum", "fedavg"])
 def test_copies_move_alike(reduce: str) -> None:
-    assert run_ranks(4, wander, 5, (4, 3), 25, reduce, dp=2)[0] > 0
+    assert run_ranks(4, wander, 5, (4, 3), 25, reduce, 4, dp=2)[0] > 0
 
 
 @pytest.mark.full

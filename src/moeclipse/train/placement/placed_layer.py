@@ -2,6 +2,9 @@
 
     old, new owners -> transfers (`balance/ownership`) -> one exchange (`moe/migrate`) -> all of it into place
 
+Of an expert's elements each owner has a part. Where the ranks of an expert change, its parts do, too, and of
+its state what is another's from now on travels, in the order of elements.
+
 Contract. `migrate` is collective over the ranks of the layer's buckets. Nothing is overwritten before all
 that arrives has been checked, so an error leaves this rank as it was. What a rank keeps is copied, not sent.
 Between two steps all replicas are equal, so weights may come from any of them.
@@ -16,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from moeclipse.balance.ownership import ExpertTransfer, Ownership
+from moeclipse.balance.ownership import ExpertTransfer, Owner, Ownership
 from moeclipse.balance.placement import EMPTY, Placement
 from moeclipse.moe.migrate import exchange_experts
 from moeclipse.ops.raw_bytes import as_bytes
@@ -55,7 +58,7 @@ class PlacedLayer:
     @torch.no_grad()
     def migrate(self, new: Ownership, updates: int, expected_E: np.ndarray | None = None) -> int:
         """Make `new` hold; returns the number of transfers. Collective."""
-        transfers = self.ownership.transfers(new)
+        transfers = self.ownership.transfers(new, [bucket.size for bucket, _ in self.trained])
         arrived = exchange_experts(
             transfers,
             self._pack,
@@ -66,7 +69,7 @@ class PlacedLayer:
             updates=updates,
         )
         weights = {transfer.expert: data for transfer, data in arrived.items() if not transfer.state}
-        states = {transfer.expert: data for transfer, data in arrived.items() if transfer.state}
+        states = {(t.expert, t.source): data for t, data in arrived.items() if t.state}
         rows = self._new_rows(new, weights)
         fresh = self._new_states(new, states)
         for bucket, kept, state, after in zip(self.buckets, rows, self.states, fresh, strict=True):
@@ -87,36 +90,39 @@ class PlacedLayer:
         """Make `new` hold without weights and state: they are about to be read from a checkpoint."""
         for bucket, state in zip(self.buckets, self.states, strict=True):
             bucket.set_ownership(new)
-            size = len(bucket.owners_here) * bucket.size
             if state is None:
                 continue
             for kind in STATES:
-                setattr(state, kind, getattr(state, kind).new_zeros(size))
+                setattr(state, kind, getattr(state, kind).new_zeros(bucket.starts[-1]))
             state.stretches = None
         self._set_route(new, expected_E)
 
     # What one expert is made of, in bytes: parameter by parameter, and of each state by state.
 
     def _length(self, transfer: ExpertTransfer) -> int:
-        if transfer.state:
-            return sum(
-                bucket.size * getattr(state, kind).element_size()
-                for bucket, state in self.trained
-                for kind in STATES
-            )
-        return sum(bucket.size * bucket.params.element_size() for bucket in self.buckets)
+        if transfer.owners is None:
+            return sum(bucket.size * bucket.params.element_size() for bucket in self.buckets)
+        total = 0
+        for bucket, state in self.trained:
+            first, last = both(*transfer.owners, bucket)
+            total += (last - first) * sum(getattr(state, kind).element_size() for kind in STATES)
+        return total
 
     def _pack(self, transfer: ExpertTransfer) -> torch.Tensor:
-        if not transfer.state:
+        if transfer.owners is None:
             slot = self.buckets[0].slots.index(transfer.expert)
             return torch.cat([as_bytes(bucket.rows[slot]) for bucket in self.buckets])
-        which = [owner.expert for owner in self.buckets[0].owners_here].index(transfer.expert)
-        parts = [
-            as_bytes(getattr(state, kind)[which * bucket.size : (which + 1) * bucket.size])
-            for bucket, state in self.trained
-            for kind in STATES
-        ]
-        return torch.cat(parts) if parts else as_bytes(self.buckets[0].params[:0])
+        parts = []
+        for bucket, state in self.trained:
+            here = slice(*self._within(bucket, transfer.owners[0], both(*transfer.owners, bucket)))
+            parts += [as_bytes(getattr(state, kind)[here]) for kind in STATES]
+        return torch.cat(parts)
+
+    @staticmethod
+    def _within(bucket: ExpertBucket, owner: Owner, elements: tuple[int, int]) -> tuple[int, int]:
+        """Elements of an expert, counted inside what this rank owns now."""
+        shift = bucket.starts[bucket.owners_here.index(owner)] - bucket.stretch(owner)[0]
+        return elements[0] + shift, elements[1] + shift
 
     def _new_rows(self, new: Ownership, weights: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         rank = self.buckets[0].group.index % new.placement.num_ranks
@@ -133,25 +139,38 @@ class PlacedLayer:
             found.append(rows)
         return found
 
-    def _new_states(self, new: Ownership, states: dict[int, torch.Tensor]) -> list[ShardState | None]:
-        before = {owner.expert: which for which, owner in enumerate(self.buckets[0].owners_here)}
-        owned, start = new.owned_by(self.buckets[0].group.index), 0
+    def _new_states(
+        self, new: Ownership, states: dict[tuple[int, int], torch.Tensor]
+    ) -> list[ShardState | None]:
+        """`states`: what arrived, by expert and where it comes from."""
+        me = self.buckets[0].group.index
+        read = dict.fromkeys(states, 0)
         found: list[ShardState | None] = []
         for bucket, state in zip(self.buckets, self.states, strict=True):
             if state is None:
                 found.append(None)
                 continue
-            fresh = {}
-            for kind in STATES:
-                old = getattr(state, kind).view(-1, bucket.size)
-                after = old.new_empty(len(owned), bucket.size)
-                stop = start + bucket.size * old.element_size()
-                for which, owner in enumerate(owned):
-                    if owner.expert in states:
-                        after[which] = states[owner.expert][start:stop].clone().view(old.dtype)
-                    else:
-                        after[which] = old[before[owner.expert]]
-                start = stop
-                fresh[kind] = after.flatten()
-            found.append(ShardState(**fresh))
+            parts: dict[str, list[torch.Tensor]] = {kind: [getattr(state, kind)[:0]] for kind in STATES}
+            for owner in new.owned_by(me):
+                for old in self.ownership.sources(owner):
+                    first, last = both(old, owner, bucket)
+                    key = (owner.expert, self.ownership.index_of(old))
+                    if first == last:
+                        continue
+                    for kind, pieces in parts.items():
+                        tensor: torch.Tensor = getattr(state, kind)
+                        if key[1] == me:
+                            pieces.append(tensor[slice(*self._within(bucket, old, (first, last)))])
+                            continue
+                        stop = read[key] + (last - first) * tensor.element_size()
+                        pieces.append(states[key][read[key] : stop].clone().view(tensor.dtype))
+                        read[key] = stop
+            weight, adam_m, adam_v = (torch.cat(parts[kind]) for kind in STATES)
+            found.append(ShardState(weight=weight, adam_m=adam_m, adam_v=adam_v))
         return found
+
+
+def both(old: Owner, new: Owner, bucket: ExpertBucket) -> tuple[int, int]:
+    """The elements that two owners have in common, in this bucket."""
+    first, last = old.overlap(new, bucket.size)
+    return first, max(first, last)
