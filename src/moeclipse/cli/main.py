@@ -29,6 +29,7 @@ COMMANDS = {
     "generate": Command("moeclipse.cli.generate", "write text with a run or a Hugging Face model"),
     "simulate": Command("moeclipse.cli.simulate", "predict a schedule's timeline without running it"),
     "place": Command("moeclipse.cli.place", "plan who holds which expert from the loads of a run"),
+    "report": Command("moeclipse.cli.report", "show a run as one page, compare two, check numbers in CI"),
     "convert": Command("moeclipse.cli.convert", "turn Hugging Face models into checkpoints, and back"),
     "doctor": Command("moeclipse.cli.doctor", "what works on this machine, what does not, what to do"),
 }

@@ -1,1 +1,1 @@
-"""What a run tells: hidden and exposed time."""
+"""What a run tells: hidden and exposed time, and its page."""

@@ -1,0 +1,102 @@
+"""`moeclipse report`: the page of a run, its numbers for a script, and conditions for CI.
+
+    moeclipse report runs/mine                                   # writes runs/mine/report.html
+    moeclipse report runs/mine runs/before                       # both on one page, with differences
+    moeclipse report runs/mine --json
+    moeclipse report runs/mine runs/before --fail-if "tokens_per_s < 0.95 * RUN2"
+    moeclipse report runs/mine --live                            # serves the page while the run goes
+
+Nothing here needs torch or a device. The exit status is 0, 1 where a condition holds, and 2 where something
+is wrong with what was asked.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from moeclipse.cli.guard import refuse_unwritable
+from moeclipse.core.errors import ConfigError
+from moeclipse.report.advice import advise_run
+from moeclipse.report.fail_if import judge
+from moeclipse.report.measures import measures_of
+from moeclipse.report.page import NAME, write_page
+from moeclipse.report.run import RunData, read_run
+from moeclipse.report.serve import serve
+from moeclipse.report.thin import safe
+
+MOST_RUNS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """Show a run as one page, or two runs side by side; print or check its numbers."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN2]")]
+    """Folders of one run or two."""
+    out: Path | None = None
+    """Where the page is written; left out: report.html in the first run's folder."""
+    json: bool = False
+    """Print the numbers of the runs and write no page."""
+    fail_if: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A condition like "exposed > 10%" or "tokens_per_s < 0.95 * RUN2": exit status 1 where it holds."""
+    live: bool = False
+    """Serve the page on loopback, and let it follow the run."""
+    port: int = 0
+    """With --live: where; 0: any that is free."""
+
+    def problems(self) -> list[str]:
+        problems = []
+        if not 1 <= len(self.runs) <= MOST_RUNS:
+            problems.append(f"report takes one run or two, not {len(self.runs)}")
+        if not 0 <= self.port < 1 << 16:
+            problems.append(f"--port ({self.port}) must be between 0 and 65535")
+        if self.live and (self.json or self.fail_if or self.out):
+            problems.append("--live serves a page; leave out --json, --fail-if and --out")
+        return problems
+
+
+def main(argv: list[str]) -> int:
+    config = tyro.cli(ReportConfig, args=argv, prog="moeclipse report")
+    if problems := config.problems():
+        raise ConfigError(problems)
+    if config.live:
+        return serve(list(config.runs), config.port, say=lambda text: print(text, flush=True))
+    runs = [read_run(path) for path in config.runs]
+    measured = [measures_of(run) for run in runs]
+    judged = [judge(text, *measured) for text in config.fail_if]
+    if config.json:
+        print(json.dumps(numbers_of(runs), indent=1, allow_nan=False))
+    elif not config.fail_if or config.out:
+        out = config.out or config.runs[0] / NAME
+        refuse_unwritable({"--out": out})
+        write_page(runs, out)
+        print(f"written: {out}")
+    failed = [one.told for one in judged if one.holds]
+    if failed:
+        print(f"failed: {'; '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def numbers_of(runs: list[RunData]) -> dict[str, object]:
+    """What `--json` prints."""
+    found = []
+    for run in runs:
+        measures = measures_of(run)
+        found.append(
+            {
+                "name": run.name,
+                "directory": str(run.directory),
+                "ranks": run.num_ranks,
+                "measures": measures,
+                "advice": [asdict(one) for one in advise_run(run, measures)],
+                "gaps": run.gaps,
+            }
+        )
+    told: dict[str, object] = safe({"runs": found})
+    return told

@@ -1,0 +1,185 @@
+"""What would have helped a run: a setting, what it would win, and from which numbers that follows.
+
+Rules are small pure functions of a run and its measures; each looks at one cause. A gain is predicted from
+what the run itself has measured, or, where it has measured nothing of the alternative, given as what it could
+win at most. What wins less than WORTH of a step is not said, so no advice is a good sign.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from moeclipse.core.errors import ConfigError, ScheduleError
+from moeclipse.cost.file import load_costs
+from moeclipse.report.run import RunData, number
+from moeclipse.sim.compare import Question, ask
+
+WORTH = 0.01
+"""Of a step, at least: less is noise."""
+UNEVEN = 0.95
+"""Mean over fullest rank above which nobody has to move."""
+SCHEDULES = ("1f1b", "zb-h1", "zb-v", "dualpipev")
+Values = Mapping[str, float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    setting: str
+    """As a flag of `moeclipse train`, or a command."""
+    why: str
+    gain_ms: float | None = None
+    """Of a step; None where it wins no time."""
+    at_most: bool = False
+    """The gain is a bound, not a prediction."""
+
+    def in_words(self, step_ms: float | None) -> str:
+        if self.gain_ms is None or not step_ms:
+            return f"{self.setting}: {self.why}"
+        share = f"{'at most ' if self.at_most else ''}{100 * self.gain_ms / step_ms:.0f} % of a step"
+        return f"{self.setting}: wins {share} ({self.gain_ms:.1f} ms); {self.why}"
+
+
+def advise_run(run: RunData, measures: Values) -> list[Advice]:
+    """The largest gain first, what wins no time last."""
+    step_ms = measures["step_ms"] or 0.0
+    found = [advice for rule in RULES for advice in rule(run, measures)]
+    worth = [one for one in found if one.gain_ms is None or one.gain_ms >= WORTH * step_ms > 0]
+    return sorted(worth, key=lambda one: -(one.gain_ms or 0.0))
+
+
+def overlap_exchange(run: RunData, measures: Values) -> Iterator[Advice]:
+    """Rows that travel while nothing is computed."""
+    schedule, exposed = run.config.get("moe.schedule"), measures["exposed_ms"]
+    if run.num_ranks == 1 or schedule != "blocking" or not exposed:
+        return
+    yield Advice(
+        setting="--moe.schedule smart",
+        gain_ms=exposed,
+        at_most=True,
+        why=f"{exposed:.1f} ms of communication are exposed, and blocking exchanges hide nothing of it",
+    )
+
+
+def cut_less(run: RunData, _: Values) -> Iterator[Advice]:
+    """Exchanges that were cut, and take longer than whole ones are predicted to."""
+    layers = [one for one in run.summary.get("exchange") or [] if isinstance(one, dict)]
+    pairs = [(number(one.get("measured_ms"), -1), number(one.get("blocking_ms"), -1)) for one in layers]
+    lost = sum(measured - whole for measured, whole in pairs if measured > 0 and whole > 0)
+    if lost > 0 and run.config.get("moe.schedule") != "blocking":
+        yield Advice(
+            setting="--moe.schedule blocking",
+            gain_ms=lost,
+            why="exchanges in units were measured to take longer than whole ones are predicted to",
+        )
+
+
+def even_ranks(run: RunData, measures: Values) -> Iterator[Advice]:
+    """Ranks that wait for the one with most rows: what a row costs is read from steps with other rows."""
+    straggle, balance = measures["straggle_ms"], measures["balance"]
+    cost = cost_of_a_row(run)
+    if not straggle or cost is None or balance is None or balance > UNEVEN:
+        return
+    if run.config.get("placement.planner", "static") != "static":
+        return
+    rows = run.steps.ranks["rows"]
+    gain = min(cost * float(np.median(rows.max(1) - rows.mean(1))), straggle)
+    yield Advice(
+        setting="--placement.planner incremental",
+        gain_ms=gain,
+        why=f"the fullest rank has {1 / balance:.2f} times the mean of rows, and the others wait for it "
+        f"({straggle:.1f} ms); see moeclipse place {run.directory}",
+    )
+
+
+def cost_of_a_row(run: RunData) -> float | None:
+    """Milliseconds, from how compute differs between ranks of a step where rows do; None: it does not."""
+    rows, compute = run.steps.ranks.get("rows"), run.steps.ranks.get("compute_ms")
+    if rows is None or compute is None or rows.shape[1] < 2:
+        return None
+    whole = np.isfinite(rows).all(1) & np.isfinite(compute).all(1)
+    warm = run.steps.rank_step >= number(run.config.get("metrics.warmup_steps"), 3)
+    rows, compute = rows[whole & warm], compute[whole & warm]
+    if len(rows) < 3:
+        return None
+    d_rows, d_compute = rows - rows.mean(1, keepdims=True), compute - compute.mean(1, keepdims=True)
+    spread = float((d_rows**2).sum())
+    cost = float((d_rows * d_compute).sum()) / spread if spread > 0 else 0.0
+    return cost if cost > 0 else None
+
+
+def shorter_bubble(run: RunData, measures: Values) -> Iterator[Advice]:
+    """Schedules of the same pipeline, simulated with F : I : W = 1 : 1 : 1."""
+    pp, microbatches = (int(number(run.config.get(key), 1)) for key in ("parallel.pp", "optim.accumulate"))
+    step_ms, now = measures["step_ms"], run.config.get("pipeline.schedule", "auto")
+    if not 1 < pp <= 16 or microbatches > 256 or not step_ms:
+        return
+    question = Question(ranks=pp, microbatches=microbatches, costs=load_costs("unit"))
+    times = {}
+    for name in (*SCHEDULES, str(now)):
+        try:
+            times[name] = ask(question, "1f1b" if name == "auto" else name).summary.makespan
+        except (ScheduleError, ConfigError):
+            continue
+    if now not in times:
+        return
+    best = min(times, key=lambda name: times[name])
+    if best != now:
+        yield Advice(
+            setting=f"--pipeline.schedule {best}",
+            gain_ms=step_ms * (1 - times[best] / times[now]),
+            why=f"{microbatches} microbatches through {pp} stages, simulated with equal F, dX and dW",
+        )
+
+
+def save_beside(run: RunData, measures: Values) -> Iterator[Advice]:
+    saves = run.summary.get("saves")
+    begun, stall = (number((saves or {}).get(key), 0) for key in ("begun", "stall_ms"))
+    steps = measures["steps"] or 0
+    if run.config.get("checkpoint.beside") is False and begun and steps:
+        yield Advice(
+            setting="--checkpoint.beside true",
+            gain_ms=begun * stall / steps,
+            at_most=True,
+            why=f"training stood still for {begun:.0f} checkpoints, {stall:.0f} ms each",
+        )
+
+
+def keep_rows(_: RunData, measures: Values) -> Iterator[Advice]:
+    if measures["dropped"]:
+        yield Advice(
+            setting="--gate.capacity-factor 0",
+            why=f"{measures['dropped']:,.0f} rows were dropped over capacity: their tokens learned less",
+        )
+
+
+def calmer_steps(_: RunData, measures: Values) -> Iterator[Advice]:
+    skipped, steps = measures["skipped"] or 0, measures["steps"] or 1
+    if skipped / steps > WORTH:
+        yield Advice(
+            setting="--optim.lr (lower)",
+            why=f"{skipped:.0f} of {steps:.0f} steps were not finite and changed nothing",
+        )
+
+
+def keep_best(run: RunData, measures: Values) -> Iterator[Advice]:
+    last, best = measures["eval_loss"], measures["eval_best"]
+    if last is not None and best is not None and last > best + WORTH and not run.config.get("eval.keep_best"):
+        yield Advice(
+            setting="--eval.keep-best true",
+            why=f"held-out loss was {best:.3f} and rose to {last:.3f}: the best state is not the last",
+        )
+
+
+RULES: tuple[Callable[[RunData, Values], Iterator[Advice]], ...] = (
+    overlap_exchange,
+    cut_less,
+    even_ranks,
+    shorter_bubble,
+    save_beside,
+    keep_rows,
+    calmer_steps,
+    keep_best,
+)

@@ -1,0 +1,138 @@
+"""A run in a few numbers with names: what `--json` prints, `--fail-if` compares and a page shows first.
+
+Times are medians over the steps after warm-up, so one slow step decides nothing; shares are of a step, but
+for `hidden`, which is a share of communication. What a run did not measure is None.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from moeclipse.report.run import RunData, number
+
+PARTS = ("compute", "exposed", "straggle", "idle")
+"""Of a step; they add up to it."""
+ABOUT = {
+    "steps": "steps done",
+    "loss": "loss, mean of the last tenth of the steps",
+    "loss_first": "loss of the first step",
+    "loss_last": "loss of the last step",
+    "eval_loss": "last loss on text that is held out",
+    "eval_best": "lowest loss on text that is held out",
+    "tokens_per_s": "tokens a second",
+    "step_ms": "milliseconds of a step",
+    "compute_ms": "of these in compute",
+    "exposed_ms": "in communication that nothing hid",
+    "straggle_ms": "waiting for a rank that was late",
+    "idle_ms": "in nothing of these",
+    "comm_ms": "communication, hidden or not",
+    "hidden_ms": "communication under compute",
+    "compute": "compute, share of a step",
+    "exposed": "exposed communication, share of a step",
+    "straggle": "straggle, share of a step",
+    "idle": "idle, share of a step",
+    "hidden": "share of communication that was hidden",
+    "mfu": "share of the device's peak",
+    "of_limit": "share of what the work allows",
+    "balance": "rows of the mean rank over those of the fullest",
+    "grad_norm": "norm of the gradient",
+    "dropped": "rows over capacity",
+    "skipped": "steps without an update",
+    "incidents": "incidents",
+}
+SHARES = ("compute", "exposed", "straggle", "idle", "hidden", "mfu", "of_limit")
+LESS_IS_BETTER = (
+    *("loss", "loss_last", "eval_loss", "eval_best", "step_ms", "exposed_ms", "straggle_ms", "idle_ms"),
+    *("exposed", "straggle", "idle", "dropped", "skipped", "incidents"),
+)
+MORE_IS_BETTER = ("tokens_per_s", "hidden", "mfu", "of_limit", "balance")
+
+
+def measures_of(run: RunData) -> dict[str, float | None]:
+    """By name, in the order of ABOUT."""
+    middle = lambda name: median(run, name)  # noqa: E731
+    step, comm = middle("step_ms"), middle("comm_ms")
+    found: dict[str, float | None] = {"steps": float(len(run.steps.step))}
+    found |= losses(run)
+    for name in (
+        "tokens_per_s",
+        "step_ms",
+        "comm_ms",
+        "hidden_ms",
+        "mfu",
+        "of_limit",
+        "balance",
+        "grad_norm",
+    ):
+        found[name] = middle(name)
+    for part in PARTS:
+        found[f"{part}_ms"] = middle(f"{part}_ms")
+        found[part] = ratio(mean(run, f"{part}_ms"), mean(run, "step_ms"))
+    # Of both parts the mean: medians of two numbers do not belong to one step.
+    found["hidden"] = ratio(mean(run, "hidden_ms"), mean(run, "comm_ms")) if comm else None
+    found["dropped"] = total(run, "dropped")
+    found["skipped"] = total(run, "skipped")
+    found["incidents"] = float(len(run.incidents))
+    if step is None:  # no line of metrics is left: the summary knows the means
+        keys = ("tokens_per_s", "step_ms", "comm_ms", "hidden_ms", "mfu", "of_limit", "balance", "loss_last")
+        for name in (*keys, *(f"{part}_ms" for part in PARTS)):
+            found[name] = maybe(number(run.summary.get(name), math.nan))
+        for part in PARTS:
+            found[part] = ratio(found[f"{part}_ms"], found["step_ms"])
+        found["hidden"] = maybe(number(run.summary.get("hidden_fraction"), math.nan))
+    return {name: found.get(name) for name in ABOUT}
+
+
+def losses(run: RunData) -> dict[str, float | None]:
+    loss, held_out = run.steps.column("loss"), run.steps.column("eval_loss")
+    held_out = held_out[np.isfinite(held_out)]
+    late = loss[-max(len(loss) // 10, 1) :]
+    return {
+        "loss": over(np.mean, late),
+        "loss_first": maybe(float(loss[0])) if len(loss) else None,
+        "loss_last": maybe(float(loss[-1])) if len(loss) else None,
+        "eval_loss": float(held_out[-1]) if len(held_out) else None,
+        "eval_best": over(np.min, held_out),
+    }
+
+
+def median(run: RunData, name: str) -> float | None:
+    return over(np.median, run.steps.column(name)[run.window])
+
+
+def mean(run: RunData, name: str) -> float | None:
+    return over(np.mean, run.steps.column(name)[run.window])
+
+
+def total(run: RunData, name: str) -> float | None:
+    return over(np.sum, run.steps.column(name))
+
+
+def over(what: Callable[[np.ndarray], float], values: np.ndarray) -> float | None:
+    """Of the numbers among the values; None where there are none."""
+    finite = values[np.isfinite(values)]
+    return float(what(finite)) if len(finite) else None
+
+
+def ratio(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else part / whole
+
+
+def maybe(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def in_words(name: str, value: float | None) -> str:
+    """As people read it: shares in per cent, times with their unit."""
+    if value is None:
+        return "not measured"
+    if name in SHARES:
+        return f"{100 * value:.1f} %"
+    if name.endswith("_ms"):
+        return f"{value:,.1f} ms"
+    if float(value).is_integer():
+        return f"{value:,.0f}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -1,0 +1,223 @@
+// The page: sections from figures. All texts of a run are set as text, never as markup.
+"use strict";
+
+const PARTS = ["compute", "exposed", "straggle", "idle"];
+const CARDS = { loss: "loss", eval_loss: "held-out loss", tokens_per_s: "tokens a second", step_ms: "a step", hidden: "communication hidden", exposed: "exposed, of a step", straggle: "straggle, of a step", mfu: "MFU", balance: "balance of ranks", incidents: "incidents" };
+const runPaint = (index) => `var(--${index ? "b" : "a"})`;
+
+let figures = JSON.parse(document.getElementById("figures").textContent);
+
+function section(id, title, wide, ...children) {
+  return el("section", { id: `part-${id}`, class: wide ? null : "half", "aria-labelledby": `title-${id}` }, el("h2", { id: `title-${id}` }, title), ...children);
+}
+
+const empty = (text) => el("p", { class: "empty" }, text);
+const each = (build) => figures.runs.map((run, index) => build(run, index)).filter((one) => one !== null);
+const several = () => figures.runs.length > 1;
+const named = (run, text) => (several() ? `${run.mark}: ${text}` : text);
+
+function header() {
+  const lines = each((run, index) => el("p", {}, el("strong", {}, several() ? swatch(`${run.mark}: ${run.name}`, runPaint(index)) : "", several() ? " " : ""),
+    el("span", { class: "soft" }, `${run.done} of ${run.wanted ?? "?"} steps on ${run.num_ranks} ${run.num_ranks === 1 ? "rank" : "ranks"}, `, el("code", {}, run.directory))));
+  const state = figures.live ? el("span", { class: "live", role: "status", id: "live" }, " live") : null;
+  document.getElementById("top").replaceChildren(el("h1", {}, several() ? figures.runs.map((run) => run.name).join(" and ") : figures.runs[0].name, state), ...lines);
+}
+
+function cards() {
+  const [first, second] = figures.runs;
+  const found = Object.keys(CARDS).filter((name) => figures.runs.some((run) => run.measures[name] !== null)).map((name) => {
+    const box = el("div", { class: "card", title: figures.about[name] }, el("div", { class: "what" }, CARDS[name]), el("div", { class: "value" }, first.in_words[name]));
+    if (second) box.append(el("div", { class: "second" }, `${second.mark}: ${second.in_words[name]} `, difference(name, first.measures[name], second.measures[name])));
+    return box;
+  });
+  const rows = Object.keys(figures.about).map((name) => {
+    const values = figures.runs.map((run) => run.in_words[name]);
+    return [figures.about[name], name, ...values, ...(second ? [change(first.measures[name], second.measures[name])] : [])];
+  });
+  const head = ["", "name", ...each((run) => named(run, "value")), ...(second ? ["B against A"] : [])];
+  return section("numbers", "In numbers", true, el("div", { class: "cards" }, found), behind("numbers", head, () => rows, "all numbers"));
+}
+
+function change(a, b) {
+  if (a === null || b === null) return "";
+  if (a === 0) return b === 0 ? "the same" : short(b - a);
+  const share = 100 * (b - a) / Math.abs(a);
+  return Math.abs(share) < 0.05 ? "the same" : `${share > 0 ? "+" : ""}${share.toFixed(1)} %`;
+}
+
+function difference(name, a, b) {
+  const text = change(a, b);
+  if (!text || text === "the same") return text;
+  const better = figures.less_is_better.includes(name) ? b < a : figures.more_is_better.includes(name) ? b > a : null;
+  return el("span", { class: better === null ? null : better ? "good" : "bad" }, `${text}${better === null ? "" : better ? " (better)" : " (worse)"}`);
+}
+
+function advice() {
+  const lists = each((run) => {
+    const items = run.advice.map((one) => el("li", {}, el("code", {}, one.setting),
+      one.share === null ? null : el("span", { class: "gain" }, `  wins ${one.at_most ? "at most " : ""}${(100 * one.share).toFixed(0)} % of a step (${short(one.gain_ms)} ms)`), el("div", { class: "soft" }, one.why)));
+    const title = several() ? el("p", { class: "soft" }, `${run.mark}: ${run.name}`) : null;
+    return [title, items.length ? el("ul", { class: "advice" }, items) : empty("nothing that the run has measured would win 1 % of a step")];
+  });
+  return section("advice", "What would have helped", true, ...lists.flat());
+}
+
+function lines(name, label, runs = figures.runs) {
+  return runs.map((run, index) => {
+    const found = run.curves[name];
+    return found ? { name: several() ? `${run.mark} ${label}` : label, x: run.curves.step, y: found.mean, low: found.low, high: found.high, paint: runPaint(index) } : null;
+  }).filter(Boolean);
+}
+
+function lossSection() {
+  const held = each((run, index) => run.eval.step.length ? { name: named(run, "held out"), x: run.eval.step, y: run.eval.loss, paint: index ? "var(--straggle)" : "var(--held)", dash: "6 3", dots: run.eval.step.length < 60 } : null);
+  const entropy = figures.runs[0].unigram_entropy;
+  const marks = figures.runs[0].events.filter((one) => one.step !== null && one.kind !== "note").map((one) => one.step).slice(0, 60);
+  return section("loss", "Loss", true, lineChart({ id: "loss", label: "loss", series: [...lines("loss", "training"), ...held], marks, height: 280,
+    level: isNumber(entropy) ? { value: entropy, name: "unigram entropy" } : null }));
+}
+
+function speedSections() {
+  const found = [section("speed", "Tokens a second", false, lineChart({ id: "speed", label: "tokens a second", series: lines("tokens_per_s", "tokens/s"), zero: true }))];
+  const parts = each((run) => {
+    const series = PARTS.filter((part) => run.curves[`${part}_ms`]).map((part) => ({ name: part, x: run.curves.step, y: run.curves[`${part}_ms`].mean, paint: `var(--${part})` }));
+    return series.length ? section(`parts-${run.mark}`, named(run, "Where a step went"), false, lineChart({ id: `parts-${run.mark}`, label: "milliseconds of a step", unit: " ms", series, stacked: true })) : null;
+  });
+  found.push(...parts);
+  if (figures.runs.some((run) => run.curves.mfu)) found.push(section("mfu", "Share of the device's peak (MFU)", false, lineChart({ id: "mfu", label: "MFU", series: lines("mfu", "MFU"), zero: true })));
+  found.push(section("norm", "Norm of the gradient", false, lineChart({ id: "norm", label: "norm of the gradient", series: lines("grad_norm", "norm"), zero: true })));
+  found.push(section("lr", "Learning rate", false, lineChart({ id: "lr", label: "learning rate", series: lines("lr", "rate"), zero: true })));
+  if (figures.runs.some((run) => run.curves.balance)) found.push(section("balance", "Balance of ranks: mean over fullest", false, lineChart({ id: "balance", label: "balance", series: lines("balance", "balance") })));
+  return found;
+}
+
+function rankSections() {
+  return each((run) => section(`ranks-${run.mark}`, named(run, "A step of each rank"), false, run.ranks.length
+    ? barChart({ id: `ranks-${run.mark}`, label: "mean step of each rank", unit: " ms", bars: run.ranks.map((parts, rank) => ({ name: `rank ${rank}`, parts: PARTS.map((part) => ({ name: part, value: parts[part] ?? 0, paint: `var(--${part})` })) })) })
+    : empty("ranks were not told apart")));
+}
+
+function timelineSections() {
+  return each((run) => {
+    const found = run.timeline, id = `timeline-${run.mark}`, title = named(run, "A step as it was, and as simulated");
+    if (!found || !found.rows.length) return section(id, title, true, empty("no step was traced: moeclipse train --trace 3 records steps 3 to 5 of all ranks"));
+    const from = (run.curves.step[0] ?? 1) - 1;
+    const told = [`step ${found.steps[0] ?? from}`, found.simulated, found.clock_error_ms ? `clocks of hosts agree within ${trim(found.clock_error_ms)} ms` : "", found.left_out ? `${found.left_out} slices are in trace.json alone` : ""];
+    return section(id, title, true, el("p", { class: "soft" }, told.filter(Boolean).join("; "), ". All of it: open trace.json in ui.perfetto.dev."), timelineChart({ id, label: "timeline of a step", figures: found }));
+  });
+}
+
+function hiddenSections() {
+  return each((run) => run.hidden_by_op.length ? section(`hidden-${run.mark}`, named(run, "What was hidden, by op"), !several(),
+    dataTable(["transfer", "a step", "ms", "hidden ms", "exposed ms", "waited for others ms"], run.hidden_by_op.map((one) => [one.op, one.count, one.ms, one.hidden_ms, one.exposed_ms, one.late_ms])),
+    el("p", { class: "soft" }, "Means over ranks and traced steps. A moment with two transfers under way counts for both.")) : null);
+}
+
+function loadSections() {
+  return each((run) => {
+    const id = `loads-${run.mark}`, title = named(run, "Loads of experts"), found = run.loads;
+    if (!found) return section(id, title, true, empty("loads are not known: there is no load.npz"));
+    const all = found.layers.map((_, index) => index), picture = el("div", {});
+    const views = [...(found.over_time.length ? all.map((layer) => [`layer-${layer}`, `layer ${found.layers[layer]}, experts over steps`]) : []),
+      ["average", "all layers, by expert"], ["source", "all layers, by the rank that rows came from"], ...(run.rows ? [["ranks", "rows of each rank over steps"]] : [])];
+    const build = {
+      average: () => heatMap({ id: `${id}-heat`, label: "load of each expert by layer", rows: found.experts, columns: found.layers, cells: bytes(found.average), rowName: "expert", columnName: "layer" }),
+      source: () => heatMap({ id: `${id}-heat`, label: "load of each expert by source rank", rows: found.experts, columns: Array.from({ length: found.sources }, (_, rank) => rank), cells: bytes(found.by_source), rowName: "expert", columnName: "from rank" }),
+      ranks: () => heatMap({ id: `${id}-heat`, label: "rows of each rank over steps", rows: run.rows.count, columns: run.rows.steps, cells: bytes(run.rows.cells), rowName: "rank", columnName: "step" }),
+    };
+    const layerPicture = (layer) => heatMap({ id: `${id}-heat`, label: `load of each expert of layer ${found.layers[layer]} over steps`, rows: found.experts, columns: found.steps, cells: bytes(found.over_time[layer]), rowName: "expert", columnName: "step" });
+    const select = el("select", { id: `${id}-view`, "aria-label": "which loads" }, views.map(([value, text]) => el("option", { value }, text)));
+    const known = kept.get(`view ${id}`);
+    if (views.some(([value]) => value === known)) select.value = known;
+    const show = () => { kept.set(`view ${id}`, select.value); picture.replaceChildren(select.value.startsWith("layer-") ? layerPicture(Number(select.value.slice(6))) : build[select.value]()); };
+    select.addEventListener("change", show);
+    show();
+    return section(id, title, !several(), el("div", { class: "tools" }, select), picture, heatScale());
+  });
+}
+
+function eventSections() {
+  return each((run) => {
+    const moves = run.placement ? el("p", {}, `Placement: ${run.placement.plans ?? 0} plans taken, ${run.placement.parcels ?? 0} transfers of experts.`) : null;
+    const body = run.events.length ? dataTable(["step", "kind", "what"], run.events.map((one) => [one.step === null ? "" : String(one.step), one.kind, one.what])) : empty("nothing happened that had to be told");
+    return section(`events-${run.mark}`, named(run, "Moves, notes and incidents"), !several(), moves, body);
+  });
+}
+
+function choiceSections() {
+  return each((run) => {
+    const rows = run.choices.map((one) => [one.what, one.chosen, one.rule ?? "", one.measured_ms ?? null, one.predicted_ms || null, one.blocking_ms || null]);
+    const body = rows.length ? dataTable(["what", "chosen", "why", "measured ms", "predicted ms", "blocking, predicted ms"], rows) : empty("nothing was chosen by the clock");
+    return section(`choices-${run.mark}`, named(run, "Choices"), !several(), body);
+  });
+}
+
+function memorySections() {
+  return each((run) => {
+    const id = `memory-${run.mark}`, title = named(run, "Memory");
+    if (!run.memory || !Array.isArray(run.memory.ranks)) return section(id, title, false, empty("memory was not measured"));
+    const kinds = run.memory.kinds, paints = ["a", "compute", "straggle", "idle", "kernel", "exposed"];
+    return section(id, title, false, barChart({ id, label: "memory by kind", unit: " MiB", bars: run.memory.ranks.map((values, rank) => ({ name: `rank ${rank}`, parts: kinds.map((kind, index) => ({ name: kind, value: (values[index] ?? 0) / 2 ** 20, paint: `var(--${paints[index % paints.length]})` })) })) }));
+  });
+}
+
+function sampleSections() {
+  return each((run) => run.sample && Array.isArray(run.sample.lines) && run.sample.lines.length ? section(`sample-${run.mark}`, named(run, "What it writes"), false,
+    ...run.sample.lines.map(([prompt, text]) => el("p", {}, el("code", { class: "soft" }, prompt), el("code", {}, text)))) : null);
+}
+
+function settingSection() {
+  const differ = figures.settings.filter((row) => row.differs);
+  const table = (rows) => {
+    const box = dataTable(["key", ...each((run) => named(run, "value"))], rows.map((row) => [row.key, ...row.values]));
+    rows.forEach((row, index) => { if (row.differs && rows.length !== differ.length) box.querySelectorAll("tbody tr")[index].className = "differs"; });
+    return box;
+  };
+  const note = several() ? (differ.length ? table(differ) : empty("both runs have the same settings")) : null;
+  const open = kept.get("open settings");
+  const all = el("details", { id: "table-settings", open }, el("summary", {}, `all ${figures.settings.length} settings`), table(figures.settings));
+  all.addEventListener("toggle", () => kept.set("open settings", all.open));
+  return section("settings", several() ? "Settings that differ" : "Settings", true, note, figures.settings.length ? all : empty("there is no config.toml"));
+}
+
+function gapSection() {
+  const found = each((run) => run.gaps.map((gap) => named(run, gap))).flat();
+  return found.length ? section("gaps", "Not known", true, el("ul", { class: "gaps" }, found.map((gap) => el("li", {}, gap)))) : null;
+}
+
+function build() {
+  redraws = [];
+  header();
+  const parts = [cards(), advice(), lossSection(), ...speedSections(), ...rankSections(), ...timelineSections(), ...hiddenSections(), ...loadSections(), ...eventSections(), ...choiceSections(), ...memorySections(), ...sampleSections(), settingSection(), gapSection()].filter(Boolean);
+  document.getElementById("main").replaceChildren(...parts);
+  document.getElementById("nav").replaceChildren(...parts.map((part) => el("a", { href: `#${part.id}` }, part.querySelector("h2").textContent)));
+  document.getElementById("foot").textContent = "Written by moeclipse report. Times are medians after warm-up; shares are of a step, and hidden is a share of communication.";
+}
+
+// New figures, with what the reader had chosen, opened and focused.
+function refresh(found) {
+  const focused = document.activeElement?.id, [x, y] = [window.scrollX, window.scrollY];
+  figures = found;
+  build();
+  if (focused) document.getElementById(focused)?.focus({ preventScroll: true });
+  window.scrollTo({ left: x, top: y, behavior: "instant" });
+}
+
+async function follow() {
+  let version = null;
+  for (;;) {
+    await new Promise((done) => setTimeout(done, 2000));
+    const state = document.getElementById("live");
+    try {
+      const answer = await fetch("figures.json", { headers: version ? { "If-None-Match": version } : {}, cache: "no-store" });
+      if (answer.status === 200) { version = answer.headers.get("ETag"); refresh({ ...(await answer.json()), live: true }); }
+      else if (state) state.textContent = " live";
+    } catch { if (state) state.textContent = " the server has left; this is what it said last"; }
+  }
+}
+
+build();
+document.documentElement.dataset.ready = "1";
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraws.forEach((again) => again()));
+window.addEventListener("beforeprint", () => redraws.forEach((again) => again()));
+if (figures.live) follow();

@@ -1,0 +1,83 @@
+"""Advice follows from what a run has measured, and stays away where nothing would help."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_runs import make_run
+
+from moeclipse.report.advice import Advice, advise_run, cost_of_a_row
+from moeclipse.report.measures import measures_of
+from moeclipse.report.run import read_run
+
+
+def advised(folder: Path, config: str = "", summary: dict[str, Any] | None = None) -> dict[str, Advice]:
+    if config:
+        (folder / "config.toml").write_text(config)
+    if summary is not None:
+        (folder / "summary.json").write_text(json.dumps(summary))
+    run = read_run(folder)
+    return {one.setting: one for one in advise_run(run, measures_of(run))}
+
+
+def test_blocking_exchanges_and_uneven_ranks(tmp_path: Path) -> None:
+    found = advised(make_run(tmp_path / "run"))
+    assert list(found) == ["--placement.planner incremental", "--moe.schedule smart"]
+    assert found["--moe.schedule smart"].gain_ms == pytest.approx(6.0)
+    assert found["--moe.schedule smart"].at_most
+    # A row costs 0.05 ms; the fullest rank has 170 rows more than the mean, in the median.
+    assert found["--placement.planner incremental"].gain_ms == pytest.approx(0.05 * 170, rel=1e-6)
+    assert not found["--placement.planner incremental"].at_most
+
+
+def test_what_is_used_already_is_not_advised(tmp_path: Path) -> None:
+    text = '[moe]\nschedule = "smart"\n[placement]\nplanner = "incremental"\n'
+    assert advised(make_run(tmp_path / "run"), text) == {}
+
+
+def test_one_rank_has_nothing_to_hide(tmp_path: Path) -> None:
+    assert advised(make_run(tmp_path / "run", ranks=1)) == {}
+
+
+def test_the_cost_of_a_row_is_read_from_the_run(tmp_path: Path) -> None:
+    assert cost_of_a_row(read_run(make_run(tmp_path / "run"))) == pytest.approx(0.05)
+    assert cost_of_a_row(read_run(make_run(tmp_path / "one", ranks=1))) is None
+    assert cost_of_a_row(read_run(make_run(tmp_path / "short", steps=4))) is None
+
+
+def test_cuts_that_cost_more_than_they_hide(tmp_path: Path) -> None:
+    layer = {"measured_ms": 9.0, "blocking_ms": 4.0}
+    text = '[moe]\nschedule = "smart"\n[placement]\nplanner = "greedy"\n'
+    found = advised(make_run(tmp_path / "run"), text, {"exchange": [layer, {"measured_ms": None}, 3]})
+    assert found["--moe.schedule blocking"].gain_ms == pytest.approx(5.0)
+
+
+def test_a_pipeline_with_a_shorter_bubble(tmp_path: Path) -> None:
+    text = '[moe]\nschedule = "smart"\n[placement]\nplanner = "greedy"\n'
+    text += "[parallel]\npp = 4\n[optim]\naccumulate = 8\n"
+    found = advised(make_run(tmp_path / "run"), f'{text}[pipeline]\nschedule = "1f1b"\n')
+    (setting,) = found
+    assert setting.startswith("--pipeline.schedule ")
+    assert 0.1 < (found[setting].gain_ms or 0) / 128 < 0.5
+    best = setting.split()[1]
+    assert advised(tmp_path / "run", f'{text}[pipeline]\nschedule = "{best}"\n') == {}
+
+
+def test_dropped_rows_bad_steps_waiting_for_disks_and_rising_loss(tmp_path: Path) -> None:
+    text = "[checkpoint]\nbeside = false\n[eval]\nkeep_best = false\n[metrics]\nwarmup_steps = 1\n"
+    folder = make_run(tmp_path / "run", dropped=3, skipped=True, eval_loss=2.0)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1]) | {"eval_loss": 2.5}
+    (folder / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
+    found = advised(folder, text, {"saves": {"begun": 4, "stall_ms": 50.0}})
+    assert found["--checkpoint.beside true"].gain_ms == pytest.approx(10.0)
+    assert {"--gate.capacity-factor 0", "--optim.lr (lower)", "--eval.keep-best true"} <= set(found)
+
+
+def test_words_tell_gain_and_reason() -> None:
+    one = Advice(setting="--x 1", why="so", gain_ms=5.0, at_most=True)
+    assert one.in_words(100.0) == "--x 1: wins at most 5 % of a step (5.0 ms); so"
+    assert Advice(setting="--x 1", why="so").in_words(100.0) == "--x 1: so"

@@ -1,0 +1,67 @@
+"""A page that follows its run, on loopback and for this machine alone."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from made_runs import make_run, record_of
+
+from moeclipse.core.errors import ConfigError
+from moeclipse.report.serve import make_server
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[tuple[str, int]]:
+    server = make_server([folder])
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield str(server.server_address[0]), server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def ask(at: tuple[str, int], path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection(*at, timeout=10)
+    connection.request(
+        "GET", path, headers={name.replace("_", "-"): value for name, value in headers.items()}
+    )
+    answer = connection.getresponse()
+    found = answer.status, dict(answer.getheaders()), answer.read()
+    connection.close()
+    return found
+
+
+def test_figures_follow_the_run(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=5)
+    with served(folder) as at:
+        assert at[0] == "127.0.0.1"
+        status, _, page = ask(at, "/")
+        assert (status, b"connect-src" in page, b'"live":true' in page) == (200, True, True)
+        status, headers, body = ask(at, "/figures.json")
+        assert json.loads(body)["runs"][0]["done"] == 5
+        assert ask(at, "/figures.json", If_None_Match=headers["ETag"])[0] == 304
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(record_of(5)) + "\n")
+        status, _, body = ask(at, "/figures.json", If_None_Match=headers["ETag"])
+        assert (status, json.loads(body)["runs"][0]["done"]) == (200, 6)
+
+
+def test_others_are_sent_away(tmp_path: Path) -> None:
+    with served(make_run(tmp_path / "run", steps=3)) as at:
+        assert ask(at, "/", Host="evil.example")[0] == 403
+        assert ask(at, "/../secret")[0] == 404
+        assert ask(at, "/", Host=f"localhost:{at[1]}")[0] == 200
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"):
+        make_server([tmp_path])
