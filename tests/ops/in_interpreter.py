@@ -9,6 +9,7 @@ bf16 products are wrong in the interpreter.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import torch
@@ -21,6 +22,7 @@ from moeclipse.ops import (
     cross_entropy,
     expert_mlp,
     gate,
+    low_bits,
     norm,
     rotary,
     rounding,
@@ -31,6 +33,7 @@ from moeclipse.ops.activation import ACTIVATIONS, hidden_width
 from moeclipse.ops.grouping import group_rows_kernel, group_rows_reference
 from moeclipse.ops.tuning import Tile
 
+CPU = torch.device("cpu")
 KINDS = ("uniform", "skewed", "empty", "one takes all", "unused", "one choice", "all choices")
 
 
@@ -204,6 +207,7 @@ def check_adam() -> None:
         if factor != factor:
             print(f"adam skipped rounded\t{(rounded != 2.0).sum().item()}", flush=True)
     check_by_chance(step)
+    check_low_bits(step)
     parts = [torch.randn(2 * adam.BLOCK * adam.SQUARES_BLOCKS + 3), torch.randn(0), torch.randn(5)]
     report("squares", adam.sum_of_squares_kernel(parts), adam.sum_of_squares_reference(parts))
 
@@ -226,6 +230,29 @@ def check_by_chance(step: adam.AdamStep) -> None:
     print(f"adam by chance\t{0 if other < 1e-3 else other}", flush=True)  # last bits of fp32 may tip one over
     report("adam narrow m 64x32", given[1], expected[1])
     report("adam narrow v 64x32", given[2], expected[2])
+
+
+def check_low_bits(step: adam.AdamStep) -> None:
+    """The bits of the kernel with an fp32 master; a rate of 0 leaves every tie as it is."""
+    length = 2 * adam.BLOCK + 101
+    ties = (torch.randint(-(1 << 15), 1 << 15, (length,)) << 16) + 0x8000
+    ties = ties[ties >> 23 & 0xFF < 0xFF]
+    level = dataclasses.replace(step, lr=0.0, decay=0.0)
+    cases = {"drawn": (torch.randn(length), step, 0.3), "ties": (ties.int().view(torch.float32), level, 1.0)}
+    cases["skipped"] = (torch.randn(17), step, float("nan"))
+    for name, (wide, numbers, factor) in cases.items():
+        rounded, bits = torch.empty(len(wide), dtype=torch.bfloat16), low_bits.LowBits.zeros(len(wide), CPU)
+        low_bits.split(wide, rounded, bits)
+        given = [torch.randn(len(wide)), torch.rand(len(wide)), torch.randn(len(wide))]
+        given.append(torch.tensor(factor, dtype=torch.float64))
+        expected = [tensor.clone() for tensor in given]
+        for _ in range(2):
+            adam.adam_kernel(bits, *given, numbers, rounded)
+            adam.adam_kernel(wide, *expected, numbers)
+        same = torch.equal(low_bits.join(rounded, bits).view(torch.int32), wide.view(torch.int32))
+        same = same and all(torch.equal(a, b) for a, b in zip(given[:-1], expected[:-1], strict=True))
+        same = same and torch.equal(rounded, wide.bfloat16())
+        print(f"adam low bits {name}\t{0 if same else 1}", flush=True)
 
 
 def check_norm(shape: tuple[int, ...], *, add: bool, apart: int = 0) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moeclipse.ops.adam import AdamStep, adam, sum_of_squares
+from moeclipse.ops.low_bits import LowBits, join, split
 from moeclipse.testing.compare import difference
 
 STEP = AdamStep(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.3, number=1)
@@ -49,6 +50,22 @@ def test_weights_are_rounded_where_they_are_wanted() -> None:
     rounded = torch.empty(505, dtype=torch.bfloat16)
     adam(*given, torch.ones((), dtype=torch.float64), STEP, rounded)
     assert torch.equal(rounded, given[0].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3, math.nan])
+def test_low_bits_are_an_fp32_master(factor: float) -> None:
+    """Every bit of weights and moments, also of what is sent out."""
+    weight, *given = tensors(5003, torch.float32)
+    kept = [tensor.clone() for tensor in given]
+    bits, rounded = LowBits.zeros(5003, weight.device), torch.empty(5003, dtype=torch.bfloat16)
+    split(weight, rounded, bits)
+    sent = rounded.clone()
+    for _ in range(20):
+        adam(bits, *given, torch.tensor(factor, dtype=torch.float64), STEP, rounded)
+        adam(weight, *kept, torch.tensor(factor, dtype=torch.float64), STEP, sent)
+    assert torch.equal(join(rounded, bits).view(torch.int32), weight.view(torch.int32))
+    assert torch.equal(rounded, sent)
+    assert all(torch.equal(now, before) for now, before in zip(given, kept, strict=True))
 
 
 def test_where_a_tensor_is_cut_does_not_show_in_bits() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moeclipse.ops.adam import BLOCK, AdamStep, adam, adam_reference, sum_of_squares
+from moeclipse.ops.low_bits import LowBits, join, split
 from moeclipse.ops.rounding import Stretch, Stretches
 
 HAS_GPU = torch.cuda.device_count() > 0  # through NVML: asking CUDA itself would spoil forked ranks
@@ -103,3 +104,38 @@ def test_weights_without_a_master_are_rounded_as_on_the_cpu() -> None:
         found.append([tensor.cpu() for tensor in state])
     for ours, expected in zip(*found, strict=True):
         assert (ours != expected).float().mean() < 1e-3, "the last bit of fp32 may tip a few over"
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("factor", [0.3, math.nan])
+def test_low_bits_are_an_fp32_master(length: int, factor: float) -> None:
+    """Every bit, over ten updates, without a word to the host."""
+    weight, *moments, grad, scale = given(length)
+    scale.fill_(factor)
+    kept = [tensor.clone() for tensor in moments]
+    rounded, bits = torch.empty_like(weight, dtype=torch.bfloat16), LowBits.zeros(length, weight.device)
+    split(weight, rounded, bits)
+    sent = rounded.clone()
+    with no_waiting():
+        for number in range(1, 11):
+            step = AdamStep(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.3, number=number)
+            adam(bits, *moments, grad, scale, step, rounded)
+            adam(weight, *kept, grad, scale, step, sent)
+    assert torch.equal(join(rounded, bits).view(torch.int32), weight.view(torch.int32))
+    assert torch.equal(rounded, sent)
+    assert all(torch.equal(a, b) for a, b in zip(moments, kept, strict=True))
+
+
+def test_ties_stay_on_their_side() -> None:
+    """A rate of 0 and no decay change nothing."""
+    upper = torch.arange(-(1 << 15), 1 << 15, device="cuda")
+    weight = (upper[(upper >> 7 & 0xFF) < 0xFF] * (1 << 16) + 0x8000).to(torch.int32).view(torch.float32)
+    rounded, bits = torch.empty_like(weight, dtype=torch.bfloat16), LowBits.zeros(len(weight), weight.device)
+    split(weight, rounded, bits)
+    assert bits.ties.any()
+    step = AdamStep(lr=0.0, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.0, number=1)
+    moments = [torch.rand_like(weight), torch.rand_like(weight)]
+    one = torch.ones((), dtype=torch.float64, device="cuda")
+    adam(bits, *moments, torch.rand_like(weight), one, step, rounded)
+    normal = weight.abs() >= torch.finfo(torch.float32).tiny  # subnormal weights may be flushed to zero
+    assert torch.equal(join(rounded, bits)[normal], weight[normal])

@@ -81,6 +81,10 @@ def master(learner: Learner) -> None:
     flip(learner.optim.states[0].weight, bit=30)
 
 
+def low_bits(learner: Learner) -> None:
+    learner.optim.states[0].weight.low[0] ^= 1
+
+
 def published(learner: Learner) -> None:
     bucket = learner.optim.buckets.buckets[0]
     flip(bucket.params, bucket.shard.start)
@@ -95,7 +99,9 @@ def replica(learner: Learner) -> None:
     flip(bucket.rows[0])
 
 
-HARM = {f.__name__: f for f in (copy_of_another, own_weight, moment, master, published, buffer, replica)}
+HARM = {
+    f.__name__: f for f in (copy_of_another, own_weight, moment, master, low_bits, published, buffer, replica)
+}
 
 
 def harmed(tmp_path: Path, harm: str, victim: int, num_ranks: int = 2, **changes: Any) -> str:
@@ -131,6 +137,14 @@ def test_master_weights_round_to_what_was_sent_out(tmp_path: Path, harm: str) ->
     assert "is not what its master weights round to" in text
 
 
+@pytest.mark.parametrize("harm", ["low_bits", "published"])
+def test_low_bits_and_weights_are_one_number(tmp_path: Path, harm: str) -> None:
+    """They round to whatever they lie beside; a digest of the number knows what it was."""
+    text = harmed(tmp_path, harm, 1, **{"model.dtype": "bfloat16", "optim.master": "low-bits"})
+    assert "rank 1: weight/" in text
+    assert "has changed since the last update" in text
+
+
 def test_a_bias_of_a_gate(tmp_path: Path) -> None:
     text = harmed(tmp_path, "buffer", 2, num_ranks=3)
     assert "rank 2: a buffer of layers.0." in text
@@ -148,6 +162,7 @@ def test_nothing_is_said_of_a_sound_run_in_any_layout(tmp_path: Path) -> None:
         (1, {}),
         (2, {}),
         (1, {"model.dtype": "bfloat16"}),
+        (2, {"model.dtype": "bfloat16", "optim.master": "low-bits"}),
         (1, {"placement.slots": ((0, 1, 2), (3, 2, 0)), "placement.reduce": "fedavg"}),
     ):
         config = configure(tmp_path, **{"integrity.every": 1, **changes})

@@ -22,7 +22,7 @@ def test_a_second_moment_that_cannot_fall_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32", "float16", "float64"])
-@pytest.mark.parametrize("change", [{"master": "none"}, {"main_grad": "bf16"}])
+@pytest.mark.parametrize("change", [{"master": "none"}, {"master": "low-bits"}, {"main_grad": "bf16"}])
 def test_what_only_bfloat16_can_have(change: dict[str, Any], dtype: str) -> None:
     (problem,) = type_problems(OptimConfig(**change), dtype)
     (key,) = change

@@ -40,6 +40,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "state": {"optim.state": "bf16"},
     "master": {"optim.master": "none"},
+    "low": {"optim.master": "low-bits"},
     "all": {"optim.state": "bf16", "optim.master": "none", "optim.main_grad": "bf16"},
 }
 LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
@@ -114,6 +115,8 @@ def test_any_layout_gives_the_same_bits(layout: str, one: Path, tmp_path: Path) 
         assert found.keys() == expected.keys(), way
         differ = [name for name in expected if not torch.equal(found[name], expected[name])]
         assert not differ, way
+        if way == "low":
+            assert all(torch.equal(found[name], value) for name, value in found_in(one / "fp32").items())
 
 
 def test_a_checkpoint_holds_what_was_asked_for(one: Path) -> None:
@@ -123,6 +126,7 @@ def test_a_checkpoint_holds_what_was_asked_for(one: Path) -> None:
     }
     wide, narrow = {torch.float32}, {torch.bfloat16}
     assert types["fp32"] == {"weight": wide, "adam_m": wide, "adam_v": wide}
+    assert types["low"] == types["fp32"]
     assert types["state"] == {"weight": wide, "adam_m": narrow, "adam_v": narrow}
     assert types["master"] == {"weight": narrow, "adam_m": wide, "adam_v": wide}
     assert types["all"] == {"weight": narrow, "adam_m": narrow, "adam_v": narrow}
@@ -141,6 +145,7 @@ def losses(mesh: Mesh) -> dict[str, list[float]]:
 def test_losses_stay_beside_those_of_fp32() -> None:
     found = run_alone(losses)
     expected = found.pop("fp32")
+    assert found.pop("low") == expected
     assert expected[-1] < expected[0] - 1
     for way, curve in found.items():
         assert curve[-1] == pytest.approx(expected[-1], abs=0.1), way

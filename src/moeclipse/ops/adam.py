@@ -8,7 +8,8 @@ Idea. One step reads weight, moments and gradient once, and writes weight, momen
 once: 30 bytes a parameter for fp32 state and bf16 weights. The norm is one read before it.
 
 State may be narrower than fp32: it is widened, updated and rounded to the nearest. Weights without a master
-are bf16 and rounded by chance (`ops/rounding`).
+are bf16 and rounded by chance (`ops/rounding`); an fp32 master may be kept as the bf16 weights and what their
+rounding left over (`ops/low_bits`).
 
 Contract. `factor` (clipping, loss scale) is a number on the device, so nobody has to know the norm on the
 host; a factor that is not finite changes nothing: the step is skipped. All tensors are flat and of one
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moeclipse.ops.low_bits import LowBits, join, split
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.random import signed
 from moeclipse.ops.rounding import Stretches, round_stochastically
@@ -65,7 +67,7 @@ class AdamStep:
 
 
 def adam_reference(
-    weight: torch.Tensor,
+    weight: torch.Tensor | LowBits,
     adam_m: torch.Tensor,
     adam_v: torch.Tensor,
     grad: torch.Tensor,
@@ -77,9 +79,14 @@ def adam_reference(
     number = float(factor)
     if not math.isfinite(number):
         return
-    wide = wide_of(weight.dtype)
+    if isinstance(weight, LowBits):
+        assert rounded is not None, "low bits are those of rounded weights"
+        wide, w = torch.float32, join(rounded, weight)
+    else:
+        wide = wide_of(weight.dtype)
+        w = weight.to(wide)
     # Where state has the wide type these are the tensors themselves.
-    w, m, v = (tensor.to(wide) for tensor in (weight, adam_m, adam_v))
+    m, v = (tensor.to(wide) for tensor in (adam_m, adam_v))
     grad = grad.to(wide)
     if number != 1:
         grad = grad * number
@@ -90,14 +97,17 @@ def adam_reference(
     for kept, new in ((adam_m, m), (adam_v, v)):
         if kept is not new:
             kept.copy_(new)
-    if by_chance is not None:
+    if isinstance(weight, LowBits):
+        assert rounded is not None
+        split(w, rounded, weight)
+    elif by_chance is not None:
         weight.copy_(round_stochastically(w, *by_chance))
     elif rounded is not None:
         rounded.copy_(w)
 
 
 def adam(
-    weight: torch.Tensor,
+    weight: torch.Tensor | LowBits,
     adam_m: torch.Tensor,
     adam_v: torch.Tensor,
     grad: torch.Tensor,
@@ -108,15 +118,16 @@ def adam(
 ) -> None:
     """One update in place; `rounded` gets the new weights in its own type.
 
+    Where `weight` is low bits, `rounded` has been left as the last update made it, and is read, too.
     `by_chance`: weights are bf16 and there are no wider ones; how they are rounded is in `ops/rounding`.
     """
-    fits = weight.is_cuda and weight.dtype != torch.float64
+    fits = grad.is_cuda and grad.dtype != torch.float64
     picked = adam_kernel if fits else adam_reference
     picked(weight, adam_m, adam_v, grad, factor, step, rounded, by_chance)
 
 
 def adam_kernel(
-    weight: torch.Tensor,
+    weight: torch.Tensor | LowBits,
     adam_m: torch.Tensor,
     adam_v: torch.Tensor,
     grad: torch.Tensor,
@@ -125,16 +136,18 @@ def adam_kernel(
     rounded: torch.Tensor | None = None,
     by_chance: ByChance | None = None,
 ) -> None:
-    if not len(weight):
+    if not len(grad):
         return
     from moeclipse.ops.triton import adam as kernels
 
     stretches, step_key = by_chance or (None, 0)
     tables = (None, None) if stretches is None else (stretches.table, stretches.of_blocks)
-    kernels.adam[(-(-len(weight) // BLOCK),)](
-        weight, adam_m, adam_v, grad, rounded, factor, *tables, signed(step_key), len(weight),
+    kept = (weight.low, weight.ties) if isinstance(weight, LowBits) else (weight, None)
+    kernels.adam[(-(-len(grad) // BLOCK),)](
+        *kept, adam_m, adam_v, grad, rounded, factor, *tables, signed(step_key), len(grad),
         1 - step.beta1, step.beta2, 1 - step.beta2, step.eps, step.kept, step.rate, step.filled,
-        ROUND=rounded is not None, BY_CHANCE=by_chance is not None, BLOCK=BLOCK, num_warps=8,
+        ROUND=rounded is not None, LOW_BITS=isinstance(weight, LowBits), BY_CHANCE=by_chance is not None,
+        BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
 
 

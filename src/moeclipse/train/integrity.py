@@ -30,12 +30,14 @@ from moeclipse.comm.flight.exchange import gather_to_host
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CorruptionError
+from moeclipse.ops.low_bits import LowBits
 from moeclipse.train.buckets import Bucket
 from moeclipse.train.digests import digest
-from moeclipse.train.optim import STATES, AdamW
+from moeclipse.train.optim import AdamW
 from moeclipse.train.placement.expert_buckets import ExpertBucket
 from moeclipse.train.placement.model_placement import ModelPlacement
 from moeclipse.train.placement.replica_check import replica_differences
+from moeclipse.train.shard_state import STATES
 from moeclipse.train.survival_config import IntegrityConfig
 
 Named = dict[str, torch.Tensor]
@@ -92,9 +94,10 @@ class Integrity:
     def _states(self) -> Iterator[tuple[str, torch.Tensor]]:
         for bucket, state in zip(self.optim.buckets, self.optim.states, strict=True):
             for segment in bucket.segments(everything=True):
-                part = slice(segment.offset, segment.offset + segment.length)
+                stop = segment.offset + segment.length
                 for kind in STATES:
-                    yield f"{kind}/{segment.entry.name}[{segment.start}:]", getattr(state, kind)[part]
+                    name = f"{kind}/{segment.entry.name}[{segment.start}:]"
+                    yield name, state.values(kind, segment.offset, stop)
         for bucket in self.optim.buckets.frozen:
             weight = bucket.weights(bucket.params.dtype)
             for segment in bucket.segments(everything=True):
@@ -117,6 +120,8 @@ class Integrity:
     def _wrong_masters(self) -> Iterator[str]:
         """Where weights are rounded copies of master weights, they must still be that."""
         for bucket, state in zip(self.optim.buckets, self.optim.states, strict=True):
+            if isinstance(state.weight, LowBits):
+                continue  # whatever they are beside, they round to it; digests know what it was
             if state.weight.dtype == bucket.params.dtype and not isinstance(bucket, ExpertBucket):
                 continue  # they are one tensor
             held = bucket.weights()

@@ -6,8 +6,9 @@
 
 Weights are updated in fp32 (fp64 for fp64 models) and rounded to the parameters' type when they are sent
 out; where the types are equal the master weights are the parameters themselves. With `optim.master = "none"`
-there are no others, and they are rounded by chance: the same bits in any layout. Vectors (norms) do not
-decay. A step with a non-finite loss or gradient is skipped on all ranks alike.
+there are no others, and they are rounded by chance: the same bits in any layout. In which form all of it is
+kept is told by `train/shard_state`. Vectors (norms) do not decay. A step with a non-finite loss or gradient
+is skipped on all ranks alike.
 
 The norm may be a number on the device: the update is launched before the host knows it, and a norm that is
 not finite leaves weights and state as they are. `take_back` then tells the count of updates so.
@@ -17,22 +18,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from moeclipse.core.errors import CheckpointError
 from moeclipse.ops.adam import BLOCK, AdamStep, adam, sum_of_squares
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.low_bits import LowBits
 from moeclipse.ops.random import key_of
 from moeclipse.ops.rounding import Stretch, Stretches
 from moeclipse.train.buckets import Bucket, Buckets, BucketSegment
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, Piece
 from moeclipse.train.optim_config import OptimConfig
+from moeclipse.train.shard_state import STATES as STATES
+from moeclipse.train.shard_state import ShardState
 from moeclipse.train.slabs import Slab
-
-STATES = ("weight", "adam_m", "adam_v")
 
 
 def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
@@ -77,30 +77,12 @@ class Readable(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
 
-@dataclass(kw_only=True)
-class ShardState:
-    """What the owner of a shard keeps."""
-
-    weight: torch.Tensor
-    adam_m: torch.Tensor
-    adam_v: torch.Tensor
-    stretches: Stretches | None = None
-    """What lies where in the shard, once somebody asked."""
-
-
 class AdamW:
     def __init__(self, buckets: Buckets, config: OptimConfig, seed: int = 0) -> None:
         """`seed`: of rounding by chance."""
         self.buckets, self.config, self.seed = buckets, config, seed
         self.updates = 0
-        self.states = [self._state(bucket) for bucket in buckets]
-
-    def _state(self, bucket: Bucket) -> ShardState:
-        weight = bucket.weights(bucket.params.dtype if self.config.master == "none" else None)
-        wide = wide_of(weight.dtype)
-        dtype = torch.bfloat16 if self.config.state == "bf16" else wide
-        m, v = (torch.zeros_like(weight, dtype=dtype) for _ in range(2))
-        return ShardState(weight=weight, adam_m=m, adam_v=v)
+        self.states = [ShardState.of(bucket, config) for bucket in buckets]
 
     def sum_of_squares(self, shards: list[torch.Tensor]) -> torch.Tensor:
         """Of this rank's shards; over all ranks each gradient element counts once."""
@@ -139,18 +121,22 @@ class AdamW:
                 decay=config.weight_decay if bucket.decay else 0.0,
                 number=self.updates,
             )
-            moments = (state.adam_m, state.adam_v)
-            if config.master == "none":
+            kept = (state.weight, state.adam_m, state.adam_v)
+            if isinstance(state.weight, LowBits):
+                rounded = bucket.weights(bucket.params.dtype)
+                adam(*kept, grad, factor, step, rounded)
+                bucket.store(rounded)
+            elif config.master == "none":
                 by_chance = (self._stretches(bucket, state), key_of(self.seed, self.updates, "rounding"))
-                adam(state.weight, *moments, grad, factor, step, by_chance=by_chance)
+                adam(*kept, grad, factor, step, by_chance=by_chance)
             else:
-                adam(state.weight, *moments, grad, factor, step, bucket.rounded)
+                adam(*kept, grad, factor, step, bucket.rounded)
 
     def _stretches(self, bucket: Bucket, state: ShardState) -> Stretches:
         if state.stretches is None:
             found = [stretch_of(segment, self.seed) for segment in bucket.segments(everything=True)]
             found.sort(key=lambda stretch: stretch.offset)
-            state.stretches = Stretches(found, len(state.weight), state.weight.device, BLOCK)
+            state.stretches = Stretches(found, len(state), bucket.params.device, BLOCK)
         return state.stretches
 
     @torch.no_grad()
@@ -158,8 +144,9 @@ class AdamW:
         """Send the new weights out."""
         published = []
         for bucket, state in zip(self.buckets, self.states, strict=True):
-            if bucket.rounded is None and len(state.weight):
-                bucket.store(state.weight)
+            plain = not isinstance(state.weight, LowBits)  # the others were stored by the update
+            if bucket.rounded is None and plain and len(state):
+                bucket.store(state.values("weight"))
             published.append(bucket.publish())
         for result in published:
             result.get()
@@ -181,12 +168,11 @@ class AdamW:
         for bucket, state in zip(self.buckets, self.states, strict=True):
             for segment in bucket.segments():
                 for kind in STATES:
-                    shard: torch.Tensor = getattr(state, kind)
                     yield Piece(
                         name=f"{kind}/{segment.entry.name}",
                         shape=segment.entry.shape,
                         start=segment.start,
-                        data=shard[segment.offset : segment.offset + segment.length],
+                        data=state.piece(kind, segment.offset, segment.offset + segment.length),
                     )
         for bucket in self.buckets.frozen:
             weight = bucket.weights(bucket.params.dtype)
@@ -220,8 +206,11 @@ class AdamW:
     def _take(self, source: Readable, kinds: Sequence[str]) -> None:
         for bucket, state in zip(self.buckets, self.states, strict=True):
             for kind in kinds:
-                read_shard(source, kind, bucket, getattr(state, kind))
-            bucket.store(state.weight)
+                values = state.values(kind)
+                read_shard(source, kind, bucket, values)
+                state.put(kind, values)
+                if kind == "weight":
+                    bucket.store(values)
         for bucket in self.buckets.frozen:
             weight = bucket.weights(bucket.params.dtype)
             read_shard(source, "weight", bucket, weight)

@@ -43,8 +43,8 @@ class OptimConfig:
     """The loss is multiplied by it before backward; auto: found while training in float16, 1 otherwise."""
     state: Literal["fp32", "bf16"] = "fp32"
     """Type of both moments."""
-    master: Literal["fp32", "none"] = "fp32"
-    """What updates are added to: fp32 weights; none: the bf16 weights themselves, rounded by chance."""
+    master: Literal["fp32", "low-bits", "none"] = "fp32"
+    """Updates add to: fp32 weights; the same as low bits of bf16; none: bf16 alone, rounded by chance."""
     main_grad: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients add up over microbatches and ranks."""
     frozen: tuple[str, ...] = ()
@@ -106,9 +106,12 @@ def factor_of(text: str) -> tuple[str, float]:
 
 def type_problems(optim: OptimConfig, dtype: str) -> Iterator[str]:
     """What does not go with a model of this type (`model.dtype`)."""
-    narrow = [f"optim.{key} = {value!r}" for key, value in (("master", "none"), ("main_grad", "bf16"))]
-    for text, wanted in zip(narrow, (optim.master == "none", optim.main_grad == "bf16"), strict=True):
-        if wanted and dtype != "bfloat16":
-            yield f"{text} needs a bfloat16 model; set model.dtype ({dtype}) to 'bfloat16', or leave it out"
+    for key in ("master", "main_grad"):
+        value = getattr(optim, key)
+        if value != "fp32" and dtype != "bfloat16":
+            yield (
+                f"optim.{key} = {value!r} needs a bfloat16 model; set model.dtype ({dtype}) to 'bfloat16', "
+                "or leave it out"
+            )
     if optim.state == "bf16" and dtype == "float64":
         yield "optim.state = 'bf16' cannot go with model.dtype = 'float64'; set it to 'fp32'"

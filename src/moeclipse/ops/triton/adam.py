@@ -33,31 +33,64 @@ def random_bits(table, of_blocks, step_key, at):
 
 
 @triton.jit
+def joined(rounded, low, ties, at, inside):
+    """fp32 weights from bf16 ones and their low bits (`ops/low_bits`)."""
+    high = tl.load(rounded + at, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    tie = tl.load(ties + at // 8, mask=inside, other=0).to(tl.int32) >> (at % 8).to(tl.int32) & 1
+    bits = high + tl.load(low + at, mask=inside, other=0).to(tl.int32) + (tie << 16)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_split(w, rounded, low, ties, at, inside, numel, BLOCK: tl.constexpr):
+    """The way back; rounding is done in integers, so that the interpreter rounds as a device does."""
+    bits = w.to(tl.int32, bitcast=True)
+    high = (bits + 0x7FFF + (bits >> 16 & 1)) & -65536
+    rest = bits - high
+    tl.store(rounded + at, (high >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
+    tl.store(low + at, rest.to(tl.int16), mask=inside)
+    tie = tl.where(inside & (rest == 32768), 1 << (at % 8).to(tl.int32), 0)
+    byte = tl.program_id(0).to(tl.int64) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
+    packed = tl.sum(tl.reshape(tie, (BLOCK // 8, 8)), axis=1)
+    tl.store(ties + byte, packed.to(tl.uint8), mask=byte * 8 < numel)
+
+
+@triton.jit
 def adam(
-    weight, adam_m, adam_v, grad, rounded, factor, table, of_blocks, step_key, numel,
+    weight, ties, adam_m, adam_v, grad, rounded, factor, table, of_blocks, step_key, numel,
     new_m, old_v, new_v, eps, kept, rate, filled,
-    ROUND: tl.constexpr, BY_CHANCE: tl.constexpr, BLOCK: tl.constexpr,
+    ROUND: tl.constexpr, LOW_BITS: tl.constexpr, BY_CHANCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """new_m = 1 - beta1, old_v = beta2, new_v = 1 - beta2; the rest as in `ops/adam.AdamStep`."""
+    """new_m = 1 - beta1, old_v = beta2, new_v = 1 - beta2; the rest as in `ops/adam.AdamStep`.
+
+    LOW_BITS: `weight` and `ties` are what is kept beside `rounded`.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     scale = tl.load(factor).to(tl.float32)
-    inside = at < tl.where(tl.abs(scale) < float("inf"), numel, 0)
+    numel = tl.where(tl.abs(scale) < float("inf"), numel, 0)
+    inside = at < numel
     g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * scale
     m = tl.load(adam_m + at, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(adam_v + at, mask=inside, other=0.0).to(tl.float32)
-    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    if LOW_BITS:
+        w = joined(rounded, weight, ties, at, inside)
+    else:
+        w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     m += new_m * (g - m)
     v = v * old_v + new_v * g * g
     spread = tl.sqrt_rn(tl.div_rn(v, filled)) + eps
     w = w * kept - rate * tl.div_rn(m, spread)
     tl.store(adam_m + at, m.to(adam_m.dtype.element_ty), mask=inside)
     tl.store(adam_v + at, v.to(adam_v.dtype.element_ty), mask=inside)
-    if BY_CHANCE:
-        bits = w.to(tl.int32, bitcast=True) + random_bits(table, of_blocks, step_key, at)
-        w = (bits & -65536).to(tl.float32, bitcast=True)
-    tl.store(weight + at, w.to(weight.dtype.element_ty), mask=inside)
-    if ROUND:
-        tl.store(rounded + at, w.to(rounded.dtype.element_ty), mask=inside)
+    if LOW_BITS:
+        store_split(w, rounded, weight, ties, at, inside, numel, BLOCK)
+    else:
+        if BY_CHANCE:
+            bits = w.to(tl.int32, bitcast=True) + random_bits(table, of_blocks, step_key, at)
+            w = (bits & -65536).to(tl.float32, bitcast=True)
+        tl.store(weight + at, w.to(weight.dtype.element_ty), mask=inside)
+        if ROUND:
+            tl.store(rounded + at, w.to(rounded.dtype.element_ty), mask=inside)
 
 
 @triton.jit

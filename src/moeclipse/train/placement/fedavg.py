@@ -29,7 +29,7 @@ def average_replicas(layers: Sequence[PlacedLayer]) -> None:
             for owner in ownership.owners:
                 if owner.expert in mine and ownership.index_of(owner) != me:
                     by_peer[ownership.index_of(owner)].append(owner.expert)
-            weight = state.weight.view(-1, bucket.size)
+            weight = state.values("weight").view(-1, bucket.size)
             leaving = weight[[mine[expert] for experts in by_peer for expert in experts]]
             counts = list(map(len, by_peer))
             label = f"average of replicas, bucket {bucket.name}"
@@ -48,8 +48,8 @@ def average_replicas(layers: Sequence[PlacedLayer]) -> None:
                     peer = ownership.index_of(owner)
                     total += share * (weight[which] if peer == me else theirs[peer, expert])
                 averaged[which] = total
-            state.weight.copy_(averaged.flatten())
-            bucket.store(state.weight)
+            state.put("weight", averaged.flatten())
+            bucket.store(averaged.flatten())
             published.append(bucket.publish())
     for result in published:
         result.get()

@@ -23,8 +23,8 @@ from moeclipse.balance.ownership import ExpertTransfer, Owner, Ownership
 from moeclipse.balance.placement import EMPTY, Placement
 from moeclipse.moe.migrate import exchange_experts
 from moeclipse.ops.raw_bytes import as_bytes
-from moeclipse.train.optim import STATES, ShardState
 from moeclipse.train.placement.expert_buckets import ExpertBucket
+from moeclipse.train.shard_state import STATES, ShardState
 
 
 class PlacedLayer:
@@ -74,11 +74,11 @@ class PlacedLayer:
         fresh = self._new_states(new, states)
         for bucket, kept, state, after in zip(self.buckets, rows, self.states, fresh, strict=True):
             bucket.rows.copy_(kept)
+            bucket.set_ownership(new)
             if state is not None and after is not None:
                 for kind in STATES:
-                    setattr(state, kind, getattr(after, kind))
+                    state.put(kind, after[kind])
                 state.stretches = None
-            bucket.set_ownership(new)
         self._set_route(new, expected_E)
         return len(transfers)
 
@@ -93,7 +93,8 @@ class PlacedLayer:
             if state is None:
                 continue
             for kind in STATES:
-                setattr(state, kind, getattr(state, kind).new_zeros(bucket.starts[-1]))
+                zeros = torch.zeros(bucket.starts[-1], dtype=state.type_of(kind), device=bucket.params.device)
+                state.put(kind, zeros)
             state.stretches = None
         self._set_route(new, expected_E)
 
@@ -105,7 +106,7 @@ class PlacedLayer:
         total = 0
         for bucket, state in self.trained:
             first, last = both(*transfer.owners, bucket)
-            total += (last - first) * sum(getattr(state, kind).element_size() for kind in STATES)
+            total += (last - first) * sum(state.type_of(kind).itemsize for kind in STATES)
         return total
 
     def _pack(self, transfer: ExpertTransfer) -> torch.Tensor:
@@ -114,8 +115,8 @@ class PlacedLayer:
             return torch.cat([as_bytes(bucket.rows[slot]) for bucket in self.buckets])
         parts = []
         for bucket, state in self.trained:
-            here = slice(*self._within(bucket, transfer.owners[0], both(*transfer.owners, bucket)))
-            parts += [as_bytes(getattr(state, kind)[here]) for kind in STATES]
+            here = self._within(bucket, transfer.owners[0], both(*transfer.owners, bucket))
+            parts += [as_bytes(state.values(kind, *here)) for kind in STATES]
         return torch.cat(parts)
 
     @staticmethod
@@ -141,16 +142,16 @@ class PlacedLayer:
 
     def _new_states(
         self, new: Ownership, states: dict[tuple[int, int], torch.Tensor]
-    ) -> list[ShardState | None]:
-        """`states`: what arrived, by expert and where it comes from."""
+    ) -> list[dict[str, torch.Tensor] | None]:
+        """Values of each kind; `states`: what arrived, by expert and where it comes from."""
         me = self.buckets[0].group.index
         read = dict.fromkeys(states, 0)
-        found: list[ShardState | None] = []
+        found: list[dict[str, torch.Tensor] | None] = []
         for bucket, state in zip(self.buckets, self.states, strict=True):
             if state is None:
                 found.append(None)
                 continue
-            parts: dict[str, list[torch.Tensor]] = {kind: [getattr(state, kind)[:0]] for kind in STATES}
+            parts: dict[str, list[torch.Tensor]] = {kind: [state.values(kind, 0, 0)] for kind in STATES}
             for owner in new.owned_by(me):
                 for old in self.ownership.sources(owner):
                     first, last = both(old, owner, bucket)
@@ -158,15 +159,14 @@ class PlacedLayer:
                     if first == last:
                         continue
                     for kind, pieces in parts.items():
-                        tensor: torch.Tensor = getattr(state, kind)
+                        dtype = state.type_of(kind)
                         if key[1] == me:
-                            pieces.append(tensor[slice(*self._within(bucket, old, (first, last)))])
+                            pieces.append(state.values(kind, *self._within(bucket, old, (first, last))))
                             continue
-                        stop = read[key] + (last - first) * tensor.element_size()
-                        pieces.append(states[key][read[key] : stop].clone().view(tensor.dtype))
+                        stop = read[key] + (last - first) * dtype.itemsize
+                        pieces.append(states[key][read[key] : stop].clone().view(dtype))
                         read[key] = stop
-            weight, adam_m, adam_v = (torch.cat(parts[kind]) for kind in STATES)
-            found.append(ShardState(weight=weight, adam_m=adam_m, adam_v=adam_v))
+            found.append({kind: torch.cat(parts[kind]) for kind in STATES})
         return found
 
 
