@@ -4,8 +4,9 @@
 
 One process, on a GPU where there is one. `stall` is how long the main thread is kept: for the copy and the
 agreements of a save beside training, for everything of a plain save; `first` is the stall of the first save
-of a run, which also takes the memory of its copy. Saves go to a folder that is removed; with `--sparse` bytes
-are hashed and not written, for states that are larger than the disk, and there is no plain save.
+of a run, after its memory was made ready beside steps (the slowest of them is told). Saves go to a folder
+that is removed; with `--sparse` bytes are hashed and not written, for states that are larger than the disk,
+and there is no plain save.
 """
 
 from __future__ import annotations
@@ -76,11 +77,15 @@ def measure(preset: str, steps: int, changes: dict[str, int], folder: Path, spar
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     learner = Learner(config, Mesh.single(device))
     beside = BesideSave()
+    learner.make_save_ready(beside)
+    slowest = 0.0
+    while beside.memory is not None and not beside.memory.ready:
+        slowest = max(slowest, seconds(lambda: learner.step(0)))
     first = one_round(learner, 0, folder, beside, sparse)["stall"]
     rounds = [one_round(learner, number, folder, beside, sparse) for number in range(1, steps + 1)]
     found = {f"{name}_ms": 1e3 * statistics.median(one[name] for one in rounds) for name in rounds[0]}
     state = sum(piece.num_bytes for piece in learner.optim.pieces())
-    return found | {"state_mb": state / 1e6, "first_ms": 1e3 * first}
+    return found | {"state_mb": state / 1e6, "first_ms": 1e3 * first, "slowest_ms": 1e3 * slowest}
 
 
 def main() -> int:
@@ -100,7 +105,7 @@ def main() -> int:
     )
     print(f"{given.preset} {changes or ''}: state {found['state_mb']:.0f} MB, step {step:.1f} ms")
     print(f"  save beside training: stall {stall:.1f} ms ({stall / step:.1%} of a step)", end="")
-    print(f", the first {found['first_ms']:.1f} ms")
+    print(f", the first {found['first_ms']:.1f} ms; slowest step before it {found['slowest_ms']:.1f} ms")
     print(f"  the step beside it {under:.1f} ms; a save that training waits for {whole:.1f} ms")
     print(f"  integrity: a check {check:.1f} ms, every 100 steps {check / step:.2f} % of the time")
     if given.json:

@@ -20,6 +20,7 @@ class Bench:
         self.fails, self.now = fails, 0.0
         self.begun: list[tuple[int, bool]] = []
         self.told: list[str] = []
+        self.ready_at: list[float] = []
         self.leave = False
         given = {"beside": False, **config}
         self.saving = Saving(
@@ -27,6 +28,7 @@ class Bench:
             self.save,
             self.told.append,
             asked_to_leave=lambda: self.leave,
+            make_ready=lambda beside: self.ready_at.append(self.now),
             clock=lambda: self.now,
         )
 
@@ -64,6 +66,17 @@ def test_saves_run_beside_except_for_the_last() -> None:
     bench = Bench(every=2, beside=True)
     bench.steps(5)
     assert bench.begun == [(2, True), (4, True), (5, False)]
+
+
+def test_memory_is_made_ready_half_way_to_the_first_save() -> None:
+    for config, seconds, first in (({"every": 8}, 1.0, 4.0), ({}, 60.0, 300.0), ({"every": 0}, 60.0, None)):
+        bench = Bench(**config, beside=True)
+        bench.steps(20, seconds)
+        assert bench.ready_at[:1] == ([] if first is None else [first])
+        assert all(now < seconds * 10 for now in bench.ready_at), "before the first save"
+    bench = Bench(every=8)
+    bench.steps(20)
+    assert bench.ready_at == [], "a save that training waits for needs none"
 
 
 def test_a_job_that_is_asked_to_leave_says_so() -> None:

@@ -305,16 +305,23 @@ class Learner:
             "plan": self.placement.planner.state(),
             **({"hf": self.hf} if self.hf else {}),
         }
+        given = self.config.checkpoint
+        ranks = PatientRanks(self.mesh, given.deadline_s)
+        return save(folder, step, self._pieces(), state, ranks, keep=given.keep, beside=beside)
+
+    def make_save_ready(self, beside: BesideSave) -> None:
+        if self.mesh.device.type == "cuda":
+            beside.make_ready(sum(piece.num_bytes for piece in self._pieces()))
+
+    def _pieces(self) -> list[Piece]:
+        """What this rank saves."""
         pieces = [*self.optim.pieces(), *memory_state.memory_pieces(self.model, self.batches)]
         if self.mesh.stage.index == 0:
-            for name, buffer in self._buffers():
-                pieces.append(
-                    Piece(name=f"buffer/{name}", shape=tuple(buffer.shape), start=0, data=buffer.flatten())
-                )
-        if self.mesh.rank == 0:
-            pieces += self.loads.pieces()
-        ranks = PatientRanks(self.mesh, self.config.checkpoint.deadline_s)
-        return save(folder, step, pieces, state, ranks, keep=self.config.checkpoint.keep, beside=beside)
+            pieces += [
+                Piece(name=f"buffer/{name}", shape=tuple(buffer.shape), start=0, data=buffer.flatten())
+                for name, buffer in self._buffers()
+            ]
+        return pieces + list(self.loads.pieces() if self.mesh.rank == 0 else ())
 
     def load(self, checkpoint: Checkpoint) -> int:
         """Continue from a checkpoint of any layout; returns the step to run next."""

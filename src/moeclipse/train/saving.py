@@ -34,10 +34,11 @@ class Saving:
         tell: Callable[[str], None],
         *,
         asked_to_leave: Callable[[], bool] = lambda: False,
+        make_ready: Callable[[BesideSave], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config, self.save, self.tell = config, save, tell
-        self.asked_to_leave, self.clock = asked_to_leave, clock
+        self.asked_to_leave, self.make_ready, self.clock = asked_to_leave, make_ready, clock
         self.beside = BesideSave()
         self.path: Path | None = None
         """The newest checkpoint that was saved."""
@@ -77,7 +78,15 @@ class Saving:
                 self._try(lambda: self.save(done, self.beside) and None)
             else:
                 self._try(lambda: self.save(done, None))
+        elif self.config.beside and self.begun == 0 and self._half_way(done):
+            self.make_ready(self.beside)
         self.stall_s += self.clock() - before
+
+    def _half_way(self, done: int) -> bool:
+        """To the first save: memory that is never used is not taken, and the save finds it ready."""
+        if self.config.every == "auto":
+            return self.clock() - self._begun_at >= 30 * self.config.minutes
+        return bool(self.config.every) and 2 * done >= self.config.every
 
     def leaving(self, signals: Sequence[int]) -> bool:
         return any(signal & LEAVE for signal in signals)

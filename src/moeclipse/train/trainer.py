@@ -251,6 +251,7 @@ class Run:
             lambda done, beside: self._save(learner, done, beside),
             self.observer.note,
             asked_to_leave=lambda: bool(self.leave()),
+            make_ready=learner.make_save_ready,
         )
         learner.signals = saving.signals
         step = start

@@ -165,8 +165,8 @@ def test_memory_of_the_copy_is_used_again(tmp_path: Path) -> None:
         beside, places = BesideSave(), set()
         for step in (10, 20, 30):
             begin(tmp_path, step, ranks, beside)
-            assert beside._buffer is not None
-            places.add(beside._buffer.data_ptr())
+            assert beside.memory is not None
+            places.add(beside.memory.data.data_ptr())
             beside.finish()
         return len(places)
 

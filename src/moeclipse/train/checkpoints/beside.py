@@ -12,7 +12,7 @@ Contract. One save at a time. A failure is raised by `advance` or `finish`, on a
 save that training waits for. A kill at any moment leaves what it would leave there.
 
 Hazard. Holds a copy of this rank's state in host memory from the first save on: it is used again, because
-fresh pages cost more than the copy.
+fresh pages cost more than the copy (`host_memory`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from moeclipse.train.checkpoints.host_memory import CudaPins, HostMemory
 from moeclipse.train.checkpoints.save import SaveJob
 from moeclipse.train.ranks import agree, attempt
+
+SPARE_BYTES = 1 << 26
+"""What a state may have grown by its first save: loads of experts are kept step by step."""
 
 
 class BesideSave:
     def __init__(self) -> None:
         self._job: SaveJob | None = None
-        self._buffer: torch.Tensor | None = None
+        self.memory: HostMemory | None = None
         self._thread: threading.Thread | None = None
         self._outcome: dict[str, Any] = {}
         self._committing = False
@@ -45,10 +47,15 @@ class BesideSave:
         """Whether this rank has nothing more to do before all ranks speak."""
         return self._thread is None or not self._thread.is_alive()
 
+    def make_ready(self, num_bytes: int) -> None:
+        """Memory for the copy of a state on a device, before the first save. Returns at once."""
+        if self.memory is None:
+            self.memory = HostMemory(num_bytes + SPARE_BYTES, CudaPins())
+
     def begin(self, job: SaveJob) -> None:
         """Take over a save that all ranks have prepared. The state may change when this returns."""
         assert job.shard is not None
-        job.shard, self._buffer = job.shard.copied(self._buffer)
+        job.shard, self.memory = job.shard.copied(self.memory)
         self._job, self._committing = job, False
         self._run(job.write)
 

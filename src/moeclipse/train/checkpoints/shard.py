@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from moeclipse.core.errors import CheckpointError
+from moeclipse.train.checkpoints.host_memory import CudaPins, HostMemory
 
 CHUNK_BYTES = 1 << 24
 DTYPE_NAMES = {
@@ -84,23 +85,25 @@ class Shard:
     def num_bytes(self) -> int:
         return sum(piece.num_bytes for piece in self.stored)
 
-    def copied(self, buffer: torch.Tensor | None = None) -> tuple[Shard, torch.Tensor]:
-        """The same pieces in host memory, which training leaves alone; `buffer` of an earlier copy is used.
+    def copied(self, memory: HostMemory | None = None) -> tuple[Shard, HostMemory]:
+        """The same pieces in host memory, which training leaves alone; that of an earlier copy is used.
 
         Pieces lie in the order of the file, so each begins at a multiple of its element size.
         """
         on_device = any(piece.data.is_cuda for piece in self.stored)
-        if buffer is None or buffer.numel() != self.num_bytes:
-            buffer = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=on_device)
+        if memory is None or memory.num_bytes < self.num_bytes:
+            if memory is not None:
+                memory.close()
+            memory = HostMemory(self.num_bytes, CudaPins() if on_device else None)
         copies, offset = [], 0
         for piece in self.pieces:
-            place = buffer[offset : offset + piece.num_bytes].view(piece.data.dtype)
-            place.copy_(piece.data.detach().reshape(-1), non_blocking=True)
+            memory.copy(offset, piece.data)
+            place = memory.data[offset : offset + piece.num_bytes].view(piece.data.dtype)
             copies.append(replace(piece, data=place))
             offset += piece.num_bytes
         if on_device:
             torch.cuda.synchronize()
-        return Shard(copies), buffer
+        return Shard(copies), memory
 
     def records(self) -> list[dict[str, Any]]:
         """What other ranks must know of these pieces, JSON-able."""
