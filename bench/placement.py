@@ -11,7 +11,8 @@ processor time of one thread.
 Parts: `quality` (this). `end_to_end`: step times of real training on the shaped network, which needs root and
 is left out where that is missing (bench/_placement_steps.py). `memory`: a segment-recurrent model, static,
 random and planned (bench/_placement_memory.py). `fedavg`: how far averaging the weights of replicas is from
-summing their gradients (bench/_placement_fedavg.py).
+summing their gradients (bench/_placement_fedavg.py). `owners`: what it is worth that replicas own their
+expert together, on 64 simulated ranks (bench/_placement_owners.py).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import _placement_fedavg
 import _placement_memory
+import _placement_owners
 import _placement_steps
 import numpy as np
 from shaped_network import why_not
@@ -239,9 +241,19 @@ def end_to_end(quick: bool) -> Found:
     return _placement_steps.report(_placement_steps.run_here(3 if quick else 9))
 
 
+def owners(quick: bool) -> Found:
+    loads = {}
+    for exponent in _placement_owners.ZIPF[:1] if quick else _placement_owners.ZIPF:
+        gate = Loads(_placement_owners.NUM_EXPERTS, _placement_owners.NUM_RANKS, exponent, 0.1, 0)
+        loads[exponent] = np.mean([gate.step() for _ in range(SEEN)], axis=0), gate.step()
+    rows = _placement_owners.run(loads)
+    return rows, _placement_owners.checks(rows)
+
+
 PARTS: dict[str, Callable[[bool], Found]] = {
     "quality": quality,
     "end_to_end": end_to_end,
+    "owners": owners,
     "memory": lambda quick: _placement_memory.report(_placement_memory.run_here(4 if quick else 60)),
     "fedavg": lambda quick: _placement_fedavg.report(_placement_fedavg.run_here(4 if quick else 40)),
 }
