@@ -179,7 +179,11 @@ def check_words(fault: str, victim: int, step: int, told: list[tuple[bool, Any]]
     if fault in ("kill", "freeze", "cut"):
         assert not any(ok for ok, _ in told), what
         others = [text for rank, (_, text) in enumerate(told) if rank != victim]
-        assert all(f"rank {victim}" in text for text in others), (what, others)
+        # A cable that is pulled after its rank has told the store (a file here) that it came: of three ranks
+        # nobody can say which one's cable it is, and none is blamed.
+        stalled = "all ranks arrived, so the network stalled"
+        named = [f"rank {victim}" in text or (fault == "cut" and stalled in text) for text in others]
+        assert all(named), (what, others)
         return
     assert all(ok for ok, _ in told), (what, told)
     said = " ".join(told[0][1])
@@ -202,6 +206,9 @@ def test_some_faults(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_hundred_faults(tmp_path: Path) -> None:
     expected: dict[int, Any] = {}
-    met = [survive(tmp_path, number, expected) for number in range(100)]
+    met = []
+    for number in range(100):
+        met.append(survive(tmp_path, number, expected))
+        print(number, met[-1])  # which of them a failure came after
     assert set(met) in (set(FAULTS), {*FAULTS, NO_CUT} - {"cut"})
     assert len(expected) == len(LAYOUTS)
