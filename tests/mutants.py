@@ -303,7 +303,7 @@ MUTANTS = (
     ),
     Mutant(
         "moe/schedule.py",
-        'overlap=0.0 if self.config.schedule == "blocking" else 1.0',
+        "overlap=0.0 if one_go else 1.0",
         "overlap=1.0",
         "moe/test_schedule.py::test_shadows_are_priced_per_row_that_travels",
     ),
@@ -321,7 +321,7 @@ MUTANTS = (
     ),
     Mutant(
         "moe/schedule.py",
-        "use = self.use if self.trials is None else self.trials.candidates[0]",
+        "use = self.use if self.trials is None else self.trials.unseen",
         "use = self.use",
         "moe/test_schedule.py::test_a_run_that_is_saved_amid_its_trials_goes_on_with_the_best_prediction",
     ),

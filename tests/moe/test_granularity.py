@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from moeclipse.cost.exchange import ExchangeCosts
-from moeclipse.moe.granularity import CALLS, TRIED, Granularity, Stopwatch, Trials, rank_by_simulation
+from moeclipse.moe.granularity import (
+    CALLS,
+    TRIED,
+    Granularity,
+    Stopwatch,
+    Trials,
+    against_blocking,
+    cut_in_words,
+    rank_by_simulation,
+)
 from moeclipse.schedule.shape import even_groups
 
 RANKED = [
@@ -56,6 +67,42 @@ def test_without_times_the_prediction_decides() -> None:
     trials = Trials(RANKED, cuda=False)
     run(trials, {1: 5.0, 2: 3.0, 4: 4.0, 8: 6.0}, backward=False)
     assert trials.choose(lambda mine: [mine, mine]) == RANKED[0]
+
+
+PLAIN = Granularity(groups=((0, 1),), chunks=1, predicted_s=1.0)
+
+
+def test_the_plain_exchange_is_tried_in_any_case_and_left_only_for_what_is_faster() -> None:
+    seconds = {1: 5.0, 2: 3.0, 4: 4.0}
+    cuts = [one for one in RANKED if one.chunks > 1]
+    for ranked in ([*cuts, PLAIN], [PLAIN, *cuts], [cuts[0], PLAIN]):
+        trials = Trials(ranked, cuda=False, careful=True)
+        assert PLAIN in trials.candidates
+        assert len(trials.candidates) == min(TRIED, len(ranked))
+        assert trials.unseen == PLAIN
+        run(trials, seconds | {8: 9.0})
+        assert trials.choose(lambda mine: [mine, mine]).chunks == 2
+        assert trials.over_plain == pytest.approx(5 / 3)
+    for faster in (5.0, 4.9):  # within what calls scatter by
+        trials = Trials([*cuts, PLAIN], cuda=False, careful=True)
+        run(trials, {1: 5.0, 2: faster, 4: 6.0, 8: 9.0})
+        assert trials.choose(lambda mine: [mine, [*mine[:-1], 0.04]]) == replace(
+            PLAIN, rule="start, fastest of 4"
+        )
+        assert trials.over_plain == 1
+    trials = Trials([*cuts, PLAIN], cuda=False, careful=True)
+    run(trials, seconds | {8: 9.0}, backward=False)
+    assert trials.choose(lambda mine: [mine, mine]) == PLAIN, "nothing was seen to be faster"
+    assert trials.over_plain is None
+
+
+def test_choices_in_words() -> None:
+    assert [cut_in_words(1, 1), cut_in_words(2, 1)] == ["one go", "2 steps x 1 chunks"]
+    assert against_blocking([{"over_plain": None}]) == ""
+    assert against_blocking([{"over_plain": 1.0}, {"over_plain": 1.0}]) == ""
+    assert against_blocking([{"over_plain": 1.1}, {"over_plain": None}, {"over_plain": 1.3}]).endswith(
+        " 1.20 times as long"
+    )
 
 
 def test_a_single_candidate_needs_no_trial() -> None:

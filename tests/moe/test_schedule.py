@@ -100,6 +100,56 @@ def test_costs_are_measured_in_the_second_call_and_the_fastest_of_the_tried_stay
     assert (report["steps"], report["chunks"], report["rule"]) == (len(chosen[0]), *chosen[1:])
 
 
+def learn_by_itself(mesh: Mesh) -> tuple[list[tuple[int, bool]], float]:
+    """Calls of a layer that chooses: units of each, whether it was exact; and what was left behind."""
+    plain, moe = (
+        make(GateConfig(top_k=2), 8, 0, mesh, exchange={"schedule": schedule})
+        for schedule in ("blocking", "auto")
+    )
+    truth, seen = gradients(plain, mesh, [6, 4, 5]), []
+    for _ in range(3 + TRIED * CALLS):
+        moe.zero_grad()
+        found = gradients(moe, mesh, [6, 4, 5])
+        exact = all(
+            torch.allclose(found[name], value, rtol=0, atol=1e-12)
+            for name, value in truth.items()
+            if isinstance(value, torch.Tensor)
+        )
+        seen.append((moe.schedule.use.num_units, exact))
+    return seen, moe.schedule.report()["over_plain"]
+
+
+def test_a_layer_that_chooses_begins_in_one_go_and_tries_that_beside_units() -> None:
+    results = run_ranks(3, learn_by_itself)
+    (seen, over_plain), units = results[0], [units for units, _ in results[0][0]]
+    assert all(found == results[0] for found in results), "all ranks decide alike"
+    assert all(exact for _, exact in seen)
+    assert units[0] == 1
+    assert units[1 : 1 + TRIED * CALLS].count(1) == CALLS, "one go has as many calls as each of the others"
+    assert over_plain >= 1 / 1.06, "what stays was not seen to be slower"
+
+
+def test_where_units_would_be_padded_there_is_no_choice() -> None:
+    gate = GateConfig(top_k=2, overflow="pad", capacity_factor=2.0)
+    assert make(gate, 8, 0, None, exchange={"schedule": "auto"}).schedule.config.schedule == "blocking"
+    assert make(GateConfig(), 8, 0, None, exchange={"schedule": "auto"}).schedule.careful
+
+
+@pytest.mark.parametrize(
+    ("hosts", "options"),
+    [((0, 0, 1, 1), {}), ((0,) * 4, {"group_size": 2, "chunks": 2}), ((0,) * 4, {"chunks": 4})],
+)
+def test_one_go_is_among_what_may_be_tried(hosts: tuple[int, ...], options: dict[str, Any]) -> None:
+    exchange = ExchangeSchedule(MoEConfig(schedule="auto", num_experts=4, **options), hosts)
+    dispatcher: Any = SimpleNamespace(
+        table=None, placement=Placement.contiguous(4, 4), slot_bounds=(0, 1, 2, 3, 4)
+    )
+    ranked = exchange._rank(np.full((4, 4), 100), dispatcher, PROBE)
+    assert sum(one.plain for one in ranked) == 1
+    chunks = {options.get("chunks", one.chunks) for one in ranked}
+    assert {one.chunks for one in ranked if not one.plain} == chunks
+
+
 def count(mesh: Mesh) -> tuple[list[list[int]], list[list[int]]]:
     moe = make(GateConfig(top_k=3), 6, 0, mesh)
     pairs, rows = moe.schedule._counts_and_rows(IDS[mesh.rank], moe.dispatcher, "test")

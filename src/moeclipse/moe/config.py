@@ -196,8 +196,9 @@ class ExpertsConfig:
 class ExchangeConfig:
     """How rows travel to experts: it changes speed and never the model."""
 
-    schedule: Literal["blocking", "smart"] = "blocking"
-    """blocking: send all rows, compute, return all; smart: in units, computing one while others travel."""
+    schedule: Literal["blocking", "smart", "auto"] = "blocking"
+    """blocking: send all rows, compute, return all; smart: in units, computing one while others travel;
+    auto: blocking, unless a trial in the first steps shows that units are faster."""
     group_size: int | Literal["auto"] = "auto"
     """Ranks that exchange rows in one step of the smart schedule; auto: those of a host, or each alone."""
     chunks: int | Literal["auto"] = "auto"

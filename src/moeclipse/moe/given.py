@@ -7,6 +7,7 @@ is told from one that somebody did by what it is, not by what it equals.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,6 +64,13 @@ def alike(device: torch.device, other: torch.device) -> bool:
     if device.type == "meta":
         return True
     return device.type == other.type and (device.index or 0) == (other.index or 0)
+
+
+def settled(config: MoEConfig, gate: GateConfig) -> MoEConfig:
+    """Without a choice that there is not: units cannot be padded one by one."""
+    if config.schedule == "auto" and gate.overflow == "pad":
+        return replace(config, schedule="blocking")
+    return config
 
 
 def is_sharded(mesh: Mesh, config: MoEConfig) -> bool:

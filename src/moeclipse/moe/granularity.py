@@ -56,6 +56,11 @@ class Granularity:
     def num_units(self) -> int:
         return len(self.groups) * self.chunks if self.units is None else len(self.units)
 
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is cut: the blocking exchange."""
+        return self.num_units == 1
+
 
 def granularity_of(written: dict[str, Any]) -> Granularity:
     """One that was written down as JSON."""
@@ -160,10 +165,21 @@ class Stopwatch:
 class Trials:
     """The most promising granularities, tried in turn in the same order on all ranks."""
 
-    def __init__(self, ranked: Sequence[Granularity], cuda: bool) -> None:
-        self.candidates, self.cuda = list(ranked[:TRIED]), cuda
+    def __init__(self, ranked: Sequence[Granularity], cuda: bool, careful: bool = False) -> None:
+        """`careful`: the plain one is tried in any case, and stays unless another is seen to be faster."""
+        self.candidates, self.cuda, self.careful = list(ranked[:TRIED]), cuda, careful
+        if careful and not any(one.plain for one in self.candidates):
+            self.candidates[TRIED - 1 :] = [next(one for one in ranked if one.plain)]
+        self.over_plain: float | None = None
+        """How many times as long as the chosen one the plain one took, where it was tried."""
         self.watches = [Stopwatch(cuda) for _ in self.candidates]
         self._calls = 0
+
+    @property
+    def unseen(self) -> Granularity:
+        """What stays as long as no times are known."""
+        plain = (one for one in self.candidates if one.plain)
+        return next(plain, self.candidates[0]) if self.careful else self.candidates[0]
 
     @property
     def over(self) -> bool:
@@ -182,7 +198,8 @@ class Trials:
     def choose(self, tell: Callable[[list[float]], list[list[float]]]) -> Granularity:
         """The fastest, judged by the slowest rank; collective through `tell`.
 
-        Where a rank has no time of some candidate (its backward runs elsewhere), the prediction decides.
+        Where a rank has no time of some candidate (its backward runs elsewhere), the prediction decides, or
+        the plain one stays.
         """
         if self.cuda:
             torch.cuda.synchronize()
@@ -190,12 +207,14 @@ class Trials:
         scatter = statistics.median(watch.scatter() for watch in self.watches)
         *columns, scatters = zip(*tell([*mine, scatter]), strict=True)
         if any(min(column) < 0 for column in columns):
-            return self.candidates[0]
+            return self.unseen
         slowest = [max(column) for column in columns]
         near = (1 + min(MOST_SCATTER, max(scatters))) * min(slowest)
         as_fast = [number for number, seconds in enumerate(slowest) if seconds <= near]
         best = min(as_fast, key=lambda number: (self.candidates[number].num_units, slowest[number]))
         chosen = self.candidates[best]
+        plain = [seconds for one, seconds in zip(self.candidates, slowest, strict=True) if one.plain]
+        self.over_plain = plain[0] / slowest[best] if plain else None
         return chosen if best == 0 else replace(chosen, rule=f"{chosen.rule}, fastest of {len(slowest)}")
 
     @staticmethod
@@ -203,3 +222,15 @@ class Trials:
         """Forward and backward; -1 where one of them was not seen."""
         forward, backward = watch.best("F"), watch.best("B")
         return -1.0 if forward is None or backward is None else forward + backward
+
+
+def cut_in_words(steps: int, chunks: int) -> str:
+    return "one go" if steps == chunks == 1 else f"{steps} steps x {chunks} chunks"
+
+
+def against_blocking(reports: Sequence[dict[str, Any]]) -> str:
+    """What trials of some layers saw; nothing where the blocking exchange was not among them, or stays."""
+    seen = [report["over_plain"] for report in reports if report["over_plain"] is not None]
+    if not seen or set(seen) == {1.0}:
+        return ""
+    return f", in trials {statistics.mean(seen):.2f} times as long"

@@ -53,6 +53,7 @@ from moeclipse.moe.given import (
     given_exchange,
     given_gate,
     is_sharded,
+    settled,
 )
 from moeclipse.moe.losses import MoEReport, report_on
 from moeclipse.moe.mask import leave_out
@@ -115,7 +116,7 @@ class MoE(nn.Module):
         config = MoEConfig(num_experts=num_experts, d_ff=d_ff, **style, **vars(given_exchange(exchange)))
         device = given_device(device, mesh)
         mesh = mesh or alone(device)
-        self.config, self.layer, self.num_experts = config, layer, num_experts
+        self.config, self.layer, self.num_experts = settled(config, choice), layer, num_experts
         group = expert_group(mesh, config)
         check(config, choice, mesh, group, placement, experts)
         init = WeightInit(layer=layer, seed=seed, std=init_std, down_std=down_std, device=device, dtype=dtype)

@@ -5,7 +5,8 @@ exchange into units (step, chunk). Ranks that are close form a group: those of o
 several hosts; otherwise each rank for itself. Rows that stay in the group are computed first and last, while
 the first of the others arrive and the last of them return. Where chunks or group size are "auto", they are
 chosen once, from costs measured after the first step and the counts of the second: the programs are
-simulated, and the best of them tried (`moe/granularity`).
+simulated, and the best of them tried (`moe/granularity`). "auto" begins as blocking, tries that beside the
+best of the others, and leaves it only for what was seen to be faster.
 
 Programs are built and verified once for each granularity and kept. Everything is decided from what all ranks
 know, so all decide alike.
@@ -105,8 +106,9 @@ class ExchangeSchedule:
 
     def __init__(self, config: MoEConfig, hosts: tuple[int, ...]) -> None:
         self.config, self.num_ranks, self.hosts = config, len(hosts), hosts
-        groups = start_groups(config.schedule, config.group_size, hosts)
-        chunks = 1 if self._auto_chunks or config.schedule == "blocking" else int(config.chunks)
+        self.careful = config.schedule == "auto"
+        groups = start_groups("smart" if config.schedule == "smart" else "blocking", config.group_size, hosts)
+        chunks = 1 if self._auto_chunks or config.schedule != "smart" else int(config.chunks)
         units = end_units(len(groups), chunks) if len(groups) > 1 else None
         self.use = Granularity(groups=groups, chunks=chunks, units=units)
         self.probe: Probe | None = None
@@ -115,11 +117,11 @@ class ExchangeSchedule:
         self.trials: Trials | None = None
         self._programs: dict[ExchangeShape, Programs] = {}
         self.on_choice: Callable[[dict[str, Any]], None] = lambda _: None
-        """Told, before it acts, what was decided from times: costs, what is tried, what stays."""
+        """Told, before it acts, what was decided from times."""
         self._taken: dict[str, Any] | None = None
-        self._calls = 0
+        self.over_plain: float | None = None
+        self._calls = self._rows = 0
         self._computed: list[int] = []
-        self._rows = 0
 
     @property
     def _auto_chunks(self) -> bool:
@@ -127,10 +129,8 @@ class ExchangeSchedule:
 
     @property
     def _tunes(self) -> bool:
-        smart_auto = self.config.schedule == "smart" and (
-            self._auto_chunks or self.config.group_size == "auto"
-        )
-        return self.num_ranks > 1 and smart_auto
+        chooses = self._auto_chunks or self.config.group_size == "auto"
+        return self.num_ranks > 1 and (self.careful or (self.config.schedule == "smart" and chooses))
 
     def shape(self, shadows: bool = False, use: Granularity | None = None) -> ExchangeShape:
         use = use or self.use
@@ -210,7 +210,7 @@ class ExchangeSchedule:
                     self.probe = measure(experts, dispatcher, mesh)
                     if self._tunes:
                         ranked = self._rank(self._counts(ids_TK, dispatcher, where), dispatcher, self.probe)
-                        self.trials = Trials(ranked, cuda=ids_TK.is_cuda)
+                        self.trials = Trials(ranked, cuda=ids_TK.is_cuda, careful=self.careful)
                 self.on_choice(self._choice())
         if self.trials is None:
             return
@@ -221,6 +221,7 @@ class ExchangeSchedule:
             else:
                 with mesh.recorder.apart("trials of granularities"):
                     self.use = self.trials.choose(lambda numbers: tell(mesh, numbers))
+                    self.over_plain = self.trials.over_plain
                 self.on_choice(self._choice(self.use))
             self.watch, self.trials = Stopwatch(cuda=ids_TK.is_cuda), None
         else:
@@ -305,7 +306,8 @@ class ExchangeSchedule:
         if wanted == "auto":
             if probe is None:
                 return None, counts_PE
-            costs = probe.shadow_costs(overlap=0.0 if self.config.schedule == "blocking" else 1.0)
+            one_go = self.config.schedule == "blocking" or (self.careful and self.use.plain)
+            costs = probe.shadow_costs(overlap=0.0 if one_go else 1.0)
             pairs = float(counts_PE.sum()) / max(float(rows_PE.sum()), 1.0)
             costs = replace(
                 costs, row_forward=pairs * costs.row_forward, row_backward=pairs * costs.row_backward
@@ -327,7 +329,12 @@ class ExchangeSchedule:
         for rank, (first, stop) in enumerate(pairwise(dispatcher.slot_bounds)):
             padded[:, rank * per_rank : rank * per_rank + stop - first] = rows_PR[:, first:stop]
         chunks = CHUNKS if self._auto_chunks else (int(self.config.chunks),)
-        return rank_by_simulation(self._candidates(), chunks, padded, probe.exchange_costs())
+        partitions, costs = dict.fromkeys(self._candidates()), probe.exchange_costs()
+        if self.careful:
+            partitions[start_groups("blocking", "auto", self.hosts)] = None
+        numbers = sorted({1, *chunks}) if self.careful else chunks
+        ranked = rank_by_simulation(list(partitions), numbers, padded, costs)
+        return [one for one in ranked if one.chunks in chunks or (self.careful and one.plain)]
 
     def _candidates(self) -> list[Groups]:
         start = start_groups("smart", self.config.group_size, self.hosts)
@@ -347,6 +354,7 @@ class ExchangeSchedule:
             "predicted_ms": 1e3 * self.use.predicted_s,
             "blocking_ms": 1e3 * self.use.blocking_s,
             "measured_ms": None if measured is None else 1e3 * measured,
+            "over_plain": self.over_plain,
         }
 
     def _choice(self, chosen: Granularity | None = None) -> dict[str, Any]:
@@ -359,7 +367,7 @@ class ExchangeSchedule:
         }
 
     def take_choice(self, choice: dict[str, Any] | None) -> None:
-        """What an equal run chose: taken when this one would measure, and tried in the same turns."""
+        """What an equal run chose is taken when this one would measure."""
         self._taken = choice
 
     def _repeat(self, choice: dict[str, Any], cuda: bool, calls: int = 0) -> None:
@@ -367,12 +375,12 @@ class ExchangeSchedule:
         self.probe = Probe(**choice["probe"])
         if self._tunes and choice["tried"]:
             tried = [replace(granularity_of(one), rule="resumed") for one in choice["tried"]]
-            self.trials = Trials(tried, cuda=cuda)
+            self.trials = Trials(tried, cuda=cuda, careful=self.careful)
             self.trials.skip(calls)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to cut rows as this one does, JSON-able."""
-        use = self.use if self.trials is None else self.trials.candidates[0]
+        use = self.use if self.trials is None else self.trials.unseen
         return {"groups": use.groups, "chunks": use.chunks, "units": use.units, "calls": self._calls}
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ from moeclipse.core.errors import (
 )
 from moeclipse.model.count import count_parameters
 from moeclipse.model.flops import LeastWork, device_of
-from moeclipse.moe.granularity import CALLS, TRIED
+from moeclipse.moe.granularity import CALLS, TRIED, against_blocking, cut_in_words
 from moeclipse.train.best import BestCheckpoint
 from moeclipse.train.checkpoints.beside import BesideSave
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
@@ -338,7 +338,7 @@ class Run:
         choices = [layer.schedule.report() for layer in learner.layers]
         choices = [choice for choice in choices if choice["measured_ms"] is not None]
         if choices:
-            cuts = Counter(f"{choice['steps']} steps x {choice['chunks']} chunks" for choice in choices)
+            cuts = Counter(cut_in_words(choice["steps"], choice["chunks"]) for choice in choices)
             chosen = ", ".join(f"{cut} in {count} layers" for cut, count in cuts.most_common())
             predicted, measured, blocking = (
                 sum(choice[name] for choice in choices)
@@ -346,7 +346,7 @@ class Run:
             )
             self.observer.note(
                 f"rows travel in {chosen}; all forward exchanges: predicted {predicted:.1f} ms, measured "
-                f"{measured:.1f} ms (blocking: predicted {blocking:.1f} ms)"
+                f"{measured:.1f} ms (blocking: predicted {blocking:.1f} ms{against_blocking(choices)})"
             )
 
     def _find(self, resume: str) -> Checkpoint | None:
