@@ -1,6 +1,7 @@
 """Loss curves of the optimizer's narrow forms beside fp32: preset `small`, the same seed and tokens.
 
-    python bench/optim_states.py --steps 500 --out curves.json          some minutes for each of the five
+    python bench/optim_states.py --steps 500 --out curves.json          some minutes for each of the nine
+    python bench/optim_states.py --steps 500 --device cuda --only fp32 --only "moments 8bit"
 
 Prints one line for each: the mean loss of the last 20 steps, how far that is from fp32, and bytes of a
 parameter. Model and weights are bfloat16, so the machine may be a CPU; curves go into docs with the date.
@@ -21,20 +22,23 @@ WAYS = {
     "fp32": {},
     "moments bf16": {"optim.state": "bf16"},
     "gradients bf16": {"optim.main_grad": "bf16"},
+    "moments 8bit": {"optim.state": "8bit"},
+    "low bits": {"optim.master": "low-bits"},
     "no master": {"optim.master": "none"},
     "all bf16": {"optim.state": "bf16", "optim.master": "none", "optim.main_grad": "bf16"},
+    "low bits, 8bit": {"optim.state": "8bit", "optim.master": "low-bits"},
+    "narrowest": {"optim.state": "8bit", "optim.master": "none", "optim.main_grad": "bf16"},
 }
 
 
-def bytes_of_a_parameter(learner: Learner) -> int:
-    bucket, state = learner.buckets.buckets[0], learner.optim.states[0]
-    kept = [bucket.params, bucket.grads, state.adam_m, state.adam_v]
-    if state.weight.dtype != bucket.params.dtype:
-        kept.append(state.weight)
-    return sum(tensor.itemsize for tensor in kept)
+def bytes_of_a_parameter(learner: Learner) -> float:
+    """Weights, main_grad and optimizer state of the whole model, by its parameters."""
+    kept = [tensor for state in learner.optim.states for tensor in state.tensors().values()]
+    kept += [tensor for bucket in learner.buckets for tensor in (bucket.params, bucket.grads)]
+    return sum(tensor.nbytes for tensor in kept) / sum(len(bucket.params) for bucket in learner.buckets)
 
 
-def curve(way: str, steps: int, device: str) -> tuple[list[float], int]:
+def curve(way: str, steps: int, device: str) -> tuple[list[float], float]:
     changes = {"model.dtype": "bfloat16", "run.steps": steps, **WAYS[way]}
     learner = Learner(with_values(load(preset="small"), changes), Mesh.single(device))
     return [learner.step(step)["loss"] for step in range(steps)], bytes_of_a_parameter(learner)
@@ -53,7 +57,7 @@ def main() -> None:
         last = sum(curves[way][-20:]) / len(curves[way][-20:])
         first = curves.get("fp32", curves[way])
         beside = last - sum(first[-20:]) / len(first[-20:])
-        print(f"{way}: {size} B a parameter, loss {last:.4f}, {beside:+.4f} beside fp32", flush=True)
+        print(f"{way}: {size:.2f} B a parameter, loss {last:.4f}, {beside:+.4f} beside fp32", flush=True)
     if options.out:
         options.out.write_text(json.dumps(curves))
 

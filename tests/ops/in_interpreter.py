@@ -20,6 +20,7 @@ from moeclipse.ops import (
     bias,
     combine,
     cross_entropy,
+    eight_bits,
     expert_mlp,
     gate,
     low_bits,
@@ -208,6 +209,7 @@ def check_adam() -> None:
             print(f"adam skipped rounded\t{(rounded != 2.0).sum().item()}", flush=True)
     check_by_chance(step)
     check_low_bits(step)
+    check_eight_bits(step)
     parts = [torch.randn(2 * adam.BLOCK * adam.SQUARES_BLOCKS + 3), torch.randn(0), torch.randn(5)]
     report("squares", adam.sum_of_squares_kernel(parts), adam.sum_of_squares_reference(parts))
 
@@ -253,6 +255,32 @@ def check_low_bits(step: adam.AdamStep) -> None:
         same = same and all(torch.equal(a, b) for a, b in zip(given[:-1], expected[:-1], strict=True))
         same = same and torch.equal(rounded, wide.bfloat16())
         print(f"adam low bits {name}\t{0 if same else 1}", flush=True)
+
+
+def check_eight_bits(step: adam.AdamStep) -> None:
+    """Moments that are the gradient and its square, every bit; after two updates nearly every code."""
+    fresh = dataclasses.replace(step, beta1=0.0, beta2=0.0, number=1)
+    for group, length in ((16, 16), (64, adam.BLOCK + 192), (256, 512)):
+        stretch = rounding.Stretch(offset=0, length=length, key=77, start=5, columns=group)
+        whole = rounding.Stretches([stretch], length, CPU, adam.BLOCK)
+        grad = torch.randn(length) * 10 ** (4 * torch.rand(length) - 6)
+        factor = torch.tensor(1.0, dtype=torch.float64)
+        found = []
+        for update in (adam.adam_kernel, adam.adam_reference):
+            weight = torch.ones(length)
+            m, v = (eight_bits.EightBits.zeros(length, group, fraction, CPU) for fraction in (3, 4))
+            update(weight, m, v, grad, factor, fresh, None, (whole, 12))
+            begun = [one.clone() for one in (m.codes, m.tops, v.codes, v.tops)]
+            for key in (2**64 - 7, 9):
+                update(weight, m, v, grad, 0.3 * factor, step, None, (whole, key))
+            update(weight, m, v, grad, factor * float("nan"), step, None, (whole, 13))
+            found.append((begun, [m.codes, m.tops, v.codes, v.tops], weight))
+        (begun, codes, weight), (begun_too, expected, truth) = found
+        same = all(torch.equal(a, b) for a, b in zip(begun, begun_too, strict=True))
+        print(f"adam eight bits begun {group}\t{0 if same else 1}", flush=True)
+        other = max((a != b).float().mean().item() for a, b in zip(codes, expected, strict=True))
+        print(f"adam eight bits {group}\t{0 if other < 2e-3 else other}", flush=True)
+        report(f"adam eight bits weight {group} 64x32", weight, truth)
 
 
 def check_norm(shape: tuple[int, ...], *, add: bool, apart: int = 0) -> None:

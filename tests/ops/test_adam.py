@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 
 from moeclipse.ops.adam import AdamStep, adam, sum_of_squares
+from moeclipse.ops.eight_bits import EightBits, decode
 from moeclipse.ops.low_bits import LowBits, join, split
+from moeclipse.ops.rounding import Stretch, Stretches
 from moeclipse.testing.compare import difference
 
 STEP = AdamStep(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.3, number=1)
@@ -66,6 +70,33 @@ def test_low_bits_are_an_fp32_master(factor: float) -> None:
     assert torch.equal(join(rounded, bits).view(torch.int32), weight.view(torch.int32))
     assert torch.equal(rounded, sent)
     assert all(torch.equal(now, before) for now, before in zip(given, kept, strict=True))
+
+
+@pytest.mark.parametrize("cuts", [(0, 512), (0, 64, 512), (0, 192, 256, 512)])
+def test_moments_in_eight_bits_follow_those_of_fp32(cuts: tuple[int, ...]) -> None:
+    """Twenty updates in shards that are cut between blocks: the bits of one shard, near those of fp32."""
+    weight, _, _, grad = tensors(512, torch.float32)
+    exact = [weight.clone(), torch.zeros(512), torch.zeros(512)]
+    found = []
+    for bounds in (cuts, (0, 512)):
+        codes, wide = [], weight.clone()
+        for first, last in pairwise(bounds):
+            m, v = (EightBits.zeros(last - first, 64, fraction, weight.device) for fraction in (3, 4))
+            stretch = Stretch(offset=0, length=last - first, key=5, start=first, columns=64)
+            stretches = Stretches([stretch], last - first, weight.device, 64)
+            for number in range(1, 21):
+                step = replace(STEP, number=number)
+                part = (wide[first:last], m, v, number % 3 * grad[first:last], torch.tensor(0.5))
+                adam(*part, step, by_chance=(stretches, number))
+            codes.append([m.codes, v.codes, decode(m), decode(v), wide[first:last]])
+        found.append([torch.cat(parts) for parts in zip(*codes, strict=True)])
+    for number in range(1, 21):
+        adam(*exact, number % 3 * grad, torch.tensor(0.5), replace(STEP, number=number))
+    assert all(torch.equal(ours, whole) for ours, whole in zip(*found, strict=True))
+    way = exact[0] - weight
+    assert (found[0][4] - exact[0]).norm() < 0.1 * way.norm()
+    assert (found[0][2] - exact[1]).norm() < 0.15 * exact[1].norm()
+    assert (found[0][3] - exact[2]).norm() < 0.1 * exact[2].norm()
 
 
 def test_where_a_tensor_is_cut_does_not_show_in_bits() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moeclipse.ops.adam import BLOCK, AdamStep, adam, adam_reference, sum_of_squares
+from moeclipse.ops.eight_bits import EightBits
 from moeclipse.ops.low_bits import LowBits, join, split
 from moeclipse.ops.rounding import Stretch, Stretches
 
@@ -139,3 +140,31 @@ def test_ties_stay_on_their_side() -> None:
     adam(bits, *moments, torch.rand_like(weight), one, step, rounded)
     normal = weight.abs() >= torch.finfo(torch.float32).tiny  # subnormal weights may be flushed to zero
     assert torch.equal(join(rounded, bits)[normal], weight[normal])
+
+
+@pytest.mark.parametrize(("group", "length"), [(16, 16), (64, 4288), (256, 1_000_192)])
+@pytest.mark.parametrize("master", ["fp32", "low-bits", "none"])
+def test_moments_in_eight_bits_are_those_of_the_cpu(group: int, length: int, master: str) -> None:
+    """Every code of a gradient and its square; nearly every one after updates, whose last bits may differ."""
+    generator = torch.Generator().manual_seed(length)
+    grad = torch.randn(length, generator=generator) * 10 ** (4 * torch.rand(length, generator=generator) - 6)
+    found = []
+    for device, update in (("cuda", adam), ("cpu", adam_reference)):
+        one = torch.ones((), dtype=torch.float64, device=device)
+        stretch = Stretch(offset=0, length=length, key=77, start=5, columns=group)
+        stretches = Stretches([stretch], length, torch.device(device), BLOCK)
+        m, v = (EightBits.zeros(length, group, fraction, torch.device(device)) for fraction in (3, 4))
+        weight = torch.ones(length, device=device)
+        rounded = weight.bfloat16()
+        kept = {"fp32": weight, "low-bits": LowBits.zeros(length, weight.device), "none": rounded}[master]
+        published = rounded if master == "low-bits" else None
+        begun: list[torch.Tensor] = []
+        for number, beta in ((1, 0.0), (2, 0.9), (3, 0.95)):
+            step = AdamStep(lr=1e-2, beta1=beta, beta2=beta, eps=1e-8, decay=0.3, number=number)
+            update(kept, m, v, grad.to(device), one, step, published, (stretches, 2**64 - number))
+            begun = begun or [each.cpu().clone() for each in (m.codes, m.tops, v.codes, v.tops)]
+        update(kept, m, v, grad.to(device), one * math.nan, step, published, (stretches, 5))
+        found.append((begun, [each.cpu() for each in (m.codes, m.tops, v.codes, v.tops)]))
+    (begun, codes), (begun_too, expected) = found
+    assert all(torch.equal(a, b) for a, b in zip(begun, begun_too, strict=True))
+    assert all((a != b).float().mean() < 2e-3 for a, b in zip(codes, expected, strict=True))

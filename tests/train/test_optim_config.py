@@ -35,6 +35,23 @@ def test_float64_keeps_its_moments() -> None:
     (problem,) = type_problems(OptimConfig(state="bf16"), "float64")
     assert problem.endswith("set it to 'fp32'")
     assert not list(type_problems(OptimConfig(state="bf16"), "float32"))
+    assert list(type_problems(OptimConfig(state="8bit"), "float64"))
+    assert not list(type_problems(OptimConfig(state="8bit"), "float32"))
+
+
+def test_columns_of_8_bit_moments_are_cut_between_blocks() -> None:
+    """Rows of 512 have blocks of 256: two ranks may share them, four may not."""
+    wide = {"optim.state": "8bit", "model.num_heads": 4, "model.num_kv_heads": 4, "model.head_dim": 128}
+    wide |= {"model.num_dense_layers": 1, "model.d_ff": 512, "model.num_layers": 2, "moe.d_ff": 24}
+    assert not list(problems_of(with_values(TrainConfig(), {**wide, "parallel.tp": 2})))
+    attention, dense = problems_of(with_values(TrainConfig(), {**wide, "parallel.tp": 4}))
+    assert attention.startswith("optim.state = '8bit' needs rows that are cut between blocks: attention")
+    assert "model.d_ff (512) has blocks of 256, and parallel.tp gives columns 0 to 128" in dense
+    assert dense.endswith("lower parallel.tp, or set optim.state = 'bf16'")
+    folded = {**wide, "parallel.tp": 2, "moe.d_ff": 32}
+    assert not list(problems_of(with_values(TrainConfig(), folded)))
+    (experts,) = problems_of(with_values(TrainConfig(), {**folded, "moe.expert_tp": "sharded"}))
+    assert "moe.d_ff (32) has blocks of 32" in experts
 
 
 def test_a_run_is_told_before_it_begins() -> None:

@@ -23,7 +23,7 @@ SMALL: dict[str, Any] = {
     "model.num_dense_layers": 1,
     "model.d_model": 16,
     "model.d_ff": 24,
-    "model.head_dim": 8,
+    "model.head_dim": 12,
     "model.num_heads": 2,
     "model.num_kv_heads": 2,
     "model.dtype": "bfloat16",
@@ -41,6 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "state": {"optim.state": "bf16"},
     "master": {"optim.master": "none"},
     "low": {"optim.master": "low-bits"},
+    "8bit": {"optim.state": "8bit", "optim.master": "low-bits"},
     "all": {"optim.state": "bf16", "optim.master": "none", "optim.main_grad": "bf16"},
 }
 LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
@@ -119,6 +120,23 @@ def test_any_layout_gives_the_same_bits(layout: str, one: Path, tmp_path: Path) 
             assert all(torch.equal(found[name], value) for name, value in found_in(one / "fp32").items())
 
 
+def train_wide(mesh: Mesh, changes: dict[str, Any], folder: Path) -> None:
+    """Rows of 512, which tp cuts between blocks of 256."""
+    wide = {"model.d_ff": 512, "model.head_dim": 256, "moe.d_ff": 512, **WAYS["8bit"]}
+    learner = Learner(config_of({**wide, **changes}), mesh)
+    update(learner, 3)
+    learner.save(folder, 3)
+
+
+@pytest.mark.full
+def test_columns_that_ranks_share_are_cut_between_blocks(tmp_path: Path) -> None:
+    run_ranks(1, train_wide, {}, tmp_path / "one")
+    run_ranks(4, train_wide, {"moe.expert_tp": "sharded"}, tmp_path / "four", dp=2, tp=2)
+    expected, found = found_in(tmp_path / "one"), found_in(tmp_path / "four")
+    assert expected["adam_m/layers.1.moe.experts.0.down"].dtype == torch.bfloat16
+    assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
 def test_a_checkpoint_holds_what_was_asked_for(one: Path) -> None:
     types = {
         way: {kind: {t.dtype for n, t in found_in(one / way).items() if n.startswith(kind)} for kind in KINDS}
@@ -127,6 +145,9 @@ def test_a_checkpoint_holds_what_was_asked_for(one: Path) -> None:
     wide, narrow = {torch.float32}, {torch.bfloat16}
     assert types["fp32"] == {"weight": wide, "adam_m": wide, "adam_v": wide}
     assert types["low"] == types["fp32"]
+    assert types["8bit"] == {"weight": wide, "adam_m": wide | narrow, "adam_v": wide | narrow}, (
+        "vectors: wide"
+    )
     assert types["state"] == {"weight": wide, "adam_m": narrow, "adam_v": narrow}
     assert types["master"] == {"weight": narrow, "adam_m": wide, "adam_v": wide}
     assert types["all"] == {"weight": narrow, "adam_m": narrow, "adam_v": narrow}

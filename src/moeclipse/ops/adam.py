@@ -7,13 +7,14 @@
 Idea. One step reads weight, moments and gradient once, and writes weight, moments and the rounded weight
 once: 30 bytes a parameter for fp32 state and bf16 weights. The norm is one read before it.
 
-State may be narrower than fp32: it is widened, updated and rounded to the nearest. Weights without a master
-are bf16 and rounded by chance (`ops/rounding`); an fp32 master may be kept as the bf16 weights and what their
-rounding left over (`ops/low_bits`).
+State may be narrower than fp32: it is widened, updated and rounded, bf16 to the nearest, 8 bits by chance
+(`ops/eight_bits`). Weights without a master are bf16 and rounded by chance (`ops/rounding`); an fp32 master
+may be kept as the bf16 weights and what their rounding left over (`ops/low_bits`).
 
 Contract. `factor` (clipping, loss scale) is a number on the device, so nobody has to know the norm on the
 host; a factor that is not finite changes nothing: the step is skipped. All tensors are flat and of one
-length, and an element's update depends on that element alone, wherever a shard begins. Sums of squares are
+length, and an element's update depends on that element alone (in 8 bits: on its block), wherever a shard
+begins. Sums of squares are
 taken in fp64, over stretches of fixed length that are added in their order: two runs give the same bits.
 
 Hazard. The reference reads the factor on the host. Kernels compute in fp32; fp64 takes the reference.
@@ -27,10 +28,11 @@ from dataclasses import dataclass
 
 import torch
 
+from moeclipse.ops.eight_bits import EightBits, decode, encode
 from moeclipse.ops.low_bits import LowBits, join, split
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.random import signed
-from moeclipse.ops.rounding import Stretches, round_stochastically
+from moeclipse.ops.rounding import Stretches, random_bytes, round_stochastically
 
 ByChance = tuple[Stretches, int]
 """What lies where in a shard, and the key of the step."""
@@ -68,8 +70,8 @@ class AdamStep:
 
 def adam_reference(
     weight: torch.Tensor | LowBits,
-    adam_m: torch.Tensor,
-    adam_v: torch.Tensor,
+    adam_m: torch.Tensor | EightBits,
+    adam_v: torch.Tensor | EightBits,
     grad: torch.Tensor,
     factor: torch.Tensor,
     step: AdamStep,
@@ -79,6 +81,7 @@ def adam_reference(
     number = float(factor)
     if not math.isfinite(number):
         return
+    assert by_chance is not None or not isinstance(adam_m, EightBits), "8 bits are rounded by chance"
     if isinstance(weight, LowBits):
         assert rounded is not None, "low bits are those of rounded weights"
         wide, w = torch.float32, join(rounded, weight)
@@ -86,7 +89,7 @@ def adam_reference(
         wide = wide_of(weight.dtype)
         w = weight.to(wide)
     # Where state has the wide type these are the tensors themselves.
-    m, v = (tensor.to(wide) for tensor in (adam_m, adam_v))
+    m, v = (decode(one) if isinstance(one, EightBits) else one.to(wide) for one in (adam_m, adam_v))
     grad = grad.to(wide)
     if number != 1:
         grad = grad * number
@@ -94,13 +97,16 @@ def adam_reference(
     v.mul_(step.beta2).addcmul_(grad, grad, value=1 - step.beta2)
     spread = (v / step.filled).sqrt_().add_(step.eps)
     w.mul_(step.kept).addcdiv_(m, spread, value=-step.rate)
-    for kept, new in ((adam_m, m), (adam_v, v)):
-        if kept is not new:
+    chances = random_bytes(*by_chance) if isinstance(adam_m, EightBits) and by_chance is not None else (0, 0)
+    for kept, new, chance in ((adam_m, m, chances[0]), (adam_v, v, chances[1])):
+        if isinstance(kept, EightBits):
+            encode(new, kept, chance)
+        elif kept is not new:
             kept.copy_(new)
     if isinstance(weight, LowBits):
         assert rounded is not None
         split(w, rounded, weight)
-    elif by_chance is not None:
+    elif by_chance is not None and weight.dtype == torch.bfloat16:
         weight.copy_(round_stochastically(w, *by_chance))
     elif rounded is not None:
         rounded.copy_(w)
@@ -108,8 +114,8 @@ def adam_reference(
 
 def adam(
     weight: torch.Tensor | LowBits,
-    adam_m: torch.Tensor,
-    adam_v: torch.Tensor,
+    adam_m: torch.Tensor | EightBits,
+    adam_v: torch.Tensor | EightBits,
     grad: torch.Tensor,
     factor: torch.Tensor,
     step: AdamStep,
@@ -119,7 +125,7 @@ def adam(
     """One update in place; `rounded` gets the new weights in its own type.
 
     Where `weight` is low bits, `rounded` has been left as the last update made it, and is read, too.
-    `by_chance`: weights are bf16 and there are no wider ones; how they are rounded is in `ops/rounding`.
+    `by_chance` is needed where weights are bf16 and there are no wider ones, and by moments in 8 bits.
     """
     fits = grad.is_cuda and grad.dtype != torch.float64
     picked = adam_kernel if fits else adam_reference
@@ -128,8 +134,8 @@ def adam(
 
 def adam_kernel(
     weight: torch.Tensor | LowBits,
-    adam_m: torch.Tensor,
-    adam_v: torch.Tensor,
+    adam_m: torch.Tensor | EightBits,
+    adam_v: torch.Tensor | EightBits,
     grad: torch.Tensor,
     factor: torch.Tensor,
     step: AdamStep,
@@ -142,11 +148,17 @@ def adam_kernel(
 
     stretches, step_key = by_chance or (None, 0)
     tables = (None, None) if stretches is None else (stretches.table, stretches.of_blocks)
+    low = isinstance(weight, LowBits)
     kept = (weight.low, weight.ties) if isinstance(weight, LowBits) else (weight, None)
+    moments: list[torch.Tensor | None] = []
+    group = 0
+    for moment in (adam_m, adam_v):
+        moments += [moment.codes, moment.tops] if isinstance(moment, EightBits) else [moment, None]
+        group = moment.block if isinstance(moment, EightBits) else 0
     kernels.adam[(-(-len(grad) // BLOCK),)](
-        *kept, adam_m, adam_v, grad, rounded, factor, *tables, signed(step_key), len(grad),
+        *kept, *moments, grad, rounded, factor, *tables, signed(step_key), len(grad),
         1 - step.beta1, step.beta2, 1 - step.beta2, step.eps, step.kept, step.rate, step.filled,
-        ROUND=rounded is not None, LOW_BITS=isinstance(weight, LowBits), BY_CHANCE=by_chance is not None,
+        ROUND=rounded is not None, LOW_BITS=low, BY_CHANCE=kept[0].dtype == torch.bfloat16, GROUP=group,
         BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
 

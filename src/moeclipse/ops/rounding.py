@@ -70,11 +70,20 @@ class Stretches:
         return torch.stack(met, dim=1).to(torch.int32).to(self.device)
 
 
-def random_bits(stretch: Stretch, step_key: int, device: torch.device) -> torch.Tensor:
-    """int64 below 2^16, one for each element of a stretch."""
+def random_bits(stretch: Stretch, step_key: int, device: torch.device, count: int = LOW_BITS) -> torch.Tensor:
+    """int64 below 2^count, one for each element of a stretch; the upper bits of more are those of fewer."""
     place = torch.arange(stretch.start, stretch.start + stretch.length, device=device)
     index = (place // stretch.columns << 32) + place % stretch.columns + stretch.left
-    return shift_right(scramble(index * signed(GOLDEN) + signed(stretch.key ^ step_key)), 64 - LOW_BITS)
+    return shift_right(scramble(index * signed(GOLDEN) + signed(stretch.key ^ step_key)), 64 - count)
+
+
+def random_bytes(stretches: Stretches, step_key: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two int32 below 2^8 for each element of a shard, from other bits than weights are rounded with."""
+    found = torch.zeros(stretches.length, dtype=torch.int32, device=stretches.device)
+    for stretch in stretches.stretches:
+        bits = random_bits(stretch, step_key, stretches.device, 2 * LOW_BITS) & 0xFFFF
+        found[stretch.offset : stretch.offset + stretch.length] = bits.to(torch.int32)
+    return found >> 8, found & 0xFF
 
 
 def round_stochastically(wide: torch.Tensor, stretches: Stretches, step_key: int) -> torch.Tensor:

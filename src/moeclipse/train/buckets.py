@@ -38,6 +38,7 @@ from moeclipse.moe.standalone import moe_layers
 from moeclipse.ops.precision import wide_of
 from moeclipse.tensor.cut import Cut, Share, cut_of, share_of
 from moeclipse.tensor.weight_grad import Accumulation, attach
+from moeclipse.train.blocks import block_for
 from moeclipse.train.slabs import Slab
 
 MainGrad = Literal["fp32", "bf16"]
@@ -87,6 +88,8 @@ class Content:
     """Not a copy of another stage's parameters, which counts and saves them."""
     contributes: bool = True
     """Whether this rank's gradients count: where tp ranks computed the same, one of them does."""
+    block: int = 0
+    """Its tensors, and so its shards, are cut between blocks of so many elements; 0: anywhere."""
 
 
 class Bucket:
@@ -100,7 +103,7 @@ class Bucket:
             content.lr_factor,
             mesh,
         )
-        self.contributes, self.owned = content.contributes, content.owned
+        self.contributes, self.owned, self.block = content.contributes, content.owned, content.block
         first = content.parameters[0]
         self.frozen = not first.requires_grad
         peer = "off" if self.frozen else peer
@@ -189,15 +192,16 @@ class Buckets:
         make_expert_bucket: MakeExpertBucket | None = None,
         main_grad: MainGrad = "fp32",
         lr_factor: Callable[[str], float] = lambda _: 1.0,
+        blocks: bool = False,
     ) -> None:
         """`peer`: small buckets are reduced through peer memory, where that applies.
 
         `make_expert_bucket` makes the buckets of experts that move or have replicas, `lr_factor` tells by
-        name how fast a parameter learns.
+        name how fast a parameter learns. `blocks`: shards are cut between blocks (`ops/eight_bits`).
         """
         made = [
             content if isinstance(content, Bucket) else Bucket(content, mesh, peer, main_grad)
-            for content in contents(model, mesh, bucket_mb, make_expert_bucket, lr_factor)
+            for content in contents(model, mesh, bucket_mb, make_expert_bucket, lr_factor, blocks)
         ]
         self.buckets = [bucket for bucket in made if not bucket.frozen]
         self.frozen = [bucket for bucket in made if bucket.frozen]
@@ -262,6 +266,9 @@ class Buckets:
             self._launch_next()
 
 
+Kind = tuple[bool, Share, bool, bool, float, int]
+"""Of what is bucketed together: whether it decays, how tp ranks share it, whether it is no copy, is frozen;
+how much faster it learns, its blocks."""
 MakeExpertBucket = Callable[[nn.Parameter, str, MoE, str], Bucket | None]
 
 
@@ -271,6 +278,7 @@ def contents(
     bucket_mb: float,
     make_expert_bucket: MakeExpertBucket | None = None,
     lr_factor: Callable[[str], float] = lambda _: 1.0,
+    blocks: bool = False,
 ) -> Iterator[Content | Bucket]:
     """The model's parameters from last to first, in buckets; experts each stacked tensor for itself."""
     layers = {
@@ -279,19 +287,22 @@ def contents(
         for key, p in layer.experts.named_parameters()
     }
     limit = bucket_mb * 2**20
-    open_buckets: dict[tuple[bool, Share, bool, bool, float], list[tuple[str, nn.Parameter]]] = {}
+    open_buckets: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
     number = 0
     for name, parameter in reversed(list(model.named_parameters())):
         trained, factor = parameter.requires_grad, lr_factor(name)
         if id(parameter) in layers:
             where = layers[id(parameter)]
             bucket = None if make_expert_bucket is None else make_expert_bucket(parameter, *where)
+            block = block_for(parameter, parameter.dim() - 1) if blocks else 0
             if bucket is not None:
-                bucket.lr_factor = factor
-            yield bucket or expert_content(parameter, *where, mesh, factor)
+                bucket.lr_factor, bucket.block = factor, block
+            yield bucket or expert_content(parameter, *where, mesh, factor, block)
             continue
         share = share_of(parameter) if mesh.tp > 1 else "sum"
-        kind = (parameter.dim() > 1, share, not getattr(parameter, "is_copy", False), not trained, factor)
+        block = block_for(parameter, parameter.dim()) if blocks and trained else 0
+        owned = not getattr(parameter, "is_copy", False)
+        kind = (parameter.dim() > 1, share, owned, not trained, factor, block)
         members = open_buckets.setdefault(kind, [])
         members.append((name, parameter))
         if sum(logical_bytes(p) for _, p in members) >= limit:
@@ -312,18 +323,18 @@ def logical_bytes(parameter: nn.Parameter) -> int:
 def dense_content(
     name: str,
     members: Sequence[tuple[str, nn.Parameter]],
-    kind: tuple[bool, Share, bool, bool, float],
+    kind: Kind,
     mesh: Mesh,
 ) -> Content:
-    """`kind`: whether it decays, how tp ranks share it, whether it is no copy, is frozen; its factor."""
-    decay, share, owned, _, factor = kind
+    decay, share, owned, _, factor, block = kind
     entries: list[BucketEntry] = []
     offset = 0
     for key, parameter in members:
         entries += entries_of(key, tuple(parameter.shape), offset, cut_of(parameter))
         offset += parameter.numel()
     group = mesh.cut_grads if share == "cut" else mesh.dense_grads
-    portion = -(-offset // group.size)  # the last shards may reach into padding
+    unit = max(block, 1)
+    portion = -(-offset // (group.size * unit)) * unit  # the last shards may reach into padding
     return Content(
         name=name,
         parameters=[parameter for _, parameter in members],
@@ -334,6 +345,7 @@ def dense_content(
         lr_factor=factor,
         owned=owned,
         contributes=share != "same" or mesh.tp_index == 0,
+        block=block,
     )
 
 
@@ -351,7 +363,13 @@ def entries_of(name: str, shape: tuple[int, ...], offset: int, cut: Cut | None) 
 
 
 def expert_content(
-    parameter: nn.Parameter, name: str, layer: MoE, key: str, mesh: Mesh, lr_factor: float = 1.0
+    parameter: nn.Parameter,
+    name: str,
+    layer: MoE,
+    key: str,
+    mesh: Mesh,
+    lr_factor: float = 1.0,
+    block: int = 0,
 ) -> Content:
     """`key` of all experts of this rank, each an expert of its own to checkpoints."""
     shape = tuple(parameter.shape[1:])
@@ -371,4 +389,5 @@ def expert_content(
         group=mesh.replicas,
         decay=True,
         lr_factor=lr_factor,
+        block=block,
     )

@@ -23,6 +23,7 @@ from moeclipse.model.lora_config import LoraConfig
 from moeclipse.moe.config import LAYER_KEYS, GateConfig, MoEConfig, layer_problems
 from moeclipse.pipeline.config import PipelineConfig
 from moeclipse.pipeline.overlap import StageLayout, lay_out
+from moeclipse.train.blocks import block_problems
 from moeclipse.train.data_config import DataConfig as DataConfig
 from moeclipse.train.data_config import EvalConfig
 from moeclipse.train.init_config import InitConfig
@@ -151,6 +152,8 @@ def expert_problems(config: TrainConfig) -> Iterator[str]:
 def optim_problems(config: TrainConfig) -> Iterator[str]:
     """What the optimizer cannot do for a model of this type."""
     yield from type_problems(config.optim, config.model.dtype)
+    if config.optim.state == "8bit" and config.parallel.tp > 1:
+        yield from block_problems(config.model, config.moe, config.parallel.tp)
 
 
 def upcycle_problems(config: TrainConfig) -> Iterator[str]:
@@ -341,7 +344,14 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], Iterator[str]]], ...
         ),
         pipeline_problems,
     ),
-    (("model.dtype", "optim.state", "optim.master", "optim.main_grad"), optim_problems),
+    (
+        (
+            *("model.dtype", "optim.state", "optim.master", "optim.main_grad", "parallel.tp", "moe.d_ff"),
+            *("model.num_heads", "model.num_kv_heads", "model.head_dim", "model.v_head_dim", "model.d_ff"),
+            *STAGE_KEYS[1:],
+        ),
+        optim_problems,
+    ),
     ((*LAYOUT_KEYS, *STAGE_KEYS, "gate.max_leaving", "placement.reduce", "moe.shadow"), placement_problems),
 )
 """What must hold between sections, and the keys that each rule reads."""

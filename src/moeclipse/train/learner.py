@@ -96,7 +96,7 @@ class Learner:
         self.groups = ParameterGroups.of(optim, config.lora)
         self.groups.apply(self.model, mesh)
         given = (optim.bucket_mb, parallel.peer, expert_bucket, optim.main_grad, self.groups.lr_factor)
-        self.buckets = Buckets(self.model, mesh, *given)
+        self.buckets = Buckets(self.model, mesh, *given, blocks=optim.state == "8bit")
         self.pipelined: Pipelined | None = None
         if layout is not None:
             self.pipelined = Pipelined(config, mesh, layout, self.model, self.batches, self.buckets)

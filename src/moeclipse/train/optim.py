@@ -121,16 +121,15 @@ class AdamW:
                 decay=config.weight_decay if bucket.decay else 0.0,
                 number=self.updates,
             )
-            kept = (state.weight, state.adam_m, state.adam_v)
+            chance = None
+            if state.needs_chance:
+                chance = (self._stretches(bucket, state), key_of(self.seed, self.updates, "rounding"))
+            rounded = None if config.master == "none" else bucket.rounded
             if isinstance(state.weight, LowBits):
                 rounded = bucket.weights(bucket.params.dtype)
-                adam(*kept, grad, factor, step, rounded)
+            adam(state.weight, state.adam_m, state.adam_v, grad, factor, step, rounded, chance)
+            if isinstance(state.weight, LowBits) and rounded is not None:
                 bucket.store(rounded)
-            elif config.master == "none":
-                by_chance = (self._stretches(bucket, state), key_of(self.seed, self.updates, "rounding"))
-                adam(*kept, grad, factor, step, by_chance=by_chance)
-            else:
-                adam(*kept, grad, factor, step, bucket.rounded)
 
     def _stretches(self, bucket: Bucket, state: ShardState) -> Stretches:
         if state.stretches is None:
@@ -206,7 +205,7 @@ class AdamW:
     def _take(self, source: Readable, kinds: Sequence[str]) -> None:
         for bucket, state in zip(self.buckets, self.states, strict=True):
             for kind in kinds:
-                values = state.values(kind)
+                values = state.room(kind)
                 read_shard(source, kind, bucket, values)
                 state.put(kind, values)
                 if kind == "weight":

@@ -41,8 +41,8 @@ class OptimConfig:
     """So many steps in a row with a non-finite loss or gradient end the run."""
     loss_scale: float | Literal["auto"] = "auto"
     """The loss is multiplied by it before backward; auto: found while training in float16, 1 otherwise."""
-    state: Literal["fp32", "bf16"] = "fp32"
-    """Type of both moments."""
+    state: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """Type of both moments; 8bit: of matrices, in blocks of up to 256 elements, rounded by chance."""
     master: Literal["fp32", "low-bits", "none"] = "fp32"
     """Updates add to: fp32 weights; the same as low bits of bf16; none: bf16 alone, rounded by chance."""
     main_grad: Literal["fp32", "bf16"] = "fp32"
@@ -113,5 +113,5 @@ def type_problems(optim: OptimConfig, dtype: str) -> Iterator[str]:
                 f"optim.{key} = {value!r} needs a bfloat16 model; set model.dtype ({dtype}) to 'bfloat16', "
                 "or leave it out"
             )
-    if optim.state == "bf16" and dtype == "float64":
-        yield "optim.state = 'bf16' cannot go with model.dtype = 'float64'; set it to 'fp32'"
+    if optim.state != "fp32" and dtype == "float64":
+        yield f"optim.state = {optim.state!r} cannot go with model.dtype = 'float64'; set it to 'fp32'"

@@ -3,6 +3,7 @@
     form             lies in memory as                                       checkpoints and other ranks get
     plain            one tensor                                              that tensor
     low bits         what the bf16 weights lack of fp32 (`ops/low_bits`)     fp32 weights
+    8 bits           codes, and a byte for each block (`ops/eight_bits`)     bf16 moments, which is exact
 
 Idea. Whoever updates takes the forms as they are (`ops/adam`). All others, who save, load, compare and send
 state, ask for its values and put values back: no other file knows which form it is.
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moeclipse.ops.eight_bits import M_FRACTION, V_FRACTION, EightBits, decode, encode
 from moeclipse.ops.low_bits import LowBits, join, split
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.rounding import Stretches
@@ -30,8 +32,8 @@ STATES = ("weight", "adam_m", "adam_v")
 class ShardState:
     bucket: Bucket
     weight: torch.Tensor | LowBits
-    adam_m: torch.Tensor
-    adam_v: torch.Tensor
+    adam_m: torch.Tensor | EightBits
+    adam_v: torch.Tensor | EightBits
     stretches: Stretches | None = None
     """What lies where in the shard, once somebody asked."""
 
@@ -43,12 +45,23 @@ class ShardState:
         length, device = len(wide), bucket.params.device
         low = config.master == "low-bits" and narrow == torch.bfloat16
         weight = LowBits.zeros(length, device) if low else wide
-        dtype = torch.bfloat16 if config.state == "bf16" else wide_of(narrow)
-        m, v = (torch.zeros(length, dtype=dtype, device=device) for _ in range(2))
+        m: torch.Tensor | EightBits
+        v: torch.Tensor | EightBits
+        if config.state == "8bit" and bucket.block:
+            m, v = (EightBits.zeros(length, bucket.block, bits, device) for bits in (M_FRACTION, V_FRACTION))
+        else:
+            dtype = torch.bfloat16 if config.state == "bf16" else wide_of(narrow)
+            m, v = (torch.zeros(length, dtype=dtype, device=device) for _ in range(2))
         return cls(bucket=bucket, weight=weight, adam_m=m, adam_v=v)
 
     def __len__(self) -> int:
-        return len(self.adam_m)
+        return len(self.adam_m.codes if isinstance(self.adam_m, EightBits) else self.adam_m)
+
+    @property
+    def needs_chance(self) -> bool:
+        """Whether something is rounded by it: moments in 8 bits, weights without a master."""
+        alone = isinstance(self.weight, torch.Tensor) and self.weight.dtype == torch.bfloat16
+        return alone or isinstance(self.adam_m, EightBits)
 
     def values(self, kind: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Elements [start, stop) of one of STATES: themselves where they are plain, or else a copy."""
@@ -56,7 +69,10 @@ class ShardState:
         stop = len(self) if stop is None else stop
         if isinstance(kept, LowBits):
             return join(self.bucket.weights(torch.bfloat16), kept, start, stop)
-        return kept[start:stop]
+        if isinstance(kept, EightBits):
+            return decode(kept, start, stop).to(torch.bfloat16)
+        part: torch.Tensor = kept[start:stop]
+        return part
 
     def piece(self, kind: str, start: int, stop: int) -> torch.Tensor:
         """The same for a checkpoint: copies wait in host memory, where there is room for all of them."""
@@ -66,20 +82,37 @@ class ShardState:
     def type_of(self, kind: str) -> torch.dtype:
         """Of its values."""
         kept = getattr(self, kind)
-        return torch.float32 if isinstance(kept, LowBits) else kept.dtype
+        if isinstance(kept, LowBits):
+            return torch.float32
+        return torch.bfloat16 if isinstance(kept, EightBits) else kept.dtype
+
+    def room(self, kind: str) -> torch.Tensor:
+        """Its values, to be overwritten with others of any type and `put`: what is rounded is so once."""
+        values = self.values(kind)
+        return values.float() if isinstance(getattr(self, kind), EightBits) else values
 
     def put(self, kind: str, values: torch.Tensor) -> None:
-        """All elements anew; there may be more or fewer than there were."""
-        if isinstance(getattr(self, kind), LowBits):
+        """All elements anew; there may be more or fewer than there were. 8 bits: rounded to the nearest."""
+        kept = getattr(self, kind)
+        if isinstance(kept, LowBits):
             bits = LowBits.zeros(len(values), values.device)
             split(values, torch.empty_like(values, dtype=torch.bfloat16), bits)
             setattr(self, kind, bits)
+        elif isinstance(kept, EightBits):
+            moment = EightBits.zeros(len(values), kept.block, kept.fraction, values.device)
+            encode(values.float(), moment)
+            setattr(self, kind, moment)
         else:
             setattr(self, kind, values)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All that lies in memory for it; weights only where they are not the bucket's own."""
-        found = {"adam_m": self.adam_m, "adam_v": self.adam_v}
+        found: dict[str, torch.Tensor] = {}
+        for kind, kept in (("adam_m", self.adam_m), ("adam_v", self.adam_v)):
+            if isinstance(kept, EightBits):
+                found |= {f"{kind} codes": kept.codes, f"{kind} tops": kept.tops}
+            else:
+                found[kind] = kept
         if isinstance(self.weight, LowBits):
             return {"weight low": self.weight.low, "weight ties": self.weight.ties, **found}
         own = self.weight.untyped_storage().data_ptr() == self.bucket.params.untyped_storage().data_ptr()

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from moeclipse.ops.triton import adam
 
-WHAT = ["weight", "m", "v", "rounded", "skipped", "by chance", "narrow", "low bits"]
+WHAT = ["weight", "m", "v", "rounded", "skipped", "by chance", "narrow", "low bits", "eight bits"]
 
 
 @pytest.mark.parametrize("what", [*(f"adam {what}" for what in WHAT), "squares"])

@@ -1,0 +1,46 @@
+"""Blocks by logical rows, whatever part of them is here; a cut inside one is refused with advice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from moeclipse.core.errors import ConfigError
+from moeclipse.model.config import ModelConfig
+from moeclipse.moe.config import MoEConfig
+from moeclipse.tensor.cut import Cut, mark
+from moeclipse.train.blocks import block_for, block_problems
+
+
+def part(shape: tuple[int, int], dim: int, parts: int, index: int = 0) -> nn.Parameter:
+    cut = Cut.of(shape, dim, index=index, parts=parts)
+    parameter = nn.Parameter(torch.zeros(cut.local_shape))
+    mark(parameter, cut)
+    return parameter
+
+
+def test_blocks_are_those_of_logical_rows() -> None:
+    assert block_for(nn.Parameter(torch.zeros(3, 96)), 2) == 32
+    assert block_for(part((6, 96), 0, 2), 2) == 32
+    assert block_for(part((6, 512), 1, 2), 2) == 256, "256 columns are here"
+    assert block_for(nn.Parameter(torch.zeros(4, 2, 32)), 2) == 32, "a stack of matrices"
+    assert block_for(nn.Parameter(torch.zeros(4, 24)), 2) == 0
+
+
+def test_vectors_have_none() -> None:
+    assert block_for(nn.Parameter(torch.zeros(256)), 1) == 0
+    assert block_for(nn.Parameter(torch.zeros(4, 256)), 1) == 0, "a stack of them"
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_cut_inside_a_block_is_refused_on_every_rank(index: int) -> None:
+    with pytest.raises(ConfigError, match="has blocks of 32"):
+        block_for(part((6, 96), 1, 2, index), 2)
+
+
+def test_what_a_configuration_cuts_is_told_before() -> None:
+    model = ModelConfig(num_heads=4, num_kv_heads=2, head_dim=16, num_layers=2, d_ff=96, num_dense_layers=1)
+    told = list(block_problems(model, MoEConfig(d_ff=512, expert_tp="sharded"), 2))
+    assert ["attention" in told[0], "model.d_ff (96)" in told[1], len(told)] == [True, True, 2]
+    assert not list(block_problems(model, MoEConfig(d_ff=512), 1))
