@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from moeclipse.cli.simulate import main
-from moeclipse.cli.simulate_run import RunStep, attention_sizes, load_run, step_work
+from moeclipse.cli.simulate_run import RunStep, load_run
 from moeclipse.core.errors import ConfigError
-from moeclipse.model.config import ModelConfig
 from moeclipse.schedule import kinds
 
 RUN = """
@@ -121,26 +120,9 @@ def test_a_table_of_costs_takes_the_place_of_sizes(file: Path, tmp_path: Path) -
     assert ((result.finish - result.start)[: len(computes)][computes] > 0).all()
 
 
-def test_sizes_of_attention() -> None:
-    assert attention_sizes(ModelConfig(d_model=8, num_heads=2, num_kv_heads=1, head_dim=4)) == (
-        8 * 8 + 2 * 8 * 4 + 8 * 8,
-        8,
-    )
-    latent = ModelConfig(
-        d_model=8,
-        attention="mla",
-        num_heads=2,
-        kv_lora_rank=3,
-        qk_nope_head_dim=4,
-        qk_rope_head_dim=2,
-        v_head_dim=5,
-    )
-    assert attention_sizes(latent) == (8 * 12 + 8 * (3 + 2) + 3 * 2 * (4 + 5) + 2 * 5 * 8, 12)
-
-
 def test_tokens_are_those_of_one_microbatch_on_one_rank(file: Path) -> None:
     run = loaded(file)
-    assert step_work(run.config, run.dp, run.ep, 2.0).layer.tokens == 16 * 128 // (4 * 2)
+    assert run.step_costs.work.layer.tokens == 16 * 128 // (4 * 2)
     program = run.answer("dualpipev").result.program
     assert any(op.kind is kinds.HEAD_W for ops in program.ranks for op in ops)
 

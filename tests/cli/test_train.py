@@ -282,6 +282,12 @@ def test_init_from_names_a_checkpoint_or_a_model(tmp_path: Path) -> None:
     assert merged.built.config.model.from_hf == str(model)
 
 
+def test_trace_is_short_for_a_key(capsys: pytest.CaptureFixture) -> None:
+    assert read_command(["--trace", "3"])[1].built.config.metrics.trace == 3
+    assert read_command([])[1].built.config.metrics.trace == -1
+    assert "metrics.trace (-4) must be a step" in refused(capsys, "--trace", "-4")
+
+
 def test_init_from_nowhere(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     told = refused(capsys, "--init-from", "nowhere")
     assert "no such folder; give a checkpoint's, a run's or a model's" in told

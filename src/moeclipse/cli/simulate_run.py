@@ -18,8 +18,7 @@ from typing import get_args
 from moeclipse.core.errors import ConfigError, ScheduleError
 from moeclipse.cost.file import load_costs
 from moeclipse.cost.hardware import device, link
-from moeclipse.cost.model import Costs, LayerWork
-from moeclipse.model.config import ModelConfig
+from moeclipse.cost.model import Costs
 from moeclipse.pipeline.config import Schedule
 from moeclipse.pipeline.overlap import lay_out, make_program
 from moeclipse.schedule import kinds
@@ -27,16 +26,15 @@ from moeclipse.schedule.check import Verified
 from moeclipse.sim.compare import Answer
 from moeclipse.sim.engine import simulate
 from moeclipse.sim.measure import summarise
-from moeclipse.sim.step_costs import StepCosts, StepWork
+from moeclipse.sim.step_costs import StepCosts
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.pipelined import chunks_for
 from moeclipse.train.presets import load
 from moeclipse.train.step_program import estimated_buckets, shapes_of_run
+from moeclipse.train.step_sizes import step_work, value_bytes
 
 RUN_SCHEDULES = ("pp1", *(name for name in get_args(Schedule) if name != "auto"))
 """Schedules that a run can take."""
-WIDTHS = {"float32": 4.0, "float64": 8.0, "bfloat16": 2.0, "float16": 2.0}
-"""Bytes of a value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,46 +117,9 @@ def load_run(
     if table is not None and kinds.ATTN_F.name not in table.seconds:
         raise ConfigError(f"--costs {costs}: a run needs seconds of layer ops, like ATTN_F; this has none")
     hardware = device(device_name)
-    value_bytes = WIDTHS.get(config.model.dtype, 4.0 if hardware.name == "cpu" else 2.0)
-    priced = StepCosts(step_work(config, dp, ep, value_bytes), hardware, link(link_name))
+    width = value_bytes(config.model.dtype, hardware)
+    priced = StepCosts(step_work(config, dp, ep, width), hardware, link(link_name))
     return RunStep(config=config, dp=dp, ep=ep, costs=table, step_costs=priced)
-
-
-def step_work(config: TrainConfig, dp: int, ep: int, value_bytes: float) -> StepWork:
-    """Sizes of a run as costs see them."""
-    model, moe, data = config.model, config.moe, config.data
-    samples = data.batch_size / (config.optim.accumulate * dp * ep)
-    params, width = attention_sizes(model)
-    layer = LayerWork(
-        tokens=max(1, round(samples * data.seq_len)),
-        sequence=data.seq_len,
-        d_model=model.d_model,
-        attn_params=params,
-        attn_width=width,
-        d_ff=moe.d_ff,
-        num_experts=moe.num_experts,
-        top_k=config.gate.top_k,
-        shared_width=moe.num_shared_experts * moe.d_ff,
-        row_bytes_per_value=value_bytes,
-    )
-    return StepWork(
-        layer=layer, dense_width=model.d_ff, vocab=model.vocab_size, dp=dp, ep=ep, tp=config.parallel.tp
-    )
-
-
-def attention_sizes(model: ModelConfig) -> tuple[int, int]:
-    """(parameters of its projections, heads times head width)."""
-    D, heads = model.d_model, model.num_heads
-    if model.attention == "gqa":
-        width = heads * model.head_dim
-        return D * (2 * width + 2 * model.num_kv_heads * model.head_dim), width
-    query_width = heads * (model.qk_nope_head_dim + model.qk_rope_head_dim)
-    query = D * query_width
-    if model.q_lora_rank:
-        query = model.q_lora_rank * (D + query_width)
-    rank = model.kv_lora_rank
-    values = D * (rank + model.qk_rope_head_dim) + rank * heads * (model.qk_nope_head_dim + model.v_head_dim)
-    return query + values + heads * model.v_head_dim * D, query_width
 
 
 def answers_of(run: RunStep, schedules: tuple[str, ...]) -> tuple[list[Answer], dict[str, str]]:

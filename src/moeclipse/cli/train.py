@@ -44,6 +44,8 @@ class Options:
     """off, auto (the newest whole checkpoint of this run, if there is any), or a checkpoint's path."""
     init_from: str = ""
     """A checkpoint's, a run's or a Hugging Face folder: a new run begins from its weights."""
+    trace: int = -1
+    """From this step on three steps of all ranks are recorded in trace.json (docs/report.md); -1: none."""
     print_config: bool = False
     """Show the merged configuration as TOML and stop."""
 
@@ -121,6 +123,8 @@ def read_command(words: Sequence[str]) -> tuple[Options, Merged]:
     flags = {key: given for key, given in layer.items() if key not in own}
     if options.config.init_from:
         flags["run.init_from"] = Given(options.config.init_from, "--init-from")
+    if options.config.trace != -1:
+        flags["metrics.trace"] = Given(options.config.trace, "--trace")
     file, preset = options.config.config or None, options.config.preset or None
     try:
         return options.config, merge(file, preset, flags, options.problems)

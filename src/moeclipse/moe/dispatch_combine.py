@@ -119,7 +119,8 @@ class ForwardRun:
         if op.kind is kinds.R_F:
             return self.plan.send_back(unit, self.partial_RO, self.back_NO, f"combine {op}")
         assert op.kind is kinds.C_F, f"no such op in forward: {op}"
-        self.compute(key, unit)
+        with self.plan.dispatcher.lane.recorder.mark(op):
+            self.compute(key, unit)
         return None
 
     def compute(self, key: Key, unit: Unit) -> None:
@@ -209,7 +210,8 @@ class BackwardRun:
                 if rows is not None and out is not None
             )
         assert op.kind is kinds.C_B, f"no such op in backward: {op}"
-        self.compute(key, unit)
+        with self.plan.dispatcher.lane.recorder.mark(op):
+            self.compute(key, unit)
         return None
 
     def shadow_op(self, kind: Kind) -> InFlight[Any] | None:

@@ -163,11 +163,13 @@ class Runtime:
         return torch.cuda.current_stream().cuda_stream if self.mesh.device.type == "cuda" else None
 
     def _timed(self, op: Op) -> InFlight[Any] | None:
-        if self.observe is None:
-            return self._run(op)
         recorder = self.mesh.recorder
+        if self.observe is None:
+            with recorder.mark(op):
+                return self._run(op)
         begun = recorder.stamp()
-        transfer = self._run(op)
+        with recorder.mark(op):
+            transfer = self._run(op)
         self.observe(op, begun, recorder.stamp())
         return transfer
 

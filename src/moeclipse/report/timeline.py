@@ -92,14 +92,14 @@ def row_names(events: list[dict[str, Any]]) -> dict[tuple[int, int], str]:
 
 
 def hidden_by_op(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of each kind of transfer: how many, and how long they took, were hidden, exposed and waited for others.
+    """Of each kind of transfer: how many, and how long they were hidden, exposed, and waited for others.
 
     Means over ranks and traced steps, in milliseconds of a step. A moment with two transfers under way counts
     for both: these numbers say which ops to look at, and do not add up to a step.
     """
     sums: dict[str, dict[str, float]] = {}
     ranks, turns = set(), set()
-    for _, length, event in slices(trace["traceEvents"]):
+    for _, _, event in slices(trace["traceEvents"]):
         told = arguments(event)
         if event["pid"] >= SIMULATED:
             continue
@@ -109,7 +109,6 @@ def hidden_by_op(trace: dict[str, Any]) -> list[dict[str, Any]]:
             continue
         one = sums.setdefault(kind_of(str(event.get("name", ""))), defaultdict(float))
         one["count"] += 1
-        one["ms"] += 1e-3 * length
         for part in ("hidden", "exposed", "late"):
             one[f"{part}_ms"] += 1e-3 * float(told.get(f"{part}_us") or 0.0)
     share = max(len(ranks) * len(turns), 1)

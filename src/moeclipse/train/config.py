@@ -78,10 +78,14 @@ class MetricsConfig:
     """Also write TensorBoard events (needs the `tensorboard` extra)."""
     warmup_steps: int = 3
     """First steps left out of the summary's times."""
+    trace: int = -1
+    """From this step on three steps of all ranks are recorded in trace.json; -1: none (`--trace N`)."""
 
     def problems(self) -> Iterator[str]:
         if self.warmup_steps < 0:
             yield f"metrics.warmup_steps ({self.warmup_steps}) must not be negative"
+        if self.trace < -1:
+            yield f"metrics.trace ({self.trace}) must be a step, 0 or more, or -1: none"
         if self.tensorboard and find_spec("tensorboard") is None:
             yield NO_TENSORBOARD
 

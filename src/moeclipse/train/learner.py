@@ -150,9 +150,9 @@ class Learner:
         if self.pipelined is None:
             sums = self.one_by_one.run(step, self.loss_scale.value)
         else:
-            with recorder.compute():
+            with recorder.compute("program"):
                 sums = self.pipelined.run(step, self.loss_scale.value)
-        with recorder.compute():
+        with recorder.compute("end of backward"):
             self.model.tp.wgrads.check_empty(self.model.named_parameters())
             self.buckets.finish()
         self._loss_of_source = sums[3:]
@@ -188,7 +188,7 @@ class Learner:
         self.mesh.watch.log.begin_step(step)
         recorder.begin_step()
         sums = self.backward(step)
-        with recorder.compute():
+        with recorder.compute("update"):
             lr, scale = learning_rate(self.config.optim, step, self.config.run.steps), self.loss_scale.value
             rows, load = self._update(step, sums, lr, scale)
             stats = [sum(column) for column in zip(*rows, strict=True)]

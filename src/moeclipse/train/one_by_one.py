@@ -42,7 +42,7 @@ class OneByOne:
         self.sums.zero_()
         for m in range(accumulate):
             batch = self.batches.microbatch(step, m, mesh.data_index, mesh.num_data)
-            with mesh.recorder.compute():
+            with mesh.recorder.compute(f"microbatch {m}"):
                 read = (send(batch.inputs, mesh.device), send(batch.targets, mesh.device))
                 if self.graphs is not None:
                     self.graphs.run(*read, loss_scale, first=m == 0)

@@ -29,12 +29,16 @@ class StepTimes:
         """Collective: hosts have clocks of their own."""
         self.mesh = mesh
         self.clock_s, self.clock_error_s = mesh.clock_offset()
+        self.stamps: StepStamps | None = None
+        self.transfers: list[TransferInterval] = []
+        """Both of the last step."""
         self.stragglers = Stragglers(peers=mesh.partitions["dense_grads"])
 
     def of(self, step: int, stamps: StepStamps, rows: int) -> dict[str, Any]:
         """For the record of a step; `rows` are those that the experts of this rank computed."""
         with self.mesh.recorder.apart("times of a step"):
-            per_rank = gather_splits(split_of(stamps, self.mesh, self.clock_s), self.mesh, rows)
+            self.stamps, self.transfers = stamps, transfers_of(stamps, self.mesh, self.clock_s)
+            per_rank = gather_splits(split_by(stamps, self.transfers), self.mesh, rows)
         slow = self.stragglers.add(step, per_rank["compute_ms"], per_rank.get("rows"))
         return {**mean_times(per_rank), "ranks": per_rank, **({"stragglers": slow} if slow else {})}
 
@@ -44,7 +48,10 @@ def split_of(stamps: StepStamps, mesh: Mesh, clock_s: float = 0.0) -> StepSplit:
 
     Hosts have clocks of their own: `clock_s` leads from this rank's to the one that all of them speak in.
     """
-    transfers = transfers_of(stamps, mesh, clock_s)
+    return split_by(stamps, transfers_of(stamps, mesh, clock_s))
+
+
+def split_by(stamps: StepStamps, transfers: list[TransferInterval]) -> StepSplit:
     return split_step(stamps.window, compute=stamps.compute, waits=stamps.waits, transfers=transfers)
 
 

@@ -49,6 +49,7 @@ from moeclipse.train.ranks import PatientRanks
 from moeclipse.train.run_directory import RunDirectory
 from moeclipse.train.sample import write_sample
 from moeclipse.train.saving import Saving
+from moeclipse.train.step_trace import StepTrace
 
 TUNED_AFTER = 2 + TRIED * CALLS + 4
 """Steps after which a choice made from measured costs has been measured itself."""
@@ -254,14 +255,17 @@ class Run:
             make_ready=learner.make_save_ready,
         )
         learner.signals = saving.signals
+        trace = StepTrace(config, self.mesh, learner.model)
         step = start
         while step < config.run.steps:
+            trace.begin(step)
             try:
                 record = learner.step(step)
             except CorruptionError as error:
                 saving.finish()
                 step = self._go_back(learner, metrics, step, error)
                 continue
+            trace.end(step, learner.times, self.directory, learner.program)
             self.mesh.watch.log.patience_s = None
             signals, slow = record.pop("signals"), record.pop("stragglers", ())
             record |= self._speed(record["step_ms"]) | learner.evaluate(step + 1)

@@ -83,3 +83,24 @@ def test_events_of_a_device_become_seconds_of_the_host(monkeypatch: pytest.Monke
     assert cuda.journal.count("host waits for all") == 2, "at both ends of a step, never between"
     stamps.done = time.perf_counter_ns()
     assert recorder.seconds(stamps.done) == pytest.approx(stamps.done * 1e-9), "threads stamp by the host"
+
+
+def test_names_are_kept_while_a_step_is_traced_and_cost_nothing_otherwise() -> None:
+    recorder = Recorder(CPU)
+    recorder.begin_step()
+    with recorder.mark("not traced"), recorder.compute("whole"):
+        pass
+    assert recorder.end_step().named == []
+    recorder.marks = []
+    recorder.begin_step()
+    with recorder.compute("whole"):
+        with recorder.mark(7):
+            recorder.launch("a2a", "experts", "rows")
+        with recorder.region(), recorder.mark("captured"):
+            pass
+    stamps = recorder.end_step()
+    assert [name for name, _, _ in stamps.named] == ["whole", "7"], "the whole before its parts"
+    (_, a, b), (_, c, d) = stamps.named
+    assert a <= c <= d <= b
+    assert stamps.lanes == ["a2a"]
+    assert stamps.compute == [(a, b)]

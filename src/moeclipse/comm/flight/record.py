@@ -28,6 +28,7 @@ class TransferStamps:
 
     group: str
     label: str
+    lane: str = ""
     launched: int
     begun: Stamp
     done: Stamp = None
@@ -42,6 +43,10 @@ class StepStamps:
     waits: list[tuple[float, float]]
     transfers: list[tuple[str, str, float, float]] = field(default_factory=list)
     """(group, label, launched, done)"""
+    lanes: list[str] = field(default_factory=list)
+    """Of each transfer."""
+    named: list[tuple[str, float, float]] = field(default_factory=list)
+    """Of a traced step: what computed when, the whole before its parts."""
 
 
 class Recorder:
@@ -54,6 +59,8 @@ class Recorder:
         """Checks that each launch is the next op of a program; left out: they pass by."""
         self._region: Region | None = None
         self._origin: tuple[int, Stamp] = (0, None)
+        self.marks: list[tuple[Any, Stamp, Stamp]] | None = None
+        """What is computed, with a name each; None: the step is not traced, and names cost nothing."""
         self._compute: list[tuple[Stamp, Stamp]] = []
         self._waits: list[tuple[Stamp, Stamp]] = []
         self._transfers: list[TransferStamps] = []
@@ -70,14 +77,33 @@ class Recorder:
             torch.cuda.synchronize()
         self._origin = (time.perf_counter_ns(), self.stamp())
         self._compute, self._waits, self._transfers = [], [], []
+        self.marks = None if self.marks is None else []
         self.active = True
 
     @contextmanager
-    def compute(self) -> Iterator[None]:
+    def compute(self, what: Any = "compute") -> Iterator[None]:
         begun = self.stamp() if self.active else None
         yield
         if self.active and begun is not None:
             self._compute.append((begun, self.stamp()))
+            if self.marks is not None:
+                self.marks.append((what, *self._compute[-1]))
+
+    def mark(self, what: Any) -> AbstractContextManager[None]:
+        """A part of compute that a trace shows by name; `what` is made a text when the step is over."""
+        return self._marked(what) if self.tracing else nullcontext()
+
+    @property
+    def tracing(self) -> bool:
+        """Not inside what is captured: there, stamps would be parts of a graph."""
+        return self.marks is not None and self._region is None
+
+    @contextmanager
+    def _marked(self, what: Any) -> Iterator[None]:
+        begun = self.stamp()
+        yield
+        if self.marks is not None:
+            self.marks.append((what, begun, self.stamp()))
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -114,7 +140,7 @@ class Recorder:
     def launch(self, lane: str, group: str, label: str) -> TransferStamps:
         self.passes(lane, group, label)
         now = time.perf_counter_ns()
-        stamps = TransferStamps(group=group, label=label, launched=now, begun=self.stamp())
+        stamps = TransferStamps(group=group, label=label, lane=lane, launched=now, begun=self.stamp())
         if self.active:
             self._transfers.append(stamps)
         return stamps
@@ -133,7 +159,13 @@ class Recorder:
             compute=[(self.seconds(a), self.seconds(b)) for a, b in self._compute],
             waits=[(self.seconds(a), self.seconds(b)) for a, b in self._waits],
             transfers=transfers,
+            lanes=[one.lane for one in self._transfers],
+            named=self._named(),
         )
+
+    def _named(self) -> list[tuple[str, float, float]]:
+        found = [(str(what), self.seconds(a), self.seconds(b)) for what, a, b in self.marks or ()]
+        return sorted(found, key=lambda one: (one[1], -one[2]))
 
     def seconds(self, stamp: Stamp) -> float:
         """On the host's clock; of a stamp of the last step, after its end."""

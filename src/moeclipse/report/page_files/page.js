@@ -109,7 +109,7 @@ function timelineSections() {
 
 function hiddenSections() {
   return each((run) => run.hidden_by_op.length ? section(`hidden-${run.mark}`, named(run, "What was hidden, by op"), !several(),
-    dataTable(["transfer", "a step", "ms", "hidden ms", "exposed ms", "waited for others ms"], run.hidden_by_op.map((one) => [one.op, one.count, one.ms, one.hidden_ms, one.exposed_ms, one.late_ms])),
+    dataTable(["transfer", "in a step", "exposed ms", "hidden ms", "waited for others ms"], run.hidden_by_op.map((one) => [one.op, one.count, one.exposed_ms, one.hidden_ms, one.late_ms])),
     el("p", { class: "soft" }, "Means over ranks and traced steps. A moment with two transfers under way counts for both.")) : null);
 }
 

@@ -122,7 +122,7 @@ function timelineChart({ id, label, figures }) {
   let top = 0, end = 0, group = "";
   const rows = figures.rows.map((row) => {
     const slices = [...row.slices].sort((a, b) => a[0] - b[0] || b[1] - a[1]);
-    const name = `${row.simulated ? "simulated" : "measured"} rank ${row.rank}`;
+    const name = row.simulated ? `simulated, rank ${row.rank} of the pipeline` : `measured, rank ${row.rank}`;
     const first = name !== group;
     group = name;
     if (first) top += 20;
