@@ -42,3 +42,21 @@ def test_rows_are_digested_alike_however_many_there_are(monkeypatch: pytest.Monk
     assert digest_rows(rows[:0]).tolist() == []
     assert int(digest(rows[:0])) == 0
     assert int(digest(torch.tensor(3.0))) == int(digest(torch.tensor([3.0])))
+
+
+@pytest.mark.parametrize("shape", [(1, 50), (3, 12), (2, 7), (4, 3), (1, 1)])
+@pytest.mark.parametrize("most", [1, 2, 5, 100])
+def test_by_the_definition_however_many_chunks_go_together(
+    shape: tuple[int, int], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "CHUNK", 4)
+    monkeypatch.setattr(digests, "chunks_at_once", lambda _: most)
+    rows = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32)
+    expected = []
+    for row in rows.tolist():
+        total = 0
+        for place, value in enumerate(row):
+            odd = ((place % 4 + 1) * digests.MIXER) | 1
+            total += value * odd * (place // 4 * digests.MIXER % 2**62 * 2 + 1)
+        expected.append((total + 2**63) % 2**64 - 2**63)
+    assert digest_rows(rows).tolist() == expected

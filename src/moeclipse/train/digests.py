@@ -15,7 +15,9 @@ import torch
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MIXER = 0x9E3779B97F4A7C15 - (1 << 64)
 CHUNK = 1 << 20
-"""Elements that are widened at a time: a digest needs a few MB, however large the tensor."""
+"""Elements of a chunk; so many are widened at a time: a digest needs a few MB, however large the tensor."""
+CHUNKS_ON_DEVICE = 32
+"""On a GPU so many chunks at a time: what one takes there is mostly the launch of its kernels."""
 
 
 def digest(values: torch.Tensor) -> torch.Tensor:
@@ -27,14 +29,29 @@ def digest_rows(rows: torch.Tensor) -> torch.Tensor:
     """Of each row."""
     bits = rows.detach().view(BITS[rows.element_size()])
     found = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
-    odd = odd_numbers(CHUNK, rows.device)
-    together = max(CHUNK // max(rows.shape[1], 1), 1)
+    odd, num_columns = odd_numbers(CHUNK, rows.device), rows.shape[1]
+    most = chunks_at_once(rows.device)
+    together = max(most * CHUNK // max(num_columns, 1), 1)
     for top in range(0, len(rows), together):
-        some = slice(top, top + together)
-        for number, first in enumerate(range(0, rows.shape[1], CHUNK)):
-            part = bits[some, first : first + CHUNK].to(torch.int64, copy=True)
-            found[some] += part.mul_(odd[: part.shape[1]]).sum(1) * ((number * MIXER) % (1 << 62) * 2 + 1)
+        some, first = slice(top, top + together), 0
+        while first < num_columns:
+            count = min(most, max((num_columns - first) // CHUNK, 1))
+            part = bits[some, first : first + count * CHUNK].to(torch.int64, copy=True)
+            part = part.view(len(part), count, -1)
+            sums = part.mul_(odd[: part.shape[2]]).sum(2)
+            found[some] += (sums * of_chunks(first // CHUNK, count, rows.device)).sum(1)
+            first += count * CHUNK
     return found
+
+
+def chunks_at_once(device: torch.device) -> int:
+    return CHUNKS_ON_DEVICE if device.type == "cuda" else 1
+
+
+def of_chunks(first: int, count: int, device: torch.device) -> torch.Tensor:
+    """An odd number for each of some chunks."""
+    numbers = torch.arange(first, first + count, device=device)
+    return (numbers * MIXER & ((1 << 62) - 1)) * 2 + 1
 
 
 @functools.cache
