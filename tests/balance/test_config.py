@@ -85,6 +85,8 @@ def test_all_problems_come_together() -> None:
 def test_plans_come_soon_at_first_and_then_regularly() -> None:
     config = PlacementConfig(planner="incremental", start_step=10, every=50)
     assert [step + 1 for step in range(230) if config.due(step)] == [10, 30, 70, 120, 170, 220]
+    config = PlacementConfig(planner="incremental")
+    assert [step + 1 for step in range(45) if config.due(step)] == [10, 20, 30, 40], "as it comes"
     config = PlacementConfig(planner="random", start_step=20, every=5)
     assert [step + 1 for step in range(36) if config.due(step)] == [20, 25, 30, 35]
 

@@ -27,8 +27,12 @@ class PlacementConfig:
     """static: nothing moves; the others re-plan from the loads, beside training (docs/placement.md)."""
     start_step: int = 10
     """Steps before the first plan; the next ones follow after 2, 4, ... times as many, ..."""
-    every: int = 50
+    every: int = 10
     """... at most this many steps apart."""
+    lifetime: int = 50
+    """Steps in which a plan must win more than its moves cost."""
+    decay: float | Literal["auto"] = "auto"
+    """What a step leaves of the average loads that plans are made for; auto: as their drift asks for."""
     commit_after: int = 5
     """Steps from asking for a plan to taking it, at most as many as plans are apart."""
     max_moved: float = 0.05
@@ -43,9 +47,11 @@ class PlacementConfig:
     def problems(self) -> Iterator[str]:
         if self.slots_per_rank != "auto" and self.slots_per_rank < 1:
             yield f'placement.slots_per_rank ({self.slots_per_rank}) must be at least 1, or "auto"'
-        for name in ("start_step", "every", "average_every"):
+        for name in ("start_step", "every", "lifetime", "average_every"):
             if getattr(self, name) < 1:
                 yield f"placement.{name} ({getattr(self, name)}) must be at least 1"
+        if self.decay != "auto" and not 0 <= self.decay < 1:
+            yield f'placement.decay ({self.decay}) must lie between 0 and 1 (excluded), or be "auto"'
         if self.commit_after < 0:
             yield f"placement.commit_after ({self.commit_after}) must be 0 (wait for it at once) or more"
         if not 0 <= self.max_moved <= 1:

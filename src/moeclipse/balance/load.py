@@ -13,11 +13,12 @@ Shapes: L layers, P source ranks, E experts, N recorded steps.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
+from moeclipse.balance.drift import Drift
 from moeclipse.core.errors import ConfigError
 
 FILE_KEYS = ("average_LPE", "steps_N", "rows_NLE")
@@ -64,12 +65,17 @@ class LoadTrace:
     """The average, and the loads of single steps over the whole run."""
 
     average: LoadAverage = field(default_factory=LoadAverage)
+    drift: Drift | None = None
+    """Where the decay of the average is to follow it."""
     max_steps: int = 256
     every: int = 1
     steps: list[int] = field(default_factory=list)
     rows_LE: list[np.ndarray] = field(default_factory=list)
 
     def add(self, step: int, counts_LPE: np.ndarray) -> None:
+        if self.drift is not None:
+            self.drift = self.drift.add(counts_LPE.sum(1))
+            self.average = replace(self.average, decay=self.drift.decay)
         self.average = self.average.add(counts_LPE)
         if step % self.every:
             return

@@ -4,7 +4,7 @@
     near        4 exchanges x bytes of the rows that enter or leave the busiest rank inside its node
     cross       4 exchanges x bytes of the rows that enter or leave the busiest node
     sync        gradients to owners and weights back, on the rank with most of them
-    migration   parameters and optimizer state that move, shared among the steps until the next plan
+    migration   parameters and optimizer state that move, shared among the steps that a plan lasts
 
 Replicas share the ownership of their expert (`balance/ownership`): each of r of them sends (r - 1) / r of its
 gradients and receives as much, and where the ranks of an expert change, so do the parts that they own.
@@ -55,7 +55,7 @@ class PlacementCosts:
     shared_wire: bool = False
     """All ranks of a node share one wire: `near_bandwidth` is a rank's part of it while all send."""
     every: int = 50
-    """Steps until the next plan: what a migration is shared among."""
+    """Steps that a plan lasts: what its moves are shared among."""
     shared_owners: bool = True
     """Replicas own their expert together; else its primary gets all gradients: a yardstick."""
 

@@ -64,8 +64,8 @@ class RunFacts:
 
     def size(self, name: str) -> int:
         """d_model, d_ff or every: the run's own, or the usual one."""
-        section = {"d_model": "model", "d_ff": "moe", "every": "placement"}[name]
-        found = self.get(section, name)
+        keys = {"d_model": ("model", "d_model"), "d_ff": ("moe", "d_ff"), "every": ("placement", "lifetime")}
+        found = self.get(*keys[name])
         return found if isinstance(found, int) and found > 0 else DEFAULTS[name]
 
     def costs(

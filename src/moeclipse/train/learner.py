@@ -116,7 +116,7 @@ class Learner:
         self.hf: dict[str, Any] | None = None
         """What turns checkpoints into folders of a Hugging Face model; None where the run began from none."""
         self.loss_scale = LossScale(config.optim.loss_scale, self.dtype)
-        self.loads = LoadHistory()
+        self.loads = LoadHistory(config.placement.decay)
         self.integrity = Integrity(config.integrity, self.optim, self.placement, mesh, self._buffers)
         self.integrity.remember(0)
         self.times = StepTimes(mesh)

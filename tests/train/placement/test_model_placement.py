@@ -33,7 +33,7 @@ TABLES = {
     "few": (2, ((1,), (0, 1), (), (0,))),
 }
 STEPS = 50
-WIDE = {"model.d_model": 32, "moe.d_ff": 160}
+WIDE = {"moe.d_ff": 192}
 """Experts of several grains: replicas own parts of them."""
 
 

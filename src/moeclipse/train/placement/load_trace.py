@@ -19,11 +19,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from moeclipse.balance.drift import NUMBERS, Drift
 from moeclipse.balance.load import Load, LoadAverage, LoadTrace, spread
 from moeclipse.balance.split import balance_of, pour
 from moeclipse.comm.flight.exchange import gather, total
@@ -120,8 +121,11 @@ def balance_over_ranks(layers: Mapping[int, MoE], load_LE: np.ndarray) -> float 
 class LoadHistory:
     """The loads of a run up to now."""
 
-    def __init__(self) -> None:
-        self.trace = LoadTrace()
+    def __init__(self, decay: float | Literal["auto"] = "auto") -> None:
+        """`decay`: what a step leaves of the average; auto: as the drift of the loads asks for."""
+        self.trace = LoadTrace(drift=Drift())
+        if decay != "auto":
+            self.trace = LoadTrace(average=LoadAverage(decay=decay))
         self._written = 0
 
     @property
@@ -170,6 +174,12 @@ class LoadHistory:
             yield Piece(name="load/sum_LPE", shape=tuple(total.shape), start=0, data=total.flatten())
             weight = torch.tensor([self.average.weight], dtype=torch.float64)
             yield Piece(name="load/weight", shape=(1,), start=0, data=weight)
+        drift = self.trace.drift
+        if drift is not None and drift.last_LE is not None and drift.anchor_LE is not None:
+            seen = torch.from_numpy(np.stack([drift.last_LE, drift.anchor_LE]))
+            yield Piece(name="load/drift_2LE", shape=tuple(seen.shape), start=0, data=seen.flatten())
+            numbers = torch.tensor(drift.numbers(), dtype=torch.float64)
+            yield Piece(name="load/drift", shape=(NUMBERS,), start=0, data=numbers)
 
     def load(self, checkpoint: Checkpoint, num_ranks: int) -> None:
         """The average of a checkpoint; another number of ranks shares its rows evenly."""
@@ -179,3 +189,8 @@ class LoadHistory:
         total_LPE = np.stack([spread(saved_PE, num_ranks) for saved_PE in saved_LPE])
         weight = float(checkpoint.read("load/weight")[0])
         self.trace.average = replace(self.trace.average, sum_LPE=total_LPE, weight=weight)
+        if self.trace.drift is not None and "load/drift" in checkpoint:
+            shape = checkpoint.shape("load/drift_2LE")
+            last_LE, anchor_LE = checkpoint.read("load/drift_2LE").view(shape).numpy()
+            numbers = checkpoint.read("load/drift").tolist()
+            self.trace.drift = Drift.from_numbers(numbers, last_LE, anchor_LE)

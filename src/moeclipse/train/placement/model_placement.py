@@ -152,7 +152,7 @@ class ModelPlacement:
             layer = self.layers[0].layer
             probe = self.choices.costs_for_planners(layer)
             per_node = max(Counter(layer.schedule.hosts).values())
-            self.costs = costs_of(probe, self.config.every, per_node)
+            self.costs = costs_of(probe, self.config.lifetime, per_node)
         found = []
         for placed in self.layers:
             number = self.number_of[placed.number]

@@ -1,0 +1,105 @@
+"""How fast loads drift, and how long an average should remember.
+
+Idea: an expert's part of the rows walks at random, and each step shows it with noise. Two distances between
+steps tell both apart (q: what a step drifts, r: the noise, as mean squares over experts):
+
+    one step apart     q + 2 r            LAG steps apart     LAG q + 2 r
+
+The average that comes closest to the next step is then the one of Kalman's filter in its steady state, whose
+gain is p / (p + r) with p = (q + sqrt(q^2 + 4 q r)) / 2; what a step leaves of the past is one minus that.
+Loads that stand still are averaged over many steps, loads that run are followed.
+
+Contract: pure and deterministic; ranks that add the same loads have the same decay. Nothing is known before
+two distances of LAG steps have been seen: until then the decay is that of `FIRST`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+LAG = 8
+FIRST = 0.9
+LEAST, MOST = 0.2, 0.98
+MEMORY = 0.95
+"""What a step leaves of the distances before."""
+NUMBERS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drift:
+    last_LE: np.ndarray | None = None
+    """Parts of the rows, of the step before, ..."""
+    anchor_LE: np.ndarray | None = None
+    """... and of the last step that far ones are compared with."""
+    age: int = 0
+    """Steps since then."""
+    near: float = 0.0
+    """Mean square of a step's change, ..."""
+    near_weight: float = 0.0
+    far: float = 0.0
+    """... and of that of LAG steps."""
+    far_weight: float = 0.0
+
+    def add(self, rows_LE: np.ndarray) -> Drift:
+        """After one more step."""
+        part_LE = rows_LE / np.maximum(rows_LE.sum(-1, keepdims=True), 1)
+        if self.last_LE is None or self.anchor_LE is None:
+            return Drift(last_LE=part_LE, anchor_LE=part_LE)
+        near = MEMORY * self.near + (1 - MEMORY) * _square(part_LE - self.last_LE)
+        near_weight = MEMORY * self.near_weight + (1 - MEMORY)
+        if self.age + 1 < LAG:
+            return Drift(
+                last_LE=part_LE,
+                anchor_LE=self.anchor_LE,
+                age=self.age + 1,
+                near=near,
+                near_weight=near_weight,
+                far=self.far,
+                far_weight=self.far_weight,
+            )
+        kept = MEMORY**LAG
+        return Drift(
+            last_LE=part_LE,
+            anchor_LE=part_LE,
+            near=near,
+            near_weight=near_weight,
+            far=kept * self.far + (1 - kept) * _square(part_LE - self.anchor_LE),
+            far_weight=kept * self.far_weight + (1 - kept),
+        )
+
+    @property
+    def decay(self) -> float:
+        """What a step should leave of the average."""
+        if self.far_weight <= 1 - MEMORY**LAG:
+            return FIRST
+        near, far = self.near / self.near_weight, self.far / self.far_weight
+        walk = max((far - near) / (LAG - 1), 0.0)
+        noise = max((near - walk) / 2, 0.0)
+        if walk + noise == 0:
+            return MOST
+        error = (walk + math.sqrt(walk * walk + 4 * walk * noise)) / 2
+        return min(max(noise / (error + noise), LEAST), MOST)
+
+    def numbers(self) -> list[float]:
+        """What a checkpoint holds beside the two tables."""
+        return [float(self.age), self.near, self.near_weight, self.far, self.far_weight]
+
+    @classmethod
+    def from_numbers(cls, numbers: list[float], last_LE: np.ndarray, anchor_LE: np.ndarray) -> Drift:
+        age, near, near_weight, far, far_weight = numbers
+        return cls(
+            last_LE=last_LE,
+            anchor_LE=anchor_LE,
+            age=int(age),
+            near=near,
+            near_weight=near_weight,
+            far=far,
+            far_weight=far_weight,
+        )
+
+
+def _square(change_LE: np.ndarray) -> float:
+    return float((change_LE * change_LE).mean())
