@@ -300,3 +300,10 @@ def test_an_adapter_that_is_none(capsys: pytest.CaptureFixture, tmp_path: Path) 
     told = refused(capsys, "--lora.rank", "2", "--lora.adapter", str(tmp_path), "--run.dir", "runs")
     assert "has no adapter_config.json; give a folder in PEFT's format" in told
     assert not (tmp_path / "runs").exists()
+
+
+def test_print_memory_is_a_key_of_the_run() -> None:
+    _, merged = read_command(["--print-memory"])
+    assert merged.built.config.metrics.memory
+    _, merged = read_command([])
+    assert not merged.built.config.metrics.memory

@@ -48,6 +48,8 @@ class Options:
     """From this step on three steps of all ranks are recorded in trace.json (docs/report.md); -1: none."""
     print_config: bool = False
     """Show the merged configuration as TOML and stop."""
+    print_memory: bool = False
+    """Tell after the first step what memory is taken for, layer by layer."""
 
     def problems(self) -> Iterator[str]:
         if self.ranks != "auto" and self.ranks < 1:
@@ -125,6 +127,8 @@ def read_command(words: Sequence[str]) -> tuple[Options, Merged]:
         flags["run.init_from"] = Given(options.config.init_from, "--init-from")
     if options.config.trace != -1:
         flags["metrics.trace"] = Given(options.config.trace, "--trace")
+    if options.config.print_memory:
+        flags["metrics.memory"] = Given(True, "--print-memory")
     file, preset = options.config.config or None, options.config.preset or None
     try:
         return options.config, merge(file, preset, flags, options.problems)

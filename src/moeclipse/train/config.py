@@ -80,6 +80,8 @@ class MetricsConfig:
     """First steps left out of the summary's times."""
     trace: int = -1
     """From this step on three steps of all ranks are recorded in trace.json; -1: none (`--trace N`)."""
+    memory: bool = False
+    """Tell after the first step what memory is taken for, layer by layer (--print-memory)."""
 
     def problems(self) -> Iterator[str]:
         if self.warmup_steps < 0:

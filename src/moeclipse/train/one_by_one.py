@@ -6,6 +6,9 @@ microbatches. Where a microbatch can be a CUDA graph (`train/graphs`), it is one
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from moeclipse.comm.flight.reading import send
@@ -28,6 +31,8 @@ class OneByOne:
         self.config, self.mesh, self.model = config, mesh, model
         self.buckets, self.batches = buckets, batches
         self.sums = zero_sums(batches, mesh)
+        self.counting: Callable[[Transformer], AbstractContextManager[None]] = lambda _: nullcontext()
+        """Around each forward (`train/memory_table`)."""
         self.graphs: MicrobatchGraphs | None = None
         if not obstacle(config, mesh, model):
             states = [state for bucket in buckets for state in bucket.sums]
@@ -72,7 +77,8 @@ class OneByOne:
         """Gradients into their accumulators, the rest into this step's sums."""
         device, accumulate = self.mesh.device, self.config.optim.accumulate
         documents = None if batch is None or batch.documents is None else send(batch.documents, device)
-        out = self.model(inputs, targets, tokens, documents)
+        with self.counting(self.model):
+            out = self.model(inputs, targets, tokens, documents)
         counted = counted or self.config.data.batch_size * self.config.data.seq_len
         loss = out.loss_sum / counted + out.aux_loss / accumulate
         (loss * (scale.to(loss.dtype) if isinstance(scale, torch.Tensor) else scale)).backward()

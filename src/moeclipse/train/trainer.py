@@ -44,6 +44,7 @@ from moeclipse.train.hugging_face import export, load_folder
 from moeclipse.train.incidents import Incidents, kept
 from moeclipse.train.init_from import load_weights_of
 from moeclipse.train.learner import Learner
+from moeclipse.train.memory_table import watched
 from moeclipse.train.metrics import Metrics
 from moeclipse.train.ranks import PatientRanks
 from moeclipse.train.run_directory import RunDirectory
@@ -256,6 +257,7 @@ class Run:
         )
         learner.signals = saving.signals
         trace = StepTrace(config, self.mesh, learner.model)
+        memory = watched(learner) if config.metrics.memory else None
         step = start
         while step < config.run.steps:
             trace.begin(step)
@@ -278,7 +280,8 @@ class Run:
                 for named in slow:
                     kept(self.directory, {"kind": "straggler", **named})
                     self.observer.note(named["what"])
-            for note in (*record.get("notes", ()), *scribe.take_notes()):
+            told = memory.lines() if memory is not None else ()
+            for note in (*record.get("notes", ()), *scribe.take_notes(), *told):
                 self.observer.note(note)
             if record["skipped"]:
                 scale = f", loss scale {record['loss_scale']:g}" if "loss_scale" in record else ""
