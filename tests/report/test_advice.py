@@ -64,6 +64,7 @@ def test_a_pipeline_with_a_shorter_bubble(tmp_path: Path) -> None:
     assert 0.1 < (found[setting].gain_ms or 0) / 128 < 0.5
     best = setting.split()[1]
     assert advised(tmp_path / "run", f'{text}[pipeline]\nschedule = "{best}"\n') == {}
+    assert advised(tmp_path / "run", f'{text}[pipeline]\noverlap = "pair"\n') == {}
 
 
 def test_dropped_rows_bad_steps_waiting_for_disks_and_rising_loss(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from moeclipse.cli.failures import (
 )
 from moeclipse.cli.frozen import ending_frozen_ranks
 from moeclipse.cli.leaving import Leaving, passing_on
+from moeclipse.cli.page_line import tell_page
 from moeclipse.cli.pin import pin_rank
 from moeclipse.core.config import to_toml
 from moeclipse.core.errors import CommError, Preempted
@@ -70,7 +71,11 @@ def run_rank(config: TrainConfig, resume: str) -> int:
                 )
                 os.environ |= unless_set(wanted, os.environ)
             watching = observer if rank == 0 else None
-            train(config, resume=resume, observer=watching, leave=leaving.listen, stuck=end_stuck_rank)
+            summary = train(
+                config, resume=resume, observer=watching, leave=leaving.listen, stuck=end_stuck_rank
+            )
+            if rank == 0 and summary and summary.get("directory"):
+                tell_page(Path(summary["directory"]), observer.console)
         except Preempted as error:
             write_failure(describe(error, rank))
             observer.close()

@@ -100,7 +100,7 @@ def read_run(directory: Path) -> RunData:
     if len(steps.step) and not steps.ranks:
         gaps.append("ranks were not told apart: this version of the run did not write their times")
     if len(steps.step) and not steps.has("eval_loss"):
-        gaps.append("nothing was validated: set eval.held_out or eval.files")
+        gaps.append("nothing was validated: set eval.share or eval.files")
     return RunData(
         name=str(config.get("run.name") or directory.resolve().name),
         directory=directory,

@@ -122,7 +122,7 @@ function lineChart({ id, label, unit = "", series, stacked = false, marks = [], 
       svg.append(shape("line", { x1: room.left, x2: width - room.right, y1: y(value), y2: y(value), stroke: colour("grid") }));
       svg.append(shape("text", { x: room.left - 7, y: y(value) + 4, "text-anchor": "end" }, short(value)));
     }
-    for (const value of ticks(range[0], range[1], Math.max(width / 110, 2)))
+    for (const value of ticks(range[0], range[1], Math.max(width / 100, 3.5)))
       svg.append(shape("text", { x: x(value), y: height - 6, "text-anchor": "middle" }, short(value)));
     const plot = shape("g", { "clip-path": `url(#${clip})` });
     svg.append(plot);
@@ -215,7 +215,12 @@ function lineChart({ id, label, unit = "", series, stacked = false, marks = [], 
     const where = clamp(event.clientX - box.getBoundingClientRect().left, room.left, place.width - room.right);
     return [where, range[0] + (where - room.left) / (place.width - room.left - room.right) * (range[1] - range[0])];
   };
-  box.addEventListener("pointerdown", (event) => { if (event.button === 0) drag = { from: stepAt(event)[0], step: stepAt(event)[1], to: null }; });
+  box.addEventListener("pointerdown", (event) => {
+    if (event.button !== 0) return;
+    const [from, step] = stepAt(event);
+    drag = { from, step, to: null };
+    box.setPointerCapture(event.pointerId);
+  });
   box.addEventListener("pointermove", (event) => {
     const [where, step] = stepAt(event);
     if (drag && Math.abs(where - drag.from) > 4) drag.to = where;
@@ -223,12 +228,13 @@ function lineChart({ id, label, unit = "", series, stacked = false, marks = [], 
     show();
   });
   box.addEventListener("pointerup", (event) => {
-    const dragged = drag;
+    const dragged = drag, [where, step] = stepAt(event);
     drag = null;
-    if (dragged && dragged.to !== null) zoom(...[dragged.step, stepAt(event)[1]].sort((a, b) => a - b));
+    if (dragged && Math.abs(where - dragged.from) > 4) zoom(...[dragged.step, step].sort((a, b) => a - b));
     else show();
   });
-  box.addEventListener("pointerleave", () => { drag = null; cursor = null; show(); });
+  box.addEventListener("pointercancel", () => { drag = null; show(); });
+  box.addEventListener("pointerleave", () => { if (!drag) { cursor = null; show(); } });
   box.addEventListener("dblclick", () => zoom(...whole));
   box.addEventListener("keydown", (event) => {
     const steps = series[0].x.filter((step) => step >= range[0] && step <= range[1]);

@@ -56,7 +56,7 @@ function advice() {
   const lists = each((run) => {
     const items = run.advice.map((one) => el("li", {}, el("code", {}, one.setting),
       one.share === null ? null : el("span", { class: "gain" }, `  wins ${one.at_most ? "at most " : ""}${(100 * one.share).toFixed(0)} % of a step (${short(one.gain_ms)} ms)`), el("div", { class: "soft" }, one.why)));
-    const title = several() ? el("p", { class: "soft" }, `${run.mark}: ${run.name}`) : null;
+    const title = several() ? el("p", { class: "soft who" }, `${run.mark}: ${run.name}`) : null;
     return [title, items.length ? el("ul", { class: "advice" }, items) : empty("nothing that the run has measured would win 1 % of a step")];
   });
   return section("advice", "What would have helped", true, ...lists.flat());
@@ -108,7 +108,7 @@ function timelineSections() {
 }
 
 function hiddenSections() {
-  return each((run) => run.hidden_by_op.length ? section(`hidden-${run.mark}`, named(run, "What was hidden, by op"), !several(),
+  return each((run) => run.hidden_by_op.length ? section(`hidden-${run.mark}`, named(run, "What was hidden, by op"), true,
     dataTable(["transfer", "in a step", "exposed ms", "hidden ms", "waited for others ms"], run.hidden_by_op.map((one) => [one.op, one.count, one.exposed_ms, one.hidden_ms, one.late_ms])),
     el("p", { class: "soft" }, "Means over ranks and traced steps. A moment with two transfers under way counts for both.")) : null);
 }
@@ -190,7 +190,7 @@ function build() {
   header();
   const parts = [cards(), advice(), lossSection(), ...speedSections(), ...rankSections(), ...timelineSections(), ...hiddenSections(), ...loadSections(), ...eventSections(), ...choiceSections(), ...memorySections(), ...sampleSections(), settingSection(), gapSection()].filter(Boolean);
   document.getElementById("main").replaceChildren(...parts);
-  document.getElementById("nav").replaceChildren(...parts.map((part) => el("a", { href: `#${part.id}` }, part.querySelector("h2").textContent)));
+  document.getElementById("nav").replaceChildren(...parts.filter((part) => !part.id.endsWith("-B")).map((part) => el("a", { href: `#${part.id}` }, part.querySelector("h2").textContent.replace(/^A: /, ""))));
   document.getElementById("foot").textContent = "Written by moeclipse report. Times are medians after warm-up; shares are of a step, and hidden is a share of communication.";
 }
 

@@ -1,0 +1,170 @@
+"""The page in a real browser: drawn, read, zoomed by pointer and keys, live; it asks nobody for anything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import complaints, opened, requests, visit
+from made_runs import make_run, make_trace, record_of
+
+from moeclipse.report.page import write_page
+from moeclipse.report.run import read_run
+from moeclipse.report.serve import make_server, port_of
+
+EVIL = "<img src=x onerror=alert(1)>"
+
+
+def points(driver: Any, chart: str) -> int:
+    """Moves and lines of the first curve of a chart."""
+    script = (
+        "return document.querySelector(arguments[0] + ' path').getAttribute('d').split(/[ML]/).length - 1"
+    )
+    return int(driver.execute_script(script, f"#{chart}"))
+
+
+def labels(driver: Any, chart: str) -> list[str]:
+    script = "return [...document.querySelectorAll(arguments[0] + ' text')].map((one) => one.textContent)"
+    return list(driver.execute_script(script, f"#{chart}"))
+
+
+def said(driver: Any, chart: str) -> str:
+    return str(
+        driver.execute_script("return document.getElementById(arguments[0]).nextSibling.textContent", chart)
+    )
+
+
+def painted(driver: Any, chart: str) -> int:
+    """How many colours a canvas shows."""
+    script = """
+        const canvas = document.querySelector(arguments[0] + ' canvas');
+        const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+        const found = new Set();
+        for (let at = 0; at < data.length; at += 4) found.add(data.slice(at, at + 4).join());
+        return found.size;
+    """
+    return int(driver.execute_script(script, f"#{chart}"))
+
+
+def soon(driver: Any, holds: Callable[[], bool], what: str) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(driver, 30).until(lambda _: holds(), what)
+
+
+def made(folder: Path) -> Path:
+    run = make_run(folder, steps=40, eval_loss=2.0, name=EVIL.replace('"', ""), notes=[EVIL])
+    make_trace(run)
+    write_page([read_run(run)], run / "report.html")
+    return run / "report.html"
+
+
+def check_page(driver: Any, steps: int) -> None:
+    """Charts have their points, pointer and keys work, and nothing is asked for or complained of."""
+    from selenium.webdriver import ActionChains, Keys
+    from selenium.webdriver.common.by import By
+
+    assert points(driver, "loss") == steps
+    whole = labels(driver, "loss")
+    chart = driver.find_element(By.ID, "loss")
+    ActionChains(driver).move_to_element(chart).perform()
+    soon(driver, lambda: said(driver, "loss").startswith("step "), "hovering reads")
+    drag = ActionChains(driver).move_to_element_with_offset(chart, -100, 0).click_and_hold()
+    drag.move_by_offset(150, 0).release().perform()
+    soon(driver, lambda: labels(driver, "loss") != whole, "dragging zooms")
+    chart.send_keys(Keys.ESCAPE)
+    soon(driver, lambda: labels(driver, "loss") == whole, "Escape shows all")
+    chart.send_keys(Keys.HOME, Keys.ARROW_RIGHT)
+    assert said(driver, "loss").startswith("step 2: training ")
+    chart.send_keys("+")
+    soon(driver, lambda: labels(driver, "loss") != whole, "plus zooms")
+    timeline = driver.find_element(By.ID, "timeline-A")
+    timeline.send_keys(Keys.ARROW_DOWN, Keys.ARROW_UP)
+    assert "measured, rank 0, compute: " in said(driver, "timeline-A")
+    assert painted(driver, "timeline-A") > 5
+    assert painted(driver, "loads-A-heat") > 5
+    heat = driver.find_element(By.ID, "loads-A-heat")
+    heat.send_keys(Keys.ARROW_RIGHT)
+    assert "times the mean" in said(driver, "loads-A-heat") or "no rows" in said(driver, "loads-A-heat")
+    table = driver.find_element(By.CSS_SELECTOR, "#table-loss summary")
+    table.send_keys(Keys.ENTER)
+    assert len(driver.find_elements(By.CSS_SELECTOR, "#table-loss tbody tr")) == steps
+    assert complaints(driver) == []
+    assert requests(driver) == []
+
+
+def test_a_page_is_drawn_read_and_zoomed(tmp_path: Path) -> None:
+    page = made(tmp_path / "run")
+    with opened() as driver:
+        visit(driver, page)
+        assert driver.title.startswith(EVIL)
+        assert driver.find_element("tag name", "h1").text == EVIL
+        check_page(driver, 40)
+        unnamed = """return [...document.querySelectorAll('.chart')]
+            .filter((one) => !one.getAttribute('aria-label') || one.tabIndex !== 0).length"""
+        assert driver.execute_script(unnamed) == 0, "every chart takes the keyboard and has a name"
+        wider = "return document.documentElement.scrollWidth > window.innerWidth"
+        driver.set_window_size(420, 900)
+        assert not driver.execute_script(wider), "narrow pages do not scroll sideways"
+        driver.save_screenshot(str(tmp_path / "narrow.png"))
+
+
+def test_a_live_page_follows_and_keeps_what_was_chosen(tmp_path: Path) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    run = make_run(tmp_path / "run", steps=20)
+    server = make_server([run])
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        with opened() as driver:
+            visit(driver, f"http://127.0.0.1:{port_of(server)}/")
+            chart = driver.find_element("id", "loss")
+            chart.send_keys("+")
+            zoomed = labels(driver, "loss")
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(record_of(20)) + "\n")
+            WebDriverWait(driver, 60).until(lambda _: "21 of" in driver.find_element("id", "top").text)
+            WebDriverWait(driver, 60).until(lambda _: labels(driver, "loss") == zoomed)
+            assert driver.execute_script("return document.activeElement.id") == "loss"
+            assert complaints(driver) == []
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.mark.full
+def test_the_page_of_a_fresh_run(tmp_path: Path) -> None:
+    from browser import missing
+
+    if why := missing():
+        pytest.skip(why)
+    command = [sys.executable, "-m", "moeclipse", "train", "--run.dir", str(tmp_path), "--run.name", "fresh"]
+    command += [
+        "--run.steps",
+        "12",
+        "--trace",
+        "3",
+        "--run.device",
+        "cpu",
+        "--eval.share",
+        "0.1",
+        "--eval.every",
+        "4",
+    ]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    command = [sys.executable, "-m", "moeclipse", "report", str(tmp_path / "fresh")]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    for dark in (False, True):
+        with opened(dark=dark) as driver:
+            visit(driver, tmp_path / "fresh" / "report.html")
+            check_page(driver, 12)
+            driver.set_window_size(1200, 4200)
+            driver.save_screenshot(str(tmp_path / f"{'dark' if dark else 'light'}.png"))
