@@ -176,6 +176,20 @@ def test_a_checkpoint_holds_weights_and_moments(tmp_path: Path) -> None:
         assert torch.equal(mine, theirs)
 
 
+def test_state_of_another_type_is_converted_with_a_note(tmp_path: Path) -> None:
+    mesh = Mesh.single()
+    model, optim = make(mesh, dtype=torch.float32)
+    step(model, optim, 0, mesh)
+    checkpoint = Checkpoint.open(save(tmp_path, 1, list(optim.pieces()), {}, OneRank(), keep=1), OneRank())
+    for config, text in (
+        (CONFIG, []),
+        (replace(CONFIG, state="bf16"), ["adam_m from float32 to bfloat16, adam_v from float32 to bfloat16"]),
+    ):
+        _, loaded = make(mesh, config, torch.float32)
+        loaded.load(checkpoint, 1)
+        assert loaded.notes == [f"the checkpoint's state is converted: {what}" for what in text]
+
+
 RATES = {
     "constant": [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1],
     "linear": [0.5, 1, 1, 1 - 0.8 / 7, 1 - 1.6 / 7, 1 - 2.4 / 7, 1 - 3.2 / 7, 1 - 4 / 7, 1 - 4.8 / 7, 0.2],

@@ -82,6 +82,8 @@ class AdamW:
         """`seed`: of rounding by chance."""
         self.buckets, self.config, self.seed = buckets, config, seed
         self.updates = 0
+        self.notes: list[str] = []
+        """What is to be said of the state that was loaded."""
         self.states = [ShardState.of(bucket, config) for bucket in buckets]
 
     def sum_of_squares(self, shards: list[torch.Tensor]) -> torch.Tensor:
@@ -185,7 +187,8 @@ class AdamW:
 
     def load(self, checkpoint: Checkpoint, updates: int) -> None:
         """Take this rank's shards out of a checkpoint of any layout and send the weights out."""
-        for bucket in self.buckets:
+        changed: dict[str, str] = {}
+        for bucket, state in zip(self.buckets, self.states, strict=True):
             for segment in bucket.segments(everything=True):
                 slab = Slab.parse(segment.entry.name)
                 name = segment.entry.name if slab is None else slab.name
@@ -194,6 +197,13 @@ class AdamW:
                         f"{checkpoint.path} has no optimizer state of {name}: it was frozen in the run that "
                         "saved it; freeze it (optim.frozen), or begin a new run with --init-from"
                     )
+                for kind in STATES:
+                    saved, kept = checkpoint.dtype(f"{kind}/{name}"), state.type_of(kind)
+                    if saved != kept:
+                        changed[kind] = f"{kind} from {saved} to {kept}".replace("torch.", "")
+        self.notes = (
+            [f"the checkpoint's state is converted: {', '.join(changed.values())}"] if changed else []
+        )
         self.updates = updates
         self._take(checkpoint, STATES)
 
