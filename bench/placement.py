@@ -12,7 +12,8 @@ Parts: `quality` (this). `end_to_end`: step times of real training on the shaped
 is left out where that is missing (bench/_placement_steps.py). `memory`: a segment-recurrent model, static,
 random and planned (bench/_placement_memory.py). `fedavg`: how far averaging the weights of replicas is from
 summing their gradients (bench/_placement_fedavg.py). `owners`: what it is worth that replicas own their
-expert together, on 64 simulated ranks (bench/_placement_owners.py).
+expert together, on 64 simulated ranks (bench/_placement_owners.py). `replay`: planners on the recorded loads
+of two real runs (bench/_placement_replay.py).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import _placement_fedavg
 import _placement_memory
 import _placement_owners
+import _placement_replay
 import _placement_steps
 import numpy as np
 from shaped_network import why_not
@@ -254,6 +256,7 @@ PARTS: dict[str, Callable[[bool], Found]] = {
     "quality": quality,
     "end_to_end": end_to_end,
     "owners": owners,
+    "replay": lambda quick: _placement_replay.run(2 if quick else 6),
     "memory": lambda quick: _placement_memory.report(_placement_memory.run_here(4 if quick else 60)),
     "fedavg": lambda quick: _placement_fedavg.report(_placement_fedavg.run_here(4 if quick else 40)),
 }

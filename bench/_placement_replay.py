@@ -1,0 +1,141 @@
+"""Planners on the loads of two real runs, whose gates had no balance loss to even them out.
+
+    .venv/bin/python bench/placement.py --part replay
+
+`bench/loads/*.npz` are the `load.npz` of two runs of the preset `small` (32 experts, top-4), cut to 3 layers,
+d_model and d_ff 64, 8,192 tokens a step: `python` read Python's standard library for 510 steps, `pages` the
+pages of docs/ for 260, every other step kept. Each layer is replayed as training plans it: looked at every 10
+steps, taken 5 steps later, the average's decay after the measured drift (`balance/drift`). Balance (mean over
+fullest rank) is that of all steps behind the first 40, with the split that training runs; `copies` are new
+replicas a plan, the first plan left out.
+
+`known` is what the exact solver reaches that knows each measured step and moves for nothing: no planner can.
+The loads are those of young models, which drift fast: `tv` is the part of the rows that has another expert 10
+steps later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moeclipse.balance.config import PlacementConfig, padded
+from moeclipse.balance.drift import Drift
+from moeclipse.balance.load import Load, LoadAverage, LoadTrace
+from moeclipse.balance.objective import PlacementCosts
+from moeclipse.balance.placement import Placement
+from moeclipse.balance.planner import PlanConfig, plan
+from moeclipse.balance.split import ReplicaTable, split_rows
+
+FOLDER = Path(__file__).parent / "loads"
+SHAPES = ((8, 5), (16, 3))
+YOUNG = 40
+"""Steps that are not measured."""
+MICROBATCHES = 8
+WAYS: dict[str, dict[str, Any]] = {
+    "static": {"planner": "static"},
+    "every 50, decay 0.9": {"planner": "incremental", "every": 50, "decay": 0.9},
+    "every 10, decay 0.9": {"planner": "incremental", "decay": 0.9},
+    "every 10, decay auto": {"planner": "incremental"},
+}
+
+
+def costs(lifetime: int) -> PlacementCosts:
+    """Of the preset's own experts, with as many rows as the preset's batch has."""
+    found = PlacementCosts.from_shapes(d_model=512, d_ff=512, every=lifetime)
+    return replace(
+        found, row_seconds=MICROBATCHES * found.row_seconds, row_bytes=MICROBATCHES * found.row_bytes
+    )
+
+
+def from_all(rows_E: np.ndarray, num_ranks: int) -> np.ndarray:
+    """[P, E]: each rank sends as many, but for what is left over."""
+    rank_P = np.arange(num_ranks)[:, None]
+    return rows_E // num_ranks + ((rank_P + np.arange(len(rows_E))) % num_ranks < rows_E % num_ranks)
+
+
+def replay(
+    rows_NE: np.ndarray, apart: int, config: PlacementConfig, ranks: int, slots: int
+) -> dict[str, Any]:
+    """One layer; rows were recorded so many steps `apart`."""
+    current = padded(Placement.contiguous(rows_NE.shape[1], ranks), slots)
+    table, pending = ReplicaTable.of(current), None
+    trace = (
+        LoadTrace(drift=Drift())
+        if config.decay == "auto"
+        else LoadTrace(average=LoadAverage(decay=config.decay))
+    )
+    balance, copies = [], []
+    for number, rows_E in enumerate(rows_NE):
+        counts_PE = from_all(rows_E, ranks)
+        balance.append(split_rows(counts_PE, table).balance)
+        trace.add(number, counts_PE[None])
+        if pending is not None and number >= pending[0]:
+            _, new, expected_E = pending
+            copies.append(sum(move.weights for move in current.moves(new)))
+            current, table, pending = new, ReplicaTable.of(new, expected_E), None
+        if config.moves and any(config.due(apart * number + more) for more in range(apart)):
+            seen_PE = trace.average.rows_LPE[0]
+            wanted = PlanConfig(planner=config.planner, max_moved=config.max_moved)
+            found = plan(wanted, seen_PE, (slots,) * ranks, current, costs(config.lifetime))
+            pending = (number + -(-config.delay // apart), found, seen_PE.sum(0))
+    return {"balance": balance[YOUNG // apart :], "copies": copies[1:], "first": copies[:1]}
+
+
+def known(rows_NE: np.ndarray, ranks: int, slots: int) -> list[float]:
+    """What the solver reaches for some steps that it is shown; without one, the best clean table."""
+    free = replace(costs(1), weight_bytes=0.0, gradient_bytes=0.0, state_bytes=0.0, row_bytes=0.0)
+    found = []
+    for rows_E in rows_NE:
+        counts_PE = from_all(rows_E, ranks)
+        current = padded(Placement.contiguous(len(rows_E), ranks), slots)
+        config = PlanConfig(planner="exact", noise=0.0, min_gain=0.0, max_moved=1.0, time_limit=2.0)
+        table = plan(config, counts_PE.astype(float), (slots,) * ranks, current, free)
+        found.append(split_rows(counts_PE, ReplicaTable.of(table, rows_E)).balance)
+    return found
+
+
+def drift_of(rows_NLE: np.ndarray, apart: int) -> float:
+    part_NLE = rows_NLE / rows_NLE.sum(-1, keepdims=True)
+    lag = 10 // apart
+    return float(np.abs(part_NLE[lag:] - part_NLE[:-lag]).sum(-1).mean() / 2)
+
+
+def run(samples: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    rows: list[dict[str, Any]] = []
+    checks: dict[str, float] = {}
+    print(f"{'loads':<8}{'ranks x slots':<15}{'way':<22}{'balance':>8}{'p5':>7}{'copies':>8}{'of known':>10}")
+    for path in sorted(FOLDER.glob("*.npz")):
+        load = Load.read(path)
+        layers = [load.rows_NLE[:, layer] for layer in range(load.num_layers)]
+        for ranks, slots in SHAPES:
+            at = np.linspace(YOUNG // load.every, len(load.steps_N) - 1, samples).astype(int)
+            best = float(np.mean([known(layer[at], ranks, slots) for layer in layers]))
+            for name, keys in WAYS.items():
+                replayed = partial(replay, apart=load.every, config=PlacementConfig(**keys))
+                found = [replayed(layer, ranks=ranks, slots=slots) for layer in layers]
+                balance = np.concatenate([each["balance"] for each in found])
+                copies = [count for each in found for count in each["copies"]]
+                row = {
+                    "loads": path.stem,
+                    "tv": drift_of(load.rows_NLE, load.every),
+                    "shape": f"{ranks} x {slots}",
+                    "way": name,
+                    "balance": float(balance.mean()),
+                    "p5": float(np.quantile(balance, 0.05)),
+                    "copies": float(np.mean(copies)) if copies else 0.0,
+                    "of_known": float(balance.mean()) / best,
+                }
+                rows.append(row)
+                print(
+                    f"{row['loads']:<8}{row['shape']:<15}{name:<22}{row['balance']:>8.3f}{row['p5']:>7.3f}"
+                    f"{row['copies']:>8.2f}{row['of_known']:>10.3f}",
+                    flush=True,
+                )
+            checks[f"replay_{path.stem}_{ranks}_{slots}"] = rows[-1]["balance"]
+        print(f"{path.stem}: tv {drift_of(load.rows_NLE, load.every):.3f}")
+    return rows, checks
