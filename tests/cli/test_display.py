@@ -161,6 +161,10 @@ def test_the_summary_says_how_even_the_ranks_were() -> None:
         ({"balance": 0.5, "placement": None}, "the fullest has 2.00 times the mean of rows; what replicas"),
         ({"balance": 0.96, "placement": None}, "the fullest has 1.04 times the mean of rows"),
         ({"balance": 0.5, "placement": {"plans": 3, "parcels": 7}}, "rows; 3 plans taken, 7 transfers"),
+        (
+            {"balance": 0.5, "placement": {"plans": 3, "parcels": 7, "predicted_ms": 1.25}},
+            "3 plans taken, 7 transfers, predicted to save 1.25 ms a step",
+        ),
     ):
         display = Display(console(width=160))
         display.start(INFO)

@@ -381,7 +381,9 @@ def ranks_text(summary: dict[str, Any]) -> str:
     text = f"the fullest has {1 / max(summary['balance'], 1e-9):.2f} times the mean of rows"
     placed = summary.get("placement") or {}
     if placed.get("plans"):
-        return f"{text}; {placed['plans']} plans taken, {placed['parcels']} transfers"
+        saved = placed.get("predicted_ms", 0)
+        told = f", predicted to save {saved:.3g} ms a step" if saved > 0 else ""
+        return f"{text}; {placed['plans']} plans taken, {placed['parcels']} transfers{told}"
     if summary["balance"] < UNEVEN:
         return f"{text}; what replicas would gain: moeclipse place {summary.get('directory', 'RUN')}"
     return text

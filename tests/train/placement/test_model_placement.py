@@ -203,7 +203,7 @@ def test_a_resumed_run_holds_what_the_checkpoint_held(corpus: str, tmp_path: Pat
     assert run_ranks(4, tables_after_load, config, path)[0] == tables
     given = {"placement.slots": ((0, 1, 4), (2,), (3,), (4,)), "placement.slots_per_rank": 3}
     assert run_ranks(4, tables_after_load, configure(corpus, **{**RANDOM, **given}), path)[0] == tables
-    loaded = run_ranks(4, tables_after_load, configure(corpus, **given), path)[0]
+    loaded = run_ranks(4, tables_after_load, configure(corpus, **WIDE, **given), path)[0]
     assert loaded[0][:2] == ((0, 1, 4), (2, -1, -1)), "without a planner a given table counts"
 
 

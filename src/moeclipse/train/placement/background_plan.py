@@ -24,6 +24,7 @@ import numpy as np
 from moeclipse.balance.objective import PlacementCosts
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.planner import PlanConfig, plan
+from moeclipse.balance.problem import PlanProblem
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 
@@ -42,6 +43,20 @@ class PlanRequest:
         slots_P = [len(row) for row in self.current.slots]
         return plan(self.config, self.counts_PE, slots_P, self.current, self.costs, self.node_P)
 
+    def seconds(self, new: Placement) -> tuple[float, float]:
+        """Of a step of this layer, as predicted: as it is placed now, and under another placement."""
+        problem = PlanProblem(
+            counts_PE=self.counts_PE,
+            slots_P=tuple(len(row) for row in self.current.slots),
+            current=self.current,
+            costs=self.costs,
+            node_P=self.node_P,
+        )
+        try:
+            return problem.judge(self.current).total, problem.judge(new).total
+        except Exception:  # a plan that does not fit has no price: the vote refuses it, and says why
+            return 0.0, 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
@@ -51,10 +66,13 @@ class Proposal:
     placements: tuple[Placement, ...]
     expected: tuple[tuple[float, ...], ...]
     """The loads that each layer was planned for."""
+    seconds: tuple[float, float] = (0.0, 0.0)
+    """Of a step of all these layers, as predicted: as they were placed, and under this plan."""
 
     def to_json(self) -> str:
         tables = [{"slots": p.slots, "primary": p.primary} for p in self.placements]
-        return json.dumps({"step": self.step, "placements": tables, "expected": self.expected})
+        told = {"step": self.step, "placements": tables, "expected": self.expected, "seconds": self.seconds}
+        return json.dumps(told)
 
     @classmethod
     def parse(cls, text: str, current: Sequence[Placement]) -> Proposal:
@@ -73,7 +91,13 @@ class Proposal:
                     f"but there are {[len(row) for row in now.slots]}"
                 )
             found.append(new)
-        return cls(step=value["step"], placements=tuple(found), expected=tuple(map(tuple, value["expected"])))
+        now, then = value.get("seconds", (0.0, 0.0))
+        return cls(
+            step=value["step"],
+            placements=tuple(found),
+            expected=tuple(map(tuple, value["expected"])),
+            seconds=(float(now), float(then)),
+        )
 
 
 class PlanThread:
@@ -139,7 +163,10 @@ class BackgroundPlanner:
             def work() -> str:
                 placements = tuple(request.plan() for request in requests)
                 loads = tuple(tuple(request.counts_PE.sum(0).tolist()) for request in requests)
-                return Proposal(step=step, placements=placements, expected=loads).to_json()
+                pairs = [r.seconds(new) for r, new in zip(requests, placements, strict=True)]
+                seconds = (sum(now for now, _ in pairs), sum(then for _, then in pairs))
+                found = Proposal(step=step, placements=placements, expected=loads, seconds=seconds)
+                return found.to_json()
 
             self.thread.start(work)
 
