@@ -15,7 +15,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.tokens import Tokens
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.learner import Learner
-from moeclipse.train.memory_table import BEFORE, BEHIND, readable, watched
+from moeclipse.train.memory_table import BEFORE, BEHIND, by_kind, readable, watched
 
 
 def counted_and_held(mesh: Mesh, dtype: str) -> tuple[dict[str, int], int]:
@@ -106,3 +106,16 @@ def test_a_run_that_is_asked_prints_it(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert (done.stdout + done.stderr).count("memory of this rank") == 1
     assert "layer 0, kept of a microbatch" in done.stdout + done.stderr
+
+
+def kinds_there(mesh: Mesh) -> dict[str, Any]:
+    return by_kind(Learner(config_of({"parallel.check_launches": False}), mesh))
+
+
+def test_every_rank_tells_what_its_memory_is_taken_for() -> None:
+    first, second = run_ranks(2, kinds_there)
+    assert first == second
+    assert first["kinds"][:2] == ["weights", "main_grad"]
+    for sizes in first["ranks"]:
+        assert len(sizes) == len(first["kinds"])
+        assert all(size > 0 for size in (sizes[0], sizes[1], sizes[-1]))

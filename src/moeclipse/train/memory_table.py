@@ -142,6 +142,15 @@ def watched(learner: Learner) -> MemoryTable:
     return table
 
 
+def by_kind(learner: Learner) -> dict[str, Any]:
+    """Bytes of every rank at its peak, by what they are taken for, for the summary. Collective."""
+    state = MemoryTable(learner.optim, [], by_autograd=False).state()
+    rest = max(peak(learner.mesh.device) - sum(state.values()), 0)
+    with learner.mesh.recorder.apart("memory of ranks"):
+        everyone = learner.mesh.gather_objects([*state.values(), rest])
+    return {"kinds": [*state, "the rest at its peak"], "ranks": everyone}
+
+
 def readable(size: float) -> str:
     for unit in UNITS[:-1]:
         if size < 1024:

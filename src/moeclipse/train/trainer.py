@@ -44,7 +44,7 @@ from moeclipse.train.hugging_face import export, load_folder
 from moeclipse.train.incidents import Incidents, kept
 from moeclipse.train.init_from import load_weights_of
 from moeclipse.train.learner import Learner
-from moeclipse.train.memory_table import watched
+from moeclipse.train.memory_table import by_kind, watched
 from moeclipse.train.metrics import Metrics
 from moeclipse.train.ranks import PatientRanks
 from moeclipse.train.run_directory import RunDirectory
@@ -218,6 +218,7 @@ class Run:
             "exchange": [layer.schedule.report() for layer in learner.layers],
             "load_by_layer": learner.loads.average_by_layer(),
             "placement": learner.placement.summary() if learner.placement.in_use else None,
+            "memory": by_kind(learner),
             **({"data": list(learner.samples.notes)} if learner.samples.notes else {}),
             **learner.evaluated,
             **best.told(),
