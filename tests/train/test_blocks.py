@@ -6,11 +6,16 @@ import pytest
 import torch
 from torch import nn
 
+from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.model.config import ModelConfig
 from moeclipse.moe.config import MoEConfig
 from moeclipse.tensor.cut import Cut, mark
+from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.blocks import block_for, block_problems
+from moeclipse.train.buckets import Buckets
+from moeclipse.train.optim import AdamW
+from moeclipse.train.optim_config import OptimConfig
 
 
 def part(shape: tuple[int, int], dim: int, parts: int, index: int = 0) -> nn.Parameter:
@@ -44,3 +49,38 @@ def test_what_a_configuration_cuts_is_told_before() -> None:
     told = list(block_problems(model, MoEConfig(d_ff=512, expert_tp="sharded"), 2))
     assert ["attention" in told[0], "model.d_ff (96)" in told[1], len(told)] == [True, True, 2]
     assert not list(block_problems(model, MoEConfig(d_ff=512), 1))
+
+
+class Matrices(nn.Module):
+    """Blocks of 16 and of 32 elements, rows without blocks, a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((5, 16), (3, 48), (3, 96), (5, 7), (9,))
+        self.all = nn.ParameterList(torch.randn(shape, generator=generator) for shape in shapes)
+
+
+def trained(mesh: Mesh) -> tuple[list[tuple[int, list[int]]], list[torch.Tensor]]:
+    """(block, bounds) of each bucket, and the weights after some updates with rank 0's gradients."""
+    model = Matrices()
+    optim = AdamW(Buckets(model, mesh, 1.0, blocks=True), OptimConfig(state="8bit"))
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(6):
+        for parameter in model.parameters():
+            grad = torch.randn(parameter.shape, generator=generator)
+            parameter.main_grad.copy_(grad * (mesh.rank == 0))  # type: ignore[attr-defined]
+        optim.buckets.arm()
+        optim.buckets.finish()
+        optim.step([bucket.reduced() for bucket in optim.buckets], 1e-2, 0.5)
+    found = [(bucket.block, bucket.bounds) for bucket in optim.buckets]
+    return found, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_shards_are_cut_between_blocks_and_give_the_same_bits() -> None:
+    _, expected = run_ranks(1, trained)[0]
+    for num_ranks in (2, 3):
+        for found, weights in run_ranks(num_ranks, trained):
+            assert sorted(block for block, _ in found) == [0, 0, 16, 32]
+            assert all(not block or bound % block == 0 for block, bounds in found for bound in bounds)
+            assert all(torch.equal(mine, whole) for mine, whole in zip(weights, expected, strict=True))
