@@ -25,7 +25,6 @@ from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
 from moeclipse.train.placement import background_plan
 
-SMALL = {key: value for key, value in RANDOM.items() if key not in WIDE}
 CHEAP = PlacementCosts(
     row_seconds=1e-3,
     row_bytes=1.0,
@@ -36,7 +35,7 @@ CHEAP = PlacementCosts(
     far_bandwidth=1e6,
 )
 """Replicas cost so little that planners make some, whatever this machine measures."""
-PLANNED = {**SMALL, "placement.planner": "incremental", "placement.start_step": 2, "placement.every": 4}
+PLANNED = {**RANDOM, "placement.planner": "incremental", "placement.start_step": 2, "placement.every": 4}
 
 
 def planned(mesh: Mesh, config: TrainConfig, steps: int) -> tuple[list[float], int, list[str], list[int]]:
@@ -53,7 +52,7 @@ def planned(mesh: Mesh, config: TrainConfig, steps: int) -> tuple[list[float], i
 
 @pytest.mark.parametrize("planner", ["wrap_fill", pytest.param("incremental", marks=pytest.mark.full)])
 def test_planned_training_has_the_same_losses(planner: str, corpus: str) -> None:  # noqa: F811
-    expected, *_ = run_alone(planned, configure(corpus), 8)
+    expected, *_ = run_alone(planned, configure(corpus, **WIDE), 8)
     config = configure(corpus, **{**PLANNED, "placement.planner": planner, "integrity.every": 1})
     for losses, plans, notes, replicas in run_ranks(4, planned, config, 8):
         assert difference(torch.tensor(losses), torch.tensor(expected)) <= 1e-12
