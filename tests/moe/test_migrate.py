@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moeclipse.balance.ownership import ExpertTransfer
+from moeclipse.balance.ownership import ExpertTransfer, Owner
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CommError
 from moeclipse.moe import migrate
@@ -76,3 +76,10 @@ def test_labels_in_words() -> None:
     assert label[0] == CANARY
     assert words(label) == "the optimizer state of expert 5, layer 2, after 3 updates, 144 bytes"
     assert words([0, *label[1:]]) == "bytes that hold no expert"
+    old, new = (
+        Owner(expert=5, members=(0,), rank=0, copy=0),
+        Owner(expert=5, members=(0, 1, 2), rank=1, copy=0, part=1, parts=3),
+    )
+    part = ExpertTransfer(expert=5, source=0, target=1, state=True, owners=(old, new))
+    told = "the optimizer state (from part 0 of 1, for part 1 of 3) of expert 5, layer 2, after 3 updates"
+    assert words(header(part, layer=2, updates=3, length=144)) == f"{told}, 144 bytes"

@@ -87,8 +87,8 @@ def words(label: Sequence[int]) -> str:
     canary, layer, expert, state, part, updates, length = label
     if canary != CANARY:
         return "bytes that hold no expert"
-    what = "weights"
-    if state:
+    what = "optimizer state" if state else "weights"
+    if part:
         old, new = (f"part {n >> 16 & 0xFFFF} of {n & 0xFFFF}" for n in (part >> 32, part))
-        what = f"optimizer state (from {old}, for {new})"
+        what = f"{what} (from {old}, for {new})"
     return f"the {what} of expert {expert}, layer {layer}, after {updates} updates, {length} bytes"
