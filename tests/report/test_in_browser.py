@@ -94,7 +94,8 @@ def check_page(driver: Any, steps: int) -> None:
     assert "times the mean" in said(driver, "loads-A-heat") or "no rows" in said(driver, "loads-A-heat")
     table = driver.find_element(By.CSS_SELECTOR, "#table-loss summary")
     table.send_keys(Keys.ENTER)
-    assert len(driver.find_elements(By.CSS_SELECTOR, "#table-loss tbody tr")) == steps
+    rows = "#table-loss tbody tr"
+    soon(driver, lambda: len(driver.find_elements(By.CSS_SELECTOR, rows)) == steps, "a table lies behind it")
     assert complaints(driver) == []
     assert requests(driver) == []
 
@@ -154,6 +155,8 @@ def test_the_page_of_a_fresh_run(tmp_path: Path) -> None:
         "3",
         "--run.device",
         "cpu",
+        "--eval.samples",
+        "8",
         "--eval.share",
         "0.1",
         "--eval.every",
