@@ -87,7 +87,10 @@ def sizes(mesh: Mesh) -> dict[tuple[str, str], float]:
     for master in ("fp32", "low-bits", "none"):
         for moments in ("fp32", "bf16", "8bit"):
             changes = {"optim.master": master, "optim.state": moments}
-            state = next(s for s in Learner(config_of(changes), mesh).optim.states if s.bucket.decay)
+            optim = Learner(config_of(changes), mesh).optim
+            pieces = sum(piece.num_bytes for piece in optim.pieces())
+            assert pieces <= optim.num_bytes <= 1.01 * pieces, "known before a piece is made"
+            state = next(s for s in optim.states if s.bucket.decay)
             found[master, moments] = sum(tensor.nbytes for tensor in state.tensors().values()) / len(state)
     return found
 

@@ -311,7 +311,7 @@ class Learner:
 
     def make_save_ready(self, beside: BesideSave) -> None:
         if self.mesh.device.type == "cuda":
-            beside.make_ready(sum(piece.num_bytes for piece in self._pieces()))
+            beside.make_ready(self.optim.num_bytes)
 
     def _pieces(self) -> list[Piece]:
         """What this rank saves."""

@@ -164,6 +164,12 @@ class AdamW:
         factor = clip / norm.clamp(min=clip) if clip else torch.ones_like(norm)
         return torch.where(norm.isfinite(), factor / scale, math.nan)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all pieces at most, without making any: some forms of state have to be widened for it."""
+        kept = sum(len(state) * state.type_of(kind).itemsize for state in self.states for kind in STATES)
+        return kept + sum(bucket.params.nbytes for bucket in self.buckets.frozen)
+
     def pieces(self) -> Iterator[Piece]:
         """All that this rank owns, as pieces of logical tensors."""
         for bucket, state in zip(self.buckets, self.states, strict=True):
