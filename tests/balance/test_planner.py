@@ -86,10 +86,7 @@ def test_one_objective(
     nodes: int,
     costs: PlacementCosts,
 ) -> None:
-    """More slots are hardly ever worse, and no plan is worse than greedy or than doing nothing.
-
-    Searches from tables with more slots may end elsewhere: 1.4 % worse was seen, with three experts.
-    """
+    """More slots are never worse, and no plan is worse than greedy, than wrap-fill or than doing nothing."""
     counts_PE = real_looking(num_experts, num_ranks, exponent, seed, tokens)
     node_P = tuple(rank % nodes for rank in range(num_ranks))
     current, share = Placement.contiguous(num_experts, num_ranks), -(-num_experts // num_ranks)
@@ -104,7 +101,7 @@ def test_one_objective(
         assert seconds <= problem.judge(problem.start).total * (1 + 1e-9), "doing nothing"
         greedy = plan(PlanConfig(planner="greedy"), counts_PE, slots_P, current, costs, node_P)
         assert seconds <= problem.judge(greedy).total * (1 + 1e-9)
-        assert seconds <= before * 1.05, f"{slots} slots are worse than {slots - 1}"
+        assert seconds <= before * (1 + 1e-9), f"{slots} slots are worse than {slots - 1}"
         before = seconds
 
 

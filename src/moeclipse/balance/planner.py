@@ -126,8 +126,8 @@ def incremental(config: PlanConfig, problem: PlanProblem) -> Placement:
 
 def few_moves(config: PlanConfig, problem: PlanProblem) -> Iterator[Placement]:
     """What holds now, improved by a few copies, in each tier that it fits into."""
-    max_moves = max(round(config.max_moved * problem.num_slots), FEWEST_MOVES)
     for slots_P in problem.tiers:
+        max_moves = max(round(config.max_moved * sum(slots_P)), FEWEST_MOVES)
         if all(len(row) <= count for row, count in zip(problem.current.slots, slots_P, strict=True)):
             start = Draft.of(fitted(problem.current, slots_P), problem)
             found = improved(start, max_moves, max(steps_for(problem), FEW_STEPS))
@@ -136,11 +136,11 @@ def few_moves(config: PlanConfig, problem: PlanProblem) -> Iterator[Placement]:
 
 
 def clean_tables(problem: PlanProblem) -> Iterator[Placement]:
-    """Greedy as it is, and the better start of each tier, improved."""
-    yield plan_greedy(problem.load_E, problem.slots_P).arranged_like(problem.current)
+    """Of each tier greedy as it is, and the better start, improved; what a tier gives depends on it alone."""
     for slots_P in problem.tiers:
+        yield fitted(plan_greedy(problem.load_E, slots_P), problem.slots_P).arranged_like(problem.current)
         start = min(clean_starts(problem, slots_P), key=lambda draft: draft.seconds)
-        found = improved(start, problem.num_slots, steps_for(problem)).placement()
+        found = improved(start, sum(slots_P), steps_for(problem)).placement()
         yield fitted(found, problem.slots_P).arranged_like(problem.current)
 
 
