@@ -17,15 +17,18 @@ def test_a_run_ends_with_advice_and_its_page(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     out = io.StringIO()
     tell_page(folder, Console(file=out, soft_wrap=True))
-    first, second, last = out.getvalue().splitlines()
-    assert first.startswith("advice    --placement.planner incremental: wins 7 % of a step (8.5 ms); ")
+    skew, first, second, last = out.getvalue().splitlines()
+    assert skew == "skew      ranks at 0.88, which cost 8.5 ms of waiting a step (7 %)"
+    assert first.startswith(
+        "advice    --placement.planner incremental: wins at most 7 % of a step (8.5 ms); "
+    )
     assert second.startswith("          --moe.schedule smart: wins at most 5 % of a step")
     assert last == f"page      {folder / 'report.html'}"
     assert (folder / "report.html").is_file()
 
 
 def test_without_advice_there_is_the_page(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", ranks=1)
+    folder = make_run(tmp_path / "run", ranks=1, balance=None)
     assert page_lines(folder) == [("page", str(folder / "report.html"))]
 
 

@@ -125,7 +125,10 @@ def test_the_picture(load_file: Path, tmp_path: Path) -> None:
     [
         (("--ranks", "2", "--slots", "6"), "16 experts do not fit into 12 slots (2 ranks)"),
         (("--ranks", "4", "--slots", "6", "--nodes", "3"), "nodes (3) must divide ranks (4)"),
-        (("--ranks", "4", "--slots", "6", "--layer", "3"), "--layer (3) must lie between 0 and 2"),
+        (
+            ("--ranks", "4", "--slots", "6", "--layer", "3"),
+            "--layer (3) has no experts; choose one of 0, 1, 2",
+        ),
         (
             ("--ranks", "4", "--slots", "6", "--planner", "x"),
             "--planner 'x' is unknown; choose one of random",

@@ -20,6 +20,21 @@ schedule = "blocking"
 warmup_steps = 3
 """
 
+PROBE = {
+    "row_forward": 1e-4,
+    "row_backward": 2e-4,
+    "kernel": 0.0,
+    "latency": 0.0,
+    "bandwidth": 1e6,
+    "link": 1e6,
+    "shared_wire": False,
+    "row_bytes": 100.0,
+    "parameter_bytes": 100.0,
+    "gradient_bytes": 200.0,
+}
+CHOICES = {"ranks": [1, 2, 1, 1], "layers": {}, "placement": PROBE, "hosts": [0, 0]}
+"""What two ranks measured for planners."""
+
 
 def record_of(step: int, ranks: int = 2, **more: Any) -> dict[str, Any]:
     """A line of metrics: rank 1 has more rows, computes longer, and the others wait for it."""

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import make_run
+from made_runs import CHOICES, PROBE, make_run
 
-from moeclipse.report.advice import Advice, advise_run, cost_of_a_row
+from moeclipse.report.advice import Advice, advise_run
 from moeclipse.report.measures import measures_of
 from moeclipse.report.run import read_run
+from moeclipse.report.skew import outlook
 
 
 def advised(folder: Path, config: str = "", summary: dict[str, Any] | None = None) -> dict[str, Advice]:
@@ -30,7 +31,7 @@ def test_blocking_exchanges_and_uneven_ranks(tmp_path: Path) -> None:
     assert found["--moe.schedule smart"].at_most
     # A row costs 0.05 ms; the fullest rank has 170 rows more than the mean, in the median.
     assert found["--placement.planner incremental"].gain_ms == pytest.approx(0.05 * 170, rel=1e-6)
-    assert not found["--placement.planner incremental"].at_most
+    assert found["--placement.planner incremental"].at_most, "the run has measured no costs of transfers"
 
 
 def test_what_is_used_already_is_not_advised(tmp_path: Path) -> None:
@@ -42,10 +43,19 @@ def test_one_rank_has_nothing_to_hide(tmp_path: Path) -> None:
     assert advised(make_run(tmp_path / "run", ranks=1)) == {}
 
 
-def test_the_cost_of_a_row_is_read_from_the_run(tmp_path: Path) -> None:
-    assert cost_of_a_row(read_run(make_run(tmp_path / "run"))) == pytest.approx(0.05)
-    assert cost_of_a_row(read_run(make_run(tmp_path / "one", ranks=1))) is None
-    assert cost_of_a_row(read_run(make_run(tmp_path / "short", steps=4))) is None
+def test_a_planner_is_advised_with_its_own_prediction(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    (folder / "choices.json").write_text(json.dumps(CHOICES))
+    (advice,) = [one for name, one in advised(folder).items() if "planner" in name]
+    assert not advice.at_most
+    would = outlook(read_run(folder))
+    assert would is not None
+    assert advice.gain_ms == pytest.approx(would.gain_ms)
+    assert f"ranks at 0.88; planned placement predicts a step {would.faster:.2f} x faster" in advice.why
+    # Where a row costs nothing, a planner says that nothing helps: then nothing is advised.
+    free = {**PROBE, "row_forward": 0.0, "row_backward": 0.0, "row_bytes": 0.0}
+    (folder / "choices.json").write_text(json.dumps({**CHOICES, "placement": free}))
+    assert not [name for name in advised(folder) if "planner" in name]
 
 
 def test_cuts_that_cost_more_than_they_hide(tmp_path: Path) -> None:

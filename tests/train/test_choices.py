@@ -12,6 +12,8 @@ from test_trainer import configure, losses, whole
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.core.errors import ConfigError
+from moeclipse.moe.config import GateConfig
+from moeclipse.moe.layer import MoE
 from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
 from moeclipse.train.choices import FILE, Choices
 from moeclipse.train.config import TrainConfig
@@ -57,6 +59,10 @@ def check_repeats(tmp_path: Path, changes: dict[str, Any], kills: list[tuple[int
     repeated = (directory(second) / FILE).read_text()
     assert repeated == Path(choices).read_text(), "nothing was measured again"
     assert json.loads((directory(first) / "summary.json").read_text())["placement"]["plans"] >= 2
+    lines = map(json.loads, (directory(first) / "metrics.jsonl").read_text().splitlines())
+    told = ["predicted to take" in str(line.get("notes")) for line in lines if "plan_before_ms" in line]
+    assert told
+    assert all(told), "a line has the seconds of the plan that its note tells of"
 
 
 def test_two_runs_with_equal_choices_are_equal(tmp_path: Path) -> None:
@@ -100,3 +106,28 @@ def test_choices_are_read_where_they_fit(tmp_path: Path) -> None:
     assert "does not hold the choices of a run" in read_there(mesh, str(own), str(other), False)
     (own / FILE).write_text(json.dumps({"ranks": [2, 1, 1, 1], "layers": {"0": {}}, "placement": {}}))
     assert read_there(mesh, str(own), "", True) == [{}, None], "made by other ranks"
+
+
+def priced(mesh: Mesh, folder: str) -> list[Any]:
+    layer = MoE(4, 8, 4, gate=GateConfig(top_k=1), mesh=mesh)
+    choices = Choices(mesh, Path(folder))
+    choices.bind([layer])
+    for balance in (None, 0.99):
+        choices.price_skew([layer], balance)
+    choices.price_skew([], 0.5)
+    even = choices.placement
+    choices.price_skew([layer], 0.5)
+    first = choices.placement
+    choices.price_skew([layer], 0.5)
+    return [even, first, choices.placement is first]
+
+
+def test_uneven_ranks_are_priced_once_at_the_end(tmp_path: Path) -> None:
+    found = run_ranks(2, priced, str(tmp_path))
+    even, first, once = found[0]
+    assert even is None
+    assert once
+    assert first["bandwidth"] > 0
+    assert found[1][1] == first, "all ranks know the same"
+    kept = json.loads((tmp_path / FILE).read_text())
+    assert (kept["placement"], kept["hosts"]) == (first, [0, 0])

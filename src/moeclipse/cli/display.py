@@ -29,8 +29,6 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 ASCII_LEVELS = " .:-=+*#@"
 PLAIN_LINES = 20
 SPARK_WIDTH = 12
-UNEVEN = 0.8
-"""Below this mean over fullest rank a summary says where to look."""
 PLOT_HEIGHT, PLOT_WIDTH = 6, 78
 ROOM_FOR_PLOT = (60, 16)
 """Columns and lines of a terminal that is large enough."""
@@ -377,13 +375,9 @@ def clock(seconds: float) -> str:
 
 
 def ranks_text(summary: dict[str, Any]) -> str:
-    """How even the ranks were, what was done about it, or where to see what would help."""
+    """How even the ranks were, and what was done about it; what that cost and won stands below."""
     text = f"the fullest has {1 / max(summary['balance'], 1e-9):.2f} times the mean of rows"
     placed = summary.get("placement") or {}
     if placed.get("plans"):
-        saved = placed.get("predicted_ms", 0)
-        told = f", predicted to save {saved:.3g} ms a step" if saved > 0 else ""
-        return f"{text}; {placed['plans']} plans taken, {placed['parcels']} transfers{told}"
-    if summary["balance"] < UNEVEN:
-        return f"{text}; what replicas would gain: moeclipse place {summary.get('directory', 'RUN')}"
+        return f"{text}; {count(placed['plans'], 'plan')} taken, {count(placed['parcels'], 'transfer')}"
     return text

@@ -1,4 +1,4 @@
-"""The last lines of a run: what would have helped, and where the page is that shows it.
+"""The last lines of a run: what skew cost, what would have helped, and where the page is that shows it.
 
 Contract. A page is a service: whatever goes wrong with it is said in its line and costs the run nothing.
 """
@@ -16,6 +16,7 @@ from moeclipse.report.advice import advise_run
 from moeclipse.report.measures import measures_of
 from moeclipse.report.page import NAME, write_page
 from moeclipse.report.run import read_run
+from moeclipse.report.skew import skew_of
 
 MOST_BYTES = 64 << 20
 """Of metrics: a longer run's page takes a while, and is left to whoever asks for it."""
@@ -30,12 +31,17 @@ def page_lines(directory: Path) -> list[tuple[str, str]]:
             return [("page", command)]
         run = read_run(directory)
         measures = measures_of(run)
+        skew = skew_of(run)
         told = [one.in_words(measures["step_ms"]) for one in advise_run(run, measures)[:MOST_ADVICE]]
         write_page([run], directory / NAME)
     except Exception as error:  # the run is over and well: nothing here may end it otherwise
         return [("page", f"could not be written ({error}); {command}")]
-    advice = [("advice" if index == 0 else "", text) for index, text in enumerate(told)]
-    return [*advice, ("page", str(directory / NAME))]
+    uneven = labelled("skew", [] if skew is None else skew.in_words())
+    return [*uneven, *labelled("advice", told), ("page", str(directory / NAME))]
+
+
+def labelled(label: str, lines: list[str]) -> list[tuple[str, str]]:
+    return [(label if index == 0 else "", text) for index, text in enumerate(lines)]
 
 
 def tell_page(directory: Path, console: Console) -> None:

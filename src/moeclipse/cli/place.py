@@ -37,7 +37,7 @@ from moeclipse.cli.place_run import RunFacts
 from moeclipse.core.errors import ConfigError
 
 BESIDE = "beside the loads"
-TOLD_LAYERS = 3
+TOLD_LAYERS = TOLD_RANKS = 3
 COMPARED = ("greedy", "incremental", "wrap_fill", "exact")
 
 
@@ -51,8 +51,8 @@ class PlaceConfig:
     """Ranks that share the experts of a layer; left out: as many as wrote the loads."""
     slots: int | None = None
     """Experts that a rank can hold in each layer; left out: an even share and one more."""
-    nodes: int = 1
-    """Nodes that the ranks stand on, in equal runs."""
+    nodes: int | None = None
+    """Nodes that the ranks stand on, in equal runs; left out: the hosts of the run, or one."""
     current: Path | None = None
     """The placement that holds now (JSON); without it: experts in order, one replica each."""
     out: Path | None = None
@@ -62,7 +62,7 @@ class PlaceConfig:
     planner: str = "incremental"
     """Whose plan is written: random, greedy, incremental, wrap_fill or exact."""
     layer: int | None = None
-    """Only this layer."""
+    """Only this layer, by its number in the model."""
     time_limit: float = 10.0
     """Seconds per layer for the exact solver; 0 leaves it out."""
     max_moved: float = 0.05
@@ -83,6 +83,7 @@ class FullConfig(PlaceConfig):
 
     ranks: int
     slots: int
+    nodes: int
     every: int
 
 
@@ -111,7 +112,7 @@ def main(argv: list[str]) -> int:
     load = Load.read(facts.load)
     config = fill(given, load, facts)
     refuse_unwritable({"--out": config.out, "--plot": config.plot})
-    layers = layers_of(config, load, facts.layer_numbers(load.num_layers))
+    layers = layers_of(config, load, facts.layer_numbers(load.num_layers), facts.copies(config.ranks))
     node_P = nodes_of(config.ranks, config.nodes)
     hardware = (config.d_model, config.d_ff, config.device, config.link)
     costs, told = facts.costs(*hardware, every=config.every, per_node=max(config.ranks // config.nodes, 1))
@@ -160,12 +161,14 @@ def gains(layers: list[LayerLoads], static: Verdict, chosen: Verdict) -> list[st
     ]
     rows = list(zip(layers, static.scores, chosen.scores, strict=True))
     rows.sort(key=lambda row: row[2].total - row[1].total)
-    for layer, old, new in rows[:TOLD_LAYERS] if len(rows) > 1 else []:
-        if new.total < old.total:
-            found.append(
-                f"  layer {layer.number}: balance {old.balance:.2f} to {new.balance:.2f}, "
-                f"{1e3 * old.total:.3f} to {1e3 * new.total:.3f} ms"
-            )
+    gaining = [row for row in rows if row[2].total < row[1].total]
+    for layer, old, new in gaining[:TOLD_LAYERS] if len(rows) > 1 else []:
+        found.append(
+            f"  layer {layer.number}: balance {old.balance:.2f} to {new.balance:.2f}, "
+            f"{1e3 * old.total:.3f} to {1e3 * new.total:.3f} ms"
+        )
+    if len(gaining) > TOLD_LAYERS:
+        found.append(f"  and {count(len(gaining) - TOLD_LAYERS, 'more layer')}")
     return found
 
 
@@ -178,32 +181,39 @@ def fill(config: PlaceConfig, load: Load, facts: RunFacts) -> FullConfig:
     given["ranks"] = ranks
     slots = config.slots if config.slots is not None or config.ranks is not None else facts.slots
     given["slots"] = min(share + 1, load.num_experts) if slots is None else slots
+    hosts = len(set(facts.hosts)) if ranks == facts.ranks else 1
+    given["nodes"] = (hosts or 1) if config.nodes is None else config.nodes
     given["every"] = config.every or facts.size("every")
     given["plot"] = facts.load.with_suffix(".png") if config.plot == Path(BESIDE) else config.plot
     return FullConfig(**given)
 
 
-def layers_of(config: FullConfig, load: Load, names: list[int] | None = None) -> list[LayerLoads]:
-    """`names`: the number in the model of each layer with experts."""
+def layers_of(
+    config: FullConfig, load: Load, names: list[int] | None = None, copies: int = 1
+) -> list[LayerLoads]:
+    """`names`: the number in the model of each layer with experts; `copies`: groups that share the rows."""
     if config.ranks < 1 or config.slots < 1:
         raise ConfigError(f"--ranks ({config.ranks}) and --slots ({config.slots}) must be at least 1")
     if config.planner not in PLANNERS:
         raise ConfigError(f"--planner {config.planner!r} is unknown; choose one of {', '.join(PLANNERS)}")
     slots_for(load.num_experts, config.ranks, config.slots)
-    numbers = range(load.num_layers) if config.layer is None else [config.layer]
-    if config.layer is not None and not 0 <= config.layer < load.num_layers:
-        raise ConfigError(f"--layer ({config.layer}) must lie between 0 and {load.num_layers - 1}")
+    names = list(range(load.num_layers)) if names is None else names
+    if config.layer is not None and config.layer not in names:
+        known = ", ".join(map(str, names))
+        raise ConfigError(f"--layer ({config.layer}) has no experts; choose one of {known}")
+    numbers = range(load.num_layers) if config.layer is None else [names.index(config.layer)]
     current = _current(config, load, len(numbers))
     past = load.before_last()
     found = []
     for number, placement in zip(numbers, current, strict=True):
-        seen_PE = past.counts(number, config.ranks)
+        seen_PE = past.counts(number, config.ranks) / copies
         measured = load.last_step(number, config.ranks)
-        next_PE = np.rint(seen_PE).astype(np.int64) if measured is None else measured
+        next_PE = np.rint(seen_PE).astype(np.int64) if measured is None else measured // copies
         if not seen_PE.any() or not next_PE.any():
-            raise ConfigError(f"layer {number} of {config.load} has no rows: there is nothing to plan for it")
-        name = number if names is None else names[number]
-        found.append(LayerLoads(number=name, seen_PE=seen_PE, next_PE=next_PE, current=placement))
+            raise ConfigError(
+                f"layer {names[number]} of {config.load} has no rows: there is nothing to plan for it"
+            )
+        found.append(LayerLoads(number=names[number], seen_PE=seen_PE, next_PE=next_PE, current=placement))
     return found
 
 
@@ -354,21 +364,20 @@ def _rank_loads(layers: list[LayerLoads], verdict: Verdict, node_P: tuple[int, .
 def _draw_ranks(
     console: Console, layers: list[LayerLoads], static: Verdict, chosen: Verdict, node_P: tuple[int, ...]
 ) -> None:
-    """The ranks of the worst layer, before and after."""
+    """The ranks of the worst layer, before and after, each by its number."""
     worst = int(np.argmin([s.balance for s in static.scores]))
     mark = "#" if console.options.ascii_only else "█"
     room = max(min(console.width - 30, 60), 10)
     console.print(f"\nranks of layer {layers[worst].number}, rows relative to the mean", style="dim")
+    now_P = _rank_loads(layers, static, node_P)[worst]
+    order = np.argsort(-now_P, kind="stable")
+    shown = [*order[:TOLD_RANKS], *order[TOLD_RANKS:][-1:]]  # the fullest as it is, and the emptiest
     for verdict, colour in ((static, "red"), (chosen, "green")):
-        load_P = np.sort(_rank_loads(layers, verdict, node_P)[worst])[::-1]
-        top = float(_rank_loads(layers, static, node_P)[worst].max())
-        shown = load_P[:3].tolist() + ([float(load_P[-1])] if len(load_P) > 3 else [])
-        for place, value in enumerate(shown):
-            last = place == len(shown) - 1 and len(load_P) > 3
+        load_P = _rank_loads(layers, verdict, node_P)[worst]
+        for place, rank in enumerate(shown):
             name = verdict.name.replace("_", "-") if place == 0 else ""
-            word = "emptiest" if last else "fullest" if place == 0 else ""
-            bar = mark * round(value / top * room)
-            console.print(Text.assemble(f"{name:<12}{word:<9}", (bar, colour), f" {value:.2f}"))
+            bar = mark * round(load_P[rank] / now_P.max() * room)
+            console.print(Text.assemble(f"{name:<12}rank {rank:<4}", (bar, colour), f" {load_P[rank]:.2f}"))
 
 
 def heat_map(

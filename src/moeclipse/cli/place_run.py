@@ -15,6 +15,7 @@ from typing import Any
 
 from moeclipse.balance.objective import PlacementCosts
 from moeclipse.core.errors import ConfigError
+from moeclipse.report.skew import probe_of, sharers
 
 DEFAULTS = {"d_model": 2048, "d_ff": 1408, "every": 50}
 """Of an expert and a run that nothing is known of."""
@@ -47,15 +48,21 @@ class RunFacts:
     @property
     def probe(self) -> dict[str, Any] | None:
         """What ranks measured for planners, or in their first layer; None: nothing."""
-        layers = [layer["probe"] for layer in self.choices.get("layers", {}).values()]
-        found: dict[str, Any] | None = self.choices.get("placement") or next(iter(layers), None)
-        return found
+        return probe_of(self.choices)
 
     @property
     def ranks(self) -> int | None:
         """That share the experts of a layer."""
-        axes = self.choices.get("ranks")
-        return None if not axes else int(axes[1])
+        return sharers(self.choices, self.get("moe", "expert_tp"))
+
+    def copies(self, ranks: int) -> int:
+        """Groups of ranks that hold the same experts and share the rows of a step; 1 for other ranks."""
+        return int(self.choices["ranks"][0]) if ranks == self.ranks else 1
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """Of these ranks; empty: not known."""
+        return tuple(self.choices.get("hosts") or ())
 
     @property
     def slots(self) -> int | None:

@@ -28,6 +28,7 @@ from moeclipse.report.measures import measures_of
 from moeclipse.report.page import NAME, write_page
 from moeclipse.report.run import RunData, read_run
 from moeclipse.report.serve import serve
+from moeclipse.report.skew import skew_of
 from moeclipse.report.thin import safe
 
 MOST_RUNS = 2
@@ -87,13 +88,14 @@ def numbers_of(runs: list[RunData]) -> dict[str, object]:
     """What `--json` prints."""
     found = []
     for run in runs:
-        measures = measures_of(run)
+        measures, skew = measures_of(run), skew_of(run)
         found.append(
             {
                 "name": run.name,
                 "directory": str(run.directory),
                 "ranks": run.num_ranks,
                 "measures": measures,
+                "skew": None if skew is None else asdict(skew),
                 "advice": [asdict(one) for one in advise_run(run, measures)],
                 "gaps": run.gaps,
             }

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from moeclipse.core.errors import ConfigError, ScheduleError
 from moeclipse.cost.file import load_costs
 from moeclipse.report.run import RunData, number
+from moeclipse.report.skew import PLANNER, outlook, probe_of, skew_ms
 from moeclipse.sim.compare import Question, ask
 
 WORTH = 0.01
@@ -77,37 +76,33 @@ def cut_less(run: RunData, _: Values) -> Iterator[Advice]:
 
 
 def even_ranks(run: RunData, measures: Values) -> Iterator[Advice]:
-    """Ranks that wait for the one with most rows: what a row costs is read from steps with other rows."""
+    """Ranks that wait for the one with most rows: by the objective of planners, or by what rows cost."""
     straggle, balance = measures["straggle_ms"], measures["balance"]
-    cost = cost_of_a_row(run)
-    if not straggle or cost is None or balance is None or balance > UNEVEN:
+    if not straggle or balance is None or balance > UNEVEN:
         return
     if run.config.get("placement.planner", "static") != "static":
         return
-    rows = run.steps.ranks["rows"]
-    gain = min(cost * float(np.median(rows.max(1) - rows.mean(1))), straggle)
-    yield Advice(
-        setting="--placement.planner incremental",
-        gain_ms=gain,
-        why=f"the fullest rank has {1 / balance:.2f} times the mean of rows, and the others wait for it "
-        f"({straggle:.1f} ms); see moeclipse place {run.directory}",
-    )
-
-
-def cost_of_a_row(run: RunData) -> float | None:
-    """Milliseconds, from how compute differs between ranks of a step where rows do; None: it does not."""
-    rows, compute = run.steps.ranks.get("rows"), run.steps.ranks.get("compute_ms")
-    if rows is None or compute is None or rows.shape[1] < 2:
-        return None
-    whole = np.isfinite(rows).all(1) & np.isfinite(compute).all(1)
-    warm = run.steps.rank_step >= number(run.config.get("metrics.warmup_steps"), 3)
-    rows, compute = rows[whole & warm], compute[whole & warm]
-    if len(rows) < 3:
-        return None
-    d_rows, d_compute = rows - rows.mean(1, keepdims=True), compute - compute.mean(1, keepdims=True)
-    spread = float((d_rows**2).sum())
-    cost = float((d_rows * d_compute).sum()) / spread if spread > 0 else 0.0
-    return cost if cost > 0 else None
+    see = f"see moeclipse place {run.directory}"
+    would = outlook(run)
+    if would is not None:
+        yield Advice(
+            setting=f"--placement.planner {would.planner}",
+            gain_ms=would.gain_ms,
+            why=f"ranks at {balance:.2f}; planned placement predicts a step {would.faster:.2f} x faster; "
+            f"{see}",
+        )
+        return
+    gain = skew_ms(run)
+    if (
+        gain is not None and probe_of(run.choices) is None
+    ):  # with costs, a planner has said that nothing helps
+        yield Advice(
+            setting=f"--placement.planner {PLANNER}",
+            gain_ms=gain,
+            at_most=True,
+            why=f"the fullest rank has {1 / balance:.2f} times the mean of rows, and the others wait for it "
+            f"({straggle:.1f} ms); {see}",
+        )
 
 
 def shorter_bubble(run: RunData, measures: Values) -> Iterator[Advice]:

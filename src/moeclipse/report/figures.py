@@ -26,6 +26,7 @@ from moeclipse.report.measures import (
     over,
 )
 from moeclipse.report.run import RunData
+from moeclipse.report.skew import skew_of
 from moeclipse.report.thin import bin_starts, curve, heat_bytes, mean_of_bins, numbers, safe
 from moeclipse.report.timeline import hidden_by_op, timeline_of
 
@@ -82,6 +83,7 @@ def run_figures(run: RunData, measures: dict[str, float | None], mark: str) -> d
         "hidden_by_op": [] if run.trace is None else hidden_by_op(run.trace),
         "events": events(run),
         "placement": run.summary.get("placement"),
+        "skew": [] if (skew := skew_of(run)) is None else skew.in_words(),
         "choices": choices(run),
         "memory": run.summary.get("memory"),
         "sample": run.summary.get("sample"),

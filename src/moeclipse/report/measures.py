@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from moeclipse.report.run import RunData, number
+from moeclipse.report.skew import skew_ms
 
 PARTS = ("compute", "exposed", "straggle", "idle")
 """Of a step; they add up to it."""
@@ -38,6 +39,7 @@ ABOUT = {
     "mfu": "share of the device's peak",
     "of_limit": "share of what the work allows",
     "balance": "rows of the mean rank over those of the fullest",
+    "skew_ms": "milliseconds of a step that ranks wait for the one with most rows",
     "grad_norm": "norm of the gradient",
     "dropped": "rows over capacity",
     "skipped": "steps without an update",
@@ -46,7 +48,7 @@ ABOUT = {
 SHARES = ("compute", "exposed", "straggle", "idle", "hidden", "mfu", "of_limit")
 LESS_IS_BETTER = (
     *("loss", "loss_last", "eval_loss", "eval_best", "step_ms", "exposed_ms", "straggle_ms", "idle_ms"),
-    *("exposed", "straggle", "idle", "dropped", "skipped", "incidents"),
+    *("skew_ms", "exposed", "straggle", "idle", "dropped", "skipped", "incidents"),
 )
 MORE_IS_BETTER = ("tokens_per_s", "hidden", "mfu", "of_limit", "balance")
 
@@ -73,6 +75,7 @@ def measures_of(run: RunData) -> dict[str, float | None]:
         found[part] = ratio(mean(run, f"{part}_ms"), mean(run, "step_ms"))
     # Of both parts the mean: medians of two numbers do not belong to one step.
     found["hidden"] = ratio(mean(run, "hidden_ms"), mean(run, "comm_ms")) if comm else None
+    found["skew_ms"] = skew_ms(run)
     found["dropped"] = total(run, "dropped")
     found["skipped"] = total(run, "skipped")
     found["incidents"] = float(len(run.incidents))

@@ -65,6 +65,8 @@ class RunData:
     load: Load | None
     trace: dict[str, Any] | None
     gaps: list[str]
+    kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What was computed from all this once, and takes a while (`report/skew`)."""
 
     @property
     def num_ranks(self) -> int:

@@ -7,6 +7,7 @@ takes those of another run.
 
     layers       of each layer: the costs that were measured, the cuts that were tried, and the one that stays
     placement    the costs that planners are told, where no layer has measured any
+    hosts        the host of each rank that shares a layer's experts, for those who plan from these costs
 
 Contract. All ranks of a stage know the same choices: the first of them reads and writes. Every stage of a
 pipeline has a file of its own (choices.json, choices-1.json, ...). Choices of other ranks are left alone and
@@ -16,7 +17,8 @@ made again.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,8 @@ from moeclipse.moe.probe import Probe
 from moeclipse.train.run_files import write_atomic
 
 FILE = "choices.json"
+UNEVEN = 0.95
+"""Mean over fullest rank below which it is worth knowing what a planner would have won."""
 
 
 class Choices:
@@ -37,6 +41,7 @@ class Choices:
         self.mesh, self.directory = mesh, directory
         self.layers: dict[str, dict[str, Any]] = {}
         self.placement: dict[str, Any] | None = None
+        self.hosts: tuple[int, ...] = ()
 
     @property
     def _name(self) -> str:
@@ -56,6 +61,7 @@ class Choices:
             raise ConfigError(found["problem"])
         if found.get("ranks") == self._ranks:
             self.layers, self.placement = found["layers"], found["placement"]
+            self.hosts = tuple(found["hosts"])
             self.write()
 
     @property
@@ -66,6 +72,7 @@ class Choices:
         """Let layers take what is known of them, and tell what they choose."""
         for layer in layers:
             name = str(layer.layer)
+            self.hosts = layer.schedule.hosts
             layer.schedule.take_choice(self.layers.get(name))
 
             def chosen(choice: dict[str, Any], name: str = name) -> None:
@@ -83,9 +90,21 @@ class Choices:
             self.write()
         return Probe(**self.placement)
 
+    def price_skew(self, layers: Sequence[MoE], balance: float | None) -> None:
+        """At the end of a run whose ranks were uneven: measure what a planner needs to say what would help.
+
+        Collective; all ranks of a stage know the same balance. What cannot be measured is left out.
+        """
+        known = self.placement is not None or any(layer.schedule.probe is not None for layer in layers)
+        if known or not layers or balance is None or balance > UNEVEN:
+            return
+        with suppress(Exception), self.mesh.recorder.apart("costs of an exchange"):
+            self.costs_for_planners(layers[0])
+
     def write(self) -> None:
         if self.directory is not None and self.mesh.stage.index == 0:
-            text = {"ranks": self._ranks, "layers": self.layers, "placement": self.placement}
+            text: dict[str, Any] = {"ranks": self._ranks, "layers": self.layers, "placement": self.placement}
+            text["hosts"] = list(self.hosts)
             write_atomic(self.directory / self._name, json.dumps(text, indent=1) + "\n")
 
 
@@ -94,6 +113,7 @@ def _read(path: Path, needed: bool) -> dict[str, Any]:
         return {"problem": f"run.choices: there is no file {path}"} if needed else {}
     try:
         found = json.loads(path.read_text())
-        return {key: found[key] for key in ("ranks", "layers", "placement")}
+        needed_keys = {key: found[key] for key in ("ranks", "layers", "placement")}
+        return {**needed_keys, "hosts": found.get("hosts", [])}  # which the first of these files lack
     except (OSError, ValueError, KeyError, TypeError) as error:
         return {"problem": f"{path} does not hold the choices of a run ({error!r}); remove it to choose anew"}

@@ -218,7 +218,7 @@ class Learner:
             "grad_norm": norm,
             "tokens_per_s": 1e3 * self.tokens_per_step / times["step_ms"],
             "num_tokens": self.tokens_per_step,
-            **times,
+            **(times | self.placement.taken),
             **load.record(self.tokens_per_step),
             **told_by_source(self.batches, step, stats[6:]),
             "dropped": int(stats[2]),

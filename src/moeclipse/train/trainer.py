@@ -209,6 +209,7 @@ class Run:
         best = BestCheckpoint(self.checkpoints, self.mesh, start)
         saving = self._steps(learner, metrics, start, best)
         path = saving.path or (found.path if found is not None else None)
+        choices.price_skew(learner.layers, metrics.window.means().get("balance"))
         extra = {
             "unigram_entropy": learner.corpus.unigram_entropy(),
             "checkpoint": str(path) if path else None,

@@ -57,7 +57,7 @@ function advice() {
     const items = run.advice.map((one) => el("li", {}, el("code", {}, one.setting),
       one.share === null ? null : el("span", { class: "gain" }, `  wins ${one.at_most ? "at most " : ""}${(100 * one.share).toFixed(0)} % of a step (${short(one.gain_ms)} ms)`), el("div", { class: "soft" }, one.why)));
     const title = several() ? el("p", { class: "soft who" }, `${run.mark}: ${run.name}`) : null;
-    return [title, items.length ? el("ul", { class: "advice" }, items) : empty("nothing that the run has measured would win 1 % of a step")];
+    return [title, items.length ? el("ul", { class: "advice" }, items) : empty("nothing that the run has measured would win 1 % of a step"), ...run.skew.map((line) => el("p", { class: "soft" }, line))];
   });
   return section("advice", "What would have helped", true, ...lists.flat());
 }

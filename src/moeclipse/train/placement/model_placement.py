@@ -63,6 +63,8 @@ class ModelPlacement:
         self.plans_taken = self.transfers = 0
         self.predicted_s = 0.0
         """What plans were to save of a step, added up."""
+        self.taken: dict[str, float] = {}
+        """For the record of the last step: what the plan that was taken after it is predicted to win."""
 
     @property
     def in_use(self) -> bool:
@@ -98,6 +100,7 @@ class ModelPlacement:
 
     def after_step(self, step: int, loads: LoadAverage) -> list[str]:
         """What is to be done between two steps; returns what is to be said about it. Collective."""
+        self.taken = {}
         if not self.layers:
             return []
         config, done = self.config, step + 1
@@ -149,6 +152,7 @@ class ModelPlacement:
             return []
         now, then = proposal.seconds
         self.predicted_s += now - then
+        self.taken = {"plan_before_ms": 1e3 * now, "plan_after_ms": 1e3 * then}
         return [
             f"plan of step {proposal.step}: {len(changed)} layers changed, {transfers} transfers; rows, "
             f"replicas and moves are predicted to take {1e3 * then:.3g} ms a step instead of {1e3 * now:.3g}"

@@ -1,0 +1,289 @@
+"""What uneven ranks cost a run, what was done about it, and what it won or would have won.
+
+    skew = skew_of(run)              # None on one rank
+    for line in skew.in_words(): ...
+
+    cost        rows of the fullest rank above the mean, times what a row was measured to cost
+    predicted   seconds of plans that were taken, by the objective of planners (`balance/objective`)
+    measured    median step before a plan less the median step after it
+    would       the objective's word on a plan for these loads, with the costs that the run has measured
+
+Contract. Pure: files of a run are all that is read. What cannot be known is None and is said to be unknown: a
+gain is measured only where enough steps stand on both sides of a plan, predicted only where the run has
+measured its costs.
+
+Hazard: a step changes for many reasons. A measured gain is given with its noise (what medians of so many
+steps jitter by), and one that is smaller counts as none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from moeclipse.balance.config import PlacementConfig
+from moeclipse.balance.objective import PlacementCosts
+from moeclipse.balance.placement import Placement
+from moeclipse.balance.planner import PlanConfig, plan
+from moeclipse.balance.problem import PlanProblem
+from moeclipse.core.errors import ConfigError
+from moeclipse.report.run import RunData, number
+
+PLANNER: Literal["incremental"] = "incremental"
+FEWEST_STEPS, MOST_STEPS = 5, 20
+"""On each side of a plan: fewer say nothing, and more may be of another time."""
+MEDIAN_NOISE = 1.2533
+"""The standard error of a median, in those of a mean."""
+MAD_TO_SIGMA = 1.4826
+MOST_LAYERS = 16
+"""That are planned to see what would be won: the most uneven ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """Of plans that were taken and changed something, in milliseconds of a step."""
+
+    plans: int
+    predicted_ms: float
+    measured_ms: float | None
+    """Over the plans that have enough steps around them; None: there are none."""
+    noise_ms: float
+    """What `measured_ms` may be off by."""
+    measured_plans: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """What a planner would have won."""
+
+    planner: str
+    gain_ms: float
+    """Of a step."""
+    faster: float
+    """Step time now over that of a planned step."""
+    balance: float
+    """Mean over fullest rank under the plan, on average over layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skew:
+    balance: float
+    """Mean over fullest rank: the median of the steps."""
+    cost_ms: float | None
+    """Of a step, spent waiting for the fullest rank; None: not known."""
+    share: float | None
+    """The same as a part of the step."""
+    gain: Gain | None
+    """None: no plan changed anything."""
+    would: Outlook | None
+    """None: a planner is on, costs are not known, or nothing would be won."""
+
+    def in_words(self) -> list[str]:
+        return [text for text in (self._cost(), self._gain(), self._would()) if text]
+
+    def _cost(self) -> str:
+        ranks = f"ranks at {self.balance:.2f}"
+        if self.cost_ms is None or self.share is None:
+            return f"{ranks}; what that cost is not known"
+        return f"{ranks}, which cost {self.cost_ms:.3g} ms of waiting a step ({100 * self.share:.0f} %)"
+
+    def _gain(self) -> str:
+        gain = self.gain
+        if gain is None:
+            return ""
+        plans = "1 plan" if gain.plans == 1 else f"{gain.plans} plans"
+        told = f"{plans} moved experts: predicted to save {gain.predicted_ms:.3g} ms a step"
+        if gain.measured_ms is None:
+            return f"{told}; measured: not known, there are too few steps around them"
+        some = "" if gain.measured_plans == gain.plans else f" around {gain.measured_plans} of them"
+        return f"{told}, measured{some}: {gain.measured_ms:.3g} ms (give or take {gain.noise_ms:.2g})"
+
+    def _would(self) -> str:
+        if self.would is None:
+            return ""
+        return (
+            f"planned placement predicts ranks at {self.would.balance:.2f} and a step "
+            f"{self.would.faster:.2f} x faster"
+        )
+
+
+def skew_of(run: RunData) -> Skew | None:
+    balance, step = run.steps.column("balance")[run.window], run.steps.column("step_ms")[run.window]
+    balance, step = balance[np.isfinite(balance)], step[np.isfinite(step)]
+    if not len(balance) or not len(step):
+        return None
+    step_ms = float(np.median(step))
+    cost = skew_ms(run)
+    return Skew(
+        balance=float(np.median(balance)),
+        cost_ms=cost,
+        share=None if cost is None else cost / max(step_ms, 1e-9),
+        gain=gain_of(run),
+        would=outlook(run),
+    )
+
+
+# --- what it cost ----------------------------------------------------------------------------------------
+
+
+def skew_ms(run: RunData) -> float | None:
+    """Of a step: rows above the mean, at what a row costs, at most what ranks really waited."""
+    straggle, cost = run.steps.column("straggle_ms")[run.window], cost_of_a_row(run)
+    straggle = straggle[np.isfinite(straggle)]
+    if cost is None or not len(straggle):
+        return None
+    rows = run.steps.ranks["rows"]
+    rows = rows[np.isfinite(rows).all(1)]
+    above = float(np.median(rows.max(1) - rows.mean(1)))
+    return min(cost * above, float(np.median(straggle)))
+
+
+def cost_of_a_row(run: RunData) -> float | None:
+    """Milliseconds, from how compute differs between ranks of a step where rows do; None: it does not."""
+    rows, compute = run.steps.ranks.get("rows"), run.steps.ranks.get("compute_ms")
+    if rows is None or compute is None or rows.shape[1] < 2:
+        return None
+    whole = np.isfinite(rows).all(1) & np.isfinite(compute).all(1)
+    warm = run.steps.rank_step >= number(run.config.get("metrics.warmup_steps"), 3)
+    rows, compute = rows[whole & warm], compute[whole & warm]
+    if len(rows) < 3:
+        return None
+    d_rows, d_compute = rows - rows.mean(1, keepdims=True), compute - compute.mean(1, keepdims=True)
+    spread = float((d_rows**2).sum())
+    cost = float((d_rows * d_compute).sum()) / spread if spread > 0 else 0.0
+    return cost if cost > 0 else None
+
+
+# --- what was won ----------------------------------------------------------------------------------------
+
+
+def gain_of(run: RunData) -> Gain | None:
+    """Of all plans that changed something: each is held against the steps around it."""
+    before, after = (run.steps.column(f"plan_{when}_ms") for when in ("before", "after"))
+    taken = np.flatnonzero(np.isfinite(before) & np.isfinite(after))
+    if not len(taken):
+        return None
+    step_ms = run.steps.column("step_ms")
+    gains = [
+        found
+        for last, place, following in zip([-1, *taken], taken, [*taken[1:], len(step_ms)], strict=False)
+        if (found := around(step_ms, run.window, int(last), int(place), int(following))) is not None
+    ]
+    return Gain(
+        plans=len(taken),
+        predicted_ms=float((before - after)[taken].sum()),
+        measured_ms=sum(gain for gain, _ in gains) if gains else None,
+        noise_ms=math.sqrt(sum(noise**2 for _, noise in gains)),
+        measured_plans=len(gains),
+    )
+
+
+def around(
+    step_ms: np.ndarray, window: np.ndarray, last: int, place: int, following: int
+) -> tuple[float, float] | None:
+    """(median before less median after a plan taken behind step `place`, its noise).
+
+    `last` and `following` are the plans before and after it. The steps in which plans are taken are left
+    out: they also move experts.
+    """
+    found = []
+    sides = (
+        slice(max(last + 1, place - MOST_STEPS), place),
+        slice(place + 1, min(following, place + 1 + MOST_STEPS)),
+    )
+    for side in sides:
+        steps = step_ms[side][window[side] & np.isfinite(step_ms[side])]
+        if len(steps) < FEWEST_STEPS:
+            return None
+        median = float(np.median(steps))
+        sigma = MAD_TO_SIGMA * float(np.median(np.abs(steps - median)))
+        found.append((median, MEDIAN_NOISE * sigma / math.sqrt(len(steps))))
+    (before, noise), (after, more) = found
+    return before - after, math.hypot(noise, more)
+
+
+# --- what would have helped ------------------------------------------------------------------------------
+
+
+def outlook(run: RunData) -> Outlook | None:
+    """What a planner predicts for the average loads of a run that used none; planned once."""
+    if "outlook" not in run.kept:
+        try:
+            run.kept["outlook"] = _outlook(run)
+        except (ConfigError, KeyError, TypeError, ValueError, AttributeError):
+            run.kept["outlook"] = None  # files of another version, or of somebody else's making
+    found: Outlook | None = run.kept["outlook"]
+    return found
+
+
+def _outlook(run: RunData) -> Outlook | None:
+    if run.config.get("placement.planner", "static") != "static":
+        return None
+    step = run.steps.column("step_ms")[run.window]
+    problems = list(problems_of(run))
+    if not problems or not np.isfinite(step).any():
+        return None
+    step_s = 1e-3 * float(np.nanmedian(step))
+    now = [problem.judge(problem.current) for problem in problems]
+    then = list(now)
+    for layer in np.argsort([score.balance for score in now], kind="stable")[:MOST_LAYERS].tolist():
+        then[layer] = problems[layer].judge(planned(problems[layer]))
+    before, after = (sum(score.total for score in scores) for scores in (now, then))
+    # Costs are measured apart from steps: what a plan saves is never more than its part of a real step.
+    saved = (before - after) * min(1.0, step_s / before) if before > 0 else 0.0
+    if saved <= 0:
+        return None
+    return Outlook(
+        planner=PLANNER,
+        gain_ms=1e3 * saved,
+        faster=step_s / max(step_s - saved, 1e-3 * step_s),
+        balance=sum(score.balance for score in then) / len(then),
+    )
+
+
+def problems_of(run: RunData) -> Iterator[PlanProblem]:
+    """What a planner would have been asked for each layer; nothing where costs or loads are not known."""
+    probe, num_ranks = probe_of(run.choices), sharers(run.choices, run.config.get("moe.expert_tp"))
+    if run.load is None or probe is None or num_ranks is None or num_ranks < 2:
+        return
+    copies = max(run.load.average_LPE.shape[1] // num_ranks, 1)
+    node_P = tuple(run.choices.get("hosts") or [0] * num_ranks)
+    lifetime = int(number(run.config.get("placement.lifetime"), PlacementConfig().lifetime))
+    costs = PlacementCosts.from_measured(probe, lifetime, max(map(node_P.count, node_P)))
+    start = PlacementConfig(
+        slots_per_rank=run.config.get("placement.slots_per_rank", "auto"), planner=PLANNER
+    )
+    for layer in range(run.load.num_layers):
+        current = start.start(run.load.num_experts, num_ranks, layer)
+        yield PlanProblem(
+            counts_PE=run.load.counts(layer, num_ranks) / copies,
+            slots_P=tuple(len(row) for row in current.slots),
+            current=current,
+            costs=costs,
+            node_P=node_P,
+        )
+
+
+def planned(problem: PlanProblem) -> Placement:
+    how = PlanConfig(planner=PLANNER)
+    return plan(how, problem.counts_PE, problem.slots_P, problem.current, problem.costs, problem.node_P)
+
+
+def probe_of(choices: dict[str, Any]) -> dict[str, Any] | None:
+    """What ranks measured for planners, or in their first layer; None: nothing."""
+    layers = choices.get("layers") or {}
+    found = choices.get("placement") or next((one.get("probe") for one in layers.values()), None)
+    return found if isinstance(found, dict) else None
+
+
+def sharers(choices: dict[str, Any], expert_tp: Any) -> int | None:
+    """Ranks that share the experts of a layer; None: not known."""
+    axes = choices.get("ranks")
+    if not isinstance(axes, list) or len(axes) != 4:
+        return None
+    _, ep, tp, _ = map(int, axes)
+    return ep if expert_tp == "sharded" else ep * tp

@@ -1,0 +1,145 @@
+"""What skew cost, what plans won, what a planner would have won: from files whose answers are known."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from made_runs import CHOICES, PROBE, make_run, record_of, write_lines, write_loads
+
+from moeclipse.balance.objective import PlacementCosts, score
+from moeclipse.balance.placement import Placement
+from moeclipse.report.run import RunData, read_run
+from moeclipse.report.skew import Skew, cost_of_a_row, gain_of, outlook, probe_of, sharers, skew_ms, skew_of
+
+
+def told(folder: Path) -> Skew:
+    found = skew_of(read_run(folder))
+    assert found is not None
+    return found
+
+
+def test_the_cost_is_rows_above_the_mean_at_what_they_cost(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "run"))
+    assert cost_of_a_row(run) == pytest.approx(0.05)
+    # In the median, the fullest of two ranks has 170 rows more than the mean.
+    assert skew_ms(run) == pytest.approx(0.05 * 170)
+    found = told(tmp_path / "run")
+    assert found.share == pytest.approx(8.5 / 126.5)
+    assert found.in_words() == ["ranks at 0.88, which cost 8.5 ms of waiting a step (7 %)"]
+
+
+def test_what_is_not_known_is_said(tmp_path: Path) -> None:
+    assert skew_of(read_run(make_run(tmp_path / "one", ranks=1, balance=None))) is None
+    short = read_run(make_run(tmp_path / "short", steps=4))
+    assert cost_of_a_row(short) is None
+    assert told(tmp_path / "short").in_words() == ["ranks at 0.88; what that cost is not known"]
+    assert cost_of_a_row(read_run(make_run(tmp_path / "single", ranks=1))) is None
+
+
+def planned_run(folder: Path, plans: dict[int, tuple[float, float]], steps: list[float]) -> RunData:
+    """A run whose steps take so long, with plans (predicted before, after) taken behind some of them."""
+    make_run(folder, steps=1)
+    records: list[dict[str, Any]] = []
+    for step, step_ms in enumerate(steps):
+        more = {"step_ms": step_ms}
+        if step in plans:
+            more |= dict(zip(("plan_before_ms", "plan_after_ms"), plans[step], strict=True))
+        records.append(record_of(step, **more))
+    write_lines(folder / "metrics.jsonl", records)
+    return read_run(folder)
+
+
+def test_a_gain_is_held_against_the_steps_around_a_plan(tmp_path: Path) -> None:
+    jitter = [0.0, 1.0, -1.0, 2.0, -2.0]
+    slow, fast = ([base + jitter[k % 5] for k in range(20)] for base in (100.0, 60.0))
+    # The first steps warm up, and the one in which experts moved takes long: neither counts.
+    steps = [900.0, 900.0, 900.0, *slow, 500.0, *fast]
+    gain = gain_of(planned_run(tmp_path / "run", {23: (90.0, 45.0)}, steps))
+    assert gain is not None
+    assert (gain.plans, gain.measured_plans) == (1, 1)
+    assert gain.predicted_ms == pytest.approx(45.0)
+    assert gain.measured_ms == pytest.approx(40.0)
+    assert 0.2 < gain.noise_ms < 1.5
+    words = " ".join(told(tmp_path / "run").in_words())
+    assert "1 plan moved experts: predicted to save 45 ms a step, measured: 40 ms (give or take" in words
+
+
+def test_plans_with_too_few_steps_around_them_are_unknown(tmp_path: Path) -> None:
+    plans = {6: (90.0, 80.0), 12: (80.0, 75.0)}
+    gain = gain_of(planned_run(tmp_path / "run", plans, [100.0] * 7 + [90.0] * 9))
+    assert gain is not None
+    assert (gain.plans, gain.measured_plans, gain.measured_ms) == (2, 0, None)
+    assert gain.predicted_ms == pytest.approx(15.0)
+    words = " ".join(told(tmp_path / "run").in_words())
+    assert "2 plans moved experts: predicted to save 15 ms a step; measured: not known" in words
+    longer = gain_of(planned_run(tmp_path / "more", plans, [100.0] * 7 + [90.0] * 20))
+    assert longer is not None
+    assert (longer.measured_plans, longer.measured_ms) == (1, 0.0)
+
+
+def skewed(folder: Path, **choices: Any) -> Path:
+    """Two ranks, four experts; three quarters of the rows want those of rank 0."""
+    make_run(folder)
+    write_loads(folder, np.tile(np.array([300, 300, 100, 100]), (20, 1, 1)), 2)
+    (folder / "choices.json").write_text(json.dumps({**CHOICES, **choices}))
+    return folder
+
+
+def test_what_a_planner_would_win_follows_from_its_objective(tmp_path: Path) -> None:
+    run = read_run(skewed(tmp_path / "run"))
+    would = outlook(run)
+    assert would is not None
+    costs = PlacementCosts.from_measured(PROBE, 50)
+    counts_PE = np.array([[150, 150, 50, 50]] * 2)
+    now = score(Placement.contiguous(4, 2), counts_PE, costs).total
+    saved = would.gain_ms / 1e3 / min(1.0, 0.1275 / now)
+    best = score(Placement.parse([[0, 2], [1, 3]], num_experts=4, num_ranks=2), counts_PE, costs).total
+    assert now - saved <= 1.05 * best, "as good as the even table, or better"
+    step_ms = float(np.median(run.steps.column("step_ms")[run.window]))
+    assert would.faster == pytest.approx(step_ms / (step_ms - would.gain_ms))
+    assert would.balance > 0.95
+    assert "planned placement predicts ranks at" in told(tmp_path / "run").in_words()[-1]
+    assert run.kept["outlook"] is outlook(run), "planned once"
+
+
+def test_copies_of_the_model_share_the_rows(tmp_path: Path) -> None:
+    one = outlook(read_run(skewed(tmp_path / "one")))
+    folder = skewed(tmp_path / "two", ranks=[2, 2, 1, 1])
+    write_loads(folder, np.tile(np.array([300, 300, 100, 100]) * 2, (20, 1, 1)), 4)
+    two = outlook(read_run(folder))
+    assert one is not None
+    assert two is not None
+    assert asdict(one) == pytest.approx(asdict(two))
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"placement": None},
+        {"placement": {"row_forward": 1}},
+        {"ranks": [1, 1, 1, 1]},
+        {"ranks": "two"},
+        {"hosts": [1]},
+    ],
+)
+def test_without_costs_nothing_is_promised(tmp_path: Path, choices: dict[str, Any]) -> None:
+    assert outlook(read_run(skewed(tmp_path / "run", **choices))) is None
+
+
+def test_a_run_with_a_planner_is_not_told_to_use_one(tmp_path: Path) -> None:
+    folder = skewed(tmp_path / "run")
+    (folder / "config.toml").write_text('[placement]\nplanner = "greedy"\n')
+    assert outlook(read_run(folder)) is None
+
+
+def test_who_shares_experts_and_what_they_measured() -> None:
+    assert sharers({"ranks": [2, 4, 2, 1]}, "whole") == 8
+    assert sharers({"ranks": [2, 4, 2, 1]}, "sharded") == 4
+    assert sharers({}, None) is None
+    assert probe_of({"layers": {"0": {"probe": {"a": 1}}}, "placement": None}) == {"a": 1}
+    assert probe_of({"layers": None}) is None
