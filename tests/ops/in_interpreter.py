@@ -23,10 +23,13 @@ from moeclipse.ops import (
     eight_bits,
     expert_mlp,
     gate,
+    gate_losses,
     low_bits,
     norm,
+    pick,
     rotary,
     rounding,
+    sum_parts,
     topk_softmax,
     wgrad,
 )
@@ -283,32 +286,64 @@ def check_eight_bits(step: adam.AdamStep) -> None:
         report(f"adam eight bits weight {group} 64x32", weight, truth)
 
 
-def check_norm(shape: tuple[int, ...], *, add: bool, apart: int = 0) -> None:
+def check_norm(shape: tuple[int, ...], what: str, apart: int = 0) -> None:
     """`apart`: rows do not lie side by side."""
+    add = what == "sum"
     width = shape[-1]
     x, b, dy, dh = (torch.randn(*shape[:-1], width + apart)[..., :width] for _ in range(4))
     operands = [x, b, torch.randn(width)] if add else [x, torch.randn(width)]
     exact = [tensor.detach().double().requires_grad_() for tensor in operands]
     ours = [tensor.detach().requires_grad_() for tensor in operands]
-    function, reference = (
-        (norm._AddNorm.apply, norm.add_norm_reference)
-        if add
-        else (norm._RmsNorm.apply, norm.rms_norm_reference)
-    )
+    function, reference = {
+        "alone": (norm._RmsNorm.apply, norm.rms_norm_reference),
+        "sum": (norm._AddNorm.apply, norm.add_norm_reference),
+        "beside": (norm._BesideNorm.apply, lambda x, *rest: (1 * x, norm.rms_norm_reference(x, *rest))),
+    }[what]
     found = {}
     for which, tensors in ((function, ours), (reference, exact)):
-        out = which(*tensors, 1e-3)
-        outs, d_outs = (out, (dh, dy)) if add else ((out,), (dy,))
+        out = which(*tensors, 1e-3, *(() if which is reference else (None,)))
+        outs, d_outs = ((out,), (dy,)) if what == "alone" else (out, (dh, dy))
         torch.autograd.backward(outs, [d.to(outs[0].dtype) for d in d_outs])
         found[which] = [*outs, *(tensor.grad for tensor in tensors)]
     for number, (got, truth) in enumerate(zip(found[function], found[reference], strict=True)):
-        report(f"norm {'sum ' if add else ''}{shape} {apart} {number}", got, truth.float())
+        report(f"norm {what} {shape} {apart} {number}", got, truth.float())
 
 
 def all_norms() -> None:
     for number, shape in enumerate(((1, 5), (77, 40), (3, 7, 16), (1100, 33), (5, 3000))):
-        check_norm(shape, add=False, apart=3 * (number % 2))
-        check_norm(shape, add=True, apart=3 * (number % 2))
+        for what in ("alone", "sum", "beside"):
+            check_norm(shape, what, apart=3 * (number % 2))
+
+
+def check_sum_parts() -> None:
+    for shape in ((1, 1), (3, 5000), (3, 7, 11), (300, 33)):
+        parts, held = torch.randn(shape), torch.randn(shape[1:])
+        for accumulate in (False, True):
+            for dtype in (torch.float32, torch.float16):
+                got, expected = held.to(dtype), held.to(dtype)
+                sum_parts.sum_parts_kernel(parts, got, accumulate=accumulate)
+                sum_parts.sum_parts_reference(parts.double(), expected, accumulate=accumulate)
+                report(f"parts {shape} {accumulate} {'64x32' * (dtype == torch.float16)}", got, expected)
+
+
+def check_pick() -> None:
+    values = torch.randn(50, 2)[:, 1]
+    for shape in ((1,), (1030,), (13, 4)):
+        index = torch.randint(-1, 50, shape, dtype=torch.int32)
+        report(f"pick {shape}", pick.pick_kernel(values, index), pick.pick_reference(values, index))
+
+
+def check_gate_losses() -> None:
+    for num_experts, z in ((1, 0.3), (11, 0.0), (64, 0.3)):
+        load, d_aux = torch.randint(0, 99, (num_experts,)), torch.tensor(0.7)
+        prob, squares = torch.rand(num_experts, requires_grad=True), torch.rand((), requires_grad=True)
+        expected = gate_losses.gate_losses_reference(load, prob, squares, 0.2, z)
+        got = gate_losses.gate_losses_kernel(load, prob.detach(), squares.detach(), 0.2, z)
+        report(f"losses {num_experts}", got, expected.detach())
+        grads = torch.autograd.grad(expected, (prob, squares), d_aux, allow_unused=True)
+        found = gate_losses.gate_losses_backward_kernel(load, d_aux, 0.2, z)
+        report(f"losses {num_experts} d_prob", found[0], grads[0])
+        report(f"losses {num_experts} d_squares", found[1], torch.zeros(()) if grads[1] is None else grads[1])
 
 
 def check_turn(shape: tuple[int, ...], *, neighbours: bool, normed: bool, by_token: bool) -> None:
@@ -326,7 +361,7 @@ def check_turn(shape: tuple[int, ...], *, neighbours: bool, normed: bool, by_tok
             pairs = zip(given[:2], weights, strict=True)
             outs = [rotary.turn_reference(x, table, neighbours, w, 1e-3) for x, w in pairs]
         else:
-            outs = rotary._Turn.apply(*given[:2], *weights, table, neighbours, 1e-3)
+            outs = rotary._Turn.apply(*given[:2], *weights, table, neighbours, 1e-3, (None, None))
         torch.autograd.backward(outs, [d.to(outs[0].dtype) for d in d_outs])
         found.append([*outs, *(tensor.grad for tensor in given)])
     for number, (got, truth) in enumerate(zip(*found, strict=True)):
@@ -433,6 +468,9 @@ GROUPS = {
     "choice": all_choices,
     "adam": check_adam,
     "norm": all_norms,
+    "parts": check_sum_parts,
+    "pick": check_pick,
+    "losses": check_gate_losses,
     "turn": all_turns,
     "loss": all_losses,
     "activation": all_activations,

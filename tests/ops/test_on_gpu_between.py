@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from moeclipse.ops.activation import ACTIVATIONS, activate, activated, hidden_width
 from moeclipse.ops.cross_entropy import gradient, gradient_reference, statistics, statistics_reference
 from moeclipse.ops.embedding import embedding_grad_product, embedding_grad_reference
-from moeclipse.ops.norm import add_norm, add_norm_reference, rms_norm, rms_norm_reference
+from moeclipse.ops.norm import add_norm, add_norm_reference, beside_norm, rms_norm, rms_norm_reference
 from moeclipse.ops.rotary import turn, turn_reference
+from moeclipse.tensor.weight_grad import attach, place_of
 
 HAS_GPU = torch.cuda.device_count() > 0  # through NVML: asking CUDA itself would spoil forked ranks
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")]
@@ -54,6 +56,24 @@ def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, b, weight = normal(*shape, dtype=dtype), normal(*shape, dtype=dtype), normal(shape[-1], dtype=dtype)
     compare(lambda *t: rms_norm(*t, 1e-5), lambda *t: rms_norm_reference(*t, 1e-5), [x, weight])
     compare(lambda *t: add_norm(*t, 1e-5), lambda *t: add_norm_reference(*t, 1e-5), [x, b, weight])
+    plain = lambda x, w: (1 * x, rms_norm_reference(x, w, 1e-5))  # noqa: E731
+    compare(lambda *t: beside_norm(*t, 1e-5), plain, [x, weight])
+
+
+def test_gradients_of_norms_reach_their_place() -> None:
+    torch.manual_seed(0)
+    x, weight = normal(1000, 2048, dtype=torch.bfloat16), nn.Parameter(normal(2048, dtype=torch.bfloat16))
+    wide = weight.detach().double().requires_grad_()
+    rms_norm_reference(x.double(), wide, 1e-5).sum().backward()
+    assert wide.grad is not None
+    for dtype in (torch.float32, torch.bfloat16):
+        state = attach(weight, torch.full_like(weight, 7, dtype=dtype), lambda: None)
+        state.empty = True
+        for times in (1, 2):
+            rms_norm(x, weight, 1e-5, place_of(weight)).sum().backward()
+            assert weight.grad is None
+            error = (state.main_grad.double() - times * wide.grad).norm() / (times * wide.grad).norm()
+            assert error < (1e-5 if dtype == torch.float32 else 5e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -35,6 +35,7 @@ from moeclipse.ops.rotary import turn
 from moeclipse.tensor.cut import Cut, mark
 from moeclipse.tensor.linear import column_linear
 from moeclipse.tensor.parallel import move
+from moeclipse.tensor.weight_grad import place_of
 
 
 class Attention(nn.Module):
@@ -94,12 +95,13 @@ class Attention(nn.Module):
         q_BSHd: torch.Tensor,
         k_BSGd: torch.Tensor,
         positions: Positions,
-        norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+        norms: tuple[nn.Parameter, nn.Parameter] | None = None,
         eps: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys by their positions, as heads."""
         table = positions.rows if q_BSHd.dtype == torch.float64 else positions.narrow_rows
-        q, k = turn(q_BSHd, k_BSGd, table, self.rotary.pairs == "neighbours", norms, eps)
+        places = (None, None) if norms is None else (place_of(norms[0]), place_of(norms[1]))
+        q, k = turn(q_BSHd, k_BSGd, table, self.rotary.pairs == "neighbours", norms, eps, places)
         return q.transpose(1, 2), k.transpose(1, 2)
 
     def turn(self, x_BHSd: torch.Tensor, positions: Positions) -> torch.Tensor:
@@ -215,7 +217,7 @@ class GroupedQueryAttention(Attention):
         x_TD = self._clipped(norm(x_TD) if self.whole and norm is not None else x_TD)
         return x_TD.view(-1, positions.length, x_TD.shape[1] // self.head_dim, self.head_dim)
 
-    def _head_norms(self, *norms: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _head_norms(self, *norms: nn.Module | None) -> tuple[nn.Parameter, nn.Parameter] | None:
         """Weights of the norms that go over each head, for `turn_both`."""
         first, second = norms
         if not (isinstance(first, HeadNorm) and isinstance(second, HeadNorm)):

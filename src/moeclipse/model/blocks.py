@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import overload
+from typing import Literal, overload
 
 import torch
 from torch import nn
 
 from moeclipse.ops.activation import activated
-from moeclipse.ops.norm import add_norm, rms_norm
+from moeclipse.ops.norm import add_norm, beside_norm, rms_norm
 from moeclipse.ops.random import fill_normal, key_of
 from moeclipse.tensor.cut import mark
 from moeclipse.tensor.linear import ColumnParallelLinear, RowParallelLinear, column_linear
 from moeclipse.tensor.parallel import TensorParallel
+from moeclipse.tensor.weight_grad import place_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +105,16 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor: ...
     @overload
     def forward(self, x: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+    @overload
+    def forward(self, x: torch.Tensor, *, beside: Literal[True]) -> tuple[torch.Tensor, torch.Tensor]: ...
     def forward(
-        self, x: torch.Tensor, added: torch.Tensor | None = None
+        self, x: torch.Tensor, added: torch.Tensor | None = None, *, beside: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Of x; with `added` (x + added, the norm of that)."""
-        if added is None:
-            return rms_norm(x, self.weight, self.eps)
-        return add_norm(x, added, self.weight, self.eps)
+        """Of x; with `added` (x + added, the norm of that), `beside` it (x, its norm)."""
+        given = (self.weight, self.eps, place_of(self.weight))
+        if added is not None:
+            return add_norm(x, added, *given)
+        return beside_norm(x, *given) if beside else rms_norm(x, *given)
 
 
 class DenseMLP(nn.Module):

@@ -115,7 +115,10 @@ class TransformerLayer(nn.Module):
         self, h_TD: torch.Tensor, positions: Positions, tokens: Tokens
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(the residual stream behind attention, what the feed-forward block reads of it)."""
-        y_TD = self.attention(self.attention_norm(h_TD), positions, tokens)
+        x_TD = h_TD
+        if isinstance(self.attention_norm, RMSNorm):
+            h_TD, x_TD = self.attention_norm(h_TD, beside=True)
+        y_TD = self.attention(x_TD, positions, tokens)
         y_TD = self._scaled(self.attention_out_norm(y_TD))
         if isinstance(self.mlp_norm, RMSNorm):
             h_TD, x_TD = self.mlp_norm(h_TD, y_TD)

@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 from moeclipse.model.blocks import RMSNorm, Settings
+from moeclipse.ops.norm import rms_norm
 from moeclipse.ops.precision import wide_of
 from moeclipse.tensor.cut import Cut, mark
 from moeclipse.tensor.parallel import move
+from moeclipse.tensor.weight_grad import place_of
 
 
 class HeadNorm(RMSNorm):
@@ -41,6 +43,8 @@ class WholeNorm(nn.Module):
         self.weight = mark(nn.Parameter(ones), cut)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        if self.tp.size == 1:
+            return rms_norm(x_TD, self.weight, self.eps, place_of(self.weight))
         wide_TD = x_TD.to(wide_of(x_TD.dtype))
         squares_T1 = wide_TD.square().sum(-1, keepdim=True)
         # Every rank's components use the sum, and every rank's components are in it.

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +35,7 @@ from moeclipse.moe.weight_init import WeightInit
 from moeclipse.ops.gate import GateKind, gate, gate_fits
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.random import fill_normal, key_of, normal, uniform
-from moeclipse.tensor.weight_grad import add_grad
+from moeclipse.tensor.weight_grad import place_of
 
 TINY = 1e-20
 """Added to a sum of scores that is divided by."""
@@ -119,8 +118,7 @@ class Gate(nn.Module):
             renormalise=config.renormalise and config.kind != "switch",
             scale=config.scale,
         )
-        sums = getattr(self.weight, "main_grad", None) is not None
-        chosen = gate(x_TD, self.weight, self.bias_E, kind, partial(add_grad, self.weight) if sums else None)
+        chosen = gate(x_TD, self.weight, self.bias_E, kind, place_of(self.weight))
         return Routing(
             expert_ids_TK=chosen.ids_TK,
             scores_TK=chosen.scores_TK,

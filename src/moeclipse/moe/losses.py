@@ -16,6 +16,7 @@ import torch
 
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.routing import Routing
+from moeclipse.ops.gate_losses import gate_losses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +38,16 @@ def report_on(
     tp: tuple[int, int] = (0, 1),
 ) -> MoEReport:
     """`tp` = (index, number) of the ranks that saw the same tokens: losses are shared, one of them counts."""
-    aux = config.balance_loss * balance_loss(routing, global_load_E, total_tokens)
-    if config.z_loss:
-        aux = aux + config.z_loss * z_loss(routing, total_tokens)
+    if routing.complete:
+        # The number of rows needs no sum.
+        rows = max(total_tokens * routing.expert_ids_TK.shape[1], 1)
+        even = routing.load_E.numel() / (rows * max(total_tokens, 1))
+        given = (global_load_E, routing.probabilities, routing.squares)
+        aux = gate_losses(*given, config.balance_loss * even, config.z_loss / max(total_tokens, 1))
+    else:
+        aux = config.balance_loss * balance_loss(routing, global_load_E, total_tokens)
+        if config.z_loss:
+            aux = aux + config.z_loss * z_loss(routing, total_tokens)
     index, number = tp
     counts = int(index == 0)
     return MoEReport(
@@ -52,10 +60,6 @@ def report_on(
 def balance_loss(routing: Routing, global_load_E: torch.Tensor, total_tokens: int) -> torch.Tensor:
     """This rank's share; 1 (over all ranks) when load and probabilities are even."""
     prob_E = routing.probabilities
-    if routing.complete:  # the number of rows needs no sum, and a dot is one kernel where these are six
-        rows = max(total_tokens * routing.expert_ids_TK.shape[1], 1)
-        even = len(prob_E) / (rows * max(total_tokens, 1))
-        return torch.dot(global_load_E.to(prob_E.dtype), prob_E) * even
     share_E = global_load_E.to(prob_E.dtype) / global_load_E.sum().clamp(min=1)
     return len(prob_E) * (share_E * prob_E).sum() / max(total_tokens, 1)
 

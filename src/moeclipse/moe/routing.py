@@ -7,6 +7,7 @@ experts. `load_E` counts what the gate wanted, before anything was dropped.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -37,7 +38,7 @@ class Routing:
     def num_dropped(self) -> torch.Tensor:
         """Rows wanted but not routed."""
         if self.complete:
-            return self.load_E.new_zeros(())
+            return no_rows(self.load_E.device)
         return self.load_E.sum() - (self.expert_ids_TK >= 0).sum()
 
     @property
@@ -55,6 +56,12 @@ class Routing:
             return self.sums.squares
         assert self.logits_TE is not None
         return self.logits_TE.logsumexp(-1).square().sum()
+
+
+@cache
+def no_rows(device: torch.device) -> torch.Tensor:
+    """One zero for all who have nothing to tell: to make it anew is a launch. Nobody writes to it."""
+    return torch.zeros((), dtype=torch.int64, device=device)
 
 
 def count_experts(ids: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -21,6 +21,7 @@ from moeclipse.ops.activation import Activation
 from moeclipse.ops.bias import group_sum
 from moeclipse.ops.combine import gather_sum
 from moeclipse.ops.grouping import Grouping
+from moeclipse.ops.pick import pick
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.wgrad import grouped_wgrad
 
@@ -98,7 +99,8 @@ class HiddenGrads:
 
 
 def in_row_order(scores_TK: torch.Tensor, grouping: Grouping) -> torch.Tensor:
-    return scores_TK.flatten().to(wide_of(scores_TK.dtype))[grouping.row_place_M]
+    assert grouping.row_place_M is not None
+    return pick(scores_TK.flatten().to(wide_of(scores_TK.dtype)), grouping.row_place_M)
 
 
 def forward(
@@ -149,8 +151,7 @@ def backward(
     del scaled_MF
     dx_TD = _d_x(d_h_MH, state, weights)
     _up_wgrad(d_h_MH, state, grads, accumulate)
-    d_scores_TK = torch.where(place_TK >= 0, d_score_M[place_TK.clamp(min=0).long()], 0)
-    return dx_TD, d_scores_TK
+    return dx_TD, pick(d_score_M, place_TK)
 
 
 def _d_hidden(

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from moeclipse.ops.precision import wide_of
+from moeclipse.ops.sum_parts import Place, weight_grad_of_parts
 
 MOST_EXPERTS, MOST_CHOICES = 1024, 32
 
@@ -68,12 +69,16 @@ def gate_reference(
 
 
 def gate(
-    x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor, kind: GateKind, into: Any = None
+    x_TD: torch.Tensor,
+    weight_ED: torch.Tensor,
+    bias_E: torch.Tensor,
+    kind: GateKind,
+    place: Place | None = None,
 ) -> Chosen:
-    """`into(d_weight)` takes the weight's gradient, fp32, instead of autograd; left out: autograd gets it."""
+    """The weight's gradient goes to its `place`; left out: autograd gets it."""
     if not gate_fits(x_TD, weight_ED, kind.k):
         return gate_reference(x_TD, weight_ED, bias_E, kind)
-    return Chosen(*_Gate.apply(x_TD, weight_ED, bias_E, kind, into))
+    return Chosen(*_Gate.apply(x_TD, weight_ED, bias_E, kind, place))
 
 
 def gate_fits(x_TD: torch.Tensor, weight_ED: torch.Tensor, k: int) -> bool:
@@ -95,12 +100,12 @@ class _Gate(torch.autograd.Function):
         weight_ED: torch.Tensor,
         bias_E: torch.Tensor,
         kind: GateKind,
-        into: Any,
+        place: Place | None,
     ) -> tuple[torch.Tensor, ...]:
         logits_TE = torch.mm(x_TD, weight_ED.t(), out_dtype=torch.float32)
         chosen = choose_kernel(logits_TE, bias_E, kind)
         ctx.save_for_backward(x_TD, weight_ED, logits_TE, chosen.ids_TK)
-        ctx.kind, ctx.into = kind, into
+        ctx.kind, ctx.place = kind, place
         ctx.mark_non_differentiable(chosen.ids_TK, chosen.load_E)
         ctx.set_materialize_grads(False)
         return tuple(chosen)
@@ -115,10 +120,8 @@ class _Gate(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             d_x = pieces @ weight_ED.repeat(3, 1)
         if ctx.needs_input_grad[1]:
-            d_weight = torch.mm(pieces.t(), x_TD, out_dtype=torch.float32).view(3, *weight_ED.shape).sum(0)
-            if ctx.into is not None:
-                ctx.into(d_weight)
-            d_weight = None if ctx.into is not None else d_weight.to(weight_ED.dtype)
+            parts_3ED = torch.mm(pieces.t(), x_TD, out_dtype=torch.float32).view(3, *weight_ED.shape)
+            d_weight = weight_grad_of_parts(parts_3ED, weight_ED, ctx.place)
         return d_x, d_weight, None, None, None
 
 
@@ -134,7 +137,12 @@ def choose_kernel(logits_TE: torch.Tensor, bias_E: torch.Tensor, kind: GateKind)
     kernels.choose[(blocks,)](
         logits_TE, bias_E, scores_TK, ids_TK, loads_NE, probs_NE, squares_N, T, E, kind.scale, **launch
     )
-    return Chosen(scores_TK, ids_TK, loads_NE.sum(0), probs_NE.sum(0), squares_N.sum())
+    load_E, prob_E = logits_TE.new_empty(E, dtype=torch.int64), logits_TE.new_empty(E)
+    squares = logits_TE.new_empty(())
+    kernels.sum_blocks[(-(-E // 16),)](
+        loads_NE, probs_NE, squares_N, load_E, prob_E, squares, blocks, E, ROWS=128, COLUMNS=16
+    )
+    return Chosen(scores_TK, ids_TK, load_E, prob_E, squares)
 
 
 def choose_backward_kernel(

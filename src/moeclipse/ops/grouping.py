@@ -110,14 +110,14 @@ def group_rows_kernel(expert_ids_TK: torch.Tensor, num_experts: int, *, block: i
     counts_EB = torch.empty(num_experts, num_blocks, dtype=torch.int32, device=ids.device)
     counts_E = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
     chunk = min(64, _power_of_two(num_experts))
+    row_place, row_token = torch.empty(2, num_pairs, dtype=torch.int32, device=ids.device)
     grouping.count_block[(num_blocks,)](
-        ids, counts_EB, num_pairs, num_experts, num_blocks, BLOCK=block, CHUNK=chunk
+        ids, counts_EB, row_place, row_token, num_pairs, num_experts, num_blocks, BLOCK=block, CHUNK=chunk
     )
     scan = min(1024, _power_of_two(num_blocks))
     grouping.scan_experts[(num_experts,)](counts_EB, counts_E, num_blocks, BLOCK=scan)
     plain = group_counts_kernel(counts_E, num_pairs)
     place_row = torch.empty(num_tokens, top_k, dtype=torch.int32, device=ids.device)
-    row_place, row_token = torch.zeros(2, num_pairs, dtype=torch.int32, device=ids.device)
     grouping.place_block[(num_blocks,)](
         ids, counts_EB, plain.offsets_E1, place_row, row_place, row_token, num_pairs, num_blocks,
         K=top_k, BLOCK=block,

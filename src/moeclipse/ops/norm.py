@@ -2,12 +2,14 @@
 
     rms_norm    y = x s w                       s = 1 / sqrt(mean(x^2) + eps), one for each row
     add_norm    h = a + b,  y = h s w           h is rounded first: it is the stream that goes on
+    beside_norm x and y                         what else x is for comes back in the same pass
 
     backward    g = dy w,   dx = s (g - x s mean(g x s)) (+ dh),   dw = sum over rows of dy x s
 
 Contract. Over the last dimension, any number of others. Kept for backward: x (or h) and s. Sums and products
 are fp32 inside a row, and the kernel rounds once; dw is added up in one order, so two runs give the same
-bits. Kernels take x and w of one type, bf16, fp16 or fp32; all else is the reference.
+bits, and goes to its `place` where it has one (`ops/sum_parts`). Kernels take x and w of one type, bf16, fp16
+or fp32; all else is the reference.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from moeclipse.ops.precision import wide_of
+from moeclipse.ops.sum_parts import Place, weight_grad_of_parts
 
 WIDEST = 16384
 """Columns of a row that one program holds."""
@@ -38,20 +41,30 @@ def add_norm_reference(
     return total, rms_norm_reference(total, weight_D, eps)
 
 
-def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float, place: Place | None = None) -> torch.Tensor:
     if not norm_fits(x, weight_D):
         return rms_norm_reference(x, weight_D, eps)
-    out: torch.Tensor = _RmsNorm.apply(x, weight_D, eps)
+    out: torch.Tensor = _RmsNorm.apply(x, weight_D, eps, place)
     return out
 
 
+def beside_norm(
+    x: torch.Tensor, weight_D: torch.Tensor, eps: float, place: Place | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x, its norm): whoever goes on with both lets their gradients meet inside the norm's."""
+    if not norm_fits(x, weight_D):
+        return x, rms_norm_reference(x, weight_D, eps)
+    x, out = _BesideNorm.apply(x, weight_D, eps, place)
+    return x, out
+
+
 def add_norm(
-    a: torch.Tensor, b: torch.Tensor, weight_D: torch.Tensor, eps: float
+    a: torch.Tensor, b: torch.Tensor, weight_D: torch.Tensor, eps: float, place: Place | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(a + b, its norm)."""
     if not norm_fits(a, weight_D) or a.dtype != b.dtype or a.shape != b.shape:
         return add_norm_reference(a, b, weight_D, eps)
-    total, out = _AddNorm.apply(a, b, weight_D, eps)
+    total, out = _AddNorm.apply(a, b, weight_D, eps, place)
     return total, out
 
 
@@ -68,32 +81,65 @@ def norm_fits(x: torch.Tensor, weight_D: torch.Tensor) -> bool:
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float, place: Place | None
+    ) -> torch.Tensor:
         _, out, scale_N = norm_kernel(x, None, weight_D, eps)
         ctx.save_for_backward(x, weight_D, scale_N)
+        ctx.place = place
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:
-        d_x, d_weight_D = norm_backward_kernel(d_out, None, *ctx.saved_tensors)
-        return d_x, d_weight_D, None
+        return *_gradients(ctx, d_out, None), None, None
+
+
+class _BesideNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight_D: torch.Tensor, eps: float, place: Place | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _, out, scale_N = norm_kernel(x, None, weight_D, eps)
+        ctx.save_for_backward(x, weight_D, scale_N)
+        ctx.place = place
+        ctx.set_materialize_grads(False)
+        return x.view_as(x), out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_x: torch.Tensor | None, d_out: torch.Tensor | None) -> tuple[Any, ...]:
+        if d_out is None:
+            return d_x, None, None, None
+        return *_gradients(ctx, d_out, d_x), None, None
 
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, a: torch.Tensor, b: torch.Tensor, weight_D: torch.Tensor, eps: float
+        ctx: Any, a: torch.Tensor, b: torch.Tensor, weight_D: torch.Tensor, eps: float, place: Place | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         total, out, scale_N = norm_kernel(a, b, weight_D, eps)
         ctx.save_for_backward(total, weight_D, scale_N)
+        ctx.place = place
         return total, out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_total: torch.Tensor, d_out: torch.Tensor) -> tuple[Any, ...]:
-        d_x, d_weight_D = norm_backward_kernel(d_out, d_total, *ctx.saved_tensors)
-        return d_x, d_x, d_weight_D, None
+        d_x, d_weight_D = _gradients(ctx, d_out, d_total, weight_at=2)
+        return d_x, d_x, d_weight_D, None, None
+
+
+def _gradients(
+    ctx: Any, d_out: torch.Tensor, d_total: torch.Tensor | None, weight_at: int = 1
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(dx, dw for autograd)."""
+    x, weight_D, scale_N = ctx.saved_tensors
+    d_x, parts_PD = norm_backward_kernel(d_out, d_total, x, weight_D, scale_N)
+    if not ctx.needs_input_grad[weight_at]:
+        return d_x, None
+    return d_x, weight_grad_of_parts(parts_PD, weight_D, ctx.place)
 
 
 def norm_kernel(
@@ -121,7 +167,7 @@ def norm_backward_kernel(
     weight_D: torch.Tensor,
     scale_N: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dx, dw); `d_total` is what else reaches x."""
+    """(dx, dw in parts); `d_total` is what else reaches x."""
     from moeclipse.ops.triton import norm
 
     x_ND, d_out_ND = _rows(x), _rows(d_out)
@@ -134,7 +180,7 @@ def norm_backward_kernel(
         d_out_ND.stride(0), d_total_ND.stride(0), x_ND.stride(0), programs,
         ADD=d_total is not None, **launch,
     )  # fmt: skip
-    return d_x, parts_PD.sum(0).to(weight_D.dtype)
+    return d_x, parts_PD
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

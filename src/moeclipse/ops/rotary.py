@@ -23,8 +23,10 @@ from torch.autograd.function import once_differentiable
 
 from moeclipse.ops.norm import rms_norm_reference
 from moeclipse.ops.precision import wide_of
+from moeclipse.ops.sum_parts import Place, weight_grad_of_parts
 
 Norms = tuple[torch.Tensor, torch.Tensor] | None
+Places = tuple[Place | None, Place | None]
 PROGRAMS = 512
 """Of the backward with norms, for queries and for keys: each adds up a row of dw."""
 WIDEST = 512
@@ -67,10 +69,11 @@ def turn(
     neighbours: bool = False,
     norms: Norms = None,
     eps: float = 0.0,
+    places: Places = (None, None),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys, turned; `norms` are the weights of their norms."""
+    """Queries and keys, turned; `norms` are the weights of their norms, `places` those of their gradients."""
     if turn_fits(q_BSHd, k_BSGd, table_2RP, norms):
-        q, k = _Turn.apply(q_BSHd, k_BSGd, *(norms or (None, None)), table_2RP, neighbours, eps)
+        q, k = _Turn.apply(q_BSHd, k_BSGd, *(norms or (None, None)), table_2RP, neighbours, eps, places)
         return q, k
     q_weight, k_weight = norms or (None, None)
     q = turn_reference(q_BSHd, table_2RP, neighbours, q_weight, eps)
@@ -100,8 +103,9 @@ class _Turn(torch.autograd.Function):
         table_2RP: torch.Tensor,
         neighbours: bool,
         eps: float,
+        places: Places,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.neighbours, ctx.eps = neighbours, eps
+        ctx.neighbours, ctx.eps, ctx.places = neighbours, eps, places
         ctx.save_for_backward(table_2RP, *(() if q_weight is None else (q, k, q_weight, k_weight)))
         return turn_kernel((q, k), (q_weight, k_weight), table_2RP, neighbours, eps)
 
@@ -112,11 +116,16 @@ class _Turn(torch.autograd.Function):
         if not kept:
             return (
                 *turn_kernel(d_outs, (None, None), table_2RP, ctx.neighbours, ctx.eps, back=True),
-                *[None] * 5,
+                *[None] * 6,
             )
         q, k, *weights = kept
         grads = turn_backward_kernel(d_outs, (q, k), weights, table_2RP, ctx.neighbours, ctx.eps)
-        return (*grads, None, None, None)
+        wanted = ctx.needs_input_grad[2:4]
+        d_weights = [
+            weight_grad_of_parts(parts, weight, place) if asked else None
+            for parts, weight, place, asked in zip(grads[2:], weights, ctx.places, wanted, strict=True)
+        ]
+        return (*grads[:2], *d_weights, None, None, None, None)
 
 
 def turn_kernel(
@@ -146,11 +155,11 @@ def turn_kernel(
 def turn_backward_kernel(
     d_outs: Any, tensors: Any, weights: Any, table_2RP: torch.Tensor, neighbours: bool, eps: float
 ) -> list[torch.Tensor]:
-    """dq, dk and the gradients of both norms' weights."""
+    """dq, dk and the gradients of both norms' weights, in parts."""
     from moeclipse.ops.triton import rotary
 
     table_2RP = table_2RP.to(torch.float32).contiguous()
-    d_xs, d_weights = [], []
+    d_xs, d_weights = [], []  # the latter in parts
     for d_out, x, weight in zip(d_outs, tensors, weights, strict=True):
         d_out, x = _whole_heads(d_out), _whole_heads(x)
         width, launch = x.shape[3], _launch(x.shape[3], neighbours)
@@ -162,7 +171,7 @@ def turn_backward_kernel(
             **launch,
         )  # fmt: skip
         d_xs.append(d_x)
-        d_weights.append(parts_Pd.sum(0).to(weight.dtype))
+        d_weights.append(parts_Pd)
     return d_xs + d_weights
 
 

@@ -134,7 +134,7 @@ class _HeadLoss(torch.autograd.Function):
         whole_TD, frozen = x, not ctx.needs_input_grad[1]
         if tp.parts_tokens:
             whole_TD = tp.gather_rows(x, "gather of inputs, head", reuse=not frozen).get()
-        target_T = _targets(targets_T, cut)
+        target_T = _targets(targets_T, cut, tp)
         operand = weight.to(x.dtype)
         parts = [
             statistics(F.linear(x_CD, operand), target_C)
@@ -180,8 +180,10 @@ class _HeadLoss(torch.autograd.Function):
         )
 
 
-def _targets(targets_T: torch.Tensor, cut: Cut) -> torch.Tensor:
+def _targets(targets_T: torch.Tensor, cut: Cut, tp: TensorParallel) -> torch.Tensor:
     """Columns of this rank's logits; -1 for targets of other ranks."""
+    if tp.size == 1:
+        return targets_T
     local_T, mine_T = _local(targets_T, cut)
     return torch.where(mine_T, local_T, -1)
 
@@ -234,7 +236,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits_TV: torch.Tensor, targets_T: torch.Tensor, cut: Cut, tp: TensorParallel
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        target_T = _targets(targets_T, cut)
+        target_T = _targets(targets_T, cut, tp)
         log_sum_T, logit_T = _over_ranks(statistics(logits_TV, target_T), tp)
         loss_T, log_sum_T = _counted(targets_T, log_sum_T, logit_T)
         ctx.save_for_backward(logits_TV, log_sum_T, target_T)

@@ -22,10 +22,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from moeclipse.core.errors import ConfigError, ScheduleError
+from moeclipse.ops.sum_parts import Place
 from moeclipse.ops.wgrad import dense_wgrad
 
 WIDER = {
@@ -130,6 +132,19 @@ def are_first(parameters: Sequence[torch.nn.Parameter]) -> bool:
         if state is not None:
             state.fill()
     return False
+
+
+def place_of(parameter: torch.nn.Parameter) -> Place | None:
+    """For a kernel that writes the gradient itself, inside a backward that gives autograd nothing for it.
+
+    None: there is no main_grad, and autograd takes the gradient.
+    """
+    main_grad: Grad = getattr(parameter, "main_grad", None)
+    return None if main_grad is None else partial(_place, parameter, main_grad)
+
+
+def _place(parameter: torch.nn.Parameter, main_grad: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    return main_grad, not are_first([parameter])
 
 
 def _state(parameter: torch.nn.Parameter) -> Accumulation | None:

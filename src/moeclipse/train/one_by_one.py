@@ -82,7 +82,8 @@ class OneByOne:
         counted = counted or self.config.data.batch_size * self.config.data.seq_len
         loss = out.loss_sum / counted + out.aux_loss / accumulate
         (loss * (scale.to(loss.dtype) if isinstance(scale, torch.Tensor) else scale)).backward()
-        dropped = sum((report.num_dropped for report in out.reports), start=self.sums.new_zeros(()))
+        told = [report.num_dropped for report in out.reports]
+        dropped = torch.stack(told).sum(dtype=torch.float64) if told else self.sums.new_zeros(())
         loss_sum = out.loss_sum.detach() * (self.mesh.tp_index == 0)  # tp ranks have the same loss
         self.sums[:3] += torch.stack([loss_sum, out.aux_loss.detach() / accumulate, dropped]).double()
         if batch is not None and batch.sources is not None:

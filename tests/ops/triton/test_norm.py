@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from moeclipse.ops.triton import norm
 
 
-@pytest.mark.parametrize("what", ["norm (", "norm sum ("])
+@pytest.mark.parametrize("what", ["norm alone", "norm sum", "norm beside"])
 def test_one_pass_equals_the_reference(what: str) -> None:
     assert_equal_references("norm", what)
 

@@ -26,7 +26,8 @@ def statistics(logits, targets, out, T, V, BLOCK: tl.constexpr):
     tl.store(out + row, peak)
     tl.store(out + T + row, tl.sum(tl.where(largest > float("-inf"), total * tl.exp(largest - peak), 0.0)))
     target = tl.load(targets + row)
-    tl.store(out + 2 * T + row, tl.load(begin + target, mask=target >= 0, other=0.0).to(tl.float32))
+    inside = (target >= 0) & (target < V)
+    tl.store(out + 2 * T + row, tl.load(begin + target, mask=inside, other=0.0).to(tl.float32))
 
 
 @triton.jit

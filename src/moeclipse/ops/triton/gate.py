@@ -71,6 +71,27 @@ def choose(
 
 
 @triton.jit
+def sum_blocks(
+    loads, probs, squares, load, prob, all_squares, N, E, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """What the programs of `choose` left, N rows, added up in the order of their tokens."""
+    expert = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    count, total = tl.zeros((COLUMNS,), dtype=tl.int64), tl.zeros((COLUMNS,), dtype=tl.float32)
+    square = 0.0
+    for first in range(0, N, ROWS):
+        row = first + tl.arange(0, ROWS)
+        mask = (row < N)[:, None] & (expert < E)[None, :]
+        at = row[:, None] * E + expert[None, :]
+        count += tl.sum(tl.load(loads + at, mask=mask, other=0), axis=0).to(tl.int64)
+        total += tl.sum(tl.load(probs + at, mask=mask, other=0.0), axis=0)
+        square += tl.sum(tl.load(squares + row, mask=row < N, other=0.0), axis=0)
+    tl.store(load + expert, count, mask=expert < E)
+    tl.store(prob + expert, total, mask=expert < E)
+    if tl.program_id(0) == 0:
+        tl.store(all_squares, square)
+
+
+@triton.jit
 def choose_backward(
     logits, ids, d_scores, d_probs, d_squares, pieces, num_tokens, E, scale,
     SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, HAS_PROBS: tl.constexpr, HAS_SQUARES: tl.constexpr,

@@ -17,10 +17,16 @@ import triton.language as tl
 
 
 @triton.jit
-def count_block(ids, counts_EB, num_pairs, num_experts, num_blocks, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Block 0 of ids [2, 0, 2, -1]: counts 1, 0, 2 for experts 0, 1, 2."""
+def count_block(
+    ids, counts_EB, row_place, row_token, num_pairs, num_experts, num_blocks,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Block 0 of ids [2, 0, 2, -1]: counts 1, 0, 2 for experts 0, 1, 2. Rows that stay unused hold zeros."""
     block = tl.program_id(0)
     pair = block * BLOCK + tl.arange(0, BLOCK)
+    nothing = tl.zeros((BLOCK,), dtype=tl.int32)
+    tl.store(row_place + pair, nothing, mask=pair < num_pairs)
+    tl.store(row_token + pair, nothing, mask=pair < num_pairs)
     wanted = tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
     for first in range(0, num_experts, CHUNK):
         expert = first + tl.arange(0, CHUNK)

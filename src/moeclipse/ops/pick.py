@@ -1,0 +1,30 @@
+"""Numbers picked by index: out_i = values[index_i], and 0 where the index is -1.
+
+How a number of each (token, choice) pair gets to its row, and that of a row back to its pair.
+"""
+
+from __future__ import annotations
+
+import torch
+
+BLOCK = 1024
+
+
+def pick_reference(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return torch.where(index >= 0, values[index.clamp(min=0).long()], 0)
+
+
+def pick(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """One number for each of `index`, whose shape it takes; `values` is a vector."""
+    fits = values.is_cuda and index.numel() > 0 and not torch.compiler.is_compiling()
+    return (pick_kernel if fits else pick_reference)(values, index)
+
+
+def pick_kernel(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    from moeclipse.ops.triton import pick as kernels
+
+    index, out = index.contiguous(), values.new_empty(index.shape)
+    kernels.pick[(-(-index.numel() // BLOCK),)](
+        values, index, out, index.numel(), values.stride(0), BLOCK=BLOCK
+    )
+    return out

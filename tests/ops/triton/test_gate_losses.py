@@ -1,0 +1,18 @@
+"""A gate's losses and their gradients, through Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+from interpreted import assert_all_ran, assert_equal_references
+
+pytest.importorskip("triton")
+
+from moeclipse.ops.triton import gate_losses
+
+
+def test_one_launch_equals_the_reference() -> None:
+    assert_equal_references("losses", "losses ")
+
+
+def test_every_kernel_ran() -> None:
+    assert_all_ran(gate_losses, "losses")
