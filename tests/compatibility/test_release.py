@@ -96,9 +96,10 @@ def test_a_key_that_came_later_was_at_its_default(old: Path) -> None:
 
 
 def test_the_users_file_still_means_the_same(old: Path, capsys: pytest.CaptureFixture) -> None:
-    # When a run is saved, or looks at its placement, is no part of what it learns: 0.1 saved at the end and
-    # looked every 50 steps, unless told otherwise.
-    then = with_values(load(old / "config.toml"), {"checkpoint.every": "auto", "placement.every": 10})
+    # When a run is saved, looks at its placement, or how its rows travel, is no part of what it learns: 0.1
+    # saved at the end, looked every 50 steps, and exchanged rows in one go, unless told otherwise.
+    now = {"checkpoint.every": "auto", "placement.every": 10, "moe.schedule": "auto"}
+    then = with_values(load(old / "config.toml"), now)
     assert load("my.toml") == then
     assert main(["train", "my.toml", "--resume", "auto", "--ranks", "2", "--print-config"]) == 0
     text = capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,13 +11,17 @@ import pytest
 from moeclipse.cost.exchange import ExchangeCosts
 from moeclipse.moe.granularity import (
     CALLS,
+    LEAST_CALLS,
     TRIED,
     Granularity,
     Stopwatch,
     Trials,
+    affordable,
     against_blocking,
     cut_in_words,
+    partitions_to_try,
     rank_by_simulation,
+    worth_a_try,
 )
 from moeclipse.schedule.shape import even_groups
 
@@ -103,6 +108,41 @@ def test_choices_in_words() -> None:
     assert against_blocking([{"over_plain": 1.1}, {"over_plain": None}, {"over_plain": 1.3}]).endswith(
         " 1.20 times as long"
     )
+
+
+def test_trials_take_no_more_calls_than_they_may() -> None:
+    assert affordable(None) == (TRIED, CALLS)
+    for most in range(2 * TRIED * CALLS):
+        number, calls = affordable(most)
+        assert number * calls <= most
+        assert number <= TRIED
+        assert (number, calls) == (0, 0) or (number >= 2 and LEAST_CALLS <= calls <= CALLS)
+        assert (number > 0) == (most >= 2 * LEAST_CALLS)
+    trials = Trials([RANKED[1], PLAIN], False, True, 2, 3)
+    assert run(trials, {1: 5.0, 2: 3.0}) == 6
+    assert trials.choose(lambda mine: [mine, mine]).chunks == 2
+
+
+def test_only_what_is_predicted_to_be_faster_than_the_plain_one_is_tried() -> None:
+    ranked = [replace(RANKED[number], both_s=float(number)) for number in (1, 2, 3)]
+    plain = replace(PLAIN, both_s=2.0)
+    assert worth_a_try([*ranked[:1], plain, *ranked[1:]]) == [ranked[0], plain]
+    assert worth_a_try([*ranked, replace(plain, both_s=0.5)]) == [replace(plain, both_s=0.5)]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "size", "groups"),
+    [
+        ((0,) * 8, "auto", [8, 4, 2, 1]),
+        ((0,) * 3, "auto", [3, 1]),
+        ((0, 0, 1, 1), "auto", [2]),
+        ((0,) * 4, 2, [2]),
+    ],
+    ids=["eight ranks", "three", "two hosts", "as told"],
+)
+def test_groups_that_are_tried(hosts: tuple[int, ...], size: Any, groups: list[int]) -> None:
+    """Ever larger ones, and last the blocking exchange; but ranks of one host stay together."""
+    assert [len(ring) for ring in partitions_to_try(size, hosts)] == groups
 
 
 def test_a_single_candidate_needs_no_trial() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe import schedule as of_layer
 from moeclipse.moe.config import GateConfig, MoEConfig
-from moeclipse.moe.granularity import CALLS, TRIED, Granularity, Trials
+from moeclipse.moe.granularity import CALLS, LEAST_CALLS, TRIED, Granularity, Trials
 from moeclipse.moe.schedule import ExchangeSchedule, Loads
 from moeclipse.testing.run_ranks import run_ranks
 
@@ -101,11 +102,18 @@ def test_costs_are_measured_in_the_second_call_and_the_fastest_of_the_tried_stay
 
 
 def learn_by_itself(mesh: Mesh) -> tuple[list[tuple[int, bool]], float]:
-    """Calls of a layer that chooses: units of each, whether it was exact; and what was left behind."""
+    """Calls of a layer that chooses: units of each, whether it was exact; and what was left behind.
+
+    On so few rows no cut is predicted to be faster: here all of them are.
+    """
     plain, moe = (
         make(GateConfig(top_k=2), 8, 0, mesh, exchange={"schedule": schedule})
         for schedule in ("blocking", "auto")
     )
+    rank = moe.schedule._rank
+    moe.schedule._rank = lambda *given: [  # type: ignore[method-assign]
+        replace(one, both_s=2.0 if one.plain else 1.0) for one in rank(*given)
+    ]
     truth, seen = gradients(plain, mesh, [6, 4, 5]), []
     for _ in range(3 + TRIED * CALLS):
         moe.zero_grad()
@@ -209,20 +217,48 @@ def test_loads_of_some_of_the_ranks() -> None:
     assert loads.of(Group(name="some", ranks=(7, 2), index=1)).tolist() == [[500, 600], [1, 2]]
 
 
-@pytest.mark.parametrize(
-    ("hosts", "options", "groups"),
-    [
-        ((0,) * 8, {}, [8, 4, 2, 1]),
-        ((0,) * 3, {}, [3, 1]),
-        ((0, 0, 1, 1), {}, [2]),
-        ((0,) * 4, {"group_size": 2}, [2]),
-    ],
-    ids=["eight ranks", "three", "two hosts", "as told"],
-)
-def test_groups_that_are_tried(hosts: tuple[int, ...], options: dict[str, Any], groups: list[int]) -> None:
-    """Ever larger ones, and last the blocking exchange; but ranks of one host stay together."""
-    exchange = ExchangeSchedule(MoEConfig(schedule="smart", **options), hosts)
-    assert [len(ring) for ring in exchange._candidates()] == groups
+def test_trials_need_calls_that_they_may_take() -> None:
+    """Whoever runs a layer says how many; a choice that is known is repeated all the same."""
+    exchange = ExchangeSchedule(MoEConfig(schedule="auto", num_experts=4), (0, 0))
+    assert exchange._tunes
+    for calls, tunes in ((0, False), (2 * LEAST_CALLS - 1, False), (2 * LEAST_CALLS, True)):
+        exchange.trial_calls = calls
+        assert exchange._tunes is tunes
+    named = ExchangeSchedule(MoEConfig(schedule="smart", num_experts=4), (0, 0))
+    named.trial_calls = 0
+    assert named._tunes, "who names the smart schedule wants its cuts to be chosen"
+    exchange.trial_calls = 0
+    one, two = Granularity(groups=((0, 1),), chunks=1), Granularity(groups=((0,), (1,)), chunks=2)
+    known = {"probe": asdict(PROBE), "tried": [asdict(two), asdict(one)], "calls": 3, "chosen": asdict(two)}
+    exchange._repeat(json.loads(json.dumps(known)), cuda=False)
+    assert exchange.trials is not None
+    assert (len(exchange.trials.candidates), exchange.trials.calls) == (2, 3)
+
+
+def learn_briefly(mesh: Mesh, calls: int | None) -> tuple[list[int], bool]:
+    """Units of each call where trials may take so many; whether anything was measured."""
+    moe = make(GateConfig(top_k=2), 8, 0, mesh, exchange={"schedule": "auto"})
+    moe.schedule.trial_calls = calls
+    rank = moe.schedule._rank
+    moe.schedule._rank = lambda *given: [  # type: ignore[method-assign]
+        replace(one, both_s=2.0 if one.plain else 1.0) for one in rank(*given)
+    ]
+    units = []
+    for _ in range(10):
+        gradients(moe, mesh, [6, 4])
+        units.append(moe.schedule.use.num_units)
+    return units, moe.schedule.probe is not None
+
+
+def test_a_short_run_tries_little_or_nothing() -> None:
+    for units, measured in run_ranks(2, learn_briefly, 0):
+        assert units == [1] * 10
+        assert not measured
+    for units, measured in run_ranks(2, learn_briefly, 2 * LEAST_CALLS):
+        assert measured
+        assert units[0] == 1
+        assert [count == 1 for count in units[1:7]].count(True) == LEAST_CALLS
+        assert len(set(units[7:])) == 1, "chosen"
 
 
 def test_programs_are_built_once_for_each_shape() -> None:

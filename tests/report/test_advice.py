@@ -26,9 +26,9 @@ def advised(folder: Path, config: str = "", summary: dict[str, Any] | None = Non
 
 def test_blocking_exchanges_and_uneven_ranks(tmp_path: Path) -> None:
     found = advised(make_run(tmp_path / "run"))
-    assert list(found) == ["--placement.planner incremental", "--moe.schedule smart"]
-    assert found["--moe.schedule smart"].gain_ms == pytest.approx(6.0)
-    assert found["--moe.schedule smart"].at_most
+    assert list(found) == ["--placement.planner incremental", "--moe.schedule auto"]
+    assert found["--moe.schedule auto"].gain_ms == pytest.approx(6.0)
+    assert found["--moe.schedule auto"].at_most
     # A row costs 0.05 ms; the fullest rank has 170 rows more than the mean, in the median.
     assert found["--placement.planner incremental"].gain_ms == pytest.approx(0.05 * 170, rel=1e-6)
     assert found["--placement.planner incremental"].at_most, "the run has measured no costs of transfers"
@@ -62,7 +62,7 @@ def test_cuts_that_cost_more_than_they_hide(tmp_path: Path) -> None:
     layer = {"measured_ms": 9.0, "blocking_ms": 4.0}
     text = '[moe]\nschedule = "smart"\n[placement]\nplanner = "greedy"\n'
     found = advised(make_run(tmp_path / "run"), text, {"exchange": [layer, {"measured_ms": None}, 3]})
-    assert found["--moe.schedule blocking"].gain_ms == pytest.approx(5.0)
+    assert found["--moe.schedule auto"].gain_ms == pytest.approx(5.0)
 
 
 def test_a_pipeline_with_a_shorter_bubble(tmp_path: Path) -> None:

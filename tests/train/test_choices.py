@@ -13,9 +13,10 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import GateConfig
+from moeclipse.moe.granularity import LEAST_CALLS
 from moeclipse.moe.layer import MoE
 from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
-from moeclipse.train.choices import FILE, Choices
+from moeclipse.train.choices import FILE, Choices, trial_calls
 from moeclipse.train.config import TrainConfig
 
 PLANNED = {
@@ -78,6 +79,38 @@ def test_a_run_that_is_killed_four_times_is_equal(changes: dict[str, Any], tmp_p
 @pytest.mark.full
 def test_two_tuned_runs_with_equal_choices_are_equal(tmp_path: Path) -> None:
     check_repeats(tmp_path, {**TUNED, "run.steps": 34}, [])
+
+
+BRIEF = {"run.steps": 70, "checkpoint.every": 0, "placement.planner": "static", "model.num_layers": 1}
+
+
+@pytest.mark.full
+def test_a_run_chooses_by_itself_and_another_repeats_it_to_the_bit(tmp_path: Path) -> None:
+    """Killed before its first checkpoint, amid trials, and begun again: with the choices that it made."""
+    first = configure(tmp_path, **{**BRIEF, "run.name": "first"})
+    assert first.moe.schedule == "auto"
+    run_ranks(2, whole, first)
+    (layer,) = json.loads((directory(first) / FILE).read_text())["layers"].values()
+    assert layer["chosen"] is not None
+    assert len(layer["tried"]) * layer["calls"] <= trial_calls(first)
+    second = with_values(first, {"run.name": "second", "run.choices": str(directory(first))})
+    outcomes = run_ranks_raw(2, whole, second, "off", 1, 5)
+    assert not any(ok for ok, _ in outcomes)
+    run_ranks(2, whole, second, "auto")
+    assert losses(second) == losses(first)
+    assert weights(second) == weights(first)
+
+
+def test_a_short_run_spends_nothing_on_trials(tmp_path: Path) -> None:
+    config = configure(tmp_path, **{"run.steps": 4, "checkpoint.every": 0})
+    assert config.moe.schedule == "auto"
+    assert trial_calls(config) < 2 * LEAST_CALLS
+    notes = run_ranks(2, whole, config)
+    assert not any("exchange:" in note for found in notes for note in found)
+    written = directory(config) / FILE
+    assert not (written.exists() and json.loads(written.read_text())["layers"])
+    longer = with_values(config, {"run.steps": 300, "optim.accumulate": 2})
+    assert trial_calls(longer) == 60
 
 
 def read_there(mesh: Mesh, folder: str, given: str, resumed: bool) -> Any:

@@ -95,6 +95,7 @@ class TransformerLayer(nn.Module):
             device=settings.device,
             dtype=settings.dtype,
         )
+        self.moe.schedule.trial_calls = 0  # the run that trains the model says how many (`train/choices`)
         add_adapters(self.moe, lora)
         for experts in (self.moe.experts, self.moe.shared):
             if isinstance(experts, Experts | GatedShared):

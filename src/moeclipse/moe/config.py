@@ -194,7 +194,11 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeConfig:
-    """How rows travel to experts: it changes speed and never the model."""
+    """How rows travel to experts: it changes speed and never the model.
+
+    These are the defaults of a layer in a loop of one's own, where nothing is tried that was not asked for;
+    those of a run are in `MoEConfig`.
+    """
 
     schedule: Literal["blocking", "smart", "auto"] = "blocking"
     """blocking: send all rows, compute, return all; smart: in units, computing one while others travel;
@@ -214,6 +218,10 @@ class ExchangeConfig:
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(ExchangeConfig, ExpertsConfig):
     """The experts of each MoE layer."""
+
+    schedule: Literal["blocking", "smart", "auto"] = "auto"
+    """blocking: send all rows, compute, return all; smart: in units, computing one while others travel;
+    auto: blocking, unless a trial in the first steps shows that units are faster."""
 
     def problems(self) -> Iterator[str]:
         if self.num_experts < 1:

@@ -3,8 +3,10 @@
 Costs measured on idle ranks do not know everything: several ranks may share a processor, small products are
 slower than their share of a large one, a wire may be shared. So the simulator only says which granularities
 are worth a try; each of those runs a few calls, forward and backward, and the fastest stays, judged by the
-slowest rank. Where calls scatter, of those that are about as fast the one with fewest units stays: every cut
-makes products smaller, and what a noisy trial likes about many of them is mostly the noise.
+slowest rank. Where the blocking exchange stays otherwise, cuts that even the simulator finds slower are not
+tried, and trials take no more calls than they are given. Where calls scatter, of those that are about as fast
+the one with fewest units stays: every cut makes products smaller, and what a noisy trial likes about many of
+them is mostly the noise.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ TRIED = 4
 """Granularities that are tried ..."""
 CALLS = 6
 """... in so many calls each; the first of them builds programs and does not count."""
+LEAST_CALLS = 3
+"""Where trials may not take as many, two granularities have so many at least, or there are no trials."""
 MOST_SCATTER = 0.05
 """As fast as the fastest is who takes as much longer as calls scatter, but no more than this."""
 
@@ -84,6 +88,16 @@ def start_groups(
     if len(set(hosts)) > 1:
         return tuple(tuple(rank for rank in ranks if hosts[rank] == host) for host in dict.fromkeys(hosts))
     return even_groups(len(ranks), 1)
+
+
+def partitions_to_try(size: int | Literal["auto"], hosts: tuple[int, ...]) -> list[Groups]:
+    """Ever larger groups of ranks; but ranks of one host stay together."""
+    start = start_groups("smart", size, hosts)
+    if size != "auto" or len(set(hosts)) > 1:
+        return [start]
+    sizes = [size for size in (1, 2, 4, 8) if size <= max(len(hosts) // 2, 1)]
+    # One group of all ranks is the blocking exchange, or its chunks: sometimes nothing is faster.
+    return [start_groups("smart", size, hosts) for size in (*sizes, len(hosts))]
 
 
 def rank_by_simulation(
@@ -165,11 +179,21 @@ class Stopwatch:
 class Trials:
     """The most promising granularities, tried in turn in the same order on all ranks."""
 
-    def __init__(self, ranked: Sequence[Granularity], cuda: bool, careful: bool = False) -> None:
-        """`careful`: the plain one is tried in any case, and stays unless another is seen to be faster."""
-        self.candidates, self.cuda, self.careful = list(ranked[:TRIED]), cuda, careful
+    def __init__(
+        self,
+        ranked: Sequence[Granularity],
+        cuda: bool,
+        careful: bool = False,
+        number: int = TRIED,
+        calls: int = CALLS,
+    ) -> None:
+        """`number` of the ranked ones have so many `calls` each.
+
+        `careful`: the plain one is tried in any case, and stays unless another is seen to be faster.
+        """
+        self.candidates, self.cuda, self.careful, self.calls = list(ranked[:number]), cuda, careful, calls
         if careful and not any(one.plain for one in self.candidates):
-            self.candidates[TRIED - 1 :] = [next(one for one in ranked if one.plain)]
+            self.candidates[number - 1 :] = [next(one for one in ranked if one.plain)]
         self.over_plain: float | None = None
         """How many times as long as the chosen one the plain one took, where it was tried."""
         self.watches = [Stopwatch(cuda) for _ in self.candidates]
@@ -183,7 +207,7 @@ class Trials:
 
     @property
     def over(self) -> bool:
-        return len(self.candidates) == 1 or self._calls >= CALLS * len(self.candidates)
+        return len(self.candidates) == 1 or self._calls >= self.calls * len(self.candidates)
 
     def next(self) -> tuple[Granularity, Stopwatch]:
         """What this call runs. Candidates take turns, so that all see the same weather."""
@@ -224,6 +248,19 @@ class Trials:
         return -1.0 if forward is None or backward is None else forward + backward
 
 
+def worth_a_try(ranked: Sequence[Granularity]) -> list[Granularity]:
+    """The plain one, and those that are predicted to be faster than it."""
+    plain = next(one for one in ranked if one.plain)
+    return [one for one in ranked if one is plain or one.both_s < plain.both_s]
+
+
+def affordable(most: int | None) -> tuple[int, int]:
+    """(granularities, calls of each) where trials may take so many calls in all; (0, 0): no trials."""
+    if most is None or most >= 2 * CALLS:
+        return min(TRIED, (most or TRIED * CALLS) // CALLS), CALLS
+    return (2, most // 2) if most >= 2 * LEAST_CALLS else (0, 0)
+
+
 def cut_in_words(steps: int, chunks: int) -> str:
     return "one go" if steps == chunks == 1 else f"{steps} steps x {chunks} chunks"
 
@@ -233,4 +270,4 @@ def against_blocking(reports: Sequence[dict[str, Any]]) -> str:
     seen = [report["over_plain"] for report in reports if report["over_plain"] is not None]
     if not seen or set(seen) == {1.0}:
         return ""
-    return f", in trials {statistics.mean(seen):.2f} times as long"
+    return f", blocking took {statistics.mean(seen):.2f} times as long"

@@ -70,3 +70,20 @@ def count_experts(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     place = ids.flatten() + 1
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
     return counts.scatter_add_(0, place.long(), counts.new_ones(()).expand_as(place))[1:]
+
+
+def pairs_and_rows(ids_TK: torch.Tensor, rank_of_E: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """[2, E]: pairs of this rank for each expert, and the rows that travel for them.
+
+    A token's vector goes to a rank once, however many of its experts live there. The row counts for the
+    least wanted of them: busy experts get shadows first, so it is saved when that one has one, too.
+    """
+    used_TK, known_TK = ids_TK >= 0, ids_TK.clamp(min=0)
+    ranks_TK = torch.where(used_TK, rank_of_E[known_TK], -1)
+    pairs_E = count_experts(ids_TK, num_experts)
+    wanted_TK = pairs_E[known_TK] * num_experts - known_TK  # no two experts are wanted alike
+    together_TKK = ranks_TK[:, :, None] == ranks_TK[:, None, :]
+    rarer_TKK = together_TKK & (wanted_TK[:, None, :] < wanted_TK[:, :, None])
+    counts_TK = used_TK & ~rarer_TKK.any(2)
+    rows_E = torch.bincount(known_TK[counts_TK], minlength=num_experts)
+    return torch.stack([pairs_E, rows_E])

@@ -6,7 +6,8 @@ several hosts; otherwise each rank for itself. Rows that stay in the group are c
 the first of the others arrive and the last of them return. Where chunks or group size are "auto", they are
 chosen once, from costs measured after the first step and the counts of the second: the programs are
 simulated, and the best of them tried (`moe/granularity`). "auto" begins as blocking, tries that beside the
-best of the others, and leaves it only for what was seen to be faster.
+best of the others, and leaves it only for what was seen to be faster. Whoever runs the layer may say how many
+calls that may take.
 
 Programs are built and verified once for each granularity and kept. Everything is decided from what all ranks
 know, so all decide alike.
@@ -23,7 +24,6 @@ import numpy as np
 import torch
 
 from moeclipse.balance.shadow import ShadowPlan, choose_shadows, forced_shadows
-from moeclipse.balance.shadow_model import ShadowCosts
 from moeclipse.balance.split import ReplicaTable, split_rows
 from moeclipse.comm.flight.exchange import gather_to_host, sum_of_parts
 from moeclipse.comm.flight.in_flight import InFlight
@@ -33,35 +33,29 @@ from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.dispatch import Dispatcher, DispatchPlan, plan_dispatch
 from moeclipse.moe.dispatch_combine import Programs
 from moeclipse.moe.granularity import (
+    CALLS,
     CHUNKS,
     Granularity,
-    Groups,
     Stopwatch,
     Trials,
+    affordable,
     granularity_of,
+    partitions_to_try,
     rank_by_simulation,
     start_groups,
+    worth_a_try,
 )
 from moeclipse.moe.pairwise import PairwiseExperts
 from moeclipse.moe.probe import Probe, measure, tell
 from moeclipse.moe.replicas import choose_slots
-from moeclipse.moe.routing import count_experts
-from moeclipse.moe.shadow import RankShadows, ShadowExperts, keep_shadowed
+from moeclipse.moe.routing import count_experts, pairs_and_rows
+from moeclipse.moe.shadow import FREE, RankShadows, ShadowExperts, keep_shadowed
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.shape import ExchangeShape, Shadow
 from moeclipse.schedule.smart import backward_of, end_units, exchange_shape, smart
 
 SOME_SHADOW = (Shadow(expert=0, owner=0, ranks=(1,)),)
 """Programs depend on whether there are shadows, not on which."""
-FREE = ShadowCosts(
-    row_forward=0,
-    row_backward=0,
-    row_send=0,
-    parameter_bytes=0,
-    gradient_bytes=0,
-    parameter_byte=0,
-    gradient_byte=0,
-)
 
 
 @dataclass(frozen=True)
@@ -118,9 +112,11 @@ class ExchangeSchedule:
         self._programs: dict[ExchangeShape, Programs] = {}
         self.on_choice: Callable[[dict[str, Any]], None] = lambda _: None
         """Told, before it acts, what was decided from times."""
+        self.trial_calls: int | None = None
+        """Calls that "auto" may spend on trials; None: as many as they want."""
         self._taken: dict[str, Any] | None = None
         self.over_plain: float | None = None
-        self._calls = self._rows = 0
+        self._calls = self._rows = self._tried = 0
         self._computed: list[int] = []
 
     @property
@@ -128,9 +124,14 @@ class ExchangeSchedule:
         return self.config.chunks == "auto"
 
     @property
+    def _chooses(self) -> bool:
+        auto = self._auto_chunks or self.config.group_size == "auto"
+        return self.num_ranks > 1 and (self.careful or (self.config.schedule == "smart" and auto))
+
+    @property
     def _tunes(self) -> bool:
-        chooses = self._auto_chunks or self.config.group_size == "auto"
-        return self.num_ranks > 1 and (self.careful or (self.config.schedule == "smart" and chooses))
+        """Whether there is something to choose, and calls to spend on it."""
+        return self._chooses and (not self.careful or affordable(self.trial_calls)[0] > 0)
 
     def shape(self, shadows: bool = False, use: Granularity | None = None) -> ExchangeShape:
         use = use or self.use
@@ -202,6 +203,7 @@ class ExchangeSchedule:
         """The second call measures costs; the best granularities by simulation are then tried in turn."""
         self._calls += 1
         wants_costs = self._tunes or (self.config.shadow == "auto" and self.num_ranks > 1)
+        wants_costs |= self._taken is not None
         if self._calls == 2 and wants_costs and self.probe is None:
             if self._taken is not None:
                 self._repeat(self._taken, cuda=ids_TK.is_cuda)
@@ -210,22 +212,27 @@ class ExchangeSchedule:
                     self.probe = measure(experts, dispatcher, mesh)
                     if self._tunes:
                         ranked = self._rank(self._counts(ids_TK, dispatcher, where), dispatcher, self.probe)
-                        self.trials = Trials(ranked, cuda=ids_TK.is_cuda, careful=self.careful)
+                        self.trials = self._trials(ranked, ids_TK.is_cuda)
                 self.on_choice(self._choice())
         if self.trials is None:
             return
         if self.trials.over:
-            known = None if self._taken is None else self._taken["chosen"]
-            if known is not None:
-                self.use = granularity_of(known)
+            if self._taken is not None and (known := self._taken["chosen"]) is not None:
+                self.use, self.over_plain = granularity_of(known), self._taken.get("over_plain")
             else:
                 with mesh.recorder.apart("trials of granularities"):
                     self.use = self.trials.choose(lambda numbers: tell(mesh, numbers))
                     self.over_plain = self.trials.over_plain
                 self.on_choice(self._choice(self.use))
+            self._tried = len(self.trials.candidates)
             self.watch, self.trials = Stopwatch(cuda=ids_TK.is_cuda), None
         else:
             self.use, self.watch = self.trials.next()
+
+    def _trials(self, ranked: list[Granularity], cuda: bool) -> Trials:
+        if not self.careful:
+            return Trials(ranked, cuda)
+        return Trials(worth_a_try(ranked), cuda, True, *affordable(self.trial_calls))
 
     def _count(self, plan: DispatchPlan, shadowed: int) -> None:
         """Remember how many rows this rank computes, and each of its slots."""
@@ -274,21 +281,8 @@ class ExchangeSchedule:
     def _counts_and_rows(
         self, ids_TK: torch.Tensor, dispatcher: Dispatcher, where: str
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Pairs of each rank for each expert, and the rows that travel for them.
-
-        A token's vector goes to a rank once, however many of its experts live there. The row counts for the
-        least wanted of them: busy experts get shadows first, so it is saved when that one has one, too.
-        """
-        num_experts = dispatcher.placement.num_experts
-        used_TK, known_TK = ids_TK >= 0, ids_TK.clamp(min=0)
-        ranks_TK = torch.where(used_TK, dispatcher.rank_of_E[known_TK], -1)
-        pairs_E = count_experts(ids_TK, num_experts)
-        wanted_TK = pairs_E[known_TK] * num_experts - known_TK  # no two experts are wanted alike
-        together_TKK = ranks_TK[:, :, None] == ranks_TK[:, None, :]
-        rarer_TKK = together_TKK & (wanted_TK[:, None, :] < wanted_TK[:, :, None])
-        counts_TK = used_TK & ~rarer_TKK.any(2)
-        rows_E = torch.bincount(known_TK[counts_TK], minlength=num_experts)
-        mine = torch.stack([pairs_E, rows_E])
+        """Pairs of each rank for each expert, and the rows that travel for them."""
+        mine = pairs_and_rows(ids_TK, dispatcher.rank_of_E, dispatcher.placement.num_experts)
         table = np.array(
             gather_to_host(dispatcher.lane, dispatcher.group, mine, f"exchange of counts, {where}").get()
         )
@@ -329,20 +323,12 @@ class ExchangeSchedule:
         for rank, (first, stop) in enumerate(pairwise(dispatcher.slot_bounds)):
             padded[:, rank * per_rank : rank * per_rank + stop - first] = rows_PR[:, first:stop]
         chunks = CHUNKS if self._auto_chunks else (int(self.config.chunks),)
-        partitions, costs = dict.fromkeys(self._candidates()), probe.exchange_costs()
+        partitions = dict.fromkeys(partitions_to_try(self.config.group_size, self.hosts))
         if self.careful:
             partitions[start_groups("blocking", "auto", self.hosts)] = None
         numbers = sorted({1, *chunks}) if self.careful else chunks
-        ranked = rank_by_simulation(list(partitions), numbers, padded, costs)
+        ranked = rank_by_simulation(list(partitions), numbers, padded, probe.exchange_costs())
         return [one for one in ranked if one.chunks in chunks or (self.careful and one.plain)]
-
-    def _candidates(self) -> list[Groups]:
-        start = start_groups("smart", self.config.group_size, self.hosts)
-        if self.config.group_size != "auto" or len(set(self.hosts)) > 1:
-            return [start]
-        sizes = [size for size in (1, 2, 4, 8) if size <= max(self.num_ranks // 2, 1)]
-        # One group of all ranks is the blocking exchange, or its chunks: sometimes nothing is faster.
-        return [start_groups("smart", size, self.hosts) for size in (*sizes, self.num_ranks)]
 
     def report(self) -> dict[str, Any]:
         """The choice, what was predicted of it, and how long forward exchanges took since."""
@@ -355,7 +341,13 @@ class ExchangeSchedule:
             "blocking_ms": 1e3 * self.use.blocking_s,
             "measured_ms": None if measured is None else 1e3 * measured,
             "over_plain": self.over_plain,
+            "tried": self._tried,
         }
+
+    @property
+    def has_chosen(self) -> bool:
+        """Whether this run has decided how rows are cut, and times that."""
+        return self.trials is None and self.watch is not None
 
     def _choice(self, chosen: Granularity | None = None) -> dict[str, Any]:
         assert self.probe is not None
@@ -363,7 +355,9 @@ class ExchangeSchedule:
         return {
             "probe": asdict(self.probe),
             "tried": tried,
+            "calls": 0 if self.trials is None else self.trials.calls,
             "chosen": None if chosen is None else asdict(chosen),
+            "over_plain": self.over_plain,
         }
 
     def take_choice(self, choice: dict[str, Any] | None) -> None:
@@ -373,9 +367,10 @@ class ExchangeSchedule:
     def _repeat(self, choice: dict[str, Any], cuda: bool, calls: int = 0) -> None:
         """Go on behind so many calls of trials."""
         self.probe = Probe(**choice["probe"])
-        if self._tunes and choice["tried"]:
+        if self._chooses and choice["tried"]:
             tried = [replace(granularity_of(one), rule="resumed") for one in choice["tried"]]
-            self.trials = Trials(tried, cuda=cuda, careful=self.careful)
+            given = (len(tried), choice.get("calls", CALLS))
+            self.trials = Trials(tried, cuda, self.careful, *given)
             self.trials.skip(calls)
 
     def state(self) -> dict[str, Any]:
@@ -393,7 +388,7 @@ class ExchangeSchedule:
                 return
             self.trials = None
         groups = tuple(tuple(members) for members in state["groups"])
-        if sum(map(len, groups)) != self.num_ranks or not self._tunes:
+        if sum(map(len, groups)) != self.num_ranks or not self._chooses:
             return
         units = tuple((step, chunk) for step, chunk in state["units"]) if state["units"] else None
         self.use = Granularity(groups=groups, chunks=state["chunks"], units=units, rule="resumed")

@@ -55,10 +55,11 @@ def overlap_exchange(run: RunData, measures: Values) -> Iterator[Advice]:
     if run.num_ranks == 1 or schedule != "blocking" or not exposed:
         return
     yield Advice(
-        setting="--moe.schedule smart",
+        setting="--moe.schedule auto",
         gain_ms=exposed,
         at_most=True,
-        why=f"{exposed:.1f} ms of communication are exposed, and blocking exchanges hide nothing of it",
+        why=f"{exposed:.1f} ms of communication are exposed, and blocking exchanges hide nothing of it; "
+        "auto tries units and keeps what is faster",
     )
 
 
@@ -67,9 +68,9 @@ def cut_less(run: RunData, _: Values) -> Iterator[Advice]:
     layers = [one for one in run.summary.get("exchange") or [] if isinstance(one, dict)]
     pairs = [(number(one.get("measured_ms"), -1), number(one.get("blocking_ms"), -1)) for one in layers]
     lost = sum(measured - whole for measured, whole in pairs if measured > 0 and whole > 0)
-    if lost > 0 and run.config.get("moe.schedule") != "blocking":
+    if lost > 0 and run.config.get("moe.schedule") == "smart":  # auto has tried whole ones, too
         yield Advice(
-            setting="--moe.schedule blocking",
+            setting="--moe.schedule auto",
             gain_ms=lost,
             why="exchanges in units were measured to take longer than whole ones are predicted to",
         )

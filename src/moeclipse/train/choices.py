@@ -27,11 +27,14 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.probe import Probe
+from moeclipse.train.config import TrainConfig
 from moeclipse.train.run_files import write_atomic
 
 FILE = "choices.json"
 UNEVEN = 0.95
 """Mean over fullest rank below which it is worth knowing what a planner would have won."""
+TRIAL_SHARE = 0.1
+"""Of a run's steps, at most; what it takes to try anything is more than a tenth of a very short run."""
 
 
 class Choices:
@@ -68,11 +71,12 @@ class Choices:
     def _ranks(self) -> list[int]:
         return [self.mesh.dp, self.mesh.ep, self.mesh.tp, self.mesh.pp]
 
-    def bind(self, layers: Iterable[MoE]) -> None:
-        """Let layers take what is known of them, and tell what they choose."""
+    def bind(self, layers: Iterable[MoE], calls: int = 0) -> None:
+        """Let layers take what is known of them, and tell what they choose; `calls` of each may be trials."""
         for layer in layers:
             name = str(layer.layer)
             self.hosts = layer.schedule.hosts
+            layer.schedule.trial_calls = calls
             layer.schedule.take_choice(self.layers.get(name))
 
             def chosen(choice: dict[str, Any], name: str = name) -> None:
@@ -106,6 +110,11 @@ class Choices:
             text: dict[str, Any] = {"ranks": self._ranks, "layers": self.layers, "placement": self.placement}
             text["hosts"] = list(self.hosts)
             write_atomic(self.directory / self._name, json.dumps(text, indent=1) + "\n")
+
+
+def trial_calls(config: TrainConfig) -> int:
+    """Calls of a layer that a run may spend on trying how rows are cut."""
+    return int(TRIAL_SHARE * config.run.steps) * config.optim.accumulate
 
 
 def _read(path: Path, needed: bool) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import math
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,12 +33,12 @@ from moeclipse.core.errors import (
 )
 from moeclipse.model.count import count_parameters
 from moeclipse.model.flops import LeastWork, device_of
-from moeclipse.moe.granularity import CALLS, TRIED, against_blocking, cut_in_words
 from moeclipse.train.best import BestCheckpoint
 from moeclipse.train.checkpoints.beside import BesideSave
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
-from moeclipse.train.choices import Choices
+from moeclipse.train.choices import Choices, trial_calls
 from moeclipse.train.config import TrainConfig, layout_problems
+from moeclipse.train.exchange_note import ExchangeNote
 from moeclipse.train.hugging_face import export, load_folder
 from moeclipse.train.incidents import Incidents, kept
 from moeclipse.train.init_from import load_weights_of
@@ -51,9 +50,6 @@ from moeclipse.train.run_directory import RunDirectory
 from moeclipse.train.sample import write_sample
 from moeclipse.train.saving import Saving
 from moeclipse.train.step_trace import StepTrace
-
-TUNED_AFTER = 2 + TRIED * CALLS + 4
-"""Steps after which a choice made from measured costs has been measured itself."""
 
 
 class Observer(Protocol):
@@ -186,7 +182,7 @@ class Run:
         learner = Learner(config, self.mesh)
         choices = Choices(self.mesh, self.directory)
         choices.read(config.run.choices, resumed=resume == "auto")
-        choices.bind(learner.layers)
+        choices.bind(learner.layers, trial_calls(config) if learner.pipelined is None else 0)
         learner.placement.choices = choices
         start = self._begin(learner, found)
         self.files.accept(to_toml(config, comments=True))
@@ -260,6 +256,7 @@ class Run:
         learner.signals = saving.signals
         trace = StepTrace(config, self.mesh, learner.model)
         memory = watched(learner) if config.metrics.memory else None
+        exchange = ExchangeNote()
         step = start
         while step < config.run.steps:
             trace.begin(step)
@@ -276,13 +273,12 @@ class Run:
             better = self.config.eval.keep_best and best.is_better(record.get("eval_loss", math.nan))
             metrics.add(record)
             self.observer.step(record)
-            if step == start + TUNED_AFTER:
-                self._tell_choice(learner)
             if self.mesh.rank == 0:
                 for named in slow:
                     kept(self.directory, {"kind": "straggler", **named})
                     self.observer.note(named["what"])
-            told = memory.lines() if memory is not None else ()
+            told = memory.lines() if memory is not None else []
+            told += exchange.after_step(learner.layers, record)
             for note in (*record.get("notes", ()), *scribe.take_notes(), *told):
                 self.observer.note(note)
             if record["skipped"]:
@@ -341,22 +337,6 @@ class Run:
         self.files.scribe.flush()
         self.files.check_job()
         return learner.save(self.checkpoints, done, beside)
-
-    def _tell_choice(self, learner: Learner) -> None:
-        """What the smart schedule chose from measured costs, where it chose anything."""
-        choices = [layer.schedule.report() for layer in learner.layers]
-        choices = [choice for choice in choices if choice["measured_ms"] is not None]
-        if choices:
-            cuts = Counter(cut_in_words(choice["steps"], choice["chunks"]) for choice in choices)
-            chosen = ", ".join(f"{cut} in {count} layers" for cut, count in cuts.most_common())
-            predicted, measured, blocking = (
-                sum(choice[name] for choice in choices)
-                for name in ("predicted_ms", "measured_ms", "blocking_ms")
-            )
-            self.observer.note(
-                f"rows travel in {chosen}; all forward exchanges: predicted {predicted:.1f} ms, measured "
-                f"{measured:.1f} ms (blocking: predicted {blocking:.1f} ms{against_blocking(choices)})"
-            )
 
     def _find(self, resume: str) -> Checkpoint | None:
         """The checkpoint to continue, verified whole, or None to begin."""
