@@ -77,8 +77,10 @@ def test_exchanges_and_displacements_are_changes_too() -> None:
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.data(), st.booleans(), st.integers(1, 2))
-def test_a_draft_costs_what_the_judge_says(data: st.DataObject, shared_wire: bool, nodes: int) -> None:
+@given(st.data(), st.booleans(), st.integers(1, 2), st.booleans())
+def test_a_draft_costs_what_the_judge_says(
+    data: st.DataObject, shared_wire: bool, nodes: int, card_per_rank: bool
+) -> None:
     """Rows, wires, nodes, gradients and moves: the search goes down the seconds that plans are judged by."""
     placement = data.draw(placements())
     counts_PE = data.draw(counts_for(placement)) + 1000
@@ -90,6 +92,7 @@ def test_a_draft_costs_what_the_judge_says(data: st.DataObject, shared_wire: boo
         state_bytes=9000.0,
         near_bandwidth=2.0,
         far_bandwidth=1.0,
+        card_per_rank=card_per_rank,
         shared_wire=shared_wire,
         every=5,
     )

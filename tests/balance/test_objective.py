@@ -51,6 +51,46 @@ def test_the_score_adds_up() -> None:
     assert (found.balance, found.cross_share) == (1.0, 0.25)
 
 
+def test_far_rows_are_charged_to_the_card_that_carries_them() -> None:
+    """Four ranks on two nodes; rank 0 sends 8 rows across, rank 1 sends 4: of one card 12, of their own 8."""
+    counts_PE = np.zeros((4, 4), dtype=np.int64)
+    counts_PE[0, 2], counts_PE[1, 3] = 8, 4
+    costs = replace(FREE, row_bytes=2.0, far_bandwidth=4.0, near_bandwidth=1e9)
+    placement, node_P = Placement.contiguous(4, 4), (0, 0, 1, 1)
+    assert score(placement, counts_PE, costs, node_P=node_P).cross == pytest.approx(4 * 2 * 12 / 4)
+    own = replace(costs, card_per_rank=True)
+    assert score(placement, counts_PE, own, node_P=node_P).cross == pytest.approx(4 * 2 * 8 / 4)
+    assert (costs.bandwidth(node_P), own.bandwidth(node_P)) == (2.0, 4.0), "of one rank's parameters"
+
+
+PROBED = {
+    "row_forward": 1.0,
+    "row_backward": 2.0,
+    "row_bytes": 8.0,
+    "parameter_bytes": 3.0,
+    "gradient_bytes": 6.0,
+    "bandwidth": 100.0,
+    "shared_wire": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("far", "node", "per_rank"),
+    [
+        ({}, 200.0, False),
+        ({"far_bandwidth": 0.0, "far_link": 0.0}, 200.0, False),
+        ({"far_bandwidth": 10.0, "far_link": 19.0}, 20.0, False),
+        ({"far_bandwidth": 10.0, "far_link": 11.0}, 10.0, True),
+    ],
+)
+def test_whether_ranks_share_a_card_follows_from_what_was_measured(
+    far: dict[str, float], node: float, per_rank: bool
+) -> None:
+    """One rank alone that is as fast as each of two together has a card of its own."""
+    found = PlacementCosts.from_measured({**PROBED, **far}, every=5, ranks_per_node=2)
+    assert (found.far_bandwidth, found.card_per_rank, found.near_bandwidth) == (node, per_rank, 100.0)
+
+
 def test_moved_state_is_paid_for() -> None:
     costs = replace(FREE, weight_bytes=2.0, state_bytes=12.0, near_bandwidth=2.0)
     assert costs.move_seconds(3, 2) == (3 * 2 + 2 * 12) / 2

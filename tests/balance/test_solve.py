@@ -37,9 +37,14 @@ def asked_for(
     return problem, plan(config, *args)
 
 
-@pytest.mark.parametrize(("nodes", "shared_wire"), [(1, False), (2, False), (1, True)])
-def test_a_placement_is_a_feasible_guess_and_costs_what_the_judge_says(nodes: int, shared_wire: bool) -> None:
-    problem, _ = asked_for(12, (5,) * 4, nodes, shared_wire=shared_wire)
+@pytest.mark.parametrize(
+    ("nodes", "wires"),
+    [(1, {}), (2, {}), (1, {"shared_wire": True}), (2, {"card_per_rank": True})],
+)
+def test_a_placement_is_a_feasible_guess_and_costs_what_the_judge_says(
+    nodes: int, wires: dict[str, Any]
+) -> None:
+    problem, _ = asked_for(12, (5,) * 4, nodes, **wires)
     start = fitted(problem.current.with_replicas([(0, (1,)), (11, (0, 1))]), problem.slots_P)
     program = LinearProgram.of(problem)
     guess = program.guess(start)

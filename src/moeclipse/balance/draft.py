@@ -7,7 +7,7 @@ poured in full.
 
     rows        level of the fullest rank
     near        rows that enter or leave the busiest rank: all but those that it keeps for itself
-    cross       the same of the busiest node
+    cross       the same of the busiest card between nodes
     sync        copies of gradients on the rank with most of them
     migration   copies that `problem.current` does not hold, parts of experts that others owned there
 
@@ -166,13 +166,11 @@ class Draft:
         far = 0.0
         if problem.num_nodes > 1:
             in_N, out_N = self.rows_across_nodes()
-            far = most(np.maximum(in_N, out_N).tolist())
-            part_N = 1 / np.bincount(problem.node_index)
-            # Which ranks of a node send and get the rows that cross is not known yet: all of them alike.
-            enter = [max(a - b, 0.0) for a, b in zip(enter, (in_N * part_N)[problem.node_index], strict=True)]
-            leave = [
-                max(a - b, 0.0) for a, b in zip(leave, (out_N * part_N)[problem.node_index], strict=True)
-            ]
+            far_in, far_out = _by_rank(enter, in_N, problem), _by_rank(leave, out_N, problem)
+            most_N = np.maximum(in_N, out_N).tolist()
+            far = most(list(map(max, far_in, far_out)) if costs.card_per_rank else most_N)
+            enter = [a - b for a, b in zip(enter, far_in, strict=True)]
+            leave = [a - b for a, b in zip(leave, far_out, strict=True)]
         near = sum(enter) / len(enter) if costs.shared_wire else most(list(map(max, enter, leave)))
         return EXCHANGES * costs.row_bytes * (near / costs.near_bandwidth + far / costs.far_bandwidth)
 
@@ -291,6 +289,14 @@ class Draft:
 
     def placement(self) -> Placement:
         return Placement(tuple(map(tuple, self.slots)), tuple(self.primary))
+
+
+def _by_rank(rows: list[float], across_N: np.ndarray, problem: PlanProblem) -> list[float]:
+    """Of each rank's rows those that cross nodes: which of them do is not known yet, so of all alike."""
+    all_N = np.bincount(problem.node_index, rows)
+    part_N = np.minimum(across_N / np.where(all_N > 0, all_N, 1.0), 1.0)
+    found: list[float] = (np.maximum(rows, 0.0) * part_N[problem.node_index]).tolist()
+    return found
 
 
 def power_mean(values: list[float]) -> float:

@@ -2,12 +2,15 @@
 
     fullest     row_seconds x rows of the fullest rank, with the split that really runs
     near        4 exchanges x bytes of the rows that enter or leave the busiest rank inside its node
-    cross       4 exchanges x bytes of the rows that enter or leave the busiest node
+    cross       4 exchanges x bytes of the rows that enter or leave the busiest card between nodes
     sync        gradients to owners and weights back, on the rank with most of them
     migration   parameters and optimizer state that move, shared among the steps that a plan lasts
 
 Replicas share the ownership of their expert (`balance/ownership`): each of r of them sends (r - 1) / r of its
 gradients and receives as much, and where the ranks of an expert change, so do the parts that they own.
+
+A card is what carries rows between nodes: the ranks of a node share one, or each has its own
+(`card_per_rank`). Which of both holds is measured (`moe/probe`).
 
 Contract: pure. The same record judges every planner, so their plans can be compared. Searches and the solver
 (`balance/draft`, `balance/solve`) minimise the same sum over loads that are poured, not yet cut into rows.
@@ -36,6 +39,8 @@ STATE_TENSORS = 3
 """Of AdamW: master weights and two moments."""
 MATRICES = 3
 """Of a gated expert: gate, up, down."""
+SHARED_CARD = 1.5
+"""A rank that is so much faster while others rest shares its card with them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +56,9 @@ class PlacementCosts:
     near_bandwidth: float
     """Bytes per second of a rank inside its node."""
     far_bandwidth: float
-    """Bytes per second of a node, in one direction."""
+    """Bytes per second of a card between nodes, in one direction."""
+    card_per_rank: bool = False
+    """Every rank has a card of its own; else the ranks of a node share one."""
     shared_wire: bool = False
     """All ranks of a node share one wire: `near_bandwidth` is a rank's part of it while all send."""
     every: int = 50
@@ -83,9 +90,13 @@ class PlacementCosts:
         near: str = "nvlink4",
         far: str = "infiniband",
         links_per_node: int = 8,
+        card_per_rank: bool = False,
         every: int = 50,
     ) -> PlacementCosts:
-        """bf16 weights, fp32 gradients and AdamW state, gated experts, on hardware that `cost` knows."""
+        """bf16 weights, fp32 gradients and AdamW state, gated experts, on hardware that `cost` knows.
+
+        The links of a node are one card for all of its ranks, or with `card_per_rank` one for each.
+        """
         chip, inside, outside = device(device_name), link(near), link(far)
         parameters = MATRICES * d_model * d_ff
         return cls(
@@ -95,13 +106,16 @@ class PlacementCosts:
             gradient_bytes=4 * parameters,
             state_bytes=12 * parameters,
             near_bandwidth=inside.bandwidth * inside.efficiency,
-            far_bandwidth=outside.bandwidth * outside.efficiency * links_per_node,
+            far_bandwidth=outside.bandwidth * outside.efficiency * (1 if card_per_rank else links_per_node),
+            card_per_rank=card_per_rank,
             every=every,
         )
 
     @classmethod
     def from_measured(cls, probe: Mapping[str, Any], every: int, ranks_per_node: int = 1) -> PlacementCosts:
-        """What ranks measured (`moe/probe`): near or far, each rank has the wire that it has."""
+        """What ranks measured (`moe/probe`); where nothing went between hosts, far is as near."""
+        far, alone = probe.get("far_bandwidth") or probe["bandwidth"], probe.get("far_link") or 0.0
+        card_per_rank = alone < SHARED_CARD * far if alone else False
         return cls(
             row_seconds=probe["row_forward"] + probe["row_backward"],
             row_bytes=probe["row_bytes"],
@@ -109,17 +123,23 @@ class PlacementCosts:
             gradient_bytes=probe["gradient_bytes"],
             state_bytes=STATE_TENSORS * probe["gradient_bytes"],
             near_bandwidth=probe["bandwidth"],
-            far_bandwidth=probe["bandwidth"] * ranks_per_node,
+            far_bandwidth=far if card_per_rank else far * ranks_per_node,
+            card_per_rank=card_per_rank,
             shared_wire=probe["shared_wire"],
             every=every,
         )
 
+    def cards(self, ranks: int) -> int:
+        """Of a node with so many ranks."""
+        return ranks if self.card_per_rank else 1
+
     def bandwidth(self, node_P: Sequence[int] = (0,)) -> float:
-        """Of one rank's parameters and gradients: across nodes a rank has its share of the node's links."""
+        """Of one rank's parameters and gradients: across nodes a rank has its share of the node's cards."""
         ranks_on = Counter(node_P)
         if len(ranks_on) == 1:
             return self.near_bandwidth
-        return min(self.near_bandwidth, self.far_bandwidth / max(ranks_on.values()))
+        most = max(ranks_on.values())
+        return min(self.near_bandwidth, self.far_bandwidth * self.cards(most) / most)
 
     def move_seconds(self, weights: float, states: float, node_P: Sequence[int] = (0,)) -> float:
         """So many copies of parameters and of optimizer state, once."""
@@ -183,8 +203,8 @@ def score(
     nodes = np.asarray(node_P)
     sent_PP = split.sent_PP
     far_PP = np.where(nodes[:, None] != nodes[None, :], sent_PP, 0)
-    out_N = np.bincount(nodes, far_PP.sum(1))
-    in_N = np.bincount(nodes, far_PP.sum(0))
+    card_P = np.arange(placement.num_ranks) if costs.card_per_rank else nodes
+    sent_C, got_C = (np.bincount(card_P, far_PP.sum(axis)) for axis in (1, 0))
     rows = max(int(counts_PE.sum()), 1)
     near_PP = sent_PP - far_PP
     np.fill_diagonal(near_PP, 0)
@@ -194,7 +214,7 @@ def score(
         busiest_rank = float(near_PP.sum()) / placement.num_ranks
         copies = (placement.num_replicas - placement.num_experts) / placement.num_ranks
     weights, states = (0, 0.0) if current is None else moved(current, placement, costs.shared_owners)
-    busiest = float(np.maximum(out_N, in_N).max())
+    busiest = float(np.maximum(sent_C, got_C).max())
     return Score(
         fullest=costs.row_seconds * float(split.load_P.max()),
         near=EXCHANGES * costs.row_bytes * busiest_rank / costs.near_bandwidth,

@@ -87,6 +87,11 @@ class PlanProblem:
         return np.stack([self.counts_PE[self.node_index == n].sum(0) for n in range(self.num_nodes)])
 
     @cached_property
+    def cards_N(self) -> np.ndarray:  # noqa: N802
+        """Cards of each node, which the rows that cross are spread over."""
+        return np.array([self.costs.cards(int(ranks)) for ranks in np.bincount(self.node_index)])
+
+    @cached_property
     def copy_seconds(self) -> float:
         """An expert's gradients to their owner, and new weights back."""
         return self.costs.sync_seconds(1, self.node_P)

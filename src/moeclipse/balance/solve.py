@@ -9,11 +9,12 @@ the heuristic's plan, so whatever the time limit cuts off, the answer is never w
     w[e,p] <= x[e,p], sum_p w[e,p] >= sum_p x[e,p] - 1          copies of e's gradients that p exchanges
 
     minimise the seconds of `balance/objective`, each maximum as a column that no rank may exceed:
-    T >= sum_e load_e y[e,p]     A >= rows that enter or leave p     B >= ... node n     C >= sum_e w[e,p]
+    T >= sum_e load_e y[e,p]     A >= rows that enter or leave p     B >= ... card of n     C >= sum_e w[e,p]
     and what moves: x[e,p] where p does not hold e now, 1 - x[e,p] where it does and so owns a part of e
 
-Two prices are not linear and stand here as guesses: that all replicas exchange alike, and how much optimizer
-state changes its owner. So the answer is judged again, as all plans are.
+Three prices are not linear and stand here as guesses: that all replicas exchange alike, that the cards of a
+node carry alike, and how much optimizer state changes its owner. So the answer is judged again, as all plans
+are.
 
 Contract: a placement that fits the slots, no expert lost. Without a solver a ConfigError says what to
 install.
@@ -228,9 +229,10 @@ def _add_wires(rows: SparseRows, at: Columns) -> None:
                 inside = (at.y[e, ranks], -at.part_E[e])
                 rows.add((at.k_nodes[e, n], 1.0), inside, low=-np.inf, high=0.0)
             crossing = float(source_P[ranks].sum())
-            into = ((at.y[:, ranks], load), (at.k_nodes[:, n], -1.0))
-            rows.add(*into, (at.B, -1.0), low=-np.inf, high=0.0)
-            rows.add((at.k_nodes[:, n], -1.0), (at.B, -1.0), low=-np.inf, high=-crossing)
+            card = 1 / float(problem.cards_N[n])
+            kept = (at.k_nodes[:, n], -card)
+            rows.add((at.y[:, ranks], card * load), kept, (at.B, -1.0), low=-np.inf, high=0.0)
+            rows.add(kept, (at.B, -1.0), low=-np.inf, high=-card * crossing)
             enter = [(at.y[:, ranks], -part * load), (at.k_nodes[:, n], part)]
             leave = [(at.k_nodes[:, n], part)]
         for p in [] if problem.costs.shared_wire else ranks.tolist():

@@ -92,7 +92,7 @@ class RunFacts:
         d_model, d_ff = d_model or self.size("d_model"), d_ff or self.size("d_ff")
         device, link = device or "h200", link or "infiniband"
         costs = PlacementCosts.from_shapes(
-            d_model=d_model, d_ff=d_ff, device_name=device, far=link, links_per_node=per_node, every=every
+            d_model=d_model, d_ff=d_ff, device_name=device, far=link, card_per_rank=True, every=every
         )
         return costs, f"seconds: as if experts of {d_model} x {d_ff} ran on {device}, {link} between nodes"
 
