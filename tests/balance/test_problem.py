@@ -6,13 +6,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plans import COSTS, FREE, asked
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plans import COSTS, FREE, asked, problems
 from strategies import zipf_counts
 
-from moeclipse.balance.objective import score
+from moeclipse.balance.objective import PlacementCosts, score
 from moeclipse.balance.placement import EMPTY, Placement
+from moeclipse.balance.planner import PlanConfig, plan
 from moeclipse.balance.problem import fitted
+from moeclipse.balance.replicate import plan_random
 from moeclipse.core.errors import ConfigError
+
+CHEAP_ROWS = replace(COSTS, row_seconds=COSTS.row_seconds / 100)
+SHARED = replace(CHEAP_ROWS, shared_wire=True)
 
 
 def test_tiers_begin_with_what_will_do_and_end_with_all() -> None:
@@ -32,6 +39,28 @@ def test_the_judge_is_the_objective() -> None:
     moved = COSTS.every * (problem.move_seconds + problem.state_seconds)
     assert moved == pytest.approx(COSTS.move_seconds(1, 1))
     assert 2 * problem.copy_seconds == pytest.approx(COSTS.sync_seconds(2.0))
+
+
+@settings(deadline=None, max_examples=100)
+@given(problems(), st.integers(0, 99), st.sampled_from([COSTS, CHEAP_ROWS, SHARED]), st.integers(1, 2))
+def test_no_placement_is_below_the_bound(
+    problem: tuple[np.ndarray, tuple[int, ...]], seed: int, costs: PlacementCosts, nodes: int
+) -> None:
+    counts_PE, slots_P = problem
+    current = plan_random(counts_PE.shape[1], slots_P, seed)
+    node_P = tuple(rank % nodes for rank in range(len(slots_P)))
+    wanted = replace(asked(counts_PE, slots_P, current, costs), node_P=node_P)
+    for planner in ("greedy", "incremental"):
+        found = plan(PlanConfig(planner=planner), counts_PE.astype(float), slots_P, current, costs, node_P)
+        assert wanted.judge(found).total >= wanted.bound * (1 - 1e-9)
+    assert wanted.judge(current).total >= wanted.bound * (1 - 1e-9)
+
+
+def test_the_bound_is_reached_where_nothing_can_be_better() -> None:
+    """Every rank sends to its own experts alone: no row travels, and no replica would keep one more."""
+    counts_PE = np.kron(np.eye(4), np.full((1, 2), 500.0))
+    problem = asked(counts_PE, (3,) * 4, Placement.contiguous(8, 4), COSTS)
+    assert problem.judge(problem.current).total == pytest.approx(problem.bound, rel=1e-12)
 
 
 def test_what_holds_now_gets_all_slots() -> None:

@@ -11,7 +11,7 @@ from plans import FREE, asked, check_fits, problems
 from strategies import zipf_counts
 
 from moeclipse.balance.placement import Placement
-from moeclipse.balance.replicate import plan_random
+from moeclipse.balance.replicate import plan_greedy, plan_random
 from moeclipse.balance.starts import clean_starts, renamed, wrap_filled
 
 
@@ -22,7 +22,7 @@ def test_starts_fit_their_tier(problem: tuple[np.ndarray, tuple[int, ...]], seed
     current = plan_random(counts_PE.shape[1], slots_P, seed)
     wanted = asked(counts_PE, slots_P, current)
     for tier in wanted.tiers:
-        for draft in clean_starts(wanted, tier):
+        for draft in clean_starts(wanted, tier, plan_greedy(wanted.load_E, tier)):
             placement = draft.placement()
             assert placement.num_experts == counts_PE.shape[1]
             assert all(len(held) <= count for held, count in zip(placement.held, tier, strict=True))

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
@@ -35,6 +35,8 @@ from moeclipse.balance.problem import PlanProblem
 from moeclipse.balance.split import sweep
 
 POWER = 64
+FELT = 0.5
+"""Of the largest: what is below adds nothing that a float could hold."""
 FULL_SWEEPS = 20
 TRIAL_SWEEPS = 2
 
@@ -88,13 +90,16 @@ class Books:
         ranks, primary, now = draft.holders[expert], draft.primary[expert], draft.problem.current
         counts, before = draft.problem.counts_of[expert], now.holders[expert]
         shared = draft.problem.costs.shared_owners
+        part = exchanged(len(ranks), False, True)[0]
         for rank, amount in zip(ranks, draft.shares[expert], strict=True):
+            most = counts[rank]
             self.level[rank] += sign * amount
-            self.kept[rank] += sign * min(amount, counts[rank])
-            sent, received = exchanged(len(ranks), rank == primary, shared)
+            self.kept[rank] += sign * (amount if amount < most else most)
+            sent, received = (part, part) if shared else exchanged(len(ranks), rank == primary, False)
             self.sends[rank] += sign * sent
             self.receives[rank] += sign * received
-            self.weights += sign * (rank not in before)
+            if rank not in before:
+                self.weights += sign
         self.owned[primary] += sign
         state = moved_state(before, ranks) if shared else float(primary != now.primary[expert])
         self.states += sign * state
@@ -222,7 +227,7 @@ class Draft:
             for rank, old, new in zip(ranks, self.shares[e], shares[e], strict=True):
                 most = counts[rank]
                 kept[rank] += (new if new < most else most) - (old if old < most else most)
-        return replace(self, shares=shares, books=books)
+        return Draft(self.problem, self.slots, self.holders, self.primary, shares, self.reserve, books)
 
     def changed(self, change: Change) -> Draft:
         """After a change, its experts spread evenly over their holders, nothing poured yet."""
@@ -304,4 +309,5 @@ def power_mean(values: list[float]) -> float:
     largest = max(values)
     if largest <= 0:
         return 0.0
-    return largest * (sum([(x / largest) ** POWER for x in values]) / len(values)) ** (1 / POWER)
+    felt = FELT * largest
+    return largest * (sum([(x / largest) ** POWER for x in values if x > felt]) / len(values)) ** (1 / POWER)

@@ -108,6 +108,8 @@ def incremental(config: PlanConfig, problem: PlanProblem) -> Placement:
     """A few moves from what holds now, or the best of all clean tables where that is clearly cheaper."""
     now = problem.judge(problem.start)
     best, least, balance = problem.current, now.total, now.balance
+    if problem.bound >= (1 - config.min_gain) * least:
+        return best  # loads are even: there is nothing to win, and looking for it costs time
     large = problem.num_slots > SMALL
     if not large or balance > HOPELESS:
         for table in few_moves(config, problem):
@@ -138,8 +140,9 @@ def few_moves(config: PlanConfig, problem: PlanProblem) -> Iterator[Placement]:
 def clean_tables(problem: PlanProblem) -> Iterator[Placement]:
     """Of each tier greedy as it is, and the better start, improved; what a tier gives depends on it alone."""
     for slots_P in problem.tiers:
-        yield fitted(plan_greedy(problem.load_E, slots_P), problem.slots_P).arranged_like(problem.current)
-        start = min(clean_starts(problem, slots_P), key=lambda draft: draft.seconds)
+        greedy = plan_greedy(problem.load_E, slots_P)
+        yield fitted(greedy, problem.slots_P).arranged_like(problem.current)
+        start = min(clean_starts(problem, slots_P, greedy), key=lambda draft: draft.seconds)
         found = improved(start, sum(slots_P), steps_for(problem)).placement()
         yield fitted(found, problem.slots_P).arranged_like(problem.current)
 

@@ -140,17 +140,24 @@ class PlanProblem:
 
     @cached_property
     def bound(self) -> float:
-        """Seconds that no placement can be below: even ranks that hold what they send most."""
-        kept = [
-            float(np.sort(row)[len(row) - min(count, len(row)) :].sum())
-            for row, count in zip(self.counts_PE, self.slots_P, strict=True)
-        ]
-        out = [rows - mine for rows, mine in zip(self.source, kept, strict=True)]
-        sent = sum(out) / len(out) if self.costs.shared_wire else max(out)
-        bytes_per_s = max(self.costs.near_bandwidth, self.costs.far_bandwidth)
+        """Seconds that no placement can be below: even ranks, and rows that need not leave theirs.
+
+        Each expert stands somewhere, at best where most of its rows come from. What slots are left over keep
+        rows on other ranks, the most there are, as long as that saves more than a replica's gradients cost.
+        """
+        costs, num_ranks = self.costs, self.num_ranks
+        bytes_per_s = max(costs.near_bandwidth, costs.far_bandwidth)
+        saved_PE = EXCHANGES * costs.row_bytes / bytes_per_s * self.counts_PE
+        at_home = float(saved_PE.max(0).sum())
+        elsewhere = np.delete(
+            saved_PE.T.ravel(), np.arange(self.num_experts) * num_ranks + saved_PE.argmax(0)
+        )
+        spare = sum(min(count, self.num_experts) for count in self.slots_P) - self.num_experts
+        most = -np.sort(-elsewhere)[:spare]
+        by_replicas = float(np.maximum(most - self.copy_seconds, 0.0).sum())
         working = sum(count > 0 for count in self.slots_P)
-        rows = self.costs.row_seconds * float(self.load_E.sum()) / working
-        return rows + EXCHANGES * self.costs.row_bytes * sent / bytes_per_s
+        rows = costs.row_seconds * float(self.load_E.sum()) / working
+        return rows + (float(saved_PE.sum()) - at_home - by_replicas) / num_ranks
 
     @cached_property
     def tiers(self) -> tuple[tuple[int, ...], ...]:
@@ -167,6 +174,8 @@ class PlanProblem:
 
 def fitted(placement: Placement, slots_P: Sequence[int]) -> Placement:
     """With empty slots behind those of each rank, up to so many."""
+    if all(len(row) == count for row, count in zip(placement.slots, slots_P, strict=True)):
+        return placement
     rows = tuple(
         row + (EMPTY,) * (count - len(row)) for row, count in zip(placement.slots, slots_P, strict=True)
     )

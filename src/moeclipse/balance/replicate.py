@@ -195,8 +195,7 @@ def relabelled(new: Placement, old: Placement, groups: Sequence[Sequence[int]] |
     """`new` with its rows given to the ranks that hold most of them already, inside groups of ranks."""
     shared_PP = np.zeros((new.num_ranks, old.num_ranks), dtype=np.int64)
     for row, experts in enumerate(new.held):
-        for expert in experts:
-            shared_PP[row, list(old.holders[expert])] += 1
+        shared_PP[row] = old.holds_EP[list(experts)].sum(0)
     rank_of = list(range(new.num_ranks))
     for group in groups or [range(new.num_ranks)]:
         ranks = list(group)

@@ -20,7 +20,7 @@ from moeclipse.balance.nodes import plan_two_level
 from moeclipse.balance.objective import sync_copies
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.problem import PlanProblem
-from moeclipse.balance.replicate import plan_greedy, plan_wrap_fill, relabelled
+from moeclipse.balance.replicate import plan_wrap_fill, relabelled
 
 STRETCHES = (1.0, 1.3, 2.0)
 """Loads that a wrap-filled rank may have, in means: what is fuller needs fewer replicas."""
@@ -56,8 +56,7 @@ def renamed(table: Placement, problem: PlanProblem) -> Placement:
     return relabelled(table, problem.current, list(groups.values()))
 
 
-def clean_starts(problem: PlanProblem, slots_P: Sequence[int]) -> tuple[Draft, Draft]:
+def clean_starts(problem: PlanProblem, slots_P: Sequence[int], greedy: Placement) -> tuple[Draft, Draft]:
     """The cheapest wrap-filled table with so many slots, and the greedy one."""
     wrapped = wrap_filled(problem, slots_P, spare=False)
-    greedy = renamed(plan_greedy(problem.load_E, slots_P), problem)
-    return Draft.of(wrapped, problem), Draft.of(greedy, problem)
+    return Draft.of(wrapped, problem), Draft.of(renamed(greedy, problem), problem)
