@@ -36,6 +36,24 @@ def test_gradients_of_twice_the_bytes_cost_twice() -> None:
     assert more - less == pytest.approx(cheap.gradient_seconds)
 
 
+def test_what_crosses_hosts_counts_as_several() -> None:
+    """Four ranks on two hosts: rank 0 holds the expert; 10 rows come from its host, 20 from the other."""
+    counts_PE = np.zeros((4, 4), dtype=np.int64)
+    counts_PE[1, 0], counts_PE[2, 0] = 10, 20
+    placement, prices = Placement.contiguous(4, 4), costs(far=2.5)
+    where = {"node_P": (0, 0, 1, 1)}
+    none = predict(counts_PE, placement, prices, (), **where)
+    assert none.forward_wire == pytest.approx(2 * prices.row_send * (10 + 2.5 * 20))
+    assert none.forward_compute == pytest.approx(30 * prices.row_forward), (
+        "near or far, a row is computed once"
+    )
+    lent = predict(counts_PE, placement, prices, ((0, (2,)),), **where)
+    assert lent.forward_wire == pytest.approx(2 * prices.row_send * 10 + 2.5 * prices.parameter_seconds)
+    near = predict(counts_PE, placement, prices, ((0, (1,)),), **where)
+    assert near.forward_wire == pytest.approx(2 * prices.row_send * 2.5 * 20 + prices.parameter_seconds)
+    assert predict(counts_PE, placement, prices, ()) == predict(counts_PE, placement, costs(), ())
+
+
 @pytest.mark.parametrize("overlap", [0.0, 1.0])
 @pytest.mark.parametrize("shared_wire", [False, True])
 def test_the_walk_is_led_by_the_prices_of_the_prediction(shared_wire: bool, overlap: float) -> None:
@@ -55,6 +73,7 @@ def test_the_walk_is_led_by_the_prices_of_the_prediction(shared_wire: bool, over
     [
         ({"row_forward": -1.0}, r"row_forward \(-1.0\) must not be negative"),
         ({"overlap": 1.5}, r"overlap \(1.5\) must lie between 0 \(blocking\) and 1"),
+        ({"far": 1.3}, r"far \(1.3\) must be at least 1, and a multiple of 1/16"),
         ({"min_rows": 0}, r"min_rows \(0\) must be at least 1"),
         ({"dtype": "int3"}, "unknown dtype 'int3'; choose one of fp64, fp32"),
         ({"bandwidth": 0}, r"bandwidth \(0\) must be positive"),

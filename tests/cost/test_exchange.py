@@ -15,5 +15,5 @@ def test_exchange_costs() -> None:
     assert costs.transfer(10, near=True) == 2.0
     assert costs.transfer(10, near=False) == 11.0
     assert costs.compute(4) == 11.0
-    with pytest.raises(ConfigError, match="2 problems"):
-        ExchangeCosts(row_bytes=0, near_bandwidth=1, far_bandwidth=1, row_seconds=-1)
+    with pytest.raises(ConfigError, match="3 problems"):
+        ExchangeCosts(row_bytes=0, near_bandwidth=1, far_bandwidth=1, row_seconds=-1, far_latency=-1)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 from layer_parity import make
 from probed import PROBE
 
+from moeclipse.balance.objective import PlacementCosts
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe import probe
@@ -31,15 +33,40 @@ def test_a_link_is_priced_as_it_is_around_a_busy_expert() -> None:
     assert all_send.compute(100) == pytest.approx(1e-5 + 100 * 3e-5)
 
 
-def on_a_clock(mesh: Mesh, wire: float, link: float) -> dict[str, float]:
-    """Costs as this clock gives them: experts of rank r take (1 + r) times as long as those of rank 0."""
+def test_far_links_are_told_to_all_who_decide() -> None:
+    """Given links: what exchanges, shadows and planners are told of them."""
+    far = replace(PROBE, far_bandwidth=1e7, far_link=1e8, far_latency=1e-3)
+    exchange = far.exchange_costs()
+    assert exchange.transfer(100, near=True) == pytest.approx(2e-4 + 100 * 1024 / 1e8)
+    assert exchange.transfer(100, near=False) == pytest.approx(1e-3 + 100 * 1024 / 1e7)
+    assert exchange.parameters(2) == pytest.approx(1e-3 + 2 * 4e6 / 1e7)
+    assert far.shadow_costs(overlap=1.0).far == 5.0, "one link of 5e8 against one of 1e8"
+    assert replace(far, far_link=3e8).shadow_costs(overlap=1.0).far == 27 / 16, "in whole sixteenths"
+    assert replace(far, far_link=9e8).shadow_costs(overlap=1.0).far == 1.0, "far is never nearer than near"
+    shared = replace(far, shared_wire=True).shadow_costs(overlap=1.0)
+    assert shared.far == 10.0, "where all send"
+    assert PROBE.shadow_costs(overlap=1.0).far == 1.0
+    costs = PlacementCosts.from_measured(asdict(far), every=5, ranks_per_node=2)
+    assert (costs.near_bandwidth, costs.far_bandwidth, costs.card_per_rank) == (1e8, 2e7, False)
+
+
+Wires = list[tuple[int, float, float]]
+
+
+def on_a_clock(mesh: Mesh, wires: Wires, hosts: Sequence[int]) -> dict[str, float]:
+    """Costs as this clock gives them: experts of rank r take (1 + r) times as long as those of rank 0.
+
+    `wires`: of each kind of links that is measured, the peers of a rank, and bytes per second of all and one.
+    """
+    mesh.hosts = tuple(hosts)
     moe = make(GateConfig(top_k=2), 4, 0, mesh)
-    slots, peers = len(moe.experts.ids), mesh.num_ranks - 1
+    slots = len(moe.experts.ids)
     seconds = [
         factor * (1 + mesh.rank) * (2e-3 + slots * rows * 1e-5) for rows in ROWS["cpu"] for factor in (1, 3)
     ]
-    seconds += [peers * (4e-4 + size / wire) for size in BYTES["cpu"]]
-    seconds += [4e-4 + size / link for size in BYTES["cpu"]]
+    for peers, wire, link in wires:
+        seconds += [peers * (4e-4 + size / wire) for size in BYTES["cpu"]]
+        seconds += [4e-4 + size / link for size in BYTES["cpu"]]
 
     def clock(work: object, device: torch.device) -> float:
         assert callable(work)
@@ -48,13 +75,13 @@ def on_a_clock(mesh: Mesh, wire: float, link: float) -> dict[str, float]:
 
     probe._clock = clock
     found = moe.measure_costs()
-    assert not seconds, "eight things are measured"
+    assert not seconds, "all of it is measured, and nothing else"
     return vars(found)
 
 
 @pytest.mark.parametrize(("wire", "link", "shared"), [(1e8, 1.5e8, False), (1e8, 3e8, True)])
 def test_slopes_and_fixed_parts_are_found(wire: float, link: float, shared: bool) -> None:
-    results = run_ranks(3, on_a_clock, wire, link)
+    results = run_ranks(3, on_a_clock, [(2, wire, link)], [0, 0, 0])
     assert results[0] == results[1] == results[2], "whoever decides from them decides alike"
     found = Probe(**results[0])
     assert found.row_forward == pytest.approx(1e-5 * (1 + 2 + 3) / 3), "the mean of all ranks"
@@ -67,6 +94,29 @@ def test_slopes_and_fixed_parts_are_found(wire: float, link: float, shared: bool
     assert found.row_bytes == 12 * 8
     assert found.parameter_bytes == found.gradient_bytes == 8 * (2 * 20 * 12 + 20 * 12)
     assert found.num_ranks == 3
+    assert (found.far_bandwidth, found.far_link) == (0.0, 0.0), "there is one host"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "dp", "wires", "near"),
+    [
+        ([0, 0, 1, 1], 1, [(2, 1e7, 2e7), (1, 1e8, 1.5e8)], (1e8, 1.5e8)),
+        ([0, 1], 1, [(1, 1e7, 2e7)], (1e7, 2e7)),
+        # The first copy is on one host and takes part without a far link of its own.
+        ([0, 0, 1, 2], 2, [(1, 1e7, 2e7), (1, 1e8, 1.5e8)], (1e8, 1.5e8)),
+    ],
+    ids=["two by two", "one each", "copies"],
+)
+def test_links_inside_hosts_and_between_them_are_measured_apart(
+    hosts: list[int], dp: int, wires: Wires, near: tuple[float, float]
+) -> None:
+    results = run_ranks(len(hosts), on_a_clock, wires, hosts, dp=dp)
+    assert all(one == results[0] for one in results)
+    found = Probe(**results[0])
+    assert (found.bandwidth, found.link) == pytest.approx(near)
+    assert (found.far_bandwidth, found.far_link) == pytest.approx((1e7, 2e7))
+    assert found.far_latency == pytest.approx(4e-4)
+    assert not found.shared_wire
 
 
 def measured(mesh: Mesh) -> dict[str, float]:

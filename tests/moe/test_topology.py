@@ -7,13 +7,16 @@ from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_parity import GATES, compare, gradients, inputs, make
 
+from moeclipse.balance.objective import PlacementCosts, score
 from moeclipse.balance.placement import Placement
+from moeclipse.balance.split import ReplicaTable, split_rows
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
@@ -308,3 +311,28 @@ def test_on_cuda_nothing_waits_and_the_answer_is_that_of_the_cpu(reroute: bool) 
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(found.cpu(), expected)
+
+
+@given(st.data(), st.sampled_from([(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 2)]))
+def test_gate_split_and_planner_agree_on_what_leaves_a_node(
+    data: st.DataObject, hosts: tuple[int, ...]
+) -> None:
+    """One source of truth, the hosts of the mesh: rows that a gate counts as leaving are those that cross."""
+    counts_PE = np.array(
+        data.draw(st.lists(st.lists(st.integers(0, 9), min_size=8, max_size=8), min_size=4, max_size=4))
+    )
+    placement = Placement.contiguous(8, 4)
+    leaving = 0
+    for rank in range(4):
+        mesh: Any = SimpleNamespace(hosts=hosts, tp=1, tp_index=0)
+        near_E = near_experts(
+            mesh, Group(name="experts", ranks=(0, 1, 2, 3), index=rank), placement, torch.device("cpu")
+        )
+        assert near_E is not None
+        leaving += int(counts_PE[rank][~near_E.numpy()].sum())
+    sent_PP = split_rows(counts_PE, ReplicaTable.of(placement), hosts).sent_PP
+    nodes = np.array(hosts)
+    assert sent_PP[nodes[:, None] != nodes].sum() == leaving
+    costs = PlacementCosts.from_shapes(d_model=8, d_ff=8)
+    share = score(placement, counts_PE, costs, node_P=hosts).cross_share
+    assert share * counts_PE.sum() == pytest.approx(leaving)

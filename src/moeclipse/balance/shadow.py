@@ -75,7 +75,7 @@ def choose_shadows(
     `max_shadows` bounds the copies that one rank takes in (its buffers). `table` saves work when the caller
     keeps it beside the placement.
     """
-    traffic = _Traffic.of(counts_PE, placement, node_P, table)
+    traffic = _Traffic.of(counts_PE, placement, node_P, table, costs.far)
     before = latency(traffic.work, costs)
     walk = _Walk(traffic=traffic, placement=placement, costs=costs, max_shadows=max_shadows)
     work, best = traffic.work, before.total
@@ -129,13 +129,14 @@ def predict(
     table: ReplicaTable | None = None,
 ) -> Latency:
     """Seconds of the layer with these shadows."""
-    traffic = _Traffic.of(counts_PE, placement, node_P, table)
+    traffic = _Traffic.of(counts_PE, placement, node_P, table, costs.far)
     work = traffic.work
     for expert, ranks in shadows:
         given_KP = np.zeros((1, placement.num_ranks))
         given_KP[0, list(ranks)] = 1
         owner_P = _one_hot([placement.primary[expert]], placement)[0]
-        work = work.with_copies(given_KP, traffic.sent([expert])[0], owner_P).at(0)
+        sent_PP = traffic.sent([expert])[0]
+        work = work.with_copies(given_KP, sent_PP, owner_P, traffic.near_PP).at(0)
     return latency(work, costs)
 
 
@@ -146,6 +147,8 @@ class _Traffic:
     table: ReplicaTable
     rows_RP: np.ndarray
     """Rows that leave their source rank, for each slot."""
+    near_PP: np.ndarray
+    """What one row, or copy, from a rank to another is in near ones."""
     work: Work
 
     @classmethod
@@ -155,20 +158,23 @@ class _Traffic:
         placement: Placement,
         node_P: Sequence[int] | None,
         table: ReplicaTable | None,
+        far: float,
     ) -> _Traffic:
         table = table or ReplicaTable.of(placement)
         split = split_rows(counts_PE, table, node_P)
         rows_RP = split.rows_PR.T.astype(np.float64)
         rows_RP[np.arange(len(rows_RP)), table.rank_R] = 0
-        none = np.zeros(table.num_ranks)
+        none, nodes = np.zeros(table.num_ranks), np.asarray(node_P or [0] * table.num_ranks)
+        near_PP = np.where(nodes[:, None] == nodes, 1.0, far)
+        travel_RP = rows_RP * near_PP[table.rank_R]
         work = Work(
             rows=split.load_P.astype(np.float64),
-            rows_in=np.bincount(table.rank_R, rows_RP.sum(1), table.num_ranks),
-            rows_out=rows_RP.sum(0),
+            rows_in=np.bincount(table.rank_R, travel_RP.sum(1), table.num_ranks),
+            rows_out=travel_RP.sum(0),
             copies_in=none,
             copies_out=none,
         )
-        return cls(table=table, rows_RP=rows_RP, work=work)
+        return cls(table=table, rows_RP=rows_RP, near_PP=near_PP, work=work)
 
     def sent(self, experts: Sequence[int]) -> np.ndarray:
         """Rows of each expert from a source to the rank that computes them: [C, P source, P]."""
@@ -194,7 +200,7 @@ class _Walk:
         rows_E = np.bincount(table.expert_R, rows_R, table.num_experts)
         hottest = np.argsort(-rows_E, kind="stable")[:MAX_CANDIDATES]
         self.experts = hottest[rows_E[hottest] > 0].tolist()
-        self.costs = costs
+        self.costs, self.near_PP = costs, traffic.near_PP
         self.sent_CPP = traffic.sent(self.experts)
         self.rows_CP = self.sent_CPP.sum(-1)
         self.able_CP = (self.rows_CP >= costs.enough_rows) & ~placement.holds_EP[self.experts]
@@ -212,7 +218,7 @@ class _Walk:
         order = np.lexsort((-self.rows_CP, -useful_CP, ~able_CP), axis=-1)
         turn_CP = np.argsort(order, axis=-1, kind="stable")
         given_CKP = ((turn_CP[:, None] < self.sizes_K[:, None]) & able_CP[:, None]).astype(np.float64)
-        options = work.with_copies(given_CKP, self.sent_CPP, self.owner_CP)
+        options = work.with_copies(given_CKP, self.sent_CPP, self.owner_CP, self.near_PP)
         # A candidate without any able rank offers "no copy", which must not look like a step.
         merit_CK = np.where(given_CKP.any(-1), merit(options, self.costs), np.inf)
         c, k = divmod(int(merit_CK.argmin()), len(self.sizes_K))

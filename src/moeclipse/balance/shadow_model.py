@@ -3,6 +3,7 @@
 Idea: add up for each rank the rows it computes, receives and sends, and the copies of experts it sends and
 takes in; the fullest rank sets the pace. Rows, copies and results follow each other on the wire, and the rank
 that is fullest with rows need not be the one that sends copies: each of the three has its own fullest rank.
+A row or copy that crosses hosts counts as so many near ones as it takes the time of (`ShadowCosts.far`).
 
     forward    compute: rows x row_forward      wire: 2 x rows sent (there and back) + parameters
     backward   compute: rows x row_backward     wire: 2 x rows sent (there and back) + gradients
@@ -10,8 +11,8 @@ that is fullest with rows need not be the one that sends copies: each of the thr
 
 Contract: pure; a `Latency` is meant to be held against a measurement, part by part.
 
-Hazard: rows and copies are exact integers in floats, so sums do not depend on their order. Keep it so: ranks
-that round differently choose different shadows.
+Hazard: rows and copies are whole multiples of 1 / FAR_GRAIN, exact in floats, so sums do not depend on their
+order. Keep it so: ranks that round differently choose different shadows.
 
 Shapes: P ranks, E experts; leading axes (`...`) hold alternatives that are priced in one call.
 """
@@ -25,6 +26,7 @@ import numpy as np
 from moeclipse.core.errors import ConfigError
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+FAR_GRAIN = 16
 POWER = 8
 """`merit` is this power mean over ranks: it feels the fullest rank, and the next ones behind it."""
 
@@ -51,6 +53,8 @@ class ShadowCosts:
     """The part of the shorter of compute and wire that hides: 1 for smart, 0 for blocking."""
     shared_wire: bool = False
     """All ranks share one wire (one network card, loopback): bytes add up over ranks."""
+    far: float = 1.0
+    """Near rows, or copies, that take as long as one across hosts; in whole parts of FAR_GRAIN."""
     min_rows: int = 1
     """A rank with fewer rows of an expert gets no copy of it, whatever they cost."""
     min_gain: float = 0.02
@@ -68,6 +72,8 @@ class ShadowCosts:
         ]
         if not 0 <= self.overlap <= 1:
             problems.append(f"overlap ({self.overlap}) must lie between 0 (blocking) and 1 (all hidden)")
+        if self.far < 1 or not (FAR_GRAIN * self.far).is_integer():
+            problems.append(f"far ({self.far}) must be at least 1, and a multiple of 1/{FAR_GRAIN}")
         if self.min_rows < 1:
             problems.append(f"min_rows ({self.min_rows}) must be at least 1")
         if problems:
@@ -145,7 +151,10 @@ class Latency:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What each rank does, [..., P]: rows computed, received, sent; copies taken in, sent out."""
+    """What each rank does, [..., P]: rows computed, received, sent; copies taken in, sent out.
+
+    All but the rows computed are in near ones: those across hosts count as several.
+    """
 
     rows: np.ndarray
     rows_in: np.ndarray
@@ -163,21 +172,23 @@ class Work:
             copies_out=self.copies_out[place],
         )
 
-    def with_copies(self, given: np.ndarray, sent: np.ndarray, owner: np.ndarray) -> Work:
+    def with_copies(
+        self, given: np.ndarray, sent: np.ndarray, owner: np.ndarray, near_PP: np.ndarray | float = 1.0
+    ) -> Work:
         """The work in K alternatives [..., K, P] of which ranks get copies of an expert.
 
         given [..., K, P] 0/1: who gets one. sent [..., P, P]: rows of the expert, from a source to the rank
         that computed them so far; rows that never left are not among them. owner [..., P] 0/1: who sends
-        copies.
+        copies. near_PP: what one from a rank to another is in near ones.
         """
-        relieved = given @ sent
-        kept = given * sent.sum(-1)[..., None, :]
+        travel = sent * near_PP
+        copies = given * (owner @ np.broadcast_to(near_PP, sent.shape[-2:]))[..., None, :]
         return Work(
-            rows=self.rows + kept - relieved,
-            rows_in=self.rows_in - relieved,
-            rows_out=self.rows_out - kept,
-            copies_in=self.copies_in + given,
-            copies_out=self.copies_out + owner[..., None, :] * given.sum(-1, keepdims=True),
+            rows=self.rows + given * sent.sum(-1)[..., None, :] - given @ sent,
+            rows_in=self.rows_in - given @ travel,
+            rows_out=self.rows_out - given * travel.sum(-1)[..., None, :],
+            copies_in=self.copies_in + copies,
+            copies_out=self.copies_out + owner[..., None, :] * copies.sum(-1, keepdims=True),
         )
 
 

@@ -23,6 +23,8 @@ class ExchangeCosts:
     """Parameters of one expert: what a shadow costs to send, and its gradient to return."""
     latency: float = 0.0
     """Per exchange op."""
+    far_latency: float | None = None
+    """The same between groups; None: alike."""
     kernel: float = 0.0
     """Per compute op, however few its rows."""
     launch: float = 0.0
@@ -40,14 +42,20 @@ class ExchangeCosts:
             for name in ("row_seconds", "expert_bytes", "latency", "kernel", "launch")
             if getattr(self, name) < 0
         ]
+        if self.far_latency is not None and self.far_latency < 0:
+            problems.append(f"far_latency ({self.far_latency}) must not be negative")
         if problems:
             raise ConfigError(problems)
 
     def transfer(self, rows: float, near: bool) -> float:
-        return self.latency + rows * self.row_bytes / (self.near_bandwidth if near else self.far_bandwidth)
+        bandwidth = self.near_bandwidth if near else self.far_bandwidth
+        return self._latency(near) + rows * self.row_bytes / bandwidth
+
+    def _latency(self, near: bool) -> float:
+        return self.latency if near or self.far_latency is None else self.far_latency
 
     def compute(self, rows: float) -> float:
         return self.kernel + rows * self.row_seconds
 
     def parameters(self, copies: int) -> float:
-        return self.latency + copies * self.expert_bytes / self.far_bandwidth
+        return self._latency(near=False) + copies * self.expert_bytes / self.far_bandwidth

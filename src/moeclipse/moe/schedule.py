@@ -306,7 +306,9 @@ class ExchangeSchedule:
             costs = replace(
                 costs, row_forward=pairs * costs.row_forward, row_backward=pairs * costs.row_backward
             )
-            self.shadow_plan = choose_shadows(rows_PE, dispatcher.placement, costs, table=dispatcher.table)
+            self.shadow_plan = choose_shadows(
+                rows_PE, dispatcher.placement, costs, table=dispatcher.table, node_P=self.hosts
+            )
         else:
             self.shadow_plan = forced_shadows(counts_PE, dispatcher.placement, FREE, wanted)
         shadows = self.shadow_plan.shadows
