@@ -99,6 +99,7 @@ def test_the_users_file_still_means_the_same(old: Path, capsys: pytest.CaptureFi
     # When a run is saved, looks at its placement, or how its rows travel, is no part of what it learns: 0.1
     # saved at the end, looked every 50 steps, and exchanged rows in one go, unless told otherwise.
     now = {"checkpoint.every": "auto", "placement.every": 10, "moe.schedule": "auto"}
+    now |= {"moe.transport": "auto", "pipeline.overlap": "auto"}
     then = with_values(load(old / "config.toml"), now)
     assert load("my.toml") == then
     assert main(["train", "my.toml", "--resume", "auto", "--ranks", "2", "--print-config"]) == 0

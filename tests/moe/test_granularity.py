@@ -88,12 +88,15 @@ def test_the_plain_exchange_is_tried_in_any_case_and_left_only_for_what_is_faste
         run(trials, seconds | {8: 9.0})
         assert trials.choose(lambda mine: [mine, mine]).chunks == 2
         assert trials.over_plain == pytest.approx(5 / 3)
-    for faster in (5.0, 4.9):  # within what calls scatter by
+    for faster, scatter in (
+        (5.0, 0.04),
+        (4.9, 0.04),
+        (4.9, 0.0),
+    ):  # what calls scatter by, or next to nothing
         trials = Trials([*cuts, PLAIN], cuda=False, careful=True)
         run(trials, {1: 5.0, 2: faster, 4: 6.0, 8: 9.0})
-        assert trials.choose(lambda mine: [mine, [*mine[:-1], 0.04]]) == replace(
-            PLAIN, rule="start, fastest of 4"
-        )
+        chosen = trials.choose(lambda mine, scatter=scatter: [mine, [*mine[:-1], scatter]])  # type: ignore[misc]
+        assert chosen == replace(PLAIN, rule="start, fastest of 4")
         assert trials.over_plain == 1
     trials = Trials([*cuts, PLAIN], cuda=False, careful=True)
     run(trials, seconds | {8: 9.0}, backward=False)

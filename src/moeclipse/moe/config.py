@@ -209,7 +209,7 @@ class ExchangeConfig:
     """Slices into which the rows of a step are cut (smart); auto: chosen from measured costs."""
     shadow: Literal["auto", "off"] | tuple[int, ...] = "off"
     """Experts copied to other ranks for one step: chosen each step from measured costs, none, or these."""
-    transport: Literal["direct", "two_level", "peer", "pinned"] = "direct"
+    transport: Literal["direct", "two_level", "peer", "pinned", "auto"] = "direct"
     """direct: rank to rank; two_level: in the host, then across; peer, pinned: by memory of one host."""
     kernels: Literal["auto", "off"] = "auto"
     """auto: our Triton kernels compute bf16 and fp16 experts on CUDA, where they fit; off: plain torch."""
@@ -222,6 +222,9 @@ class MoEConfig(ExchangeConfig, ExpertsConfig):
     schedule: Literal["blocking", "smart", "auto"] = "auto"
     """blocking: send all rows, compute, return all; smart: in units, computing one while others travel;
     auto: blocking, unless a trial in the first steps shows that units are faster."""
+    transport: Literal["direct", "two_level", "peer", "pinned", "auto"] = "auto"
+    """direct: rank to rank; two_level: in the host, then across; peer, pinned: by memory of one host;
+    auto: direct, unless a trial at start shows that another is faster."""
 
     def problems(self) -> Iterator[str]:
         if self.num_experts < 1:

@@ -39,7 +39,9 @@ CALLS = 6
 LEAST_CALLS = 3
 """Where trials may not take as many, two granularities have so many at least, or there are no trials."""
 MOST_SCATTER = 0.05
-"""As fast as the fastest is who takes as much longer as calls scatter, but no more than this."""
+"""As fast as the fastest is who takes as much longer as calls scatter, but no more than this ..."""
+LEAST_GAIN = 0.03
+"""... and the plain one, where it is what stays otherwise, also who takes no more than this longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +235,8 @@ class Trials:
         if any(min(column) < 0 for column in columns):
             return self.unseen
         slowest = [max(column) for column in columns]
-        near = (1 + min(MOST_SCATTER, max(scatters))) * min(slowest)
+        least = LEAST_GAIN if self.careful else 0.0
+        near = (1 + max(least, min(MOST_SCATTER, max(scatters)))) * min(slowest)
         as_fast = [number for number, seconds in enumerate(slowest) if seconds <= near]
         best = min(as_fast, key=lambda number: (self.candidates[number].num_units, slowest[number]))
         chosen = self.candidates[best]

@@ -18,9 +18,10 @@ class PipelineConfig:
     """Schedule, overlap and recompute. Microbatches are those of optim.accumulate, also where pp = 1."""
 
     schedule: Schedule = "auto"
-    """auto: 1f1b, or with overlap the fastest that has pairs (pp = 1: pairs of microbatches)."""
-    overlap: Literal["off", "pair", "pair+self"] = "off"
-    """pair: forward of one microbatch under backward of another; +self: warm-up and cool-down, too."""
+    """auto: chosen with overlap = "auto"; otherwise 1f1b, or one that has pairs (pp = 1: of microbatches)."""
+    overlap: Literal["auto", "off", "pair", "pair+self"] = "auto"
+    """pair: forward of one microbatch under backward of another; +self: warm-up and cool-down, too; auto:
+    what is predicted to be clearly faster than off, and a schedule that goes with it."""
     layers_per_virtual_stage: int | Literal["auto"] = "auto"
     """vpp: layers of one stage, of which a rank has several; auto: two stages for each rank."""
     layers: tuple[int, ...] = ()
@@ -59,4 +60,9 @@ class PipelineConfig:
     @property
     def used(self) -> bool:
         """Whether anything here asks for the runtime on one rank of a pipeline."""
-        return self.schedule != "auto" or self.overlap != "off" or self.recompute != "off"
+        return self.schedule != "auto" or self.overlaps or self.recompute != "off"
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether anything is to be hidden; what was left to a run to choose is not, until it has."""
+        return self.overlap in ("pair", "pair+self")

@@ -5,7 +5,7 @@
     overlap       PAIR and SELF as the templates say          (`schedule/templates`)
     verifier      nothing leaves this file unproved
 
-Chosen where the configuration says auto: with overlap, pairs; over several ranks vpp+1 where layers and
+Chosen where the schedule alone is auto: with overlap, pairs; over several ranks vpp+1 where layers and
 microbatches allow it, because doubled warm-up (1f1b-pairs) costs twice the activations.
 """
 
@@ -75,7 +75,7 @@ def lay_out(config: PipelineConfig, num_layers: int, num_ranks: int, num_microba
 def choose_schedule(config: PipelineConfig, num_layers: int, num_ranks: int, num_microbatches: int) -> str:
     if config.schedule != "auto":
         return config.schedule
-    if config.overlap == "off" or num_microbatches == 1:
+    if not config.overlaps or num_microbatches == 1:
         return "1f1b"
     if num_ranks == 1:
         return "pp1"
@@ -120,6 +120,7 @@ def make_program(
         for index, layer in enumerate(layers)
     ]
     actions = build(layout.schedule, num_ranks, num_microbatches, len(layout.stages) // num_ranks)
-    how = Expansion(overlap=config.overlap, chunks=chunks, split="layer")
+    overlap = "off" if config.overlap == "auto" else config.overlap
+    how = Expansion(overlap=overlap, chunks=chunks, split="layer")
     stages = [[shaped[i] for i in stage] for stage in layout.stages]
     return verify(expand(actions, stages, how, reduce=reduce, step=step))

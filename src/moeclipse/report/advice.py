@@ -112,7 +112,10 @@ def shorter_bubble(run: RunData, measures: Values) -> Iterator[Advice]:
     step_ms, now = measures["step_ms"], run.config.get("pipeline.schedule", "auto")
     if not 1 < pp <= 16 or microbatches > 256 or not step_ms:
         return
-    if run.config.get("pipeline.overlap", "off") != "off":  # which decides between schedules by other costs
+    if run.config.get("pipeline.overlap", "off") not in (
+        "off",
+        "auto",
+    ):  # which decides between schedules by other costs
         return
     question = Question(ranks=pp, microbatches=microbatches, costs=load_costs("unit"))
     times = {}

@@ -5,6 +5,7 @@ otherwise, and sums round otherwise. Whatever is decided from a time is written 
 that goes on reads it and measures nothing again. Equal bits are promised for equal choices: `run.choices`
 takes those of another run.
 
+    settled      keys of the configuration that were left at "auto", and what was chosen (`train/settle`)
     layers       of each layer: the costs that were measured, the cuts that were tried, and the one that stays
     placement    the costs that planners are told, where no layer has measured any
     hosts        the host of each rank that shares a layer's experts, for those who plan from these costs
@@ -34,7 +35,9 @@ FILE = "choices.json"
 UNEVEN = 0.95
 """Mean over fullest rank below which it is worth knowing what a planner would have won."""
 TRIAL_SHARE = 0.1
-"""Of a run's steps, at most; what it takes to try anything is more than a tenth of a very short run."""
+"""Of a run's steps, at most ..."""
+SHORTEST = 60
+"""... and nothing of a run with fewer steps: it would be over before what was chosen has paid."""
 
 
 class Choices:
@@ -44,6 +47,7 @@ class Choices:
         self.mesh, self.directory = mesh, directory
         self.layers: dict[str, dict[str, Any]] = {}
         self.placement: dict[str, Any] | None = None
+        self.settled: dict[str, Any] | None = None
         self.hosts: tuple[int, ...] = ()
 
     @property
@@ -52,7 +56,7 @@ class Choices:
         return FILE if stage == 0 else f"choices-{stage}.json"
 
     def read(self, given: str, resumed: bool) -> None:
-        """Those of this run, where it goes on, or those that it was given. Collective."""
+        """Those of this run, where it goes on, or those that it was given. Collective; writes nothing."""
         path = self.directory / self._name if resumed and self.directory is not None else None
         if (path is None or not path.is_file()) and given:
             path = Path(given).with_name(self._name) if Path(given).name == FILE else Path(given) / self._name
@@ -64,8 +68,7 @@ class Choices:
             raise ConfigError(found["problem"])
         if found.get("ranks") == self._ranks:
             self.layers, self.placement = found["layers"], found["placement"]
-            self.hosts = tuple(found["hosts"])
-            self.write()
+            self.hosts, self.settled = tuple(found["hosts"]), found["settled"]
 
     @property
     def _ranks(self) -> list[int]:
@@ -106,15 +109,18 @@ class Choices:
             self.costs_for_planners(layers[0])
 
     def write(self) -> None:
-        if self.directory is not None and self.mesh.stage.index == 0:
+        """Nothing, as long as nothing was chosen."""
+        chosen = self.layers or self.placement or self.settled is not None
+        if chosen and self.directory is not None and self.mesh.stage.index == 0:
             text: dict[str, Any] = {"ranks": self._ranks, "layers": self.layers, "placement": self.placement}
-            text["hosts"] = list(self.hosts)
+            text |= {"hosts": list(self.hosts), "settled": self.settled}
             write_atomic(self.directory / self._name, json.dumps(text, indent=1) + "\n")
 
 
 def trial_calls(config: TrainConfig) -> int:
     """Calls of a layer that a run may spend on trying how rows are cut."""
-    return int(TRIAL_SHARE * config.run.steps) * config.optim.accumulate
+    steps = config.run.steps
+    return int(TRIAL_SHARE * steps) * config.optim.accumulate if steps >= SHORTEST else 0
 
 
 def _read(path: Path, needed: bool) -> dict[str, Any]:
@@ -123,6 +129,7 @@ def _read(path: Path, needed: bool) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
         needed_keys = {key: found[key] for key in ("ranks", "layers", "placement")}
-        return {**needed_keys, "hosts": found.get("hosts", [])}  # which the first of these files lack
+        # The first of these files lack the others.
+        return {**needed_keys, "hosts": found.get("hosts", []), "settled": found.get("settled")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         return {"problem": f"{path} does not hold the choices of a run ({error!r}); remove it to choose anew"}

@@ -49,6 +49,7 @@ from moeclipse.train.ranks import PatientRanks
 from moeclipse.train.run_directory import RunDirectory
 from moeclipse.train.sample import write_sample
 from moeclipse.train.saving import Saving
+from moeclipse.train.settle import settle
 from moeclipse.train.step_trace import StepTrace
 
 
@@ -179,13 +180,15 @@ class Run:
         config = self.config
         tell_phase(self.observer, "loading data and model")
         found = self._find(resume)
-        learner = Learner(config, self.mesh)
         choices = Choices(self.mesh, self.directory)
         choices.read(config.run.choices, resumed=resume == "auto")
+        settled, chosen = settle(config, self.mesh, choices)
+        learner = Learner(settled, self.mesh)
         choices.bind(learner.layers, trial_calls(config) if learner.pipelined is None else 0)
         learner.placement.choices = choices
         start = self._begin(learner, found)
         self.files.accept(to_toml(config, comments=True))
+        choices.write()
         metrics = Metrics(
             self.directory,
             writes=self.mesh.rank == 0,
@@ -200,7 +203,7 @@ class Run:
             self.observer.note(note)
         learner.loads.continue_from(self.directory, start)
         self.observer.start(self._info(learner, start))
-        for note in (*learner.samples.notes, *learner.optim.notes):
+        for note in (*chosen, *learner.samples.notes, *learner.optim.notes):
             self.observer.note(note)
         best = BestCheckpoint(self.checkpoints, self.mesh, start)
         saving = self._steps(learner, metrics, start, best)

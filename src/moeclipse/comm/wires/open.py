@@ -5,6 +5,7 @@
     peer        within a host, through memory that ranks can read of each other (`host_ring`; on devices
                 copy engines pull from the senders, `copy_engines` with through="device")
     pinned      within a host, through pinned memory of the host, by copy engines (`copy_engines`)
+    auto        direct, where no run has chosen (`train/settle` does, by trial)
 
 A wire that these ranks cannot have is an error at start, on all of them alike: who names one wants it.
 """
@@ -22,14 +23,14 @@ from moeclipse.comm.wires.transport import Transport, direct
 from moeclipse.comm.wires.two_level import two_level
 from moeclipse.core.errors import ConfigError
 
-Wire = Literal["direct", "two_level", "peer", "pinned"]
+Wire = Literal["direct", "two_level", "peer", "pinned", "auto"]
 
 
 def open_wire(kind: Wire, mesh: Mesh, group: Group) -> Transport:
     """Collective over all ranks, made once for each group of the mesh and kept there."""
     if kind == "two_level":
         return two_level(mesh, group)
-    if kind == "direct" or group.size == 1:
+    if kind in ("direct", "auto") or group.size == 1:
         return direct(mesh, group, mesh.hosts)
     if kind == "peer" and mesh.device.type == "cpu":
         exchange = mesh.once(f"peer {group.name}", lambda: PeerExchange.open(group, mesh.watch))

@@ -1,0 +1,160 @@
+"""What a first run shows: step time and hidden share with everything at `auto`, against the plain choices.
+
+    .venv/bin/python bench/first_run.py [--json FILE] [--rate 100]    loopback, and a slow wire (needs root)
+    .venv/bin/python bench/first_run.py --bar                         loopback: auto / plain is at most 1.02
+
+Two ranks train a preset as `moeclipse train` does on two cores: once with the defaults, once with blocking
+exchanges over the direct wire and without overlap. Both learners live in the same two processes and take
+their steps in turns, so that they see the same weather; first the one with the defaults settles and makes its
+trials, which are not counted here (a run spends at most a tenth of its steps on them). The table has medians,
+and of each step the longer rank's time.
+
+On the slow wire (`bench/shaped_network.py`) both take the direct wire: ranks of one host would find the
+memory that they share, and nothing would travel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from shaped_network import shaped_network, why_not
+
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.config import with_values
+from moeclipse.moe.granularity import CALLS, TRIED
+from moeclipse.testing.run_ranks import run_ranks
+from moeclipse.train.choices import Choices, trial_calls
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.learner import Learner
+from moeclipse.train.presets import load
+from moeclipse.train.settle import settle
+
+PRESETS = ("tiny", "deepseek-v3-tiny")
+"""Those that two cores train."""
+PLAIN = {"moe.schedule": "blocking", "moe.transport": "direct", "pipeline.overlap": "off"}
+MICROBATCHES = (1, 4)
+"""Of a step: as the preset has it, and with some that could overlap."""
+WARM = 3
+BAR = 1.02
+HEAD = (
+    "preset",
+    "microbatches",
+    "wire",
+    "plain ms",
+    "auto ms",
+    "auto / plain",
+    "hidden plain",
+    "hidden auto",
+)
+
+
+def race(mesh: Mesh, config: TrainConfig, repeats: int) -> dict[str, Any]:
+    """Steps of both in turns, after trials: median times, hidden shares, and what was chosen."""
+    choices = Choices(mesh)
+    settled, lines = settle(config, mesh, choices)
+    auto, plain = Learner(settled, mesh), Learner(with_values(config, PLAIN), mesh)
+    choices.bind(auto.layers, trial_calls(config) if auto.pipelined is None else 0)
+    done = 0
+    while done < WARM or (any(layer.schedule.trials for layer in auto.layers) and done < 3 + TRIED * CALLS):
+        auto.step(done)
+        done += 1
+    for step in range(WARM):
+        plain.step(step)
+    records: dict[str, list[dict[str, Any]]] = {"plain": [], "auto": []}
+    for turn in range(repeats):
+        both = (("plain", plain, WARM), ("auto", auto, done))
+        for name, learner, first in both if turn % 2 else reversed(both):
+            records[name].append(learner.step(first + turn))
+    cuts = [layer.schedule.report() for layer in auto.layers]
+    return {
+        "step_ms": {
+            name: middle([max(one["ranks"]["step_ms"]) for one in found]) for name, found in records.items()
+        },
+        "hidden": {
+            name: middle([one["hidden_fraction"] for one in found]) for name, found in records.items()
+        },
+        "settled": choices.settled,
+        "cuts": [f"{one['steps']} x {one['chunks']}" for one in cuts],
+        "notes": lines,
+    }
+
+
+def middle(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def measure(presets: tuple[str, ...], wire: str, repeats: int) -> list[dict[str, Any]]:
+    found = []
+    for preset in presets:
+        for microbatches in MICROBATCHES:
+            values = {"optim.accumulate": microbatches, "run.device": "cpu"}
+            values |= {"moe.transport": "direct"} if wire != "loopback" else {}
+            config = with_values(load(preset=preset), values)
+            result = run_ranks(2, race, config, repeats, deadline_s=560.0, collective_deadline_s=120.0)[0]
+            found.append({"preset": preset, "microbatches": microbatches, "wire": wire, **result})
+            show(found[-1])
+    return found
+
+
+def show(row: dict[str, Any]) -> None:
+    times, hidden = row["step_ms"], row["hidden"]
+    cells = (
+        *(row["preset"], str(row["microbatches"]), row["wire"]),
+        *(f"{times['plain']:.1f}", f"{times['auto']:.1f}", f"{times['auto'] / times['plain']:.3f}"),
+        *(f"{100 * hidden[name]:.0f} %" for name in ("plain", "auto")),
+    )
+    print("| " + " | ".join(cells) + " |", flush=True)
+    print(
+        f"    chosen: {row['settled']}, rows in steps x chunks {', '.join(row['cuts'])}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def on_slow_wire(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The same in a network namespace whose loopback is that wire."""
+    with tempfile.TemporaryDirectory() as folder, shaped_network(rate_mbit=args.rate) as run:
+        told = Path(folder) / "rows.json"
+        words = ["--inside", str(told), "--rate", f"{args.rate:g}", "--repeats", str(args.repeats)]
+        if run([sys.executable, __file__, *words, "--presets", *args.presets]).returncode:
+            raise SystemExit("the part on the slow wire failed")
+        rows: list[dict[str, Any]] = json.loads(told.read_text())
+        return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--presets", nargs="+", default=list(PRESETS))
+    parser.add_argument("--repeats", type=int, default=16, help="steps of each, in turns")
+    parser.add_argument("--rate", type=float, default=100.0, help="megabits per second of the slow wire")
+    parser.add_argument("--bar", action="store_true", help="loopback alone; exit status 1 over the bar")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    presets = tuple(args.presets)
+    if args.inside is not None:
+        args.inside.write_text(json.dumps(measure(presets, f"{args.rate:g} mbit", args.repeats)))
+        return 0
+    print("| " + " | ".join(HEAD) + " |\n" + "|---" * len(HEAD) + "|", flush=True)
+    rows = measure(presets, "loopback", args.repeats * (2 if args.bar else 1))
+    if not args.bar:
+        reason = why_not()
+        rows += on_slow_wire(args) if reason is None else []
+        print(f"no slow wire: {reason}" if reason else "", end="\n" if reason else "")
+    if args.json is not None:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    worst = max(row["step_ms"]["auto"] / row["step_ms"]["plain"] for row in rows)
+    print(f"worst auto / plain: {worst:.3f} (at most {BAR})")
+    return int(args.bar and worst > BAR)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""What a run settles before it builds anything: the wire of its rows, and what of its microbatches overlaps.
+
+Idea. These shape the program and the model's place on ranks, so they cannot be tried step by step. Wires are
+tried alone, for some milliseconds (`comm/wires/fastest`). Pipelines are simulated: the program of each that
+this run could take, with the speed of its own products and the bytes per second of the wire, both measured on
+all ranks together. The plain choice (direct; overlap off) stays unless another wins by a margin: more than
+trials scatter, and more than simulations were seen to be wrong by (docs/measured.md#predicted).
+
+Contract. Only what the configuration leaves at "auto" is settled, by all ranks alike, and is in
+`choices.json` before the first step: a run that goes on, or repeats another's, takes it from there. A run too
+short for trials keeps the plain choices and measures nothing.
+
+Hazard. A second microbatch in flight takes memory. On a device, where that is what runs out, nothing is
+chosen that holds more activations than the plain program does; name `pipeline.overlap` where there is room.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.wires.fastest import PLAIN, SIZES, fastest, wire_times
+from moeclipse.comm.wires.open import Wire
+from moeclipse.core.config import problems_of, with_values
+from moeclipse.core.errors import MoEclipseError
+from moeclipse.cost.hardware import Device, Link, device, link
+from moeclipse.model.flops import device_of
+from moeclipse.moe.given import expert_group
+from moeclipse.moe.granularity import affordable
+from moeclipse.pipeline.config import PAIRED
+from moeclipse.sim.compare import Answer
+from moeclipse.sim.step_costs import StepCosts
+from moeclipse.train.choices import Choices, trial_calls
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.run_step import RunStep
+from moeclipse.train.step_sizes import step_work, value_bytes
+
+MARGIN = 0.05
+"""Of a step, at least, is predicted to be won by another schedule ..."""
+MARGIN_OF_PAIRS = 0.10
+"""... and by pairs on one stage, which leave autograd's own order for a program of ops."""
+MOST_HELD = {"cpu": 2.5, "cuda": 1.0}
+"""Times the activations of the plain program."""
+MOST_LAYERS = 2048
+"""Layers times microbatches of a step up to which programs are simulated: more take long to write."""
+SCHEDULES = ("1f1b", "zb-h1", "vpp", "zb-v", "1f1b-pairs", "vpp+1", "dualpipev")
+ROWS = 512
+REPEATS = 5
+
+
+def settle(config: TrainConfig, mesh: Mesh, choices: Choices) -> tuple[TrainConfig, list[str]]:
+    """The configuration without what was chosen being "auto", and a line for each choice. Collective."""
+    lines: list[str] = []
+    if choices.settled is None and mesh.num_ranks > 1 and affordable(trial_calls(config))[0]:
+        choices.settled, lines = choose(config, mesh)
+    left = left_to_choose(config)
+    known = {key: value for key, value in (choices.settled or {}).items() if key in left}
+    settled = with_values(config, known)
+    return (config, []) if any(problems_of(settled)) else (settled, lines)
+
+
+def left_to_choose(config: TrainConfig) -> set[str]:
+    """Keys that are "auto" and that a run settles; a schedule is left with the overlap that it goes with."""
+    found = {"moe.transport"} if config.moe.transport == "auto" else set()
+    if config.pipeline.overlap == "auto":
+        found.add("pipeline.overlap")
+        found |= {"pipeline.schedule"} if config.pipeline.schedule == "auto" else set()
+    return found
+
+
+def choose(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], list[str]]:
+    """What is left to choose, by key, and in words."""
+    found: dict[str, Any] = {}
+    lines: list[str] = []
+    group, kind = expert_group(mesh, config.moe), config.moe.transport
+    pipelines = config.pipeline.overlap == "auto" and any(programs_of(config, group.size))
+    times: dict[Wire, list[float]] = {}
+    if (kind == "auto" or pipelines) and group.size > 1 and config.num_expert_layers:
+        times = wire_times(mesh, group)
+    if kind == "auto" and times:
+        kind = found["moe.transport"] = fastest(times)
+        if kind != PLAIN:
+            ratio = sum(times[PLAIN]) / sum(times[kind])
+            size, ms = SIZES[mesh.device.type][1] >> 10, 1e3 * times[kind][1]
+            lines.append(f"wire: {kind}: {size} KiB to each rank in {ms:.2f} ms; {PLAIN} takes {ratio:.1f} x")
+    if pipelines:
+        usual = "nvlink4" if mesh.device.type == "cuda" else "loopback"
+        seen = times.get(kind, times.get(PLAIN))
+        wire = link_of(seen, group.size, mesh.device.type) if seen else link(usual)
+        hardware = measured_device(config, mesh)
+        decides = mesh.rank == 0 and not shares_cores(mesh)
+        pipeline = choose_pipeline(config, mesh, hardware, wire) if decides else ({}, [])
+        chosen, line = mesh.gather_objects(pipeline)[0]
+        found |= chosen
+        lines += line
+    return found, lines
+
+
+# the wire and the device, as the simulator sees them
+
+
+def link_of(times: list[float], num_ranks: int, kind: str) -> Link:
+    """Two sizes give a fixed part and a slope."""
+    sent = [(num_ranks - 1) * size for size in SIZES[kind]]
+    bandwidth = (sent[1] - sent[0]) / max(times[1] - times[0], 1e-7)
+    latency = max(times[0] - sent[0] / bandwidth, 0.1 * times[0])
+    return Link(name="wire", bandwidth=bandwidth, latency=latency, efficiency=1.0, source="measured at start")
+
+
+def measured_device(config: TrainConfig, mesh: Mesh) -> Device:
+    """What the slowest rank makes of a product as an expert has it, all ranks computing at once."""
+    cuda = mesh.device.type == "cuda"
+    known = device_of(torch.cuda.get_device_name(mesh.device)) if cuda else None
+    if known is not None:
+        return known
+    x = torch.ones(ROWS, config.model.d_model, device=mesh.device)
+    weight = torch.ones(config.model.d_model, 2 * config.moe.d_ff, device=mesh.device)
+    seconds = []
+    for _ in range(REPEATS):
+        begun = time.perf_counter()
+        x @ weight
+        if cuda:
+            torch.cuda.synchronize(mesh.device)
+        seconds.append(time.perf_counter() - begun)
+    rate = min(mesh.gather_objects(2 * ROWS * weight.numel() / min(seconds)))
+    return replace(device("h200" if cuda else "cpu"), flops=rate, efficiency=1.0, source="measured at start")
+
+
+# pipelines
+
+
+def programs_of(config: TrainConfig, expert_ranks: int) -> Iterator[tuple[str, str]]:
+    """(schedule, overlap) of what this run could take instead of the plain one."""
+    named, pp, microbatches = config.pipeline.schedule, config.parallel.pp, config.optim.accumulate
+    if config.model.num_layers * microbatches > MOST_LAYERS or microbatches == 1:
+        return
+    overlaps = ("pair", "pair+self") if expert_ranks > 1 else ()
+    names = (named,) if named != "auto" or pp == 1 else SCHEDULES
+    for name in names:
+        if name not in ("auto", "1f1b", named):
+            yield name, "off"
+        for overlap in overlaps:
+            if overlap == "pair+self" or name in ("auto", *PAIRED):
+                yield name, overlap
+
+
+def shares_cores(mesh: Mesh) -> bool:
+    """Whether ranks of this machine compute in turns: then one computes while another waits anyway."""
+    here = mesh.hosts.count(mesh.hosts[mesh.rank])
+    return mesh.device.type == "cpu" and here > (os.cpu_count() or 1)
+
+
+def choose_pipeline(
+    config: TrainConfig, mesh: Mesh, hardware: Device, wire: Link
+) -> tuple[dict[str, str], list[str]]:
+    """The fastest by simulation, where that wins enough and holds little more; nothing otherwise."""
+    width = value_bytes(config.model.dtype, hardware)
+    costs = StepCosts(step_work(config, mesh.dp, mesh.ep, width), hardware, wire)
+
+    def simulated(schedule: str, overlap: str) -> Answer | None:
+        taken = with_values(config, {"pipeline.schedule": schedule, "pipeline.overlap": overlap})
+        if any(problems_of(taken)):
+            return None
+        with suppress(MoEclipseError):
+            return RunStep(config=taken, dp=mesh.dp, ep=mesh.ep, costs=None, step_costs=costs).answer(
+                schedule
+            )
+        return None
+
+    plain = simulated(config.pipeline.schedule, "off")
+    if plain is None:
+        return {}, []
+    room = MOST_HELD[mesh.device.type] * max(plain.summary.peak)
+    best, chosen = plain, {}
+    for schedule, overlap in programs_of(config, mesh.experts.size):
+        answer = simulated(schedule, overlap)
+        fits = answer is not None and max(answer.summary.peak) <= room
+        if answer is not None and fits and answer.summary.makespan < best.summary.makespan:
+            best, chosen = answer, {"pipeline.schedule": schedule, "pipeline.overlap": overlap}
+    ratio = plain.summary.makespan / best.summary.makespan
+    if ratio < 1 / (1 - (MARGIN if mesh.pp > 1 else MARGIN_OF_PAIRS)):
+        return {}, []
+    over = chosen["pipeline.overlap"]
+    how = f"{best.name}, overlap {over}" if over != "off" else best.name
+    return chosen, [f"pipeline: {how}: {plain.name} without overlap is predicted to take {ratio:.2f} x"]

@@ -1,0 +1,146 @@
+"""What a run settles at start: only what is left open, only what wins, alike on all ranks, and once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_learner import configure, corpus  # noqa: F401  (a fixture)
+from test_trainer import configure as configure_run
+from test_trainer import whole
+
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.config import with_values
+from moeclipse.cost.hardware import device, link
+from moeclipse.testing.compare import difference
+from moeclipse.testing.run_ranks import run_ranks
+from moeclipse.train import settle as settling
+from moeclipse.train.choices import FILE, Choices
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.learner import Learner
+from moeclipse.train.settle import choose_pipeline, left_to_choose, link_of, programs_of, settle
+
+LONG = {"run.steps": 100, "optim.accumulate": 4, "data.batch_size": 8}
+SLOW = {"direct": [0.018, 0.258], "peer": [0.017, 0.257]}
+
+
+def test_only_what_is_left_open_is_settled() -> None:
+    config = TrainConfig()
+    assert left_to_choose(config) == {"moe.transport", "pipeline.overlap", "pipeline.schedule"}
+    for key, value, left in (
+        ("moe.transport", "direct", {"pipeline.overlap", "pipeline.schedule"}),
+        ("pipeline.overlap", "off", {"moe.transport"}),
+        ("pipeline.schedule", "zb-h1", {"moe.transport", "pipeline.overlap"}),
+    ):
+        assert left_to_choose(with_values(config, {key: value})) == left
+
+
+def test_programs_that_a_run_could_take() -> None:
+    one = with_values(TrainConfig(), {"optim.accumulate": 4})
+    assert list(programs_of(TrainConfig(), 2)) == [], "one microbatch has no other to hide under"
+    assert list(programs_of(one, 1)) == []
+    assert list(programs_of(one, 2)) == [("auto", "pair"), ("auto", "pair+self")]
+    two = with_values(one, {"parallel.pp": 2})
+    assert ("zb-h1", "off") in list(programs_of(two, 1))
+    assert all(overlap == "off" for _, overlap in programs_of(two, 1))
+    assert ("vpp+1", "pair") in list(programs_of(two, 2))
+    assert ("zb-h1", "pair") not in list(programs_of(two, 2)), "it has no pairs"
+    named = with_values(two, {"pipeline.schedule": "zb-h1"})
+    assert list(programs_of(named, 2)) == [("zb-h1", "pair+self")]
+
+
+def test_a_wire_in_two_numbers() -> None:
+    small, large = settling.SIZES["cpu"]
+    wire = link_of([1e-3 + 3 * small / 1e8, 1e-3 + 3 * large / 1e8], 4, "cpu")
+    assert wire.bandwidth == pytest.approx(1e8)
+    assert wire.latency == pytest.approx(1e-3)
+    assert link_of([1.0, 0.5], 2, "cpu").latency > 0, "noise"
+
+
+@pytest.mark.parametrize(
+    ("pp", "kind", "mbit", "overlaps"),
+    [
+        (1, "cpu", 800, True),
+        (1, "cpu", 10**6, False),  # nothing to hide
+        (1, "cpu", 10, False),  # next to nothing to hide it under
+        (1, "cuda", 800, False),
+        (2, "cpu", 800, True),
+    ],
+)
+def test_a_slow_wire_is_hidden_where_there_is_memory_for_it(
+    pp: int, kind: str, mbit: float, overlaps: bool
+) -> None:
+    values = {"optim.accumulate": 8, "data.batch_size": 32, "parallel.pp": pp}
+    config = with_values(TrainConfig(), values)
+    mesh: Any = SimpleNamespace(
+        dp=1, ep=2, pp=pp, experts=SimpleNamespace(size=2), device=SimpleNamespace(type=kind)
+    )
+    wire = replace(link("loopback"), bandwidth=mbit * 125e3)
+    chosen, lines = choose_pipeline(config, mesh, device("cpu"), wire)
+    assert (chosen.get("pipeline.overlap", "off") != "off") is overlaps
+    assert len(lines) == (1 if chosen else 0)
+    if kind == "cuda":
+        assert chosen == {}, "pairs hold a second microbatch"
+    if overlaps:
+        assert lines[0].startswith("pipeline: ")
+        assert "without overlap is predicted to take" in lines[0]
+
+
+def settled_gradients(mesh: Mesh, config: TrainConfig) -> list[Any]:
+    """(overlap that a slow wire asks for, how far gradients are from the plain ones), and that it is kept."""
+    settling.wire_times = lambda *_: SLOW  # type: ignore[attr-defined, assignment]
+    settling.shares_cores = lambda _: False  # type: ignore[attr-defined, assignment]
+    settling.measured_device = lambda *_: replace(device("cpu"), flops=1e7)  # type: ignore[attr-defined, assignment]
+    choices = Choices(mesh)
+    settled, lines = settle(config, mesh, choices)
+    again, silent = settle(config, mesh, choices)
+    assert (again, silent) == (settled, []), "known by now"
+    grads = []
+    for one in (config, settled):
+        learner = Learner(one, mesh)
+        learner.backward(0)
+        grads.append([bucket.reduced().clone() for bucket in learner.buckets])
+    worst = max(difference(a, b) for a, b in zip(*grads, strict=True))
+    return [settled.pipeline.overlap, settled.moe.transport, len(lines), float(worst)]
+
+
+def test_a_settled_run_has_the_gradients_of_the_plain_one(corpus: str) -> None:  # noqa: F811
+    config = configure(corpus, **LONG)
+    for overlap, transport, lines, worst in run_ranks(2, settled_gradients, config):
+        assert overlap in ("pair", "pair+self")
+        assert (transport, lines) == ("direct", 1)
+        assert worst < 1e-12
+
+
+def nothing_to_settle(mesh: Mesh, config: TrainConfig) -> bool:
+    choices = Choices(mesh)
+    settled, lines = settle(config, mesh, choices)
+    return settled == config and not lines and choices.settled is None
+
+
+def test_short_runs_and_single_ranks_measure_nothing(corpus: str) -> None:  # noqa: F811
+    assert all(run_ranks(2, nothing_to_settle, configure(corpus, **{**LONG, "run.steps": 59})))
+    assert nothing_to_settle(Mesh.single(), configure(corpus, **LONG))
+
+
+@pytest.mark.peer_memory
+def test_a_run_writes_what_it_settled_and_another_repeats_it(tmp_path: Path) -> None:
+    config = configure_run(tmp_path, **{"run.steps": 60, "checkpoint.every": 0, "model.num_layers": 1})
+    run_ranks(2, whole, config)
+    folder = Path(config.run.dir) / config.run.name
+    written = json.loads((folder / FILE).read_text())
+    assert written["settled"]["moe.transport"] in ("direct", "peer")
+    assert 'transport = "auto"' in (folder / "config.toml").read_text(), (
+        "a run's file says what was asked for"
+    )
+    given = {**written, "settled": {"moe.transport": "two_level"}}
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given" / FILE).write_text(json.dumps(given))
+    again = with_values(config, {"run.name": "again", "run.steps": 2, "run.choices": str(tmp_path / "given")})
+    run_ranks(2, whole, again)
+    repeated = json.loads((folder.with_name("again") / FILE).read_text())
+    assert repeated["settled"] == given["settled"]
