@@ -22,7 +22,7 @@ def test_a_run_ends_with_advice_and_its_page(tmp_path: Path) -> None:
     assert first.startswith(
         "advice    --placement.planner incremental: wins at most 7 % of a step (8.5 ms); "
     )
-    assert second.startswith("          --moe.schedule smart: wins at most 5 % of a step")
+    assert second.startswith("          --moe.schedule auto: wins at most 5 % of a step")
     assert last == f"page      {folder / 'report.html'}"
     assert (folder / "report.html").is_file()
 

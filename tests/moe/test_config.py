@@ -91,7 +91,7 @@ def test_as_it_comes_nothing_is_wrong() -> None:
 
 def test_the_exchange_is_what_does_not_change_the_model() -> None:
     given = {"schedule": "smart", "chunks": 2, "shadow": (0,)}
-    assert MoEConfig(num_experts=4, **given).exchange == ExchangeConfig(**given)
+    assert MoEConfig(num_experts=4, **given).exchange == ExchangeConfig(**{"transport": "auto", **given})
 
 
 def test_room_is_made_for_the_mean_number_of_experts() -> None:
