@@ -116,21 +116,32 @@ def make(mesh: Mesh, values: dict[str, Any]) -> Learner:
     return Learner(with_values(TrainConfig(), values), mesh)
 
 
-def in_turn(mesh: Mesh, learners: dict[str, Learner], repeats: int) -> dict[str, Any]:
-    """Train all of them side by side, each step of one after that of another."""
+def in_turn(
+    mesh: Mesh,
+    learners: dict[str, Learner],
+    repeats: int,
+    *,
+    warmup: int = WARMUP,
+    before: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Train all of them side by side, each step of one after that of another; `before` each turn."""
     torch.set_num_threads(1)
     times: dict[str, list[float]] = {name: [] for name in learners}
     losses: dict[str, list[float]] = {name: [] for name in learners}
-    for step in range(WARMUP + repeats):
+    saved: dict[str, float] = dict.fromkeys(learners, 0.0)
+    for step in range(warmup + repeats):
         for name, learner in learners.items():
+            before(name)
             mesh.barrier()
             begun = time.perf_counter()
-            losses[name].append(learner.step(step)["loss"])
+            record = learner.step(step)
             seconds = max(mesh.gather_objects(time.perf_counter() - begun))
-            if step >= WARMUP:
+            losses[name].append(record["loss"])
+            saved[name] += record.get("plan_before_ms", 0.0) - record.get("plan_after_ms", 0.0)
+            if step >= warmup:
                 times[name].append(seconds)
         if mesh.rank == 0:
-            done = max(step + 1 - WARMUP, 0)
+            done = max(step + 1 - warmup, 0)
             print(f"\rsteps: {done}/{repeats} ", end="", file=sys.stderr, flush=True)
     rows = []
     for name, learner in learners.items():
@@ -140,6 +151,7 @@ def in_turn(mesh: Mesh, learners: dict[str, Learner], repeats: int) -> dict[str,
                 "step_ms": 1e3 * statistics.median(times[name]),
                 "steps_ms": [1e3 * seconds for seconds in times[name]],
                 "losses": losses[name],
+                "predicted_ms": saved[name],
                 "plans": learner.placement.plans_taken,
                 "transfers": learner.placement.transfers,
                 **judge(learner),

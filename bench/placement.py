@@ -13,7 +13,8 @@ is left out where that is missing (bench/_placement_steps.py). `memory`: a segme
 random and planned (bench/_placement_memory.py). `fedavg`: how far averaging the weights of replicas is from
 summing their gradients (bench/_placement_fedavg.py). `owners`: what it is worth that replicas own their
 expert together, on 64 simulated ranks (bench/_placement_owners.py). `replay`: planners on the recorded loads
-of two real runs (bench/_placement_replay.py).
+of two real runs (bench/_placement_replay.py). `nodes`: two hosts with a slow link between them, predictions
+against measurements; it needs root, too (bench/_placement_nodes.py).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import _placement_fedavg
 import _placement_memory
+import _placement_nodes
 import _placement_owners
 import _placement_replay
 import _placement_steps
@@ -243,6 +245,14 @@ def end_to_end(quick: bool) -> Found:
     return _placement_steps.report(_placement_steps.run_here(3 if quick else 9))
 
 
+def nodes(quick: bool) -> Found:
+    reason = why_not()
+    if reason is not None:
+        print(f"nodes left out: {reason}")
+        return [], {}
+    return _placement_nodes.report(_placement_nodes.run_here(3 if quick else 9))
+
+
 def owners(quick: bool) -> Found:
     loads = {}
     for exponent in _placement_owners.ZIPF[:1] if quick else _placement_owners.ZIPF:
@@ -255,6 +265,7 @@ def owners(quick: bool) -> Found:
 PARTS: dict[str, Callable[[bool], Found]] = {
     "quality": quality,
     "end_to_end": end_to_end,
+    "nodes": nodes,
     "owners": owners,
     "replay": lambda quick: _placement_replay.run(2 if quick else 6),
     "memory": lambda quick: _placement_memory.report(_placement_memory.run_here(4 if quick else 60)),
@@ -276,7 +287,7 @@ def main() -> int:
             more, found = part(options.quick)
             rows += more
             checks |= found
-    if options.part == "end_to_end" and not rows:
+    if options.part in ("end_to_end", "nodes") and not rows:
         return 2
     print("\n".join(f"{name:<28} {value:.4g}" for name, value in checks.items()))
     if options.json:

@@ -14,6 +14,9 @@ blocking exchange overlaps a little. On a cluster each host has a link of its ow
 `join_switch` gives a rank a namespace of its own and a cable to the switch, with the same rate in each
 direction.
 
+`join_host` puts several ranks into one namespace: they talk to each other over its loopback, and share its
+cable to the switch, as ranks of a host share a card.
+
 Contract. A namespace belongs to the command's process tree and ends with it, also when it is killed:
 nothing is left behind and no other process sees the wire. Needs root and iproute2; where they are missing,
 `shaped_network` says so and exits with status 2.
@@ -40,6 +43,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 MAX_MBIT = 250.0
 MTU = 32000
@@ -48,6 +52,7 @@ MOST_BUFFERED = 512 << 10
 """Bytes that one connection may hold: with the usual 4 MB whatever is small waits a second behind rows."""
 SWITCH = "switch0"
 CLONE_NEWNET = 0x40000000
+MOST_WAIT_S = 30.0
 
 Run = Callable[[Sequence[str]], "subprocess.CompletedProcess[bytes]"]
 
@@ -147,6 +152,32 @@ def join_switch(rank: int, rate_mbit: float) -> None:
     ):
         subprocess.run(command, check=True)
     os.environ["GLOO_SOCKET_IFNAME"] = card
+
+
+def join_host(rank: int, hosts: Sequence[int], folder: str, far_mbit: float, near_mbit: float) -> None:
+    """Like `join_switch`, but ranks with the same number in `hosts` share a namespace, and its cable.
+
+    The first rank of a host makes both and says so in `folder`; its loopback has `near_mbit`.
+    """
+    _check(near_mbit)
+    host, ready = hosts[rank], Path(folder) / f"host-{hosts[rank]}"
+    if hosts.index(host) == rank:
+        join_switch(host, far_mbit)
+        for command in (f"ip link set lo mtu {MTU}".split(), _tc("add", near_mbit).split()):
+            subprocess.run(command, check=True)
+        ready.with_suffix(".new").write_text(str(os.getpid()))
+        ready.with_suffix(".new").rename(ready)
+        return
+    end = time.monotonic() + MOST_WAIT_S
+    while not ready.exists():
+        if time.monotonic() > end:
+            raise OSError(f"rank {hosts.index(host)} has not made the namespace of host {host}")
+        time.sleep(0.01)
+    with open(f"/proc/{ready.read_text()}/ns/net") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
+            number = ctypes.get_errno()
+            raise OSError(number, f"rank {rank} cannot join host {host}: {os.strerror(number)}")
+    os.environ["GLOO_SOCKET_IFNAME"] = f"card{host}"
 
 
 def set_rate(rate_mbit: float) -> None:

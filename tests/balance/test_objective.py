@@ -80,6 +80,7 @@ PROBED = {
         ({}, 200.0, False),
         ({"far_bandwidth": 0.0, "far_link": 0.0}, 200.0, False),
         ({"far_bandwidth": 10.0, "far_link": 19.0}, 20.0, False),
+        ({"far_bandwidth": 10.0, "far_link": 22.0}, 22.0, False),
         ({"far_bandwidth": 10.0, "far_link": 11.0}, 10.0, True),
     ],
 )

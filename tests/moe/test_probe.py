@@ -47,7 +47,7 @@ def test_far_links_are_told_to_all_who_decide() -> None:
     assert shared.far == 10.0, "where all send"
     assert PROBE.shadow_costs(overlap=1.0).far == 1.0
     costs = PlacementCosts.from_measured(asdict(far), every=5, ranks_per_node=2)
-    assert (costs.near_bandwidth, costs.far_bandwidth, costs.card_per_rank) == (1e8, 2e7, False)
+    assert (costs.near_bandwidth, costs.far_bandwidth, costs.card_per_rank) == (1e8, 1e8, False)
 
 
 Wires = list[tuple[int, float, float]]

@@ -123,7 +123,8 @@ class PlacementCosts:
             gradient_bytes=probe["gradient_bytes"],
             state_bytes=STATE_TENSORS * probe["gradient_bytes"],
             near_bandwidth=probe["bandwidth"],
-            far_bandwidth=far if card_per_rank else far * ranks_per_node,
+            # A card carries what its ranks send together, and at least what one of them sends alone.
+            far_bandwidth=far if card_per_rank else max(far * ranks_per_node, alone),
             card_per_rank=card_per_rank,
             shared_wire=probe["shared_wire"],
             every=every,
