@@ -47,11 +47,20 @@ def test_good_settings_have_no_problems_and_all_are_told_at_once() -> None:
         ({"chunks": 2}, False),
         ({"schedule": "1f1b"}, True),
         ({"overlap": "pair"}, True),
-        ({"recompute": "mlp"}, True),
+        ({"recompute": "mlp"}, False),
     ],
 )
 def test_one_rank_needs_the_runtime_only_where_something_asks_for_it(change: dict, used: bool) -> None:
     assert PipelineConfig(**change).used is used
+    assert PipelineConfig(**change).runs_program(pp=1, num_ranks=1) is used
+
+
+@pytest.mark.parametrize(("recompute", "program"), [("auto", False), ("norms", False), ("mlp", True)])
+def test_ranks_that_exchange_rows_run_them_again_by_a_program(recompute: str, program: bool) -> None:
+    config = PipelineConfig(recompute=recompute)  # type: ignore[arg-type]
+    assert config.runs_program(pp=1, num_ranks=2) is program
+    assert config.runs_program(pp=2, num_ranks=2)
+    assert (config.recomputed != "off") is program
 
 
 def test_every_schedule_that_can_be_asked_for_exists() -> None:

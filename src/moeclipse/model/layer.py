@@ -14,6 +14,7 @@ from torch import nn
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.shares import even_bounds
+from moeclipse.model.again import Again, forget, run_again
 from moeclipse.model.attention import Attention, GroupedQueryAttention, LatentAttention
 from moeclipse.model.blocks import DenseMLP, RMSNorm, Settings
 from moeclipse.model.config import ModelConfig
@@ -42,6 +43,9 @@ def add_adapters(moe: MoE, lora: LoraConfig) -> None:
 
 
 class TransformerLayer(nn.Module):
+    again: Again = "off"
+    """What of it runs again in backward, where autograd runs it."""
+
     def __init__(
         self,
         index: int,
@@ -104,13 +108,59 @@ class TransformerLayer(nn.Module):
     def forward(
         self, h_TD: torch.Tensor, positions: Positions, tokens: Tokens
     ) -> tuple[torch.Tensor, MoEReport | None]:
-        h_TD, x_TD = self.attend(h_TD, positions, tokens)
+        def whole(h_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self._told(self._run(h_TD, positions, tokens))
+
+        if self.again != "full":
+            return self._run(h_TD, positions, tokens)
+        return self._heard(run_again(whole, h_TD))
+
+    def _run(
+        self, h_TD: torch.Tensor, positions: Positions, tokens: Tokens
+    ) -> tuple[torch.Tensor, MoEReport | None]:
+        def attend(h_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self.attend(h_TD, positions, tokens)
+
+        def block(x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self._told(self._block(x_TD, tokens))
+
+        h_TD, x_TD = run_again(attend, h_TD) if self.again == "attn" else attend(h_TD)
+        if self.again in ("mlp", "moe"):  # on one rank no row travels, and the gate is the least of it
+            y_TD, report = self._heard(run_again(block, x_TD))
+        else:
+            y_TD, report = self._block(x_TD, tokens)
+        if self.again == "norms":
+            self._forget_norm(self.mlp_norm, h_TD, x_TD, until=y_TD)
+        return h_TD + y_TD, report
+
+    def _block(self, x_TD: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, MoEReport | None]:
+        """What dense block or experts add to the residual stream."""
         if self.dense is not None:
-            return h_TD + self.dense_block(x_TD), None
+            return self.dense_block(x_TD), None
         assert self.moe is not None
         part_TD, tokens = self.to_experts(x_TD, tokens)
         y_TD, report = self.moe.run(part_TD, tokens)
-        return h_TD + self.from_experts(y_TD, len(x_TD)), report
+        return self.from_experts(y_TD, len(x_TD)), report
+
+    @staticmethod
+    def _told(found: tuple[torch.Tensor, MoEReport | None]) -> tuple[torch.Tensor, ...]:
+        """As tensors: what runs again gives nothing else."""
+        out, report = found
+        return (out,) if report is None else (out, report.aux_loss, report.load_E, report.num_dropped)
+
+    @staticmethod
+    def _heard(found: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, MoEReport | None]:
+        out, *told = found
+        if not told:
+            return out, None
+        return out, MoEReport(aux_loss=told[0], load_E=told[1], num_dropped=told[2])
+
+    @staticmethod
+    def _forget_norm(norm: nn.Module, h_TD: torch.Tensor, x_TD: torch.Tensor, until: torch.Tensor) -> None:
+        """x = norm(h) lies idle from here to the gradient of `until`."""
+        if isinstance(norm, RMSNorm):
+            h_TD = h_TD.detach()
+            forget(x_TD, lambda: norm(h_TD), until)
 
     def attend(
         self, h_TD: torch.Tensor, positions: Positions, tokens: Tokens
@@ -120,6 +170,8 @@ class TransformerLayer(nn.Module):
         if isinstance(self.attention_norm, RMSNorm):
             h_TD, x_TD = self.attention_norm(h_TD, beside=True)
         y_TD = self.attention(x_TD, positions, tokens)
+        if self.again == "norms":
+            self._forget_norm(self.attention_norm, h_TD, x_TD, until=y_TD)
         y_TD = self._scaled(self.attention_out_norm(y_TD))
         if isinstance(self.mlp_norm, RMSNorm):
             h_TD, x_TD = self.mlp_norm(h_TD, y_TD)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from moeclipse.schedule.shape import RECOMPUTED
+from moeclipse.schedule.shape import RECOMPUTED, Recompute
 
 Schedule = Literal["auto", "gpipe", "1f1b", "1f1b-pairs", "vpp", "vpp+1", "zb-h1", "zb-v", "dualpipev"]
 PAIRED = ("pp1", "1f1b-pairs", "vpp+1", "dualpipev")
@@ -28,16 +28,22 @@ class PipelineConfig:
     """Layers of each stage, where they are not to be shared out evenly."""
     chunks: int | Literal["auto"] = "auto"
     """+self: microbatches outside pairs are cut into so many, by samples; auto: 2 where there are samples."""
-    recompute: Literal["off", "attn", "mlp", "moe", "full"] = "off"
-    """What of a layer runs again in backward instead of being kept."""
+    recompute: Literal["auto", "off", "norms", "attn", "mlp", "moe", "full"] = "auto"
+    """What of a layer runs again in backward instead of being kept; auto: on one GPU what it takes to fit."""
     recompute_layers: int | Literal["all"] = "all"
     """Only the first so many layers of the model do."""
     comm_sms: int = 0
     """On CUDA: the most multiprocessors communication kernels may take; 0: as the library likes."""
 
     def problems(self) -> Iterator[str]:
-        if self.recompute not in RECOMPUTED:
-            yield f"pipeline.recompute ({self.recompute!r}) must be one of {', '.join(map(repr, RECOMPUTED))}"
+        known = ("auto", "off", "norms", *(name for name in RECOMPUTED if name != "off"))
+        if self.recompute not in known:
+            yield f"pipeline.recompute ({self.recompute!r}) must be one of {', '.join(map(repr, known))}"
+        if self.recompute == "norms" and self.used:
+            yield (
+                "pipeline.recompute = 'norms' is for microbatches one after the other; with a schedule or "
+                "overlap choose 'attn', 'mlp', 'moe' or 'full'"
+            )
         for name in ("layers_per_virtual_stage", "chunks"):
             value = getattr(self, name)
             if value != "auto" and value < 1:
@@ -59,10 +65,19 @@ class PipelineConfig:
 
     @property
     def used(self) -> bool:
-        """Whether anything here asks for the runtime on one rank of a pipeline."""
-        return self.schedule != "auto" or self.overlaps or self.recompute != "off"
+        """Whether schedule or overlap ask for the runtime on one rank of a pipeline."""
+        return self.schedule != "auto" or self.overlaps
 
     @property
     def overlaps(self) -> bool:
         """Whether anything is to be hidden; what was left to a run to choose is not, until it has."""
         return self.overlap in ("pair", "pair+self")
+
+    def runs_program(self, pp: int, num_ranks: int) -> bool:
+        """Whether microbatches go through a program; ranks that exchange rows run parts again by one, too."""
+        return pp > 1 or self.used or (num_ranks > 1 and self.recomputed != "off")
+
+    @property
+    def recomputed(self) -> Recompute:
+        """As far as a program knows it."""
+        return "off" if self.recompute == "auto" or self.recompute == "norms" else self.recompute

@@ -114,7 +114,7 @@ def make_program(
     shaped = [
         replace(
             layer,
-            recompute=config.recompute if index < limit else "off",
+            recompute=config.recomputed if index < limit else "off",
             head=index == len(layers) - 1,
         )
         for index, layer in enumerate(layers)

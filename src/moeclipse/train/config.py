@@ -248,7 +248,11 @@ def placement_problems(config: TrainConfig) -> Iterator[str]:
 def pipeline_problems(config: TrainConfig) -> Iterator[str]:
     """What cannot be scheduled."""
     pipeline = config.pipeline
-    if config.parallel.pp == 1 and not pipeline.used:
+    if config.parallel.pp > 1 and pipeline.recompute == "norms":
+        yield "pipeline.recompute = 'norms' cannot go with stages; choose 'attn', 'mlp', 'moe' or 'full'"
+    if config.model.memory and pipeline.recompute == "norms":
+        yield "pipeline.recompute = 'norms' cannot go with model.memory, which keeps what attention reads"
+    if not pipeline.runs_program(config.parallel.pp, num_ranks=2):  # how many there are is not known here
         return
     if config.data.batch_size < config.optim.accumulate:
         return  # told already, and a schedule of so many microbatches may be absurd

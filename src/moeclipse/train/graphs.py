@@ -163,7 +163,7 @@ def obstacle(config: TrainConfig, mesh: Mesh, model: nn.Module) -> str:
     layers = [layer for _, layer in moe_layers(model)]
     if config.run.graphs == "off":
         return "run.graphs is off"
-    if mesh.num_ranks > 1 or config.pipeline.used:
+    if mesh.num_ranks > 1 or config.pipeline.runs_program(mesh.pp, mesh.num_ranks):
         return "there are several ranks, or a program says what runs when"
     if mesh.device.type != "cuda":
         return "there is no CUDA device"

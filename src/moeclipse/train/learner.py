@@ -77,7 +77,7 @@ class Learner:
         )
         assert mesh.hosts is not None  # all ranks ask together, also those whose layers need not know
         layout = None
-        if mesh.pp > 1 or config.pipeline.used:
+        if config.pipeline.runs_program(mesh.pp, mesh.num_ranks):
             layout = lay_out(config.pipeline, config.model.num_layers, mesh.pp, config.optim.accumulate)
         self.placement = ModelPlacement(config, mesh, layout)
         self.model = Transformer(

@@ -24,12 +24,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from moeclipse.moe.layer import MoEReport
+from moeclipse.train.kept import readable, roots_of, saved_behind
 from moeclipse.train.learner import Learner
 from moeclipse.train.optim import AdamW
 
 BEFORE, BEHIND = "embedding", "head and loss"
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class MemoryTable:
@@ -105,35 +104,6 @@ class MemoryTable:
         return found
 
 
-def roots_of(found: object) -> list[Any]:
-    """The nodes of all tensors in what a module took or gave."""
-    if isinstance(found, torch.Tensor):
-        return [found.grad_fn]
-    if isinstance(found, MoEReport):
-        return [found.aux_loss.grad_fn]
-    if isinstance(found, tuple | list):
-        return [node for each in found for node in roots_of(each)]
-    values = vars(found).values() if hasattr(found, "__dataclass_fields__") else ()
-    return [node for each in values if isinstance(each, torch.Tensor) for node in roots_of(each)]
-
-
-def saved_behind(nodes: list[Any], seen: set[Any]) -> Iterator[torch.Tensor]:
-    """All that the nodes behind these saved, without those that were seen before; they are from now on."""
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [before for before, _ in node.next_functions]
-        saved = list(getattr(node, "saved_tensors", ()))
-        for name in dir(node):
-            if name.startswith("_saved_"):
-                value = getattr(node, name)
-                saved += value if isinstance(value, list | tuple) else [value]
-        yield from (each for each in saved if isinstance(each, torch.Tensor))
-
-
 def watched(learner: Learner) -> MemoryTable:
     """The table of a run that begins; layers by their number in the model."""
     layers = [(f"layer {number}", layer) for number, layer in learner.model.layers.items()]
@@ -149,14 +119,6 @@ def by_kind(learner: Learner) -> dict[str, Any]:
     with learner.mesh.recorder.apart("memory of ranks"):
         everyone = learner.mesh.gather_objects([*state.values(), rest])
     return {"kinds": [*state, "the rest at its peak"], "ranks": everyone}
-
-
-def readable(size: float) -> str:
-    for unit in UNITS[:-1]:
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} {UNITS[-1]}"
 
 
 def peak(device: torch.device) -> int:

@@ -19,6 +19,7 @@ from moeclipse.train.buckets import Buckets
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.data import Batches, Microbatch
 from moeclipse.train.graphs import CudaCapture, MicrobatchGraphs, obstacle
+from moeclipse.train.recompute import arrange
 from moeclipse.train.source_losses import add_by_source, zero_sums
 
 
@@ -33,6 +34,7 @@ class OneByOne:
         self.sums = zero_sums(batches, mesh)
         self.counting: Callable[[Transformer], AbstractContextManager[None]] = lambda _: nullcontext()
         """Around each forward (`train/memory_table`)."""
+        self.notes = arrange(config, mesh, model)
         self.graphs: MicrobatchGraphs | None = None
         if not obstacle(config, mesh, model):
             states = [state for bucket in buckets for state in bucket.sums]

@@ -37,7 +37,7 @@ class RunStep:
         parallel, pipeline = self.config.parallel, self.config.pipeline
         axes = f"pp {parallel.pp} x dp {self.dp} x ep {self.ep} x tp {parallel.tp}"
         over = f", overlap {pipeline.overlap}" if pipeline.overlaps else ""
-        again = f", recompute {pipeline.recompute}" if pipeline.recompute != "off" else ""
+        again = f", recompute {pipeline.recomputed}" if pipeline.recomputed != "off" else ""
         priced = (self.costs or self.step_costs.costs()).name
         microbatches = self.config.optim.accumulate
         layers = self.config.model.num_layers

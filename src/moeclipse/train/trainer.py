@@ -203,7 +203,7 @@ class Run:
             self.observer.note(note)
         learner.loads.continue_from(self.directory, start)
         self.observer.start(self._info(learner, start))
-        for note in (*chosen, *learner.samples.notes, *learner.optim.notes):
+        for note in (*chosen, *learner.samples.notes, *learner.optim.notes, *learner.one_by_one.notes):
             self.observer.note(note)
         best = BestCheckpoint(self.checkpoints, self.mesh, start)
         saving = self._steps(learner, metrics, start, best)

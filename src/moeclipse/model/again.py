@@ -1,0 +1,48 @@
+"""Parts of a layer that run again in backward instead of being kept.
+
+    run_again    keeps the inputs of a part alone, and runs it a second time when its gradients come
+    forget       gives back the memory of a tensor that is quick to make, until its gradients come
+
+Contract. The same numbers to the bit: the same operations run over the same inputs. Parameters take their
+gradients as always, in the backward inside the backward. Both can be captured in a CUDA graph.
+
+Hazard. A forgotten tensor is empty until the gradient of `until` is there: whoever else keeps it for
+backward must be behind `until`, and nobody may read it in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+Again = Literal["off", "norms", "attn", "mlp", "moe", "full"]
+Part = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+
+
+def run_again(part: Part, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """part(x), of which nothing but x is kept."""
+    if not torch.is_grad_enabled():
+        return part(x)
+    # Not the other kind, which hands backward copies of parameters: these have no main_grad. What is random
+    # in a model is keyed by step and token, so there is no state of a generator to keep.
+    found: tuple[torch.Tensor, ...] = checkpoint(part, x, use_reentrant=True, preserve_rng_state=False)
+    return found
+
+
+def forget(x: torch.Tensor, make: Callable[[], torch.Tensor], until: torch.Tensor) -> None:
+    """Free x; `make` gives its numbers once more, when gradients have come back as far as `until`."""
+    if not until.requires_grad:
+        return
+    storage, size = x.untyped_storage(), x.untyped_storage().nbytes()
+
+    def restore(_: torch.Tensor) -> None:
+        storage.resize_(size)
+        with torch.no_grad():
+            # Not a change that autograd should mind: it is what was there.
+            x.data.copy_(make())
+
+    until.register_hook(restore)
+    storage.resize_(0)
