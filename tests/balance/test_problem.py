@@ -41,7 +41,7 @@ def test_the_judge_is_the_objective() -> None:
     assert 2 * problem.copy_seconds == pytest.approx(COSTS.sync_seconds(2.0))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(problems(), st.integers(0, 99), st.sampled_from([COSTS, CHEAP_ROWS, SHARED]), st.integers(1, 2))
 def test_no_placement_is_below_the_bound(
     problem: tuple[np.ndarray, tuple[int, ...]], seed: int, costs: PlacementCosts, nodes: int

@@ -109,6 +109,7 @@ RUN: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/layer.md#2": own_experts,
     "docs/own-loop.md#1": a_scaled_loss,
     "docs/own-loop.md#2": microbatches,
+    "docs/placement.md#1": lambda folder: {},
     "docs/schedules.md#0": lambda folder: {},
     "docs/writing-tests.md#0": lambda folder: {"x": torch.ones(2)},
 }

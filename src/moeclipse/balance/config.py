@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from moeclipse.balance.placement import EMPTY, Placement
+from moeclipse.balance.policy import policy_problems
 from moeclipse.core.errors import ConfigError
 
 SPARE = 4
@@ -23,8 +24,10 @@ class PlacementConfig:
     """Experts of each rank, like [[0, 3], [1, 2], [1, 2], [0, 3]], or a file of them; empty: even shares."""
     slots_per_rank: int | Literal["auto"] = "auto"
     """Experts that a rank can hold in each layer; auto: its share, with a planner also some to spare."""
-    planner: Literal["static", "random", "greedy", "incremental", "wrap_fill", "exact"] = "static"
+    planner: Literal["static", "random", "greedy", "incremental", "wrap_fill", "exact", "auto"] = "static"
     """static: nothing moves; the others re-plan from the loads, beside training (docs/placement.md)."""
+    policy: str = ""
+    """A planner of your own: FILE.py:FUNCTION or MODULE:FUNCTION, from a PlanProblem to a Placement."""
     start_step: int = 10
     """Steps before the first plan; the next ones follow after 2, 4, ... times as many, ..."""
     every: int = 10
@@ -56,12 +59,14 @@ class PlacementConfig:
             yield f"placement.commit_after ({self.commit_after}) must be 0 (wait for it at once) or more"
         if not 0 <= self.max_moved <= 1:
             yield f"placement.max_moved ({self.max_moved}) must lie between 0 and 1: a part of the slots"
+        if self.policy:
+            yield from policy_problems(self.policy, self.planner)
         if self.time_limit_s <= 0:
             yield f"placement.time_limit_s ({self.time_limit_s}) must be positive"
 
     @property
     def moves(self) -> bool:
-        return self.planner != "static"
+        return self.planner != "static" or bool(self.policy)
 
     @property
     def delay(self) -> int:
@@ -72,6 +77,11 @@ class PlacementConfig:
     def in_use(self) -> bool:
         """Whether experts have slots of their own, instead of one even share for each rank."""
         return self.moves or bool(self.slots) or self.slots_per_rank != "auto"
+
+    def used_by(self, num_ranks: int) -> bool:
+        """The same for so many ranks that share the experts: auto has no choice on one."""
+        idle = num_ranks == 1 and self.planner == "auto" and not self.policy
+        return replace(self, planner="static").in_use if idle else self.in_use
 
     def due(self, step: int) -> bool:
         """Whether a plan is asked for after this step: soon at first, then every `every` steps."""

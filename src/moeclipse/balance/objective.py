@@ -171,10 +171,12 @@ class Score:
     """Copies of parameters that travel."""
     states: float
     """Copies of optimizer state that travel, parts of them added up."""
+    lent: float = 0.0
+    """What lending experts for a step saves of it (`balance/lending`), where a planner may count on it."""
 
     @property
     def total(self) -> float:
-        return self.fullest + self.near + self.cross + self.sync + self.migration
+        return self.fullest + self.near + self.cross + self.sync + self.migration - self.lent
 
 
 def nodes_of(num_ranks: int, num_nodes: int) -> tuple[int, ...]:

@@ -5,6 +5,9 @@
     wrap_fill     from a clean table, over nodes and ranks, ranks renamed so that little moves
     incremental   a few moves from the current placement; wrap_fill only where that is far from enough
     exact         what incremental says, polished by a solver (`moeclipse.balance.solve`)
+    auto          incremental, where enough can be won at all: nothing, a copy, a move or (by shadows) a loan
+
+A policy of one's own is a function from a `PlanProblem` to a `Placement` (`balance/policy`).
 
 Contract: pure and deterministic (exact: as far as the solver's time limit allows). `plan` never returns a
 placement that does not fit, and returns `current` itself when nothing is worth moving.
@@ -30,7 +33,9 @@ from moeclipse.core.errors import ConfigError
 
 SMALL = 128
 """Slots up to which everything is searched, whatever holds now."""
-PLANNERS = ("random", "greedy", "incremental", "wrap_fill", "exact")
+PLANNERS = ("random", "greedy", "incremental", "wrap_fill", "exact", "auto")
+WORTHWHILE = 0.05
+"""With auto, no placement is searched for where even the best could not win this part of a step."""
 HOPELESS, EVEN = 0.5, 0.95
 """Large tables keep to their time: below one balance no few moves, above the other no clean tables."""
 UPHEAVAL = 5
@@ -45,7 +50,7 @@ FEW_STEPS = 16
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     planner: str = "incremental"
-    """random, greedy, incremental, wrap_fill or exact."""
+    """random, greedy, incremental, wrap_fill, exact or auto."""
     max_moved: float = 0.05
     """Part of the slots that one incremental plan may fill anew."""
     min_gain: float = 0.01
@@ -86,6 +91,12 @@ def plan(
         node_P=tuple(node_P or ()),
         noise=config.noise,
     )
+    return answer(config, problem)
+
+
+def answer(config: PlanConfig, problem: PlanProblem) -> Placement:
+    """What a planner says to a problem."""
+    slots_P, current = problem.slots_P, problem.current
     if config.planner == "random":
         return plan_random(problem.num_experts, slots_P, config.seed).arranged_like(current)
     if config.planner == "greedy":
@@ -93,6 +104,8 @@ def plan(
     if config.planner == "wrap_fill":
         start = Draft.of(wrap_filled(problem, slots_P), problem)
         return improved(start, problem.num_slots, steps_for(problem)).placement().arranged_like(current)
+    if config.planner == "auto" and problem.bound >= (1 - WORTHWHILE) * problem.judge(problem.start).total:
+        return current
     found = incremental(config, problem)
     if config.planner == "exact":
         return polish(problem, found, time_limit=config.time_limit)

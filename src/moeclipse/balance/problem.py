@@ -12,11 +12,12 @@ Shapes: P ranks, E experts, N nodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
+from moeclipse.balance.lending import lent
 from moeclipse.balance.objective import EXCHANGES, PlacementCosts, Score, score
 from moeclipse.balance.placement import EMPTY, Placement
 from moeclipse.balance.replicate import slots_for
@@ -38,6 +39,10 @@ class PlanProblem:
     """The node of each rank; left out: all on one."""
     noise: float = 0.0
     """How much the load of an expert jitters from step to step, relative."""
+    lends: bool = False
+    """Whether training lends experts for a step, too: what is lent need not be copied for long."""
+    calls: int = 1
+    """Of the layer in a step; what is lent travels in each."""
 
     def __post_init__(self) -> None:
         if not self.node_P:
@@ -125,14 +130,12 @@ class PlanProblem:
 
     def judge(self, placement: Placement) -> Score:
         """What a step costs under a placement, the way there included."""
-        return score(
-            placement,
-            self._rows_PE,
-            self.costs,
-            current=self.current,
-            node_P=self.node_P,
-            expected_E=self.load_E,
-        )
+        args = (placement, self._rows_PE, self.costs)
+        found = score(*args, current=self.current, node_P=self.node_P, expected_E=self.load_E)
+        if not self.lends:
+            return found
+        shadows = lent(*args, calls=self.calls, node_P=self.node_P, expected_E=self.load_E)
+        return replace(found, lent=shadows.gain)
 
     @cached_property
     def _rows_PE(self) -> np.ndarray:  # noqa: N802
@@ -144,10 +147,14 @@ class PlanProblem:
 
         Each expert stands somewhere, at best where most of its rows come from. What slots are left over keep
         rows on other ranks, the most there are, as long as that saves more than a replica's gradients cost.
+        Rows that leave cost no more than lending their expert would.
         """
         costs, num_ranks = self.costs, self.num_ranks
         bytes_per_s = max(costs.near_bandwidth, costs.far_bandwidth)
         saved_PE = EXCHANGES * costs.row_bytes / bytes_per_s * self.counts_PE
+        if self.lends:
+            copy = (costs.weight_bytes + costs.gradient_bytes) / costs.bandwidth(self.node_P)
+            saved_PE = np.minimum(saved_PE, self.calls * copy)
         at_home = float(saved_PE.max(0).sum())
         elsewhere = np.delete(
             saved_PE.T.ravel(), np.arange(self.num_experts) * num_ranks + saved_PE.argmax(0)
@@ -155,7 +162,7 @@ class PlanProblem:
         spare = sum(min(count, self.num_experts) for count in self.slots_P) - self.num_experts
         most = -np.sort(-elsewhere)[:spare]
         by_replicas = float(np.maximum(most - self.copy_seconds, 0.0).sum())
-        working = sum(count > 0 for count in self.slots_P)
+        working = num_ranks if self.lends else sum(count > 0 for count in self.slots_P)
         rows = costs.row_seconds * float(self.load_E.sum()) / working
         return rows + (float(saved_PE.sum()) - at_home - by_replicas) / num_ranks
 

@@ -125,7 +125,9 @@ class Pipelined:
 
         def feed(m: int, chunk: int, chunks: int) -> MicrobatchState:
             if m not in loads:
-                loads[m] = MicrobatchLoads(chunks, each=self.config.placement.in_use)
+                loads[m] = MicrobatchLoads(
+                    chunks, each=self.config.placement.used_by(self.mesh.ep * self.mesh.tp)
+                )
                 batch = self.batches.microbatch(step, m, mesh.data_index, mesh.num_data)
                 for number in range(chunks):
                     fed[m, number] = self._chunk(batch, step, m, number, loads[m], loss_scale)

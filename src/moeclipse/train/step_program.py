@@ -78,7 +78,7 @@ def shapes_of_run(
         ep=ep,
         tp=tp,
         parts_tokens=config.parallel.sequence_parallel and tp > 1,
-        replicas=config.placement.in_use,
+        replicas=config.placement.used_by(ep * tp),
         lora=config.lora,
         frozen=ParameterGroups.of(config.optim, config.lora).is_frozen,
     )

@@ -66,7 +66,7 @@ def with_planner(
     mesh: Mesh, config: TrainConfig, slow: bool, fails: bool
 ) -> tuple[list[Any], dict[str, int]]:
     """A planner that answers when training has begun to wait for it, or at once, or never rightly."""
-    waited_for, plain = threading.Event(), background_plan.plan
+    waited_for, plain = threading.Event(), background_plan.answer
     wait = background_plan.PlanThread.found
 
     def planned(*args: Any) -> Placement:
@@ -80,7 +80,7 @@ def with_planner(
         waited_for.set()
         return wait(thread)
 
-    background_plan.plan, background_plan.PlanThread.found = planned, found  # type: ignore[method-assign]
+    background_plan.answer, background_plan.PlanThread.found = planned, found  # type: ignore[method-assign]
     learner = Learner(config, mesh)
     told = []
     for step in range(8):
@@ -109,7 +109,7 @@ def test_training_survives_a_planner_that_fails(corpus: str) -> None:  # noqa: F
 
 
 def with_bad_plan(mesh: Mesh, config: TrainConfig, how: str) -> tuple[list[str], int, bool]:
-    plain = background_plan.plan
+    plain = background_plan.answer
 
     def bad(*args: Any) -> Any:
         good = plain(*args)
@@ -118,7 +118,7 @@ def with_bad_plan(mesh: Mesh, config: TrainConfig, how: str) -> tuple[list[str],
         return type("Bad", (), {"slots": rows, "primary": good.primary})()
 
     if how == "slots":
-        background_plan.plan = bad
+        background_plan.answer = bad
     learner = Learner(config, mesh)
     before = [placed.placement for placed in learner.placement.layers]
     if how == "disagree" and mesh.rank == 1:

@@ -17,14 +17,16 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from moeclipse.balance.objective import PlacementCosts
 from moeclipse.balance.placement import Placement
-from moeclipse.balance.planner import PlanConfig, plan
-from moeclipse.balance.problem import PlanProblem
+from moeclipse.balance.planner import PlanConfig, answer
+from moeclipse.balance.policy import Policy
+from moeclipse.balance.problem import PlanProblem, fitted
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 
@@ -38,20 +40,35 @@ class PlanRequest:
     current: Placement
     costs: PlacementCosts
     node_P: tuple[int, ...]
+    lends: bool = False
+    calls: int = 1
+    policy: Policy | None = None
+    """A planner of the user's own."""
 
-    def plan(self) -> Placement:
-        slots_P = [len(row) for row in self.current.slots]
-        return plan(self.config, self.counts_PE, slots_P, self.current, self.costs, self.node_P)
-
-    def seconds(self, new: Placement) -> tuple[float, float]:
-        """Of a step of this layer, as predicted: as it is placed now, and under another placement."""
-        problem = PlanProblem(
+    @cached_property
+    def problem(self) -> PlanProblem:
+        return PlanProblem(
             counts_PE=self.counts_PE,
             slots_P=tuple(len(row) for row in self.current.slots),
             current=self.current,
             costs=self.costs,
             node_P=self.node_P,
+            noise=self.config.noise,
+            lends=self.lends,
+            calls=self.calls,
         )
+
+    def plan(self) -> Placement:
+        if self.policy is None:
+            return answer(self.config, self.problem)
+        found = self.policy(self.problem)
+        if not isinstance(found, Placement):
+            raise ConfigError(f"placement.policy returned {type(found).__name__}, and no Placement")
+        return fitted(found, self.problem.slots_P).arranged_like(self.current)
+
+    def seconds(self, new: Placement) -> tuple[float, float]:
+        """Of a step of this layer, as predicted: as it is placed now, and under another placement."""
+        problem = self.problem
         try:
             return problem.judge(self.current).total, problem.judge(new).total
         except Exception:  # a plan that does not fit has no price: the vote refuses it, and says why

@@ -27,6 +27,7 @@ from moeclipse.balance.objective import PlacementCosts
 from moeclipse.balance.ownership import Ownership
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.planner import PlanConfig
+from moeclipse.balance.policy import load_policy
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.layer import MoE
@@ -55,6 +56,8 @@ class ModelPlacement:
         self.group = mesh.shard_experts if sharded else mesh.experts
         self.num_experts, self.seed = config.moe.num_experts, config.run.seed
         self.main_grad = config.optim.main_grad
+        self.lends, self.calls = config.moe.shadow == "auto", config.optim.accumulate
+        self.policy = load_policy(self.config.policy) if self.config.policy else None
         self.number_of = {layer: number for number, layer in enumerate(config.model.expert_layers)}
         self.layers: list[PlacedLayer] = []
         self.planner = BackgroundPlanner(mesh)
@@ -68,7 +71,7 @@ class ModelPlacement:
 
     @property
     def in_use(self) -> bool:
-        return self.config.in_use
+        return self.config.used_by(self.mesh.ep * self.mesh.tp)
 
     def placement_of(self, layer: int) -> Placement | None:
         """What layer `layer` of the model begins with; None: even shares, for good."""
@@ -168,7 +171,7 @@ class ModelPlacement:
         for placed in self.layers:
             number = self.number_of[placed.number]
             planner = PlanConfig(
-                planner=self.config.planner,
+                planner="auto" if self.policy else self.config.planner,
                 max_moved=self.config.max_moved,
                 time_limit=self.config.time_limit_s,
                 seed=(self.seed * 1_000_003 + step) * 1009 + placed.number,
@@ -182,6 +185,9 @@ class ModelPlacement:
                     current=placed.placement,
                     costs=self.costs,
                     node_P=placed.layer.schedule.hosts,
+                    lends=self.lends,
+                    calls=self.calls,
+                    policy=self.policy,
                 )
             )
         return found
