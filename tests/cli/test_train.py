@@ -307,3 +307,8 @@ def test_print_memory_is_a_key_of_the_run() -> None:
     assert merged.built.config.metrics.memory
     _, merged = read_command([])
     assert not merged.built.config.metrics.memory
+
+
+def test_tune_is_a_key_of_the_run() -> None:
+    assert read_command(["--tune"])[1].built.config.run.tune
+    assert not read_command([])[1].built.config.run.tune

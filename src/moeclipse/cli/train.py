@@ -46,6 +46,8 @@ class Options:
     """A checkpoint's, a run's or a Hugging Face folder: a new run begins from its weights."""
     trace: int = -1
     """From this step on three steps of all ranks are recorded in trace.json (docs/report.md); -1: none."""
+    tune: bool = False
+    """Try wires and cuts of rows for longer, write choices.json for `run.choices`, and train nothing."""
     print_config: bool = False
     """Show the merged configuration as TOML and stop."""
     print_memory: bool = False
@@ -127,6 +129,8 @@ def read_command(words: Sequence[str]) -> tuple[Options, Merged]:
         flags["run.init_from"] = Given(options.config.init_from, "--init-from")
     if options.config.trace != -1:
         flags["metrics.trace"] = Given(options.config.trace, "--trace")
+    if options.config.tune:
+        flags["run.tune"] = Given(True, "--tune")
     if options.config.print_memory:
         flags["metrics.memory"] = Given(True, "--print-memory")
     file, preset = options.config.config or None, options.config.preset or None

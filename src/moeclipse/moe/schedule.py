@@ -112,6 +112,8 @@ class ExchangeSchedule:
         self._programs: dict[ExchangeShape, Programs] = {}
         self.on_choice: Callable[[dict[str, Any]], None] = lambda _: None
         """Told, before it acts, what was decided from times."""
+        self.ranked: list[Granularity] = []
+        """What may be chosen, the fastest by simulation first, once costs are known."""
         self.trial_calls: int | None = None
         """Calls that "auto" may spend on trials; None: as many as they want."""
         self._taken: dict[str, Any] | None = None
@@ -202,8 +204,8 @@ class ExchangeSchedule:
     ) -> None:
         """The second call measures costs; the best granularities by simulation are then tried in turn."""
         self._calls += 1
-        wants_costs = self._tunes or (self.config.shadow == "auto" and self.num_ranks > 1)
-        wants_costs |= self._taken is not None
+        lends = self.config.shadow == "auto" and self.num_ranks > 1
+        wants_costs = self._tunes or lends or self._taken is not None
         if self._calls == 2 and wants_costs and self.probe is None:
             if self._taken is not None:
                 self._repeat(self._taken, cuda=ids_TK.is_cuda)
@@ -211,8 +213,11 @@ class ExchangeSchedule:
                 with mesh.recorder.apart("costs of an exchange"):
                     self.probe = measure(experts, dispatcher, mesh)
                     if self._tunes:
-                        ranked = self._rank(self._counts(ids_TK, dispatcher, where), dispatcher, self.probe)
-                        self.trials = self._trials(ranked, ids_TK.is_cuda)
+                        counts_PE = self._counts(ids_TK, dispatcher, where)
+                        self.ranked = self._rank(counts_PE, dispatcher, self.probe)
+                        tried = worth_a_try(self.ranked) if self.careful else self.ranked
+                        given = affordable(self.trial_calls if self.careful else None)
+                        self.trials = Trials(tried, ids_TK.is_cuda, self.careful, *given)
                 self.on_choice(self._choice())
         if self.trials is None:
             return
@@ -228,11 +233,6 @@ class ExchangeSchedule:
             self.watch, self.trials = Stopwatch(cuda=ids_TK.is_cuda), None
         else:
             self.use, self.watch = self.trials.next()
-
-    def _trials(self, ranked: list[Granularity], cuda: bool) -> Trials:
-        if not self.careful:
-            return Trials(ranked, cuda)
-        return Trials(worth_a_try(ranked), cuda, True, *affordable(self.trial_calls))
 
     def _count(self, plan: DispatchPlan, shadowed: int) -> None:
         """Remember how many rows this rank computes, and each of its slots."""
@@ -363,8 +363,10 @@ class ExchangeSchedule:
         }
 
     def take_choice(self, choice: dict[str, Any] | None) -> None:
-        """What an equal run chose is taken when this one would measure."""
+        """What an equal run chose is taken when this one would measure; what was tuned, at once."""
         self._taken = choice
+        if choice is not None and choice["chosen"] is not None and not choice["tried"] and self._chooses:
+            self.use = granularity_of(choice["chosen"])
 
     def _repeat(self, choice: dict[str, Any], cuda: bool, calls: int = 0) -> None:
         """Go on behind so many calls of trials."""

@@ -51,6 +51,8 @@ class RunConfig:
     """Microbatches as CUDA graphs, on one rank, where the model allows it: same numbers, fewer launches."""
     choices: str = ""
     """A run's folder, or its choices.json: what it chose by its clock is taken over, not measured again."""
+    tune: bool = False
+    """Try choices for longer, write choices.json for runs to come, and train nothing (`--tune`)."""
     sample: int = 0
     """Lines that the model writes when it has been trained, shown behind the summary; 0: none."""
     wait_s: float = 120.0

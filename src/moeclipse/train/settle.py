@@ -69,6 +69,7 @@ def settle(config: TrainConfig, mesh: Mesh, choices: Choices) -> tuple[TrainConf
 def left_to_choose(config: TrainConfig) -> set[str]:
     """Keys that are "auto" and that a run settles; a schedule is left with the overlap that it goes with."""
     found = {"moe.transport"} if config.moe.transport == "auto" else set()
+    found |= {"parallel.peer"} if config.parallel.peer == "auto" else set()  # tried by `train/tune` alone
     if config.pipeline.overlap == "auto":
         found.add("pipeline.overlap")
         found |= {"pipeline.schedule"} if config.pipeline.schedule == "auto" else set()

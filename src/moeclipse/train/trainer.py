@@ -36,7 +36,7 @@ from moeclipse.model.flops import LeastWork, device_of
 from moeclipse.train.best import BestCheckpoint
 from moeclipse.train.checkpoints.beside import BesideSave
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
-from moeclipse.train.choices import Choices, trial_calls
+from moeclipse.train.choices import FILE, Choices, trial_calls
 from moeclipse.train.config import TrainConfig, layout_problems
 from moeclipse.train.exchange_note import ExchangeNote
 from moeclipse.train.hugging_face import export, load_folder
@@ -51,6 +51,7 @@ from moeclipse.train.sample import write_sample
 from moeclipse.train.saving import Saving
 from moeclipse.train.settle import settle
 from moeclipse.train.step_trace import StepTrace
+from moeclipse.train.tune import Tuning
 
 
 class Observer(Protocol):
@@ -181,6 +182,8 @@ class Run:
         tell_phase(self.observer, "loading data and model")
         found = self._find(resume)
         choices = Choices(self.mesh, self.directory)
+        if config.run.tune:
+            return self._tune(choices)
         choices.read(config.run.choices, resumed=resume == "auto")
         settled, chosen = settle(config, self.mesh, choices)
         learner = Learner(settled, self.mesh)
@@ -229,6 +232,16 @@ class Run:
         summary = metrics.summary(extra | (self._speed(mean_ms) if mean_ms else {}))
         self.observer.end(summary)
         return summary
+
+    def _tune(self, choices: Choices) -> dict[str, Any]:
+        """Trials alone; there is no summary of a run that was not begun."""
+        tuning = Tuning(self.config, self.mesh)
+        tuning.run(self.observer.note)
+        tuning.write(choices)
+        for line in tuning.table():
+            self.observer.note(line)
+        self.observer.note(f"written to {self.directory / FILE}; take it with --run.choices {self.directory}")
+        return {}
 
     def _speed(self, step_ms: float) -> dict[str, float]:
         """Of the device's peak, and of what the work allows; nothing on devices that the table lacks."""
