@@ -175,9 +175,21 @@ MUTANTS = (
     ),
     Mutant(
         "balance/draft.py",
-        "+ problem.state_seconds * self.books.states",
-        "+ 0 * self.books.states",
+        "sign * draft.problem.state_seconds",
+        "0 * draft.problem.state_seconds",
         "balance/test_incremental.py::test_optimizer_state_must_pay_for_its_move",
+    ),
+    Mutant(
+        "balance/objective.py",
+        "return max([*enter, *leave], default=0.0)",
+        "return sum(enter)",
+        "balance/test_objective.py::test_a_migration_takes_as_long_as_its_busiest_link",
+    ),
+    Mutant(
+        "train/placement/background_plan.py",
+        'self.pending = None if saved is None else int(saved["asked"])',
+        "self.pending = None",
+        "train/placement/test_background_plan.py::test_a_plan_under_way_is_saved_and_taken_at_its_step",
     ),
     Mutant(
         "balance/objective.py",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,7 +13,8 @@ from strategies import counts_for, placements
 
 from moeclipse.balance.draft import Change, Draft
 from moeclipse.balance.incremental import best_change
-from moeclipse.balance.objective import PlacementCosts, moved, sync_copies
+from moeclipse.balance.migration import moved
+from moeclipse.balance.objective import PlacementCosts, sync_copies
 from moeclipse.balance.placement import EMPTY, Placement
 from moeclipse.balance.problem import PlanProblem, fitted
 
@@ -26,7 +29,7 @@ def asked(
         counts_PE=counts_PE,
         slots_P=tuple(len(row) + more for row in placement.slots),
         current=placement,
-        costs=FREE,
+        costs=replace(FREE, weight_bytes=1e-6, state_bytes=6e-6),
         noise=noise,
     )
     return problem.start, problem
@@ -61,7 +64,12 @@ def test_changes_keep_the_books(data: st.DataObject) -> None:
         alone = [[load_E[e] for e in row if e != EMPTY and len(draft.holders[e]) == 1] for row in draft.slots]
         assert np.allclose(draft.reserve, [0.1 * np.sqrt(np.sum(np.square(loads))) for loads in alone])
     found = draft.placement()
-    assert (draft.books.weights, draft.books.states) == pytest.approx(moved(placement, found))
+    problem, moves = draft.problem, moved(placement, found)
+    gets = [m.weights_in * problem.move_seconds + m.states_in * problem.state_seconds for m in moves]
+    gives = [m.weights_out * problem.move_seconds + m.states_out * problem.state_seconds for m in moves]
+    assert draft.books.gets == pytest.approx(gets)
+    assert draft.books.gives == pytest.approx(gives)
+    assert problem.costs.every * max(draft.migration) == pytest.approx(problem.costs.migration_seconds(moves))
     assert draft.copies == pytest.approx(sync_copies(found))
 
 

@@ -82,6 +82,19 @@ def test_a_plan_counts_on_loans_only_where_training_lends() -> None:
     assert told.total == pytest.approx(problem.judge(problem.current).total - told.lent)
 
 
+def test_ranks_without_slots_can_compute_what_is_lent() -> None:
+    counts_PE = np.zeros((4, 2))
+    counts_PE[2:, 0] = 1e6
+    problem = PlanProblem(
+        counts_PE=counts_PE,
+        slots_P=(1, 1, 0, 0),
+        current=Placement.parse([[0], [1], [], []]),
+        costs=COSTS,
+        lends=True,
+    )
+    assert problem.judge(problem.current).fullest > problem.judge(problem.current).total >= problem.bound
+
+
 @settings(deadline=None, max_examples=25)
 @given(problems(), st.integers(0, 99), st.sampled_from([1, 4]), st.sampled_from([COSTS, SHARED]))
 def test_no_placement_is_below_the_bound_with_loans(

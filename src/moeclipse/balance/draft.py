@@ -9,7 +9,8 @@ poured in full.
     near        rows that enter or leave the busiest rank: all but those that it keeps for itself
     cross       the same of the busiest card between nodes
     sync        copies of gradients on the rank with most of them
-    migration   copies that `problem.current` does not hold, parts of experts that others owned there
+    migration   copies that `problem.current` does not hold, parts of experts that others owned there, on
+                the rank with most of them
 
 A rank whose experts have no other replica cannot hand anything over when loads fluctuate. So its level
 counts a reserve on top: `noise` (how much an expert's load jitters from step to step, relative) times the
@@ -29,7 +30,8 @@ from itertools import chain
 
 import numpy as np
 
-from moeclipse.balance.objective import EXCHANGES, exchanged, moved_state
+from moeclipse.balance.migration import expert_moves
+from moeclipse.balance.objective import EXCHANGES, exchanged
 from moeclipse.balance.placement import EMPTY, Placement
 from moeclipse.balance.problem import PlanProblem
 from moeclipse.balance.split import sweep
@@ -75,14 +77,16 @@ class Books:
         """... and receives as one."""
         self.owned = [0] * num_ranks
         """Primaries on each rank."""
-        self.weights, self.states = 0, 0.0
-        """Copies of parameters, and of optimizer state, that have to travel."""
+        self.gets = [0.0] * num_ranks
+        """Seconds of a step, in which each rank gets parameters and optimizer state, ..."""
+        self.gives = [0.0] * num_ranks
+        """... and gives them to others."""
 
     def copy(self) -> Books:
         other = Books(0)
         other.level, other.kept, other.owned = list(self.level), list(self.kept), list(self.owned)
         other.sends, other.receives = list(self.sends), list(self.receives)
-        other.weights, other.states = self.weights, self.states
+        other.gets, other.gives = list(self.gets), list(self.gives)
         return other
 
     def enter(self, expert: int, draft: Draft, sign: int = 1) -> None:
@@ -98,11 +102,11 @@ class Books:
             sent, received = (part, part) if shared else exchanged(len(ranks), rank == primary, False)
             self.sends[rank] += sign * sent
             self.receives[rank] += sign * received
-            if rank not in before:
-                self.weights += sign
         self.owned[primary] += sign
-        state = moved_state(before, ranks) if shared else float(primary != now.primary[expert])
-        self.states += sign * state
+        weight, state = sign * draft.problem.move_seconds, sign * draft.problem.state_seconds
+        for move in expert_moves(before, ranks, None if shared else (now.primary[expert], primary)):
+            self.gets[move.rank] += weight * move.weights_in + state * move.states_in
+            self.gives[move.rank] += weight * move.weights_out + state * move.states_out
 
 
 @dataclass(frozen=True)
@@ -159,8 +163,7 @@ class Draft:
             costs.row_seconds * most(self.level)
             + self._wire_seconds(most)
             + problem.copy_seconds * most(self.copies)
-            + problem.move_seconds * self.books.weights
-            + problem.state_seconds * self.books.states
+            + most(self.migration)
         )
 
     def _wire_seconds(self, most: Callable[[list[float]], float]) -> float:
@@ -188,6 +191,13 @@ class Draft:
         load_NE = np.bincount(place_X, list(chain(*self.shares)), size).reshape(problem.num_nodes, -1)
         kept_N = np.minimum(load_NE, problem.rows_NE).sum(1)
         return load_NE.sum(1) - kept_N, problem.rows_NE.sum(1) - kept_N
+
+    @cached_property
+    def migration(self) -> list[float]:
+        """Seconds of a step that each rank's link needs for the way there."""
+        if self.problem.costs.shared_wire:
+            return [sum(self.books.gets) / len(self.slots)]
+        return list(map(max, self.books.gets, self.books.gives))
 
     @cached_property
     def copies(self) -> list[float]:

@@ -4,7 +4,8 @@
     near        4 exchanges x bytes of the rows that enter or leave the busiest rank inside its node
     cross       4 exchanges x bytes of the rows that enter or leave the busiest card between nodes
     sync        gradients to owners and weights back, on the rank with most of them
-    migration   parameters and optimizer state that move, shared among the steps that a plan lasts
+    migration   parameters and optimizer state that move, on the rank with most of them, shared among the
+                steps that a plan lasts
 
 Replicas share the ownership of their expert (`balance/ownership`): each of r of them sends (r - 1) / r of its
 gradients and receives as much, and where the ranks of an expert change, so do the parts that they own.
@@ -23,11 +24,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from moeclipse.balance.migration import RankMoves, moved
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.split import ReplicaTable, split_rows
 from moeclipse.core.errors import ConfigError
@@ -143,9 +144,17 @@ class PlacementCosts:
         return min(self.near_bandwidth, self.far_bandwidth * self.cards(most) / most)
 
     def move_seconds(self, weights: float, states: float, node_P: Sequence[int] = (0,)) -> float:
-        """So many copies of parameters and of optimizer state, once."""
+        """So many copies of parameters and of optimizer state over the link of one rank, once."""
         moved = weights * self.weight_bytes + states * self.state_bytes
         return moved / self.bandwidth(node_P)
+
+    def migration_seconds(self, moves: Sequence[RankMoves], node_P: Sequence[int] = (0,)) -> float:
+        """The way to another placement, once: ranks send and receive side by side."""
+        enter = [self.move_seconds(move.weights_in, move.states_in, node_P) for move in moves]
+        leave = [self.move_seconds(move.weights_out, move.states_out, node_P) for move in moves]
+        if self.shared_wire:
+            return sum(enter) / max(len(enter), 1)
+        return max([*enter, *leave], default=0.0)
 
     def sync_seconds(self, copies: float, node_P: Sequence[int] = (0,)) -> float:
         """Gradients of so many copies to their owners, and the new weights back."""
@@ -216,43 +225,20 @@ def score(
     if costs.shared_wire:
         busiest_rank = float(near_PP.sum()) / placement.num_ranks
         copies = (placement.num_replicas - placement.num_experts) / placement.num_ranks
-    weights, states = (0, 0.0) if current is None else moved(current, placement, costs.shared_owners)
+    moves = () if current is None else moved(current, placement, costs.shared_owners)
     busiest = float(np.maximum(sent_C, got_C).max())
     return Score(
         fullest=costs.row_seconds * float(split.load_P.max()),
         near=EXCHANGES * costs.row_bytes * busiest_rank / costs.near_bandwidth,
         cross=EXCHANGES * costs.row_bytes * busiest / costs.far_bandwidth,
         sync=costs.sync_seconds(copies, node_P),
-        migration=costs.move_seconds(weights, states, node_P) / costs.every,
+        migration=costs.migration_seconds(moves, node_P) / costs.every,
         balance=split.balance,
         cross_share=float(far_PP.sum()) / rows,
         sent_share=(rows - float(np.trace(sent_PP))) / rows if counts_PE.any() else 0.0,
-        moves=weights,
-        states=states,
+        moves=round(sum(move.weights_in for move in moves)),
+        states=sum(move.states_in for move in moves),
     )
-
-
-def moved(old: Placement, new: Placement, shared_owners: bool = True) -> tuple[int, float]:
-    """Copies of parameters, and of optimizer state, that travel from one placement to the next."""
-    weights = int((new.holds_EP & ~old.holds_EP).sum())
-    if not shared_owners:
-        return weights, float(sum(a != b for a, b in zip(old.primary, new.primary, strict=True)))
-    return weights, sum(moved_state(a, b) for a, b in zip(old.holders, new.holders, strict=True))
-
-
-@lru_cache(maxsize=2**16)
-def moved_state(old: tuple[int, ...], new: tuple[int, ...]) -> float:
-    """The part of an expert's elements that has another owner when its ranks become others."""
-    if old == new:
-        return 0.0
-    kept = 0.0
-    for place, rank in enumerate(new):
-        if rank in old:
-            before = old.index(rank)
-            first = max(before / len(old), place / len(new))
-            last = min((before + 1) / len(old), (place + 1) / len(new))
-            kept += max(last - first, 0.0)
-    return 1.0 - kept
 
 
 def sync_copies(placement: Placement, shared_owners: bool = True) -> list[float]:

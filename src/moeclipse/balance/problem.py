@@ -103,7 +103,7 @@ class PlanProblem:
 
     @cached_property
     def move_seconds(self) -> float:
-        """Of a step: one copy of parameters on its way, shared among the steps until the next plan."""
+        """Of a step: one copy of parameters over a rank's link, shared among the steps that a plan lasts."""
         return self.costs.move_seconds(1, 0, self.node_P) / self.costs.every
 
     @cached_property

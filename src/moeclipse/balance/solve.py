@@ -10,7 +10,7 @@ the heuristic's plan, so whatever the time limit cuts off, the answer is never w
 
     minimise the seconds of `balance/objective`, each maximum as a column that no rank may exceed:
     T >= sum_e load_e y[e,p]     A >= rows that enter or leave p     B >= ... card of n     C >= sum_e w[e,p]
-    and what moves: x[e,p] where p does not hold e now, 1 - x[e,p] where it does and so owns a part of e
+    D >= what p gets, x[e,p] where it does not hold e now, or gives, to those, and 1 - x[e,p] where it does
 
 Three prices are not linear and stand here as guesses: that all replicas exchange alike, that the cards of a
 node carry alike, and how much optimizer state changes its owner. So the answer is judged again, as all plans
@@ -93,12 +93,10 @@ class SparseRows:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearProgram:
-    """Columns: x, y, k and w (E x P each), k of nodes (E x N, if several), then T, A, B, C."""
+    """Columns: x, y, k and w (E x P each), k of nodes (E x N, if several), then T, A, B, C, D."""
 
     problem: PlanProblem
     cost: np.ndarray
-    constant: float
-    """Of the seconds: what all state would cost that is not where it was."""
     most: np.ndarray
     """What a column is at most."""
     row: np.ndarray
@@ -109,15 +107,15 @@ class LinearProgram:
 
     @classmethod
     def of(cls, problem: PlanProblem) -> LinearProgram:
-        places, costs, held_EP = Columns(problem), problem.costs, problem.current.holds_EP
+        places, costs = Columns(problem), problem.costs
         scale = max(costs.row_seconds * places.mean, 1e-300)  # seconds, and loads in means: numbers near 1
         row_seconds = EXCHANGES * costs.row_bytes * places.mean / scale
         cost = np.zeros(places.size)
-        cost[places.x] = moves_EP = _move_costs(problem) / scale
         cost[places.T] = 1.0
         cost[places.A] = row_seconds / costs.near_bandwidth
         cost[places.B] = row_seconds / costs.far_bandwidth
         cost[places.C] = problem.copy_seconds / scale
+        cost[places.D] = move_seconds = (problem.move_seconds + problem.state_seconds) / scale
         most = np.ones(places.size)
         most[places.k] = problem.counts_PE.T / places.mean
         most[places.T :] = np.inf
@@ -127,12 +125,13 @@ class LinearProgram:
         _add_placement(rows, places)
         _add_wires(rows, places)
         _add_copies(rows, places)
+        if move_seconds > 0:
+            _add_moves(rows, places)
         sizes = [len(columns) for columns in rows.columns]
         lower, upper = np.array(rows.bounds).T
         return cls(
             problem=problem,
             cost=cost,
-            constant=-float(moves_EP[held_EP].sum()),
             most=most,
             row=np.repeat(np.arange(len(sizes)), sizes),
             column=np.concatenate(rows.columns),
@@ -165,7 +164,7 @@ class LinearProgram:
         replicas_E = start.holds_EP.sum(1)
         answer[places.w] = start.holds_EP * ((replicas_E - 1) / replicas_E)[:, None]
         # Every maximum is as small as the rows that bound it allow.
-        for top in (places.T, places.A, places.B, places.C):
+        for top in (places.T, places.A, places.B, places.C, places.D):
             bounding = np.unique(self.row[self.column == top])
             used = np.isin(self.row, bounding) & (self.column != top)
             sums = np.bincount(self.row[used], self.value[used] * answer[self.column[used]], len(self.lower))
@@ -193,8 +192,8 @@ class Columns:
         first = 4 * E * P
         self.k_nodes = first + np.arange(E * N).reshape(E, N) if N > 1 else np.empty((E, 0), dtype=np.int64)
         self.T = first + self.k_nodes.size
-        self.A, self.B, self.C = self.T + 1, self.T + 2, self.T + 3
-        self.size = self.C + 1
+        self.A, self.B, self.C, self.D = (self.T + more for more in range(1, 5))
+        self.size = self.D + 1
         self.mean = max(float(problem.load_E.sum()) / P, 1e-300)
         self.part_E = problem.load_E.astype(float) / self.mean
         self.ranks_of = [np.flatnonzero(problem.node_index == n) for n in range(N)]
@@ -257,17 +256,27 @@ def _add_copies(rows: SparseRows, at: Columns) -> None:
         rows.add((at.w[:, p], 1.0), (at.C, -1.0), low=-np.inf, high=0.0)
 
 
-def _move_costs(problem: PlanProblem) -> np.ndarray:
-    """[E, P]: seconds for each rank that holds an expert: less than nothing where its part may stay.
+def _add_moves(rows: SparseRows, at: Columns) -> None:
+    """What ranks get and give on the way there, in copies of an expert with all its state.
 
-    A rank more among r takes over 1 / (r + 1) of an expert's state, and one that takes another's place what
-    that one owned, 1 / r.
+    A rank more among r takes over 1 / (r + 1) of an expert's state, at even parts from those r; one that
+    leaves gives up its 1 / r.
     """
-    held_EP = problem.current.holds_EP
-    replicas_E = held_EP.sum(1, keepdims=True)
-    more_E = 1 / (replicas_E + 1)
-    new = problem.move_seconds + problem.state_seconds * more_E
-    return np.where(held_EP, -problem.state_seconds * (1 / replicas_E - more_E), new)
+    problem, held_EP = at.problem, at.problem.current.holds_EP
+    whole = problem.move_seconds + problem.state_seconds
+    replicas_E = held_EP.sum(1)
+    gets_E = (problem.move_seconds + problem.state_seconds / (replicas_E + 1)) / whole
+    leaves_E = problem.state_seconds / whole / replicas_E
+    gets_EP = np.where(held_EP, 0.0, gets_E[:, None])
+    if problem.costs.shared_wire:
+        rows.add((at.x, gets_EP / problem.num_ranks), (at.D, -1.0), low=-np.inf, high=0.0)
+        return
+    for p in range(problem.num_ranks):
+        new, mine = np.flatnonzero(~held_EP[:, p]), np.flatnonzero(held_EP[:, p])
+        rows.add((at.x[new, p], gets_E[new]), (at.D, -1.0), low=-np.inf, high=0.0)
+        given_EP = gets_EP[mine] / replicas_E[mine, None]
+        given_EP[:, p] = -leaves_E[mine]
+        rows.add((at.x[mine], given_EP), (at.D, -1.0), low=-np.inf, high=-float(leaves_E[mine].sum()))
 
 
 def _solve_highs(
