@@ -2,6 +2,7 @@
 
     .venv/bin/python bench/first_run.py [--json FILE] [--rate 100]    loopback, and a slow wire (needs root)
     .venv/bin/python bench/first_run.py --bar                         loopback: auto / plain is at most 1.02
+    .venv/bin/python bench/first_run.py --bar --auto moe.shadow=auto placement.planner=auto   with these, too
 
 Two ranks train a preset as `moeclipse train` does on two cores: once with the defaults, once with blocking
 exchanges over the direct wire and without overlap. Both learners live in the same two processes and take
@@ -39,7 +40,13 @@ from moeclipse.train.settle import settle
 
 PRESETS = ("tiny", "deepseek-v3-tiny")
 """Those that two cores train."""
-PLAIN = {"moe.schedule": "blocking", "moe.transport": "direct", "pipeline.overlap": "off"}
+PLAIN = {
+    "moe.schedule": "blocking",
+    "moe.transport": "direct",
+    "moe.shadow": "off",
+    "pipeline.overlap": "off",
+    "placement.planner": "static",
+}
 MICROBATCHES = (1, 4)
 """Of a step: as the preset has it, and with some that could overlap."""
 WARM = 3
@@ -91,11 +98,12 @@ def middle(values: list[float]) -> float:
     return statistics.median(values)
 
 
-def measure(presets: tuple[str, ...], wire: str, repeats: int) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace, wire: str, repeats: int) -> list[dict[str, Any]]:
     found = []
-    for preset in presets:
+    for preset in args.presets:
         for microbatches in MICROBATCHES:
-            values = {"optim.accumulate": microbatches, "run.device": "cpu"}
+            values: dict[str, Any] = {"optim.accumulate": microbatches, "run.device": "cpu"}
+            values |= dict(word.split("=", 1) for word in args.auto)
             values |= {"moe.transport": "direct"} if wire != "loopback" else {}
             config = with_values(load(preset=preset), values)
             result = run_ranks(2, race, config, repeats, deadline_s=560.0, collective_deadline_s=120.0)[0]
@@ -124,7 +132,8 @@ def on_slow_wire(args: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder, shaped_network(rate_mbit=args.rate) as run:
         told = Path(folder) / "rows.json"
         words = ["--inside", str(told), "--rate", f"{args.rate:g}", "--repeats", str(args.repeats)]
-        if run([sys.executable, __file__, *words, "--presets", *args.presets]).returncode:
+        words += ["--presets", *args.presets, "--auto", *args.auto]
+        if run([sys.executable, __file__, *words]).returncode:
             raise SystemExit("the part on the slow wire failed")
         rows: list[dict[str, Any]] = json.loads(told.read_text())
         return rows
@@ -133,18 +142,18 @@ def on_slow_wire(args: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--presets", nargs="+", default=list(PRESETS))
+    parser.add_argument("--auto", nargs="*", default=[], metavar="KEY=VALUE", help="of the run with defaults")
     parser.add_argument("--repeats", type=int, default=16, help="steps of each, in turns")
     parser.add_argument("--rate", type=float, default=100.0, help="megabits per second of the slow wire")
     parser.add_argument("--bar", action="store_true", help="loopback alone; exit status 1 over the bar")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    presets = tuple(args.presets)
     if args.inside is not None:
-        args.inside.write_text(json.dumps(measure(presets, f"{args.rate:g} mbit", args.repeats)))
+        args.inside.write_text(json.dumps(measure(args, f"{args.rate:g} mbit", args.repeats)))
         return 0
     print("| " + " | ".join(HEAD) + " |\n" + "|---" * len(HEAD) + "|", flush=True)
-    rows = measure(presets, "loopback", args.repeats * (2 if args.bar else 1))
+    rows = measure(args, "loopback", args.repeats * (2 if args.bar else 1))
     if not args.bar:
         reason = why_not()
         rows += on_slow_wire(args) if reason is None else []

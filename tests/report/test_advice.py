@@ -65,6 +65,15 @@ def test_cuts_that_cost_more_than_they_hide(tmp_path: Path) -> None:
     assert found["--moe.schedule auto"].gain_ms == pytest.approx(5.0)
 
 
+def test_microbatches_that_could_overlap(tmp_path: Path) -> None:
+    text = '[moe]\nschedule = "auto"\n[placement]\nplanner = "greedy"\n[optim]\naccumulate = 4\n[pipeline]\n'
+    found = advised(make_run(tmp_path / "run"), f'{text}overlap = "off"\n')
+    assert found["--pipeline.overlap auto"].gain_ms == pytest.approx(6.0)
+    assert found["--pipeline.overlap auto"].at_most
+    assert advised(tmp_path / "run", f'{text}overlap = "auto"\n') == {}
+    assert advised(tmp_path / "run", text.replace("= 4", "= 1") + 'overlap = "off"\n') == {}
+
+
 def test_a_pipeline_with_a_shorter_bubble(tmp_path: Path) -> None:
     text = '[moe]\nschedule = "smart"\n[placement]\nplanner = "greedy"\n'
     text += "[parallel]\npp = 4\n[optim]\naccumulate = 8\n"

@@ -20,9 +20,8 @@ def test_everything_of_a_run_is_there(tmp_path: Path) -> None:
     (folder / "incidents.jsonl").write_text(json.dumps(incident))
     exchange = [{"steps": 2, "chunks": 1, "rule": "measured", "measured_ms": 1.0}]
     (folder / "summary.json").write_text(json.dumps({"exchange": exchange, "placement": {"plans": 2}}))
-    (folder / "choices.json").write_text(
-        json.dumps({"layers": {}, "placement": {"row_s": 1e-6}, "ranks": [1, 2]})
-    )
+    chosen = {"layers": {}, "placement": {"row_s": 1e-6}, "ranks": [1, 2], "hosts": [0, 0]}
+    (folder / "choices.json").write_text(json.dumps({**chosen, "settled": {"moe.transport": "peer"}}))
     (run,) = figures([read_run(folder)])["runs"]
     assert run["gaps"] == []
     assert run["curves"]["step"] == list(range(1, 21))
@@ -36,6 +35,7 @@ def test_everything_of_a_run_is_there(tmp_path: Path) -> None:
     assert run["events"][0] == {"step": 1, "kind": "placement", "what": "a plan was taken"}
     assert [(one["what"], one["chosen"]) for one in run["choices"]] == [
         ("exchange of layer 0", "2 steps x 1 chunk"),
+        ("moe.transport", "peer"),
         ("placement", '{"row_s": 1e-06}'),
     ]
     assert run["hidden_by_op"][0]["op"] == "dispatch of layer #"

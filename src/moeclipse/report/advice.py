@@ -63,6 +63,20 @@ def overlap_exchange(run: RunData, measures: Values) -> Iterator[Advice]:
     )
 
 
+def overlap_microbatches(run: RunData, measures: Values) -> Iterator[Advice]:
+    """The same, where another microbatch could be computed meanwhile."""
+    exposed, microbatches = measures["exposed_ms"], number(run.config.get("optim.accumulate"), 1)
+    if run.num_ranks == 1 or run.config.get("pipeline.overlap") != "off" or microbatches < 2 or not exposed:
+        return
+    yield Advice(
+        setting="--pipeline.overlap auto",
+        gain_ms=exposed,
+        at_most=True,
+        why=f"a step has {microbatches:.0f} microbatches, and {exposed:.1f} ms of communication are exposed; "
+        "auto lets one compute while rows of another travel, where that is predicted to be faster",
+    )
+
+
 def cut_less(run: RunData, _: Values) -> Iterator[Advice]:
     """Exchanges that were cut, and take longer than whole ones are predicted to."""
     layers = [one for one in run.summary.get("exchange") or [] if isinstance(one, dict)]
@@ -176,6 +190,7 @@ def keep_best(run: RunData, measures: Values) -> Iterator[Advice]:
 
 RULES: tuple[Callable[[RunData, Values], Iterator[Advice]], ...] = (
     overlap_exchange,
+    overlap_microbatches,
     cut_less,
     even_ranks,
     shorter_bubble,

@@ -185,8 +185,11 @@ def choices(run: RunData) -> list[dict[str, Any]]:
     for layer, one in enumerate(known):
         cut = " x ".join(counted(one.get(what), what) for what in ("steps", "chunks"))
         found.append({"what": f"exchange of layer {dense + layer}", "chosen": cut, **one})
+    settled = run.choices.get("settled")
+    for key, value in settled.items() if isinstance(settled, dict) else ():
+        found.append({"what": key, "chosen": str(value)[:MOST_TEXT], "rule": "at start"})
     for key, value in run.choices.items():
-        if key not in ("layers", "ranks") and value is not None:
+        if key not in ("layers", "ranks", "hosts", "settled") and value is not None:
             found.append({"what": key, "chosen": json.dumps(value)[:MOST_TEXT]})
     return found
 
