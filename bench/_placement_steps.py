@@ -1,20 +1,26 @@
-"""Step times of real training under a skewed gate on a slow wire: static, random, planned, with shadows.
+"""Step times of real training on a slow wire, under a skewed gate and under an even one.
 
-    .venv/bin/python bench/placement.py --part end_to_end [--json FILE] [--repeats 9]
+    .venv/bin/python bench/placement.py --part end_to_end [--json FILE] [--quick]
 
 Four ranks in a network namespace of their own, whose loopback is a slow wire (bench/shaped_network.py), train
-a small model with 16 experts. The gate is made to choose experts with Zipf frequencies (s = 1.2), the same
-ones in every case, so all cases compute the same loss; only where experts live differs:
+a small model with 16 experts. The gate is made to choose experts with Zipf frequencies (s = 1.2), or evenly,
+the same ones in every case, so all cases of a gate compute the same loss; only where experts live differs:
 
     static                experts in order, four on each rank
-    random                random replicas in six slots per rank, drawn anew every 5 steps
     placement             six slots per rank, planned once from the loads of the first steps (incremental)
     placement + shadows   the same, and experts are shadowed for a step where that pays
+    auto                  planner and shadows choose for themselves, every 5 steps, in six slots per rank
+    auto, own slots       the same with the slots that are there when nothing is said: five
+    auto, eight slots     the same with twice as many slots as experts
 
-The cases take turns, step by step; the table shows the median step of the slowest rank. A plan is taken
-during the first steps, which are left out. All ranks share one wire, so bytes add up over ranks, and two
-cores compute for four: what is won comes from rows that stay on their rank more than from even ranks. On a
-cluster, where each rank has a wire and a processor of its own, the fullest rank counts as well.
+Under an even gate there is nothing to win: `auto` may cost at most 2 % there. The cases take turns, step by
+step; the table shows the median step of the slowest rank, and the median of what a step of static took beside
+it (`gain`), which drifts of the machine change least. A plan is taken during the first steps, which are left
+out. All ranks share one wire, so bytes add up over ranks, and two cores compute for four: what is won comes
+from rows that stay on their rank more than from even ranks. On a cluster, where each rank has a wire and a
+processor of its own, the fullest rank counts as well. `wire` is the time that the bytes of rows alone take at
+the shaped rate: what is left of a step beside it is compute, gradients and weights, which placement does not
+make shorter.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +42,7 @@ import numpy as np
 import torch
 from shaped_network import shaped_network
 
+from moeclipse.balance.objective import EXCHANGES
 from moeclipse.balance.split import ReplicaTable, split_rows
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
@@ -76,19 +83,41 @@ PLANNED: dict[str, Any] = {
     "placement.start_step": 2,
     "placement.every": 1000,
 }
+AUTO: dict[str, Any] = {
+    "placement.planner": "auto",
+    "moe.shadow": "auto",
+    "placement.start_step": 2,
+    "placement.every": 5,
+    "placement.slots_per_rank": SLOTS,
+}
 CASES: dict[str, dict[str, Any]] = {
     "static": {},
-    "random": {**PLANNED, "placement.planner": "random", "placement.every": 5},
     "placement": PLANNED,
     "placement + shadows": {**PLANNED, "moe.shadow": "auto"},
+    "auto": AUTO,
+    "auto, own slots": {**AUTO, "placement.slots_per_rank": "auto"},
+    "auto, eight slots": {**AUTO, "placement.slots_per_rank": 8},
 }
+GATES: dict[str, tuple[float, tuple[str, ...]]] = {
+    "skewed": (ZIPF, tuple(CASES)),
+    "even": (0.0, ("static", "auto, own slots")),
+}
+"""Zipf's exponent, and the cases that are held against each other."""
+NAMES = {
+    "placement": "",
+    "placement + shadows": "_shadows",
+    "auto": "_auto",
+    "auto, own slots": "_auto_own_slots",
+    "auto, eight slots": "_auto_eight_slots",
+}
+"""Of checks: how much faster than static a case is; above 1 is faster."""
 
 
-def skew(layer: MoE) -> None:
+def skew(layer: MoE, exponent: float = ZIPF) -> None:
     """Let the gate choose with Zipf frequencies; probabilities and gradients stay the gate's own."""
     gate = layer.gate
     plain: Callable[[torch.Tensor, Tokens], Routing] = gate.forward
-    weight_E = torch.arange(1, EXPERTS + 1, dtype=torch.float64) ** -ZIPF
+    weight_E = torch.arange(1, EXPERTS + 1, dtype=torch.float64) ** -exponent
 
     def forward(x_TD: torch.Tensor, tokens: Tokens) -> Routing:
         routing = plain(x_TD, tokens)
@@ -105,10 +134,14 @@ def skew(layer: MoE) -> None:
 
 
 def measure(mesh: Mesh, repeats: int) -> dict[str, Any]:
-    learners = {name: make(mesh, {**MODEL, **changes}) for name, changes in CASES.items()}
+    return {name: under_gate(mesh, *gate, repeats) for name, gate in GATES.items()}
+
+
+def under_gate(mesh: Mesh, exponent: float, cases: Sequence[str], repeats: int) -> dict[str, Any]:
+    learners = {name: make(mesh, {**MODEL, **CASES[name]}) for name in cases}
     for learner in learners.values():
         for layer in learner.layers:
-            skew(layer)
+            skew(layer, exponent)
     return in_turn(mesh, learners, repeats)
 
 
@@ -143,12 +176,14 @@ def in_turn(
         if mesh.rank == 0:
             done = max(step + 1 - warmup, 0)
             print(f"\rsteps: {done}/{repeats} ", end="", file=sys.stderr, flush=True)
-    rows = []
+    rows, first = [], next(iter(times.values()))
     for name, learner in learners.items():
+        beside = [a / b for a, b in zip(first, times[name], strict=True)]
         rows.append(
             {
                 "case": name,
                 "step_ms": 1e3 * statistics.median(times[name]),
+                "gain": statistics.median(beside),
                 "steps_ms": [1e3 * seconds for seconds in times[name]],
                 "losses": losses[name],
                 "predicted_ms": saved[name],
@@ -167,7 +202,10 @@ def judge(learner: Learner) -> dict[str, Any]:
     placement = layer.dispatcher.placement
     split = split_rows(counts_PE, layer.dispatcher.table or ReplicaTable.of(placement))
     plan = layer.schedule.shadow_plan
+    rows = float(counts_PE.sum()) - float(np.trace(split.sent_PP))
+    wire_s = EXCHANGES * rows * 4 * learner.config.model.d_model / (RATE_MBIT * 1e6 / 8)
     return {
+        "wire_ms": 1e3 * wire_s,
         "balance": split.balance,
         "sent": 1 - float(np.trace(split.sent_PP)) / float(counts_PE.sum()),
         "replicas": placement.num_replicas,
@@ -193,24 +231,27 @@ def run_here(repeats: int) -> dict[str, Any]:
 
 
 def report(found: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Print the table; rows and checks."""
-    rows = found["rows"]
-    static = rows[0]["step_ms"]
-    print(f"\n\n{EXPERTS} experts, {RANKS} ranks, Zipf {ZIPF}, {RATE_MBIT:g} mbit: median step\n")
-    print(f"{'case':<22}{'ms':>7}{'gain':>7}{'balance':>9}{'sent':>7}{'replicas':>10}{'shadows':>9}")
-    for row in rows:
+    """Print the tables; rows and checks."""
+    rows: list[dict[str, Any]] = []
+    checks: dict[str, float] = {}
+    for gate, (exponent, _) in GATES.items():
+        told = found[gate]
+        print(f"\n\n{EXPERTS} experts, {RANKS} ranks, Zipf {exponent:g}, {RATE_MBIT:g} mbit: median step\n")
         print(
-            f"{row['case']:<22}{row['step_ms']:>7.0f}{static / row['step_ms']:>6.2f}x{row['balance']:>9.3f}"
-            f"{row['sent']:>7.0%}{row['replicas']:>10}{row['shadows']:>9}"
+            f"{'case':<22}{'ms':>7}{'wire':>7}{'gain':>7}{'balance':>9}{'sent':>7}{'replicas':>10}"
+            f"{'shadows':>9}{'plans':>7}"
         )
-    print(f"\nlosses of the cases differ by {found['same_loss']:.1e} at most (fp32)\n")
-    by_name = {row["case"]: row["step_ms"] for row in rows}
-    checks = {
-        "end_to_end": static / by_name["placement"],
-        "end_to_end_shadows": static / by_name["placement + shadows"],
-        "end_to_end_random": static / by_name["random"],
-        "end_to_end_loss_difference": found["same_loss"],
-    }
+        for row in told["rows"]:
+            print(
+                f"{row['case']:<22}{row['step_ms']:>7.0f}{row['wire_ms']:>7.0f}{row['gain']:>6.2f}x"
+                f"{row['balance']:>9.3f}{row['sent']:>7.0%}{row['replicas']:>10}{row['shadows']:>9}"
+                f"{row['plans']:>7}"
+            )
+        print(f"\nlosses of the cases differ by {told['same_loss']:.1e} at most (fp32)")
+        rows += [{"gate": gate, **row} for row in told["rows"]]
+        prefix = "end_to_end" if gate == "skewed" else f"end_to_end_{gate}"
+        checks |= {f"{prefix}{NAMES[row['case']]}": row["gain"] for row in told["rows"][1:]}
+        checks[f"{prefix}_loss_difference"] = told["same_loss"]
     return rows, checks
 
 

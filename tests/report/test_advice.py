@@ -26,12 +26,12 @@ def advised(folder: Path, config: str = "", summary: dict[str, Any] | None = Non
 
 def test_blocking_exchanges_and_uneven_ranks(tmp_path: Path) -> None:
     found = advised(make_run(tmp_path / "run"))
-    assert list(found) == ["--placement.planner incremental", "--moe.schedule auto"]
+    assert list(found) == ["--placement.planner auto", "--moe.schedule auto"]
     assert found["--moe.schedule auto"].gain_ms == pytest.approx(6.0)
     assert found["--moe.schedule auto"].at_most
     # A row costs 0.05 ms; the fullest rank has 170 rows more than the mean, in the median.
-    assert found["--placement.planner incremental"].gain_ms == pytest.approx(0.05 * 170, rel=1e-6)
-    assert found["--placement.planner incremental"].at_most, "the run has measured no costs of transfers"
+    assert found["--placement.planner auto"].gain_ms == pytest.approx(0.05 * 170, rel=1e-6)
+    assert found["--placement.planner auto"].at_most, "the run has measured no costs of transfers"
 
 
 def test_what_is_used_already_is_not_advised(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from moeclipse.balance.problem import PlanProblem
 from moeclipse.core.errors import ConfigError
 from moeclipse.report.run import RunData, number
 
-PLANNER: Literal["incremental"] = "incremental"
+PLANNER: Literal["auto"] = "auto"
 FEWEST_STEPS, MOST_STEPS = 5, 20
 """On each side of a plan: fewer say nothing, and more may be of another time."""
 MEDIAN_NOISE = 1.2533
