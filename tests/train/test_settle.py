@@ -117,6 +117,30 @@ def test_a_settled_run_has_the_gradients_of_the_plain_one(corpus: str) -> None: 
         assert worst < 1e-12
 
 
+def settled_pipeline(mesh: Mesh, config: TrainConfig) -> list[Any]:
+    """What a run of two stages settles, by itself and where nothing but its cores is in the way."""
+    found = []
+    for shared in (True, False):
+        settling.os.cpu_count = lambda shared=shared: 1 if shared else 64  # type: ignore[attr-defined, misc]
+        choices = Choices(mesh)
+        settled, lines = settle(config, mesh, choices)
+        Learner(settled, mesh).backward(0)
+        found.append([settled.pipeline.schedule, settled.pipeline.overlap, lines, choices.settled])
+    return found
+
+
+def test_stages_without_exchanges_settle_alike(corpus: str) -> None:  # noqa: F811
+    """Nothing is known of hosts before: all ranks must ask for them together."""
+    config = configure(corpus, **{**LONG, "parallel.pp": 2, "model.num_layers": 4})
+    results = run_ranks(2, settled_pipeline, config, pp=2)
+    assert results[0] == results[1]
+    shared, own = results[0]
+    assert shared == ["auto", "auto", [], {}]
+    assert own[0] in ("auto", *settling.SCHEDULES)
+    assert own[1] in ("auto", "off"), "there are no exchanges to hide"
+    assert len(own[2]) == (1 if own[3] else 0)
+
+
 def nothing_to_settle(mesh: Mesh, config: TrainConfig) -> bool:
     choices = Choices(mesh)
     settled, lines = settle(config, mesh, choices)

@@ -96,8 +96,8 @@ def choose(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], list[str]]:
         seen = times.get(kind, times.get(PLAIN))
         wire = link_of(seen, group.size, mesh.device.type) if seen else link(usual)
         hardware = measured_device(config, mesh)
-        decides = mesh.rank == 0 and not shares_cores(mesh)
-        pipeline = choose_pipeline(config, mesh, hardware, wire) if decides else ({}, [])
+        idle = shares_cores(mesh)  # which all ranks ask together
+        pipeline = choose_pipeline(config, mesh, hardware, wire) if mesh.rank == 0 and not idle else ({}, [])
         chosen, line = mesh.gather_objects(pipeline)[0]
         found |= chosen
         lines += line
@@ -153,7 +153,7 @@ def programs_of(config: TrainConfig, expert_ranks: int) -> Iterator[tuple[str, s
 
 
 def shares_cores(mesh: Mesh) -> bool:
-    """Whether ranks of this machine compute in turns: then one computes while another waits anyway."""
+    """Whether ranks of this machine compute in turns: then one computes while another waits. Collective."""
     here = mesh.hosts.count(mesh.hosts[mesh.rank])
     return mesh.device.type == "cpu" and here > (os.cpu_count() or 1)
 
