@@ -155,7 +155,7 @@ def same_step(number: int, ours: list[Any], theirs: list[Any]) -> None:
         bad = {name: value for name, value in apart.items() if not value <= limit}
         assert not bad, f"{what} behind step {number}: {bad}"
     for rank in ours:
-        apart = difference(torch.tensor(rank[2]), torch.tensor(theirs[0][2]))
+        apart = difference(rank[2], theirs[0][2])
         assert apart <= bound, f"loss, auxiliary loss, norm of step {number}: {rank[2]}, {theirs[0][2]}"
         assert rank[3] == theirs[0][3], f"loads of step {number}"
 

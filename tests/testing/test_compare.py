@@ -25,3 +25,8 @@ def test_shapes_must_agree_also_where_there_is_nothing() -> None:
     assert difference(torch.zeros(0, 3), torch.zeros(0, 3)) == 0.0
     with pytest.raises(AssertionError, match=r"shapes differ: \(2,\), \(1, 2\)"):
         difference(torch.zeros(2), torch.zeros(1, 2))
+
+
+def test_plain_numbers_are_compared_in_float64() -> None:
+    assert 0 < difference([1 + 1e-12], [1.0]) < 1e-11, "float32 would see no difference"
+    assert difference([2.0, 1.0], torch.tensor([2.0, 1.0])) == 0.0

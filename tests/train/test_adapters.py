@@ -100,7 +100,7 @@ def written(mesh: Mesh, path: str) -> tuple[list[list[float]], list[list[float]]
 
 def test_a_run_with_adapters_writes_with_them(saved: tuple[str, list[float]]) -> None:
     found, whole = run_alone(written, saved[0])
-    assert difference(torch.tensor(found), torch.tensor(whole)) <= 1e-12
+    assert difference(found, whole) <= 1e-12
 
 
 def begun(mesh: Mesh, config: TrainConfig, path: str) -> float:

@@ -226,7 +226,7 @@ def test_any_layout_loads_any_other(saved: tuple[int, int], corpus: str, tmp_pat
         assert state.keys() == truth.keys()
         assert all(torch.equal(state[name], truth[name]) for name in truth), "bits changed on the way"
         for _, _, losses in results:
-            assert difference(torch.tensor(losses), torch.tensor(expected)) < 1e-11
+            assert difference(losses, expected) < 1e-11
 
 
 def test_a_checkpoint_of_another_model_is_refused(corpus: str, tmp_path: Path) -> None:

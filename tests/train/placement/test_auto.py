@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from test_background_plan import CHEAP
 from test_learner import BOUND, configure, corpus  # noqa: F401  (a fixture)
 from test_model_placement import WIDE, compare, join_slabs
@@ -67,7 +66,7 @@ def same_as_alone(corpus: str, steps: int, changes: dict[str, Any], **axes: int)
     results = run_ranks(4, trained, configure(corpus, **{**AUTO, **changes}), steps, **axes)
     compare(join_slabs([(pieces, 0.0) for pieces, *_ in results]), join_slabs([(alone, 0.0)]))
     for _, losses, _ in results:
-        assert difference(torch.tensor(losses), torch.tensor(expected)) <= BOUND
+        assert difference(losses, expected) <= BOUND
     return [told for *_, told in results]
 
 

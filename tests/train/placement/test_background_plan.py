@@ -55,7 +55,7 @@ def test_planned_training_has_the_same_losses(planner: str, corpus: str) -> None
     expected, *_ = run_alone(planned, configure(corpus, **WIDE), 8)
     config = configure(corpus, **{**PLANNED, "placement.planner": planner, "integrity.every": 1})
     for losses, plans, notes, replicas in run_ranks(4, planned, config, 8):
-        assert difference(torch.tensor(losses), torch.tensor(expected)) <= 1e-12
+        assert difference(losses, expected) <= 1e-12
         assert plans >= 1, notes
         if planner == "wrap_fill":
             assert min(replicas) > 5, "spare slots hold replicas"

@@ -124,7 +124,7 @@ def same_as_without(corpus: str, steps: int, layout: dict[str, int], **changes: 
     assert all(plans >= steps // 3 - 2 for _, _, plans in results), [plans for *_, plans in results]
     compare(join_slabs([(pieces, 0.0) for pieces, _, _ in results]), join_slabs([(alone, 0.0)]))
     for _, losses, _ in results:
-        assert difference(torch.tensor(losses), torch.tensor(expected)) <= BOUND
+        assert difference(losses, expected) <= BOUND
 
 
 def test_random_re_placement_changes_nothing(corpus: str) -> None:  # noqa: F811
@@ -193,7 +193,7 @@ def test_a_checkpoint_of_one_placement_is_read_by_any_other(many: bool, corpus: 
         truth = truth or state
         compare(state, truth, bound=0.0)
         for _, _, found in results:
-            assert difference(torch.tensor(found), torch.tensor(losses)) < 1e-11
+            assert difference(found, losses) < 1e-11
 
 
 @pytest.mark.full
