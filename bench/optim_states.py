@@ -1,10 +1,11 @@
 """Loss curves of the optimizer's narrow forms beside fp32: preset `small`, the same seed and tokens.
 
-    python bench/optim_states.py --steps 500 --out curves.json          some minutes for each of the nine
+    python bench/optim_states.py --steps 500 --out curves.json          some minutes for each of the ten
     python bench/optim_states.py --steps 500 --device cuda --only fp32 --only "moments 8bit"
 
 Prints one line for each: the mean loss of the last 20 steps, how far that is from fp32, and bytes of a
-parameter. Model and weights are bfloat16, so the machine may be a CPU; curves go into docs with the date.
+parameter. How far another seed is says what such a difference is worth; runs are deterministic. Model and
+weights are bfloat16, so the machine may be a CPU.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from moeclipse.train.presets import load
 
 WAYS = {
     "fp32": {},
+    "fp32, seed 1": {"run.seed": 1},
     "moments bf16": {"optim.state": "bf16"},
     "gradients bf16": {"optim.main_grad": "bf16"},
     "moments 8bit": {"optim.state": "8bit"},
@@ -39,7 +41,7 @@ def bytes_of_a_parameter(learner: Learner) -> float:
 
 
 def curve(way: str, steps: int, device: str) -> tuple[list[float], float]:
-    changes = {"model.dtype": "bfloat16", "run.steps": steps, **WAYS[way]}
+    changes = {"model.dtype": "bfloat16", "run.steps": steps, "run.deterministic": True, **WAYS[way]}
     learner = Learner(with_values(load(preset="small"), changes), Mesh.single(device))
     return [learner.step(step)["loss"] for step in range(steps)], bytes_of_a_parameter(learner)
 
@@ -58,8 +60,8 @@ def main() -> None:
         first = curves.get("fp32", curves[way])
         beside = last - sum(first[-20:]) / len(first[-20:])
         print(f"{way}: {size:.2f} B a parameter, loss {last:.4f}, {beside:+.4f} beside fp32", flush=True)
-    if options.out:
-        options.out.write_text(json.dumps(curves))
+        if options.out:
+            options.out.write_text(json.dumps(curves))
 
 
 if __name__ == "__main__":

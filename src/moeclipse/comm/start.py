@@ -65,9 +65,10 @@ def cuda_settings(pp: int) -> dict[str, str]:
     Streams share a few hardware queues, and work behind a transfer that waits for its peer waits with it: so
     as many queues as there can be. A kernel that is loaded when it is first used waits for such a transfer,
     too, and which kernels a step uses depends on how many rows experts get. Stages of a pipeline wait for
-    each other both ways, so there all kernels are loaded at the start, which takes some ten seconds.
+    each other both ways, so there all kernels are loaded at the start, which takes some ten seconds. Memory
+    for products is of one size, so that `run.deterministic` can promise their bits.
     """
-    settings = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    settings = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     return settings | ({"CUDA_MODULE_LOADING": "EAGER"} if pp > 1 else {})
 
 

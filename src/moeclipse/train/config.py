@@ -49,6 +49,8 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     graphs: Literal["auto", "off"] = "auto"
     """Microbatches as CUDA graphs, on one rank, where the model allows it: same numbers, fewer launches."""
+    deterministic: bool = False
+    """On CUDA: two runs give the same bits; attention takes a slower backward. CPUs do in any case."""
     choices: str = ""
     """A run's folder, or its choices.json: what it chose by its clock is taken over, not measured again."""
     tune: bool = False

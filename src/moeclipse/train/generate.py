@@ -36,7 +36,7 @@ from moeclipse.model.transformer import Transformer
 from moeclipse.tensor.parallel import TensorParallel
 from moeclipse.train.decode_graph import DecodeGraph, obstacle
 from moeclipse.train.graphs import CudaCapture
-from moeclipse.train.learner import choose_dtype
+from moeclipse.train.numbers import choose_dtype
 from moeclipse.train.open_model import find_model, open_weights_of
 from moeclipse.train.ranks import PatientRanks
 from moeclipse.train.vocabulary import GrowingText, Vocabulary

@@ -65,8 +65,15 @@ class CudaCapture:
     def capture(self, work: Callable[[], None]) -> Replay:
         graph = torch.cuda.CUDAGraph()
         # Other threads, which write files and watch, may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            work()
+        inside = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
+        try:
+            with inside:
+                work()
+        except RuntimeError:
+            # A capture that failed leaves the generator waiting for its end: nobody could draw any more.
+            generator = torch.cuda.default_generators[self._stream.device_index]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise
         return graph
 
 

@@ -42,6 +42,7 @@ from moeclipse.train.graphs import MicrobatchGraphs
 from moeclipse.train.integrity import Integrity
 from moeclipse.train.loss_scale import LossScale
 from moeclipse.train.nonfinite import Accident, BadSteps, look_again
+from moeclipse.train.numbers import choose_dtype, repeat_bits
 from moeclipse.train.one_by_one import OneByOne
 from moeclipse.train.optim import AdamW, Readable, learning_rate
 from moeclipse.train.parameter_groups import ParameterGroups
@@ -67,6 +68,7 @@ class Learner:
         self.samples, self.corpus = samples, corpus_of(samples)
         self.batches = Batches(samples, config.data.batch_size, config.optim.accumulate, config.data.order)
         self.dtype = choose_dtype(config.model.dtype, mesh.device)
+        repeat_bits(config.run.deterministic, mesh.device)
         parallel = config.parallel
         wanted = {"auto": None, "on": True, "off": False}[parallel.async_all_reduce]
         tp = TensorParallel.of(
@@ -391,10 +393,3 @@ def norm_if_good(results: torch.Tensor, scale: float) -> torch.Tensor:
     loss, _, _, squares, corrupted, *_ = results
     good = loss.isfinite() & squares.isfinite() & (corrupted == 0)
     return torch.where(good, squares.sqrt() / scale, math.nan)
-
-
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        name = "bfloat16" if device.type == "cuda" else "float32"
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype

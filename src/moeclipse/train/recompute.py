@@ -21,6 +21,7 @@ from moeclipse.model.again import Again
 from moeclipse.model.layer import TransformerLayer
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.tokens import Tokens
+from moeclipse.ops.random import fill_normal, key_of
 from moeclipse.tensor.vocab import CHUNK_BYTES
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.kept import kept_behind, readable
@@ -80,7 +81,8 @@ def kept_by(model: Transformer, mesh: Mesh, length: int, level: Again) -> int:
     layer = model.layer(max(map(int, model.layers)))
     ids_BS = torch.zeros(1, length, dtype=torch.int64, device=mesh.device)
     # Not zeros: all tokens would choose the same experts. It does not matter which they choose.
-    h_TD = torch.randn(length, model.config.d_model, device=mesh.device, dtype=model.dtype)
+    h_TD = torch.empty(length, model.config.d_model, device=mesh.device, dtype=model.dtype)
+    fill_normal(h_TD, key_of(0, "trial"), 1.0)
     tokens = Tokens(mesh=mesh, first=0, total=length, group=mesh.data)
     before = layer.again
     try:
