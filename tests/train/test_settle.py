@@ -91,6 +91,19 @@ def test_a_slow_wire_is_hidden_where_there_is_memory_for_it(
         assert "without overlap is predicted to take" in lines[0]
 
 
+@pytest.mark.parametrize(("microbatches", "reordered"), [(4, True), (16, False)])
+def test_a_shorter_bubble_must_win_much(microbatches: int, reordered: bool) -> None:
+    """Four microbatches through four stages leave half of a step to bubbles, sixteen some of it."""
+    values = {"optim.accumulate": microbatches, "data.batch_size": 32, "parallel.pp": 4}
+    config = with_values(TrainConfig(), {**values, "model.num_layers": 16})
+    mesh: Any = SimpleNamespace(
+        dp=1, ep=1, pp=4, experts=SimpleNamespace(size=1), device=SimpleNamespace(type="cpu")
+    )
+    chosen, _ = choose_pipeline(config, mesh, device("cpu"), link("loopback"))
+    assert bool(chosen) is reordered
+    assert chosen.get("pipeline.overlap", "off") == "off"
+
+
 def settled_gradients(mesh: Mesh, config: TrainConfig) -> list[Any]:
     """(overlap that a slow wire asks for, how far gradients are from the plain ones), and that it is kept."""
     settling.wire_times = lambda *_: SLOW  # type: ignore[attr-defined, assignment]
