@@ -97,3 +97,12 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         read_run(tmp_path)
     with pytest.raises(ConfigError, match="no such folder"):
         read_run(tmp_path / "nothing")
+
+
+def test_layers_have_the_numbers_of_the_model(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    assert read_run(folder).expert_layers(2) == [0, 1]
+    (folder / "config.toml").write_text("[model]\nnum_dense_layers = 1\ndense_layers = [2, 3]\n")
+    run = read_run(folder)
+    assert run.expert_layers(3) == [1, 4, 5]
+    assert figures([run])["runs"][0]["loads"]["layers"] == [1, 4]

@@ -15,6 +15,7 @@ from typing import Any
 
 from moeclipse.balance.objective import PlacementCosts
 from moeclipse.core.errors import ConfigError
+from moeclipse.report.run import layers_with_experts
 from moeclipse.report.skew import probe_of, sharers
 
 DEFAULTS = {"d_model": 2048, "d_ff": 1408, "every": 50}
@@ -99,7 +100,7 @@ class RunFacts:
     def layer_numbers(self, count: int) -> list[int]:
         """The numbers in the model of so many layers with experts."""
         first, dense = self.get("model", "num_dense_layers") or 0, self.get("model", "dense_layers") or ()
-        return [layer for layer in range(first, first + count + len(dense)) if layer not in dense][:count]
+        return layers_with_experts(first, dense, count)
 
 
 def _text(path: Path) -> str:

@@ -140,10 +140,9 @@ def loads(run: RunData) -> dict[str, Any] | None:
         return None
     rows_NLE = mean_of_bins(load.rows_NLE, MOST_MOMENTS) if len(load.rows_NLE) else load.rows_NLE
     starts = bin_starts(len(load.steps_N), MOST_MOMENTS)
-    dense = int(run.config.get("model.num_dense_layers") or 0)
     return {
         "steps": (load.steps_N[starts] + 1).tolist(),
-        "layers": [dense + number for number in range(load.num_layers)],
+        "layers": run.expert_layers(load.num_layers),
         "experts": load.num_experts,
         "sources": load.average_LPE.shape[1],
         "over_time": [heat_bytes(rows_NLE[:, layer]) for layer in range(load.num_layers)]
@@ -181,10 +180,9 @@ def choices(run: RunData) -> list[dict[str, Any]]:
     found = []
     exchange = run.summary.get("exchange")
     known = [one for one in exchange if isinstance(one, dict)] if isinstance(exchange, list) else []
-    dense = int(run.config.get("model.num_dense_layers") or 0)
-    for layer, one in enumerate(known):
+    for layer, one in zip(run.expert_layers(len(known)), known, strict=True):
         cut = " x ".join(counted(one.get(what), what) for what in ("steps", "chunks"))
-        found.append({"what": f"exchange of layer {dense + layer}", "chosen": cut, **one})
+        found.append({"what": f"exchange of layer {layer}", "chosen": cut, **one})
     settled = run.choices.get("settled")
     for key, value in settled.items() if isinstance(settled, dict) else ():
         found.append({"what": key, "chosen": str(value)[:MOST_TEXT], "rule": "at start"})

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,11 @@ class RunData:
         table = self.steps.ranks.get("step_ms")
         return 1 if table is None else table.shape[1]
 
+    def expert_layers(self, count: int) -> list[int]:
+        """The numbers of so many layers with experts, as the model counts them."""
+        first, dense = self.config.get("model.num_dense_layers"), self.config.get("model.dense_layers")
+        return layers_with_experts(int(number(first, 0)), dense if isinstance(dense, list) else [], count)
+
     @property
     def window(self) -> np.ndarray:
         """Which steps count for medians: those after warm-up, or all where there are no others."""
@@ -80,6 +85,12 @@ class RunData:
         warm = number(self.config.get("metrics.warmup_steps"), WARMUP_STEPS)
         late = np.arange(len(step)) >= warm
         return late if late.any() else np.ones(len(step), dtype=bool)
+
+
+def layers_with_experts(dense_first: int, dense: Collection[int], count: int) -> list[int]:
+    """The numbers in the model of so many layers with experts, where the first and some others are dense."""
+    last = dense_first + count + len(dense)
+    return [layer for layer in range(dense_first, last) if layer not in dense][:count]
 
 
 def number(value: Any, otherwise: float) -> float:
