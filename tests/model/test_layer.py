@@ -119,3 +119,19 @@ def test_experts_see_each_token_once() -> None:
     assert folded == [[(6, 100, 200, 2)] * 2, [(6, 106, 200, 2)] * 2], "each tp rank has other tokens"
     sharded = run_ranks(2, where, "sharded", tp=2)
     assert sharded == [[(12, 100, 200, 1)] * 2] * 2, "each tp rank has a part of each expert for all of them"
+
+
+def in_a_loop_of_ones_own(mesh: Mesh) -> list[tuple[int, bool]]:
+    """Of each training call with a run's defaults: units of its exchange, whether costs are known."""
+    layer, seen = make(mesh, MODEL, 1), []
+    assert layer.moe is not None
+    assert layer.moe.config.schedule == "auto"
+    x, d_y = rows()
+    for _ in range(4):
+        layer(x, table_of(MODEL), Tokens.of(mesh, TOKENS))[0].backward(d_y)
+        seen.append((layer.moe.schedule.use.num_units, layer.moe.schedule.probe is not None))
+    return seen
+
+
+def test_without_a_run_nothing_is_tried() -> None:
+    assert run_ranks(2, in_a_loop_of_ones_own) == [[(1, False)] * 4] * 2

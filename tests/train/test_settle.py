@@ -154,6 +154,15 @@ def test_stages_without_exchanges_settle_alike(corpus: str) -> None:  # noqa: F8
     assert len(own[2]) == (1 if own[3] else 0)
 
 
+def test_what_is_named_wins_over_what_was_chosen(corpus: str) -> None:  # noqa: F811
+    choices = Choices(Mesh.single())
+    choices.settled = {"moe.transport": "peer", "pipeline.schedule": "zb-h1", "pipeline.overlap": "off"}
+    named = configure(corpus, **{"moe.transport": "direct", "pipeline.overlap": "pair"})
+    assert settle(named, choices.mesh, choices) == (named, [])
+    settled, lines = settle(configure(corpus), choices.mesh, choices)
+    assert (settled.moe.transport, settled.pipeline.schedule, lines) == ("peer", "zb-h1", [])
+
+
 def nothing_to_settle(mesh: Mesh, config: TrainConfig) -> bool:
     choices = Choices(mesh)
     settled, lines = settle(config, mesh, choices)
