@@ -9,9 +9,13 @@ steps, taken 5 steps later, the average's decay after the measured drift (`balan
 fullest rank) is that of all steps behind the first 40, with the split that training runs; `copies` are new
 replicas a plan, the first plan left out.
 
-`known` is what the exact solver reaches that knows each measured step and moves for nothing: no planner can.
-The loads are those of young models, which drift fast: `tv` is the part of the rows that has another expert 10
-steps later.
+Prices are those of a rank with 262,144 rows a step (131,072 on 16 ranks), where replicas cost little; with
+fewer rows planners rightly leave some balance to save gradients (`small batch`: an eighth of them).
+
+`of known` is the part of what the exact solver reaches that knows each measured step and moves for nothing,
+`of held` that of one that knows the ten steps for which a plan holds (`bench/_placement_held.py`), where that
+ends in time. No planner can know either. The loads are those of young models, which drift fast: `tv` is
+the part of the rows that has another expert 10 steps later, and no trend says which.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _placement_held import held_balance
 
 from moeclipse.balance.config import PlacementConfig, padded
 from moeclipse.balance.drift import Drift
@@ -35,21 +40,24 @@ FOLDER = Path(__file__).parent / "loads"
 SHAPES = ((8, 5), (16, 3))
 YOUNG = 40
 """Steps that are not measured."""
-MICROBATCHES = 8
+MICROBATCHES = 64
+SMALL = 8
+HELD_S = 15.0
+"""For the solver that knows the steps of a plan."""
 WAYS: dict[str, dict[str, Any]] = {
     "static": {"planner": "static"},
     "every 50, decay 0.9": {"planner": "incremental", "every": 50, "decay": 0.9},
     "every 10, decay 0.9": {"planner": "incremental", "decay": 0.9},
+    "small batch": {"planner": "incremental"},
+    "every 5, taken after 2": {"planner": "incremental", "every": 5, "start_step": 5, "commit_after": 2},
     "every 10, decay auto": {"planner": "incremental"},
 }
 
 
-def costs(lifetime: int) -> PlacementCosts:
-    """Of the preset's own experts, with as many rows as the preset's batch has."""
+def costs(lifetime: int, calls: int = MICROBATCHES) -> PlacementCosts:
+    """Of the preset's own experts, with so many times the recorded rows."""
     found = PlacementCosts.from_shapes(d_model=512, d_ff=512, every=lifetime)
-    return replace(
-        found, row_seconds=MICROBATCHES * found.row_seconds, row_bytes=MICROBATCHES * found.row_bytes
-    )
+    return replace(found, row_seconds=calls * found.row_seconds, row_bytes=calls * found.row_bytes)
 
 
 def from_all(rows_E: np.ndarray, num_ranks: int) -> np.ndarray:
@@ -59,7 +67,12 @@ def from_all(rows_E: np.ndarray, num_ranks: int) -> np.ndarray:
 
 
 def replay(
-    rows_NE: np.ndarray, apart: int, config: PlacementConfig, ranks: int, slots: int
+    rows_NE: np.ndarray,
+    apart: int,
+    config: PlacementConfig,
+    ranks: int,
+    slots: int,
+    calls: int = MICROBATCHES,
 ) -> dict[str, Any]:
     """One layer; rows were recorded so many steps `apart`."""
     current = padded(Placement.contiguous(rows_NE.shape[1], ranks), slots)
@@ -81,7 +94,7 @@ def replay(
         if config.moves and any(config.due(apart * number + more) for more in range(apart)):
             seen_PE = trace.average.rows_LPE[0]
             wanted = PlanConfig(planner=config.planner, max_moved=config.max_moved)
-            found = plan(wanted, seen_PE, (slots,) * ranks, current, costs(config.lifetime))
+            found = plan(wanted, seen_PE, (slots,) * ranks, current, costs(config.lifetime, calls))
             pending = (number + -(-config.delay // apart), found, seen_PE.sum(0))
     return {"balance": balance[YOUNG // apart :], "copies": copies[1:], "first": copies[:1]}
 
@@ -99,6 +112,18 @@ def known(rows_NE: np.ndarray, ranks: int, slots: int) -> list[float]:
     return found
 
 
+def held(layers: list[np.ndarray], steps: int, ranks: int, slots: int, samples: int) -> float:
+    """The same for windows of steps; not a number where the solver does not end."""
+    if ranks > 8:
+        return float("nan")
+    found = [
+        held_balance(rows_NE[at : at + steps].astype(float), ranks, slots, HELD_S)
+        for rows_NE in layers
+        for at in np.linspace(YOUNG, len(rows_NE) - steps, samples).astype(int)
+    ]
+    return float(np.mean([value for value in found if value is not None] or [np.nan]))
+
+
 def drift_of(rows_NLE: np.ndarray, apart: int) -> float:
     part_NLE = rows_NLE / rows_NLE.sum(-1, keepdims=True)
     lag = 10 // apart
@@ -108,15 +133,20 @@ def drift_of(rows_NLE: np.ndarray, apart: int) -> float:
 def run(samples: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
     rows: list[dict[str, Any]] = []
     checks: dict[str, float] = {}
-    print(f"{'loads':<8}{'ranks x slots':<15}{'way':<22}{'balance':>8}{'p5':>7}{'copies':>8}{'of known':>10}")
+    print(
+        f"{'loads':<8}{'ranks x slots':<15}{'way':<22}{'balance':>8}{'p5':>7}{'copies':>8}"
+        f"{'of known':>10}{'of held':>9}"
+    )
     for path in sorted(FOLDER.glob("*.npz")):
         load = Load.read(path)
         layers = [load.rows_NLE[:, layer] for layer in range(load.num_layers)]
         for ranks, slots in SHAPES:
             at = np.linspace(YOUNG // load.every, len(load.steps_N) - 1, samples).astype(int)
             best = float(np.mean([known(layer[at], ranks, slots) for layer in layers]))
+            told = held(layers, 10 // load.every, ranks, slots, max(samples // 3, 1))
             for name, keys in WAYS.items():
-                replayed = partial(replay, apart=load.every, config=PlacementConfig(**keys))
+                calls = SMALL if name == "small batch" else MICROBATCHES
+                replayed = partial(replay, apart=load.every, config=PlacementConfig(**keys), calls=calls)
                 found = [replayed(layer, ranks=ranks, slots=slots) for layer in layers]
                 balance = np.concatenate([each["balance"] for each in found])
                 copies = [count for each in found for count in each["copies"]]
@@ -129,11 +159,12 @@ def run(samples: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
                     "p5": float(np.quantile(balance, 0.05)),
                     "copies": float(np.mean(copies)) if copies else 0.0,
                     "of_known": float(balance.mean()) / best,
+                    "of_held": float(balance.mean()) / told,
                 }
                 rows.append(row)
                 print(
                     f"{row['loads']:<8}{row['shape']:<15}{name:<22}{row['balance']:>8.3f}{row['p5']:>7.3f}"
-                    f"{row['copies']:>8.2f}{row['of_known']:>10.3f}",
+                    f"{row['copies']:>8.2f}{row['of_known']:>10.3f}{row['of_held']:>9.3f}",
                     flush=True,
                 )
             checks[f"replay_{path.stem}_{ranks}_{slots}"] = rows[-1]["balance"]

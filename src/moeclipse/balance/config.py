@@ -39,7 +39,7 @@ class PlacementConfig:
     commit_after: int = 5
     """Steps from asking for a plan to taking it, at most as many as plans are apart."""
     max_moved: float = 0.05
-    """Part of the slots that one incremental plan may fill anew; a first plan may take more."""
+    """Part of the slots that one incremental plan may fill anew, and four; a first plan may take more."""
     time_limit_s: float = 10.0
     """For planner = "exact", per layer, beside training."""
     reduce: Literal["sum", "fedavg"] = "sum"

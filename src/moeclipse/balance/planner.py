@@ -40,8 +40,8 @@ HOPELESS, EVEN = 0.5, 0.95
 """Large tables keep to their time: below one balance no few moves, above the other no clean tables."""
 UPHEAVAL = 5
 """Most slots of a clean table are filled anew: that must win so many times `min_gain`."""
-FEWEST_MOVES = 2
-"""However small the table: two experts can change places."""
+FEWEST_MOVES = 4
+"""However small the table: a few moves are kinder than the clean table that is taken without them."""
 FEWEST_STEPS, MOST_STEPS, SEARCHED = 4, 16, 2000
 FEW_STEPS = 16
 """From what holds now: nothing else may be searched."""
