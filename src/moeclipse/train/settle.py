@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.wires.fastest import PLAIN, SIZES, fastest, wire_times
+from moeclipse.comm.wires.fastest import PLAIN, SIZES, fastest, wire_times, wires_to_try
 from moeclipse.comm.wires.open import Wire
 from moeclipse.core.config import problems_of, with_values
 from moeclipse.core.errors import MoEclipseError
@@ -84,7 +84,8 @@ def choose(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], list[str]]:
     group, kind = expert_group(mesh, config.moe), config.moe.transport
     pipelines = config.pipeline.overlap == "auto" and any(programs_of(config, group.size))
     times: dict[Wire, list[float]] = {}
-    if (kind == "auto" or pipelines) and group.size > 1 and config.num_expert_layers:
+    several = kind == "auto" and len(wires_to_try(mesh, group)) > 1
+    if (several or pipelines) and group.size > 1 and config.num_expert_layers:
         times = wire_times(mesh, group)
     if kind == "auto" and times:
         kind = found["moe.transport"] = fastest(times)
