@@ -37,11 +37,12 @@ def test_shadows_are_priced_per_row_that_travels(
 
     def choose(rows_PE: np.ndarray, placement: Placement, costs: ShadowCosts, **more: Any) -> Any:
         told.append((rows_PE, costs))
+        assert more["node_P"] == (0, 1), "far rows cost more"
         return SimpleNamespace(shadows=())
 
     monkeypatch.setattr(of_layer, "choose_shadows", choose)
     pairs_PE, rows_PE = np.full((2, 4), 30), np.full((2, 4), 20)
-    exchange = ExchangeSchedule(MoEConfig(num_experts=4, schedule=schedule, shadow="auto"), (0, 0))
+    exchange = ExchangeSchedule(MoEConfig(num_experts=4, schedule=schedule, shadow="auto"), (0, 1))
     exchange.probe = PROBE
     exchange._counts_and_rows = lambda *_: (pairs_PE, rows_PE)  # type: ignore[method-assign, assignment]
     route: Any = SimpleNamespace(placement=Placement.contiguous(4, 2), table=None)

@@ -82,6 +82,14 @@ def test_plans_with_too_few_steps_around_them_are_unknown(tmp_path: Path) -> Non
     assert (longer.measured_plans, longer.measured_ms) == (1, 0.0)
 
 
+@pytest.mark.parametrize(("after", "known"), [(4, False), (5, True)])
+def test_the_step_that_moves_experts_counts_on_neither_side(tmp_path: Path, after: int, known: bool) -> None:
+    steps = [100.0] * 12 + [90.0] * after
+    gain = gain_of(planned_run(tmp_path / "run", {11: (90.0, 80.0)}, steps))
+    assert gain is not None
+    assert (gain.measured_ms is not None) == known
+
+
 def skewed(folder: Path, **choices: Any) -> Path:
     """Two ranks, four experts; three quarters of the rows want those of rank 0."""
     make_run(folder)
