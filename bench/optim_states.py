@@ -1,11 +1,11 @@
 """Loss curves of the optimizer's narrow forms beside fp32: preset `small`, the same seed and tokens.
 
-    python bench/optim_states.py --steps 500 --out curves.json          some minutes for each of the ten
+    python bench/optim_states.py --steps 500 --out curves.json          some minutes for each
     python bench/optim_states.py --steps 500 --device cuda --only fp32 --only "moments 8bit"
 
 Prints one line for each: the mean loss of the last 20 steps, how far that is from fp32, and bytes of a
-parameter. How far another seed is says what such a difference is worth; runs are deterministic. Model and
-weights are bfloat16, so the machine may be a CPU.
+parameter. How far another seed is says what such a difference is worth; runs are deterministic, so the first
+two are one. Model and weights are bfloat16, so the machine may be a CPU.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from moeclipse.train.presets import load
 
 WAYS = {
     "fp32": {},
+    "fp32, once more": {},
     "fp32, seed 1": {"run.seed": 1},
     "moments bf16": {"optim.state": "bf16"},
     "gradients bf16": {"optim.main_grad": "bf16"},

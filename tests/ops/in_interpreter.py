@@ -20,6 +20,7 @@ from moeclipse.ops import (
     bias,
     combine,
     cross_entropy,
+    digest,
     eight_bits,
     expert_mlp,
     gate,
@@ -326,17 +327,24 @@ def check_sum_parts() -> None:
                 report(f"parts {shape} {accumulate} {'64x32' * (dtype == torch.float16)}", got, expected)
 
 
+def check_digest() -> None:
+    digest.CHUNK = 256
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bool):
+        for rows in (torch.randn(shape).to(dtype) for shape in ((1, 1), (3, 700), (2, 1024))):
+            got = digest.digest_rows_kernel(rows, chunk=256, span=64)
+            print(f"digest {dtype} {rows.shape}\t{int(not got.equal(digest.digest_rows_reference(rows)))}")
+
+
 def check_pick() -> None:
-    values = torch.randn(50, 2)[:, 1]
     for shape in ((1,), (1030,), (13, 4)):
-        index = torch.randint(-1, 50, shape, dtype=torch.int32)
+        values, index = torch.randn(50, 2)[:, 1], torch.randint(-1, 50, shape, dtype=torch.int32)
         report(f"pick {shape}", pick.pick_kernel(values, index), pick.pick_reference(values, index))
 
 
 def check_gate_losses() -> None:
     for num_experts, z in ((1, 0.3), (11, 0.0), (64, 0.3)):
         load, d_aux = torch.randint(0, 99, (num_experts,)), torch.tensor(0.7)
-        prob, squares = torch.rand(num_experts, requires_grad=True), torch.rand((), requires_grad=True)
+        prob, squares = (torch.rand(n, requires_grad=True) for n in ((num_experts,), ()))
         expected = gate_losses.gate_losses_reference(load, prob, squares, 0.2, z)
         got = gate_losses.gate_losses_kernel(load, prob.detach(), squares.detach(), 0.2, z)
         report(f"losses {num_experts}", got, expected.detach())
@@ -469,6 +477,7 @@ GROUPS = {
     "adam": check_adam,
     "norm": all_norms,
     "parts": check_sum_parts,
+    "digest": check_digest,
     "pick": check_pick,
     "losses": check_gate_losses,
     "turn": all_turns,

@@ -30,9 +30,9 @@ from moeclipse.comm.flight.exchange import gather_to_host
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CorruptionError
+from moeclipse.ops.digest import digest
 from moeclipse.ops.low_bits import LowBits
 from moeclipse.train.buckets import Bucket
-from moeclipse.train.digests import digest
 from moeclipse.train.optim import AdamW
 from moeclipse.train.placement.expert_buckets import ExpertBucket
 from moeclipse.train.placement.model_placement import ModelPlacement

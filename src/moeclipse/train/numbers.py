@@ -21,6 +21,8 @@ def repeat_bits(asked: bool, device: torch.device) -> None:
     """From now on, in this process: torch takes kernels whose sums have one order."""
     if not asked or device.type != "cuda":
         return
+    # Of attention: cuDNN's backward does not promise it, flash attention's does once it is asked.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     # Where there is no such kernel, torch warns and goes on.
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Otherwise all memory is written before it is used, to find those who read it too early.

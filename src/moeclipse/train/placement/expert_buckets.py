@@ -30,11 +30,11 @@ from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CommError
 from moeclipse.moe.layer import MoE
+from moeclipse.ops.digest import digest_rows
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.raw_bytes import as_bytes
 from moeclipse.tensor.cut import cut_of
 from moeclipse.train.buckets import Bucket, BucketSegment, Content, MainGrad, entries_of
-from moeclipse.train.digests import digest_rows
 
 LABEL = 8
 """Bytes in front of each part that is published: layer, part and expert."""
