@@ -31,7 +31,7 @@ def test_numbers_for_a_script(tmp_path: Path, capsys: Capture) -> None:
     told = json.loads(capsys.readouterr().out)
     assert told == numbers_of([read_run(folder)])
     assert told["runs"][0]["measures"]["grad_norm"] is None
-    assert told["runs"][0]["advice"][0]["setting"] == "--placement.planner incremental"
+    assert told["runs"][0]["advice"][0]["setting"] == "--placement.planner auto"
     assert not (folder / "report.html").exists()
 
 

@@ -45,6 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         shutil.copy(FOLDER / "corpus.txt", tmp_path / name)
         (tmp_path / name / "records.jsonl").write_text('{"text": "a", "messages": []}\n')
     (tmp_path / "corpus.bin").write_bytes(bytes(4096))
+    (tmp_path / "plans.py").write_text("def hottest_everywhere(problem):\n    return None\n")
     for name, config in (("model", MIXTRAL), ("dense", LLAMA)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
