@@ -168,6 +168,12 @@ MUTANTS = (
         "balance/test_shadow_model.py::test_enough_rows_cost_as_much_as_a_copy",
     ),
     Mutant(
+        "moe/shadow_choice.py",
+        "if self.automatic and (costs is None or not asks):",
+        "if self.automatic and costs is None:",
+        "moe/test_shadow_choice.py::test_even_loads_are_left_in_peace_and_skew_is_seen_one_call_later",
+    ),
+    Mutant(
         "balance/shadow.py",
         "if after.total > (1 - costs.min_gain) * before.total:",
         "if after.total > before.total:",
@@ -317,13 +323,13 @@ MUTANTS = (
         "moe/schedule.py",
         "overlap=0.0 if one_go else 1.0",
         "overlap=1.0",
-        "moe/test_schedule.py::test_shadows_are_priced_per_row_that_travels",
+        "moe/test_schedule.py::test_an_exchange_in_one_go_hides_no_shadows",
     ),
     Mutant(
-        "moe/schedule.py",
+        "moe/shadow_choice.py",
         "row_forward=pairs * costs.row_forward, row_backward=pairs * costs.row_backward",
         "row_forward=costs.row_forward, row_backward=costs.row_backward",
-        "moe/test_schedule.py::test_shadows_are_priced_per_row_that_travels",
+        "moe/test_shadow_choice.py::test_shadows_are_priced_per_row_that_travels",
     ),
     Mutant(
         "moe/probe.py",

@@ -35,12 +35,12 @@ def test_a_layer_without_shadows_costs_what_the_objective_says(costs: PlacementC
 def test_a_loan_costs_its_bytes_in_every_call() -> None:
     """One expert to one rank: parameters and gradients over its link, as often as the layer is called."""
     counts_PE, placement = np.array([[10, 0], [10, 0]]), Placement.parse([[0], [1]])
-    for calls in (1, 3):
-        costs = lend_costs(COSTS, calls, (0, 0))
+    for calls, loan in ((1, 0.0), (3, 0.0), (3, 2e-3)):
+        costs = lend_costs(replace(COSTS, loan_seconds=loan), calls, (0, 0))
         before, after = (predict(counts_PE, placement, costs, s) for s in ((), ((0, (1,)),)))
         kept = 10 * COSTS.row_seconds + 4 * 10 * COSTS.row_bytes / COSTS.near_bandwidth
         sent = calls * (COSTS.weight_bytes + COSTS.gradient_bytes) / COSTS.near_bandwidth
-        assert before.total - after.total == pytest.approx(kept - sent, rel=1e-9)
+        assert before.total - after.total == pytest.approx(kept - sent - 2 * calls * loan, rel=1e-9)
 
 
 def asked(counts_PE: np.ndarray, calls: int, lends: bool, costs: PlacementCosts = COSTS) -> PlanProblem:

@@ -69,6 +69,11 @@ def there_and_back(mesh: Mesh, name: str) -> list[list[tuple[int, int, int]]]:
     grads = torch.full_like(scores, -1.0)
     grads.view(-1)[plan.pair_place_n] = return_score_grads(plan, pairs.all()[1]).get()
     assert torch.equal(grads, scores.where(ids >= 0, -1)), "score gradients go where the scores came from"
+    wanted = [
+        [int((mine == expert).sum()) if expert >= 0 else 0 for row in TABLE for expert in row]
+        for mine in IDS.split(SIZES)
+    ]
+    assert plan.sizes.pairs_by_slot().tolist() == wanted, "everyone knows who sends how much"
     return found
 
 

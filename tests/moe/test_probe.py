@@ -74,7 +74,7 @@ def on_a_clock(mesh: Mesh, wires: Wires, hosts: Sequence[int]) -> dict[str, floa
         work()
         return seconds.pop(0)
 
-    probe._clock = clock
+    probe.clock = clock
     real, joined = probe._wire_seconds, []
 
     def wire(dispatcher: Any, mesh: Mesh, size: int, pairs: Sequence[tuple[int, int]]) -> float:

@@ -14,44 +14,26 @@ from layer_parity import gradients, make
 from probed import PROBE
 
 from moeclipse.balance.placement import Placement
-from moeclipse.balance.shadow_model import ShadowCosts
 from moeclipse.comm.flight.in_flight import Ready
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
-from moeclipse.moe import schedule as of_layer
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.granularity import CALLS, LEAST_CALLS, TRIED, Granularity, Trials
-from moeclipse.moe.schedule import ExchangeSchedule, Loads
+from moeclipse.moe.schedule import Decided, ExchangeSchedule, Loads
 from moeclipse.testing.run_ranks import run_ranks
 
-IDS = (torch.tensor([[0, 1, 2], [1, 0, 5], [1, -1, 4]]), torch.tensor([[4, 5, 3]]))
-"""Choices of two ranks; experts 0, 1 and 2 live on the first, 3, 4 and 5 on the second."""
 
-
-@pytest.mark.parametrize(("schedule", "overlap"), [("smart", 1.0), ("blocking", 0.0)])
-def test_shadows_are_priced_per_row_that_travels(
-    schedule: Any, overlap: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A row that travels is computed by several experts of its rank; a blocking exchange hides nothing."""
-    told: list[tuple[np.ndarray, ShadowCosts]] = []
-
-    def choose(rows_PE: np.ndarray, placement: Placement, costs: ShadowCosts, **more: Any) -> Any:
-        told.append((rows_PE, costs))
-        assert more["node_P"] == (0, 1), "far rows cost more"
-        return SimpleNamespace(shadows=())
-
-    monkeypatch.setattr(of_layer, "choose_shadows", choose)
-    pairs_PE, rows_PE = np.full((2, 4), 30), np.full((2, 4), 20)
+@pytest.mark.parametrize(
+    ("schedule", "plain", "overlap"),
+    [("smart", False, 1.0), ("blocking", True, 0.0), ("auto", True, 0.0), ("auto", False, 1.0)],
+)
+def test_an_exchange_in_one_go_hides_no_shadows(schedule: Any, plain: bool, overlap: float) -> None:
     exchange = ExchangeSchedule(MoEConfig(num_experts=4, schedule=schedule, shadow="auto"), (0, 1))
-    exchange.probe = PROBE
-    exchange._counts_and_rows = lambda *_: (pairs_PE, rows_PE)  # type: ignore[method-assign, assignment]
-    route: Any = SimpleNamespace(placement=Placement.contiguous(4, 2), table=None)
-    assert exchange._choose_shadows(torch.zeros(1, 1), route, "here", PROBE)[0] is None
-    ((counts, costs),) = told
-    assert counts is rows_PE, "rows travel, pairs do not"
-    assert costs.row_forward == pytest.approx(1.5 * PROBE.row_forward)
-    assert costs.row_backward == pytest.approx(1.5 * PROBE.row_backward)
+    use = Granularity(groups=((0, 1),) if plain else ((0,), (1,)), chunks=1)
+    costs = exchange._shadow_costs(Decided(use=use, probe=PROBE, asks=True))
+    assert costs is not None
     assert costs.overlap == overlap
+    assert exchange._shadow_costs(Decided(use=use, probe=None, asks=True)) is None, "nothing is known yet"
 
 
 def test_a_run_that_is_saved_amid_its_trials_goes_on_with_the_best_prediction() -> None:
@@ -159,19 +141,6 @@ def test_one_go_is_among_what_may_be_tried(hosts: tuple[int, ...], options: dict
     assert {one.chunks for one in ranked if not one.plain} == chunks
 
 
-def count(mesh: Mesh) -> tuple[list[list[int]], list[list[int]]]:
-    moe = make(GateConfig(top_k=3), 6, 0, mesh)
-    pairs, rows = moe.schedule._counts_and_rows(IDS[mesh.rank], moe.dispatcher, "test")
-    assert (moe.schedule._counts(IDS[mesh.rank], moe.dispatcher, "test") == pairs).all()
-    return pairs.tolist(), rows.tolist()
-
-
-def test_a_row_counts_for_the_least_wanted_of_its_experts_on_a_rank() -> None:
-    pairs = [[2, 3, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1]]
-    rows = [[1, 1, 1, 0, 1, 1], [0, 0, 0, 0, 0, 1]]
-    assert run_ranks(2, count) == [(pairs, rows)] * 2
-
-
 def computed(mesh: Mesh, shadow: tuple[int, ...]) -> tuple[list[int], list[int], Any]:
     """(rows that each slot computed in training, rows that wanted each expert, who had shadows)"""
     placement = Placement(((0, 1), (1, 2), (3, 0)))
@@ -203,7 +172,7 @@ def test_slots_count_what_they_computed_in_training_and_shadows_do_not(shadow: t
 
 def test_replicas_share_out_what_shadows_leave() -> None:
     exchange = ExchangeSchedule(MoEConfig(num_experts=3), (0, 0, 0))
-    exchange.shadow_plan = SimpleNamespace(shadows=((1, (0, 2)), (2, (1,))))  # type: ignore[assignment]
+    exchange.shadows.plan = SimpleNamespace(shadows=((1, (0, 2)), (2, (1,))))  # type: ignore[assignment]
     counts = np.arange(9).reshape(3, 3)
     nothing: Any = None
     travelling = exchange._rows_that_travel(nothing, nothing, "test", None, counts)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_parity import GATES, compare, gradients, make, parity
+from probed import SLOW_EXPERTS, lend
 
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
-from moeclipse.moe.probe import Probe
 from moeclipse.moe.shadow import RankShadows, keep_shadowed
 from moeclipse.testing.run_ranks import run_alone, run_ranks
-
-
-def lend(shadow: Any, **more: Any) -> dict[str, Any]:
-    return {"exchange": {"schedule": "smart", "chunks": 2, "shadow": shadow, **more}}
 
 
 @pytest.mark.parametrize("shadow", [(), (0,), (3, 4), tuple(range(8))], ids=["none", "one", "some", "all"])
@@ -63,21 +57,6 @@ def test_gradients_of_shadows_reach_main_grad() -> None:
     found = torch.cat(run_ranks(2, with_main_grad, (0, 5, 6), sizes))
     assert torch.allclose(found, expected, rtol=1e-13, atol=1e-13)
     assert expected.abs().max() > 0
-
-
-SLOW_EXPERTS = Probe(
-    link=1e9,
-    row_forward=1e-4,
-    row_backward=2e-4,
-    kernel=1e-5,
-    latency=1e-4,
-    bandwidth=1e9,
-    shared_wire=False,
-    row_bytes=96,
-    parameter_bytes=1e4,
-    gradient_bytes=1e4,
-    num_ranks=4,
-)
 
 
 def with_policy(mesh: Mesh, skewed: bool) -> tuple[list[dict], list[tuple]]:

@@ -69,6 +69,11 @@ class PlacementConfig:
         return self.planner != "static" or bool(self.policy)
 
     @property
+    def at_ease(self) -> bool:
+        """Whether experts may move, but need not: where something speaks against it, they stay."""
+        return self.planner == "auto" and not self.policy
+
+    @property
     def delay(self) -> int:
         """Steps from asking to taking: a plan is taken before the next one is asked for."""
         return min(self.commit_after, self.start_step, self.every)
@@ -80,7 +85,7 @@ class PlacementConfig:
 
     def used_by(self, num_ranks: int) -> bool:
         """The same for so many ranks that share the experts: auto has no choice on one."""
-        idle = num_ranks == 1 and self.planner == "auto" and not self.policy
+        idle = num_ranks == 1 and self.at_ease
         return replace(self, planner="static").in_use if idle else self.in_use
 
     def due(self, step: int) -> bool:

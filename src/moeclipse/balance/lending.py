@@ -41,6 +41,7 @@ def lend_costs(costs: PlacementCosts, calls: int, node_P: Sequence[int] = (0,)) 
         gradient_bytes=costs.gradient_bytes,
         parameter_byte=calls * byte,
         gradient_byte=calls * byte,
+        copy=calls * costs.loan_seconds,
         overlap=0.0,
         shared_wire=costs.shared_wire,
     )

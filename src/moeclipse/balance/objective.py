@@ -64,13 +64,18 @@ class PlacementCosts:
     """All ranks of a node share one wire: `near_bandwidth` is a rank's part of it while all send."""
     every: int = 50
     """Steps that a plan lasts: what its moves are shared among."""
+    loan_seconds: float = 0.0
+    """Of one expert lent for one call, in one direction, beside its bytes."""
     shared_owners: bool = True
     """Replicas own their expert together; else its primary gets all gradients: a yardstick."""
 
     def __post_init__(self) -> None:
         problems = [
             f"{name} ({getattr(self, name)}) must not be negative"
-            for name in ("row_seconds", "row_bytes", "weight_bytes", "gradient_bytes", "state_bytes")
+            for name in (
+                *("row_seconds", "row_bytes", "weight_bytes", "gradient_bytes", "state_bytes"),
+                "loan_seconds",
+            )
             if getattr(self, name) < 0
         ]
         problems += [
@@ -128,6 +133,7 @@ class PlacementCosts:
             far_bandwidth=far if card_per_rank else max(far * ranks_per_node, alone),
             card_per_rank=card_per_rank,
             shared_wire=probe["shared_wire"],
+            loan_seconds=probe.get("loan") or 0.0,
             every=every,
         )
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -137,6 +137,7 @@ class DispatchPlan:
     """From arrival order (source, chunk, expert, token) to (unit, expert, source, token)."""
     row_shift_M: torch.Tensor
     """Of each pair that arrives, what leads from its row's number at the source to its row's place here."""
+    sizes: Sizes
 
     def send(self, unit: Unit, rows: torch.Tensor, out: torch.Tensor, what: str) -> InFlight[torch.Tensor]:
         """Rows of one unit to the ranks of its step; `rows` and `out` hold those of all units."""
@@ -208,7 +209,6 @@ def plan_dispatch(
     per_segment = arriving_pairs.view(num_ranks * chunks, -1).sum(1)
     unit_M = torch.tensor(sizes.unit_of_segment, device=device).repeat_interleave(per_segment)
     expert_M = expert_M.repeat_interleave(arriving_pairs)
-    shift = torch.tensor(sizes.row_shift, device=device)
     return DispatchPlan(
         dispatcher=dispatcher,
         where=where,
@@ -221,7 +221,8 @@ def plan_dispatch(
         receive_pairs=sizes.receive_pairs,
         num_arriving=sum(sum(rows) for rows in sizes.receive_rows),
         regroup_M=(unit_M * max(sizes.num_mine, 1) + expert_M).argsort(stable=True),
-        row_shift_M=shift.repeat_interleave(per_segment),
+        row_shift_M=torch.tensor(sizes.row_shift, device=device).repeat_interleave(per_segment),
+        sizes=sizes,
     )
 
 
@@ -234,6 +235,7 @@ class Sizes:
 
     def __init__(self, table: list[list[int]], slot_bounds: list[int], me: int, shape: ExchangeShape) -> None:
         self.me, self.shape, self.chunks = me, shape, shape.most_chunks
+        self.table, self.slot_bounds = table, slot_bounds
         num_ranks, num_pairs = len(table), slot_bounds[-1] * self.chunks
         self.num_mine = slot_bounds[me + 1] - slot_bounds[me]
         ranks = range(num_ranks)
@@ -270,6 +272,15 @@ class Sizes:
                 arrived += receive[peer]
             self.send_rows.append(send)
             self.receive_rows.append(receive)
+
+    def pairs_by_slot(self) -> np.ndarray:
+        """Pairs of each rank for each slot of all ranks, [P, R]."""
+        table, cut = np.array(self.table, dtype=np.int64), self.chunks
+        parts = [
+            table[:, cut * first : cut * stop].reshape(len(table), cut, stop - first).sum(1)
+            for first, stop in pairwise(self.slot_bounds)
+        ]
+        return np.concatenate(parts, axis=1)
 
     def units(self) -> dict[tuple[int, int], Unit]:
         found: dict[tuple[int, int], Unit] = {}

@@ -58,6 +58,10 @@ class Probe:
     far_link: float = 0.0
     """The same of one rank while all others rest."""
     far_latency: float = 0.0
+    loan: float = 0.0
+    """Of one shadow in one direction, beside its bytes (`moe/shadow_price`) ..."""
+    look: float = 0.0
+    """... and of choosing shadows in one call; 0: not measured."""
 
     def exchange_costs(self) -> ExchangeCosts:
         return ExchangeCosts(
@@ -84,7 +88,7 @@ class Probe:
             gradient_bytes=self.gradient_bytes,
             parameter_byte=byte,
             gradient_byte=byte,
-            copy=self.latency,
+            copy=self.latency + self.loan,
             overlap=overlap,
             shared_wire=self.shared_wire,
             far=max(round(FAR_GRAIN * near / far) / FAR_GRAIN, 1.0) if far else 1.0,
@@ -168,7 +172,7 @@ def _link(dispatcher: Dispatcher, mesh: Mesh, peers: int, joins: Callable[[int, 
     return MeasuredLink(peers=peers, bandwidth=bandwidth, alone=link, latency=latency)
 
 
-def _clock(work: Callable[[], object], device: torch.device) -> float:
+def clock(work: Callable[[], object], device: torch.device) -> float:
     """Median seconds of `work`, which all ranks run at the same time."""
     seconds = []
     for _ in range(REPEATS):
@@ -192,14 +196,14 @@ def _expert_seconds(pairs: PairwiseExperts, rows: int, mesh: Mesh) -> tuple[floa
     with torch.no_grad():
         y, _ = experts.forward(x, counts)
         tell(mesh, [])
-        forward = _clock(lambda: experts.forward(x, counts), device)
+        forward = clock(lambda: experts.forward(x, counts), device)
         saved = [experts.forward(x, counts)[1] for _ in range(REPEATS + 1)]  # modules go backward once
 
         def backward() -> None:
             experts.dgrad(y, saved.pop())[1].add_to(*sums)
 
         backward()
-        return forward, _clock(backward, device)
+        return forward, clock(backward, device)
 
 
 def _wire_seconds(dispatcher: Dispatcher, mesh: Mesh, size: int, pairs: Sequence[tuple[int, int]]) -> float:
@@ -227,7 +231,7 @@ def _wire_seconds(dispatcher: Dispatcher, mesh: Mesh, size: int, pairs: Sequence
 
     work()
     tell(mesh, [])
-    return max(seconds for (seconds,) in tell(mesh, [_clock(work, mesh.device)]))
+    return max(seconds for (seconds,) in tell(mesh, [clock(work, mesh.device)]))
 
 
 def tell(mesh: Mesh, numbers: list[float]) -> list[list[float]]:

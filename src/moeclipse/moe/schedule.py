@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from moeclipse.balance.shadow import ShadowPlan, choose_shadows, forced_shadows
+from moeclipse.balance.shadow import ShadowPlan
+from moeclipse.balance.shadow_model import ShadowCosts
 from moeclipse.balance.split import ReplicaTable, split_rows
 from moeclipse.comm.flight.exchange import gather_to_host, sum_of_parts
 from moeclipse.comm.flight.in_flight import InFlight
@@ -48,8 +49,10 @@ from moeclipse.moe.granularity import (
 from moeclipse.moe.pairwise import PairwiseExperts
 from moeclipse.moe.probe import Probe, measure, tell
 from moeclipse.moe.replicas import choose_slots
-from moeclipse.moe.routing import count_experts, pairs_and_rows
-from moeclipse.moe.shadow import FREE, RankShadows, ShadowExperts, keep_shadowed
+from moeclipse.moe.routing import count_experts
+from moeclipse.moe.shadow import ShadowExperts, keep_shadowed
+from moeclipse.moe.shadow_choice import ShadowChoice, label_of
+from moeclipse.moe.shadow_price import priced
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.shape import ExchangeShape, Shadow
 from moeclipse.schedule.smart import backward_of, end_units, exchange_shape, smart
@@ -93,6 +96,8 @@ class Decided:
 
     use: Granularity
     probe: Probe | None
+    asks: bool
+    """For counts, to choose shadows from."""
 
 
 class ExchangeSchedule:
@@ -106,7 +111,7 @@ class ExchangeSchedule:
         units = end_units(len(groups), chunks) if len(groups) > 1 else None
         self.use = Granularity(groups=groups, chunks=chunks, units=units)
         self.probe: Probe | None = None
-        self.shadow_plan: ShadowPlan | None = None
+        self.shadows = ShadowChoice(config, hosts)
         self.watch: Stopwatch | None = None
         self.trials: Trials | None = None
         self._programs: dict[ExchangeShape, Programs] = {}
@@ -172,8 +177,9 @@ class ExchangeSchedule:
         if train:
             self._learn(ids_TK, dispatcher, experts, mesh, where)
         watch = self.watch if decided is None else None
-        decided = decided or Decided(use=self.use, probe=self.probe)
-        mine, counts_PE = self._choose_shadows(ids_TK, dispatcher, where, decided.probe)
+        decided = decided or Decided(use=self.use, probe=self.probe, asks=self.shadows.asks)
+        costs = self._shadow_costs(decided)
+        mine, counts_PE = self.shadows.choose(ids_TK, dispatcher, where, costs, decided.asks)
         place = ids_TK.new_empty(0)
         if mine is not None:
             ids_TK, place = keep_shadowed(ids_TK, mine, dispatcher.placement.num_experts)
@@ -183,6 +189,8 @@ class ExchangeSchedule:
             travelling_PE = self._rows_that_travel(ids_TK, dispatcher, where, loads, counts_PE)
             slots = choose_slots(ids_TK, dispatcher, travelling_PE, self.hosts)
         plan = plan_dispatch(ids_TK, dispatcher, shape, where, slots)
+        if train and self.shadows.automatic and costs is not None and decided.probe is not None:
+            self.shadows.learn(plan, costs, decided.probe)
         if train:
             self._count(plan, sum(counts_PE[dispatcher.group.index, list(mine.experts)]) if mine else 0)
         shadows = None
@@ -204,14 +212,15 @@ class ExchangeSchedule:
     ) -> None:
         """The second call measures costs; the best granularities by simulation are then tried in turn."""
         self._calls += 1
-        lends = self.config.shadow == "auto" and self.num_ranks > 1
-        wants_costs = self._tunes or lends or self._taken is not None
+        wants_costs = self._tunes or self.shadows.automatic or self._taken is not None
         if self._calls == 2 and wants_costs and self.probe is None:
             if self._taken is not None:
                 self._repeat(self._taken, cuda=ids_TK.is_cuda)
             else:
                 with mesh.recorder.apart("costs of an exchange"):
                     self.probe = measure(experts, dispatcher, mesh)
+                    if self.shadows.automatic:
+                        self.probe = priced(self.probe, self.shadows, experts, dispatcher, ids_TK, mesh)
                     if self._tunes:
                         counts_PE = self._counts(ids_TK, dispatcher, where)
                         self.ranked = self._rank(counts_PE, dispatcher, self.probe)
@@ -244,6 +253,17 @@ class ExchangeSchedule:
             before = self._computed or [0] * len(unit.counts)
             self._computed = [a + b for a, b in zip(before, unit.counts, strict=True)]
 
+    @property
+    def shadow_plan(self) -> ShadowPlan | None:
+        """Of the last call."""
+        return self.shadows.plan
+
+    def _shadow_costs(self, decided: Decided) -> ShadowCosts | None:
+        if decided.probe is None:
+            return None
+        one_go = self.config.schedule == "blocking" or (self.careful and decided.use.plain)
+        return decided.probe.shadow_costs(overlap=0.0 if one_go else 1.0)
+
     def take_rows(self) -> int:
         """Rows that this rank computed in training since this was last asked."""
         rows, self._rows = self._rows, 0
@@ -257,7 +277,7 @@ class ExchangeSchedule:
     def _counts(self, ids_TK: torch.Tensor, dispatcher: Dispatcher, where: str) -> np.ndarray:
         """Rows of each rank for each expert."""
         mine = count_experts(ids_TK, dispatcher.placement.num_experts)
-        table = gather_to_host(dispatcher.lane, dispatcher.group, mine, f"exchange of counts, {where}").get()
+        table = gather_to_host(dispatcher.lane, dispatcher.group, mine, label_of(where)).get()
         return np.array(table, dtype=np.int64)
 
     def _rows_that_travel(
@@ -277,44 +297,6 @@ class ExchangeSchedule:
         for expert, ranks in () if self.shadow_plan is None else self.shadow_plan.shadows:
             counts_PE[list(ranks), expert] = 0
         return counts_PE
-
-    def _counts_and_rows(
-        self, ids_TK: torch.Tensor, dispatcher: Dispatcher, where: str
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Pairs of each rank for each expert, and the rows that travel for them."""
-        mine = pairs_and_rows(ids_TK, dispatcher.rank_of_E, dispatcher.placement.num_experts)
-        table = np.array(
-            gather_to_host(dispatcher.lane, dispatcher.group, mine, f"exchange of counts, {where}").get()
-        )
-        return table[:, 0], table[:, 1]
-
-    def _choose_shadows(
-        self, ids_TK: torch.Tensor, dispatcher: Dispatcher, where: str, probe: Probe | None
-    ) -> tuple[RankShadows | None, np.ndarray]:
-        """What this rank shadows in this call; None where no rank does."""
-        wanted, nobody = self.config.shadow, np.empty((0, 0))
-        if self.num_ranks == 1 or wanted == "off" or wanted == ():
-            return None, nobody
-        # Also where costs are not known yet: every step launches the same.
-        counts_PE, rows_PE = self._counts_and_rows(ids_TK, dispatcher, where)
-        if wanted == "auto":
-            if probe is None:
-                return None, counts_PE
-            one_go = self.config.schedule == "blocking" or (self.careful and self.use.plain)
-            costs = probe.shadow_costs(overlap=0.0 if one_go else 1.0)
-            pairs = float(counts_PE.sum()) / max(float(rows_PE.sum()), 1.0)
-            costs = replace(
-                costs, row_forward=pairs * costs.row_forward, row_backward=pairs * costs.row_backward
-            )
-            self.shadow_plan = choose_shadows(
-                rows_PE, dispatcher.placement, costs, table=dispatcher.table, node_P=self.hosts
-            )
-        else:
-            self.shadow_plan = forced_shadows(counts_PE, dispatcher.placement, FREE, wanted)
-        shadows = self.shadow_plan.shadows
-        if not shadows:
-            return None, counts_PE
-        return RankShadows.of(shadows, dispatcher.placement, dispatcher.group.index), counts_PE
 
     def _rank(self, counts_PE: np.ndarray, dispatcher: Dispatcher, probe: Probe) -> list[Granularity]:
         """The allowed granularities, the fastest by simulation first."""
@@ -380,11 +362,12 @@ class ExchangeSchedule:
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to cut rows as this one does, JSON-able."""
         use = self.use if self.trials is None else self.trials.unseen
-        return {"groups": use.groups, "chunks": use.chunks, "units": use.units, "calls": self._calls}
+        cut = {"groups": use.groups, "chunks": use.chunks, "units": use.units}
+        return {**cut, "calls": self._calls, "asks": self.shadows.asks}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over a choice, unless it was made for other ranks."""
-        calls = state.get("calls", 0)
+        calls, self.shadows.asks = state.get("calls", 0), state.get("asks", True)
         if self._taken is not None and calls >= 2:
             self._calls = calls
             self._repeat(self._taken, cuda=False, calls=calls - 1)

@@ -9,6 +9,7 @@ takes those of another run.
     layers       of each layer: the costs that were measured, the cuts that were tried, and the one that stays
     placement    the costs that planners are told, where no layer has measured any
     hosts        the host of each rank that shares a layer's experts, for those who plan from these costs
+    experts      whether they move and are lent, in words; it follows from the configuration alone
 
 Contract. All ranks of a stage know the same choices: the first of them reads and writes. Every stage of a
 pipeline has a file of its own (choices.json, choices-1.json, ...). Choices of other ranks are left alone and
@@ -49,6 +50,7 @@ class Choices:
         self.placement: dict[str, Any] | None = None
         self.settled: dict[str, Any] | None = None
         self.hosts: tuple[int, ...] = ()
+        self.experts: list[str] = []
 
     @property
     def _name(self) -> str:
@@ -110,10 +112,10 @@ class Choices:
 
     def write(self) -> None:
         """Nothing, as long as nothing was chosen."""
-        chosen = self.layers or self.placement or self.settled is not None
+        chosen = self.layers or self.placement or self.settled is not None or self.experts
         if chosen and self.directory is not None and self.mesh.stage.index == 0:
             text: dict[str, Any] = {"ranks": self._ranks, "layers": self.layers, "placement": self.placement}
-            text |= {"hosts": list(self.hosts), "settled": self.settled}
+            text |= {"hosts": list(self.hosts), "settled": self.settled, "experts": self.experts}
             write_atomic(self.directory / self._name, json.dumps(text, indent=1) + "\n")
 
 

@@ -237,12 +237,14 @@ def placement_problems(config: TrainConfig) -> Iterator[str]:
     if placement.slots and not found:
         tables = placement.placements(moe.num_experts, num_ranks)
         replicated = any(table.num_replicas > table.num_experts for table in tables)
-    if (placement.moves or replicated) and config.gate.max_leaving < 1:
+    moves = placement.moves and not placement.at_ease  # which gives way (`train/placement/may_move`)
+    if (moves or replicated) and config.gate.max_leaving < 1:
         yield (
             f"gate.max_leaving ({config.gate.max_leaving}) needs placement.planner = 'static' and experts "
             "without replicas: which are near would change with every plan or split, and the routing with it"
         )
-    if (placement.moves or replicated) and placement.reduce == "fedavg" and moe.shadow not in ("off", ()):
+    lends = moe.shadow not in ("off", "auto", ())
+    if (moves or replicated) and placement.reduce == "fedavg" and lends:
         yield (
             f"moe.shadow ({moe.shadow!r}) cannot go with placement.reduce = 'fedavg': rows of a shadowed "
             "expert count for its owner, so shadows would change what each replica learns; set it to 'off'"
@@ -285,7 +287,7 @@ def needs_whole_microbatches(config: TrainConfig) -> str:
 
 def planner_problems(config: TrainConfig, layout: StageLayout | None) -> Iterator[str]:
     """Ranks of a pipeline plan together, so each must hold experts; `layout` is None without a pipeline."""
-    if layout is None or not config.placement.moves:
+    if layout is None or not config.placement.moves or config.placement.at_ease:
         return
     dense, ranks = config.model.num_dense_layers, sorted(set(layout.rank_of))
     held = {rank: chain.from_iterable(layout.held_by(rank).values()) for rank in ranks}

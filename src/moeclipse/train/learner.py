@@ -23,6 +23,7 @@ from moeclipse.comm.flight.record import StepStamps
 from moeclipse.comm.mesh import Mesh
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.dynamic_gates import BORN_LATER
+from moeclipse.moe.given import expert_group
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.standalone import moe_layers
 from moeclipse.ops.random import key_of
@@ -48,6 +49,7 @@ from moeclipse.train.optim import AdamW, Readable, learning_rate
 from moeclipse.train.parameter_groups import ParameterGroups
 from moeclipse.train.pipelined import Pipelined
 from moeclipse.train.placement.load_trace import AskedLoad, LoadHistory, StepLoad
+from moeclipse.train.placement.may_move import as_far_as_it_goes
 from moeclipse.train.placement.model_placement import ModelPlacement
 from moeclipse.train.ranks import PatientRanks
 from moeclipse.train.source_losses import told_by_source
@@ -62,7 +64,11 @@ STATE_KINDS = {"step": int, "updates": int, "bad_steps": int, "data": dict, "exc
 class Learner:
     """Model, data and optimizer of one rank."""
 
+    hf: dict[str, Any] | None = None
+    """What turns checkpoints into folders of a Hugging Face model; None where the run began from none."""
+
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
+        config, self.experts_do = as_far_as_it_goes(config, expert_group(mesh, config.moe).size)
         self.config, self.mesh = config, mesh
         samples = open_samples(config.data, config.model.vocab_size, config.run.seed, config.eval.held_out)
         self.samples, self.corpus = samples, corpus_of(samples)
@@ -115,8 +121,6 @@ class Learner:
         self.bad = BadSteps(optim.max_bad_steps)
         self.signals: Callable[[], int] = lambda: 0
         """A number that every rank learns of every other with a step's results (`train/saving`)."""
-        self.hf: dict[str, Any] | None = None
-        """What turns checkpoints into folders of a Hugging Face model; None where the run began from none."""
         self.loss_scale = LossScale(config.optim.loss_scale, self.dtype)
         self.loads = LoadHistory(config.placement.decay)
         self.integrity = Integrity(config.integrity, self.optim, self.placement, mesh, self._buffers)

@@ -188,7 +188,7 @@ class Run:
         settled, chosen = settle(config, self.mesh, choices)
         learner = Learner(settled, self.mesh)
         choices.bind(learner.layers, trial_calls(config) if learner.pipelined is None else 0)
-        learner.placement.choices = choices
+        learner.placement.choices, choices.experts = choices, learner.experts_do
         start = self._begin(learner, found)
         self.files.accept(to_toml(config, comments=True))
         choices.write()
@@ -206,6 +206,7 @@ class Run:
             self.observer.note(note)
         learner.loads.continue_from(self.directory, start)
         self.observer.start(self._info(learner, start))
+        chosen += learner.experts_do
         for note in (*chosen, *learner.samples.notes, *learner.optim.notes, *learner.one_by_one.notes):
             self.observer.note(note)
         best = BestCheckpoint(self.checkpoints, self.mesh, start)

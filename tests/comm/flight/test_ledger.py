@@ -141,6 +141,22 @@ def test_an_update_that_is_skipped_and_buckets_that_are_quiet() -> None:
             mine.launch(*launch)
 
 
+def test_what_a_call_does_without_is_next_and_is_not_launched() -> None:
+    mine = ledger()
+    mine.pass_over(*STEP[1])
+    with mine.step(), mine.apart("probes"):
+        mine.pass_over(*STEP[1])
+        mine.leave_out(*(op.kind for op in mine._listed))
+    assert not mine.between, "outside of steps nobody waits for it"
+    with mine.step():
+        mine.announce(WHERE, SLICES)
+        for launch in STEP:
+            (mine.pass_over if launch == STEP[1] else mine.launch)(*launch)
+    assert mine.checked == len(STEP) - 1
+    with pytest.raises(ScheduleError, match="the program's next there is"), mine.step():
+        mine.pass_over(*STEP[2])
+
+
 def test_what_raises_inside_is_what_is_told() -> None:
     with pytest.raises(ZeroDivisionError), ledger().step():
         raise ZeroDivisionError

@@ -128,6 +128,12 @@ class Ledger:
         self._compare(fits, lane, label, f"{op} in group {self._group_of(op)!r}: {self._words(op)!r}")
         return op
 
+    def pass_over(self, lane: str, group: str, label: str) -> None:
+        """This is the next op, and is not launched: all ranks of its group know that they can do without."""
+        if self._open and self._apart is None:
+            self.launch(lane, group, label)
+            self.checked -= 1
+
     def _compare(self, fits: bool, lane: str, label: str, wanted: str) -> None:
         if not fits:
             raise ScheduleError(

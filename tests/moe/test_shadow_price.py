@@ -1,0 +1,64 @@
+"""What shadows take beside their bytes, measured on all ranks together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from layer_parity import gradients, make
+from probed import lend
+
+from moeclipse.balance.placement import Placement
+from moeclipse.comm.mesh import Mesh
+from moeclipse.moe import shadow_price
+from moeclipse.moe.config import GateConfig
+from moeclipse.moe.shadow_price import to_the_next
+from moeclipse.testing.run_ranks import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("slots", "shadows"),
+    [
+        (((0, 1), (2, 3), (4,)), ((0, (1,)), (2, (2,)), (4, (0,)))),
+        (((0, 1), (), (2,)), ((0, (1,)), (2, (0,)))),
+        (((0, 1), (0, 2)), ((1, (1,)), (2, (0,)))),
+        (((0, 1), (0, 1)), ()),
+    ],
+    ids=["each to the next", "a rank without experts", "a replica is there already", "all are everywhere"],
+)
+def test_every_rank_lends_one_expert_to_the_next(slots: Any, shadows: Any) -> None:
+    assert to_the_next(Placement(slots)) == shadows
+
+
+def measured(mesh: Mesh, slots: Any, clocked: bool) -> dict[str, float]:
+    """As the second call measures it; by a clock on which rank r takes 1 + r times as long as rank 0."""
+    more = lend("auto", schedule="blocking", chunks=1)
+    moe = make(GateConfig(top_k=2), 4, 0, mesh, placement=Placement(slots), **more)
+    if clocked:
+        seconds = [(1 + mesh.rank) * 0.5, (1 + mesh.rank) * 3.0]
+
+        def clock(work: Any, device: Any) -> float:
+            work()
+            return seconds.pop(0)
+
+        shadow_price.clock = clock  # type: ignore[assignment]
+    for _ in range(2):
+        gradients(moe, mesh, [6, 4])
+    assert moe.schedule.probe is not None
+    return vars(moe.schedule.probe)
+
+
+def test_the_slowest_rank_sets_both_prices() -> None:
+    one, other = run_ranks(2, measured, ((0, 1), (2, 3)), True)
+    assert one == other
+    assert one["look"] == 1.0
+    wire = 2 * one["latency"] + (one["parameter_bytes"] + one["gradient_bytes"]) / one["bandwidth"]
+    assert one["loan"] == pytest.approx((6.0 - wire) / 2)
+
+
+@pytest.mark.parametrize("slots", [((0, 1, 2, 3), ()), ((0, 1), (0, 1, 2, 3))], ids=["none", "replicas"])
+def test_any_placement_has_prices(slots: Any) -> None:
+    one, other = run_ranks(2, measured, slots, False)
+    assert one == other
+    assert one["look"] > 0
+    assert one["loan"] >= 0
