@@ -6,6 +6,7 @@ h = h + scale * out_norm(block(norm(h)))
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -45,6 +46,8 @@ def add_adapters(moe: MoE, lora: LoraConfig) -> None:
 class TransformerLayer(nn.Module):
     again: Again = "off"
     """What of it runs again in backward, where autograd runs it."""
+    front: Callable[[torch.Tensor, Positions, Tokens], tuple[torch.Tensor, MoEReport | None]] | None = None
+    """Runs the layer in training, where that is not left to itself (`model/front`)."""
 
     def __init__(
         self,
@@ -111,6 +114,8 @@ class TransformerLayer(nn.Module):
         def whole(h_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return self._told(self._run(h_TD, positions, tokens))
 
+        if self.front is not None and torch.is_grad_enabled():
+            return self.front(h_TD, positions, tokens)
         if self.again != "full":
             return self._run(h_TD, positions, tokens)
         return self._heard(run_again(whole, h_TD))

@@ -186,6 +186,11 @@ class Transformer(nn.Module):
         assert isinstance(found, TransformerLayer)
         return found
 
+    @property
+    def all_layers(self) -> list[TransformerLayer]:
+        """Those of this rank."""
+        return [self.layer(int(index)) for index in self.layers]
+
     def microbatch(
         self,
         ids_BS: torch.Tensor,

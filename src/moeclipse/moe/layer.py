@@ -69,6 +69,7 @@ from moeclipse.moe.shared_gate import shared_of
 from moeclipse.moe.structure import Inputs, Structure
 from moeclipse.moe.tokens import Tokens
 from moeclipse.moe.topology import near_experts
+from moeclipse.moe.traced import visit_traced
 from moeclipse.moe.turns import Turns
 from moeclipse.moe.weight_init import WeightInit
 from moeclipse.moe.wraps import refuse_wrong_wrap, wrapping
@@ -258,16 +259,10 @@ class MoE(nn.Module):
             return outside
         tokens = Tokens(mesh=self.mesh, first=0, total=len(x), group=self.mesh.stage)
         routing = self.gate(x, tokens)
-        rows_TD = rows_for(x, experts.up)
-        weights = [weight.to(rows_TD.dtype) for weight in experts.weights]
-        given = (rows_TD, routing.scores_TK, routing.expert_ids_TK, *weights)
-        y_TD = grouped_experts(*given, activation=experts.activation)
-        if self.shared is not None:
-            y_TD = y_TD + shared_expert(rows_TD, self.shared)
         self.last = self._report(routing, routing.load_E, tokens)
         if self.training:
             self.load_E += routing.load_E
-        return y_TD
+        return visit_traced(x, routing, experts, self.shared)
 
     @property
     def token_group(self) -> Group:
@@ -280,19 +275,25 @@ class MoE(nn.Module):
         Where experts are sharded over tp, all tp ranks get the same tokens, and output, gradients and losses
         are shares: their sums over tp are the layer's.
         """
-        structure, inputs = Structure.take_apart(x)
-        routing = self.gate(inputs[0], tokens)
+        return self.run_chosen(self.gate(Structure.take_apart(x)[1][0], tokens), x, tokens, call)
+
+    def run_chosen(
+        self, routing: Routing, x: Inputs, tokens: Tokens, call: Call | None = None
+    ) -> tuple[torch.Tensor, MoEReport]:
+        """The same behind the gate."""
         loads = self.gather_loads([routing], tokens)
-        rows_TD, built_in = inputs[0], isinstance(self.experts, Experts)
-        if built_in or self.shared is not None:
-            rows_TD = rows_for(rows_TD, (self.experts if built_in else self.shared).weights[0])  # type: ignore[union-attr]
-        if built_in:
-            inputs = (rows_TD, *inputs[1:])
+        return self.visit(routing, x, tokens, loads, call), self.report(routing, loads.total(), tokens)
+
+    def visit(self, routing: Routing, x: Inputs, *how: Any) -> torch.Tensor:
+        """Rows to experts and back, and to shared experts; `how`: tokens, and loads and call if known."""
+        structure, inputs = Structure.take_apart(x)
+        built_in = isinstance(self.experts, Experts)
+        narrow: Any = self.experts if built_in else self.shared
+        rows_TD = inputs[0] if narrow is None else rows_for(inputs[0], narrow.weights[0])
+        inputs = (rows_TD, *inputs[1:]) if built_in else inputs
         with off(rows_TD.device) if built_in and is_on(rows_TD.device) else nullcontext():
-            y_TD = self._routed(routing, structure, inputs, tokens, loads, call)
-            if self.shared is not None:
-                y_TD = y_TD + shared_expert(rows_TD, self.shared)
-        return y_TD, self.report(routing, loads.total(), tokens)
+            y_TD = self._routed(routing, structure, inputs, *how)
+            return y_TD if self.shared is None else y_TD + shared_expert(rows_TD, self.shared)
 
     def gather_loads(self, routings: Sequence[Routing], tokens: Tokens) -> Loads:
         """Those of the whole microbatch, on their way; `routings` are those of this rank's tokens."""
@@ -325,7 +326,7 @@ class MoE(nn.Module):
     ) -> torch.Tensor:
         """Dispatch, experts and combine; on one rank with kernels, all of it without a word to the host."""
         experts = self._kernel_experts(inputs)
-        if experts is not None and self._all_here and not experts.wgrads.deferring:
+        if experts is not None and self.all_here and not experts.wgrads.deferring:
             weights = [weight.to(inputs[0].dtype) for weight in experts.weights]
             given = (inputs[0], routing.scores_TK, routing.expert_ids_TK, *weights)
             return grouped_experts(*given, activation=experts.activation, **experts.sums())
@@ -335,14 +336,14 @@ class MoE(nn.Module):
         return DispatchCombine.apply(routing.scores_TK, prepared, *inputs, *self.experts.weights)
 
     @property
-    def _all_here(self) -> bool:
+    def all_here(self) -> bool:
         return self.dispatcher.group.size == 1 and self.experts.ids == tuple(range(self.num_experts))
 
     @property
     def runs_on_device(self) -> bool:
         """Whether a call says no word to the host: one rank, kernels, and a gate that draws nothing."""
         by_kernels = self._kernel_experts(self.experts.weights[:1]) is not None
-        return by_kernels and self._all_here and self.gate.compiles
+        return by_kernels and self.all_here and self.gate.compiles
 
     def _kernel_experts(self, inputs: Sequence[torch.Tensor]) -> Experts | None:
         """The experts, where kernels take them and these rows."""

@@ -6,8 +6,10 @@ experts. `load_E` counts what the gate wanted, before anything was dropped.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -33,6 +35,22 @@ class Routing:
     """Most rows that an expert takes; 0: no bound."""
     complete: bool = False
     """Every token goes to all experts that it wanted: nothing has to be counted to know."""
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that it holds, in one order."""
+        values = (*vars(self).values(), *(() if self.sums is None else vars(self.sums).values()))
+        return tuple(value for value in values if isinstance(value, torch.Tensor))
+
+    def filled(self, tensors: Sequence[torch.Tensor]) -> Routing:
+        """The same with other tensors, in that order."""
+        given = iter(tensors)
+
+        def changed(fields: Any) -> Any:
+            named = {name: next(given) for name, value in vars(fields).items() if torch.is_tensor(value)}
+            return replace(fields, **named)
+
+        outer: Routing = changed(self)
+        return outer if self.sums is None else replace(outer, sums=changed(self.sums))
 
     @property
     def num_dropped(self) -> torch.Tensor:

@@ -40,6 +40,9 @@ WIDER = {
 CHUNK_ROWS = 512
 """Where operands must be widened first, this many rows at a time: the copy stays small."""
 
+MANY = 1 << 30
+"""Backward passes: more than there will be."""
+
 Grad = torch.Tensor | None
 Grads = tuple[Grad, ...]
 Work = Callable[[], Sequence[Grad]]
@@ -83,6 +86,21 @@ class Accumulation:
         if self._due and self.queued == 0:
             self._due = False
             self._ready()
+
+
+@contextmanager
+def unheard(states: Sequence[Accumulation]) -> Iterator[list[Accumulation]]:
+    """Backward inside tells no bucket that it is done. Behind it: who would have heard, as often as that."""
+    before, heard = [(state._left, state._due) for state in states], list[Accumulation]()
+    for state in states:
+        state.begin(MANY)
+    begun = [state._left for state in states]
+    try:
+        yield heard
+    finally:
+        for state, left, kept in zip(states, begun, before, strict=True):
+            heard += [state] * (left - state._left)
+            state._left, state._due = kept
 
 
 def attach(parameter: torch.nn.Parameter, main_grad: torch.Tensor, ready: Callable[[], None]) -> Accumulation:

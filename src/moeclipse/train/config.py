@@ -48,7 +48,8 @@ class RunConfig:
     """A checkpoint's or a run's folder whose weights a new run begins from, with an optimizer of its own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     graphs: Literal["auto", "off"] = "auto"
-    """Microbatches as CUDA graphs, on one rank, where the model allows it: same numbers, fewer launches."""
+    """Microbatches as CUDA graphs on one rank, and on several what stands between exchanges: same numbers,
+    fewer launches."""
     deterministic: bool = False
     """On CUDA: two runs give the same bits; attention takes a slower backward. CPUs do in any case."""
     choices: str = ""

@@ -17,7 +17,7 @@ place and never replaced.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -64,10 +64,8 @@ class CudaCapture:
 
     def capture(self, work: Callable[[], None]) -> Replay:
         graph = torch.cuda.CUDAGraph()
-        # Other threads, which write files and watch, may use the device meanwhile.
-        inside = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
         try:
-            with inside:
+            with self._into(graph):
                 work()
         except RuntimeError:
             # A capture that failed leaves the generator waiting for its end: nobody could draw any more.
@@ -75,6 +73,10 @@ class CudaCapture:
             generator.graphsafe_set_state(generator.clone_state())
             raise
         return graph
+
+    def _into(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
+        # Other threads, which write files and watch, may use the device meanwhile.
+        return torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
 
 
 class Captured:
@@ -90,16 +92,11 @@ class Captured:
             state.empty = False
 
 
-class MicrobatchGraphs:
-    """Runs the microbatches of a learner, captured once they are warm."""
+class Graphs:
+    """When to replay, and what is to be said of it."""
 
-    def __init__(
-        self, compute: Compute, states: Iterable[Accumulation], capture: Capture, recorder: Recorder
-    ) -> None:
-        self._compute, self._capture, self._states = compute, capture, list(states)
-        self._recorder = recorder
-        self._graphs: dict[bool, Captured] = {}
-        self._inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    def __init__(self, capture: Capture, recorder: Recorder) -> None:
+        self._capture, self._recorder = capture, recorder
         self._steps = 0
         self.eager = False
         """Somebody watches what Python does: nothing is replayed."""
@@ -107,10 +104,43 @@ class MicrobatchGraphs:
         """Why nothing is captured any more."""
         self._notes: list[str] = []
 
+    def _warm(self, first: bool) -> bool:
+        """Whether a microbatch, the first of its step or not, may be replayed."""
+        self._steps += first and not self.eager
+        return not self.refused and not self.eager and self._steps > WARM_STEPS
+
+    def _refuse(self, error: RuntimeError) -> None:
+        self.refused = str(error).splitlines()[0]
+        self._notes.append(f"microbatches run without CUDA graphs: {self.refused}")
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, microbatches run eagerly: hooks see every tensor."""
+        self.eager = True
+        try:
+            yield
+        finally:
+            self.eager = False
+
+    def take_notes(self) -> list[str]:
+        notes, self._notes = self._notes, []
+        return notes
+
+
+class MicrobatchGraphs(Graphs):
+    """Runs the microbatches of a learner, captured once they are warm."""
+
+    def __init__(
+        self, compute: Compute, states: Iterable[Accumulation], capture: Capture, recorder: Recorder
+    ) -> None:
+        super().__init__(capture, recorder)
+        self._compute, self._states = compute, list(states)
+        self._graphs: dict[bool, Captured] = {}
+        self._inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
     def run(self, inputs: torch.Tensor, targets: torch.Tensor, scale: float, *, first: bool) -> None:
         """`first`: of its step."""
-        self._steps += first and not self.eager
-        if self.refused or self.eager or self._steps <= WARM_STEPS:
+        if not self._warm(first):
             scaled = inputs.new_full((), scale, dtype=torch.float64)
             self._capture.eagerly(lambda: self._compute(inputs, targets, scaled))
             return
@@ -144,25 +174,11 @@ class MicrobatchGraphs:
         except RuntimeError as error:
             for state in empty:  # nothing was computed
                 state.empty = True
-            self.refused = str(error).splitlines()[0]
-            self._notes.append(f"microbatches run without CUDA graphs: {self.refused}")
+            self._refuse(error)
             return None
         filled = [state for state in empty if not state.empty]
         self._graphs[first] = Captured(graph, filled, region)
         return self._graphs[first]
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Inside, microbatches run eagerly: hooks see every tensor."""
-        self.eager = True
-        try:
-            yield
-        finally:
-            self.eager = False
-
-    def take_notes(self) -> list[str]:
-        notes, self._notes = self._notes, []
-        return notes
 
 
 def obstacle(config: TrainConfig, mesh: Mesh, model: nn.Module) -> str:

@@ -39,7 +39,7 @@ from moeclipse.train.config import TrainConfig
 from moeclipse.train.data import Batches
 from moeclipse.train.evaluation import opened_for
 from moeclipse.train.fingerprint import fingerprint_of, in_present_terms
-from moeclipse.train.graphs import MicrobatchGraphs
+from moeclipse.train.graphs import Graphs
 from moeclipse.train.integrity import Integrity
 from moeclipse.train.loss_scale import LossScale
 from moeclipse.train.nonfinite import Accident, BadSteps, look_again
@@ -128,9 +128,9 @@ class Learner:
         self.times = StepTimes(mesh)
 
     @property
-    def graphs(self) -> MicrobatchGraphs | None:
-        """Microbatches as CUDA graphs, where they are."""
-        return self.one_by_one.graphs
+    def graphs(self) -> Graphs | None:
+        """Microbatches or parts of them as CUDA graphs, where they are."""
+        return self.one_by_one.graphs or self.one_by_one.parts
 
     @property
     def tokens_per_step(self) -> int:

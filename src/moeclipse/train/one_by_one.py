@@ -1,13 +1,15 @@
 """The microbatches of a step one after the other: forward and backward by autograd, eagerly or replayed.
 
 What `train/pipelined` does in the order of a program, for runs without stages and without overlap between
-microbatches. Where a microbatch can be a CUDA graph (`train/graphs`), it is one.
+microbatches. Where a microbatch can be a CUDA graph (`train/graphs`), it is one; where ranks exchange rows in
+it, what stands between is (`train/part_graphs`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 
@@ -19,6 +21,7 @@ from moeclipse.train.buckets import Buckets
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.data import Batches, Microbatch
 from moeclipse.train.graphs import CudaCapture, MicrobatchGraphs, obstacle
+from moeclipse.train.part_graphs import PartCapture, PartGraphs, obstacle_to_parts
 from moeclipse.train.recompute import arrange
 from moeclipse.train.source_losses import add_by_source, zero_sums
 
@@ -36,9 +39,12 @@ class OneByOne:
         """Around each forward (`train/memory_table`)."""
         self.notes = arrange(config, mesh, model)
         self.graphs: MicrobatchGraphs | None = None
+        self.parts: PartGraphs | None = None
         if not obstacle(config, mesh, model):
             states = [state for bucket in buckets for state in bucket.sums]
             self.graphs = MicrobatchGraphs(self.replayed, states, CudaCapture(mesh.device), mesh.recorder)
+        elif not obstacle_to_parts(config, mesh, model):
+            self.parts = PartGraphs(model.all_layers, PartCapture(mesh.device), mesh.recorder)
 
     def run(self, step: int, loss_scale: float = 1.0) -> torch.Tensor:
         """This rank's (loss, aux loss, dropped rows, loss of each source if there are several), summed.
@@ -58,7 +64,11 @@ class OneByOne:
                     self.buckets.arm()
                 first, total = batch.first_token, batch.total_tokens
                 tokens = Tokens(mesh=mesh, first=first, total=total, step=step, microbatch=m)
-                self._compute(*read, loss_scale, tokens, batch, self.batches.counted(step))
+                given = (*read, loss_scale, tokens, batch, self.batches.counted(step))
+                if self.parts is not None:
+                    self.parts.run(partial(self._compute, *given), first=m == 0)
+                else:
+                    self._compute(*given)
         if self.graphs is not None:
             self.buckets.arm()  # a replay tells no bucket what is complete: all leave at the end
         return self.sums.clone()

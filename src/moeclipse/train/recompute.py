@@ -35,7 +35,7 @@ def arrange(config: TrainConfig, mesh: Mesh, model: Transformer) -> list[str]:
     asked = config.pipeline.recompute
     if config.pipeline.runs_program(mesh.pp, mesh.num_ranks):
         return []
-    layers = [model.layer(int(index)) for index in model.layers]
+    layers = model.all_layers
     limit = config.pipeline.recompute_layers
     again = layers if limit == "all" else [layer for layer in layers if layer.index < limit]
     level, notes = asked, []

@@ -1,0 +1,101 @@
+"""What the host needs for a step of two ranks: kernels and rows are so small that nobody waits for them.
+
+    nvidia-cuda-mps-control -d
+    .venv/bin/python bench/host_time.py [--layers 12] [--microbatches 4] [--rounds 5] [--json F]
+
+Two ranks share one GPU under MPS and the experts (ep 2), or only gradients (dp 2), over NCCL. Steps with
+`run.graphs` auto and off take turns in one process; the table shows medians and what Python launches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.config import with_values
+from moeclipse.testing.run_ranks import run_ranks
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.learner import Learner
+
+SMALL: dict[str, Any] = {
+    "model.d_model": 512,
+    "model.num_heads": 8,
+    "model.num_kv_heads": 4,
+    "model.head_dim": 64,
+    "model.dtype": "bfloat16",
+    "moe.num_experts": 16,
+    "moe.d_ff": 256,
+    "moe.schedule": "blocking",
+    "gate.top_k": 4,
+    "data.seq_len": 256,
+    "data.files": (__file__,),
+}
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+WARM = 4
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    if torch.cuda.device_count() == 0:
+        print("bench/host_time.py needs a CUDA device", file=sys.stderr)
+        return 2
+    size = {"model.num_layers": given.layers, "optim.accumulate": given.microbatches}
+    size |= {"data.batch_size": 4 * given.microbatches}
+    rows = []
+    print(f"{'ranks':8}{'graphs':8}{'step_ms':>10}{'launches':>10}")
+    for layout, dp in (("ep 2", 1), ("dp 2", 2)):
+        over: dict[str, Any] = {"dp": dp, "device": "cuda", "backend": "nccl", "deadline_s": 300}
+        found = run_ranks(2, measure, size, given.rounds, **over)[0]
+        for graphs, (times, launches) in found.items():
+            row = {"ranks": layout, "graphs": graphs, "step_ms": statistics.median(times)}
+            rows.append({**row, "launches": launches, "times": times})
+            print(f"{layout:8}{graphs:8}{row['step_ms']:10.1f}{launches:10d}", flush=True)
+    if given.json is not None:
+        machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+        given.json.write_text(json.dumps({"rows": rows, "machine": machine}, indent=1) + "\n")
+    return 0
+
+
+def measure(mesh: Mesh, size: dict[str, Any], rounds: int) -> dict[str, tuple[list[float], int]]:
+    """For each choice: milliseconds of steps, launches of one."""
+    learners = {
+        graphs: Learner(with_values(TrainConfig(), {**SMALL, **size, "run.graphs": graphs}), mesh)
+        for graphs in ("auto", "off")
+    }
+    times: dict[str, list[float]] = {graphs: [] for graphs in learners}
+    for turn in range(WARM + rounds):
+        for graphs, learner in learners.items():
+            torch.cuda.synchronize()
+            before = time.perf_counter()
+            learner.step(turn)
+            torch.cuda.synchronize()
+            if turn >= WARM:
+                times[graphs].append(1e3 * (time.perf_counter() - before))
+    return {
+        graphs: (times[graphs], launches_of(learner, WARM + rounds)) for graphs, learner in learners.items()
+    }
+
+
+def launches_of(learner: Learner, step: int) -> int:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        learner.step(step)
+    return sum(event.name.startswith(LAUNCHES) for event in found.events())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,203 @@
+"""Parts of a microbatch as CUDA graphs, where ranks exchange rows between them.
+
+Idea. What stands between two exchanges asks nobody: attention and gate, a dense layer, a layer with all its
+experts (`model/front`). Forward and backward of each are captured apart and take one launch; exchanges, and
+experts whose rows are others in every microbatch, run eagerly. As with whole microbatches (`train/graphs`)
+there are two of each: the first microbatch of a step stores its gradients, further ones add.
+
+Contract. The same bits as without. Buckets hear of complete gradients as they do from autograd, so they are
+reduced beside the rest of backward. All graphs share one pool of memory: they are replayed in the order in
+which they were captured, forward of all layers and then backward, and that of a microbatch before the next.
+
+Hazard. What a part gives and takes lies where the next microbatch overwrites it: nobody keeps it longer than
+the microbatch's own backward. What a part reads beside its input (weights, tables, biases) never moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from moeclipse.comm.flight.record import Recorder
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.errors import ConfigError
+from moeclipse.model.again import Part
+from moeclipse.model.front import Front
+from moeclipse.model.layer import TransformerLayer
+from moeclipse.model.memory import memories
+from moeclipse.model.transformer import Transformer
+from moeclipse.tensor.weight_grad import Accumulation, unheard
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.graphs import Capture, CudaCapture, Graphs, Replay
+
+Tensors = tuple[torch.Tensor, ...]
+Captures = Callable[[Callable[[], None]], Replay]
+
+
+class PartCapture(CudaCapture):
+    """Many small captures in the middle of a step: none of them clears the device's memory first."""
+
+    @contextmanager
+    def _into(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                graph.capture_end()
+
+
+class CapturedPart:
+    """One part for one kind of microbatch."""
+
+    def __init__(
+        self, part: Part, x: torch.Tensor, states: Sequence[Accumulation], captures: Captures
+    ) -> None:
+        self._part, self._states, self._captures = part, states, captures
+        self._x = torch.empty_like(x).requires_grad_(x.requires_grad)
+        self._outputs: Tensors = ()
+        self._grads: list[torch.Tensor | None] | None = None
+        self._backward: Replay | None = None
+        self._filled: list[Accumulation] = []
+        self._heard: list[Accumulation] = []
+        self._forward = captures(self._run)
+
+    def _run(self) -> None:
+        with torch.enable_grad():
+            self._outputs = self._part(self._x)
+
+    def forward(self, x: torch.Tensor) -> Tensors:
+        self._x.detach().copy_(x)
+        self._forward.replay()
+        return tuple(tensor.detach() for tensor in self._outputs)
+
+    @property
+    def without_gradient(self) -> list[bool]:
+        return [not tensor.requires_grad for tensor in self._outputs]
+
+    def backward(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """Of x; those of weights are where they belong, and who waits for them has heard."""
+        if self._grads is None:
+            self._grads = [None if grad is None else torch.empty_like(grad) for grad in grads]
+        for mine, given in zip(self._grads, grads, strict=True):
+            if (mine is None) != (given is None):
+                raise RuntimeError("a part got gradients for other outputs than when it was captured")
+            if mine is not None and given is not None:
+                mine.copy_(given)
+        if self._backward is None:
+            self._capture_backward()
+        assert self._backward is not None
+        self._backward.replay()
+        for state in self._filled:
+            state.empty = False
+        for state in self._heard:
+            state.backward_done()
+        return None if self._x.grad is None else self._x.grad.detach()
+
+    def _capture_backward(self) -> None:
+        empty = [state for state in self._states if state.empty]
+        try:
+            with unheard(self._states) as self._heard:
+                self._backward = self._captures(self._run_backward)
+        except RuntimeError as error:
+            # Half of autograd's graph is gone: this microbatch cannot go on eagerly.
+            why = str(error).splitlines()[0]
+            raise ConfigError(f'backward cannot be captured: {why}; set run.graphs to "off"') from error
+        self._filled = [state for state in empty if not state.empty]
+
+    def _run_backward(self) -> None:
+        assert self._grads is not None
+        pairs = zip(self._outputs, self._grads, strict=True)
+        given = [(t, g) for t, g in pairs if g is not None and t.requires_grad]
+        self._x.grad = None
+        tensors, gradients = zip(*given, strict=True)
+        torch.autograd.backward(tensors, gradients)
+
+
+class _Replayed(torch.autograd.Function):
+    """
+    forward    outputs = part(x)
+    dgrad      dx
+    wgrad      by the part itself
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, part: CapturedPart) -> Tensors:
+        ctx.part = part
+        ctx.set_materialize_grads(False)
+        outputs = part.forward(x)
+        plain = [out for out, no in zip(outputs, part.without_gradient, strict=True) if no]
+        ctx.mark_non_differentiable(*plain)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        return ctx.part.backward(grads), None
+
+
+class PartGraphs(Graphs):
+    """Runs the layers of a model, whose parts are captured once they are warm."""
+
+    def __init__(self, layers: Sequence[TransformerLayer], capture: Capture, recorder: Recorder) -> None:
+        super().__init__(capture, recorder)
+        self._kind: bool | None = None
+        """Of the microbatch that runs, if it is replayed: whether it is the first of its step."""
+        self._parts: dict[tuple[int, bool], CapturedPart] = {}
+        for layer in layers:
+            layer.front = Front(layer, self._run_of(layer))
+
+    def run(self, work: Callable[[], None], *, first: bool) -> None:
+        """A microbatch; `first`: of its step."""
+        self._kind = first if self._warm(first) else None
+        try:
+            self._capture.eagerly(work)
+        finally:
+            self._kind = None
+
+    def _run_of(self, layer: TransformerLayer) -> Callable[[Part, torch.Tensor], Tensors]:
+        states = [p.accumulation for p in layer.parameters() if hasattr(p, "accumulation")]
+
+        def run(part: Part, x: torch.Tensor) -> Tensors:
+            if self._kind is None or self.refused:
+                return part(x)
+            key = layer.index, self._kind
+            if key not in self._parts:
+                try:
+                    self._parts[key] = CapturedPart(part, x, states, self._captured)
+                except RuntimeError as error:
+                    self._refuse(error)
+                    return part(x)
+            found: Tensors = _Replayed.apply(x, self._parts[key])
+            return found
+
+        return run
+
+    def _captured(self, work: Callable[[], None]) -> Replay:
+        with self._recorder.apart("capture"), self._recorder.region() as launched:
+            replay = self._capture.capture(work)
+        assert not launched, "a part asks no other rank"
+        return replay
+
+
+def obstacle_to_parts(config: TrainConfig, mesh: Mesh, model: Transformer) -> str:
+    """Why parts of a microbatch cannot be graphs; empty where they can."""
+    if config.run.graphs == "off":
+        return "run.graphs is off"
+    if config.pipeline.runs_program(mesh.pp, mesh.num_ranks):
+        return "a program says what runs when"
+    if mesh.device.type != "cuda":
+        return "there is no CUDA device"
+    if mesh.tp > 1:
+        return "linears exchange rows inside of attention"
+    if config.data.documents == "packed" or config.data.kind == "chat":
+        return "documents are others in every microbatch"
+    if any(memories(model)):
+        return "what layers remember is kept by the host"
+    if any(layer.again != "off" for layer in model.all_layers):
+        return "parts that run again in backward reach over exchanges"
+    return ""
