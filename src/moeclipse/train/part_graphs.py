@@ -71,7 +71,7 @@ class CapturedPart:
             self._outputs = self._part(self._x)
 
     def forward(self, x: torch.Tensor) -> Tensors:
-        self._x.detach().copy_(x)
+        self._x.data.copy_(x)  # not a change that autograd should mind: backward reads what forward read
         self._forward.replay()
         return tuple(tensor.detach() for tensor in self._outputs)
 
