@@ -1,13 +1,18 @@
 """The report of a long run of a large model: 10,000 steps, 32 layers of 64 experts, 16 ranks.
 
     python bench/report.py
+    python bench/report.py --trace 48      # what a trace costs the steps behind it, and nothing else
 
 Prints how long its figures take, how large the page is, how long until a browser has drawn it (Chromium, its
 driver and selenium), and what a name costs in a step that is not traced. Medians of five.
+
+With `--trace` two ranks train preset tiny twice in the same processes, with `--trace 3` and without, in
+turns; of each of so many steps behind the traced ones the slower rank counts.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -23,10 +28,17 @@ from browser import missing, opened, visit
 from made_runs import make_run, record_of, write_lines, write_loads
 
 from moeclipse.comm.flight.record import Recorder
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.config import with_values
 from moeclipse.report.page import page_of, write_page
 from moeclipse.report.run import read_run
+from moeclipse.testing.run_ranks import run_ranks
+from moeclipse.train.learner import Learner
+from moeclipse.train.presets import load
+from moeclipse.train.step_trace import StepTrace
 
 STEPS, LAYERS, EXPERTS, RANKS, TIMES = 10_000, 32, 64, 16, 5
+FIRST = 3
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -38,7 +50,42 @@ def seconds(work: Callable[[], object]) -> float:
     return median(taken)
 
 
+def race(mesh: Mesh, folder: str, repeats: int) -> list[tuple[float, float]]:
+    """Seconds of the slower rank in steps behind the traced ones: (without a trace, with one)."""
+    config = with_values(load(preset="tiny"), {"run.device": "cpu", "moe.transport": "direct"})
+    configs = [with_values(config, {"metrics.trace": first}) for first in (-1, FIRST)]
+    runs = [(learner := Learner(one, mesh), StepTrace(one, mesh, learner.model)) for one in configs]
+    behind = runs[1][1].steps.stop + 1
+    found = []
+    for step in range(behind + repeats):
+        times = [0.0, 0.0]
+        for number in (0, 1) if step % 2 else (1, 0):
+            learner, trace = runs[number]
+            mesh.barrier()
+            begun = time.perf_counter()
+            trace.begin(step)
+            learner.step(step)
+            trace.end(step, learner.times, Path(folder), learner.program)
+            times[number] = max(mesh.gather_objects(time.perf_counter() - begun))
+        found += [(times[0], times[1])] if step >= behind else []
+    return found
+
+
+def trace_costs(repeats: int) -> None:
+    with TemporaryDirectory() as folder:
+        found = run_ranks(2, race, folder, repeats, deadline_s=560.0, collective_deadline_s=120.0)[0]
+        assert (Path(folder) / "trace.json").is_file()
+    plain, traced = (1e3 * median(column) for column in zip(*found, strict=True))
+    ratio = median(b / a for a, b in found)
+    print(f"a step behind a trace: {traced:.1f} ms, without {plain:.1f}; in pairs {100 * (ratio - 1):+.2f} %")
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--trace", type=int, default=0, metavar="STEPS", help="what a trace costs, alone")
+    if repeats := parser.parse_args().trace:
+        trace_costs(repeats)
+        return
     with TemporaryDirectory() as name:
         folder = make_run(Path(name) / "run", steps=3)
         rng = np.random.default_rng(0)

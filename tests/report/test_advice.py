@@ -74,6 +74,19 @@ def test_microbatches_that_could_overlap(tmp_path: Path) -> None:
     assert advised(tmp_path / "run", text.replace("= 4", "= 1") + 'overlap = "off"\n') == {}
 
 
+def test_rows_that_could_go_another_way(tmp_path: Path) -> None:
+    text = '[moe]\nschedule = "auto"\ntransport = "{}"\n[placement]\nplanner = "greedy"\n'
+    folder = make_run(tmp_path / "run")
+    found = advised(folder, text.format("direct"))
+    assert list(found) == ["--moe.transport auto"]
+    assert found["--moe.transport auto"].gain_ms == pytest.approx(6.0)
+    assert found["--moe.transport auto"].at_most
+    assert advised(folder, text.format("peer")) == advised(folder, text.format("auto")) == {}
+    for hosts, advice in (([0, 0], ["--moe.transport auto"]), ([0, 1], [])):
+        (folder / "choices.json").write_text(json.dumps({**CHOICES, "hosts": hosts}))
+        assert list(advised(folder, text.format("direct"))) == advice
+
+
 def test_a_pipeline_with_a_shorter_bubble(tmp_path: Path) -> None:
     text = '[moe]\nschedule = "smart"\n[placement]\nplanner = "greedy"\n'
     text += "[parallel]\npp = 4\n[optim]\naccumulate = 8\n"

@@ -163,6 +163,31 @@ def test_what_is_named_wins_over_what_was_chosen(corpus: str) -> None:  # noqa: 
     assert (settled.moe.transport, settled.pipeline.schedule, lines) == ("peer", "zb-h1", [])
 
 
+def test_what_does_not_fit_this_run_is_left_out_and_told(corpus: str) -> None:  # noqa: F811
+    choices = Choices(Mesh.single())
+    choices.settled = {"moe.transport": "peer", "pipeline.overlap": "pair+self", "pipeline.schedule": "auto"}
+    config = configure(corpus, **{**LONG, "pipeline.recompute": "norms"})
+    settled, (line,) = settle(config, choices.mesh, choices)
+    assert settled == with_values(config, {"moe.transport": "peer"}), "the rest holds"
+    assert line.startswith("pipeline: as without a choice, for pipeline.recompute = 'norms'")
+    assert choices.settled == {"moe.transport": "peer"}, "what is written down is what is done"
+    assert settle(config, choices.mesh, choices) == (settled, [])
+
+
+def with_norms(mesh: Mesh, config: TrainConfig) -> list[Any]:
+    settling.wire_times = lambda *_: SLOW  # type: ignore[attr-defined, assignment]
+    settling.shares_cores = lambda _: False  # type: ignore[attr-defined, assignment]
+    settled, lines = settle(config, mesh, Choices(mesh))
+    return [settled.pipeline.overlap, settled.pipeline.recompute, lines]
+
+
+def test_norms_that_run_again_are_not_given_up_for_overlap(corpus: str) -> None:  # noqa: F811
+    config = configure(corpus, **{**LONG, "pipeline.recompute": "norms"})
+    for found in run_ranks(2, with_norms, config):
+        line = "pipeline: without overlap, which pipeline.recompute = 'norms' cannot go with"
+        assert found == ["auto", "norms", [line]]
+
+
 def nothing_to_settle(mesh: Mesh, config: TrainConfig) -> bool:
     choices = Choices(mesh)
     settled, lines = settle(config, mesh, choices)

@@ -60,7 +60,7 @@ class PlaceConfig:
     plot: Path | None = None
     """Write a heat map of loads and ranks here, as PNG; without a name: beside the loads."""
     planner: str = "incremental"
-    """Whose plan is written: random, greedy, incremental, wrap_fill or exact."""
+    """Whose plan is written: auto, incremental, wrap_fill, exact, greedy or random."""
     layer: int | None = None
     """Only this layer, by its number in the model."""
     time_limit: float = 10.0

@@ -63,6 +63,23 @@ def overlap_exchange(run: RunData, measures: Values) -> Iterator[Advice]:
     )
 
 
+def other_wire(run: RunData, measures: Values) -> Iterator[Advice]:
+    """Rows through sockets, where ranks may have memory in common, or a host of their own to gather in."""
+    exposed, hosts = measures["exposed_ms"], run.choices.get("hosts") or []
+    if run.num_ranks == 1 or run.config.get("moe.transport") != "direct" or not exposed:
+        return
+    # A device has the wires of its library, and ranks that are alone on their hosts have no other.
+    if run.steps.has("mfu") or (hosts and len(set(hosts)) == len(hosts)):
+        return
+    yield Advice(
+        setting="--moe.transport auto",
+        gain_ms=exposed,
+        at_most=True,
+        why=f"{exposed:.1f} ms of communication are exposed, and rows go from rank to rank by sockets; auto "
+        "tries what ranks of one host share and keeps what is faster",
+    )
+
+
 def overlap_microbatches(run: RunData, measures: Values) -> Iterator[Advice]:
     """The same, where another microbatch could be computed meanwhile."""
     exposed, microbatches = measures["exposed_ms"], number(run.config.get("optim.accumulate"), 1)
@@ -190,6 +207,7 @@ def keep_best(run: RunData, measures: Values) -> Iterator[Advice]:
 
 RULES: tuple[Callable[[RunData, Values], Iterator[Advice]], ...] = (
     overlap_exchange,
+    other_wire,
     overlap_microbatches,
     cut_less,
     even_ranks,

@@ -63,8 +63,14 @@ def settle(config: TrainConfig, mesh: Mesh, choices: Choices) -> tuple[TrainConf
         choices.settled, lines = choose(config, mesh)
     left = left_to_choose(config)
     known = {key: value for key, value in (choices.settled or {}).items() if key in left}
+    wrong = next(iter(problems_of(with_values(config, known))), None)
+    if wrong is not None and choices.settled is not None:  # chosen for a run with other settings
+        apart = [key for key in known if key.startswith("pipeline.")]
+        known = {key: value for key, value in known.items() if key not in apart}
+        choices.settled = {key: value for key, value in choices.settled.items() if key not in apart}
+        lines = [*lines, f"pipeline: as without a choice, for {wrong}"]
     settled = with_values(config, known)
-    return (config, []) if any(problems_of(settled)) else (settled, lines)
+    return (config, lines) if any(problems_of(settled)) else (settled, lines)
 
 
 def left_to_choose(config: TrainConfig) -> set[str]:
@@ -83,6 +89,9 @@ def choose(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], list[str]]:
     lines: list[str] = []
     group, kind = expert_group(mesh, config.moe), config.moe.transport
     pipelines = config.pipeline.overlap == "auto" and any(programs_of(config, group.size))
+    if pipelines and config.pipeline.recompute == "norms":
+        pipelines = False
+        lines.append("pipeline: without overlap, which pipeline.recompute = 'norms' cannot go with")
     times: dict[Wire, list[float]] = {}
     several = kind == "auto" and len(wires_to_try(mesh, group)) > 1
     if (several or pipelines) and group.size > 1 and config.num_expert_layers:
