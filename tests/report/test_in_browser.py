@@ -116,6 +116,27 @@ def test_a_page_is_drawn_read_and_zoomed(tmp_path: Path) -> None:
         driver.save_screenshot(str(tmp_path / "narrow.png"))
 
 
+EMPTY_FRAMES = """return [...document.querySelectorAll('section')]
+    .filter((one) => one.offsetHeight && !one.querySelector('h2 ~ *:not(details:not([open]))'))
+    .map((one) => one.id)"""
+LINES_OF_KINDS = """return [...document.querySelectorAll('#part-events-A td:nth-child(2)')].map((cell) => {
+    const words = document.createRange();
+    words.selectNodeContents(cell);
+    return `${cell.textContent} ${words.getClientRects().length}`;
+})"""
+
+
+def test_a_printed_page_has_no_empty_frames_and_no_torn_words(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", notes=["plan of step 9: " + "some layers changed, " * 20])
+    write_page([read_run(folder)], folder / "report.html")
+    with opened() as driver:
+        driver.set_window_size(720, 900)
+        visit(driver, folder / "report.html")
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+        assert driver.execute_script(EMPTY_FRAMES) == []
+        assert set(driver.execute_script(LINES_OF_KINDS)) == {"placement 1"}, "each is in one line"
+
+
 def test_a_live_page_follows_and_keeps_what_was_chosen(tmp_path: Path) -> None:
     from selenium.webdriver.support.ui import WebDriverWait
 

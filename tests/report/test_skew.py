@@ -14,7 +14,17 @@ from made_runs import CHOICES, PROBE, make_run, record_of, write_lines, write_lo
 from moeclipse.balance.objective import PlacementCosts, score
 from moeclipse.balance.placement import Placement
 from moeclipse.report.run import RunData, read_run
-from moeclipse.report.skew import Skew, cost_of_a_row, gain_of, outlook, probe_of, sharers, skew_ms, skew_of
+from moeclipse.report.skew import (
+    Skew,
+    cost_of_a_row,
+    gain_of,
+    outlook,
+    probe_of,
+    sharers,
+    short,
+    skew_ms,
+    skew_of,
+)
 
 
 def told(folder: Path) -> Skew:
@@ -67,6 +77,10 @@ def test_a_gain_is_held_against_the_steps_around_a_plan(tmp_path: Path) -> None:
     assert 0.2 < gain.noise_ms < 1.5
     words = " ".join(told(tmp_path / "run").in_words())
     assert "1 plan moved experts: predicted to save 45 ms a step, measured: 40 ms (give or take" in words
+    assert [short(number) for number in (0.0123, 45.0, 999.4, 1000.0, 23456.7)] == [
+        *("0.0123", "45", "999", "1000", "23457"),
+    ]
+    assert short(217.0, 2) == "217"
 
 
 def test_plans_with_too_few_steps_around_them_are_unknown(tmp_path: Path) -> None:

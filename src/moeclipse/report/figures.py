@@ -186,8 +186,12 @@ def choices(run: RunData) -> list[dict[str, Any]]:
     settled = run.choices.get("settled")
     for key, value in settled.items() if isinstance(settled, dict) else ():
         found.append({"what": key, "chosen": str(value)[:MOST_TEXT], "rule": "at start"})
+    told = run.choices.get("experts")
+    for line in told if isinstance(told, list) else ():
+        chosen = str(line).removeprefix("experts: ")[:MOST_TEXT]
+        found.append({"what": "experts", "chosen": chosen, "rule": "settings"})
     for key, value in run.choices.items():
-        if key not in ("layers", "ranks", "hosts", "settled") and value is not None:
+        if key not in ("layers", "ranks", "hosts", "settled", "experts") and value is not None:
             found.append({"what": key, "chosen": json.dumps(value)[:MOST_TEXT]})
     return found
 

@@ -43,6 +43,11 @@ MOST_LAYERS = 16
 """That are planned to see what would be won: the most uneven ones."""
 
 
+def short(number: float, digits: int = 3) -> str:
+    """So many digits, and never an exponent of ten: `220`, not `2.2e+02`."""
+    return f"{number:.0f}" if abs(number) >= 10**digits else f"{number:.{digits}g}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gain:
     """Of plans that were taken and changed something, in milliseconds of a step."""
@@ -89,18 +94,19 @@ class Skew:
         ranks = f"ranks at {self.balance:.2f}"
         if self.cost_ms is None or self.share is None:
             return f"{ranks}; what that cost is not known"
-        return f"{ranks}, which cost {self.cost_ms:.3g} ms of waiting a step ({100 * self.share:.0f} %)"
+        return f"{ranks}, which cost {short(self.cost_ms)} ms of waiting a step ({100 * self.share:.0f} %)"
 
     def _gain(self) -> str:
         gain = self.gain
         if gain is None:
             return ""
         plans = "1 plan" if gain.plans == 1 else f"{gain.plans} plans"
-        told = f"{plans} moved experts: predicted to save {gain.predicted_ms:.3g} ms a step"
+        told = f"{plans} moved experts: predicted to save {short(gain.predicted_ms)} ms a step"
         if gain.measured_ms is None:
             return f"{told}; measured: not known, there are too few steps around them"
         some = "" if gain.measured_plans == gain.plans else f" around {gain.measured_plans} of them"
-        return f"{told}, measured{some}: {gain.measured_ms:.3g} ms (give or take {gain.noise_ms:.2g})"
+        seen = f"{short(gain.measured_ms)} ms (give or take {short(gain.noise_ms, 2)})"
+        return f"{told}, measured{some}: {seen}"
 
     def _would(self) -> str:
         if self.would is None:
