@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,16 +11,13 @@ from hypothesis import strategies as st
 
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
-from moeclipse.core.shares import even_bounds
 from moeclipse.moe.dispatch import (
     Dispatcher,
     DispatchPlan,
-    Pairs,
-    chunk_of,
     concatenated,
     plan_dispatch,
-    return_score_grads,
 )
+from moeclipse.schedule.shape import ExchangeShape
 from moeclipse.schedule.smart import end_units, exchange_shape
 from moeclipse.testing.run_ranks import run_ranks
 
@@ -35,28 +33,36 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def plan_of(mesh: Mesh, ids: torch.Tensor, table: Any, **shape: Any) -> DispatchPlan:
+Plans = Callable[[torch.Tensor, Dispatcher, ExchangeShape, str], DispatchPlan]
+
+
+def plan_of(
+    mesh: Mesh, ids: torch.Tensor, table: Any, plans: Plans = plan_dispatch, **shape: Any
+) -> DispatchPlan:
     dispatcher = Dispatcher.of(Placement(table), mesh.experts, mesh.a2a, mesh.device)
-    return plan_dispatch(ids, dispatcher, exchange_shape(mesh.num_ranks, **shape), "test")
+    return plans(ids, dispatcher, exchange_shape(mesh.num_ranks, **shape), "test")
 
 
-def there_and_back(mesh: Mesh, name: str) -> list[list[tuple[int, int, int]]]:
+def there_and_back(
+    mesh: Mesh, name: str, plans: Plans, dtype: torch.dtype
+) -> list[list[tuple[int, int, int]]]:
     """Rows that hold their token's number travel; (unit, token, choice) of what arrived for each slot."""
     first = sum(SIZES[: mesh.rank])
     ids = IDS[first : first + SIZES[mesh.rank]]
-    plan = plan_of(mesh, ids, TABLE, **SHAPES[name])
-    x = torch.arange(first, first + len(ids), dtype=torch.float64)[:, None]
-    scores = torch.arange(ids.numel(), dtype=torch.float64).view_as(ids) + 3 * first
-    rows = x[plan.row_token_N]
+    plan = plan_of(mesh, ids, TABLE, plans, **SHAPES[name])
+    x = torch.arange(first, first + len(ids), dtype=dtype)[:, None]
+    scores = torch.arange(ids.numel(), dtype=dtype).view_as(ids) + 3 * first
+    rows = plan.take_rows(x)
     arrived, back = rows.new_empty(plan.num_arriving, 1), torch.empty_like(rows)
-    pairs = Pairs(plan, scores)
+    pairs = plan.send_pairs_of(scores)
     for unit in plan.units.values():
         plan.send(unit, rows, arrived, "there").get()
     found: list[list[tuple[int, int, int]]] = [[] for _ in TABLE[mesh.rank]]
     for number, unit in enumerate(plan.units.values()):
         row_M, score_M = pairs.of(unit)
-        assert ((unit.arriving.start <= row_M) & (row_M < unit.arriving.stop)).all(), "of this unit's rows"
-        parts = zip(arrived[row_M, 0].split(unit.counts), score_M.split(unit.counts), strict=True)
+        here = arrived[unit.arriving]
+        assert ((row_M >= 0) & (row_M < len(here))).all(), "of this unit's rows"
+        parts = zip(here[row_M, 0].split(unit.counts), score_M.split(unit.counts), strict=True)
         for slot, (tokens, places) in enumerate(parts):
             for token, place in zip(tokens.tolist(), places.tolist(), strict=True):
                 assert place // 3 == token, "a pair's score is that of its token"
@@ -64,11 +70,11 @@ def there_and_back(mesh: Mesh, name: str) -> list[list[tuple[int, int, int]]]:
         plan.send_back(unit, arrived[unit.arriving] + 0.5, back, "back").get()
     assert torch.equal(back, rows + 0.5), "what returns stands where it left"
     ranks = plan.dispatcher.rank_of_E[ids.clamp(min=0)].where(ids >= 0, -1)
-    visited = torch.tensor([[len(set(row) - {-1})] for row in ranks.tolist()], dtype=torch.float64)
+    visited = torch.tensor([[len(set(row) - {-1})] for row in ranks.tolist()], dtype=dtype)
     assert torch.equal(plan.sum_tokens(back), visited.view(-1, 1) * (x + 0.5)), "once for each rank"
-    grads = torch.full_like(scores, -1.0)
-    grads.view(-1)[plan.pair_place_n] = return_score_grads(plan, pairs.all()[1]).get()
-    assert torch.equal(grads, scores.where(ids >= 0, -1)), "score gradients go where the scores came from"
+    scores_M = torch.cat([pairs.of(unit)[1] for unit in plan.units.values()])
+    grads = plan.place_score_grads(plan.return_score_grads(scores_M).get(), scores.shape)
+    assert torch.equal(grads, scores.where(ids >= 0, 0)), "score gradients go where the scores came from"
     wanted = [
         [int((mine == expert).sum()) if expert >= 0 else 0 for row in TABLE for expert in row]
         for mine in IDS.split(SIZES)
@@ -77,12 +83,17 @@ def there_and_back(mesh: Mesh, name: str) -> list[list[tuple[int, int, int]]]:
     return found
 
 
-def all_shapes(mesh: Mesh) -> dict[str, list[list[tuple[int, int, int]]]]:
-    return {name: there_and_back(mesh, name) for name in SHAPES}
+def all_shapes(
+    mesh: Mesh, plans: Plans = plan_dispatch, dtype: torch.dtype = torch.float64
+) -> dict[str, list[list[tuple[int, int, int]]]]:
+    return {name: there_and_back(mesh, name, plans, dtype) for name in SHAPES}
 
 
 def test_every_pair_meets_its_expert_and_comes_back() -> None:
-    results = run_ranks(4, all_shapes)
+    check_all_shapes(run_ranks(4, all_shapes))
+
+
+def check_all_shapes(results: list[Any]) -> None:
     for name in SHAPES:
         for rank, slots in enumerate(result[name] for result in results):
             for expert, found in zip(TABLE[rank], slots, strict=True):
@@ -113,13 +124,16 @@ def test_a_dispatcher_knows_slots_and_follows_a_placement() -> None:
     assert after.transport is before.transport
 
 
-@given(st.integers(0, 30), st.integers(1, 7))
-def test_chunks_are_cut_alike_on_both_sides(total: int, chunks: int) -> None:
-    bounds = even_bounds(total, chunks)
-    place = torch.arange(total)
-    found = chunk_of(place, torch.full_like(place, total), torch.full_like(place, chunks)).tolist()
-    expected = [next(c for c in range(chunks) if bounds[c] <= i < bounds[c + 1]) for i in range(total)]
-    assert found == expected
+def test_tables_stay_where_they_are_when_experts_move() -> None:
+    """A CUDA graph reads them at the addresses that it was captured with."""
+    mesh = Mesh.single()
+    before = Dispatcher.of(Placement(((1, -1, 0),)), mesh.experts, mesh.a2a, mesh.device)
+    kept = [before.slot_of_E, before.rank_of_slot, before.places.rank_of_slot, before.places.first_slot_P1]
+    after = before.moved(Placement(((0, 1, -1),)))
+    now = [after.slot_of_E, after.rank_of_slot, after.places.rank_of_slot, after.places.first_slot_P1]
+    assert all(a is b for a, b in zip(kept, now, strict=True))
+    assert after.slot_of_E.tolist() == [0, 1]
+    assert after.placement.slots == ((0, 1, -1),)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4)), max_size=6))

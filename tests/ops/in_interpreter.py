@@ -13,6 +13,7 @@ import dataclasses
 import sys
 
 import torch
+from what_ran import print_what_ran
 
 from moeclipse.ops import (
     activation,
@@ -39,7 +40,7 @@ from moeclipse.ops.grouping import group_rows_kernel, group_rows_reference
 from moeclipse.ops.tuning import Tile
 
 CPU = torch.device("cpu")
-KINDS = ("uniform", "skewed", "empty", "one takes all", "unused", "one choice", "all choices")
+KINDS = "uniform", "skewed", "empty", "one takes all", "unused", "one choice", "all choices"
 
 
 def routing(kind: str, num_tokens: int = 77, num_experts: int = 5) -> torch.Tensor:
@@ -487,13 +488,10 @@ GROUPS = {
 
 
 def main() -> None:
-    from triton.runtime.interpreter import InterpretedFunction
-
     torch.manual_seed(0)
     torch.set_num_threads(1)
     GROUPS[sys.argv[1]]()
-    for function in InterpretedFunction.rewritten_fn:
-        print(f"ran {function.__module__}.{function.__name__}\t0", flush=True)
+    print_what_ran()
 
 
 if __name__ == "__main__":

@@ -52,6 +52,16 @@ def assert_all_ran(module: ModuleType, *groups: str) -> None:
     assert not functions_of(module) - ran
 
 
+def assert_exchange_ran(module: ModuleType | None = None, kind: str = "") -> None:
+    """The kernels of an exchange gave the tables of their references, and all functions took part."""
+    pytest.importorskip("triton")
+    found = _lines("exchange_in_interpreter.py")
+    assert not [name for name, wrong in found.items() if wrong]
+    assert any(name.startswith(kind) for name in found)
+    if module is not None:
+        assert not functions_of(module) - set(found)
+
+
 def assert_peers_ran(module: ModuleType | None = None, without: Sequence[str] = ()) -> None:
     """The kernels over peers' memory gave the right sums, and every function of `module` took part."""
     pytest.importorskip("triton")

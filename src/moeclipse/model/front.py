@@ -1,7 +1,7 @@
 """A layer in training as one part that asks no other rank, and what is left of it.
 
     dense, or all experts on this rank      h -> h'                all of it
-    some experts on other ranks             h -> h', x, choices    attention and gate
+    some experts on other ranks             h -> h', x, choices    attention, gate, and who sends what
     a gate that asks other ranks            h -> h', x             attention
 
 A part is a function of one tensor that gives tensors; somebody else says how it is run (`train/part_graphs`).
@@ -14,13 +14,15 @@ Hazard. Not every run runs the part's Python: what it would write down, it wrote
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 
 from moeclipse.model.again import Part
 from moeclipse.model.layer import TransformerLayer
 from moeclipse.model.rotary import Positions
+from moeclipse.moe.dispatch_on_device import plans_on_device, prepare_sending
 from moeclipse.moe.losses import MoEReport
 from moeclipse.moe.routing import Routing
 from moeclipse.moe.tokens import Tokens
@@ -47,6 +49,17 @@ class Front:
         if near or not moe.gate.compiles:
             return "attention"
         return "layer" if moe.runs_on_device else "gate"
+
+    @property
+    def _knows_senders(self) -> bool:
+        """Where experts have replicas, ranks first share out rows among them."""
+        return self.layer.moe is not None and self.layer.moe.dispatcher.table is None
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """What its tensors' shapes depend on, beside the input."""
+        moe = self.layer.moe
+        return () if moe is None else (self._reach, self._knows_senders, *moe.dispatcher.slot_bounds)
 
     def __call__(
         self, h_TD: torch.Tensor, positions: Positions, tokens: Tokens
@@ -78,6 +91,8 @@ class Front:
             return h_TD, x_TD
         x_TD, tokens = layer.to_experts(x_TD, tokens)
         routing = moe.gate(x_TD, tokens)
+        if reach == "gate" and self._knows_senders and plans_on_device(routing.scores_TK):
+            routing = replace(routing, sending=prepare_sending(routing.expert_ids_TK, moe.dispatcher))
         self._choices = routing.filled([tensor.detach() for tensor in routing.tensors()])
         if reach == "gate":
             return h_TD, x_TD, *routing.tensors()

@@ -22,9 +22,10 @@ host in one copy. The plan is made in forward, and backward runs over the same p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -37,8 +38,10 @@ from moeclipse.comm.flight.in_flight import InFlight, Ready
 from moeclipse.comm.flight.lane import Lane
 from moeclipse.comm.group import Group
 from moeclipse.comm.wires.transport import TorchTransport, Transport
-from moeclipse.core.shares import even_bounds
+from moeclipse.moe.sizes import Sizes, Unit, cuts_of_ranks
 from moeclipse.ops.combine import sum_rows
+from moeclipse.ops.grouping import Grouping
+from moeclipse.ops.sending import Places, chunk_of
 from moeclipse.schedule.shape import ExchangeShape
 
 
@@ -80,9 +83,22 @@ class Dispatcher:
         )
 
     def moved(self, placement: Placement, expected_E: np.ndarray | None = None) -> Dispatcher:
-        """The same ranks and wire, another placement."""
+        """The same ranks and wire, another placement.
+
+        Tables of the same shape stay where they are and change: what was captured goes on reading them.
+        """
         device = self.rank_of_E.device
-        return Dispatcher.of(placement, self.group, self.lane, device, self.transport, expected_E)
+        moved = Dispatcher.of(placement, self.group, self.lane, device, self.transport, expected_E)
+        if moved.slot_bounds != self.slot_bounds:
+            return moved
+        for mine, theirs in zip(self._tables(), moved._tables(), strict=True):
+            mine.copy_(theirs)
+        kept = replace(moved, rank_of_E=self.rank_of_E, slot_of_E=self.slot_of_E)
+        vars(kept).update(rank_of_slot=self.rank_of_slot, places=self.places)
+        return kept
+
+    def _tables(self) -> tuple[torch.Tensor, ...]:
+        return self.rank_of_E, self.slot_of_E, self.rank_of_slot, self.places.first_slot_P1
 
     @cached_property
     def slot_bounds(self) -> list[int]:
@@ -94,27 +110,14 @@ class Dispatcher:
         return QuotaOrder.of(self.placement, self.group.index)
 
     @cached_property
+    def places(self) -> Places:
+        first = torch.tensor(self.slot_bounds, device=self.rank_of_E.device)
+        return Places(rank_of_slot=self.rank_of_slot, first_slot_P1=first, num_slots=self.slot_bounds[-1])
+
+    @cached_property
     def rank_of_slot(self) -> torch.Tensor:
         ranks = [rank for rank, row in enumerate(self.placement.slots) for _ in row]
         return torch.tensor(ranks, dtype=torch.int64, device=self.rank_of_E.device)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unit:
-    """One slice of the exchange: which rows leave, which arrive, and what the experts do with them."""
-
-    leaving: slice
-    """Of the rows this rank sends."""
-    arriving: slice
-    """Of the rows this rank receives."""
-    pairs: slice
-    """Of the pairs it computes."""
-    send_rows: list[int]
-    receive_rows: list[int]
-    counts: list[int]
-    """Pairs for each expert of this rank."""
-    local: bool
-    """On every rank these rows stay where they are: nobody waits for anybody."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,15 +131,9 @@ class DispatchPlan:
     row_token_N: torch.Tensor
     pair_place_n: torch.Tensor
     """Of each pair sent, its place in the flattened (token, choice) table."""
-    pair_row_n: torch.Tensor
-    """Of each pair sent, its row counted from the first row sent to the same rank."""
     send_pairs: list[int]
     receive_pairs: list[int]
     num_arriving: int
-    regroup_M: torch.Tensor
-    """From arrival order (source, chunk, expert, token) to (unit, expert, source, token)."""
-    row_shift_M: torch.Tensor
-    """Of each pair that arrives, what leads from its row's number at the source to its row's place here."""
     sizes: Sizes
 
     def send(self, unit: Unit, rows: torch.Tensor, out: torch.Tensor, what: str) -> InFlight[torch.Tensor]:
@@ -159,9 +156,102 @@ class DispatchPlan:
             rows, unit.receive_rows, unit.send_rows, label, out[unit.leaving]
         )
 
+    def take_rows(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """What this rank sends of its tokens' vectors, or of numbers that go with them."""
+        return x_TD[self.row_token_N]
+
     def sum_tokens(self, rows_ND: torch.Tensor) -> torch.Tensor:
         """The partial sums that came back, added for each token."""
         return sum_rows(rows_ND, self.row_token_N, self.num_tokens)
+
+    def send_pairs_of(self, scores_TK: torch.Tensor) -> ArrivingPairs:
+        """Where rows are for whom, and how much they count, to the ranks that compute them."""
+        raise NotImplementedError
+
+    def return_score_grads(self, d_score_M: torch.Tensor) -> InFlight[torch.Tensor]:
+        """Back to the ranks whose gate gave the scores, in the order the pairs were sent."""
+        raise NotImplementedError
+
+    def place_score_grads(self, d_score_n: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """What came back, for each choice; zeros where there was nothing."""
+        d_scores_TK = d_score_n.new_zeros(shape)
+        d_scores_TK.view(-1)[self.pair_place_n] = d_score_n
+        return d_scores_TK
+
+
+class ArrivingPairs(Protocol):
+    """Pairs on their way to this rank, in the order of units and experts."""
+
+    def of(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows, counted from the first of the unit; scores) of its pairs."""
+
+    def grouping(self, unit: Unit, /) -> Grouping | None:
+        """What kernels read of them, where it is known already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchPlan(DispatchPlan):
+    """By plain torch; the kernels' is `moe/dispatch_on_device`."""
+
+    pair_row_n: torch.Tensor
+    """Of each pair sent, its row counted from the first row sent to the same rank."""
+    regroup_M: torch.Tensor
+    """From arrival order (source, chunk, expert, token) to (unit, expert, source, token)."""
+    row_shift_M: torch.Tensor
+    """Of each pair that arrives, what leads from its row's number at the source to its row's place here."""
+
+    def send_pairs_of(self, scores_TK: torch.Tensor) -> TorchPairs:
+        return TorchPairs(self, scores_TK)
+
+    def return_score_grads(self, d_score_M: torch.Tensor) -> InFlight[torch.Tensor]:
+        arrival = torch.empty_like(d_score_M)
+        arrival[self.regroup_M] = d_score_M
+        label = f"return of score gradients, {self.where}"
+        return self.dispatcher.transport.all_to_all(arrival, self.receive_pairs, self.send_pairs, label)
+
+
+class TorchPairs:
+    """Those of rows that stay on this rank are known before anything arrives: their unit need not wait."""
+
+    def __init__(self, plan: TorchPlan, scores_TK: torch.Tensor) -> None:
+        self.plan = plan
+        self.integer = torch.int64 if scores_TK.dtype == torch.float64 else torch.int32
+        # Row places and scores travel bit-packed, side by side, in the scores' own type.
+        places = plan.pair_row_n.to(self.integer).view(scores_TK.dtype)
+        packed = torch.stack([places, scores_TK.flatten()[plan.pair_place_n]], dim=1)
+        me = plan.dispatcher.group.index
+        first = sum(plan.send_pairs[:me])
+        self._own = packed[first : first + plan.send_pairs[me]]
+        label = f"dispatch of scores, {plan.where}"
+        self._arriving = plan.dispatcher.transport.all_to_all(
+            packed, plan.send_pairs, plan.receive_pairs, label
+        )
+        self._all: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def of(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
+        if unit.local and self._all is None:
+            plan = self.plan
+            arrival = plan.regroup_M[unit.pairs]
+            start = sum(plan.receive_pairs[: plan.dispatcher.group.index])
+            row_M, score_M = self._unpack(self._own[arrival - start], plan.row_shift_M[arrival])
+            return row_M - unit.arriving.start, score_M
+        row_M, score_M = self.all()
+        return row_M[unit.pairs] - unit.arriving.start, score_M[unit.pairs]
+
+    def grouping(self, _: Unit) -> None:
+        return None
+
+    def all(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows are counted over all that arrive."""
+        if self._all is None:
+            regroup_M = self.plan.regroup_M
+            packed = self._arriving.get()[regroup_M]
+            self._all = self._unpack(packed, self.plan.row_shift_M[regroup_M])
+        return self._all
+
+    def _unpack(self, packed: torch.Tensor, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        row = packed[:, 0].contiguous().view(self.integer).to(torch.int64) + shift
+        return row, packed[:, 1]
 
 
 def plan_dispatch(
@@ -170,7 +260,7 @@ def plan_dispatch(
     shape: ExchangeShape,
     where: str,
     slots: torch.Tensor | None = None,
-) -> DispatchPlan:
+) -> TorchPlan:
     """`slots`: of each choice, flattened, the slot that computes it; left out: that of its primary."""
     num_tokens, top_k = expert_ids_TK.shape
     slot_bounds, chunks = dispatcher.slot_bounds, shape.most_chunks
@@ -209,7 +299,7 @@ def plan_dispatch(
     per_segment = arriving_pairs.view(num_ranks * chunks, -1).sum(1)
     unit_M = torch.tensor(sizes.unit_of_segment, device=device).repeat_interleave(per_segment)
     expert_M = expert_M.repeat_interleave(arriving_pairs)
-    return DispatchPlan(
+    return TorchPlan(
         dispatcher=dispatcher,
         where=where,
         num_tokens=num_tokens,
@@ -224,101 +314,6 @@ def plan_dispatch(
         row_shift_M=torch.tensor(sizes.row_shift, device=device).repeat_interleave(per_segment),
         sizes=sizes,
     )
-
-
-class Sizes:
-    """The table that everyone has after round 1, read from one rank's point of view.
-
-    A segment is what travels between two ranks in one chunk; segments of arriving rows are counted
-    source by source, chunk by chunk.
-    """
-
-    def __init__(self, table: list[list[int]], slot_bounds: list[int], me: int, shape: ExchangeShape) -> None:
-        self.me, self.shape, self.chunks = me, shape, shape.most_chunks
-        self.table, self.slot_bounds = table, slot_bounds
-        num_ranks, num_pairs = len(table), slot_bounds[-1] * self.chunks
-        self.num_mine = slot_bounds[me + 1] - slot_bounds[me]
-        ranks = range(num_ranks)
-        mine = slice(slot_bounds[me] * self.chunks, slot_bounds[me + 1] * self.chunks)
-        blocks = [slice(slot_bounds[p] * self.chunks, slot_bounds[p + 1] * self.chunks) for p in ranks]
-        self.send_pairs = [sum(table[me][block]) for block in blocks]
-        arriving = [source[mine] for source in table]  # [source][chunk x my expert]
-        self.arriving_pairs = [count for counts in arriving for count in counts]
-        self.receive_pairs = [sum(counts) for counts in arriving]
-        parts = cuts_of_ranks(shape, me)
-        send_cuts = [even_bounds(*cut) for cut in zip(table[me][num_pairs:], parts, strict=True)]
-        cuts = [
-            even_bounds(source[num_pairs + me], number) for source, number in zip(table, parts, strict=True)
-        ]
-        self.send_rows, self.receive_rows = [], []
-        self.leaving_starts: list[int] = []
-        self.leaving_lengths: list[int] = []
-        starts = [0]
-        for rows in table[me][num_pairs:]:
-            starts.append(starts[-1] + rows)
-        self.row_shift = [0] * (num_ranks * self.chunks)
-        self.unit_of_segment = [0] * (num_ranks * self.chunks)
-        arrived = 0
-        for number, (step, chunk) in enumerate(shape.units):
-            send, receive = [0] * num_ranks, [0] * num_ranks
-            for peer in sorted(shape.send_to(me, step)):
-                send[peer] = send_cuts[peer][chunk + 1] - send_cuts[peer][chunk]
-                self.leaving_starts.append(starts[peer] + send_cuts[peer][chunk])
-                self.leaving_lengths.append(send[peer])
-            for peer in sorted(shape.receive_from(me, step)):
-                receive[peer] = cuts[peer][chunk + 1] - cuts[peer][chunk]
-                self.unit_of_segment[peer * self.chunks + chunk] = number
-                self.row_shift[peer * self.chunks + chunk] = arrived - cuts[peer][chunk]
-                arrived += receive[peer]
-            self.send_rows.append(send)
-            self.receive_rows.append(receive)
-
-    def pairs_by_slot(self) -> np.ndarray:
-        """Pairs of each rank for each slot of all ranks, [P, R]."""
-        table, cut = np.array(self.table, dtype=np.int64), self.chunks
-        parts = [
-            table[:, cut * first : cut * stop].reshape(len(table), cut, stop - first).sum(1)
-            for first, stop in pairwise(self.slot_bounds)
-        ]
-        return np.concatenate(parts, axis=1)
-
-    def units(self) -> dict[tuple[int, int], Unit]:
-        found: dict[tuple[int, int], Unit] = {}
-        left = arrived = paired = 0
-        for (step, chunk), send, receive in zip(
-            self.shape.units, self.send_rows, self.receive_rows, strict=True
-        ):
-            counts = [0] * self.num_mine
-            for source in self.shape.receive_from(self.me, step):
-                first = (source * self.chunks + chunk) * self.num_mine
-                for slot in range(self.num_mine):
-                    counts[slot] += self.arriving_pairs[first + slot]
-            unit = Unit(
-                leaving=slice(left, left + sum(send)),
-                arriving=slice(arrived, arrived + sum(receive)),
-                pairs=slice(paired, paired + sum(counts)),
-                send_rows=send,
-                receive_rows=receive,
-                counts=counts,
-                local=step == 0 and self.shape.keeps_own_rows,
-            )
-            left, arrived, paired = unit.leaving.stop, unit.arriving.stop, unit.pairs.stop
-            found[step, chunk] = unit
-        return found
-
-
-def cuts_of_ranks(shape: ExchangeShape, me: int) -> list[int]:
-    """Into how many chunks the rows between this rank and each other are cut, the same in both directions."""
-    near = shape.send_to(me, 0)
-    return [shape.own_chunks if rank in near else shape.chunks for rank in range(shape.num_ranks)]
-
-
-def chunk_of(place: torch.Tensor, total: torch.Tensor, chunks: torch.Tensor) -> torch.Tensor:
-    """Which of `chunks` even parts of range(total) holds `place`; the cuts are those of even_bounds."""
-    share = total // chunks
-    larger = (total - share * chunks) * (share + 1)  # where the parts with one more end
-    beyond = (place - larger) // share.clamp(min=1) + (total - share * chunks)
-    return torch.where(place < larger, place // (share + 1), beyond)
 
 
 def sort_key(
@@ -338,54 +333,3 @@ def concatenated(starts: Sequence[int], lengths: Sequence[int], device: torch.de
         total += length
     shift, length = torch.tensor([shifts, lengths], dtype=torch.int64, device=device).view(2, -1)
     return torch.arange(total, device=device) + shift.repeat_interleave(length)
-
-
-class Pairs:
-    """Where each pair's row is and what its score is: (row_M, score_M) in the order of units and experts.
-
-    Those of rows that stay on this rank are known before anything has arrived, so their unit need not wait.
-    """
-
-    def __init__(self, plan: DispatchPlan, scores_TK: torch.Tensor) -> None:
-        self.plan = plan
-        self.integer = torch.int64 if scores_TK.dtype == torch.float64 else torch.int32
-        # Row places and scores travel bit-packed, side by side, in the scores' own type.
-        places = plan.pair_row_n.to(self.integer).view(scores_TK.dtype)
-        packed = torch.stack([places, scores_TK.flatten()[plan.pair_place_n]], dim=1)
-        me = plan.dispatcher.group.index
-        first = sum(plan.send_pairs[:me])
-        self._own = packed[first : first + plan.send_pairs[me]]
-        label = f"dispatch of scores, {plan.where}"
-        self._arriving = plan.dispatcher.transport.all_to_all(
-            packed, plan.send_pairs, plan.receive_pairs, label
-        )
-        self._all: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def of(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pairs of one unit; rows are counted over all that arrive."""
-        if unit.local and self._all is None:
-            plan = self.plan
-            arrival = plan.regroup_M[unit.pairs]
-            start = sum(plan.receive_pairs[: plan.dispatcher.group.index])
-            return self._unpack(self._own[arrival - start], plan.row_shift_M[arrival])
-        row_M, score_M = self.all()
-        return row_M[unit.pairs], score_M[unit.pairs]
-
-    def all(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._all is None:
-            regroup_M = self.plan.regroup_M
-            packed = self._arriving.get()[regroup_M]
-            self._all = self._unpack(packed, self.plan.row_shift_M[regroup_M])
-        return self._all
-
-    def _unpack(self, packed: torch.Tensor, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        row = packed[:, 0].contiguous().view(self.integer).to(torch.int64) + shift
-        return row, packed[:, 1]
-
-
-def return_score_grads(plan: DispatchPlan, d_score_M: torch.Tensor) -> InFlight[torch.Tensor]:
-    """Score gradients back to the ranks whose gate gave the scores, in the order the pairs were sent."""
-    arrival = torch.empty_like(d_score_M)
-    arrival[plan.regroup_M] = d_score_M
-    label = f"return of score gradients, {plan.where}"
-    return plan.dispatcher.transport.all_to_all(arrival, plan.receive_pairs, plan.send_pairs, label)

@@ -21,9 +21,10 @@ import torch
 
 from moeclipse.comm.flight.execute import execute
 from moeclipse.comm.flight.in_flight import InFlight, Joined
-from moeclipse.moe.dispatch import Dispatcher, DispatchPlan, Pairs, Unit, return_score_grads
+from moeclipse.moe.dispatch import Dispatcher, DispatchPlan, Unit
 from moeclipse.moe.expert_set import PairExperts
 from moeclipse.moe.first_order import first_order
+from moeclipse.moe.fused import FusedExperts
 from moeclipse.moe.granularity import Stopwatch
 from moeclipse.moe.keep import put_together, take_apart
 from moeclipse.moe.launches import announce
@@ -83,7 +84,7 @@ class ForwardRun:
 
     def start(self) -> None:
         plan = self.plan
-        self.pairs = Pairs(plan, self.scores_TK)
+        self.pairs = plan.send_pairs_of(self.scores_TK)
         self.arrived = [rows.new_empty((plan.num_arriving, *rows.shape[1:])) for rows in self.rows]
         self.back_NO = self.rows[0].new_empty(len(self.rows[0]), self.experts.out_width)
 
@@ -124,9 +125,13 @@ class ForwardRun:
         return None
 
     def compute(self, key: Key, unit: Unit) -> None:
-        row_M, score_M = self.pairs.of(unit)
-        rows, index_M = [tensor[unit.arriving] for tensor in self.arrived], row_M - unit.arriving.start
-        self.partial_RO, self.saved[key] = self.experts.forward(rows, index_M, unit.counts, score_M)
+        index_M, score_M = self.pairs.of(unit)
+        rows = [tensor[unit.arriving] for tensor in self.arrived]
+        given = (rows, index_M, unit.counts, score_M)
+        if isinstance(self.experts, FusedExperts):
+            self.partial_RO, self.saved[key] = self.experts.forward(*given, self.pairs.grouping(unit))
+        else:
+            self.partial_RO, self.saved[key] = self.experts.forward(*given)
 
 
 class BackwardRun:
@@ -144,7 +149,7 @@ class BackwardRun:
         self.shadows = None if kept.shadows is None else ShadowGrads(kept.shadows)
         self.d_out_TO = d_out_TO
         self.d_scores: InFlight[torch.Tensor] | None = None
-        self.d_rows_NO = d_out_TO[self.plan.row_token_N]
+        self.d_rows_NO = self.plan.take_rows(d_out_TO)
         self.pending: list[tuple[int, Any]] = []
         """Weight gradients to come, each with its step."""
         self.weight_grads: tuple[torch.Tensor | None, ...] = ()
@@ -162,12 +167,13 @@ class BackwardRun:
 
     def start(self) -> None:
         self.arrived_RO = self.d_rows_NO.new_empty(self.plan.num_arriving, self.d_rows_NO.shape[1])
-        self.d_score_M = self.d_rows_NO.new_empty(len(self.plan.regroup_M), dtype=self.kept.scores[1])
+        num_pairs = sum(self.plan.receive_pairs)
+        self.d_score_M = self.d_rows_NO.new_empty(num_pairs, dtype=self.kept.scores[1])
 
     def return_scores(self) -> None:
         """Score gradients travel once all units have them; behind the rows, because they are small."""
         if self.d_scores is None:
-            self.d_scores = return_score_grads(self.plan, self.d_score_M)
+            self.d_scores = self.plan.return_score_grads(self.d_score_M)
 
     def wgrad(self, step: int | None = None) -> None:
         """Of one step's rows, or of all that are left."""
@@ -178,9 +184,7 @@ class BackwardRun:
     def finish(self) -> tuple[list[torch.Tensor | None], torch.Tensor]:
         plan, shadows = self.plan, self.shadows
         assert self.d_scores is not None
-        shape, dtype = self.kept.scores
-        d_scores_TK = self.d_out_TO.new_zeros(shape, dtype=dtype)
-        d_scores_TK.view(-1)[plan.pair_place_n] = self.d_scores.get()
+        d_scores_TK = plan.place_score_grads(self.d_scores.get(), self.kept.scores[0])
         grads = [None if rows is None else plan.sum_tokens(rows) for rows in self.back]
         if shadows is not None:
             d_scores_TK.view(-1)[shadows.place_m] = shadows.d_score_m
@@ -230,7 +234,10 @@ class BackwardRun:
     def compute(self, key: Key, unit: Unit) -> None:
         saved = self.kept.saved.pop(key)
         self.partial, d_score_M, pending = self.experts.dgrad(self.arrived_RO[unit.arriving], saved)
-        self.d_score_M[unit.pairs] = d_score_M.to(self.d_score_M.dtype)
+        if len(self.plan.units) == 1 and d_score_M.dtype == self.d_score_M.dtype:
+            self.d_score_M = d_score_M
+        else:
+            self.d_score_M[unit.pairs] = d_score_M.to(self.d_score_M.dtype)
         self.pending.append((key[0], pending))
 
 
@@ -297,7 +304,7 @@ class LayerCall:
 
     def rows_of(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What travels of each input."""
-        return [as_numbers(tensor)[self.plan.row_token_N] for tensor in inputs]
+        return [self.plan.take_rows(as_numbers(tensor)) for tensor in inputs]
 
 
 def without_rows(tensor: torch.Tensor) -> torch.Tensor:

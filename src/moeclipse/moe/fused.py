@@ -18,7 +18,7 @@ from moeclipse.ops import expert_passes
 from moeclipse.ops.activation import ACTIVATIONS
 from moeclipse.ops.expert_mlp import KERNEL_DTYPES
 from moeclipse.ops.expert_passes import ExpertState, ExpertWeights, HiddenGrads
-from moeclipse.ops.grouping import group_arrived
+from moeclipse.ops.grouping import Grouping, group_arrived
 from moeclipse.ops.tuning import device_fits
 from moeclipse.tensor.weight_grad import Grads
 
@@ -66,9 +66,11 @@ class FusedExperts:
         index_M: torch.Tensor,
         counts: Sequence[int],
         score_M: torch.Tensor,
+        grouping: Grouping | None = None,
     ) -> tuple[torch.Tensor, FusedSaved]:
+        """`grouping`: of these pairs, where it is known."""
         (rows_RD,) = rows
-        grouping = group_arrived(index_M, counts, len(rows_RD), self.most)
+        grouping = grouping or group_arrived(index_M, counts, len(rows_RD), self.most)
         weights = ExpertWeights.of([weight.to(rows_RD.dtype) for weight in self.experts.weights])
         sums, state = expert_passes.forward(rows_RD, score_M, weights, grouping, self.experts.activation)
         return sums, FusedSaved(state=state, weights=weights)

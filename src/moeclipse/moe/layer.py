@@ -374,7 +374,7 @@ class MoE(nn.Module):
         """Exchange sizes and decide what runs; no row travels yet. `call`: see `moe/calls`."""
         pairwise = self._pairwise(structure, inputs)
         prepared = self.schedule.prepare(
-            routing.expert_ids_TK,
+            routing,
             self.dispatcher,
             pairwise,
             self.mesh,

@@ -6,12 +6,14 @@ experts. `load_E` counts what the gate wanted, before anything was dropped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, is_dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
+
+from moeclipse.ops.sending import Sending
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,22 +37,17 @@ class Routing:
     """Most rows that an expert takes; 0: no bound."""
     complete: bool = False
     """Every token goes to all experts that it wanted: nothing has to be counted to know."""
+    sending: Sending | None = None
+    """Who sends what to whom, where that was found already."""
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All that it holds, in one order."""
-        values = (*vars(self).values(), *(() if self.sums is None else vars(self.sums).values()))
-        return tuple(value for value in values if isinstance(value, torch.Tensor))
+        return tuple(_tensors_of(self))
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Routing:
         """The same with other tensors, in that order."""
-        given = iter(tensors)
-
-        def changed(fields: Any) -> Any:
-            named = {name: next(given) for name, value in vars(fields).items() if torch.is_tensor(value)}
-            return replace(fields, **named)
-
-        outer: Routing = changed(self)
-        return outer if self.sums is None else replace(outer, sums=changed(self.sums))
+        filled: Routing = _filled(self, iter(tensors))
+        return filled
 
     @property
     def num_dropped(self) -> torch.Tensor:
@@ -74,6 +71,22 @@ class Routing:
             return self.sums.squares
         assert self.logits_TE is not None
         return self.logits_TE.logsumexp(-1).square().sum()
+
+
+def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif is_dataclass(value):
+        for item in vars(value).values():
+            yield from _tensors_of(item)
+
+
+def _filled(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return next(tensors)
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    return replace(value, **{name: _filled(item, tensors) for name, item in vars(value).items()})
 
 
 @cache

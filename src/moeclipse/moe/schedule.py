@@ -33,6 +33,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.dispatch import Dispatcher, DispatchPlan, plan_dispatch
 from moeclipse.moe.dispatch_combine import Programs
+from moeclipse.moe.dispatch_on_device import plan_on_device, plans_on_device, prepare_sending
 from moeclipse.moe.granularity import (
     CALLS,
     CHUNKS,
@@ -49,7 +50,7 @@ from moeclipse.moe.granularity import (
 from moeclipse.moe.pairwise import PairwiseExperts
 from moeclipse.moe.probe import Probe, measure, tell
 from moeclipse.moe.replicas import choose_slots
-from moeclipse.moe.routing import count_experts
+from moeclipse.moe.routing import Routing, count_experts
 from moeclipse.moe.shadow import ShadowExperts, keep_shadowed
 from moeclipse.moe.shadow_choice import ShadowChoice, label_of
 from moeclipse.moe.shadow_price import priced
@@ -159,7 +160,7 @@ class ExchangeSchedule:
 
     def prepare(
         self,
-        ids_TK: torch.Tensor,
+        routing: Routing,
         dispatcher: Dispatcher,
         experts: PairwiseExperts,
         mesh: Mesh,
@@ -173,6 +174,7 @@ class ExchangeSchedule:
         `loads` are on their way for other reasons; where they are left out, replicas ask for counts.
         `decided` is what an earlier call decided that is now repeated: nothing is learned from it.
         """
+        ids_TK, sending = routing.expert_ids_TK, routing.sending
         train = train and decided is None
         if train:
             self._learn(ids_TK, dispatcher, experts, mesh, where)
@@ -183,12 +185,17 @@ class ExchangeSchedule:
         place = ids_TK.new_empty(0)
         if mine is not None:
             ids_TK, place = keep_shadowed(ids_TK, mine, dispatcher.placement.num_experts)
+            sending = None
         shape = self.shape(shadows=mine is not None, use=decided.use)
         slots = None
         if dispatcher.table is not None:
             travelling_PE = self._rows_that_travel(ids_TK, dispatcher, where, loads, counts_PE)
-            slots = choose_slots(ids_TK, dispatcher, travelling_PE, self.hosts)
-        plan = plan_dispatch(ids_TK, dispatcher, shape, where, slots)
+            slots, sending = choose_slots(ids_TK, dispatcher, travelling_PE, self.hosts), None
+        if plans_on_device(routing.scores_TK):
+            sending = sending or prepare_sending(ids_TK, dispatcher, slots)
+            plan: DispatchPlan = plan_on_device(sending, dispatcher, shape, where)
+        else:
+            plan = plan_dispatch(ids_TK, dispatcher, shape, where, slots)
         if train and self.shadows.automatic and costs is not None and decided.probe is not None:
             self.shadows.learn(plan, costs, decided.probe)
         if train:

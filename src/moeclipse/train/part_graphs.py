@@ -148,12 +148,17 @@ class PartGraphs(Graphs):
         self._kind: bool | None = None
         """Of the microbatch that runs, if it is replayed: whether it is the first of its step."""
         self._parts: dict[tuple[int, bool], CapturedPart] = {}
-        for layer in layers:
-            layer.front = Front(layer, self._run_of(layer))
+        self._fronts = [Front(layer, self._run_of(layer)) for layer in layers]
+        self._shapes: list[tuple[Any, ...]] = []
+        for front in self._fronts:
+            front.layer.front = front
 
     def run(self, work: Callable[[], None], *, first: bool) -> None:
         """A microbatch; `first`: of its step."""
         self._kind = first if self._warm(first) else None
+        if (shapes := [front.shape for front in self._fronts]) != self._shapes:
+            self._parts.clear()  # all, not those that changed: they share memory by the order of captures
+            self._shapes = shapes
         try:
             self._capture.eagerly(work)
         finally:
