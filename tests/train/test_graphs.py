@@ -112,6 +112,23 @@ def test_replayed_microbatches_train_the_same_model(accumulate: int) -> None:
     assert replays == 3 * accumulate
 
 
+def uneven(mesh: Mesh) -> tuple[bool, int]:
+    """Five samples in two microbatches: three and two."""
+    config = with_values(TrainConfig(), {**SMALL, "data.batch_size": 5, "optim.accumulate": 2})
+    plain, learner = Learner(config, mesh), Learner(config, mesh)
+    capture = with_graphs(learner)
+    same = [
+        learner.step(step)["grad_norm"] == plain.step(step)["grad_norm"] for step in range(WARM_STEPS + 2)
+    ]
+    return all(same), capture.captures
+
+
+def test_microbatches_need_not_be_alike() -> None:
+    same, captures = run_alone(uneven)
+    assert same
+    assert captures == 2
+
+
 def failing(mesh: Mesh) -> tuple[bool, list[str], str]:
     config = with_values(TrainConfig(), {**SMALL, "optim.accumulate": 3})
     plain, learner = Learner(config, mesh), Learner(config, mesh)

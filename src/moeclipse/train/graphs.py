@@ -3,7 +3,8 @@
 Idea. On one rank nothing of a microbatch depends on what the host learns on the way: no row is dropped,
 counts stay on the device, gradients add into buffers that never move. So all of it is captured once and
 replayed with other tokens. There are two graphs: the first microbatch of a step *stores* its gradients,
-further ones *add* (`tensor/weight_grad`). They share one pool of memory, because they never run at once.
+further ones *add* (`tensor/weight_grad`); where microbatches are not alike, two for each number of samples.
+They share one pool of memory, because they never run at once.
 
 Contract. Same bits as without: the captured kernels are those that run eagerly. The first WARM_STEPS steps
 run eagerly, so that kernels are compiled, tuned and loaded; where something cannot be captured (a layer of a
@@ -135,8 +136,8 @@ class MicrobatchGraphs(Graphs):
     ) -> None:
         super().__init__(capture, recorder)
         self._compute, self._states = compute, list(states)
-        self._graphs: dict[bool, Captured] = {}
-        self._inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._graphs: dict[tuple[bool, torch.Size], Captured] = {}
+        self._inputs: dict[torch.Size, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def run(self, inputs: torch.Tensor, targets: torch.Tensor, scale: float, *, first: bool) -> None:
         """`first`: of its step."""
@@ -145,7 +146,7 @@ class MicrobatchGraphs(Graphs):
             self._capture.eagerly(lambda: self._compute(inputs, targets, scaled))
             return
         given = self._put(inputs, targets, scale)
-        captured = self._graphs.get(first) or self._captured(first, given)
+        captured = self._graphs.get((first, inputs.shape)) or self._captured(first, given)
         if captured is None:
             self._capture.eagerly(lambda: self._compute(*given))
         else:
@@ -155,13 +156,14 @@ class MicrobatchGraphs(Graphs):
         self, inputs: torch.Tensor, targets: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Where the graphs read them."""
-        if self._inputs is None:
+        if inputs.shape not in self._inputs:
             number = inputs.new_zeros((), dtype=torch.float64)
-            self._inputs = torch.empty_like(inputs), torch.empty_like(targets), number
-        self._inputs[0].copy_(inputs)
-        self._inputs[1].copy_(targets)
-        self._inputs[2].fill_(scale)
-        return self._inputs
+            self._inputs[inputs.shape] = torch.empty_like(inputs), torch.empty_like(targets), number
+        mine = self._inputs[inputs.shape]
+        mine[0].copy_(inputs)
+        mine[1].copy_(targets)
+        mine[2].fill_(scale)
+        return mine
 
     def _captured(
         self, first: bool, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -177,8 +179,8 @@ class MicrobatchGraphs(Graphs):
             self._refuse(error)
             return None
         filled = [state for state in empty if not state.empty]
-        self._graphs[first] = Captured(graph, filled, region)
-        return self._graphs[first]
+        found = self._graphs[first, given[0].shape] = Captured(graph, filled, region)
+        return found
 
 
 def obstacle(config: TrainConfig, mesh: Mesh, model: nn.Module) -> str:

@@ -3,7 +3,8 @@
 Idea. What stands between two exchanges asks nobody: attention and gate, a dense layer, a layer with all its
 experts (`model/front`). Forward and backward of each are captured apart and take one launch; exchanges, and
 experts whose rows are others in every microbatch, run eagerly. As with whole microbatches (`train/graphs`)
-there are two of each: the first microbatch of a step stores its gradients, further ones add.
+there are two of each: the first microbatch of a step stores its gradients, further ones add; and as many for
+each number of tokens, where microbatches are not alike.
 
 Contract. The same bits as without. Buckets hear of complete gradients as they do from autograd, so they are
 reduced beside the rest of backward. All graphs share one pool of memory: they are replayed in the order in
@@ -147,7 +148,7 @@ class PartGraphs(Graphs):
         super().__init__(capture, recorder)
         self._kind: bool | None = None
         """Of the microbatch that runs, if it is replayed: whether it is the first of its step."""
-        self._parts: dict[tuple[int, bool], CapturedPart] = {}
+        self._parts: dict[tuple[int, bool, torch.Size], CapturedPart] = {}
         self._fronts = [Front(layer, self._run_of(layer)) for layer in layers]
         self._shapes: list[tuple[Any, ...]] = []
         for front in self._fronts:
@@ -170,7 +171,7 @@ class PartGraphs(Graphs):
         def run(part: Part, x: torch.Tensor) -> Tensors:
             if self._kind is None or self.refused:
                 return part(x)
-            key = layer.index, self._kind
+            key = layer.index, self._kind, x.shape
             if key not in self._parts:
                 try:
                     self._parts[key] = CapturedPart(part, x, states, self._captured)
