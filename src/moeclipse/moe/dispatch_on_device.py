@@ -120,6 +120,11 @@ class DevicePlan(DispatchPlan):
         return pick(d_score_n, self.place_pair_TK).view(shape)
 
 
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of what begins in the middle of 16 bytes: kernels would be compiled a second time for it."""
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
 class DevicePairs:
     """Those of rows that stay on this rank are known before anything arrives: their unit need not wait."""
 
@@ -139,14 +144,15 @@ class DevicePairs:
 
     def of(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:
         found = self._arrived(unit)
-        return found.row_M[unit.pairs], found.score_M[unit.pairs]
+        return aligned(found.row_M[unit.pairs]), aligned(found.score_M[unit.pairs])
 
     def grouping(self, unit: Unit) -> Grouping:
         number = list(self.plan.units.values()).index(unit)
         found = self._arrived(unit)
-        grouping = group_counts(self.plan.counts_US[number], unit.pairs.stop - unit.pairs.start)
-        places_RK = found.places_RK[unit.arriving]
-        return replace(grouping, row_token_M=found.row_M[unit.pairs], place_row_TK=places_RK)
+        num_pairs = unit.pairs.stop - unit.pairs.start
+        grouping = group_counts(aligned(self.plan.counts_US[number]), num_pairs)
+        places_RK = aligned(found.places_RK[unit.arriving])
+        return replace(grouping, row_token_M=aligned(found.row_M[unit.pairs]), place_row_TK=places_RK)
 
     def _arrived(self, unit: Unit) -> Arrived:
         plan, me = self.plan, self.plan.dispatcher.group.index

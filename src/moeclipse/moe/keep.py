@@ -17,9 +17,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
+
+PLAIN = (int, float, str, slice)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +58,17 @@ def _map(value: Any, leaf: Callable[[Any], Any], whole: tuple[type, ...]) -> Any
         return {key: _map(item, leaf, whole) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_map(item, leaf, whole) for item in value)
+    if isinstance(value, PLAIN):
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, Place, *whole)):
-        names = [field.name for field in dataclasses.fields(value)]
-        changed = {name: _map(getattr(value, name), leaf, whole) for name in names}
+        found = {name: getattr(value, name) for name in _names_of(cast(Any, type(value)))}
+        changed = {name: _map(item, leaf, whole) for name, item in found.items()}
+        if all(changed[name] is item for name, item in found.items()):
+            return value
         return dataclasses.replace(cast(Any, value), **changed)
     return leaf(value)
+
+
+@cache
+def _names_of(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))

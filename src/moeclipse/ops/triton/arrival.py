@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def pack(address, scores, place, packed_bits, packed, N, BLOCK: tl.constexpr):
     """address [7, 9], scores [.2, .3], place [1]: [[9 as bits, .3]]."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -21,7 +21,9 @@ def pack(address, scores, place, packed_bits, packed, N, BLOCK: tl.constexpr):
     tl.store(packed + 2 * pair + 1, tl.load(scores + at, mask=pair < N, other=0.0), mask=pair < N)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["stride", "first"], do_not_specialize_on_alignment=["packed_bits", "packed", "table"]
+)
 def unpack(
     packed_bits, packed, table, row_M, score_M, places_RK, stride, first,
     K: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
@@ -40,7 +42,7 @@ def unpack(
     tl.store(places_RK + place, at - tl.load(table + 5 * stride + segment), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["values", "table"])
 def send_order(values, table, out, stride, BLOCK: tl.constexpr):
     """Lengths 1, 2 that went to 2, 0: values [4, 5, 6] become [6, 4, 5]."""
     segment = tl.program_id(0)

@@ -48,7 +48,7 @@ def scan_experts(counts_EB, counts_E, num_blocks, BLOCK: tl.constexpr):
     tl.store(counts_E + expert, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])  # other rows arrive in every call
 def tile_table(
     counts_E, offsets_E1, tiles, num_tiles, capacity, num_experts,
     BM: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def compare_choices(
     slots, rank_of_slot, first, lead, T, K: tl.constexpr, K_PADDED: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -38,7 +38,7 @@ def compare_choices(
     tl.store(lead + at, tl.where(mine >= 0, leader * 256 + smaller, -1), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def address_pairs(
     slots, rank_of_slot, token_row, offsets_P1, lead, T,
     K: tl.constexpr, K_PADDED: tl.constexpr, BLOCK: tl.constexpr,
@@ -57,7 +57,7 @@ def address_pairs(
     tl.store(lead + at, tl.where(used, row * K + told % 256, -1), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "chunks"])
 def keys_of_pairs(
     slots, address, rank_of_slot, first_slot, rows_P, cuts_P, key, N, chunks,
     K: tl.constexpr, BLOCK: tl.constexpr,
