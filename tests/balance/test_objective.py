@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from plans import FREE
 
-from moeclipse.balance.objective import PlacementCosts, nodes_of, score, sync_copies
+from moeclipse.balance.objective import PlacementCosts, nodes_of, rows_per_pair, score, sync_copies
 from moeclipse.balance.placement import Placement
 from moeclipse.core.errors import ConfigError
 
@@ -137,3 +137,24 @@ def test_costs_are_checked() -> None:
         PlacementCosts.from_shapes(d_model=8, d_ff=8, every=0)
     with pytest.raises(ConfigError, match="2 problems"):
         replace(FREE, row_bytes=-1, near_bandwidth=0)
+
+
+@pytest.mark.parametrize(("top_k", "ranks"), [(1, 4), (2, 2), (4, 2), (3, 8)])
+def test_a_row_stays_where_none_of_its_pairs_leaves(top_k: int, ranks: int) -> None:
+    """Tokens that choose among ranks; one pair more stays at home: how many rows less travel for it."""
+    rng, tokens = np.random.default_rng(0), 200_000
+    choices_TK = rng.integers(0, ranks, (tokens, top_k))
+
+    def rows(ranks_TK: np.ndarray) -> int:
+        return sum(int((ranks_TK == rank).any(1).sum()) for rank in range(1, ranks))
+
+    moved = np.where((rng.random(choices_TK.shape) < 0.02) & (choices_TK > 0), 0, choices_TK)
+    pairs = int(((choices_TK > 0) & (moved == 0)).sum())
+    found = (rows(choices_TK) - rows(moved)) / pairs
+    assert rows_per_pair(top_k, ranks) == pytest.approx(found, abs=0.03)
+
+
+def test_pairs_that_share_a_row_are_priced_by_what_they_save() -> None:
+    whole = PlacementCosts.from_measured(PROBED, every=5)
+    assert PlacementCosts.from_measured(PROBED, 5, 1, 0.25).row_bytes == 0.25 * whole.row_bytes
+    assert rows_per_pair(4, 1) == rows_per_pair(1, 9) == 1.0

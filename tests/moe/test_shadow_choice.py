@@ -18,7 +18,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.moe import shadow_choice
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.probe import Probe
-from moeclipse.moe.shadow_choice import ShadowChoice, loads_of
+from moeclipse.moe.shadow_choice import LONGEST_REST, ShadowChoice, loads_of
 from moeclipse.testing.run_ranks import run_ranks
 
 IDS = (torch.tensor([[0, 1, 2], [1, 0, 5], [1, -1, 4]]), torch.tensor([[4, 5, 3]]))
@@ -92,9 +92,37 @@ def test_the_next_call_asks_where_this_one_could_have_gained(
     )
     one.learn(plan, probe.shadow_costs(overlap=0.0), probe)
     assert one.asks is asks
-    one.plan = SimpleNamespace(shadows=((0, (1,)),))  # type: ignore[assignment]
-    one.learn(plan, probe.shadow_costs(overlap=0.0), probe)
-    assert one.asks, "whoever lends, goes on asking"
+
+
+def test_answers_that_are_not_worth_it_are_asked_for_ever_less_often() -> None:
+    one, probe = choice(num_experts=2), replace(SLOW_EXPERTS, look=1e-3)
+    costs = probe.shadow_costs(overlap=0.0)
+    route = SimpleNamespace(
+        placement=Placement.contiguous(2, 2), group=SimpleNamespace(size=2), slot_bounds=[0, 1, 2]
+    )
+    skewed = SimpleNamespace(pairs_by_slot=lambda: np.array([[90, 10], [90, 10]]))
+    plan: Any = SimpleNamespace(dispatcher=route, sizes=skewed)
+
+    def asked(calls: int, gain: float) -> list[int]:
+        """Calls that ask, where each answer gains so much."""
+        found = []
+        for call in range(calls):
+            found += [call] if one.asks else []
+            one.plan = SimpleNamespace(gain=gain) if one.asks else None  # type: ignore[assignment]
+            one.learn(plan, costs, probe)
+            other = choice(num_experts=2)
+            other.load_state(one.state())
+            assert other.state() == one.state(), "a resumed run goes on here"
+        return found
+
+    assert asked(20, 5e-4) == [0, 2, 5, 10, 19]
+    assert one.rest == 16
+    for _ in range(4):
+        asked(LONGEST_REST + 1, 0.0)
+    assert one.rest == LONGEST_REST
+    asked(LONGEST_REST + 1, 2e-3)
+    assert asked(5, 2e-3) == [0, 1, 2, 3, 4], "what pays is asked for in every call"
+    assert one.rest == 0
 
 
 def calls(mesh: Mesh, probe: Probe, saved: bool) -> list[tuple[bool, bool, bool]]:

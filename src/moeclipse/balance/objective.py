@@ -44,6 +44,15 @@ SHARED_CARD = 1.5
 """A rank that is so much faster while others rest shares its card with them."""
 
 
+def rows_per_pair(experts_per_token: float, num_ranks: int) -> float:
+    """Rows that are saved for each (token, expert) pair that stays on its rank.
+
+    A token's vector travels to a rank once, for all of its experts there: it stays only where none of the
+    others is there either. Loads count pairs; choices are taken not to know of each other.
+    """
+    return float((1 - 1 / num_ranks) ** (max(experts_per_token, 1.0) - 1)) if num_ranks > 1 else 1.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlacementCosts:
     row_seconds: float
@@ -118,13 +127,18 @@ class PlacementCosts:
         )
 
     @classmethod
-    def from_measured(cls, probe: Mapping[str, Any], every: int, ranks_per_node: int = 1) -> PlacementCosts:
-        """What ranks measured (`moe/probe`); where nothing went between hosts, far is as near."""
+    def from_measured(
+        cls, probe: Mapping[str, Any], every: int, ranks_per_node: int = 1, rows_saved: float = 1.0
+    ) -> PlacementCosts:
+        """What ranks measured (`moe/probe`); where nothing went between hosts, far is as near.
+
+        `rows_saved`: for each pair that stays (`rows_per_pair`).
+        """
         far, alone = probe.get("far_bandwidth") or probe["bandwidth"], probe.get("far_link") or 0.0
         card_per_rank = alone < SHARED_CARD * far if alone else False
         return cls(
             row_seconds=probe["row_forward"] + probe["row_backward"],
-            row_bytes=probe["row_bytes"],
+            row_bytes=rows_saved * probe["row_bytes"],
             weight_bytes=probe["parameter_bytes"],
             gradient_bytes=probe["gradient_bytes"],
             state_bytes=STATE_TENSORS * probe["gradient_bytes"],

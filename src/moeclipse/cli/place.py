@@ -115,7 +115,7 @@ def main(argv: list[str]) -> int:
     layers = layers_of(config, load, facts.layer_numbers(load.num_layers), facts.copies(config.ranks))
     node_P = nodes_of(config.ranks, config.nodes)
     hardware = (config.d_model, config.d_ff, config.device, config.link)
-    costs, told = facts.costs(*hardware, every=config.every, per_node=max(config.ranks // config.nodes, 1))
+    costs, told = facts.costs(*hardware, every=config.every, ranks=config.ranks, nodes=config.nodes)
     wanted = PlanConfig(planner=config.planner, max_moved=config.max_moved, time_limit=config.time_limit)
     _headline(console, config, load, layers)
     console.print(told)

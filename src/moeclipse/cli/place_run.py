@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moeclipse.balance.objective import PlacementCosts
+from moeclipse.balance.objective import PlacementCosts, rows_per_pair
 from moeclipse.core.errors import ConfigError
 from moeclipse.report.run import layers_with_experts
 from moeclipse.report.skew import probe_of, sharers
@@ -84,11 +84,14 @@ class RunFacts:
         link: str | None,
         *,
         every: int,
-        per_node: int,
+        ranks: int,
+        nodes: int,
     ) -> tuple[PlacementCosts, str]:
         """What the run has measured, unless a shape or hardware is asked for; and what to say of it."""
         if self.probe is not None and (d_model, d_ff, device, link) == (None, None, None, None):
-            costs = PlacementCosts.from_measured(self.probe, every, per_node)
+            top_k = self.get("gate", "top_k")
+            saved = rows_per_pair(top_k if isinstance(top_k, int) else 1, ranks)
+            costs = PlacementCosts.from_measured(self.probe, every, max(ranks // nodes, 1), saved)
             return costs, "seconds: from what the run has measured on its ranks"
         d_model, d_ff = d_model or self.size("d_model"), d_ff or self.size("d_ff")
         device, link = device or "h200", link or "infiniband"

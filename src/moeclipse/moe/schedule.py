@@ -370,11 +370,13 @@ class ExchangeSchedule:
         """What a resumed run needs to cut rows as this one does, JSON-able."""
         use = self.use if self.trials is None else self.trials.unseen
         cut = {"groups": use.groups, "chunks": use.chunks, "units": use.units}
-        return {**cut, "calls": self._calls, "asks": self.shadows.asks}
+        return {**cut, "calls": self._calls, "shadows": self.shadows.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over a choice, unless it was made for other ranks."""
-        calls, self.shadows.asks = state.get("calls", 0), state.get("asks", True)
+        calls = state.get("calls", 0)
+        if "shadows" in state:
+            self.shadows.load_state(state["shadows"])
         if self._taken is not None and calls >= 2:
             self._calls = calls
             self._repeat(self._taken, cuda=False, calls=calls - 1)

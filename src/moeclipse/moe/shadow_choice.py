@@ -6,7 +6,8 @@
 Idea. The exact answer needs an exchange of its own, and a search, in every call of every layer. A bound needs
 neither: it is read off the sizes that travel anyway (`balance/shadow.most_gain`). So a layer asks where the
 call before could have gained more than asking takes; loads that are even, or whose shadows would cost what
-they save, are left in peace. Experts that were named have shadows in every call.
+they save, are left in peace. Where an answer gains less than asking takes, the layer rests for one call, then
+for two, four, ... Experts that were named have shadows in every call.
 
 Contract. All ranks of the layer's group know the same sizes and prices, so all of them ask, or none. Whether
 the next call asks is part of a checkpoint: a resumed run lends as the first one would have.
@@ -15,6 +16,7 @@ the next call asks is part of a checkpoint: a resumed run lends as the first one
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +31,8 @@ from moeclipse.moe.routing import pairs_and_rows
 from moeclipse.moe.shadow import FREE, RankShadows
 
 NOBODY = np.empty((0, 0))
+LONGEST_REST = 64
+"""Calls between two answers that were not worth asking for."""
 
 
 class ShadowChoice:
@@ -40,6 +44,8 @@ class ShadowChoice:
         self.hosts = hosts
         self.asks = True
         """Whether the next call does, where shadows are chosen from costs."""
+        self.rest = self.left = 0
+        """Calls that it rests after an answer that was not worth it, and how many are left of them."""
         self.plan: ShadowPlan | None = None
         """Of the last call; None where it did not ask."""
 
@@ -94,12 +100,24 @@ class ShadowChoice:
 
     def learn(self, plan: DispatchPlan, costs: ShadowCosts, probe: Probe) -> None:
         """After a call whose rows travelled like this: does the next one ask?"""
-        if self.plan is not None and self.plan.shadows:
-            self.asks = True
+        if self.plan is not None:  # it has asked
+            pays = self.plan.gain > probe.look
+            self.rest = 0 if pays else min(max(2 * self.rest, 1), LONGEST_REST)
+            self.left, self.asks = self.rest, pays
+            return
+        self.left = max(self.left - 1, 0)
+        if self.left:
             return
         load_P, most_sent = loads_of(plan.sizes.pairs_by_slot(), plan.dispatcher)
         pace = float(load_P.max()) * (costs.row_forward + costs.row_backward)
         self.asks = most_gain(load_P, most_sent, costs) > probe.look + costs.min_gain * pace
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to ask as this one does."""
+        return {"asks": self.asks, "rest": self.rest, "left": self.left}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.asks, self.rest, self.left = state["asks"], state["rest"], state["left"]
 
 
 def loads_of(pairs_PR: np.ndarray, dispatcher: Dispatcher) -> tuple[np.ndarray, int]:

@@ -26,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 
 from moeclipse.balance.config import PlacementConfig
-from moeclipse.balance.objective import PlacementCosts
+from moeclipse.balance.objective import PlacementCosts, rows_per_pair
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.planner import PlanConfig, plan
 from moeclipse.balance.problem import PlanProblem
@@ -259,7 +259,8 @@ def problems_of(run: RunData) -> Iterator[PlanProblem]:
     copies = max(run.load.average_LPE.shape[1] // num_ranks, 1)
     node_P = tuple(run.choices.get("hosts") or [0] * num_ranks)
     lifetime = int(number(run.config.get("placement.lifetime"), PlacementConfig().lifetime))
-    costs = PlacementCosts.from_measured(probe, lifetime, max(map(node_P.count, node_P)))
+    saved = rows_per_pair(number(run.config.get("gate.top_k"), 1), num_ranks)
+    costs = PlacementCosts.from_measured(probe, lifetime, max(map(node_P.count, node_P)), saved)
     start = PlacementConfig(
         slots_per_rank=run.config.get("placement.slots_per_rank", "auto"), planner=PLANNER
     )

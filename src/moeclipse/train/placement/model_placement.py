@@ -23,7 +23,7 @@ import numpy as np
 from torch import nn
 
 from moeclipse.balance.load import LoadAverage
-from moeclipse.balance.objective import PlacementCosts
+from moeclipse.balance.objective import PlacementCosts, rows_per_pair
 from moeclipse.balance.ownership import Ownership
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.planner import PlanConfig
@@ -57,6 +57,7 @@ class ModelPlacement:
         self.num_experts, self.seed = config.moe.num_experts, config.run.seed
         self.main_grad = config.optim.main_grad
         self.lends, self.calls = config.moe.shadow == "auto", config.optim.accumulate
+        self.rows_saved = rows_per_pair(config.gate.expected_experts, self.group.size)
         self.policy = load_policy(self.config.policy) if self.config.policy else None
         self.number_of = {layer: number for number, layer in enumerate(config.model.expert_layers)}
         self.layers: list[PlacedLayer] = []
@@ -166,7 +167,7 @@ class ModelPlacement:
             layer = self.layers[0].layer
             probe = self.choices.costs_for_planners(layer)
             per_node = max(Counter(layer.schedule.hosts).values())
-            self.costs = costs_of(probe, self.config.lifetime, per_node)
+            self.costs = costs_of(probe, self.config.lifetime, per_node, self.rows_saved)
         found = []
         for placed in self.layers:
             number = self.number_of[placed.number]
@@ -243,6 +244,6 @@ class ModelPlacement:
                 placed.reset(self._owners(found, placed.layer), loads)
 
 
-def costs_of(probe: Probe, every: int, ranks_per_node: int = 1) -> PlacementCosts:
+def costs_of(probe: Probe, every: int, ranks_per_node: int = 1, rows_saved: float = 1.0) -> PlacementCosts:
     """What was measured, in the terms of planners."""
-    return PlacementCosts.from_measured(asdict(probe), every, ranks_per_node)
+    return PlacementCosts.from_measured(asdict(probe), every, ranks_per_node, rows_saved)
