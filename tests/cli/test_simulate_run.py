@@ -56,8 +56,8 @@ def test_the_program_is_that_of_the_run(file: Path) -> None:
     assert {layer.recompute for layer in layers} == {"mlp"}
     assert shape.step is not None
     assert [launch.kind for launch in layers[1].launches] == [
-        *(kinds.LOADS_F, kinds.SIZES_F, kinds.SCORES_F, kinds.SCORES_B),
-    ]
+        *(kinds.COUNTS_F, kinds.COUNTS_F, kinds.SIZES_F, kinds.SCORES_F, kinds.SCORES_B),
+    ], "replicas wait for loads, shadows for counts"
     assert [len(buckets) for buckets in shape.step.buckets] == [9, 4]
     assert shape.num_microbatches == 4
 

@@ -25,6 +25,7 @@ from moeclipse.schedule.shape import LayerShape
 from moeclipse.train.buckets import Buckets
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.parameter_groups import ParameterGroups
+from moeclipse.train.placement.may_move import as_far_as_it_goes
 
 ON_MESH = (
     "world",
@@ -70,6 +71,7 @@ def shapes_of_run(
 ) -> tuple[list[LayerShape], StepShape]:
     """Layers with what they launch, and the step without buckets; `axes` are dp, ep and tp."""
     dp, ep, tp = axes
+    config, _ = as_far_as_it_goes(config, ep if config.moe.expert_tp == "sharded" else ep * tp)
     launches = LayerLaunches(
         model=config.model,
         moe=config.moe,
