@@ -38,6 +38,7 @@ from moeclipse.moe.config import ExchangeConfig, GateConfig, MoEConfig
 from moeclipse.moe.dispatch import Dispatcher
 from moeclipse.moe.dispatch_combine import DispatchCombine, LayerCall, without_rows
 from moeclipse.moe.dispatch_in_turns import dispatch_in_turns
+from moeclipse.moe.dispatch_on_device import plans_on_device
 from moeclipse.moe.expert_set import PairExperts
 from moeclipse.moe.experts import Experts, PadToCapacity
 from moeclipse.moe.fused import FusedExperts, fits
@@ -147,8 +148,6 @@ class MoE(nn.Module):
     _wrapping: tuple[int, int] | None = None
     """Of the last forward: what wrappers do with a layer is looked at once."""
 
-    # where the layer is
-
     def attach(self, mesh: Mesh, placement: Placement | None = None) -> None:
         """Exchange rows over this mesh from now on; collective over its ranks.
 
@@ -212,8 +211,6 @@ class MoE(nn.Module):
         self.load_E.zero_()
         if self.gate.near_E is not None:
             self.attach(self.mesh)
-
-    # one call
 
     def forward(self, x: Inputs, mask: torch.Tensor | None = None) -> torch.Tensor:
         """A tensor [..., d_model], or a tuple or dict of tensors of which the first is [tokens, d_model].
@@ -330,7 +327,7 @@ class MoE(nn.Module):
             weights = [weight.to(inputs[0].dtype) for weight in experts.weights]
             given = (inputs[0], routing.scores_TK, routing.expert_ids_TK, *weights)
             return grouped_experts(*given, activation=experts.activation, **experts.sums())
-        prepared = self.prepare(routing, structure, inputs, tokens, loads, call)
+        prepared = self.prepare(routing, structure, inputs, tokens, loads, call, self.turns is None)
         if self.turns is not None and self.turns.taken:
             return dispatch_in_turns(self.turns, routing.scores_TK, prepared, inputs, self.experts.weights)
         return DispatchCombine.apply(routing.scores_TK, prepared, *inputs, *self.experts.weights)
@@ -370,8 +367,9 @@ class MoE(nn.Module):
         tokens: Tokens,
         loads: Loads | None = None,
         call: Call | None = None,
+        on_device: bool = False,
     ) -> LayerCall:
-        """Exchange sizes and decide what runs; no row travels yet. `call`: see `moe/calls`."""
+        """Exchange sizes and decide what runs; no row travels. `on_device`: kernels plan, on all ranks."""
         pairwise = self._pairwise(structure, inputs)
         prepared = self.schedule.prepare(
             routing,
@@ -382,6 +380,7 @@ class MoE(nn.Module):
             self.training and not in_backward(),
             loads,
             None if call is None else call.decided,
+            on_device and plans_on_device(routing.scores_TK),
         )
         if call is not None:
             call.decided = prepared.decided

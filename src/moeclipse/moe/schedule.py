@@ -33,7 +33,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.dispatch import Dispatcher, DispatchPlan, plan_dispatch
 from moeclipse.moe.dispatch_combine import Programs
-from moeclipse.moe.dispatch_on_device import plan_on_device, plans_on_device, prepare_sending
+from moeclipse.moe.dispatch_on_device import plan_on_device, prepare_sending
 from moeclipse.moe.granularity import (
     CALLS,
     CHUNKS,
@@ -168,6 +168,7 @@ class ExchangeSchedule:
         train: bool,
         loads: Loads | None = None,
         decided: Decided | None = None,
+        on_device: bool = False,
     ) -> Prepared:
         """Decide, exchange sizes, and lay everything out for one call of the layer.
 
@@ -191,7 +192,7 @@ class ExchangeSchedule:
         if dispatcher.table is not None:
             travelling_PE = self._rows_that_travel(ids_TK, dispatcher, where, loads, counts_PE)
             slots, sending = choose_slots(ids_TK, dispatcher, travelling_PE, self.hosts), None
-        if plans_on_device(routing.scores_TK):
+        if on_device:
             sending = sending or prepare_sending(ids_TK, dispatcher, slots)
             plan: DispatchPlan = plan_on_device(sending, dispatcher, shape, where)
         else:
