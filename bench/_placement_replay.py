@@ -12,6 +12,11 @@ replicas a plan, the first plan left out.
 Prices are those of a rank with 262,144 rows a step (131,072 on 16 ranks), where replicas cost little; with
 fewer rows planners rightly leave some balance to save gradients (`small batch`: an eighth of them).
 
+Where balance is lost is told by four ways that no run has: `average alone` plans for the average and for no
+load that may come (`balance/futures`), `free moves` pays nothing for them and needs no gain, `told` plans
+from the mean loads of the very steps for which the plan will hold, and `solver` polishes each plan with the
+exact program, moves free as well.
+
 `of known` is the part of what the exact solver reaches that knows each measured step and moves for nothing,
 `of held` that of one that knows the ten steps for which a plan holds (`bench/_placement_held.py`), where that
 ends in time. No planner can know either. The loads are those of young models, which drift fast: `tv` is
@@ -44,14 +49,21 @@ MICROBATCHES = 64
 SMALL = 8
 HELD_S = 15.0
 """For the solver that knows the steps of a plan."""
+SOLVER_S = 0.5
+FREE = ("free moves", "solver")
 WAYS: dict[str, dict[str, Any]] = {
     "static": {"planner": "static"},
     "every 50, decay 0.9": {"planner": "incremental", "every": 50, "decay": 0.9},
     "every 10, decay 0.9": {"planner": "incremental", "decay": 0.9},
     "small batch": {"planner": "incremental"},
     "every 5, taken after 2": {"planner": "incremental", "every": 5, "start_step": 5, "commit_after": 2},
+    "average alone": {"planner": "incremental"},
+    "free moves": {"planner": "incremental", "max_moved": 1.0},
+    "told": {"planner": "incremental"},
+    "solver": {"planner": "exact", "max_moved": 1.0},
     "every 10, decay auto": {"planner": "incremental"},
 }
+"""The last one is what training does."""
 
 
 def costs(lifetime: int, calls: int = MICROBATCHES) -> PlacementCosts:
@@ -72,9 +84,10 @@ def replay(
     config: PlacementConfig,
     ranks: int,
     slots: int,
-    calls: int = MICROBATCHES,
+    way: str = "",
 ) -> dict[str, Any]:
     """One layer; rows were recorded so many steps `apart`."""
+    calls = SMALL if way == "small batch" else MICROBATCHES
     current = padded(Placement.contiguous(rows_NE.shape[1], ranks), slots)
     table, pending = ReplicaTable.of(current), None
     trace = (
@@ -92,11 +105,25 @@ def replay(
             copies.append(sum(move.weights for move in current.moves(new)))
             current, table, pending = new, ReplicaTable.of(new, expected_E), None
         if config.moves and any(config.due(apart * number + more) for more in range(apart)):
+            taken = number + -(-config.delay // apart)
             seen_PE = trace.average.rows_LPE[0]
-            wanted = PlanConfig(planner=config.planner, max_moved=config.max_moved)
-            found = plan(wanted, seen_PE, (slots,) * ranks, current, costs(config.lifetime, calls))
-            pending = (number + -(-config.delay // apart), found, seen_PE.sum(0))
+            if way == "told":
+                coming_NE = rows_NE[taken + 1 : taken + 1 + config.every // apart]
+                seen_PE = from_all(np.rint(coming_NE.mean(0)), ranks) if len(coming_NE) else seen_PE
+            asked = asked_of(
+                config, way, 0.0 if way == "average alone" else trace.error(config.ahead / apart)
+            )
+            prices = costs(config.lifetime, calls)
+            if way in FREE:
+                prices = replace(prices, weight_bytes=0.0, gradient_bytes=0.0, state_bytes=0.0)
+            found = plan(asked, seen_PE, (slots,) * ranks, current, prices)
+            pending = (taken, found, seen_PE.sum(0))
     return {"balance": balance[YOUNG // apart :], "copies": copies[1:], "first": copies[:1]}
+
+
+def asked_of(config: PlacementConfig, way: str, noise: float) -> PlanConfig:
+    asked = PlanConfig(planner=config.planner, max_moved=config.max_moved, noise=noise, time_limit=SOLVER_S)
+    return replace(asked, min_gain=0.0, turnover=0.0) if way in FREE else asked
 
 
 def known(rows_NE: np.ndarray, ranks: int, slots: int) -> list[float]:
@@ -106,7 +133,9 @@ def known(rows_NE: np.ndarray, ranks: int, slots: int) -> list[float]:
     for rows_E in rows_NE:
         counts_PE = from_all(rows_E, ranks)
         current = padded(Placement.contiguous(len(rows_E), ranks), slots)
-        config = PlanConfig(planner="exact", noise=0.0, min_gain=0.0, max_moved=1.0, time_limit=2.0)
+        config = PlanConfig(
+            planner="exact", noise=0.0, min_gain=0.0, turnover=0.0, max_moved=1.0, time_limit=2.0
+        )
         table = plan(config, counts_PE.astype(float), (slots,) * ranks, current, free)
         found.append(split_rows(counts_PE, ReplicaTable.of(table, rows_E)).balance)
     return found
@@ -145,8 +174,9 @@ def run(samples: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
             best = float(np.mean([known(layer[at], ranks, slots) for layer in layers]))
             told = held(layers, 10 // load.every, ranks, slots, max(samples // 3, 1))
             for name, keys in WAYS.items():
-                calls = SMALL if name == "small batch" else MICROBATCHES
-                replayed = partial(replay, apart=load.every, config=PlacementConfig(**keys), calls=calls)
+                if name == "solver" and ranks > 8:
+                    continue  # it would not end in time
+                replayed = partial(replay, apart=load.every, config=PlacementConfig(**keys), way=name)
                 found = [replayed(layer, ranks=ranks, slots=slots) for layer in layers]
                 balance = np.concatenate([each["balance"] for each in found])
                 copies = [count for each in found for count in each["copies"]]

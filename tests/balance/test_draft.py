@@ -15,7 +15,7 @@ from moeclipse.balance.draft import Change, Draft
 from moeclipse.balance.incremental import best_change
 from moeclipse.balance.migration import moved
 from moeclipse.balance.objective import PlacementCosts, sync_copies
-from moeclipse.balance.placement import EMPTY, Placement
+from moeclipse.balance.placement import Placement
 from moeclipse.balance.problem import PlanProblem, fitted
 
 
@@ -38,7 +38,7 @@ def asked(
 @settings(deadline=None)
 @given(st.data())
 def test_changes_keep_the_books(data: st.DataObject) -> None:
-    """After any change levels are the sum of shares and reserves, and holders are who holds."""
+    """After any change levels are the sum of shares, of futures too, and holders are who holds."""
     placement = data.draw(placements())
     load_E = np.array(
         data.draw(
@@ -47,8 +47,10 @@ def test_changes_keep_the_books(data: st.DataObject) -> None:
     )
     load_E[0] += not load_E.any()
     draft = Draft.of(*asked(placement, load_E, more=1, noise=0.1))
+    assert len(draft.pools) > 1, "futures are poured, too"
     for _ in range(3):
-        step = best_change(draft, max_moves=2)
+        step, tries = best_change(draft, max_moves=2)
+        assert tries >= (step is not None)
         if step is None:
             break
         draft, moves = step
@@ -56,13 +58,13 @@ def test_changes_keep_the_books(data: st.DataObject) -> None:
         for expert, ranks in enumerate(draft.holders):
             assert list(ranks) == [p for p, row in enumerate(draft.slots) if expert in row]
             assert sum(draft.shares[expert]) == pytest.approx(load_E[expert])
-        level = np.array(draft.reserve)
-        for ranks, mine in zip(draft.holders, draft.shares, strict=True):
-            for rank, amount in zip(ranks, mine, strict=True):
-                level[rank] += amount
-        assert np.allclose(level, draft.level)
-        alone = [[load_E[e] for e in row if e != EMPTY and len(draft.holders[e]) == 1] for row in draft.slots]
-        assert np.allclose(draft.reserve, [0.1 * np.sqrt(np.sum(np.square(loads))) for loads in alone])
+        for pool in draft.pools:
+            level = np.zeros(len(draft.slots))
+            for load, ranks, mine in zip(pool.loads, draft.holders, pool.shares, strict=True):
+                assert sum(mine) == pytest.approx(load)
+                for rank, amount in zip(ranks, mine, strict=True):
+                    level[rank] += amount
+            assert np.allclose(level, pool.level)
     found = draft.placement()
     problem, moves = draft.problem, moved(placement, found)
     gets = [m.weights_in * problem.move_seconds + m.states_in * problem.state_seconds for m in moves]
@@ -71,6 +73,7 @@ def test_changes_keep_the_books(data: st.DataObject) -> None:
     assert draft.books.gives == pytest.approx(gives)
     assert problem.costs.every * max(draft.migration) == pytest.approx(problem.costs.migration_seconds(moves))
     assert draft.copies == pytest.approx(sync_copies(found))
+    assert draft.books.copied == pytest.approx(sum(m.weights_in for m in moves))
 
 
 def test_exchanges_and_displacements_are_changes_too() -> None:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from moeclipse.balance.drift import FIRST, LAG, LEAST, MOST, Drift
+from moeclipse.balance.drift import FIRST, LAG, LEAST, MOST, UNKNOWN, Drift
 from moeclipse.balance.load import LoadAverage, LoadTrace
 
 
@@ -56,6 +56,28 @@ def test_it_predicts_better_than_any_one_decay_would_in_both_cases(walk: float, 
 
     assert error(None) < 0.99 * error(FIRST)
     assert error(None) < 1.03 * min(error(decay) for decay in (0.3, 0.5, 0.7, 0.9, 0.95, 0.98))
+
+
+@pytest.mark.parametrize(("walk", "noise"), [(1.0, 20.0), (5.0, 20.0), (10.0, 10.0)])
+@pytest.mark.parametrize("ahead", [1, 10])
+def test_it_knows_how_far_off_its_average_will_be(walk: float, noise: float, ahead: int) -> None:
+    rows_NLE = walked(walk, noise, 300, seed=2)
+    trace = LoadTrace(drift=Drift())
+    off, expected = [], []
+    for step, rows_LE in enumerate(rows_NLE[:-ahead]):
+        trace.add(step, rows_LE[:, None])
+        if step > 60:
+            off.append(float(((trace.average.rows_LPE.sum(1) - rows_NLE[step + ahead]) ** 2).mean()))
+            expected.append(trace.error(ahead))
+    assert np.mean(expected) == pytest.approx(math.sqrt(np.mean(off)) / 1000, rel=0.15)
+
+
+def test_nothing_is_known_of_a_young_run() -> None:
+    trace = LoadTrace(drift=Drift())
+    for step, rows_LE in enumerate(walked(20.0, 20.0, LAG + 1)):
+        trace.add(step, rows_LE[:, None])
+    assert trace.error(10) == UNKNOWN
+    assert LoadTrace().error(10) == UNKNOWN, "a decay that was chosen measures no drift"
 
 
 def test_a_resumed_drift_goes_on_alike() -> None:

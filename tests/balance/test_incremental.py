@@ -24,7 +24,7 @@ def test_a_search_keeps_its_budget(
     counts_PE, slots_P = problem
     current = plan_random(counts_PE.shape[1], slots_P, seed)
     begin = Draft.of(current, asked(counts_PE, slots_P, current, noise=0.02))
-    found = improved(begin, max_moves, 20)
+    found = improved(begin, max_moves, 200)
     new = found.placement()
     check_fits(new, counts_PE.shape[1], slots_P)
     assert sum(move.weights for move in current.moves(new)) <= max_moves
@@ -38,7 +38,7 @@ def test_few_moves_repair_a_drifted_placement() -> None:
     current = plan_wrap_fill(load_E, (5,) * 16)
     drifted = load_E * np.exp(rng.normal(0, 0.4, 64))
     begin = Draft.of(current, asked(np.tile(drifted / 16, (16, 1)), (5,) * 16, current))
-    new = improved(begin, 8, 20).placement()
+    new = improved(begin, 8, 400).placement()
     moves = [move for move in current.moves(new) if move.weights]
     assert 0 < len(moves) <= 8
     assert expected_balance(new, drifted) > expected_balance(current, drifted) + 0.03
@@ -50,7 +50,7 @@ def test_optimizer_state_must_pay_for_its_move() -> None:
 
     def found(every: int, state_bytes: float) -> Placement:
         costs = replace(FREE, state_bytes=state_bytes, every=every)
-        return improved(Draft.of(current, asked(counts_PE, (2, 2), current, costs)), 4, 20).placement()
+        return improved(Draft.of(current, asked(counts_PE, (2, 2), current, costs)), 4, 200).placement()
 
     assert found(50, 0.0) != current
     assert found(50, 1e6) == current
@@ -71,9 +71,9 @@ def test_a_replica_that_costs_more_than_it_carries_is_given_up() -> None:
     current = Placement.parse([[0, 1], [1, 0]])
     counts_PE = np.array([[6.0, 0.0], [0.0, 6.0]])
     dear = replace(FREE, gradient_bytes=10.0)
-    found = improved(Draft.of(current, asked(counts_PE, (2, 2), current, dear)), 0, 20).placement()
+    found = improved(Draft.of(current, asked(counts_PE, (2, 2), current, dear)), 0, 200).placement()
     assert found.num_replicas == 2
     cheap = replace(FREE, gradient_bytes=1e-9)
     counts_PE = np.array([[9.0, 0.0], [0.0, 3.0]])
-    kept = improved(Draft.of(current, asked(counts_PE, (2, 2), current, cheap)), 0, 20).placement()
+    kept = improved(Draft.of(current, asked(counts_PE, (2, 2), current, cheap)), 0, 200).placement()
     assert kept.num_replicas >= 3, "the hot expert stands on both"

@@ -12,10 +12,19 @@ from hypothesis import strategies as st
 from plans import COSTS, check_fits, problems
 from strategies import zipf_counts
 
-from moeclipse.balance.draft import Draft
+from moeclipse.balance.draft import Change, Draft
 from moeclipse.balance.objective import PlacementCosts
 from moeclipse.balance.placement import Placement
-from moeclipse.balance.planner import PLANNERS, PlanConfig, expected_balance, plan
+from moeclipse.balance.planner import (
+    FEW_TRIES,
+    PLANNERS,
+    ROUGH,
+    PlanConfig,
+    answer,
+    expected_balance,
+    plan,
+    tries_for,
+)
 from moeclipse.balance.problem import PlanProblem
 from moeclipse.balance.replicate import plan_greedy, plan_random
 from moeclipse.core.errors import ConfigError
@@ -65,7 +74,7 @@ def real_looking(num_experts: int, num_ranks: int, exponent: float, seed: int, t
 COSTLY = replace(
     COSTS, gradient_bytes=COSTS.gradient_bytes / 50, weight_bytes=COSTS.weight_bytes / 50, far_bandwidth=1e10
 )
-ANY_MOVES = PlanConfig(min_gain=0.0, max_moved=1.0, noise=0.0)
+ANY_MOVES = PlanConfig(min_gain=0.0, max_moved=1.0, noise=0.0, turnover=0.0)
 
 
 @settings(deadline=None, max_examples=25)
@@ -109,10 +118,10 @@ def test_one_objective(
 @pytest.mark.parametrize(
     ("num_experts", "slots_P", "exponent", "most", "even"),
     [
-        (256, (8,) * 32, 0.5, 1.01, 0.65),  # no slot to spare: experts change places
+        (256, (8,) * 32, 0.5, 1.0, 0.65),  # no slot to spare: experts change places
         (128, (9,) * 4 + (8,) * 12, 1.0, 1.0, 0.86),  # four to spare
-        (32, (9,) * 16, 1.2, 0.97, 0.99),  # many, which greedy fills
-        (32, (3,) * 16, 1.2, 0.98, 0.99),
+        (32, (9,) * 16, 1.2, 1.0, 0.99),  # many, which greedy fills
+        (32, (3,) * 16, 1.2, 1.0, 0.99),
     ],
 )
 def test_no_worse_than_greedy_where_it_once_was(
@@ -128,6 +137,71 @@ def test_no_worse_than_greedy_where_it_once_was(
     )
     assert incremental.total <= most * greedy.total
     assert incremental.balance >= even
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.integers(2, 6),
+    st.integers(3, 14),
+    st.floats(0.0, 2.0),
+    st.integers(0, 99),
+    st.floats(0.0, 0.5),
+    st.sampled_from([COSTS, COSTLY]),
+)
+def test_what_moves_pays_for_itself(
+    num_ranks: int, num_experts: int, exponent: float, seed: int, noise: float, costs: PlacementCosts
+) -> None:
+    """From any placement, for loads that may come: a plan wins `min_gain`, and each copy its part.
+
+    Only where ranks are far from even may a plan move as much as it likes, and then it is the fastest.
+    """
+    counts_PE = real_looking(num_experts, num_ranks, exponent, seed, 4096)
+    slots_P = (-(-num_experts // num_ranks) + 1,) * num_ranks
+    current = plan_random(num_experts, slots_P, seed)
+    config = PlanConfig(noise=noise)
+    problem = PlanProblem(
+        counts_PE=counts_PE,
+        slots_P=slots_P,
+        current=current,
+        costs=costs,
+        noise=noise,
+        turnover=config.turnover,
+    )
+    found = answer(config, problem)
+    if found is current:
+        return
+    now, then = problem.judge(current), problem.judge(found)
+    assert then.total < (1 - config.min_gain) * now.total
+    greedy = problem.judge(answer(PlanConfig(planner="greedy"), problem))
+    price = then.total + problem.turnover_seconds * then.moves
+    if now.balance < ROUGH:
+        assert then.total <= greedy.total * (1 + 1e-9)
+    else:
+        assert price < (1 - config.min_gain) * now.total
+
+
+def test_work_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tries of a large table end where its time does."""
+    tries = 0
+    trial = Draft.trial
+
+    def counted(draft: Draft, change: Change) -> Draft:
+        nonlocal tries
+        tries += 1
+        return trial(draft, change)
+
+    monkeypatch.setattr(Draft, "trial", counted)
+    current, slots_P = Placement.contiguous(256, 64), (5,) * 64
+    for turn in range(2):
+        counts_PE = zipf_counts(64, 256, 1.2, tokens=32768).astype(float)
+        counts_PE *= np.exp(np.random.default_rng(turn).normal(0, 0.1 * turn, 256))
+        tries = 0
+        found = plan(PlanConfig(), counts_PE, slots_P, current, COSTS)
+        assert tries <= tries_for(slots_P, FEW_TRIES)
+        moved = sum(move.weights for move in current.moves(found))
+        assert turn == 0 or moved <= 0.05 * 320, "once it stands, few slots change"
+        current = found
+    assert tries > 0
 
 
 def test_even_loads_are_seen_to_be_even_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

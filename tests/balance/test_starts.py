@@ -12,7 +12,7 @@ from strategies import zipf_counts
 
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.replicate import plan_greedy, plan_random
-from moeclipse.balance.starts import clean_starts, renamed, wrap_filled
+from moeclipse.balance.starts import renamed, wrap_filled
 
 
 @settings(deadline=None, max_examples=50)
@@ -22,8 +22,8 @@ def test_starts_fit_their_tier(problem: tuple[np.ndarray, tuple[int, ...]], seed
     current = plan_random(counts_PE.shape[1], slots_P, seed)
     wanted = asked(counts_PE, slots_P, current)
     for tier in wanted.tiers:
-        for draft in clean_starts(wanted, tier, plan_greedy(wanted.load_E, tier)):
-            placement = draft.placement()
+        greedy = renamed(plan_greedy(wanted.load_E, tier), wanted)
+        for placement in (wrap_filled(wanted, tier, spare=False), greedy):
             assert placement.num_experts == counts_PE.shape[1]
             assert all(len(held) <= count for held, count in zip(placement.held, tier, strict=True))
 

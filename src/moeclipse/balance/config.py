@@ -36,10 +36,10 @@ class PlacementConfig:
     """Steps in which a plan must win more than its moves cost."""
     decay: float | Literal["auto"] = "auto"
     """What a step leaves of the average loads that plans are made for; auto: as their drift asks for."""
-    commit_after: int = 5
+    commit_after: int = 2
     """Steps from asking for a plan to taking it, at most as many as plans are apart."""
     max_moved: float = 0.05
-    """Part of the slots that one incremental plan may fill anew, and four; a first plan may take more."""
+    """Part of the slots that one incremental plan may fill anew, or eight; a first plan may take more."""
     time_limit_s: float = 10.0
     """For planner = "exact", per layer, beside training."""
     reduce: Literal["sum", "fedavg"] = "sum"
@@ -77,6 +77,11 @@ class PlacementConfig:
     def delay(self) -> int:
         """Steps from asking to taking: a plan is taken before the next one is asked for."""
         return min(self.commit_after, self.start_step, self.every)
+
+    @property
+    def ahead(self) -> float:
+        """Steps from asking for a plan to the middle of the time in which it holds."""
+        return self.delay + self.every / 2
 
     @property
     def in_use(self) -> bool:

@@ -12,29 +12,26 @@ poured in full.
     migration   copies that `problem.current` does not hold, parts of experts that others owned there, on
                 the rank with most of them
 
-A rank whose experts have no other replica cannot hand anything over when loads fluctuate. So its level
-counts a reserve on top: `noise` (how much an expert's load jitters from step to step, relative) times the
-root of the sum of squares of those loads. Planning for the mean alone would fill such ranks to the brim,
-and each step one of them would run over.
+Loads that may come (`balance/futures`) are poured beside the average ones; `rows` is the mean over all of
+them.
 
 Contract: a `Draft` is never changed by `changed`, `trial` or `poured`; they return another one.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
 import numpy as np
 
+from moeclipse.balance.futures import Pool
 from moeclipse.balance.migration import expert_moves
 from moeclipse.balance.objective import EXCHANGES, exchanged
 from moeclipse.balance.placement import EMPTY, Placement
 from moeclipse.balance.problem import PlanProblem
-from moeclipse.balance.split import sweep
 
 POWER = 64
 FELT = 0.5
@@ -67,10 +64,8 @@ class Books:
     """What ranks do under a draft, kept up to date expert by expert."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.level = [0.0] * num_ranks
-        """Rows that each rank computes, its reserve included."""
         self.kept = [0.0] * num_ranks
-        """Those of them that are its own."""
+        """Rows that each rank computes and that are its own."""
         self.sends = [0.0] * num_ranks
         """Copies of gradients that each rank sends to owners, ..."""
         self.receives = [0.0] * num_ranks
@@ -81,12 +76,14 @@ class Books:
         """Seconds of a step, in which each rank gets parameters and optimizer state, ..."""
         self.gives = [0.0] * num_ranks
         """... and gives them to others."""
+        self.copied = 0.0
+        """Copies of parameters that travel."""
 
     def copy(self) -> Books:
         other = Books(0)
-        other.level, other.kept, other.owned = list(self.level), list(self.kept), list(self.owned)
+        other.kept, other.owned = list(self.kept), list(self.owned)
         other.sends, other.receives = list(self.sends), list(self.receives)
-        other.gets, other.gives = list(self.gets), list(self.gives)
+        other.gets, other.gives, other.copied = list(self.gets), list(self.gives), self.copied
         return other
 
     def enter(self, expert: int, draft: Draft, sign: int = 1) -> None:
@@ -97,7 +94,6 @@ class Books:
         part = exchanged(len(ranks), False, True)[0]
         for rank, amount in zip(ranks, draft.shares[expert], strict=True):
             most = counts[rank]
-            self.level[rank] += sign * amount
             self.kept[rank] += sign * (amount if amount < most else most)
             sent, received = (part, part) if shared else exchanged(len(ranks), rank == primary, False)
             self.sends[rank] += sign * sent
@@ -105,6 +101,7 @@ class Books:
         self.owned[primary] += sign
         weight, state = sign * draft.problem.move_seconds, sign * draft.problem.state_seconds
         for move in expert_moves(before, ranks, None if shared else (now.primary[expert], primary)):
+            self.copied += sign * move.weights_in
             self.gets[move.rank] += weight * move.weights_in + state * move.states_in
             self.gives[move.rank] += weight * move.weights_out + state * move.states_out
 
@@ -117,31 +114,31 @@ class Draft:
     """Ranks of each expert."""
     primary: list[int]
     """They stay where they can; where one is gone, the holder that owns least takes over."""
-    shares: list[list[float]]
-    """Load of each expert on its holders."""
-    reserve: list[float]
+    pools: list[Pool]
+    """The average loads, poured over their holders, and the futures of the problem."""
     books: Books
 
     @classmethod
     def of(cls, placement: Placement, problem: PlanProblem) -> Draft:
         """The slots are those of the placement, which may be fewer than the problem allows."""
         slots, holders = list(map(list, placement.slots)), list(placement.holders)
-        shares = [
-            [load / len(ranks)] * len(ranks) for load, ranks in zip(problem.loads, holders, strict=True)
-        ]
         homes = zip(problem.current.primary, placement.primary, holders, strict=True)
         primary = [home if home in ranks else chosen for home, chosen, ranks in homes]
-        draft = cls(problem, slots, holders, primary, shares, [0.0] * len(slots), Books(len(slots)))
-        for rank, row in enumerate(slots):
-            draft.reserve[rank] = draft._reserve(row)
-            draft.books.level[rank] = draft.reserve[rank]
+        pools = [Pool.even(loads, holders, len(slots)) for loads in (problem.loads, *problem.futures)]
+        draft = cls(problem, slots, holders, primary, pools, Books(len(slots)))
         for expert in range(len(holders)):
             draft.books.enter(expert, draft)
         return draft.poured()
 
     @property
     def level(self) -> list[float]:
-        return self.books.level
+        """Rows that each rank computes of the average loads."""
+        return self.pools[0].level
+
+    @property
+    def shares(self) -> list[list[float]]:
+        """Load of each expert on its holders, on average."""
+        return self.pools[0].shares
 
     @cached_property
     def fullest(self) -> float:
@@ -160,16 +157,17 @@ class Draft:
     def _seconds(self, most: Callable[[list[float]], float]) -> float:
         problem, costs = self.problem, self.problem.costs
         return (
-            costs.row_seconds * most(self.level)
+            costs.row_seconds * sum([most(pool.level) for pool in self.pools]) / len(self.pools)
             + self._wire_seconds(most)
             + problem.copy_seconds * most(self.copies)
             + most(self.migration)
+            + problem.turnover_seconds * self.books.copied
         )
 
     def _wire_seconds(self, most: Callable[[list[float]], float]) -> float:
         """Rows that leave their rank, inside nodes and between them."""
         problem, costs = self.problem, self.problem.costs
-        enter = [a - b - c for a, b, c in zip(self.level, self.reserve, self.books.kept, strict=True)]
+        enter = [a - b for a, b in zip(self.level, self.books.kept, strict=True)]
         leave = [a - b for a, b in zip(problem.source, self.books.kept, strict=True)]
         far = 0.0
         if problem.num_nodes > 1:
@@ -207,37 +205,33 @@ class Draft:
             return [(sum(map(len, self.holders)) - len(self.holders)) / num_ranks]
         return list(map(max, self.books.sends, self.books.receives))
 
-    def _reserve(self, row: list[int]) -> float:
-        if not self.problem.noise:
-            return 0.0
-        loads = self.problem.loads
-        return self.problem.noise * math.sqrt(
-            sum([loads[e] ** 2 for e in row if e >= 0 and len(self.holders[e]) == 1])
-        )
+    def poured(self) -> Draft:
+        """With all loads poured anew."""
+        pools = [pool.copy() for pool in self.pools]
+        after = Draft(self.problem, self.slots, self.holders, self.primary, pools, self.books.copy())
+        after._pour(range(len(self.holders)), FULL_SWEEPS)
+        return after
 
-    def poured(self, experts: Sequence[int] | None = None, sweeps: int = FULL_SWEEPS) -> Draft:
-        """With the loads of these experts (default: all) poured anew."""
+    def _pour(self, experts: Iterable[int], sweeps: int) -> None:
+        """Into a draft that nobody else has seen yet."""
         loads, counts_of = self.problem.loads, self.problem.counts_of
-        which = range(len(loads)) if experts is None else experts
-        several = [e for e in which if len(self.holders[e]) > 1 and loads[e] > 0]
+        several = [e for e in experts if len(self.holders[e]) > 1]
         several.sort(key=lambda e: -loads[e])
-        jobs = [(e, self.holders[e], loads[e]) for e in several]
-        books, shares = self.books.copy(), list(self.shares)
-        level, kept = books.level, books.kept
-        for e in several:
-            shares[e] = list(shares[e])
-        fullest = max(level)
-        for _ in range(sweeps):
-            sweep(jobs, level, shares)
-            before, fullest = fullest, max(level)
-            if fullest > 0.9995 * before:
-                break
-        for e, ranks, _ in jobs:
+        kept, shares = self.books.kept, self.shares
+        before = [shares[e] for e in several]
+        for pool in self.pools:
+            pool.pour(several, self.holders, sweeps)
+        for e, was in zip(several, before, strict=True):
             counts = counts_of[e]
-            for rank, old, new in zip(ranks, self.shares[e], shares[e], strict=True):
+            for rank, old, new in zip(self.holders[e], was, shares[e], strict=True):
                 most = counts[rank]
                 kept[rank] += (new if new < most else most) - (old if old < most else most)
-        return Draft(self.problem, self.slots, self.holders, self.primary, shares, self.reserve, books)
+
+    def settled(self, change: Change) -> Draft:
+        """After a change, with all loads poured anew."""
+        after = self.changed(change)
+        after._pour(range(len(self.holders)), FULL_SWEEPS)
+        return after
 
     def changed(self, change: Change) -> Draft:
         """After a change, its experts spread evenly over their holders, nothing poured yet."""
@@ -259,39 +253,23 @@ class Draft:
                 ranks.setdefault(yielding, set(self.holders[yielding])).remove(to_rank)
             if leaving != EMPTY:
                 ranks[leaving].add(to_rank)
-        after = Draft(
-            self.problem,
-            slots,
-            list(self.holders),
-            list(self.primary),
-            list(self.shares),
-            list(self.reserve),
-            books,
-        )
-        # Reserves change where slots do, and where an expert stops or starts standing alone.
-        touched = {target, to_rank} - {EMPTY}
+        pools = [pool.copy() for pool in self.pools]
+        after = Draft(self.problem, slots, list(self.holders), list(self.primary), pools, books)
         for expert, new in ranks.items():
-            if (len(new) == 1) != (len(self.holders[expert]) == 1):
-                touched |= new | set(self.holders[expert])
             books.enter(expert, self, -1)
-            after._spread(expert, tuple(sorted(new)))
+            after._put(expert, tuple(sorted(new)))
             books.enter(expert, after)
-        for rank in touched:
-            books.level[rank] -= after.reserve[rank]
-            after.reserve[rank] = after._reserve(slots[rank])
-            books.level[rank] += after.reserve[rank]
         return after
 
-    def _spread(self, expert: int, new: tuple[int, ...]) -> None:
-        """An expert on other ranks: who stays keeps its share, what is left over is shared evenly."""
-        before = dict(zip(self.holders[expert], self.shares[expert], strict=True))
-        stay = {rank: before.get(rank, 0.0) for rank in new}
-        lost = (self.problem.loads[expert] - sum(stay.values())) / len(stay)
-        self.holders[expert], self.shares[expert] = new, [amount + lost for amount in stay.values()]
+    def _put(self, expert: int, new: tuple[int, ...]) -> None:
+        """An expert on other ranks."""
+        for pool in self.pools:
+            pool.spread(expert, self.holders[expert], new)
+        self.holders[expert] = new
         home = self.problem.current.primary[expert]
-        if home in stay:
+        if home in new:
             self.primary[expert] = home
-        elif self.primary[expert] not in stay:
+        elif self.primary[expert] not in new:
             self.primary[expert] = min(new, key=lambda rank: (self.books.owned[rank], rank))
 
     def trial(self, change: Change) -> Draft:
@@ -300,7 +278,8 @@ class Draft:
         ranks = {change.target, change.to_rank, self.level.index(max(self.level))} - {EMPTY}
         near = {e for rank in ranks for row in (self.slots[rank], after.slots[rank]) for e in row}
         near.discard(EMPTY)
-        return after.poured(sorted(near), TRIAL_SWEEPS)
+        after._pour(sorted(near), TRIAL_SWEEPS)
+        return after
 
     def placement(self) -> Placement:
         return Placement(tuple(map(tuple, self.slots)), tuple(self.primary))

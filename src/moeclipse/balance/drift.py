@@ -7,7 +7,8 @@ steps tell both apart (q: what a step drifts, r: the noise, as mean squares over
 
 The average that comes closest to the next step is then the one of Kalman's filter in its steady state, whose
 gain is p / (p + r) with p = (q + sqrt(q^2 + 4 q r)) / 2; what a step leaves of the past is one minus that.
-Loads that stand still are averaged over many steps, loads that run are followed.
+Loads that stand still are averaged over many steps, loads that run are followed. The same two numbers say how
+far off the average will be some steps ahead, which is what plans have to bear (`balance/futures`).
 
 Contract: pure and deterministic; ranks that add the same loads have the same decay. Nothing is known before
 two distances of LAG steps have been seen: until then the decay is that of `FIRST`.
@@ -23,6 +24,8 @@ import numpy as np
 LAG = 8
 FIRST = 0.9
 LEAST, MOST = 0.2, 0.98
+UNKNOWN = 0.02
+"""The error of an average, in mean loads, while nothing is known."""
 MEMORY = 0.95
 """What a step leaves of the distances before."""
 NUMBERS = 5
@@ -73,15 +76,28 @@ class Drift:
     @property
     def decay(self) -> float:
         """What a step should leave of the average."""
-        if self.far_weight <= 1 - MEMORY**LAG:
+        if not self._known:
             return FIRST
-        near, far = self.near / self.near_weight, self.far / self.far_weight
-        walk = max((far - near) / (LAG - 1), 0.0)
-        noise = max((near - walk) / 2, 0.0)
+        walk, noise = self._walk_and_noise()
         if walk + noise == 0:
             return MOST
-        error = (walk + math.sqrt(walk * walk + 4 * walk * noise)) / 2
-        return min(max(noise / (error + noise), LEAST), MOST)
+        return min(max(noise / (_filtered(walk, noise) + noise), LEAST), MOST)
+
+    def error(self, steps: float) -> float:
+        """How far loads will be from their average so many steps ahead: root mean square, in mean loads."""
+        if self.last_LE is None or not self._known:
+            return UNKNOWN
+        walk, noise = self._walk_and_noise()
+        return math.sqrt(_filtered(walk, noise) + steps * walk + noise) * self.last_LE.shape[-1]
+
+    @property
+    def _known(self) -> bool:
+        return self.far_weight > 1 - MEMORY**LAG
+
+    def _walk_and_noise(self) -> tuple[float, float]:
+        near, far = self.near / self.near_weight, self.far / self.far_weight
+        walk = max((far - near) / (LAG - 1), 0.0)
+        return walk, max((near - walk) / 2, 0.0)
 
     def numbers(self) -> list[float]:
         """What a checkpoint holds beside the two tables."""
@@ -99,6 +115,11 @@ class Drift:
             far=far,
             far_weight=far_weight,
         )
+
+
+def _filtered(walk: float, noise: float) -> float:
+    """What the best average is off from the next step's true load, as a mean square."""
+    return (walk + math.sqrt(walk * walk + 4 * walk * noise)) / 2
 
 
 def _square(change_LE: np.ndarray) -> float:

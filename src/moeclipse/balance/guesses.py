@@ -16,6 +16,7 @@ from itertools import chain
 import numpy as np
 
 from moeclipse.balance.draft import Change, Draft
+from moeclipse.balance.futures import Pool
 from moeclipse.balance.placement import EMPTY
 
 FEWEST_TRIES, MOST_TRIES, TRIED_SLOTS = 3, 6, 480
@@ -25,20 +26,21 @@ FEWEST_TRIES, MOST_TRIES, TRIED_SLOTS = 3, 6, 480
 class Guesses:
     """All changes around the fullest rank at once, each guessed by the two ranks it touches."""
 
-    def __init__(self, draft: Draft) -> None:
-        self.draft = draft
+    def __init__(self, draft: Draft, pool: Pool | None = None) -> None:
+        """`pool`: whose fullest rank is to be relieved; the average by default."""
+        self.draft, pool = draft, pool or draft.pools[0]
         width = max(map(len, draft.slots))
         # -2 marks a slot that a rank does not have: nothing may be put there.
         self.slots_PS = np.array([row + [EMPTY - 1] * (width - len(row)) for row in draft.slots])
         self.tries = min(max(TRIED_SLOTS // self.slots_PS.size, FEWEST_TRIES), MOST_TRIES)
-        self.level_P = np.array(draft.level)
+        self.level_P = np.array(pool.level)
         self.leave_P = np.array(draft.problem.source) - np.array(draft.books.kept)
-        self.fullest = draft.fullest
+        self.fullest = float(self.level_P.max())
         self.hot = int(self.level_P.argmax())
         self.replicas_E = np.array([len(ranks) for ranks in draft.holders])
         share_EP = np.zeros((len(draft.holders), len(draft.slots)))
         expert_X = np.repeat(np.arange(len(draft.holders)), self.replicas_E)
-        share_EP[expert_X, list(chain(*draft.holders))] = list(chain(*draft.shares))
+        share_EP[expert_X, list(chain(*draft.holders))] = list(chain(*pool.shares))
         ranks_P = np.arange(len(draft.slots))[:, None]
         self.share_PS = np.where(self.slots_PS >= 0, share_EP[np.maximum(self.slots_PS, 0), ranks_P], 0.0)
 

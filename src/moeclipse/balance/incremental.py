@@ -15,24 +15,28 @@ from __future__ import annotations
 from moeclipse.balance.draft import Draft
 from moeclipse.balance.guesses import Guesses
 
-FINALISTS = 1
+FINALISTS = 3
 """Of all tries, so many are poured in full."""
 PATIENCE = 3
+STEP = 15
+"""Tries that a step takes in a large table: with fewer left, none is begun."""
 NOTICED = 1e-4
 """A step that saves less than this part is none."""
 
 
-def improved(draft: Draft, max_moves: int, max_steps: int) -> Draft:
+def improved(draft: Draft, max_moves: int, max_tries: int) -> Draft:
     """The best place on the way downhill: the draft itself where nothing helps."""
-    return min([draft, *search(draft, max_moves, max_steps)], key=lambda found: found.seconds)
+    return min([draft, *search(draft, max_moves, max_tries)], key=lambda found: found.seconds)
 
 
-def search(draft: Draft, max_moves: int, max_steps: int) -> list[Draft]:
-    """The way downhill, with at most so many copies of parameters."""
+def search(draft: Draft, max_moves: int, max_tries: int) -> list[Draft]:
+    """The way downhill, with at most so many copies of parameters and tries."""
+    left = max_tries
     seen: list[Draft] = []
     spent, since_best, lowest = 0, 0, draft.seconds
-    while len(seen) < max_steps and since_best < PATIENCE:
-        step = best_change(draft, max_moves - spent)
+    while left >= STEP and since_best < PATIENCE:
+        step, tries = best_change(draft, max_moves - spent)
+        left -= tries
         if step is None:
             break
         draft, moves = step
@@ -43,10 +47,11 @@ def search(draft: Draft, max_moves: int, max_steps: int) -> list[Draft]:
     return seen
 
 
-def best_change(draft: Draft, max_moves: int) -> tuple[Draft, int] | None:
-    """The draft that saves most for each move, and its moves; None if none does."""
+def best_change(draft: Draft, max_moves: int) -> tuple[tuple[Draft, int] | None, int]:
+    """(the draft that saves most for each move, and its moves; None if none does), tries."""
     now = draft.merit
-    guesses = Guesses(draft)
+    # Whose fullest rank costs most: where the average is even, some future is not.
+    guesses = Guesses(draft, max(draft.pools, key=lambda pool: max(pool.level)))
     changes = guesses.drops()
     if max_moves > 0:
         changes += guesses.replications() + guesses.returns()
@@ -57,8 +62,8 @@ def best_change(draft: Draft, max_moves: int) -> tuple[Draft, int] | None:
     ]
     best: tuple[float, Draft, int] | None = None
     for _, i in sorted(tried, reverse=True)[:FINALISTS]:
-        after = draft.changed(changes[i]).poured()
+        after = draft.settled(changes[i])
         won = (now - after.merit) / max(changes[i].moves, 1)
         if won > (best[0] if best else 1e-6 * now):
             best = (won, after, changes[i].moves)
-    return None if best is None else best[1:]
+    return None if best is None else best[1:], len(changes)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moeclipse.balance.drift import Drift
+from moeclipse.balance.drift import UNKNOWN, Drift
 from moeclipse.core.errors import ConfigError
 
 FILE_KEYS = ("average_LPE", "steps_N", "rows_NLE")
@@ -86,6 +86,10 @@ class LoadTrace:
             kept = [i for i, recorded in enumerate(self.steps) if recorded % self.every == 0]
             self.steps = [self.steps[i] for i in kept]
             self.rows_LE = [self.rows_LE[i] for i in kept]
+
+    def error(self, steps: float) -> float:
+        """How far loads will be from their average so many steps ahead, in mean loads."""
+        return UNKNOWN if self.drift is None else self.drift.error(steps)
 
     def load(self) -> Load:
         average = self.average.rows_LPE

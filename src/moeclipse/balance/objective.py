@@ -200,12 +200,14 @@ class Score:
     """Copies of parameters that travel."""
     states: float
     """Copies of optimizer state that travel, parts of them added up."""
+    drift: float = 0.0
+    """Of the fullest rank, more than that: what loads that may come (`balance/futures`) add on average."""
     lent: float = 0.0
     """What lending experts for a step saves of it (`balance/lending`), where a planner may count on it."""
 
     @property
     def total(self) -> float:
-        return self.fullest + self.near + self.cross + self.sync + self.migration - self.lent
+        return self.fullest + self.near + self.cross + self.sync + self.migration + self.drift - self.lent
 
 
 def nodes_of(num_ranks: int, num_nodes: int) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
     random        for tests and as a yardstick
     greedy        the baseline: replicas and packing as if each replica got an equal share
     wrap_fill     from a clean table, over nodes and ranks, ranks renamed so that little moves
-    incremental   a few moves from the current placement; wrap_fill only where that is far from enough
+    incremental   a few moves from the current placement; a clean table where that is far from enough
     exact         what incremental says, polished by a solver (`moeclipse.balance.solve`)
     auto          incremental, where enough can be won at all: nothing, a copy, a move or (by shadows) a loan
 
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moeclipse.balance.draft import Draft
+from moeclipse.balance.drift import UNKNOWN
 from moeclipse.balance.incremental import improved
 from moeclipse.balance.objective import PlacementCosts
 from moeclipse.balance.placement import Placement
@@ -28,7 +29,7 @@ from moeclipse.balance.problem import PlanProblem, fitted
 from moeclipse.balance.replicate import plan_greedy, plan_random
 from moeclipse.balance.solve import polish
 from moeclipse.balance.split import ReplicaTable, balance_of, pour
-from moeclipse.balance.starts import clean_starts, wrap_filled
+from moeclipse.balance.starts import renamed, wrap_filled
 from moeclipse.core.errors import ConfigError
 
 SMALL = 128
@@ -36,15 +37,13 @@ SMALL = 128
 PLANNERS = ("random", "greedy", "incremental", "wrap_fill", "exact", "auto")
 WORTHWHILE = 0.05
 """With auto, no placement is searched for where even the best could not win this part of a step."""
-HOPELESS, EVEN = 0.5, 0.95
-"""Large tables keep to their time: below one balance no few moves, above the other no clean tables."""
-UPHEAVAL = 5
-"""Most slots of a clean table are filled anew: that must win so many times `min_gain`."""
-FEWEST_MOVES = 4
+ROUGH = 0.8
+"""Large tables keep to their time: below this balance they are made anew, above it changed a little."""
+FEWEST_MOVES = 8
 """However small the table: a few moves are kinder than the clean table that is taken without them."""
-FEWEST_STEPS, MOST_STEPS, SEARCHED = 4, 16, 2000
-FEW_STEPS = 16
-"""From what holds now: nothing else may be searched."""
+
+FEW_TRIES, CLEAN_TRIES, MOST_TRIES = 4_500_000, 1_500_000, 300
+"""Of a search, times the square of its slots: work is counted, never timed, so that plans repeat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +54,10 @@ class PlanConfig:
     """Part of the slots that one incremental plan may fill anew."""
     min_gain: float = 0.01
     """A plan must win this part of a step's seconds."""
-    noise: float = 0.03
-    """How much the load of an expert jitters from step to step, relative."""
+    turnover: float = 0.1
+    """Part of a step's seconds that filling all slots anew must win beside what it costs; a copy its part."""
+    noise: float = UNKNOWN
+    """How far loads may be from the average while the plan holds, in mean loads."""
     time_limit: float = 10.0
     """Seconds for the exact solver."""
     seed: int = 0
@@ -67,7 +68,7 @@ class PlanConfig:
             problems.append(f"planner {self.planner!r} is unknown; choose one of {', '.join(PLANNERS)}")
         if not 0 <= self.max_moved <= 1:
             problems.append(f"max_moved ({self.max_moved}) must lie between 0 and 1: a part of the slots")
-        for name in ("min_gain", "noise", "time_limit"):
+        for name in ("min_gain", "turnover", "noise", "time_limit"):
             if getattr(self, name) < 0:
                 problems.append(f"{name} ({getattr(self, name)}) must not be negative")
         if problems:
@@ -90,6 +91,7 @@ def plan(
         costs=costs,
         node_P=tuple(node_P or ()),
         noise=config.noise,
+        turnover=config.turnover,
     )
     return answer(config, problem)
 
@@ -103,7 +105,8 @@ def answer(config: PlanConfig, problem: PlanProblem) -> Placement:
         return plan_greedy(problem.load_E, slots_P).arranged_like(current)
     if config.planner == "wrap_fill":
         start = Draft.of(wrap_filled(problem, slots_P), problem)
-        return improved(start, problem.num_slots, steps_for(problem)).placement().arranged_like(current)
+        better = improved(start, problem.num_slots, tries_for(slots_P, CLEAN_TRIES))
+        return better.placement().arranged_like(current)
     if config.planner == "auto" and problem.bound >= (1 - WORTHWHILE) * problem.judge(problem.start).total:
         return current
     found = incremental(config, problem)
@@ -112,31 +115,68 @@ def answer(config: PlanConfig, problem: PlanProblem) -> Placement:
     return found
 
 
-def steps_for(problem: PlanProblem) -> int:
-    """Of a search, so that it keeps to its time: tries cost more where tables are larger."""
-    return min(max(SEARCHED // (problem.num_experts + problem.num_ranks), FEWEST_STEPS), MOST_STEPS)
-
-
 def incremental(config: PlanConfig, problem: PlanProblem) -> Placement:
     """A few moves from what holds now, or the best of all clean tables where that is clearly cheaper."""
-    now = problem.judge(problem.start)
-    best, least, balance = problem.current, now.total, now.balance
-    if problem.bound >= (1 - config.min_gain) * least:
-        return best  # loads are even: there is nothing to win, and looking for it costs time
-    large = problem.num_slots > SMALL
-    if not large or balance > HOPELESS:
+    offers = Offers(problem, config.min_gain)
+    if not offers.can_win(config.min_gain):
+        return problem.current  # loads are even: there is nothing to win, and looking for it costs time
+    large, rough = problem.num_slots > SMALL, offers.now.balance < ROUGH
+    if not (large and rough):
         for table in few_moves(config, problem):
-            found = problem.judge(table)
-            if found.total < (1 - config.min_gain) * least:
-                best, least, balance = table, found.total, found.balance
-    margin = UPHEAVAL * config.min_gain
-    if problem.bound >= (1 - margin) * least or (large and balance > EVEN and problem.num_nodes == 1):
-        return best
-    for table in clean_tables(problem):
-        seconds = problem.judge(table).total
-        if seconds < (1 - margin) * least:
-            best, least, margin = table, seconds, 0.0
-    return best
+            offers.offer(table)
+    worth = config.min_gain if rough else max(config.min_gain, problem.turnover)
+    if (rough or not large) and offers.can_win(worth):
+        for slots_P in problem.tiers:
+            greedy = plan_greedy(problem.load_E, slots_P)
+            price = offers.offer(fitted(greedy, problem.slots_P), yardstick=rough)
+            offers.offer(clean_table(problem, slots_P, greedy, price))
+    return offers.table
+
+
+class Offers:
+    """Tables that were offered, and the best of them.
+
+    A table must win more the more of it is new (`problem.turnover`). But none is chosen that is slower than a
+    yardstick: if one is, the fastest of all is taken, however much it moves.
+    """
+
+    def __init__(self, problem: PlanProblem, min_gain: float) -> None:
+        self.problem, self.now = problem, problem.judge(problem.start)
+        least = (1 - min_gain) * self.now.total
+        self.offered = [(least, least, problem.current)]
+        """(price, seconds, table); what holds now may be slower than others by `min_gain`."""
+        self.yardstick = np.inf
+
+    def offer(self, table: Placement, yardstick: bool = False) -> float:
+        """Its price."""
+        table = table.arranged_like(self.problem.current)
+        found = self.problem.judge(table)
+        price = found.total + self.problem.turnover_seconds * found.moves
+        self.offered.append((price, found.total, table))
+        if yardstick:
+            self.yardstick = min(self.yardstick, found.total)
+        return price
+
+    def can_win(self, part: float) -> bool:
+        """Whether any table could be faster than the best one by this part."""
+        _, seconds, table = self._best
+        if table is self.problem.current:
+            seconds = self.now.total
+        return self.problem.bound < (1 - part) * seconds
+
+    @property
+    def _best(self) -> tuple[float, float, Placement]:
+        best = min(self.offered, key=lambda offer: offer[0])
+        return best if best[1] <= self.yardstick else min(self.offered, key=lambda offer: offer[1])
+
+    @property
+    def table(self) -> Placement:
+        return self._best[2]
+
+
+def tries_for(slots_P: Sequence[int], tries: int) -> int:
+    """Changes that a search of such a table may try: about 30 ms for a plan of 64 ranks with 5 slots."""
+    return min(tries // max(sum(slots_P), 1) ** 2, MOST_TRIES)
 
 
 def few_moves(config: PlanConfig, problem: PlanProblem) -> Iterator[Placement]:
@@ -145,19 +185,20 @@ def few_moves(config: PlanConfig, problem: PlanProblem) -> Iterator[Placement]:
         max_moves = max(round(config.max_moved * sum(slots_P)), FEWEST_MOVES)
         if all(len(row) <= count for row, count in zip(problem.current.slots, slots_P, strict=True)):
             start = Draft.of(fitted(problem.current, slots_P), problem)
-            found = improved(start, max_moves, max(steps_for(problem), FEW_STEPS))
+            found = improved(start, max_moves, tries_for(slots_P, FEW_TRIES))
             if found is not start:
                 yield fitted(found.placement(), problem.slots_P)
 
 
-def clean_tables(problem: PlanProblem) -> Iterator[Placement]:
-    """Of each tier greedy as it is, and the better start, improved; what a tier gives depends on it alone."""
-    for slots_P in problem.tiers:
-        greedy = plan_greedy(problem.load_E, slots_P)
-        yield fitted(greedy, problem.slots_P).arranged_like(problem.current)
-        start = min(clean_starts(problem, slots_P, greedy), key=lambda draft: draft.seconds)
-        found = improved(start, sum(slots_P), steps_for(problem)).placement()
-        yield fitted(found, problem.slots_P).arranged_like(problem.current)
+def clean_table(
+    problem: PlanProblem, slots_P: Sequence[int], greedy: Placement, greedy_price: float
+) -> Placement:
+    """The better of two starts, improved; what a tier gives depends on it alone."""
+    start = Draft.of(wrap_filled(problem, slots_P, spare=False), problem)
+    if greedy_price < start.seconds:
+        start = Draft.of(renamed(greedy, problem), problem)
+    found = improved(start, sum(slots_P), tries_for(slots_P, CLEAN_TRIES))
+    return fitted(found.placement(), problem.slots_P)
 
 
 def expected_balance(placement: Placement, load_E: np.ndarray) -> float:

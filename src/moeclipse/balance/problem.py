@@ -17,10 +17,12 @@ from functools import cached_property
 
 import numpy as np
 
+from moeclipse.balance.futures import futures_of
 from moeclipse.balance.lending import lent
 from moeclipse.balance.objective import EXCHANGES, PlacementCosts, Score, score
 from moeclipse.balance.placement import EMPTY, Placement
 from moeclipse.balance.replicate import slots_for
+from moeclipse.balance.split import ReplicaTable, pour
 from moeclipse.core.errors import ConfigError
 
 MOST_TIERS = 9
@@ -38,7 +40,9 @@ class PlanProblem:
     node_P: tuple[int, ...] = ()
     """The node of each rank; left out: all on one."""
     noise: float = 0.0
-    """How much the load of an expert jitters from step to step, relative."""
+    """How far loads may be from the average while the plan holds, in mean loads."""
+    turnover: float = 0.0
+    """Part of a step's seconds that filling all slots anew must win beside what it costs."""
     lends: bool = False
     """Whether training lends experts for a step, too: what is lent need not be copied for long."""
     calls: int = 1
@@ -82,6 +86,11 @@ class PlanProblem:
         return found
 
     @cached_property
+    def futures(self) -> list[list[float]]:
+        """Loads that may come, beside the average."""
+        return futures_of(self.load_E, self.noise)
+
+    @cached_property
     def node_index(self) -> np.ndarray:
         """The node of each rank, counted from 0."""
         return np.unique(self.node_P, return_inverse=True)[1]
@@ -112,6 +121,11 @@ class PlanProblem:
         return self.costs.move_seconds(0, 1, self.node_P) / self.costs.every
 
     @cached_property
+    def turnover_seconds(self) -> float:
+        """What each new copy must win, so that it is not taken back by the next plan."""
+        return self.turnover * self.bound / self.num_slots
+
+    @cached_property
     def start(self) -> Placement:
         """What holds now, with all slots that there are."""
         return fitted(self.current, self.slots_P)
@@ -132,10 +146,19 @@ class PlanProblem:
         """What a step costs under a placement, the way there included."""
         args = (placement, self._rows_PE, self.costs)
         found = score(*args, current=self.current, node_P=self.node_P, expected_E=self.load_E)
+        if self.futures:
+            found = replace(found, drift=self._drift_seconds(placement, found.fullest))
         if not self.lends:
             return found
         shadows = lent(*args, calls=self.calls, node_P=self.node_P, expected_E=self.load_E)
         return replace(found, lent=shadows.gain)
+
+    def _drift_seconds(self, placement: Placement, fullest: float) -> float:
+        """What the fullest rank takes longer, on average over the average loads and those that may come."""
+        table = ReplicaTable.of(placement, self.load_E)
+        levels = [max(pour(np.array(loads), table)[1]) for loads in self.futures]
+        mean = self.costs.row_seconds * sum(levels) / len(levels)
+        return max(mean - fullest, 0.0) * len(levels) / (len(levels) + 1)
 
     @cached_property
     def _rows_PE(self) -> np.ndarray:  # noqa: N802

@@ -2,8 +2,7 @@
 
 Idea: few replicas are cheap to keep equal, many even the ranks out, and which is better depends on prices. So
 tables are made for each tier of slots, from sparse to full: greedy ones, and wrap-filled ones whose ranks may
-be fuller than the mean. Of each tier the cheapest by estimate goes on; ranks are then renamed so that little
-moves.
+be fuller than the mean; ranks are then renamed so that little moves.
 
 Contract: pure and deterministic. Every table fits its tier, so a plan for few slots is found again where
 there are more.
@@ -15,7 +14,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moeclipse.balance.draft import Draft
 from moeclipse.balance.nodes import plan_two_level
 from moeclipse.balance.objective import sync_copies
 from moeclipse.balance.placement import Placement
@@ -54,9 +52,3 @@ def renamed(table: Placement, problem: PlanProblem) -> Placement:
         # Ranks may take each other's rows only if they have as many slots.
         groups.setdefault((node, len(table.slots[rank])), []).append(rank)
     return relabelled(table, problem.current, list(groups.values()))
-
-
-def clean_starts(problem: PlanProblem, slots_P: Sequence[int], greedy: Placement) -> tuple[Draft, Draft]:
-    """The cheapest wrap-filled table with so many slots, and the greedy one."""
-    wrapped = wrap_filled(problem, slots_P, spare=False)
-    return Draft.of(wrapped, problem), Draft.of(renamed(greedy, problem), problem)

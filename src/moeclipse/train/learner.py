@@ -268,7 +268,7 @@ class Learner:
         return stamps
 
     def _between(self, step: int, skipped: bool) -> list[str]:
-        notes = self.placement.after_step(step, self.loads.average)
+        notes = self.placement.after_step(step, self.loads.trace)
         notes += self.graphs.take_notes() if self.graphs is not None else []
         memory_state.end_step(self.model, skipped=skipped)
         self.integrity.remember(step + 1)

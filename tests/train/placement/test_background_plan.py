@@ -127,8 +127,8 @@ def with_bad_plan(mesh: Mesh, config: TrainConfig, how: str) -> tuple[list[str],
         other = Placement((placement.slots[0], placement.slots[1][::-1]), primary)
         object.__setattr__(learner.placement.layers[0].ownership, "placement", other)
     proposal, note = None, ""
-    averages = run_a_step(learner)
-    learner.placement.planner.request(0, learner.placement._requests(0, averages))
+    loads = run_a_step(learner)
+    learner.placement.planner.request(0, learner.placement._requests(0, loads))
     current = [placed.placement for placed in learner.placement.layers]
     assert learner.placement.planner.poll(1, 2, current) == (None, ""), "it is not due yet"
     proposal, note = learner.placement.planner.poll(2, 2, current)
@@ -137,12 +137,14 @@ def with_bad_plan(mesh: Mesh, config: TrainConfig, how: str) -> tuple[list[str],
 
 def run_a_step(learner: Learner) -> Any:
     learner.backward(0)
-    from moeclipse.balance.load import LoadAverage
+    from moeclipse.balance.load import LoadTrace
 
     counts = torch.stack([layer.load_E for layer in learner.layers])[:, None].repeat(1, 2, 1)
     for bucket in learner.buckets:
         bucket.reduced()
-    return LoadAverage().add(counts.numpy())
+    trace = LoadTrace()
+    trace.add(0, counts.numpy())
+    return trace
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ class PlanRequest:
             costs=self.costs,
             node_P=self.node_P,
             noise=self.config.noise,
+            turnover=self.config.turnover,
             lends=self.lends,
             calls=self.calls,
         )

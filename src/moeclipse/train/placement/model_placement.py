@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from moeclipse.balance.load import LoadAverage
+from moeclipse.balance.load import LoadTrace
 from moeclipse.balance.objective import PlacementCosts, rows_per_pair
 from moeclipse.balance.ownership import Ownership
 from moeclipse.balance.placement import Placement
@@ -102,7 +102,7 @@ class ModelPlacement:
                 states.append(state)
         self.layers = [PlacedLayer(*found[number]) for number in sorted(found)]
 
-    def after_step(self, step: int, loads: LoadAverage) -> list[str]:
+    def after_step(self, step: int, loads: LoadTrace) -> list[str]:
         """What is to be done between two steps; returns what is to be said about it. Collective."""
         self.taken = {}
         if not self.layers:
@@ -121,13 +121,13 @@ class ModelPlacement:
         if self.layers and self.config.reduce == "fedavg":
             average_replicas(self.layers)
 
-    def _plan(self, step: int, loads: LoadAverage) -> list[str]:
+    def _plan(self, step: int, loads: LoadTrace) -> list[str]:
         current = [placed.placement for placed in self.layers]
         proposal, note = self.planner.poll(step, self.config.delay, current, self._patience_s)
         notes = [note] if note else []
         if proposal is not None:
             notes += self.move(proposal)
-        if self.config.due(step) and loads.sum_LPE is not None:
+        if self.config.due(step) and loads.average.sum_LPE is not None:
             self.planner.request(step, self._requests(step, loads))
         return notes
 
@@ -162,7 +162,7 @@ class ModelPlacement:
             f"replicas and moves are predicted to take {1e3 * then:.3g} ms a step instead of {1e3 * now:.3g}"
         ]
 
-    def _requests(self, step: int, loads: LoadAverage) -> list[PlanRequest]:
+    def _requests(self, step: int, loads: LoadTrace) -> list[PlanRequest]:
         if self.costs is None:
             layer = self.layers[0].layer
             probe = self.choices.costs_for_planners(layer)
@@ -175,10 +175,11 @@ class ModelPlacement:
                 planner="auto" if self.policy else self.config.planner,
                 max_moved=self.config.max_moved,
                 time_limit=self.config.time_limit_s,
+                noise=loads.error(self.config.ahead),
                 seed=(self.seed * 1_000_003 + step) * 1009 + placed.number,
             )
             # Copies hold the same experts and share out other tokens: their mean is a copy's load.
-            counts_PE = loads.rows_LPE[number].reshape(self.mesh.dp, self.group.size, -1).mean(0)
+            counts_PE = loads.average.rows_LPE[number].reshape(self.mesh.dp, self.group.size, -1).mean(0)
             found.append(
                 PlanRequest(
                     config=planner,
