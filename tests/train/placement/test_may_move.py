@@ -23,12 +23,24 @@ def test_presets_of_several_ranks_leave_it_to_us() -> None:
     for name in ("tiny", "deepseek-v3-tiny"):
         preset = load(preset=name)
         assert (preset.placement.planner, preset.moe.shadow) == ("auto", "auto")
-        assert as_far_as_it_goes(preset, 2) == (
-            preset,
-            ["experts: move where that pays, are lent where that pays"],
-        )
+    tiny = load(preset="tiny")
+    told = ["experts: move where that pays, are lent where that pays"]
+    assert as_far_as_it_goes(tiny, 2) == (tiny, told)
     plain = TrainConfig()
     assert as_far_as_it_goes(plain, 2) == (plain, []), "a file that names no preset moves nothing"
+
+
+def test_rows_that_serve_several_experts_stay_together() -> None:
+    """DeepSeek's gate chooses groups, and four experts of a token on two ranks share a row."""
+    preset = load(preset="deepseek-v3-tiny")
+    settled, (line,) = as_far_as_it_goes(preset, 2)
+    assert (settled.placement.planner, settled.moe.shadow) == ("static", "off")
+    assert "never move (gate.num_groups (4)" in line
+    assert "never are lent (gate.top_k (4) on 2 ranks" in line
+    assert as_far_as_it_goes(preset, 8)[0].moe.shadow == "auto", "on many ranks a row serves one"
+    free = with_values(preset, {"gate.num_groups": 1, "gate.top_groups": 1})
+    assert as_far_as_it_goes(free, 2)[0].placement.planner == "auto"
+    assert as_far_as_it_goes(with_values(preset, {"gate.top_groups": 4}), 2)[0].placement.planner == "auto"
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """Whether experts move and are lent, where a run leaves that to us.
 
 `placement.planner` and `moe.shadow` = "auto" are wishes, not orders. Where something speaks against one (a
-rank has all experts, a table says who holds what, or a rule refuses every planner), experts stay, or are not
-lent, and the run says why. A planner or shadows that are named are refused there before the run starts.
+rank has all experts, a table says who holds what, rows that tokens share would be torn apart, or a rule
+refuses every planner), experts stay, or are not lent, and the run says why. A planner or shadows that are
+named are taken at their word, and refused before the run starts where that cannot be done.
 
 Contract. A pure function of the configuration and the number of ranks that share a layer's experts, so all
 ranks decide alike, and a resumed run decides again.
@@ -12,12 +13,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from moeclipse.balance.objective import rows_per_pair
 from moeclipse.core.config import problems_of, with_values
 from moeclipse.train.config import TrainConfig
 
 MOVES = {"placement.planner": "incremental"}
 LENDS = {"moe.shadow": (0,)}
 """What auto may do, by names that rules refuse where it cannot be done."""
+LEAST_SAVED = 0.25
+"""Rows that a pair must save by staying: lent alone, an expert leaves the others' rows on the wire."""
 
 
 def as_far_as_it_goes(config: TrainConfig, expert_ranks: int) -> tuple[TrainConfig, list[str]]:
@@ -45,6 +49,8 @@ def why_experts_stay(config: TrainConfig, expert_ranks: int) -> str | None:
         return "placement.slots says who holds what; name a planner to go on from there"
     if config.placement.reduce == "fedavg":
         return "placement.reduce = 'fedavg' would train another model with each placement"
+    if 1 < config.gate.num_groups != config.gate.top_groups:
+        return f"gate.num_groups ({config.gate.num_groups}): experts of a group, chosen together, share rows"
     why = refused(config, MOVES)
     return None if why is None else why.replace(repr(MOVES["placement.planner"]), "'auto'")
 
@@ -52,6 +58,11 @@ def why_experts_stay(config: TrainConfig, expert_ranks: int) -> str | None:
 def why_nothing_is_lent(config: TrainConfig, expert_ranks: int) -> str | None:
     if expert_ranks == 1:
         return ""
+    together = rows_per_pair(config.gate.expected_experts, expert_ranks) < LEAST_SAVED
+    if together:
+        return (
+            f"gate.top_k ({config.gate.top_k}) on {expert_ranks} ranks: a row serves several experts of one"
+        )
     if refused(config, LENDS) is None:
         return None
     return "placement.reduce = 'fedavg' counts rows where their expert lives"
