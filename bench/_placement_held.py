@@ -4,7 +4,8 @@
     minimise the mean over t of T[t],   T[t] >= load of each rank in step t, in means
 
 No planner can know these steps: this is the end of the scale on which they are measured. HiGHS, from a cold
-start, within a time limit: large tables do not end in it.
+start, within a time limit: large tables do not end in it. For a whole run random changes of one table do
+better (`one_table`).
 """
 
 from __future__ import annotations
@@ -52,3 +53,47 @@ def held_balance(rows_TE: np.ndarray, ranks: int, slots: int, seconds: float) ->
     solver.run()
     fullest_T = np.array(solver.getSolution().col_value)[top]
     return float(np.mean(1 / fullest_T)) if fullest_T.min() > 0 else None
+
+
+def fullest_of(part_TE: np.ndarray, mask_E: np.ndarray, ranks: int) -> np.ndarray:
+    """In each step the fullest rank of the best split, in means; `mask_E`: a bit for each rank of an expert.
+
+    No split leaves a set of ranks with less than what they alone hold, and the best one reaches the largest
+    of these bounds: maximum flow is minimum cut. So all sets are looked at, which small tables allow.
+    """
+    only = np.zeros((len(part_TE), 1 << ranks))
+    np.add.at(only.T, mask_E, part_TE.T)
+    for bit in range(ranks):
+        pairs = only.reshape(len(part_TE), -1, 2, 1 << bit)
+        pairs[:, :, 1] += pairs[:, :, 0]
+    sizes = np.array([max(mask.bit_count(), 1) for mask in range(1 << ranks)])
+    found: np.ndarray = (only * ranks / sizes).max(1)
+    return found
+
+
+def one_table(rows_TE: np.ndarray, start: list[list[int]], tries: int = 6000) -> float:
+    """Mean balance of the best table that random changes find for all these steps at once."""
+    part_TE = rows_TE / rows_TE.sum(1, keepdims=True)
+    ranks, experts, rng = len(start), rows_TE.shape[1], np.random.default_rng(0)
+
+    def balance(rows: list[list[int]]) -> float:
+        mask = [sum(1 << rank for rank, row in enumerate(rows) if e in row) for e in range(experts)]
+        return float((1 / fullest_of(part_TE, np.array(mask), ranks)).mean())
+
+    rows = [list(row) for row in start]
+    now = best = balance(rows)
+    for turn in range(tries):
+        new = [list(row) for row in rows]
+        (p, q), expert = rng.integers(ranks, size=2), int(rng.integers(experts))
+        i, j = int(rng.integers(len(new[p]))), int(rng.integers(len(new[q])))
+        mine, theirs = new[p][i], new[q][j]
+        if rng.random() < 0.5 and p != q and mine not in new[q] and theirs not in new[p]:
+            new[p][i], new[q][j] = theirs, mine
+        elif expert not in new[p] and (mine < 0 or sum(mine in row for row in new) > 1):
+            new[p][i] = expert
+        else:
+            continue
+        found, heat = balance(new), 0.01 * (1 - turn / tries) ** 2 + 1e-5
+        if found > now or rng.random() < np.exp((found - now) / heat):
+            rows, now, best = new, found, max(best, found)
+    return best

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _placement_held import held_balance
+from _placement_held import held_balance, one_table
 
 from moeclipse.balance.config import PlacementConfig, padded
 from moeclipse.balance.drift import Drift
@@ -39,6 +39,7 @@ from moeclipse.balance.load import Load, LoadAverage, LoadTrace
 from moeclipse.balance.objective import PlacementCosts
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.planner import PlanConfig, plan
+from moeclipse.balance.replicate import plan_wrap_fill
 from moeclipse.balance.split import ReplicaTable, split_rows
 
 FOLDER = Path(__file__).parent / "loads"
@@ -50,6 +51,8 @@ SMALL = 8
 HELD_S = 15.0
 """For the solver that knows the steps of a plan."""
 SOLVER_S = 0.5
+WHOLE = 40
+"""Steps, spread over a run, that one table is sought for with hindsight."""
 FREE = ("free moves", "solver")
 WAYS: dict[str, dict[str, Any]] = {
     "static": {"planner": "static"},
@@ -153,6 +156,11 @@ def held(layers: list[np.ndarray], steps: int, ranks: int, slots: int, samples: 
     return float(np.mean([value for value in found if value is not None] or [np.nan]))
 
 
+def clean(rows_NE: np.ndarray) -> list[list[int]]:
+    ranks, slots = SHAPES[0]
+    return [list(row) for row in plan_wrap_fill(rows_NE.mean(0), (slots,) * ranks).slots]
+
+
 def drift_of(rows_NLE: np.ndarray, apart: int) -> float:
     part_NLE = rows_NLE / rows_NLE.sum(-1, keepdims=True)
     lag = 10 // apart
@@ -198,5 +206,8 @@ def run(samples: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
                     flush=True,
                 )
             checks[f"replay_{path.stem}_{ranks}_{slots}"] = rows[-1]["balance"]
+        at = np.linspace(YOUNG // load.every, len(load.steps_N) - 1, WHOLE).astype(int)
+        whole = [one_table(rows_NE[at], clean(rows_NE[at])) for rows_NE in layers]
+        print(f"{path.stem}: one table for {WHOLE} steps of the whole run, 8 x 5: {min(whole):.3f} at least")
         print(f"{path.stem}: tv {drift_of(load.rows_NLE, load.every):.3f}")
     return rows, checks

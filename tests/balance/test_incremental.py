@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import FREE, asked, check_fits, problems
 
 from moeclipse.balance.draft import Draft
-from moeclipse.balance.incremental import improved, search
+from moeclipse.balance.incremental import STEP, improved, search
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.planner import expected_balance
 from moeclipse.balance.replicate import plan_random, plan_wrap_fill
@@ -55,6 +56,23 @@ def test_optimizer_state_must_pay_for_its_move() -> None:
     assert found(50, 0.0) != current
     assert found(50, 1e6) == current
     assert found(10**7, 1e6) != current
+
+
+def test_tries_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that could go on ends where its tries do, at a step's end."""
+    tried = []
+    trial = Draft.trial
+    monkeypatch.setattr(Draft, "trial", lambda draft, change: tried.append(change) or trial(draft, change))
+    current = plan_random(128, (5,) * 32, 1)
+    counts_PE = np.tile(np.arange(1.0, 129.0), (32, 1))
+    begin = Draft.of(current, asked(counts_PE, (5,) * 32, current))
+    found = []
+    for max_tries in (STEP - 1, 3 * STEP, 12 * STEP):
+        tried.clear()
+        search(begin, 100, max_tries)
+        assert len(tried) <= max_tries
+        found.append(len(tried))
+    assert found[0] == 0 < found[1] < found[2]
 
 
 def test_without_moves_there_is_nothing_to_search() -> None:

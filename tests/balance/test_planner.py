@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import COSTS, check_fits, problems
+from plans import COSTS, asked, check_fits, problems
 from strategies import zipf_counts
 
 from moeclipse.balance.draft import Change, Draft
@@ -19,6 +19,7 @@ from moeclipse.balance.planner import (
     FEW_TRIES,
     PLANNERS,
     ROUGH,
+    Offers,
     PlanConfig,
     answer,
     expected_balance,
@@ -202,6 +203,19 @@ def test_work_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         assert turn == 0 or moved <= 0.05 * 320, "once it stands, few slots change"
         current = found
     assert tries > 0
+
+
+def test_far_from_even_no_copy_is_too_many() -> None:
+    """Copies that are far too dear are taken all the same where a yardstick is faster without them."""
+    counts_PE = np.array([[900.0, 800.0, 10.0, 10.0], [900.0, 800.0, 10.0, 10.0]])
+    current = Placement.contiguous(4, 2)
+    even, config = Placement.parse([[0, 2], [1, 3]]), PlanConfig(turnover=10.0)
+    problem = replace(asked(counts_PE, (2, 2), current, COSTS), turnover=config.turnover)
+    for yardstick, chosen in ((False, current), (True, even)):
+        offers = Offers(problem, config.min_gain)
+        offers.offer(even, yardstick=yardstick)
+        assert offers.table.slots == chosen.slots
+    assert answer(config, problem) != current, "below this balance greedy is a yardstick"
 
 
 def test_even_loads_are_seen_to_be_even_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
