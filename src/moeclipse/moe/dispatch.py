@@ -168,6 +168,13 @@ class DispatchPlan:
         """Where rows are for whom, and how much they count, to the ranks that compute them."""
         raise NotImplementedError
 
+    def send_packed(self, packed: torch.Tensor) -> tuple[torch.Tensor, InFlight[torch.Tensor]]:
+        """What is told of each pair, in sending order: (that of this rank's own rows, what arrives)."""
+        me = self.dispatcher.group.index
+        first, label = sum(self.send_pairs[:me]), f"dispatch of scores, {self.where}"
+        given = (packed, self.send_pairs, self.receive_pairs, label)
+        return packed[first : first + self.send_pairs[me]], self.dispatcher.transport.all_to_all(*given)
+
     def return_score_grads(self, d_score_M: torch.Tensor) -> InFlight[torch.Tensor]:
         """Back to the ranks whose gate gave the scores, in the order the pairs were sent."""
         raise NotImplementedError
@@ -219,13 +226,7 @@ class TorchPairs:
         # Row places and scores travel bit-packed, side by side, in the scores' own type.
         places = plan.pair_row_n.to(self.integer).view(scores_TK.dtype)
         packed = torch.stack([places, scores_TK.flatten()[plan.pair_place_n]], dim=1)
-        me = plan.dispatcher.group.index
-        first = sum(plan.send_pairs[:me])
-        self._own = packed[first : first + plan.send_pairs[me]]
-        label = f"dispatch of scores, {plan.where}"
-        self._arriving = plan.dispatcher.transport.all_to_all(
-            packed, plan.send_pairs, plan.receive_pairs, label
-        )
+        self._own, self._arriving = plan.send_packed(packed)
         self._all: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def of(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor]:

@@ -132,13 +132,7 @@ class DevicePairs:
         self.plan, self.top_k = plan, scores_TK.shape[1]
         pack = arrival.pack_kernel if scores_TK.is_cuda else arrival.pack_reference
         packed = pack(plan.address_TK, scores_TK, plan.pair_place_n)
-        me = plan.dispatcher.group.index
-        first = sum(plan.send_pairs[:me])
-        self._own = packed[first : first + plan.send_pairs[me]]
-        label = f"dispatch of scores, {plan.where}"
-        self._arriving = plan.dispatcher.transport.all_to_all(
-            packed, plan.send_pairs, plan.receive_pairs, label
-        )
+        self._own, self._arriving = plan.send_packed(packed)
         self._of_own: Arrived | None = None
         self._all: Arrived | None = None
 
