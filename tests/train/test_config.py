@@ -149,6 +149,7 @@ def test_what_cannot_be_cut_over_ranks(corpus: str) -> None:  # noqa: F811
     narrow: list[dict[str, Any]] = [
         {"model.num_kv_heads": 1},
         {"moe.expert_tp": "sharded", "moe.d_ff": 1},
+        {"moe.expert_tp": "sharded", "moe.num_shared_experts": 1, "moe.shared_d_ff": 1},
         {"moe.expert_tp": "sharded", "moe.expert_bias": True},
         {"model.num_dense_layers": 1, "model.d_ff": 1},
     ]

@@ -35,6 +35,8 @@ def test_work_is_that_of_a_microbatch_on_a_rank() -> None:
     assert work.layer.tokens == 16 * 128 // (4 * 4)
     assert (work.layer.num_experts, work.layer.top_k, work.layer.shared_width) == (8, 2, 48)
     assert (work.dp, work.ep, work.tp) == (2, 2, 1)
+    wide = with_values(config, {"moe.shared_d_ff": 40})
+    assert step_work(wide, dp=2, ep=2, row_value_bytes=2.0).layer.shared_width == 40
 
 
 def test_auto_is_what_a_run_takes_there() -> None:

@@ -312,6 +312,8 @@ def tensor_problems(config: TrainConfig) -> Iterator[str]:
         widths["model.d_ff"] = model.d_ff
     if moe.expert_tp == "sharded" and model.num_expert_layers:
         widths["moe.d_ff"] = moe.d_ff
+        if moe.shared_d_ff:
+            widths["moe.shared_d_ff"] = moe.shared_d_ff
     for name, width in widths.items():
         if width < tp:
             yield f"{name} ({width}) must be at least parallel.tp ({tp}): every rank holds a part of it"

@@ -30,7 +30,7 @@ def step_work(config: TrainConfig, dp: int, ep: int, row_value_bytes: float) -> 
         d_ff=moe.d_ff,
         num_experts=moe.num_experts,
         top_k=config.gate.top_k,
-        shared_width=moe.num_shared_experts * moe.d_ff,
+        shared_width=moe.shared_width,
         row_bytes_per_value=row_value_bytes,
     )
     return StepWork(
