@@ -1,13 +1,15 @@
-"""Planners on the loads of two real runs, whose gates had no balance loss to even them out.
+"""Planners on the loads of three real runs, whose gates had no balance loss to even them out.
 
     .venv/bin/python bench/placement.py --part replay
 
-`bench/loads/*.npz` are the `load.npz` of two runs of the preset `small` (32 experts, top-4), cut to 3 layers,
+`bench/loads/*.npz` are the `load.npz` of runs of the preset `small` (32 experts, top-4), cut to 3 layers,
 d_model and d_ff 64, 8,192 tokens a step: `python` read Python's standard library for 510 steps, `pages` the
-pages of docs/ for 260, every other step kept. Each layer is replayed as training plans it: looked at every 10
-steps, taken 5 steps later, the average's decay after the measured drift (`balance/drift`). Balance (mean over
-fullest rank) is that of all steps behind the first 40, with the split that training runs; `copies` are new
-replicas a plan, the first plan left out.
+pages of docs/ for 260, every other step kept. `code` read this project's own code for 520 steps, every fourth
+kept; it was recorded after the planner's settings had been chosen on the other two. Each layer is replayed as
+training plans it: looked at every 10 steps, taken 2 steps later, the average's decay after the measured drift
+(`balance/drift`). Balance (mean over fullest rank) is that of all steps behind the first 40, with the split
+that training runs; `copies` are new replicas a plan, the first plan left out. `later` are both in the second
+half of a run: the loads of its first steps change faster than plans can follow.
 
 Prices are those of a rank with 262,144 rows a step (131,072 on 16 ranks), where replicas cost little; with
 fewer rows planners rightly leave some balance to save gradients (`small batch`: an eighth of them).
@@ -25,6 +27,7 @@ the part of the rows that has another expert 10 steps later, and no trend says w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -124,6 +127,15 @@ def replay(
     return {"balance": balance[YOUNG // apart :], "copies": copies[1:], "first": copies[:1]}
 
 
+def second_halves(found: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """Balance, and copies a plan, behind the middle of the run."""
+    balance, copies = (
+        [value for each in found for value in each[key][len(each[key]) // 2 :]]
+        for key in ("balance", "copies")
+    )
+    return float(np.mean(balance)), float(np.mean(copies)) if copies else 0.0
+
+
 def asked_of(config: PlacementConfig, way: str, noise: float) -> PlanConfig:
     asked = PlanConfig(planner=config.planner, max_moved=config.max_moved, noise=noise, time_limit=SOLVER_S)
     return replace(asked, min_gain=0.0, turnover=0.0) if way in FREE else asked
@@ -172,7 +184,7 @@ def run(samples: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
     checks: dict[str, float] = {}
     print(
         f"{'loads':<8}{'ranks x slots':<15}{'way':<22}{'balance':>8}{'p5':>7}{'copies':>8}"
-        f"{'of known':>10}{'of held':>9}"
+        f"{'later':>7}{'copies':>8}{'of known':>10}{'of held':>9}"
     )
     for path in sorted(FOLDER.glob("*.npz")):
         load = Load.read(path)
@@ -188,6 +200,7 @@ def run(samples: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
                 found = [replayed(layer, ranks=ranks, slots=slots) for layer in layers]
                 balance = np.concatenate([each["balance"] for each in found])
                 copies = [count for each in found for count in each["copies"]]
+                later, later_copies = second_halves(found)
                 row = {
                     "loads": path.stem,
                     "tv": drift_of(load.rows_NLE, load.every),
@@ -196,16 +209,20 @@ def run(samples: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
                     "balance": float(balance.mean()),
                     "p5": float(np.quantile(balance, 0.05)),
                     "copies": float(np.mean(copies)) if copies else 0.0,
+                    "later": later,
+                    "later_copies": later_copies,
                     "of_known": float(balance.mean()) / best,
                     "of_held": float(balance.mean()) / told,
                 }
                 rows.append(row)
                 print(
                     f"{row['loads']:<8}{row['shape']:<15}{name:<22}{row['balance']:>8.3f}{row['p5']:>7.3f}"
-                    f"{row['copies']:>8.2f}{row['of_known']:>10.3f}{row['of_held']:>9.3f}",
+                    f"{row['copies']:>8.2f}{later:>7.3f}{later_copies:>8.2f}"
+                    f"{row['of_known']:>10.3f}{row['of_held']:>9.3f}",
                     flush=True,
                 )
             checks[f"replay_{path.stem}_{ranks}_{slots}"] = rows[-1]["balance"]
+            checks[f"replay_later_{path.stem}_{ranks}_{slots}"] = rows[-1]["later"]
         at = np.linspace(YOUNG // load.every, len(load.steps_N) - 1, WHOLE).astype(int)
         whole = [one_table(rows_NE[at], clean(rows_NE[at])) for rows_NE in layers]
         print(f"{path.stem}: one table for {WHOLE} steps of the whole run, 8 x 5: {min(whole):.3f} at least")

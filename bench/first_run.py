@@ -2,13 +2,15 @@
 
     .venv/bin/python bench/first_run.py [--json FILE] [--rate 100]    loopback, and a slow wire (needs root)
     .venv/bin/python bench/first_run.py --bar                         loopback: auto / plain is at most 1.02
+    .venv/bin/python bench/first_run.py --device cuda --repeats 40    two ranks on the GPUs at hand, over NCCL
     .venv/bin/python bench/first_run.py --bar --auto moe.shadow=auto placement.planner=auto   with these, too
 
 Two ranks train a preset as `moeclipse train` does on two cores: once with the defaults, once with blocking
 exchanges over the direct wire and without overlap. Both learners live in the same two processes and take
 their steps in turns, so that they see the same weather; first the one with the defaults settles and makes its
 trials, which are not counted here (a run spends at most a tenth of its steps on them). The table has medians,
-and of each step the longer rank's time.
+and of each step the longer rank's time; "of all" is the ratio of both sums, in which a step with a plan
+counts for what it took.
 
 On the slow wire (`bench/shaped_network.py`) both take the direct wire: ranks of one host would find the
 memory that they share, and nothing would travel.
@@ -58,6 +60,7 @@ HEAD = (
     "plain ms",
     "auto ms",
     "auto / plain",
+    "of all",
     "hidden plain",
     "hidden auto",
 )
@@ -80,11 +83,11 @@ def race(mesh: Mesh, config: TrainConfig, repeats: int) -> dict[str, Any]:
         both = (("plain", plain, WARM), ("auto", auto, done))
         for name, learner, first in both if turn % 2 else reversed(both):
             records[name].append(learner.step(first + turn))
+    times = {name: [max(one["ranks"]["step_ms"]) for one in found] for name, found in records.items()}
     cuts = [layer.schedule.report() for layer in auto.layers]
     return {
-        "step_ms": {
-            name: middle([max(one["ranks"]["step_ms"]) for one in found]) for name, found in records.items()
-        },
+        "step_ms": {name: middle(found) for name, found in times.items()},
+        "of_all": sum(times["auto"]) / sum(times["plain"]),
         "hidden": {
             name: middle([one["hidden_fraction"] for one in found]) for name, found in records.items()
         },
@@ -102,11 +105,14 @@ def measure(args: argparse.Namespace, wire: str, repeats: int) -> list[dict[str,
     found = []
     for preset in args.presets:
         for microbatches in MICROBATCHES:
-            values: dict[str, Any] = {"optim.accumulate": microbatches, "run.device": "cpu"}
+            values: dict[str, Any] = {"optim.accumulate": microbatches, "run.device": args.device}
             values |= dict(word.split("=", 1) for word in args.auto)
-            values |= {"moe.transport": "direct"} if wire != "loopback" else {}
+            values |= {"moe.transport": "direct"} if wire.endswith("mbit") else {}
             config = with_values(load(preset=preset), values)
-            result = run_ranks(2, race, config, repeats, deadline_s=560.0, collective_deadline_s=120.0)[0]
+            ways: dict[str, Any] = {"deadline_s": 560.0, "collective_deadline_s": 120.0}
+            if args.device == "cuda":
+                ways |= {"device": "cuda", "backend": "nccl"}
+            result = run_ranks(2, race, config, repeats, **ways)[0]
             found.append({"preset": preset, "microbatches": microbatches, "wire": wire, **result})
             show(found[-1])
     return found
@@ -117,6 +123,7 @@ def show(row: dict[str, Any]) -> None:
     cells = (
         *(row["preset"], str(row["microbatches"]), row["wire"]),
         *(f"{times['plain']:.1f}", f"{times['auto']:.1f}", f"{times['auto'] / times['plain']:.3f}"),
+        f"{row['of_all']:.3f}",
         *(f"{100 * hidden[name]:.0f} %" for name in ("plain", "auto")),
     )
     print("| " + " | ".join(cells) + " |", flush=True)
@@ -145,6 +152,7 @@ def main() -> int:
     parser.add_argument("--auto", nargs="*", default=[], metavar="KEY=VALUE", help="of the run with defaults")
     parser.add_argument("--repeats", type=int, default=16, help="steps of each, in turns")
     parser.add_argument("--rate", type=float, default=100.0, help="megabits per second of the slow wire")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--bar", action="store_true", help="loopback alone; exit status 1 over the bar")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
@@ -153,8 +161,9 @@ def main() -> int:
         args.inside.write_text(json.dumps(measure(args, f"{args.rate:g} mbit", args.repeats)))
         return 0
     print("| " + " | ".join(HEAD) + " |\n" + "|---" * len(HEAD) + "|", flush=True)
-    rows = measure(args, "loopback", args.repeats * (2 if args.bar else 1))
-    if not args.bar:
+    wire = "loopback" if args.device == "cpu" else "nccl"
+    rows = measure(args, wire, args.repeats * (2 if args.bar else 1))
+    if not args.bar and args.device == "cpu":
         reason = why_not()
         rows += on_slow_wire(args) if reason is None else []
         print(f"no slow wire: {reason}" if reason else "", end="\n" if reason else "")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from moeclipse.comm.mesh import Mesh
@@ -48,6 +49,8 @@ def curve(way: str, steps: int, device: str) -> tuple[list[float], float]:
 
 
 def main() -> None:
+    # One order of sums, as `moeclipse train` has it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--device", default="cpu")

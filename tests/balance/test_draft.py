@@ -106,6 +106,7 @@ def test_a_draft_costs_what_the_judge_says(
         card_per_rank=card_per_rank,
         shared_wire=shared_wire,
         every=5,
+        copy_bandwidth=1.5,
     )
     current = data.draw(placements(placement.num_experts, placement.num_ranks))
     width = max(placement.max_slots, current.max_slots)
@@ -118,6 +119,14 @@ def test_a_draft_costs_what_the_judge_says(
     )
     draft = Draft.of(fitted(placement, problem.slots_P), problem)
     judged = problem.judge(draft.placement()).total
-    # Rows inside nodes are known by node only, and quotas are cut into whole rows.
-    assert draft.seconds == pytest.approx(judged, rel=0.02 if nodes == 1 else 0.25)
+    # Loads are poured without a look at where rows come from, and inside nodes they are known by node only:
+    # what travels is a guess. What does not is poured in the same way, and cut into whole rows.
+    assert draft.seconds == pytest.approx(judged, rel=0.3)
+    here = replace(problem, costs=replace(costs, row_bytes=0.0))
+    at_rest = here.judge(draft.placement()).total
+    assert Draft.of(fitted(placement, here.slots_P), here).seconds == pytest.approx(at_rest, rel=0.15)
     assert problem.bound <= judged * (1 + 1e-9)
+    fixed = replace(problem, costs=replace(costs, replicas_seconds=700.0))
+    more = 700.0 if any(len(ranks) > 1 for ranks in placement.holders) else 0.0
+    assert fixed.judge(draft.placement()).total - judged == pytest.approx(more)
+    assert Draft.of(fitted(placement, problem.slots_P), fixed).seconds - draft.seconds == pytest.approx(more)

@@ -158,3 +158,31 @@ def test_pairs_that_share_a_row_are_priced_by_what_they_save() -> None:
     whole = PlacementCosts.from_measured(PROBED, every=5)
     assert PlacementCosts.from_measured(PROBED, 5, 1, 0.25).row_bytes == 0.25 * whole.row_bytes
     assert rows_per_pair(4, 1) == rows_per_pair(1, 9) == 1.0
+
+
+def test_replicas_cost_a_fixed_part_however_few_they_are() -> None:
+    """And their bytes travel as fast as copies do, which may be slower than rows."""
+    costs = PlacementCosts(
+        row_seconds=1e-3,
+        row_bytes=0.0,
+        weight_bytes=100.0,
+        gradient_bytes=300.0,
+        state_bytes=0.0,
+        near_bandwidth=1e6,
+        far_bandwidth=1e6,
+        replicas_seconds=0.5,
+        copy_bandwidth=1e3,
+    )
+    counts_PE = np.array([[4, 4], [4, 4]])
+    apart, one, both = (
+        score(Placement(slots), counts_PE, costs).sync
+        for slots in (((0,), (1,)), ((0, 1), (1,)), ((0, 1), (0, 1)))
+    )
+    assert apart == 0.0
+    assert one == pytest.approx(0.5 + 0.5 * 0.4), "half a copy each way, over the slow way of copies"
+    assert both == pytest.approx(0.5 + 0.4)
+    assert costs.move_seconds(2, 0) == pytest.approx(0.2)
+    assert replace(costs, copy_bandwidth=0.0).move_seconds(2, 0) == pytest.approx(2e-4), "0: not known"
+    assert replace(costs, copy_bandwidth=1e9).move_seconds(2, 0) == pytest.approx(2e-4), "never above rows"
+    with pytest.raises(ConfigError, match=r"replicas_seconds \(-1.0\) must not be negative"):
+        replace(costs, replicas_seconds=-1.0)

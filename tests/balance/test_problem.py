@@ -41,8 +41,23 @@ def test_the_judge_is_the_objective() -> None:
     assert 2 * problem.copy_seconds == pytest.approx(COSTS.sync_seconds(2.0))
 
 
+FIXED = replace(CHEAP_ROWS, replicas_seconds=100 * CHEAP_ROWS.row_seconds)
+
+
+@pytest.mark.parametrize(("fixed", "apart"), [(0.0, False), (30.0, False), (300.0, True)])
+def test_the_bound_pays_for_replicas_once(fixed: float, apart: bool) -> None:
+    """Rows of both ranks want both experts: copies save their way, and are taken as long as that pays."""
+    costs = replace(
+        FREE, row_bytes=1.0, near_bandwidth=1.0, weight_bytes=3.0, gradient_bytes=7.0, replicas_seconds=fixed
+    )
+    problem = asked(np.full((2, 2), 20), (2, 2), Placement.parse([[0], [1]]), costs)
+    best = problem.judge(Placement.parse([[0, -1], [1, -1]] if apart else [[0, 1], [1, 0]])).total
+    migration = 0.0 if apart else problem.judge(Placement.parse([[0, 1], [1, 0]])).migration
+    assert problem.bound == pytest.approx(best - migration)
+
+
 @settings(deadline=None, max_examples=40)
-@given(problems(), st.integers(0, 99), st.sampled_from([COSTS, CHEAP_ROWS, SHARED]), st.integers(1, 2))
+@given(problems(), st.integers(0, 99), st.sampled_from([COSTS, CHEAP_ROWS, SHARED, FIXED]), st.integers(1, 2))
 def test_no_placement_is_below_the_bound(
     problem: tuple[np.ndarray, tuple[int, ...]], seed: int, costs: PlacementCosts, nodes: int
 ) -> None:

@@ -27,6 +27,14 @@ def test_costs_of_planners_come_before_those_of_a_layer(tmp_path: Path) -> None:
     assert RunFacts.read(tmp_path / "load.npz").probe == {"row_forward": 2.0}
 
 
+def test_slots_are_those_of_the_run(tmp_path: Path) -> None:
+    text = {"ranks": [1, 4, 1, 1], "layers": {}, "settled": {"placement.slots_per_rank": 8}}
+    (tmp_path / "choices.json").write_text(json.dumps(text))
+    assert RunFacts.read(tmp_path).slots == 8
+    (tmp_path / "config.toml").write_text("[placement]\nslots_per_rank = 6\n")
+    assert RunFacts.read(tmp_path).slots == 6, "what was asked for counts"
+
+
 def test_damage_is_told(tmp_path: Path) -> None:
     (tmp_path / "choices.json").write_text('{"ranks"')
     with pytest.raises(ConfigError, match=r"choices\.json cannot be read"):

@@ -46,8 +46,9 @@ def trained(**changes: Any) -> tuple[Learner, list[Any]]:
         {"optim.accumulate": 4},
         {"optim.accumulate": 2, "gate.bias_rate": 0.001, "gate.kind": "sigmoid"},
         {"model.dtype": "float16", "optim.accumulate": 2},
+        {"data.seq_len": 512, "model.head_dim": 64},
     ],
-    ids=["one", "four", "bias", "fp16"],
+    ids=["one", "four", "bias", "fp16", "long"],
 )
 def test_the_same_bits_with_and_without(changes: dict[str, Any]) -> None:
     try:

@@ -20,7 +20,7 @@ from moeclipse.train.choices import FILE, Choices, trial_calls
 from moeclipse.train.config import TrainConfig
 
 PLANNED = {
-    "placement.planner": "incremental",
+    "placement.planner": "random",  # it moves experts whatever that was measured to cost
     "placement.start_step": 2,
     "placement.every": 3,
     "placement.commit_after": 2,
@@ -164,3 +164,17 @@ def test_uneven_ranks_are_priced_once_at_the_end(tmp_path: Path) -> None:
     assert found[1][1] == first, "all ranks know the same"
     kept = json.loads((tmp_path / FILE).read_text())
     assert (kept["placement"], kept["hosts"]) == (first, [0, 0])
+
+
+def kept(mesh: Mesh, folder: str) -> list[Any]:
+    """What one object writes and the next one reads, as a run that goes on does."""
+    one, other = (Choices(mesh, Path(folder)) for _ in range(2))
+    one.search = {"search_s": 0.5, "step_s": 2.0}
+    one.write()
+    other.read("", resumed=True)
+    return [other.search, other.layers, other.placement]
+
+
+def test_what_looking_for_plans_took_is_kept(tmp_path: Path) -> None:
+    """A run that measured it again would search other layers than it did before it was killed."""
+    assert run_ranks(2, kept, str(tmp_path)) == [[{"search_s": 0.5, "step_s": 2.0}, {}, None]] * 2

@@ -16,13 +16,22 @@ from test_trainer import whole
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.cost.hardware import device, link
+from moeclipse.moe import stopwatch
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train import settle as settling
 from moeclipse.train.choices import FILE, Choices
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
-from moeclipse.train.settle import choose_pipeline, left_to_choose, link_of, programs_of, settle
+from moeclipse.train.settle import (
+    ROWS,
+    choose_pipeline,
+    left_to_choose,
+    link_of,
+    measured_device,
+    programs_of,
+    settle,
+)
 
 LONG = {"run.steps": 100, "optim.accumulate": 4, "data.batch_size": 8}
 SLOW = {"direct": [0.018, 0.258], "peer": [0.017, 0.257]}
@@ -216,3 +225,17 @@ def test_a_run_writes_what_it_settled_and_another_repeats_it(tmp_path: Path) -> 
     run_ranks(2, whole, again)
     repeated = json.loads((folder.with_name("again") / FILE).read_text())
     assert repeated["settled"] == given["settled"]
+
+
+def of_a_step(mesh: Mesh, config: TrainConfig) -> float:
+    """By a clock on which everything takes a second, and twice as long on rank 1."""
+    ticks = iter(range(1000))
+    stopwatch.time = SimpleNamespace(perf_counter=lambda: (1 + mesh.rank) * next(ticks))  # type: ignore[attr-defined]
+    return measured_device(config, mesh).flops
+
+
+def test_the_speed_of_a_rank_is_that_of_rows_there_and_back(corpus: str) -> None:  # noqa: F811
+    """Of the slowest: all three products with each of an expert's weights, and what stands between them."""
+    config = configure(corpus, **LONG)
+    weights = 3 * config.model.d_model * config.moe.d_ff
+    assert run_ranks(2, of_a_step, config) == [pytest.approx(3 * 2 * ROWS * weights / 2)] * 2

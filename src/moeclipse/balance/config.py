@@ -23,7 +23,7 @@ class PlacementConfig:
     slots: tuple[tuple[int, ...], ...] | str = ""
     """Experts of each rank, like [[0, 3], [1, 2], [1, 2], [0, 3]], or a file of them; empty: even shares."""
     slots_per_rank: int | Literal["auto"] = "auto"
-    """Experts that a rank can hold in each layer; auto: its share, with a planner also some to spare."""
+    """Experts that a rank can hold in each layer; auto: its share, for planners more as memory allows."""
     planner: Literal["static", "random", "greedy", "incremental", "wrap_fill", "exact", "auto"] = "static"
     """static: nothing moves; the others re-plan from the loads, beside training (docs/placement.md)."""
     policy: str = ""
@@ -165,10 +165,13 @@ class PlacementConfig:
         even = Placement.contiguous(num_experts, num_ranks)
         if self.slots_per_rank != "auto":
             return padded(even, min(self.slots_per_rank, num_experts))
-        share = even.max_slots
-        if not self.moves:
-            return even
-        return padded(even, min(share + max(share // SPARE, 1), num_experts))
+        return padded(even, usual_slots(num_experts, num_ranks)) if self.moves else even
+
+
+def usual_slots(num_experts: int, num_ranks: int) -> int:
+    """Of each rank, for planners, where nothing else is said."""
+    share = -(-num_experts // num_ranks)
+    return min(share + max(share // SPARE, 1), num_experts)
 
 
 def padded(placement: Placement, slots: int | None) -> Placement:

@@ -36,6 +36,8 @@ from moeclipse.balance.problem import PlanProblem
 POWER = 64
 FELT = 0.5
 """Of the largest: what is below adds nothing that a float could hold."""
+NOTHING = 1e-6
+"""Copies that are none: sums that went up and down again."""
 FULL_SWEEPS = 20
 TRIAL_SWEEPS = 2
 
@@ -160,6 +162,7 @@ class Draft:
             costs.row_seconds * sum([most(pool.level) for pool in self.pools]) / len(self.pools)
             + self._wire_seconds(most)
             + problem.copy_seconds * most(self.copies)
+            + (costs.replicas_seconds if max(self.copies) > NOTHING else 0.0)
             + most(self.migration)
             + problem.turnover_seconds * self.books.copied
         )

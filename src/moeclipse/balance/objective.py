@@ -3,7 +3,8 @@
     fullest     row_seconds x rows of the fullest rank, with the split that really runs
     near        4 exchanges x bytes of the rows that enter or leave the busiest rank inside its node
     cross       4 exchanges x bytes of the rows that enter or leave the busiest card between nodes
-    sync        gradients to owners and weights back, on the rank with most of them
+    sync        gradients to owners and weights back, on the rank with most of them, and what that takes
+                however few they are
     migration   parameters and optimizer state that move, on the rank with most of them, shared among the
                 steps that a plan lasts
 
@@ -75,6 +76,10 @@ class PlacementCosts:
     """Steps that a plan lasts: what its moves are shared among."""
     loan_seconds: float = 0.0
     """Of one expert lent for one call, in one direction, beside its bytes."""
+    replicas_seconds: float = 0.0
+    """Of a step of a layer that has replicas, however few, beside their bytes."""
+    copy_bandwidth: float = 0.0
+    """Bytes per second of a rank's parameters, gradients and state, where slower than rows; 0: not known."""
     shared_owners: bool = True
     """Replicas own their expert together; else its primary gets all gradients: a yardstick."""
 
@@ -83,7 +88,7 @@ class PlacementCosts:
             f"{name} ({getattr(self, name)}) must not be negative"
             for name in (
                 *("row_seconds", "row_bytes", "weight_bytes", "gradient_bytes", "state_bytes"),
-                "loan_seconds",
+                *("loan_seconds", "replicas_seconds", "copy_bandwidth"),
             )
             if getattr(self, name) < 0
         ]
@@ -148,6 +153,8 @@ class PlacementCosts:
             card_per_rank=card_per_rank,
             shared_wire=probe["shared_wire"],
             loan_seconds=probe.get("loan") or 0.0,
+            replicas_seconds=probe.get("sync") or 0.0,
+            copy_bandwidth=probe.get("sync_bandwidth") or 0.0,
             every=every,
         )
 
@@ -166,7 +173,7 @@ class PlacementCosts:
     def move_seconds(self, weights: float, states: float, node_P: Sequence[int] = (0,)) -> float:
         """So many copies of parameters and of optimizer state over the link of one rank, once."""
         moved = weights * self.weight_bytes + states * self.state_bytes
-        return moved / self.bandwidth(node_P)
+        return moved / self._bandwidth_of_copies(node_P)
 
     def migration_seconds(self, moves: Sequence[RankMoves], node_P: Sequence[int] = (0,)) -> float:
         """The way to another placement, once: ranks send and receive side by side."""
@@ -176,9 +183,17 @@ class PlacementCosts:
             return sum(enter) / max(len(enter), 1)
         return max([*enter, *leave], default=0.0)
 
+    def copy_seconds(self, node_P: Sequence[int] = (0,)) -> float:
+        """Of each copy: its gradients to their owners, and the new weights back."""
+        return (self.gradient_bytes + self.weight_bytes) / self._bandwidth_of_copies(node_P)
+
     def sync_seconds(self, copies: float, node_P: Sequence[int] = (0,)) -> float:
-        """Gradients of so many copies to their owners, and the new weights back."""
-        return copies * (self.gradient_bytes + self.weight_bytes) / self.bandwidth(node_P)
+        """Of so many copies on a rank; of none nothing."""
+        return self.replicas_seconds + copies * self.copy_seconds(node_P) if copies > 0 else 0.0
+
+    def _bandwidth_of_copies(self, node_P: Sequence[int]) -> float:
+        bandwidth = self.bandwidth(node_P)
+        return min(bandwidth, self.copy_bandwidth) if self.copy_bandwidth else bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,11 @@ placement that does not fit, and returns `current` itself when nothing is worth 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from moeclipse.balance.bottlenecks import steadied
 from moeclipse.balance.draft import Draft
 from moeclipse.balance.drift import UNKNOWN
 from moeclipse.balance.incremental import improved
@@ -36,7 +37,7 @@ SMALL = 128
 """Slots up to which everything is searched, whatever holds now."""
 PLANNERS = ("random", "greedy", "incremental", "wrap_fill", "exact", "auto")
 WORTHWHILE = 0.05
-"""With auto, no placement is searched for where even the best could not win this part of a step."""
+"""With auto, a plan must win this part of a step; where even the best could not, none is searched for."""
 ROUGH = 0.8
 """Large tables keep to their time: below this balance they are made anew, above it changed a little."""
 FEWEST_MOVES = 8
@@ -107,8 +108,10 @@ def answer(config: PlanConfig, problem: PlanProblem) -> Placement:
         start = Draft.of(wrap_filled(problem, slots_P), problem)
         better = improved(start, problem.num_slots, tries_for(slots_P, CLEAN_TRIES))
         return better.placement().arranged_like(current)
-    if config.planner == "auto" and problem.bound >= (1 - WORTHWHILE) * problem.judge(problem.start).total:
-        return current
+    if config.planner == "auto":
+        if problem.bound >= (1 - WORTHWHILE) * problem.judge(problem.start).total:
+            return current
+        config = replace(config, min_gain=max(config.min_gain, WORTHWHILE))
     found = incremental(config, problem)
     if config.planner == "exact":
         return polish(problem, found, time_limit=config.time_limit)
@@ -130,6 +133,11 @@ def incremental(config: PlanConfig, problem: PlanProblem) -> Placement:
             greedy = plan_greedy(problem.load_E, slots_P)
             price = offers.offer(fitted(greedy, problem.slots_P), yardstick=rough)
             offers.offer(clean_table(problem, slots_P, greedy, price))
+    if not large:
+        best = Draft.of(fitted(offers.table, problem.slots_P), problem)
+        steady = steadied(best)
+        if steady is not best:
+            offers.offer(steady.placement())
     return offers.table
 
 

@@ -108,7 +108,7 @@ class PlanProblem:
     @cached_property
     def copy_seconds(self) -> float:
         """An expert's gradients to their owner, and new weights back."""
-        return self.costs.sync_seconds(1, self.node_P)
+        return self.costs.copy_seconds(self.node_P)
 
     @cached_property
     def move_seconds(self) -> float:
@@ -185,6 +185,7 @@ class PlanProblem:
         spare = sum(min(count, self.num_experts) for count in self.slots_P) - self.num_experts
         most = -np.sort(-elsewhere)[:spare]
         by_replicas = float(np.maximum(most - self.copy_seconds, 0.0).sum())
+        by_replicas = max(by_replicas - num_ranks * costs.replicas_seconds, 0.0)
         working = num_ranks if self.lends else sum(count > 0 for count in self.slots_P)
         rows = costs.row_seconds * float(self.load_E.sum()) / working
         return rows + (float(saved_PE.sum()) - at_home - by_replicas) / num_ranks

@@ -12,9 +12,9 @@ the heuristic's plan, so whatever the time limit cuts off, the answer is never w
     T >= sum_e load_e y[e,p]     A >= rows that enter or leave p     B >= ... card of n     C >= sum_e w[e,p]
     D >= what p gets, x[e,p] where it does not hold e now, or gives, to those, and 1 - x[e,p] where it does
 
-Three prices are not linear and stand here as guesses: that all replicas exchange alike, that the cards of a
-node carry alike, and how much optimizer state changes its owner. So the answer is judged again, as all plans
-are.
+Four prices are not linear. Three stand here as guesses: that all replicas exchange alike, that the cards of a
+node carry alike, and how much optimizer state changes its owner. What replicas cost beside their bytes, were
+it only one, is left out. So the answer is judged again, as all plans are.
 
 Contract: a placement that fits the slots, no expert lost. Without a solver a ConfigError says what to
 install.

@@ -7,7 +7,6 @@ behind. Hazard: `backends` forks, so it must run before anything opens a CUDA de
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Literal
 
 from moeclipse import __version__
 from moeclipse.cli.launch import usable_cores
+from moeclipse.core.host_memory import available_memory
 
 if TYPE_CHECKING:
     from moeclipse.comm.shared.links import Topology
@@ -249,19 +249,6 @@ def _shared_memory(section: str) -> Finding:
     return Finding(
         section=section, name="/dev/shm", state="limited" if small else "works", value=value, advice=advice
     )
-
-
-def available_memory() -> int:
-    """Bytes that can still be used, by the kernel's estimate and the container's limit."""
-    memory = 0
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        memory = 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        memory = min(memory, limit - int((group / "memory.current").read_text()))
-    return memory
 
 
 def environment(variables: Mapping[str, str]) -> Iterator[Finding]:

@@ -67,8 +67,10 @@ class RunFacts:
 
     @property
     def slots(self) -> int | None:
+        """Of each rank: asked for, or chosen for the memory at hand; None: not known."""
+        chosen = (self.choices.get("settled") or {}).get("placement.slots_per_rank")
         given = self.get("placement", "slots_per_rank")
-        return given if isinstance(given, int) else None
+        return next((slots for slots in (given, chosen) if isinstance(slots, int)), None)
 
     def size(self, name: str) -> int:
         """d_model, d_ff or every: the run's own, or the usual one."""

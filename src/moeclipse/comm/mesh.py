@@ -231,6 +231,11 @@ class Mesh:
         """The host of each rank, numbered by first appearance. Asked once, by all ranks together."""
         return number_hosts(self.gather_objects(host_id()), self.num_ranks)
 
+    @property
+    def ranks_here(self) -> int:
+        """Ranks on this rank's host, itself included. Collective as `hosts` is."""
+        return self.hosts.count(self.hosts[self.rank])
+
     def barrier(self) -> None:
         self.gather_objects(None)
 

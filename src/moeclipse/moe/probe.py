@@ -15,21 +15,20 @@ latter. All ranks leave with the same numbers, because whoever decides from them
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from moeclipse.balance.shadow_model import FAR_GRAIN, ShadowCosts
-from moeclipse.comm.flight.exchange import gather_to_host
 from moeclipse.comm.mesh import Mesh
 from moeclipse.cost.exchange import ExchangeCosts
 from moeclipse.moe.dispatch import Dispatcher
 from moeclipse.moe.pairwise import PairwiseExperts
+from moeclipse.moe.replica_price import sync_price
+from moeclipse.moe.stopwatch import REPEATS, clock, tell
 from moeclipse.ops.precision import wide_of
 
-REPEATS = 5
 ROWS = {"cpu": (4, 96), "cuda": (64, 2048)}
 """For each expert of a rank; a device needs some thousand rows to show what one of them costs."""
 BYTES = {"cpu": (16 << 10, 256 << 10), "cuda": (1 << 20, 16 << 20)}
@@ -62,6 +61,10 @@ class Probe:
     """Of one shadow in one direction, beside its bytes (`moe/shadow_price`) ..."""
     look: float = 0.0
     """... and of choosing shadows in one call; 0: not measured."""
+    sync: float = 0.0
+    """Of a step, for a layer that has replicas, beside their bytes (`moe/replica_price`) ..."""
+    sync_bandwidth: float = 0.0
+    """... and bytes per second of their gradients and weights; 0: not measured."""
 
     def exchange_costs(self) -> ExchangeCosts:
         return ExchangeCosts(
@@ -104,10 +107,15 @@ def measure(pairs: PairwiseExperts, dispatcher: Dispatcher, mesh: Mesh) -> Probe
     near, far = _links(dispatcher, mesh)
     weight_dtype = next((weight.dtype for weight in experts.weights), pairs.like[0].dtype)
     size = sum(weight.numel() for weight in experts.weights) // max(len(experts.ids), 1)
-    mine = [slope[0], slope[1], max(few[0] - len(experts.ids) * rows[0] * slope[0], 0.0), float(size)]
+    held = len(experts.ids)
+    kernel = max(few[0] - held * rows[0] * slope[0], 0.0)
+    mine = [*slope, kernel, float(size), float(held), float(weight_dtype.itemsize)]
     everyone = tell(mesh, mine)
-    forward, backward, kernel, _ = (sum(column) / len(everyone) for column in zip(*everyone, strict=True))
-    parameters = max(entry[3] for entry in everyone)
+    forward, backward, kernel, *_ = (sum(column) / len(everyone) for column in zip(*everyone, strict=True))
+    # A rank without experts may not know the type of their weights.
+    parameters, most, width = (max(entry[number] for entry in everyone) for number in (3, 4, 5))
+    weight_dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[int(width)]
+    fixed, bytes_per_s = sync_price(int(parameters), weight_dtype, int(most), dispatcher.group, mesh)
     row_bytes = sum(tensor.element_size() * tensor.shape[1:].numel() for tensor in pairs.like)
     return Probe(
         row_forward=forward,
@@ -121,6 +129,8 @@ def measure(pairs: PairwiseExperts, dispatcher: Dispatcher, mesh: Mesh) -> Probe
         parameter_bytes=parameters * weight_dtype.itemsize,
         gradient_bytes=parameters * wide_of(weight_dtype).itemsize,
         num_ranks=dispatcher.group.size,
+        sync=fixed,
+        sync_bandwidth=bytes_per_s,
         **({} if far is None else far.as_far()),
     )
 
@@ -172,18 +182,6 @@ def _link(dispatcher: Dispatcher, mesh: Mesh, peers: int, joins: Callable[[int, 
     return MeasuredLink(peers=peers, bandwidth=bandwidth, alone=link, latency=latency)
 
 
-def clock(work: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of `work`, which all ranks run at the same time."""
-    seconds = []
-    for _ in range(REPEATS):
-        begun = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - begun)
-    return sorted(seconds)[REPEATS // 2]
-
-
 def _expert_seconds(pairs: PairwiseExperts, rows: int, mesh: Mesh) -> tuple[float, float]:
     """(forward, backward) of `rows` rows through each expert, weight gradients included."""
     experts, device = pairs.experts, mesh.device
@@ -232,11 +230,3 @@ def _wire_seconds(dispatcher: Dispatcher, mesh: Mesh, size: int, pairs: Sequence
     work()
     tell(mesh, [])
     return max(seconds for (seconds,) in tell(mesh, [clock(work, mesh.device)]))
-
-
-def tell(mesh: Mesh, numbers: list[float]) -> list[list[float]]:
-    """Everyone's numbers, on every rank of the stage; without any, a barrier."""
-    mine = torch.tensor([*numbers, 0.0], dtype=torch.float64, device=mesh.device)
-    return [
-        row[:-1] for row in gather_to_host(mesh.a2a, mesh.stage, mine, "exchange of measured costs").get()
-    ]

@@ -48,12 +48,13 @@ from moeclipse.moe.granularity import (
     worth_a_try,
 )
 from moeclipse.moe.pairwise import PairwiseExperts
-from moeclipse.moe.probe import Probe, measure, tell
+from moeclipse.moe.probe import Probe, measure
 from moeclipse.moe.replicas import choose_slots
 from moeclipse.moe.routing import Routing, count_experts
 from moeclipse.moe.shadow import ShadowExperts, keep_shadowed
 from moeclipse.moe.shadow_choice import ShadowChoice, label_of
 from moeclipse.moe.shadow_price import priced
+from moeclipse.moe.stopwatch import tell
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.shape import ExchangeShape, Shadow
 from moeclipse.schedule.smart import backward_of, end_units, exchange_shape, smart

@@ -19,9 +19,10 @@ from moeclipse.balance.shadow import Shadows
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.dispatch import Dispatcher
 from moeclipse.moe.pairwise import PairwiseExperts
-from moeclipse.moe.probe import ROWS, Probe, clock, tell
+from moeclipse.moe.probe import ROWS, Probe
 from moeclipse.moe.shadow import RankShadows, ShadowExperts, ShadowGrads, keep_shadowed
 from moeclipse.moe.shadow_choice import ShadowChoice
+from moeclipse.moe.stopwatch import slowest
 from moeclipse.ops.precision import wide_of
 
 WHERE = "probe of shadows"
@@ -43,13 +44,7 @@ def priced(
         counts_PE, rows_PE = choice.counts_and_rows(ids_TK, dispatcher, WHERE)
         choice.best(counts_PE, rows_PE, dispatcher, costs)
 
-    work = (look, lending(pairs, dispatcher, ids_TK))
-    seconds = []
-    for one in work:
-        one()
-        tell(mesh, [])
-        seconds.append(clock(one, mesh.device))
-    look_s, both = (max(column) for column in zip(*tell(mesh, seconds), strict=True))
+    look_s, both = slowest([look, lending(pairs, dispatcher, ids_TK)], mesh)
     wire = 2 * probe.latency + (probe.parameter_bytes + probe.gradient_bytes) / probe.bandwidth
     return replace(probe, look=look_s, loan=max(both - wire, 0.0) / 2)
 

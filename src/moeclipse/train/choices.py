@@ -8,6 +8,7 @@ takes those of another run.
     settled      keys of the configuration that were left at "auto", and what was chosen (`train/settle`)
     layers       of each layer: the costs that were measured, the cuts that were tried, and the one that stays
     placement    the costs that planners are told, where no layer has measured any
+    search       seconds of a step, and of looking for one layer's plan (`train/placement/search_budget`)
     hosts        the host of each rank that shares a layer's experts, for those who plan from these costs
     experts      whether they move and are lent, in words; it follows from the configuration alone
 
@@ -49,6 +50,7 @@ class Choices:
         self.layers: dict[str, dict[str, Any]] = {}
         self.placement: dict[str, Any] | None = None
         self.settled: dict[str, Any] | None = None
+        self.search: dict[str, float] | None = None
         self.hosts: tuple[int, ...] = ()
         self.experts: list[str] = []
 
@@ -71,6 +73,7 @@ class Choices:
         if found.get("ranks") == self._ranks:
             self.layers, self.placement = found["layers"], found["placement"]
             self.hosts, self.settled = tuple(found["hosts"]), found["settled"]
+            self.search = found["search"]
 
     @property
     def _ranks(self) -> list[int]:
@@ -112,10 +115,11 @@ class Choices:
 
     def write(self) -> None:
         """Nothing, as long as nothing was chosen."""
-        chosen = self.layers or self.placement or self.settled is not None or self.experts
+        chosen = self.layers or self.placement or self.settled is not None or self.experts or self.search
         if chosen and self.directory is not None and self.mesh.stage.index == 0:
             text: dict[str, Any] = {"ranks": self._ranks, "layers": self.layers, "placement": self.placement}
             text |= {"hosts": list(self.hosts), "settled": self.settled, "experts": self.experts}
+            text |= {} if self.search is None else {"search": self.search}
             write_atomic(self.directory / self._name, json.dumps(text, indent=1) + "\n")
 
 
@@ -132,6 +136,7 @@ def _read(path: Path, needed: bool) -> dict[str, Any]:
         found = json.loads(path.read_text())
         needed_keys = {key: found[key] for key in ("ranks", "layers", "placement")}
         # The first of these files lack the others.
-        return {**needed_keys, "hosts": found.get("hosts", []), "settled": found.get("settled")}
+        others = {key: found.get(key) for key in ("settled", "search")}
+        return {**needed_keys, "hosts": found.get("hosts", []), **others}
     except (OSError, ValueError, KeyError, TypeError) as error:
         return {"problem": f"{path} does not hold the choices of a run ({error!r}); remove it to choose anew"}

@@ -51,7 +51,8 @@ class RunConfig:
     """Microbatches as CUDA graphs on one rank, and on several what stands between exchanges: same numbers,
     fewer launches."""
     deterministic: bool = False
-    """On CUDA: two runs give the same bits; attention takes a slower backward. CPUs do in any case."""
+    """On CUDA: two runs give the same bits, with a slower backward of attention, or an error where torch has
+    no such kernel. CPUs do in any case."""
     choices: str = ""
     """A run's folder, or its choices.json: what it chose by its clock is taken over, not measured again."""
     tune: bool = False

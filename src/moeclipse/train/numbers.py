@@ -21,9 +21,9 @@ def repeat_bits(asked: bool, device: torch.device) -> None:
     """From now on, in this process: torch takes kernels whose sums have one order."""
     if not asked or device.type != "cuda":
         return
-    # Of attention: cuDNN's backward does not promise it, flash attention's does once it is asked.
+    # Of attention: cuDNN's backward does not promise it, the others' do.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # Where there is no such kernel, torch warns and goes on.
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Told to warn only, attention warns and takes the fast form. So it is an error to have no such kernel.
+    torch.use_deterministic_algorithms(True)
     # Otherwise all memory is written before it is used, to find those who read it too early.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

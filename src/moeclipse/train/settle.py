@@ -1,4 +1,4 @@
-"""What a run settles before it builds anything: the wire of its rows, and what of its microbatches overlaps.
+"""What a run settles before it builds anything: the wire of its rows, what overlaps, how many slots it has.
 
 Idea. These shape the program and the model's place on ranks, so they cannot be tried step by step. Wires are
 tried alone, for some milliseconds (`comm/wires/fastest`). Pipelines are simulated: the program of each that
@@ -17,13 +17,13 @@ chosen that holds more activations than the plain program does; name `pipeline.o
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.wires.fastest import PLAIN, SIZES, fastest, wire_times, wires_to_try
@@ -34,11 +34,14 @@ from moeclipse.cost.hardware import Device, Link, device, link
 from moeclipse.model.flops import device_of
 from moeclipse.moe.given import expert_group
 from moeclipse.moe.granularity import affordable
+from moeclipse.moe.stopwatch import clock
 from moeclipse.pipeline.config import PAIRED
 from moeclipse.sim.compare import Answer
 from moeclipse.sim.step_costs import StepCosts
 from moeclipse.train.choices import Choices, trial_calls
 from moeclipse.train.config import TrainConfig
+from moeclipse.train.placement import spare_slots
+from moeclipse.train.placement.may_move import why_experts_stay
 from moeclipse.train.run_step import RunStep
 from moeclipse.train.step_sizes import step_work, value_bytes
 
@@ -53,7 +56,8 @@ MOST_LAYERS = 2048
 """Layers times microbatches of a step up to which programs are simulated: more take long to write."""
 SCHEDULES = ("1f1b", "zb-h1", "vpp", "zb-v", "1f1b-pairs", "vpp+1", "dualpipev")
 ROWS = 512
-REPEATS = 5
+PRODUCTS = 3
+"""Of each weight: forward, and in backward for rows and weights."""
 
 
 def settle(config: TrainConfig, mesh: Mesh, choices: Choices) -> tuple[TrainConfig, list[str]]:
@@ -80,7 +84,7 @@ def left_to_choose(config: TrainConfig) -> set[str]:
     if config.pipeline.overlap == "auto":
         found.add("pipeline.overlap")
         found |= {"pipeline.schedule"} if config.pipeline.schedule == "auto" else set()
-    return found
+    return found | ({spare_slots.KEY} if spare_slots.left_open(config) else set())
 
 
 def choose(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], list[str]]:
@@ -112,6 +116,11 @@ def choose(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], list[str]]:
         chosen, line = mesh.gather_objects(pipeline)[0]
         found |= chosen
         lines += line
+    taken = with_values(config, found)
+    if spare_slots.left_open(taken) and why_experts_stay(taken, group.size) is None:
+        slots, line = spare_slots.choose_slots(taken, mesh)
+        found |= slots
+        lines += line
     return found, lines
 
 
@@ -127,21 +136,25 @@ def link_of(times: list[float], num_ranks: int, kind: str) -> Link:
 
 
 def measured_device(config: TrainConfig, mesh: Mesh) -> Device:
-    """What the slowest rank makes of a product as an expert has it, all ranks computing at once."""
+    """What the slowest rank makes of rows through an expert, all ranks computing at once.
+
+    Norm, activation and backward are part of it: a product alone is two to three times as fast on a CPU, and
+    with steps that short there would seem to be nothing to hide exchanges behind.
+    """
     cuda = mesh.device.type == "cuda"
     known = device_of(torch.cuda.get_device_name(mesh.device)) if cuda else None
     if known is not None:
         return known
-    x = torch.ones(ROWS, config.model.d_model, device=mesh.device)
-    weight = torch.ones(config.model.d_model, 2 * config.moe.d_ff, device=mesh.device)
-    seconds = []
-    for _ in range(REPEATS):
-        begun = time.perf_counter()
-        x @ weight
-        if cuda:
-            torch.cuda.synchronize(mesh.device)
-        seconds.append(time.perf_counter() - begun)
-    rate = min(mesh.gather_objects(2 * ROWS * weight.numel() / min(seconds)))
+    width, inner = config.model.d_model, config.moe.d_ff
+    shapes = ((ROWS, width), (width, 2 * inner), (inner, width))
+    x, up, down = (torch.ones(shape, device=mesh.device, requires_grad=True) for shape in shapes)
+
+    def there_and_back() -> None:
+        gate, value = (F.rms_norm(x, (width,)) @ up).chunk(2, dim=1)
+        ((F.silu(gate) * value) @ down).sum().backward()
+
+    work = PRODUCTS * 2 * ROWS * (up.numel() + down.numel())
+    rate = min(mesh.gather_objects(work / clock(there_and_back, mesh.device)))
     return replace(device("h200" if cuda else "cpu"), flops=rate, efficiency=1.0, source="measured at start")
 
 
@@ -165,8 +178,7 @@ def programs_of(config: TrainConfig, expert_ranks: int) -> Iterator[tuple[str, s
 
 def shares_cores(mesh: Mesh) -> bool:
     """Whether ranks of this machine compute in turns: then one computes while another waits. Collective."""
-    here = mesh.hosts.count(mesh.hosts[mesh.rank])
-    return mesh.device.type == "cpu" and here > (os.cpu_count() or 1)
+    return mesh.device.type == "cpu" and mesh.ranks_here > (os.cpu_count() or 1)
 
 
 def choose_pipeline(

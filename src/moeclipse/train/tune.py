@@ -58,18 +58,18 @@ class Tuning:
 
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.pipeline, self.lines = self._pipeline(config)
-        self.config = with_values(config, self.pipeline)
+        self.settled, self.lines = self._settled(config)
+        self.config = with_values(config, self.settled)
         self.times: dict[TriedSetting, list[float]] = {}
         self.layers: dict[TriedSetting, dict[str, dict[str, Any]]] = {}
 
-    def _pipeline(self, config: TrainConfig) -> tuple[dict[str, Any], list[str]]:
-        """What is simulated and not tried."""
+    def _settled(self, config: TrainConfig) -> tuple[dict[str, Any], list[str]]:
+        """What is not tried: pipelines, which are simulated, and slots, for which memory counts."""
         found, lines = choose(config, self.mesh)
-        found = {key: value for key, value in found.items() if key.startswith("pipeline.")}
+        found = {key: value for key, value in found.items() if key.startswith(("pipeline.", "placement."))}
         if any(problems_of(with_values(config, found))):
             return {}, []
-        return found, [line for line in lines if line.startswith("pipeline")]
+        return found, [line for line in lines if line.startswith(("pipeline", "placement"))]
 
     def wires(self) -> Iterator[tuple[str, str]]:
         """(transport, peer): those that these ranks can have, the plain ones first."""
@@ -123,7 +123,7 @@ class Tuning:
 
     def write(self, choices: Choices) -> None:
         best = self.chosen()
-        choices.settled = {**self.pipeline, "moe.transport": best.transport, "parallel.peer": best.peer}
+        choices.settled = {**self.settled, "moe.transport": best.transport, "parallel.peer": best.peer}
         choices.layers = self.layers[best]
         choices.write()
 

@@ -82,6 +82,7 @@ def with_planner(
 
     background_plan.answer, background_plan.PlanThread.found = planned, found  # type: ignore[method-assign]
     learner = Learner(config, mesh)
+    learner.placement.costs = CHEAP
     told = []
     for step in range(8):
         notes, taken = learner.step(step).get("notes", []), learner.placement.plans_taken
@@ -207,6 +208,7 @@ def test_a_stage_without_experts_cannot_be_planned(corpus: str) -> None:  # noqa
 
 def curve_from(mesh: Mesh, config: TrainConfig, path: str, steps: int) -> list[float]:
     learner = Learner(config, mesh)
+    learner.placement.costs = CHEAP
     start = learner.load(Checkpoint.open(path, mesh))
     return [learner.step(step)["loss"] for step in range(start, start + steps)]
 
@@ -214,6 +216,7 @@ def curve_from(mesh: Mesh, config: TrainConfig, path: str, steps: int) -> list[f
 def planned_once(mesh: Mesh, config: TrainConfig, folder: str) -> tuple[str, list[float]]:
     """Train until a plan has been taken, save, go on for three steps."""
     learner = Learner(config, mesh)
+    learner.placement.costs = CHEAP
     step = 0
     while not learner.placement.plans_taken:
         learner.step(step)
@@ -225,6 +228,7 @@ def planned_once(mesh: Mesh, config: TrainConfig, folder: str) -> tuple[str, lis
 def saved_while_planning(mesh: Mesh, config: TrainConfig, folder: str) -> tuple[str, list[Any]]:
     """Ask for a plan after step 1, save after step 2, take the plan after step 3."""
     learner = Learner(config, mesh)
+    learner.placement.costs = CHEAP
     for step in range(3):
         learner.step(step)
     assert learner.placement.planner.pending == 1
@@ -244,6 +248,7 @@ def rest_of(learner: Learner, start: int) -> list[Any]:
 
 def resumed_while_planning(mesh: Mesh, config: TrainConfig, path: str) -> list[Any]:
     learner = Learner(config, mesh)
+    learner.placement.costs = CHEAP
     return rest_of(learner, learner.load(Checkpoint.open(path, mesh)))
 
 

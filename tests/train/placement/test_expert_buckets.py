@@ -69,6 +69,7 @@ SIZES = {"up": 12, "down": 6}
 TABLES = {
     "replicas": [[0, 1], [1, -1], [2, 1, 0]],
     "nobody has a second holder": [[0, -1], [1], [2]],
+    "nobody, and slots are empty in front and between": [[-1, 0], [1, -1, 3], [2]],
     "everybody holds everything": [[0, 1], [0, 1], [0, 1]],
 }
 

@@ -15,8 +15,8 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -67,6 +67,12 @@ class PlanRequest:
             raise ConfigError(f"placement.policy returned {type(found).__name__}, and no Placement")
         return fitted(found, self.problem.slots_P).arranged_like(self.current)
 
+    @property
+    def avoidable_s(self) -> float:
+        """Of a step of this layer: what the best of all placements might win with these loads."""
+        problem = replace(self.problem, noise=0.0, lends=False)
+        return max(problem.judge(problem.start).total - problem.bound, 0.0)
+
     def seconds(self, new: Placement) -> tuple[float, float]:
         """Of a step of this layer, as predicted: as it is placed now, and under another placement."""
         problem = self.problem
@@ -74,6 +80,14 @@ class PlanRequest:
             return problem.judge(self.current).total, problem.judge(new).total
         except Exception:  # a plan that does not fit has no price: the vote refuses it, and says why
             return 0.0, 0.0
+
+
+Picked = Callable[[int, Sequence[PlanRequest]], Collection[int]]
+"""From a step and what is asked for each layer to the layers that are planned."""
+
+
+def all_layers(_step: int, requests: Sequence[PlanRequest]) -> Collection[int]:
+    return range(len(requests))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,8 +184,8 @@ class BackgroundPlanner:
         self.waited_s = 0.0
         """How long training has waited for plans."""
 
-    def request(self, step: int, requests: Sequence[PlanRequest]) -> None:
-        """On all ranks, at the same step."""
+    def request(self, step: int, requests: Sequence[PlanRequest], picked: Picked = all_layers) -> None:
+        """On all ranks, at the same step; layers that are not picked stay as they are."""
         if self.pending is not None:
             self.left_out += 1
             return
@@ -179,7 +193,8 @@ class BackgroundPlanner:
         if self.leads:
 
             def work() -> str:
-                placements = tuple(request.plan() for request in requests)
+                searched = picked(step, requests)
+                placements = tuple(r.plan() if i in searched else r.current for i, r in enumerate(requests))
                 loads = tuple(tuple(request.counts_PE.sum(0).tolist()) for request in requests)
                 pairs = [r.seconds(new) for r, new in zip(requests, placements, strict=True)]
                 seconds = (sum(now for now, _ in pairs), sum(then for _, then in pairs))

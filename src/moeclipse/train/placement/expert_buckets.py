@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
@@ -93,8 +93,8 @@ class ExpertBucket(Bucket):
         ]
         # Where no expert has a second holder anywhere, all ranks know it, and nobody sends anything.
         self.quiet = ownership.copies == 1 and all(len(owner.members) == 1 for owner in ownership.owners)
-        whole = [(slot * self.size, (slot + 1) * self.size) for slot in range(self.num_slots)]
-        self.alone = not any(self.leaving) and not any(self.arriving) and self.own == whole
+        self.alone = not any(self.leaving) and not any(self.arriving)
+        self.run = _run(self.own)
 
     def stretch(self, owner: Owner) -> tuple[int, int]:
         """What an owner has of an expert's elements in this bucket."""
@@ -138,7 +138,7 @@ class ExpertBucket(Bucket):
         parts = self._parts.get().split(self.arriving_counts)
         del self._parts
         if self.alone:
-            return self.grads
+            return self.grads[self.run] if self.run is not None else _cut(self.grads, self.own)
         total = self.grads.new_zeros(self.starts[-1])
         for peer, (owned, part) in enumerate(zip(self.arriving, parts, strict=True)):
             if peer == self.group.index:
@@ -156,9 +156,13 @@ class ExpertBucket(Bucket):
 
     @property
     def rounded(self) -> torch.Tensor | None:
-        return None  # what this rank owns is no stretch of the bucket
+        narrow = self.params.dtype != wide_of(self.params.dtype)
+        return self.params[self.run] if narrow and self.run is not None else None
 
     def store(self, weight: torch.Tensor) -> None:
+        if self.run is not None:
+            self.params[self.run] = weight.to(self.params.dtype)
+            return
         for (first, last), (start, stop) in zip(self.own, self.owned_here, strict=True):
             self.params[first:last] = weight[start:stop].to(self.params.dtype)
 
@@ -232,6 +236,13 @@ class ExpertBucket(Bucket):
 
 def _total(stretches: Iterable[tuple[int, int]]) -> int:
     return sum(last - first for first, last in stretches)
+
+
+def _run(stretches: list[tuple[int, int]]) -> slice | None:
+    """The one stretch that they are together; None where there are gaps, or another order."""
+    if any(last != first for (_, last), (first, _) in pairwise(stretches)):
+        return None
+    return slice(stretches[0][0], stretches[-1][1]) if stretches else slice(0, 0)
 
 
 def _cut(flat: torch.Tensor, stretches: Iterable[tuple[int, int]]) -> torch.Tensor:

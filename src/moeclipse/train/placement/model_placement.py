@@ -15,7 +15,7 @@ the first one did.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -37,10 +37,17 @@ from moeclipse.train.buckets import Bucket
 from moeclipse.train.choices import Choices
 from moeclipse.train.config import TrainConfig, planner_problems
 from moeclipse.train.optim import AdamW
-from moeclipse.train.placement.background_plan import BackgroundPlanner, PlanRequest, Proposal
+from moeclipse.train.placement.background_plan import (
+    BackgroundPlanner,
+    Picked,
+    PlanRequest,
+    Proposal,
+    all_layers,
+)
 from moeclipse.train.placement.expert_buckets import ExpertBucket
 from moeclipse.train.placement.fedavg import average_replicas
 from moeclipse.train.placement.placed_layer import PlacedLayer
+from moeclipse.train.placement.search_budget import SearchBudget, StepClock, search_seconds
 from moeclipse.train.shard_state import ShardState
 
 PATIENCE_S = 60.0
@@ -64,6 +71,7 @@ class ModelPlacement:
         self.planner = BackgroundPlanner(mesh)
         self.choices = Choices(mesh)
         self.costs: PlacementCosts | None = None
+        self.steps = StepClock()
         self.plans_taken = self.transfers = 0
         self.predicted_s = 0.0
         """What plans were to save of a step, added up."""
@@ -107,6 +115,7 @@ class ModelPlacement:
         self.taken = {}
         if not self.layers:
             return []
+        self.steps.tick()
         config, done = self.config, step + 1
         if config.reduce == "fedavg" and done % config.average_every == 0:
             average_replicas(self.layers)
@@ -128,8 +137,21 @@ class ModelPlacement:
         if proposal is not None:
             notes += self.move(proposal)
         if self.config.due(step) and loads.average.sum_LPE is not None:
-            self.planner.request(step, self._requests(step, loads))
+            requests = self._requests(step, loads)
+            self.planner.request(step, requests, self._picked(requests))
         return notes
+
+    def _picked(self, requests: Sequence[PlanRequest]) -> Picked:
+        """Which layers are searched: with auto no more than their plans may win."""
+        if not self.config.at_ease:
+            return all_layers
+        if self.choices.search is None:
+            mine = [search_seconds(requests[0]) if self.planner.leads else 0.0, self.steps.median_s]
+            search_s, step_s = self.mesh.gather_objects(mine)[self.mesh.stage.ranks[0]]
+            self.choices.search = {"search_s": search_s, "step_s": step_s}
+            self.choices.write()
+        config = self.config
+        return SearchBudget(**self.choices.search, every=config.every, first=config.start_step).picked
 
     @property
     def _patience_s(self) -> float | None:

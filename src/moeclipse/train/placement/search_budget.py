@@ -1,0 +1,90 @@
+"""Which layers `planner = "auto"` searches, so that looking for plans costs next to nothing.
+
+Idea. A plan is searched by a thread of one rank, and every search takes its time from that rank: the
+interpreter runs one thread at a time, and on CPU no core may be idle. In a small model all layers together
+take longer to plan than to train. So both are measured once, before the first plan, and a layer is searched
+
+    in the first round                                              all of them
+    where it surely pays     what could be won until the next round is PAYS times what the search takes
+    in turn otherwise        searches take SHARE of all steps' time, those first that could win most
+
+Contract: what is due follows from the number of the step, and the rest from loads and from two times that are
+kept (`train/choices`): equal choices search alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+
+import numpy as np
+
+from moeclipse.train.placement.background_plan import PlanRequest
+
+SHARE = 0.005
+PAYS = 4.0
+RECENT = 9
+"""Steps whose median counts."""
+UNEVEN, DRIFTING = 3.0, 0.5
+"""What a search is timed with: the busiest expert over the idlest one, and how far loads may drift."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchBudget:
+    search_s: float
+    """Of one layer."""
+    step_s: float
+    every: int
+    """Steps between rounds."""
+    first: int
+    """Steps before the first round."""
+
+    def picked(self, step: int, requests: Sequence[PlanRequest]) -> list[int]:
+        """The layers that are searched after this step."""
+        return self.worth(step, [request.avoidable_s for request in requests])
+
+    def worth(self, step: int, avoidable_s: Sequence[float]) -> list[int]:
+        """The same from what could be won of a step of each layer, at best."""
+        done = step + 1
+        if done <= self.first:
+            return list(range(len(avoidable_s)))
+        due = self._due_until(done) - self._due_until(done - self.every)
+        order = sorted(range(len(avoidable_s)), key=lambda layer: (-avoidable_s[layer], layer))
+        pays = PAYS * self.search_s / self.every
+        return sorted(layer for turn, layer in enumerate(order) if turn < due or avoidable_s[layer] >= pays)
+
+    def _due_until(self, done: int) -> int:
+        return int(SHARE * self.step_s * max(done, 0) / self.search_s)
+
+
+def search_seconds(request: PlanRequest) -> float:
+    """Of a search that has something to find, whatever the loads are now."""
+    num_experts = request.counts_PE.shape[1]
+    counts_PE = (1.0 + request.counts_PE.mean()) * np.ones_like(request.counts_PE, dtype=float)
+    uneven = replace(
+        request,
+        counts_PE=counts_PE * np.linspace(1.0, UNEVEN, num_experts),
+        config=replace(request.config, noise=DRIFTING),
+    )
+    begun = time.perf_counter()
+    uneven.plan()
+    return max(time.perf_counter() - begun, 1e-6)
+
+
+class StepClock:
+    """How long steps take, told by their ends."""
+
+    def __init__(self) -> None:
+        self.ends: deque[float] = deque(maxlen=RECENT + 1)
+
+    def tick(self) -> None:
+        self.ends.append(time.perf_counter())
+
+    @property
+    def median_s(self) -> float:
+        """Of the last steps; a run that has just begun counts as if a step took no time."""
+        return median([b - a for a, b in pairwise(self.ends)] or [0.0])
