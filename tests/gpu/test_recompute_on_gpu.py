@@ -11,6 +11,7 @@ from moeclipse.core.config import with_values
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
 from moeclipse.train.recompute import LADDER, kept_by, peaks
+from moeclipse.train.recompute_ranks import peaks as peaks_before_building
 
 HAS_GPU = torch.cuda.device_count() > 0  # through NVML: asking CUDA itself would spoil forked ranks
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")]
@@ -48,3 +49,19 @@ def test_each_rung_keeps_less_and_the_peak_is_foreseen() -> None:
     torch.cuda.reset_peak_memory_stats()
     learner.step(1)
     assert 0.4 * expected["off"] < torch.cuda.max_memory_allocated() <= 1.05 * expected["off"]
+
+
+def test_the_peak_is_foreseen_before_anything_is_built() -> None:
+    """As several ranks do it, which have to know before they build; on one rank the same is there to see."""
+    changes = {**SMALL, "data.seq_len": 512, "optim.accumulate": 1, "run.graphs": "off"}
+    mesh = Mesh.single("cuda")
+    expected = peaks_before_building(with_values(TrainConfig(), changes), mesh)
+    for level in ("off", "attn", "full"):
+        config = with_values(TrainConfig(), {**changes, "pipeline.recompute": level})
+        learner = Learner(config, mesh)
+        learner.step(0)
+        torch.cuda.reset_peak_memory_stats()
+        learner.step(1)
+        peak = torch.cuda.max_memory_allocated()
+        del learner
+        assert 0.4 * expected[level] < peak <= 1.05 * expected[level], level

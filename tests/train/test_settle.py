@@ -38,9 +38,9 @@ SLOW = {"direct": [0.018, 0.258], "peer": [0.017, 0.257]}
 
 
 def test_only_what_is_left_open_is_settled() -> None:
-    config = with_values(TrainConfig(), {"parallel.peer": "on"})
+    config = with_values(TrainConfig(), {"parallel.peer": "on", "pipeline.recompute": "off"})
     assert left_to_choose(config) == {"moe.transport", "pipeline.overlap", "pipeline.schedule"}
-    assert left_to_choose(TrainConfig()) == left_to_choose(config) | {"parallel.peer"}
+    assert left_to_choose(TrainConfig()) == left_to_choose(config) | {"parallel.peer", "pipeline.recompute"}
     for key, value, left in (
         ("moe.transport", "direct", {"pipeline.overlap", "pipeline.schedule"}),
         ("pipeline.overlap", "off", {"moe.transport"}),

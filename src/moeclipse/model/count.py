@@ -12,21 +12,30 @@ def count_parameters(config: ModelConfig, moe: MoEConfig, gate: GateConfig) -> t
     d = config.d_model
     expert = expert_parameters(d, moe, moe.d_ff)
     num_moe = config.num_expert_layers
-    routers = (2 if gate.kind == "noisy" else 1) * d * moe.num_experts + gate.logit_bias * moe.num_experts
-    norms = (4 if config.norms == "both" else 2) * d
     always = config.vocab_size * d * (1 if config.tie_embeddings else 2) + d
-    always += config.num_layers * (attention_parameters(config) + norms)
+    always += config.num_layers * (attention_parameters(config) + norm_parameters(config))
     always += (config.num_layers - num_moe) * 3 * d * config.d_ff
-    shared = 0
-    if moe.num_shared_experts:
-        shared = expert_parameters(d, moe, moe.shared_width) + moe.shared_gate * d
-    always += num_moe * (routers + shared)
+    always += num_moe * (gate_parameters(d, moe, gate) + shared_parameters(d, moe) + moe.shared_gate * d)
     return always + num_moe * moe.num_experts * expert, always + num_moe * gate.top_k * expert
 
 
 def expert_parameters(d: int, moe: MoEConfig, width: int) -> int:
     hidden = hidden_width(moe.activation, width)
     return d * (hidden + width) + (hidden + d) * moe.expert_bias
+
+
+def shared_parameters(d: int, moe: MoEConfig) -> int:
+    """Of a layer's shared expert, without its gate."""
+    return expert_parameters(d, moe, moe.shared_width) if moe.num_shared_experts else 0
+
+
+def gate_parameters(d: int, moe: MoEConfig, gate: GateConfig) -> int:
+    return ((2 if gate.kind == "noisy" else 1) * d + gate.logit_bias) * moe.num_experts
+
+
+def norm_parameters(config: ModelConfig) -> int:
+    """Of the norms around the two blocks of a layer."""
+    return (4 if config.norms == "both" else 2) * config.d_model
 
 
 def attention_parameters(config: ModelConfig) -> int:

@@ -29,7 +29,7 @@ class PipelineConfig:
     chunks: int | Literal["auto"] = "auto"
     """+self: microbatches outside pairs are cut into so many, by samples; auto: 2 where there are samples."""
     recompute: Literal["auto", "off", "norms", "attn", "mlp", "moe", "full"] = "auto"
-    """What of a layer runs again in backward instead of being kept; auto: on one GPU what it takes to fit."""
+    """What of a layer runs again in backward instead of being kept; auto: on GPUs what it takes to fit."""
     recompute_layers: int | Literal["all"] = "all"
     """Only the first so many layers of the model do."""
     comm_sms: int = 0

@@ -7,6 +7,8 @@ the graph behind it holds is counted. To that come all that lies on the device a
 optimizer state), one layer's worth while backward is in it, as much again for what backward itself makes, and
 logits. Numbers do not depend on the choice, not in a bit.
 
+This is for one rank. Several choose before they build anything (`train/recompute_ranks`).
+
 Hazard. Memory that other programs take later is not foreseen; what fragments is, by MARGIN.
 """
 
@@ -25,6 +27,7 @@ from moeclipse.ops.random import fill_normal, key_of
 from moeclipse.tensor.vocab import CHUNK_BYTES
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.kept import kept_behind, readable
+from moeclipse.train.room import room_on
 
 LADDER: tuple[Again, ...] = ("off", "norms", "attn", "full")
 MARGIN = 0.95
@@ -99,9 +102,3 @@ def kept_by(model: Transformer, mesh: Mesh, length: int, level: Again) -> int:
 def own_memory(layer: TransformerLayer) -> set[int]:
     """Addresses of what a layer has in any case."""
     return {t.untyped_storage().data_ptr() for t in (*layer.parameters(), *layer.buffers())}
-
-
-def room_on(device: torch.device) -> float:
-    """Bytes for this process: what is free, and what its allocator has."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return float(free + torch.cuda.memory_reserved(device))

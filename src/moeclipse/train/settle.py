@@ -1,4 +1,4 @@
-"""What a run settles before it builds anything: the wire of its rows, what overlaps, how many slots it has.
+"""What a run settles before it builds anything: its wire, what overlaps or runs again, how many slots it has.
 
 Idea. These shape the program and the model's place on ranks, so they cannot be tried step by step. Wires are
 tried alone, for some milliseconds (`comm/wires/fastest`). Pipelines are simulated: the program of each that
@@ -8,7 +8,7 @@ trials scatter, and more than simulations were seen to be wrong by (docs/measure
 
 Contract. Only what the configuration leaves at "auto" is settled, by all ranks alike, and is in
 `choices.json` before the first step: a run that goes on, or repeats another's, takes it from there. A run too
-short for trials keeps the plain choices and measures nothing.
+short for trials keeps the plain choices and measures nothing, but for what has to run again to fit.
 
 Hazard. A second microbatch in flight takes memory. On a device, where that is what runs out, nothing is
 chosen that holds more activations than the plain program does; name `pipeline.overlap` where there is room.
@@ -38,6 +38,7 @@ from moeclipse.moe.stopwatch import clock
 from moeclipse.pipeline.config import PAIRED
 from moeclipse.sim.compare import Answer
 from moeclipse.sim.step_costs import StepCosts
+from moeclipse.train import recompute_ranks
 from moeclipse.train.choices import Choices, trial_calls
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.placement import spare_slots
@@ -63,8 +64,12 @@ PRODUCTS = 3
 def settle(config: TrainConfig, mesh: Mesh, choices: Choices) -> tuple[TrainConfig, list[str]]:
     """The configuration without what was chosen being "auto", and a line for each choice. Collective."""
     lines: list[str] = []
-    if choices.settled is None and mesh.num_ranks > 1 and affordable(trial_calls(config))[0]:
-        choices.settled, lines = choose(config, mesh)
+    if choices.settled is None and mesh.num_ranks > 1:
+        if affordable(trial_calls(config))[0]:
+            choices.settled, lines = choose(config, mesh)
+        elif recompute_ranks.left_open(config, mesh):
+            found, lines = recompute_ranks.choose_recompute(config, mesh)
+            choices.settled = found or None
     left = left_to_choose(config)
     known = {key: value for key, value in (choices.settled or {}).items() if key in left}
     wrong = next(iter(problems_of(with_values(config, known))), None)
@@ -81,6 +86,7 @@ def left_to_choose(config: TrainConfig) -> set[str]:
     """Keys that are "auto" and that a run settles; a schedule is left with the overlap that it goes with."""
     found = {"moe.transport"} if config.moe.transport == "auto" else set()
     found |= {"parallel.peer"} if config.parallel.peer == "auto" else set()  # tried by `train/tune` alone
+    found |= {recompute_ranks.KEY} if config.pipeline.recompute == "auto" else set()
     if config.pipeline.overlap == "auto":
         found.add("pipeline.overlap")
         found |= {"pipeline.schedule"} if config.pipeline.schedule == "auto" else set()
@@ -120,6 +126,11 @@ def choose(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], list[str]]:
     if spare_slots.left_open(taken) and why_experts_stay(taken, group.size) is None:
         slots, line = spare_slots.choose_slots(taken, mesh)
         found |= slots
+        lines += line
+    taken = with_values(config, found)
+    if recompute_ranks.left_open(taken, mesh):
+        again, line = recompute_ranks.choose_recompute(taken, mesh)
+        found |= again
         lines += line
     return found, lines
 

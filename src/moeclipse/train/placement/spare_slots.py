@@ -21,14 +21,13 @@ import torch
 from moeclipse.balance.config import usual_slots
 from moeclipse.balance.planner import SMALL
 from moeclipse.comm.mesh import Mesh
-from moeclipse.core.host_memory import available_memory
 from moeclipse.model.count import expert_parameters
 from moeclipse.moe.given import expert_group
 from moeclipse.ops.precision import wide_of
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.kept import readable
 from moeclipse.train.numbers import choose_dtype
-from moeclipse.train.recompute import room_on
+from moeclipse.train.room import memory_left
 
 KEY = "placement.slots_per_rank"
 PART = 0.1
@@ -69,10 +68,3 @@ def slot_bytes(config: TrainConfig, mesh: Mesh) -> int:
     held = choose_dtype(config.model.dtype, mesh.device)
     summed = wide_of(held) if config.optim.main_grad == "fp32" else torch.bfloat16
     return -(-config.num_expert_layers // mesh.pp) * width * (held.itemsize + summed.itemsize)
-
-
-def memory_left(mesh: Mesh) -> float:
-    """Bytes for this rank, before its model is there: what is free, shared with others of its host."""
-    if mesh.device.type == "cpu":
-        return available_memory() / mesh.ranks_here
-    return room_on(mesh.device) / -(-mesh.ranks_here // max(torch.cuda.device_count(), 1))

@@ -1,0 +1,167 @@
+"""What runs again on several ranks: as much as it takes, counted as it is kept, the same for all ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_learner import configure, corpus  # noqa: F401  (a fixture)
+from test_state_bytes import BIG
+
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.config import with_values
+from moeclipse.testing.compare import difference
+from moeclipse.testing.run_ranks import run_ranks
+from moeclipse.train import recompute_ranks
+from moeclipse.train.choices import FILE, Choices
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.learner import Learner
+from moeclipse.train.memory_table import watched
+from moeclipse.train.recompute import MARGIN
+from moeclipse.train.recompute_ranks import activation_of, layer_keeps, left_open, peaks
+from moeclipse.train.settle import settle
+
+WIDE = {**BIG, "data.seq_len": 32, "moe.expert_tp": "sharded", "model.dtype": "float32"}
+
+
+def kept(mesh: Mesh, config: TrainConfig) -> list[tuple[float, float]]:
+    """(counted on one layer alone, kept in training) of each layer."""
+    learner = Learner(config, mesh)
+    table = watched(learner)
+    learner.step(0)
+    samples = config.data.batch_size // (config.optim.accumulate * mesh.num_data)
+    alone = {dense: layer_keeps(config, mesh, samples, dense)["off"] for dense in (False, True)}
+    return [
+        (alone[config.model.is_dense(index)], table.kept[f"layer {index}"])
+        for index in range(config.model.num_layers)
+    ]
+
+
+@pytest.mark.parametrize("axis", ["ep", "dp", "tp", "tp, whole sequences"])
+def test_a_layer_alone_keeps_what_it_keeps_in_training(corpus: str, axis: str) -> None:  # noqa: F811
+    axes = {name: 2 if axis.startswith(name) else 1 for name in ("ep", "dp", "tp")}
+    values = {f"parallel.{name}": size for name, size in axes.items()}
+    values["parallel.sequence_parallel"] = axis == "tp"
+    config = configure(corpus, **{**WIDE, **values})
+    mesh = {"ep": {}, "dp": {"dp": 2}}.get(axis, {"tp": 2})
+    for layers in run_ranks(2, kept, config, **mesh):  # type: ignore[arg-type]
+        for alone, training in layers:
+            assert alone == pytest.approx(training, rel=0.25), axis
+
+
+def expected(mesh: Mesh, config: TrainConfig) -> dict[str, float]:
+    return dict(peaks(config, mesh))
+
+
+def test_a_pipeline_holds_several_microbatches(corpus: str) -> None:  # noqa: F811
+    """With every schedule the rank that holds most counts; the state is there in any case."""
+    deep = {**WIDE, "model.num_layers": 8, "parallel.pp": 2, "parallel.ep": 1, "data.batch_size": 8}
+    found = {}
+    for schedule, accumulate in (("1f1b", 4), ("1f1b", 16), ("gpipe", 4), ("gpipe", 16)):
+        values = {**deep, "pipeline.schedule": schedule, "optim.accumulate": accumulate}
+        config = configure(corpus, **{**values, "data.batch_size": 2 * accumulate})
+        first, second = run_ranks(2, expected, config, pp=2)
+        assert first == second
+        assert first["off"] == first["norms"] > first["attn"] > first["full"], "no norms in a program"
+        found[schedule, accumulate] = first["off"]
+    assert found["1f1b", 16] == found["1f1b", 4] < found["gpipe", 4] < 0.5 * found["gpipe", 16]
+
+
+def test_more_samples_keep_more(corpus: str) -> None:  # noqa: F811
+    one, two, three = (
+        peaks(
+            configure(corpus, **{**WIDE, "optim.accumulate": 1, "data.batch_size": size}), Mesh.single("cpu")
+        )
+        for size in (1, 2, 3)
+    )
+    for level in one:
+        assert three[level] - two[level] == pytest.approx(two[level] - one[level])
+        assert two[level] > one[level]
+
+
+def test_many_microbatches_are_not_written_out(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """And tell the same: a program soon holds no more than before."""
+    asked = []
+    real = recompute_ranks.make_program
+
+    def counted(*given: Any) -> Any:
+        asked.append(given[4])
+        return real(*given)
+
+    monkeypatch.setattr(recompute_ranks, "make_program", counted)
+    found = []
+    for accumulate in (4, 32):
+        values = {**WIDE, "optim.accumulate": accumulate, "data.batch_size": 2 * accumulate}
+        found.append(peaks(configure(corpus, **values), Mesh.single("cpu")))
+    assert set(asked) == {4}
+    assert found[0] == found[1]
+
+
+def test_parts_of_a_layer() -> None:
+    parts = activation_of({"off": 100.0, "norms": 90.0, "attn": 60.0, "full": 10.0})
+    assert (parts.input, parts.attn, parts.shared, parts.mlp) == (10.0, 40.0, 0.0, 50.0)
+
+
+def test_who_is_asked(corpus: str) -> None:  # noqa: F811
+    class Cuda:
+        class device:  # noqa: N801
+            type = "cuda"
+
+        num_ranks = 2
+
+    config = configure(corpus)
+    several: Any = Cuda
+    assert left_open(config, several)
+    for key, value in (("pipeline.recompute", "off"), ("optim.frozen", ("gate",)), ("lora.rank", 4)):
+        assert not left_open(with_values(config, {key: value}), several), key
+    assert not left_open(config, Mesh.single("cpu"))
+
+
+def settled(mesh: Mesh, config: TrainConfig, folder: str, level: str) -> dict[str, Any]:
+    """A run whose last rank has least memory, just enough for this level."""
+    found = peaks(config, mesh)
+    room = found[level] / MARGIN * 1.0001  # type: ignore[index]
+    recompute_ranks.left_open = lambda config, _: config.pipeline.recompute == "auto"
+    recompute_ranks.memory_left = lambda _: room + (1 - mesh.rank) * 1e9  # type: ignore[attr-defined, assignment]
+    Path(folder).mkdir(exist_ok=True)
+    choices = Choices(mesh, Path(folder))
+    taken, lines = settle(config, mesh, choices)
+    choices.write()
+    learner = Learner(taken, mesh)
+    return {
+        "level": taken.pipeline.recompute,
+        "lines": lines,
+        "program": learner.pipelined is not None,
+        "losses": [learner.step(step)["loss"] for step in range(3)],
+    }
+
+
+@pytest.mark.parametrize(("level", "steps"), [("off", 100), ("norms", 3), ("attn", 100), ("full", 3)])
+def test_the_first_that_fits_all_ranks(
+    corpus: str,  # noqa: F811
+    tmp_path: Path,
+    level: str,
+    steps: int,
+) -> None:
+    """Also in runs too short for trials: these have to fit, too. And it trains the same."""
+    values = {**WIDE, "model.dtype": "float64", "run.steps": steps, "moe.transport": "direct"}
+    config = configure(corpus, **{**values, "parallel.ep": 2, "pipeline.overlap": "off"})
+    plain = run_ranks(2, settled, config, str(tmp_path / "plain"), "off")[0]["losses"]
+    for found in run_ranks(2, settled, config, str(tmp_path), level):
+        assert found["level"] == (level if level != "off" else "auto")
+        assert found["program"] == (level in ("attn", "full"))
+        assert difference(found["losses"], plain) < 1e-12
+        said = [line for line in found["lines"] if line.startswith("recompute")]
+        assert len(said) == (level != "off"), found["lines"]
+    kept = tmp_path / FILE
+    written = json.loads(kept.read_text())["settled"] if kept.exists() else {}
+    assert written.get("pipeline.recompute", "off") == level
+
+
+def test_a_pipeline_chooses_among_its_own(corpus: str, tmp_path: Path) -> None:  # noqa: F811
+    values = {**WIDE, "parallel.pp": 2, "parallel.ep": 1, "model.dtype": "float64", "run.steps": 3}
+    config = configure(corpus, **values)
+    first, second = run_ranks(2, settled, config, str(tmp_path), "attn", pp=2)
+    assert first["level"] == second["level"] == "attn"
