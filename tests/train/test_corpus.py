@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from moeclipse.core.errors import DataError
 from moeclipse.train import corpus as corpus_module
 from moeclipse.train.config import DataConfig
-from moeclipse.train.corpus import Corpus, CorpusPart, find_corpus, open_corpus, standard_library
+from moeclipse.train.corpus import Corpus, CorpusPart, find_corpus, open_corpus
+from moeclipse.train.standard_library import standard_library
 
 
 def text(folder: Path, **files: str) -> str:
@@ -46,17 +47,6 @@ def test_the_default_is_the_standard_library_as_bytes() -> None:
     first = files[0].read_bytes()[:50]
     assert bytes(corpus.read(0, len(first)).astype(np.uint8)) == first
     assert 2 < corpus.unigram_entropy() < math.log(256)
-
-
-def test_standard_library_skips_installed_packages_and_sorts(tmp_path: Path) -> None:
-    for name in ["b.py", "a/z.py", "a.py", "site-packages/x.py", "c/dist-packages/y.py", "a/data.txt"]:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("x")
-    assert [path.relative_to(tmp_path).as_posix() for path in standard_library(tmp_path)] == [
-        "a.py",
-        "a/z.py",
-        "b.py",
-    ]
 
 
 def test_a_python_without_sources_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

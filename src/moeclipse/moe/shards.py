@@ -18,15 +18,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.private_torch import TO_COPY, wrapper
 from moeclipse.tensor.cut import Cut
+
+if TYPE_CHECKING:  # half a second to load, for those who save through it
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 COPY, EQUAL = torch.ops.aten.copy_.default, torch.ops.aten.equal.default
 NEW_EMPTY = torch.ops.aten.new_empty.default
@@ -160,6 +162,9 @@ class ExpertShards(torch.Tensor):
     # What torch.distributed.checkpoint asks for.
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         properties = TensorProperties.create_from_tensor(self.local)
         return [
             WriteItem(
@@ -171,6 +176,8 @@ class ExpertShards(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return [
             ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=here.shape)
             for offsets, here in self.place.pieces(self.local)

@@ -31,12 +31,13 @@ from torch.autograd.function import once_differentiable
 
 from moeclipse.comm.flight.in_flight import InFlight
 from moeclipse.core.errors import ConfigError
+from moeclipse.ops.eager import eager
 from moeclipse.tensor.cut import Cut, mark
 from moeclipse.tensor.parallel import TensorParallel, move
 from moeclipse.tensor.weight_grad import Grad, bias_grad, weight_grad
 
 
-@torch.compiler.disable
+@eager
 def column_linear(
     x: torch.Tensor,
     weights: Sequence[nn.Parameter],
@@ -50,7 +51,7 @@ def column_linear(
     return list(outputs)
 
 
-@torch.compiler.disable
+@eager
 def row_linear(
     x: torch.Tensor,
     weight: nn.Parameter,

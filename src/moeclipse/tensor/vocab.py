@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from moeclipse.ops.cross_entropy import gradient, statistics
+from moeclipse.ops.eager import eager
 from moeclipse.ops.embedding import embedding_grad
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.wgrad import dense_wgrad
@@ -34,7 +35,7 @@ CHUNK_BYTES = 1 << 29
 """Logits that may be in memory at once; with more, the head and its loss go over the tokens in chunks."""
 
 
-@torch.compiler.disable
+@eager
 def embed(ids: torch.Tensor, weight_VD: nn.Parameter, cut: Cut, tp: TensorParallel) -> torch.Tensor:
     """[T, D] (this rank's part of the tokens with sequence parallelism) for T flattened ids."""
     out: torch.Tensor = _Embed.apply(ids.flatten(), weight_VD, cut, tp)
@@ -77,7 +78,7 @@ def _local(ids_T: torch.Tensor, cut: Cut) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where(mine_T, ids_T - cut.start, 0), mine_T
 
 
-@torch.compiler.disable
+@eager
 def head_loss(
     x: torch.Tensor,
     weight_VD: nn.Parameter,
@@ -91,7 +92,7 @@ def head_loss(
     return head_losses(x, weight_VD, targets_T, cut, tp, chunk_bytes=chunk_bytes)[0]
 
 
-@torch.compiler.disable
+@eager
 def head_losses(
     x: torch.Tensor,
     weight_VD: nn.Parameter,
@@ -208,7 +209,7 @@ def _counted(
     return loss_T, log_sum_T.masked_fill(nothing_T, torch.inf)
 
 
-@torch.compiler.disable
+@eager
 def cross_entropy(
     logits_TV: torch.Tensor, targets_T: torch.Tensor, cut: Cut, tp: TensorParallel
 ) -> torch.Tensor:
@@ -216,7 +217,7 @@ def cross_entropy(
     return token_losses(logits_TV, targets_T, cut, tp)[0]
 
 
-@torch.compiler.disable
+@eager
 def token_losses(
     logits_TV: torch.Tensor, targets_T: torch.Tensor, cut: Cut, tp: TensorParallel
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -34,6 +34,7 @@ from moeclipse.train.documents.cache import DocumentTokens, Tell, tokens_of
 from moeclipse.train.documents.formats import TOKEN_SUFFIXES, FileKind, check_kind, kind_of, need
 from moeclipse.train.documents.recipe import recipe_of
 from moeclipse.train.documents.tokenizer import tokenizer_file
+from moeclipse.train.standard_library import standard_library
 
 SMALL_FILE = 1 << 20
 """Files below this many bytes are read at once: mapping thousands of them would use up file handles."""
@@ -269,16 +270,6 @@ def _parts_of(documents: DocumentTokens, files: Sequence[Path]) -> Iterator[Corp
         array = documents.tokens[first : first + count]
         yield CorpusPart(source=str(path), num_tokens=count, array=array)
         first += count
-
-
-def standard_library(root: Path) -> list[Path]:
-    """Source files of the standard library at `root`, in an order that no file system changes."""
-    files = (path for path in root.rglob("*.py") if path.is_file())
-    installed = {"site-packages", "dist-packages"}
-    return sorted(
-        (path for path in files if not installed & set(path.relative_to(root).parts)),
-        key=lambda path: path.relative_to(root).as_posix(),
-    )
 
 
 def find_files(patterns: Sequence[str]) -> list[Path]:
