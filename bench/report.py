@@ -7,7 +7,9 @@ Prints how long its figures take, how large the page is, how long until a browse
 driver and selenium), and what a name costs in a step that is not traced. Medians of five.
 
 With `--trace` two ranks train preset tiny twice in the same processes, with `--trace 3` and without, in
-turns; of each of so many steps behind the traced ones the slower rank counts.
+turns; of each of so many steps behind the traced ones the slower rank counts. Steps scatter by more than a
+trace could cost them, so what is there to cost anything is counted, too: names that nobody records, and the
+question whether a step is traced.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +42,7 @@ from moeclipse.train.presets import load
 from moeclipse.train.step_trace import StepTrace
 
 STEPS, LAYERS, EXPERTS, RANKS, TIMES = 10_000, 32, 64, 16, 5
-FIRST = 3
+FIRST, MARKS = 3, 10_000
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -71,6 +75,41 @@ def race(mesh: Mesh, folder: str, repeats: int) -> list[tuple[float, float]]:
     return found
 
 
+def left_behind(mesh: Mesh) -> tuple[int, float]:
+    """Of a step that is not traced: names in it, and seconds to ask whether it is."""
+    config = with_values(load(preset="tiny"), {"run.device": "cpu", "metrics.trace": FIRST})
+    learner, recorder = Learner(config, mesh), mesh.recorder
+    trace, count, real = StepTrace(config, mesh, learner.model), 0, recorder.mark
+
+    def counted(what: Any) -> AbstractContextManager[None]:
+        nonlocal count
+        count += 1
+        return real(what)
+
+    recorder.mark = counted  # type: ignore[method-assign]
+    learner.step(0)
+    recorder.mark = real  # type: ignore[method-assign]
+
+    def asked() -> None:
+        for _ in range(MARKS):
+            trace.begin(0)
+            trace.end(0, learner.times, Path(), learner.program)
+
+    return count, seconds(asked) / MARKS
+
+
+def name_seconds() -> float:
+    """Of a name in a step that is not traced."""
+    recorder = Recorder(torch.device("cpu"))
+
+    def marks() -> None:
+        for number in range(MARKS):
+            with recorder.mark(number):
+                pass
+
+    return seconds(marks) / MARKS
+
+
 def trace_costs(repeats: int) -> None:
     with TemporaryDirectory() as folder:
         found = run_ranks(2, race, folder, repeats, deadline_s=560.0, collective_deadline_s=120.0)[0]
@@ -78,6 +117,13 @@ def trace_costs(repeats: int) -> None:
     plain, traced = (1e3 * median(column) for column in zip(*found, strict=True))
     ratio = median(b / a for a, b in found)
     print(f"a step behind a trace: {traced:.1f} ms, without {plain:.1f}; in pairs {100 * (ratio - 1):+.2f} %")
+    names, asking = run_ranks(2, left_behind)[0]
+    each = name_seconds()
+    share = 1e5 * (names * each + asking) / plain
+    print(
+        f"counted: {names} names of {1e6 * each:.2f} us, asked in {1e6 * asking:.2f} us: "
+        f"{share:.4f} % of a step"
+    )
 
 
 def main() -> None:
@@ -104,14 +150,7 @@ def main() -> None:
         else:
             with opened() as driver:
                 print(f"drawn in a browser after {seconds(lambda: visit(driver, page)):.2f} s")
-    recorder, count = Recorder(torch.device("cpu")), 10_000
-
-    def marks() -> None:
-        for number in range(count):
-            with recorder.mark(number):
-                pass
-
-    print(f"a name in a step that is not traced: {1e6 * seconds(marks) / count:.2f} microseconds")
+    print(f"a name in a step that is not traced: {1e6 * name_seconds():.2f} microseconds")
 
 
 if __name__ == "__main__":

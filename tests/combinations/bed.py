@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from factors import Case, Setting
+from plans import FREE
 
 from moeclipse.comm.group import number_hosts
 from moeclipse.comm.mesh import Mesh
@@ -75,6 +76,7 @@ def trained(
     if config.moe.shadow == "auto":
         for layer in learner.layers:
             layer.schedule.probe = SLOW_EXPERTS
+    learner.placement.costs = FREE  # planners move whatever makes ranks more even
     if load_from:
         assert learner.load(Checkpoint.open(load_from, mesh)) == span[0]
     steps, lent = [], 0

@@ -58,7 +58,8 @@ def test_a_combination_is_exact(number: int, corpus: str, tmp_path: Path) -> Non
 
 def plans(case: Case) -> bool:
     """Whether experts move between the first step and the last: a plan is taken behind the second."""
-    return case.setting.config("any").placement.moves and case.row["hand-over"] != "from one"
+    several = expert_ranks(case.setting.layout, case.row) > 1
+    return several and case.setting.config("any").placement.moves and case.row["hand-over"] != "from one"
 
 
 def lends(case: Case) -> bool:

@@ -172,10 +172,10 @@ class ModelPlacement:
         for placed, new, load in changed:
             ownership = self._owners(new, placed.layer, placed.ownership)
             transfers += placed.migrate(ownership, self.optim.updates, np.array(load))
-        self.plans_taken += 1
-        self.transfers += transfers
         if not changed:
             return []
+        self.plans_taken += 1
+        self.transfers += transfers
         now, then = proposal.seconds
         self.predicted_s += now - then
         self.taken = {"plan_before_ms": 1e3 * now, "plan_after_ms": 1e3 * then}
