@@ -103,7 +103,9 @@ def test_costs_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert "costs h200 over infiniband" in out
 
 
-def test_bad_input_is_told_before_anything_is_computed(tmp_path: Path) -> None:
+def test_bad_input_is_told_before_anything_is_computed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ScheduleError, match="nearest legal: ranks=8, microbatches=16"):
         main(["--schedule", "dualpipev", "--ranks", "8", "--microbatches", "10"])
     with pytest.raises(ScheduleError, match="unknown schedule 'dualpip'; did you mean 'dualpipe'"):
@@ -118,6 +120,9 @@ def test_bad_input_is_told_before_anything_is_computed(tmp_path: Path) -> None:
         main(["--schedule", "dualpipev", "--layers", "3"])
     with pytest.raises(ConfigError, match="no file"):
         main(["--from-csv", str(tmp_path / "none.csv")])
+    with pytest.raises(ConfigError, match=r"--trace: there is no folder .*nowhere"):
+        main(["--trace", str(tmp_path / "nowhere" / "t.json")])
+    assert capsys.readouterr().out == ""
 
 
 def test_torch_is_not_imported() -> None:

@@ -184,3 +184,18 @@ def test_where_there_is_nothing_to_evaluate() -> None:
     assert any("eval.files and eval.share cannot go with" in text for text in problems_of(memory))
     wrong = {"eval.share": 1.0, "eval.every": 0, "eval.samples": -1, "eval.files": ("",)}
     assert len(list(problems_of(with_values(TrainConfig(), wrong)))) == 4
+
+
+def test_long_validation_is_announced(config: TrainConfig) -> None:
+    """With a share of everything and no limit it may take longer than the steps between."""
+
+    def notes(**changes: Any) -> list[str]:
+        held = with_values(config, {"eval.share": 0.9, "data.batch_size": 2, **changes})
+        evaluation = Learner(held, Mesh.single()).evaluation
+        assert evaluation is not None
+        return evaluation.notes
+
+    (told,) = notes()
+    assert told.startswith("validation reads ")
+    assert told.endswith(" steps do; eval.samples limits them")
+    assert notes(**{"eval.samples": 8}) == []

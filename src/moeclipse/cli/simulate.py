@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moeclipse.cli.display import count
+from moeclipse.cli.guard import refuse_unwritable
 from moeclipse.core.errors import ConfigError
 from moeclipse.cost.file import load_costs
 from moeclipse.schedule.catalogue import build
@@ -87,6 +88,7 @@ def main(argv: list[str]) -> int:
     console = Console(highlight=False, soft_wrap=True)
     if config.compare is not None:
         _refuse_single_options(config)
+    refuse_unwritable({"--trace": config.trace, "--csv": config.csv})
     if config.config is not None:
         _simulate_run(console, config, config.config)
         return 0

@@ -33,6 +33,8 @@ from moeclipse.train.sources import open_samples
 
 MOST_NATS = 700.0
 """exp of more is no number."""
+LONG = 20
+"""Steps of training: validation that reads as much is announced, lest a run seem to stand still."""
 
 
 class Evaluation:
@@ -62,6 +64,15 @@ class Evaluation:
         self.windows = np.concatenate([some_of(part, most) for part in parts])
         self.targets = [int(self.samples.counted(some_of(part, most)).sum()) for part in parts]
         self.rows = max(1, config.data.batch_size // config.optim.accumulate)
+
+    @property
+    def notes(self) -> list[str]:
+        """What should be known before the first one."""
+        steps = len(self.windows) // self.config.data.batch_size
+        if steps < LONG:
+            return []
+        told = f"validation reads {len(self.windows):,} samples each time, as many as {steps:,} steps do"
+        return [f"{told}; eval.samples limits them"]
 
     def is_due(self, done: int) -> bool:
         """After so many steps."""

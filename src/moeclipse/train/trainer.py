@@ -207,6 +207,7 @@ class Run:
         learner.loads.continue_from(self.directory, start)
         self.observer.start(self._info(learner, start))
         chosen += learner.experts_do
+        chosen += [] if learner.evaluation is None else learner.evaluation.notes
         for note in (*chosen, *learner.samples.notes, *learner.optim.notes, *learner.one_by_one.notes):
             self.observer.note(note)
         best = BestCheckpoint(self.checkpoints, self.mesh, start)
