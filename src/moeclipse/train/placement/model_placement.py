@@ -180,8 +180,9 @@ class ModelPlacement:
         self.predicted_s += now - then
         self.taken = {"plan_before_ms": 1e3 * now, "plan_after_ms": 1e3 * then}
         return [
-            f"plan of step {proposal.step}: {len(changed)} layers changed, {transfers} transfers; rows, "
-            f"replicas and moves are predicted to take {1e3 * then:.3g} ms a step instead of {1e3 * now:.3g}"
+            f"plan of step {proposal.step}: {len(changed)} of {len(self.layers)} layers changed, "
+            f"{transfers} transfers; rows, replicas and moves are predicted to take {1e3 * then:.3g} ms "
+            f"a step instead of {1e3 * now:.3g}"
         ]
 
     def _requests(self, step: int, loads: LoadTrace) -> list[PlanRequest]:
