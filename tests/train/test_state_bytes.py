@@ -15,7 +15,7 @@ from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
 from moeclipse.train.memory_table import MemoryTable
 from moeclipse.train.numbers import choose_dtype
-from moeclipse.train.state_bytes import Axes, state_bytes
+from moeclipse.train.state_bytes import state_bytes
 
 BIG: dict[str, Any] = {
     "model.num_layers": 4,
@@ -47,9 +47,9 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 def both(mesh: Mesh, config: TrainConfig) -> tuple[float, float]:
     """(told, taken) of this rank."""
-    axes, held = Axes(mesh.dp, mesh.ep, mesh.tp), choose_dtype(config.model.dtype, torch.device("cpu"))
+    held = choose_dtype(config.model.dtype, torch.device("cpu"))
     layout = lay_out(config.pipeline, config.model.num_layers, mesh.pp, config.optim.accumulate)
-    told = state_bytes(config, axes, layout, held)[mesh.pp_index]
+    told = state_bytes(config, mesh, layout, held)[mesh.pp_index]
     taken = MemoryTable(Learner(config, mesh).optim, [], by_autograd=False).state()
     return told, float(sum(taken.values()))
 

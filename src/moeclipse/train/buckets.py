@@ -44,6 +44,11 @@ from moeclipse.train.slabs import Slab
 MainGrad = Literal["fp32", "bf16"]
 
 
+def summed_type(main_grad: MainGrad, held: torch.dtype) -> torch.dtype:
+    """In which gradients of such weights add up."""
+    return wide_of(held) if main_grad == "fp32" else torch.bfloat16
+
+
 @dataclass(frozen=True, kw_only=True)
 class BucketEntry:
     """Part of a logical tensor, as checkpoints know it: elements offset .. offset + numel of a bucket."""
@@ -110,7 +115,7 @@ class Bucket:
         self.wire = collectives(mesh, content.group, mesh.grads, peer, max_bytes=SMALL_BYTES)
         self.params = torch.zeros(self.bounds[-1], dtype=first.dtype, device=first.device)
         # Not cleared: a step begins with `Buckets.zero`, and its first gradients are stored.
-        dtype = wide_of(first.dtype) if main_grad == "fp32" else torch.bfloat16
+        dtype = summed_type(main_grad, first.dtype)
         size = 0 if self.frozen else self.bounds[-1]
         self.grads = torch.empty(size, dtype=dtype, device=first.device)
         self.parameters = content.parameters

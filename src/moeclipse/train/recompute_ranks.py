@@ -34,7 +34,7 @@ from moeclipse.train.numbers import choose_dtype
 from moeclipse.train.pipelined import chunks_for
 from moeclipse.train.recompute import LADDER, kept_by, pick, told
 from moeclipse.train.room import memory_left
-from moeclipse.train.state_bytes import Axes, state_bytes
+from moeclipse.train.state_bytes import state_bytes
 from moeclipse.train.step_sizes import attention_sizes
 
 KEY = "pipeline.recompute"
@@ -67,7 +67,7 @@ def peaks(config: TrainConfig, mesh: Mesh) -> dict[Again, float]:
     pipeline, model = config.pipeline, config.model
     layout = lay_out(pipeline, model.num_layers, mesh.pp, config.optim.accumulate)
     dtype = choose_dtype(model.dtype, mesh.device)
-    state_P = state_bytes(config, Axes(mesh.dp, mesh.ep, mesh.tp), layout, dtype)
+    state_P = state_bytes(config, mesh, layout, dtype)
     samples = -(-config.data.batch_size // (config.optim.accumulate * mesh.num_data))
     kinds = {model.is_dense(index) for index in range(model.num_layers)}
     kept = {dense: layer_keeps(config, mesh, samples, dense) for dense in kinds}

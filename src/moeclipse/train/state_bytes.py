@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from moeclipse.comm.mesh import Mesh
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.count import (
     attention_parameters,
@@ -21,18 +22,12 @@ from moeclipse.model.count import (
     shared_parameters,
 )
 from moeclipse.moe.config import GateConfig, MoEConfig
+from moeclipse.moe.given import expert_group
 from moeclipse.ops.precision import wide_of
 from moeclipse.pipeline.overlap import StageLayout
+from moeclipse.train.buckets import summed_type
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.optim_config import OptimConfig
-
-
-class Axes(NamedTuple):
-    """Sizes of a mesh beside its pipeline."""
-
-    dp: int
-    ep: int
-    tp: int
 
 
 class Held(NamedTuple):
@@ -51,27 +46,27 @@ class Held(NamedTuple):
         return Held(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
-def state_bytes(config: TrainConfig, axes: Axes, layout: StageLayout, held: torch.dtype) -> list[float]:
+def state_bytes(config: TrainConfig, mesh: Mesh, layout: StageLayout, held: torch.dtype) -> list[float]:
     """Of each rank of the pipeline; `held` is the type of weights."""
     model, last = config.model, config.model.num_layers - 1
-    slots = slots_of(config, axes)
+    slots = slots_of(config, mesh)
     found = []
     for place in range(max(layout.rank_of) + 1):
-        layers = [index for stage in layout.held_by(place).values() for index in stage]
+        layers = layout.layers_of(place)
         table = float(model.vocab_size * model.d_model)
         ends = (0 in layers) + (last in layers) - (model.tie_embeddings and {0, last} <= set(layers))
         total = Held(cut=table * ends, whole=model.d_model * (last in layers))
         for index in layers:
             total = total.plus(of_layer(model, config.moe, config.gate, model.is_dense(index), slots))
-        found.append(bytes_of(total, config, axes, held))
+        found.append(bytes_of(total, config, mesh, held))
     return found
 
 
-def slots_of(config: TrainConfig, axes: Axes) -> int:
+def slots_of(config: TrainConfig, mesh: Mesh) -> int:
     """Experts that a rank has room for."""
-    ranks = axes.ep if config.moe.expert_tp == "sharded" else axes.ep * axes.tp
     if not config.num_expert_layers:
         return 0
+    ranks = expert_group(mesh, config.moe).size
     return config.placement.start(config.moe.num_experts, ranks, 0).max_slots
 
 
@@ -91,11 +86,11 @@ def of_layer(model: ModelConfig, moe: MoEConfig, gate: GateConfig, dense: bool, 
     )
 
 
-def bytes_of(total: Held, config: TrainConfig, axes: Axes, held: torch.dtype) -> float:
+def bytes_of(total: Held, config: TrainConfig, mesh: Mesh, held: torch.dtype) -> float:
     sharded = config.moe.expert_tp == "sharded"
-    here = total.cut / axes.tp + total.whole + total.experts / (axes.tp if sharded else 1)
-    mine = (total.cut + total.whole + total.owned) / (axes.dp * axes.ep * axes.tp)
-    summed = wide_of(held) if config.optim.main_grad == "fp32" else torch.bfloat16
+    here = total.cut / mesh.tp + total.whole + total.experts / (mesh.tp if sharded else 1)
+    mine = (total.cut + total.whole + total.owned) / (mesh.dp * mesh.ep * mesh.tp)
+    summed = summed_type(config.optim.main_grad, held)
     return here * (held.itemsize + summed.itemsize) + mine * per_element(config.optim, held)
 
 

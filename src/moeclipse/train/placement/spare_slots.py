@@ -16,14 +16,12 @@ differs from run to run, and what planners do depends on slots.
 
 from __future__ import annotations
 
-import torch
-
 from moeclipse.balance.config import usual_slots
 from moeclipse.balance.planner import SMALL
 from moeclipse.comm.mesh import Mesh
 from moeclipse.model.count import expert_parameters
 from moeclipse.moe.given import expert_group
-from moeclipse.ops.precision import wide_of
+from moeclipse.train.buckets import summed_type
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.kept import readable
 from moeclipse.train.numbers import choose_dtype
@@ -66,5 +64,5 @@ def slot_bytes(config: TrainConfig, mesh: Mesh) -> int:
     if config.moe.expert_tp == "sharded":
         width = -(-width // mesh.tp)
     held = choose_dtype(config.model.dtype, mesh.device)
-    summed = wide_of(held) if config.optim.main_grad == "fp32" else torch.bfloat16
+    summed = summed_type(config.optim.main_grad, held)
     return -(-config.num_expert_layers // mesh.pp) * width * (held.itemsize + summed.itemsize)
