@@ -55,3 +55,23 @@ def test_no_matrix_of_all_scores_is_held(name: str) -> None:
     attend(*rows, **given).float().square().sum().backward()
     scores = 2 * 2 * 8 * 16384 * 16384  # two bytes each: 8 GiB
     assert torch.cuda.max_memory_allocated() - before < scores / 8
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_many_lengths_hold_no_matrix_either(documents: bool) -> None:
+    """More than dynamo compiles anew for: then it would run without, and hold all scores."""
+    for length in range(2048, 3000, 77):
+        *rows, _ = inputs(length, torch.bfloat16)
+        given: dict[str, Any] = {"window": 100}
+        if documents:
+            place = torch.arange(length, device="cuda")
+            given["documents_BS"] = place.div(300, rounding_mode="floor").expand(2, -1)
+        attend(*rows, **given).sum().backward()  # compiled, tried
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found = attend(*rows, **given)
+        found.sum().backward()
+        scores = 2 * 2 * 8 * length * length
+        assert torch.cuda.max_memory_allocated() - before < scores / 2, length
+        right = attend_reference(*(tensor.detach().double() for tensor in rows), **given)
+        assert difference(found.detach(), right) < 2e-2, length

@@ -12,7 +12,7 @@ import torch
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
-from moeclipse.ops.attention import document_blocks
+from moeclipse.ops.attention_blocks import document_blocks
 from moeclipse.testing.compare import difference
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner

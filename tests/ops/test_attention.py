@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from apart import apart
-from moeclipse.ops import attention
+from moeclipse.ops import attention, flex
 from moeclipse.ops.attention import (
     attend,
     attend_at,
@@ -137,8 +137,7 @@ def test_plain_attention_is_one_call_of_torch(monkeypatch: pytest.MonkeyPatch) -
 def test_what_devices_compute_is_the_definition(name: str) -> None:
     """Flex attention without its compiler, forward alone; all of it: `tests/gpu/test_attention_on_gpu.py`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "compiled_flex", lambda: attention.flex_attention)
-        patch.setattr(attention, "compiled_mask", lambda: attention.create_block_mask)
+        patch.setattr(flex.known(), "runner", lambda _family, _shape: flex.plain)
         q, k, v, sinks = (tensor.detach().float() for tensor in inputs())
         given = {"scale": None, "window": 0, "softcap": 0.0, "documents_BS": None, **CASES[name]}
         for used in (None, sinks):

@@ -19,13 +19,13 @@ reference elsewhere. float64 takes the reference on every device: it is for comp
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from moeclipse.ops.attention_blocks import document_blocks, runs_of, window_blocks
+from moeclipse.ops.flex import flex
 from moeclipse.ops.precision import wide_of
 
 
@@ -53,13 +53,6 @@ def seen_keys(
         document_BS = runs_of(documents_BS)
         sees = sees & (document_BS[:, None, :, None] == document_BS[:, None, None, :])
     return sees
-
-
-def runs_of(documents_BS: torch.Tensor) -> torch.Tensor:
-    """Number of the document each token is in: one that comes back after another is another one."""
-    changes_BS = torch.zeros_like(documents_BS)
-    changes_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
-    return changes_BS.cumsum(dim=1)
 
 
 def attend_reference(
@@ -190,63 +183,14 @@ def attend_flex(
 ) -> torch.Tensor:
     """Block by block on the device; blocks of keys that nobody sees are left out."""
     queries, keys = q_BHSd.shape[2], k_BGLd.shape[2]
+    kind: tuple[bool | int, ...]
     if documents_BS is None:
-        mask = window_blocks(queries, keys, window, q_BHSd.device)
+        mask, kind = window_blocks(queries, keys, window, q_BHSd.device), (window, keys - queries)
     else:
-        mask = document_blocks(documents_BS, window)
-
-    def capped(score: Any, _b: Any, _h: Any, _i: Any, _j: Any) -> Any:
-        return softcap * torch.tanh(score / softcap)
-
-    run = compiled_flex()
-    out, log_sum_BHS = run(
-        q_BHSd,
-        k_BGLd,
-        v_BGLe,
-        score_mod=capped if softcap else None,
-        block_mask=mask,
-        scale=scale,
-        enable_gqa=q_BHSd.shape[1] != k_BGLd.shape[1],
-        return_lse=True,
-    )
+        mask, kind = document_blocks(documents_BS, window), (window, 0, True)
+    out, log_sum_BHS = flex(q_BHSd, k_BGLd, v_BGLe, mask=mask, kind=kind, softcap=softcap, scale=scale)
     if sinks_H is None:
         return out
     # Of the sum of exponentials with the sink, the keys have this share.
     share = torch.sigmoid(log_sum_BHS - sinks_H.to(log_sum_BHS.dtype)[None, :, None])
     return out * share[..., None].to(out.dtype)
-
-
-@functools.cache
-def compiled_flex() -> Any:
-    """Without compilation flex attention would hold all scores."""
-    return torch.compile(flex_attention, dynamic=False)
-
-
-@functools.cache
-def compiled_mask() -> Any:
-    """Likewise, of the mask."""
-    return torch.compile(create_block_mask)
-
-
-@functools.lru_cache(maxsize=32)
-def window_blocks(queries: int, keys: int, window: int, device: torch.device) -> Any:
-    before = keys - queries
-
-    def sees(_b: Any, _h: Any, i: Any, j: Any) -> Any:
-        place = i + before
-        return (place >= j) & (place - j < window) if window else place >= j
-
-    return compiled_mask()(sees, None, None, queries, keys, device=device)
-
-
-@functools.lru_cache(maxsize=8)
-def document_blocks(documents_BS: torch.Tensor, window: int) -> Any:
-    """All layers of a microbatch see the same documents: known by the tensor itself, which nobody changes."""
-    document_BS = runs_of(documents_BS)
-    samples, length = document_BS.shape
-
-    def sees(b: Any, _h: Any, i: Any, j: Any) -> Any:
-        near = (i >= j) & (i - j < window) if window else i >= j
-        return near & (document_BS[b, i] == document_BS[b, j])
-
-    return compiled_mask()(sees, samples, None, length, length, device=document_BS.device)
