@@ -112,15 +112,19 @@ def attach(parameter: torch.nn.Parameter, main_grad: torch.Tensor, ready: Callab
     state = Accumulation(main_grad, ready)
     parameter.main_grad = main_grad  # type: ignore[attr-defined]
     parameter.accumulation = state  # type: ignore[attr-defined]
-
-    def take(p: torch.Tensor) -> None:
-        if p.grad is not None:
-            add_grad(parameter, p.grad)
-            p.grad = None
-        state.backward_done()
-
-    parameter.register_post_accumulate_grad_hook(take)
+    # The hook holds nothing: Python does not see what torch holds, and would never free a circle through it.
+    parameter.register_post_accumulate_grad_hook(_accumulated)
     return state
+
+
+def _accumulated(parameter: torch.Tensor) -> None:
+    assert isinstance(parameter, torch.nn.Parameter)
+    if parameter.grad is not None:
+        add_grad(parameter, parameter.grad)
+        parameter.grad = None
+    state = _state(parameter)
+    assert state is not None
+    state.backward_done()
 
 
 def accumulator(parameter: torch.nn.Parameter, begun: Grad = None) -> tuple[torch.Tensor, Grad]:

@@ -24,9 +24,9 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 def by_peers(wire: Any, call: Callable[[], InFlight[torch.Tensor]]) -> InFlight[torch.Tensor] | None:
     """What `call` launched, if it went over peer memory."""
-    before = wire._last
+    before = wire._open
     launched = call()
-    return launched if wire._last is not before else None
+    return launched if wire._open is not before else None
 
 
 def as_torch_does(mesh: Mesh, seed: int) -> int:

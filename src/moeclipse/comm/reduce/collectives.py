@@ -72,7 +72,7 @@ class PeerCollectives(Collectives):
     def __init__(self, lane: Lane, reduce: PeerAllReduce, max_bytes: int | None = None) -> None:
         super().__init__(lane, reduce.group)
         self.reduce, self.max_bytes = reduce, max_bytes
-        self._last: InFlight[torch.Tensor] | None = None
+        self._open: InFlight[torch.Tensor] | None = None
 
     def applies(self, x: torch.Tensor) -> bool:
         if self.max_bytes is not None and x.nbytes > self.max_bytes:
@@ -122,12 +122,12 @@ class PeerCollectives(Collectives):
         return self._on_stream(label, flat, start)
 
     def _begin(self, label: str, begin: Callable[[], BegunReduction]) -> InFlight[torch.Tensor]:
-        if self._last is not None:
-            self._last.get()  # one is open at a time; this way its waiting is recorded as its own
+        if self._open is not None:
+            self._open.get()  # one is open at a time; this way its waiting is recorded as its own
         stamps = self.lane.recorder.launch(self.lane.name, self.group.name, label)
         begun = begin()
-        self._last = Awaited(begun.value, partial(self._read, begun, stamps))
-        return self._last
+        self._open = opened = Awaited(begun.value, partial(self._read, begun, stamps))
+        return opened
 
     def _read(self, begun: BegunReduction, stamps: TransferStamps) -> None:
         """From peers' memory, now that it is wanted."""
@@ -138,6 +138,7 @@ class PeerCollectives(Collectives):
             with self.lane.recorder.waiting():
                 begun.get()
             stamps.done = time.perf_counter_ns()
+        self._open = None
 
     def _on_stream(
         self, label: str, out: torch.Tensor, run: Callable[[], object], *keep: torch.Tensor
