@@ -30,6 +30,11 @@ class PlayedParts(PlayedCapture):
     """`fails_at`: the capture that fails, counted from one."""
 
     fails_at = 0
+    rooms = 0
+
+    def make_room(self) -> None:
+        assert not self.captures
+        self.rooms += 1
 
     def capture(self, work: Callable[[], None]) -> Any:
         self.fails, self.after = self.captures + 1 == self.fails_at, list[torch.Tensor]()
@@ -85,7 +90,9 @@ def curves(mesh: Mesh, changes: dict[str, Any]) -> list[Any]:
         launch()
 
     learner.buckets._launch_next = noted  # type: ignore[method-assign]
-    return [plain, curve(learner), capture.captures, capture.replays, any(early)]
+    found = curve(learner)
+    assert capture.rooms == 1, "what eager steps took is given back, once"
+    return [plain, found, capture.captures, capture.replays, any(early)]
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -121,6 +128,27 @@ def test_replayed_parts_where_ranks_only_share_gradients() -> None:
         assert replayed == plain
         assert captures == 3 * 2 * 2
         assert early
+
+
+def places(mesh: Mesh, accumulate: int) -> list[Any]:
+    config = with_values(TrainConfig(), {**DENSE_FIRST, "optim.accumulate": accumulate})
+    learner = Learner(config, mesh)
+    with_parts(learner)
+    for step in range(STEPS):
+        learner.step(step)
+    assert isinstance(learner.graphs, PartGraphs)
+    parts = list(learner.graphs._parts.values())
+    inputs = {part._x.data_ptr() for part in parts}
+    grads = {grad.data_ptr() for part in parts for grad in part._grads or () if grad is not None}
+    return [len(parts), len(inputs), len(grads)]
+
+
+def test_graphs_that_never_run_at_once_read_from_the_same_place() -> None:
+    """A layer's input waits for its backward; kinds of microbatches, and gradients, wait for nobody."""
+    parts, inputs, grads = run_alone(places, 1)
+    assert (parts, inputs) == (3, 3)
+    assert run_alone(places, 2) == [6, 3, grads]
+    assert grads < 2 * parts
 
 
 def failing(mesh: Mesh, at: int) -> tuple[bool, list[str], str]:

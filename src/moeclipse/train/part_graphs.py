@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -39,8 +39,18 @@ Tensors = tuple[torch.Tensor, ...]
 Captures = Callable[[Callable[[], None]], Replay]
 
 
+class CaptureOfParts(Capture, Protocol):
+    def make_room(self) -> None:
+        """Give back what steps without graphs took."""
+
+
 class PartCapture(CudaCapture):
-    """Many small captures in the middle of a step: none of them clears the device's memory first."""
+    """Many small captures in the middle of a step: the first alone clears the device's memory."""
+
+    def make_room(self) -> None:
+        # Graphs have memory of their own: what eager steps took would lie beside it, unused.
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
     @contextmanager
     def _into(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
@@ -52,14 +62,36 @@ class PartCapture(CudaCapture):
                 graph.capture_end()
 
 
+class GraphInputs:
+    """Memory in which graphs find what eager work gives them: those that never run at once share it."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def like(self, tensor: torch.Tensor, *user: Any) -> torch.Tensor:
+        """Of this user, as large as `tensor`."""
+        key = (*user, tensor.shape, tensor.stride(), tensor.dtype)
+        if key not in self._found:
+            self._found[key] = torch.empty_like(tensor)
+        return self._found[key].detach()
+
+
 class CapturedPart:
     """One part for one kind of microbatch."""
 
     def __init__(
-        self, part: Part, x: torch.Tensor, states: Sequence[Accumulation], captures: Captures
+        self,
+        part: Part,
+        x: torch.Tensor,
+        states: Sequence[Accumulation],
+        captures: Captures,
+        inputs: GraphInputs,
+        index: int,
     ) -> None:
         self._part, self._states, self._captures = part, states, captures
-        self._x = torch.empty_like(x).requires_grad_(x.requires_grad)
+        self._inputs = inputs
+        # What a layer reads is there until its backward: other kinds of microbatches may have the place.
+        self._x = inputs.like(x, index).requires_grad_(x.requires_grad)
         self._outputs: Tensors = ()
         self._grads: list[torch.Tensor | None] | None = None
         self._backward: Replay | None = None
@@ -83,7 +115,10 @@ class CapturedPart:
     def backward(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Of x; those of weights are where they belong, and who waits for them has heard."""
         if self._grads is None:
-            self._grads = [None if grad is None else torch.empty_like(grad) for grad in grads]
+            # Read before the next layer's backward begins: one place for all layers.
+            self._grads = [
+                None if grad is None else self._inputs.like(grad, "grad", n) for n, grad in enumerate(grads)
+            ]
         for mine, given in zip(self._grads, grads, strict=True):
             if (mine is None) != (given is None):
                 raise RuntimeError("a part got gradients for other outputs than when it was captured")
@@ -144,11 +179,16 @@ class _Replayed(torch.autograd.Function):
 class PartGraphs(Graphs):
     """Runs the layers of a model, whose parts are captured once they are warm."""
 
-    def __init__(self, layers: Sequence[TransformerLayer], capture: Capture, recorder: Recorder) -> None:
+    _capture: CaptureOfParts
+
+    def __init__(
+        self, layers: Sequence[TransformerLayer], capture: CaptureOfParts, recorder: Recorder
+    ) -> None:
         super().__init__(capture, recorder)
         self._kind: bool | None = None
         """Of the microbatch that runs, if it is replayed: whether it is the first of its step."""
         self._parts: dict[tuple[int, bool, torch.Size], CapturedPart] = {}
+        self._inputs = GraphInputs()
         self._fronts = [Front(layer, self._run_of(layer)) for layer in layers]
         self._shapes: list[tuple[Any, ...]] = []
         for front in self._fronts:
@@ -159,6 +199,7 @@ class PartGraphs(Graphs):
         self._kind = first if self._warm(first) else None
         if (shapes := [front.shape for front in self._fronts]) != self._shapes:
             self._parts.clear()  # all, not those that changed: they share memory by the order of captures
+            self._inputs = GraphInputs()
             self._shapes = shapes
         try:
             self._capture.eagerly(work)
@@ -173,8 +214,12 @@ class PartGraphs(Graphs):
                 return part(x)
             key = layer.index, self._kind, x.shape
             if key not in self._parts:
+                if not self._parts:
+                    self._capture.make_room()
                 try:
-                    self._parts[key] = CapturedPart(part, x, states, self._captured)
+                    self._parts[key] = CapturedPart(
+                        part, x, states, self._captured, self._inputs, layer.index
+                    )
                 except RuntimeError as error:
                     self._refuse(error)
                     return part(x)
