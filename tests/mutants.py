@@ -171,7 +171,7 @@ MUTANTS = (
         "moe/shadow_choice.py",
         "if self.automatic and (costs is None or not asks):",
         "if self.automatic and costs is None:",
-        "moe/test_shadow_choice.py::test_even_loads_are_left_in_peace_and_skew_is_seen_one_call_later",
+        "moe/test_shadow_choice.py::test_even_loads_are_left_in_peace_and_skew_is_seen_with_the_next_look",
     ),
     Mutant(
         "balance/shadow.py",

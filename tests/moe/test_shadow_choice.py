@@ -18,7 +18,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.moe import shadow_choice
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.probe import Probe
-from moeclipse.moe.shadow_choice import LONGEST_REST, ShadowChoice, loads_of
+from moeclipse.moe.shadow_choice import LONGEST_REST, LOOK, ShadowChoice, loads_of
 from moeclipse.testing.run_ranks import run_ranks
 
 IDS = (torch.tensor([[0, 1, 2], [1, 0, 5], [1, -1, 4]]), torch.tensor([[4, 5, 3]]))
@@ -125,6 +125,29 @@ def test_answers_that_are_not_worth_it_are_asked_for_ever_less_often() -> None:
     assert one.rest == 0
 
 
+def test_even_loads_are_looked_at_now_and_then() -> None:
+    """A look takes the host time in every layer: not in every call."""
+    one, probe = choice(num_experts=2), replace(SLOW_EXPERTS, look=1e-3)
+    one.asks, looks = False, list[int]()
+    route = SimpleNamespace(
+        placement=Placement.contiguous(2, 2), group=SimpleNamespace(size=2), slot_bounds=[0, 1, 2]
+    )
+
+    def learn(call: int, pairs: list[list[int]]) -> None:
+        sizes = SimpleNamespace(pairs_by_slot=lambda: (looks.append(call), np.array(pairs))[1])  # type: ignore[func-returns-value]
+        plan: Any = SimpleNamespace(dispatcher=route, sizes=sizes)
+        one.learn(plan, probe.shadow_costs(overlap=0.0), probe)
+
+    for call in range(3 * LOOK):
+        learn(call, [[50, 50], [50, 50]])
+    assert looks == [0, LOOK, 2 * LOOK]
+    for call in range(LOOK):
+        learn(3 * LOOK + call, [[90, 10], [90, 10]])
+        if one.asks:
+            break
+    assert one.asks, "what changes is seen after LOOK calls at the latest"
+
+
 def calls(mesh: Mesh, probe: Probe, saved: bool) -> list[tuple[bool, bool, bool]]:
     """Of each call: (does it ask, were counts exchanged, was anything lent). Loads are even, then skewed."""
     moe = make(GateConfig(top_k=1), 8, 0, mesh, **lend("auto", schedule="blocking", chunks=1))
@@ -134,7 +157,7 @@ def calls(mesh: Mesh, probe: Probe, saved: bool) -> list[tuple[bool, bool, bool]
     ShadowChoice.counts_and_rows = lambda *given: (asked.append(1), real(*given))[1]  # type: ignore[assignment, func-returns-value, misc]
     with torch.no_grad():
         moe.gate.weight.copy_(8.0 * torch.eye(8, moe.gate.weight.shape[1]))
-    for call in range(6):
+    for call in range(LOOK + 4):
         if call == 3:
             with torch.no_grad():
                 moe.gate.weight[5] = 0.0
@@ -152,13 +175,13 @@ def calls(mesh: Mesh, probe: Probe, saved: bool) -> list[tuple[bool, bool, bool]
     return seen
 
 
-def test_even_loads_are_left_in_peace_and_skew_is_seen_one_call_later() -> None:
+def test_even_loads_are_left_in_peace_and_skew_is_seen_with_the_next_look() -> None:
     probe = replace(SLOW_EXPERTS, num_ranks=2, loan=8e-3, look=2e-3)
     first, second = run_ranks(2, calls, probe, False)
     assert first == second, "all ranks ask alike"
     assert first[0] == (True, True, False), "nothing is known before the first call"
-    assert first[1:4] == [(False, False, False)] * 3
-    assert first[4:] == [(True, True, True)] * 2
+    assert first[1 : LOOK + 2] == [(False, False, False)] * (LOOK + 1)
+    assert first[LOOK + 2 :] == [(True, True, True)] * 2
     assert run_ranks(2, calls, probe, True)[0] == first, "a run that is resumed asks as the first one"
 
 

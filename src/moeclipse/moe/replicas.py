@@ -23,6 +23,7 @@ from moeclipse.balance.placement import Placement
 from moeclipse.balance.split import split_rows
 from moeclipse.comm.flight.exchange import all_to_all
 from moeclipse.comm.flight.lane import Lane
+from moeclipse.comm.flight.reading import send
 from moeclipse.comm.group import Group
 from moeclipse.moe.dispatch import Dispatcher
 from moeclipse.ops.grouping import rank_among_equals
@@ -47,7 +48,7 @@ def choose_slots(
     last_E = first_E[1:] - 1
     numbers = np.concatenate([ends_R, order.slots_R, begin_E, first_E[:-1], last_E])
     sizes = [len(ends_R)] * 2 + [len(begin_E)] * 3
-    ends, slots, begin, first, last = torch.from_numpy(numbers).to(device).split(sizes)
+    ends, slots, begin, first, last = send(torch.from_numpy(numbers), device).split(sizes)
     flat = expert_ids_TK.flatten()
     known = flat.clamp(min=0)
     place = begin[known] + rank_among_equals(flat)

@@ -6,8 +6,8 @@
 Idea. The exact answer needs an exchange of its own, and a search, in every call of every layer. A bound needs
 neither: it is read off the sizes that travel anyway (`balance/shadow.most_gain`). So a layer asks where the
 call before could have gained more than asking takes; loads that are even, or whose shadows would cost what
-they save, are left in peace. Where an answer gains less than asking takes, the layer rests for one call, then
-for two, four, ... Experts that were named have shadows in every call.
+they save, are left in peace for LOOK calls. Where an answer gains less than asking takes, the layer rests for
+one call, then for two, four, ... Experts that were named have shadows in every call.
 
 Contract. All ranks of the layer's group know the same sizes and prices, so all of them ask, or none. Whether
 the next call asks is part of a checkpoint: a resumed run lends as the first one would have.
@@ -33,6 +33,8 @@ from moeclipse.moe.shadow import FREE, RankShadows
 NOBODY = np.empty((0, 0))
 LONGEST_REST = 64
 """Calls between two answers that were not worth asking for."""
+LOOK = 8
+"""Calls between two looks at the sizes that travelled, where nothing was to be gained."""
 
 
 class ShadowChoice:
@@ -45,7 +47,7 @@ class ShadowChoice:
         self.asks = True
         """Whether the next call does, where shadows are chosen from costs."""
         self.rest = self.left = 0
-        """Calls that it rests after an answer that was not worth it, and how many are left of them."""
+        """Calls that it rests after an answer that was not worth it; calls that are left until it looks."""
         self.plan: ShadowPlan | None = None
         """Of the last call; None where it did not ask."""
 
@@ -111,6 +113,8 @@ class ShadowChoice:
         load_P, most_sent = loads_of(plan.sizes.pairs_by_slot(), plan.dispatcher)
         pace = float(load_P.max()) * (costs.row_forward + costs.row_backward)
         self.asks = most_gain(load_P, most_sent, costs) > probe.look + costs.min_gain * pace
+        if not self.asks:
+            self.left = LOOK
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to ask as this one does."""
