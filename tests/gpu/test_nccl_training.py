@@ -36,8 +36,8 @@ MOVES = {
     "placement.planner": "random",
     "placement.start_step": 1,
     "placement.every": 2,
-    "placement.slots_per_rank": 6,
-    "placement.check_every": 1,
+    "placement.slots_per_rank": 3,
+    "integrity.every": 1,
 }
 PAIRS = {"pipeline.schedule": "dualpipev", "pipeline.overlap": "pair+self"}
 HALF = {"model.dtype": "float16"}

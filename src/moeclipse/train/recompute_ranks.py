@@ -10,8 +10,12 @@ all of it again takes a program instead of autograd, and which it is must be kno
 
 The first of LADDER that fits the rank with least memory left is taken by all, and kept in `choices.json`.
 
-Hazard. What tp ranks keep is taken to be their share of it, and rows to be as even as their experts. Where
-part of a model is frozen or adapters are trained, state is not known, and nothing is chosen.
+Where ranks share experts, rows that arrive are kept beside a layer's own, experts have up to UNEVEN times
+their share of them, and they are never as many as in the step before: memory that is given back does not fit
+the next. So more of a device stays free than on one rank (APART). What was measured: docs/measured.md.
+
+Hazard. What tp ranks keep is taken to be their share of it. Where part of a model is frozen or adapters are
+trained, state is not known, and nothing is chosen.
 """
 
 from __future__ import annotations
@@ -43,6 +47,10 @@ SCORE_BYTES = 8
 """Of each expert's score, there and back."""
 HEADS, HIDDEN = 4, 3
 """Values that are kept of each: queries, keys, values and what attention gave; gate, value, their product."""
+UNEVEN = 1.1
+"""Rows of the busiest rank, in mean ranks."""
+APART = 0.95
+"""Of what one rank may take, where sizes change from step to step."""
 ROUNDS = 4
 """Microbatches, in ranks of the pipeline, behind which a program holds no more than before."""
 
@@ -57,7 +65,7 @@ def left_open(config: TrainConfig, mesh: Mesh) -> bool:
 def choose_recompute(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, str], list[str]]:
     """The key with its value, where something has to run again, and what to say of it. Collective."""
     expected = peaks(config, mesh)
-    room = min(mesh.gather_objects(memory_left(mesh)))
+    room = APART * min(mesh.gather_objects(memory_left(mesh)))
     level = pick(expected, room)
     return ({KEY: level} if level != "off" else {}), told(expected, room, level)
 
@@ -73,7 +81,9 @@ def peaks(config: TrainConfig, mesh: Mesh) -> dict[Again, float]:
     kept = {dense: layer_keeps(config, mesh, samples, dense) for dense in kinds}
     logits = samples * config.data.seq_len * model.vocab_size * dtype.itemsize // mesh.tp
     most = max(of_kind["off"] for of_kind in kept.values())
-    beside = 2 * min(logits, CHUNK_BYTES) + 2 * most
+    # Backward in a layer takes as much again as the layer keeps; in pairs another's forward does, too.
+    working = 3 if "pair" in pipeline.overlap else 2
+    beside = 2 * min(logits, CHUNK_BYTES) + working * most
     found: dict[Again, float] = {}
     for level in LADDER:
         if level == "norms":
@@ -129,12 +139,26 @@ def layer_keeps(config: TrainConfig, mesh: Mesh, samples: int, dense: bool) -> d
     )
     kept = {level: kept_by(model, alone, length, level) for level in LADDER}
     scores = 0 if dense else SCORE_BYTES * length * (moe.num_experts - here)
+    more = 0.0 if dense else arriving_bytes(config, mesh, model)
+    if more and expert_group(mesh, moe).size > 1:
+        more += (UNEVEN - 1) * (kept["attn"] - kept["full"])
     found: dict[Again, float] = {}
     for level, size in kept.items():
         size += scores if level != "full" else 0
         cut = size if config.parallel.sequence_parallel else min(size, inner_bytes(config, model, dense))
-        found[level] = samples * (size - cut * (1 - 1 / mesh.tp))
+        found[level] = samples * (size - cut * (1 - 1 / mesh.tp) + (more if level != "full" else 0.0))
     return found
+
+
+def arriving_bytes(config: TrainConfig, mesh: Mesh, model: Transformer) -> float:
+    """Rows that experts keep of one sample, where they are not the layer's own."""
+    moe, ranks = config.moe, expert_group(mesh, config.moe).size
+    if ranks == 1 and not config.pipeline.runs_program(mesh.pp, mesh.num_ranks):
+        return 0.0
+    # A token goes once to each rank that has an expert of its choice.
+    visited = ranks * (1 - (1 - 1 / ranks) ** config.gate.top_k)
+    tokens = config.data.seq_len / (1 if moe.expert_tp == "sharded" else mesh.tp)
+    return tokens * visited * config.model.d_model * model.dtype.itemsize
 
 
 def inner_bytes(config: TrainConfig, model: Transformer, dense: bool) -> float:
