@@ -20,7 +20,7 @@ from moeclipse.train.choices import FILE, Choices
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
 from moeclipse.train.memory_table import watched
-from moeclipse.train.recompute import MARGIN
+from moeclipse.train.recompute import MARGIN, pick
 from moeclipse.train.recompute_ranks import (
     APART,
     activation_of,
@@ -139,6 +139,20 @@ def test_many_microbatches_are_not_written_out(corpus: str, monkeypatch: pytest.
     assert found[0] == found[1]
 
 
+def test_a_program_that_saves_less_than_it_takes_is_not_chosen(corpus: str) -> None:  # noqa: F811
+    """Of few layers running attention again takes more than it saves."""
+
+    def found(layers: int) -> dict[str, float]:
+        config = configure(corpus, **{**WIDE, "model.num_layers": layers, "parallel.ep": 2})
+        return run_ranks(2, expected, config)[0]
+
+    few, many = found(2), found(24)
+    assert few["attn"] > few["off"] > few["norms"]
+    assert many["off"] > many["attn"] > many["full"]
+    assert pick(few, 0.0) == min(few, key=lambda level: few[level])  # type: ignore[arg-type]
+    assert pick(many, 0.0) == "full"  # type: ignore[arg-type]
+
+
 def test_parts_of_a_layer() -> None:
     parts = activation_of({"off": 100.0, "norms": 90.0, "attn": 60.0, "full": 10.0})
     assert (parts.input, parts.attn, parts.shared, parts.mlp) == (10.0, 40.0, 0.0, 50.0)
@@ -162,7 +176,8 @@ def test_who_is_asked(corpus: str) -> None:  # noqa: F811
 def settled(mesh: Mesh, config: TrainConfig, folder: str, level: str) -> dict[str, Any]:
     """A run whose last rank has least memory, just enough for this level."""
     found = peaks(config, mesh)
-    room = found[level] / (MARGIN * APART) * 1.0001  # type: ignore[index]
+    apart = APART if mesh.ep > 1 else 1.0
+    room = found[level] / (MARGIN * apart) * 1.0001  # type: ignore[index]
     recompute_ranks.left_open = lambda config, _: config.pipeline.recompute == "auto"
     recompute_ranks.memory_left = lambda _: room + (1 - mesh.rank) * 1e9  # type: ignore[attr-defined, assignment]
     Path(folder).mkdir(exist_ok=True)
@@ -187,6 +202,9 @@ def test_the_first_that_fits_all_ranks(
 ) -> None:
     """Also in runs too short for trials: these have to fit, too. And it trains the same."""
     values = {**WIDE, "model.dtype": "float64", "run.steps": steps, "moe.transport": "direct"}
+    values["model.num_layers"] = (
+        24  # a program takes more for one layer than autograd: few would save nothing
+    )
     config = configure(corpus, **{**values, "parallel.ep": 2, "pipeline.overlap": "off"})
     plain = run_ranks(2, settled, config, str(tmp_path / "plain"), "off")[0]["losses"]
     for found in run_ranks(2, settled, config, str(tmp_path), level):

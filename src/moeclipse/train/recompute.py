@@ -55,8 +55,9 @@ def arrange(config: TrainConfig, mesh: Mesh, model: Transformer) -> list[str]:
 
 
 def pick(expected: Mapping[Again, float], room: float) -> Again:
-    """The first that fits; the last where none does."""
-    return next((level for level in LADDER if expected[level] <= MARGIN * room), LADDER[-1])
+    """The first that fits; where none does, the one that takes least."""
+    fits = (level for level in LADDER if expected[level] <= MARGIN * room)
+    return next(fits, min(LADDER, key=lambda level: expected[level]))
 
 
 def told(expected: Mapping[Again, float], room: float, level: Again) -> list[str]:

@@ -12,7 +12,7 @@ The first of LADDER that fits the rank with least memory left is taken by all, a
 
 Where ranks share experts, rows that arrive are kept beside a layer's own, experts have up to UNEVEN times
 their share of them, and they are never as many as in the step before: memory that is given back does not fit
-the next. So more of a device stays free than on one rank (APART). What was measured: docs/measured.md.
+the next. So more of a device stays free than on one rank (APART).
 
 Hazard. What tp ranks keep is taken to be their share of it. Where part of a model is frozen or adapters are
 trained, state is not known, and nothing is chosen.
@@ -49,8 +49,11 @@ HEADS, HIDDEN = 4, 3
 """Values that are kept of each: queries, keys, values and what attention gave; gate, value, their product."""
 UNEVEN = 1.1
 """Rows of the busiest rank, in mean ranks."""
-APART = 0.95
-"""Of what one rank may take, where sizes change from step to step."""
+APART = 0.85
+"""Of a device that may be taken where ranks share experts: sizes that change leave holes."""
+BY_AUTOGRAD, IN_PROGRAM = 2.0, 5.5
+"""What backward in one layer takes, in what it keeps. Seen: 1.0 to 2.0, and 2.8 to 5.3: a program keeps
+operands of weight gradients until their turn, and what another stream reads until it has."""
 ROUNDS = 4
 """Microbatches, in ranks of the pipeline, behind which a program holds no more than before."""
 
@@ -65,7 +68,8 @@ def left_open(config: TrainConfig, mesh: Mesh) -> bool:
 def choose_recompute(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, str], list[str]]:
     """The key with its value, where something has to run again, and what to say of it. Collective."""
     expected = peaks(config, mesh)
-    room = APART * min(mesh.gather_objects(memory_left(mesh)))
+    room = min(mesh.gather_objects(memory_left(mesh)))
+    room *= APART if expert_group(mesh, config.moe).size > 1 else 1.0
     level = pick(expected, room)
     return ({KEY: level} if level != "off" else {}), told(expected, room, level)
 
@@ -81,14 +85,14 @@ def peaks(config: TrainConfig, mesh: Mesh) -> dict[Again, float]:
     kept = {dense: layer_keeps(config, mesh, samples, dense) for dense in kinds}
     logits = samples * config.data.seq_len * model.vocab_size * dtype.itemsize // mesh.tp
     most = max(of_kind["off"] for of_kind in kept.values())
-    # Backward in a layer takes as much again as the layer keeps; in pairs another's forward does, too.
-    working = 3 if "pair" in pipeline.overlap else 2
-    beside = 2 * min(logits, CHUNK_BYTES) + working * most
     found: dict[Again, float] = {}
     for level in LADDER:
         if level == "norms":
             continue
-        held_P = held_at_peak(with_values(config, {KEY: level}), mesh, layout, kept)
+        changed = with_values(config, {KEY: level})
+        working = IN_PROGRAM if changed.pipeline.runs_program(mesh.pp, mesh.num_ranks) else BY_AUTOGRAD
+        beside = 2 * min(logits, CHUNK_BYTES) + working * most
+        held_P = held_at_peak(changed, mesh, layout, kept)
         found[level] = beside + max(map(sum, zip(state_P, held_P, strict=True)))
     # Without a program autograd may forget what norms gave; with one there is no such way.
     again = model.num_layers if pipeline.recompute_layers == "all" else pipeline.recompute_layers
