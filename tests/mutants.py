@@ -380,9 +380,9 @@ MUTANTS = (
         "pipeline/test_runtime.py::test_activations_and_gradients_never_share_a_communicator",
     ),
     Mutant(
-        "pipeline/overlap.py",
-        "if index < limit else",
-        "if index <= limit else",
+        "pipeline/config.py",
+        "or layer < self.recompute_layers",
+        "or layer <= self.recompute_layers",
         "pipeline/test_overlap.py::test_only_the_first_layers_run_again",
     ),
     Mutant(

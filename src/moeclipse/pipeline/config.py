@@ -77,6 +77,10 @@ class PipelineConfig:
         """Whether microbatches go through a program; ranks that exchange rows run parts again by one, too."""
         return pp > 1 or self.used or (num_ranks > 1 and self.recomputed != "off")
 
+    def runs_again(self, layer: int) -> bool:
+        """Whether this layer of the model has something to run again."""
+        return self.recompute_layers == "all" or layer < self.recompute_layers
+
     @property
     def recomputed(self) -> Recompute:
         """As far as a program knows it."""

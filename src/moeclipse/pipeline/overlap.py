@@ -110,11 +110,10 @@ def make_program(
     `step`: with all that travels, and the end of the step, as a run executes it. `reduce`: instead, with one
     op for the gradients of each stage.
     """
-    limit = len(layers) if config.recompute_layers == "all" else config.recompute_layers
     shaped = [
         replace(
             layer,
-            recompute=config.recomputed if index < limit else "off",
+            recompute=config.recomputed if config.runs_again(index) else "off",
             head=index == len(layers) - 1,
         )
         for index, layer in enumerate(layers)

@@ -38,9 +38,7 @@ def arrange(config: TrainConfig, mesh: Mesh, model: Transformer) -> list[str]:
     asked = config.pipeline.recompute
     if config.pipeline.runs_program(mesh.pp, mesh.num_ranks):
         return []
-    layers = model.all_layers
-    limit = config.pipeline.recompute_layers
-    again = layers if limit == "all" else [layer for layer in layers if layer.index < limit]
+    again = [layer for layer in model.all_layers if config.pipeline.runs_again(layer.index)]
     level, notes = asked, []
     if level == "auto":
         level = "off"

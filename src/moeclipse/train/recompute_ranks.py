@@ -95,8 +95,7 @@ def peaks(config: TrainConfig, mesh: Mesh) -> dict[Again, float]:
         held_P = held_at_peak(changed, mesh, layout, kept)
         found[level] = beside + max(map(sum, zip(state_P, held_P, strict=True)))
     # Without a program autograd may forget what norms gave; with one there is no such way.
-    again = model.num_layers if pipeline.recompute_layers == "all" else pipeline.recompute_layers
-    apart = [kept[model.is_dense(index)] for index in range(min(again, model.num_layers))]
+    apart = [kept[model.is_dense(index)] for index in range(model.num_layers) if pipeline.runs_again(index)]
     less = 0.0 if pipeline.runs_program(mesh.pp, 1) else sum(k["off"] - k["norms"] for k in apart)
     found["norms"] = found["off"] - less
     return found
