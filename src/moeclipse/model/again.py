@@ -16,19 +16,23 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointFunction
+
+from moeclipse.ops.eager import eager
 
 Again = Literal["off", "norms", "attn", "mlp", "moe", "full"]
 Part = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
 
+@eager
 def run_again(part: Part, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """part(x), of which nothing but x is kept."""
     if not torch.is_grad_enabled():
         return part(x)
     # Not the other kind, which hands backward copies of parameters: these have no main_grad. What is random
-    # in a model is keyed by step and token, so there is no state of a generator to keep.
-    found: tuple[torch.Tensor, ...] = checkpoint(part, x, use_reentrant=True, preserve_rng_state=False)
+    # in a model is keyed by step and token, so there is no state of a generator to keep. Not by torch's
+    # `checkpoint` either, which loads the compiler, two seconds of a process, to say that it is not for it.
+    found: tuple[torch.Tensor, ...] = CheckpointFunction.apply(part, False, x)
     return found
 
 
