@@ -17,7 +17,9 @@ from plans import FREE
 
 from moeclipse.comm.group import number_hosts
 from moeclipse.comm.mesh import Mesh
+from moeclipse.moe import layer
 from moeclipse.moe.probe import Probe
+from moeclipse.ops.sending import MOST_CHOICES
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
@@ -69,13 +71,19 @@ def trained(
     load_from: str,
     save_to: str,
 ) -> dict[str, Any]:
-    """Some steps of one rank, from a checkpoint or to one where paths are given."""
+    """Some steps of one rank, from a checkpoint or to one where paths are given.
+
+    From a checkpoint on exchanges are planned as kernels plan them, by their references: one half of every
+    combination is as on a device.
+    """
     mesh.hosts = number_hosts(hosts, mesh.num_ranks)
+    if load_from:
+        layer.plans_on_device = lambda scores_TK: scores_TK.shape[1] <= MOST_CHOICES
     learner = Learner(config, mesh)
     gradients = watch_gradients(learner)
     if config.moe.shadow == "auto":
-        for layer in learner.layers:
-            layer.schedule.probe = SLOW_EXPERTS
+        for moe in learner.layers:
+            moe.schedule.probe = SLOW_EXPERTS
     learner.placement.costs = FREE  # planners move whatever makes ranks more even
     if load_from:
         assert learner.load(Checkpoint.open(load_from, mesh)) == span[0]
@@ -85,7 +93,7 @@ def trained(
         state = [(p.name, p.start, list(p.shape), p.data.clone()) for p in learner.optim.pieces()]
         numbers = [record["loss"], record["aux_loss"], record["grad_norm"]]
         steps.append([gradients[-1], state, numbers, record["load"]])
-        plans = [layer.schedule.shadow_plan for layer in learner.layers]
+        plans = [moe.schedule.shadow_plan for moe in learner.layers]
         lent += sum(len(plan.shadows) for plan in plans if plan is not None)
     saved = str(learner.save(Path(save_to), span[1])) if save_to else ""
     return {"steps": steps, "saved": saved, "lent": lent, "plans": learner.placement.plans_taken}

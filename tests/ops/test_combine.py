@@ -45,3 +45,11 @@ def test_both_sums_agree() -> None:
 
 def test_the_kernel_equals_the_reference() -> None:
     assert_equal_references("combine", "combine 4", "combine 20")
+
+
+def test_tokens_without_any_row_have_zeros() -> None:
+    """As where all rows of a rank stay with shadows: a device would stop at an index into nothing."""
+    rows, place = torch.empty(0, 4), torch.full((3, 2), -1)
+    assert gather_sum(rows, place).equal(torch.zeros(3, 4))
+    assert gather_sum(rows, place, torch.empty(0)).equal(torch.zeros(3, 4))
+    assert sum_rows(rows, torch.empty(0, dtype=torch.int64), 3).equal(torch.zeros(3, 4))

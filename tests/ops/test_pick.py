@@ -15,3 +15,7 @@ def test_picked_in_the_shape_of_the_index() -> None:
 
 def test_what_nobody_picks_may_be_anything() -> None:
     assert pick(torch.tensor([float("nan"), 2.0]), torch.tensor([-1, 1])).tolist() == [0, 2]
+
+
+def test_where_there_is_nothing_nobody_picks() -> None:
+    assert pick(torch.empty(0), torch.full((2, 3), -1)).equal(torch.zeros(2, 3))

@@ -31,7 +31,7 @@ def gather_sum_reference(
 ) -> torch.Tensor:
     wide = wide_of(rows_MD.dtype)
     out = torch.zeros(len(place_row_TK), rows_MD.shape[1], dtype=wide, device=rows_MD.device)
-    for row_T in place_row_TK.long().unbind(1):
+    for row_T in place_row_TK.long().unbind(1) if len(rows_MD) else ():
         used_T, row_T = row_T >= 0, row_T.clamp(min=0)
         values_TD = rows_MD[row_T].to(wide)
         if weight_M is not None:

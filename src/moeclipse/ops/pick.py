@@ -11,6 +11,8 @@ BLOCK = 1024
 
 
 def pick_reference(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    if not len(values):  # then all are nobody
+        return values.new_zeros(index.shape)
     return torch.where(index >= 0, values[index.clamp(min=0).long()], 0)
 
 
