@@ -17,7 +17,7 @@ from plans import FREE
 
 from moeclipse.comm.group import number_hosts
 from moeclipse.comm.mesh import Mesh
-from moeclipse.moe import layer
+from moeclipse.moe import layer, shadow_choice
 from moeclipse.moe.probe import Probe
 from moeclipse.ops.sending import MOST_CHOICES
 from moeclipse.testing.compare import difference
@@ -73,8 +73,8 @@ def trained(
 ) -> dict[str, Any]:
     """Some steps of one rank, from a checkpoint or to one where paths are given.
 
-    From a checkpoint on exchanges are planned as kernels plan them, by their references: one half of every
-    combination is as on a device.
+    From a checkpoint on exchanges are planned as kernels plan them, by their references: of a combination
+    that is handed over one half is as on a device.
     """
     mesh.hosts = number_hosts(hosts, mesh.num_ranks)
     if load_from:
@@ -82,12 +82,13 @@ def trained(
     learner = Learner(config, mesh)
     gradients = watch_gradients(learner)
     if config.moe.shadow == "auto":
+        shadow_choice.LOOK = 0  # there are few calls
         for moe in learner.layers:
             moe.schedule.probe = SLOW_EXPERTS
     learner.placement.costs = FREE  # planners move whatever makes ranks more even
     if load_from:
         assert learner.load(Checkpoint.open(load_from, mesh)) == span[0]
-    steps, lent = [], 0
+    steps, lent, asked = [], 0, 0
     for step in range(*span):
         record = learner.step(step)
         state = [(p.name, p.start, list(p.shape), p.data.clone()) for p in learner.optim.pieces()]
@@ -95,8 +96,10 @@ def trained(
         steps.append([gradients[-1], state, numbers, record["load"]])
         plans = [moe.schedule.shadow_plan for moe in learner.layers]
         lent += sum(len(plan.shadows) for plan in plans if plan is not None)
+        asked += sum(plan is not None for plan in plans)
     saved = str(learner.save(Path(save_to), span[1])) if save_to else ""
-    return {"steps": steps, "saved": saved, "lent": lent, "plans": learner.placement.plans_taken}
+    happened = {"lent": lent, "asked": asked, "plans": learner.placement.plans_taken}
+    return {"steps": steps, "saved": saved, **happened}
 
 
 def run(
@@ -116,40 +119,45 @@ def run(
     )
 
 
-def whole(first: Setting, second: Setting, corpus: str, folder: Path) -> tuple[list[list[Any]], int, int]:
-    """(what every rank says of each step, experts lent, plans taken), with a hand-over behind the second."""
+HAPPENED = ("lent", "asked", "plans")
+"""Experts lent, calls that asked whether to, plans taken."""
+
+
+def whole(
+    first: Setting, second: Setting, corpus: str, folder: Path
+) -> tuple[list[list[Any]], dict[str, int]]:
+    """(what every rank says of each step, how often what happened), with a hand-over behind the second."""
     before = run(first, corpus, (0, SAVED_AFTER), save_to=str(folder))
     after = run(second, corpus, (SAVED_AFTER, STEPS), load_from=before[0]["saved"])
-    happened = [max(counted(before, what), counted(after, what)) for what in ("lent", "plans")]
-    return steps_of(before) + steps_of(after), *happened
+    return steps_of(before) + steps_of(after), counted([*before, *after])
 
 
 def steps_of(results: list[dict[str, Any]]) -> list[list[Any]]:
     return [list(ranks) for ranks in zip(*(result["steps"] for result in results), strict=True)]
 
 
-def counted(results: list[dict[str, Any]], what: str) -> int:
-    return max(result[what] for result in results)
+def counted(results: list[dict[str, Any]]) -> dict[str, int]:
+    return {what: max(result[what] for result in results) for what in HAPPENED}
 
 
-def compare(case: Case, corpus: str, folder: Path) -> dict[str, Any]:
+def compare(case: Case, corpus: str, folder: Path) -> dict[str, int]:
     """Train both; raise where they differ. Returns counts of what happened on the way."""
     mine, reference = case.setting, case.reference
     hand_over = case.row["hand-over"]
     if hand_over == "none":
         expected = steps_of(run(reference, corpus, (0, STEPS)))
         results = run(mine, corpus, (0, STEPS))
-        found, lent, plans = steps_of(results), counted(results, "lent"), counted(results, "plans")
+        found, happened = steps_of(results), counted(results)
     else:
-        expected, _, _ = whole(reference, reference, corpus, folder / "reference")
+        expected, _ = whole(reference, reference, corpus, folder / "reference")
         ends = {"to one": (mine, reference), "from one": (reference, mine), "again": (mine, mine)}
-        found, lent, plans = whole(*ends[hand_over], corpus, folder / "case")
+        found, happened = whole(*ends[hand_over], corpus, folder / "case")
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         if case.dtype == "float64":
             same_step(number, ours, theirs)
         elif number == 0:
             similar_step(ours, theirs, LOW_BOUNDS[case.dtype])
-    return {"lent": lent, "plans": plans}
+    return happened
 
 
 def same_step(number: int, ours: list[Any], theirs: list[Any]) -> None:
