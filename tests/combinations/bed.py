@@ -96,7 +96,8 @@ def trained(
         steps.append([gradients[-1], state, numbers, record["load"]])
         plans = [moe.schedule.shadow_plan for moe in learner.layers]
         lent += sum(len(plan.shadows) for plan in plans if plan is not None)
-        asked += sum(plan is not None for plan in plans)
+        rests = [moe.schedule.shadows.rest > 0 for moe in learner.layers]  # they have asked in vain
+        asked += sum(rests) + sum(plan is not None for plan in plans)
     saved = str(learner.save(Path(save_to), span[1])) if save_to else ""
     happened = {"lent": lent, "asked": asked, "plans": learner.placement.plans_taken}
     return {"steps": steps, "saved": saved, **happened}
