@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_learner import configure, corpus, state_after_load  # noqa: F401  (a fixture)
@@ -15,6 +16,7 @@ from test_model_placement import RANDOM, WIDE
 
 from moeclipse.balance.objective import PlacementCosts
 from moeclipse.balance.placement import Placement
+from moeclipse.balance.planner import PlanConfig
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.moe import migrate
@@ -24,6 +26,7 @@ from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
 from moeclipse.train.placement import background_plan
+from moeclipse.train.placement.background_plan import PlanRequest
 
 CHEAP = PlacementCosts(
     row_seconds=1e-3,
@@ -48,6 +51,43 @@ def planned(mesh: Mesh, config: TrainConfig, steps: int) -> tuple[list[float], i
         notes += record.get("notes", [])
     replicas = [placed.placement.num_replicas for placed in learner.placement.layers]
     return losses, learner.placement.plans_taken, notes, replicas
+
+
+def test_plans_that_win_too_little_of_a_step_stay_undone() -> None:
+    skewed = np.array([[90.0, 10.0, 5.0, 5.0], [80.0, 20.0, 5.0, 5.0]])
+    requests = [
+        PlanRequest(
+            config=PlanConfig(planner="greedy"),
+            counts_PE=counts_PE,
+            current=Placement(((0, 1, -1), (2, 3, -1))),
+            costs=CHEAP,
+            node_P=(0, 0),
+        )
+        for counts_PE in (skewed, skewed[:, ::-1].copy())
+    ]
+    free = background_plan.propose(7, requests)
+    now, then = free.seconds
+    assert now > then > 0
+    assert all(new != request.current for new, request in zip(free.placements, requests, strict=True))
+    assert background_plan.propose(7, requests, least_s=0.99 * (now - then)) == free
+    kept = background_plan.propose(7, requests, least_s=1.01 * (now - then))
+    assert kept.placements == tuple(request.current for request in requests)
+    assert kept.seconds == (now, now)
+    assert kept.expected == free.expected
+
+
+def least(mesh: Mesh, config: TrainConfig) -> list[float]:
+    placement = Learner(config, mesh).placement
+    before = placement._least_s
+    placement.choices.search = {"search_s": 0.1, "step_s": 2.0}
+    return [before, placement._least_s]
+
+
+@pytest.mark.parametrize(("planner", "asked"), [("auto", 0.02), ("greedy", 0.0)])
+def test_auto_alone_asks_for_a_share_of_the_step(planner: str, asked: float, corpus: str) -> None:  # noqa: F811
+    config = configure(corpus, **{**PLANNED, "placement.planner": planner})
+    for found in run_ranks(2, least, config):
+        assert found == [0.0, asked], "as long as nobody knows how long a step takes nothing is asked"
 
 
 @pytest.mark.parametrize("planner", ["wrap_fill", pytest.param("incremental", marks=pytest.mark.full)])

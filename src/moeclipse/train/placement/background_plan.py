@@ -132,6 +132,21 @@ class Proposal:
         )
 
 
+def propose(
+    step: int, requests: Sequence[PlanRequest], picked: Picked = all_layers, least_s: float = 0.0
+) -> Proposal:
+    """Layers that are not picked stay as they are, and so do all that together win less than `least_s`."""
+    searched = picked(step, requests)
+    now_held = tuple(request.current for request in requests)
+    placements = tuple(r.plan() if i in searched else r.current for i, r in enumerate(requests))
+    loads = tuple(tuple(request.counts_PE.sum(0).tolist()) for request in requests)
+    pairs = [r.seconds(new) for r, new in zip(requests, placements, strict=True)]
+    now, then = sum(now for now, _ in pairs), sum(then for _, then in pairs)
+    if least_s > 0 and now - then < least_s:  # what somebody asked for is done, even if it loses
+        placements, then = now_held, now
+    return Proposal(step=step, placements=placements, expected=loads, seconds=(now, then))
+
+
 class PlanThread:
     """One plan at a time. Where making it fails, its result is the error."""
 
@@ -184,24 +199,16 @@ class BackgroundPlanner:
         self.waited_s = 0.0
         """How long training has waited for plans."""
 
-    def request(self, step: int, requests: Sequence[PlanRequest], picked: Picked = all_layers) -> None:
-        """On all ranks, at the same step; layers that are not picked stay as they are."""
+    def request(
+        self, step: int, requests: Sequence[PlanRequest], picked: Picked = all_layers, least_s: float = 0.0
+    ) -> None:
+        """On all ranks, at the same step; for the rest see `propose`."""
         if self.pending is not None:
             self.left_out += 1
             return
         self.pending = step
         if self.leads:
-
-            def work() -> str:
-                searched = picked(step, requests)
-                placements = tuple(r.plan() if i in searched else r.current for i, r in enumerate(requests))
-                loads = tuple(tuple(request.counts_PE.sum(0).tolist()) for request in requests)
-                pairs = [r.seconds(new) for r, new in zip(requests, placements, strict=True)]
-                seconds = (sum(now for now, _ in pairs), sum(then for _, then in pairs))
-                found = Proposal(step=step, placements=placements, expected=loads, seconds=seconds)
-                return found.to_json()
-
-            self.thread.start(work)
+            self.thread.start(lambda: propose(step, requests, picked, least_s).to_json())
 
     def poll(
         self, step: int, delay: int, current: Sequence[Placement], patience_s: float | None = None

@@ -51,6 +51,7 @@ from moeclipse.train.placement.search_budget import SearchBudget, StepClock, sea
 from moeclipse.train.shard_state import ShardState
 
 PATIENCE_S = 60.0
+LEAST_OF_STEP = 0.01
 
 
 class ModelPlacement:
@@ -138,7 +139,7 @@ class ModelPlacement:
             notes += self.move(proposal)
         if self.config.due(step) and loads.average.sum_LPE is not None:
             requests = self._requests(step, loads)
-            self.planner.request(step, requests, self._picked(requests))
+            self.planner.request(step, requests, self._picked(requests), self._least_s)
         return notes
 
     def _picked(self, requests: Sequence[PlanRequest]) -> Picked:
@@ -152,6 +153,12 @@ class ModelPlacement:
             self.choices.write()
         config = self.config
         return SearchBudget(**self.choices.search, every=config.every, first=config.start_step).picked
+
+    @property
+    def _least_s(self) -> float:
+        """What a plan has to win of a step: with auto more than its moves and its vote may take of one."""
+        search = self.choices.search
+        return LEAST_OF_STEP * search["step_s"] if self.config.at_ease and search is not None else 0.0
 
     @property
     def _patience_s(self) -> float | None:
