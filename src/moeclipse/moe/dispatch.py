@@ -39,6 +39,7 @@ from moeclipse.comm.flight.lane import Lane
 from moeclipse.comm.group import Group
 from moeclipse.comm.wires.transport import TorchTransport, Transport
 from moeclipse.moe.sizes import Sizes, Unit, cuts_of_ranks
+from moeclipse.ops.arrival import bits_of
 from moeclipse.ops.combine import sum_rows
 from moeclipse.ops.grouping import Grouping
 from moeclipse.ops.sending import Places, chunk_of
@@ -222,7 +223,7 @@ class TorchPairs:
 
     def __init__(self, plan: TorchPlan, scores_TK: torch.Tensor) -> None:
         self.plan = plan
-        self.integer = torch.int64 if scores_TK.dtype == torch.float64 else torch.int32
+        self.integer = bits_of(scores_TK.dtype)
         # Row places and scores travel bit-packed, side by side, in the scores' own type.
         places = plan.pair_row_n.to(self.integer).view(scores_TK.dtype)
         packed = torch.stack([places, scores_TK.flatten()[plan.pair_place_n]], dim=1)

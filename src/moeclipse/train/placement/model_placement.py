@@ -52,6 +52,7 @@ from moeclipse.train.shard_state import ShardState
 
 PATIENCE_S = 60.0
 LEAST_OF_STEP = 0.01
+"""That a plan of auto has to win."""
 
 
 class ModelPlacement:
