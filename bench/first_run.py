@@ -5,12 +5,13 @@
     .venv/bin/python bench/first_run.py --device cuda --repeats 40    two ranks on the GPUs at hand, over NCCL
     .venv/bin/python bench/first_run.py --bar --auto moe.shadow=auto placement.planner=auto   with these, too
 
-Two ranks train a preset as `moeclipse train` does on two cores: once with the defaults, once with blocking
-exchanges over the direct wire and without overlap. Both learners live in the same two processes and take
-their steps in turns, so that they see the same weather; first the one with the defaults settles and makes its
-trials, which are not counted here (a run spends at most a tenth of its steps on them). The table has medians,
-and of each step the longer rank's time; "of all" is the ratio of both sums, in which a step with a plan
-counts for what it took.
+Two ranks train a preset as `moeclipse train` does on two cores: with the defaults, and with exchanges that
+block, over the direct wire and without overlap. Two learners of each live in the same processes and take
+their steps in turns, in an order that is drawn anew each time, so that they see the same weather; first those
+with the defaults settle and make their trials, which are not counted here (a run spends at most a tenth of
+its steps on them). The table has medians, and of each step the longer rank's time; "of all" is the ratio of
+both sums, in which a step with a plan counts for what it took, and "plain / plain" that of two learners that
+are alike: what is nearer to one than that is not known.
 
 On the slow wire (`bench/shaped_network.py`) both take the direct wire: ranks of one host would find the
 memory that they share, and nothing would travel.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -51,7 +53,11 @@ PLAIN = {
 }
 MICROBATCHES = (1, 4)
 """Of a step: as the preset has it, and with some that could overlap."""
+BUILT = ("plain", "auto", "auto", "plain")
+"""The learners, in the order in which they are built: on a GPU two that are alike were 6 % apart."""
 WARM = 3
+MOST = WARM + TRIED * CALLS
+"""Steps before those that count."""
 BAR = 1.02
 HEAD = (
     "preset",
@@ -61,39 +67,54 @@ HEAD = (
     "auto ms",
     "auto / plain",
     "of all",
+    "plain / plain",
     "hidden plain",
     "hidden auto",
 )
 
 
-def race(mesh: Mesh, config: TrainConfig, repeats: int) -> dict[str, Any]:
-    """Steps of both in turns, after trials: median times, hidden shares, and what was chosen."""
+def ready(mesh: Mesh, config: TrainConfig, tries: bool) -> tuple[Learner, int, Choices]:
+    """A learner behind its trials, the step that it takes next, and what it chose."""
     choices = Choices(mesh)
-    settled, lines = settle(config, mesh, choices)
-    auto, plain = Learner(settled, mesh), Learner(with_values(config, PLAIN), mesh)
-    choices.bind(auto.layers, trial_calls(config) if auto.pipelined is None else 0)
+    learner = Learner(settle(config, mesh, choices)[0] if tries else config, mesh)
+    if tries:
+        choices.bind(learner.layers, trial_calls(config) if learner.pipelined is None else 0)
     done = 0
-    while done < WARM or (any(layer.schedule.trials for layer in auto.layers) and done < 3 + TRIED * CALLS):
-        auto.step(done)
+    while done < WARM or (
+        any(layer.schedule.trials for layer in learner.layers) and done < 3 + TRIED * CALLS
+    ):
+        learner.step(done)
         done += 1
-    for step in range(WARM):
-        plain.step(step)
-    records: dict[str, list[dict[str, Any]]] = {"plain": [], "auto": []}
+    return learner, done, choices
+
+
+def race(mesh: Mesh, config: TrainConfig, repeats: int) -> dict[str, Any]:
+    """Steps of all in turns, after trials: median times, hidden shares, and what was chosen."""
+    plain = with_values(config, PLAIN)
+    all_ready = [(name, *ready(mesh, plain if name == "plain" else config, name == "auto")) for name in BUILT]
+    records: list[list[dict[str, Any]]] = [[] for _ in all_ready]
+    shuffled = random.Random(0)  # the same order on all ranks
     for turn in range(repeats):
-        both = (("plain", plain, WARM), ("auto", auto, done))
-        for name, learner, first in both if turn % 2 else reversed(both):
-            records[name].append(learner.step(first + turn))
-    times = {name: [max(one["ranks"]["step_ms"]) for one in found] for name, found in records.items()}
+        for number in shuffled.sample(range(len(all_ready)), len(all_ready)):
+            _, learner, first, _ = all_ready[number]
+            records[number].append(learner.step(first + turn))
+    times = [[max(one["ranks"]["step_ms"]) for one in found] for found in records]
+    by_name = {name: [n for n, built in enumerate(BUILT) if built == name] for name in ("plain", "auto")}
+    step_ms = {name: middle([t for n in numbers for t in times[n]]) for name, numbers in by_name.items()}
+    sums = {name: sum(sum(times[n]) for n in numbers) for name, numbers in by_name.items()}
+    one_plain, other = (middle(times[n]) for n in by_name["plain"])
+    _, auto, _, choices = all_ready[by_name["auto"][0]]
     cuts = [layer.schedule.report() for layer in auto.layers]
     return {
-        "step_ms": {name: middle(found) for name, found in times.items()},
-        "of_all": sum(times["auto"]) / sum(times["plain"]),
+        "step_ms": step_ms,
+        "of_all": sums["auto"] / sums["plain"],
+        "alike": other / one_plain,
         "hidden": {
-            name: middle([one["hidden_fraction"] for one in found]) for name, found in records.items()
+            name: middle([one["hidden_fraction"] for n in numbers for one in records[n]])
+            for name, numbers in by_name.items()
         },
         "settled": choices.settled,
         "cuts": [f"{one['steps']} x {one['chunks']}" for one in cuts],
-        "notes": lines,
     }
 
 
@@ -123,7 +144,7 @@ def show(row: dict[str, Any]) -> None:
     cells = (
         *(row["preset"], str(row["microbatches"]), row["wire"]),
         *(f"{times['plain']:.1f}", f"{times['auto']:.1f}", f"{times['auto'] / times['plain']:.3f}"),
-        f"{row['of_all']:.3f}",
+        *(f"{row['of_all']:.3f}", f"{row['alike']:.3f}"),
         *(f"{100 * hidden[name]:.0f} %" for name in ("plain", "auto")),
     )
     print("| " + " | ".join(cells) + " |", flush=True)

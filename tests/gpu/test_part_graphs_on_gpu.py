@@ -94,3 +94,28 @@ def test_the_same_bits_on_one_rank(case: str) -> None:
 def test_the_same_bits_on_two_ranks(case: str, dp: int) -> None:
     for found in run_ranks(2, both, CASES[case], dp=dp, **OVER_NCCL):
         check(found, CASES[case])
+
+
+def kept(mesh: Mesh, accumulate: int) -> tuple[int, int]:
+    """Bytes in use between steps that graphs added, and a layer's rows."""
+    sizes = {"model.num_layers": 6, "model.num_dense_layers": 1, "model.d_model": 1024, "data.seq_len": 512}
+    batch = {"optim.accumulate": accumulate, "data.batch_size": 8 * accumulate}
+    config = with_values(TrainConfig(), {**SMALL, **sizes, **batch})
+    learner = Learner(config, mesh)
+    one_by_one = learner.one_by_one
+    one_by_one.graphs = None
+    one_by_one.parts = PartGraphs(learner.model.all_layers, PartCapture(mesh.device), mesh.recorder)
+    found = []
+    for step in range(WARM_STEPS + 3):
+        learner.step(step)
+        torch.cuda.synchronize()
+        found.append(torch.cuda.memory_allocated())
+    assert not one_by_one.parts.refused
+    return found[-1] - found[WARM_STEPS - 1], 8 * 512 * config.model.d_model * learner.model.dtype.itemsize
+
+
+def test_graphs_keep_a_place_for_what_they_read_and_none_for_what_they_give() -> None:
+    """Inputs of six layers, and gradients of what a part gives: one place for all layers and microbatches."""
+    for accumulate in (1, 4):
+        added, rows = kept(Mesh.single("cuda"), accumulate)
+        assert 6 * rows <= added < 10 * rows, accumulate

@@ -233,3 +233,17 @@ def test_a_pipeline_chooses_among_its_own(corpus: str, tmp_path: Path) -> None: 
     config = configure(corpus, **values)
     first, second = run_ranks(2, settled, config, str(tmp_path), "attn", pp=2)
     assert first["level"] == second["level"] == "attn"
+
+
+def test_graphs_have_a_place_for_the_input_of_each_layer(corpus: str, monkeypatch: Any) -> None:  # noqa: F811
+    """Where nothing runs again: otherwise parts are no graphs."""
+    config, mesh = configure(corpus, **WIDE), Mesh.single("cpu")
+    eagerly = peaks(config, mesh)
+    monkeypatch.setattr(recompute_ranks, "obstacle_in_config", lambda *_: "")
+    replayed = peaks(config, mesh)
+    tokens = config.data.batch_size // config.optim.accumulate * config.data.seq_len
+    rows = config.model.num_layers * tokens * config.model.d_model * 4
+    assert {level: replayed[level] - eagerly[level] for level in eagerly} == {
+        **dict.fromkeys(eagerly, 0.0),
+        "off": rows,
+    }

@@ -9,9 +9,11 @@ each number of tokens, where microbatches are not alike.
 Contract. The same bits as without. Buckets hear of complete gradients as they do from autograd, so they are
 reduced beside the rest of backward. All graphs share one pool of memory: they are replayed in the order in
 which they were captured, forward of all layers and then backward, and that of a microbatch before the next.
+What they give lies in it, too, and only its reader keeps it: others may have the place behind that.
 
-Hazard. What a part gives and takes lies where the next microbatch overwrites it: nobody keeps it longer than
-the microbatch's own backward. What a part reads beside its input (weights, tables, biases) never moves.
+Hazard. What a part gives lies where later parts overwrite it: nobody may keep it longer than its readers did
+in the microbatch that was captured, nor longer than the microbatch's own backward. What a part reads beside
+its input (weights, tables, biases) never moves.
 """
 
 from __future__ import annotations
@@ -43,6 +45,10 @@ class CaptureOfParts(Capture, Protocol):
     def make_room(self) -> None:
         """Give back what steps without graphs took."""
 
+    def place_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory, which nobody keeps by it: later captures may have it, too."""
+        ...
+
 
 class PartCapture(CudaCapture):
     """Many small captures in the middle of a step: the first alone clears the device's memory."""
@@ -52,6 +58,14 @@ class PartCapture(CudaCapture):
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
+    def place_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        # The graphs keep the pool, so there will be memory at that address as long as somebody replays them.
+        bytes_there = torch.as_tensor(Address(tensor.untyped_storage()), device=tensor.device)
+        found = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return found.set_(
+            bytes_there.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
+
     @contextmanager
     def _into(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         with torch.cuda.stream(self._stream):
@@ -60,6 +74,18 @@ class PartCapture(CudaCapture):
                 yield
             finally:
                 graph.capture_end()
+
+
+class Address:
+    """Where a storage is, without holding it."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (storage.data_ptr(), False),
+            "shape": (storage.nbytes(),),
+            "typestr": "|u1",
+            "version": 2,
+        }
 
 
 class GraphInputs:
@@ -85,14 +111,17 @@ class CapturedPart:
         x: torch.Tensor,
         states: Sequence[Accumulation],
         captures: Captures,
+        place_of: Callable[[torch.Tensor], torch.Tensor],
         inputs: GraphInputs,
         index: int,
     ) -> None:
         self._part, self._states, self._captures = part, states, captures
-        self._inputs = inputs
+        self._inputs, self._place_of = inputs, place_of
         # What a layer reads is there until its backward: other kinds of microbatches may have the place.
         self._x = inputs.like(x, index).requires_grad_(x.requires_grad)
         self._outputs: Tensors = ()
+        self.without_gradient: list[bool] = []
+        self._dx: torch.Tensor | None = None
         self._grads: list[torch.Tensor | None] | None = None
         self._backward: Replay | None = None
         self._filled: list[Accumulation] = []
@@ -102,15 +131,12 @@ class CapturedPart:
     def _run(self) -> None:
         with torch.enable_grad():
             self._outputs = self._part(self._x)
+        self.without_gradient = [not tensor.requires_grad for tensor in self._outputs]
 
     def forward(self, x: torch.Tensor) -> Tensors:
         self._x.data.copy_(x)  # not a change that autograd should mind: backward reads what forward read
         self._forward.replay()
         return tuple(tensor.detach() for tensor in self._outputs)
-
-    @property
-    def without_gradient(self) -> list[bool]:
-        return [not tensor.requires_grad for tensor in self._outputs]
 
     def backward(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Of x; those of weights are where they belong, and who waits for them has heard."""
@@ -124,17 +150,19 @@ class CapturedPart:
                 raise RuntimeError("a part got gradients for other outputs than when it was captured")
             if mine is not None and given is not None:
                 mine.copy_(given)
+        dx = self._dx
         if self._backward is None:
-            self._capture_backward()
+            dx = self._capture_backward()
         assert self._backward is not None
         self._backward.replay()
         for state in self._filled:
             state.empty = False
         for state in self._heard:
             state.backward_done()
-        return None if self._x.grad is None else self._x.grad.detach()
+        return None if dx is None else dx.detach()
 
-    def _capture_backward(self) -> None:
+    def _capture_backward(self) -> torch.Tensor | None:
+        """What it gives for x, kept by who takes it."""
         empty = [state for state in self._states if state.empty]
         try:
             with unheard(self._states) as self._heard:
@@ -144,6 +172,12 @@ class CapturedPart:
             why = str(error).splitlines()[0]
             raise ConfigError(f'backward cannot be captured: {why}; set run.graphs to "off"') from error
         self._filled = [state for state in empty if not state.empty]
+        # Whoever reads these in this microbatch keeps them as long as others will read them in later ones:
+        # what is captured then, and behind that, may have their memory.
+        self._outputs = tuple(self._place_of(t) if t.requires_grad else t for t in self._outputs)
+        dx, self._x.grad = self._x.grad, None
+        self._dx = None if dx is None else self._place_of(dx)
+        return dx
 
     def _run_backward(self) -> None:
         assert self._grads is not None
@@ -218,7 +252,7 @@ class PartGraphs(Graphs):
                     self._capture.make_room()
                 try:
                     self._parts[key] = CapturedPart(
-                        part, x, states, self._captured, self._inputs, layer.index
+                        part, x, states, self._captured, self._capture.place_of, self._inputs, layer.index
                     )
                 except RuntimeError as error:
                     self._refuse(error)
@@ -237,6 +271,17 @@ class PartGraphs(Graphs):
 
 def obstacle_to_parts(config: TrainConfig, mesh: Mesh, model: Transformer) -> str:
     """Why parts of a microbatch cannot be graphs; empty where they can."""
+    if why := obstacle_in_config(config, mesh):
+        return why
+    if any(memories(model)):
+        return "what layers remember is kept by the host"
+    if any(layer.again != "off" for layer in model.all_layers):
+        return "parts that run again in backward reach over exchanges"
+    return ""
+
+
+def obstacle_in_config(config: TrainConfig, mesh: Mesh) -> str:
+    """The same before there is a model, in which nothing runs again."""
     if config.run.graphs == "off":
         return "run.graphs is off"
     if config.pipeline.runs_program(mesh.pp, mesh.num_ranks):
@@ -247,8 +292,4 @@ def obstacle_to_parts(config: TrainConfig, mesh: Mesh, model: Transformer) -> st
         return "linears exchange rows inside of attention"
     if config.data.documents == "packed" or config.data.kind == "chat":
         return "documents are others in every microbatch"
-    if any(memories(model)):
-        return "what layers remember is kept by the host"
-    if any(layer.again != "off" for layer in model.all_layers):
-        return "parts that run again in backward reach over exchanges"
     return ""

@@ -35,6 +35,7 @@ from moeclipse.schedule.shape import Activation
 from moeclipse.tensor.vocab import CHUNK_BYTES
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.numbers import choose_dtype
+from moeclipse.train.part_graphs import obstacle_in_config
 from moeclipse.train.pipelined import chunks_for
 from moeclipse.train.recompute import LADDER, kept_by, pick, told
 from moeclipse.train.room import memory_left
@@ -98,6 +99,8 @@ def peaks(config: TrainConfig, mesh: Mesh) -> dict[Again, float]:
     apart = [kept[model.is_dense(index)] for index in range(model.num_layers) if pipeline.runs_again(index)]
     less = 0.0 if pipeline.runs_program(mesh.pp, 1) else sum(k["off"] - k["norms"] for k in apart)
     found["norms"] = found["off"] - less
+    if not obstacle_in_config(with_values(config, {KEY: "off"}), mesh):  # graphs have their inputs copied
+        found["off"] += model.num_layers * samples * config.data.seq_len * model.d_model * dtype.itemsize
     return found
 
 
