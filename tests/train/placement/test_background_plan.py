@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from moeclipse.testing.run_ranks import run_alone, run_ranks, run_ranks_raw
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
-from moeclipse.train.placement import background_plan
+from moeclipse.train.placement import background_plan, model_placement
 from moeclipse.train.placement.background_plan import PlanRequest
 
 CHEAP = PlacementCosts(
@@ -74,6 +75,73 @@ def test_plans_that_win_too_little_of_a_step_stay_undone() -> None:
     assert kept.placements == tuple(request.current for request in requests)
     assert kept.seconds == (now, now)
     assert kept.expected == free.expected
+
+
+def test_a_plan_does_not_wait_for_what_is_done_behind_it() -> None:
+    thread, goes_on, order = background_plan.PlanThread(), threading.Event(), list[str]()
+
+    def behind() -> None:
+        goes_on.wait()
+        order.append("behind the first")
+
+    def second() -> str:
+        order.append("the second")
+        return "two"
+
+    thread.start(lambda: "one", behind)
+    assert thread.take() == "one"
+    assert not order
+    goes_on.set()
+    thread.start(second)
+    assert thread.take() == "two"
+    assert order == ["behind the first", "the second"]
+
+
+def test_a_thread_that_plans_gives_way() -> None:
+    """A torch operation in the main thread waits for the interpreter no longer than a moment."""
+    thread, seen, before = background_plan.PlanThread(), list[float](), sys.getswitchinterval()
+
+    def work() -> str:
+        seen.append(sys.getswitchinterval())
+        return ""
+
+    def fail() -> None:
+        seen.append(sys.getswitchinterval())
+        raise ValueError
+
+    thread.start(work, fail)
+    thread.join()
+    assert seen == [pytest.approx(background_plan.SOON_S)] * 2
+    assert sys.getswitchinterval() == before > 10 * background_plan.SOON_S
+
+
+def times(mesh: Mesh, config: TrainConfig, slow_s: float) -> list[dict[str, float] | None]:
+    """What is known about searches after each step; timing one takes long."""
+    main = threading.current_thread()
+
+    def timed(_: PlanRequest) -> float:
+        assert threading.current_thread() is not main, "nobody waits for it"
+        return slow_s
+
+    learner = Learner(config, mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_placement, "search_seconds", timed)
+        found = []
+        for step in range(config.run.steps):
+            learner.step(step)
+            found.append(learner.placement.choices.search)
+    return found
+
+
+def test_a_search_is_timed_behind_the_first_plan_and_known_at_the_second(corpus: str) -> None:  # noqa: F811
+    values = {**PLANNED, "placement.planner": "auto", "placement.start_step": 2, "placement.every": 2}
+    config = configure(corpus, **values, **{"run.steps": 5})
+    one, other = run_ranks(2, times, config, 7.0)
+    assert one == other
+    assert one[0] is None
+    assert one[1] is not None
+    assert set(one[1]) == {"step_s"}
+    assert one[-1] == {**one[1], "search_s": 7.0}
 
 
 def least(mesh: Mesh, config: TrainConfig) -> list[float]:

@@ -71,7 +71,14 @@ def test_what_can_be_won_is_what_the_fullest_rank_is_above_the_mean() -> None:
 def test_a_search_is_timed_with_something_to_find(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the loads of the moment are even: then a look at them would tell nothing."""
     seen = []
-    monkeypatch.setattr(PlanRequest, "plan", lambda request: seen.append(request) or time.sleep(0.01))
+
+    def busy(request: PlanRequest) -> None:
+        seen.append(request)
+        until = time.thread_time() + 0.01
+        while time.thread_time() < until:
+            pass
+
+    monkeypatch.setattr(PlanRequest, "plan", busy)
     assert search_seconds(asked([[2, 2, 2, 2], [2, 2, 2, 2]])) >= 0.01
     assert seen[0].avoidable_s > 0
     assert seen[0].config.noise > 0

@@ -12,10 +12,12 @@ train alike, bit by bit. A plan that is under way when a checkpoint is saved is 
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -29,6 +31,8 @@ from moeclipse.balance.policy import Policy
 from moeclipse.balance.problem import PlanProblem, fitted
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
+
+SOON_S = 5e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,42 +151,67 @@ def propose(
     return Proposal(step=step, placements=placements, expected=loads, seconds=(now, then))
 
 
+@contextmanager
+def giving_way() -> Iterator[None]:
+    """This thread computes, and hands the interpreter to others as soon as they ask for it.
+
+    By default it would keep them waiting for 5 ms whenever they come back from an operation of torch, a
+    hundred times in a step: training was seen to stand still while plans are made.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, SOON_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
 class PlanThread:
     """One plan at a time. Where making it fails, its result is the error."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
+        self._ready = threading.Event()
         self._found: str | Exception | None = None
 
-    def start(self, work: Callable[[], str]) -> None:
-        assert self._thread is None, "one plan at a time"
+    def start(self, work: Callable[[], str], then: Callable[[], None] = lambda: None) -> None:
+        """`then`: what is done behind it, and waited for only by the next plan."""
+        assert self._found is None, "one plan at a time"
+        self.join()
 
         def run() -> None:
-            try:
-                self._found = work()
-            except Exception as error:  # whatever a solver does, training goes on
-                self._found = error
+            with giving_way():
+                try:
+                    self._found = work()
+                except Exception as error:  # whatever a solver does, training goes on
+                    self._found = error
+                self._ready.set()
+                with suppress(Exception):
+                    then()
 
-        self._found = None
+        self._ready.clear()
         self._thread = threading.Thread(target=run, name="planner", daemon=True)
         self._thread.start()
 
-    def found(self) -> str | Exception:
-        """The result, waited for; it stays until it is taken."""
+    def join(self) -> None:
         if self._thread is not None:
             self._thread.join()
+
+    def found(self) -> str | Exception:
+        """The result, waited for; it stays until it is taken."""
+        self._ready.wait()
         assert self._found is not None, "nothing was asked for"
         return self._found
 
     def take(self) -> str | Exception:
         """The result, waited for; another plan may be started."""
-        found, self._thread = self.found(), None
-        self._found = None
+        found, self._found = self.found(), None
         return found
 
     def put(self, found: str | Exception) -> None:
         """A result that was found earlier, by a run that this one goes on with."""
-        self._thread, self._found = None, found
+        self._found = found
+        self._ready.set()
 
 
 class BackgroundPlanner:
@@ -198,17 +227,33 @@ class BackgroundPlanner:
         """Plans that were due while an earlier one was pending."""
         self.waited_s = 0.0
         """How long training has waited for plans."""
+        self._search_s: float | None = None
 
     def request(
-        self, step: int, requests: Sequence[PlanRequest], picked: Picked = all_layers, least_s: float = 0.0
+        self,
+        step: int,
+        requests: Sequence[PlanRequest],
+        picked: Picked = all_layers,
+        least_s: float = 0.0,
+        timed: Callable[[PlanRequest], float] | None = None,
     ) -> None:
-        """On all ranks, at the same step; for the rest see `propose`."""
+        """On all ranks, at the same step. `timed` times a search behind the plan; the rest: `propose`."""
         if self.pending is not None:
             self.left_out += 1
             return
         self.pending = step
+
+        def time_search() -> None:
+            self._search_s = None if timed is None else timed(requests[0])
+
         if self.leads:
-            self.thread.start(lambda: propose(step, requests, picked, least_s).to_json())
+            self.thread.start(lambda: propose(step, requests, picked, least_s).to_json(), time_search)
+
+    @property
+    def search_s(self) -> float | None:
+        """Of one search, if it was timed on this rank; waited for."""
+        self.thread.join()
+        return self._search_s
 
     def poll(
         self, step: int, delay: int, current: Sequence[Placement], patience_s: float | None = None

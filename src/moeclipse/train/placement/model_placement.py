@@ -39,10 +39,8 @@ from moeclipse.train.config import TrainConfig, planner_problems
 from moeclipse.train.optim import AdamW
 from moeclipse.train.placement.background_plan import (
     BackgroundPlanner,
-    Picked,
     PlanRequest,
     Proposal,
-    all_layers,
 )
 from moeclipse.train.placement.expert_buckets import ExpertBucket
 from moeclipse.train.placement.fedavg import average_replicas
@@ -139,21 +137,33 @@ class ModelPlacement:
         if proposal is not None:
             notes += self.move(proposal)
         if self.config.due(step) and loads.average.sum_LPE is not None:
-            requests = self._requests(step, loads)
-            self.planner.request(step, requests, self._picked(requests), self._least_s)
+            self._ask(step, self._requests(step, loads))
         return notes
 
-    def _picked(self, requests: Sequence[PlanRequest]) -> Picked:
-        """Which layers are searched: with auto no more than their plans may win."""
+    def _ask(self, step: int, requests: Sequence[PlanRequest]) -> None:
         if not self.config.at_ease:
-            return all_layers
-        if self.choices.search is None:
-            mine = [search_seconds(requests[0]) if self.planner.leads else 0.0, self.steps.median_s]
-            search_s, step_s = self.mesh.gather_objects(mine)[self.mesh.stage.ranks[0]]
-            self.choices.search = {"search_s": search_s, "step_s": step_s}
-            self.choices.write()
-        config = self.config
-        return SearchBudget(**self.choices.search, every=config.every, first=config.start_step).picked
+            self.planner.request(step, requests)
+            return
+        known = self.choices.search
+        if known is None:
+            # All layers are searched in the first round: how long that takes is asked in the second.
+            self._know({"step_s": self._of_leader(self.steps.median_s)})
+            self.planner.request(step, requests, least_s=self._least_s, timed=search_seconds)
+            return
+        if "search_s" not in known:
+            mine = (self.planner.search_s or search_seconds(requests[0])) if self.planner.leads else 0.0
+            known = self._know({**known, "search_s": self._of_leader(mine)})
+        budget = SearchBudget(**known, every=self.config.every, first=self.config.start_step)
+        self.planner.request(step, requests, budget.picked, self._least_s)
+
+    def _of_leader(self, value: float) -> float:
+        return float(self.mesh.gather_objects([value])[self.mesh.stage.ranks[0]][0])
+
+    def _know(self, search: dict[str, float]) -> dict[str, float]:
+        """What budgets of searches come from, and who repeats this run needs."""
+        self.choices.search = search
+        self.choices.write()
+        return search
 
     @property
     def _least_s(self) -> float:
