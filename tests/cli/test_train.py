@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 import tomllib
 from dataclasses import fields
@@ -312,3 +314,12 @@ def test_print_memory_is_a_key_of_the_run() -> None:
 def test_tune_is_a_key_of_the_run() -> None:
     assert read_command(["--tune"])[1].built.config.run.tune
     assert not read_command([])[1].built.config.run.tune
+
+
+def test_a_mistyped_flag_is_answered_before_torch_is_loaded() -> None:
+    """Which takes seconds."""
+    code = "import sys; from moeclipse.cli.main import main; code = main(['train', '--nope', '1']); "
+    code += "print(code, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2", "False"]
+    assert "nope: unknown key" in done.stderr

@@ -10,7 +10,6 @@ from moeclipse.ops.eight_bits import (
     M_FRACTION,
     V_FRACTION,
     EightBits,
-    block_of,
     decode,
     encode,
 )
@@ -117,11 +116,6 @@ def test_parts_are_those_of_the_whole() -> None:
     whole = decode(moment)
     for start, stop in ((0, 0), (0, 512), (31, 33), (40, 50), (64, 96), (511, 512)):
         assert torch.equal(decode(moment, start, stop), whole[start:stop])
-
-
-def test_blocks_cut_rows_evenly() -> None:
-    widths = (1, 15, 16, 24, 48, 96, 256, 512, 768, 1408, 2048)
-    assert [block_of(n) for n in widths] == [0, 0, 16, 0, 16, 32, 256, 256, 256, 128, 256]
 
 
 def test_what_it_takes() -> None:

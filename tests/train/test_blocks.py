@@ -12,7 +12,7 @@ from moeclipse.model.config import ModelConfig
 from moeclipse.moe.config import MoEConfig
 from moeclipse.tensor.cut import Cut, mark
 from moeclipse.testing.run_ranks import run_ranks
-from moeclipse.train.blocks import block_for, block_problems
+from moeclipse.train.blocks import block_for, block_of, block_problems
 from moeclipse.train.buckets import Buckets
 from moeclipse.train.optim import AdamW
 from moeclipse.train.optim_config import OptimConfig
@@ -23,6 +23,11 @@ def part(shape: tuple[int, int], dim: int, parts: int, index: int = 0) -> nn.Par
     parameter = nn.Parameter(torch.zeros(cut.local_shape))
     mark(parameter, cut)
     return parameter
+
+
+def test_blocks_cut_rows_evenly() -> None:
+    widths = (1, 15, 16, 24, 48, 96, 256, 512, 768, 1408, 2048)
+    assert [block_of(n) for n in widths] == [0, 0, 16, 0, 16, 32, 256, 256, 256, 128, 256]
 
 
 def test_blocks_are_those_of_logical_rows() -> None:

@@ -12,7 +12,7 @@ are relative, all of it is integer arithmetic on the bits of fp32, and every val
 Rounding is by chance (`ops/rounding`): where steps are 6 % or 12 %, v times 0.98 would round back to v for
 ever, and m would not follow a gradient that changes slowly. On average nothing is lost.
 
-Contract. Blocks are cut from rows of logical matrices (`block_of`), and the chance is that of step and
+Contract. Blocks are cut from rows of logical matrices (`train/blocks`), and the chance is that of step and
 element: any layout gives the same bits. A value that the code has stays what it is, so what was decoded is
 encoded again without loss. A second moment above zero stays above zero: it divides.
 
@@ -25,8 +25,6 @@ from dataclasses import dataclass
 
 import torch
 
-LARGEST_BLOCK = 256
-SMALLEST_BLOCK = 16
 TOP_EXPONENT = 15
 LOWEST_TOP = 32
 """In the bias of fp32: the smallest step of a block is still a normal number."""
@@ -34,16 +32,6 @@ CHANCE = 8
 """Random bits that decide about one rounding."""
 NEAREST = 1 << (CHANCE - 1)
 M_FRACTION, V_FRACTION = 3, 4
-
-
-def block_of(columns: int) -> int:
-    """Elements of a block of a matrix with rows of this length; 0: its moments are kept wide.
-
-    The largest power of two that cuts rows evenly. Rows that are no multiple of 16 would pay more for tops
-    than they save.
-    """
-    block = min(columns & -columns, LARGEST_BLOCK)
-    return block if block >= SMALLEST_BLOCK else 0
 
 
 @dataclass(frozen=True)

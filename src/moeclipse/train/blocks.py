@@ -2,28 +2,44 @@
 
 A block is some neighbours of one row. Rows and whole experts are never cut, shards are cut between blocks
 (`train/buckets`), and so are experts that several ranks own (`balance/ownership`). What remains are columns
-that tensor-parallel ranks share: where these do not end between blocks, it is said before a run begins.
+that tensor-parallel ranks share: where these do not end between blocks, it is said before a run begins; with
+all that is said of a configuration, before torch is loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.shares import even_bounds
 from moeclipse.model.config import ModelConfig
 from moeclipse.moe.config import MoEConfig
-from moeclipse.ops.eight_bits import block_of
-from moeclipse.tensor.cut import cut_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+LARGEST_BLOCK = 256
+SMALLEST_BLOCK = 16
+
+
+def block_of(columns: int) -> int:
+    """Elements of a block of a matrix with rows of this length; 0: its moments are kept wide.
+
+    The largest power of two that cuts rows evenly. Rows that are no multiple of 16 would pay more for tops
+    than they save.
+    """
+    block = min(columns & -columns, LARGEST_BLOCK)
+    return block if block >= SMALLEST_BLOCK else 0
 
 
 def block_for(parameter: nn.Parameter, dim: int) -> int:
     """Elements of its blocks, by its logical rows; vectors have none. `dim`: of the logical tensor."""
     if dim < 2:
         return 0
+    from moeclipse.tensor.cut import cut_of
+
     cut = cut_of(parameter)
     columns = parameter.shape[-1] if cut is None else cut.shape[-1]
     block = block_of(columns)
