@@ -59,6 +59,8 @@ class PartCapture(CudaCapture):
         torch.cuda.empty_cache()
 
     def place_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() == 0:
+            return tensor.detach()
         # The graphs keep the pool, so there will be memory at that address as long as somebody replays them.
         bytes_there = torch.as_tensor(Address(tensor.untyped_storage()), device=tensor.device)
         found = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

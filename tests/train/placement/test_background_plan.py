@@ -77,6 +77,15 @@ def test_plans_that_win_too_little_of_a_step_stay_undone() -> None:
     assert kept.expected == free.expected
 
 
+def test_a_plan_that_nobody_asked_for_is_not_waited_for() -> None:
+    thread = background_plan.PlanThread()
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="nothing was asked for"):
+            thread.take()
+        thread.put("one")
+        assert thread.take() == "one"
+
+
 def test_a_plan_does_not_wait_for_what_is_done_behind_it() -> None:
     thread, goes_on, order = background_plan.PlanThread(), threading.Event(), list[str]()
 

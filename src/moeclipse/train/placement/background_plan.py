@@ -172,6 +172,7 @@ class PlanThread:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._ready = threading.Event()
+        self._ready.set()
         self._found: str | Exception | None = None
 
     def start(self, work: Callable[[], str], then: Callable[[], None] = lambda: None) -> None:
@@ -185,7 +186,8 @@ class PlanThread:
                     self._found = work()
                 except Exception as error:  # whatever a solver does, training goes on
                     self._found = error
-                self._ready.set()
+                finally:
+                    self._ready.set()
                 with suppress(Exception):
                     then()
 
