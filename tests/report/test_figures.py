@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from made_runs import make_run, make_trace
 
-from moeclipse.report.figures import MOST_MOMENTS, MOST_POINTS, figures
+from moeclipse.report.figures import MOST_MOMENTS, MOST_POINTS, figures, readable_choice
 from moeclipse.report.run import read_run
 
 
@@ -36,7 +36,7 @@ def test_everything_of_a_run_is_there(tmp_path: Path) -> None:
     assert [(one["what"], one["chosen"]) for one in run["choices"]] == [
         ("exchange of layer 0", "2 steps x 1 chunk"),
         ("moe.transport", "peer"),
-        ("placement", '{"row_s": 1e-06}'),
+        ("placement", "row_s 1e-06"),
     ]
     assert run["hidden_by_op"][0]["op"] == "dispatch of layer #"
 
@@ -66,3 +66,9 @@ def test_settings_that_differ_are_marked(tmp_path: Path) -> None:
     differing = {row["key"]: row["values"] for row in found["settings"] if row["differs"]}
     assert differing == {"moe.schedule": ['"blocking"', '"smart"'], "metrics.more": ["", "1"]}
     assert [run["mark"] for run in found["runs"]] == ["A", "B"]
+
+
+def test_what_was_measured_is_readable() -> None:
+    assert readable_choice({"step_s": 0.37742305, "search_s": 2}) == "step_s 0.377, search_s 2"
+    assert readable_choice({"step_s": None}) == '{"step_s": null}'
+    assert readable_choice([1, True]) == "[1, true]"

@@ -192,8 +192,14 @@ def choices(run: RunData) -> list[dict[str, Any]]:
         found.append({"what": "experts", "chosen": chosen, "rule": "settings"})
     for key, value in run.choices.items():
         if key not in ("layers", "ranks", "hosts", "settled", "experts") and value is not None:
-            found.append({"what": key, "chosen": json.dumps(value)[:MOST_TEXT]})
+            found.append({"what": key, "chosen": readable_choice(value)[:MOST_TEXT]})
     return found
+
+
+def readable_choice(value: Any) -> str:
+    """Numbers by name, as they are measured; anything else as it is written."""
+    numbers = isinstance(value, dict) and all(type(one) in (int, float) for one in value.values())
+    return ", ".join(f"{name} {one:.3g}" for name, one in value.items()) if numbers else json.dumps(value)
 
 
 def counted(number: Any, what: str) -> str:
