@@ -51,14 +51,15 @@ def test_what_is_not_known_is_said(tmp_path: Path) -> None:
     assert cost_of_a_row(read_run(make_run(tmp_path / "single", ranks=1))) is None
 
 
-def planned_run(folder: Path, plans: dict[int, tuple[float, float]], steps: list[float]) -> RunData:
+def planned_run(folder: Path, plans: dict[int, tuple[float, ...]], steps: list[float]) -> RunData:
     """A run whose steps take so long, with plans (predicted before, after) taken behind some of them."""
     make_run(folder, steps=1)
     records: list[dict[str, Any]] = []
     for step, step_ms in enumerate(steps):
         more = {"step_ms": step_ms}
         if step in plans:
-            more |= dict(zip(("plan_before_ms", "plan_after_ms"), plans[step], strict=True))
+            names = ("plan_before_ms", "plan_after_ms", "plan_step", "plan_since")
+            more |= dict(zip(names, plans[step], strict=False))  # older runs have the first two
         records.append(record_of(step, **more))
     write_lines(folder / "metrics.jsonl", records)
     return read_run(folder)
@@ -94,6 +95,23 @@ def test_plans_with_too_few_steps_around_them_are_unknown(tmp_path: Path) -> Non
     longer = gain_of(planned_run(tmp_path / "more", plans, [100.0] * 7 + [90.0] * 20))
     assert longer is not None
     assert (longer.measured_plans, longer.measured_ms) == (1, 0.0)
+
+
+def test_steps_beside_which_a_plan_is_made_or_cuts_are_tried_do_not_count(tmp_path: Path) -> None:
+    trials, plain, planning = [200.0] * 5, [100.0] * 6, [300.0] * 9
+    steps = [*trials, *plain, *planning, 500.0, *[90.0] * 8]
+    place = len(steps) - 9
+    asked, since = len(trials) + len(plain) - 1, len(trials)
+    for name, plan, expected in (
+        ("both known", (90.0, 80.0, asked, since), 10.0),
+        ("trials counted", (90.0, 80.0, asked, 0), 10.0),
+        ("all counted", (90.0, 80.0), 210.0),
+        ("trials until then", (90.0, 80.0, asked, place + 1), None),
+        ("asked early", (90.0, 80.0, since + 3, since), None),
+    ):
+        gain = gain_of(planned_run(tmp_path / name, {place: plan}, steps))
+        assert gain is not None
+        assert gain.measured_ms == expected, name
 
 
 @pytest.mark.parametrize(("after", "known"), [(4, False), (5, True)])

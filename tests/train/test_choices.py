@@ -61,7 +61,10 @@ def check_repeats(tmp_path: Path, changes: dict[str, Any], kills: list[tuple[int
     assert repeated == Path(choices).read_text(), "nothing was measured again"
     moved = json.loads((directory(first) / "summary.json").read_text())["placement"]["plans"]
     lines = map(json.loads, (directory(first) / "metrics.jsonl").read_text().splitlines())
-    told = ["predicted to take" in str(line.get("notes")) for line in lines if "plan_before_ms" in line]
+    lines = [line for line in lines if "plan_before_ms" in line]
+    assert all(0 <= line["plan_step"] < line["step"] for line in lines)
+    assert all(line["plan_since"] == 0 for line in lines), "a run this short tries no cuts"
+    told = ["predicted to take" in str(line.get("notes")) for line in lines]
     assert len(told) == moved
     assert moved >= 2 or changes.get("placement.planner") == "auto", (
         "auto moves what pays by what it measured"

@@ -168,17 +168,21 @@ def cost_of_a_row(run: RunData) -> float | None:
 
 
 def gain_of(run: RunData) -> Gain | None:
-    """Of all plans that changed something: each is held against the steps around it."""
+    """Of all plans that changed something: each is held against the steps around it.
+
+    Steps beside which a plan was made, or in which cuts of rows were tried, are slow for that: not counted.
+    """
     before, after = (run.steps.column(f"plan_{when}_ms") for when in ("before", "after"))
     taken = np.flatnonzero(np.isfinite(before) & np.isfinite(after))
     if not len(taken):
         return None
-    step_ms = run.steps.column("step_ms")
-    gains = [
-        found
-        for last, place, following in zip([-1, *taken], taken, [*taken[1:], len(step_ms)], strict=False)
-        if (found := around(step_ms, run.window, int(last), int(place), int(following))) is not None
-    ]
+    step_ms, steps = run.steps.column("step_ms"), run.steps.step
+    asked, since = (run.steps.column(name) for name in ("plan_step", "plan_since"))
+    gains = []
+    for last, place, following in zip([-1, *taken], taken, [*taken[1:], len(step_ms)], strict=False):
+        counts = run.window & ~((steps > asked[place]) & (steps < steps[place])) & ~(steps < since[place])
+        if (found := around(step_ms, counts, int(last), int(place), int(following))) is not None:
+            gains.append(found)
     return Gain(
         plans=len(taken),
         predicted_ms=float((before - after)[taken].sum()),

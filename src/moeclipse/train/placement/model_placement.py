@@ -76,7 +76,9 @@ class ModelPlacement:
         self.predicted_s = 0.0
         """What plans were to save of a step, added up."""
         self.taken: dict[str, float] = {}
-        """For the record of the last step: what the plan that was taken after it is predicted to win."""
+        """For the record of the last step: what the plan that was taken after it is predicted to win, behind
+        which step it was asked for, and which was the first without trials: those take their time, too."""
+        self._tried_until = 0
 
     @property
     def in_use(self) -> bool:
@@ -117,6 +119,8 @@ class ModelPlacement:
             return []
         self.steps.tick()
         config, done = self.config, step + 1
+        if any(placed.layer.schedule.trials is not None for placed in self.layers):
+            self._tried_until = done
         if config.reduce == "fedavg" and done % config.average_every == 0:
             average_replicas(self.layers)
         return self._plan(step, loads) if config.moves else []
@@ -197,6 +201,7 @@ class ModelPlacement:
         now, then = proposal.seconds
         self.predicted_s += now - then
         self.taken = {"plan_before_ms": 1e3 * now, "plan_after_ms": 1e3 * then}
+        self.taken |= {"plan_step": proposal.step, "plan_since": self._tried_until}
         return [
             f"plan of step {proposal.step}: {len(changed)} of {len(self.layers)} layers changed, "
             f"{transfers} transfers; rows, replicas and moves are predicted to take {1e3 * then:.3g} ms "
