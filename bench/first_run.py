@@ -57,7 +57,7 @@ BUILT = ("plain", "auto", "auto", "plain")
 """The learners, in the order in which they are built: on a GPU two that are alike were 6 % apart."""
 WARM = 3
 MOST = WARM + TRIED * CALLS
-"""Steps before those that count."""
+"""Steps before those that count, at least and at most."""
 BAR = 1.02
 HEAD = (
     "preset",
@@ -80,9 +80,7 @@ def ready(mesh: Mesh, config: TrainConfig, tries: bool) -> tuple[Learner, int, C
     if tries:
         choices.bind(learner.layers, trial_calls(config) if learner.pipelined is None else 0)
     done = 0
-    while done < WARM or (
-        any(layer.schedule.trials for layer in learner.layers) and done < 3 + TRIED * CALLS
-    ):
+    while done < WARM or (any(layer.schedule.trials for layer in learner.layers) and done < MOST):
         learner.step(done)
         done += 1
     return learner, done, choices

@@ -31,10 +31,10 @@ class PlayedParts(PlayedCapture):
 
     fails_at = 0
     rooms = 0
-    places = 0
+    unkept_tensors = 0
 
-    def place_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.places += 1
+    def unkept(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.unkept_tensors += 1
         return tensor.detach()
 
     def make_room(self) -> None:
@@ -147,7 +147,7 @@ def places(mesh: Mesh, accumulate: int) -> list[Any]:
     assert isinstance(learner.graphs, PartGraphs)
     parts = list(learner.graphs._parts.values())
     given = [part.without_gradient.count(False) + (part._dx is not None) for part in parts]
-    assert capture.places == sum(given) >= 2 * len(parts), "nobody keeps what parts give"
+    assert capture.unkept_tensors == sum(given) >= 2 * len(parts), "nobody keeps what parts give"
     inputs = {part._x.data_ptr() for part in parts}
     grads = {grad.data_ptr() for part in parts for grad in part._grads or () if grad is not None}
     return [len(parts), len(inputs), len(grads)]

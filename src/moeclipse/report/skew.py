@@ -180,6 +180,7 @@ def gain_of(run: RunData) -> Gain | None:
     asked, since = (run.steps.column(name) for name in ("plan_step", "plan_since"))
     gains = []
     for last, place, following in zip([-1, *taken], taken, [*taken[1:], len(step_ms)], strict=False):
+        # What older runs do not tell is no number, and compares with none: nothing is left out.
         counts = run.window & ~((steps > asked[place]) & (steps < steps[place])) & ~(steps < since[place])
         if (found := around(step_ms, counts, int(last), int(place), int(following))) is not None:
             gains.append(found)

@@ -45,7 +45,7 @@ class CaptureOfParts(Capture, Protocol):
     def make_room(self) -> None:
         """Give back what steps without graphs took."""
 
-    def place_of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def unkept(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory, which nobody keeps by it: later captures may have it, too."""
         ...
 
@@ -58,7 +58,7 @@ class PartCapture(CudaCapture):
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
-    def place_of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def unkept(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.numel() == 0:
             return tensor.detach()
         # The graphs keep the pool, so there will be memory at that address as long as somebody replays them.
@@ -113,12 +113,12 @@ class CapturedPart:
         x: torch.Tensor,
         states: Sequence[Accumulation],
         captures: Captures,
-        place_of: Callable[[torch.Tensor], torch.Tensor],
+        unkept: Callable[[torch.Tensor], torch.Tensor],
         inputs: GraphInputs,
         index: int,
     ) -> None:
         self._part, self._states, self._captures = part, states, captures
-        self._inputs, self._place_of = inputs, place_of
+        self._inputs, self._unkept = inputs, unkept
         # What a layer reads is there until its backward: other kinds of microbatches may have the place.
         self._x = inputs.like(x, index).requires_grad_(x.requires_grad)
         self._outputs: Tensors = ()
@@ -176,9 +176,9 @@ class CapturedPart:
         self._filled = [state for state in empty if not state.empty]
         # Whoever reads these in this microbatch keeps them as long as others will read them in later ones:
         # what is captured then, and behind that, may have their memory.
-        self._outputs = tuple(self._place_of(t) if t.requires_grad else t for t in self._outputs)
+        self._outputs = tuple(self._unkept(t) if t.requires_grad else t for t in self._outputs)
         dx, self._x.grad = self._x.grad, None
-        self._dx = None if dx is None else self._place_of(dx)
+        self._dx = None if dx is None else self._unkept(dx)
         return dx
 
     def _run_backward(self) -> None:
@@ -254,7 +254,7 @@ class PartGraphs(Graphs):
                     self._capture.make_room()
                 try:
                     self._parts[key] = CapturedPart(
-                        part, x, states, self._captured, self._capture.place_of, self._inputs, layer.index
+                        part, x, states, self._captured, self._capture.unkept, self._inputs, layer.index
                     )
                 except RuntimeError as error:
                     self._refuse(error)

@@ -37,11 +37,7 @@ from moeclipse.train.buckets import Bucket
 from moeclipse.train.choices import Choices
 from moeclipse.train.config import TrainConfig, planner_problems
 from moeclipse.train.optim import AdamW
-from moeclipse.train.placement.background_plan import (
-    BackgroundPlanner,
-    PlanRequest,
-    Proposal,
-)
+from moeclipse.train.placement.background_plan import BackgroundPlanner, PlanRequest, Proposal
 from moeclipse.train.placement.expert_buckets import ExpertBucket
 from moeclipse.train.placement.fedavg import average_replicas
 from moeclipse.train.placement.placed_layer import PlacedLayer
