@@ -36,6 +36,7 @@ coverage: setup
 lint: setup
 	@$(BIN)/ruff check src tests bench examples docs/*.py
 	@$(BIN)/ruff format --check src tests bench examples docs/*.py
+	@$(BIN)/python tests/house.py
 	@$(BIN)/mypy
 
 bench: setup

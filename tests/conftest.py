@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
-import time
-from datetime import date
+from datetime import datetime
 
 import pytest
+
+from moeclipse.core.forking import ONE_THREAD
+
+# Before torch is loaded: on Arm its products start threads whatever it is told later, and no fork survives.
+os.environ |= ONE_THREAD
+
 import torch
 from hypothesis import settings
 
+from cpu_by_file import CpuByFile
 from moeclipse.comm.shared.fence import unordered_reason
+from selection import Shard, shuffled
 
-BEGUN = time.monotonic()
 # Whether there is a GPU is asked through NVML: CUDA itself, once asked, spoils all ranks forked later.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 torch.set_num_threads(1)
@@ -26,24 +32,49 @@ settings.load_profile("any machine")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--within",
-        type=float,
-        metavar="SECONDS",
-        help="skip tests that would begin later; each day begins at another one, so that all have their turn",
+        "--shard",
+        type=Shard,
+        metavar="K/N",
+        help="only the K-th of N parts of the tests; `next/N` takes the part whose turn it is at this hour",
+    )
+    parser.addoption(
+        "--shuffle",
+        type=int,
+        metavar="SEED",
+        help="files in random order, and the tests of each; with -n also --no-loadscope-reorder",
+    )
+    parser.addoption(
+        "--cpu",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="tell what each file of tests costs in CPU seconds, children included; of every test in FILE",
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--cpu") is not None:
+        config.pluginmanager.register(CpuByFile(config.getoption("--cpu")))
+
+
+@pytest.hookimpl(trylast=True)  # behind -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--within") is not None and items:
-        first = 997 * date.today().toordinal() % len(items)
-        items[:] = items[first:] + items[:first]
+    shard: Shard | None = config.getoption("--shard")
+    if shard is not None:
+        left = [item for item in items if not shard.holds(item.nodeid)]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if shard.holds(item.nodeid)]
+    if config.getoption("--shuffle") is not None:
+        items[:] = shuffled(items, config.getoption("--shuffle"))
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    shard: Shard | None = config.getoption("--shard")
+    return (
+        None if shard is None else f"shard {shard.number} of {shard.count}, {datetime.now():%Y-%m-%d %H:%M}"
+    )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    within = item.config.getoption("--within")
-    if within is not None and time.monotonic() - BEGUN > within:
-        pytest.skip(f"the {within:g} s of --within are over")
-    if within is not None and item.get_closest_marker("long"):
-        pytest.skip("takes minutes by itself; run it without --within")
     if item.get_closest_marker("peer_memory") and (reason := unordered_reason()):
         pytest.skip(reason)

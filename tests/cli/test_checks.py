@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,30 +21,16 @@ def by_name(items: Iterable[Finding]) -> dict[str, Finding]:
 
 
 def test_two_ranks_really_reduce() -> None:
-    seconds, problem = checks.try_gloo()
-    assert (problem, seconds > 0) == ("", True)
-
-
-def test_ranks_that_never_answer_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    asleep: list[int] = []
-
-    def stuck(rank: int, folder: str) -> int:
-        asleep.append(subprocess.Popen(["sleep", "60"]).pid)
-        return asleep[-1]
-
-    monkeypatch.setattr(checks, "_fork_rank", stuck)
-    begun = time.monotonic()
-    assert checks.try_gloo(timeout_s=0.1) == (0.0, "no answer in 0.1 s")
-    assert time.monotonic() - begun < 30
-    assert len(asleep) == 2
-    assert not any(Path(f"/proc/{child}").exists() for child in asleep)
+    yes, text = checks.try_gloo()
+    assert yes, text
+    assert text.startswith("two ranks all-reduced over loopback in ")
 
 
 def test_gloo_failures_are_reported_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "torch.distributed.init_process_group", lambda *a, **k: (_ for _ in ()).throw(OSError("nix"))
     )
-    assert checks.try_gloo() == (0.0, "nix")
+    assert checks.try_gloo() == (False, "nix")
 
 
 def test_missing_packages_say_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +104,7 @@ def test_namespaces_without_tools(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gloo_that_does_not_answer_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "try_gloo", lambda: (0.0, "no answer in 30 s"))
+    monkeypatch.setattr(checks, "try_gloo", lambda: (False, "no answer in 30 s"))
     item = by_name(checks.backends())["gloo"]
     assert (item.state, item.value) == ("broken", "no answer in 30 s")
 

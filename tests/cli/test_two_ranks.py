@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -43,3 +44,11 @@ def sleep(rank: int, folder: str) -> Answer:
 )
 def test_answers(task: Task, timeout_s: float, answer: Answer) -> None:
     assert ask_two_ranks(task, timeout_s) == answer
+    assert not multiprocessing.active_children(), "ranks that never answer are ended"
+
+
+def test_no_ranks_behind_threads_of_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moeclipse.core.forking.library_threads", lambda: ["python"])
+    yes, text = ask_two_ranks(meet, 20.0)
+    assert not yes
+    assert text.startswith("a library has started a thread in this process (python)")

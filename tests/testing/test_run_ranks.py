@@ -53,6 +53,24 @@ def test_the_deadline_prints_every_rank_s_stack() -> None:
     assert "--- rank 0" in report
     assert "--- rank 1" in report
     assert report.count("in wait_in_vain") == 2
+    assert "pytest" not in report, "what called a rank is nobody's question"
+
+
+def compute(mesh: Mesh) -> int:
+    until, turns = time.monotonic() + 1.5, 0
+    while time.monotonic() < until:
+        turns += 1
+    return mesh.rank
+
+
+def test_ranks_that_compute_take_longer_than_a_deadline() -> None:
+    assert run_ranks(2, compute, deadline_s=0.6) == [0, 1]
+
+
+def test_ranks_that_compute_without_end_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moeclipse.testing.run_ranks.BUSY", 1)
+    with pytest.raises(AssertionError, match=r"did not finish within 0.6 s[\s\S]*in compute"):
+        run_ranks(1, compute, deadline_s=0.6)
 
 
 def test_a_failing_rank_fails_the_test_with_its_traceback() -> None:
@@ -60,8 +78,16 @@ def test_a_failing_rank_fails_the_test_with_its_traceback() -> None:
         if mesh.rank == 1:
             raise ValueError("no such luck")
 
-    with pytest.raises(AssertionError, match=r"rank 1:[\s\S]*ValueError: no such luck"):
+        mesh.barrier()
+
+    with pytest.raises(
+        AssertionError, match=r"\Arank 1:\nTraceback[\s\S]*ValueError: no such luck"
+    ) as caught:
         run_ranks(2, fail)
+    report = str(caught.value)
+    assert "_child" not in report
+    assert report.splitlines()[-1].endswith("CommError: rank 1 failed: ValueError: no such luck")
+    assert report.count("Traceback") == 1, "of ranks that were told of it, a line"
 
 
 def test_a_killed_rank_is_reported(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Literal
 
 from moeclipse import __version__
 from moeclipse.cli.launch import usable_cores
+from moeclipse.cli.two_ranks import Answer, ask_two_ranks
 from moeclipse.core.host_memory import available_memory
 
 if TYPE_CHECKING:
@@ -97,59 +97,32 @@ def backends() -> Iterator[Finding]:
         advice = "this torch was built without torch.distributed; install the official wheel"
         yield Finding(section=section, name="distributed", state="broken", value="missing", advice=advice)
         return
-    seconds, problem = try_gloo()
-    if problem:
-        advice = (
-            "ranks on CPU cannot talk to each other; is loopback up (ip link set lo up), is fork allowed?"
-        )
-        yield Finding(section=section, name="gloo", state="broken", value=problem, advice=advice)
+    yes, text = try_gloo()
+    advice = "ranks on CPU cannot talk to each other; is loopback up (ip link set lo up), is fork allowed?"
+    if yes:
+        yield Finding(section=section, name="gloo", state="works", value=text)
     else:
-        value = f"two ranks all-reduced over loopback in {1000 * seconds:.0f} ms"
-        yield Finding(section=section, name="gloo", state="works", value=value)
+        yield Finding(section=section, name="gloo", state="broken", value=text, advice=advice)
 
 
-def try_gloo(timeout_s: float = 30.0) -> tuple[float, str]:
-    """(seconds, problem) of an all-reduce between two forked ranks on loopback."""
+def try_gloo(timeout_s: float = 30.0) -> Answer:
+    """Whether two ranks all-reduce over loopback."""
+    return ask_two_ranks(_all_reduce, timeout_s)
+
+
+def _all_reduce(rank: int, folder: str) -> Answer:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="moeclipse-doctor-") as folder:
-        children = [_fork_rank(rank, folder) for rank in range(2)]
-        codes: dict[int, int] = {}
-        while len(codes) < len(children) and time.monotonic() - begun < timeout_s:
-            for child in children:
-                if child not in codes and os.waitpid(child, os.WNOHANG)[0] == child:
-                    codes[child] = 0 if Path(folder, f"done-{children.index(child)}").exists() else 1
-            time.sleep(0.01)
-        for child in set(children) - set(codes):
-            os.kill(child, 9)
-            os.waitpid(child, 0)
-        problems = [file.read_text() for file in sorted(Path(folder).glob("problem-*"))]
-    if len(codes) < len(children):
-        return 0.0, f"no answer in {timeout_s:g} s"
-    if any(codes.values()):
-        return 0.0, problems[0] if problems else "a rank ended early"
-    return time.monotonic() - begun, ""
-
-
-def _fork_rank(rank: int, folder: str) -> int:
-    child = os.fork()
-    if child:
-        return child
-    try:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        import torch
-        import torch.distributed as dist
-
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-        value = torch.ones(4) * (rank + 1)
-        dist.all_reduce(value)
-        assert value.tolist() == [3.0] * 4
-        Path(folder, f"done-{rank}").touch()
-        dist.barrier()
-    except Exception as error:
-        Path(folder, f"problem-{rank}").write_text(str(error).strip().splitlines()[0][:200])
-    finally:
-        os._exit(0)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    value = torch.ones(4) * (rank + 1)
+    dist.all_reduce(value)
+    assert value.tolist() == [3.0] * 4, "the sum is wrong"
+    dist.barrier()
+    return True, f"two ranks all-reduced over loopback in {1000 * (time.monotonic() - begun):.0f} ms"
 
 
 def devices() -> Iterator[Finding]:

@@ -1,6 +1,6 @@
 """Two forked ranks that try something for `moeclipse doctor`, and what rank 0 has to say of it.
 
-Hazard: it forks, so it must run before anything opens a CUDA device.
+Hazard: it forks, so it must run before anything opens a CUDA device or computes in threads of a library.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import tempfile
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+from moeclipse.core.errors import CommError
+from moeclipse.core.forking import refuse_behind_threads
+
 Answer = tuple[bool, str]
 """Whether it worked, and how fast or why not."""
 Task = Callable[[int, str], Answer]
@@ -18,6 +21,10 @@ Task = Callable[[int, str], Answer]
 
 
 def ask_two_ranks(task: Task, timeout_s: float) -> Answer:
+    try:
+        refuse_behind_threads()
+    except CommError as error:
+        return False, str(error)
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="moeclipse-doctor-") as folder:
         receiver, sender = context.Pipe(duplex=False)
@@ -38,6 +45,7 @@ def ask_two_ranks(task: Task, timeout_s: float) -> Answer:
             rank.join(2.0)
             if rank.is_alive():
                 rank.kill()
+                rank.join()
     return yes, text
 
 

@@ -2,7 +2,11 @@
 
 Ranks are forked (0.1 s for two; spawning takes seconds, and is for parents that use CUDA), joined by gloo
 over a file, and watched: at the deadline every rank prints its stack and the test fails with all of them. The
-parent must not have started torch threads, so tests keep torch at one thread.
+deadline counts seconds in which the ranks stand still: on a busy machine they take as long as they need.
+
+Hazard: no fork survives threads that a library has started (`core/forking`). So the environment says
+`OMP_NUM_THREADS=1` before torch is loaded, what computes before ranks start does so in `run_alone`, and where
+threads stand all the same, ranks are refused at once instead of waiting for ever.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import faulthandler
 import io
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -31,6 +36,16 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.start import Backend, RankPlace, device_settings, start, stop
 from moeclipse.comm.watch.watchdog import Watchdog
 from moeclipse.core.errors import CommError
+from moeclipse.core.forking import refuse_behind_threads
+
+LOOK_S = 0.5
+"""How often it is asked whether ranks still compute."""
+STILL = 0.1
+"""Ranks that take less than this share of a core, all together, stand still."""
+BUSY = 10
+"""Ranks that compute without end are ended at so many deadlines."""
+TOLD = re.compile(r"^\S*CommError: rank (\d+) failed.*$", re.MULTILINE)
+PARENT = r"  File [^\n]* in _child\n(  File [^\n]*\n)*"
 
 
 def run_ranks(
@@ -41,7 +56,7 @@ def run_ranks(
     tp: int = 1,
     pp: int = 1,
     deadline_s: float = 60.0,
-    collective_deadline_s: float = 30.0,
+    collective_deadline_s: float = 120.0,
     device: str = "cpu",
     backend: Backend = "auto",
     before: Callable[[int], None] | None = None,
@@ -50,6 +65,7 @@ def run_ranks(
 
     `before(rank)` runs in each rank's process before it meets the others.
     """
+    __tracebackhide__ = True  # pytest shows the rank's frames, not these
     outcomes = run_ranks_raw(
         num_ranks,
         function,
@@ -63,9 +79,8 @@ def run_ranks(
         backend=backend,
         before=before,
     )
-    failures = [f"rank {rank}:\n{what}" for rank, (well, what) in enumerate(outcomes) if not well]
-    if failures:
-        raise AssertionError("\n".join(failures))
+    if not all(well for well, _ in outcomes):
+        raise AssertionError(_failures(outcomes))
     return [what for _, what in outcomes]
 
 
@@ -75,6 +90,7 @@ def run_alone(function: Callable[..., Any], *args: Any) -> Any:
     Backward on a machine with a GPU starts threads that no later fork survives, so references, too, are
     computed outside the parent.
     """
+    __tracebackhide__ = True
     return run_ranks(1, function, *args)[0]
 
 
@@ -86,14 +102,17 @@ def run_ranks_raw(
     tp: int = 1,
     pp: int = 1,
     deadline_s: float = 60.0,
-    collective_deadline_s: float = 30.0,
+    collective_deadline_s: float = 120.0,
     device: str = "cpu",
     backend: Backend = "auto",
     before: Callable[[int], None] | None = None,
 ) -> list[tuple[bool, Any]]:
     """(True, result) or (False, traceback) of each rank; a rank that was killed reports its signal."""
+    __tracebackhide__ = True
     # CUDA that this process has begun to use does not survive a fork: then ranks start from nothing.
     context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
+    if context.get_start_method() == "fork":
+        refuse_behind_threads()
     with tempfile.TemporaryDirectory() as folder:
         ranks: list[tuple[BaseProcess, Connection]] = []
         for rank in range(num_ranks):
@@ -123,7 +142,7 @@ def _child(place: tuple[Any, ...], sender: Connection, function: Callable[..., A
             where,
             device=torch.device(device),
             deadline_s=collective_deadline_s,
-            start_deadline_s=30,
+            start_deadline_s=collective_deadline_s,
             store=dist.FileStore(str(Path(folder) / "store"), num_ranks),
             backend=backend,
         )
@@ -138,8 +157,11 @@ def _child(place: tuple[Any, ...], sender: Connection, function: Callable[..., A
                 watch.publish(f"{type(error).__name__}: {error}")
                 raise
             stop()
-    except BaseException:
-        outcome = (False, traceback.format_exc())
+    except BaseException as error:
+        own = (
+            error.__traceback__.tb_next if error.__traceback__ else None
+        )  # without the frame of this function
+        outcome = (False, "".join(traceback.format_exception(type(error), error, own)))
     _leave(sender, outcome)
 
 
@@ -161,21 +183,60 @@ def _leave(sender: Connection, outcome: tuple[bool, Any]) -> None:
 def _collect(
     ranks: list[tuple[BaseProcess, Connection]], folder: Path, deadline_s: float
 ) -> list[tuple[bool, Any]]:
-    until = time.monotonic() + deadline_s
+    __tracebackhide__ = True
+    patience = _Patience(ranks, deadline_s)
     outcomes: list[tuple[bool, Any]] = []
     for rank, (process, receiver) in enumerate(ranks):
-        if not receiver.poll(max(0.0, until - time.monotonic())):
-            raise AssertionError(_stacks(ranks, folder, deadline_s))
+        while not receiver.poll(LOOK_S):
+            if patience.is_over():
+                raise AssertionError(_stacks(ranks, folder, deadline_s))
         try:
             outcomes.append(torch.load(io.BytesIO(receiver.recv_bytes()), weights_only=True))
         except EOFError:
             process.join(5)
             outcomes.append((False, f"rank {rank} ended with exit code {process.exitcode} and no result"))
     for process, _ in ranks:
-        process.join(max(1.0, until - time.monotonic()))
+        process.join(max(1.0, patience.left_s))
         if process.is_alive():
             process.kill()
     return outcomes
+
+
+class _Patience:
+    """Counts seconds in which ranks stand still; those in which they compute only in the long run."""
+
+    def __init__(self, ranks: list[tuple[BaseProcess, Connection]], deadline_s: float) -> None:
+        self.ranks, self.left_s, self.ends = ranks, deadline_s, time.monotonic() + BUSY * deadline_s
+        self.last, self.spent = time.monotonic(), 0.0
+
+    def is_over(self) -> bool:
+        now, spent = time.monotonic(), sum(_cpu_seconds(process.pid) for process, _ in self.ranks)
+        if spent - self.spent < STILL * (now - self.last):
+            self.left_s -= now - self.last
+        self.last, self.spent = now, spent
+        return self.left_s <= 0 or now > self.ends
+
+
+def _cpu_seconds(pid: int | None) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _failures(outcomes: list[tuple[bool, Any]]) -> str:
+    """Who failed by itself first; of those that were told of it, one line."""
+    failed = {rank: str(what) for rank, (well, what) in enumerate(outcomes) if not well}
+    told = {
+        rank: match[0]
+        for rank, text in failed.items()
+        if (match := TOLD.search(text)) and int(match[1]) != rank and int(match[1]) in failed
+    }
+    if len(told) == len(failed):  # they name each other
+        told = {}
+    first = [f"rank {rank}:\n{text}" for rank, text in failed.items() if rank not in told]
+    return "\n".join(first + [f"rank {rank}: {line}" for rank, line in told.items()])
 
 
 def _stacks(ranks: list[tuple[BaseProcess, Connection]], folder: Path, deadline_s: float) -> str:
@@ -186,6 +247,7 @@ def _stacks(ranks: list[tuple[BaseProcess, Connection]], folder: Path, deadline_
     report = [f"the ranks did not finish within {deadline_s:g} s"]
     for rank, (process, _) in enumerate(ranks):
         stack = (folder / f"stack-{rank}").read_text() if process.is_alive() else "(ended)"
-        report.append(f"--- rank {rank}\n{stack}")
+        # What called a forked rank is the parent's stack: pytest's, most of it.
+        report.append(f"--- rank {rank}\n{re.sub(PARENT, '', stack)}")
         process.kill()
     return "\n".join(report)

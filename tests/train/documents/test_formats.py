@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from moeclipse.core.errors import DataError
+from moeclipse.core.forking import library_threads
 from moeclipse.train.documents import formats
 from moeclipse.train.documents.formats import FileKind, batches_of, check_kind, kind_of
 
@@ -95,7 +96,9 @@ def test_a_long_text_comes_in_pieces_of_lines(tmp_path: Path, monkeypatch: pytes
 def test_columns_of_parquet(tmp_path: Path) -> None:
     texts = [f"text {n} é" for n in range(1000)]
     path = parquet(tmp_path / "a.parquet", number=list(range(1000)), content=texts)
+    threads = library_threads()
     assert raw_of(path, "content") == [text.encode() for text in texts]
+    assert library_threads() == threads, "ranks may be forked behind it"
     with pytest.raises(DataError, match=r"no column 'text'; it has number, content: set data.field"):
         raw_of(path)
     with pytest.raises(DataError, match=r"row 0: number is int, not text"):

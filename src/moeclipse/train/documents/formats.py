@@ -227,7 +227,7 @@ def _parquet(path: Path, number: int, field: str, chat: bool) -> Iterator[RawBat
 
     size = path.stat().st_size
     try:
-        with pyarrow.parquet.ParquetFile(path) as table:
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as table:
             names = table.schema_arrow.names
             if field not in names:
                 raise DataError(
@@ -235,7 +235,8 @@ def _parquet(path: Path, number: int, field: str, chat: bool) -> Iterator[RawBat
                     "set data.field to one of them"
                 )
             first, rows = 0, max(table.metadata.num_rows, 1)
-            for batch in table.iter_batches(batch_size=256, columns=[field]):
+            # One thread: documents go to processes that tokenise, and no fork survives threads of a library.
+            for batch in table.iter_batches(batch_size=256, columns=[field], use_threads=False):
                 values = batch.column(0).to_pylist()
                 raw = list(_column(values, path, first, field, chat))
                 first += len(raw)

@@ -1,0 +1,284 @@
+"""The rules of the house, with teeth: layers, sizes, no hidden state, names. `make lint` runs it.
+
+A room imports only from rooms to its left (lazy imports count too) and siblings do not import each other.
+Everything here reads source text, so it needs neither torch nor a device, and it tells all faults at once.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+
+from coverage_by_name import EXEMPT, MODULES_TESTED, imports_its_module, modules
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "moeclipse"
+MAX_FILE_LINES = 400
+MAX_TEST_LINES = 500
+MAX_FUNCTION_LINES = 60
+
+# Left to right; rooms in one tuple are siblings. `testing` stands beside comm, for tests alone.
+LAYERS: list[tuple[str, ...]] = [
+    ("core",),
+    ("cost",),
+    ("schedule", "balance"),
+    ("sim",),
+    ("plan", "report"),
+    ("ops",),
+    ("comm",),
+    ("tensor", "testing"),
+    ("moe", "pipeline"),
+    ("model",),
+    ("hf",),
+    ("train",),
+    ("cli",),
+]
+PURE = {"core", "cost", "schedule", "balance", "sim", "plan", "report"}
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+# The only files that may name what torch keeps for itself, one in a room: they say what, and why.
+PRIVATE_TORCH = "private_torch.py"
+OF_PYTHON = {"_exit", "_replace", "_asdict"}  # os and named tuples
+# The only files that may look at the environment.
+READS_ENVIRONMENT = {"comm/start.py"}
+
+Trees = dict[str, ast.Module]
+"""Syntax trees by the name of their file, as `moe/layer.py`."""
+
+
+def trees_of(source: Path = SOURCE) -> Trees:
+    files = sorted(source.rglob("*.py"))
+    return {path.relative_to(source).as_posix(): ast.parse(path.read_text(), str(path)) for path in files}
+
+
+def room_of(name: str) -> str:
+    return name.partition("/")[0] if "/" in name else ""
+
+
+def imported_modules(name: str, tree: ast.Module) -> list[tuple[int, str]]:
+    """(line, absolute module) of every import in a file, those inside functions included."""
+    package = ["moeclipse", *name.split("/")[:-1]]
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, node.module] if node.module else base)
+            found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
+        elif is_call_to(node, "import_module") and isinstance(node.args[0], ast.Constant):
+            found.append((node.lineno, node.args[0].value))
+    return found
+
+
+def is_call_to(node: ast.AST, name: str) -> bool:
+    if not (isinstance(node, ast.Call) and node.args):
+        return False
+    function = node.func
+    return getattr(function, "attr", getattr(function, "id", "")) == name
+
+
+def unknown_rooms(trees: Trees) -> Iterator[str]:
+    for room in sorted({room_of(name) for name in trees} - {"", *LEVEL}):
+        yield f"{room}/: a room without a layer"
+
+
+def imports_upward(trees: Trees) -> Iterator[str]:
+    for name, tree in trees.items():
+        room = room_of(name)
+        for line, module in imported_modules(name, tree):
+            parts = module.split(".")
+            where = f"{name}:{line}"
+            if parts[0] == "moeclipse" and len(parts) > 1 and parts[1] in LEVEL and room in LEVEL:
+                other = parts[1]
+                if other != room and LEVEL[other] >= LEVEL[room]:
+                    yield f"{where}: {room} must not import {other}"
+                if other == "testing" and room != "testing":
+                    yield f"{where}: only tests import testing"
+            if parts[0] in {"torch", "triton"} and room in PURE:
+                yield f"{where}: {room} is pure, it must not import {parts[0]}"
+            if parts[0] in {"tyro", "rich"} and room != "cli":
+                yield f"{where}: {parts[0]} belongs to the command line"
+            if parts[0] in {"pickle", "cloudpickle", "dill"}:
+                yield f"{where}: no pickle anywhere"
+
+
+def circles(trees: Trees) -> Iterator[str]:
+    """Lazy imports count, and those for types alone: a reader goes round in them just as well."""
+    modules = {"moeclipse." + name.removesuffix(".py").replace("/", "."): name for name in trees}
+    needs: dict[str, set[str]] = {}
+    for module, name in modules.items():
+        named = [other for _, other in imported_modules(name, trees[name])]
+        known = {other if other in modules else other.rpartition(".")[0] for other in named}
+        needs[module] = known & modules.keys() - {module}
+    for way in sorted(ways_round(needs), key=len):
+        yield f"a circle of imports: {' -> '.join(way)}"
+
+
+def ways_round(needs: dict[str, set[str]]) -> Iterator[list[str]]:
+    """The shortest way round for each file that needs itself in the end."""
+    for start in needs:
+        ways, seen = [[start]], {start}
+        while ways:
+            way = ways.pop(0)
+            for other in sorted(needs[way[-1]]):
+                if other == start:
+                    yield [*way, start]
+                    ways = []
+                    break
+                if other not in seen:
+                    seen.add(other)
+                    ways.append([*way, other])
+
+
+def long_ones(trees: Trees) -> Iterator[str]:
+    for name, tree in trees.items():
+        lines = max((node.end_lineno or 0 for node in tree.body), default=0)
+        if lines > MAX_FILE_LINES:
+            yield f"{name} has {lines} lines: there are two ideas in it"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    yield f"{name}:{node.lineno}: {node.name} has {length} lines"
+
+
+def long_tests_and_benches(_: Trees) -> Iterator[str]:
+    files = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("bench/**/*.py")]
+    assert len(files) > 100, "tests were not found"
+    for path in files:
+        if path.read_text().count("\n") > MAX_TEST_LINES:
+            yield f"{path.relative_to(ROOT)}: there are two ideas in it"
+
+
+def modules_without_a_test_of_their_name(trees: Trees) -> Iterator[str]:
+    """That it covers most of their lines, `make coverage` sees."""
+    yield from (f"{name}: exempt from a test of its name, and gone" for name in EXEMPT if name not in trees)
+    without = [module for module in modules() if not imports_its_module(module)]
+    if len(without) > (1 - MODULES_TESTED) * len(modules()):
+        yield from (f"{module}: no test file of this name imports it" for module in without)
+
+
+def repeated_classes(trees: Trees) -> Iterator[str]:
+    where: dict[str, list[str]] = {}
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, []).append(name)
+    for name, files in where.items():
+        if len(files) > 1:
+            yield f"class {name} stands for several things: {', '.join(files)}"
+
+
+def is_constant_name(target: ast.expr) -> bool:
+    if isinstance(target, ast.Tuple):
+        return all(map(is_constant_name, target.elts))
+    return isinstance(target, ast.Name) and (
+        target.id.lstrip("_").isupper() or (target.id.startswith("__") and target.id.endswith("__"))
+    )
+
+
+def module_level_state(trees: Trees) -> Iterator[str]:
+    """Module level holds constants (UPPER_CASE), types and functions; nothing rebinds or fills them."""
+    mutable = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.Call)
+    for name, tree in trees.items():
+        for node in tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            value = getattr(node, "value", None)
+            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(value, mutable):
+                bad = [ast.unparse(t) for t in targets if t is not None and not is_constant_name(t)]
+                is_type = isinstance(value, ast.Call) and ast.unparse(value.func).endswith(
+                    ("TypeVar", "NewType", "ParamSpec")
+                )
+                if bad and not is_type:
+                    yield f"{name}:{node.lineno}: module-level state {', '.join(bad)}"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Global):
+                yield f"{name}:{node.lineno}: `global`"
+
+
+def environment_read(trees: Trees) -> Iterator[str]:
+    for name, tree in trees.items():
+        if name in READS_ENVIRONMENT or room_of(name) in {"cli", "testing"}:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and (text := ast.unparse(node)) in {"os.environ", "os.getenv"}:
+                yield f"{name}:{node.lineno}: {text}"
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_names(trees: Iterable[ast.Module]) -> set[str]:
+    """What the package itself calls something."""
+    names = set()
+    for node in chain.from_iterable(map(ast.walk, trees)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return names
+
+
+def private_torch_names(tree: ast.Module, own: set[str]) -> list[str]:
+    """Lines with a private name of torch: imported, behind a name that torch's was imported as, or behind any
+    other object where neither this package nor Python has such a name."""
+    from_torch, faults = set(), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            start = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                whole = (start + alias.name).split(".")
+                if whole[0] == "torch":
+                    from_torch.add(alias.asname or alias.name.partition(".")[0])
+                    faults += [(node.lineno, ".".join(whole))] if any(map(is_private, whole)) else []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            if dotted_root(node) in from_torch or (from_torch and node.attr not in own):
+                faults.append((node.lineno, ast.unparse(node)))
+        elif any(is_call_to(node, name) for name in ("getattr", "setattr", "hasattr")):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and is_private(name.value) and name.value not in own:
+                faults.append((node.lineno, ast.unparse(node)))
+    return [f"{line}: {text}" for line, text in sorted(set(faults))]
+
+
+def dotted_root(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def private_names_of_torch(trees: Trees) -> Iterator[str]:
+    own = own_names(trees.values()) | OF_PYTHON
+    for name, tree in trees.items():
+        if not name.endswith(f"/{PRIVATE_TORCH}"):
+            yield from (f"{name}:{fault}" for fault in private_torch_names(tree, own))
+
+
+RULES: tuple[Callable[[Trees], Iterator[str]], ...] = (
+    unknown_rooms,
+    imports_upward,
+    circles,
+    long_ones,
+    long_tests_and_benches,
+    modules_without_a_test_of_their_name,
+    repeated_classes,
+    module_level_state,
+    environment_read,
+    private_names_of_torch,
+)
+
+
+def main() -> int:
+    trees = trees_of()
+    faults = [fault for rule in RULES for fault in rule(trees)]
+    print("\n".join(faults) if faults else f"the house is in order: {len(RULES)} rules, {len(trees)} files")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

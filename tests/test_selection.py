@@ -1,0 +1,54 @@
+"""Shards hold every test once; shuffled tests stay with their file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+
+import pytest
+
+import selection
+from selection import Shard, shuffled
+
+
+@dataclass(frozen=True)
+class Item:
+    nodeid: str
+
+
+NAMES = [f"tests/test_{file}.py::test_{number}" for file in "abc" for number in range(40)]
+
+
+def test_every_test_is_in_one_shard_and_shards_are_of_a_size() -> None:
+    parts = [[name for name in NAMES if Shard(f"{number}/4").holds(name)] for number in (1, 2, 3, 4)]
+    assert sorted(name for part in parts for name in part) == sorted(NAMES)
+    assert all(len(part) > 15 for part in parts)
+
+
+def test_each_hour_is_the_turn_of_the_next_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = []
+    for hour in range(6):
+        monkeypatch.setattr(selection.time, "time", lambda hour=hour: 3600.0 * (4_000_000 + hour))
+        turns.append(Shard("next/4").number)
+    assert turns == [1, 2, 3, 4, 1, 2]
+
+
+@pytest.mark.parametrize("text", ["0/4", "5/4"])
+def test_a_shard_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="the parts of 4 are 1/4 to 4/4"):
+        Shard(text)
+
+
+def test_shuffled_tests_stay_with_their_file_and_a_seed_is_an_order() -> None:
+    tests = [Item(name) for name in NAMES]
+    once, again, other = shuffled(tests, 1), shuffled(tests, 1), shuffled(tests, 2)
+    assert once == again
+    assert once != other
+    assert sorted(once, key=place) == tests
+    files = [file for file, _ in groupby(once, lambda test: test.nodeid.partition("::")[0])]
+    assert len(files) == 3
+    assert once[:40] != tests[:40]
+
+
+def place(test: Item) -> int:
+    return NAMES.index(test.nodeid)
