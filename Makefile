@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
 .PHONY: setup train test test-full soak coverage lint bench clean
 
@@ -22,13 +23,13 @@ train: setup
 	@$(BIN)/moeclipse train $(ARGS)
 
 test: setup
-	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not full" $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 test-full: setup
-	@$(BIN)/python -m pytest -q $(ARGS)
+	@$(PYTEST) -m "full and not long" $(ARGS)
 
 soak: setup
-	@SOAK_S=$${SOAK_S:-3600} $(BIN)/python -m pytest -q tests/train/test_soak.py $(ARGS)
+	@SOAK_S=$${SOAK_S:-3600} $(BIN)/python -m pytest -q --long tests/train/test_soak.py $(ARGS)
 
 coverage: setup
 	@$(BIN)/python tests/coverage_by_name.py $(ARGS)

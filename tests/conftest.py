@@ -32,8 +32,12 @@ settings.load_profile("any machine")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
+        "--long",
+        action="store_true",
+        help="tests marked `full`, too; so do `-m full`, and naming such a test (FILE::TEST)",
+    )
+    parser.addoption(
         "--shard",
-        type=Shard,
         metavar="K/N",
         help="only the K-th of N parts of the tests; `next/N` takes the part whose turn it is at this hour",
     )
@@ -53,26 +57,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--shard"):
+        config.option.shard = str(Shard(config.option.shard))  # workers shall not ask which turn it is, too
     if config.getoption("--cpu") is not None:
         config.pluginmanager.register(CpuByFile(config.getoption("--cpu")))
 
 
 @pytest.hookimpl(trylast=True)  # behind -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    shard: Shard | None = config.getoption("--shard")
-    if shard is not None:
-        left = [item for item in items if not shard.holds(item.nodeid)]
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if shard.holds(item.nodeid)]
+    asked_for = config.getoption("--long") or "full" in config.option.markexpr
+    shard = Shard(config.option.shard or "1/1")
+
+    def is_meant(item: pytest.Item) -> bool:
+        named = asked_for or any("::" in argument for argument in config.args)
+        return shard.holds(item.nodeid) and (named or not item.get_closest_marker("full"))
+
+    config.hook.pytest_deselected(items=[item for item in items if not is_meant(item)])
+    items[:] = filter(is_meant, items)
     if config.getoption("--shuffle") is not None:
         items[:] = shuffled(items, config.getoption("--shuffle"))
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    shard: Shard | None = config.getoption("--shard")
-    return (
-        None if shard is None else f"shard {shard.number} of {shard.count}, {datetime.now():%Y-%m-%d %H:%M}"
-    )
+    shard = config.option.shard
+    return f"shard {shard} of the tests, {datetime.now():%Y-%m-%d %H:%M}" if shard else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Protocol, TypeVar
 
+import pytest
+
 TURN_S = 3600
 """How long it is the turn of one shard."""
 
@@ -30,7 +32,10 @@ class Shard:
         self.count = int(count)
         self.number = 1 + int(time.time() // TURN_S) % self.count if number == "next" else int(number)
         if not 1 <= self.number <= self.count:
-            raise ValueError(f"--shard {text}: the parts of {count} are 1/{count} to {count}/{count}")
+            raise pytest.UsageError(f"--shard {text}: the parts of {count} are 1/{count} to {count}/{count}")
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
 
     def holds(self, name: str) -> bool:
         return zlib.crc32(name.encode()) % self.count == self.number - 1

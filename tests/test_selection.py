@@ -29,13 +29,13 @@ def test_each_hour_is_the_turn_of_the_next_shard(monkeypatch: pytest.MonkeyPatch
     turns = []
     for hour in range(6):
         monkeypatch.setattr(selection.time, "time", lambda hour=hour: 3600.0 * (4_000_000 + hour))
-        turns.append(Shard("next/4").number)
-    assert turns == [1, 2, 3, 4, 1, 2]
+        turns.append(str(Shard("next/4")))
+    assert turns == ["1/4", "2/4", "3/4", "4/4", "1/4", "2/4"]
 
 
 @pytest.mark.parametrize("text", ["0/4", "5/4"])
 def test_a_shard_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="the parts of 4 are 1/4 to 4/4"):
+    with pytest.raises(pytest.UsageError, match="the parts of 4 are 1/4 to 4/4"):
         Shard(text)
 
 
