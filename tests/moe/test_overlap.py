@@ -97,8 +97,8 @@ def dies(mesh: Mesh) -> None:
 
 def test_a_rank_that_dies_in_the_exchange_is_noticed() -> None:
     begun = time.monotonic()
-    outcomes = run_ranks_raw(3, dies, collective_deadline_s=10, deadline_s=40)
-    assert time.monotonic() - begun < 20
+    outcomes = run_ranks_raw(3, dies, collective_deadline_s=300)
+    assert time.monotonic() - begun < 150
     for rank in (0, 1):
         ok, text = outcomes[rank]
         assert not ok

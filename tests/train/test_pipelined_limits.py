@@ -107,9 +107,7 @@ def dies_in(mesh: Mesh, config: TrainConfig, kind: str, how: str) -> float:
 def test_a_rank_that_does_not_arrive_ends_the_run_and_is_named(corpus: str, kind: str, how: str) -> None:
     changes = {**WIDE, "optim.accumulate": 4, "data.batch_size": 8, "pipeline.schedule": "1f1b"}
     config = configure(corpus, **changes)
-    begun = time.monotonic()
     outcomes = run_ranks_raw(2, dies_in, config, kind, how, pp=2, collective_deadline_s=2, deadline_s=40)
-    assert time.monotonic() - begun < 25
     ok, text = outcomes[0]
     assert not ok
     for words in ("rank 1", "stage", "microbatch", "on lane p2p"):

@@ -38,6 +38,8 @@ from moeclipse.comm.watch.watchdog import Watchdog
 from moeclipse.core.errors import CommError
 from moeclipse.core.forking import refuse_behind_threads
 
+START_S = 120.0
+"""Until all ranks must have met: a short deadline of collectives is about collectives."""
 LOOK_S = 0.5
 """How often it is asked whether ranks still compute."""
 STILL = 0.1
@@ -142,7 +144,7 @@ def _child(place: tuple[Any, ...], sender: Connection, function: Callable[..., A
             where,
             device=torch.device(device),
             deadline_s=collective_deadline_s,
-            start_deadline_s=collective_deadline_s,
+            start_deadline_s=START_S,
             store=dist.FileStore(str(Path(folder) / "store"), num_ranks),
             backend=backend,
         )

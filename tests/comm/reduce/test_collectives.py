@@ -71,7 +71,7 @@ def shown_at_launch(mesh: Mesh) -> tuple[float, list[float]]:
     mesh.recorder.begin_step()
     got = wire.all_reduce(torch.ones(1000), "gradients")
     if mesh.rank == 0:
-        time.sleep(0.5)
+        time.sleep(2.0)
     begun = time.monotonic()
     got.get()
     waited = time.monotonic() - begun
@@ -81,8 +81,8 @@ def shown_at_launch(mesh: Mesh) -> tuple[float, list[float]]:
 
 def test_a_rank_that_computes_does_not_hold_up_its_peers() -> None:
     for waited, seconds in run_ranks(2, shown_at_launch):
-        assert waited < 0.4
-        assert seconds[0] < 0.4, "what lay ready is not sold as a long transfer that was hidden"
+        assert waited < 1.5
+        assert seconds[0] < 1.5, "what lay ready is not sold as a long transfer that was hidden"
 
 
 def left_to_torch(mesh: Mesh) -> str:

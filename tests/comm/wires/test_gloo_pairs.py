@@ -97,12 +97,12 @@ def test_ready_to_receive_before_sending() -> None:
 
 
 def test_the_next_peer_has_its_turn_when_the_one_before_has_signed() -> None:
-    calls, *_ = run_ranks(3, calls_of, LARGE, 0.4)
+    calls, *_ = run_ranks(3, calls_of, LARGE, 2.0)
     to_first, to_second = (
         [when for name, peer, tag, when in calls if (name, peer, tag) == ("isend", to, TAG)] for to in (1, 2)
     )
-    assert max(to_first) - min(to_first) < 0.2, "the rest does not wait for the receipt"
-    assert min(to_second) - max(to_first) > 0.3, "rank 2 did not wait until rank 1 had signed"
+    assert max(to_first) - min(to_first) < 1.0, "the rest does not wait for the receipt"
+    assert min(to_second) - max(to_first) > 1.5, "rank 2 did not wait until rank 1 had signed"
 
 
 def test_few_rows_are_sent_whole_and_nobody_signs() -> None:
@@ -118,7 +118,7 @@ def when_third_is_sent(mesh: Mesh) -> float:
     def isend(tensor: torch.Tensor, peer: int, *, group: Any = None, tag: int) -> Any:
         if tag == TAG:
             if mesh.rank == 1 and not sent:
-                time.sleep(0.6)
+                time.sleep(3.0)
             sent.append(time.monotonic() - began)
         return real(tensor, peer, group=group, tag=tag)
 
@@ -133,7 +133,7 @@ def when_third_is_sent(mesh: Mesh) -> float:
 
 
 def test_who_has_not_sent_yet_signs_all_the_same() -> None:
-    assert run_ranks(2, when_third_is_sent)[0] < 0.3
+    assert run_ranks(2, when_third_is_sent)[0] < 1.5
 
 
 def dies(mesh: Mesh) -> None:
@@ -149,9 +149,7 @@ def dies(mesh: Mesh) -> None:
 
 
 def test_a_rank_that_dies_is_named_by_all_others() -> None:
-    began = time.monotonic()
     outcomes = run_ranks_raw(3, dies, collective_deadline_s=4, deadline_s=40)
-    assert time.monotonic() - began < 25
     for rank in (0, 1):
         assert not outcomes[rank][0]
         assert re.search(r"dispatch \d", outcomes[rank][1])

@@ -255,12 +255,12 @@ def gone(mesh: Mesh, how: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "deadline_s", "texts"),
-    [("killed", 30.0, ("lost rank 1", "rank 1")), ("late", 1.0, ("rank 1 did not arrive",))],
+    [("killed", 300.0, ("lost rank 1", "rank 1")), ("late", 1.0, ("rank 1 did not arrive",))],
 )
 def test_a_missing_peer_is_named(how: str, deadline_s: float, texts: tuple[str, ...]) -> None:
     begun = time.monotonic()
     outcomes = run_ranks_raw(3, gone, how, collective_deadline_s=deadline_s)
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < 150
     for rank in (0, 2):
         ok, text = outcomes[rank]
         assert not ok

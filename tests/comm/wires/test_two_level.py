@@ -191,8 +191,8 @@ def failing(mesh: Mesh) -> None:
 
 def test_all_ranks_hear_of_the_one_that_failed() -> None:
     begun = time.monotonic()
-    outcomes = run_ranks_raw(4, failing, collective_deadline_s=15.0)
-    assert time.monotonic() - begun < 15, "within the deadline of a collective"
+    outcomes = run_ranks_raw(4, failing, collective_deadline_s=300.0)
+    assert time.monotonic() - begun < 150, "within the deadline of a collective"
     for rank, (fine, text) in enumerate(outcomes):
         assert not fine
         wanted = "out of luck" if rank == 3 else "CommError: rank 3 failed: ValueError: out of luck"

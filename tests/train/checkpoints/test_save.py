@@ -350,7 +350,7 @@ def test_one_rank_without_space_stops_all_of_them(tmp_path: Path, num_ranks: int
 
             started = time.monotonic()
             reports = fork_ranks(num_ranks, work)
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < DEADLINE_S / 2
             assert reports == [reports[0]] * num_ranks
             assert f"rank {victim}: the disk is full" in reports[0]["error"]
             assert "checkpoint step 10 is intact" in reports[0]["error"]
