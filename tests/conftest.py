@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from datetime import datetime
 
 import pytest
@@ -17,7 +19,7 @@ from hypothesis import settings
 
 from cpu_by_file import CpuByFile
 from moeclipse.comm.shared.fence import unordered_reason
-from selection import Shard, shuffled
+from selection import LONG_PART, LongPart, Shard, shuffled
 
 # Whether there is a GPU is asked through NVML: CUDA itself, once asked, spoils all ranks forked later.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -57,16 +59,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # workers find it in their environment
+        os.environ["MOECLIPSE_TESTS_SHARED"] = tempfile.mkdtemp(prefix="moeclipse-tests-")
     if config.getoption("--shard"):
         config.option.shard = str(Shard(config.option.shard))  # workers shall not ask which turn it is, too
     if config.getoption("--cpu") is not None:
         config.pluginmanager.register(CpuByFile(config.getoption("--cpu")))
 
 
-@pytest.hookimpl(trylast=True)  # behind -m and -k
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ["MOECLIPSE_TESTS_SHARED"], ignore_errors=True)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m asks for markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     asked_for = config.getoption("--long") or "full" in config.option.markexpr
     shard = Shard(config.option.shard or "1/1")
+    long_part = LongPart(LONG_PART.read_text())
+    if config.args_source != config.ArgsSource.ARGS and (stale := long_part.stale(i.nodeid for i in items)):
+        raise pytest.UsageError(f"{LONG_PART.name} names what is not there: {', '.join(stale)}")
+    for item in items:
+        if long_part.holds(item.nodeid):
+            item.add_marker(pytest.mark.full)
 
     def is_meant(item: pytest.Item) -> bool:
         named = asked_for or any("::" in argument for argument in config.args)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import pytest
 
+LONG_PART = Path(__file__).parent / "long_part.txt"
 TURN_S = 3600
 """How long it is the turn of one shard."""
 
@@ -21,6 +23,37 @@ class Named(Protocol):
 
 
 Item = TypeVar("Item", bound=Named)
+
+
+class LongPart:
+    """The list of `long_part.txt`."""
+
+    def __init__(self, text: str) -> None:
+        self.cases: dict[str, tuple[str, set[str]]] = {}
+        for line in text.splitlines():
+            if line and not line.startswith("#"):
+                name, word, *cases = [*line.split("  "), ""]
+                assert word in ("", "only", "but"), f"{line}: only, or but, and two spaces between words"
+                assert f"tests/{name}" not in self.cases, f"{name} stands twice"
+                self.cases[f"tests/{name}"] = word, {case for case in cases if case}
+
+    def holds(self, name: str) -> bool:
+        test, bracket, case = name.partition("[")
+        word, cases = self.cases.get(test, ("only", {bracket + case}))
+        return (bracket + case in cases) if word == "but" else (bracket + case not in cases)
+
+    def stale(self, names: Iterable[str]) -> list[str]:
+        """Tests that it names and nobody has, and those of which it keeps cases that nobody has: these would
+        be left out without a word."""
+        known = set(names)
+        tests = {name.partition("[")[0] for name in known}
+        gone = [test for test in self.cases if test not in tests]
+        empty = [
+            test
+            for test, (word, cases) in self.cases.items()
+            if word == "only" and test in tests and not any(test + case in known for case in cases)
+        ]
+        return gone + empty
 
 
 class Shard:

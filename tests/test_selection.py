@@ -8,7 +8,7 @@ from itertools import groupby
 import pytest
 
 import selection
-from selection import Shard, shuffled
+from selection import LongPart, Shard, shuffled
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,23 @@ def test_each_hour_is_the_turn_of_the_next_shard(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(selection.time, "time", lambda hour=hour: 3600.0 * (4_000_000 + hour))
         turns.append(str(Shard("next/4")))
     assert turns == ["1/4", "2/4", "3/4", "4/4", "1/4", "2/4"]
+
+
+def test_the_long_part_is_a_list_of_tests_and_cases() -> None:
+    part = LongPart("# why\na.py::test_a\na.py::test_b  only  [x y]  [z]\na.py::test_c  but  [x]\n")
+    names = ["a.py::test_a", "a.py::test_a[x]", "a.py::test_b[x y]", "a.py::test_b[z]", "a.py::test_b[w]"]
+    names += ["a.py::test_c[x]", "a.py::test_c[y]", "a.py::test_d"]
+    held = [name for name in names if part.holds(f"tests/{name}")]
+    assert held == ["a.py::test_a", "a.py::test_a[x]", "a.py::test_b[w]", "a.py::test_c[x]"]
+
+
+def test_what_the_long_part_names_in_vain_is_told() -> None:
+    part = LongPart("a.py::test_a\na.py::test_b  only  [x]  [y]\na.py::test_c  only  [x]\n")
+    assert part.stale(["tests/a.py::test_b[y]", "tests/a.py::test_c[z]"]) == [
+        "tests/a.py::test_a",
+        "tests/a.py::test_c",
+    ]
+    assert not part.stale(["tests/a.py::test_a", "tests/a.py::test_b[x]", "tests/a.py::test_c[x]"])
 
 
 @pytest.mark.parametrize("text", ["0/4", "5/4"])

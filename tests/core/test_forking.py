@@ -85,6 +85,13 @@ def test_the_tests_own_process_is_bounded() -> None:
     assert {name: os.environ.get(name) for name in ONE_THREAD} == ONE_THREAD
 
 
+def test_a_forked_process_may_fork() -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(len(library_threads()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_threads_of_libraries_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, name in (("1", "gloo_loop"), ("2", "gloo_loop"), ("3", "pt_autograd_0")):
         (tmp_path / number).mkdir()

@@ -1,7 +1,12 @@
-"""Kernels without a GPU: what Triton's interpreter found, asked once for each group of kernels."""
+"""Kernels without a GPU: what Triton's interpreter found, asked once for each group of kernels.
+
+Workers of one run of the tests share what was found: whoever comes second reads the file of who came first.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -16,12 +21,31 @@ HERE = Path(__file__).parent
 
 
 @cache
+def _server() -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE)])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    command = [sys.executable, str(HERE / "interpreter_server.py")]
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+@cache
 def _lines(*script: str) -> dict[str, float]:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE.parents[1] / "src")}
-    command = [sys.executable, str(HERE / script[0]), *script[1:]]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {name: float(value) for name, value in (line.split("\t") for line in done.stdout.splitlines())}
+    file = Path(os.environ["MOECLIPSE_TESTS_SHARED"]) / " ".join(script)
+    with open(f"{file}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            server = _server()
+            assert server.stdin is not None
+            assert server.stdout is not None
+            call = [f"{file}.output", f"{file}.errors", str(HERE / script[0]), *script[1:]]
+            print(json.dumps(call), file=server.stdin, flush=True)
+            code = server.stdout.readline().strip()
+            assert code == "0", Path(f"{file}.errors").read_text()[-3000:]
+            os.rename(f"{file}.output", file)
+    pairs = (line.split("\t") for line in file.read_text().splitlines())
+    return {name: float(value) for name, value in pairs}
 
 
 def errors_of(group: str, *kinds: str) -> dict[str, float]:

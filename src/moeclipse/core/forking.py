@@ -28,12 +28,13 @@ SURVIVES = {"jemalloc_bg_thd"}
 
 def library_threads(tasks: Path = TASKS) -> list[str]:
     """Names of the threads of this process that Python does not know, as the kernel has them."""
-    known = {thread.native_id for thread in threading.enumerate()}
+    # In a forked process Python's main thread still has the number of its parent's; the kernel calls it pid.
+    known = {thread.native_id for thread in threading.enumerate()} | {os.getpid()}
     names = [_name(task) for task in tasks.iterdir() if int(task.name) not in known] if tasks.is_dir() else []
     # Some start Python threads without the module `threading` (execnet does), which therefore has no id for
     # them; like all threads that nobody named they are called what the process is called.
-    unnamed = len(sys._current_frames()) - len(known)
-    process = _name(tasks / str(threading.main_thread().native_id))
+    unnamed = len(sys._current_frames()) - threading.active_count()
+    process = _name(tasks / str(os.getpid()))
     for _ in range(min(unnamed, names.count(process))):
         names.remove(process)
     return sorted(name for name in names if name and name not in SURVIVES)
