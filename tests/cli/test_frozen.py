@@ -14,7 +14,8 @@ import pytest
 from fault_bed import FREEZE, KILL, POINTS, train
 from moeclipse.cli.frozen import ending_frozen_ranks, stopped_children
 
-DEADLINE_S = 3
+DEADLINE_S = 10
+"""Longer than ranks on busy cores need to begin."""
 SMALL = ("--preset", "tiny", "--run.device", "cpu", "--run.steps", "6", "--ranks", "2")
 SMALL += ("--parallel.deadline-s", str(DEADLINE_S))
 PATIENT = (*SMALL[:-1], "60", "--checkpoint.every", "1")
@@ -29,11 +30,11 @@ def test_a_frozen_rank_is_named_and_ended(tmp_path: Path, point: str) -> None:
     found = train(tmp_path, *SMALL, *words, fault=f"1 {FREEZE} {when}")
     assert found.code == 1
     last = found.err.strip().splitlines()[-1]
-    assert last.startswith("error: rank 0 waited 3 s in ")
+    assert last.startswith(f"error: rank 0 waited {DEADLINE_S} s in ")
     assert last.endswith(": rank 1 did not arrive")
     (incident,) = found.incidents
-    assert incident["time"] - found.fault_at < DEADLINE_S + 2 + 1, "one for busy cores"
-    assert found.ended_at - found.fault_at < 25, "the agent alone would take half a minute longer"
+    assert incident["time"] - found.fault_at < DEADLINE_S + 15, "soon, on busy cores"
+    assert found.ended_at - found.fault_at < DEADLINE_S + 25, "the agent alone would take half a minute longer"
     assert (incident["kind"], incident["rank"]) == ("deadline", 0)
     assert incident["what"] in last
     assert list(incident["stands"]) == ["0"]

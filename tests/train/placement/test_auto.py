@@ -45,6 +45,8 @@ def trained(mesh: Mesh, config: TrainConfig, steps: int) -> tuple[list, list[flo
     learner = Learner(config, mesh)
     if config.placement.moves:
         learner.placement.costs = CHEAP
+        # As if steps and searches took no time: on a busy machine nothing would be worth a share of a step.
+        learner.placement.choices.search = {"step_s": 1e-9, "search_s": 1e-9}
     layers = [placed.layer for placed in learner.placement.layers]
     for layer in layers:
         layer.schedule.take_choice({"probe": PROBE, "tried": [], "chosen": None})
