@@ -20,7 +20,10 @@ from pathlib import Path
 from moeclipse.core.errors import CommError
 
 TASKS = Path("/proc/self/task")
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+ONE_THREAD = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+    "TOKENIZERS_PARALLELISM": "false",
+}
 """The environment of a process that computes and forks, from before torch is loaded."""
 SURVIVES = {"jemalloc_bg_thd"}
 """Threads that a child does well without: an allocator's, which stops for forks."""
