@@ -171,3 +171,24 @@ def test_bad_input_is_refused() -> None:
 def test_no_rows_at_all() -> None:
     choice = choose_exchange(exchange_shape(4), np.zeros((4, 4)), equal_costs(1), swaps=3)
     assert choice.seconds == 0.0
+
+
+def test_where_all_orders_are_alike_the_plainest_is_taken() -> None:
+    choice = choose_exchange(exchange_shape(4), np.zeros((4, 4)), equal_costs(1), swaps=3)
+    assert choice.rule == "ring", "a search that found nothing is not what was chosen"
+    assert choice.shape.chunks == 1, "and no op is cut for nothing"
+
+
+def test_swaps_are_the_same_on_every_rank() -> None:
+    """As many units as here could be swapped in many ways, of which a few are tried."""
+    counts, costs, shape = skewed(12, 1, 4096), equal_costs(4096), exchange_shape(12, group_size=5)
+    chosen = [choose_exchange(shape, counts, costs, chunks=(2,), swaps=4) for _ in range(3)]
+    assert chosen[0].rule == "search"
+    assert {(one.shape.units, one.seconds) for one in chosen} == {(chosen[0].shape.units, chosen[0].seconds)}
+
+
+def test_johnson_asks_the_busiest_rank_of_each_unit() -> None:
+    counts = np.ones((4, 4))
+    counts[0] = 40, 10, 30, 20
+    units = candidate_orders(exchange_shape(4), counts, equal_costs(100))["johnson"]
+    assert [step for step, _ in units] == [2, 0, 3, 1], "rank 3 alone would say 3, 1, 2, 0"
