@@ -32,7 +32,7 @@ from pathlib import Path  # noqa: E402
 import hypothesis  # noqa: E402
 import numpy  # noqa: E402, F401  (imported once, for all forks)
 import pytest  # noqa: E402
-import torch  # noqa: E402, F401
+import torch  # noqa: E402
 
 from mutants_of import MUTANTS  # noqa: E402
 from mutants_of.mutant import ROOT, Mutant  # noqa: E402
@@ -44,6 +44,8 @@ PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
 PROFILE = "mutants"
 """That a case fails is all there is to know: nobody waits for the smallest one."""
 hypothesis.settings.register_profile(PROFILE, deadline=None, phases=PHASES)
+# As conftest does in every fork: what torch imports for it takes two seconds.
+torch.use_deterministic_algorithms(True)
 
 
 def run(folder: str, test: str) -> None:
@@ -57,8 +59,9 @@ def run(folder: str, test: str) -> None:
         with open(f"{folder}/output", "w") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-        options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not full", f"--hypothesis-profile={PROFILE}"]
-        found = pytest.main([*options, f"tests/{test}"])
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+        options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin", "-m", "not full"]
+        found = pytest.main([*options, f"--hypothesis-profile={PROFILE}", f"tests/{test}"])
         here = str(getattr(sys.modules.get("moeclipse"), "__file__", "nowhere"))
         code = int(found) if here.startswith(folder) else NOT_TESTED
         print("NOT_TESTED" if code == NOT_TESTED else f"tested {here}", flush=True)
@@ -69,10 +72,12 @@ def run(folder: str, test: str) -> None:
 def is_noticed(mutant: Mutant) -> tuple[Mutant, bool, str]:
     """(the mutant, whether its test fails with it, what pytest said)"""
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(ROOT / "src" / "moeclipse", f"{folder}/moeclipse")
+        # Links: compiled files of all others serve as they are.
+        shutil.copytree(ROOT / "src" / "moeclipse", f"{folder}/moeclipse", copy_function=os.symlink)
         file = Path(folder) / "moeclipse" / mutant.file
+        for stale in (file, *(file.parent / "__pycache__").glob(f"{file.stem}.*")):
+            stale.unlink()
         file.write_text(mutant.changed)
-        shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
         process = multiprocessing.get_context("fork").Process(target=run, args=(folder, mutant.test))
         process.start()
         process.join(PATIENCE_S)

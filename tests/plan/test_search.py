@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.exchange import ExchangeCosts
+from moeclipse.plan import search
 from moeclipse.plan.search import candidate_orders, choose_exchange
 from moeclipse.schedule.check import Verified, verify
 from moeclipse.schedule.smart import backward_of, end_units, exchange_shape, natural_units, smart
@@ -192,3 +193,20 @@ def test_johnson_asks_the_busiest_rank_of_each_unit() -> None:
     counts[0] = 40, 10, 30, 20
     units = candidate_orders(exchange_shape(4), counts, equal_costs(100))["johnson"]
     assert [step for step, _ in units] == [2, 0, 3, 1], "rank 3 alone would say 3, 1, 2, 0"
+
+
+def test_the_bound_is_that_of_the_busiest_lane() -> None:
+    counts, costs, shape = skewed(4, 1, 256), equal_costs(256, latency=1e-6), exchange_shape(4)
+    choice = choose_exchange(shape, counts, costs, chunks=(1,), swaps=0)
+    assert choice.bound == lower_bound(choice.verified.program, counts, costs) < choice.seconds
+
+
+def test_no_more_swaps_are_tried_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, really = [], search.simulate_exchange
+    monkeypatch.setattr(search, "simulate_exchange", lambda *given: (tried.append(given), really(*given))[1])
+    numbers = []
+    for swaps in (0, 3):
+        tried.clear()
+        choose_exchange(exchange_shape(6), skewed(6, 1, 256), equal_costs(256), chunks=(1,), swaps=swaps)
+        numbers.append(len(tried))
+    assert numbers[1] == numbers[0] + 3

@@ -1,0 +1,112 @@
+"""Mutants of train/: training."""
+
+from __future__ import annotations
+
+from mutants_of.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "train/placement/background_plan.py",
+        'self.pending = None if saved is None else int(saved["asked"])',
+        "self.pending = None",
+        "train/placement/test_background_plan.py::test_a_plan_under_way_is_saved_and_taken_at_its_step",
+    ),
+    Mutant(
+        "train/config.py",
+        """return "placement.reduce = 'fedavg'" if config.placement.reduce == "fedavg" else ""
+""",
+        """return ""
+""",
+        "train/placement/test_fedavg.py::test_what_a_replica_learns_from_is_no_matter_of_speed",
+    ),
+    Mutant(
+        "train/run_files.py",
+        """\
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)""",
+        """\
+            file.flush()
+        os.replace(beside, path)""",
+        "train/test_run_files.py::test_a_text_is_durable_before_it_has_its_name",
+    ),
+    Mutant(
+        "train/run_files.py",
+        """\
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def keep_lines""",
+        """\
+        path.write_text(text)
+        beside.unlink()
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def keep_lines""",
+        "train/test_run_files.py::test_a_reader_keeps_the_text_that_it_opened",
+    ),
+    Mutant(
+        "train/checkpoints/disk.py",
+        """\
+                size += chunk.nbytes
+            disk.fsync(file)
+""",
+        "                size += chunk.nbytes\n",
+        "train/checkpoints/test_disk.py::test_a_file_is_written_hashed_and_synced",
+    ),
+    Mutant(
+        "train/checkpoints/disk.py",
+        "        if entry.is_dir() and not entry.is_symlink():",
+        "        if entry.is_dir():",
+        "train/checkpoints/test_disk.py::test_a_tree_is_removed_and_links_are_not_followed",
+    ),
+    Mutant(
+        "train/checkpoints/disk.py",
+        "os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK",
+        "os.O_RDONLY | os.O_NONBLOCK",
+        "train/checkpoints/test_disk.py::test_a_link_is_no_file_of_a_checkpoint",
+    ),
+    Mutant(
+        "train/checkpoints/folder.py",
+        """\
+        raise
+    disk.fsync_folder(final.parent)
+""",
+        "        raise\n",
+        "train/checkpoints/test_folder.py::test_a_commit_is_durable",
+    ),
+    Mutant(
+        "train/stragglers.py",
+        "before + 1 if slow else max(before - 2, 0)",
+        "before + 1 if slow else 0",
+        "train/test_stragglers.py::test_a_step_that_is_as_quick_as_others_counts_off_two",
+    ),
+    Mutant(
+        "train/stragglers.py",
+        """\
+median(compute_ms[other] for other in others)
+            before""",
+        """\
+median(compute_ms[other] for other in ranks)
+            before""",
+        "train/test_stragglers.py::test_rows_explain_it_or_do_not",
+    ),
+    Mutant(
+        "train/loss_scale.py",
+        "min(2 * self.value, MOST), 0",
+        "2 * self.value, 0",
+        "train/test_loss_scale.py::test_the_factor_doubles_after_many_good_steps_and_has_limits",
+    ),
+    Mutant(
+        "train/optim.py",
+        "        return config.lr * (step + 1) / config.warmup_steps",
+        "        return config.lr * step / config.warmup_steps",
+        "train/test_optim.py::test_the_learning_rate_warms_up_and_falls_to_its_floor",
+    ),
+)
