@@ -17,6 +17,12 @@ class Mutant:
     new: str
     test: str
     """Below tests, of the short suite; it must fail with the change, and passes without."""
+    change: str
+    """In words."""
+    harm: str
+    """What would go wrong for a user."""
+    survived: bool = False
+    """All tests of the module's file passed with it, until it was listed here with a test of its own."""
 
     @property
     def source(self) -> str:
