@@ -88,12 +88,20 @@ def is_noticed(mutant: Mutant) -> tuple[Mutant, bool, str]:
     return mutant, process.exitcode == TESTS_FAILED, said
 
 
+def timed(mutant: Mutant) -> tuple[Mutant, bool, str, float]:
+    began = time.monotonic()
+    return *is_noticed(mutant), time.monotonic() - began
+
+
 def main(words: list[str]) -> int:
     wanted = [m for m in MUTANTS if all(word in f"{m.file} {m.test}" for word in words)]
     began, survivors = time.monotonic(), 0
     with ThreadPool(os.cpu_count() or 1) as pool:
-        for mutant, noticed, said in pool.imap(is_noticed, wanted):
-            print(f"{'noticed' if noticed else 'SURVIVED'}  {mutant.file}  {mutant.test}", flush=True)
+        for mutant, noticed, said, seconds in pool.imap(timed, wanted):
+            print(
+                f"{'noticed' if noticed else 'SURVIVED'}  {seconds:5.1f} s  {mutant.file}  {mutant.test}",
+                flush=True,
+            )
             if not noticed:
                 survivors += 1
                 print(f"{mutant.old}\n    became\n{mutant.new}\n{said}", flush=True)

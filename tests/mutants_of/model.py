@@ -17,7 +17,7 @@ MUTANTS = (
         "model/rotary.py",
         'return yarn_magnitude(self.factor) if self.scaling == "yarn" else 1.0',
         "return 1.0",
-        "model/test_rotary.py::test_magnitude_of_yarn",
+        "model/test_rotary.py::test_yarn_keeps_fast_pairs_and_scales_slow_ones",
         "yarn's factor on cos and sin is left out",
         "models with yarn compute something else than theirs",
     ),
