@@ -61,7 +61,7 @@ def test_a_file_that_keeps_its_size_has_changed(tmp_path: Path) -> None:
     file, before = folder / "summary.json", version_of([folder])
     assert version_of([folder]) == before
     stat = file.stat()
-    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))
     assert version_of([folder]) != before
 
 
