@@ -1,18 +1,41 @@
-"""The list of mutants fits the source and the page that explains it; in full, each of them is noticed."""
+"""The list of mutants fits the source, the short suite and its page; in full, each of them is noticed."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import subprocess
 import sys
-from pathlib import Path
+from collections import Counter
+from functools import cache
 
 import pytest
 
-from mutants import MUTANTS, Mutant
+from mutants_of import MUTANTS
+from mutants_of.mutant import ROOT, Mutant
 
-ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "testing.md").read_text()
+FEWEST, FEWEST_OF_A_ROOM = 120, 8
+
+
+@cache
+def parsed(file: str) -> ast.Module:
+    return ast.parse((ROOT / "tests" / file).read_text())
+
+
+def is_full(marks: list[ast.expr]) -> bool:
+    return any(ast.unparse(mark) == "pytest.mark.full" for mark in marks)
+
+
+def short_tests(tree: ast.Module) -> list[str]:
+    """Names of the tests of a file that the short suite runs."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+            marks = node.value.elts if isinstance(node.value, ast.List | ast.Tuple) else [node.value]
+            if is_full(marks):
+                return []
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return [node.name for node in functions if not is_full(node.decorator_list)]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.file} {m.test.split('::')[1]}")
@@ -20,25 +43,50 @@ def test_a_mutant_fits(mutant: Mutant) -> None:
     assert mutant.source.count(mutant.old) == 1, "the code has changed: let the mutant follow it"
     ast.parse(mutant.changed)
     file, name = mutant.test.split("::")
-    body = ast.parse((ROOT / "tests" / file).read_text()).body
-    assert name in [node.name for node in body if isinstance(node, ast.FunctionDef)]
-    assert f"`{name}`" in PAGE, "docs/testing.md says of each mutant what would go wrong"
+    assert name in short_tests(parsed(file)), "the short suite has no such test"
+    assert mutant.change
+    assert mutant.harm, "docs/testing.md says of each mutant what would go wrong"
 
 
-def test_every_row_of_the_page_is_a_mutant() -> None:
+def test_a_test_that_the_short_suite_leaves_out_is_known() -> None:
+    mark, test = "@pytest.mark.full\n", "def test_one(): ...\n"
+    assert short_tests(ast.parse(test)) == ["test_one"]
+    assert short_tests(ast.parse(mark + test)) == []
+    assert short_tests(ast.parse("@pytest.mark.parametrize('n', [1])\n" + mark + test)) == []
+    assert short_tests(ast.parse("pytestmark = pytest.mark.full\n" + test)) == []
+    assert short_tests(ast.parse("pytestmark = [pytest.mark.gpu, pytest.mark.full]\n" + test)) == []
+    assert short_tests(ast.parse("pytestmark = [pytest.mark.gpu]\n" + test)) == ["test_one"]
+
+
+def test_every_room_has_its_share_and_none_is_listed_twice() -> None:
+    rooms = {path.parent.name for path in (ROOT / "src" / "moeclipse").glob("*/__init__.py")}
+    listed = Counter(mutant.file.split("/")[0] for mutant in MUTANTS)
+    assert set(listed) == rooms
+    assert {room: number for room, number in listed.items() if number < FEWEST_OF_A_ROOM} == {}
+    assert len(MUTANTS) >= FEWEST
+    assert len({(mutant.file, mutant.old, mutant.new) for mutant in MUTANTS}) == len(MUTANTS)
+
+
+def test_the_page_lists_every_mutant() -> None:
+    spec = importlib.util.spec_from_file_location("list_mutants", ROOT / "docs" / "list_mutants.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.with_mutants(PAGE) == PAGE, "run: python docs/list_mutants.py"
     rows = [line for line in PAGE.splitlines() if line.startswith("| `") and "`test_" in line]
-    listed = sorted((row.split("`")[1], row.split("`")[-2]) for row in rows)
-    assert listed == sorted((m.file, m.test.split("::")[1]) for m in MUTANTS)
+    assert len(rows) == len(MUTANTS)
+    assert {row.count(" | ") for row in rows} == {3}
 
 
 HARMLESS = """
 import sys
 sys.path.insert(0, "tests")
 import mutants
+from mutants_of.mutant import Mutant
 line = "from dataclasses import dataclass"
-harmless = mutants.Mutant(
-    "balance/quota.py", line, line + " ", "balance/test_load.py::test_averages_refuse_nonsense"
-)
+test = "balance/test_load.py::test_averages_refuse_nonsense"
+harmless = Mutant("balance/quota.py", line, line + " ", test, "a space", "nothing")
 _, noticed, said = mutants.is_noticed(harmless)
 assert "1 passed" in said and "NOT_TESTED" not in said, said
 assert not noticed

@@ -188,6 +188,17 @@ def test_resumed_runs_say_so() -> None:
     assert "resumed after step 4" in text_of(display.console)
 
 
+def test_a_resumed_run_has_its_own_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of six steps took 10 s, so five take 50 s; the 94 before it are an earlier job's."""
+    now = [100.0]
+    monkeypatch.setattr("moeclipse.cli.display.time.monotonic", lambda: now[0])
+    display = Display(console())
+    display.start(INFO | {"steps": 100, "start_step": 94})
+    now[0] += 10.0
+    display.step({"step": 94, "loss": 1.0})
+    assert text_of(display.console).splitlines()[-1].endswith("left 0:50")
+
+
 def test_load_chart_heights_follow_the_load() -> None:
     rows = [line.plain for line in load_chart([0.0, 1.0, 2.0], 40, unicode=True, height=2)]
     assert rows[0] == "          ████"

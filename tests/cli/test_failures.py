@@ -98,3 +98,19 @@ def test_what_is_shown(capsys: pytest.CaptureFixture) -> None:
     assert capsys.readouterr().err == "error: bad\n", "bad input fails on every rank alike"
     show_failure(Failure(rank=3, text="boom"), named=False)
     assert capsys.readouterr().err == "error: boom\n"
+
+
+def test_of_several_causes_the_first_in_time_counts() -> None:
+    late = [Failure(rank=0, text="a", time=9.0), Failure(rank=1, text="b", time=8.0)]
+    assert root_cause(late, {}).rank == 1
+    waited = [
+        Failure(rank=0, text="lost a peer", time=1.0, victim=True),
+        Failure(rank=2, text="waited for rank 1", time=3.0, victim=True, late=True),
+        Failure(rank=3, text="waited for rank 2", time=4.0, victim=True, late=True),
+    ]
+    assert root_cause(waited, {1: -9}).rank == 2, "who waited in vain knows for whom; a kill came after it"
+    assert root_cause([], {0: 143, 1: 7}).rank == 1, "who heard the agent's SIGTERM ended for another's sake"
+
+
+def test_a_killed_rank_ends_the_run_as_shells_say_it() -> None:
+    assert root_cause([], {2: -9}).code == 137

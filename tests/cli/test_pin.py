@@ -28,6 +28,12 @@ def test_a_quota_leaves_ranks_where_they_are() -> None:
     assert os.sched_getaffinity(0) == before
 
 
+def test_a_quota_that_all_ranks_fit_into_is_a_quota_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("pinned"))
+    assert pin_rank({"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, usable=4) is None
+
+
 def test_a_rank_keeps_to_its_cores() -> None:
     child = os.fork()
     if child == 0:

@@ -56,3 +56,8 @@ def test_points_lie_on_the_line_between() -> None:
     assert spread_to([7.0], 3) == [7.0]
     assert average_to([1.0], 3) == [1.0]
     assert spread_to([0.0, 1.0, 0.0], 5) == pytest.approx([0, 0.5, 1, 0.5, 0])
+
+
+def test_no_line_goes_over_a_gap() -> None:
+    top, middle, bottom = plot_lines([3.0, math.nan, 1.0], 12, 3, unicode=False)
+    assert (top, middle, bottom) == ("  3.000 |*  ", "        |   ", "  1.000 |  *")

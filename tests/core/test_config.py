@@ -13,6 +13,7 @@ from moeclipse.core.config import (
     flag_layer,
     from_table,
     keys_of,
+    named_in,
     table_layer,
     to_flat,
     validate,
@@ -208,3 +209,20 @@ def test_with_values_changes_only_what_it_names() -> None:
 
 def test_from_table() -> None:
     assert from_table(Tree, {"layout": {"files": ["a"]}}, "x") == Tree(layout=Layout(files=("a",)))
+
+
+def test_a_flag_that_covers_a_mistake_is_checked_itself() -> None:
+    assert refused({"gate": {"top_k": "two"}}, "--gate.top-k", "0") == [
+        "gate.top_k = 'two': expected a whole number (my.toml)",
+        "gate.top_k (0) must be at least 1 (--gate.top-k)",
+    ]
+
+
+def test_a_key_is_not_named_by_its_beginning() -> None:
+    keys = ["gate.top_k", "gate.top_k_decay", "top_k"]
+    assert named_in("gate.top_k_decay (2) must lie below 1", keys) == ["gate.top_k_decay"]
+    assert named_in("gate.top_k (2) must be at most 1.", keys) == ["gate.top_k"]
+
+
+def test_a_flag_s_value_may_hold_an_equals_sign() -> None:
+    assert read({}, "--layout.name=lr=1e-3").layout.name == "lr=1e-3"

@@ -81,3 +81,17 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
 def test_values_that_toml_has_no_word_for() -> None:
     with pytest.raises(TypeError, match="TOML cannot hold None"):
         toml_value(None)
+
+
+@pytest.mark.parametrize("character", ["\x7f", "\x00", "\x1b", "\\", '"', "\n", "\x85"])
+def test_characters_that_toml_forbids_in_a_text(character: str) -> None:
+    assert tomllib.loads(f"a = {toml_value(character)}") == {"a": character}
+
+
+def test_a_class_describes_what_it_changes_of_its_base() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Changed(Outer):
+        whole: int = 1
+        """Another number."""
+
+    assert docs_of(Changed) == {"whole": "Another number."}

@@ -53,6 +53,7 @@ def test_a_value_of_its_type_is_taken(value: object, kind: Any, expected: object
         (float("inf"), float, "a finite number"),
         (1, bool, "true or false"),
         (1, Literal["auto"], '"auto"'),
+        (True, Literal[1, 2], "one of 1, 2"),
         ("fast", SHADOW, "one of auto, off or a list of whole numbers"),
         ([1.5], tuple[int, ...], "a whole number"),
     ],

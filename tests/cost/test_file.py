@@ -72,3 +72,16 @@ def test_broken_toml_is_told(tmp_path: Path) -> None:
     path.write_text("seconds = [")
     with pytest.raises(ConfigError, match="not valid TOML"):
         load_costs(str(path))
+
+
+def test_what_a_file_gives_wins_over_what_follows_from_a_shape() -> None:
+    shape = {"device": "h200", "link": "infiniband", "num_ranks": 64}
+    plain, given = costs_from(shape), costs_from({**shape, "fixed": {"DISPATCH_F": 0.5, "MLP_F": 0.25}})
+    assert given.fixed == {**plain.fixed, "DISPATCH_F": 0.5, "MLP_F": 0.25}
+    assert given.seconds == plain.seconds
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -1.0, 1e15, True])
+def test_costs_can_be_added_up(value: float) -> None:
+    with pytest.raises(ConfigError, match="must be a number, finite and not negative"):
+        costs_from({"seconds": {"F": value}})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moeclipse.core.errors import CheckpointError
-from moeclipse.hf.config_file import config_of, small_files
+from moeclipse.hf.config_file import config_of, is_model_folder, small_files
 
 
 def test_small_files(tmp_path: Path) -> None:
@@ -21,3 +21,11 @@ def test_small_files(tmp_path: Path) -> None:
         small_files(tmp_path)
     (tmp_path / "tokenizer.json").write_text("[]")
     assert small_files(tmp_path) == {"tokenizer.json": b"[]", "tokenizer_config.json": b"{}"}
+
+
+def test_a_checkpoint_of_ours_is_no_model_folder(tmp_path: Path) -> None:
+    assert not is_model_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert is_model_folder(tmp_path)
+    (tmp_path / "manifest.json").write_text("{}")
+    assert not is_model_folder(tmp_path)

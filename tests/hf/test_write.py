@@ -54,3 +54,12 @@ def test_files_are_cut_by_size_and_read_by_others(tmp_path: Path) -> None:
     tree = json.loads(raw)
     assert tree["weight_map"]["t4"] == "model-00003-of-00003.safetensors"
     assert tree["metadata"]["total_size"] == sum(v.numel() * v.element_size() for v in values.values())
+
+
+def test_tensors_of_a_file_lie_one_behind_the_other(tmp_path: Path) -> None:
+    tensors = [Outline(key=f"t{n}", shape=(n,), dtype=torch.float32) for n in (1, 2, 3, 4)]
+    values = {t.key: torch.randn(t.shape) for t in tensors}
+    (tmp_path / "one").write_bytes(b"".join(chunks_of(tensors, lambda t: values[t.key])))
+    found = load_file(tmp_path / "one")
+    assert found.keys() == values.keys()
+    assert all(torch.equal(found[key], value) for key, value in values.items())

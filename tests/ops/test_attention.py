@@ -165,3 +165,11 @@ def test_queries_may_stand_anywhere_among_the_keys() -> None:
                 )
                 assert difference(found[row], wanted[0]) < 1e-13
     assert attend_at(q[:0], k[:0], v[:0], place_BS[:0]).shape == (0, 4, 2, 5)
+
+
+def test_a_window_shorter_than_the_keys_is_one_though_queries_are_few() -> None:
+    """As with memory, or where a text goes on: two queries see three keys each, and not all six."""
+    q, k, v = (torch.randn(1, 2, length, 4, dtype=torch.float64) for length in (2, 6, 6))
+    found = attend(q, k, v, window=3)
+    assert difference(found, attend_reference(q, k, v, window=3)) < 1e-12
+    assert difference(found, attend(q, k, v)) > 1e-3

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.exchange import ExchangeCosts
+from moeclipse.plan import search
 from moeclipse.plan.search import candidate_orders, choose_exchange
 from moeclipse.schedule.check import Verified, verify
 from moeclipse.schedule.smart import backward_of, end_units, exchange_shape, natural_units, smart
@@ -164,10 +165,50 @@ def test_bad_input_is_refused() -> None:
         choose_exchange(shape, np.zeros((4, 3)), costs)
     with pytest.raises(ScheduleError, match="must not be negative"):
         choose_exchange(shape, np.full((4, 4), -1), costs)
-    with pytest.raises(ScheduleError, match="must list numbers of at least 1"):
-        choose_exchange(shape, np.zeros((4, 4)), costs, chunks=())
+    for chunks in ((), (1, 0)):
+        with pytest.raises(ScheduleError, match="must list numbers of at least 1"):
+            choose_exchange(shape, np.zeros((4, 4)), costs, chunks=chunks)
 
 
 def test_no_rows_at_all() -> None:
     choice = choose_exchange(exchange_shape(4), np.zeros((4, 4)), equal_costs(1), swaps=3)
     assert choice.seconds == 0.0
+
+
+def test_where_all_orders_are_alike_the_plainest_is_taken() -> None:
+    choice = choose_exchange(exchange_shape(4), np.zeros((4, 4)), equal_costs(1), swaps=3)
+    assert choice.rule == "ring", "a search that found nothing is not what was chosen"
+    assert choice.shape.chunks == 1, "and no op is cut for nothing"
+
+
+def test_swaps_are_the_same_on_every_rank() -> None:
+    """Of eighteen pairs six are tried; drawn anew, they lead to another order each time."""
+    counts = np.random.default_rng(1).integers(0, 400, (10, 10))
+    costs, shape = equal_costs(4096), exchange_shape(10)
+    chosen = [choose_exchange(shape, counts, costs, chunks=(1,), swaps=6) for _ in range(3)]
+    assert chosen[0].rule == "search"
+    assert {(one.shape.units, one.seconds) for one in chosen} == {(chosen[0].shape.units, chosen[0].seconds)}
+
+
+def test_johnson_asks_the_busiest_rank_of_each_unit() -> None:
+    counts = np.ones((4, 4))
+    counts[0] = 40, 10, 30, 20
+    units = candidate_orders(exchange_shape(4), counts, equal_costs(100))["johnson"]
+    assert [step for step, _ in units] == [2, 0, 3, 1], "rank 3 alone would say 3, 1, 2, 0"
+
+
+def test_the_bound_is_that_of_the_busiest_lane() -> None:
+    counts, costs, shape = skewed(4, 1, 256), equal_costs(256, latency=1e-6), exchange_shape(4)
+    choice = choose_exchange(shape, counts, costs, chunks=(1,), swaps=0)
+    assert choice.bound == lower_bound(choice.verified.program, counts, costs) < choice.seconds
+
+
+def test_no_more_swaps_are_tried_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, really = [], search.simulate_exchange
+    monkeypatch.setattr(search, "simulate_exchange", lambda *given: (tried.append(given), really(*given))[1])
+    numbers = []
+    for swaps in (0, 3):
+        tried.clear()
+        choose_exchange(exchange_shape(6), skewed(6, 1, 256), equal_costs(256), chunks=(1,), swaps=swaps)
+        numbers.append(len(tried))
+    assert numbers[1] == numbers[0] + 3

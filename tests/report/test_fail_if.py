@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 
 import pytest
@@ -66,6 +67,14 @@ def test_mistakes_are_told(text: str, why: str) -> None:
     with pytest.raises(ConfigError) as caught:
         judge(text, FIRST, SECOND)
     assert why in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, None])
+def test_what_is_no_number_is_not_compared(value: float | None) -> None:
+    with pytest.raises(ConfigError, match="the run has no loss"):
+        judge("loss > 100", FIRST | {"loss": value})
+    with pytest.raises(ConfigError, match="the second run has no loss"):
+        judge("loss > RUN2", FIRST, SECOND | {"loss": value})
 
 
 def test_a_second_run_must_be_there() -> None:

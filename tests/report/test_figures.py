@@ -72,3 +72,11 @@ def test_what_was_measured_is_readable() -> None:
     assert readable_choice({"step_s": 0.37742305, "search_s": 2}) == "step_s 0.377, search_s 2"
     assert readable_choice({"step_s": None}) == '{"step_s": null}'
     assert readable_choice([1, True]) == "[1, true]"
+
+
+def test_incidents_name_their_rank_the_first_one_too(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=3)
+    told = [{"kind": "slow", "rank": 0, "step": 2, "what": "late"}, {"step": None, "what": "all"}]
+    (folder / "incidents.jsonl").write_text("\n".join(map(json.dumps, told)))
+    (run,) = figures([read_run(folder)])["runs"]
+    assert [one["what"] for one in run["events"]] == ["all", "rank 0: late"]

@@ -57,3 +57,11 @@ def test_numbers_are_said_with_their_unit() -> None:
     assert in_words("tokens_per_s", 12345.6) == "12,346"
     assert in_words("loss", 2.34567) == "2.346"
     assert in_words("mfu", None) == "not measured"
+
+
+def test_what_is_counted_is_counted_from_the_first_step(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=3)
+    records = [record_of(step, dropped=5, skipped=step < 2) for step in range(10)]
+    write_lines(folder / "metrics.jsonl", records)
+    found = measures_of(read_run(folder))
+    assert (found["dropped"], found["skipped"]) == (50, 2), "warm-up is for times alone"

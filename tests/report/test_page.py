@@ -100,3 +100,13 @@ def test_a_long_run_of_a_large_model_is_a_small_page(tmp_path: Path) -> None:
     write_loads(folder, rng.integers(0, 5000, (256, 32, 64)), 2)
     run = read_run(folder)
     assert 5e5 < len(page_of([run, run])) < 3e6
+
+
+def test_whoever_looks_meanwhile_sees_a_whole_page(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "run", steps=3))
+    path = tmp_path / "report.html"
+    path.write_text("the page before")
+    with path.open() as looking:
+        write_page([run], path)
+        assert looking.read() == "the page before"
+    assert path.read_text().startswith("<!doctype html>")

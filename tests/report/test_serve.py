@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import pytest
 from made_runs import make_run, record_of
 
 from moeclipse.core.errors import ConfigError
-from moeclipse.report.serve import make_server
+from moeclipse.report.serve import make_server, version_of
 
 
 @contextmanager
@@ -55,9 +56,19 @@ def test_figures_follow_the_run(tmp_path: Path) -> None:
         assert (status, json.loads(body)["runs"][0]["done"]) == (200, 6)
 
 
+def test_a_file_that_keeps_its_size_has_changed(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=3)
+    file, before = folder / "summary.json", version_of([folder])
+    assert version_of([folder]) == before
+    stat = file.stat()
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))
+    assert version_of([folder]) != before
+
+
 def test_others_are_sent_away(tmp_path: Path) -> None:
     with served(make_run(tmp_path / "run", steps=3)) as at:
         assert ask(at, "/", Host="evil.example")[0] == 403
+        assert ask(at, "/", Host=f"evil.example:{at[1]}")[0] == 403, "a name that points here"
         assert ask(at, "/../secret")[0] == 404
         assert ask(at, "/", Host=f"localhost:{at[1]}")[0] == 200
 

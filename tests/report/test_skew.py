@@ -183,3 +183,8 @@ def test_who_shares_experts_and_what_they_measured() -> None:
     assert sharers({}, None) is None
     assert probe_of({"layers": {"0": {"probe": {"a": 1}}}, "placement": None}) == {"a": 1}
     assert probe_of({"layers": None}) is None
+
+
+def test_uneven_ranks_cost_no_more_than_was_waited(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "run", straggle_ms=3.0))
+    assert skew_ms(run) == pytest.approx(3.0), "rows above the mean would cost 8.5 ms"

@@ -60,3 +60,12 @@ def test_transfers_are_summed_by_kind(tmp_path: Path) -> None:
 
 def test_labels_that_differ_by_numbers_are_one_kind() -> None:
     assert kind_of("combine 3 of layer 12") == kind_of("combine 0 of layer 1") == "combine # of layer #"
+
+
+def test_times_are_those_of_one_step_of_one_rank(tmp_path: Path) -> None:
+    make_trace(tmp_path)
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    (once,) = hidden_by_op(trace)
+    again = [{**one, "args": {**one["args"], "turn": 1}} for one in trace["traceEvents"] if one["ph"] == "X"]
+    (twice,) = hidden_by_op({"traceEvents": [*trace["traceEvents"], *again]})
+    assert twice == once

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.model import DEEPSEEK_V3, UNIT, Costs
 from moeclipse.schedule.templates import Expansion
-from moeclipse.sim.compare import Question, advise, ask, ask_all
+from moeclipse.sim.compare import Answer, Question, advise, ask, ask_all
 
 
 @pytest.mark.parametrize("costs", [UNIT, DEEPSEEK_V3], ids=lambda costs: costs.name)
@@ -62,3 +64,19 @@ def test_layers_must_fit_the_stages() -> None:
     )
     assert [a.name for a in answers] == ["1f1b"]
     assert "zb-v" in refused
+
+
+def made_up(name: str, makespan: float, peak: float, copies: int = 1) -> Answer:
+    answer = ask(Question(ranks=1, microbatches=1, costs=UNIT), "1f1b")
+    summary = replace(answer.summary, makespan=makespan, peak=(peak,))
+    return replace(answer, name=name, summary=summary, model_copies=copies)
+
+
+def test_a_leaner_one_is_nearly_as_fast_and_keeps_no_second_model() -> None:
+    best, lean = made_up("best", 10.0, 4.0), made_up("lean", 10.9, 2.0)
+    twice, slow = made_up("twice", 10.5, 1.0, copies=2), made_up("slow", 11.1, 1.0)
+    told = advise([best, twice, lean, slow])
+    assert told[1:] == [
+        "lean is 9.0% slower and holds 50% less activation memory: take it if memory is short."
+    ]
+    assert len(advise([best, twice])) == len(advise([best, slow])) == 1

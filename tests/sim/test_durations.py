@@ -8,12 +8,18 @@ import pytest
 
 from moeclipse.core.errors import ConfigError, ScheduleError
 from moeclipse.cost.model import DEEPSEEK_V3, UNIT, Costs
-from moeclipse.schedule import kinds
+from moeclipse.schedule import kinds, one_f_one_b
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.lower import lower
-from moeclipse.schedule.op import backward, forward, pair, pipeline_program, self_overlap
+from moeclipse.schedule.op import ActionColumns, backward, forward, pair, pipeline_program, self_overlap
 from moeclipse.schedule.shape import StagePlacement
-from moeclipse.sim.durations import checked_durations, seconds_of, table_durations, tells_self_overlap
+from moeclipse.sim.durations import (
+    checked_durations,
+    column_durations,
+    seconds_of,
+    table_durations,
+    tells_self_overlap,
+)
 
 
 def test_what_a_table_leaves_out_is_derived() -> None:
@@ -74,3 +80,20 @@ def test_given_durations_must_fit() -> None:
     assert checked_durations(program, [[1.0, 2.0], [3.0, 4.0]]) == [1.0, 2.0, 3.0, 4.0]
     with pytest.raises(ScheduleError, match=r"\[2, 1\] entries per rank, but the program has \[2, 2\] ops"):
         checked_durations(program, [[1.0, 2.0], [3.0]])
+
+
+def test_a_pair_has_the_mean_of_its_stages() -> None:
+    both = pair(forward(0, 1), backward(1, 0))
+    program = pipeline_program("both", [[both]], StagePlacement.loop(1, 2), 2)
+    assert table_durations(program, replace(UNIT, stage_scale=(1.0, 3.0))) == [3.0 * 2.0]
+
+
+def test_columns_have_the_durations_of_their_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of millions of actions are kept as columns: slow ranks and stages count there, too."""
+    monkeypatch.setattr(one_f_one_b, "MANY", 0)
+    program = build("1f1b", 3, 2)
+    assert isinstance(program.ranks, ActionColumns)
+    costs = replace(UNIT, rank_speed=(1.0, 0.5, 2.0), stage_scale=(1.0, 3.0, 0.5), fixed={"F": 0.25})
+    columns = column_durations(program.ranks, costs).tolist()
+    assert columns == table_durations(program, costs)
+    assert columns[4:6] == [(3.0 + 0.25) / 0.5] * 2, "the second rank's forwards"

@@ -86,6 +86,17 @@ def test_shadows_by_hand() -> None:
     assert all(rank["S_F@0"] == rank["R_F@0"] == 0.0 for rank in spent), "own rows stay on their rank"
 
 
+def test_copies_travel_both_ways_at_once() -> None:
+    """Ranks 0 and 1 each send one copy and receive one: a link carries both directions in the time of one."""
+    costs = ExchangeCosts(
+        row_bytes=1, near_bandwidth=1, far_bandwidth=2, row_seconds=1, expert_bytes=10, latency=1
+    )
+    shadows = [Shadow(expert=0, owner=0, ranks=(1,)), Shadow(expert=1, owner=1, ranks=(0,))]
+    program = smart(exchange_shape(2, shadows=shadows))
+    for ops, seconds in zip(program.ranks, exchange_durations(program, [[1, 1], [1, 1]], costs), strict=True):
+        assert dict(zip(map(str, ops), seconds, strict=True))["SHADOW_SEND"] == 1 + 10 / 2
+
+
 def test_weight_gradients_by_hand() -> None:
     """All rows in the end, or those of the own group early and the others in the end."""
     costs = ExchangeCosts(row_bytes=1, near_bandwidth=1, far_bandwidth=1, row_seconds=1, kernel=3)

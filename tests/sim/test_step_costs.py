@@ -67,6 +67,7 @@ def test_axes_share_work_and_add_communication() -> None:
     assert cut[kinds.ATTN_W, 0, 1] == pytest.approx(alone[kinds.ATTN_W, 0, 1] / 2)
     assert cut[kinds.MLP_F, 0, 1] == pytest.approx(alone[kinds.MLP_F, 0, 1] / 2), "rows travel in dispatch"
     assert cut[kinds.MLP_F, 0, 0] == pytest.approx(alone[kinds.MLP_F, 0, 0] / 2 + 2 * moved)
+    assert cut[kinds.SEND_F, 0, -1] == pytest.approx(moved), "each tp rank sends its part to the next stage"
     spread = seconds(replace(WORK, ep=2))
     assert spread[kinds.DISPATCH_F, 0, 1] == pytest.approx(0.001 + 10 * 16 / 2 / 1e6)
     dense = 100 + 3 * 4 * 16 + 100 + 4 * 2

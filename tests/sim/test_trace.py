@@ -82,3 +82,15 @@ def test_timeline_of_an_exchange_and_of_many_ranks() -> None:
     assert "... and 4 more ranks" in text
     assert "C compute" in text
     assert "C" in text.splitlines()[0]
+
+
+def test_a_trace_has_one_clock_whatever_the_unit_of_its_costs() -> None:
+    result = simulate(build("1f1b", 2, 3), UNIT)
+    seconds, milliseconds = (
+        [e for e in perfetto(result, seconds_per_unit=unit)["traceEvents"] if e["ph"] in "XC"]
+        for unit in (1.0, 1e-3)
+    )
+    for one, other in zip(seconds, milliseconds, strict=True):
+        assert other["ts"] == pytest.approx(one["ts"] / 1000)
+        assert other.get("dur", 0.0) == pytest.approx(one.get("dur", 0.0) / 1000)
+    assert {e["ph"] for e in seconds} == {"X", "C"}

@@ -30,3 +30,7 @@ def test_shapes_must_agree_also_where_there_is_nothing() -> None:
 def test_plain_numbers_are_compared_in_float64() -> None:
     assert 0 < difference([1 + 1e-12], [1.0]) < 1e-11, "float32 would see no difference"
     assert difference([2.0, 1.0], torch.tensor([2.0, 1.0])) == 0.0
+
+
+def test_zeros_are_no_result() -> None:
+    assert difference(torch.zeros(3), torch.tensor([1.0, 2.0, 4.0])) == 1.0

@@ -18,7 +18,7 @@ from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
-from moeclipse.train.loss_scale import FIRST, GROW_AFTER, LEAST, LossScale
+from moeclipse.train.loss_scale import FIRST, GROW_AFTER, LEAST, MOST, LossScale
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +117,13 @@ def test_the_factor_doubles_after_many_good_steps_and_has_limits() -> None:
         assert scale.after_step(1.0, math.inf)
     assert not scale.after_step(1.0, math.inf), "nothing is left to lower: the step is a bad one"
     assert scale.value == LEAST
+
+
+def test_the_factor_does_not_grow_for_ever() -> None:
+    scale = LossScale("auto", torch.float16)
+    scale.load_state({"value": MOST, "good_steps": GROW_AFTER - 1})
+    assert not scale.after_step(1.0, 1.0)
+    assert scale.value == MOST
 
 
 def test_a_loss_that_is_not_finite_is_no_matter_of_scale() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 from pathlib import Path
@@ -69,3 +70,21 @@ def test_who_came_and_left_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     assert holds_run(tmp_path)
     assert holds_run(tmp_path / "metrics.jsonl"), "a file stands in the way"
+
+
+def test_a_text_is_durable_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    for name in ("fsync", "replace"):
+        really = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *given, n=name, f=really: (done.append(n), f(*given)))
+    write_atomic(tmp_path / "best.json", "{}\n")
+    keep_lines(tmp_path / "best.json", lambda line: True)
+    assert done == ["fsync", "replace"] * 2
+
+
+def test_a_reader_keeps_the_text_that_it_opened(tmp_path: Path) -> None:
+    path = tmp_path / "best.json"
+    path.write_text("old")
+    with path.open() as reading:
+        write_atomic(path, "new")
+        assert reading.read() == "old"

@@ -43,6 +43,17 @@ def test_a_step_that_is_as_quick_as_others_counts_off_two() -> None:
     assert named(stragglers, [10, 20], STEPS) == [STEPS], "told anew once it had recovered"
 
 
+def test_a_rank_that_recovers_now_and_then_is_named() -> None:
+    stragglers = Stragglers(peers=[(0, 1)])
+    steps = [step for step in range(1, 200) if stragglers.add(step, [10, 20 if step % 6 else 10])]
+    assert steps
+    assert steps[0] < 6 * STEPS, "five slow steps count more than a quick one"
+
+
+def test_a_rank_is_held_against_the_others_alone() -> None:
+    assert named(Stragglers(peers=[(0, 1)]), [10, 14], STEPS) == [STEPS], "their mean is 12"
+
+
 def test_stages_are_not_held_against_each_other() -> None:
     assert named(Stragglers(peers=[(0, 1), (2, 3)]), [10, 10, 50, 50], 100) == []
     assert named(Stragglers(peers=[(0,), (1,)]), [10, 50], 100) == []

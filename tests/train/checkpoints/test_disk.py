@@ -89,3 +89,11 @@ def test_a_tree_is_removed_and_links_are_not_followed(tmp_path: Path) -> None:
     remove_tree(DISK, tree)
     assert not tree.exists()
     assert (kept / "file").read_text() == "mine"
+
+
+def test_a_link_is_no_file_of_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    assert len(sha256_of(tmp_path / "file")) == 64
+    with pytest.raises(OSError, match="it is a link, not a regular file"):
+        sha256_of(tmp_path / "link")

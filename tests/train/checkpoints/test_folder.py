@@ -66,6 +66,13 @@ def test_a_commit_that_fails_gives_the_replaced_one_its_name_back(
     assert (tmp_path / "step-00000010.replaced" / "file").read_text() == "old", "until it is pruned"
 
 
+def test_a_commit_is_durable(tmp_path: Path) -> None:
+    make(tmp_path, ".tmp-new")
+    disk = CountingDisk()
+    layout.commit(disk, tmp_path / ".tmp-new", tmp_path / "step-00000010")
+    assert [kind for kind, _ in disk.log] == ["rename", "fsync_folder"]
+
+
 def test_a_name_is_gone_for_good_before_its_files_are(tmp_path: Path) -> None:
     make(tmp_path, "step-00000010", ".trash-step-00000010")
     disk = CountingDisk()

@@ -1,0 +1,123 @@
+"""Mutants of cli/: the command line."""
+
+from __future__ import annotations
+
+from mutants_of.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "cli/failures.py",
+        """\
+    if culprits:
+        return min(culprits, key=lambda failure: failure.time)""",
+        """\
+    if culprits:
+        return min(culprits, key=lambda failure: failure.rank)""",
+        "cli/test_failures.py::test_of_several_causes_the_first_in_time_counts",
+        "of several failures that of the lowest rank is told",
+        "a consequence is told as the cause",
+        survived=True,
+    ),
+    Mutant(
+        "cli/failures.py",
+        """\
+    if late:
+        return min(late, key=lambda failure: failure.time)
+""",
+        "",
+        "cli/test_failures.py::test_of_several_causes_the_first_in_time_counts",
+        "who waited in vain is not asked",
+        "a rank that stood still is told as killed by the system",
+        survived=True,
+    ),
+    Mutant(
+        "cli/failures.py",
+        '{name}{hint}", code=128 + number)',
+        '{name}{hint}", code=number)',
+        "cli/test_failures.py::test_a_killed_rank_ends_the_run_as_shells_say_it",
+        "a killed run ends with the bare number of a signal",
+        "status 2 for SIGINT reads as bad input, and nobody tries again",
+        survived=True,
+    ),
+    Mutant(
+        "cli/failures.py",
+        "    everywhere = failure.code == ConfigError.code  # bad",
+        "    everywhere = False  # bad",
+        "cli/test_failures.py::test_what_is_shown",
+        "bad input is told as one rank's fault",
+        "a typo looks like a broken machine",
+    ),
+    Mutant(
+        "cli/pin.py",
+        """\
+    if usable < len(cores):
+        return None""",
+        """\
+    if usable < num_ranks:
+        return None""",
+        "cli/test_pin.py::test_a_quota_that_all_ranks_fit_into_is_a_quota_still",
+        "ranks are pinned under a quota that they fit into",
+        "they cannot use what others leave: slower steps in containers",
+        survived=True,
+    ),
+    Mutant(
+        "cli/plot.py",
+        """\
+            before = None
+            continue""",
+        "            continue",
+        "cli/test_plot.py::test_no_line_goes_over_a_gap",
+        "a line is drawn over steps without a loss",
+        "a run that diverged for a while looks healthy",
+        survived=True,
+    ),
+    Mutant(
+        "cli/display.py",
+        "/ max(done - self.first_step, 1) * (self.steps - done)",
+        "/ max(done, 1) * (self.steps - done)",
+        "cli/test_display.py::test_a_resumed_run_has_its_own_pace",
+        "time left from all steps, those of earlier jobs too",
+        "a resumed run says that it is nearly done",
+        survived=True,
+    ),
+    Mutant(
+        "cli/display.py",
+        '"".join(char if char.isprintable() else "\\ufffd" for char in seen)',
+        "seen",
+        "cli/test_display.py::test_what_the_model_wrote_stands_at_the_end",
+        "what a model writes goes to the terminal as it is",
+        "an escape sequence in a sample steers the terminal",
+    ),
+    Mutant(
+        "cli/display.py",
+        '(1e9, " B")',
+        '(1e9, " G")',
+        "cli/test_display.py::test_small_helpers",
+        "a billion parameters told as giga",
+        "`5.1 G parameters`, where everybody says B",
+    ),
+    Mutant(
+        "cli/report.py",
+        "    return 1 if failed else 0",
+        "    return 0",
+        "cli/test_report.py::test_conditions_decide_the_exit_status",
+        "a condition that holds is only printed",
+        "CI stays green",
+    ),
+    Mutant(
+        "cli/page_line.py",
+        '{shlex.quote(str(directory))}"',
+        '{directory}"',
+        "cli/test_page_line.py::test_what_goes_wrong_is_said_and_raises_nothing",
+        "a command with a bare path",
+        "pasted, it names another folder",
+    ),
+    Mutant(
+        "cli/heat.py",
+        "part.max()))] * width",
+        "part.mean()))] * width",
+        "cli/test_heat.py::test_where_experts_are_many_the_busiest_of_neighbours_counts",
+        "neighbours are averaged",
+        "one hot expert of many is not seen",
+    ),
+)

@@ -1,0 +1,96 @@
+"""Mutants of comm/: what travels."""
+
+from __future__ import annotations
+
+from mutants_of.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "comm/flight/execute.py",
+        "transfer = self._under_way.pop(position, None)",
+        "transfer = self._under_way.get(position)",
+        "comm/flight/test_execute.py::test_what_was_waited_for_is_forgotten",
+        "transfers kept after they were waited for",
+        "all microbatches' messages stay in memory until the step ends",
+    ),
+    Mutant(
+        "comm/flight/execute.py",
+        "for dep in op.deps:",
+        "for dep in list(self._under_way):",
+        "comm/flight/test_execute.py::test_an_op_waits_for_what_it_needs_and_for_nothing_else",
+        "every op waits for all transfers before it",
+        "nothing overlaps any more, anywhere",
+    ),
+    Mutant(
+        "comm/flight/lane.py",
+        "self._value, self._keep = value, keep",
+        "self._value, self._keep = value, None",
+        "comm/flight/test_lane.py::test_what_travels_is_kept_until_it_is_waited_for_and_no_longer",
+        "a transfer does not keep its tensors",
+        "memory is reused while a library still reads it: wrong rows, rarely",
+    ),
+    Mutant(
+        "comm/flight/lane.py",
+        """\
+            self._stamps.done = time.perf_counter_ns()
+        self._keep = self._work = None  # a Work may hold tensors, too
+""",
+        "            self._stamps.done = time.perf_counter_ns()\n",
+        "comm/flight/test_lane.py::test_what_travels_is_kept_until_it_is_waited_for_and_no_longer",
+        "a transfer keeps its tensors after the wait",
+        "rows live as long as anybody keeps the transfer",
+    ),
+    Mutant(
+        "comm/flight/lane.py",
+        "            _stamp_when_done(transfer._work, stamps)\n",
+        "            pass\n",
+        "comm/flight/test_lane.py::test_a_transfer_is_done_when_it_is_done_not_when_somebody_looks",
+        "transfers stamped when they are waited for",
+        "reports call communication hidden that was long over",
+    ),
+    Mutant(
+        "comm/flight/lane.py",
+        "self._work.wait(timedelta(seconds=patience_s or watch.deadline_s))",
+        "self._work.wait(timedelta(seconds=watch.deadline_s))",
+        "comm/flight/test_lane.py::test_patience_replaces_the_deadline",
+        "patience ignored",
+        "saving a large checkpoint ends the run at the collective deadline",
+    ),
+    Mutant(
+        "comm/flight/exchange.py",
+        "    total = total.clone()\n",
+        "",
+        "comm/flight/test_exchange.py::test_a_sum_leaves_its_parts_as_they_came",
+        "sums added in place into the first rank's part",
+        "replicas share out rows by wrong counts once the loss was computed",
+    ),
+    Mutant(
+        "comm/wires/two_level.py",
+        'f"two_level {group.name} {numbers}"',
+        'f"two_level {group.name}"',
+        "comm/wires/test_two_level.py::test_another_layout_of_hosts_gets_groups_of_its_own",
+        "two-level groups kept by group alone",
+        "a second layout of hosts gets the first one's routes",
+    ),
+    Mutant(
+        "comm/shared/signals.py",
+        """\
+        fence.release()
+        words[word * WORD] = value
+""",
+        "        words[word * WORD] = value\n",
+        "comm/shared/test_signals.py::test_a_post_comes_behind_a_release_and_sleepers_behind_a_full_fence",
+        "a post without the fence before it",
+        "on Arm a rank reads rows that are not there yet: wrong sums, rarely",
+    ),
+    Mutant(
+        "comm/wires/ring.py",
+        """\
+            self._signals.fence.acquire()
+            # Read after""",
+        "            # Read after",
+        "comm/wires/test_ring.py::test_messages_arrive_whole_and_in_order",
+        "a receiver without the fence behind its look",
+        "the same in exchanges",
+    ),
+)

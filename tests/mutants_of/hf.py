@@ -1,0 +1,88 @@
+"""Mutants of hf/: Hugging Face folders."""
+
+from __future__ import annotations
+
+from mutants_of.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "hf/write.py",
+        "        if groups[-1] and sum(other.num_bytes for other in groups[-1]) + tensor.num_bytes > most:",
+        "        if groups[-1] and sum(other.num_bytes for other in groups[-1]) > most:",
+        "hf/test_write.py::test_files_are_cut_by_size_and_read_by_others",
+        "a file may be larger than asked for by one tensor",
+        "files break the limit that others set for them",
+    ),
+    Mutant(
+        "hf/write.py",
+        "    total = sum(tensor.num_bytes for group in shards.values() for tensor in group)",
+        "    total = max(sum(tensor.num_bytes for tensor in group) for group in shards.values())",
+        "hf/test_write.py::test_files_are_cut_by_size_and_read_by_others",
+        "the index tells the size of the largest file",
+        "others plan too little memory for the model",
+    ),
+    Mutant(
+        "hf/write.py",
+        "            target[:, place] = rows.view(part.rows, width).t().to(dtype)",
+        "            target[:, place] = rows.view(width, part.rows).to(dtype)",
+        "hf/test_write.py::test_tensors_are_assembled_from_parts",
+        "a transposed part is only reshaped",
+        "exported gpt-oss experts are scrambled",
+    ),
+    Mutant(
+        "hf/write.py",
+        """\
+"data_offsets": [offset, offset + tensor.num_bytes],
+        }
+        offset += tensor.num_bytes""",
+        """\
+"data_offsets": [offset, offset + tensor.num_bytes],
+        }
+        offset = tensor.num_bytes""",
+        "hf/test_write.py::test_tensors_of_a_file_lie_one_behind_the_other",
+        "tensors of a file lie over each other",
+        "nobody can read the file",
+        survived=True,
+    ),
+    Mutant(
+        "hf/manifest.py",
+        "        if found != expected:",
+        "        if len(found) != len(expected):",
+        "hf/test_manifest.py::test_changed_missing_and_unreadable",
+        "digests are not compared",
+        "a damaged download is trained from",
+    ),
+    Mutant(
+        "hf/manifest.py",
+        "[share::num_shares]",
+        "[share + 1 :: num_shares]",
+        "hf/test_manifest.py::test_changed_missing_and_unreadable",
+        "the first file is nobody's share",
+        "the same, for one file",
+    ),
+    Mutant(
+        "hf/config_file.py",
+        ' and not (path / "manifest.json").exists()',
+        "",
+        "hf/test_config_file.py::test_a_checkpoint_of_ours_is_no_model_folder",
+        "a checkpoint with a config.json is taken for a model folder",
+        "`--init-from` reads it as one, and fails",
+        survived=True,
+    ),
+    Mutant(
+        "hf/config_file.py",
+        "    if tokenizer and not any(name in found for name in NEEDED):",
+        "    if tokenizer and not found:",
+        "hf/test_config_file.py::test_small_files",
+        "any small file passes for a tokenizer",
+        "a converted model cannot read a text",
+    ),
+    Mutant(
+        "hf/rope.py",
+        'yarn_magnitude(factor, given["mscale_all_dim"]) ** 2',
+        'yarn_magnitude(factor, given["mscale_all_dim"])',
+        "hf/test_rope.py::test_part_of_a_head_and_latent_attention",
+        "the scale of latent attention is not squared",
+        "DeepSeek models compute something else than theirs",
+    ),
+)

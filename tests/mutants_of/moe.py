@@ -1,0 +1,115 @@
+"""Mutants of moe/: layers with experts."""
+
+from __future__ import annotations
+
+from mutants_of.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "moe/optimizer_state.py",
+        "    if value.shape == parameter.shape:\n        return ExpertShards(value, place)\n",
+        "    if value.shape == parameter.shape:\n        return value\n",
+        "own_loop/test_checkpoints.py::test_a_run_goes_on_at_another_layout",
+        "state saved as plain tensors",
+        "all load one rank's moments",
+    ),
+    Mutant(
+        "moe/shards.py",
+        "            if given.place != self:\n",
+        "            if given.local.shape[0] != len(self.experts):\n",
+        "moe/test_shards.py::test_experts_refuse_those_of_another_rank",
+        "only sizes compared",
+        "ranks take others' experts",
+    ),
+    Mutant(
+        "moe/shadow_choice.py",
+        "if self.automatic and (costs is None or not asks):",
+        "if self.automatic and costs is None:",
+        "moe/test_shadow_choice.py::test_even_loads_are_left_in_peace_and_skew_is_seen_with_the_next_look",
+        "every call asks for counts",
+        "6 % of a step under even loads",
+    ),
+    Mutant(
+        "moe/dispatch.py",
+        "if unit.local and self._all is None:",
+        "if False:",
+        "moe/test_overlap.py::test_rows_travel_while_experts_compute",
+        "own rows wait for the scores of others",
+        "the first unit no longer hides the first transfers",
+    ),
+    Mutant(
+        "moe/dispatch_combine.py",
+        """\
+            if op.step is None:  # the last ones: every unit has its score gradients
+                self.return_scores()
+            self.wgrad(op.step)
+""",
+        """\
+            self.wgrad(op.step)
+            if op.step is None:  # the last ones: every unit has its score gradients
+                self.return_scores()
+""",
+        "moe/test_overlap.py::test_rows_travel_while_experts_compute",
+        "score gradients leave behind the last dW",
+        "their exchange is exposed at the end of every backward",
+    ),
+    Mutant(
+        "moe/passes.py",
+        "return self.forward if len(self.call.plan.units) == 1 else WAITED_FOR_LATER",
+        "return self.forward",
+        "moe/test_passes.py::test_a_pipeline_leaves_the_waiting_for_units_to_the_experts",
+        "a pipeline waits for all units before the experts run",
+        "the smart schedule hides nothing inside a pipeline",
+    ),
+    Mutant(
+        "moe/dispatch_combine.py",
+        """\
+        if not keep_rows:
+            self.arrived = []  # what backward needs of them is in `saved`
+""",
+        "",
+        "moe/test_passes.py::test_pieces_of_two_microbatches_give_the_bits_of_one_go",
+        "rows kept as they arrived until backward",
+        "activations of every layer grow by the rows received",
+    ),
+    Mutant(
+        "moe/schedule.py",
+        "overlap=0.0 if one_go else 1.0",
+        "overlap=1.0",
+        "moe/test_schedule.py::test_an_exchange_in_one_go_hides_no_shadows",
+        "a blocking exchange hides shadows",
+        "too few shadows",
+    ),
+    Mutant(
+        "moe/shadow_choice.py",
+        "row_forward=pairs * costs.row_forward, row_backward=pairs * costs.row_backward",
+        "row_forward=costs.row_forward, row_backward=costs.row_backward",
+        "moe/test_shadow_choice.py::test_shadows_are_priced_per_row_that_travels",
+        "a row priced as one pair",
+        "too few shadows",
+    ),
+    Mutant(
+        "moe/probe.py",
+        "if self.shared_wire else 1 / self.link",
+        "if self.shared_wire else 1 / self.bandwidth",
+        "moe/test_probe.py::test_a_link_is_priced_as_it_is_around_a_busy_expert",
+        "a link priced as if all ranks sent",
+        "on switched networks copies look dear around a busy expert, and are not made",
+    ),
+    Mutant(
+        "moe/schedule.py",
+        "use = self.use if self.trials is None else self.trials.unseen",
+        "use = self.use",
+        "moe/test_schedule.py::test_a_run_that_is_saved_amid_its_trials_goes_on_with_the_best_prediction",
+        "a run saved amid its trials keeps the candidate at hand",
+        "a resumed run is stuck with a granularity that was only being tried",
+    ),
+    Mutant(
+        "moe/topology.py",
+        "(scores_TK.detach() * 2.0 ** COMPARED_BITS[scores_TK.dtype]).round()",
+        "scores_TK.detach()",
+        "moe/test_topology.py::test_last_bits_do_not_decide_who_may_leave",
+        "scores compared to the last bit",
+        "smart and blocking train different models under `gate.max_leaving`",
+    ),
+)

@@ -1,0 +1,103 @@
+"""Mutants of plan/: the order of an exchange."""
+
+from __future__ import annotations
+
+from mutants_of.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "plan/search.py",
+        "            if best is None or seconds < best[0] * (1 - 1e-9):",
+        "            if best is None or seconds <= best[0]:",
+        "plan/test_search.py::test_where_all_orders_are_alike_the_plainest_is_taken",
+        "of equals the last is taken",
+        "eight times the ops where cutting wins nothing",
+        survived=True,
+    ),
+    Mutant(
+        "plan/search.py",
+        """\
+        if found < seconds * (1 - 1e-9):
+            seconds, rule, verified""",
+        """\
+        if found <= seconds:
+            seconds, rule, verified""",
+        "plan/test_search.py::test_where_all_orders_are_alike_the_plainest_is_taken",
+        "a search that found nothing counts as the choice",
+        "reports say `search` where a rule decided",
+        survived=True,
+    ),
+    Mutant(
+        "plan/search.py",
+        "np.random.default_rng(0)",
+        "np.random.default_rng()",
+        "plan/test_search.py::test_swaps_are_the_same_on_every_rank",
+        "each rank draws its own swaps",
+        "ranks choose different orders: the exchange hangs",
+        survived=True,
+    ),
+    Mutant(
+        "plan/search.py",
+        "longest[key] = max(longest.get(key, 0.0), spent)",
+        "longest[key] = spent",
+        "plan/test_search.py::test_johnson_asks_the_busiest_rank_of_each_unit",
+        "Johnson's rule asks the last rank alone",
+        "orders that are good for one rank and bad for the busiest",
+        survived=True,
+    ),
+    Mutant(
+        "plan/search.py",
+        "key=lambda s: -ends(s)[1])",
+        "key=lambda s: ends(s)[1])",
+        "plan/test_search.py::test_johnson_puts_the_short_way_in_first_and_the_short_way_out_last",
+        "the long way out last",
+        "the last exchange is exposed",
+    ),
+    Mutant(
+        "plan/search.py",
+        """\
+        if found < seconds * (1 - 1e-9):
+            verified, seconds = other, found""",
+        """\
+        if found < seconds * (1 - 1e-9):
+            verified = other""",
+        "plan/test_search.py::test_the_choice_is_the_best_tried_and_search_only_improves",
+        "swaps are all held against the first order",
+        "the search undoes what it found",
+    ),
+    Mutant(
+        "plan/search.py",
+        "        bound=lower_bound(verified.program, counts, costs),",
+        "        bound=seconds,",
+        "plan/test_search.py::test_the_bound_is_that_of_the_busiest_lane",
+        "the bound is what was found",
+        "reports say that nothing is left to gain",
+        survived=True,
+    ),
+    Mutant(
+        "plan/search.py",
+        "for left, right in pairs[:swaps]:",
+        "for left, right in pairs:",
+        "plan/test_search.py::test_no_more_swaps_are_tried_than_allowed",
+        "the budget of swaps is ignored",
+        "planning takes minutes on many ranks",
+        survived=True,
+    ),
+    Mutant(
+        "plan/search.py",
+        '        orders["ends"] = end_units(shape.num_steps, shape.chunks)',
+        '        orders["ends"] = ring',
+        "plan/test_search.py::test_own_group_at_both_ends_wins_where_near_links_are_faster",
+        "own rows at the first end alone",
+        "the last exchange goes over the slow links, exposed",
+    ),
+    Mutant(
+        "plan/search.py",
+        "    if not chunks or min(chunks) < 1:",
+        "    if not chunks:",
+        "plan/test_search.py::test_bad_input_is_refused",
+        "0 chunks are taken",
+        "a division by zero instead of a sentence",
+        survived=True,
+    ),
+)

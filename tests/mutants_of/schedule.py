@@ -1,0 +1,100 @@
+"""Mutants of schedule/: order."""
+
+from __future__ import annotations
+
+from mutants_of.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "schedule/templates.py",
+        "kinds.MLP_R, kinds.MLP_B, kinds.DISPATCH_B, kinds.MLP_W)",
+        "kinds.MLP_R, kinds.MLP_B, kinds.MLP_W, kinds.DISPATCH_B)",
+        "schedule/test_templates.py::test_a_pair_is_launched_in_the_order_of_the_table",
+        "dW(MLP) before dispatch of B in a pair",
+        "dispatch of B starts late where compute runs inline",
+    ),
+    Mutant(
+        "schedule/templates.py",
+        """\
+            if back:
+                yield from b.each(back - 1, kinds.COMBINE_B)
+            yield from b.each(back, kinds.SHARED_W, kinds.ROUTE_W, kinds.ATTN_W)
+""",
+        """\
+            yield from b.each(back, kinds.SHARED_W, kinds.ROUTE_W, kinds.ATTN_W)
+            if back:
+                yield from b.each(back - 1, kinds.COMBINE_B)
+""",
+        "schedule/test_templates.py::test_a_pair_is_launched_in_the_order_of_the_table",
+        "dW before the next combine of B in a pair",
+        "the same for combine",
+    ),
+    Mutant(
+        "schedule/templates.py",
+        """\
+    yield from b.by_chunk(last, kinds.HEAD_B, kinds.COMBINE_B)
+    yield from b.each(last, kinds.HEAD_W)
+""",
+        """\
+    yield from b.each(last, kinds.HEAD_B, kinds.HEAD_W)
+    yield from b.each(last, kinds.COMBINE_B)
+""",
+        "schedule/test_templates.py::test_an_action_alone_is_launched_in_the_order_of_the_table",
+        "the head's dW before the first combine of B",
+        "the first combine of every backward is exposed",
+    ),
+    Mutant(
+        "schedule/check.py",
+        "        check_launches(program)\n",
+        "",
+        "schedule/test_fuzz.py::test_no_broken_mutant_passes",
+        "groups, members and peers are not checked",
+        "a program that leaves ranks out is run",
+    ),
+    Mutant(
+        "schedule/check.py",
+        "                    ops[source].comm is not None and source not in awaited\n",
+        "                    False\n",
+        "schedule/test_check.py::test_a_transfer_has_ended_for_who_waits_for_it_alone",
+        "a transfer counts as ended once a later one of its lane has",
+        "programs that read too early on gloo pass",
+    ),
+    Mutant(
+        "schedule/op_graph.py",
+        "            if before is not None and ops[before].lane != op.lane:\n",
+        "            if before is not None and ops[before].lane != op.lane and not shared:\n",
+        "schedule/test_op_graph.py::test_one_communicator_for_both_ways_is_refused_exactly_where_it_hangs",
+        "shared communicators hold nothing back",
+        "programs that stand still over NCCL pass",
+    ),
+    Mutant(
+        "schedule/lower.py",
+        "place[target][message] - LOOKAHEAD)",
+        "place[target][message])",
+        "schedule/test_lower.py::test_receives_are_posted_one_action_ahead",
+        "receives posted when they are needed",
+        "every transfer between stages is exposed",
+    ),
+    Mutant(
+        "schedule/memory.py",
+        "        return taken / op.chunks, given / op.chunks",
+        "        return taken, given",
+        "schedule/test_memory.py::test_every_op_says_what_it_holds",
+        "each chunk holds the whole",
+        "peaks of cut programs are too high: what fits is refused",
+    ),
+    Mutant(
+        "schedule/legal.py",
+        """\
+        Rule(text="at least two microbatches per rank", holds=lambda s: s.M >= 2 * s.P),
+    ),
+    "dualpipev": (""",
+        """\
+        Rule(text="at least two microbatches per rank", holds=lambda s: s.M > 2 * s.P),
+    ),
+    "dualpipev": (""",
+        "schedule/test_legal.py::test_rules_by_hand",
+        "dualpipe wants one microbatch more than it needs",
+        "a legal layout is refused",
+    ),
+)

@@ -1,0 +1,142 @@
+"""Mutants of train/: training."""
+
+from __future__ import annotations
+
+from mutants_of.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "train/placement/background_plan.py",
+        'self.pending = None if saved is None else int(saved["asked"])',
+        "self.pending = None",
+        "train/placement/test_background_plan.py::test_a_plan_under_way_is_saved_and_taken_at_its_step",
+        "a plan under way is forgotten",
+        "resumed runs differ",
+    ),
+    Mutant(
+        "train/config.py",
+        """return "placement.reduce = 'fedavg'" if config.placement.reduce == "fedavg" else ""
+""",
+        """return ""
+""",
+        "train/placement/test_fedavg.py::test_what_a_replica_learns_from_is_no_matter_of_speed",
+        "microbatches cut beside fedavg",
+        "a schedule changes what each replica learns",
+    ),
+    Mutant(
+        "train/run_files.py",
+        """\
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)""",
+        """\
+            file.flush()
+        os.replace(beside, path)""",
+        "train/test_run_files.py::test_a_text_is_durable_before_it_has_its_name",
+        "a name before the text is durable",
+        "after a power loss best.json is empty",
+        survived=True,
+    ),
+    Mutant(
+        "train/run_files.py",
+        """\
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def keep_lines""",
+        """\
+        path.write_text(text)
+        beside.unlink()
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def keep_lines""",
+        "train/test_run_files.py::test_a_reader_keeps_the_text_that_it_opened",
+        "a text is written in place",
+        "a reader sees half of it",
+    ),
+    Mutant(
+        "train/checkpoints/disk.py",
+        """\
+                size += chunk.nbytes
+            disk.fsync(file)
+""",
+        "                size += chunk.nbytes\n",
+        "train/checkpoints/test_disk.py::test_a_file_is_written_hashed_and_synced",
+        "files of a checkpoint are not synced",
+        "a power loss leaves a checkpoint of zeros under a good name",
+    ),
+    Mutant(
+        "train/checkpoints/disk.py",
+        "        if entry.is_dir() and not entry.is_symlink():",
+        "        if entry.is_dir():",
+        "train/checkpoints/test_disk.py::test_a_tree_is_removed_and_links_are_not_followed",
+        "links are followed when a checkpoint is removed",
+        "what they point at is removed",
+    ),
+    Mutant(
+        "train/checkpoints/disk.py",
+        "os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK",
+        "os.O_RDONLY | os.O_NONBLOCK",
+        "train/checkpoints/test_disk.py::test_a_link_is_no_file_of_a_checkpoint",
+        "links in a checkpoint are followed",
+        "a checkpoint from elsewhere reads any file of this machine",
+        survived=True,
+    ),
+    Mutant(
+        "train/checkpoints/folder.py",
+        """\
+        raise
+    disk.fsync_folder(final.parent)
+""",
+        "        raise\n",
+        "train/checkpoints/test_folder.py::test_a_commit_is_durable",
+        "a commit does not sync its folder",
+        "a power loss takes back a checkpoint that was announced",
+        survived=True,
+    ),
+    Mutant(
+        "train/stragglers.py",
+        "before + 1 if slow else max(before - 2, 0)",
+        "before + 1 if slow else 0",
+        "train/test_stragglers.py::test_a_rank_that_recovers_now_and_then_is_named",
+        "one quick step clears a slow rank",
+        "a throttled GPU that recovers now and then is never named",
+        survived=True,
+    ),
+    Mutant(
+        "train/stragglers.py",
+        """\
+median(compute_ms[other] for other in others)
+            before""",
+        """\
+median(compute_ms[other] for other in ranks)
+            before""",
+        "train/test_stragglers.py::test_a_rank_is_held_against_the_others_alone",
+        "a rank is held against itself, too",
+        "of two ranks one must be two thirds slower to be named",
+        survived=True,
+    ),
+    Mutant(
+        "train/loss_scale.py",
+        "min(2 * self.value, MOST), 0",
+        "2 * self.value, 0",
+        "train/test_loss_scale.py::test_the_factor_does_not_grow_for_ever",
+        "the loss factor has no upper limit",
+        "a long run overflows every thousand steps",
+        survived=True,
+    ),
+    Mutant(
+        "train/optim.py",
+        "        return config.lr * (step + 1) / config.warmup_steps",
+        "        return config.lr * step / config.warmup_steps",
+        "train/test_optim.py::test_the_learning_rate_warms_up_and_falls_to_its_floor",
+        "warm-up begins at 0",
+        "the first step is computed for nothing",
+    ),
+)
