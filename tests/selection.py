@@ -42,6 +42,10 @@ class LongPart:
         word, cases = self.cases.get(test, ("only", {bracket + case}))
         return (bracket + case in cases) if word == "but" else (bracket + case not in cases)
 
+    def holds_all_of(self, test: str) -> bool:
+        """Whether the short suite keeps no case of a test."""
+        return self.cases.get(test, ("but", ""))[0] == ""
+
     def stale(self, names: Iterable[str]) -> list[str]:
         """Tests that it names and nobody has, and those of which it keeps cases that nobody has: these would
         be left out without a word."""

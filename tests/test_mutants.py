@@ -13,8 +13,10 @@ import pytest
 
 from mutants_of import MUTANTS
 from mutants_of.mutant import ROOT, Mutant
+from selection import LONG_PART, LongPart
 
 PAGE = (ROOT / "docs" / "testing.md").read_text()
+LONG = LongPart(LONG_PART.read_text())
 FEWEST, FEWEST_OF_A_ROOM = 120, 8
 
 
@@ -44,6 +46,7 @@ def test_a_mutant_fits(mutant: Mutant) -> None:
     ast.parse(mutant.changed)
     file, name = mutant.test.split("::")
     assert name in short_tests(parsed(file)), "the short suite has no such test"
+    assert not LONG.holds_all_of(f"tests/{mutant.test}"), "it is left to the long part"
     assert mutant.change
     assert mutant.harm, "docs/testing.md says of each mutant what would go wrong"
 
@@ -85,11 +88,14 @@ sys.path.insert(0, "tests")
 import mutants
 from mutants_of.mutant import Mutant
 line = "from dataclasses import dataclass"
-test = "balance/test_load.py::test_averages_refuse_nonsense"
-harmless = Mutant("balance/quota.py", line, line + " ", test, "a space", "nothing")
-_, noticed, said = mutants.is_noticed(harmless)
-assert "1 passed" in said and "NOT_TESTED" not in said, said
-assert not noticed
+for test in (
+    "balance/test_load.py::test_averages_refuse_nonsense",
+    "moe/test_layer.py::test_an_expert_without_rows_has_a_zero_gradient",
+):
+    harmless = Mutant("balance/quota.py", line, line + " ", test, "a space", "nothing")
+    _, noticed, said = mutants.is_noticed(harmless)
+    assert "1 passed" in said and "NOT_TESTED" not in said, said
+    assert not noticed
 """
 
 

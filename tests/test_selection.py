@@ -39,6 +39,7 @@ def test_the_long_part_is_a_list_of_tests_and_cases() -> None:
     names += ["a.py::test_c[x]", "a.py::test_c[y]", "a.py::test_d"]
     held = [name for name in names if part.holds(f"tests/{name}")]
     assert held == ["a.py::test_a", "a.py::test_a[x]", "a.py::test_b[w]", "a.py::test_c[x]"]
+    assert [part.holds_all_of(f"tests/a.py::test_{name}") for name in "abcd"] == [True, False, False, False]
 
 
 def test_what_the_long_part_names_in_vain_is_told() -> None:
