@@ -4,9 +4,9 @@
     parser.add_argument("--repeats", type=int, default=9)
     given = parser.parse_args()
 
-Idea. The smallest size of a bench is a set of defaults: with `--smoke` the values of `smoke` take the place of
-the usual ones, and whatever else is said on the command line still counts. It takes seconds and says whether
-the bench starts, runs through and writes its figures; the figures themselves say nothing.
+Idea. The smallest size of a bench is a set of defaults: with `--smoke` the values of `smoke` take the place
+of the usual ones, and whatever else is said on the command line still counts. It takes seconds and says
+whether the bench starts, runs through and writes its figures; the figures themselves say nothing.
 
 Contract. `given.smoke` is there for sizes that no option names. A bench of kernels runs on the CPU in its
 smallest size alone, through their references; in any other size it ends with status 2 (`left_without_gpu`).

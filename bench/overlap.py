@@ -14,11 +14,11 @@ the blocking exchange in which nothing overlaps, our own one-unit exchange (weig
 last transfer), and the smart one, with given chunks and with a granularity chosen from measured costs. The
 table shows medians.
 
-Every case is a `moeclipse.MoE` whose gate always chooses the same experts, called and differentiated as a model
-does. Forward (with the exchange of token counts, loads and sizes) and backward are timed each from a common start, of the slowest rank:
-nothing of backward can begin before forward has ended, so each has its own bound, max(compute,
-communication), and no schedule can beat their sum. Backward computes twice as much for the same rows, so the
-two never are at the same ratio.
+Every case is a `moeclipse.MoE` whose gate always chooses the same experts, called and differentiated as a
+model does. Forward (with the exchanges of token counts, loads and sizes) and backward are timed each from a
+common start, of the slowest rank: nothing of backward can begin before forward has ended, so each has its own
+bound, max(compute, communication), and no schedule can beat their sum. Backward computes twice as much for
+the same rows, so the two never are at the same ratio.
 
 A second table has skewed routing (Zipf, s = 1.2, 16 experts, top-2) and small experts: smart without and with
 shadows, and what the policy had predicted.
