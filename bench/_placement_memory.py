@@ -52,7 +52,8 @@ def measure(mesh: Mesh, steps: int) -> dict[str, Any]:
     return in_turn(mesh, {name: make(mesh, {**values, **case}) for name, case in CASES.items()}, steps)
 
 
-def run_here(steps: int) -> dict[str, Any]:
+def run_here(size: str) -> dict[str, Any]:
+    steps = {"smoke": 1, "short": 4, "long": 60}[size]
     found: dict[str, Any] = run_ranks(RANKS, measure, steps, deadline_s=1800)[0]
     return found
 

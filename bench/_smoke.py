@@ -55,9 +55,15 @@ def write(file: Path | None, found: Any) -> None:
 
 def machine() -> dict[str, Any]:
     """What figures were measured on."""
-    found = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
+    found: dict[str, Any] = {
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
     if torch.cuda.is_initialized():
-        found["device"] = torch.cuda.get_device_name()
+        import triton
+
+        found |= {"device": torch.cuda.get_device_name(), "triton": triton.__version__}
     return found
 
 
