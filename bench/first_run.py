@@ -75,23 +75,24 @@ HEAD = (
 )
 
 
-def ready(mesh: Mesh, config: TrainConfig, tries: bool) -> tuple[Learner, int, Choices]:
-    """A learner behind its trials, the step that it takes next, and what it chose."""
+def ready(mesh: Mesh, config: TrainConfig, tries: bool, most: int) -> tuple[Learner, int, Choices]:
+    """A learner behind its trials, or `most` steps, the step that it takes next, and what it chose."""
     choices = Choices(mesh)
     learner = Learner(settle(config, mesh, choices)[0] if tries else config, mesh)
     if tries:
         choices.bind(learner.layers, trial_calls(config) if learner.pipelined is None else 0)
     done = 0
-    while done < WARM or (any(layer.schedule.trials for layer in learner.layers) and done < MOST):
+    while done < min(WARM, most) or (any(layer.schedule.trials for layer in learner.layers) and done < most):
         learner.step(done)
         done += 1
     return learner, done, choices
 
 
-def race(mesh: Mesh, config: TrainConfig, repeats: int) -> dict[str, Any]:
+def race(mesh: Mesh, config: TrainConfig, repeats: int, most: int) -> dict[str, Any]:
     """Steps of all in turns, after trials: median times, hidden shares, and what was chosen."""
     plain = with_values(config, PLAIN)
-    all_ready = [(name, *ready(mesh, plain if name == "plain" else config, name == "auto")) for name in BUILT]
+    configs = {"plain": plain, "auto": config}
+    all_ready = [(name, *ready(mesh, configs[name], name == "auto", most)) for name in BUILT]
     records: list[list[dict[str, Any]]] = [[] for _ in all_ready]
     shuffled = random.Random(0)  # the same order on all ranks
     for turn in range(repeats):
@@ -133,7 +134,8 @@ def measure(args: argparse.Namespace, wire: str, repeats: int) -> list[dict[str,
             ways: dict[str, Any] = {"deadline_s": 560.0, "collective_deadline_s": 120.0}
             if args.device == "cuda":
                 ways |= {"device": "cuda", "backend": "nccl"}
-            result = run_ranks(2, race, config, repeats, **ways)[0]
+            most = 2 if args.smoke else MOST  # costs are measured in the second
+            result = run_ranks(2, race, config, repeats, most, **ways)[0]
             found.append({"preset": preset, "microbatches": microbatches, "wire": wire, **result})
             show(found[-1])
     return found

@@ -2,7 +2,7 @@
 
     .venv/bin/python bench/report.py [--json FILE]
     .venv/bin/python bench/report.py --trace 48      what a trace costs the steps behind it, and nothing else
-    .venv/bin/python bench/report.py --smoke         a short run, and a trace beside two steps; no browser
+    .venv/bin/python bench/report.py --smoke         a short run, and what a trace costs one step; no browser
 
 Prints how long its figures take, how large the page is, how long until a browser has drawn it (Chromium, its
 driver and selenium), and what a name costs in a step that is not traced. Medians of five.
@@ -154,7 +154,7 @@ def page_costs(steps: int, browser: bool) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = BenchParser(__doc__, smoke={"trace": 2, "steps": 50})
+    parser = BenchParser(__doc__, smoke={"trace": 1, "steps": 50})
     parser.add_argument("--trace", type=int, default=0, metavar="STEPS", help="what a trace costs, alone")
     parser.add_argument("--steps", type=int, default=STEPS, help="of the run on the page")
     given = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Every bench has a smallest size (`--smoke`) that runs through and writes figures; what they say is no matter.
+"""Every bench has a smallest size (`--smoke`) that runs through and writes figures, whatever they say.
 
 A bench stands in FIGURES with the keys of its JSON that must hold positive numbers. Where a machine lacks
 what a bench needs, it says so in one line and ends with status 2: GPU_ALONE and ROOT_ALONE name those that
