@@ -104,14 +104,19 @@ def balance(placement: Placement, table: ReplicaTable, counts_PE: np.ndarray, ev
 
 
 def one_run(
-    method: str, shape: tuple[int, int, int], exponent: float, drift: float, seed: int
+    method: str,
+    shape: tuple[int, int, int],
+    exponent: float,
+    drift: float,
+    seed: int,
+    later: int = LATER_PLANS,
 ) -> dict[str, Any]:
     num_experts, num_ranks, slots = shape
     loads = Loads(num_experts, num_ranks, exponent, drift, seed)
     current = Placement.contiguous(num_experts, num_ranks)
     average = LoadAverage(decay=0.8)
     found: dict[str, list[float]] = {"after": [], "before": [], "moved": [], "plan_ms": []}
-    for _ in range(1 + LATER_PLANS):
+    for _ in range(1 + later):
         for _ in range(SEEN):
             average = average.add(loads.step()[None])
         counts_PE = average.rows_LPE[0]
@@ -192,7 +197,8 @@ def quality(size: Size) -> Found:
     )
     for shape, exponent, drift in cases:
         for method in METHODS:
-            runs = [one_run(method, shape, exponent, drift, seed) for seed in seeds]
+            later = 1 if size == "smoke" else LATER_PLANS
+            runs = [one_run(method, shape, exponent, drift, seed, later) for seed in seeds]
             row: dict[str, Any] = {
                 "shape": "/".join(map(str, shape)),
                 "zipf": exponent,
