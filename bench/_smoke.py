@@ -47,6 +47,10 @@ class BenchParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
 
+FEW_TOKENS = {"data.batch_size": 2, "data.seq_len": 32, "optim.accumulate": 1}
+"""Of a step of `--smoke`, for benches that train a preset."""
+
+
 def write(file: Path | None, found: Any) -> None:
     """As JSON, where a file was asked for."""
     if file is not None:

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from _qwen3 import qwen3_config
 from _smoke import (
+    FEW_TOKENS,
     BenchParser,
     allocated,
     begin_peak,
@@ -40,6 +41,7 @@ from _smoke import (
     write,
 )
 
+from moeclipse.core.config import with_values
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.presets import load
 
@@ -57,7 +59,8 @@ def main() -> int:
         return 2
     if given.one:
         part, way = given.one
-        print("\n" + json.dumps(one(load(preset=given.preset), part, way, given.steps)))
+        config = with_values(load(preset=given.preset), FEW_TOKENS if given.smoke else {})
+        print("\n" + json.dumps(one(config, part, way, given.steps, warm=1 if given.smoke else 4)))
         return 0
     rows, checks = [], {}
     for part in given.only:
@@ -78,12 +81,12 @@ def in_its_own_process(part: str, way: str, given: argparse.Namespace) -> dict[s
     return found
 
 
-def one(config: TrainConfig, part: str, way: str, steps: int) -> dict[str, Any]:
+def one(config: TrainConfig, part: str, way: str, steps: int, warm: int) -> dict[str, Any]:
     """In this process."""
     layers = 1 if part == "block" else config.model.num_layers
     model = made(config, way, layers)
     run = block_of(model, config) if part == "block" else step_of(model, config, part == "compiled")
-    last = [run() for _ in range(4)][-1]
+    last = [run() for _ in range(warm)][-1]
     begin_peak()
     times = []
     for _ in range(steps):

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from _qwen3 import qwen3_config
-from _smoke import BenchParser, begin_peak, device, left_without_gpu, machine, synchronize, write
+from _smoke import FEW_TOKENS, BenchParser, begin_peak, device, left_without_gpu, machine, synchronize, write
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
@@ -93,7 +93,8 @@ def in_its_own_process(way: str, microbatches: int, given: argparse.Namespace) -
 def one(way: str, given: argparse.Namespace) -> dict[str, Any]:
     """In this process."""
     (microbatches,) = given.microbatches
-    config = with_values(load(preset=given.preset), {"optim.accumulate": microbatches})
+    few = FEW_TOKENS if given.smoke else {}
+    config = with_values(load(preset=given.preset), {**few, "optim.accumulate": microbatches})
     begun = time.monotonic()
     if way.startswith("ours"):
         asked = dict(item.split("=", 1) for item in given.set)
@@ -101,7 +102,7 @@ def one(way: str, given: argparse.Namespace) -> dict[str, Any]:
         step = our_step(with_values(config, values | (BF16_STATES if way == "ours bf16" else {})))
     else:
         step = their_step(config, compiled=way == "compiled")
-    losses = [step() for _ in range(4)]
+    losses = [step() for _ in range(1 if given.smoke else 4)]
     start_s = time.monotonic() - begun
     if torch.cuda.device_count():
         torch.cuda.empty_cache()
