@@ -45,7 +45,7 @@ CASES: dict[str, dict[str, Any]] = {"static": {}, "one host": PLANNED, "two host
 
 BEDS = {
     "long": Bed(repeats=9, warmup=WARMUP),
-    "short": Bed(repeats=2, warmup=WARMUP, values={"data.batch_size": 16}),
+    "short": Bed(repeats=2, warmup=6, values={"data.batch_size": 16}),
     "smoke": Bed(repeats=1, warmup=3, values={"data.batch_size": 16, "data.seq_len": 16}),
 }
 

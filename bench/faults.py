@@ -116,13 +116,17 @@ def strike(kind: str, bed: Bed, undisturbed: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = BenchParser(__doc__, smoke={"repeats": 1, "kinds": ["kill"], "step": 1, "steps": 2})
+    parser = BenchParser(__doc__, smoke={"repeats": 1, "kinds": ["kill"], "step": 1, "steps": 3})
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(STRIKES)}; all")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--deadline-s", type=float, default=10.0)
     parser.add_argument("--step", type=int, default=4, help="that is struck")
     parser.add_argument("--steps", type=int, default=7, help="of a run")
     given = parser.parse_args()
+    if not 0 < given.step < given.steps - 1:
+        parser.error(
+            f"--step ({given.step}) must lie between the first and the last of --steps ({given.steps})"
+        )
     if unknown := set(given.kinds) - STRIKES.keys():
         parser.error(f"no such fault: {', '.join(unknown)}; there are {', '.join(STRIKES)}")
     bed = Bed(deadline_s=given.deadline_s, step=given.step, steps=given.steps)
