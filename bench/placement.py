@@ -1,8 +1,8 @@
 """Placement: how even the ranks are, how little moves, and how long deciding takes.
 
-    .venv/bin/python bench/placement.py [--json FILE]              all parts in short, three minutes
+    .venv/bin/python bench/placement.py [--json FILE]              all parts in short, some minutes
     .venv/bin/python bench/placement.py --part NAME [--short]      one of them, in full or in short
-    .venv/bin/python bench/placement.py --long                     all in full, half an hour
+    .venv/bin/python bench/placement.py --long                     all in full
     .venv/bin/python bench/placement.py --smoke                    all in sizes that measure nothing
 
 Loads follow Zipf's law and drift: every expert's load walks at random, by a tenth (or a quarter) over the
