@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from _placement_steps import RANKS, in_turn, make
+from _placement_steps import RANKS, Bed, in_turn, make
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.testing.run_ranks import run_ranks
@@ -47,13 +47,21 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(mesh: Mesh, steps: int) -> dict[str, Any]:
-    values = MODEL | {"run.steps": 2 * steps}
-    return in_turn(mesh, {name: make(mesh, {**values, **case}) for name, case in CASES.items()}, steps)
+BEDS = {
+    "long": Bed(repeats=60),
+    "short": Bed(repeats=4),
+    "smoke": Bed(repeats=1, values={"data.seq_len": 32, "data.batch_size": 4, "model.memory": 32}),
+}
 
 
-def run_here(steps: int) -> dict[str, Any]:
-    found: dict[str, Any] = run_ranks(RANKS, measure, steps, deadline_s=1800)[0]
+def measure(mesh: Mesh, bed: Bed) -> dict[str, Any]:
+    values = {**MODEL, "run.steps": 2 * bed.repeats, **bed.values}
+    learners = {name: make(mesh, {**values, **case}) for name, case in CASES.items()}
+    return in_turn(mesh, learners, bed.repeats, warmup=bed.warmup)
+
+
+def run_here(size: str) -> dict[str, Any]:
+    found: dict[str, Any] = run_ranks(RANKS, measure, BEDS[size], deadline_s=1800)[0]
     return found
 
 

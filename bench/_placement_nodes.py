@@ -1,6 +1,6 @@
 """Two hosts with a slow link between them: links as measured, and plans as predicted and as measured.
 
-    .venv/bin/python bench/placement.py --part nodes [--json FILE]
+    .venv/bin/python bench/placement.py --part nodes [--json FILE] [--short]
 
 Four ranks in two network namespaces, two in each, as on two hosts whose ranks share a card: inside they talk
 over a loopback, between them over a cable that is several times slower (bench/shaped_network.py). The gate
@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
-from _placement_steps import MODEL, PLANNED, RANKS, ZIPF, in_turn, make, skew
+from _placement_steps import MODEL, PLANNED, RANKS, ZIPF, Bed, in_turn, make, skew
 from shaped_network import join_host, switched_network
 
 from moeclipse.balance.objective import PlacementCosts, score
@@ -43,9 +43,18 @@ PARTS = ("fullest", "near", "cross", "sync", "total")
 CASES: dict[str, dict[str, Any]] = {"static": {}, "one host": PLANNED, "two hosts": PLANNED}
 
 
-def measure(mesh: Mesh, repeats: int) -> dict[str, Any]:
+BEDS = {
+    "long": Bed(repeats=9, warmup=WARMUP),
+    "short": Bed(repeats=2, warmup=6, values={"data.batch_size": 16}),
+    "smoke": Bed(repeats=1, warmup=3, values={"data.batch_size": 16, "data.seq_len": 16}),
+}
+
+
+def measure(mesh: Mesh, bed: Bed) -> dict[str, Any]:
     mesh.hosts = HOSTS
-    learners = {name: make(mesh, {**MODEL, **SMALL, **changes}) for name, changes in CASES.items()}
+    learners = {
+        name: make(mesh, {**MODEL, **SMALL, **changes, **bed.values}) for name, changes in CASES.items()
+    }
     for name, learner in learners.items():
         for layer in learner.layers:
             skew(layer)
@@ -54,7 +63,7 @@ def measure(mesh: Mesh, repeats: int) -> dict[str, Any]:
     def before(name: str) -> None:
         mesh.hosts = (0,) * RANKS if name == "one host" else HOSTS
 
-    found = in_turn(mesh, learners, repeats, warmup=WARMUP, before=before)
+    found = in_turn(mesh, learners, bed.repeats, warmup=bed.warmup, before=before)
     found["probe"] = learners["two hosts"].placement.choices.placement
     costs = learners["two hosts"].placement.costs
     assert costs is not None
@@ -65,11 +74,11 @@ def measure(mesh: Mesh, repeats: int) -> dict[str, Any]:
     return found
 
 
-def run_here(repeats: int) -> dict[str, Any]:
+def run_here(size: str) -> dict[str, Any]:
     """All cases on two hosts; ends the program with status 2 where they cannot be made."""
     with tempfile.TemporaryDirectory() as folder, switched_network() as run:
         out = Path(folder) / "rows.json"
-        done = run([sys.executable, __file__, "--inside", str(out), "--repeats", str(repeats)])
+        done = run([sys.executable, __file__, "--inside", str(out), "--size", size])
         if done.returncode:
             raise SystemExit(done.returncode)
         found: dict[str, Any] = json.loads(out.read_text())
@@ -114,14 +123,14 @@ def report(found: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, float
 def main() -> int:
     """The part that runs inside the namespace with the switch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, required=True)
+    parser.add_argument("--size", choices=BEDS, required=True)
     parser.add_argument("--inside", type=Path, required=True)
     given = parser.parse_args()
     rates = {"far_mbit": FAR_MBIT, "near_mbit": NEAR_MBIT}
     with tempfile.TemporaryDirectory() as folder:
         cable = functools.partial(join_host, hosts=HOSTS, folder=folder, **rates)
         options = {"deadline_s": 1800, "collective_deadline_s": 60, "before": cable}
-        found = run_ranks(RANKS, measure, given.repeats, **options)[0]
+        found = run_ranks(RANKS, measure, BEDS[given.size], **options)[0]
     given.inside.write_text(json.dumps(found))
     return 0
 

@@ -11,6 +11,7 @@ rows are paid for more often, gradients and weights once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,14 +55,17 @@ def judged(seen_PE: np.ndarray, next_PE: np.ndarray, nodes: int, microbatches: i
     return found
 
 
-def run(loads: dict[float, tuple[np.ndarray, np.ndarray]]) -> list[dict[str, Any]]:
-    """`loads`: by exponent of Zipf's law, the mean of the steps before and the step after."""
+def run(
+    loads: dict[float, tuple[np.ndarray, np.ndarray]], numbers: Sequence[int] = NODES
+) -> list[dict[str, Any]]:
+    """`loads`: by exponent of Zipf's law, the mean of the steps before and the step after; `numbers`: of
+    nodes."""
     print(
         f"{'nodes':>5}{'zipf':>6}{'microbatches':>14}  {'way':<10}"
         f"{'balance':>8}{'ms':>8}{'sync':>7}{'replicas':>10}"
     )
     rows = []
-    for nodes in NODES:
+    for nodes in numbers:
         for zipf, (seen_PE, next_PE) in loads.items():
             for microbatches in MICROBATCHES:
                 for row in judged(seen_PE, next_PE, nodes, microbatches):

@@ -28,7 +28,7 @@ the part of the rows that has another expert 10 steps later, and no trend says w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,13 +46,12 @@ from moeclipse.balance.replicate import plan_wrap_fill
 from moeclipse.balance.split import ReplicaTable, split_rows
 
 FOLDER = Path(__file__).parent / "loads"
+
 SHAPES = ((8, 5), (16, 3))
 YOUNG = 40
 """Steps that are not measured."""
 MICROBATCHES = 64
 SMALL = 8
-HELD_S = 15.0
-"""For the solver that knows the steps of a plan."""
 SOLVER_S = 0.5
 WHOLE = 40
 """Steps, spread over a run, that one table is sought for with hindsight."""
@@ -70,6 +69,31 @@ WAYS: dict[str, dict[str, Any]] = {
     "every 10, decay auto": {"planner": "incremental"},
 }
 """The last one is what training does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bed:
+    """How much of it is run."""
+
+    samples: int = 6
+    loads: int = 3
+    shapes: int = 2
+    layers: int = 3
+    steps: int = 1 << 20
+    ways: tuple[str, ...] = tuple(WAYS)
+    held_s: float = 15.0
+    """For the solver that knows the steps of a plan."""
+    tries: int = 6000
+    """To find one table for a whole run."""
+
+
+FEW = ("static", "every 10, decay 0.9", "every 10, decay auto")
+SHORT = Bed(samples=2, loads=1, shapes=1, layers=1, steps=300, ways=FEW, held_s=5.0, tries=1000)
+BEDS = {
+    "long": Bed(),
+    "short": SHORT,
+    "smoke": replace(SHORT, samples=1, steps=60, ways=FEW[::2], held_s=0.2, tries=20),
+}
 
 
 def costs(lifetime: int, calls: int = MICROBATCHES) -> PlacementCosts:
@@ -156,12 +180,12 @@ def known(rows_NE: np.ndarray, ranks: int, slots: int) -> list[float]:
     return found
 
 
-def held(layers: list[np.ndarray], steps: int, ranks: int, slots: int, samples: int) -> float:
+def held(layers: list[np.ndarray], steps: int, ranks: int, slots: int, samples: int, seconds: float) -> float:
     """The same for windows of steps; not a number where the solver does not end."""
     if ranks > 8:
         return float("nan")
     found = [
-        held_balance(rows_NE[at : at + steps].astype(float), ranks, slots, HELD_S)
+        held_balance(rows_NE[at : at + steps].astype(float), ranks, slots, seconds)
         for rows_NE in layers
         for at in np.linspace(YOUNG, len(rows_NE) - steps, samples).astype(int)
     ]
@@ -179,24 +203,25 @@ def drift_of(rows_NLE: np.ndarray, apart: int) -> float:
     return float(np.abs(part_NLE[lag:] - part_NLE[:-lag]).sum(-1).mean() / 2)
 
 
-def run(samples: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    rows: list[dict[str, Any]] = []
+def run(size: str) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    bed, rows = BEDS[size], []
     checks: dict[str, float] = {}
     print(
         f"{'loads':<8}{'ranks x slots':<15}{'way':<22}{'balance':>8}{'p5':>7}{'copies':>8}"
         f"{'later':>7}{'copies':>8}{'of known':>10}{'of held':>9}"
     )
-    for path in sorted(FOLDER.glob("*.npz")):
+    for path in sorted(FOLDER.glob("*.npz"))[-bed.loads :]:
         load = Load.read(path)
-        layers = [load.rows_NLE[:, layer] for layer in range(load.num_layers)]
-        for ranks, slots in SHAPES:
-            at = np.linspace(YOUNG // load.every, len(load.steps_N) - 1, samples).astype(int)
+        layers = [load.rows_NLE[: bed.steps, layer] for layer in range(load.num_layers)][: bed.layers]
+        for ranks, slots in SHAPES[: bed.shapes]:
+            at = np.linspace(YOUNG // load.every, len(layers[0]) - 1, bed.samples).astype(int)
             best = float(np.mean([known(layer[at], ranks, slots) for layer in layers]))
-            told = held(layers, 10 // load.every, ranks, slots, max(samples // 3, 1))
-            for name, keys in WAYS.items():
+            told = held(layers, 10 // load.every, ranks, slots, max(bed.samples // 3, 1), bed.held_s)
+            for name in bed.ways:
                 if name == "solver" and ranks > 8:
                     continue  # it would not end in time
-                replayed = partial(replay, apart=load.every, config=PlacementConfig(**keys), way=name)
+                config = PlacementConfig(**WAYS[name])
+                replayed = partial(replay, apart=load.every, config=config, way=name)
                 found = [replayed(layer, ranks=ranks, slots=slots) for layer in layers]
                 balance = np.concatenate([each["balance"] for each in found])
                 copies = [count for each in found for count in each["copies"]]
@@ -223,8 +248,8 @@ def run(samples: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
                 )
             checks[f"replay_{path.stem}_{ranks}_{slots}"] = rows[-1]["balance"]
             checks[f"replay_later_{path.stem}_{ranks}_{slots}"] = rows[-1]["later"]
-        at = np.linspace(YOUNG // load.every, len(load.steps_N) - 1, WHOLE).astype(int)
-        whole = [one_table(rows_NE[at], clean(rows_NE[at])) for rows_NE in layers]
+        at = np.linspace(YOUNG // load.every, len(layers[0]) - 1, WHOLE).astype(int)
+        whole = [one_table(rows_NE[at], clean(rows_NE[at]), bed.tries) for rows_NE in layers]
         print(f"{path.stem}: one table for {WHOLE} steps of the whole run, 8 x 5: {min(whole):.3f} at least")
         print(f"{path.stem}: tv {drift_of(load.rows_NLE, load.every):.3f}")
     return rows, checks

@@ -1,6 +1,6 @@
 """Step times of real training on a slow wire, under a skewed gate and under an even one.
 
-    .venv/bin/python bench/placement.py --part end_to_end [--json FILE] [--quick]
+    .venv/bin/python bench/placement.py --part end_to_end [--json FILE] [--short]
 
 Four ranks in a network namespace of their own, whose loopback is a slow wire (bench/shaped_network.py), train
 a small model with 16 experts. The gate is made to choose experts with Zipf frequencies (s = 1.2), or evenly,
@@ -21,6 +21,8 @@ from rows that stay on their rank more than from even ranks. On a cluster, where
 processor of its own, the fullest rank counts as well. `wire` is the time that the bytes of rows alone take at
 the shaped rate: what is left of a step beside it is compute, gradients and weights, which placement does not
 make shorter.
+
+In short there are a quarter of the tokens, in a step of which less is wire, and half of the cases.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,16 +136,46 @@ def skew(layer: MoE, exponent: float = ZIPF) -> None:
     gate.forward = forward  # type: ignore[method-assign]
 
 
-def measure(mesh: Mesh, repeats: int) -> dict[str, Any]:
-    return {name: under_gate(mesh, *gate, repeats) for name, gate in GATES.items()}
+@dataclass(frozen=True, kw_only=True)
+class Bed:
+    """How much of it is run."""
+
+    repeats: int
+    warmup: int = WARMUP
+    values: dict[str, Any] = field(default_factory=dict)
+    gates: tuple[str, ...] = tuple(GATES)
+    cases: tuple[str, ...] = tuple(CASES)
 
 
-def under_gate(mesh: Mesh, exponent: float, cases: Sequence[str], repeats: int) -> dict[str, Any]:
-    learners = {name: make(mesh, {**MODEL, **CASES[name]}) for name in cases}
+BEDS = {
+    "long": Bed(repeats=9),
+    "short": Bed(
+        repeats=2,
+        values={"data.batch_size": 32},
+        cases=("static", "placement", "auto, own slots"),
+    ),
+    "smoke": Bed(
+        repeats=1,
+        warmup=3,
+        values={"data.batch_size": 16, "data.seq_len": 16},
+        gates=("skewed",),
+        cases=("static", "auto"),
+    ),
+}
+
+
+def measure(mesh: Mesh, bed: Bed) -> dict[str, Any]:
+    return {name: under_gate(mesh, *GATES[name], bed) for name in bed.gates}
+
+
+def under_gate(mesh: Mesh, exponent: float, cases: Sequence[str], bed: Bed) -> dict[str, Any]:
+    learners = {
+        name: make(mesh, {**MODEL, **CASES[name], **bed.values}) for name in cases if name in bed.cases
+    }
     for learner in learners.values():
         for layer in learner.layers:
             skew(layer, exponent)
-    return in_turn(mesh, learners, repeats)
+    return in_turn(mesh, learners, bed.repeats, warmup=bed.warmup)
 
 
 def make(mesh: Mesh, values: dict[str, Any]) -> Learner:
@@ -223,11 +255,11 @@ def spread(losses: dict[str, list[float]]) -> float:
     return float(((table.max(0) - table.min(0)) / table.mean(0)).max())
 
 
-def run_here(repeats: int) -> dict[str, Any]:
+def run_here(size: str) -> dict[str, Any]:
     """All cases on a shaped network; ends the program with status 2 where there is none."""
     with tempfile.TemporaryDirectory() as folder, shaped_network(RATE_MBIT) as run:
         out = Path(folder) / "rows.json"
-        done = run([sys.executable, __file__, "--inside", str(out), "--repeats", str(repeats)])
+        done = run([sys.executable, __file__, "--inside", str(out), "--size", size])
         if done.returncode:
             raise SystemExit(done.returncode)
         found: dict[str, Any] = json.loads(out.read_text())
@@ -238,8 +270,8 @@ def report(found: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, float
     """Print the tables; rows and checks."""
     rows: list[dict[str, Any]] = []
     checks: dict[str, float] = {}
-    for gate, (exponent, _) in GATES.items():
-        told = found[gate]
+    for gate, told in found.items():
+        exponent = GATES[gate][0]
         print(f"\n\n{EXPERTS} experts, {RANKS} ranks, Zipf {exponent:g}, {RATE_MBIT:g} mbit: median step\n")
         print(
             f"{'case':<22}{'ms':>7}{'wire':>7}{'gain':>7}{'balance':>9}{'sent':>7}{'replicas':>10}"
@@ -262,10 +294,10 @@ def report(found: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, float
 def main() -> int:
     """The part that runs inside the namespace."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, required=True)
+    parser.add_argument("--size", choices=BEDS, required=True)
     parser.add_argument("--inside", type=Path, required=True)
     given = parser.parse_args()
-    found = run_ranks(RANKS, measure, given.repeats, deadline_s=1800, collective_deadline_s=60)[0]
+    found = run_ranks(RANKS, measure, BEDS[given.size], deadline_s=1800, collective_deadline_s=60)[0]
     given.inside.write_text(json.dumps(found))
     return 0
 

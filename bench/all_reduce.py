@@ -1,6 +1,7 @@
 """All-reduce and all-to-all over peer memory against torch.distributed, on the ranks of one machine.
 
     .venv/bin/python bench/all_reduce.py [--ranks 2 4] [--device cpu|cuda] [--json FILE] [--tune] [--pin]
+    .venv/bin/python bench/all_reduce.py --smoke [--device cpu|cuda]
 
 On the CPU: ours in one and in two stages, and gloo. On CUDA (several ranks on one GPU need MPS and
 TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1): ours beside torch's symmetric-memory operators, like with like.
@@ -24,10 +25,8 @@ sizes, and the worst of bf16 over fp16, which torch's lack. `--tune` writes the 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import sys
@@ -38,10 +37,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
 import torch
 import torch.distributed as dist
+from _smoke import BenchParser, machine, write
 
 from moeclipse.comm.flight.exchange import all_to_all
 from moeclipse.comm.mesh import Mesh
@@ -60,6 +61,7 @@ from moeclipse.testing.run_ranks import run_ranks
 KIB = 1 << 10
 SIZES = [KIB << shift for shift in (0, 2, 4, 6, 8, 10, 11, 12, 14, 16)]
 QUICK = [KIB, 64 * KIB, 1024 * KIB, 16384 * KIB]
+SMALLEST = [KIB, 64 * KIB]
 WARM_UP = 3  # rounds on a device that do not count
 CHUNKS = (256 * KIB, 512 * KIB, 1024 * KIB, 2048 * KIB)
 Calls = dict[str, Callable[[], Any]]
@@ -356,7 +358,7 @@ def checks_of(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = BenchParser(__doc__, smoke={"ranks": [2], "repeats": 1})
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--repeats", type=int, default=9)
@@ -365,9 +367,10 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="four sizes only")
     parser.add_argument("--tune", action="store_true", help=f"write what was measured to {DEFAULT_FILE}")
-    parser.add_argument("--json", type=Path, help="write rows, checks and machine here")
     args = parser.parse_args()
-    sizes = QUICK if args.quick else SIZES
+    if args.smoke and args.tune:
+        parser.error("--smoke measures nothing that --tune could write down")
+    sizes = SMALLEST if args.smoke else QUICK if args.quick else SIZES
     if args.device == "cuda" and torch.cuda.device_count() == 0:
         print("bench/all_reduce.py --device cuda: this machine has no CUDA device.")
         return 2
@@ -389,9 +392,7 @@ def main() -> int:
     checks = checks_of(rows)
     for name, factor in checks.items():
         print(f"{name:44} {factor:5.2f} x as fast{' as gloo' if args.device == 'cpu' else ', at worst'}")
-    if args.json:
-        machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
-        args.json.write_text(json.dumps({"rows": rows, "checks": checks, "machine": machine}, indent=1))
+    write(args.json, {"rows": rows, "checks": checks, "machine": machine()})
     return 0
 
 

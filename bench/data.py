@@ -1,6 +1,7 @@
 """What data costs: reading a gigabyte of tokens beside steps, and tokenising beside the tokenizers library.
 
-    python bench/data.py [--gigabytes 1.0] [--megabytes 24] [--steps 20]
+    .venv/bin/python bench/data.py [--gigabytes 1.0] [--megabytes 24] [--steps 20] [--json FILE]
+    .venv/bin/python bench/data.py --smoke
 
 read        a token file of so many gigabytes (uint16, packed documents) is mapped; the mean time to make the
             batches of a step, against the mean step of the preset `tiny` on one rank. The bar is 2 %.
@@ -10,7 +11,6 @@ tokenise    so many megabytes of jsonl through our processes into a cache, again
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from _smoke import BenchParser, machine, write
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
@@ -46,7 +47,7 @@ def token_file(folder: Path, gigabytes: float) -> Path:
     return path
 
 
-def read(folder: Path, gigabytes: float, steps: int) -> None:
+def read(folder: Path, gigabytes: float, steps: int) -> dict[str, float]:
     files = (str(token_file(folder, gigabytes)),)
     keys = {"data.files": files, "data.documents": "packed", "data.end_of_text": "0", "run.device": "cpu"}
     config: TrainConfig = with_values(load(preset="tiny"), keys)
@@ -69,6 +70,7 @@ def read(folder: Path, gigabytes: float, steps: int) -> None:
         f"{config.data.seq_len}: {1e3 * read_s:.2f} ms of a step of {1e3 * step_s:.1f} ms "
         f"({100 * read_s / step_s:.2f} %, bar 2 %)"
     )
+    return {"tokens": tokens, "read_ms": 1e3 * read_s, "step_ms": 1e3 * step_s}
 
 
 def records(folder: Path, megabytes: float) -> tuple[Path, Path, list[str]]:
@@ -94,7 +96,7 @@ def records(folder: Path, megabytes: float) -> tuple[Path, Path, list[str]]:
     return folder / "a.jsonl", folder / "tokenizer.json", texts
 
 
-def tokenise(folder: Path, megabytes: float) -> None:
+def tokenise(folder: Path, megabytes: float) -> dict[str, float]:
     from tokenizers import Tokenizer
 
     path, tokenizer, texts = records(folder, megabytes)
@@ -114,18 +116,21 @@ def tokenise(folder: Path, megabytes: float) -> None:
         f"tokenise: {size / 1e6:.0f} MB on {num_workers()} cores: {size / ours / 1e6:.2f} MB/s into a cache, "
         f"{size / theirs / 1e6:.2f} MB/s by the library alone (ratio {theirs / ours:.2f}, bar 0.8)"
     )
+    return {"bytes": size, "ours_s": ours, "library_s": theirs}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def main() -> int:
+    parser = BenchParser(__doc__, smoke={"gigabytes": 0.002, "megabytes": 0.2, "steps": 1})
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--megabytes", type=float, default=24.0)
     parser.add_argument("--steps", type=int, default=20)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        tokenise(Path(folder), given.megabytes)
-        read(Path(folder), given.gigabytes, given.steps)
+        found = {"tokenise": tokenise(Path(folder), given.megabytes)}
+        found["read"] = read(Path(folder), given.gigabytes, given.steps)
+    write(given.json, {**found, "machine": machine()})
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,6 +1,7 @@
 """How much of the all-to-all of one microbatch hides under another's compute, on a slow wire.
 
     .venv/bin/python bench/fb_overlap.py [--json FILE] [--repeats 9] [--pp 1 2] [--ratio 0.5] [--trace FILE]
+    .venv/bin/python bench/fb_overlap.py --smoke [--device cuda]
     .venv/bin/python bench/fb_overlap.py --device cuda [--ranks 2] [--json FILE]
     .venv/bin/python bench/fb_overlap.py --device cuda --backend nccl [--ranks 2] [--comm-sms 0 2 4 8]
 
@@ -27,10 +28,8 @@ pinned memory of the host: copy engines move them at a network's rate. There the
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -42,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from _fb_prediction import Prediction
+from _smoke import BenchParser, machine, write
 from shaped_network import MAX_MBIT, set_rate, shaped_network
 
 from moeclipse.comm.mesh import Mesh
@@ -273,7 +273,8 @@ def measure(mesh: Mesh, given: dict[str, Any]) -> dict[str, Any]:
     )
     fewer = Case(mesh, "pair+self", max(microbatches // 2, 2), layers, **wide)
     fewer.run()
-    half = [means(mesh, phases(fewer, fewer.run())) for _ in range(max(given["repeats"] // 2, 3))]
+    few = 1 if given["smoke"] else 3
+    half = [means(mesh, phases(fewer, fewer.run())) for _ in range(max(given["repeats"] // 2, few))]
     rows = []
     for mode, times in found.items():
         row: dict[str, Any] = {name: statistics.median(t[name] for t in times) for name in times[0]}
@@ -356,10 +357,8 @@ def report(results: list[dict[str, Any]], file: Path | None) -> None:
     checks = checks_of(results)
     print("\nlast columns: hidden share of the exchanges of each phase\n")
     print("  ".join(f"{name} {value:.2f}" for name, value in checks.items()))
-    if file is not None:
-        machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
-        rows = [row for result in results for row in result["rows"]]
-        file.write_text(json.dumps({"rows": rows, "checks": checks, "machine": machine}, indent=1) + "\n")
+    rows = [row for result in results for row in result["rows"]]
+    write(file, {"rows": rows, "checks": checks, "machine": machine()})
 
 
 def hidden(row: dict[str, Any], part: str) -> str:
@@ -368,8 +367,8 @@ def hidden(row: dict[str, Any], part: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    smallest = {"repeats": 1, "pp": [1], "layers": 1, "microbatches": 2, "seq_len": 16}
+    parser = BenchParser(__doc__, smoke=smallest)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--pp", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--layers", type=int, default=3, help="of each rank")
@@ -383,7 +382,7 @@ def main() -> int:
     parser.add_argument(
         "--comm-sms", type=int, nargs="+", default=[0], help="with --backend nccl; 0: unbounded"
     )
-    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--inside", type=Path, help="in the namespace; write what was measured here")
     given = parser.parse_args()
     if given.device == "cuda":
         if torch.cuda.device_count() == 0:
@@ -402,7 +401,7 @@ def main() -> int:
         results = [run_ranks(2 * pp, measure, asked, pp=pp, **options)[0] for pp in given.pp]
         given.inside.write_text(json.dumps(results))
         return 0
-    with tempfile.TemporaryDirectory() as folder, shaped_network(RATE_MBIT) as run:
+    with tempfile.TemporaryDirectory() as folder, shaped_network(RATE_MBIT, given.smoke) as run:
         out = Path(folder) / "result.json"
         code = run([sys.executable, __file__, "--inside", str(out), *sys.argv[1:]]).returncode
         if code == 0:

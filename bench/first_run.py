@@ -1,6 +1,7 @@
 """What a first run shows: step time and hidden share with everything at `auto`, against the plain choices.
 
     .venv/bin/python bench/first_run.py [--json FILE] [--rate 100]    loopback, and a slow wire (needs root)
+    .venv/bin/python bench/first_run.py --smoke                       loopback, one preset, few steps
     .venv/bin/python bench/first_run.py --bar                         loopback: auto / plain is at most 1.02
     .venv/bin/python bench/first_run.py --device cuda --repeats 40    two ranks on the GPUs at hand, over NCCL
     .venv/bin/python bench/first_run.py --bar --auto moe.shadow=auto placement.planner=auto   with these, too
@@ -30,6 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from _smoke import BenchParser, write
 from shaped_network import shaped_network, why_not
 
 from moeclipse.comm.mesh import Mesh
@@ -73,23 +75,24 @@ HEAD = (
 )
 
 
-def ready(mesh: Mesh, config: TrainConfig, tries: bool) -> tuple[Learner, int, Choices]:
-    """A learner behind its trials, the step that it takes next, and what it chose."""
+def ready(mesh: Mesh, config: TrainConfig, tries: bool, most: int) -> tuple[Learner, int, Choices]:
+    """A learner behind its trials, or `most` steps, the step that it takes next, and what it chose."""
     choices = Choices(mesh)
     learner = Learner(settle(config, mesh, choices)[0] if tries else config, mesh)
     if tries:
         choices.bind(learner.layers, trial_calls(config) if learner.pipelined is None else 0)
     done = 0
-    while done < WARM or (any(layer.schedule.trials for layer in learner.layers) and done < MOST):
+    while done < min(WARM, most) or (any(layer.schedule.trials for layer in learner.layers) and done < most):
         learner.step(done)
         done += 1
     return learner, done, choices
 
 
-def race(mesh: Mesh, config: TrainConfig, repeats: int) -> dict[str, Any]:
+def race(mesh: Mesh, config: TrainConfig, repeats: int, most: int) -> dict[str, Any]:
     """Steps of all in turns, after trials: median times, hidden shares, and what was chosen."""
     plain = with_values(config, PLAIN)
-    all_ready = [(name, *ready(mesh, plain if name == "plain" else config, name == "auto")) for name in BUILT]
+    configs = {"plain": plain, "auto": config}
+    all_ready = [(name, *ready(mesh, configs[name], name == "auto", most)) for name in BUILT]
     records: list[list[dict[str, Any]]] = [[] for _ in all_ready]
     shuffled = random.Random(0)  # the same order on all ranks
     for turn in range(repeats):
@@ -123,7 +126,7 @@ def middle(values: list[float]) -> float:
 def measure(args: argparse.Namespace, wire: str, repeats: int) -> list[dict[str, Any]]:
     found = []
     for preset in args.presets:
-        for microbatches in MICROBATCHES:
+        for microbatches in args.microbatches:
             values: dict[str, Any] = {"optim.accumulate": microbatches, "run.device": args.device}
             values |= dict(word.split("=", 1) for word in args.auto)
             values |= {"moe.transport": "direct"} if wire.endswith("mbit") else {}
@@ -131,7 +134,8 @@ def measure(args: argparse.Namespace, wire: str, repeats: int) -> list[dict[str,
             ways: dict[str, Any] = {"deadline_s": 560.0, "collective_deadline_s": 120.0}
             if args.device == "cuda":
                 ways |= {"device": "cuda", "backend": "nccl"}
-            result = run_ranks(2, race, config, repeats, **ways)[0]
+            most = 2 if args.smoke else MOST  # costs are measured in the second
+            result = run_ranks(2, race, config, repeats, most, **ways)[0]
             found.append({"preset": preset, "microbatches": microbatches, "wire": wire, **result})
             show(found[-1])
     return found
@@ -159,6 +163,7 @@ def on_slow_wire(args: argparse.Namespace) -> list[dict[str, Any]]:
         told = Path(folder) / "rows.json"
         words = ["--inside", str(told), "--rate", f"{args.rate:g}", "--repeats", str(args.repeats)]
         words += ["--presets", *args.presets, "--auto", *args.auto]
+        words += ["--microbatches", *map(str, args.microbatches)]
         if run([sys.executable, __file__, *words]).returncode:
             raise SystemExit("the part on the slow wire failed")
         rows: list[dict[str, Any]] = json.loads(told.read_text())
@@ -166,15 +171,15 @@ def on_slow_wire(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = BenchParser(__doc__, smoke={"presets": ["tiny"], "microbatches": [1], "repeats": 1})
     parser.add_argument("--presets", nargs="+", default=list(PRESETS))
+    parser.add_argument("--microbatches", type=int, nargs="+", default=list(MICROBATCHES))
     parser.add_argument("--auto", nargs="*", default=[], metavar="KEY=VALUE", help="of the run with defaults")
     parser.add_argument("--repeats", type=int, default=16, help="steps of each, in turns")
     parser.add_argument("--rate", type=float, default=100.0, help="megabits per second of the slow wire")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--bar", action="store_true", help="loopback alone; exit status 1 over the bar")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--inside", type=Path, help="in the namespace; write what was measured here")
     args = parser.parse_args()
     if args.inside is not None:
         args.inside.write_text(json.dumps(measure(args, f"{args.rate:g} mbit", args.repeats)))
@@ -182,12 +187,11 @@ def main() -> int:
     print("| " + " | ".join(HEAD) + " |\n" + "|---" * len(HEAD) + "|", flush=True)
     wire = "loopback" if args.device == "cpu" else "nccl"
     rows = measure(args, wire, args.repeats * (2 if args.bar else 1))
-    if not args.bar and args.device == "cpu":
+    if not args.bar and not args.smoke and args.device == "cpu":
         reason = why_not()
         rows += on_slow_wire(args) if reason is None else []
         print(f"no slow wire: {reason}" if reason else "", end="\n" if reason else "")
-    if args.json is not None:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write(args.json, rows)
     worst = max(row["step_ms"]["auto"] / row["step_ms"]["plain"] for row in rows)
     print(f"worst auto / plain: {worst:.3f} (at most {BAR})")
     return int(args.bar and worst > BAR)

@@ -1,6 +1,7 @@
 """Our experts inside a transformers model, against transformers' own, on one GPU.
 
     .venv/bin/python bench/hf_experts.py [--preset 5b] [--steps 10] [--json F]
+    .venv/bin/python bench/hf_experts.py --smoke              block and step alone, also without a GPU
 
 A Qwen3-MoE of the preset's shape, bf16, built by transformers without a download. Each way runs in a process
 of its own:
@@ -28,7 +29,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from _qwen3 import qwen3_config
+from _smoke import (
+    FEW_TOKENS,
+    BenchParser,
+    allocated,
+    begin_peak,
+    device,
+    left_without_gpu,
+    machine,
+    synchronize,
+    write,
+)
 
+from moeclipse.core.config import with_values
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.presets import load
 
@@ -36,19 +49,18 @@ WAYS, PARTS = ("grouped_mm", "moeclipse"), ("block", "step", "compiled")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = BenchParser(__doc__, smoke={"preset": "tiny", "only": ["block", "step"], "steps": 1})
     parser.add_argument("--preset", default="5b")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=2, help="part and way, in this process")
     given = parser.parse_args()
-    if torch.cuda.device_count() == 0:
-        print("bench/hf_experts.py needs a CUDA device", file=sys.stderr)
+    if left_without_gpu(__file__, given):
         return 2
     if given.one:
         part, way = given.one
-        print("\n" + json.dumps(one(load(preset=given.preset), part, way, given.steps)))
+        config = with_values(load(preset=given.preset), FEW_TOKENS if given.smoke else {})
+        print("\n" + json.dumps(one(config, part, way, given.steps, warm=1 if given.smoke else 4)))
         return 0
     rows, checks = [], {}
     for part in given.only:
@@ -57,35 +69,33 @@ def main() -> int:
         checks[part] = found["grouped_mm"]["ms"] / found["moeclipse"]["ms"]
         cells = "  ".join(f"{way} {row['ms']:.2f} ms {row['peak_gib']:.1f} GiB" for way, row in found.items())
         print(f"{part:<9} {cells}  {checks[part]:.2f}", flush=True)
-    if given.json is not None:
-        machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        text = json.dumps({"rows": rows, "checks": checks, "machine": machine}, indent=1)
-        given.json.write_text(text + "\n")
+    write(given.json, {"rows": rows, "checks": checks, "machine": machine()})
     return 0
 
 
 def in_its_own_process(part: str, way: str, given: argparse.Namespace) -> dict[str, Any]:
     words = ["--one", part, way, "--preset", given.preset, "--steps", str(given.steps)]
+    words += ["--smoke"] if given.smoke else []
     done = subprocess.run([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
 
-def one(config: TrainConfig, part: str, way: str, steps: int) -> dict[str, Any]:
+def one(config: TrainConfig, part: str, way: str, steps: int, warm: int) -> dict[str, Any]:
     """In this process."""
     layers = 1 if part == "block" else config.model.num_layers
     model = made(config, way, layers)
     run = block_of(model, config) if part == "block" else step_of(model, config, part == "compiled")
-    last = [run() for _ in range(4)][-1]
-    torch.cuda.reset_peak_memory_stats()
+    last = [run() for _ in range(warm)][-1]
+    begin_peak()
     times = []
     for _ in range(steps):
-        torch.cuda.synchronize()
+        synchronize()
         before = time.perf_counter()
         last = run()
-        torch.cuda.synchronize()
+        synchronize()
         times.append(1e3 * (time.perf_counter() - before))
-    peak = torch.cuda.max_memory_allocated() / (1 << 30)
+    peak = allocated(peak=True) / (1 << 30)
     return {"ms": statistics.median(times), "slowest_ms": max(times), "peak_gib": peak, "last": last}
 
 
@@ -98,7 +108,7 @@ def made(config: TrainConfig, way: str, layers: int) -> Any:
     theirs = qwen3_config(config, layers)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
+    with torch.device(device()):
         model = AutoModelForCausalLM.from_config(theirs, attn_implementation="sdpa")
     torch.set_default_dtype(torch.float32)
     model.set_experts_implementation(way)
@@ -110,7 +120,9 @@ def block_of(model: Any, config: TrainConfig) -> Callable[[], float]:
     """The MoE block of the first layer, router included."""
     block = model.model.layers[0].mlp
     tokens = config.data.batch_size // config.optim.accumulate * config.data.seq_len
-    x = torch.randn(1, tokens, config.model.d_model, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(
+        1, tokens, config.model.d_model, device=device(), dtype=torch.bfloat16, requires_grad=True
+    )
 
     def run() -> float:
         block.zero_grad()
@@ -129,7 +141,7 @@ def step_of(model: Any, config: TrainConfig, compiled: bool) -> Callable[[], flo
     samples = config.data.batch_size // config.optim.accumulate
 
     def run() -> float:
-        ids = torch.randint(config.model.vocab_size, (samples, config.data.seq_len)).to("cuda")
+        ids = torch.randint(config.model.vocab_size, (samples, config.data.seq_len)).to(device())
         loss = call(input_ids=ids, labels=ids).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_norm)

@@ -1,6 +1,7 @@
 """How long ranks take to begin from a Hugging Face folder, and how much memory each needs for it.
 
     .venv/bin/python bench/hf_load.py [--gb 2] [--ranks 4] [--tp 1] [--pp 1] [--json FILE]
+    .venv/bin/python bench/hf_load.py --smoke
 
 Writes a random Qwen3-MoE of so many bytes in bfloat16, several files and an index, into a folder that is
 removed, and lets ranks on the CPU load it as `moeclipse train --model.from-hf` does. Of each rank: seconds of
@@ -10,13 +11,13 @@ the most during it, as Linux counts it (VmHWM: pages of files that were read cou
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import _smoke
 import torch
 from safetensors.torch import save_file
 
@@ -49,11 +50,13 @@ LAYER = {
 }
 LAYER_BYTES = 2 * (32 * 3 * 1024 * 512 + 2 * 1024 * 64 * 20)
 """Experts and attention of one layer."""
+NARROW = {"vocab_size": 512, "hidden_size": 128, "moe_intermediate_size": 64, "num_experts": 8}
+"""Layers of `--smoke`."""
 
 
-def write(folder: Path, gigabytes: float) -> int:
+def write(folder: Path, gigabytes: float, layer: dict[str, Any]) -> int:
     """A folder of about this size; returns its bytes."""
-    config = {**LAYER, "num_hidden_layers": max(2, round(gigabytes * 1e9 / LAYER_BYTES))}
+    config = {**LAYER, **layer, "num_hidden_layers": max(2, round(gigabytes * 1e9 / LAYER_BYTES))}
     read = read_config(config, "bench")
     shapes = Shapes.of(read.values)
     table = tensor_table(read.family.names, shapes.model, shapes.moe, shapes.gate)
@@ -98,17 +101,16 @@ def load(mesh: Mesh, config: TrainConfig) -> dict[str, float]:
     return {"seconds": seconds, "before": before / 1e9, "peak": memory("VmHWM") / 1e9}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def main() -> int:
+    parser = _smoke.BenchParser(__doc__, smoke={"gb": 0.0, "ranks": 2})
     parser.add_argument("--gb", type=float, default=2.0)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
-    parser.add_argument("--json")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        total = write(folder, given.gb)
+        total = write(folder, given.gb, NARROW if given.smoke else {})
         (folder / "text.txt").write_text("a text of few words " * 400)
         values: dict[str, Any] = {
             **HfFolder.open(folder).values,
@@ -131,9 +133,9 @@ def main() -> None:
     for number, row in enumerate(ranks):
         more = row["peak"] - row["before"]
         print(f"{number:4}{row['seconds']:9.1f}{row['before']:22.2f}{row['peak']:21.2f}{more:11.2f}")
-    if given.json:
-        Path(given.json).write_text(json.dumps({"bytes": total, "ranks": ranks}))
+    _smoke.write(given.json, {"bytes": total, "ranks": ranks, "machine": _smoke.machine()})
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

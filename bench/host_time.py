@@ -1,7 +1,7 @@
 """What the host needs for a step of two ranks: kernels and rows are so small that nobody waits for them.
 
     nvidia-cuda-mps-control -d
-    .venv/bin/python bench/host_time.py [--layers 12] [--microbatches 4] [--rounds 5] [--json F]
+    .venv/bin/python bench/host_time.py [--layers 12] [--microbatches 4] [--rounds 5] [--json F] [--smoke]
 
 Two ranks share one GPU under MPS and the experts (ep 2), or only gradients (dp 2), over NCCL. Steps with
 `run.graphs` auto and off take turns in one process; the table shows medians, and what Python launches. NCCL
@@ -10,16 +10,13 @@ over the sockets of one host is slow: `host_ms` is a step without the time in wh
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from _smoke import BenchParser, left_without_gpu, machine, write
 
 from moeclipse.comm.flight import lane, reading
 from moeclipse.comm.mesh import Mesh
@@ -46,14 +43,12 @@ WARM = 4
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = BenchParser(__doc__, smoke={"layers": 1, "microbatches": 1, "rounds": 1})
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    if torch.cuda.device_count() == 0:
-        print("bench/host_time.py needs a CUDA device", file=sys.stderr)
+    if left_without_gpu(__file__, given, on_cpu=False):
         return 2
     size = {"model.num_layers": given.layers, "optim.accumulate": given.microbatches}
     size |= {"data.batch_size": 4 * given.microbatches}
@@ -67,9 +62,7 @@ def main() -> int:
             row = {"ranks": layout, "graphs": graphs, "step_ms": step_ms, "host_ms": host_ms}
             rows.append({**row, "launches": launches, "times": times})
             print(f"{layout:8}{graphs:8}{step_ms:10.1f}{host_ms:10.1f}{launches:10d}", flush=True)
-    if given.json is not None:
-        machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        given.json.write_text(json.dumps({"rows": rows, "machine": machine}, indent=1) + "\n")
+    write(given.json, {"rows": rows, "machine": machine()})
     return 0
 
 

@@ -1,18 +1,19 @@
 """How fast a MoE layer is on one GPU: router, grouping, SwiGLU experts and the weighted sum.
 
     .venv/bin/python bench/moe_layer.py [--configs a b ...] [--json FILE]
+    .venv/bin/python bench/moe_layer.py --smoke
 
 TFLOP/s count 6 T n d K for forward and 12 T n d K for backward. `saved` is what forward leaves for backward
 beside the input itself, `peak` the most that was allocated above inputs and weights. Implementations: the
 kernels with bf16 gradients (what autograd hands out), the kernels adding into fp32 main_grad, plain torch
 (sort, index, F.grouped_mm), and SonicMoE or ScatterMoE where they can be imported. Times are medians; the
 implementations take turns.
+
+`--smoke` runs a layer of few tokens, without a GPU through the kernels' references.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
@@ -20,8 +21,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
+
 import torch
 import torch.nn.functional as F
+from _smoke import (
+    BenchParser,
+    Clock,
+    allocated,
+    begin_peak,
+    device,
+    left_without_gpu,
+    machine,
+    synchronize,
+    write,
+)
+
+from moeclipse.ops.grouped_experts import grouped_experts, grouped_experts_reference
+from moeclipse.ops.topk_softmax import topk_softmax
 
 CONFIGS = {
     "a": (24576, 1536, 256, 128, 8),
@@ -30,6 +47,7 @@ CONFIGS = {
     "olmoe": (32768, 2048, 1024, 64, 8),
     "qwen3": (32768, 2048, 768, 128, 8),
     "mixtral": (8192, 4096, 14336, 8, 2),
+    "smoke": (256, 128, 128, 8, 2),
 }
 BARS = {"a": 426, "b": 530, "c": 556, "olmoe": 575, "qwen3": 548, "mixtral": 580}
 Layer = Callable[[torch.Tensor], torch.Tensor]
@@ -40,7 +58,7 @@ class Weights:
 
     def __init__(self, d: int, n: int, num_experts: int, top_k: int) -> None:
         def normal(*shape: int) -> torch.Tensor:
-            weight = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(0, shape[-1] ** -0.5)
+            weight = torch.empty(shape, device=device(), dtype=torch.bfloat16).normal_(0, shape[-1] ** -0.5)
             return weight.requires_grad_()
 
         self.router = normal(num_experts, d)
@@ -55,11 +73,10 @@ class Weights:
 
 
 def ours(weights: Weights, into: tuple[torch.Tensor, torch.Tensor] | None = None) -> Layer:
-    from moeclipse.ops.grouped_experts import grouped_experts
-    from moeclipse.ops.topk_softmax import topk_softmax
-
     def layer(x_TD: torch.Tensor) -> torch.Tensor:
         scores_TK, ids_TK = topk_softmax(F.linear(x_TD, weights.router), weights.top_k)
+        if not x_TD.is_cuda:
+            return grouped_experts_reference(x_TD, scores_TK, ids_TK, weights.up, weights.down)
         return grouped_experts(x_TD, scores_TK, ids_TK, weights.up, weights.down, into=into)
 
     return layer
@@ -106,7 +123,9 @@ def scatter(weights: Weights, config: tuple[int, ...]) -> Layer:
 def implementations(weights: Weights, config: tuple[int, ...]) -> dict[str, Layer]:
     into = (torch.zeros_like(weights.up, dtype=torch.float32),)
     into += (torch.zeros_like(weights.down, dtype=torch.float32),)
-    layers = {"moeclipse": ours(weights), "moeclipse, fp32 main_grad": ours(weights, into)}
+    layers = {"moeclipse": ours(weights)}
+    if weights.up.is_cuda:
+        layers["moeclipse, fp32 main_grad"] = ours(weights, into)
     layers["plain torch"] = plain_torch(weights)
     for name, make in {
         "SonicMoE": lambda: sonic(config),
@@ -121,26 +140,23 @@ def implementations(weights: Weights, config: tuple[int, ...]) -> dict[str, Laye
 
 def timed(run: Callable[[], Any], calls: int = 4) -> float:
     """Milliseconds of one call; several in a row, because a stopped device hides what launching costs."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     run()
-    start.record()
+    clock = Clock()
     for _ in range(calls):
         run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / calls
+    return clock.stop() / calls
 
 
 def memory(layer: Layer, x: torch.Tensor, d_out: torch.Tensor, weights: Weights) -> tuple[float, float]:
     """GiB (saved, peak). Gradients are counted in the peak."""
     clear(x, weights)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    synchronize()
+    before = allocated()
+    begin_peak()
     out = layer(x)
-    saved = torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
+    saved = allocated() - before - out.numel() * out.element_size()
     out.backward(d_out)
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = allocated(peak=True) - before
     clear(x, weights)
     return saved / 2**30, peak / 2**30
 
@@ -158,8 +174,8 @@ def clear(x: torch.Tensor, weights: Weights) -> None:
 def measure(name: str, config: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
     num_tokens, d, n, num_experts, top_k = config
     weights = Weights(d, n, num_experts, top_k)
-    x = torch.randn(num_tokens, d, device="cuda").bfloat16().requires_grad_()
-    d_out = torch.randn(num_tokens, d, device="cuda").bfloat16()
+    x = torch.randn(num_tokens, d, device=device()).bfloat16().requires_grad_()
+    d_out = torch.randn(num_tokens, d, device=device()).bfloat16()
     layers = implementations(weights, config)
     times: dict[str, list[tuple[float, float]]] = {key: [] for key in layers}
     first: dict[str, float] = {}
@@ -198,13 +214,11 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=list(CONFIGS))
+    parser = BenchParser(__doc__, smoke={"configs": ["smoke"], "repeats": 1})
+    parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=list(BARS))
     parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if torch.cuda.device_count() == 0:
-        print("bench/moe_layer.py measures GPU kernels, and this machine has no CUDA device.")
+    if left_without_gpu(__file__, args):
         return 2
     torch.manual_seed(0)
     rows: list[dict[str, Any]] = []
@@ -212,19 +226,14 @@ def main() -> int:
         new = measure(name, CONFIGS[name], args.repeats)
         show(new)
         rows += new
-        torch.cuda.empty_cache()
+        if torch.cuda.device_count():
+            torch.cuda.empty_cache()
     checks = {row["config"]: row["both_tflops"] for row in rows if row["implementation"] == "moeclipse"}
-    for name, value in checks.items():
-        print(f"{name:8} {value:4.0f} TFLOP/s, {value / BARS[name]:.2f} of the bar of {BARS[name]}")
-    if args.json:
-        import triton
-
-        machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        machine["triton"] = triton.__version__
-        args.json.write_text(json.dumps({"rows": rows, "checks": checks, "machine": machine}, indent=1))
+    for name, bar in ((name, BARS[name]) for name in checks if name in BARS):
+        print(f"{name:8} {checks[name]:4.0f} TFLOP/s, {checks[name] / bar:.2f} of the bar of {bar}")
+    write(args.json, {"rows": rows, "checks": checks, "machine": machine()})
     return 0
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
     sys.exit(main())

@@ -1,19 +1,18 @@
 """Tokens per second of a whole training step, with our kernels and in plain torch.
 
     .venv/bin/python bench/moe_train.py [--preset 5b] [--repeats 6] [--json FILE]
+    .venv/bin/python bench/moe_train.py --smoke
 
-One model, one run: steps with and without kernels alternate, and medians are compared. Needs a CUDA device.
+One model, one run: steps with and without kernels alternate, and medians are compared. Needs a CUDA device:
+`--smoke` runs without one, where both are plain torch.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
-from pathlib import Path
 
-import torch
+from _smoke import BenchParser, device, left_without_gpu, machine, write
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.train.learner import Learner
@@ -27,15 +26,13 @@ def use_kernels(learner: Learner, kernels: bool) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = BenchParser(__doc__, smoke={"preset": "tiny", "repeats": 1})
     parser.add_argument("--preset", default="5b")
     parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    if torch.cuda.device_count() == 0:
-        print("this bench needs a CUDA device", file=sys.stderr)
+    if left_without_gpu(__file__, given):
         return 2
-    learner = Learner(load(preset=given.preset), Mesh.single("cuda"))
+    learner = Learner(load(preset=given.preset), Mesh.single(device()))
     times: dict[str, list[float]] = {"kernels": [], "plain torch": []}
     step = 0
     for repeat in range(given.repeats + 1):
@@ -56,10 +53,7 @@ def main() -> int:
         print(f"{row['name']:>12}: {row['step_ms']:8.1f} ms per step, {row['tokens_per_s']:9.0f} tokens/s")
     ratio = rows[0]["tokens_per_s"] / rows[1]["tokens_per_s"]
     print(f"kernels over plain torch: {ratio:.2f}")
-    if given.json is not None:
-        machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        checks = {"train_speedup": ratio}
-        given.json.write_text(json.dumps({"rows": rows, "checks": checks, "machine": machine}, indent=1))
+    write(given.json, {"rows": rows, "checks": {"train_speedup": ratio}, "machine": machine()})
     return 0
 
 

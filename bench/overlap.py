@@ -1,6 +1,7 @@
 """How much of one MoE layer's exchange hides under its experts, on a slow wire.
 
-    .venv/bin/python bench/overlap.py [--json FILE] [--repeats 9] [--wire cables | shared]
+    .venv/bin/python bench/overlap.py [--json FILE] [--repeats 9] [--wire cables | shared]    twenty minutes
+    .venv/bin/python bench/overlap.py --smoke                                                  seconds
     .venv/bin/python bench/overlap.py --device cuda --transport pinned --ranks 2 [--json FILE]
     .venv/bin/python bench/overlap.py --device cuda --backend nccl --ranks 2 [--json FILE]
 
@@ -13,10 +14,11 @@ the blocking exchange in which nothing overlaps, our own one-unit exchange (weig
 last transfer), and the smart one, with given chunks and with a granularity chosen from measured costs. The
 table shows medians.
 
-Forward (with the exchange of sizes) and backward are timed each from a common start, of the slowest rank:
-nothing of backward can begin before forward has ended, so each has its own bound, max(compute,
-communication), and no schedule can beat their sum. Backward computes twice as much for the same rows, so the
-two never are at the same ratio.
+Every case is a `moeclipse.MoE` whose gate always chooses the same experts, called and differentiated as a
+model does. Forward (with the exchanges of token counts, loads and sizes) and backward are timed each from a
+common start, of the slowest rank: nothing of backward can begin before forward has ended, so each has its own
+bound, max(compute, communication), and no schedule can beat their sum. Backward computes twice as much for
+the same rows, so the two never are at the same ratio.
 
 A second table has skewed routing (Zipf, s = 1.2, 16 experts, top-2) and small experts: smart without and with
 shadows, and what the policy had predicted.
@@ -26,16 +28,16 @@ through pinned memory of the host: copy engines move them at some 17 GB/s each w
 no processor of the device; or, with `--backend nccl`, through NCCL over sockets. `neither` is what is left
 when nothing travels and nothing is computed: sizes are still exchanged and rows put in order, and no schedule
 hides that. `hidden` is what smart saves of what could be saved: (blocking - smart) / (blocking - bound).
+
+`--smoke` runs all cases on two ranks in sizes that measure nothing, on the loopback where there is no root.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import functools
 import json
 import os
-import platform
 import random
 import statistics
 import sys
@@ -49,23 +51,22 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from shaped_network import join_switch, shaped_network, switched_network
+from _smoke import BenchParser, machine, write
+from shaped_network import is_plain, join_switch, shaped_network, switched_network
+from torch import nn
 
+from moeclipse import MoE, Routing, joint, routing_of
 from moeclipse.comm.flight.in_flight import InFlight, Ready
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.wires.transport import Transport
-from moeclipse.moe.config import GateConfig
-from moeclipse.moe.dispatch_combine import DispatchCombine, LayerCall, Programs
+from moeclipse.moe.dispatch_combine import Programs
 from moeclipse.moe.granularity import CALLS, TRIED
-from moeclipse.moe.layer import MoE
-from moeclipse.moe.pairwise import PairwiseExperts
-from moeclipse.moe.structure import Structure
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.smart import smart
 from moeclipse.testing.run_ranks import run_ranks
 
 RANKS = 4
-SKEWED_TOKENS, SKEWED_WIDTH, SKEWED_HIDDEN, MANY_EXPERTS, TOP_K, ZIPF = 1024, 512, 64, 16, 2, 1.2
+MANY_EXPERTS, TOP_K, ZIPF = 16, 2, 1.2
 WIRE_CPU = "processor time of communication"
 CUT = "in units"
 """Communication alone, rank by rank as the smart exchange sends it. Gloo's all-to-all may be slower: then the
@@ -88,10 +89,28 @@ class Bed:
     dtype: torch.dtype = torch.float32
     rate_mbit: float = 30.0
     """Of a rank's cable, or of the loopback that all share."""
+    trials: tuple[int, int] = (4096, 8192)
+    """Hidden widths that are measured to find those of the table, ..."""
+    trial_repeats: int = 5
+    widest: int = 65536
+    ratios: tuple[float, ...] = RATIOS
+    """... in which communication takes so many times as long as compute."""
+    skewed: tuple[int, int, int] = (1024, 512, 64)
+    """Tokens, width and hidden width of the second table."""
 
 
 BEDS = {"cables": Bed(), "shared": Bed(tokens=1280, rate_mbit=240.0)}
 ON_DEVICE = Bed("cuda:0", "pinned", 16384, 4096, torch.bfloat16)
+SMALLEST: dict[str, Any] = {
+    "tokens": 64,
+    "width": 64,
+    "trials": (256, 512),
+    "trial_repeats": 1,
+    "widest": 512,
+    "ratios": (1.0,),
+    "skewed": (64, 64, 16),
+}
+"""Of `--smoke`."""
 
 
 class NoWire:
@@ -115,26 +134,23 @@ class NoWire:
         return Ready(out.fill_(0.01))
 
 
-class NoExperts:
+class NoExperts(nn.Module):
     """Nothing is computed: rows return as they came."""
 
-    def __init__(self, width: int) -> None:
-        self.out_width = width
-
-    def forward(self, x: torch.Tensor, counts: Any) -> tuple[torch.Tensor, None]:
-        return x, None
-
-    def dgrad(self, dy: torch.Tensor, saved: None) -> tuple[torch.Tensor, None]:
-        return dy, None
-
-    def wgrad(self, pending: Any, begun: Any, wanted: Any = None) -> tuple[None, None]:
-        return None, None
+    def forward(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        return rows
 
 
-def make(mesh: Mesh, bed: Bed, experts: int, hidden: int, **exchange: Any) -> MoE:
-    exchange = {"transport": bed.transport, **exchange}
-    gate = GateConfig(top_k=1)
-    return MoE(bed.width, hidden, experts, gate=gate, mesh=mesh, exchange=exchange, dtype=bed.dtype)
+class FixedGate(nn.Module):
+    """Always the same choices; gradients of the scores travel as those of any gate do."""
+
+    def __init__(self, ids_TK: torch.Tensor, num_experts: int) -> None:
+        super().__init__()
+        scores = torch.full(ids_TK.shape, 1.0 / ids_TK.shape[1], device=ids_TK.device, requires_grad=True)
+        self.routing = routing_of(ids_TK, scores, num_experts)
+
+    def forward(self, x_TD: torch.Tensor, tokens: Any) -> Routing:
+        return self.routing
 
 
 def serial(moe: MoE) -> Programs:
@@ -145,39 +161,42 @@ def serial(moe: MoE) -> Programs:
 
 
 class LayerStep:
-    """One forward and backward of the routed part with a fixed routing."""
+    """One forward and backward of a layer with a fixed routing.
+
+    `like`: a case whose weights this one takes, because how their pages lie matters. What no call of the
+    library leaves out is taken out here: the wire, and the overlap that a blocking exchange has in backward.
+    """
 
     def __init__(
         self,
-        moe: MoE,
+        mesh: Mesh,
         bed: Bed,
         ids: torch.Tensor,
+        experts: int,
+        hidden: int,
         *,
+        like: LayerStep | None = None,
         wire: bool = True,
         compute: bool = True,
-        programs: Programs | None = None,
+        in_series: bool = False,
+        **exchange: Any,
     ) -> None:
-        self.moe, self.bed, self.ids, self.compute = moe, bed, ids, compute
-        self.transport = moe.dispatcher.transport if wire else NoWire(moe.dispatcher.transport)
-        self.programs = programs
+        exchange = {"transport": bed.transport, **exchange}
+        nothing = None if compute else joint(lambda _: NoExperts())
+        layer = {"gate": FixedGate(ids, experts), "experts": nothing, "mesh": mesh, "exchange": exchange}
+        self.moe = moe = MoE(bed.width, hidden, experts, dtype=bed.dtype, **layer)
+        if like is not None and compute:
+            moe.experts = like.moe.experts
+        if not wire:
+            moe.dispatcher = replace(moe.dispatcher, transport=NoWire(moe.dispatcher.transport))
+        if in_series:
+            programs = serial(moe)
+            moe.schedule.programs = lambda shape: programs  # type: ignore[method-assign]
         shape = len(ids), bed.width
         self.x = torch.randn(shape, dtype=bed.dtype, device=ids.device, requires_grad=True)
-        self.scores = torch.full(ids.shape, 1.0 / ids.shape[1], device=ids.device, requires_grad=True)
 
     def forward(self) -> None:
-        moe = self.moe
-        experts = PairwiseExperts(experts=moe.experts, structure=Structure(), like=[self.x.detach()[:0]])
-        prepared = moe.schedule.prepare(self.ids, moe.dispatcher, experts, moe.mesh, "bench", True)
-        if not self.compute:
-            experts = replace(experts, experts=NoExperts(self.bed.width))
-        call = LayerCall(
-            plan=replace(prepared.plan, dispatcher=replace(moe.dispatcher, transport=self.transport)),
-            programs=self.programs or prepared.programs,
-            experts=experts,
-            shadows=prepared.shadows,
-            watch=moe.schedule.watch,
-        )
-        self.out = DispatchCombine.apply(self.scores, call, self.x, *moe.experts.weights)
+        self.out = self.moe(self.x)
 
     def backward(self) -> None:
         self.out.backward(self.out.detach())
@@ -224,8 +243,8 @@ def interleaved(mesh: Mesh, cases: dict[str, LayerStep], repeats: int) -> Times:
         if mesh.rank == 0:
             print(f"\r{max(repeat + 1, 0)}/{repeats} ", end="", file=sys.stderr, flush=True)
     return {
-        direction: {name: statistics.median(found) for name, found in cases.items()}
-        for direction, cases in times.items()
+        direction: {name: statistics.median(taken[name]) for name in (*cases, WIRE_CPU) if name in taken}
+        for direction, taken in times.items()
     }
 
 
@@ -237,23 +256,23 @@ def tune(mesh: Mesh, step: LayerStep) -> None:
 
 
 def widths_for(mesh: Mesh, bed: Bed, ids: torch.Tensor) -> list[int]:
-    """Hidden widths for which communication takes RATIOS times as long as compute."""
+    """Hidden widths for which communication takes `bed.ratios` times as long as compute."""
     found: list[tuple[int, float]] = []
     wire = 0.0
-    for trial in (4096, 8192):  # two of them: what does not depend on the width is not divided by it
-        moe = make(mesh, bed, mesh.num_ranks, trial)
-        cases = {"compute": LayerStep(moe, bed, ids, wire=False)}
+    for trial in bed.trials:  # two of them: what does not depend on the width is not divided by it
+        layer = (mesh, bed, ids, mesh.num_ranks, trial)
+        cases = {"compute": LayerStep(*layer, wire=False)}
         if not found:
-            cases["communication"] = LayerStep(moe, bed, ids, compute=False)
-        times = interleaved(mesh, cases, 5)
+            cases["communication"] = LayerStep(*layer, compute=False)
+        times = interleaved(mesh, cases, bed.trial_repeats)
         total = {name: times["forward"][name] + times["backward"][name] for name in cases}
         found.append((trial, total["compute"]))
         wire = total.get("communication", wire)
     (narrow, less), (wide, more) = found
-    per_column = (more - less) / (wide - narrow)
+    per_column = max((more - less) / (wide - narrow), 1e-9)
     fixed = less - per_column * narrow
-    wanted = [(wire / ratio - fixed) / per_column for ratio in RATIOS]
-    return [max(256, round(width / 256) * 256) for width in mesh.gather_objects(wanted)[0]]
+    wanted = [(wire / ratio - fixed) / per_column for ratio in bed.ratios]
+    return [min(max(256, round(width / 256) * 256), bed.widest) for width in mesh.gather_objects(wanted)[0]]
 
 
 def measure_even(mesh: Mesh, bed: Bed, repeats: int) -> list[dict[str, Any]]:
@@ -261,27 +280,25 @@ def measure_even(mesh: Mesh, bed: Bed, repeats: int) -> list[dict[str, Any]]:
     ids = choices(mesh, bed.tokens, experts, 1)
     rows = []
     for hidden in widths_for(mesh, bed, ids):
-        blocking = make(mesh, bed, experts, hidden, schedule="blocking")
-        chosen = make(mesh, bed, experts, hidden, schedule="smart")
-        chosen.experts = blocking.experts  # all cases use the same memory: how its pages lie matters
+        layer = (mesh, bed, ids, experts, hidden)
+        first = LayerStep(*layer, schedule="blocking", wire=False)
+        blocking = functools.partial(LayerStep, *layer, schedule="blocking", like=first)
+        by_units = functools.partial(LayerStep, *layer, schedule="smart", like=first)
         cases = {
-            "compute": LayerStep(blocking, bed, ids, wire=False),
-            "communication": LayerStep(blocking, bed, ids, compute=False),
-            "blocking": LayerStep(blocking, bed, ids, programs=serial(blocking)),
-            "one unit": LayerStep(blocking, bed, ids),
+            "compute": first,
+            "communication": blocking(compute=False),
+            "blocking": blocking(in_series=True),
+            "one unit": blocking(),
         }
         if bed.device != "cpu":
-            cases["neither"] = LayerStep(blocking, bed, ids, wire=False, compute=False)
+            cases["neither"] = blocking(wire=False, compute=False)
         for chunks in (1, 2):
-            moe = make(mesh, bed, experts, hidden, schedule="smart", group_size=1, chunks=chunks)
-            moe.experts = blocking.experts
-            cases[f"smart/{chunks}"] = LayerStep(moe, bed, ids)
-            if chunks == 1:
-                cases[CUT] = LayerStep(moe, bed, ids, compute=False)
-        cases["chosen"] = LayerStep(chosen, bed, ids)
+            cases[f"smart/{chunks}"] = by_units(group_size=1, chunks=chunks)
+        cases[CUT] = by_units(group_size=1, chunks=1, compute=False)
+        cases["chosen"] = by_units()
         tune(mesh, cases["chosen"])
         times = interleaved(mesh, cases, repeats)
-        report = chosen.schedule.report()
+        report = cases["chosen"].moe.schedule.report()
         cut = f"{report['steps']}x{report['chunks']} {report['rule'].split(',')[0]}"
         rows += [
             {"hidden": hidden, "direction": direction, **found, "cut": cut}
@@ -291,22 +308,23 @@ def measure_even(mesh: Mesh, bed: Bed, repeats: int) -> list[dict[str, Any]]:
 
 
 def measure_skewed(mesh: Mesh, bed: Bed, repeats: int) -> dict[str, Any]:
-    bed = replace(bed, width=SKEWED_WIDTH)
-    ids = choices(mesh, SKEWED_TOKENS, MANY_EXPERTS, TOP_K, ZIPF)
-    settings = {"schedule": "smart", "group_size": 1, "chunks": 1}
-    plain = make(mesh, bed, MANY_EXPERTS, SKEWED_HIDDEN, **settings)
-    shadowed = make(mesh, bed, MANY_EXPERTS, SKEWED_HIDDEN, shadow="auto", **settings)
-    cases = {"smart": LayerStep(plain, bed, ids), "smart + shadows": LayerStep(shadowed, bed, ids)}
+    tokens, width, hidden = bed.skewed
+    ids = choices(mesh, tokens, MANY_EXPERTS, TOP_K, ZIPF)
+    layer = (mesh, replace(bed, width=width), ids, MANY_EXPERTS, hidden)
+    settings: dict[str, Any] = {"schedule": "smart", "group_size": 1, "chunks": 1}
+    cases = {
+        "smart": LayerStep(*layer, **settings),
+        "smart + shadows": LayerStep(*layer, shadow="auto", **settings),
+    }
     times = interleaved(mesh, cases, repeats)
     found = {name: times["forward"][name] + times["backward"][name] for name in cases}
-    plan = shadowed.schedule.shadow_plan
-    assert plan is not None
-    measured = found["smart"] - found["smart + shadows"]
+    plan = cases["smart + shadows"].moe.schedule.shadow_plan
     return {
         **found,
-        "shadows": [list(entry) for entry in plan.shadows],
-        "predicted_gain": plan.gain,
-        "measured_gain": measured,
+        # A layer does not ask in calls where shadows could not pay.
+        "shadows": [] if plan is None else [list(entry) for entry in plan.shadows],
+        "predicted_gain": 0.0 if plan is None else plan.gain,
+        "measured_gain": found["smart"] - found["smart + shadows"],
     }
 
 
@@ -337,8 +355,7 @@ def measure(mesh: Mesh, bed: Bed, repeats: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser = BenchParser(__doc__, smoke={"repeats": 1})
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument(
         "--wire", choices=["cables", "shared"], default="cables", help="each rank its own, or one for all"
@@ -349,31 +366,34 @@ def main() -> int:
         "--transport", choices=["pinned", "peer"], default="pinned", help="with --device cuda"
     )
     parser.add_argument("--backend", choices=["auto", "nccl"], default="auto", help="with --device cuda")
-    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--inside", type=Path, help="in the namespace; write what was measured here")
     given = parser.parse_args()
+    smallest = SMALLEST if given.smoke else {}
     if given.device == "cuda":
         if torch.cuda.device_count() == 0:
             print("bench/overlap.py --device cuda: this machine has no CUDA device.")
             return 2
         bed = replace(ON_DEVICE, transport="direct" if given.backend == "nccl" else given.transport)
         options = {"deadline_s": 1800, "device": bed.device, "backend": given.backend}
+        bed = replace(bed, **smallest)
         return report(run_ranks(given.ranks, measure, bed, given.repeats, **options)[0], given.json)
-    bed = BEDS[given.wire]
+    bed = replace(BEDS[given.wire], **smallest)
     if given.inside is None:
-        network = shaped_network(bed.rate_mbit) if given.wire == "shared" else switched_network()
+        shared = given.wire == "shared"
+        network = shaped_network(bed.rate_mbit, given.smoke) if shared else switched_network(given.smoke)
         with tempfile.TemporaryDirectory() as folder, network as run:
             out = Path(folder) / "rows.json"
-            again = ["--inside", str(out), "--wire", given.wire, "--repeats", str(given.repeats)]
-            code = run([sys.executable, __file__, *again]).returncode
+            code = run([sys.executable, __file__, *sys.argv[1:], "--inside", str(out)]).returncode
             if code:
                 return code
             found = json.loads(out.read_text())
         return report(found, given.json)
     os.environ[HUGE_PAGES] = "1"  # before the ranks start: torch looks once
     cable = functools.partial(join_switch, rate_mbit=bed.rate_mbit)
-    before = None if given.wire == "shared" else cable
-    found = run_ranks(RANKS, measure, bed, given.repeats, deadline_s=5400, before=before)[0]
-    given.inside.write_text(json.dumps(found))
+    before = None if given.wire == "shared" or is_plain() else cable
+    ranks = 2 if given.smoke else RANKS
+    found = run_ranks(ranks, measure, bed, given.repeats, deadline_s=5400, before=before)[0]
+    write(given.inside, found)
     return 0
 
 
@@ -392,9 +412,7 @@ def report(found: dict[str, Any], file: Path | None) -> int:
     if skewed is not None:
         checks |= show_skewed(skewed)
     print("\n" + "  ".join(f"{name} {value:.2f}" for name, value in checks.items()))
-    if file is not None:
-        machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
-        file.write_text(json.dumps({"rows": found, "checks": checks, "machine": machine}, indent=1))
+    write(file, {"rows": found, "checks": checks, "machine": machine()})
     return 0
 
 

@@ -1,6 +1,9 @@
 """Placement: how even the ranks are, how little moves, and how long deciding takes.
 
-    .venv/bin/python bench/placement.py [--json FILE] [--quick] [--part NAME]
+    .venv/bin/python bench/placement.py [--json FILE]              all parts in short, some minutes
+    .venv/bin/python bench/placement.py --part NAME [--short]      one of them, in full or in short
+    .venv/bin/python bench/placement.py --long                     all in full
+    .venv/bin/python bench/placement.py --smoke                    all in sizes that measure nothing
 
 Loads follow Zipf's law and drift: every expert's load walks at random, by a tenth (or a quarter) over the
 50 steps between two plans. Planners see a moving average of the steps before; balance (mean over fullest
@@ -19,17 +22,13 @@ against measurements; it needs root, too (bench/_placement_nodes.py).
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -40,6 +39,7 @@ import _placement_owners
 import _placement_replay
 import _placement_steps
 import numpy as np
+from _smoke import BenchParser, machine, write
 from shaped_network import why_not
 
 from moeclipse.balance.load import LoadAverage
@@ -62,6 +62,7 @@ COSTS = PlacementCosts.from_shapes(d_model=2048, d_ff=1408, every=EVERY)
 COSTS = replace(COSTS, row_seconds=MICROBATCHES * COSTS.row_seconds, row_bytes=MICROBATCHES * COSTS.row_bytes)
 SHAPES = ((256, 64, 5), (256, 32, 10), (64, 8, 10))
 METHODS = ("static", "greedy even", "greedy", "wrap_fill", "incremental")
+Size = Literal["smoke", "short", "long"]
 
 
 class Loads:
@@ -103,14 +104,19 @@ def balance(placement: Placement, table: ReplicaTable, counts_PE: np.ndarray, ev
 
 
 def one_run(
-    method: str, shape: tuple[int, int, int], exponent: float, drift: float, seed: int
+    method: str,
+    shape: tuple[int, int, int],
+    exponent: float,
+    drift: float,
+    seed: int,
+    later: int = LATER_PLANS,
 ) -> dict[str, Any]:
     num_experts, num_ranks, slots = shape
     loads = Loads(num_experts, num_ranks, exponent, drift, seed)
     current = Placement.contiguous(num_experts, num_ranks)
     average = LoadAverage(decay=0.8)
     found: dict[str, list[float]] = {"after": [], "before": [], "moved": [], "plan_ms": []}
-    for _ in range(1 + LATER_PLANS):
+    for _ in range(1 + later):
         for _ in range(SEEN):
             average = average.add(loads.step()[None])
         counts_PE = average.rows_LPE[0]
@@ -177,13 +183,12 @@ def lowest_fullest(load_E: np.ndarray, placement: Placement) -> float | None:
     return float(solver.getInfo().objective_function_value)
 
 
-def quality(quick: bool) -> Found:
+def quality(size: Size) -> Found:
     rows: list[dict[str, Any]] = []
     checks: dict[str, float] = {}
-    seeds = range(2 if quick else 5)
-    cases = [(shape, 1.2, 0.1) for shape in SHAPES] + (
-        [] if quick else [(SHAPES[0], 0.8, 0.1), (SHAPES[0], 1.2, 0.25)]
-    )
+    seeds = range({"smoke": 1, "short": 2, "long": 5}[size])
+    cases = [(shape, 1.2, 0.1) for shape in (SHAPES[-1:] if size == "smoke" else SHAPES)]
+    cases += [(SHAPES[0], 0.8, 0.1), (SHAPES[0], 1.2, 0.25)] if size == "long" else []
     print("balance on steps behind a plan (first, later plans), at the end of an interval;")
     print("moved: part of the slots, worst later plan\n")
     print(
@@ -192,7 +197,8 @@ def quality(quick: bool) -> Found:
     )
     for shape, exponent, drift in cases:
         for method in METHODS:
-            runs = [one_run(method, shape, exponent, drift, seed) for seed in seeds]
+            later = 1 if size == "smoke" else LATER_PLANS
+            runs = [one_run(method, shape, exponent, drift, seed, later) for seed in seeds]
             row: dict[str, Any] = {
                 "shape": "/".join(map(str, shape)),
                 "zipf": exponent,
@@ -206,7 +212,8 @@ def quality(quick: bool) -> Found:
             row["moved_later"] = max(run["moved_later"] for run in runs)
             row["plan_ms_first"] = float(np.median([run["plan_ms_first"] for run in runs]))
             if method != "greedy even":
-                speeds = [split_speed(run, 9 if quick else 31) for run in runs]
+                repeats = {"smoke": 1, "short": 9, "long": 31}[size]
+                speeds = [split_speed(run, repeats) for run in runs]
                 row["split_us"] = float(np.median([speed["split_us"] for speed in speeds]))
                 row["of_lp"] = float(np.min([speed["of_lp"] for speed in speeds]))
             rows.append(row)
@@ -237,66 +244,60 @@ def checks_of(shape: tuple[int, int, int], method: str, row: dict[str, Any]) -> 
     }
 
 
-def end_to_end(quick: bool) -> Found:
+def on_slow_wire(part: Any, size: Size) -> Found:
+    """Of a part that needs a shaped network; nothing where there is none."""
     reason = why_not()
     if reason is not None:
-        print(f"end_to_end left out: {reason}")
+        print(f"left out: {reason}")
         return [], {}
-    return _placement_steps.report(_placement_steps.run_here(3 if quick else 9))
+    found: Found = part.report(part.run_here(size))
+    return found
 
 
-def nodes(quick: bool) -> Found:
-    reason = why_not()
-    if reason is not None:
-        print(f"nodes left out: {reason}")
-        return [], {}
-    return _placement_nodes.report(_placement_nodes.run_here(3 if quick else 9))
-
-
-def owners(quick: bool) -> Found:
+def owners(size: Size) -> Found:
     loads = {}
-    for exponent in _placement_owners.ZIPF[:1] if quick else _placement_owners.ZIPF:
+    for exponent in _placement_owners.ZIPF if size == "long" else _placement_owners.ZIPF[:1]:
         gate = Loads(_placement_owners.NUM_EXPERTS, _placement_owners.NUM_RANKS, exponent, 0.1, 0)
         loads[exponent] = np.mean([gate.step() for _ in range(SEEN)], axis=0), gate.step()
-    rows = _placement_owners.run(loads)
+    rows = _placement_owners.run(loads, _placement_owners.NODES[-1 if size == "smoke" else 0 :])
     return rows, _placement_owners.checks(rows)
 
 
-PARTS: dict[str, Callable[[bool], Found]] = {
+PARTS: dict[str, Callable[[Size], Found]] = {
     "quality": quality,
-    "end_to_end": end_to_end,
-    "nodes": nodes,
+    "end_to_end": partial(on_slow_wire, _placement_steps),
+    "nodes": partial(on_slow_wire, _placement_nodes),
     "owners": owners,
-    "replay": lambda quick: _placement_replay.run(2 if quick else 6),
-    "memory": lambda quick: _placement_memory.report(_placement_memory.run_here(4 if quick else 60)),
-    "fedavg": lambda quick: _placement_fedavg.report(_placement_fedavg.run_here(4 if quick else 40)),
+    "replay": _placement_replay.run,
+    "memory": lambda size: _placement_memory.report(_placement_memory.run_here(size)),
+    "fedavg": lambda size: _placement_fedavg.report(_placement_fedavg.run_here(size)),
 }
+NEED_ROOT = ("end_to_end", "nodes")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write rows, checks and machine here")
-    parser.add_argument("--quick", action="store_true", help="fewer seeds and cases")
-    parser.add_argument("--part", choices=[*PARTS, "all"], default="all")
+    parser = BenchParser(__doc__, smoke={})
+    parser.add_argument("--part", choices=[*PARTS, "all"], default="all", help="alone, and in full")
+    parser.add_argument("--short", action="store_true", help="of a part: fewer seeds, cases and steps")
+    parser.add_argument("--long", action="store_true", help="all parts in full")
     options = parser.parse_args()
+    full = options.long or (options.part != "all" and not options.short)
+    size: Size = "smoke" if options.smoke else "long" if full else "short"
     rows: list[dict[str, Any]] = []
     checks: dict[str, float] = {}
     for name, part in PARTS.items():
         if options.part in (name, "all"):
-            print(f"\n== {name}")
-            more, found = part(options.quick)
-            rows += more
+            print(f"\n== {name}", flush=True)
+            begun = time.monotonic()
+            more, found = part(size)
+            rows += [{"part": name, **row} for row in more]
             checks |= found
-    if options.part in ("end_to_end", "nodes") and not rows:
+            print(f"-- {name}: {time.monotonic() - begun:.0f} s", flush=True)
+    if options.part in NEED_ROOT and not rows:
         return 2
     print("\n".join(f"{name:<28} {value:.4g}" for name, value in checks.items()))
-    if options.json:
-        machine = {
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "numpy": np.__version__,
-        }
-        options.json.write_text(json.dumps({"rows": rows, "checks": checks, "machine": machine}, indent=1))
+    about = {**machine(), "numpy": np.__version__, "size": size}
+    write(options.json, {"rows": rows, "checks": checks, "machine": about})
     return 0
 
 

@@ -1,6 +1,7 @@
 """How long a step takes, as the simulator says it of the whole program, and as it is.
 
     .venv/bin/python bench/predicted.py [--json FILE] [--steps 12] [--case pp tp ...]
+    .venv/bin/python bench/predicted.py --smoke
 
 Six layouts on two ranks of this machine. Steps are watched and left alone in turn. From the watched ones come
 the seconds of every op of every rank: what the host did from the end of one op of compute to the end of the
@@ -13,13 +14,11 @@ Times of single ops are noisy on a machine that others use: quiet ones say more.
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
+
+from _smoke import BenchParser, machine, write
 
 from moeclipse.comm.flight.record import StepStamps, TransferStamps
 from moeclipse.comm.mesh import Mesh
@@ -206,15 +205,12 @@ def compare(mesh: Mesh, config: TrainConfig, steps: int) -> dict[str, float]:
     return {"predicted_ms": 1e3 * predicted, "measured_ms": 1e3 * measured, "ratio": predicted / measured}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
+def main() -> int:
+    parser = BenchParser(__doc__, smoke={"steps": 1, "case": ["pp 1, ep", "pp 2"]})
     parser.add_argument("--steps", type=int, default=12, help="watched, and as many that are not")
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
     args = parser.parse_args()
-    found: dict[str, Any] = {"machine": platform.machine(), "cases": {}}
+    found: dict[str, Any] = {"machine": machine(), "cases": {}}
     print(f"{'layout':12} {'predicted':>10} {'measured':>10} {'ratio':>6}")
     for name in args.case:
         axes, changes = CASES[name]
@@ -224,9 +220,9 @@ def main() -> None:
         print(
             f"{name:12} {times['predicted_ms']:7.1f} ms {times['measured_ms']:7.1f} ms {times['ratio']:6.2f}"
         )
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    write(args.json, found)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,7 +1,8 @@
 """The report of a long run of a large model: 10,000 steps, 32 layers of 64 experts, 16 ranks.
 
-    python bench/report.py
-    python bench/report.py --trace 48      # what a trace costs the steps behind it, and nothing else
+    .venv/bin/python bench/report.py [--json FILE]
+    .venv/bin/python bench/report.py --trace 48      what a trace costs the steps behind it, and nothing else
+    .venv/bin/python bench/report.py --smoke         a short run, and what a trace costs one step; no browser
 
 Prints how long its figures take, how large the page is, how long until a browser has drawn it (Chromium, its
 driver and selenium), and what a name costs in a step that is not traced. Medians of five.
@@ -14,7 +15,6 @@ question whether a step is traced.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 sys.path.append(str(Path(__file__).parent.parent / "tests" / "report"))
+from _smoke import BenchParser, machine, write
 from browser import missing, opened, visit
 from made_runs import make_run, record_of, write_lines, write_loads
 
@@ -110,7 +111,7 @@ def name_seconds() -> float:
     return seconds(marks) / MARKS
 
 
-def trace_costs(repeats: int) -> None:
+def trace_costs(repeats: int) -> dict[str, float]:
     with TemporaryDirectory() as folder:
         found = run_ranks(2, race, folder, repeats, deadline_s=560.0, collective_deadline_s=120.0)[0]
         assert (Path(folder) / "trace.json").is_file()
@@ -124,34 +125,47 @@ def trace_costs(repeats: int) -> None:
         f"counted: {names} names of {1e6 * each:.2f} us, asked in {1e6 * asking:.2f} us: "
         f"{share:.4f} % of a step"
     )
+    return {"plain_ms": plain, "traced_ms": traced, "names": names, "share_percent": share}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--trace", type=int, default=0, metavar="STEPS", help="what a trace costs, alone")
-    if repeats := parser.parse_args().trace:
-        trace_costs(repeats)
-        return
+def page_costs(steps: int, browser: bool) -> dict[str, float]:
     with TemporaryDirectory() as name:
         folder = make_run(Path(name) / "run", steps=3)
         rng = np.random.default_rng(0)
-        noise = rng.random(STEPS).tolist()
-        records = [record_of(step, RANKS, loss=noise[step]) for step in range(STEPS)]
+        noise = rng.random(steps).tolist()
+        records = [record_of(step, RANKS, loss=noise[step]) for step in range(steps)]
         write_lines(folder / "metrics.jsonl", records)
         write_loads(folder, rng.integers(0, 5000, (256, LAYERS, EXPERTS)), RANKS)
         run, page = read_run(folder), folder / "report.html"
-        print(
-            f"read: {seconds(lambda: read_run(folder)):.2f} s, page: {seconds(lambda: page_of([run])):.2f} s"
-        )
+        found = {"read_s": seconds(lambda: read_run(folder)), "page_s": seconds(lambda: page_of([run]))}
+        print(f"read: {found['read_s']:.2f} s, page: {found['page_s']:.2f} s")
         write_page([run], page)
-        print(f"size: {page.stat().st_size / 1e6:.2f} MB")
-        if why := missing():
+        found["page_mb"] = page.stat().st_size / 1e6
+        print(f"size: {found['page_mb']:.2f} MB")
+        if why := missing() if browser else "not asked for":
             print(f"browser: {why}")
         else:
             with opened() as driver:
-                print(f"drawn in a browser after {seconds(lambda: visit(driver, page)):.2f} s")
-    print(f"a name in a step that is not traced: {1e6 * name_seconds():.2f} microseconds")
+                found["drawn_s"] = seconds(lambda: visit(driver, page))
+            print(f"drawn in a browser after {found['drawn_s']:.2f} s")
+    found["name_us"] = 1e6 * name_seconds()
+    print(f"a name in a step that is not traced: {found['name_us']:.2f} microseconds")
+    return found
+
+
+def main() -> int:
+    parser = BenchParser(__doc__, smoke={"trace": 1, "steps": 50})
+    parser.add_argument("--trace", type=int, default=0, metavar="STEPS", help="what a trace costs, alone")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of the run on the page")
+    given = parser.parse_args()
+    found: dict[str, Any] = {"machine": machine()}
+    if given.trace:
+        found["trace"] = trace_costs(given.trace)
+    if not given.trace or given.smoke:
+        found["page"] = page_costs(given.steps, browser=not given.smoke)
+    write(given.json, found)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

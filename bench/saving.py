@@ -1,6 +1,7 @@
 """What saving and checking cost a step: the stall of a save beside training, of a plain one, and of a check.
 
     .venv/bin/python bench/saving.py [--preset tiny] [--steps 8] [--sparse] [--json FILE] [--KEY VALUE ...]
+    .venv/bin/python bench/saving.py --smoke
 
 One process, on a GPU where there is one. `stall` is how long the main thread is kept: for the copy and the
 agreements of a save beside training, for everything of a plain save; `first` is the stall of the first save
@@ -11,8 +12,6 @@ and there is no plain save.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from io import FileIO
 from pathlib import Path
 
 import torch
+from _smoke import BenchParser, write
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
@@ -91,11 +91,10 @@ def measure(preset: str, steps: int, changes: dict[str, int], folder: Path, spar
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = BenchParser(__doc__, smoke={"steps": 1})
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--sparse", action="store_true", help="write nothing")
-    parser.add_argument("--json", type=Path)
     given, rest = parser.parse_known_args()
     changes = {key.removeprefix("--"): int(value) for key, value in zip(rest[::2], rest[1::2], strict=True)}
     if given.sparse:
@@ -110,8 +109,7 @@ def main() -> int:
     print(f", the first {found['first_ms']:.1f} ms; slowest step before it {found['slowest_ms']:.1f} ms")
     print(f"  the step beside it {under:.1f} ms; a save that training waits for {whole:.1f} ms")
     print(f"  integrity: a check {check:.1f} ms, every 100 steps {check / step:.2f} % of the time")
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1))
+    write(given.json, found)
     return 0
 
 

@@ -1,6 +1,6 @@
 """How fast programs are verified and simulated, and what the simulator says about them.
 
-    .venv/bin/python bench/schedules.py [--json FILE] [--quick]
+    .venv/bin/python bench/schedules.py [--json FILE] [--quick | --smoke]
 
 Speed: verify and simulate at action level, P=8 M=32 V=2 in milliseconds and DualPipeV P=256 M=1024 (about a
 million actions) in seconds, with sizes in between to see that cost grows about linearly; 1F1B P=1024 M=4096
@@ -11,17 +11,13 @@ side by side on the costs of a published trace.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import math
-import os
-import platform
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 from multiprocessing import get_context
@@ -31,6 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
 import numpy as np
+from _smoke import BenchParser, machine, write
 
 from moeclipse.cost.exchange import ExchangeCosts
 from moeclipse.cost.model import DEEPSEEK_V3, UNIT
@@ -68,9 +65,10 @@ def seconds(work: Callable[[], object], repeats: int) -> float:
     return statistics.median(spent)
 
 
-def speed(rows: Rows, checks: dict[str, float], quick: bool) -> None:
+def speed(rows: Rows, checks: dict[str, float], number: int) -> None:
+    """Of so many sizes."""
     say("speed: verify + simulate, whole actions of DualPipeV")
-    sizes = SIZES[: 4 if quick else None]
+    sizes = SIZES[:number]
     for P, M in sizes:
         begin = time.perf_counter()
         program = build("dualpipev", P, M)
@@ -89,12 +87,13 @@ def speed(rows: Rows, checks: dict[str, float], quick: bool) -> None:
             checks["p8_ms"] = spent * 1e3
         if P == 256:
             checks["p256_s"] = spent
-    first, last = ((r["actions"], r["spent_s"]) for r in (rows[-len(sizes) + 1], rows[-1]))
+    first, last = ((r["actions"], r["spent_s"]) for r in (rows[-max(len(sizes) - 1, 2)], rows[-1]))
     checks["growth_exponent"] = math.log(last[1] / first[1]) / math.log(last[0] / first[0])
-    lowered = lower(build("dualpipev", 32, 128))
+    P, M = sizes[min(len(sizes), 3) - 1]
+    lowered = lower(build("dualpipev", P, M))
     spent = seconds(lambda: simulate(verify(lowered), UNIT), 3)
-    rows.append({"what": "speed lowered", "P": 32, "M": 128, "ops": lowered.num_ops, "spent_s": spent})
-    say(f"  P=32   M=128   {lowered.num_ops:>9,} ops with SEND and RECV, op by op: {spent:.3f} s")
+    rows.append({"what": "speed lowered", "P": P, "M": M, "ops": lowered.num_ops, "spent_s": spent})
+    say(f"  P={P:<4} M={M:<5} {lowered.num_ops:>9,} ops with SEND and RECV, op by op: {spent:.3f} s")
 
 
 def scale(rows: Rows, checks: dict[str, float]) -> None:
@@ -167,11 +166,15 @@ def exchange(rows: Rows, checks: dict[str, float]) -> None:
         say(f"  {rule:<10} {spent / bound:.3f} x the bound {'<- chosen' if spent == choice.seconds else ''}")
 
 
-def orders(rows: Rows, checks: dict[str, float]) -> None:
+GROUPS = ((8, 2, 1), (16, 4, 2), (12, 5, 1), (64, 8, 1))
+"""Ranks, ranks of a group, experts of a rank."""
+
+
+def orders(rows: Rows, checks: dict[str, float], groups: Sequence[tuple[int, int, int]] = GROUPS) -> None:
     say("which rule orders an exchange best: forward, communication as long as compute, times the bound")
     rng = np.random.default_rng(1)
     wins: dict[str, int] = {}
-    for P, size, experts in ((8, 2, 1), (16, 4, 2), (12, 5, 1), (64, 8, 1)):
+    for P, size, experts in groups:
         tokens, row_bytes, far = 4096, 4096.0, 25e9
         for load in (0.0, 0.6, 1.2):
             share = 1 / np.arange(1, P * experts + 1) ** load
@@ -201,10 +204,11 @@ def orders(rows: Rows, checks: dict[str, float]) -> None:
         checks[f"wins_{rule}"] = count
 
 
-def events(rows: Rows, checks: dict[str, float]) -> None:
+def events(rows: Rows, checks: dict[str, float], numbers: Sequence[int] = (2048, 16384, 65536)) -> None:
+    """`numbers`: of tokens."""
     say("events per step (chunks chosen) against per (step, expert); 16 ranks in groups of 4, x the bound")
     worst = 0.0
-    for tokens in (2048, 16384, 65536):
+    for tokens in numbers:
         for experts in (2, 4, 8):
             row_bytes, far = 4096.0, 25e9
             counts = np.full((16, 16 * experts), tokens // (16 * experts))
@@ -241,13 +245,18 @@ def events(rows: Rows, checks: dict[str, float]) -> None:
     checks["per_step_over_per_expert"] = worst
 
 
-def compare(rows: Rows, checks: dict[str, float]) -> None:
-    say("schedules on the costs of DeepSeek's trace: P=8, M=32, 4 layers per rank")
-    for name in ("1f1b", "vpp", "zb-v", "dualpipev", "vpp+1"):
+COMPARED = ("1f1b", "vpp", "zb-v", "dualpipev", "vpp+1")
+
+
+def compare(
+    rows: Rows, checks: dict[str, float], microbatches: int = 32, names: Sequence[str] = COMPARED
+) -> None:
+    say(f"schedules on the costs of DeepSeek's trace: P=8, M={microbatches}, 4 layers per rank")
+    for name in names:
         for overlap, chunks, split in (("off", 1, "moe"), ("pair+self", 2, "moe"), ("pair+self", 2, "layer")):
             question = Question(
                 ranks=8,
-                microbatches=32,
+                microbatches=microbatches,
                 costs=DEEPSEEK_V3,
                 expansion=Expansion(overlap=overlap, chunks=chunks, split=split),  # type: ignore[arg-type]
             )
@@ -275,30 +284,28 @@ def compare(rows: Rows, checks: dict[str, float]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Speed of verifier and simulator, and what they say.")
-    parser.add_argument("--json", type=Path, help="write rows, checks and machine here")
+    parser = BenchParser(__doc__, smoke={"quick": True})
     parser.add_argument("--quick", action="store_true", help="leave out the largest programs")
     options = parser.parse_args()
     rows: Rows = []
     checks: dict[str, float] = {}
     drawn(rows, checks)
-    exchange(rows, checks)
-    orders(rows, checks)
-    events(rows, checks)
-    compare(rows, checks)
-    speed(rows, checks, options.quick)
+    if options.smoke:
+        orders(rows, checks, GROUPS[:1])
+        events(rows, checks, (2048,))
+        compare(rows, checks, 16, COMPARED[-2:])
+    else:
+        exchange(rows, checks)
+        orders(rows, checks)
+        events(rows, checks)
+        compare(rows, checks)
+    speed(rows, checks, 2 if options.smoke else 4 if options.quick else len(SIZES))
     if not options.quick:
         scale(rows, checks)
     say("checks")
     for name, value in checks.items():
         say(f"  {name:<28} {value:.4g}")
-    if options.json is not None:
-        machine = {
-            "cpus": os.cpu_count(),
-            "python": platform.python_version(),
-            "platform": platform.machine(),
-        }
-        options.json.write_text(json.dumps({"rows": rows, "checks": checks, "machine": machine}, indent=1))
+    write(options.json, {"rows": rows, "checks": checks, "machine": machine()})
     return 0
 
 

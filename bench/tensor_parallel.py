@@ -1,6 +1,7 @@
 """How much of a tensor-parallel linear's backward communication hides under its own products, on a slow wire.
 
     .venv/bin/python bench/tensor_parallel.py [--json FILE] [--repeats 9] [--ratio 0.7]
+    .venv/bin/python bench/tensor_parallel.py --smoke
 
 Two ranks in a network namespace of their own, whose loopback is a slow wire (bench/shaped_network.py). The
 linear is as wide as it must be for its transfers to take `--ratio` of the product they can hide under: the
@@ -17,10 +18,7 @@ Without overlap hidden is 0 by this definition. The table shows medians of both 
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -31,6 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
+from _smoke import BenchParser, machine, write
 from shaped_network import set_rate, shaped_network
 
 from moeclipse.comm.mesh import Mesh
@@ -151,26 +150,23 @@ def report(result: dict[str, Any], file: Path | None) -> None:
             f"{row['mode']:<12} {'on' if row['overlap'] else 'off':>7} {cells} {row['hidden_fraction']:7.2f}"
         )
     print("\n" + "  ".join(f"{name} {value:.2f}" for name, value in checks.items()))
-    if file is not None:
-        machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
-        file.write_text(json.dumps({**result, "checks": checks, "machine": machine}, indent=1) + "\n")
+    write(file, {**result, "checks": checks, "machine": machine()})
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser = BenchParser(__doc__, smoke={"repeats": 1, "ratio": 20.0})
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument(
         "--ratio", type=float, default=0.7, help="communication over the product it hides under"
     )
-    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--inside", type=Path, help="in the namespace; write what was measured here")
     given = parser.parse_args()
     if given.inside is not None:
         options = {"tp": RANKS, "deadline_s": 1800.0, "collective_deadline_s": 60.0}
         result = run_ranks(RANKS, measure, given.ratio, given.repeats, **options)[0]
         given.inside.write_text(json.dumps(result))
         return 0
-    with tempfile.TemporaryDirectory() as folder, shaped_network(RATE_MBIT) as run:
+    with tempfile.TemporaryDirectory() as folder, shaped_network(RATE_MBIT, given.smoke) as run:
         out = Path(folder) / "result.json"
         command = [sys.executable, __file__, "--inside", str(out)]
         code = run([*command, "--repeats", str(given.repeats), "--ratio", str(given.ratio)]).returncode

@@ -1,17 +1,18 @@
 """Weight gradients added into fp32: dense and grouped, beside products that add nothing.
 
     .venv/bin/python bench/wgrad.py [--json FILE]
+    .venv/bin/python bench/wgrad.py --smoke
 
 Dense: `torch.addmm` into fp32 (fused) against a bf16 product then an addition, and against the bare bf16
 product. Grouped: one kernel over all experts with ragged random groups, adding into fp32, against
 `F.grouped_mm`, which writes bf16 and adds nothing, and against `F.grouped_mm` then an addition. `peak` is
 what a call allocates.
+
+`--smoke` runs small products, without a GPU through the kernels' references.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import sys
@@ -19,8 +20,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
+
 import torch
 import torch.nn.functional as F
+from _smoke import (
+    BenchParser,
+    Clock,
+    allocated,
+    begin_peak,
+    device,
+    left_without_gpu,
+    machine,
+    synchronize,
+    write,
+)
+
+from moeclipse.ops.wgrad import dense_wgrad, grouped_wgrad
 
 DENSE = [(8192, 4096, 4096), (16384, 7168, 2048), (4096, 1024, 1024), (32768, 4096, 4096)]
 GROUPED = {  # rows, width of dy, width of x, experts: the up-projections of bench/moe_layer.py
@@ -31,10 +47,11 @@ GROUPED = {  # rows, width of dy, width of x, experts: the up-projections of ben
     "qwen3": (262144, 1536, 2048, 128),
     "mixtral": (16384, 28672, 4096, 8),
 }
+SMALL_DENSE, SMALL_GROUPED = [(256, 128, 128)], {"smoke": (512, 128, 128, 4)}
 
 
 def bf16(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, device="cuda").bfloat16()
+    return torch.randn(shape, device=device()).bfloat16()
 
 
 def compare(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, tuple[float, float]]:
@@ -52,25 +69,20 @@ def compare(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, tuple
             run = runs[name]
             calls = 5 if turn == 0 else max(5, int(20 / times[name][0]))
             run()
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
+            synchronize()
+            before = allocated()
+            begin_peak()
+            clock = Clock()
             for _ in range(calls):
                 run()
-            end.record()
-            end.synchronize()
-            peaks[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
-            times[name].append(start.elapsed_time(end) / calls)
+            times[name].append(clock.stop() / calls)
+            peaks[name] = (allocated(peak=True) - before) / 2**20
     return {name: (statistics.median(ms[1:]), peaks[name]) for name, ms in times.items()}
 
 
 def dense(tokens: int, out: int, width: int, repeats: int) -> list[dict[str, Any]]:
-    from moeclipse.ops.wgrad import dense_wgrad
-
     dy, x = bf16(tokens, out), bf16(tokens, width)
-    into = torch.zeros(out, width, device="cuda")
+    into = torch.zeros(out, width, device=device())
     runs = {
         "fused": lambda: dense_wgrad(dy, x, into),
         "product, then addition": lambda: into.add_(dy.t() @ x),
@@ -80,15 +92,13 @@ def dense(tokens: int, out: int, width: int, repeats: int) -> list[dict[str, Any
 
 
 def grouped(name: str, rows: int, out: int, width: int, experts: int, repeats: int) -> list[dict[str, Any]]:
-    from moeclipse.ops.wgrad import grouped_wgrad
-
-    counts = torch.bincount(torch.randint(experts, (rows,), device="cuda"), minlength=experts)
+    counts = torch.bincount(torch.randint(experts, (rows,), device=device()), minlength=experts)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
     ends = offsets[1:].contiguous()
     dy, x = bf16(rows, out), bf16(rows, width)
-    into = torch.zeros(experts, out, width, device="cuda")
+    into = torch.zeros(experts, out, width, device=device())
     source = bf16(rows // 8, width)
-    index = torch.randint(rows // 8, (rows,), device="cuda", dtype=torch.int32)
+    index = torch.randint(rows // 8, (rows,), device=device(), dtype=torch.int32)
     runs = {
         "fused": lambda: grouped_wgrad(dy, x, offsets, into),
         "fused, x gathered": lambda: grouped_wgrad(dy, source, offsets, into, x_index_M=index),
@@ -116,19 +126,19 @@ def worst(rows: list[dict[str, Any]], above: str, below: str) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = BenchParser(__doc__, smoke={"repeats": 1})
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if torch.cuda.device_count() == 0:
-        print("bench/wgrad.py measures GPU kernels, and this machine has no CUDA device.")
+    if left_without_gpu(__file__, args):
         return 2
     torch.manual_seed(0)
-    dense_rows = [row for shape in DENSE for row in dense(*shape, args.repeats)]
+    shapes, groups = (SMALL_DENSE, SMALL_GROUPED) if args.smoke else (DENSE, GROUPED)
+    dense_rows = [row for shape in shapes for row in dense(*shape, args.repeats)]
     grouped_rows: list[dict[str, Any]] = []
-    for name, shape in GROUPED.items():
+    for name, shape in groups.items():
         grouped_rows += grouped(name, *shape, args.repeats)
-        torch.cuda.empty_cache()
+        if torch.cuda.device_count():
+            torch.cuda.empty_cache()
     checks = {
         "dense_over_plain": worst(dense_rows, "fused", "bare product"),
         "dense_over_add": worst(dense_rows, "fused", "product, then addition"),
@@ -137,16 +147,9 @@ def main() -> int:
         "grouped_peak_mib": max(row["peak_mib"] for row in grouped_rows if row["kind"].startswith("fused")),
     }
     print("  ".join(f"{name} {value:.3f}" for name, value in checks.items()))
-    if args.json:
-        import triton
-
-        machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        machine["triton"] = triton.__version__
-        rows = dense_rows + grouped_rows
-        args.json.write_text(json.dumps({"rows": rows, "checks": checks, "machine": machine}, indent=1))
+    write(args.json, {"rows": dense_rows + grouped_rows, "checks": checks, "machine": machine()})
     return 0
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
     sys.exit(main())

@@ -1,6 +1,7 @@
 """A whole training step, ours and that of plain transformers, on one GPU.
 
     .venv/bin/python bench/whole_step.py [--preset 5b] [--microbatches 1 4] [--only ours compiled] [--json F]
+    .venv/bin/python bench/whole_step.py --smoke              ours and eager, also without a GPU
 
 One model, one GPU, the same number of tokens in a step, each way of training it in a process of its own, in
 turns (`--rounds`); the table shows medians over all steps that were timed:
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from _qwen3 import qwen3_config
+from _smoke import FEW_TOKENS, BenchParser, begin_peak, device, left_without_gpu, machine, synchronize, write
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
@@ -46,7 +48,8 @@ GIB = 1 << 30
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    smallest = {"preset": "tiny", "microbatches": [1], "only": ["ours", "eager"], "steps": 1}
+    parser = BenchParser(__doc__, smoke=smallest)
     parser.add_argument("--preset", default="5b")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
@@ -54,11 +57,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1, help="processes of each way, in turns")
     parser.add_argument("--trace", type=Path, help="folder for a profile of a step of each")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of our configuration")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--one", help="way, in this process")
     given = parser.parse_args()
-    if torch.cuda.device_count() == 0:
-        print("bench/whole_step.py needs a CUDA device", file=sys.stderr)
+    if left_without_gpu(__file__, given):
         return 2
     if given.one:
         print("\n" + json.dumps(one(given.one, given)))
@@ -70,21 +71,18 @@ def main() -> int:
             for way in given.only:
                 found[way] += in_its_own_process(way, microbatches, given)
         rows += [summed(way, microbatches, results) for way, results in found.items() if results]
-        show(rows[-len(given.only) :])
+        show([row for row in rows if row["microbatches"] == microbatches])
     checks = checks_of(rows)
     print("  ".join(f"{name} {value:.2f}" for name, value in checks.items()))
-    if given.json is not None:
-        machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        given.json.write_text(
-            json.dumps({"rows": rows, "checks": checks, "machine": machine}, indent=1) + "\n"
-        )
-    return 0
+    write(given.json, {"rows": rows, "checks": checks, "machine": machine()})
+    return int(len(rows) < len(given.only) * len(given.microbatches))
 
 
 def in_its_own_process(way: str, microbatches: int, given: argparse.Namespace) -> list[dict[str, Any]]:
     words = ["--one", way, "--microbatches", str(microbatches), "--preset", given.preset]
     words += ["--steps", str(given.steps), *(["--set", *given.set] if given.set else [])]
     words += ["--trace", str(given.trace)] if given.trace else []
+    words += ["--smoke"] if given.smoke else []
     done = subprocess.run([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         print(f"{way}, {microbatches} microbatches: failed", file=sys.stderr)
@@ -95,7 +93,8 @@ def in_its_own_process(way: str, microbatches: int, given: argparse.Namespace) -
 def one(way: str, given: argparse.Namespace) -> dict[str, Any]:
     """In this process."""
     (microbatches,) = given.microbatches
-    config = with_values(load(preset=given.preset), {"optim.accumulate": microbatches})
+    few = FEW_TOKENS if given.smoke else {}
+    config = with_values(load(preset=given.preset), {**few, "optim.accumulate": microbatches})
     begun = time.monotonic()
     if way.startswith("ours"):
         asked = dict(item.split("=", 1) for item in given.set)
@@ -103,19 +102,20 @@ def one(way: str, given: argparse.Namespace) -> dict[str, Any]:
         step = our_step(with_values(config, values | (BF16_STATES if way == "ours bf16" else {})))
     else:
         step = their_step(config, compiled=way == "compiled")
-    losses = [step() for _ in range(4)]
+    losses = [step() for _ in range(1 if given.smoke else 4)]
     start_s = time.monotonic() - begun
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    if torch.cuda.device_count():
+        torch.cuda.empty_cache()
+    begin_peak()
     times = []
     for _ in range(given.steps):
-        torch.cuda.synchronize()
+        synchronize()
         before = time.perf_counter()
         losses.append(step())
-        torch.cuda.synchronize()
+        synchronize()
         times.append(1e3 * (time.perf_counter() - before))
     # Not what is allocated: memory of a replayed graph counts as free.
-    peak = torch.cuda.max_memory_reserved() / GIB
+    peak = torch.cuda.max_memory_reserved() / GIB if torch.cuda.device_count() else 0.0
     file = given.trace / f"{way.replace(' ', '-')}-{microbatches}.json" if given.trace else None
     tokens = config.data.batch_size * config.data.seq_len
     rest = {"peak_gib": peak, "start_s": start_s, "tokens": tokens, "losses": losses}
@@ -123,7 +123,7 @@ def one(way: str, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def our_step(config: TrainConfig) -> Callable[[], float]:
-    learner = Learner(config, Mesh.single("cuda"))
+    learner = Learner(config, Mesh.single(device()))
     steps = iter(range(1 << 30))
     return lambda: float(learner.step(next(steps))["loss"])
 
@@ -136,7 +136,7 @@ def their_step(config: TrainConfig, *, compiled: bool) -> Callable[[], float]:
     theirs, optim = qwen3_config(config, config.model.num_layers), config.optim
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
+    with torch.device(device()):
         model = Qwen3MoeForCausalLM._from_config(
             theirs, attn_implementation="sdpa", experts_implementation="grouped_mm", dtype=torch.bfloat16
         )
@@ -148,9 +148,9 @@ def their_step(config: TrainConfig, *, compiled: bool) -> Callable[[], float]:
     length, vocabulary = config.data.seq_len, config.model.vocab_size
 
     def step() -> float:
-        total = torch.zeros((), device="cuda")
+        total = torch.zeros((), device=device())
         for _ in range(optim.accumulate):
-            ids = torch.randint(vocabulary, (samples, length)).to("cuda")
+            ids = torch.randint(vocabulary, (samples, length)).to(device())
             loss = run(input_ids=ids, labels=ids).loss / optim.accumulate
             loss.backward()
             total += loss.detach()
@@ -166,10 +166,11 @@ def profiled(step: Callable[[], float], file: Path | None) -> dict[str, Any]:
     """Kernels and launches of one step, and how much of it the device was busy."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+    both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=both if torch.cuda.device_count() else both[:1]) as found:
         begun = time.perf_counter()
         step()
-        torch.cuda.synchronize()
+        synchronize()
         wall = time.perf_counter() - begun
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
