@@ -28,8 +28,9 @@ torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)
 torch.utils.deterministic.fill_uninitialized_memory = True
 # A slow example says that the machine is busy, not that the code is wrong.
-settings.register_profile("any machine", deadline=None)
-settings.load_profile("any machine")
+settings.register_profile("short", deadline=None, max_examples=40)
+settings.register_profile("long", deadline=None, max_examples=200)
+settings.load_profile("short")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,7 +59,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def asks_for_long(config: pytest.Config) -> bool:
+    return bool(config.getoption("--long")) or "full" in config.option.markexpr.replace("not full", "")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if asks_for_long(config):
+        settings.load_profile("long")
     if not hasattr(config, "workerinput"):  # workers find it in their environment
         os.environ["MOECLIPSE_TESTS_SHARED"] = tempfile.mkdtemp(prefix="moeclipse-tests-")
     if config.getoption("--shard"):
@@ -74,7 +81,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m asks for markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    asked_for = config.getoption("--long") or "full" in config.option.markexpr
+    asked_for = asks_for_long(config)
     shard = Shard(config.option.shard or "1/1")
     long_part = LongPart(LONG_PART.read_text())
     if config.args_source != config.ArgsSource.ARGS and (stale := long_part.stale(i.nodeid for i in items)):

@@ -275,6 +275,8 @@ RULES: tuple[Callable[[Trees], Iterator[str]], ...] = (
 
 def main() -> int:
     trees = trees_of()
+    found = sum(len(imported_modules(name, tree)) for name, tree in trees.items())
+    assert found > 5 * len(trees), "imports were not found"
     faults = [fault for rule in RULES for fault in rule(trees)]
     print("\n".join(faults) if faults else f"the house is in order: {len(RULES)} rules, {len(trees)} files")
     return 1 if faults else 0

@@ -34,9 +34,7 @@ def test_a_frozen_rank_is_named_and_ended(tmp_path: Path, point: str) -> None:
     assert last.endswith(": rank 1 did not arrive")
     (incident,) = found.incidents
     assert incident["time"] - found.fault_at < DEADLINE_S + 15, "soon, on busy cores"
-    assert found.ended_at - found.fault_at < DEADLINE_S + 25, (
-        "the agent alone would take 30 s more"
-    )
+    assert found.ended_at - found.fault_at < DEADLINE_S + 25, "the agent alone would take 30 s more"
     assert (incident["kind"], incident["rank"]) == ("deadline", 0)
     assert incident["what"] in last
     assert list(incident["stands"]) == ["0"]
