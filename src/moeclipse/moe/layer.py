@@ -73,7 +73,7 @@ from moeclipse.moe.topology import near_experts
 from moeclipse.moe.traced import visit_traced
 from moeclipse.moe.turns import Turns
 from moeclipse.moe.weight_init import WeightInit
-from moeclipse.moe.wraps import refuse_wrong_wrap, wrapping
+from moeclipse.moe.wraps import refuse_transforms, refuse_wrong_wrap, unattached_text, wrapping
 from moeclipse.ops.activation import Activation
 from moeclipse.ops.grouped_experts import grouped_experts
 
@@ -227,10 +227,8 @@ class MoE(nn.Module):
 
     def _called(self, x: Inputs) -> torch.Tensor:
         if "mesh" not in self.__dict__:
-            raise ConfigError(
-                "this MoE layer was unpickled and knows no ranks; call moeclipse.attach(model, mesh) on each "
-                f"of the {self._placement.num_ranks} ranks that share its experts"
-            )
+            raise ConfigError(unattached_text(self._placement.num_ranks))
+        refuse_transforms()
         if self.mesh.num_ranks > 1 and (now := wrapping(self.experts)) != self._wrapping:
             refuse_wrong_wrap(self.experts)
             self._wrapping = now

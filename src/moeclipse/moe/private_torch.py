@@ -7,6 +7,8 @@ torch._C._current_graph_task_id
                     which backward runs, -1 for none: a forward inside one is a forward that runs again
 torch._C._autograd._get_current_graph_task_keep_graph
                     whether the backward that runs was asked to keep its graph (`retain_graph`)
+torch._C._are_functorch_transforms_active
+                    whether a transform of torch.func looks at what runs
 Tensor._version     how often a tensor was changed in place
 Tensor._make_wrapper_subclass, aten._to_copy
                     a tensor whose numbers are kept by another one, and what `to` becomes inside of it
@@ -59,6 +61,10 @@ def in_backward() -> bool:
 def keeps_graph() -> bool:
     """Whether the backward that runs may run again over the same graph; outside of any: True."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def transforming() -> bool:
+    return bool(torch._C._are_functorch_transforms_active())
 
 
 def version(tensor: torch.Tensor) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import nn
 
 from moeclipse.core.errors import ConfigError
-from moeclipse.moe.private_torch import active_ddp, sharded_modules
+from moeclipse.moe.private_torch import active_ddp, sharded_modules, transforming
 
 
 def averaged_text(name: str) -> str:
@@ -18,6 +18,23 @@ def averaged_text(name: str) -> str:
         f"DDP averages expert parameters of different experts ({name}, ...); wrap the model with "
         "moeclipse.parallelize(model, mesh, dense='ddp'), or with DDP(moeclipse.exclude_experts(model))"
     )
+
+
+def unattached_text(num_ranks: int) -> str:
+    return (
+        "this MoE layer was unpickled and knows no ranks; call moeclipse.attach(model, mesh) on each "
+        f"of the {num_ranks} ranks that share its experts"
+    )
+
+
+def refuse_transforms() -> None:
+    """Transforms run forward on tensors that are no numbers, and backward to be differentiated again."""
+    if transforming():
+        raise RuntimeError(
+            "torch.func (grad, vjp, jvp, jacrev, hessian, vmap) cannot see through a Mixture-of-Experts "
+            "layer, whose rows travel; take first derivatives with torch.autograd.grad (and "
+            "torch.func.functional_call), and none of second order"
+        )
 
 
 def wrapping(experts: nn.Module) -> tuple[int, int]:
