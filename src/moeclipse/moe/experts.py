@@ -81,6 +81,8 @@ class Experts(nn.Module):
 
     up_bias: nn.Parameter
     down_bias: nn.Parameter
+    loads: int = 0
+    """How often a state was loaded."""
 
     def __init__(
         self,
@@ -215,6 +217,7 @@ class Experts(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        self.loads += 1
         error_msgs += load_shards(state_dict, prefix, self.places)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs

@@ -72,6 +72,7 @@ from moeclipse.moe.tokens import Tokens
 from moeclipse.moe.topology import near_experts
 from moeclipse.moe.traced import visit_traced
 from moeclipse.moe.turns import Turns
+from moeclipse.moe.unfinished import gradients_of
 from moeclipse.moe.weight_init import WeightInit
 from moeclipse.moe.wraps import refuse_transforms, refuse_wrong_wrap, unattached_text, wrapping
 from moeclipse.ops.activation import Activation
@@ -178,7 +179,7 @@ class MoE(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what belongs to running processes; and the last report, whose loss has a graph."""
         state = dict(self.__dict__)
-        for name in ("mesh", "dispatcher", "schedule", "last", "turns", "_wrapping"):
+        for name in ("mesh", "dispatcher", "schedule", "last", "turns", "_wrapping", "gradients"):
             state.pop(name, None)
         return state | {"history": Calls()}
 
@@ -232,6 +233,8 @@ class MoE(nn.Module):
         if self.mesh.num_ranks > 1 and (now := wrapping(self.experts)) != self._wrapping:
             refuse_wrong_wrap(self.experts)
             self._wrapping = now
+        if self.mesh.num_ranks > 1 and self.training and torch.is_grad_enabled():
+            gradients_of(self).before_forward()
         num_tokens = len(Structure.take_apart(x)[1][0])
         call, again = self.history.begin() if self.training else (None, False)
         step = self.history.count if call is None else call.step
