@@ -409,9 +409,9 @@ MUTANTS = (
         "comm/wires/test_copy_engines.py::test_one_element_travels_whatever_its_stride",
     ),
     Mutant(
-        "moe/topology.py",
-        "(scores_TK.detach() * 2.0 ** COMPARED_BITS[scores_TK.dtype]).round()",
-        "scores_TK.detach()",
+        "moe/order.py",
+        "half_of_bits(scores_TK).flatten()",
+        "scores_TK.detach().flatten()",
         "moe/test_topology.py::test_last_bits_do_not_decide_who_may_leave",
     ),
     Mutant(

@@ -152,9 +152,6 @@ class ExpertShards(torch.Tensor):
     def storage(self) -> Any:
         raise self.cannot("whoever asks for the memory")
 
-    def data_ptr(self) -> Any:
-        raise self.cannot("whoever asks for the memory")
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         cut = None if self.place.cut is None else tuple(vars(self.place.cut).values())
         return rebuild_shards, (self.local, self.place.experts, self.place.num_experts, cut)

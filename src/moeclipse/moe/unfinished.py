@@ -7,7 +7,7 @@ A step with raw gradients, a second division by the number of ranks and a norm o
 another model without a word. So each parameter of experts that differ from rank to rank has two hooks: they
 know when backward adds to a gradient, and whether that was finished before. Who forgot `sync_gradients`
 hears of it at the optimizer's step, or, where no optimizer of torch steps, at the next forward: weights have
-changed since the gradient began.
+changed since the gradient began. Where that is gone by then, nobody knows whether it was used: a warning.
 
 Contract. Accumulation over any number of forwards, gradients that are thrown away, `zero_grad` of either kind
 and `torch.autograd.grad` are as they were. Nothing here waits for the device or for another rank.
@@ -15,6 +15,7 @@ and `torch.autograd.grad` are as they were. Nothing here waits for the device or
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -75,7 +76,7 @@ class Grad:
         if parameter is None or self.begun is None:
             return False
         changed = version(parameter) != self.begun and not loaded
-        if loaded or (parameter.grad is None and not changed):
+        if loaded or parameter.grad is None:
             self.begun = self.mixed = None
         return changed
 
@@ -95,7 +96,8 @@ class Gradients:
         experts = self._experts()
         for parameter in () if experts is None else experts.parameters():
             known = self._of.get(id(parameter))
-            if parameter.requires_grad and (known is None or known.parameter is not parameter):
+            owned = parameter.requires_grad and parameter.is_leaf  # not what functional_call was given
+            if owned and (known is None or known.parameter is not parameter):
                 self._of[id(parameter)] = Grad(parameter)
 
     def __iter__(self) -> Iterator[Grad]:
@@ -110,8 +112,12 @@ class Gradients:
         experts = self._experts()
         loads = 0 if experts is None else loads_of(experts)
         loaded, self._loads = loads != self._loads, loads
-        if sum(grad.stepped_raw(loaded) for grad in self):
-            raise ConfigError(forgotten_text(self.where, "the weights were changed"))
+        stepped = [grad for grad in self if grad.stepped_raw(loaded)]
+        if any(grad.begun is not None for grad in stepped):
+            raise ConfigError(forgotten_text(self.where, "weights were changed"))
+        if stepped:  # the gradients are gone: used by somebody's own step, or thrown away
+            text = forgotten_text(self.where, "weights were changed after a backward")
+            warnings.warn(text, stacklevel=2)
 
 
 def gradients_of(layer: Any) -> Gradients:
