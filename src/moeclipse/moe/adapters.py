@@ -22,7 +22,7 @@ from torch import nn
 from torch.func import functional_call
 
 from moeclipse.core.errors import ConfigError
-from moeclipse.moe.expert_set import PendingWgrad
+from moeclipse.moe.expert_set import PendingWgrad, Unhooked
 from moeclipse.moe.experts import add_up
 from moeclipse.moe.inner_graph import InnerGraph
 from moeclipse.moe.structure import Structure
@@ -85,7 +85,7 @@ class NamedModules(nn.ModuleList):
         return list(self)[place]
 
 
-class ModuleExperts(nn.Module):
+class ModuleExperts(Unhooked):
     """The modules of this rank's experts as an `ExpertSet`."""
 
     _version = 2

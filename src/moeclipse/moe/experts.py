@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moeclipse.moe.expert_set import ExpertSet, PendingWgrad
+from moeclipse.moe.expert_set import ExpertSet, PendingWgrad, Unhooked
 from moeclipse.moe.shards import ExpertPlace, load_shards, save_shards, trust_shards
 from moeclipse.moe.weight_init import WeightInit
 from moeclipse.ops.activation import GATED, Activation, activate_backward, activated, hidden_width
@@ -72,7 +72,7 @@ class ExpertsPending:
                 group_sum(rows, grouping, bias)
 
 
-class Experts(nn.Module):
+class Experts(Unhooked):
     """An `ExpertSet`. `ids` are the logical experts in slot order; initial weights depend on those numbers.
 
     `shard` = (index, parts): this rank has its part of each expert's hidden width, and y is part of a sum.

@@ -222,7 +222,7 @@ class MoE(nn.Module):
             return leave_out(self.forward, x, mask)
         shape = x.shape if isinstance(x, torch.Tensor) else None
         if isinstance(x, torch.Tensor):
-            x = x.flatten(0, -2)
+            x = Structure.as_tokens(x)
         y_TO = self._compiled(x) if torch.compiler.is_compiling() else self._called(x)
         return y_TO if shape is None else y_TO.view(*shape[:-1], y_TO.shape[-1])
 
