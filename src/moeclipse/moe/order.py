@@ -6,7 +6,7 @@
 Equal tokens have equal scores but for the last bits. These depend on the order of sums, so on the schedule
 of an exchange, which must not change the model: it must not decide which token finds room. Experts of one
 token are compared within one product; half of its bits would choose others than the weights were trained
-with wherever two experts are close, and not once in a million tokens but once in a hundred.
+with wherever two experts are close.
 
 Planners have the rule of several for averages (`balance/ties`); shadows count whole rows, which tie exactly.
 Hazard: `torch.topk` does not say which of two equal ones it takes, and kernels take another one.
