@@ -110,3 +110,14 @@ def test_a_configuration_says_all_of_it() -> None:
     rotary = Rotary.of(config)
     assert (rotary.width, rotary.scaling, rotary.factor, rotary.factor_on_table) == (4, "yarn", 4.0, 1.5)
     assert Rotary.of(ModelConfig()) == Rotary(width=32, base=10000.0)
+
+
+def test_documents_under_dynamic_scaling_turn_by_their_own_length() -> None:
+    """Packed beside others, a document has the angles that it has alone."""
+    rotary = replace(PLAIN, scaling="dynamic", factor=3.0, original_len=4)
+    lengths = [3, 9, 6]
+    documents_BS = torch.tensor([[number for number, length in enumerate(lengths) for _ in range(length)]])
+    packed = Positions.of(rotary, sum(lengths), CPU, documents_BS=documents_BS).table[:, 0, 0]
+    apart = torch.cat([Positions.of(rotary, length, CPU).table for length in lengths], dim=1)
+    assert difference(packed, apart) <= 1e-14
+    assert difference(packed[:, :3], PLAIN.table(torch.arange(3), 3)) <= 1e-14  # a short one is not stretched

@@ -260,6 +260,7 @@ def standalone(mesh: Mesh) -> list[float]:
         (moe(x).sum() + aux_loss(moe)).backward()
         sync_gradients(moe)
         limits.append(float(moe.gate.dynamic.limit))
+        moe.zero_grad()
     return limits
 
 

@@ -137,3 +137,10 @@ def both(_: Mesh) -> None:
 
 def test_rows_as_they_arrive_give_the_same_by_both_ways() -> None:
     run_alone(both)
+
+
+@pytest.mark.parametrize("kind", ["built-in", "modules"])
+@pytest.mark.parametrize("name", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
+def test_hooks_that_will_never_fire_are_told(kind: str, name: str) -> None:
+    with pytest.warns(UserWarning, match=r"hooks on moe.experts never fire"):
+        getattr(KINDS[kind](), f"register_{name}")(print)

@@ -99,3 +99,33 @@ def test_what_is_no_routing_is_refused() -> None:
         moe = MoE(D, FF, EXPERTS, gate=kind(), dtype=torch.float64)
         with pytest.raises(ConfigError, match=text):
             moe(tokens())
+
+
+class Names(nn.Module):
+    """A gate that sends every token to one number."""
+
+    def __init__(self, number: int, helped: bool, num_experts: int = EXPERTS) -> None:
+        super().__init__()
+        self.number, self.helped, self.num_experts = number, helped, num_experts
+
+    def forward(self, x_TD: torch.Tensor, tokens: Tokens) -> Routing:
+        ids, scores = torch.full((len(x_TD), 1), self.number), x_TD.new_ones(len(x_TD), 1)
+        if self.helped:
+            return moeclipse.routing_of(ids, scores, self.num_experts)
+        zeros = x_TD.new_zeros(len(x_TD), self.num_experts)
+        load_E = zeros.sum(0).long()
+        return Routing(expert_ids_TK=ids, scores_TK=scores, load_E=load_E, probs_TE=zeros, logits_TE=zeros)
+
+
+@pytest.mark.parametrize("helped", [False, True])
+@pytest.mark.parametrize("number", [EXPERTS, -2])
+def test_an_expert_that_is_not_there_is_named_with_the_gate(number: int, helped: bool) -> None:
+    who = "routing_of" if helped else "the layer of Names"
+    with pytest.raises(ConfigError, match=f"{who} got expert {number} from a gate; .* 0 to {EXPERTS - 1}"):
+        MoE(D, FF, EXPERTS, gate=Names(number, helped))(torch.rand(3, D))
+    assert MoE(D, FF, EXPERTS, gate=Names(-1, helped))(torch.rand(3, D)).eq(0).all()
+
+
+def test_loads_of_another_number_of_experts_are_refused() -> None:
+    with pytest.raises(ConfigError, match=rf"the gate Names returned loads of shape \({EXPERTS + 1},\)"):
+        MoE(D, FF, EXPERTS, gate=Names(0, True, EXPERTS + 1))(torch.rand(3, D))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moeclipse.core.errors import ConfigError
+from moeclipse.moe.layer import MoE
 from moeclipse.moe.structure import Structure
 
 X, MORE = torch.ones(4, 3), torch.arange(4)
@@ -46,3 +47,24 @@ def test_the_order_of_keys_is_that_of_the_first_dict() -> None:
 def test_tensors_that_cannot_travel_together_are_named(given: Any, shapes: str) -> None:
     with pytest.raises(ConfigError, match=f"same leading size, .*got shapes {shapes}"):
         Structure.take_apart(given)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_tokens_that_are_no_vectors_are_told_so_by_the_layer(dtype: torch.dtype) -> None:
+    moe = MoE(4, 4, 2, top_k=1)
+    kind = str(dtype).removeprefix("torch.")
+    said = f"{kind} tokens; give it vectors"
+    for on in (False, True):
+        with torch.autocast("cpu", enabled=on), pytest.raises(ConfigError, match=said):
+            moe(torch.ones(3, 4, dtype=dtype))
+
+
+def test_one_vector_is_one_token_and_one_number_is_none() -> None:
+    moe, x = MoE(4, 4, 2, top_k=1), torch.rand(3, 4)
+    alone = moe(x[1])
+    assert alone.shape == (4,)
+    assert torch.equal(alone, moe(x[1:2])[0])
+    assert torch.equal(moe(x[1], mask=torch.tensor(True)), alone)
+    assert moe(x[:0]).shape == (0, 4)
+    with pytest.raises(ConfigError, match="a single number"):
+        moe(torch.ones(()))

@@ -105,11 +105,11 @@ MUTANTS = (
         "a resumed run is stuck with a granularity that was only being tried",
     ),
     Mutant(
-        "moe/topology.py",
-        "(scores_TK.detach() * 2.0 ** COMPARED_BITS[scores_TK.dtype]).round()",
-        "scores_TK.detach()",
+        "moe/order.py",
+        "half_of_bits(scores_TK).flatten()",
+        "scores_TK.detach().flatten()",
         "moe/test_topology.py::test_last_bits_do_not_decide_who_may_leave",
         "scores compared to the last bit",
-        "smart and blocking train different models under `gate.max_leaving`",
+        "smart and blocking train different models where scores decide",
     ),
 )

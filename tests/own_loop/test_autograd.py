@@ -119,14 +119,6 @@ def test_gradcheck(kind: str) -> None:
     assert torch.autograd.gradcheck(run, (x, *given), fast_mode=True)
 
 
-@apart
-def test_gradients_of_gradients_are_refused_by_torch_itself() -> None:
-    moe, x = layer(), tokens().requires_grad_()
-    (grad,) = torch.autograd.grad(moe(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
-
-
 class Careless(torch.nn.Module):
     """Changes in place what its own graph has saved."""
 

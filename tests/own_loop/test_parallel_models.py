@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from own_models import EXPERTS, FF, D, often, tokens
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -128,7 +129,11 @@ def wrongly(mesh: Mesh, way: str) -> list[str]:
     model: Any = Tower(mesh)
     x = tokens(rank=mesh.rank)
     model(x)
-    model = DistributedDataParallel(model) if way == "ddp" else fully_shard(model)
+    wraps = {"ddp": DistributedDataParallel, "fsdp2": fully_shard}
+    for name, more in (("fsdp", {}), ("fsdp, views", {"use_orig_params": True})):
+        wraps[name] = partial(FullyShardedDataParallel, device_id=mesh.device, **more)
+    model.frozen.requires_grad_(way == "fsdp")  # flat parameters want gradients for all or for none
+    model = wraps[way](model)
     try:
         model(x)
     except ConfigError as error:
@@ -136,11 +141,12 @@ def wrongly(mesh: Mesh, way: str) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("way", ["ddp", "fsdp2", "fsdp", "fsdp, views"])
 def test_a_wrap_that_mixes_experts_is_refused_at_the_first_call(way: str) -> None:
     for texts in run_ranks(2, wrongly, way):
         assert len(texts) == 1
-        assert f"moeclipse.parallelize(model, mesh, dense='{way}')" in texts[0]
+        dense = "fsdp2" if way.startswith("fsdp") else way
+        assert f"moeclipse.parallelize(model, mesh, dense='{dense}')" in texts[0]
 
 
 def replicated(mesh: Mesh) -> None:

@@ -23,6 +23,7 @@ from moeclipse.balance.objective import EXCHANGES, PlacementCosts, Score, score
 from moeclipse.balance.placement import EMPTY, Placement
 from moeclipse.balance.replicate import slots_for
 from moeclipse.balance.split import ReplicaTable, pour
+from moeclipse.balance.ties import half_of_bits
 from moeclipse.core.errors import ConfigError
 
 MOST_TIERS = 9
@@ -58,6 +59,7 @@ class PlanProblem:
         if problems:
             raise ConfigError(problems)
         slots_for(self.current.num_experts, self.current.num_ranks, self.slots_P)
+        object.__setattr__(self, "counts_PE", half_of_bits(self.counts_PE))
 
     @property
     def num_ranks(self) -> int:

@@ -99,6 +99,7 @@ def main(words: list[str]) -> int:
             problems += init_problems(config.run.init_from, options.resume, config.model.from_hf)
             problems += folder_problems(config, problems) if not options.print_config else []
         problems += data_problems(config)
+        problems += weights_told(config) if not problems and not options.print_config else ()
     if problems:
         raise ConfigError(problems)
     if int(environment.get("RANK", "0")) == 0:
@@ -220,6 +221,15 @@ def folder_problems(config: TrainConfig, told: Sequence[str]) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     return []
+
+
+def weights_told(config: TrainConfig) -> list[str]:
+    """What names and shapes of weights tell; it needs torch, so only where something is asked of them."""
+    if not (config.optim.frozen or config.optim.lr_factors or config.run.init_from):
+        return []
+    from moeclipse.train.before_ranks import weight_problems
+
+    return list(weight_problems(config))
 
 
 def directory_problems(config: TrainConfig, resume: str) -> Iterator[str]:

@@ -5,7 +5,7 @@
 Longer texts than a model was trained on turn by smaller angles; which, `scaling` says:
 
     linear    f_i / factor
-    dynamic   a larger base, once the text is longer than original_len
+    dynamic   a larger base, once the text (with documents: the document) is longer than original_len
     yarn      f_i where a pair turns often within original_len (beta_fast times), f_i / factor where it turns
               seldom (beta_slow), a ramp between; cos and sin are multiplied by 0.1 ln(factor) + 1
     llama3    the same idea by wavelengths: below original_len / high_freq, above original_len / low_freq
@@ -64,13 +64,17 @@ class Rotary:
             pairs=config.rope_pairs,
         )
 
-    def frequencies(self, length: int, device: torch.device) -> torch.Tensor:
-        """[width / 2] for texts of `length` tokens, float64."""
-        base = self.base
+    def frequencies(self, length: int | torch.Tensor, device: torch.device) -> torch.Tensor:
+        """[width / 2] for texts of `length` tokens, float64; [..., width / 2] for many of them."""
+        base: float | torch.Tensor = self.base
         if self.scaling == "dynamic":
-            stretch = self.factor * max(length, self.original_len) / self.original_len - (self.factor - 1)
-            base *= stretch ** (self.width / (self.width - 2))
-        plain = base ** (-torch.arange(0, self.width, 2, dtype=torch.float64, device=device) / self.width)
+            many = length if isinstance(length, torch.Tensor) else torch.full((), length, device=device)
+            longest = many.to(torch.float64).clamp(min=self.original_len)
+            stretch = self.factor * longest / self.original_len - (self.factor - 1)
+            base = self.base * stretch[..., None] ** (self.width / (self.width - 2))
+        plain: torch.Tensor = base ** (
+            -torch.arange(0, self.width, 2, dtype=torch.float64, device=device) / self.width
+        )
         if self.scaling == "linear":
             return plain / self.factor
         if self.scaling == "yarn":
@@ -102,8 +106,11 @@ class Rotary:
             return self.magnitude
         return yarn_magnitude(self.factor) if self.scaling == "yarn" else 1.0
 
-    def table(self, position: torch.Tensor, length: int) -> torch.Tensor:
-        """cos and sin for each (position, pair): [2, *position.shape, width / 2], float64."""
+    def table(self, position: torch.Tensor, length: int | torch.Tensor) -> torch.Tensor:
+        """cos and sin for each (position, pair): [2, *position.shape, width / 2], float64.
+
+        `length`: of the text, or of each position's own.
+        """
         angle = position.to(torch.float64)[..., None] * self.frequencies(length, position.device)
         table = torch.stack([angle.cos(), angle.sin()])
         magnitude = self.factor_on_table
@@ -135,7 +142,8 @@ class Positions:
         if documents_BS is None:
             return _of_whole_samples(rotary, length, device, first)
         place_BS = restarting_positions(documents_BS)
-        return cls(table=rotary.table(place_BS[:, None], length), length=length, documents_BS=documents_BS)
+        table = rotary.table(place_BS[:, None], lengths_of(place_BS)[:, None])
+        return cls(table=table, length=length, documents_BS=documents_BS)
 
     @cached_property
     def rows(self) -> torch.Tensor:
@@ -146,6 +154,13 @@ class Positions:
     def narrow_rows(self) -> torch.Tensor:
         """The same in fp32: what narrower types turn by."""
         return self.rows.to(torch.float32)
+
+
+def lengths_of(place_BS: torch.Tensor) -> torch.Tensor:
+    """Of each token's document, by positions in them: [[0, 1, 2, 0, 1]] -> [[3, 3, 3, 2, 2]]."""
+    number_BS = (place_BS == 0).cumsum(1) - 1
+    counts_BS = torch.zeros_like(place_BS).scatter_add_(1, number_BS, torch.ones_like(place_BS))
+    return counts_BS.gather(1, number_BS)
 
 
 @lru_cache(maxsize=16)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.func import functional_call
 
 from moeclipse.core.errors import ConfigError
-from moeclipse.moe.expert_set import PendingWgrad
+from moeclipse.moe.expert_set import PendingWgrad, Unhooked
 from moeclipse.moe.experts import add_up
 from moeclipse.moe.inner_graph import InnerGraph
 from moeclipse.moe.structure import Structure
@@ -85,11 +85,13 @@ class NamedModules(nn.ModuleList):
         return list(self)[place]
 
 
-class ModuleExperts(nn.Module):
+class ModuleExperts(Unhooked):
     """The modules of this rank's experts as an `ExpertSet`."""
 
     _version = 2
     """Of its names in state_dict: 1 counted the slots of each rank from 0."""
+    loads: int = 0
+    """How often a state was loaded."""
 
     def __init__(
         self,
@@ -130,6 +132,7 @@ class ModuleExperts(nn.Module):
         *others: Any,
     ) -> None:
         """Names by slot, which 0.1 saved, are understood; experts of other ranks are passed over."""
+        self.loads += 1
         names = self._names()
         by_slot = {str(slot): name for slot, name in enumerate(names)}
         for key in [key for key in state_dict if key.startswith(f"{prefix}parts.")]:

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from moeclipse.moe.private_torch import in_backward
+from moeclipse.ops.first_order import first_order
 
 REMEMBERED = 1024
 """Calls between a forward and its repetition, at most."""
@@ -88,7 +88,7 @@ class _Lent(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[None, None, None]:
         if ctx.call.repeated:
             raise RuntimeError(
@@ -106,6 +106,6 @@ class _Repaid(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         return d_y, ctx.call.d_loss, None

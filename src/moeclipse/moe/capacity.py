@@ -1,7 +1,8 @@
 """Room for rows: how many an expert takes, and which rows find room.
 
     position   first choices in the order of tokens, then second choices; over all ranks, or on each
-    score      the rows with the highest scores; on each rank, because scores of others are not known
+    score      the rows with the highest scores (equal ones: `moe/order`); on each rank, because scores of
+               others are not known
 
 Counted over all ranks (the default), which rows are dropped does not depend on how tokens are shared out.
 Counted on each rank, as other libraries do, nothing has to be exchanged, and a layout is part of the model.
@@ -15,6 +16,7 @@ import math
 import torch
 
 from moeclipse.moe.config import GateConfig
+from moeclipse.moe.order import order_of
 from moeclipse.moe.routing import count_experts
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.grouping import rank_among_equals
@@ -59,7 +61,7 @@ def drop_over_capacity(
 
 def drop_low_scores(ids_TK: torch.Tensor, scores_TK: torch.Tensor, capacity: int) -> torch.Tensor:
     """Replace by -1 what has a lower score than `capacity` others of its expert; of equals, the later."""
-    order_N = scores_TK.detach().flatten().argsort(descending=True, stable=True)
+    order_N = order_of(scores_TK)
     place_N = torch.empty_like(order_N)
     place_N[order_N] = rank_among_equals(ids_TK.flatten()[order_N])
     return torch.where(place_N.view_as(ids_TK) < capacity, ids_TK, -1)

@@ -117,6 +117,12 @@ def capacity_problems(config: GateConfig) -> Iterator[str]:
     if config.renormalise_eps < 0:
         yield f"gate.renormalise_eps ({config.renormalise_eps}) must not be negative"
     bounded = config.capacity_factor or config.eval_capacity_factor > 0
+    ones = config.top_k == 1 and (config.kind == "noisy" or (config.renormalise and config.kind != "switch"))
+    if bounded and config.drop_policy == "score" and ones:
+        yield (
+            f"gate.drop_policy = 'score' with gate.top_k = 1 and gate.kind = {config.kind!r}: renormalised, "
+            "all scores are 1, and rows would be dropped by position; set gate.renormalise = false"
+        )
     if not bounded and (config.min_capacity or config.renormalise_kept):
         name = "min_capacity" if config.min_capacity else "renormalise_kept"
         yield f"gate.{name} needs gate.capacity_factor > 0: without it every row finds room"

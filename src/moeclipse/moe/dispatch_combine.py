@@ -23,7 +23,6 @@ from moeclipse.comm.flight.execute import execute
 from moeclipse.comm.flight.in_flight import InFlight, Joined
 from moeclipse.moe.dispatch import Dispatcher, DispatchPlan, Unit
 from moeclipse.moe.expert_set import PairExperts
-from moeclipse.moe.first_order import first_order
 from moeclipse.moe.fused import FusedExperts
 from moeclipse.moe.granularity import Stopwatch
 from moeclipse.moe.keep import put_together, take_apart
@@ -31,6 +30,7 @@ from moeclipse.moe.launches import announce
 from moeclipse.moe.pairwise import PairwiseExperts
 from moeclipse.moe.private_torch import keeps_graph
 from moeclipse.moe.shadow import RankShadows, ShadowExperts, ShadowGrads, ShadowKept
+from moeclipse.ops.first_order import first_order
 from moeclipse.schedule import kinds
 from moeclipse.schedule.check import Verified
 from moeclipse.schedule.kinds import Kind, Part

@@ -26,11 +26,11 @@ import torch
 
 from moeclipse.comm.flight.execute import Execution
 from moeclipse.moe.dispatch_combine import WHOLE, BackwardRun, ForwardRun, LayerCall, without_rows
-from moeclipse.moe.first_order import first_order
 from moeclipse.moe.keep import put_together, take_apart
 from moeclipse.moe.passes import first_compute, last_compute
 from moeclipse.moe.private_torch import keeps_graph
 from moeclipse.moe.turns import Turns
+from moeclipse.ops.first_order import first_order
 
 
 def dispatch_in_turns(

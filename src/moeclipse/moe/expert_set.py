@@ -13,6 +13,7 @@ also the weights that it computed with, which need not be those that the experts
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -20,6 +21,33 @@ import torch
 from torch import nn
 
 from moeclipse.tensor.weight_grad import Grads
+
+
+class Unhooked(nn.Module):
+    """Experts of a rank: a schedule runs them in parts, so that as a module they are never called.
+
+    Tools that put hooks on everything go on; who waits for these is told.
+    """
+
+    def register_forward_hook(self, *args: Any, **options: Any) -> Any:
+        tell_about_hooks()
+        return super().register_forward_hook(*args, **options)
+
+    def register_forward_pre_hook(self, *args: Any, **options: Any) -> Any:
+        tell_about_hooks()
+        return super().register_forward_pre_hook(*args, **options)
+
+    def register_full_backward_hook(self, *args: Any, **options: Any) -> Any:
+        tell_about_hooks()
+        return super().register_full_backward_hook(*args, **options)
+
+
+def tell_about_hooks() -> None:
+    warnings.warn(
+        "hooks on moe.experts never fire: a schedule runs experts in parts; hook the layer (moe), or give it "
+        "experts of your own (MoE(experts=...)), whose modules are called one by one",
+        stacklevel=3,
+    )
 
 
 class PendingWgrad(Protocol):

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moeclipse.moe.expert_set import ExpertSet, PendingWgrad
+from moeclipse.moe.expert_set import ExpertSet, PendingWgrad, Unhooked
 from moeclipse.moe.shards import ExpertPlace, load_shards, save_shards, trust_shards
 from moeclipse.moe.weight_init import WeightInit
 from moeclipse.ops.activation import GATED, Activation, activate_backward, activated, hidden_width
@@ -72,7 +72,7 @@ class ExpertsPending:
                 group_sum(rows, grouping, bias)
 
 
-class Experts(nn.Module):
+class Experts(Unhooked):
     """An `ExpertSet`. `ids` are the logical experts in slot order; initial weights depend on those numbers.
 
     `shard` = (index, parts): this rank has its part of each expert's hidden width, and y is part of a sum.
@@ -81,6 +81,8 @@ class Experts(nn.Module):
 
     up_bias: nn.Parameter
     down_bias: nn.Parameter
+    loads: int = 0
+    """How often a state was loaded."""
 
     def __init__(
         self,
@@ -215,6 +217,7 @@ class Experts(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        self.loads += 1
         error_msgs += load_shards(state_dict, prefix, self.places)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs

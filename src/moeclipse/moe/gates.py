@@ -28,6 +28,7 @@ from moeclipse.moe.autocast import is_on, off
 from moeclipse.moe.capacity import drop_low_scores, drop_over_capacity, room_for
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.dynamic_gates import DynamicChoice, renormalise_used
+from moeclipse.moe.order import best_of
 from moeclipse.moe.routing import GateSums, Routing, count_experts
 from moeclipse.moe.tokens import Tokens
 from moeclipse.moe.topology import limit_leaving
@@ -198,7 +199,7 @@ class Gate(nn.Module):
     def _choose(self, preference_TE: torch.Tensor) -> torch.Tensor:
         if self.config.num_groups > 1:
             preference_TE = self._keep_best_groups(preference_TE)
-        return preference_TE.topk(self.config.top_k, dim=-1).indices
+        return best_of(preference_TE, self.config.top_k)
 
     def _score(
         self, values_TE: torch.Tensor, ids_TK: torch.Tensor, used_TK: torch.Tensor | None = None
@@ -233,7 +234,7 @@ class Gate(nn.Module):
         choice_TGe = choice_TE.unflatten(1, (self.config.num_groups, -1))
         best = 1 if self.config.group_score == "max" else min(2, choice_TGe.shape[2])
         group_TG = choice_TGe.topk(best, dim=-1).values.sum(-1)
-        kept = group_TG.topk(self.config.top_groups, dim=-1).indices
+        kept = best_of(group_TG, self.config.top_groups)
         open_TG = torch.zeros_like(group_TG, dtype=torch.bool).scatter(1, kept, True)
         return choice_TGe.masked_fill(~open_TG[:, :, None], -math.inf).flatten(1)
 

@@ -72,8 +72,9 @@ from moeclipse.moe.tokens import Tokens
 from moeclipse.moe.topology import near_experts
 from moeclipse.moe.traced import visit_traced
 from moeclipse.moe.turns import Turns
+from moeclipse.moe.unfinished import gradients_of
 from moeclipse.moe.weight_init import WeightInit
-from moeclipse.moe.wraps import refuse_wrong_wrap, wrapping
+from moeclipse.moe.wraps import refuse_transforms, refuse_wrong_wrap, unattached_text, wrapping
 from moeclipse.ops.activation import Activation
 from moeclipse.ops.grouped_experts import grouped_experts
 
@@ -178,7 +179,7 @@ class MoE(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what belongs to running processes; and the last report, whose loss has a graph."""
         state = dict(self.__dict__)
-        for name in ("mesh", "dispatcher", "schedule", "last", "turns", "_wrapping"):
+        for name in ("mesh", "dispatcher", "schedule", "last", "turns", "_wrapping", "gradients"):
             state.pop(name, None)
         return state | {"history": Calls()}
 
@@ -221,19 +222,19 @@ class MoE(nn.Module):
             return leave_out(self.forward, x, mask)
         shape = x.shape if isinstance(x, torch.Tensor) else None
         if isinstance(x, torch.Tensor):
-            x = x.flatten(0, -2)
+            x = Structure.as_tokens(x)
         y_TO = self._compiled(x) if torch.compiler.is_compiling() else self._called(x)
         return y_TO if shape is None else y_TO.view(*shape[:-1], y_TO.shape[-1])
 
     def _called(self, x: Inputs) -> torch.Tensor:
         if "mesh" not in self.__dict__:
-            raise ConfigError(
-                "this MoE layer was unpickled and knows no ranks; call moeclipse.attach(model, mesh) on each "
-                f"of the {self._placement.num_ranks} ranks that share its experts"
-            )
+            raise ConfigError(unattached_text(self._placement.num_ranks))
+        refuse_transforms()
         if self.mesh.num_ranks > 1 and (now := wrapping(self.experts)) != self._wrapping:
             refuse_wrong_wrap(self.experts)
             self._wrapping = now
+        if self.mesh.num_ranks > 1 and self.training and torch.is_grad_enabled():
+            gradients_of(self).before_forward()
         num_tokens = len(Structure.take_apart(x)[1][0])
         call, again = self.history.begin() if self.training else (None, False)
         step = self.history.count if call is None else call.step

@@ -24,7 +24,7 @@ def leave_out(call: Callable[[Inputs], torch.Tensor], x: Inputs, mask: torch.Ten
             f"the mask must have one boolean for each token, shape {tuple(leading)}; got {mask.dtype} of "
             f"shape {tuple(mask.shape)}"
         )
-    structure, tensors = Structure.take_apart(x.flatten(0, -2) if isinstance(x, torch.Tensor) else x)
+    structure, tensors = Structure.take_apart(Structure.as_tokens(x) if isinstance(x, torch.Tensor) else x)
     (kept,) = mask.flatten().nonzero(as_tuple=True)
     y = call(structure.put_together([tensor[kept] for tensor in tensors]))
     out = y.new_zeros(mask.numel(), y.shape[-1]).index_copy(0, kept, y)

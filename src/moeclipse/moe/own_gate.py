@@ -39,6 +39,7 @@ def routing_of(
     """Of choices and scores; with logits, losses may be asked for."""
     if logits_TE is None:
         logits_TE = scores_TK.detach().new_zeros(len(scores_TK), num_experts)
+    check_numbers(expert_ids_TK, num_experts, "routing_of")
     load_E = count_experts(expert_ids_TK, num_experts)
     return Routing(
         expert_ids_TK=expert_ids_TK,
@@ -47,6 +48,18 @@ def routing_of(
         probs_TE=logits_TE.softmax(-1),
         logits_TE=logits_TE,
     )
+
+
+def check_numbers(ids_TK: torch.Tensor, num_experts: int, who: str) -> None:
+    """On a CPU alone: elsewhere the host would have to wait, and indices are checked by kernels."""
+    if ids_TK.device.type != "cpu" or not ids_TK.numel():
+        return
+    least, most = (int(end) for end in ids_TK.aminmax())
+    if least < -1 or most >= num_experts:
+        raise ConfigError(
+            f"{who} got expert {least if least < -1 else most} from a gate; experts have the numbers 0 to "
+            f"{num_experts - 1}, and -1 is none"
+        )
 
 
 def make_gate(
@@ -96,6 +109,12 @@ class OwnGate(nn.Module):
                 f"the gate {type(self.module).__name__} returned experts of shape {tuple(ids_TK.shape)} and "
                 f"scores of shape {tuple(scores_TK.shape)} for {len(x_TD)} tokens; both must be "
                 "[tokens, choices]"
+            )
+        check_numbers(ids_TK, self.num_experts, f"the layer of {type(self.module).__name__}")
+        if routing.load_E.shape != (self.num_experts,):
+            raise ConfigError(
+                f"the gate {type(self.module).__name__} returned loads of shape "
+                f"{tuple(routing.load_E.shape)}; the layer has {self.num_experts} experts"
             )
         return routing
 

@@ -1,4 +1,4 @@
-"""Every private name of torch that this room uses. All are there in torch 2.11 to 2.13.
+"""Every private name of torch (and of accelerate) that this room uses. All are there in torch 2.11 to 2.13.
 
 DistributedDataParallel._set_params_and_buffers_to_ignore_for_model, _ddp_params_and_buffers_to_ignore
                     DDP takes every parameter that wants a gradient, and has no argument to leave out
@@ -7,6 +7,14 @@ torch._C._current_graph_task_id
                     which backward runs, -1 for none: a forward inside one is a forward that runs again
 torch._C._autograd._get_current_graph_task_keep_graph
                     whether the backward that runs was asked to keep its graph (`retain_graph`)
+torch.nn.utils.clip_grad._get_total_norm
+                    what `clip_grad_norm_` calls first, whoever imported it from where
+FlatParameter._is_flat_param, Tensor._base, "_fsdp_wrapped_module"
+                    whether a tensor is a part of what FSDP, version 1, made of many
+sys._getframe, Accelerator._save_model_state_pre_hook
+                    whether accelerate is about to let one rank write its state
+torch._C._are_functorch_transforms_active
+                    whether a transform of torch.func looks at what runs
 Tensor._version     how often a tensor was changed in place
 Tensor._make_wrapper_subclass, aten._to_copy
                     a tensor whose numbers are kept by another one, and what `to` becomes inside of it
@@ -19,13 +27,16 @@ FSDPParam._module_info
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import _composable_state
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
 
 TO_COPY = torch.ops.aten._to_copy.default
 
@@ -61,6 +72,10 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def transforming() -> bool:
+    return bool(torch._C._are_functorch_transforms_active())
+
+
 def version(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
@@ -75,3 +90,40 @@ def sharded_modules() -> set[nn.Module]:
             groups = [getattr(state, "_fsdp_param_group", None)]
         found |= {each._module_info.module for group in groups if group for each in group.fsdp_params}
     return found
+
+
+def accelerate_saves() -> bool:
+    """Whether we are inside `save_state` or `save_model` of an `Accelerator` that has no hook to save by.
+
+    It tells nobody that it saves, so the frames that called are looked at; without accelerate at none.
+    """
+    frame = sys._getframe(1) if "accelerate" in sys.modules else None
+    while frame is not None:
+        saves = frame.f_code.co_name in ("save_state", "save_model")
+        if saves and frame.f_globals.get("__name__") == "accelerate.accelerator":
+            return not frame.f_locals["self"]._save_model_state_pre_hook
+        frame = frame.f_back
+    return False
+
+
+def in_flat_parameter(module: nn.Module) -> bool:
+    """Whether FSDP, version 1, has taken parameters of it; inside forward, where they are views."""
+    for each in module.modules():
+        here = [*each._parameters.values(), *vars(each).values()]
+        bases = [tensor._base for tensor in here if isinstance(tensor, torch.Tensor)]
+        if "_fsdp_wrapped_module" in each._modules or any(hasattr(base, "_is_flat_param") for base in bases):
+            return True
+    return False
+
+
+def guard_clipping(check: Callable[[list[torch.Tensor]], None]) -> None:
+    """Let `check` see all gradients that `torch.nn.utils.clip_grad_norm_` is about to measure."""
+    measure: Callable[..., torch.Tensor] = clip_grad._get_total_norm
+
+    @wraps(measure)
+    def checked(tensors: Any, *args: Any, **options: Any) -> torch.Tensor:
+        grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        check(grads)
+        return measure(grads, *args, **options)
+
+    clip_grad._get_total_norm = checked

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from moeclipse.core.errors import ConfigError
-from moeclipse.moe.private_torch import TO_COPY, wrapper
+from moeclipse.moe.private_torch import TO_COPY, accelerate_saves, wrapper
 from moeclipse.tensor.cut import Cut
 
 if TYPE_CHECKING:  # half a second to load, for those who save through it
@@ -209,7 +209,21 @@ def save_shards(state_dict: dict[str, Any], prefix: str, places: Mapping[str, Ex
     for name, place in places.items():
         key = prefix + name
         if key in state_dict and not place.whole:
+            refuse_one_writer(place)
             state_dict[key] = ExpertShards(state_dict[key], place)
+
+
+def refuse_one_writer(place: ExpertPlace) -> None:
+    """accelerate lets one rank write its state: the experts of all others would be lost until somebody loads.
+
+    All ranks ask for it, so all of them are told, before a file is there. Hooks may save in its stead.
+    """
+    if accelerate_saves():
+        raise ConfigError(
+            f"accelerator.save_state() and save_model() write one rank's experts, here {place}; save with "
+            "torch.distributed.checkpoint (docs/own-loop.md, State), or write "
+            "moeclipse.full_state_dict(model)"
+        )
 
 
 def load_shards(state_dict: dict[str, Any], prefix: str, places: Mapping[str, ExpertPlace]) -> list[str]:

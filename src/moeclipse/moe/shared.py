@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from moeclipse.moe.experts import Experts
-from moeclipse.moe.first_order import first_order
 from moeclipse.moe.keep import put_together, take_apart
 from moeclipse.moe.shared_gate import GatedShared
 from moeclipse.ops.activation import activate
+from moeclipse.ops.first_order import first_order
 from moeclipse.ops.precision import wide_of
 
 

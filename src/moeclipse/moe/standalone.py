@@ -25,6 +25,7 @@ from moeclipse.moe.adapters import ModuleExperts
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.private_torch import ignore_in_ddp, ignored_by_ddp
 from moeclipse.moe.replicas import sum_over_replicas
+from moeclipse.moe.unfinished import gradients_of, is_finished
 from moeclipse.moe.wraps import averaged_text
 
 COUNTERS = ("load_E", "seen_3")
@@ -103,7 +104,8 @@ def aux_loss(model: nn.Module) -> torch.Tensor:
 def sync_gradients(model: nn.Module) -> None:
     """Finish the gradients of expert parameters, and move balancing biases; once before each step.
 
-    Parameters that are frozen, or that have no gradient on any rank, stay without.
+    Called again, it leaves finished gradients as they are. Parameters that are frozen, or that have no
+    gradient on any rank, stay without.
     """
     refuse_averaged_experts(model)
     for name, layer in moe_layers(model):
@@ -115,6 +117,8 @@ def sync_gradients(model: nn.Module) -> None:
             if dispatcher.table is not None:
                 summed = sum_over_replicas(summed, dispatcher.placement, dispatcher.group, mesh.a2a, label)
             parameter.grad = summed / mesh.num_ranks
+            if mesh.num_ranks > 1:
+                gradients_of(layer).of(parameter).finish()
         if layer.gate.adapts:
             mine = torch.cat([layer.load_E, layer.gate.take_seen()])
             load = total(mesh.grads, mesh.world, mine, f"sum of expert loads, {name}").get()
@@ -123,15 +127,34 @@ def sync_gradients(model: nn.Module) -> None:
 
 
 def _with_gradients(name: str, layer: MoE) -> list[tuple[str, nn.Parameter]]:
-    """Those that have a gradient on some rank that shares them; where it is missing here, it is zero."""
+    """Those that have a raw gradient on some rank that shares them; where it is missing here, it is zero."""
     mesh = layer.mesh
     wanted = [(key, p) for key, p in layer.experts.named_parameters() if p.requires_grad]
-    has = torch.tensor([p.grad is not None for _, p in wanted], dtype=torch.int64, device=mesh.device)
+    if not wanted:
+        return []
+    of = None if mesh.num_ranks == 1 else gradients_of(layer)
+    if of is not None:
+        of.look()
+    nothing = torch.zeros((), dtype=torch.bool, device=mesh.device)
+    mixed = [None if of is None else of.of(p).mixed for _, p in wanted]
+    flags = [[p.grad is not None and not is_finished(p.grad), is_finished(p.grad)] for _, p in wanted]
+    has_P3 = torch.cat(
+        [
+            torch.tensor(flags, dtype=torch.int64, device=mesh.device),
+            torch.stack([nothing if m is None else m.to(mesh.device) for m in mixed]).long()[:, None],
+        ],
+        dim=1,
+    )
     # Modules of one's own are other parameters on other ranks; built-in ones are the same everywhere.
     group = mesh.replicas if isinstance(layer.experts, ModuleExperts) else mesh.stage
     label = f"who has expert gradients, {name}"
-    somewhere = total(mesh.grads, group, has, label).get().tolist() if wanted else []
-    found = [pair for pair, count in zip(wanted, somewhere, strict=True) if count]
+    somewhere = total(mesh.grads, group, has_P3, label).get().view(-1, 3).tolist()
+    found = [pair for pair, (raw, *_) in zip(wanted, somewhere, strict=True) if raw]
+    if any(raw and (finished or more) for raw, finished, more in somewhere):
+        raise ConfigError(
+            f"sync_gradients has finished gradients of {name or 'the layer'}.experts to which backward has "
+            "added since; call it once before each optimizer step, and zero_grad between steps"
+        )
     for _, parameter in found:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

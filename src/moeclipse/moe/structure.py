@@ -27,6 +27,11 @@ class Structure:
     @classmethod
     def take_apart(cls, inputs: Inputs) -> tuple[Structure, tuple[torch.Tensor, ...]]:
         if isinstance(inputs, torch.Tensor):
+            if not inputs.is_floating_point():
+                raise ConfigError(
+                    f"the layer got {str(inputs.dtype).removeprefix('torch.')} tokens; give it vectors in a "
+                    "floating type, [..., d_model]: numbers of tokens go through an embedding first"
+                )
             return cls(), (inputs,)
         if isinstance(inputs, Mapping):
             structure, tensors = cls(keys=tuple(inputs)), tuple(inputs.values())
@@ -40,6 +45,13 @@ class Structure:
                 f"[tokens, d_model] in a floating type; got shapes {shapes}"
             )
         return structure, tensors
+
+    @staticmethod
+    def as_tokens(x: torch.Tensor) -> torch.Tensor:
+        """[tokens, d_model] of any leading dimensions; one vector is one token."""
+        if x.dim() == 0:
+            raise ConfigError("the layer got a single number; give it vectors, [..., d_model]")
+        return x[None] if x.dim() == 1 else x.flatten(0, -2)
 
     def put_together(self, tensors: Sequence[Any]) -> Any:
         if self.keys is not None:

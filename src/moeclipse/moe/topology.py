@@ -4,9 +4,8 @@
     leaving   those whose expert lives on another node
     limit     floor(gate.max_leaving x rows), in whole numbers: 0.29 of 100 rows are 29
 
-Where more would leave, the best-scored ones up to the limit do; equal scores go by token, then by choice.
-Scores are compared with half of their bits: equal tokens have equal scores but for the last bits, and these
-depend on the order of sums, so on the schedule, which must not change the model.
+Where more would leave, the best-scored ones up to the limit do; equal scores (`moe/order` says which are) go
+by token, then by choice.
 What happens to the others is `gate.excess`: "drop" marks them unused; "reroute" sends each to the expert of
 this node that its token prefers among those that it does not visit yet (a token's first such row to the best,
 its second to the next; equal ones by number), and drops it where there is none. A selection bias counts in
@@ -30,9 +29,8 @@ import torch
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
+from moeclipse.moe.order import best_of, order_of
 
-COMPARED_BITS = {torch.float64: 26, torch.float32: 12}
-"""Behind the binary point of a score, by the type that gates compute in."""
 LARGEST_DENOMINATOR = 10**6  # times the number of rows this stays far below 2**63
 
 
@@ -67,9 +65,7 @@ def limit_leaving(
     leaves_TK = used_TK & ~near_E[ids_TK.clamp(min=0)]
     part = Fraction(repr(float(share))).limit_denominator(LARGEST_DENOMINATOR)
     limit = used_TK.sum() * part.numerator // part.denominator
-    rounded_TK = (scores_TK.detach() * 2.0 ** COMPARED_BITS[scores_TK.dtype]).round()
-    ranked = rounded_TK.masked_fill(~leaves_TK, -math.inf).flatten()
-    order = ranked.argsort(descending=True, stable=True)
+    order = order_of(scores_TK.detach().masked_fill(~leaves_TK, -math.inf))
     first = torch.empty_like(order, dtype=torch.bool)
     first[order] = torch.arange(len(order), device=order.device) < limit
     excess_TK = leaves_TK & ~first.view_as(leaves_TK)
@@ -86,7 +82,7 @@ def _reroute(
     visited_TE.scatter_(1, torch.where(kept_TK >= 0, kept_TK, num_experts), True)
     open_TE = near_E & ~visited_TE[:, :num_experts]
     ranked_TE = preference_TE.detach().masked_fill(~open_TE, -math.inf)
-    best_TE = ranked_TE.argsort(dim=1, descending=True, stable=True)
+    best_TE = best_of(ranked_TE, min(excess_TK.shape[1], num_experts))
     nth_TK = excess_TK.cumsum(1) - 1
     found_TK = best_TE.gather(1, nth_TK.clamp(min=0))
     moves_TK = excess_TK & (nth_TK < open_TE.sum(1, keepdim=True))

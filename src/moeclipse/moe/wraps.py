@@ -1,8 +1,9 @@
 """Wrappers that would take a layer's experts for copies of one another, found out at the first call.
 
-DDP averages every parameter over ranks that it was not told to ignore, and `fully_shard` cuts every parameter
-over ranks that it was not told to ignore. Both are right for weights that all ranks share. Ranks of a layer
-with a mesh hold different experts: averaged or cut they are a mixture of them, and nothing would say so.
+DDP averages every parameter over ranks that it was not told to ignore; `fully_shard`, and FSDP before it, cut
+every parameter over ranks that they were not told to ignore. All are right for weights that ranks share. But
+ranks of a layer with a mesh hold different experts: averaged or cut they are a mixture of them, and nothing
+would say so.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from torch import nn
 
 from moeclipse.core.errors import ConfigError
-from moeclipse.moe.private_torch import active_ddp, sharded_modules
+from moeclipse.moe.private_torch import active_ddp, in_flat_parameter, sharded_modules, transforming
 
 
 def averaged_text(name: str) -> str:
@@ -18,6 +19,23 @@ def averaged_text(name: str) -> str:
         f"DDP averages expert parameters of different experts ({name}, ...); wrap the model with "
         "moeclipse.parallelize(model, mesh, dense='ddp'), or with DDP(moeclipse.exclude_experts(model))"
     )
+
+
+def unattached_text(num_ranks: int) -> str:
+    return (
+        "this MoE layer was unpickled and knows no ranks; call moeclipse.attach(model, mesh) on each "
+        f"of the {num_ranks} ranks that share its experts"
+    )
+
+
+def refuse_transforms() -> None:
+    """Transforms run forward on tensors that are no numbers, and backward to be differentiated again."""
+    if transforming():
+        raise RuntimeError(
+            "torch.func (grad, vjp, jvp, jacrev, hessian, vmap) cannot see through a Mixture-of-Experts "
+            "layer, whose rows travel; take first derivatives with torch.autograd.grad (and "
+            "torch.func.functional_call), and none of second order"
+        )
 
 
 def wrapping(experts: nn.Module) -> tuple[int, int]:
@@ -39,4 +57,10 @@ def refuse_wrong_wrap(experts: nn.Module) -> None:
             "fully_shard cuts expert parameters of different experts over ranks; use "
             "moeclipse.parallelize(model, mesh, dense='fsdp2'), or give "
             "fully_shard(..., ignored_params=moeclipse.expert_parameters(model))"
+        )
+    if in_flat_parameter(experts):
+        raise ConfigError(
+            "FullyShardedDataParallel cuts expert parameters of different experts over ranks; use "
+            "moeclipse.parallelize(model, mesh, dense='fsdp2'), or give "
+            "FullyShardedDataParallel(..., ignored_states=moeclipse.expert_parameters(model))"
         )

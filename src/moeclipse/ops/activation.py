@@ -24,7 +24,8 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
+
+from moeclipse.ops.first_order import first_order
 
 Activation = Literal["swiglu", "geglu", "relu2", "gelu", "clamped_swiglu"]
 ACTIVATIONS = ("swiglu", "geglu", "relu2", "gelu")
@@ -75,7 +76,7 @@ class _Activate(torch.autograd.Function):
         return activate_kernel(h_NH, activation)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, d_a_NF: torch.Tensor) -> tuple[torch.Tensor, None]:
         (h_NH,) = ctx.saved_tensors
         return activate_backward_kernel(d_a_NF, h_NH, ctx.activation)[0], None

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
+from moeclipse.ops.first_order import first_order
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.sum_parts import Place, weight_grad_of_parts
 
@@ -111,7 +111,7 @@ class _Gate(torch.autograd.Function):
         return tuple(chosen)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, d_scores_TK: Any, _ids: Any, _load: Any, d_prob_E: Any, d_squares: Any) -> Any:
         x_TD, weight_ED, logits_TE, ids_TK = ctx.saved_tensors
         grads = (d_scores_TK, d_prob_E, d_squares)

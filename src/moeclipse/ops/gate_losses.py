@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+
+from moeclipse.ops.first_order import first_order
 
 MOST_EXPERTS = 4096
 
@@ -42,7 +43,7 @@ class _GateLosses(torch.autograd.Function):
         return gate_losses_kernel(load_E, prob_E, squares, balance, z)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, d_aux: torch.Tensor) -> tuple[Any, ...]:
         (load_E,), (balance, z) = ctx.saved_tensors, ctx.factors
         d_prob_E, d_squares = gate_losses_backward_kernel(load_E, d_aux, balance, z)

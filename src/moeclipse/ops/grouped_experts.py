@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from moeclipse.ops import expert_operators, expert_passes
 from moeclipse.ops.activation import Activation, activate
 from moeclipse.ops.expert_passes import ExpertGrads, ExpertState, ExpertWeights, in_row_order
+from moeclipse.ops.first_order import first_order
 from moeclipse.ops.grouping import Grouping, group_rows
 from moeclipse.ops.precision import wide_of
 
@@ -97,7 +97,7 @@ class _GroupedExperts(torch.autograd.Function):
         return out_TD
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, d_out_TD: torch.Tensor) -> tuple[Any, ...]:
         x_TD, h_MH, scores_M, *tensors = ctx.saved_tensors
         state = ExpertState(

@@ -17,8 +17,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from moeclipse.ops.first_order import first_order
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.sum_parts import Place, weight_grad_of_parts
 
@@ -90,7 +90,7 @@ class _RmsNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:
         return *_gradients(ctx, d_out, None), None, None
 
@@ -107,7 +107,7 @@ class _BesideNorm(torch.autograd.Function):
         return x.view_as(x), out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, d_x: torch.Tensor | None, d_out: torch.Tensor | None) -> tuple[Any, ...]:
         if d_out is None:
             return d_x, None, None, None
@@ -125,7 +125,7 @@ class _AddNorm(torch.autograd.Function):
         return total, out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, d_total: torch.Tensor, d_out: torch.Tensor) -> tuple[Any, ...]:
         d_x, d_weight_D = _gradients(ctx, d_out, d_total, weight_at=2)
         return d_x, d_x, d_weight_D, None, None

@@ -46,6 +46,8 @@ def normal(key: int, index: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def fill_normal(tensor: torch.Tensor, key: int, std: float) -> torch.Tensor:
     """Overwrite `tensor` with std x normal numbers that depend on `key` and the element's place alone."""
+    if tensor.is_meta:  # no numbers to fill, but as many calls to make of them
+        return tensor
     flat = tensor.view(-1)
     for start in range(0, flat.numel(), CHUNK):
         stop = min(start + CHUNK, flat.numel())

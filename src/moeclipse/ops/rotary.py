@@ -19,8 +19,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from moeclipse.ops.first_order import first_order
 from moeclipse.ops.norm import rms_norm_reference
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.sum_parts import Place, weight_grad_of_parts
@@ -110,7 +110,7 @@ class _Turn(torch.autograd.Function):
         return turn_kernel((q, k), (q_weight, k_weight), table_2RP, neighbours, eps)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *d_outs: torch.Tensor) -> tuple[Any, ...]:
         table_2RP, *kept = ctx.saved_tensors
         if not kept:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from moeclipse.ops.first_order import first_order
 from moeclipse.ops.precision import wide_of
 
 
@@ -46,7 +46,7 @@ class _TopkSoftmax(torch.autograd.Function):
         return scores_TK, ids_TK
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, d_scores_TK: torch.Tensor, _: Any) -> tuple[torch.Tensor, None]:
         scores_TK, ids_TK = ctx.saved_tensors
         return topk_softmax_backward_kernel(scores_TK, ids_TK, d_scores_TK, ctx.shape[1], ctx.dtype), None

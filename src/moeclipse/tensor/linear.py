@@ -27,11 +27,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from moeclipse.comm.flight.in_flight import InFlight
 from moeclipse.core.errors import ConfigError
 from moeclipse.ops.eager import eager
+from moeclipse.ops.first_order import first_order
 from moeclipse.tensor.cut import Cut, mark
 from moeclipse.tensor.parallel import TensorParallel, move
 from moeclipse.tensor.weight_grad import Grad, bias_grad, weight_grad
@@ -100,7 +100,7 @@ class _Column(torch.autograd.Function):
         )
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
         tp, label, num = ctx.tp, ctx.label, ctx.num
         x, *weights = ctx.saved_tensors
@@ -186,7 +186,7 @@ class _Row(torch.autograd.Function):
         return y if bias is None else y + bias.to(y.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         tp = ctx.tp
         x, weight = ctx.saved_tensors

@@ -29,7 +29,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from moeclipse.comm.flight.in_flight import InFlight, Ready, Then
 from moeclipse.comm.flight.lane import Lane
@@ -38,6 +37,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce.collectives import Collectives, PeerUse, collectives
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.shares import even_bounds
+from moeclipse.ops.first_order import first_order
 from moeclipse.tensor.weight_grad import WeightGrads
 
 MoveKind = Literal["same", "sum", "gather", "sum_scatter", "slice", "gather_columns", "slice_columns"]
@@ -200,7 +200,7 @@ class _Move(torch.autograd.Function):
         return moved.view_as(x) if moved is x else moved
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         tp, backward, label, bounds = ctx.call
         return _moved(dy, tp, backward, f"backward of {label}", bounds), None, None, None, None, None

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from moeclipse.ops.cross_entropy import gradient, statistics
 from moeclipse.ops.eager import eager
 from moeclipse.ops.embedding import embedding_grad
+from moeclipse.ops.first_order import first_order
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.wgrad import dense_wgrad
 from moeclipse.tensor.cut import Cut
@@ -62,7 +62,7 @@ class _Embed(torch.autograd.Function):
         return tp.sum_rows(h_TD, "all-reduce of embeddings").get()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, d_h: torch.Tensor) -> tuple[Any, ...]:
         (ids_T,) = ctx.saved_tensors
         if ctx.tp.parts_tokens:
@@ -150,7 +150,7 @@ class _HeadLoss(torch.autograd.Function):
         return loss_T.sum(), loss_T
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, d_loss: torch.Tensor, _: Any) -> tuple[Any, ...]:
         tp, (x, weight, log_sum_T, target_T) = ctx.tp, ctx.saved_tensors
         whole_TD = x
@@ -245,7 +245,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss_T.sum(), loss_T
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, d_loss: torch.Tensor, _: Any) -> tuple[Any, ...]:
         logits_TV, log_sum_T, target_T = ctx.saved_tensors
         return gradient(logits_TV, log_sum_T, target_T, d_loss), None, None, None

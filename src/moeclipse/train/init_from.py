@@ -14,13 +14,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moeclipse.core.errors import CheckpointError, ConfigError
 from moeclipse.hf.config_file import is_model_folder
 from moeclipse.hf.read import contradictions, read_config
 from moeclipse.train.adapters import Adapted
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.fingerprint import differences, in_present_terms
+from moeclipse.train.fingerprint import differences, fingerprint_of, in_present_terms
 from moeclipse.train.learner import Learner
 from moeclipse.train.ranks import Ranks
 from moeclipse.train.upcycle import upcycled
@@ -35,7 +37,7 @@ def load_weights_of(path: str, learner: Learner, ranks: Ranks) -> None:
     if upcycles:
         learner.load_weights(upcycled(path, learner, ranks, checkpoint))
         return
-    lines = list(other_shape(checkpoint.state, learner, path))
+    lines = list(other_shape(checkpoint.state, learner.config, path))
     if lines:
         raise ConfigError([f"run.init_from ({path}): {line}" for line in lines])
     learner.hf = checkpoint.state.get("hf")
@@ -54,17 +56,17 @@ def open_weights(path: str, ranks: Ranks) -> Checkpoint:
     return found.checkpoint
 
 
-def other_shape(state: Mapping[str, Any], learner: Learner, path: str) -> Iterator[str]:
+def other_shape(state: Mapping[str, Any], config: TrainConfig, path: str) -> Iterator[str]:
     """Where the model differs from the one whose weights these are."""
     if "fingerprint" in state:
-        expected = learner.fingerprint()
+        expected = fingerprint_of(config, torch.float32)
         stored = in_present_terms(state["fingerprint"], expected, TrainConfig())
         if "lora" not in stored:
             expected.pop("lora", None)  # adapters beside a model that had none
-        for fingerprint in (expected, stored):
-            fingerprint["model"] = {**fingerprint["model"], "dtype": ""}
+        for fingerprint in (expected, stored):  # weights are taken as they are, whatever they began from
+            fingerprint["model"] = {**fingerprint["model"], "dtype": "", "init_std": 0.0}
         yield from differences(stored, expected)
     elif isinstance(state.get("hf"), Mapping):
-        yield from contradictions(read_config(state["hf"]["config"], path).values, learner.config, path)
+        yield from contradictions(read_config(state["hf"]["config"], path).values, config, path)
     else:
         yield "its state does not say what model it belongs to; it was saved by another program"

@@ -51,6 +51,12 @@ class ParameterGroups:
         """Of the first pattern that picks it."""
         return next((factor for pattern, factor in self.factors if picks(pattern, name)), 1.0)
 
+    def problems_of(self, model: nn.Module) -> list[str]:
+        """Of a whole model, in one process."""
+        kept = set(model.state_dict())
+        buffers = [name for name, _ in model.named_buffers() if name in kept]
+        return list(self._problems([name for name, _ in model.named_parameters()], buffers))
+
     def apply(self, model: nn.Module, mesh: Mesh) -> None:
         """Frozen parameters want no gradient from here on. Collective over stages."""
         if not (self.frozen or self.factors or self.adapters_only):

@@ -23,7 +23,6 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from moeclipse.comm.flight.record import Recorder
 from moeclipse.comm.mesh import Mesh
@@ -33,6 +32,7 @@ from moeclipse.model.front import Front
 from moeclipse.model.layer import TransformerLayer
 from moeclipse.model.memory import memories
 from moeclipse.model.transformer import Transformer
+from moeclipse.ops.first_order import first_order
 from moeclipse.tensor.weight_grad import Accumulation, unheard
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.graphs import Capture, CudaCapture, Graphs, Replay
@@ -207,7 +207,7 @@ class _Replayed(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         return ctx.part.backward(grads), None
 

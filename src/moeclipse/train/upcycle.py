@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from moeclipse.ops.precision import wide_of
 from moeclipse.ops.random import key_of, normal
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.fingerprint import differences, in_present_terms
+from moeclipse.train.fingerprint import differences, fingerprint_of, in_present_terms
 from moeclipse.train.init_config import FREE, is_kept
 from moeclipse.train.learner import Learner
 from moeclipse.train.optim import Readable
@@ -123,7 +124,7 @@ def upcycled(path: str, learner: Learner, ranks: Ranks, checkpoint: Checkpoint |
     if checkpoint is None:
         source = of_folder(path, config, ranks)
     else:
-        source = of_checkpoint(checkpoint, learner)
+        source = of_checkpoint(checkpoint, config)
     lines = [*source.differences, *misfits(source.shape, config)]
     if lines:
         raise ConfigError([f"run.init_from ({path}): {line}" for line in lines])
@@ -149,23 +150,28 @@ def of_folder(path: str, config: TrainConfig, ranks: Ranks) -> DenseSource:
     )
 
 
-def of_checkpoint(checkpoint: Checkpoint, learner: Learner) -> DenseSource:
-    if "fingerprint" not in checkpoint.state:
-        raise CheckpointError(
-            f"{checkpoint.path} holds no run's model; upcycle a dense run, or a Hugging Face folder"
-        )
-    expected = learner.fingerprint()
-    stored = in_present_terms(checkpoint.state["fingerprint"], expected, TrainConfig())
-    left_out = (*FREE, "dtype")
+def of_checkpoint(checkpoint: Checkpoint, config: TrainConfig) -> DenseSource:
+    shape, lines = dense_shape(checkpoint.state, config, checkpoint.path)
+    return DenseSource(weights=checkpoint, shape=shape, differences=tuple(lines))
+
+
+def dense_shape(
+    state: Mapping[str, Any], config: TrainConfig, path: str | Path
+) -> tuple[ModelConfig, list[str]]:
+    """(the dense model of a checkpoint with this state, where that differs from the run's)."""
+    if "fingerprint" not in state:
+        raise CheckpointError(f"{path} holds no run's model; upcycle a dense run, or a Hugging Face folder")
+    expected = fingerprint_of(config, torch.float32)
+    stored = in_present_terms(state["fingerprint"], expected, TrainConfig())
+    left_out = (*FREE, "dtype", "init_std")
 
     def kept(model: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in model.items() if key not in left_out}
 
     told = {f"model.{key}": value for key, value in stored["model"].items() if key in FREE}
     told = {key: tuple(value) if isinstance(value, list) else value for key, value in told.items()}
-    shape = with_values(learner.config, told).model
     lines = differences({"model": kept(stored["model"])}, {"model": kept(expected["model"])})
-    return DenseSource(weights=checkpoint, shape=shape, differences=tuple(lines))
+    return with_values(config, told).model, lines
 
 
 def misfits(dense: ModelConfig, config: TrainConfig) -> Iterator[str]:

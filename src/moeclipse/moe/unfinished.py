@@ -1,0 +1,182 @@
+"""Gradients of experts that nobody finished, that were finished twice, or that one rank clipped by itself.
+
+    raw        what backward left in `.grad`: this rank's sum for its experts
+    finished   what `sync_gradients` made of it; the tensor carries a mark, which lives as long as it does
+
+A step with raw gradients, a second division by the number of ranks and a norm of one rank's experts all train
+another model without a word. So each parameter of experts that differ from rank to rank has two hooks: they
+know when backward adds to a gradient, and whether that was finished before. Who forgot `sync_gradients`
+hears of it at the optimizer's step, or, where no optimizer of torch steps, at the next forward: weights have
+changed since the gradient began. Where that is gone by then, nobody knows whether it was used: a warning.
+
+Contract. Accumulation over any number of forwards, gradients that are thrown away, `zero_grad` of either kind
+and `torch.autograd.grad` are as they were. Nothing here waits for the device or for another rank.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+from weakref import WeakSet, ref
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.errors import ConfigError
+from moeclipse.moe.private_torch import guard_clipping, version
+
+MARK = "moeclipse_finished"
+
+
+def is_finished(grad: torch.Tensor | None) -> bool:
+    return grad is not None and MARK in vars(grad)
+
+
+class Grad:
+    """Of one parameter."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = ref(parameter)
+        self.begun: int | None = None
+        """The version of the weights when backward began a raw gradient; None: there is none."""
+        self.mixed: torch.Tensor | None = None
+        """Whether backward added to a finished gradient that was not zero."""
+        self._left: torch.Tensor | None = None
+        parameter.register_hook(self._before)
+        parameter.register_post_accumulate_grad_hook(self._after)
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        return self._parameter()
+
+    def _before(self, _: torch.Tensor) -> None:
+        grad = None if self.parameter is None else self.parameter.grad
+        self._left = grad.detach().any() if grad is not None and is_finished(grad) else None
+
+    def _after(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None and is_finished(parameter.grad):
+            delattr(parameter.grad, MARK)
+            self.mixed = self._left
+        if self.begun is None:
+            self.begun = version(parameter)
+
+    def finish(self) -> None:
+        self.begun = self.mixed = None
+        if self.parameter is not None and self.parameter.grad is not None:
+            setattr(self.parameter.grad, MARK, True)
+
+    def stepped_raw(self, loaded: bool) -> bool:
+        """Whether weights changed under a raw gradient; one that was thrown away is forgotten."""
+        parameter = self.parameter
+        if parameter is None or self.begun is None:
+            return False
+        changed = version(parameter) != self.begun and not loaded
+        if loaded or parameter.grad is None:
+            self.begun = self.mixed = None
+        return changed
+
+
+class Gradients:
+    """Of the experts of one layer."""
+
+    def __init__(self, experts: nn.Module, mesh: Mesh, where: str) -> None:
+        self.where, self.shared_out = where, mesh.experts.size > 1
+        self._experts, self._loads = ref(experts), loads_of(experts)
+        self._of: dict[int, Grad] = {}
+        mesh.once("gradients of experts", begin_watch).add(self)
+        self.look()
+
+    def look(self) -> None:
+        """Watch what became trainable, or took another's place, since the last look."""
+        experts = self._experts()
+        for parameter in () if experts is None else experts.parameters():
+            known = self._of.get(id(parameter))
+            owned = parameter.requires_grad and parameter.is_leaf  # not what functional_call was given
+            if owned and (known is None or known.parameter is not parameter):
+                self._of[id(parameter)] = Grad(parameter)
+
+    def __iter__(self) -> Iterator[Grad]:
+        return (grad for grad in self._of.values() if grad.parameter is not None)
+
+    def of(self, parameter: nn.Parameter) -> Grad:
+        return self._of[id(parameter)]
+
+    def before_forward(self) -> None:
+        """In training: weights that changed under raw gradients were changed by them."""
+        self.look()
+        experts = self._experts()
+        loads = 0 if experts is None else loads_of(experts)
+        loaded, self._loads = loads != self._loads, loads
+        stepped = [grad for grad in self if grad.stepped_raw(loaded)]
+        if any(grad.begun is not None for grad in stepped):
+            raise ConfigError(forgotten_text(self.where, "weights were changed"))
+        if stepped:  # the gradients are gone: used by somebody's own step, or thrown away
+            text = forgotten_text(self.where, "weights were changed after a backward")
+            warnings.warn(text, stacklevel=2)
+
+
+def gradients_of(layer: Any) -> Gradients:
+    """Of a `MoE` with a mesh of several ranks; it holds them."""
+    if "gradients" not in vars(layer):
+        vars(layer)["gradients"] = Gradients(layer.experts, layer.mesh, f"layer {layer.layer}")
+    found: Gradients = vars(layer)["gradients"]
+    return found
+
+
+def loads_of(experts: nn.Module) -> int:
+    """How often a state was loaded into them."""
+    return int(getattr(experts, "loads", 0))
+
+
+def forgotten_text(where: str, what: str) -> str:
+    return (
+        f"{what} with gradients of experts that sync_gradients has not finished ({where}); call "
+        "moeclipse.sync_gradients(model) after backward, before each optimizer step"
+    )
+
+
+def begin_watch() -> WeakSet[Gradients]:
+    known = WeakSet[Gradients]()
+    register_optimizer_step_pre_hook(partial(before_step, known))
+    guard_clipping(partial(before_clipping, known))
+    return known
+
+
+def before_step(
+    known: Iterable[Gradients], optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    """A closure runs backward inside of the step, so there the next forward has to look."""
+    by_id = {id(grad.parameter): (grad, layer) for layer in known for grad in layer}
+    given = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    mine = [by_id[number] for number in given if number in by_id]
+    if mine and any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
+        raise ConfigError(
+            f"ZeroRedundancyOptimizer would give all ranks the experts of one ({mine[0][1].where}); give it "
+            "the dense parameters alone, and those of moeclipse.expert_parameters(model) to an optimizer "
+            "of their own: their state is shared out already"
+        )
+    if any(callable(closure) for closure in (*args[1:], options.get("closure"))):
+        return
+    for grad, layer in mine:
+        parameter = grad.parameter
+        if grad.begun is not None and parameter is not None and parameter.grad is not None:
+            raise ConfigError(forgotten_text(layer.where, "optimizer.step() was called"))
+
+
+def before_clipping(known: Iterable[Gradients], grads: Iterable[torch.Tensor]) -> None:
+    """torch's own norm is right where all ranks have all experts, and their gradients are finished."""
+    given = set(map(id, grads))
+    for layer in known:
+        for grad in layer:
+            found = None if grad.parameter is None else grad.parameter.grad
+            if found is not None and id(found) in given and (layer.shared_out or grad.begun is not None):
+                raise ConfigError(
+                    f"torch's clip_grad_norm_ sees this rank's experts alone ({layer.where}), so each rank "
+                    "would scale the dense gradients that all share by another factor; use "
+                    "moeclipse.clip_grad_norm_(model, max_norm) after moeclipse.sync_gradients(model)"
+                )
