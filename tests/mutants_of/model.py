@@ -23,8 +23,8 @@ MUTANTS = (
     ),
     Mutant(
         "model/rotary.py",
-        "base *= stretch ** (self.width / (self.width - 2))",
-        "base *= stretch",
+        "stretch[..., None] ** (self.width / (self.width - 2))",
+        "stretch[..., None]",
         "model/test_rotary.py::test_linear_and_dynamic_scaling",
         "dynamic scaling without its exponent",
         "the same, for long texts",
