@@ -53,7 +53,8 @@ def in_a_fresh_process(program: str) -> str:
 def test_ranks_behind_work_in_threads_are_refused_at_once_with_the_reason() -> None:
     said = in_a_fresh_process(BEHIND_WORK).splitlines()
     assert re.match(
-        r"a library has started (a thread|\d+ threads) in this process \(python\), and a forked", said[0]
+        r"a library has started (a thread|\d+ threads) in this process \(python[\d.]*\), and a forked",
+        said[0],
     )
     assert "set OMP_NUM_THREADS=1 in the environment before torch is loaded" in said[0]
     assert int(said[1]) < 10, "at once, not at the deadline"
@@ -98,6 +99,8 @@ def test_threads_of_libraries_are_named(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / number / "comm").write_text(name + "\n")
     (tmp_path / "5").mkdir()
     (tmp_path / "5" / "comm").write_text("jemalloc_bg_thd\n")  # pyarrow's; it is no reason
+    (tmp_path / "6").mkdir()
+    (tmp_path / "6" / "comm").write_text("cuda00004000011\n")  # nor is the driver's
     (tmp_path / "4").mkdir()  # it ends while it is looked at
     assert library_threads(tmp_path) == ["gloo_loop", "gloo_loop", "pt_autograd_0"]
     assert library_threads(tmp_path / "nowhere") == []

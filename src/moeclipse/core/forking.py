@@ -25,8 +25,9 @@ ONE_THREAD = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 """The environment of a process that computes and forks, from before torch is loaded."""
-SURVIVES = {"jemalloc_bg_thd"}
-"""Threads that a child does well without: an allocator's, which stops for forks."""
+SURVIVES = ("jemalloc_bg_thd", "cuda0")
+"""How threads are called that a child does well without: an allocator's, which stops for forks, and those of the
+CUDA driver, which a child that uses a device starts anew (who has used one already must spawn)."""
 
 
 def library_threads(tasks: Path = TASKS) -> list[str]:
@@ -40,7 +41,7 @@ def library_threads(tasks: Path = TASKS) -> list[str]:
     process = _name(tasks / str(os.getpid()))
     for _ in range(min(unnamed, names.count(process))):
         names.remove(process)
-    return sorted(name for name in names if name and name not in SURVIVES)
+    return sorted(name for name in names if name and not name.startswith(SURVIVES))
 
 
 def refuse_behind_threads() -> None:
