@@ -26,8 +26,8 @@ ONE_THREAD = {
 }
 """The environment of a process that computes and forks, from before torch is loaded."""
 SURVIVES = ("jemalloc_bg_thd", "cuda0")
-"""How threads are called that a child does well without: an allocator's, which stops for forks, and those of the
-CUDA driver, which a child that uses a device starts anew (who has used one already must spawn)."""
+"""Threads that a child does well without: an allocator's, which stops for forks, and those of the CUDA
+driver, which a child that uses a device starts anew (who has used one already must spawn)."""
 
 
 def library_threads(tasks: Path = TASKS) -> list[str]:
