@@ -21,9 +21,7 @@ _DROPPED = {torch.float64: (torch.int64, 26), torch.float32: (torch.int32, 12)}
 
 
 def best_of(values_TE: torch.Tensor, k: int) -> torch.Tensor:
-    """The numbers of each row's k largest, the largest first; of equal ones the first."""
-    if values_TE.device.type == "cpu" and not torch.compiler.is_compiling():
-        return _best_where_ties_are_rare(values_TE, k)
+    """The numbers of each row's k largest, the largest first; of equal ones the first. Nobody waits."""
     return _best_by_sort(values_TE, k) if values_TE.dtype != torch.float32 else _best_by_key(values_TE, k)
 
 
@@ -38,16 +36,6 @@ def _best_by_key(values_TE: torch.Tensor, k: int) -> torch.Tensor:
     ordered_TE = torch.where(bits_TE < 0, bits_TE ^ 0x7FFFFFFF, bits_TE)
     place_E = torch.arange(values_TE.shape[1] - 1, -1, -1, device=values_TE.device)
     return (ordered_TE * 2**32 + place_E).topk(k, dim=1).indices
-
-
-def _best_where_ties_are_rare(values_TE: torch.Tensor, k: int) -> torch.Tensor:
-    """Rows whose k + 1 largest are all different have one answer; the others are sorted."""
-    best, ids_TK = values_TE.topk(min(k + 1, values_TE.shape[1]), dim=1)
-    ids_TK = ids_TK[:, :k].contiguous()
-    tied_T = (best[:, 1:] == best[:, :-1]).any(1)
-    if tied_T.any():
-        ids_TK[tied_T] = _best_by_sort(values_TE[tied_T], k)
-    return ids_TK
 
 
 def half_of_bits(values: torch.Tensor) -> torch.Tensor:
