@@ -5,8 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # A run of the tests starts hundreds of processes: each would compile all of the source anew.
 unexport PYTHONDONTWRITEBYTECODE
-# One more than most small machines have cores: tests of deadlines wait, and others may compute meanwhile.
-WORKERS ?= 3
+WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
 .PHONY: setup train test test-full soak coverage lint bench clean
