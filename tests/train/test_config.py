@@ -48,8 +48,17 @@ FEW: list[Any] = [0, -1, 10**15, math.nan]
 
 @pytest.mark.parametrize("key", KEYS)
 def test_hostile_values_give_sentences_that_name_the_key(key: str) -> None:
-    cases: list[tuple[dict[str, Any], Any]] = [({}, value) for value in HOSTILE]
-    for base, value in [*cases, *((BUSY, value) for value in FEW)]:
+    sentences_name(key, {}, HOSTILE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("key", KEYS)
+def test_hostile_values_beside_many_others(key: str) -> None:
+    sentences_name(key, BUSY, FEW)
+
+
+def sentences_name(key: str, base: dict[str, Any], values: list[Any]) -> None:
+    for value in values:
         config = with_values(TrainConfig(), {**base, key: value})
         told = list(problems_of(config))
         list(layout_problems(config, 8))
