@@ -133,7 +133,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("before", "after", "kind", "dense"),
-    often(CASES, CASES[3], CASES[5]),
+    often(CASES, CASES[0], CASES[3], CASES[5]),
 )
 def test_a_run_goes_on_at_another_layout(
     before: str, after: str, kind: str, dense: str | None, tmp_path: Path
