@@ -40,20 +40,25 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
 }
 
 
-def wrapped(path: Path) -> Any:
+def wrapped(path: Path, parameters: list[str], rslora: bool) -> Any:
     config = peft.LoraConfig(
-        r=3, lora_alpha=6, target_modules=MODULES, target_parameters=PARAMETERS, task_type="CAUSAL_LM"
+        r=3,
+        lora_alpha=6,
+        target_modules=MODULES,
+        target_parameters=parameters,
+        task_type="CAUSAL_LM",
+        use_rslora=rslora,
     )
     return peft.get_peft_model(load(path), config)
 
 
-def write(_mesh: Mesh, root: Path) -> torch.Tensor:
+def write(_mesh: Mesh, root: Path, parameters: list[str] = PARAMETERS, rslora: bool = False) -> torch.Tensor:
     """A model, an adapter, and the adapter's gradients as another adapter; logits of the batch."""
     write_tiny("qwen3_moe", root / "model", vocab_size=256)
     tokens = np.random.default_rng(0).integers(0, 256, 600).astype(np.uint16)
     np.save(root / "tokens.npy", tokens)
     with in_float64():
-        model = wrapped(root / "model").double()
+        model = wrapped(root / "model", parameters, rslora).double()
         generator = torch.Generator().manual_seed(7)
         for name, parameter in model.named_parameters():
             if "lora_" in name:
@@ -106,9 +111,16 @@ def begun(mesh: Mesh, config: TrainConfig) -> Learner:
     return learner
 
 
-def gradients(mesh: Mesh, config: TrainConfig) -> list[tuple[str, int, torch.Tensor]]:
-    """Of the adapters; then a step, after which the base is what it was."""
+def gradients(
+    mesh: Mesh, config: TrainConfig, as_kernels: bool = False
+) -> list[tuple[str, int, torch.Tensor]]:
+    """Of the adapters; then a step, after which the base is what it was.
+
+    `as_kernels`: experts are computed as kernels compute them, by the kernels' references.
+    """
     learner = begun(mesh, config)
+    for layer in learner.layers:
+        layer.fused = as_kernels
     learner.backward(0)
     found = []
     for bucket in learner.buckets:
@@ -125,13 +137,33 @@ def gradients(mesh: Mesh, config: TrainConfig) -> list[tuple[str, int, torch.Ten
     return found
 
 
+@pytest.mark.parametrize("as_kernels", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_are_those_of_peft(root: Path, layout: str) -> None:
+def test_gradients_are_those_of_peft(root: Path, layout: str, as_kernels: bool) -> None:
     num_ranks, axes, values = LAYOUTS[layout]
     config = configuration(root, **values)
+    compare(root, config, run_ranks(num_ranks, gradients, config, as_kernels, **axes))
+
+
+@pytest.mark.parametrize("as_kernels", [False, True])
+@pytest.mark.parametrize(("projection", "rslora"), [("up", False), ("down", True)])
+def test_one_projection_of_experts_and_its_scale(
+    tmp_path: Path, projection: str, rslora: bool, as_kernels: bool
+) -> None:
+    parameters = [name for name in PARAMETERS if projection in name]
+    run_alone(write, tmp_path, parameters, rslora)
+    values = {"lora.targets": (*"qkvo", projection), "lora.rslora": rslora}
+    config = configuration(tmp_path, **values)
+    compare(tmp_path, config, [run_alone(gradients, config, as_kernels)])
+    other = with_values(config, {"lora.rslora": not rslora}).lora
+    with pytest.raises(CheckpointError, match=r"set lora\.rslora to it"):
+        read_adapter(tmp_path / "adapter", config.model, config.moe, other)
+
+
+def compare(root: Path, config: TrainConfig, ranks: list[list[tuple[str, int, torch.Tensor]]]) -> None:
     theirs = read_adapter(root / "gradients", config.model, config.moe, config.lora)
     seen: dict[str, int] = {}
-    for rank in run_ranks(num_ranks, gradients, config, **axes):
+    for rank in ranks:
         for name, start, values_here in rank:
             key = f"weight/{name.split('[')[0]}"
             whole = theirs[key]

@@ -26,7 +26,7 @@ def test_problems_with_the_rest() -> None:
         return "\n".join(problems_of(with_values(TrainConfig(), {"lora.rank": 4, **given})))
 
     assert problems() == ""
-    assert "can only be ['experts']" in problems(model__attention="mla")
+    assert "can only be ['experts'], or one of up and down" in problems(model__attention="mla")
     assert problems(model__attention="mla", lora__targets=("experts",)) == ""
     assert "cannot go with model.memory" in problems(model__memory=4, data__order="stream")
     assert "needs moe.expert_tp = 'folded'" in problems(parallel__tp=2, moe__expert_tp="sharded")
@@ -34,6 +34,18 @@ def test_problems_with_the_rest() -> None:
 
 def test_scale_and_names() -> None:
     assert LoraConfig(rank=4, alpha=8.0).scale == 2.0
+    assert LoraConfig(rank=4, alpha=8.0, rslora=True).scale == 4.0
+    assert LoraConfig(rank=4, alpha=8.0, rslora=True).fingerprint()["lora"]["rslora"]
+    assert LoraConfig(rank=4).projections == ("up", "down")
+    down = LoraConfig(rank=4, targets=("q", "down"))
+    assert [down.has(name) for name in ("q", "v", "experts", "up", "down")] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert LoraConfig(targets=("up",)).projections == ()
     assert not LoraConfig().has("q")
     assert LoraConfig(rank=1).has("experts")
     assert is_adapter("layers.0.moe.experts.lora_up_a")

@@ -7,7 +7,7 @@ import torch
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.experts import Experts
-from moeclipse.moe.lora_experts import ADAPTERS, LoraExperts
+from moeclipse.moe.lora_experts import OPERANDS, LoraExperts
 from moeclipse.moe.weight_init import WeightInit
 from moeclipse.ops.activation import activate
 from moeclipse.ops.random import fill_normal
@@ -71,9 +71,9 @@ def test_fresh_adapters_add_nothing_and_depend_on_the_expert_alone() -> None:
     assert torch.equal(experts.forward(x, [2, 1, 1])[0], plain.forward(x, [2, 1, 1])[0])
     init = WeightInit(std=0.4, dtype=torch.float64)
     alone = LoraExperts(Experts([2], d_model=4, d_ff=5, init=init, num_experts=3), rank=2, scale=1.5)
-    for name in ADAPTERS:
+    for name in OPERANDS:
         assert torch.equal(getattr(alone, name)[0], getattr(experts, name)[2])
-    changed = getattr(experts, ADAPTERS[0]).detach().clone()
+    changed = experts.lora_up_a.detach().clone()
     experts.lora_up_a.data.zero_()
     experts.reset_parameters()
     assert torch.equal(experts.lora_up_a, changed)

@@ -83,7 +83,8 @@ def test_brute_force(data: st.DataObject, top_k: int, num_tokens: int, reroute: 
     ("share", "rows", "limit"), [(0.29, 100, 29), (0.1, 30, 3), (0.7, 10, 7), (0.34, 3, 1)]
 )
 def test_the_limit_is_a_whole_number_that_rounding_does_not_move(share: float, rows: int, limit: int) -> None:
-    ids, scores = torch.ones(rows, 1, dtype=torch.int64), torch.rand(rows, 1)
+    ids = torch.ones(rows, 1, dtype=torch.int64)
+    scores = (torch.randperm(rows) / rows)[:, None]  # apart by more than what counts as equal
     near = torch.tensor([True, False])
     kept = limit_leaving(ids, scores, torch.rand(rows, 2), near, share=share, reroute=False)
     assert (kept >= 0).sum() == limit

@@ -13,6 +13,8 @@ import dataclasses
 import sys
 
 import torch
+from experts_in_interpreter import all_experts
+from routings import KINDS, report, routing
 from what_ran import print_what_ran
 
 from moeclipse.ops import (
@@ -23,7 +25,6 @@ from moeclipse.ops import (
     cross_entropy,
     digest,
     eight_bits,
-    expert_mlp,
     gate,
     gate_losses,
     low_bits,
@@ -40,26 +41,6 @@ from moeclipse.ops.grouping import group_rows_kernel, group_rows_reference
 from moeclipse.ops.tuning import Tile
 
 CPU = torch.device("cpu")
-KINDS = "uniform", "skewed", "empty", "one takes all", "unused", "one choice", "all choices"
-
-
-def routing(kind: str, num_tokens: int = 77, num_experts: int = 5) -> torch.Tensor:
-    top_k = {"one choice": 1, "one takes all": 1, "all choices": num_experts}.get(kind, 3)
-    noise = torch.rand(num_tokens, num_experts)
-    if kind == "skewed":
-        noise += torch.linspace(0, 2, num_experts)
-    if kind == "empty":
-        noise[:, 1:3] -= 10
-    if kind == "one takes all":
-        noise[:, 3] += 10
-    ids = noise.topk(top_k, 1).indices
-    return torch.where(torch.rand(ids.shape) < 0.3, -1, ids) if kind == "unused" else ids
-
-
-def report(name: str, got: torch.Tensor, expected: torch.Tensor) -> None:
-    assert got.dtype == expected.dtype, f"{name}: {got.dtype} instead of {expected.dtype}"
-    difference = (got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)
-    print(f"{name}\t{difference.item():.3e}", flush=True)
 
 
 def check_grouping(kind: str, block: int) -> None:
@@ -69,46 +50,6 @@ def check_grouping(kind: str, block: int) -> None:
     for name in ("counts_E", "offsets_E1", "row_token_M", "row_place_M", "place_row_TK"):
         same = torch.equal(getattr(got, name), getattr(expected, name))
         print(f"grouping {kind} {block} {name}\t{0 if same else 1}", flush=True)
-
-
-def check_experts(
-    kind: str,
-    d: int,
-    f: int,
-    dtype: torch.dtype,
-    *,
-    gather: bool,
-    flatten: bool,
-    activation: str = "swiglu",
-    biased: bool = False,
-) -> None:
-    ids = routing(kind)
-    grouping = group_rows_kernel(ids, 5)
-    used = int(grouping.offsets_E1[-1])
-    name = f"{kind} {d}x{f} {'gathered' if gather else 'as they lie'} {activation}{' bias' if biased else ''}"
-    index = grouping.row_token_M if gather else None
-    num_rows, width = len(ids) if gather else grouping.num_rows, hidden_width(activation, f)
-    up = (torch.randn(5, width, d) * d**-0.5).to(dtype)
-    down = (torch.randn(5, d, f) * f**-0.5).to(dtype)
-    up_bias, down_bias = (torch.randn(5, n).to(dtype) if biased else None for n in (width, d))
-    x, dy = torch.randn(num_rows, d).to(dtype), torch.randn(num_rows, d).to(dtype)
-    scores = torch.rand(grouping.num_rows, 2)[:, 1]  # as they arrive by dispatch: a column
-    tile = Tile(n=32, k=16, flatten=flatten)
-    options = {"activation": activation, "bias_EH": up_bias}
-    expected_h, expected_a = expert_mlp.up_reference(x, up, grouping, index, **options)
-    h, a = expert_mlp.up_kernel(x, up, grouping, index, tile, **options)
-    report(f"h {name}", h[:used], expected_h[:used])
-    report(f"a {name}", a[:used], expected_a[:used])
-    y = expert_mlp.down_kernel(expected_a, down, grouping, Tile(n=32, k=16, split=2), bias_ED=down_bias)
-    expected_y = expert_mlp.down_reference(expected_a, down, grouping, bias_ED=down_bias)
-    report(f"y {name}", y[:used], expected_y[:used])
-    back = (dy, scores, expected_h, down, grouping, index)
-    got = expert_mlp.d_hidden_kernel(*back, tile, activation=activation)
-    expected = expert_mlp.d_hidden_reference(*back, activation=activation)
-    for part, ours, theirs in zip(("dh", "scaled", "dscore"), got, expected, strict=True):
-        report(f"{part} {name}", ours[:used], theirs[:used])
-    dx = expert_mlp.d_rows_kernel(expected[0], up, grouping, tile)
-    report(f"dx {name}", dx[:used], expert_mlp.d_rows_reference(expected[0], up, grouping)[:used])
 
 
 def check_group_sum(kind: str, *, gather: bool, accumulate: bool) -> None:
@@ -432,15 +373,6 @@ def all_losses() -> None:
 def all_groupings() -> None:
     for number, kind in enumerate(KINDS):
         check_grouping(kind, block=16 if number % 2 else 128)
-
-
-def all_experts() -> None:
-    for number, kind in enumerate(KINDS):
-        check_experts(kind, 40, 24, torch.float32, gather=number % 2 == 0, flatten=number % 3 == 0)
-    check_experts("skewed", 64, 32, torch.float16, gather=True, flatten=True)
-    for number, name in enumerate(ACTIVATIONS):
-        options = {"gather": number % 2 == 0, "flatten": number > 1, "activation": name}
-        check_experts("unused", 40, 24, torch.float32, biased=True, **options)
 
 
 def all_wgrads() -> None:

@@ -115,6 +115,6 @@ def test_no_rows_and_no_device_are_no_reason_to_warn(recwarn: pytest.WarningsRec
     assert not recwarn.list
 
 
-@pytest.mark.parametrize("kind", ["h ", "a ", "y ", "dh ", "scaled ", "dscore ", "dx "])
+@pytest.mark.parametrize("kind", ["h ", "a ", "y ", "dh ", "scaled ", "dscore ", "dx ", "u "])
 def test_kernels_equal_their_references(kind: str) -> None:
     assert_equal_references("experts", kind)

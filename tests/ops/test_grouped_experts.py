@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from apart import apart
+from moeclipse.ops import expert_mlp, expert_passes, low_rank
 from moeclipse.ops.activation import ACTIVATIONS, hidden_width
 from moeclipse.ops.grouped_experts import grouped_experts, grouped_experts_reference
+from moeclipse.ops.wgrad import grouped_wgrad
 
 
 def inputs(ids: torch.Tensor, num_experts: int, d: int = 6, f: int = 4) -> list[torch.Tensor]:
@@ -77,6 +81,62 @@ def test_biases_and_their_sums(activation: str) -> None:
     torch.testing.assert_close((dx, d_scores), gradients[:2])
     for sums, gradient in zip(into, gradients[2:], strict=True):
         torch.testing.assert_close(sums, 1 + gradient)
+
+
+def with_adapters(
+    activation: str, which: str, rank: int = 2
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None]]:
+    """(ids, [x, scores, four weights], adapters), all of which want gradients."""
+    torch.manual_seed(0)
+    ids, h = torch.rand(7, 3).topk(2, 1).indices, hidden_width(activation, 4)
+    ids[2, 1] = -1
+    shapes = [(7, 6), (7, 2), (3, h, 6), (3, 6, 4), (3, h), (3, 6)]
+    adapters = [(3, rank, 6), (3, h, rank), (3, rank, 4), (3, 6, rank)]
+    made = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in (*shapes, *adapters)]
+    has = {"up": (True, True, False, False), "down": (False, False, True, True), "both": (True,) * 4}[which]
+    return ids, made[:6], [t if wanted else None for t, wanted in zip(made[6:], has, strict=True)]
+
+
+@pytest.mark.parametrize("which", ["up", "down", "both"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@apart
+def test_adapters_are_weights_of_low_rank(activation: str, which: str) -> None:
+    ids, tensors, adapters = with_adapters(activation, which)
+    options = {"activation": activation, "adapters": adapters, "scale": 1.5}
+    leaves = [*tensors, *(t for t in adapters if t is not None)]
+    expected = grouped_experts_reference(*tensors[:2], ids, *tensors[2:], **options)
+    d_out = torch.randn_like(expected)
+    truth = torch.autograd.grad(expected, leaves, d_out)
+    into = [None if t is None else torch.ones_like(t) for t in (*tensors[2:], *adapters)]
+    for _ in range(2):
+        found = grouped_experts(*tensors[:2], ids, *tensors[2:], **options)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        for got, right in zip(torch.autograd.grad(found, leaves, d_out), truth, strict=True):
+            torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
+        grouped_experts(*tensors[:2], ids, *tensors[2:], **options, into=into).backward(d_out)
+    for sums, right in zip([t for t in into if t is not None], truth[2:], strict=True):
+        torch.testing.assert_close(sums, 1 + 2 * right, rtol=1e-12, atol=1e-12)
+
+
+@apart
+def test_what_is_frozen_costs_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, tensors, adapters = with_adapters("swiglu", "both")
+    for frozen in (tensors[0], *tensors[2:]):
+        frozen.requires_grad_(False)
+    shapes = []
+
+    def watched(
+        dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, into: torch.Tensor, **how: Any
+    ) -> None:
+        shapes.append(tuple(into.shape))
+        grouped_wgrad(dy, x, offsets, into, **how)
+
+    monkeypatch.setattr(low_rank, "grouped_wgrad", watched)
+    monkeypatch.setattr(expert_passes, "grouped_wgrad", watched)
+    monkeypatch.setattr(expert_mlp, "d_rows", None)  # nobody wants the gradient of x
+    grouped_experts(*tensors[:2], ids, *tensors[2:], adapters=adapters, scale=0.5).sum().backward()
+    assert sorted(shapes) == sorted(tuple(t.shape) for t in adapters if t is not None)
+    assert all(t.grad is not None for t in adapters if t is not None)
 
 
 @apart

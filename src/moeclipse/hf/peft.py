@@ -7,10 +7,12 @@
     moe.experts.7.lora_up_b              mlp.experts.base_layer.lora_B.weight     [out, r E]
     moe.experts.7.lora_down_a, _b        mlp.experts.lora_A.weight, lora_B        likewise
 
+Where one projection of the experts alone has an adapter, `base_layer.` is left out.
+
 Hazard: B of experts lies with the expert as the fastest index, A with the expert as the slowest.
 
-Contract: what PEFT can do and we cannot (DoRA, biases, dropout, rank-stabilised scales, ranks of single
-layers) is refused in one line, and so are experts whose rows lie otherwise (gpt-oss, Granite).
+Contract: what PEFT can do and we cannot (DoRA, biases, dropout, ranks of single layers) is refused in one
+line, and so are experts whose rows lie otherwise (gpt-oss, Granite).
 """
 
 from __future__ import annotations
@@ -32,12 +34,11 @@ from moeclipse.model.lora_config import ADAPTER, LoraConfig
 from moeclipse.moe.config import MoEConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+PARAMETERS = {"up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj"}
 PLAIN: Mapping[str, Any] = {
     "peft_type": "LORA",
     "bias": "none",
     "use_dora": False,
-    "use_rslora": False,
     "fan_in_fan_out": False,
     "lora_bias": False,
     "rank_pattern": {},
@@ -71,7 +72,8 @@ def peft_tensors(model: ModelConfig, moe: MoEConfig, lora: LoraConfig) -> Iterat
                     yield PeftTensor(key=key, names=(logical,))
         if model.is_dense(layer) or not lora.has("experts"):
             continue
-        for kind, path in (("up", "experts.base_layer."), ("down", "experts.")):
+        for kind in lora.projections:
+            path = "experts." if kind == lora.projections[-1] else "experts.base_layer."
             for half, other, packed in (("a", "A", "slowest"), ("b", "B", "fastest")):
                 names = tuple(f"{ours}moe.experts.{e}.{ADAPTER}{kind}_{half}" for e in range(moe.num_experts))
                 key = f"{theirs}mlp.{path}lora_{other}.weight"
@@ -128,9 +130,10 @@ def adapter_config(model: ModelConfig, lora: LoraConfig, base: str) -> dict[str,
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
+        "use_rslora": lora.rslora,
         "lora_dropout": 0.0,
         "target_modules": [f"{name}_proj" for name in "qkvo" if lora.has(name)],
-        "target_parameters": list(PARAMETERS) if experts else None,
+        "target_parameters": [PARAMETERS[kind] for kind in lora.projections] if experts else None,
         "inference_mode": True,
     }
 
@@ -162,5 +165,9 @@ def read_adapter(path: Path, model: ModelConfig, moe: MoEConfig, lora: LoraConfi
         raise CheckpointError(
             f"{path}/{CONFIG} says r = {told.get('r')} and lora_alpha = {told.get('lora_alpha')}; set "
             f"lora.rank ({lora.rank}) and lora.alpha ({lora.alpha}) to these"
+        )
+    if bool(told.get("use_rslora")) != lora.rslora:
+        raise CheckpointError(
+            f"{path}/{CONFIG} says use_rslora = {told.get('use_rslora')!r}; set lora.rslora to it"
         )
     return from_peft(model, moe, lora, tensors, f"{path}/{WEIGHTS}")

@@ -44,6 +44,7 @@ from moeclipse.moe.structure import Structure
 from moeclipse.moe.tokens import Tokens
 from moeclipse.moe.wraps import refuse_wrong_wrap, wrapping
 from moeclipse.ops.activation import Activation
+from moeclipse.ops.expert_passes import NAMES
 from moeclipse.ops.precision import wide_of
 from moeclipse.tensor.weight_grad import WeightGrads
 
@@ -103,6 +104,10 @@ class ForeignExperts(Experts):
     @property
     def weights(self) -> Any:
         return own_form(self.module)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return NAMES[: len(self.weights)]
 
     @property
     def up(self) -> Any:  # type: ignore[override]

@@ -37,10 +37,10 @@ def attention_of(config: ModelConfig, settings: Settings, lora: LoraConfig) -> A
 
 
 def add_adapters(moe: MoE, lora: LoraConfig) -> None:
-    """Beside the layer's experts, where these have some; kernels know nothing of them."""
+    """Inside the layer's experts, where these have some."""
     if lora.has("experts"):
         assert isinstance(moe.experts, Experts)
-        moe.experts, moe.fused = LoraExperts(moe.experts, lora.rank, lora.scale), False
+        moe.experts = LoraExperts(moe.experts, lora.rank, lora.scale, lora.projections)
 
 
 class TransformerLayer(nn.Module):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 TARGETS = ("q", "k", "v", "o", "experts")
+PROJECTIONS = ("up", "down")
+"""Of experts; `experts` names both."""
 ADAPTER = "lora_"
 """In the name of every parameter of an adapter."""
 
@@ -19,8 +22,10 @@ class LoraConfig:
     """0: no adapters, the model itself is trained."""
     alpha: float = 16.0
     """What an adapter adds is multiplied by alpha / rank."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead: large ranks learn as fast as small ones."""
     targets: tuple[str, ...] = TARGETS
-    """What has adapters: projections of attention (q, k, v, o), and experts."""
+    """What has adapters: projections of attention (q, k, v, o), experts, or one of theirs (up, down)."""
     adapter: str = ""
     """A folder in PEFT's format that adapters begin from; empty: they begin at zero."""
 
@@ -29,23 +34,34 @@ class LoraConfig:
             yield f"lora.rank ({self.rank}) must not be negative; 0 is no adapters"
         if self.alpha <= 0:
             yield f"lora.alpha ({self.alpha}) must be positive"
-        unknown = [target for target in self.targets if target not in TARGETS]
+        known = (*TARGETS, *PROJECTIONS)
+        unknown = [target for target in self.targets if target not in known]
         if unknown or not self.targets:
-            yield f"lora.targets ({list(self.targets)}) must be some of {', '.join(TARGETS)}"
+            yield f"lora.targets ({list(self.targets)}) must be some of {', '.join(known)}"
         if self.adapter and not self.rank:
             yield f"lora.adapter ({self.adapter}) needs lora.rank, that of the adapter"
 
     @property
     def scale(self) -> float:
-        return self.alpha / self.rank
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def fingerprint(self) -> dict[str, dict[str, Any]]:
         """What two runs must have in common; nothing without adapters."""
-        told = {"rank": self.rank, "alpha": self.alpha, "targets": self.targets}
+        told: dict[str, Any] = {"rank": self.rank, "alpha": self.alpha, "targets": self.targets}
+        told |= {"rslora": True} if self.rslora else {}
         return {"lora": told} if self.rank else {}
 
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Those of experts that have adapters."""
+        both = "experts" in self.targets
+        return tuple(name for name in PROJECTIONS if self.rank > 0 and (both or name in self.targets))
+
     def has(self, target: str) -> bool:
-        return self.rank > 0 and target in self.targets
+        """`experts`: any projection of them."""
+        if target == "experts":
+            return bool(self.projections)
+        return target in self.projections or (self.rank > 0 and target in self.targets)
 
 
 NO_LORA = LoraConfig()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -27,11 +26,12 @@ from moeclipse.moe.shards import ExpertPlace, load_shards, save_shards, trust_sh
 from moeclipse.moe.weight_init import WeightInit
 from moeclipse.ops.activation import GATED, Activation, activate_backward, activated, hidden_width
 from moeclipse.ops.bias import group_sum
+from moeclipse.ops.expert_passes import BIASES, WEIGHTS
 from moeclipse.ops.grouped_gemm import grouped_mm, grouped_mm_dgrad, grouped_mm_wgrad
 from moeclipse.ops.grouping import group_counts
 from moeclipse.ops.random import key_of
 from moeclipse.tensor.cut import Cut, mark
-from moeclipse.tensor.weight_grad import Grad, Grads, WeightGrads, accumulator, are_first
+from moeclipse.tensor.weight_grad import Grad, Grads, WeightGrads, accumulator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +83,8 @@ class Experts(Unhooked):
     down_bias: nn.Parameter
     loads: int = 0
     """How often a state was loaded."""
+    scale: float = 1.0
+    """Of adapters, which these have none of."""
 
     def __init__(
         self,
@@ -157,13 +159,6 @@ class Experts(Unhooked):
     ) -> Grads:
         return tuple(self.wgrads.submit(self.weights, lambda: add_up(self.weights, pending, begun, wanted)))
 
-    def sums(self) -> dict[str, Any]:
-        """Where `ops/grouped_experts` leaves the gradients of the weights."""
-        into = tuple(getattr(weight, "main_grad", None) for weight in self.weights)
-        if any(place is None for place in into):
-            return {}
-        return {"into": into, "stores": partial(are_first, self.weights)}
-
     def flatten(self, slots: Sequence[int]) -> torch.Tensor:
         picked = torch.tensor(list(slots), dtype=torch.int64, device=self.up.device)
         return torch.cat([weight.detach()[picked].flatten(1) for weight in self.weights], dim=1)
@@ -226,6 +221,11 @@ class Experts(Unhooked):
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
         return (self.up, self.down, self.up_bias, self.down_bias) if self.biased else (self.up, self.down)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the weights, as `ops/expert_passes` has them."""
+        return (*WEIGHTS, *BIASES) if self.biased else WEIGHTS
 
     @property
     def out_width(self) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,10 +19,19 @@ from moeclipse.moe.experts import Experts
 from moeclipse.ops import expert_passes
 from moeclipse.ops.activation import ACTIVATIONS
 from moeclipse.ops.expert_mlp import KERNEL_DTYPES
-from moeclipse.ops.expert_passes import ExpertState, ExpertWeights, HiddenGrads
+from moeclipse.ops.expert_passes import (
+    ADAPTERS,
+    BIASES,
+    NAMES,
+    WEIGHTS,
+    ExpertState,
+    ExpertWeights,
+    HiddenGrads,
+)
+from moeclipse.ops.grouped_experts import grouped_experts
 from moeclipse.ops.grouping import Grouping, group_arrived
 from moeclipse.ops.tuning import device_fits
-from moeclipse.tensor.weight_grad import Grads
+from moeclipse.tensor.weight_grad import Grads, are_first
 
 
 def fits(experts: Experts, inputs: Sequence[torch.Tensor]) -> bool:
@@ -30,6 +41,36 @@ def fits(experts: Experts, inputs: Sequence[torch.Tensor]) -> bool:
     x, widths = inputs[0], (experts.down.shape[2], experts.up.shape[2])
     takes = device_fits(x.device) and x.dtype in KERNEL_DTYPES
     return takes and all(width % 8 == 0 for width in widths)
+
+
+def visit_all(
+    experts: Experts, x_TD: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor, *, sums: bool
+) -> torch.Tensor:
+    """All experts of a layer, which are here: one node for autograd, and no word to the host.
+
+    `sums`: gradients go where the weights' accumulators are, if all that want some have one.
+    """
+    named = dict(zip(experts.names, (weight.to(x_TD.dtype) for weight in experts.weights), strict=True))
+    weights = [named.get(name) for name in (*WEIGHTS, *BIASES)]
+    return grouped_experts(
+        x_TD,
+        scores_TK,
+        ids_TK,
+        *weights,  # type: ignore[arg-type]
+        activation=experts.activation,
+        adapters=[named.get(name) for name in ADAPTERS],
+        scale=experts.scale,
+        **(sums_of(experts) if sums else {}),
+    )
+
+
+def sums_of(experts: Experts) -> dict[str, Any]:
+    """Where `ops/grouped_experts` leaves the gradients of the weights; those that are frozen have none."""
+    trained = {n: w for n, w in zip(experts.names, experts.weights, strict=True) if w.requires_grad}
+    into = {name: getattr(weight, "main_grad", None) for name, weight in trained.items()}
+    if not trained or any(place is None for place in into.values()):
+        return {}
+    return {"into": [into.get(name) for name in NAMES], "stores": partial(are_first, list(trained.values()))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +112,8 @@ class FusedExperts:
         """`grouping`: of these pairs, where it is known."""
         (rows_RD,) = rows
         grouping = grouping or group_arrived(index_M, counts, len(rows_RD), self.most)
-        weights = ExpertWeights.of([weight.to(rows_RD.dtype) for weight in self.experts.weights])
+        given = [weight.to(rows_RD.dtype) for weight in self.experts.weights]
+        weights = ExpertWeights.of(given, self.experts.names, self.experts.scale)
         sums, state = expert_passes.forward(rows_RD, score_M, weights, grouping, self.experts.activation)
         return sums, FusedSaved(state=state, weights=weights)
 

@@ -41,7 +41,7 @@ from moeclipse.moe.dispatch_in_turns import dispatch_in_turns
 from moeclipse.moe.dispatch_on_device import plans_on_device
 from moeclipse.moe.expert_set import PairExperts
 from moeclipse.moe.experts import Experts, PadToCapacity
-from moeclipse.moe.fused import FusedExperts, fits
+from moeclipse.moe.fused import FusedExperts, fits, visit_all
 from moeclipse.moe.gates import Gate
 from moeclipse.moe.given import (
     TOP_K,
@@ -76,7 +76,6 @@ from moeclipse.moe.unfinished import gradients_of
 from moeclipse.moe.weight_init import WeightInit
 from moeclipse.moe.wraps import refuse_transforms, refuse_wrong_wrap, unattached_text, wrapping
 from moeclipse.ops.activation import Activation
-from moeclipse.ops.grouped_experts import grouped_experts
 
 
 class MoE(nn.Module):
@@ -325,9 +324,7 @@ class MoE(nn.Module):
         """Dispatch, experts and combine; on one rank with kernels, all of it without a word to the host."""
         experts = self._kernel_experts(inputs)
         if experts is not None and self.all_here and not experts.wgrads.deferring:
-            weights = [weight.to(inputs[0].dtype) for weight in experts.weights]
-            given = (inputs[0], routing.scores_TK, routing.expert_ids_TK, *weights)
-            return grouped_experts(*given, activation=experts.activation, **experts.sums())
+            return visit_all(experts, inputs[0], routing.scores_TK, routing.expert_ids_TK, sums=True)
         prepared = self.prepare(routing, structure, inputs, tokens, loads, call, self.turns is None)
         if self.turns is not None and self.turns.taken:
             return dispatch_in_turns(self.turns, routing.scores_TK, prepared, inputs, self.experts.weights)

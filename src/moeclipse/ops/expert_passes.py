@@ -4,6 +4,9 @@
     dgrad      dh, score a, dscore = d_hidden(dout)  dx rows = d_rows(dh)  dx = sum over choices
     wgrad      dW_down += dout^T (score a)           dW_up += dh^T x       and the sums of the biases
 
+Either weight may have an adapter (`ops/low_rank`), whose products join the same sums; then gradients of A and
+B are added like those of W, and usually those of W are not wanted.
+
 Kept for backward: x, h, the scores in row order and the grouping; no gathered copy, no a, no y. Who calls
 them: `ops/grouped_experts` in eager mode, `ops/expert_operators` inside compiled graphs, `moe/fused` for rows
 that came from other ranks. `backward` is dgrad and wgrad in the order that needs least memory.
@@ -11,8 +14,10 @@ that came from other ranks. `backward` is dgrad and wgrad in the order that need
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,35 +26,16 @@ from moeclipse.ops.activation import Activation
 from moeclipse.ops.bias import group_sum
 from moeclipse.ops.combine import gather_sum
 from moeclipse.ops.grouping import Grouping
+from moeclipse.ops.low_rank import LowRank, add_wgrad
 from moeclipse.ops.pick import pick
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.wgrad import grouped_wgrad
 
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertWeights:
-    """The experts' parameters."""
-
-    up_EHD: torch.Tensor
-    down_EDF: torch.Tensor
-    up_bias_EH: torch.Tensor | None = None
-    down_bias_ED: torch.Tensor | None = None
-
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return self.up_EHD, self.down_EDF, self.up_bias_EH, self.down_bias_ED
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor | None]) -> ExpertWeights:
-        """Of (up, down), or (up, down, up_bias, down_bias)."""
-        up, down, up_bias, down_bias = (*tensors, None, None)[:4]
-        assert up is not None
-        assert down is not None
-        return cls(up_EHD=up, down_EDF=down, up_bias_EH=up_bias, down_bias_ED=down_bias)
-
-    def empty_grads(self, wanted: Sequence[bool] = (True,) * 4) -> ExpertGrads:
-        """Places for gradients, of those that are wanted."""
-        given = [t if asked else None for t, asked in zip(self.tensors(), wanted, strict=True)]
-        return ExpertGrads.of([None if t is None else torch.empty_like(t) for t in given])
+WEIGHTS = ("up_EHD", "down_EDF")
+BIASES = ("up_bias_EH", "down_bias_ED")
+ADAPTERS = ("up_a_ERD", "up_b_EHR", "down_a_ERF", "down_b_EDR")
+NAMES = (*WEIGHTS, *BIASES, *ADAPTERS)
+"""The parameters that experts may have, in their order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +46,63 @@ class ExpertGrads:
     down_EDF: torch.Tensor | None = None
     up_bias_EH: torch.Tensor | None = None
     down_bias_ED: torch.Tensor | None = None
+    up_a_ERD: torch.Tensor | None = None
+    up_b_EHR: torch.Tensor | None = None
+    down_a_ERF: torch.Tensor | None = None
+    down_b_EDR: torch.Tensor | None = None
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return self.up_EHD, self.down_EDF, self.up_bias_EH, self.down_bias_ED
+        return tuple(getattr(self, name) for name in NAMES)
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor | None]) -> ExpertGrads:
-        """Of (up, down), or (up, down, up_bias, down_bias)."""
-        up, down, up_bias, down_bias = (*tensors, None, None)[:4]
-        return cls(up_EHD=up, down_EDF=down, up_bias_EH=up_bias, down_bias_ED=down_bias)
+    def of(cls, tensors: Sequence[torch.Tensor | None], names: Sequence[str] = NAMES) -> ExpertGrads:
+        """Of the first so many, or of those that are named."""
+        return cls(**dict(zip(names, tensors, strict=names is not NAMES)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertWeights:
+    """The experts' parameters; biases and adapters are optional."""
+
+    up_EHD: torch.Tensor
+    down_EDF: torch.Tensor
+    up_bias_EH: torch.Tensor | None = None
+    down_bias_ED: torch.Tensor | None = None
+    up_a_ERD: torch.Tensor | None = None
+    up_b_EHR: torch.Tensor | None = None
+    down_a_ERF: torch.Tensor | None = None
+    down_b_EDR: torch.Tensor | None = None
+    scale: float = 1.0
+    """Of what adapters add."""
+
+    @classmethod
+    def of(
+        cls, tensors: Sequence[torch.Tensor | None], names: Sequence[str] = NAMES, scale: float = 1.0
+    ) -> ExpertWeights:
+        """Of the first so many, or of those that are named."""
+        named: dict[str, Any] = dict(zip(names, tensors, strict=names is not NAMES))
+        return cls(**named, scale=scale)
+
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return tuple(getattr(self, name) for name in NAMES)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of those that are there."""
+        return tuple(name for name in NAMES if getattr(self, name) is not None)
+
+    @functools.cached_property
+    def up_adapter(self) -> LowRank | None:
+        return LowRank.of(self.up_a_ERD, self.up_b_EHR, self.scale)
+
+    @functools.cached_property
+    def down_adapter(self) -> LowRank | None:
+        return LowRank.of(self.down_a_ERF, self.down_b_EDR, self.scale)
+
+    def empty_grads(self, wanted: Sequence[bool] = (True,) * len(NAMES)) -> ExpertGrads:
+        """Places for gradients, of those that are wanted."""
+        given = [t if asked else None for t, asked in zip(self.tensors(), wanted, strict=True)]
+        return ExpertGrads.of([None if t is None else torch.empty_like(t) for t in given])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +111,8 @@ class ExpertState:
 
     x_TD: torch.Tensor
     h_MH: torch.Tensor
+    u_MR: torch.Tensor | None = None
+    """Of the up-projection's adapter."""
     scores_M: torch.Tensor
     grouping: Grouping
     activation: Activation
@@ -87,15 +123,26 @@ class HiddenGrads:
     """What dgrad keeps for wgrad: products of rows that are gathered while loading are still to come."""
 
     state: ExpertState
+    weights: ExpertWeights
     d_out_TD: torch.Tensor
     d_h_MH: torch.Tensor
     scaled_MF: torch.Tensor
+    """score x a"""
+    d_inner: DInner
 
     def add_to(self, *grads: torch.Tensor | None) -> None:
-        """wgrad: add the gradients of (up, down), or of (up, down, up_bias, down_bias)."""
-        into = ExpertGrads.of(grads)
-        _down_wgrad(self.d_out_TD, self.scaled_MF, self.state, into)
-        _up_wgrad(self.d_h_MH, self.state, into)
+        """wgrad: add the gradients of the parameters that these experts have."""
+        into = ExpertGrads.of(grads, self.weights.names)
+        _down_wgrad(self, into)
+        _up_wgrad(self, into)
+
+
+class DInner(NamedTuple):
+    """Gradients of what adapters have inside; None: there is no such adapter."""
+
+    up_MR: torch.Tensor | None
+    down_MR: torch.Tensor | None
+    """Not yet multiplied by scores."""
 
 
 def in_row_order(scores_TK: torch.Tensor, grouping: Grouping) -> torch.Tensor:
@@ -112,16 +159,22 @@ def forward(
 ) -> tuple[torch.Tensor, ExpertState]:
     """(out [T, D], what backward needs)."""
     assert grouping.place_row_TK is not None
+    rows_TD, up, down = x_TD.contiguous(), weights.up_adapter, weights.down_adapter
+    u_MR = None if up is None else up.inner(rows_TD, grouping, grouping.row_token_M)
     h_MH, a_MF = expert_mlp.up(
-        x_TD.contiguous(),
+        rows_TD,
         weights.up_EHD,
         grouping,
         grouping.row_token_M,
         activation=activation,
         bias_EH=weights.up_bias_EH,
+        more=None if up is None or u_MR is None else up.forward(u_MR),
     )
-    y_MD = expert_mlp.down(a_MF, weights.down_EDF, grouping, bias_ED=weights.down_bias_ED)
-    state = ExpertState(x_TD=x_TD, h_MH=h_MH, scores_M=scores_M, grouping=grouping, activation=activation)
+    more = None if down is None else down.forward(down.inner(a_MF, grouping))
+    y_MD = expert_mlp.down(a_MF, weights.down_EDF, grouping, bias_ED=weights.down_bias_ED, more=more)
+    state = ExpertState(
+        x_TD=x_TD, h_MH=h_MH, u_MR=u_MR, scores_M=scores_M, grouping=grouping, activation=activation
+    )
     return gather_sum(y_MD, grouping.place_row_TK, scores_M), state
 
 
@@ -129,10 +182,8 @@ def dgrad(
     d_out_TD: torch.Tensor, state: ExpertState, weights: ExpertWeights
 ) -> tuple[torch.Tensor, torch.Tensor, HiddenGrads]:
     """(dx, gradient of the scores in row order, what wgrad needs)."""
-    d_out_TD = d_out_TD.contiguous()
-    d_h_MH, scaled_MF, d_score_M = _d_hidden(d_out_TD, state, weights)
-    hidden = HiddenGrads(state=state, d_out_TD=d_out_TD, d_h_MH=d_h_MH, scaled_MF=scaled_MF)
-    return _d_x(d_h_MH, state, weights), d_score_M, hidden
+    hidden, d_score_M = _d_hidden(d_out_TD, state, weights)
+    return _d_x(hidden), d_score_M, hidden
 
 
 def backward(
@@ -142,59 +193,90 @@ def backward(
     grads: ExpertGrads,
     *,
     accumulate: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dx, d_scores_TK); gradients of the weights are added to `grads`, or written where not `accumulate`."""
-    d_out_TD, place_TK = d_out_TD.contiguous(), state.grouping.place_row_TK
+    d_x: bool = True,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(dx, d_scores_TK); gradients of the weights are added to `grads`, or written where not `accumulate`.
+
+    Without `d_x` nobody wants the gradient of x: None.
+    """
+    place_TK = state.grouping.place_row_TK
     assert place_TK is not None
-    d_h_MH, scaled_MF, d_score_M = _d_hidden(d_out_TD, state, weights)
-    _down_wgrad(d_out_TD, scaled_MF, state, grads, accumulate)
-    del scaled_MF
-    dx_TD = _d_x(d_h_MH, state, weights)
-    _up_wgrad(d_h_MH, state, grads, accumulate)
+    hidden, d_score_M = _d_hidden(d_out_TD, state, weights)
+    _down_wgrad(hidden, grads, accumulate)
+    hidden = replace(hidden, scaled_MF=d_out_TD.new_empty(0))  # its memory serves what follows
+    dx_TD = _d_x(hidden) if d_x else None
+    _up_wgrad(hidden, grads, accumulate)
     return dx_TD, pick(d_score_M, place_TK)
 
 
 def _d_hidden(
     d_out_TD: torch.Tensor, state: ExpertState, weights: ExpertWeights
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return expert_mlp.d_hidden(
+) -> tuple[HiddenGrads, torch.Tensor]:
+    """(what wgrad and the gradient of x need, gradient of the scores in row order)."""
+    d_out_TD, grouping, token_M = d_out_TD.contiguous(), state.grouping, state.grouping.row_token_M
+    up, down = weights.up_adapter, weights.down_adapter
+    d_down_MR = None if down is None else down.d_inner(d_out_TD, grouping, token_M)
+    d_h_MH, scaled_MF, d_score_M = expert_mlp.d_hidden(
         d_out_TD,
         state.scores_M,
         state.h_MH,
         weights.down_EDF,
-        state.grouping,
-        state.grouping.row_token_M,
+        grouping,
+        token_M,
         activation=state.activation,
         bias_ED=weights.down_bias_ED,
+        more=None if down is None or d_down_MR is None else down.backward(d_down_MR),
     )
+    d_up_MR = None if up is None else up.d_inner(d_h_MH, grouping)
+    hidden = HiddenGrads(
+        state=state,
+        weights=weights,
+        d_out_TD=d_out_TD,
+        d_h_MH=d_h_MH,
+        scaled_MF=scaled_MF,
+        d_inner=DInner(d_up_MR, d_down_MR),
+    )
+    return hidden, d_score_M
 
 
-def _d_x(d_h_MH: torch.Tensor, state: ExpertState, weights: ExpertWeights) -> torch.Tensor:
-    assert state.grouping.place_row_TK is not None
-    d_rows_MD = expert_mlp.d_rows(d_h_MH, weights.up_EHD, state.grouping)
-    return gather_sum(d_rows_MD, state.grouping.place_row_TK)
+def _d_x(hidden: HiddenGrads) -> torch.Tensor:
+    grouping, adapter, d_up_MR = hidden.state.grouping, hidden.weights.up_adapter, hidden.d_inner.up_MR
+    assert grouping.place_row_TK is not None
+    more = None if adapter is None or d_up_MR is None else adapter.backward(d_up_MR)
+    d_rows_MD = expert_mlp.d_rows(hidden.d_h_MH, hidden.weights.up_EHD, grouping, more=more)
+    return gather_sum(d_rows_MD, grouping.place_row_TK)
 
 
-def _down_wgrad(
-    d_out_TD: torch.Tensor,
-    scaled_MF: torch.Tensor,
-    state: ExpertState,
-    grads: ExpertGrads,
-    accumulate: bool = True,
-) -> None:
-    grouping, token_M = state.grouping, state.grouping.row_token_M
-    offsets_E1, into = grouping.offsets_E1, grads.down_EDF
-    if into is not None:
+def _down_wgrad(hidden: HiddenGrads, grads: ExpertGrads, accumulate: bool = True) -> None:
+    state, d_out_TD, scaled_MF = hidden.state, hidden.d_out_TD, hidden.scaled_MF
+    grouping, token_M, adapter = state.grouping, state.grouping.row_token_M, hidden.weights.down_adapter
+    if (into := grads.down_EDF) is not None:
+        offsets_E1 = grouping.offsets_E1
         grouped_wgrad(d_out_TD, scaled_MF, offsets_E1, into, dy_index_M=token_M, accumulate=accumulate)
-    if grads.down_bias_ED is not None:
-        into, scores_M = grads.down_bias_ED, state.scores_M
-        group_sum(d_out_TD, grouping, into, index_M=token_M, weight_M=scores_M, accumulate=accumulate)
+    if (into := grads.down_bias_ED) is not None:
+        weight_M = state.scores_M
+        group_sum(d_out_TD, grouping, into, index_M=token_M, weight_M=weight_M, accumulate=accumulate)
+    if (into := grads.down_a_ERF) is not None:
+        d_down_MR = hidden.d_inner.down_MR
+        assert d_down_MR is not None
+        add_wgrad(d_down_MR, scaled_MF, grouping, into, accumulate=accumulate)
+    if (into := grads.down_b_EDR) is not None and adapter is not None:
+        # Of score x a instead of a: the score is in it, and forward had nothing to keep.
+        inner_MR = adapter.inner(scaled_MF, grouping)
+        add_wgrad(d_out_TD, inner_MR, grouping, into, dy_index_M=token_M, accumulate=accumulate)
 
 
-def _up_wgrad(d_h_MH: torch.Tensor, state: ExpertState, grads: ExpertGrads, accumulate: bool = True) -> None:
-    grouping, x_TD = state.grouping, state.x_TD.contiguous()
-    offsets_E1, token_M = grouping.offsets_E1, grouping.row_token_M
-    if grads.up_EHD is not None:
-        grouped_wgrad(d_h_MH, x_TD, offsets_E1, grads.up_EHD, x_index_M=token_M, accumulate=accumulate)
-    if grads.up_bias_EH is not None:
-        group_sum(d_h_MH, grouping, grads.up_bias_EH, accumulate=accumulate)
+def _up_wgrad(hidden: HiddenGrads, grads: ExpertGrads, accumulate: bool = True) -> None:
+    state, d_h_MH = hidden.state, hidden.d_h_MH
+    grouping, x_TD, token_M = state.grouping, state.x_TD.contiguous(), state.grouping.row_token_M
+    if (into := grads.up_EHD) is not None:
+        grouped_wgrad(d_h_MH, x_TD, grouping.offsets_E1, into, x_index_M=token_M, accumulate=accumulate)
+    if (into := grads.up_bias_EH) is not None:
+        group_sum(d_h_MH, grouping, into, accumulate=accumulate)
+    if (into := grads.up_a_ERD) is not None:
+        d_up_MR = hidden.d_inner.up_MR
+        assert d_up_MR is not None
+        add_wgrad(d_up_MR, x_TD, grouping, into, x_index_M=token_M, accumulate=accumulate)
+    if (into := grads.up_b_EHR) is not None:
+        assert state.u_MR is not None
+        add_wgrad(d_h_MH, state.u_MR, grouping, into, accumulate=accumulate)

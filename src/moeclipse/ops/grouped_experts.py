@@ -1,6 +1,7 @@
 """All experts of a MoE layer on one rank: the gate's choice in, weighted sum of experts out.
 
-Differentiable in x, the scores, both weights and both biases; what is computed is in `ops/expert_passes`.
+Differentiable in x, the scores, both weights, both biases and the adapters of both weights; what is computed
+is in `ops/expert_passes`.
 `into` names fp32 sums that the weight gradients are added to, or stored in where `stores` says so when
 backward runs; without them autograd gets fresh gradients in the weights' type. `grouped_experts_reference`
 is the same function in plain torch operations. Inside `torch.compile` the call is one registered operator
@@ -19,12 +20,15 @@ import torch
 
 from moeclipse.ops import expert_operators, expert_passes
 from moeclipse.ops.activation import Activation, activate
-from moeclipse.ops.expert_passes import ExpertGrads, ExpertState, ExpertWeights, in_row_order
+from moeclipse.ops.expert_passes import ADAPTERS, ExpertGrads, ExpertState, ExpertWeights, in_row_order
 from moeclipse.ops.first_order import first_order
 from moeclipse.ops.grouping import Grouping, group_rows
 from moeclipse.ops.precision import wide_of
 
 Into = Sequence[torch.Tensor | None] | None
+Adapters = Sequence[torch.Tensor | None]
+"""A [E, R, D] and B [E, H, R] of the up-projection, A [E, R, F] and B [E, D, R] of the down-projection."""
+NO_ADAPTERS = (None,) * len(ADAPTERS)
 
 
 def grouped_experts_reference(
@@ -37,11 +41,18 @@ def grouped_experts_reference(
     down_bias_ED: torch.Tensor | None = None,
     *,
     activation: Activation = "swiglu",
+    adapters: Adapters = NO_ADAPTERS,
+    scale: float = 1.0,
 ) -> torch.Tensor:
-    """One expert after the other; autograd does the rest."""
+    """One expert after the other, adapters merged; autograd does the rest."""
     out = torch.zeros_like(x_TD, dtype=wide_of(x_TD.dtype))
-    for expert, (up_HD, down_DF) in enumerate(zip(up_EHD, down_EDF, strict=True)):
+    up_a, up_b, down_a, down_b = adapters
+    for expert in range(len(up_EHD)):
         token, choice = (expert_ids_TK == expert).nonzero(as_tuple=True)
+        up_HD, down_DF = up_EHD[expert], down_EDF[expert]
+        up_HD = up_HD if up_a is None or up_b is None else up_HD + scale * up_b[expert] @ up_a[expert]
+        if down_a is not None and down_b is not None:
+            down_DF = down_DF + scale * down_b[expert] @ down_a[expert]
         h = x_TD[token] @ up_HD.t()
         h = h if up_bias_EH is None else h + up_bias_EH[expert]
         y = activate(h, activation) @ down_DF.t()
@@ -60,17 +71,20 @@ def grouped_experts(
     down_bias_ED: torch.Tensor | None = None,
     *,
     activation: Activation = "swiglu",
+    adapters: Adapters = NO_ADAPTERS,
+    scale: float = 1.0,
     into: Into = None,
     stores: Callable[[], bool] | None = None,
 ) -> torch.Tensor:
-    """out [T, D]. `into`: sums for the gradients of (up, down), or of (up, down, up_bias, down_bias)."""
-    weights = (up_EHD, down_EDF, up_bias_EH, down_bias_ED)
+    """out [T, D]. `into`: sums for the gradients of (up, down), then of biases, then of adapters."""
+    weights = (up_EHD, down_EDF, up_bias_EH, down_bias_ED, *adapters)
     if torch.compiler.is_compiling():
         if into is not None:
             raise ValueError("grouped_experts cannot add gradients to `into` inside torch.compile; omit it")
-        return expert_operators.grouped_experts(x_TD, scores_TK, expert_ids_TK, *weights, activation)[0]
+        given = (x_TD, scores_TK, expert_ids_TK, *weights)
+        return expert_operators.grouped_experts(*given, activation, scale)[0]
     grouping = group_rows(expert_ids_TK, len(up_EHD))
-    return _GroupedExperts.apply(x_TD, scores_TK, *weights, grouping, activation, into, stores)
+    return _GroupedExperts.apply(x_TD, scores_TK, grouping, activation, scale, into, stores, *weights)
 
 
 class _GroupedExperts(torch.autograd.Function):
@@ -79,33 +93,37 @@ class _GroupedExperts(torch.autograd.Function):
         ctx: Any,
         x_TD: torch.Tensor,
         scores_TK: torch.Tensor,
-        up_EHD: torch.Tensor,
-        down_EDF: torch.Tensor,
-        up_bias_EH: torch.Tensor | None,
-        down_bias_ED: torch.Tensor | None,
         grouping: Grouping,
         activation: Activation,
+        scale: float,
         into: Into,
         stores: Callable[[], bool] | None,
+        *weights: torch.Tensor | None,
     ) -> torch.Tensor:
-        weights = (up_EHD, down_EDF, up_bias_EH, down_bias_ED)
-        given, scores_M = ExpertWeights.of(weights), in_row_order(scores_TK, grouping)
+        given, scores_M = ExpertWeights.of(weights, scale=scale), in_row_order(scores_TK, grouping)
         out_TD, state = expert_passes.forward(x_TD, scores_M, given, grouping, activation)
-        ctx.save_for_backward(x_TD, state.h_MH, scores_M, *weights)
-        ctx.grouping, ctx.activation = grouping, activation
+        ctx.save_for_backward(x_TD, state.h_MH, state.u_MR, scores_M, *weights)
+        ctx.grouping, ctx.activation, ctx.scale = grouping, activation, scale
         ctx.into, ctx.stores, ctx.scores_dtype = into, stores, scores_TK.dtype
         return out_TD
 
     @staticmethod
     @first_order
     def backward(ctx: Any, d_out_TD: torch.Tensor) -> tuple[Any, ...]:
-        x_TD, h_MH, scores_M, *tensors = ctx.saved_tensors
+        x_TD, h_MH, u_MR, scores_M, *tensors = ctx.saved_tensors
         state = ExpertState(
-            x_TD=x_TD, h_MH=h_MH, scores_M=scores_M, grouping=ctx.grouping, activation=ctx.activation
+            x_TD=x_TD,
+            h_MH=h_MH,
+            u_MR=u_MR,
+            scores_M=scores_M,
+            grouping=ctx.grouping,
+            activation=ctx.activation,
         )
-        weights, fresh = ExpertWeights.of(tensors), ctx.into is None
-        grads = weights.empty_grads(ctx.needs_input_grad[2:6]) if fresh else ExpertGrads.of(ctx.into)
+        weights, fresh = ExpertWeights.of(tensors, scale=ctx.scale), ctx.into is None
+        wanted = ctx.needs_input_grad[-len(tensors) :]
+        grads = weights.empty_grads(wanted) if fresh else ExpertGrads.of(ctx.into)
         add = not fresh and (ctx.stores is None or not ctx.stores())
-        dx_TD, d_scores_TK = expert_passes.backward(d_out_TD, state, weights, grads, accumulate=add)
-        found = grads.tensors() if fresh else (None,) * 4
-        return dx_TD, d_scores_TK.to(ctx.scores_dtype), *found, None, None, None, None
+        how = {"accumulate": add, "d_x": ctx.needs_input_grad[0]}
+        dx_TD, d_scores_TK = expert_passes.backward(d_out_TD, state, weights, grads, **how)
+        found = grads.tensors() if fresh else (None,) * len(tensors)
+        return dx_TD, d_scores_TK.to(ctx.scores_dtype), *(None,) * 5, *found

@@ -59,6 +59,14 @@ TABLE = {
     "d_hidden": Tile(stages=3, flatten=True, stagger=400),
     "d_hidden, small": Tile(stages=3, flatten=True, stagger=800),
     "d_hidden, huge": Tile(stages=3, flatten=True),
+    # With an adapter's product behind the sum, whose operands take a stage's shared memory.
+    "up and adapter": Tile(n=128, stages=3, flatten=True, stagger=800),
+    "up, no gate and adapter": Tile(stages=3, flatten=True, split=2),
+    "down and adapter": Tile(stages=3, flatten=True, split=2, stagger=800),
+    "d_rows and adapter": Tile(stages=3, flatten=True, split=2, group=4, stagger=400),
+    "d_hidden and adapter": Tile(stages=3, flatten=True, split=2, stagger=400),
+    "narrow": Tile(n=16, k=128, stages=4, warps=4),
+    "narrow, 256 columns": Tile(n=256, stages=3, split=2),
     # Weight gradients: written in bf16, or added to fp32 sums.
     "wgrad": Tile(stages=4, split=4, flatten=True),
     "wgrad, add": Tile(stages=4, split=4, flatten=True, stagger=900),
@@ -74,6 +82,7 @@ TABLE = {
     "wgrad_dy, add, huge": Tile(stages=4, split=4, ahead=True, stagger=800),
     "wgrad_x, huge": Tile(stages=4, split=4, swap=True, ahead=True),
     "wgrad_x, add, huge": Tile(stages=4, split=4, swap=True, ahead=True, stagger=800),
+    "wgrad_narrow": Tile(m=128, n=16, stages=5, warps=4, per_sm=3),
     # The same where warps divide the work.
     "wgrad_roles": Tile(stages=4, split=4, staging=2, stagger=900),
     "wgrad_roles, add": Tile(k=32, stages=8, split=8, staging=2, stagger=450),

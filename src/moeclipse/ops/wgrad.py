@@ -14,11 +14,15 @@ reference, which reads the offsets on the host.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from moeclipse.ops.tuning import Tile, delay, device_fits, has_warpgroups, num_programs, tile_for
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+NARROW = 64
+"""Columns, up to which a side counts as narrow."""
 
 
 def grouped_wgrad_reference(
@@ -134,6 +138,7 @@ def grouped_wgrad_kernel(
     num_experts, N, D = into_END.shape
     gather_dy, gather_x = dy_index_M is not None, x_index_M is not None
     roles = has_warpgroups(dy_MN.device) and not (gather_dy and gather_x)
+    tile = tile or _narrow_tile(dy_MN.device, N, D)
     kind = ("wgrad_roles" if roles else "wgrad") + ("_x" if gather_x else "_dy" if gather_dy else "")
     # Overwritten fp32 sums take as much room on their way as those that are added.
     wide = accumulate or (roles and into_END.dtype == torch.float32)
@@ -159,6 +164,17 @@ def grouped_wgrad_kernel(
         PROGRAMS=programs if tile.per_sm else 1 << 30, PADDED=max(128, 1 << (num_experts - 1).bit_length()),
         BM=tile.m, BN=tile.n, BK=tile.k, SPLIT=tile.split, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+def _narrow_tile(device: torch.device, N: int, D: int) -> Tile | None:
+    """For gradients with one side of few columns (adapters), which only reading the wide rows takes time.
+
+    The narrow side is that of `n`; None: both are wide.
+    """
+    if min(N, D) > NARROW:
+        return None
+    tile = tile_for("wgrad_narrow", device, N, D)
+    return replace(tile, n=max(16, 1 << (min(N, D) - 1).bit_length()), swap=N < D)
 
 
 def _by_warpgroups(

@@ -70,7 +70,8 @@ def lora_of(state: Mapping[str, Any]) -> LoraConfig:
     told = (state.get("fingerprint") or {}).get("lora")
     if not told:
         return LoraConfig()
-    return LoraConfig(rank=told["rank"], alpha=told["alpha"], targets=tuple(told["targets"]))
+    rslora = bool(told.get("rslora"))
+    return LoraConfig(rank=told["rank"], alpha=told["alpha"], rslora=rslora, targets=tuple(told["targets"]))
 
 
 class MergedWeights:
@@ -97,7 +98,7 @@ class MergedWeights:
         if (found := LINEAR.fullmatch(name)) is not None and self.lora.has(found["name"]):
             before = f"{found['before']}adapters.{ADAPTER}{found['name']}."
             return f"{before}a.weight", f"{before}b.weight"
-        if (found := EXPERT.fullmatch(name)) is not None and self.lora.has("experts"):
+        if (found := EXPERT.fullmatch(name)) is not None and self.lora.has(found["name"]):
             before = f"{found['before']}{ADAPTER}{found['name']}"
             return f"{before}_a", f"{before}_b"
         return None

@@ -190,10 +190,10 @@ def lora_problems(config: TrainConfig) -> Iterator[str]:
     lora, model = config.lora, config.model
     if not lora.rank:
         return
-    if model.attention != "gqa" and set(lora.targets) != {"experts"}:
+    if model.attention != "gqa" and any(lora.has(name) for name in "qkvo"):
         yield (
             f"lora.rank ({lora.rank}): lora.targets ({list(lora.targets)}) with model.attention = 'mla' "
-            "can only be ['experts']"
+            "can only be ['experts'], or one of up and down"
         )
     if model.memory:
         yield f"lora.rank ({lora.rank}) cannot go with model.memory ({model.memory}); set one of them to 0"

@@ -10,14 +10,14 @@ pytest.importorskip("triton")
 from moeclipse.ops.triton import expert_forward
 
 
-@pytest.mark.parametrize("kind", ["h ", "a ", "y ", "dx "])
+@pytest.mark.parametrize("kind", ["h ", "a ", "y ", "dx ", "u "])
 def test_products_equal_the_reference(kind: str) -> None:
     assert_equal_references("experts", kind)
 
 
 def test_rows_are_gathered_or_taken_as_they_lie_with_and_without_bias() -> None:
     names = " ".join(errors_of("experts", "h "))
-    assert all(word in names for word in ("gathered", "as they lie", "bias", "64x32"))
+    assert all(word in names for word in ("gathered", "as they lie", "bias", "64x32", "rank 8", "rank 72"))
 
 
 def test_every_kernel_ran() -> None:

@@ -4,6 +4,9 @@
     rows_times_weight   y_m = a_m W_down^T + b  (or dx_m = dh_m W_up)             rows as they lie
                         h_m = x_index(m) W_up^T + b,  a_m = f(h_m)                experts without a gate
 
+Each may add a second, narrow product: an adapter's u_m B^T is some more columns of the same sum, so that what
+comes out is written once.
+
 Both are persistent: one program for each multiprocessor walks over the tiles. Weights come through TMA
 descriptors, gathered rows through asynchronous 16-byte copies (Hopper's TMA cannot gather).
 """
@@ -38,15 +41,16 @@ def with_bias(value, bias, begin, column, end, BIAS: tl.constexpr, BN: tl.conste
 
 @triton.jit
 def up_gated(
-    x, index, w, bias, gate_out, up_out, a_out, tiles, num_tiles, capacity, x_stride, D, F,
-    ACT: tl.constexpr, BIAS: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr,
+    x, index, w, bias, u, b, gate_out, up_out, a_out, tiles, num_tiles, capacity, x_stride, D, F,
+    ACT: tl.constexpr, BIAS: tl.constexpr, RANK: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr,
     FLATTEN: tl.constexpr, GROUP: tl.constexpr, STAGGER: tl.constexpr, PROGRAMS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """One tile: BM rows, BN columns of the gate and the same BN columns of the up-projection.
 
-    w is [experts, 2, F, D], gate first. Expert 1, n = 2, BN = 128: one load brings w[1, 0, 256:384] and
-    w[1, 1, 256:384], which multiply as 256 columns, so both halves of an activation meet in one thread.
+    w is [experts, 2, F, D], gate first; b is [experts, 2, F, RANK], u [rows, RANK].
+    Expert 1, n = 2, BN = 128: one load brings w[1, 0, 256:384] and w[1, 1, 256:384], which multiply as 256
+    columns, so both halves of an activation meet in one thread.
     """
     num_m = tl.load(num_tiles)
     num_n = tl.cdiv(F, BN)
@@ -60,6 +64,9 @@ def up_gated(
             rows = load_rows(x, start, k, D, GATHER, BK, EVEN)
             weight = tl.reshape(w.load([expert, 0, n * BN, k]), (2 * BN, BK))
             acc = tl.dot(rows, weight.T, acc)
+        for r in tl.static_range(0, RANK, BR):
+            narrow = tl.reshape(b.load([expert, 0, n * BN, r]), (2 * BN, BR))
+            acc = tl.dot(u.load([first, r]), narrow.T, acc)
         gate, up = halves(acc)
         gate = with_bias(gate, bias, expert * 2 * F, n * BN, F, BIAS, BN)
         up = with_bias(up, bias, expert * 2 * F + F, n * BN, F, BIAS, BN)
@@ -79,13 +86,13 @@ def put_rows(out, a_out, first, left, column, value, bias, begin, N, ACT: tl.con
 
 @triton.jit
 def rows_times_weight(
-    x, index, w, bias, out, a_out, tiles, num_tiles, capacity, x_stride, K, N,
-    ACT: tl.constexpr, BIAS: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr,
-    TRANSPOSED: tl.constexpr, FLATTEN: tl.constexpr, GROUP: tl.constexpr, STAGGER: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+    x, index, w, bias, u, b, scale, out, a_out, tiles, num_tiles, capacity, x_stride, K, N,
+    ACT: tl.constexpr, BIAS: tl.constexpr, RANK: tl.constexpr, SCALED: tl.constexpr, GATHER: tl.constexpr,
+    EVEN: tl.constexpr, TRANSPOSED: tl.constexpr, FLATTEN: tl.constexpr, GROUP: tl.constexpr,
+    STAGGER: tl.constexpr, PROGRAMS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """out_m = x_m W_e: w is [experts, K, N], or [experts x N, K] when TRANSPOSED.
+    """out_m = x_m W_e + u_m B_e: w is [experts, K, N], or [experts x N, K] when TRANSPOSED; b likewise.
 
     Expert 3, N = 256, K = 64, TRANSPOSED, n = 1, BN = 128: w rows 896 to 1024, columns k to k + BK.
     """
@@ -104,6 +111,14 @@ def rows_times_weight(
             else:
                 weight = tl.reshape(w.load([expert, k, n * BN]), (BK, BN))
             acc = tl.dot(rows, weight, acc)
+        for r in tl.static_range(0, RANK, BR):
+            if TRANSPOSED:
+                narrow = b.load([expert * N + n * BN, r]).T
+            else:
+                narrow = tl.reshape(b.load([expert, r, n * BN]), (BR, BN))
+            acc = tl.dot(u.load([first, r]), narrow, acc)
+        if SCALED:
+            acc = acc * scale
         if SPLIT == 2:
             left_half, right_half = halves(acc)
             put_rows(out, a_out, first, left, n * BN, left_half, bias, expert * N, N, ACT, BIAS)

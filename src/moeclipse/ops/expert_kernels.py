@@ -1,0 +1,237 @@
+"""The kernels of experts, launched: descriptors, tiles and grids for the calls of `ops/expert_mlp`.
+
+Whoever comes here has asked `expert_mlp.mlp_fits`. Nothing waits for the host, and nothing is launched for
+each expert: programs read on the device which rows are whose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from moeclipse.ops.activation import GATED, Activation
+from moeclipse.ops.grouping import ROW_TILE, Grouping
+from moeclipse.ops.tuning import Tile, delay, num_programs, tile_for
+
+WIDEST_BLOCK = 64
+"""Columns of a narrow operand that are multiplied at once."""
+
+
+class More(NamedTuple):
+    """A product that is added inside another one's sum."""
+
+    rows_MR: torch.Tensor
+    weight: torch.Tensor
+    """[E, N, R] beside weights that are [E, N, K]; [E, R, N] beside those that are [E, K, N]."""
+
+
+def up_kernel(
+    x: torch.Tensor,
+    up_EHD: torch.Tensor,
+    grouping: Grouping,
+    index_M: torch.Tensor | None = None,
+    tile: Tile | None = None,
+    *,
+    activation: Activation = "swiglu",
+    bias_EH: torch.Tensor | None = None,
+    more: More | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from triton.tools.ragged_tma import create_ragged_descriptor
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from moeclipse.ops.triton import expert_forward
+
+    if activation not in GATED:
+        return _up_without_gate(x, up_EHD, grouping, index_M, tile, activation, bias_EH, more)
+    D, F = x.shape[1], up_EHD.shape[1] // 2
+    tile = tile or tile_for(_beside("up", more), x.device, D, F)
+    rank, block = _narrow(more)
+    u = b = None
+    if more is not None:
+        u = TensorDescriptor.from_tensor(more.rows_MR, [ROW_TILE, block])
+        b = TensorDescriptor.from_tensor(more.weight.unflatten(1, (2, F)), [1, 2, tile.n, block])
+    h = x.new_empty(grouping.num_rows, 2 * F)
+    a = x.new_empty(grouping.num_rows, F)
+    out_block = [ROW_TILE, tile.n]
+    expert_forward.up_gated[(num_programs(tile, x.device),)](
+        x if index_M is not None else TensorDescriptor.from_tensor(x, [ROW_TILE, tile.k]), index_M,
+        TensorDescriptor.from_tensor(up_EHD.unflatten(1, (2, F)), [1, 2, tile.n, tile.k]),
+        _plain(bias_EH), u, b,
+        create_ragged_descriptor(h[:, :F], out_block), create_ragged_descriptor(h[:, F:], out_block),
+        create_ragged_descriptor(a, out_block),
+        grouping.tiles_3C, grouping.num_tiles, _capacity(grouping), x.stride(0), D, F,
+        ACT=activation, BIAS=bias_EH is not None, RANK=rank,
+        GATHER=index_M is not None, EVEN=D % tile.k == 0, FLATTEN=tile.flatten, GROUP=tile.group,
+        STAGGER=delay(tile, x.device, _capacity(grouping) * -(-F // tile.n)),
+        PROGRAMS=num_programs(tile, x.device), BM=ROW_TILE, BN=tile.n, BK=tile.k, BR=block,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return h, a
+
+
+def _up_without_gate(
+    x: torch.Tensor,
+    up_EFD: torch.Tensor,
+    grouping: Grouping,
+    index_M: torch.Tensor | None,
+    tile: Tile | None,
+    activation: Activation,
+    bias_EF: torch.Tensor | None,
+    more: More | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tile = tile or tile_for(_beside("up, no gate", more), x.device, *up_EFD.shape[1:])
+    a = x.new_empty(grouping.num_rows, up_EFD.shape[1])
+    how: dict[str, Any] = {
+        "index_M": index_M,
+        "bias": bias_EF,
+        "activation": activation,
+        "a": a,
+        "more": more,
+    }
+    return _rows_times_weight(x, up_EFD, grouping, tile, transposed=True, **how), a
+
+
+def down_kernel(
+    a_MF: torch.Tensor,
+    down_EDF: torch.Tensor,
+    grouping: Grouping,
+    tile: Tile | None = None,
+    *,
+    bias_ED: torch.Tensor | None = None,
+    more: More | None = None,
+) -> torch.Tensor:
+    tile = tile or tile_for(_beside("down", more), a_MF.device, *down_EDF.shape[1:])
+    return _rows_times_weight(a_MF, down_EDF, grouping, tile, transposed=True, bias=bias_ED, more=more)
+
+
+def d_rows_kernel(
+    d_h_MH: torch.Tensor,
+    up_EHD: torch.Tensor,
+    grouping: Grouping,
+    tile: Tile | None = None,
+    *,
+    more: More | None = None,
+) -> torch.Tensor:
+    tile = tile or tile_for(_beside("d_rows", more), d_h_MH.device, *up_EHD.shape[1:])
+    return _rows_times_weight(d_h_MH, up_EHD, grouping, tile, transposed=False, more=more)
+
+
+def narrow_kernel(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    grouping: Grouping,
+    index_M: torch.Tensor | None = None,
+    tile: Tile | None = None,
+    *,
+    scale: float,
+    transposed: bool,
+) -> torch.Tensor:
+    rank = weight.shape[1 if transposed else 2]
+    line = "narrow" if rank <= WIDEST_BLOCK else "narrow, 256 columns"
+    tile = tile or replace(tile_for(line, rows.device, *weight.shape[1:]), n=_columns(rank))
+    how: dict[str, Any] = {"transposed": transposed, "index_M": index_M, "scale": scale}
+    return _rows_times_weight(rows, weight, grouping, tile, **how)
+
+
+def d_hidden_kernel(
+    dy: torch.Tensor,
+    scores_M: torch.Tensor,
+    h_MH: torch.Tensor,
+    down_EDF: torch.Tensor,
+    grouping: Grouping,
+    index_M: torch.Tensor | None = None,
+    tile: Tile | None = None,
+    *,
+    activation: Activation = "swiglu",
+    more: More | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The product, then one pass that turns dA into score x a where it lies: no buffer for dA alone."""
+    from moeclipse.ops.triton import expert_backward
+
+    F = down_EDF.shape[2]
+    tile = tile or tile_for(_beside("d_hidden", more), dy.device, *down_EDF.shape[1:])
+    how: dict[str, Any] = {"transposed": False, "index_M": index_M, "more": more}
+    d_a_scaled = _rows_times_weight(dy, down_EDF, grouping, tile, **how)
+    d_h = torch.empty_like(h_MH)
+    d_score = dy.new_empty(grouping.num_rows, dtype=torch.float32)
+    block_f = min(1024, 1 << (F - 1).bit_length())
+    block_m = max(1, 2048 // block_f)
+    expert_backward.activation_backward[(-(-grouping.num_rows // block_m),)](
+        d_a_scaled, h_MH, scores_M.contiguous(), d_h, d_score, grouping.offsets_E1, len(grouping.counts_E), F,
+        ACT=activation, GATED=activation in GATED, BLOCK_M=block_m, BLOCK_F=block_f, num_warps=8,
+    )  # fmt: skip
+    return d_h, d_a_scaled, d_score
+
+
+def _rows_times_weight(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    grouping: Grouping,
+    tile: Tile,
+    *,
+    transposed: bool,
+    index_M: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    a: torch.Tensor | None = None,
+    more: More | None = None,
+    scale: float = 1.0,
+) -> torch.Tensor:
+    """The product; with an activation, its value goes to `a` on the way."""
+    from triton.tools.ragged_tma import create_ragged_descriptor
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from moeclipse.ops.triton import expert_forward
+
+    K, N = rows.shape[1], weight.shape[1 if transposed else 2]
+    out = rows.new_empty(grouping.num_rows, N)
+
+    def described(weight: torch.Tensor, block: int) -> TensorDescriptor:
+        if transposed:
+            return TensorDescriptor.from_tensor(weight.flatten(0, 1), [tile.n, block])
+        return TensorDescriptor.from_tensor(weight, [1, block, tile.n])
+
+    rank, block = _narrow(more)
+    u = None if more is None else TensorDescriptor.from_tensor(more.rows_MR, [ROW_TILE, block])
+    b = None if more is None else described(more.weight, block)
+    gather, piece = index_M is not None, [ROW_TILE, tile.n // tile.split]
+    expert_forward.rows_times_weight[(num_programs(tile, rows.device),)](
+        rows if gather else TensorDescriptor.from_tensor(rows, [ROW_TILE, tile.k]), index_M,
+        described(weight, tile.k), _plain(bias), u, b, scale,
+        create_ragged_descriptor(out, piece), None if a is None else create_ragged_descriptor(a, piece),
+        grouping.tiles_3C, grouping.num_tiles, _capacity(grouping), rows.stride(0), K, N,
+        ACT=activation or "none", BIAS=bias is not None, RANK=rank, SCALED=scale != 1.0,
+        GATHER=gather, EVEN=K % tile.k == 0, TRANSPOSED=transposed, FLATTEN=tile.flatten, GROUP=tile.group,
+        STAGGER=delay(tile, rows.device, _capacity(grouping) * -(-N // tile.n)),
+        PROGRAMS=num_programs(tile, rows.device), BM=ROW_TILE, BN=tile.n, BK=tile.k, BR=block,
+        SPLIT=tile.split,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+def _beside(kernel: str, more: More | None) -> str:
+    """The line of the table: a second product takes shared memory."""
+    return kernel if more is None else f"{kernel} and adapter"
+
+
+def _narrow(more: More | None) -> tuple[int, int]:
+    """(rank, columns of it that are multiplied at once); (0, 16): there is none."""
+    rank = 0 if more is None else more.rows_MR.shape[1]
+    return rank, min(_columns(rank), WIDEST_BLOCK)
+
+
+def _columns(rank: int) -> int:
+    """A block of a tensor core that holds them."""
+    return max(16, 1 << (rank - 1).bit_length()) if rank else 16
+
+
+def _plain(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else bias.contiguous()
+
+
+def _capacity(grouping: Grouping) -> int:
+    assert grouping.tiles_3C is not None
+    return grouping.tiles_3C.shape[1]

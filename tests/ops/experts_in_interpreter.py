@@ -1,0 +1,90 @@
+"""The experts' kernels in Triton's interpreter, against their references (`in_interpreter` runs it)."""
+
+from __future__ import annotations
+
+import torch
+from routings import KINDS, report, routing
+
+from moeclipse.ops import expert_kernels, expert_mlp
+from moeclipse.ops.activation import ACTIVATIONS, hidden_width
+from moeclipse.ops.grouping import group_rows_kernel
+from moeclipse.ops.tuning import Tile
+
+
+def check_experts(
+    kind: str,
+    d: int,
+    f: int,
+    dtype: torch.dtype,
+    *,
+    gather: bool,
+    flatten: bool,
+    activation: str = "swiglu",
+    biased: bool = False,
+    rank: int = 0,
+) -> None:
+    ids = routing(kind)
+    grouping = group_rows_kernel(ids, 5)
+    used = int(grouping.offsets_E1[-1])
+    name = f"{kind} {d}x{f} {'gathered' if gather else 'as they lie'} {activation}{' bias' if biased else ''}"
+    name += f" rank {rank}" if rank else ""
+    index = grouping.row_token_M if gather else None
+    num_rows, width = len(ids) if gather else grouping.num_rows, hidden_width(activation, f)
+    up = (torch.randn(5, width, d) * d**-0.5).to(dtype)
+    down = (torch.randn(5, d, f) * f**-0.5).to(dtype)
+    up_bias, down_bias = (torch.randn(5, n).to(dtype) if biased else None for n in (width, d))
+    x, dy = torch.randn(num_rows, d).to(dtype), torch.randn(num_rows, d).to(dtype)
+    scores = torch.rand(grouping.num_rows, 2)[:, 1]  # as they arrive by dispatch: a column
+    tile = Tile(n=32, k=16, flatten=flatten)
+    adapters = Adapters(rank, grouping.num_rows, d, f, width, dtype)
+    options = {"activation": activation, "bias_EH": up_bias, "more": adapters.up}
+    expected_h, expected_a = expert_mlp.up_reference(x, up, grouping, index, **options)
+    h, a = expert_mlp.up_kernel(x, up, grouping, index, tile, **options)
+    report(f"h {name}", h[:used], expected_h[:used])
+    report(f"a {name}", a[:used], expected_a[:used])
+    options = {"bias_ED": down_bias, "more": adapters.down}
+    y = expert_mlp.down_kernel(expected_a, down, grouping, Tile(n=32, k=16, split=2), **options)
+    expected_y = expert_mlp.down_reference(expected_a, down, grouping, **options)
+    report(f"y {name}", y[:used], expected_y[:used])
+    back = (dy, scores, expected_h, down, grouping, index)
+    options = {"activation": activation, "more": adapters.d_hidden}
+    got = expert_mlp.d_hidden_kernel(*back, tile, **options)
+    expected = expert_mlp.d_hidden_reference(*back, **options)
+    for part, ours, theirs in zip(("dh", "scaled", "dscore"), got, expected, strict=True):
+        report(f"{part} {name}", ours[:used], theirs[:used])
+    back = (expected[0], up, grouping)
+    dx = expert_mlp.d_rows_kernel(*back, tile, more=adapters.d_rows)
+    report(f"dx {name}", dx[:used], expert_mlp.d_rows_reference(*back, more=adapters.d_rows)[:used])
+    if rank:
+        a, b = torch.randn(5, rank, d).to(dtype), torch.randn(5, d, rank).to(dtype)
+        for transposed, weight in ((True, a), (False, b)):
+            how = {"scale": 1.5, "transposed": transposed}
+            u = expert_mlp.narrow_kernel(x, weight, grouping, index, Tile(n=16, k=16), **how)
+            expected_u = expert_mlp.narrow_reference(x, weight, grouping, index, **how)
+            report(f"u {name} {transposed}", u[:used], expected_u[:used])
+
+
+class Adapters:
+    """What each product takes into its sum; nothing for rank 0."""
+
+    def __init__(self, rank: int, rows: int, d: int, f: int, width: int, dtype: torch.dtype) -> None:
+        shapes = {"up": (width, rank), "down": (d, rank), "d_hidden": (rank, f), "d_rows": (rank, d)}
+        for name, shape in shapes.items():
+            more = expert_kernels.More(torch.randn(rows, rank).to(dtype), torch.randn(5, *shape).to(dtype))
+            setattr(self, name, more if rank else None)
+
+
+def all_experts() -> None:
+    for number, kind in enumerate(KINDS):
+        check_experts(kind, 40, 24, torch.float32, gather=number % 2 == 0, flatten=number % 3 == 0)
+    check_experts("skewed", 64, 32, torch.float16, gather=True, flatten=True)
+    for number, name in enumerate(ACTIVATIONS):
+        options = {"gather": number % 2 == 0, "flatten": number > 1, "activation": name}
+        check_experts("unused", 40, 24, torch.float32, biased=True, **options)
+    for number, rank in enumerate((8, 16, 72)):
+        options = {
+            "gather": number % 2 == 0,
+            "flatten": number > 1,
+            "activation": ("gelu", "swiglu")[number % 2],
+        }
+        check_experts("unused", 40, 24, torch.float32, biased=number == 1, rank=rank, **options)
