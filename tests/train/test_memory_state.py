@@ -43,7 +43,7 @@ def gradients(mesh: Mesh, config: TrainConfig) -> Pieces:
     for step in range(3):
         learner.backward(step)
         pieces = reduced(learner)
-        memory_state.end_step(learner.model, skipped=False)
+        memory_state.end_step(learner.memories, skipped=False)
     return pieces
 
 
@@ -167,7 +167,7 @@ def frozen_losses(mesh: Mesh, config: TrainConfig) -> list[float]:
     learner, losses = Learner(config, mesh), []
     for step in range(learner.batches.streams.length + 1):
         losses.append(float(learner.backward(step)["loss"]))
-        memory_state.end_step(learner.model, skipped=False)
+        memory_state.end_step(learner.memories, skipped=False)
     return losses
 
 

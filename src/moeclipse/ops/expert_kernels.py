@@ -46,7 +46,7 @@ def up_kernel(
     if activation not in GATED:
         return _up_without_gate(x, up_EHD, grouping, index_M, tile, activation, bias_EH, more)
     D, F = x.shape[1], up_EHD.shape[1] // 2
-    tile = tile or tile_for(_beside("up", more), x.device, D, F)
+    tile = tile or tile_for(line_of("up", more), x.device, D, F)
     rank, block = _narrow(more)
     u = b = None
     if more is not None:
@@ -81,7 +81,7 @@ def _up_without_gate(
     bias_EF: torch.Tensor | None,
     more: More | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tile = tile or tile_for(_beside("up, no gate", more), x.device, *up_EFD.shape[1:])
+    tile = tile or tile_for(line_of("up, no gate", more), x.device, *up_EFD.shape[1:])
     a = x.new_empty(grouping.num_rows, up_EFD.shape[1])
     how: dict[str, Any] = {
         "index_M": index_M,
@@ -102,7 +102,7 @@ def down_kernel(
     bias_ED: torch.Tensor | None = None,
     more: More | None = None,
 ) -> torch.Tensor:
-    tile = tile or tile_for(_beside("down", more), a_MF.device, *down_EDF.shape[1:])
+    tile = tile or tile_for(line_of("down", more), a_MF.device, *down_EDF.shape[1:])
     return _rows_times_weight(a_MF, down_EDF, grouping, tile, transposed=True, bias=bias_ED, more=more)
 
 
@@ -114,7 +114,7 @@ def d_rows_kernel(
     *,
     more: More | None = None,
 ) -> torch.Tensor:
-    tile = tile or tile_for(_beside("d_rows", more), d_h_MH.device, *up_EHD.shape[1:])
+    tile = tile or tile_for(line_of("d_rows", more), d_h_MH.device, *up_EHD.shape[1:])
     return _rows_times_weight(d_h_MH, up_EHD, grouping, tile, transposed=False, more=more)
 
 
@@ -129,8 +129,7 @@ def narrow_kernel(
     transposed: bool,
 ) -> torch.Tensor:
     rank = weight.shape[1 if transposed else 2]
-    line = "narrow" if rank <= WIDEST_BLOCK else "narrow, 256 columns"
-    tile = tile or replace(tile_for(line, rows.device, *weight.shape[1:]), n=_columns(rank))
+    tile = tile or replace(tile_for(narrow_line(rank), rows.device, *weight.shape[1:]), n=columns_of(rank))
     how: dict[str, Any] = {"transposed": transposed, "index_M": index_M, "scale": scale}
     return _rows_times_weight(rows, weight, grouping, tile, **how)
 
@@ -151,7 +150,7 @@ def d_hidden_kernel(
     from moeclipse.ops.triton import expert_backward
 
     F = down_EDF.shape[2]
-    tile = tile or tile_for(_beside("d_hidden", more), dy.device, *down_EDF.shape[1:])
+    tile = tile or tile_for(line_of("d_hidden", more), dy.device, *down_EDF.shape[1:])
     how: dict[str, Any] = {"transposed": False, "index_M": index_M, "more": more}
     d_a_scaled = _rows_times_weight(dy, down_EDF, grouping, tile, **how)
     d_h = torch.empty_like(h_MH)
@@ -212,18 +211,22 @@ def _rows_times_weight(
     return out
 
 
-def _beside(kernel: str, more: More | None) -> str:
-    """The line of the table: a second product takes shared memory."""
+def line_of(kernel: str, more: More | None = None) -> str:
+    """Of the table of tiles: what an adapter brings takes shared memory."""
     return kernel if more is None else f"{kernel} and adapter"
+
+
+def narrow_line(rank: int) -> str:
+    return "narrow" if rank <= WIDEST_BLOCK else "narrow, 256 columns"
 
 
 def _narrow(more: More | None) -> tuple[int, int]:
     """(rank, columns of it that are multiplied at once); (0, 16): there is none."""
     rank = 0 if more is None else more.rows_MR.shape[1]
-    return rank, min(_columns(rank), WIDEST_BLOCK)
+    return rank, min(columns_of(rank), WIDEST_BLOCK)
 
 
-def _columns(rank: int) -> int:
+def columns_of(rank: int) -> int:
     """A block of a tensor core that holds them."""
     return max(16, 1 << (rank - 1).bit_length()) if rank else 16
 

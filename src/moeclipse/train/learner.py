@@ -21,6 +21,7 @@ from moeclipse.comm.flight.exchange import gather, sum_of_parts
 from moeclipse.comm.flight.reading import Reading
 from moeclipse.comm.flight.record import StepStamps
 from moeclipse.comm.mesh import Mesh
+from moeclipse.model.memory import memories
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.dynamic_gates import BORN_LATER
 from moeclipse.moe.given import expert_group
@@ -118,6 +119,7 @@ class Learner:
         self.evaluated: dict[str, Any] = {}
         """What was said of the last state that was evaluated."""
         self.layers = [layer for _, layer in moe_layers(self.model)]
+        self.memories = tuple(memories(self.model))
         self.bad = BadSteps(optim.max_bad_steps)
         self.signals: Callable[[], int] = lambda: 0
         """A number that every rank learns of every other with a step's results (`train/saving`)."""
@@ -150,7 +152,7 @@ class Learner:
         place = mesh.rank if self.model.tp.parts_tokens else mesh.data_index
         torch.manual_seed(key_of(self.config.run.seed, step, place) >> 1)
         self.buckets.zero()
-        memory_state.begin_step(self.model, self.batches.continues(step))
+        memory_state.begin_step(self.memories, self.batches.continues(step))
         for layer in self.layers:
             layer.load_E.zero_()
         if self.pipelined is None:
@@ -190,9 +192,8 @@ class Learner:
         return self.evaluated
 
     def _step(self, step: int, tries: int) -> dict[str, Any]:
-        recorder = self.mesh.recorder
         self.mesh.watch.log.begin_step(step)
-        recorder.begin_step()
+        (recorder := self.mesh.recorder).begin_step()
         sums = self.backward(step)
         with recorder.compute("update"):
             lr, scale = learning_rate(self.config.optim, step, self.config.run.steps), self.loss_scale.value
@@ -270,7 +271,7 @@ class Learner:
     def _between(self, step: int, skipped: bool) -> list[str]:
         notes = self.placement.after_step(step, self.loads.trace)
         notes += self.graphs.take_notes() if self.graphs is not None else []
-        memory_state.end_step(self.model, skipped=skipped)
+        memory_state.end_step(self.memories, skipped=skipped)
         self.integrity.remember(step + 1)
         return notes
 
@@ -287,7 +288,7 @@ class Learner:
         for layer in self.layers:
             layer.gate.take_seen()  # seen twice
         if transient and tries > 1:
-            memory_state.end_step(self.model, skipped=True)
+            memory_state.end_step(self.memories, skipped=True)
             raise Accident(f"step {step}: {self.bad.why}; the step is computed anew")
         return [f"step {step}: {self.bad.why}"]
 
@@ -321,7 +322,7 @@ class Learner:
 
     def _pieces(self) -> list[Piece]:
         """What this rank saves."""
-        pieces = [*self.optim.pieces(), *memory_state.memory_pieces(self.model, self.batches)]
+        pieces = [*self.optim.pieces(), *memory_state.memory_pieces(self.memories, self.batches)]
         if self.mesh.stage.index == 0:
             pieces += [
                 Piece(name=f"buffer/{name}", shape=tuple(buffer.shape), start=0, data=buffer.flatten())
@@ -348,7 +349,7 @@ class Learner:
             # Another cut of rows would round sums differently.
             layer.schedule.load_state(state["exchange"][number])
         self.load_buffers(checkpoint, needed=True)
-        memory_state.load_memory(self.model, self.batches, self.mesh, checkpoint)
+        memory_state.load_memory(self.memories, self.batches, self.mesh, checkpoint)
         sharded = self.config.moe.expert_tp == "sharded"
         self.loads.load(checkpoint, self.mesh.num_data if sharded else self.mesh.stage.size)
         self.integrity.remember(step)

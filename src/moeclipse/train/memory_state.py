@@ -7,31 +7,29 @@ After a step that was skipped nothing is kept: what a bad step computed must not
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from torch import nn
+from collections.abc import Iterator, Sequence
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.model.memory import memories
+from moeclipse.model.memory import LayerMemory
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, Piece
 from moeclipse.train.data import Batches
 
 
-def begin_step(model: nn.Module, continues: bool) -> None:
+def begin_step(memories: Sequence[LayerMemory], continues: bool) -> None:
     """Where the text does not go on, nothing is remembered."""
-    for memory in memories(model):
+    for memory in memories:
         if not continues:
             memory.forget()
 
 
-def end_step(model: nn.Module, *, skipped: bool) -> None:
-    for memory in memories(model):
+def end_step(memories: Sequence[LayerMemory], *, skipped: bool) -> None:
+    for memory in memories:
         memory.turn(keep=not skipped)
 
 
-def memory_pieces(model: nn.Module, batches: Batches) -> Iterator[Piece]:
+def memory_pieces(memories: Sequence[LayerMemory], batches: Batches) -> Iterator[Piece]:
     """What this rank's samples left, as pieces of logical tensors."""
-    for memory in memories(model):
+    for memory in memories:
         for (microbatch, first), past, row in memory.kept():
             width = past.x_TD.shape[1]
             begin = batches.rows(microbatch)[0] + first
@@ -43,9 +41,11 @@ def memory_pieces(model: nn.Module, batches: Batches) -> Iterator[Piece]:
             )
 
 
-def load_memory(model: nn.Module, batches: Batches, mesh: Mesh, checkpoint: Checkpoint) -> None:
+def load_memory(
+    memories: Sequence[LayerMemory], batches: Batches, mesh: Mesh, checkpoint: Checkpoint
+) -> None:
     """Each rank reads the rows of its own samples."""
-    for memory in memories(model):
+    for memory in memories:
         memory.turn(keep=False)
         name = f"memory/{memory.layer}"
         if name not in checkpoint:

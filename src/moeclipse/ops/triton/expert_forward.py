@@ -64,9 +64,14 @@ def up_gated(
             rows = load_rows(x, start, k, D, GATHER, BK, EVEN)
             weight = tl.reshape(w.load([expert, 0, n * BN, k]), (2 * BN, BK))
             acc = tl.dot(rows, weight.T, acc)
-        for r in tl.static_range(0, RANK, BR):
-            narrow = tl.reshape(b.load([expert, 0, n * BN, r]), (2 * BN, BR))
-            acc = tl.dot(u.load([first, r]), narrow.T, acc)
+        if RANK <= 2 * BR:
+            for r in tl.static_range(0, RANK, BR):
+                narrow = tl.reshape(b.load([expert, 0, n * BN, r]), (2 * BN, BR))
+                acc = tl.dot(u.load([first, r]), narrow.T, acc)
+        else:  # more blocks than shared memory has room for at once
+            for r in tl.range(0, RANK, BR, num_stages=1):
+                narrow = tl.reshape(b.load([expert, 0, n * BN, r]), (2 * BN, BR))
+                acc = tl.dot(u.load([first, r]), narrow.T, acc)
         gate, up = halves(acc)
         gate = with_bias(gate, bias, expert * 2 * F, n * BN, F, BIAS, BN)
         up = with_bias(up, bias, expert * 2 * F + F, n * BN, F, BIAS, BN)
@@ -82,6 +87,18 @@ def put_rows(out, a_out, first, left, column, value, bias, begin, N, ACT: tl.con
     store_clipped(out, first, left, column, value)
     if ACT != "none":
         store_clipped(a_out, first, left, column, value_of(value, ACT))
+
+
+@triton.jit
+def narrow_weight(
+    b, expert, r, n, N, TRANSPOSED: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr
+):  # fmt: skip
+    """Rows r to r + BR of an adapter's second weight, columns n * BN to (n + 1) * BN."""
+    if TRANSPOSED:
+        weight = b.load([expert * N + n * BN, r]).T
+    else:
+        weight = tl.reshape(b.load([expert, r, n * BN]), (BR, BN))
+    return weight
 
 
 @triton.jit
@@ -111,12 +128,12 @@ def rows_times_weight(
             else:
                 weight = tl.reshape(w.load([expert, k, n * BN]), (BK, BN))
             acc = tl.dot(rows, weight, acc)
-        for r in tl.static_range(0, RANK, BR):
-            if TRANSPOSED:
-                narrow = b.load([expert * N + n * BN, r]).T
-            else:
-                narrow = tl.reshape(b.load([expert, r, n * BN]), (BR, BN))
-            acc = tl.dot(u.load([first, r]), narrow, acc)
+        if RANK <= 2 * BR:
+            for r in tl.static_range(0, RANK, BR):
+                acc = tl.dot(u.load([first, r]), narrow_weight(b, expert, r, n, N, TRANSPOSED, BN, BR), acc)
+        else:
+            for r in tl.range(0, RANK, BR, num_stages=1):
+                acc = tl.dot(u.load([first, r]), narrow_weight(b, expert, r, n, N, TRANSPOSED, BN, BR), acc)
         if SCALED:
             acc = acc * scale
         if SPLIT == 2:
