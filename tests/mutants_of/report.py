@@ -95,6 +95,22 @@ MUTANTS = (
         survived=True,
     ),
     Mutant(
+        "report/gain.py",
+        "STILL = 0.25",
+        "STILL = 100.0",
+        "report/test_gain.py::test_other_work_beside_a_plan_is_no_gain",
+        "compute may move beside a plan",
+        "other work that ends is told as a plan's gain",
+    ),
+    Mutant(
+        "report/gain.py",
+        "min(max(found.ms, -waits), waited)",
+        "found.ms",
+        "report/test_gain.py::test_no_more_is_won_than_was_waited",
+        "plans may win more than was waited",
+        "a gain is told that cannot be",
+    ),
+    Mutant(
         "report/fail_if.py",
         "        if value is None or not math.isfinite(value):\n",
         "        if value is None:\n",
