@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from moeclipse.report.run import RunData, number
+from moeclipse.report.run import RunData
 
 FEWEST_STEPS, MOST_STEPS = 5, 20
 """On each side: fewer say nothing, and more may be of another time."""
@@ -128,7 +128,7 @@ def cost_of_a_row(run: RunData) -> float | None:
     if rows is None or compute is None or rows.shape[1] < 2:
         return None
     whole = np.isfinite(rows).all(1) & np.isfinite(compute).all(1)
-    warm = run.steps.rank_step >= number(run.config.get("metrics.warmup_steps"), 3)
+    warm = run.warm[np.isin(run.steps.step, run.steps.rank_step)]
     rows, compute = rows[whole & warm], compute[whole & warm]
     if len(rows) < 3:
         return None
@@ -164,7 +164,7 @@ class Lines:
         rows = run.steps.ranks.get("rows")
         if rows is None or rows.shape[1] < 2:
             return None
-        told = np.isin(run.steps.step, run.steps.rank_step)
+        told = np.isin(run.steps.step, run.steps.rank_step)  # of all starts: plans are kept by checkpoints
         step_ms, straggle, exposed = (
             run.steps.column(f"{name}_ms")[told] for name in ("step", "straggle", "exposed")
         )
@@ -176,7 +176,7 @@ class Lines:
             step_ms=step_ms,
             straggle_ms=straggle,
             rest_ms=rest,
-            counts=whole & run.window[told],
+            counts=whole & run.warm[told],
         )
 
 

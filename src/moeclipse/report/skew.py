@@ -48,7 +48,7 @@ class Outlook:
 @dataclass(frozen=True, kw_only=True)
 class Skew:
     balance: float
-    """Mean over fullest rank: the median of the steps."""
+    """Mean over fullest rank, on average over layers and steps."""
     cost_ms: float | None
     """Of a step, spent waiting for the fullest rank; None: not known."""
     share: float | None
@@ -82,10 +82,10 @@ def skew_of(run: RunData) -> Skew | None:
     balance, step = balance[np.isfinite(balance)], step[np.isfinite(step)]
     if not len(balance) or not len(step):
         return None
-    step_ms = float(np.median(step))
+    step_ms = float(step.mean())
     cost = skew_ms(run)
     return Skew(
-        balance=float(np.median(balance)),
+        balance=float(balance.mean()),
         cost_ms=cost,
         share=None if cost is None else cost / max(step_ms, 1e-9),
         gain=gain_of(run),
@@ -104,8 +104,8 @@ def skew_ms(run: RunData) -> float | None:
         return None
     rows = run.steps.ranks["rows"][np.isin(run.steps.rank_step, run.steps.step[run.window])]
     rows = rows[np.isfinite(rows).all(1)]
-    above = float(np.median(rows.max(1) - rows.mean(1)))
-    return min(cost * above, float(np.median(straggle)))
+    above = float((rows.max(1) - rows.mean(1)).mean())
+    return min(cost * above, float(straggle.mean()))
 
 
 # --- what would have helped ------------------------------------------------------------------------------
@@ -129,14 +129,17 @@ def _outlook(run: RunData) -> Outlook | None:
     problems = list(problems_of(run))
     if not problems or not np.isfinite(step).any():
         return None
-    step_s = 1e-3 * float(np.nanmedian(step))
+    step_s = 1e-3 * float(np.nanmean(step))
     now = [problem.judge(problem.current) for problem in problems]
     then = list(now)
     for layer in np.argsort([score.balance for score in now], kind="stable")[:MOST_LAYERS].tolist():
         then[layer] = problems[layer].judge(planned(problems[layer]))
     before, after = (sum(score.total for score in scores) for scores in (now, then))
-    # Costs are measured apart from steps: what a plan saves is never more than its part of a real step.
-    saved = (before - after) * min(1.0, step_s / before) if before > 0 else 0.0
+    # Costs are measured apart from steps: what a plan saves is never more than its part of a real step, nor
+    # more than ranks waited there for each other and for rows.
+    waited = [run.steps.column(f"{part}_ms")[run.window] for part in ("straggle", "exposed")]
+    most = 1e-3 * float(sum(np.nanmean(part) for part in waited if np.isfinite(part).any()))
+    saved = min((before - after) * min(1.0, step_s / before), most) if before > 0 else 0.0
     if saved <= 0:
         return None
     return Outlook(
