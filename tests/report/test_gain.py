@@ -127,7 +127,7 @@ def test_plans_are_told_from_the_first_before_to_the_last_after(tmp_path: Path) 
     assert gain.rows is not None
     assert gain.rows.ms == pytest.approx(0.05 * 190), "not the sum of what each of them won"
     words = gain.in_words()
-    assert "3 plans moved experts: predicted to take 99.3 ms a step instead of 96.8" in words
+    assert "3 plans moved experts: predicted to take 99.3 ms a step instead of 96.8 (each for" in words
     assert "9.5 ms less to wait for it, if it was the plans that moved them" in words
     assert words.endswith("the clock cannot tell, there are too few steps without a plan")
 

@@ -88,6 +88,7 @@ class Gain:
         plans = "1 plan" if self.plans == 1 else f"{self.plans} plans"
         before, after = map(short, self.predicted_ms)
         told = f"{plans} moved experts: predicted to take {after} ms a step instead of {before}"
+        told += " (each for the loads of its time)" if self.plans > 1 else ""
         if self.above is None:
             return f"{told}; what that won is not known, there are too few steps around"
         return f"{told}; {self._rows(*self.above)}; {self._clock()}"
