@@ -34,6 +34,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "moe_train": ("step_ms", "tokens_per_s", "train_speedup"),
     "optim_states": ("fp32", "narrowest"),
     "overlap": ("compute", "communication", "blocking", "chosen", "in units", "smart + shadows"),
+    "placebo": ("places", "step_ms"),
     "placement": ("balance", "ms", "step_ms", "first", "weights", "memory_loss_difference"),
     "predicted": ("predicted_ms", "measured_ms", "ratio"),
     "report": ("read_s", "page_s", "page_mb", "name_us", "traced_ms"),

@@ -23,7 +23,7 @@ def by_name(items: Iterable[Finding]) -> dict[str, Finding]:
 def test_two_ranks_really_reduce() -> None:
     yes, text = checks.try_gloo()
     assert yes, text
-    assert text.startswith("two ranks all-reduced over loopback in ")
+    assert text.startswith("two ranks met over loopback and all-reduced, in ")
 
 
 def test_gloo_failures_are_reported_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,10 +158,16 @@ def test_experts_per_token_are_shown_where_tokens_choose(terminal: bool) -> None
 
 def test_the_summary_says_how_even_the_ranks_were() -> None:
     for more, told in (
-        ({"balance": 0.5, "placement": None}, "the fullest has 2.00 times the mean of rows\n"),
-        ({"balance": 0.96, "placement": None}, "the fullest has 1.04 times the mean of rows"),
-        ({"balance": 0.5, "placement": {"plans": 3, "parcels": 7}}, "rows; 3 plans taken, 7 transfers"),
-        ({"balance": 0.5, "placement": {"plans": 1, "parcels": 1}}, "1 plan taken, 1 transfer\n"),
+        (
+            {"balance": 0.5, "placement": None},
+            "ranks     at 0.50: rows of the mean rank over those of the fullest\n",
+        ),
+        ({"balance": 0.96, "placement": None}, "ranks     at 0.96: rows"),
+        (
+            {"balance": 0.5, "placement": {"plans": 3, "parcels": 7}},
+            "fullest; 3 plans taken, 7 transfers since the run was last started",
+        ),
+        ({"balance": 0.5, "placement": {"plans": 1, "parcels": 1}}, "1 plan taken, 1 transfer since"),
     ):
         display = Display(console(width=160))
         display.start(INFO)

@@ -140,4 +140,4 @@ def test_the_doctor_exchanges_rows() -> None:
     ask = "from moeclipse.cli.exchange import try_nccl; print(*try_nccl())"
     found = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
     assert found.stdout.startswith("True "), found
-    assert "exchanged 1024 KB in" in found.stdout
+    assert "sent each other 512 KiB in" in found.stdout

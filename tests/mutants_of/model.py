@@ -55,11 +55,19 @@ MUTANTS = (
     ),
     Mutant(
         "model/flops.py",
-        "        looked_up = 0 if model.tie_embeddings else model",
-        "        looked_up = model",
+        '(name == "embedding" and not tied)',
+        'name == "embedding"',
         "model/test_flops.py::test_a_tied_embedding_is_a_product_too",
         "the head of a tied model is no product",
         "MFU of tied models too low",
+    ),
+    Mutant(
+        "model/flops.py",
+        "            if not is_frozen(name):\n",
+        "            if name:\n",
+        "model/test_flops.py::test_what_is_frozen_is_not_updated",
+        "frozen weights have gradients of their own",
+        "runs with adapters take 169 % of what the work allows",
     ),
     Mutant(
         "model/flops.py",

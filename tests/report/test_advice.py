@@ -29,8 +29,9 @@ def test_blocking_exchanges_and_uneven_ranks(tmp_path: Path) -> None:
     assert list(found) == ["--placement.planner auto", "--moe.schedule auto"]
     assert found["--moe.schedule auto"].gain_ms == pytest.approx(6.0)
     assert found["--moe.schedule auto"].at_most
-    # A row costs 0.05 ms; the fullest rank has 170 rows more than the mean, in the median.
-    assert found["--placement.planner auto"].gain_ms == pytest.approx(0.05 * 170, rel=1e-6)
+    # A row costs 0.05 ms; the fullest rank has so many rows more than the mean.
+    above = sum(200 - 10 * (step % 7) for step in range(3, 20)) / 17
+    assert found["--placement.planner auto"].gain_ms == pytest.approx(0.05 * above, rel=1e-6)
     assert found["--placement.planner auto"].at_most, "the run has measured no costs of transfers"
 
 
@@ -63,6 +64,7 @@ def test_cuts_that_cost_more_than_they_hide(tmp_path: Path) -> None:
     text = '[moe]\nschedule = "smart"\n[placement]\nplanner = "greedy"\n'
     found = advised(make_run(tmp_path / "run"), text, {"exchange": [layer, {"measured_ms": None}, 3]})
     assert found["--moe.schedule auto"].gain_ms == pytest.approx(5.0)
+    assert found["--moe.schedule auto"].at_most, "a prediction may be wrong, too"
 
 
 def test_microbatches_that_could_overlap(tmp_path: Path) -> None:
@@ -93,7 +95,9 @@ def test_a_pipeline_with_a_shorter_bubble(tmp_path: Path) -> None:
     found = advised(make_run(tmp_path / "run"), f'{text}[pipeline]\nschedule = "1f1b"\n')
     (setting,) = found
     assert setting.startswith("--pipeline.schedule ")
-    assert 0.1 < (found[setting].gain_ms or 0) / 128 < 0.5
+    measures = measures_of(read_run(tmp_path / "run"))
+    spare = (measures["step_ms"] or 0) - (measures["compute_ms"] or 0)
+    assert 0.1 * 128 < spare == found[setting].gain_ms, "what is simulated would be more"
     best = setting.split()[1]
     assert advised(tmp_path / "run", f'{text}[pipeline]\nschedule = "{best}"\n') == {}
     assert advised(tmp_path / "run", f'{text}[pipeline]\noverlap = "pair"\n') == {}
@@ -112,5 +116,5 @@ def test_dropped_rows_bad_steps_waiting_for_disks_and_rising_loss(tmp_path: Path
 
 def test_words_tell_gain_and_reason() -> None:
     one = Advice(setting="--x 1", why="so", gain_ms=5.0, at_most=True)
-    assert one.in_words(100.0) == "--x 1: wins at most 5 % of a step (5.0 ms); so"
+    assert one.in_words(100.0) == "--x 1: wins at most 5 % of a step (5 ms); so"
     assert Advice(setting="--x 1", why="so").in_words(100.0) == "--x 1: so"

@@ -31,9 +31,8 @@ def test_a_choice_is_told_once_when_it_has_been_seen() -> None:
         assert note.after_step(layers, STEP) == [], "a layer is still trying"
     layers[1].schedule.has_chosen = True
     told = [note.after_step(layers, STEP) for _ in range(2 * SEEN_STEPS)]
-    line = (
-        "exchange: 2 steps x 2 chunks: 25 % of communication hidden; 5.0 ms, blocking took 1.25 times as long"
-    )
+    line = "exchange: 2 steps x 2 chunks: 25 % of communication hidden in 4 steps; 5.0 ms, "
+    line += "blocking took 1.25 times as long"
     assert told == [*[[]] * (SEEN_STEPS - 1), [line], *[[]] * SEEN_STEPS]
 
 

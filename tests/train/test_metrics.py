@@ -38,7 +38,7 @@ def test_the_summary_leaves_the_first_steps_out(tmp_path: Path) -> None:
     assert (found["hidden_fraction"], found["mean_experts"]) == (0.75, 2.5)
     assert found["balance"] == pytest.approx(0.65)
     assert found["load"] == [1 + 2 + 2 * 2, 2 * (1 + 3)]
-    assert (found["dropped"], found["skipped"], found["extra"]) == (2, 1, 7)
+    assert (found["dropped"], found["skipped"], found["extra"]) == (3, 1, 7)
     assert json.loads((tmp_path / "summary.json").read_text()) == found
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
@@ -163,3 +163,17 @@ def test_tensorboard_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match="needs TensorBoard; pip install"):
         make(tmp_path, tensorboard=True)
+
+
+def test_totals_are_of_the_whole_run(tmp_path: Path) -> None:
+    """After a resume, and after going back to a step: what is run again counts once."""
+    first = make(tmp_path)
+    for step in range(4):
+        first.add(record(step))
+    first.continue_from(2)
+    first.add(record(2))
+    assert [first.summary({})[key] for key in ("loss_first", "dropped", "skipped")] == [5.0, 3, 1]
+    resumed = make(tmp_path)
+    resumed.continue_from(3)
+    resumed.add(record(3))
+    assert [resumed.summary({})[key] for key in ("loss_first", "dropped", "skipped")] == [5.0, 4, 1]

@@ -15,7 +15,8 @@ from moeclipse.train.config import TrainConfig
 from moeclipse.train.learner import Learner
 from moeclipse.train.memory_table import MemoryTable
 from moeclipse.train.numbers import choose_dtype
-from moeclipse.train.state_bytes import state_bytes
+from moeclipse.train.optim_config import OptimConfig
+from moeclipse.train.state_bytes import least_work, state_bytes, update_bytes
 
 BIG: dict[str, Any] = {
     "model.num_layers": 4,
@@ -62,3 +63,25 @@ def test_what_is_told_is_what_is_taken(corpus: str, name: str) -> None:  # noqa:
     mesh = {axis: size for axis, size in axes.items() if axis != "ep"}  # what is left over
     for told, taken in run_ranks(2, both, config, **mesh):  # type: ignore[arg-type]
         assert told == pytest.approx(taken, rel=0.03), name
+
+
+@pytest.mark.parametrize(
+    ("optim", "held", "expected"),
+    [
+        ({}, torch.bfloat16, 2 * (4 + 8) + 2 * 4 + 2),
+        ({}, torch.float32, 2 * 8 + 2 * 4 + 2 * 4),
+        ({"master": "low-bits", "state": "8bit"}, torch.bfloat16, 2 * (2 + 2) + 2 * 4 + 2 * 2),
+        ({"master": "none", "state": "bf16", "main_grad": "bf16"}, torch.bfloat16, 2 * 4 + 2 * 2 + 2 * 2),
+    ],
+)
+def test_an_update_moves_what_it_holds(optim: dict[str, Any], held: torch.dtype, expected: float) -> None:
+    assert update_bytes(OptimConfig(**optim), held) == expected
+
+
+def test_the_least_work_of_a_run_knows_what_is_frozen(corpus: str) -> None:  # noqa: F811
+    cpu = torch.device("cpu")
+    full = least_work(configure(corpus), cpu)
+    some = least_work(configure(corpus, **{"optim.frozen": ("experts",)}), cpu)
+    adapted = least_work(configure(corpus, **{"lora.rank": 2}), cpu)
+    assert full.flops > some.flops > 0.6 * full.flops
+    assert full.update_bytes > some.update_bytes > adapted.update_bytes > 0

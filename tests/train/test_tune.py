@@ -35,14 +35,18 @@ def test_the_plain_setting_stays_unless_another_is_clearly_faster() -> None:
     assert tuning({WHOLE: [10.0, 11.0, 90.0], CUT: [10.8]}).chosen() == WHOLE
     assert tuning({WHOLE: [10.0], CUT: [9.0], peer: [8.0]}).chosen() == peer
     assert tuning({CUT: [9.0], peer: [8.0]}).chosen() == peer, "the plain one was not among them"
+    lucky = [7.0, 7.5, 8.0, 10.5]
+    assert tuning({WHOLE: [10.0], CUT: lucky}).chosen() == WHOLE, "one of its steps was slower"
+    assert tuning({WHOLE: [10.0], CUT: lucky, peer: [9.0, 9.5]}).chosen() == peer
+    assert tuning({WHOLE: [10.0], CUT: lucky}).table()[1].endswith(" 0.70 - 1.05")
     assert not replace(WHOLE, peer="off").plain
     head, first, second = tuning({WHOLE: [10.0], CUT: [8.0]}).table()
     assert head.split()[:2] == ["transport", "peer"]
     assert first.endswith("<- chosen")
     assert "2 steps x 2 chunks" in first
-    assert "0.800" in first
+    assert " 0.80 " in first
     assert "one go" in second
-    assert "1.000" in second
+    assert " 1.00 " in second
 
 
 def tuned(mesh: Mesh, config: TrainConfig) -> list[str]:

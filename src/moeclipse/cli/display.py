@@ -221,10 +221,9 @@ def summary_lines(summary: dict[str, Any], width: int, unicode: bool) -> list[tu
     price = summary.get("slowdown")
     if price is not None:
         lines[-1][1].append(Text(f"beside communication compute takes {price:.2f} times as long"))
-    load = [float(value) for value in summary.get("load") or []]
+    load, layers = [float(value) for value in summary.get("load") or []], summary.get("load_by_layer") or []
     if load:
-        lines.append(("load", load_chart(load, room, unicode)))
-    layers = summary.get("load_by_layer") or []
+        lines.append(("load", load_chart(load, room, unicode, layers=len(layers))))
     if len(layers) > 1:
         lines.append(("by layer", heat_lines(np.array(layers), room, unicode)))
     if summary.get("balance") is not None:
@@ -307,7 +306,9 @@ def share(parts: Sequence[float], cells: int) -> list[int]:
     return whole
 
 
-def load_chart(load: Sequence[float], room: int, unicode: bool, height: int = 3) -> list[Text]:
+def load_chart(
+    load: Sequence[float], room: int, unicode: bool, height: int = 3, layers: int = 1
+) -> list[Text]:
     """Tokens per expert as columns; neighbours are averaged when there are more experts than cells."""
     mean = sum(load) / len(load)
     worst = max(range(len(load)), key=load.__getitem__)
@@ -324,7 +325,8 @@ def load_chart(load: Sequence[float], room: int, unicode: bool, height: int = 3)
     if column >= len(str(len(load) - 1)) and len(values) == len(load):
         rows.append(Text(gap.join(f"{index:^{column}}" for index in range(len(load))), style="bright_black"))
     ratio = load[worst] / mean if mean else 1.0
-    busiest = f"{len(load)} experts; busiest is {worst} with {ratio:.2f} x the mean load"
+    over = f" over {layers} layers" if layers > 1 else ""  # of each number, the sum of them
+    busiest = f"{len(load)} experts{over}; busiest is {worst} with {ratio:.2f} x the mean load"
     idle = sum(value == 0 for value in load)
     return [*rows, Text(busiest + (f"; {idle} without a token" if idle else ""))]
 
@@ -376,8 +378,9 @@ def clock(seconds: float) -> str:
 
 def ranks_text(summary: dict[str, Any]) -> str:
     """How even the ranks were, and what was done about it; what that cost and won stands below."""
-    text = f"the fullest has {1 / max(summary['balance'], 1e-9):.2f} times the mean of rows"
+    text = f"at {summary['balance']:.2f}: rows of the mean rank over those of the fullest"
     placed = summary.get("placement") or {}
     if placed.get("plans"):
-        return f"{text}; {count(placed['plans'], 'plan')} taken, {count(placed['parcels'], 'transfer')}"
+        done = f"{count(placed['plans'], 'plan')} taken, {count(placed['parcels'], 'transfer')}"
+        return f"{text}; {done} since the run was last started"
     return text

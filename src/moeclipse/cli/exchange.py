@@ -63,7 +63,8 @@ def _exchange(rank: int, folder: str) -> Answer:
     assert arrived[ROWS // 2 :].eq(1.0).all(), "rows of rank 1 came changed"
     stop()
     where = "two ranks on a GPU each" if devices > 1 else "two ranks that share a GPU, over sockets,"
-    return True, f"{where} exchanged {rows.nbytes >> 10} KB in {1e3 * sorted(times)[ROUNDS // 2]:.2f} ms"
+    travelled = rows.nbytes // 2 >> 10  # the other half stays
+    return True, f"{where} sent each other {travelled} KiB in {1e3 * sorted(times)[ROUNDS // 2]:.2f} ms"
 
 
 def nccl(answer: Answer | None) -> Iterator[Finding]:

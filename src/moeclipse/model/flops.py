@@ -1,20 +1,28 @@
 """What a training step must compute and move, counted from a configuration: the ground on which speed stands.
 
-    flops       6 for each weight that a token meets in a product (2 forward, 4 backward), router included and
-                embedding not; and attention, 6 L H (d_qk + d_v) S a token, of which a causal one needs half
-    bytes       an update reads and writes optimizer state, master and rounded weights, and reads gradients
+    flops       of each weight that a token meets in a product 2 forward, 2 for the gradient of its input and
+                2 for its own, which frozen weights have not; router and adapters included, embedding not;
+                and attention, 6 H (d_qk + d_v) for each key that a token sees, in every layer
+    bytes       an update reads and writes optimizer state and weights of what is trained, and reads gradients
 
-Model FLOPs utilisation (MFU) is flops over time over the device's peak: recomputation does not count. The
-*limit* is the time of the products at the rate that products reach, and of the update at the memory's.
+Gradients of inputs count in every layer: also below the lowest weight that is trained they are computed
+(`Transformer.embed`). Model FLOPs utilisation (MFU) is flops over time over the device's peak: recomputation
+does not count, nor do keys behind a token. The *limit* is the time of the products at the rate that products
+reach, and of the update at the memory's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
+from moeclipse.comm.mesh import Mesh
 from moeclipse.cost.hardware import DEVICES, Device
 from moeclipse.model.config import ModelConfig
-from moeclipse.model.count import count_parameters
+from moeclipse.model.lora_config import NO_LORA, LoraConfig
+from moeclipse.model.transformer import Transformer
 from moeclipse.moe.config import GateConfig, MoEConfig
 
 UPDATE_BYTES = 34
@@ -31,17 +39,34 @@ class LeastWork:
 
     @classmethod
     def of(
-        cls, model: ModelConfig, moe: MoEConfig, gate: GateConfig, *, tokens: int, seq_len: int
+        cls,
+        model: ModelConfig,
+        moe: MoEConfig,
+        gate: GateConfig,
+        *,
+        tokens: int,
+        seq_len: int,
+        lora: LoraConfig = NO_LORA,
+        is_frozen: Callable[[str], bool] = lambda _: False,
+        bytes_each: float = UPDATE_BYTES,
     ) -> LeastWork:
-        everything, active = count_parameters(model, moe, gate)
-        looked_up = 0 if model.tie_embeddings else model.vocab_size * model.d_model
-        norms = (model.num_layers * (4 if model.norms == "both" else 2) + 1) * model.d_model
+        """`is_frozen`: by a parameter's name; `bytes_each`: that an update moves of a parameter."""
+        nowhere = Mesh.single(torch.device("meta"))
+        whole = Transformer(model, moe, gate, mesh=nowhere, lora=lora)
+        weights = trained = updated = 0.0
+        for name, parameter in whole.named_parameters():
+            met = weights_met(name, parameter, gate.expected_experts, tied=model.tie_embeddings)
+            weights += met
+            if not is_frozen(name):
+                trained, updated = trained + met, updated + parameter.numel()
+        keys = sum(
+            keys_seen(seq_len, model.window_of(layer), model.memory) for layer in range(model.num_layers)
+        )
         mla = model.attention == "mla"
         qk = model.qk_nope_head_dim + model.qk_rope_head_dim if mla else model.head_dim
         v = model.v_head_dim if mla else model.head_dim
-        attention = 6 * model.num_layers * model.num_heads * (qk + v) * seq_len
-        flops = tokens * (6 * (active - looked_up - norms) + attention)
-        return cls(flops=flops, update_bytes=UPDATE_BYTES * everything)
+        flops = tokens * (4 * weights + 2 * trained + 6 * model.num_heads * (qk + v) * keys)
+        return cls(flops=flops, update_bytes=bytes_each * updated)
 
     def limit_s(self, device: Device, num_ranks: int) -> float:
         """Seconds in which nothing but products and the update is done."""
@@ -53,6 +78,20 @@ class LeastWork:
             "mfu": self.flops / (step_s * device.flops * num_ranks),
             "of_limit": self.limit_s(device, num_ranks) / step_s,
         }
+
+
+def weights_met(name: str, parameter: torch.Tensor, experts: float, *, tied: bool) -> float:
+    """Of this parameter, that one token is multiplied with; `experts` are those it visits of a layer."""
+    if parameter.dim() < 2 or name.endswith("_bias") or (name == "embedding" and not tied):
+        return 0.0
+    visited = experts / len(parameter) if ".moe.experts." in name else 1.0
+    return visited * parameter.numel()
+
+
+def keys_seen(seq_len: int, window: int, memory: int) -> float:
+    """On average over the tokens of a sequence, each of which sees itself and what stands before it."""
+    most = min(window or seq_len, seq_len)
+    return most * (most + 1) / 2 / seq_len + (seq_len - most) * most / seq_len + memory
 
 
 def device_of(cuda_name: str) -> Device | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from moeclipse.core.errors import ConfigError, ScheduleError
 from moeclipse.cost.file import load_costs
+from moeclipse.report.gain import short
 from moeclipse.report.run import RunData, number
 from moeclipse.report.skew import PLANNER, outlook, probe_of, skew_ms
 from moeclipse.sim.compare import Question, ask
@@ -38,7 +39,7 @@ class Advice:
         if self.gain_ms is None or not step_ms:
             return f"{self.setting}: {self.why}"
         share = f"{'at most ' if self.at_most else ''}{100 * self.gain_ms / step_ms:.0f} % of a step"
-        return f"{self.setting}: wins {share} ({self.gain_ms:.1f} ms); {self.why}"
+        return f"{self.setting}: wins {share} ({short(self.gain_ms)} ms); {self.why}"
 
 
 def advise_run(run: RunData, measures: Values) -> list[Advice]:
@@ -103,6 +104,7 @@ def cut_less(run: RunData, _: Values) -> Iterator[Advice]:
         yield Advice(
             setting="--moe.schedule auto",
             gain_ms=lost,
+            at_most=True,  # a measurement against a prediction: that may be wrong, too
             why="exchanges in units were measured to take longer than whole ones are predicted to",
         )
 
@@ -132,8 +134,8 @@ def even_ranks(run: RunData, measures: Values) -> Iterator[Advice]:
             setting=f"--placement.planner {PLANNER}",
             gain_ms=gain,
             at_most=True,
-            why=f"the fullest rank has {1 / balance:.2f} times the mean of rows, and the others wait for it "
-            f"({straggle:.1f} ms); {see}",
+            why=f"ranks at {balance:.2f}: those with fewer rows wait for the fullest ({straggle:.1f} ms of "
+            f"straggle, for whatever reason); {see}",
         )
 
 
@@ -161,7 +163,8 @@ def shorter_bubble(run: RunData, measures: Values) -> Iterator[Advice]:
     if best != now:
         yield Advice(
             setting=f"--pipeline.schedule {best}",
-            gain_ms=step_ms * (1 - times[best] / times[now]),
+            # A schedule computes as much as another: it wins what is not compute, at most.
+            gain_ms=min(step_ms * (1 - times[best] / times[now]), step_ms - (measures["compute_ms"] or 0.0)),
             why=f"{microbatches} microbatches through {pp} stages, simulated with equal F, dX and dW",
         )
 

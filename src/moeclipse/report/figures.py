@@ -68,7 +68,7 @@ def run_figures(run: RunData, measures: dict[str, float | None], mark: str) -> d
         "measures": measures,
         "in_words": {name: in_words(name, value) for name, value in measures.items()},
         "unigram_entropy": run.summary.get("unigram_entropy"),
-        "window": run.summary.get("window", ""),
+        "window": window_of(run),
         "advice": [
             {"setting": one.setting, "why": one.why, "gain_ms": one.gain_ms, "at_most": one.at_most}
             | {"share": one.gain_ms / step_ms if one.gain_ms is not None and step_ms else None}
@@ -91,6 +91,12 @@ def run_figures(run: RunData, measures: dict[str, float | None], mark: str) -> d
     }
 
 
+def window_of(run: RunData) -> str:
+    """The steps that means are of, as a summary says it."""
+    steps = run.steps.step[run.window]
+    return f"steps {steps[0]} to {steps[-1]}" if len(steps) else ""
+
+
 def curves(run: RunData) -> dict[str, Any]:
     """Every curve over the same bins; `step` is the first of each bin, counted from 1 as people do."""
     starts = bin_starts(len(run.steps.step), MOST_POINTS)
@@ -111,7 +117,7 @@ def held_out(run: RunData) -> dict[str, Any]:
 def rank_parts(run: RunData) -> list[dict[str, float | None]]:
     """The mean step of each rank, part by part, after warm-up."""
     tables = {part: run.steps.ranks.get(f"{part}_ms") for part in PARTS}
-    late = run.steps.rank_step >= run.steps.step[run.window][0] if len(run.steps.step) else []
+    late = np.isin(run.steps.rank_step, run.steps.step[run.window])
     found = []
     for rank in range(min(run.num_ranks if run.steps.ranks else 0, MOST_RANKS)):
         column = {part: table[late, rank] for part, table in tables.items() if table is not None}

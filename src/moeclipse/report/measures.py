@@ -1,7 +1,8 @@
 """A run in a few numbers with names: what `--json` prints, `--fail-if` compares and a page shows first.
 
-Times are medians over the steps after warm-up, so one slow step decides nothing; shares are of a step, but
-for `hidden`, which is a share of communication. What a run did not measure is None.
+Times are means over the steps of the summary's window, as a terminal tells them at the end of a run: parts
+add up to a step, and a number has one name in both places. Shares are of a step, but for `hidden`, which is a
+share of communication. What a run did not measure is None.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ ABOUT = {
     "eval_best": "lowest loss on text that is held out",
     "tokens_per_s": "tokens a second",
     "step_ms": "milliseconds of a step",
+    "median_step_ms": "the median of them, which one slow step does not move",
     "compute_ms": "of these in compute",
     "exposed_ms": "in communication that nothing hid",
     "straggle_ms": "waiting for a rank that was late",
@@ -38,7 +40,7 @@ ABOUT = {
     "hidden": "share of communication that was hidden",
     "mfu": "share of the device's peak",
     "of_limit": "share of what the work allows",
-    "balance": "rows of the mean rank over those of the fullest",
+    "balance": "rows of the mean rank over those of the fullest, on average over layers",
     "skew_ms": "milliseconds of a step that ranks wait for the one with most rows",
     "grad_norm": "norm of the gradient",
     "dropped": "rows over capacity",
@@ -48,33 +50,25 @@ ABOUT = {
 SHARES = ("compute", "exposed", "straggle", "idle", "hidden", "mfu", "of_limit")
 LESS_IS_BETTER = (
     *("loss", "loss_last", "eval_loss", "eval_best", "step_ms", "exposed_ms", "straggle_ms", "idle_ms"),
-    *("skew_ms", "exposed", "straggle", "idle", "dropped", "skipped", "incidents"),
+    *("median_step_ms", "skew_ms", "exposed", "straggle", "idle", "dropped", "skipped", "incidents"),
 )
 MORE_IS_BETTER = ("tokens_per_s", "hidden", "mfu", "of_limit", "balance")
 
 
 def measures_of(run: RunData) -> dict[str, float | None]:
     """By name, in the order of ABOUT."""
-    middle = lambda name: median(run, name)  # noqa: E731
-    step, comm = middle("step_ms"), middle("comm_ms")
     found: dict[str, float | None] = {"steps": float(len(run.steps.step))}
     found |= losses(run)
-    for name in (
-        "tokens_per_s",
-        "step_ms",
-        "comm_ms",
-        "hidden_ms",
-        "mfu",
-        "of_limit",
-        "balance",
-        "grad_norm",
-    ):
-        found[name] = middle(name)
+    for name in ("step_ms", "comm_ms", "hidden_ms", "balance", "grad_norm"):
+        found[name] = mean(run, name)
+    for name in ("tokens_per_s", "mfu", "of_limit"):
+        found[name] = rate(run, name)
+    step, comm = found["step_ms"], found["comm_ms"]
+    found["median_step_ms"] = over(np.median, run.steps.column("step_ms")[run.window])
     for part in PARTS:
-        found[f"{part}_ms"] = middle(f"{part}_ms")
-        found[part] = ratio(mean(run, f"{part}_ms"), mean(run, "step_ms"))
-    # Of both parts the mean: medians of two numbers do not belong to one step.
-    found["hidden"] = ratio(mean(run, "hidden_ms"), mean(run, "comm_ms")) if comm else None
+        found[f"{part}_ms"] = mean(run, f"{part}_ms")
+        found[part] = ratio(found[f"{part}_ms"], step)
+    found["hidden"] = ratio(found["hidden_ms"], comm)
     found["skew_ms"] = skew_ms(run)
     found["dropped"] = total(run, "dropped")
     found["skipped"] = total(run, "skipped")
@@ -102,12 +96,15 @@ def losses(run: RunData) -> dict[str, float | None]:
     }
 
 
-def median(run: RunData, name: str) -> float | None:
-    return over(np.median, run.steps.column(name)[run.window])
-
-
 def mean(run: RunData, name: str) -> float | None:
     return over(np.mean, run.steps.column(name)[run.window])
+
+
+def rate(run: RunData, name: str) -> float | None:
+    """What is counted by time: the rate of all steps together, not the mean of theirs."""
+    rates, times = run.steps.column(name)[run.window], run.steps.column("step_ms")[run.window]
+    known = np.isfinite(rates) & np.isfinite(times)
+    return ratio(over(np.sum, (rates * times)[known]), over(np.sum, times[known]))
 
 
 def total(run: RunData, name: str) -> float | None:

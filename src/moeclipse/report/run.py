@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tomllib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -29,7 +30,9 @@ MOST_NOTES = 500
 """Notes and incidents that are kept; how many more there were is said."""
 MOST_TRACE_BYTES = 200 << 20
 WARMUP_STEPS = 3
-"""First steps left out of medians where the configuration does not say."""
+"""First steps left out of means where the configuration does not say."""
+WINDOW = re.compile(r"steps (\d+) to (\d+)")
+"""Of a summary: the steps that its means are of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +83,17 @@ class RunData:
 
     @property
     def window(self) -> np.ndarray:
-        """Which steps count for medians: those after warm-up, or all where there are no others."""
+        """Which steps count for means: those of the summary, else those after warm-up."""
+        step, found = self.steps.step, WINDOW.fullmatch(str(self.summary.get("window")))
+        if found is not None and len(step):
+            first, last = map(int, found.groups())
+            if first <= last == step[-1]:  # a run that goes on has the summary of an earlier start
+                return step >= first
+        return self.warm
+
+    @property
+    def warm(self) -> np.ndarray:
+        """Steps after warm-up, of all starts; all where there are no others."""
         step = self.steps.step
         warm = number(self.config.get("metrics.warmup_steps"), WARMUP_STEPS)
         late = np.arange(len(step)) >= warm

@@ -4,21 +4,14 @@
     for line in skew.in_words(): ...
 
     cost        rows of the fullest rank above the mean, times what a row was measured to cost
-    predicted   seconds of plans that were taken, by the objective of planners (`balance/objective`)
-    measured    median step before a plan less the median step after it
+    gain        of plans that were taken (`report/gain`)
     would       the objective's word on a plan for these loads, with the costs that the run has measured
 
-Contract. Pure: files of a run are all that is read. What cannot be known is None and is said to be unknown: a
-gain is measured only where enough steps stand on both sides of a plan, predicted only where the run has
-measured its costs.
-
-Hazard: a step changes for many reasons. A measured gain is given with its noise (what medians of so many
-steps jitter by), and one that is smaller counts as none.
+Contract. Pure: files of a run are all that is read. What cannot be known is None and is said to be unknown.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,34 +24,12 @@ from moeclipse.balance.placement import Placement
 from moeclipse.balance.planner import PlanConfig, plan
 from moeclipse.balance.problem import PlanProblem
 from moeclipse.core.errors import ConfigError
+from moeclipse.report.gain import Gain, cost_of_a_row, gain_of, short
 from moeclipse.report.run import RunData, number
 
 PLANNER: Literal["auto"] = "auto"
-FEWEST_STEPS, MOST_STEPS = 5, 20
-"""On each side of a plan: fewer say nothing, and more may be of another time."""
-MEDIAN_NOISE = 1.2533
-"""The standard error of a median, in those of a mean."""
-MAD_TO_SIGMA = 1.4826
 MOST_LAYERS = 16
 """That are planned to see what would be won: the most uneven ones."""
-
-
-def short(number: float, digits: int = 3) -> str:
-    """So many digits, and never an exponent of ten: `220`, not `2.2e+02`."""
-    return f"{number:.0f}" if abs(number) >= 10**digits else f"{number:.{digits}g}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gain:
-    """Of plans that were taken and changed something, in milliseconds of a step."""
-
-    plans: int
-    predicted_ms: float
-    measured_ms: float | None
-    """Over the plans that have enough steps around them; None: there are none."""
-    noise_ms: float
-    """What `measured_ms` may be off by."""
-    measured_plans: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +48,7 @@ class Outlook:
 @dataclass(frozen=True, kw_only=True)
 class Skew:
     balance: float
-    """Mean over fullest rank: the median of the steps."""
+    """Mean over fullest rank, on average over layers and steps."""
     cost_ms: float | None
     """Of a step, spent waiting for the fullest rank; None: not known."""
     share: float | None
@@ -88,25 +59,14 @@ class Skew:
     """None: a planner is on, costs are not known, or nothing would be won."""
 
     def in_words(self) -> list[str]:
-        return [text for text in (self._cost(), self._gain(), self._would()) if text]
+        gain = "" if self.gain is None else self.gain.in_words()
+        return [text for text in (self._cost(), gain, self._would()) if text]
 
     def _cost(self) -> str:
         ranks = f"ranks at {self.balance:.2f}"
         if self.cost_ms is None or self.share is None:
             return f"{ranks}; what that cost is not known"
         return f"{ranks}, which cost {short(self.cost_ms)} ms of waiting a step ({100 * self.share:.0f} %)"
-
-    def _gain(self) -> str:
-        gain = self.gain
-        if gain is None:
-            return ""
-        plans = "1 plan" if gain.plans == 1 else f"{gain.plans} plans"
-        told = f"{plans} moved experts: predicted to save {short(gain.predicted_ms)} ms a step"
-        if gain.measured_ms is None:
-            return f"{told}; measured: not known, there are too few steps around them"
-        some = "" if gain.measured_plans == gain.plans else f" around {gain.measured_plans} of them"
-        seen = f"{short(gain.measured_ms)} ms (give or take {short(gain.noise_ms, 2)})"
-        return f"{told}, measured{some}: {seen}"
 
     def _would(self) -> str:
         if self.would is None:
@@ -122,10 +82,10 @@ def skew_of(run: RunData) -> Skew | None:
     balance, step = balance[np.isfinite(balance)], step[np.isfinite(step)]
     if not len(balance) or not len(step):
         return None
-    step_ms = float(np.median(step))
+    step_ms = float(step.mean())
     cost = skew_ms(run)
     return Skew(
-        balance=float(np.median(balance)),
+        balance=float(balance.mean()),
         cost_ms=cost,
         share=None if cost is None else cost / max(step_ms, 1e-9),
         gain=gain_of(run),
@@ -142,79 +102,10 @@ def skew_ms(run: RunData) -> float | None:
     straggle = straggle[np.isfinite(straggle)]
     if cost is None or not len(straggle):
         return None
-    rows = run.steps.ranks["rows"]
+    rows = run.steps.ranks["rows"][np.isin(run.steps.rank_step, run.steps.step[run.window])]
     rows = rows[np.isfinite(rows).all(1)]
-    above = float(np.median(rows.max(1) - rows.mean(1)))
-    return min(cost * above, float(np.median(straggle)))
-
-
-def cost_of_a_row(run: RunData) -> float | None:
-    """Milliseconds, from how compute differs between ranks of a step where rows do; None: it does not."""
-    rows, compute = run.steps.ranks.get("rows"), run.steps.ranks.get("compute_ms")
-    if rows is None or compute is None or rows.shape[1] < 2:
-        return None
-    whole = np.isfinite(rows).all(1) & np.isfinite(compute).all(1)
-    warm = run.steps.rank_step >= number(run.config.get("metrics.warmup_steps"), 3)
-    rows, compute = rows[whole & warm], compute[whole & warm]
-    if len(rows) < 3:
-        return None
-    d_rows, d_compute = rows - rows.mean(1, keepdims=True), compute - compute.mean(1, keepdims=True)
-    spread = float((d_rows**2).sum())
-    cost = float((d_rows * d_compute).sum()) / spread if spread > 0 else 0.0
-    return cost if cost > 0 else None
-
-
-# --- what was won ----------------------------------------------------------------------------------------
-
-
-def gain_of(run: RunData) -> Gain | None:
-    """Of all plans that changed something: each is held against the steps around it.
-
-    Steps beside which a plan was made, or in which cuts of rows were tried, are slow for that: not counted.
-    """
-    before, after = (run.steps.column(f"plan_{when}_ms") for when in ("before", "after"))
-    taken = np.flatnonzero(np.isfinite(before) & np.isfinite(after))
-    if not len(taken):
-        return None
-    step_ms, steps = run.steps.column("step_ms"), run.steps.step
-    asked, since = (run.steps.column(name) for name in ("plan_step", "plan_since"))
-    gains = []
-    for last, place, following in zip([-1, *taken], taken, [*taken[1:], len(step_ms)], strict=False):
-        # What older runs do not tell is no number, and compares with none: nothing is left out.
-        counts = run.window & ~((steps > asked[place]) & (steps < steps[place])) & ~(steps < since[place])
-        if (found := around(step_ms, counts, int(last), int(place), int(following))) is not None:
-            gains.append(found)
-    return Gain(
-        plans=len(taken),
-        predicted_ms=float((before - after)[taken].sum()),
-        measured_ms=sum(gain for gain, _ in gains) if gains else None,
-        noise_ms=math.sqrt(sum(noise**2 for _, noise in gains)),
-        measured_plans=len(gains),
-    )
-
-
-def around(
-    step_ms: np.ndarray, window: np.ndarray, last: int, place: int, following: int
-) -> tuple[float, float] | None:
-    """(median before less median after a plan taken behind step `place`, its noise).
-
-    `last` and `following` are the plans before and after it. The steps in which plans are taken are left
-    out: they also move experts.
-    """
-    found = []
-    sides = (
-        slice(max(last + 1, place - MOST_STEPS), place),
-        slice(place + 1, min(following, place + 1 + MOST_STEPS)),
-    )
-    for side in sides:
-        steps = step_ms[side][window[side] & np.isfinite(step_ms[side])]
-        if len(steps) < FEWEST_STEPS:
-            return None
-        median = float(np.median(steps))
-        sigma = MAD_TO_SIGMA * float(np.median(np.abs(steps - median)))
-        found.append((median, MEDIAN_NOISE * sigma / math.sqrt(len(steps))))
-    (before, noise), (after, more) = found
-    return before - after, math.hypot(noise, more)
+    above = float((rows.max(1) - rows.mean(1)).mean())
+    return min(cost * above, float(straggle.mean()))
 
 
 # --- what would have helped ------------------------------------------------------------------------------
@@ -238,14 +129,17 @@ def _outlook(run: RunData) -> Outlook | None:
     problems = list(problems_of(run))
     if not problems or not np.isfinite(step).any():
         return None
-    step_s = 1e-3 * float(np.nanmedian(step))
+    step_s = 1e-3 * float(np.nanmean(step))
     now = [problem.judge(problem.current) for problem in problems]
     then = list(now)
     for layer in np.argsort([score.balance for score in now], kind="stable")[:MOST_LAYERS].tolist():
         then[layer] = problems[layer].judge(planned(problems[layer]))
     before, after = (sum(score.total for score in scores) for scores in (now, then))
-    # Costs are measured apart from steps: what a plan saves is never more than its part of a real step.
-    saved = (before - after) * min(1.0, step_s / before) if before > 0 else 0.0
+    # Costs are measured apart from steps: what a plan saves is never more than its part of a real step, nor
+    # more than ranks waited there for each other and for rows.
+    waited = [run.steps.column(f"{part}_ms")[run.window] for part in ("straggle", "exposed")]
+    most = 1e-3 * float(sum(np.nanmean(part) for part in waited if np.isfinite(part).any()))
+    saved = min((before - after) * min(1.0, step_s / before), most) if before > 0 else 0.0
     if saved <= 0:
         return None
     return Outlook(

@@ -29,7 +29,7 @@ class StepSums:
     """Sums over steps, so that a run's means need none of its records: memory does not grow with steps."""
 
     def __init__(self) -> None:
-        self.count = self.dropped = 0
+        self.count = 0
         self.first = self.last = -1
         self.num_tokens = 0
         self.sums = dict.fromkeys(SUMMED, 0.0)
@@ -42,7 +42,6 @@ class StepSums:
             self.first, self.num_tokens = record["step"], record["num_tokens"]
         self.count += 1
         self.last = record["step"]
-        self.dropped += record["dropped"]
         for key in SUMMED:
             self.sums[key] += record[key]
         if "mean_experts" in record:
@@ -81,7 +80,7 @@ class Metrics:
         self.directory, self.writes, self.warmup_steps = directory, writes, warmup_steps
         self.scribe = scribe or Scribe()
         self.window = StepSums()
-        self.count = self.skipped = 0
+        self.count = self.skipped = self.dropped = 0
         self.first: dict[str, Any] | None = None
         self.last: dict[str, Any] | None = None
         self._board = open_tensorboard(directory) if tensorboard and writes else None
@@ -97,16 +96,31 @@ class Metrics:
         try:
             if step == 0:
                 return f"the metrics of the earlier attempt are in {set_aside(self.path)}"
-            keep_lines(self.path, lambda line: is_before(line, step))
+            self.first, self.skipped, self.dropped = None, 0, 0
+            keep_lines(self.path, lambda line: self._stays(line, step))
         except OSError as error:
             return f"{self.path} cannot be continued: {error.strerror or error}; training goes on without"
         return None
+
+    def _stays(self, line: str, step: int) -> bool:
+        """Whether a line is of a step before this one; what is told of the whole run counts it."""
+        try:
+            record = json.loads(line)
+            stays, skipped, dropped = record["step"] < step, bool(record["skipped"]), int(record["dropped"])
+            float(record["loss"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return is_before(line, step)
+        if stays:
+            self.first = self.first or record
+            self.skipped, self.dropped = self.skipped + skipped, self.dropped + dropped
+        return bool(stays)
 
     def add(self, record: dict[str, Any]) -> None:
         self.first = self.first or record
         self.last = record
         self.count += 1
         self.skipped += record["skipped"]
+        self.dropped += record["dropped"]
         if self.count > self.warmup_steps:
             self.window.add(record)
         if not self.writes:
@@ -127,7 +141,10 @@ class Metrics:
             self._board.add_scalar(key, value, step)
 
     def summary(self, extra: dict[str, Any]) -> dict[str, Any]:
-        """Means over the steps after warm-up; percentages never without their window."""
+        """Means over the steps after warm-up; percentages never without their window.
+
+        Losses, and what was dropped and skipped, are of the whole run, also of earlier starts.
+        """
         window = self.window
         if not window.count and self.last is not None:
             window = StepSums()
@@ -138,7 +155,7 @@ class Metrics:
             **window.means(),
             "window": f"steps {window.first} to {window.last}" if window.count else "no steps",
             "load": window.load_E,
-            "dropped": window.dropped,
+            "dropped": self.dropped,
             "skipped": self.skipped,
             "directory": str(self.directory),
             **extra,

@@ -3,7 +3,10 @@
     weights, main_grad     of all that a rank holds, its tp part of what is cut
     master, moments        of its shard: every element of the model lies on one rank of those that share it
 
-Hazard. All parameters are taken to be trained, without adapters: whoever freezes some needs less.
+And what an update moves of them, for the least work of a step (`model/flops`).
+
+Hazard. All parameters that a rank holds are taken to be trained, without adapters: whoever freezes some needs
+less. The least work of a step counts what is trained alone.
 """
 
 from __future__ import annotations
@@ -21,13 +24,16 @@ from moeclipse.model.count import (
     norm_parameters,
     shared_parameters,
 )
+from moeclipse.model.flops import LeastWork
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.given import expert_group
 from moeclipse.ops.precision import wide_of
 from moeclipse.pipeline.overlap import StageLayout
 from moeclipse.train.buckets import summed_type
 from moeclipse.train.config import TrainConfig
+from moeclipse.train.numbers import choose_dtype
 from moeclipse.train.optim_config import OptimConfig
+from moeclipse.train.parameter_groups import ParameterGroups
 
 
 class Held(NamedTuple):
@@ -99,3 +105,24 @@ def per_element(optim: OptimConfig, held: torch.dtype) -> float:
     wide = wide_of(held).itemsize
     master = {"fp32": wide if wide > held.itemsize else 0, "low-bits": 2, "none": 0}[optim.master]
     return master + 2 * {"fp32": wide, "bf16": 2, "8bit": 1}[optim.state]
+
+
+def update_bytes(optim: OptimConfig, held: torch.dtype) -> float:
+    """That an update reads and writes of a parameter."""
+    read_weight = 0 if optim.master == "fp32" and wide_of(held) != held else held.itemsize
+    gradient = 2 * summed_type(optim.main_grad, held).itemsize  # for the norm, and for the update
+    return 2 * per_element(optim, held) + gradient + read_weight + held.itemsize
+
+
+def least_work(config: TrainConfig, device: torch.device) -> LeastWork:
+    data, groups = config.data, ParameterGroups.of(config.optim, config.lora)
+    return LeastWork.of(
+        config.model,
+        config.moe,
+        config.gate,
+        tokens=data.batch_size * data.seq_len,
+        seq_len=data.seq_len,
+        lora=config.lora,
+        is_frozen=groups.is_frozen,
+        bytes_each=update_bytes(config.optim, choose_dtype(config.model.dtype, device)),
+    )

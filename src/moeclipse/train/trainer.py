@@ -32,7 +32,7 @@ from moeclipse.core.errors import (
     Preempted,
 )
 from moeclipse.model.count import count_parameters
-from moeclipse.model.flops import LeastWork, device_of
+from moeclipse.model.flops import device_of
 from moeclipse.train.best import BestCheckpoint
 from moeclipse.train.checkpoints.beside import BesideSave
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
@@ -50,6 +50,7 @@ from moeclipse.train.run_directory import RunDirectory
 from moeclipse.train.sample import write_sample
 from moeclipse.train.saving import Saving
 from moeclipse.train.settle import settle
+from moeclipse.train.state_bytes import least_work
 from moeclipse.train.step_trace import StepTrace
 from moeclipse.train.tune import Tuning
 
@@ -160,8 +161,7 @@ class Run:
         self.files = RunDirectory(self.directory, mesh, config.run.wait_s)
         cuda = mesh.device.type == "cuda"
         self.device = device_of(torch.cuda.get_device_name(mesh.device)) if cuda else None
-        data, parts = config.data, (config.model, config.moe, config.gate)
-        self.work = LeastWork.of(*parts, tokens=data.batch_size * data.seq_len, seq_len=data.seq_len)
+        self.work = None if self.device is None else least_work(config, mesh.device)
         self.exported: Path | None = None
         """The checkpoint that export/ was made of."""
         self.repaired: set[int] = set()
@@ -247,7 +247,7 @@ class Run:
 
     def _speed(self, step_ms: float) -> dict[str, float]:
         """Of the device's peak, and of what the work allows; nothing on devices that the table lacks."""
-        if self.device is None:
+        if self.device is None or self.work is None:
             return {}
         return self.work.speed(1e-3 * step_ms, self.device, self.mesh.num_ranks)
 

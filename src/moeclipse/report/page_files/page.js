@@ -2,7 +2,7 @@
 "use strict";
 
 const PARTS = ["compute", "exposed", "straggle", "idle"];
-const CARDS = { loss: "loss", eval_loss: "held-out loss", tokens_per_s: "tokens a second", step_ms: "a step", hidden: "communication hidden", exposed: "exposed, of a step", straggle: "straggle, of a step", mfu: "MFU", balance: "balance of ranks", incidents: "incidents" };
+const CARDS = { loss: "loss, last tenth", eval_loss: "held-out loss", tokens_per_s: "tokens a second", step_ms: "a step", hidden: "communication hidden", exposed: "exposed, of a step", straggle: "straggle, of a step", mfu: "MFU", balance: "balance of ranks", incidents: "incidents" };
 const runPaint = (index) => `var(--${index ? "b" : "a"})`;
 
 let figures = JSON.parse(document.getElementById("figures").textContent);
@@ -35,7 +35,7 @@ function cards() {
     return [figures.about[name], name, ...values, ...(second ? [change(first.measures[name], second.measures[name])] : [])];
   });
   const head = ["", "name", ...each((run) => named(run, "value")), ...(second ? ["B against A"] : [])];
-  return section("numbers", "In numbers", true, el("div", { class: "cards" }, found), behind("numbers", head, () => rows, "all numbers"));
+  return section("numbers", "In numbers", true, el("div", { class: "cards" }, found), el("p", { class: "soft" }, each((run) => run.window ? named(run, `times are means of ${run.window}`) : null).join("; ")), behind("numbers", head, () => rows, "all numbers"));
 }
 
 function change(a, b) {
@@ -138,7 +138,7 @@ function loadSections() {
 
 function eventSections() {
   return each((run) => {
-    const moves = run.placement ? el("p", {}, `Placement: ${run.placement.plans ?? 0} plans taken, ${run.placement.parcels ?? 0} transfers of experts.`) : null;
+    const moves = run.placement ? el("p", {}, `Placement: ${run.placement.plans ?? 0} plans taken, ${run.placement.parcels ?? 0} transfers of experts since the run was last started.`) : null;
     const body = run.events.length ? dataTable(["step", "kind", "what"], run.events.map((one) => [one.step === null ? "" : String(one.step), one.kind, one.what])) : empty("nothing happened that had to be told");
     return section(`events-${run.mark}`, named(run, "Moves, notes and incidents"), !several(), moves, body);
   });

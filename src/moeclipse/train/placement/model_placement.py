@@ -69,8 +69,6 @@ class ModelPlacement:
         self.costs: PlacementCosts | None = None
         self.steps = StepClock()
         self.plans_taken = self.transfers = 0
-        self.predicted_s = 0.0
-        """What plans were to save of a step, added up."""
         self.taken: dict[str, float] = {}
         """For the record of the last step: what the plan that was taken after it is predicted to win, behind
         which step it was asked for, and which was the first without trials: those take their time, too."""
@@ -195,7 +193,6 @@ class ModelPlacement:
         self.plans_taken += 1
         self.transfers += transfers
         now, then = proposal.seconds
-        self.predicted_s += now - then
         self.taken = {"plan_before_ms": 1e3 * now, "plan_after_ms": 1e3 * then}
         self.taken |= {"plan_step": proposal.step, "plan_since": self._tried_until}
         return [
@@ -244,7 +241,6 @@ class ModelPlacement:
             "parcels": self.transfers,
             "left_out": self.planner.left_out,
             "waited_ms": round(1e3 * self.planner.waited_s),
-            "predicted_ms": round(1e3 * self.predicted_s, 3),
         }
 
     def state(self) -> list[dict[str, Any]]:
