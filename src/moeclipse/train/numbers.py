@@ -1,8 +1,14 @@
 """In which type a run computes, and whether two of them give the same bits.
 
-On a CPU they do. On CUDA all kernels of ours do, and attention's backward, which is torch's, does not: its
-fastest form adds up gradients of queries in the order in which they happen to be there. `run.deterministic`
-takes the form that does not.
+What changes bits from run to run, and what `run.deterministic` has to do with it:
+
+    torch's kernels    on CUDA attention's backward adds up gradients of queries in the order in which they
+                       happen to be there; `repeat_bits` takes the slower form that does not
+    choices by time    how rows are cut, which experts are lent and where they live decide how many rows a
+                       product has and in which order sums are added; where bits repeat, they are made from
+                       counts and fixed prices (`moe/fixed_prices`), never from this run's clock
+
+On a CPU products of torch repeat their bits anyway, so that there runs do unless they are told not to.
 """
 
 from __future__ import annotations
@@ -15,6 +21,11 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         name = "bfloat16" if device.type == "cuda" else "float32"
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def repeats(asked: bool | str, device: torch.device) -> bool:
+    """Whether a run with this `run.deterministic` promises equal bits on this device."""
+    return device.type == "cpu" if asked == "auto" else bool(asked)
 
 
 def repeat_bits(asked: bool, device: torch.device) -> None:
