@@ -25,5 +25,5 @@ def _memory(line: str, taken: str = "") -> int:
         memory = 1024 * int(next(one for one in lines if one.startswith(line)).split()[1])
     with contextlib.suppress(OSError, ValueError):
         limit = int((GROUP / "memory.max").read_text())
-        memory = min(memory, limit - (int((GROUP / taken).read_text()) if taken else 0))
+        memory = min(memory, limit - int((GROUP / taken).read_text()) if taken else limit)
     return max(memory, 0)
