@@ -19,7 +19,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.cost.hardware import Device, Link, device, link
 from moeclipse.moe.dispatch import Dispatcher
 from moeclipse.moe.pairwise import PairwiseExperts
-from moeclipse.moe.probe import Probe, Sizes
+from moeclipse.moe.probe import ExpertSizes, Probe
 from moeclipse.moe.stopwatch import tell
 
 BACKWARD = 2.0
@@ -75,7 +75,7 @@ def rate(mesh: Mesh) -> float:
 
 
 def fixed_prices(pairs: PairwiseExperts, dispatcher: Dispatcher, mesh: Mesh) -> Probe:
-    book, sizes = BOOKS[mesh.device.type], Sizes.of(pairs, mesh)
+    book, sizes = BOOKS[mesh.device.type], ExpertSizes.of(pairs, mesh)
     row = 2 * sizes.parameters / max(one for (one,) in tell(mesh, [rate(mesh)]))
     group, near, far = dispatcher.group, book.near, book.far
     hosts = {mesh.hosts[rank] for rank in group.ranks}

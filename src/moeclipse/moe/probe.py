@@ -126,7 +126,7 @@ class Probe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class ExpertSizes:
     """What all ranks know of an expert, though some may hold none."""
 
     row_bytes: int
@@ -136,7 +136,7 @@ class Sizes:
     """Experts of a rank, at most."""
 
     @classmethod
-    def of(cls, pairs: PairwiseExperts, mesh: Mesh) -> Sizes:
+    def of(cls, pairs: PairwiseExperts, mesh: Mesh) -> ExpertSizes:
         """Collective over the ranks of a stage."""
         experts = pairs.experts
         held = len(experts.ids)
@@ -165,7 +165,7 @@ def measure(pairs: PairwiseExperts, dispatcher: Dispatcher, mesh: Mesh) -> Probe
     """Collective over the ranks of a stage: all that have this layer."""
     forward, backward, kernel = _rows(pairs, mesh)
     near, far = _links(dispatcher, mesh)
-    sizes = Sizes.of(pairs, mesh)
+    sizes = ExpertSizes.of(pairs, mesh)
     given = (sizes.parameters, sizes.weight_dtype, sizes.held)
     fixed, bytes_per_s = sync_price(*given, dispatcher.group, mesh)
     slopes = (forward, backward, *near.slopes, *(() if far is None else far.slopes))

@@ -43,7 +43,7 @@ from moeclipse.train.graphs import Graphs
 from moeclipse.train.integrity import Integrity
 from moeclipse.train.loss_scale import LossScale
 from moeclipse.train.nonfinite import Accident, BadSteps, look_again
-from moeclipse.train.numbers import choose_dtype, repeat_bits, repeats
+from moeclipse.train.numbers import choose_alike, choose_dtype, repeat_bits
 from moeclipse.train.one_by_one import OneByOne
 from moeclipse.train.optim import AdamW, Readable, learning_rate
 from moeclipse.train.parameter_groups import ParameterGroups
@@ -74,8 +74,7 @@ class Learner:
         self.samples, self.corpus = samples, corpus_of(samples)
         self.batches = Batches(samples, config.data.batch_size, config.optim.accumulate, config.data.order)
         self.dtype = choose_dtype(config.model.dtype, mesh.device)
-        self.by_the_book = repeats(config.run.deterministic, mesh.device)
-        repeat_bits(self.by_the_book, mesh.device)
+        repeat_bits(config.run.deterministic, mesh.device)
         parallel = config.parallel
         wanted = {"auto": None, "on": True, "off": False}[parallel.async_all_reduce]
         tp = TensorParallel.of(
@@ -119,8 +118,7 @@ class Learner:
         self.evaluated: dict[str, Any] = {}
         """What was said of the last state that was evaluated."""
         self.layers = [layer for _, layer in moe_layers(self.model)]
-        for layer in self.layers:
-            layer.schedule.by_the_book = self.by_the_book
+        choose_alike(self.layers, config.run.deterministic, mesh.device)
         self.bad = BadSteps(optim.max_bad_steps)
         self.signals: Callable[[], int] = lambda: 0
         """A number that every rank learns of every other with a step's results (`train/saving`)."""

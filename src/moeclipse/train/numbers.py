@@ -13,7 +13,11 @@ On a CPU products of torch repeat their bits anyway, so that there runs do unles
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+
+from moeclipse.moe.layer import MoE
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -28,9 +32,15 @@ def repeats(asked: bool | str, device: torch.device) -> bool:
     return device.type == "cpu" if asked == "auto" else bool(asked)
 
 
-def repeat_bits(asked: bool, device: torch.device) -> None:
-    """From now on, in this process: torch takes kernels whose sums have one order."""
-    if not asked or device.type != "cuda":
+def choose_alike(layers: Iterable[MoE], asked: bool | str, device: torch.device) -> None:
+    """Let layers choose by the book where bits are promised."""
+    for layer in layers:
+        layer.schedule.by_the_book = repeats(asked, device)
+
+
+def repeat_bits(asked: bool | str, device: torch.device) -> None:
+    """From now on, in this process: torch takes kernels whose sums have one order, where that is promised."""
+    if device.type != "cuda" or not repeats(asked, device):
         return
     # Of attention: cuDNN's backward does not promise it, the others' do.
     torch.backends.cuda.enable_cudnn_sdp(False)
