@@ -8,10 +8,8 @@ step 4 begins. Seconds from the fault to its record (`named`), and to the end of
 (`back`): ending, starting, connecting and loading are in it, most of which is importing torch.
 
 All runs end with the losses of the undisturbed one, to the last bit, or this says in which step they part and
-fails. That holds for runs of one configuration on the same ranks and the same machine that also share what is
-chosen by the clock: wires, cuts, prices and slots decide in which order sums are added, and two runs measure
-other times. So the undisturbed run chooses, every struck run takes its choices (`--run.choices`), and a run
-that goes on behind a fault has them from its own directory.
+fails. Each run chooses for itself: on CPUs equal runs have equal bits (`run.deterministic`), so that nothing
+has to be taken over from another.
 """
 
 from __future__ import annotations
@@ -50,10 +48,8 @@ if "STRIKE" in os.environ and "RANK" in os.environ:
 """
 
 
-def train(
-    folder: Path, bed: Bed, kind: str = "", attempt: int = 0, choices: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    """One command, struck or not; `attempt` counts commands, `choices` is the directory of another run."""
+def train(folder: Path, bed: Bed, kind: str = "", attempt: int = 0) -> subprocess.CompletedProcess[str]:
+    """One command, struck or not; `attempt` counts commands."""
     (folder / "sitecustomize.py").write_text(SITE.format(bench=str(Path(__file__).parent)))
     source = Path(__file__).parent.parent / "src"
     environment = {
@@ -65,7 +61,6 @@ def train(
     words = ["--preset", "tiny", "--ranks", "2", "--run.device", "cpu", "--run.name", "r", "--restarts", "1"]
     words += ["--run.steps", str(bed.steps), "--checkpoint.every", "1", "--integrity.every", "1"]
     words += ["--integrity.repair", "reload", "--parallel.deadline-s", str(bed.deadline_s)]
-    words += [] if choices is None else ["--run.choices", str(choices)]
     words += ["--resume", "auto"] if attempt else []
     command = [sys.executable, "-m", "moeclipse", "train", *words]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
@@ -97,10 +92,10 @@ def strike(kind: str, bed: Bed, undisturbed: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="moeclipse-faults-") as name:
         folder = Path(name)
         run = folder / "runs" / "r"
-        done = train(folder, bed, kind, choices=undisturbed)
+        done = train(folder, bed, kind)
         if kind == "leave":
             ended(done, 75)
-            done = train(folder, bed, kind, attempt=1, choices=undisturbed)
+            done = train(folder, bed, kind, attempt=1)
         ended(done)
         compare(kind, run, undisturbed)
         lines = [line.split() for line in (folder / "log").read_text().splitlines()]

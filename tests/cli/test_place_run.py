@@ -27,6 +27,13 @@ def test_costs_of_planners_come_before_those_of_a_layer(tmp_path: Path) -> None:
     assert RunFacts.read(tmp_path / "load.npz").probe == {"row_forward": 2.0}
 
 
+def test_what_the_run_could_not_tell_is_not_known(tmp_path: Path) -> None:
+    probe = {"row_forward": 1.0, "bandwidth": None}
+    text = {"ranks": [1, 4, 1, 1], "layers": {"1": {"probe": probe}}, "placement": None}
+    (tmp_path / "choices.json").write_text(json.dumps(text))
+    assert RunFacts.read(tmp_path).probe is None
+
+
 def test_slots_are_those_of_the_run(tmp_path: Path) -> None:
     text = {"ranks": [1, 4, 1, 1], "layers": {}, "settled": {"placement.slots_per_rank": 8}}
     (tmp_path / "choices.json").write_text(json.dumps(text))

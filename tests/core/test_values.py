@@ -15,6 +15,7 @@ from moeclipse.core.values import (
     convert,
     expected_text,
     is_item,
+    is_switch,
     list_in,
     mismatch_text,
     nearest,
@@ -109,6 +110,17 @@ def test_a_list_may_stand_where_one_word_may() -> None:
     assert list_in(int) is None
     assert is_item("3", tuple[int, ...])
     assert not is_item("auto", tuple[int, ...])
+
+
+def test_true_and_false_may_stand_beside_a_word() -> None:
+    kind = bool | Literal["auto"]
+    read = [read_words([word], kind) for word in ("auto", "true", "no")]
+    assert read == ["auto", True, False]
+    with pytest.raises(Mismatch, match='"auto"'):
+        read_words(["often"], kind)
+    assert is_switch(kind)
+    assert is_switch(bool)
+    assert not is_switch(int | Literal["auto"])
 
 
 def test_a_mismatch_names_the_key_and_the_nearest_word() -> None:

@@ -92,6 +92,7 @@ def test_the_plain_exchange_is_tried_in_any_case_and_left_only_for_what_is_faste
         (5.0, 0.04),
         (4.9, 0.04),
         (4.9, 0.0),
+        (4.0, 0.3),  # a quarter faster, where calls scatter by more
     ):  # what calls scatter by, or next to nothing
         trials = Trials([*cuts, PLAIN], cuda=False, careful=True)
         run(trials, {1: 5.0, 2: faster, 4: 6.0, 8: 9.0})
@@ -104,10 +105,23 @@ def test_the_plain_exchange_is_tried_in_any_case_and_left_only_for_what_is_faste
     assert trials.over_plain is None
 
 
+def test_a_busy_machine_takes_the_same_decision_again() -> None:
+    """Equal candidates whose best calls lie apart by chance, as calls do: three runs, one answer."""
+    chosen = []
+    for weather in ({1: 5.0, 2: 4.2, 4: 5.5}, {1: 5.2, 2: 5.6, 4: 4.4}, {1: 4.9, 2: 4.7, 4: 5.1}):
+        trials = Trials([*[one for one in RANKED if one.chunks > 1], PLAIN], cuda=False, careful=True)
+        run(trials, weather | {8: 6.0})
+        chosen.append(trials.choose(lambda mine: [mine, [*mine[:-1], 0.25]]).num_units)
+        assert trials.scatter == 0.25
+    assert chosen == [1, 1, 1]
+
+
 def test_choices_in_words() -> None:
     assert [cut_in_words(1, 1), cut_in_words(2, 1)] == ["one go", "2 steps x 1 chunks"]
     assert against_blocking([{"over_plain": None}]) == ""
     assert against_blocking([{"over_plain": 1.0}, {"over_plain": 1.0}]) == ""
+    sure = against_blocking([{"over_plain": 1.1, "scatter": 0.04}, {"over_plain": 1.3, "scatter": 0.02}])
+    assert sure == ", blocking took 1.20 times as long (calls scattered by 4 %)"
     assert against_blocking([{"over_plain": 1.1}, {"over_plain": None}, {"over_plain": 1.3}]).endswith(
         " 1.20 times as long"
     )

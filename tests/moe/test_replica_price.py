@@ -13,6 +13,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.moe import replica_price, stopwatch
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.replica_price import PARAMETERS, sync, sync_price
+from moeclipse.moe.stopwatch import Timing
 from moeclipse.testing.run_ranks import run_ranks
 
 
@@ -20,11 +21,11 @@ def on_a_clock(mesh: Mesh, held: int) -> tuple[float, float]:
     """With nothing 2 ms, with a copy 6 ms, for copying an expert 0.5 ms; rank 0 is twice as fast."""
     seconds = [(1 + mesh.rank) / 2 * each for each in (2e-3, 6e-3, 5e-4)]
 
-    def clock(work: Any, device: Any) -> float:
+    def timed(work: Any, device: Any) -> Timing:
         work()
-        return seconds.pop(0)
+        return Timing(seconds.pop(0), 0.0)
 
-    stopwatch.clock = clock
+    stopwatch.timed = timed
     return sync_price(1001, torch.float32, held, mesh.experts, mesh)
 
 
@@ -78,8 +79,9 @@ def test_a_layer_measures_it_with_its_other_costs() -> None:
     assert same
     assert other_same
     assert one == other
-    assert min(one["sync"], one["sync_bandwidth"]) > 0
-    costs = PlacementCosts.from_measured(one, every=50)
+    assert one["sync"] > 0
+    priced = {**one, **dict.fromkeys(("row_forward", "row_backward", "bandwidth", "link"), 1.0)}
+    costs = PlacementCosts.from_measured({**priced, "sync_bandwidth": 5.0}, every=50)
     assert costs.replicas_seconds == one["sync"]
-    assert costs.copy_bandwidth == one["sync_bandwidth"]
+    assert costs.copy_bandwidth == 5.0
     assert replica_price.WHERE.startswith("probe")

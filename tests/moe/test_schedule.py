@@ -14,12 +14,10 @@ from layer_parity import gradients, make
 from probed import PROBE
 
 from moeclipse.balance.placement import Placement
-from moeclipse.comm.flight.in_flight import Ready
-from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.granularity import CALLS, LEAST_CALLS, TRIED, Granularity, Trials
-from moeclipse.moe.schedule import Decided, ExchangeSchedule, Loads
+from moeclipse.moe.schedule import Decided, ExchangeSchedule
 from moeclipse.testing.run_ranks import run_ranks
 
 
@@ -178,13 +176,6 @@ def test_replicas_share_out_what_shadows_leave() -> None:
     travelling = exchange._rows_that_travel(nothing, nothing, "test", None, counts)
     assert travelling.tolist() == [[0, 0, 2], [3, 4, 0], [6, 0, 8]]
     assert counts.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-
-
-def test_loads_of_some_of_the_ranks() -> None:
-    everyone = Group(name="all", ranks=(2, 5, 7), index=0)
-    loads = Loads(Ready(torch.tensor([[1, 2], [30, 40], [500, 600]])), everyone)
-    assert loads.total().tolist() == [531, 642]
-    assert loads.of(Group(name="some", ranks=(7, 2), index=1)).tolist() == [[500, 600], [1, 2]]
 
 
 def test_trials_need_calls_that_they_may_take() -> None:

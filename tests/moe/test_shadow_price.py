@@ -10,9 +10,11 @@ from probed import lend
 
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
-from moeclipse.moe import stopwatch
+from moeclipse.moe import probe, stopwatch
 from moeclipse.moe.config import GateConfig
+from moeclipse.moe.probe import Probe
 from moeclipse.moe.shadow_price import to_the_next
+from moeclipse.moe.stopwatch import Slope, Timing
 from moeclipse.testing.run_ranks import run_ranks
 
 
@@ -35,14 +37,16 @@ def measured(mesh: Mesh, slots: Any, clocked: bool) -> dict[str, float]:
     more = lend("auto", schedule="blocking", chunks=1)
     moe = make(GateConfig(top_k=2), 4, 0, mesh, placement=Placement(slots), **more)
     if clocked:
-        of_replicas = [0.0, 0.0, 0.0]  # what is measured before
+        of_replicas = [0.0, 1.0, 0.0]  # what is measured before
         seconds = [*of_replicas, (1 + mesh.rank) * 0.5, (1 + mesh.rank) * 3.0]
 
-        def clock(work: Any, device: Any) -> float:
+        def timed(work: Any, device: Any) -> Timing:
             work()
-            return seconds.pop(0)
+            return Timing(seconds.pop(0), 0.0)
 
-        stopwatch.clock = clock  # type: ignore[assignment]
+        stopwatch.timed = timed  # type: ignore[assignment]
+        probe._wire_seconds = lambda *given: Timing(1e-3 + given[2] / 1e8, 0.0)  # type: ignore[assignment]
+        probe._rows = lambda *_: (Slope(1e-6, 0.0), Slope(2e-6, 0.0), 0.0)  # type: ignore[assignment]
     for _ in range(2):
         gradients(moe, mesh, [6, 4])
     assert moe.schedule.probe is not None
@@ -61,5 +65,5 @@ def test_the_slowest_rank_sets_both_prices() -> None:
 def test_any_placement_has_prices(slots: Any) -> None:
     one, other = run_ranks(2, measured, slots, False)
     assert one == other
-    assert one["look"] > 0
+    assert one["look"] > 0 or Probe(**one).unknown
     assert one["loan"] >= 0

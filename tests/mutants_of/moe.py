@@ -112,4 +112,20 @@ MUTANTS = (
         "scores compared to the last bit",
         "smart and blocking train different models where scores decide",
     ),
+    Mutant(
+        "moe/stopwatch.py",
+        "if longer > SURE * noise else Slope(None, 1.0)",
+        "if longer > 0 else Slope(more / 1e-7, 0.0)",
+        "moe/test_stopwatch.py::test_a_slope_is_known_where_it_is_larger_than_chance",
+        "a slope that was not found is a number",
+        "experts are lent and moved over wires of terabytes per second",
+    ),
+    Mutant(
+        "moe/granularity.py",
+        "            return max(LEAST_GAIN, scatter)\n",
+        "            return max(LEAST_GAIN, min(MOST_SCATTER, scatter))\n",
+        "moe/test_granularity.py::test_a_busy_machine_takes_the_same_decision_again",
+        "five per cent are enough, however calls scatter",
+        "on a busy machine equal runs cut their rows otherwise",
+    ),
 )

@@ -139,4 +139,12 @@ median(compute_ms[other] for other in ranks)
         "warm-up begins at 0",
         "the first step is computed for nothing",
     ),
+    Mutant(
+        "train/numbers.py",
+        'return device.type == "cpu" if asked == "auto" else bool(asked)',
+        'return asked != "auto" and bool(asked)',
+        "train/test_same_numbers.py::test_no_clock_decides_a_bit",
+        "CPUs choose by the clock",
+        "the same seed gives other numbers",
+    ),
 )

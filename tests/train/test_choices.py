@@ -88,6 +88,7 @@ def test_two_tuned_runs_with_equal_choices_are_equal(tmp_path: Path) -> None:
 
 
 BRIEF = {"run.steps": 70, "checkpoint.every": 0, "placement.planner": "static", "model.num_layers": 1}
+BRIEF |= {"run.deterministic": False}
 
 
 @pytest.mark.full

@@ -17,7 +17,7 @@ import pytest
 from test_learner import configure, corpus  # noqa: F401  (a fixture)
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.core.config import keys_of, named_in, problems_of, with_values
+from moeclipse.core.config import build, flag_layer, keys_of, named_in, problems_of, with_values
 from moeclipse.core.errors import ConfigError
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import NO_TENSORBOARD, TrainConfig, layout_problems
@@ -279,3 +279,20 @@ def test_much_that_is_accepted_can_be_built_by_two_ranks(corpus: str, layout: di
 def test_much_that_is_accepted_can_be_built_by_one_rank(corpus: str) -> None:  # noqa: F811
     configs = valid_configs(corpus, range(5000, 6500), 1)
     assert refusals(Mesh.single(), configs) == [""] * len(configs)
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (["--run.deterministic"], True),  # as with version 0.1
+        (["--run.no-deterministic"], False),
+        (["--run.deterministic", "auto"], "auto"),
+        (["--run.deterministic", "my.toml"], True),
+        ([], "auto"),
+    ],
+)
+def test_equal_bits_are_asked_for_in_one_word(words: list[str], value: object) -> None:
+    layer, problems = flag_layer(TrainConfig, words, positional="file")
+    built = build(TrainConfig, [{key: given for key, given in layer.items() if key != "file"}])
+    assert (problems, built.config.run.deterministic) == ([], value)
+    assert ("file" in layer) is (words[-1:] == ["my.toml"])

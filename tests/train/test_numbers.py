@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moeclipse.train.numbers import choose_dtype, repeat_bits
+from moeclipse.train.numbers import choose_dtype, repeat_bits, repeats
 
 
 def test_types_by_name() -> None:
@@ -37,3 +37,9 @@ def test_on_a_cpu_there_is_nothing_to_do() -> None:
     before = torch.are_deterministic_algorithms_enabled()
     repeat_bits(True, torch.device("cpu"))
     assert torch.are_deterministic_algorithms_enabled() == before
+
+
+def test_bits_repeat_on_cpus_unless_told_otherwise_and_on_devices_where_asked() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert [repeats(asked, cpu) for asked in ("auto", True, False)] == [True, True, False]
+    assert [repeats(asked, cuda) for asked in ("auto", True, False)] == [False, True, False]

@@ -68,7 +68,8 @@ def test_a_wire_in_two_numbers() -> None:
     wire = link_of([1e-3 + 3 * small / 1e8, 1e-3 + 3 * large / 1e8], 4, "cpu")
     assert wire.bandwidth == pytest.approx(1e8)
     assert wire.latency == pytest.approx(1e-3)
-    assert link_of([1.0, 0.5], 2, "cpu").latency > 0, "noise"
+    for flat in ([1.0, 0.5], [1.0, 1.0], [1.0, 1.1]):
+        assert link_of(flat, 2, "cpu") is None, "more bytes were not seen to take longer"
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def settled_gradients(mesh: Mesh, config: TrainConfig) -> list[Any]:
 
 
 def test_a_settled_run_has_the_gradients_of_the_plain_one(corpus: str) -> None:  # noqa: F811
-    config = configure(corpus, **LONG)
+    config = configure(corpus, **LONG, **{"run.deterministic": False})
     for overlap, transport, lines, worst in run_ranks(2, settled_gradients, config):
         assert overlap in ("pair", "pair+self")
         assert (transport, lines) == ("direct", 1)

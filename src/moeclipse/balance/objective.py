@@ -137,8 +137,12 @@ class PlacementCosts:
     ) -> PlacementCosts:
         """What ranks measured (`moe/probe`); where nothing went between hosts, far is as near.
 
-        `rows_saved`: for each pair that stays (`rows_per_pair`).
+        `rows_saved`: for each pair that stays (`rows_per_pair`). What trials could not tell cannot be planned
+        with: ConfigError.
         """
+        unknown = [name for name, value in probe.items() if value is None]
+        if unknown:
+            raise ConfigError(f"trials could not tell what this costs: {', '.join(unknown)}")
         far, alone = probe.get("far_bandwidth") or probe["bandwidth"], probe.get("far_link") or 0.0
         card_per_rank = alone < SHARED_CARD * far if alone else False
         return cls(

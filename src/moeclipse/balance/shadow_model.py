@@ -27,6 +27,8 @@ from moeclipse.core.errors import ConfigError
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 FAR_GRAIN = 16
+MIN_GAIN = 0.02
+"""Less than that of a layer's time is not worth a copy; nor is less than its prices may be off by."""
 POWER = 8
 """`merit` is this power mean over ranks: it feels the fullest rank, and the next ones behind it."""
 
@@ -57,7 +59,7 @@ class ShadowCosts:
     """Near rows, or copies, that take as long as one across hosts; in whole parts of FAR_GRAIN."""
     min_rows: int = 1
     """A rank with fewer rows of an expert gets no copy of it, whatever they cost."""
-    min_gain: float = 0.02
+    min_gain: float = MIN_GAIN
     """Shadows must make the layer faster by this part of its time, or none is used."""
 
     def __post_init__(self) -> None:

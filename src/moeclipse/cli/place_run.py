@@ -48,8 +48,9 @@ class RunFacts:
 
     @property
     def probe(self) -> dict[str, Any] | None:
-        """What ranks measured for planners, or in their first layer; None: nothing."""
-        return probe_of(self.choices)
+        """What planners, or the first layer, were told or measured; None: nothing, or not all of it."""
+        found = probe_of(self.choices)
+        return None if found is None or None in found.values() else found
 
     @property
     def ranks(self) -> int | None:
@@ -94,7 +95,8 @@ class RunFacts:
             top_k = self.get("gate", "top_k")
             saved = rows_per_pair(top_k if isinstance(top_k, int) else 1, ranks)
             costs = PlacementCosts.from_measured(self.probe, every, max(ranks // nodes, 1), saved)
-            return costs, "seconds: from what the run has measured on its ranks"
+            how = "planned by" if self.probe.get("fixed") else "measured on its ranks"
+            return costs, f"seconds: from what the run has {how}"
         d_model, d_ff = d_model or self.size("d_model"), d_ff or self.size("d_ff")
         device, link = device or "h200", link or "infiniband"
         costs = PlacementCosts.from_shapes(

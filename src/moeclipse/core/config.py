@@ -28,10 +28,12 @@ from moeclipse.core.renames import rename_note, renamed_in
 from moeclipse.core.toml import read_toml as read_toml
 from moeclipse.core.toml import to_toml as to_toml
 from moeclipse.core.values import (
+    SWITCH,
     Mismatch,
     convert,
     expected_text,
     is_item,
+    is_switch,
     list_in,
     mismatch_text,
     read_words,
@@ -247,14 +249,14 @@ def flag_layer(
         values = [value] if has_value else []
         section, _, name = key.rpartition(".")
         positive = f"{section}.{name[3:]}" if section else name[3:]
-        if key not in kinds and name.startswith("no_") and kinds.get(positive) is bool and not has_value:
+        if key not in kinds and name.startswith("no_") and is_switch(kinds.get(positive)) and not has_value:
             key, values = positive, ["false"]
         while rest and not rest[0].startswith("--") and _wants_more(kinds.get(key), values, rest[0]):
             values.append(rest.pop(0))
         if key not in kinds:
             problems.append(f"{unknown_key(key, known)} ({flag})")
             continue
-        if not values and kinds[key] is bool:
+        if not values and is_switch(kinds[key]):
             values = ["true"]
         if values or typing.get_origin(kinds[key]) is tuple:
             given = Given(values, flag, words=True, was=key if key in renamed else "")
@@ -270,8 +272,8 @@ def _wants_more(kind: Any, values: Sequence[str], word: str) -> bool:
     listed = list_in(kind)
     if values and listed is not None:
         return is_item(values[0], listed) and is_item(word, listed)
-    if kind is bool:
-        return not values and word.lower() in ("true", "false", "1", "0", "yes", "no")
+    if is_switch(kind):
+        return not values and (word.lower() in SWITCH or is_item(word, kind))
     return not values
 
 

@@ -15,6 +15,8 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+SWITCH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
 
 class Mismatch(Exception):
     """A value that its type does not allow; the text completes 'expected ...'."""
@@ -95,6 +97,11 @@ def list_in(kind: Any) -> Any:
     return next((arg for arg in typing.get_args(kind) if typing.get_origin(arg) is tuple), None)
 
 
+def is_switch(kind: Any) -> bool:
+    """Whether true and false are among its values (`run.deterministic`: auto, true or false)."""
+    return kind is bool or bool in typing.get_args(kind)
+
+
 def is_item(word: str, listed: Any) -> bool:
     """Whether a word can stand in a list."""
     try:
@@ -114,11 +121,10 @@ def read_words(words: Sequence[str], kind: Any) -> Any:
     listed = list_in(kind)
     if listed is not None and is_item(words[0], listed):
         return read_words(words, listed)
+    if is_switch(kind) and words[0].lower() in SWITCH:
+        return SWITCH[words[0].lower()]
     if kind is bool:
-        switch = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-        if words[0].lower() not in switch:
-            raise Mismatch(expected_text(kind))
-        return switch[words[0].lower()]
+        raise Mismatch(expected_text(kind))
     expected = expected_text(kind)
     readers: tuple[Callable[[str], Any], ...] = (str, int, float)
     for read in readers:

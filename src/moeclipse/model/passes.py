@@ -24,9 +24,9 @@ from moeclipse.model.layer import TransformerLayer
 from moeclipse.model.rotary import Positions
 from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.layer import MoE, MoEReport
+from moeclipse.moe.loads import Loads
 from moeclipse.moe.passes import ExpertPass
 from moeclipse.moe.routing import Routing
-from moeclipse.moe.schedule import Loads
 from moeclipse.moe.structure import Structure
 from moeclipse.moe.tokens import Tokens
 from moeclipse.pipeline.backward import Segment

@@ -41,7 +41,8 @@ LEAST_CALLS = 3
 MOST_SCATTER = 0.05
 """As fast as the fastest is who takes as much longer as calls scatter, but no more than this ..."""
 LEAST_GAIN = 0.03
-"""... and the plain one, where it is what stays otherwise, also who takes no more than this longer."""
+"""... and the plain one, where it is what stays otherwise, also who takes no more than this longer, or than
+calls scatter, without limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +199,8 @@ class Trials:
             self.candidates[number - 1 :] = [next(one for one in ranked if one.plain)]
         self.over_plain: float | None = None
         """How many times as long as the chosen one the plain one took, where it was tried."""
+        self.scatter: float | None = None
+        """By how much of it a usual call was longer than the best, on the rank where that was most."""
         self.watches = [Stopwatch(cuda) for _ in self.candidates]
         self._calls = 0
 
@@ -235,14 +238,23 @@ class Trials:
         if any(min(column) < 0 for column in columns):
             return self.unseen
         slowest = [max(column) for column in columns]
-        least = LEAST_GAIN if self.careful else 0.0
-        near = (1 + max(least, min(MOST_SCATTER, max(scatters)))) * min(slowest)
-        as_fast = [number for number, seconds in enumerate(slowest) if seconds <= near]
+        self.scatter = max(scatters)
+        near = [(1 + self._about(one, self.scatter)) * min(slowest) for one in self.candidates]
+        as_fast = [number for number, seconds in enumerate(slowest) if seconds <= near[number]]
         best = min(as_fast, key=lambda number: (self.candidates[number].num_units, slowest[number]))
         chosen = self.candidates[best]
         plain = [seconds for one, seconds in zip(self.candidates, slowest, strict=True) if one.plain]
         self.over_plain = plain[0] / slowest[best] if plain else None
         return chosen if best == 0 else replace(chosen, rule=f"{chosen.rule}, fastest of {len(slowest)}")
+
+    def _about(self, one: Granularity, scatter: float) -> float:
+        """By which part a granularity may take longer than the fastest and count as fast as it.
+
+        Who leaves what stays otherwise must be faster than by chance, however much calls scatter.
+        """
+        if self.careful and one.plain:
+            return max(LEAST_GAIN, scatter)
+        return max(LEAST_GAIN if self.careful else 0.0, min(MOST_SCATTER, scatter))
 
     @staticmethod
     def _seconds(watch: Stopwatch) -> float:
@@ -273,4 +285,6 @@ def against_blocking(reports: Sequence[dict[str, Any]]) -> str:
     seen = [report["over_plain"] for report in reports if report["over_plain"] is not None]
     if not seen or set(seen) == {1.0}:
         return ""
-    return f", blocking took {statistics.mean(seen):.2f} times as long"
+    scatters = [report["scatter"] for report in reports if report.get("scatter") is not None]
+    sure = f" (calls scattered by {100 * max(scatters):.0f} %)" if scatters else ""
+    return f", blocking took {statistics.mean(seen):.2f} times as long{sure}"

@@ -7,9 +7,8 @@
 With `exchange={"schedule": "smart"}` the rows travel in units, and the experts compute one while others
 travel; "blocking" sends all, then computes all, then returns all. Both give the same gradients.
 
-On several ranks give it a mesh: `MoE(..., mesh=Mesh.of_world(ep=4))`. Its expert parameters then differ from
-rank to rank: keep them out of DDP with `DDP(exclude_experts(model))`, and call `sync_gradients(model)` after
-backward, before the optimizer step.
+On several ranks give it a mesh: `MoE(..., mesh=Mesh.of_world(ep=4))`. Expert parameters then differ by rank:
+keep them out of DDP (`DDP(exclude_experts(model))`), and call `sync_gradients(model)` before optimizer steps.
 """
 
 from __future__ import annotations
@@ -56,6 +55,7 @@ from moeclipse.moe.given import (
     is_sharded,
     settled,
 )
+from moeclipse.moe.loads import Loads
 from moeclipse.moe.losses import MoEReport, report_on
 from moeclipse.moe.mask import leave_out
 from moeclipse.moe.optimizer_state import watch_optimizers
@@ -64,7 +64,7 @@ from moeclipse.moe.pairwise import PairwiseExperts
 from moeclipse.moe.private_torch import in_backward
 from moeclipse.moe.probe import Probe, measure
 from moeclipse.moe.routing import Routing
-from moeclipse.moe.schedule import ExchangeSchedule, Loads
+from moeclipse.moe.schedule import ExchangeSchedule
 from moeclipse.moe.shared import shared_expert
 from moeclipse.moe.shared_gate import shared_of
 from moeclipse.moe.structure import Inputs, Structure
@@ -353,9 +353,9 @@ class MoE(nn.Module):
         of = {"experts": self.experts, "score_input": self.config.score_input}
         return PairwiseExperts(structure=structure, like=like, **of)  # type: ignore[arg-type]
 
-    def measure_costs(self) -> Probe:
+    def measure_costs(self, prices: Callable[..., Probe] = measure) -> Probe:
         """Collective over the ranks of a stage, for rows that are one vector each."""
-        return measure(self._pairwise(Structure(), (self.gate.weight,)), self.dispatcher, self.mesh)
+        return prices(self._pairwise(Structure(), (self.gate.weight,)), self.dispatcher, self.mesh)
 
     def prepare(
         self,

@@ -8,6 +8,10 @@ travelling side by side. Where ranks are on several hosts (`Mesh.hosts`), links 
 hosts are measured apart, each in both ways, and whether the ranks of a host share a card follows from the
 latter. All ranks leave with the same numbers, because whoever decides from them must decide alike.
 
+Where more of something took no longer that could be seen, it is tried again with more of it, and is None if
+that does not help (`moe/stopwatch`): whoever decides does the plain thing then. `doubt` says how far figures
+may be off; what is decided from them has to win more than that.
+
     near, far    cost/exchange    what an exchange takes that is cut by hosts
                  balance/objective, by `from_measured`    what planners charge, card by card
                  balance/shadow_model    how many near rows or copies a far one is worth
@@ -15,18 +19,20 @@ latter. All ranks leave with the same numbers, because whoever decides from them
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from moeclipse.balance.shadow_model import FAR_GRAIN, ShadowCosts
+from moeclipse.balance.shadow_model import FAR_GRAIN, MIN_GAIN, ShadowCosts
 from moeclipse.comm.mesh import Mesh
 from moeclipse.cost.exchange import ExchangeCosts
 from moeclipse.moe.dispatch import Dispatcher
 from moeclipse.moe.pairwise import PairwiseExperts
 from moeclipse.moe.replica_price import sync_price
-from moeclipse.moe.stopwatch import REPEATS, clock, tell
+from moeclipse.moe.stopwatch import MORE, REPEATS, Slope, Timing, slope_of, tell, timed
 from moeclipse.ops.precision import wide_of
 
 ROWS = {"cpu": (4, 96), "cuda": (64, 2048)}
@@ -36,25 +42,25 @@ BYTES = {"cpu": (16 << 10, 256 << 10), "cuda": (1 << 20, 16 << 20)}
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Seconds and bytes per second; the same on every rank."""
+    """Seconds and bytes per second; the same on every rank. None: trials could not tell."""
 
-    row_forward: float
-    row_backward: float
+    row_forward: float | None
+    row_backward: float | None
     kernel: float
     """Of all experts of a rank, however few their rows: reading weights, launching."""
     latency: float
-    bandwidth: float
+    bandwidth: float | None
     """Of each rank while all send to all, inside their hosts where there are several."""
-    link: float
+    link: float | None
     """The same of one rank while all others rest."""
     shared_wire: bool
     row_bytes: float
     parameter_bytes: float
     gradient_bytes: float
     num_ranks: int = 1
-    far_bandwidth: float = 0.0
+    far_bandwidth: float | None = 0.0
     """Of each rank while all send to all ranks of other hosts; 0: there are none."""
-    far_link: float = 0.0
+    far_link: float | None = 0.0
     """The same of one rank while all others rest."""
     far_latency: float = 0.0
     loan: float = 0.0
@@ -63,10 +69,26 @@ class Probe:
     """... and of choosing shadows in one call; 0: not measured."""
     sync: float = 0.0
     """Of a step, for a layer that has replicas, beside their bytes (`moe/replica_price`) ..."""
-    sync_bandwidth: float = 0.0
+    sync_bandwidth: float | None = 0.0
     """... and bytes per second of their gradients and weights; 0: not measured."""
+    doubt: float = 0.0
+    """Part of rows and wires that figures may be off by, as trials scattered."""
+    fixed: bool = False
+    """Nothing was measured: the prices of `moe/fixed_prices`, which are the same in every run."""
+
+    @property
+    def unknown(self) -> list[str]:
+        """What trials could not tell."""
+        return [name for name, value in vars(self).items() if value is None]
+
+    @property
+    def prices_rows(self) -> bool:
+        """Whether rows and wires are known: what cuts and shadows are chosen from."""
+        return set(self.unknown) <= {"sync_bandwidth"}
 
     def exchange_costs(self) -> ExchangeCosts:
+        assert self.bandwidth is not None
+        assert self.row_forward is not None
         return ExchangeCosts(
             row_bytes=self.row_bytes,
             near_bandwidth=self.bandwidth,
@@ -80,6 +102,10 @@ class Probe:
         )
 
     def shadow_costs(self, *, overlap: float) -> ShadowCosts:
+        assert self.row_forward is not None
+        assert self.row_backward is not None
+        assert self.bandwidth is not None
+        assert self.link is not None
         # The fullest rank sets the pace. On a shared wire the policy adds the bytes of all ranks up itself.
         byte = 1 / (self.bandwidth * self.num_ranks) if self.shared_wire else 1 / self.link
         near, far = (self.bandwidth, self.far_bandwidth) if self.shared_wire else (self.link, self.far_link)
@@ -94,59 +120,113 @@ class Probe:
             copy=self.latency + self.loan,
             overlap=overlap,
             shared_wire=self.shared_wire,
+            min_gain=max(MIN_GAIN, self.doubt),
             far=max(round(FAR_GRAIN * near / far) / FAR_GRAIN, 1.0) if far else 1.0,
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertSizes:
+    """What all ranks know of an expert, though some may hold none."""
+
+    row_bytes: int
+    parameters: int
+    weight_dtype: torch.dtype
+    held: int
+    """Experts of a rank, at most."""
+
+    @classmethod
+    def of(cls, pairs: PairwiseExperts, mesh: Mesh) -> ExpertSizes:
+        """Collective over the ranks of a stage."""
+        experts = pairs.experts
+        held = len(experts.ids)
+        dtype = next((weight.dtype for weight in experts.weights), pairs.like[0].dtype)
+        size = sum(weight.numel() for weight in experts.weights) // max(held, 1)
+        # A rank without experts may not know the type of their weights.
+        told = zip(*tell(mesh, [float(size), float(held), float(dtype.itemsize)]), strict=True)
+        parameters, most, width = (int(max(column)) for column in told)
+        return cls(
+            row_bytes=sum(tensor.element_size() * tensor.shape[1:].numel() for tensor in pairs.like),
+            parameters=parameters,
+            weight_dtype={2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[width],
+            held=most,
+        )
+
+    def as_bytes(self) -> dict[str, Any]:
+        """Of a row, and of an expert's parameters and gradients."""
+        return {
+            "row_bytes": self.row_bytes,
+            "parameter_bytes": self.parameters * self.weight_dtype.itemsize,
+            "gradient_bytes": self.parameters * wide_of(self.weight_dtype).itemsize,
+        }
+
+
 def measure(pairs: PairwiseExperts, dispatcher: Dispatcher, mesh: Mesh) -> Probe:
     """Collective over the ranks of a stage: all that have this layer."""
-    experts, rows = pairs.experts, ROWS[mesh.device.type]
-    few, many = (_expert_seconds(pairs, number, mesh) for number in rows)
-    more = max(len(experts.ids), 1) * (rows[1] - rows[0])
-    slope = [max(b - a, 0.0) / more for a, b in zip(few, many, strict=True)]
+    forward, backward, kernel = _rows(pairs, mesh)
     near, far = _links(dispatcher, mesh)
-    weight_dtype = next((weight.dtype for weight in experts.weights), pairs.like[0].dtype)
-    size = sum(weight.numel() for weight in experts.weights) // max(len(experts.ids), 1)
-    held = len(experts.ids)
-    kernel = max(few[0] - held * rows[0] * slope[0], 0.0)
-    mine = [*slope, kernel, float(size), float(held), float(weight_dtype.itemsize)]
-    everyone = tell(mesh, mine)
-    forward, backward, kernel, *_ = (sum(column) / len(everyone) for column in zip(*everyone, strict=True))
-    # A rank without experts may not know the type of their weights.
-    parameters, most, width = (max(entry[number] for entry in everyone) for number in (3, 4, 5))
-    weight_dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[int(width)]
-    fixed, bytes_per_s = sync_price(int(parameters), weight_dtype, int(most), dispatcher.group, mesh)
-    row_bytes = sum(tensor.element_size() * tensor.shape[1:].numel() for tensor in pairs.like)
+    sizes = ExpertSizes.of(pairs, mesh)
+    given = (sizes.parameters, sizes.weight_dtype, sizes.held)
+    fixed, bytes_per_s = sync_price(*given, dispatcher.group, mesh)
+    slopes = (forward, backward, *near.slopes, *(() if far is None else far.slopes))
+    alone, together = near.alone.rate, near.together.rate
     return Probe(
-        row_forward=forward,
-        row_backward=backward,
+        row_forward=forward.each,
+        row_backward=backward.each,
         kernel=kernel,
         latency=near.latency,
-        bandwidth=near.bandwidth,
-        link=near.alone,
-        shared_wire=near.peers > 1 and near.alone > 2 * near.bandwidth,
-        row_bytes=row_bytes,
-        parameter_bytes=parameters * weight_dtype.itemsize,
-        gradient_bytes=parameters * wide_of(weight_dtype).itemsize,
+        bandwidth=together,
+        link=alone,
+        shared_wire=near.peers > 1 and None not in (alone, together) and alone > 2 * together,  # type: ignore[operator]
         num_ranks=dispatcher.group.size,
         sync=fixed,
         sync_bandwidth=bytes_per_s,
+        doubt=max((slope.doubt for slope in slopes if slope.each is not None), default=0.0),
+        **sizes.as_bytes(),
         **({} if far is None else far.as_far()),
     )
 
 
+def _rows(pairs: PairwiseExperts, mesh: Mesh) -> tuple[Slope, Slope, float]:
+    """(a row forward, backward; what experts take however few their rows): the mean of ranks with experts."""
+    few, many = ROWS[mesh.device.type]
+    for factor in MORE[mesh.device.type]:
+        mine = [*_expert_seconds(pairs, few, mesh), *_expert_seconds(pairs, factor * many, mesh)]
+        held = float(len(pairs.experts.ids))
+        everyone = [row for row in tell(mesh, [held, *(part for one in mine for part in one)]) if row[0]]
+        slopes, kernels = [], []
+        for letter in (1, 3):
+            ends = []
+            for at in (letter, letter + 4):
+                seconds = [row[at] / (row[0] * (factor * many - few)) for row in everyone]
+                noises = [row[at + 1] / (row[0] * (factor * many - few)) for row in everyone]
+                ends.append(Timing(sum(seconds) / len(everyone), math.hypot(*noises) / len(everyone)))
+            slopes.append(slope_of(ends[0], ends[1], 1.0))
+        for row in everyone:
+            each = max(row[5] - row[1], 0.0) / (factor * many - few)
+            kernels.append(max(row[1] - few * each, 0.0))
+        if all(slope.each is not None for slope in slopes):
+            break
+    return slopes[0], slopes[1], sum(kernels) / len(kernels)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLink:
-    """What was measured of one kind of links."""
+    """What was measured of one kind of links: seconds of a byte."""
 
     peers: int
     """That a rank sends to, at most."""
-    bandwidth: float
-    alone: float
+    together: Slope
+    alone: Slope
     latency: float
 
-    def as_far(self) -> dict[str, float]:
-        return {"far_bandwidth": self.bandwidth, "far_link": self.alone, "far_latency": self.latency}
+    @property
+    def slopes(self) -> tuple[Slope, Slope]:
+        return self.together, self.alone
+
+    def as_far(self) -> dict[str, Any]:
+        rates = {"far_bandwidth": self.together.rate, "far_link": self.alone.rate}
+        return {**rates, "far_latency": self.latency}
 
 
 def _links(dispatcher: Dispatcher, mesh: Mesh) -> tuple[MeasuredLink, MeasuredLink | None]:
@@ -171,40 +251,52 @@ def _links(dispatcher: Dispatcher, mesh: Mesh) -> tuple[MeasuredLink, MeasuredLi
 
 def _link(dispatcher: Dispatcher, mesh: Mesh, peers: int, joins: Callable[[int, int], bool]) -> MeasuredLink:
     """`joins` says whether two ranks of the group have such a link; one of them is measured alone."""
-    sizes, ranks, peers = BYTES[mesh.device.type], range(dispatcher.group.size), max(peers, 1)
+    ranks, peers = range(dispatcher.group.size), max(peers, 1)
     pairs = [(a, b) for a in ranks for b in ranks if a != b and joins(a, b)]
-    small, large = (_wire_seconds(dispatcher, mesh, size, pairs) for size in sizes)
-    alone = [_wire_seconds(dispatcher, mesh, size, pairs[:1]) for size in sizes]
-    sent = sizes[1] - sizes[0]
-    bandwidth, link = (part * sent / max(b - a, 1e-7) for part, a, b in ((peers, small, large), (1, *alone)))
+    together, small = _bytes(dispatcher, mesh, pairs, peers)
+    alone, _ = _bytes(dispatcher, mesh, pairs[:1], 1)
     # What a transfer of nothing would take; on a slow wire even the small one is mostly bytes.
-    latency = max(small - peers * sizes[0] / bandwidth, 0.1 * small) / peers
-    return MeasuredLink(peers=peers, bandwidth=bandwidth, alone=link, latency=latency)
+    sent = peers * BYTES[mesh.device.type][0] * (together.each or 0.0)
+    latency = max(small.seconds - sent, 0.1 * small.seconds) / peers
+    return MeasuredLink(peers=peers, together=together, alone=alone, latency=latency)
 
 
-def _expert_seconds(pairs: PairwiseExperts, rows: int, mesh: Mesh) -> tuple[float, float]:
+def _bytes(
+    dispatcher: Dispatcher, mesh: Mesh, pairs: Sequence[tuple[int, int]], peers: int
+) -> tuple[Slope, Timing]:
+    """(seconds of a byte, those of few bytes), `peers` being sent to by each rank."""
+    few, many = BYTES[mesh.device.type]
+    for factor in MORE[mesh.device.type]:
+        small, large = (_wire_seconds(dispatcher, mesh, size, pairs) for size in (few, factor * many))
+        slope = slope_of(small, large, peers * (factor * many - few))
+        if slope.each is not None:
+            break
+    return slope, small
+
+
+def _expert_seconds(pairs: PairwiseExperts, rows: int, mesh: Mesh) -> tuple[Timing, Timing]:
     """(forward, backward) of `rows` rows through each expert, weight gradients included."""
     experts, device = pairs.experts, mesh.device
     if not experts.ids:
         tell(mesh, [])
-        return 0.0, 0.0
+        return Timing(0.0, 0.0), Timing(0.0, 0.0)
     counts = [rows] * len(experts.ids)
     x = pairs.structure.put_together([t.new_ones(sum(counts), *t.shape[1:]) for t in pairs.like])
     sums = [torch.zeros_like(weight, dtype=wide_of(weight.dtype)) for weight in experts.weights]
     with torch.no_grad():
         y, _ = experts.forward(x, counts)
         tell(mesh, [])
-        forward = clock(lambda: experts.forward(x, counts), device)
+        forward = timed(lambda: experts.forward(x, counts), device)
         saved = [experts.forward(x, counts)[1] for _ in range(REPEATS + 1)]  # modules go backward once
 
         def backward() -> None:
             experts.dgrad(y, saved.pop())[1].add_to(*sums)
 
         backward()
-        return forward, clock(backward, device)
+        return forward, timed(backward, device)
 
 
-def _wire_seconds(dispatcher: Dispatcher, mesh: Mesh, size: int, pairs: Sequence[tuple[int, int]]) -> float:
+def _wire_seconds(dispatcher: Dispatcher, mesh: Mesh, size: int, pairs: Sequence[tuple[int, int]]) -> Timing:
     """Of the slowest rank: `size` bytes between each of these pairs of the group, step by step."""
     me, num_ranks, wanted = dispatcher.group.index, dispatcher.group.size, set(pairs)
     rows = torch.zeros(size, dtype=torch.uint8, device=mesh.device)
@@ -229,4 +321,4 @@ def _wire_seconds(dispatcher: Dispatcher, mesh: Mesh, size: int, pairs: Sequence
 
     work()
     tell(mesh, [])
-    return max(seconds for (seconds,) in tell(mesh, [clock(work, mesh.device)]))
+    return max(Timing(*row) for row in tell(mesh, [*timed(work, mesh.device)]))

@@ -20,7 +20,7 @@ import torch
 from moeclipse.comm.flight.exchange import all_to_all
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
-from moeclipse.moe.stopwatch import slowest
+from moeclipse.moe.stopwatch import MORE, slope_of, slowest
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.raw_bytes import as_bytes
 
@@ -30,17 +30,26 @@ PARAMETERS = 2
 
 
 @torch.no_grad()
-def sync_price(size: int, dtype: torch.dtype, held: int, group: Group, mesh: Mesh) -> tuple[float, float]:
-    """(fixed, bandwidth) of experts with `size` parameters, at most `held` of them on a rank; 0 on one."""
+def sync_price(
+    size: int, dtype: torch.dtype, held: int, group: Group, mesh: Mesh
+) -> tuple[float, float | None]:
+    """(fixed, bandwidth) of experts with `size` parameters, at most `held` of them on a rank; 0 on one rank.
+
+    A copy that takes no time that can be seen, however often it is tried, has no bandwidth: None.
+    """
     if group.size == 1:
         return 0.0, 0.0
     each = -(-size // PARAMETERS)
     weights = [torch.zeros(each, dtype=dtype, device=mesh.device) for _ in range(PARAMETERS)]
     grads = [torch.zeros(each, dtype=wide_of(dtype), device=mesh.device) for _ in range(PARAMETERS)]
     works = [partial(sync, weights, grads, count, group, mesh) for count in (0, each)]
-    nothing, one, copied = slowest([*works, partial(copy, weights, grads)], mesh)
     moved = sum(tensor.nbytes for tensor in (*weights, *grads))
-    return nothing + max(held - 1, 0) * copied, moved / max(one - nothing, 1e-7)
+    for _ in MORE[mesh.device.type]:
+        nothing, one, copied = slowest([*works, partial(copy, weights, grads)], mesh)
+        slope = slope_of(nothing, one, moved)
+        if slope.each is not None:
+            break
+    return nothing.seconds + max(held - 1, 0) * copied.seconds, slope.rate
 
 
 def sync(

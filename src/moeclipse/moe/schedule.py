@@ -7,7 +7,11 @@ the first of the others arrive and the last of them return. Where chunks or grou
 chosen once, from costs measured after the first step and the counts of the second: the programs are
 simulated, and the best of them tried (`moe/granularity`). "auto" begins as blocking, tries that beside the
 best of the others, and leaves it only for what was seen to be faster. Whoever runs the layer may say how many
-calls that may take.
+calls that may take. Where trials cannot tell what rows and wires cost, nothing is cut and nothing is lent.
+
+How rows are cut and what is lent changes the last bits of results. Where equal runs must have equal bits
+(`by_the_book`), nothing is timed: prices are fixed (`moe/fixed_prices`), the simulator's first is taken where
+cuts were asked for, and "auto" stays blocking.
 
 Programs are built and verified once for each granularity and kept. Everything is decided from what all ranks
 know, so all decide alike.
@@ -26,14 +30,13 @@ import torch
 from moeclipse.balance.shadow import ShadowPlan
 from moeclipse.balance.shadow_model import ShadowCosts
 from moeclipse.balance.split import ReplicaTable, split_rows
-from moeclipse.comm.flight.exchange import gather_to_host, sum_of_parts
-from moeclipse.comm.flight.in_flight import InFlight
-from moeclipse.comm.group import Group
+from moeclipse.comm.flight.exchange import gather_to_host
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.dispatch import Dispatcher, DispatchPlan, plan_dispatch
 from moeclipse.moe.dispatch_combine import Programs
 from moeclipse.moe.dispatch_on_device import plan_on_device, prepare_sending
+from moeclipse.moe.fixed_prices import fixed_prices
 from moeclipse.moe.granularity import (
     CALLS,
     CHUNKS,
@@ -47,13 +50,14 @@ from moeclipse.moe.granularity import (
     start_groups,
     worth_a_try,
 )
+from moeclipse.moe.loads import Loads
 from moeclipse.moe.pairwise import PairwiseExperts
-from moeclipse.moe.probe import Probe, measure
+from moeclipse.moe.probe import Probe
 from moeclipse.moe.replicas import choose_slots
 from moeclipse.moe.routing import Routing, count_experts
 from moeclipse.moe.shadow import ShadowExperts, keep_shadowed
 from moeclipse.moe.shadow_choice import ShadowChoice, label_of
-from moeclipse.moe.shadow_price import priced
+from moeclipse.moe.shadow_price import measured
 from moeclipse.moe.stopwatch import tell
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.shape import ExchangeShape, Shadow
@@ -61,24 +65,6 @@ from moeclipse.schedule.smart import backward_of, end_units, exchange_shape, sma
 
 SOME_SHADOW = (Shadow(expert=0, owner=0, ranks=(1,)),)
 """Programs depend on whether there are shadows, not on which."""
-
-
-@dataclass(frozen=True)
-class Loads:
-    """Rows of each rank of a group for each expert, maybe still on their way."""
-
-    parts: InFlight[torch.Tensor]
-    group: Group
-
-    def total(self) -> torch.Tensor:
-        """The load of each expert, the same bits on every rank."""
-        return sum_of_parts(self.parts.get())
-
-    def of(self, group: Group) -> np.ndarray:
-        """Those of the ranks of another group, [P, E]."""
-        places = [self.group.ranks.index(rank) for rank in group.ranks]
-        table: np.ndarray = self.parts.get().cpu().numpy()[places]
-        return table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +109,11 @@ class ExchangeSchedule:
         """What may be chosen, the fastest by simulation first, once costs are known."""
         self.trial_calls: int | None = None
         """Calls that "auto" may spend on trials; None: as many as they want."""
+        self.by_the_book = False
+        """Whether equal runs must choose alike: nothing is timed, and prices are fixed."""
         self._taken: dict[str, Any] | None = None
         self.over_plain: float | None = None
+        self.scatter: float | None = None
         self._calls = self._rows = self._tried = 0
         self._computed: list[int] = []
 
@@ -139,8 +128,12 @@ class ExchangeSchedule:
 
     @property
     def _tunes(self) -> bool:
-        """Whether there is something to choose, and calls to spend on it."""
-        return self._chooses and (not self.careful or affordable(self.trial_calls)[0] > 0)
+        """Whether there is something to choose, and calls to spend on it.
+
+        "auto" leaves the blocking exchange only for what was seen to be faster: never without trials.
+        """
+        tries = affordable(self.trial_calls)[0] > 0 and not self.by_the_book
+        return self._chooses and (tries or not self.careful)
 
     def shape(self, shadows: bool = False, use: Granularity | None = None) -> ExchangeShape:
         use = use or self.use
@@ -227,30 +220,42 @@ class ExchangeSchedule:
                 self._repeat(self._taken, cuda=ids_TK.is_cuda)
             else:
                 with mesh.recorder.apart("costs of an exchange"):
-                    self.probe = measure(experts, dispatcher, mesh)
-                    if self.shadows.automatic:
-                        self.probe = priced(self.probe, self.shadows, experts, dispatcher, ids_TK, mesh)
-                    if self._tunes:
-                        counts_PE = self._counts(ids_TK, dispatcher, where)
-                        self.ranked = self._rank(counts_PE, dispatcher, self.probe)
-                        tried = worth_a_try(self.ranked) if self.careful else self.ranked
-                        given = affordable(self.trial_calls if self.careful else None)
-                        self.trials = Trials(tried, ids_TK.is_cuda, self.careful, *given)
+                    if self.by_the_book:
+                        self.probe = fixed_prices(experts, dispatcher, mesh)
+                    else:
+                        self.probe = measured(self.shadows, experts, dispatcher, ids_TK, mesh)
+            probe = self.probe
+            # By the book nobody writes down how rows are cut: who repeats it finds it again.
+            if probe is not None and (self._taken is None or probe.fixed):
+                if self._tunes and probe.prices_rows:
+                    with mesh.recorder.apart("costs of an exchange"):
+                        self._rank_and_try(ids_TK, dispatcher, where, probe)
                 self.on_choice(self._choice())
         if self.trials is None:
             return
         if self.trials.over:
             if self._taken is not None and (known := self._taken["chosen"]) is not None:
                 self.use, self.over_plain = granularity_of(known), self._taken.get("over_plain")
+                self.scatter = self._taken.get("scatter")
             else:
                 with mesh.recorder.apart("trials of granularities"):
                     self.use = self.trials.choose(lambda numbers: tell(mesh, numbers))
-                    self.over_plain = self.trials.over_plain
+                    self.over_plain, self.scatter = self.trials.over_plain, self.trials.scatter
                 self.on_choice(self._choice(self.use))
             self._tried = len(self.trials.candidates)
             self.watch, self.trials = Stopwatch(cuda=ids_TK.is_cuda), None
         else:
             self.use, self.watch = self.trials.next()
+
+    def _rank_and_try(self, ids_TK: torch.Tensor, dispatcher: Dispatcher, where: str, probe: Probe) -> None:
+        """By the book there are no trials: what is predicted to be best is taken."""
+        self.ranked = self._rank(self._counts(ids_TK, dispatcher, where), dispatcher, probe)
+        if probe.fixed:
+            self.use, self.watch = self.ranked[0], Stopwatch(cuda=ids_TK.is_cuda)
+            return
+        tried = worth_a_try(self.ranked) if self.careful else self.ranked
+        given = affordable(self.trial_calls if self.careful else None)
+        self.trials = Trials(tried, ids_TK.is_cuda, self.careful, *given)
 
     def _count(self, plan: DispatchPlan, shadowed: int) -> None:
         """Remember how many rows this rank computes, and each of its slots."""
@@ -268,7 +273,7 @@ class ExchangeSchedule:
         return self.shadows.plan
 
     def _shadow_costs(self, decided: Decided) -> ShadowCosts | None:
-        if decided.probe is None:
+        if decided.probe is None or not decided.probe.prices_rows:
             return None
         one_go = self.config.schedule == "blocking" or (self.careful and decided.use.plain)
         return decided.probe.shadow_costs(overlap=0.0 if one_go else 1.0)
@@ -334,6 +339,7 @@ class ExchangeSchedule:
             "blocking_ms": 1e3 * self.use.blocking_s,
             "measured_ms": None if measured is None else 1e3 * measured,
             "over_plain": self.over_plain,
+            "scatter": self.scatter,
             "tried": self._tried,
         }
 
@@ -351,6 +357,7 @@ class ExchangeSchedule:
             "calls": 0 if self.trials is None else self.trials.calls,
             "chosen": None if chosen is None else asdict(chosen),
             "over_plain": self.over_plain,
+            "scatter": self.scatter,
         }
 
     def take_choice(self, choice: dict[str, Any] | None) -> None:

@@ -9,6 +9,7 @@ ask once for the counts of a call and choose from them (`Probe.look`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -19,13 +20,21 @@ from moeclipse.balance.shadow import Shadows
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.dispatch import Dispatcher
 from moeclipse.moe.pairwise import PairwiseExperts
-from moeclipse.moe.probe import ROWS, Probe
+from moeclipse.moe.probe import ROWS, Probe, measure
 from moeclipse.moe.shadow import RankShadows, ShadowExperts, ShadowGrads, keep_shadowed
 from moeclipse.moe.shadow_choice import ShadowChoice
 from moeclipse.moe.stopwatch import slowest
 from moeclipse.ops.precision import wide_of
 
 WHERE = "probe of shadows"
+
+
+def measured(
+    choice: ShadowChoice, pairs: PairwiseExperts, dispatcher: Dispatcher, ids_TK: torch.Tensor, mesh: Mesh
+) -> Probe:
+    """What a layer costs, shadows included where it chooses them. Collective over the ranks of a stage."""
+    probe = measure(pairs, dispatcher, mesh)
+    return priced(probe, choice, pairs, dispatcher, ids_TK, mesh) if choice.automatic else probe
 
 
 @torch.no_grad()
@@ -38,6 +47,8 @@ def priced(
     mesh: Mesh,
 ) -> Probe:
     """`probe` with both prices, of the slowest rank. Collective over the ranks of a stage."""
+    if not probe.prices_rows:
+        return probe
     costs = probe.shadow_costs(overlap=0.0)
 
     def look() -> None:
@@ -45,8 +56,8 @@ def priced(
         choice.best(counts_PE, rows_PE, dispatcher, costs)
 
     look_s, both = slowest([look, lending(pairs, dispatcher, ids_TK)], mesh)
-    wire = 2 * probe.latency + (probe.parameter_bytes + probe.gradient_bytes) / probe.bandwidth
-    return replace(probe, look=look_s, loan=max(both - wire, 0.0) / 2)
+    wire = 2 * probe.latency + (probe.parameter_bytes + probe.gradient_bytes) / (probe.bandwidth or math.inf)
+    return replace(probe, look=look_s.seconds, loan=max(both.seconds - wire, 0.0) / 2)
 
 
 def lending(pairs: PairwiseExperts, dispatcher: Dispatcher, ids_TK: torch.Tensor) -> Callable[[], None]:

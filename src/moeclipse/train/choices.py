@@ -28,6 +28,7 @@ from typing import Any
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
+from moeclipse.moe.fixed_prices import fixed_prices
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.probe import Probe
 from moeclipse.train.config import TrainConfig
@@ -98,7 +99,8 @@ class Choices:
         if layer.schedule.probe is not None:
             return layer.schedule.probe
         if self.placement is None:
-            self.placement = asdict(layer.measure_costs())
+            by_the_book = layer.schedule.by_the_book
+            self.placement = asdict(layer.measure_costs(*([fixed_prices] if by_the_book else [])))
             self.write()
         return Probe(**self.placement)
 
@@ -111,7 +113,8 @@ class Choices:
         if known or not layers or balance is None or balance > UNEVEN:
             return
         with suppress(Exception), self.mesh.recorder.apart("costs of an exchange"):
-            self.costs_for_planners(layers[0])
+            self.placement = asdict(layers[0].measure_costs())
+            self.write()
 
     def write(self) -> None:
         """Nothing, as long as nothing was chosen."""

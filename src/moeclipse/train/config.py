@@ -50,11 +50,11 @@ class RunConfig:
     graphs: Literal["auto", "off"] = "auto"
     """Microbatches as CUDA graphs on one rank, and on several what stands between exchanges: same numbers,
     fewer launches."""
-    deterministic: bool = False
-    """On CUDA: two runs give the same bits, with a slower backward of attention, or an error where torch has
-    no such kernel. CPUs do in any case."""
+    deterministic: bool | Literal["auto"] = "auto"
+    """Equal runs give equal bits: no clock and no free memory decides what changes one; on CUDA with a slower
+    backward of attention, too, or an error where torch has no such kernel. "auto": on CPUs."""
     choices: str = ""
-    """A run's folder, or its choices.json: what it chose by its clock is taken over, not measured again."""
+    """A run's folder, or its choices.json: what it chose or measured is taken over, not chosen again."""
     tune: bool = False
     """Try choices for longer, write choices.json for runs to come, and train nothing (`--tune`)."""
     sample: int = 0

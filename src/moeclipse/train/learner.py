@@ -44,7 +44,7 @@ from moeclipse.train.graphs import Graphs
 from moeclipse.train.integrity import Integrity
 from moeclipse.train.loss_scale import LossScale
 from moeclipse.train.nonfinite import Accident, BadSteps, look_again
-from moeclipse.train.numbers import choose_dtype, repeat_bits
+from moeclipse.train.numbers import choose_alike, choose_dtype, repeat_bits
 from moeclipse.train.one_by_one import OneByOne
 from moeclipse.train.optim import AdamW, Readable, learning_rate
 from moeclipse.train.parameter_groups import ParameterGroups
@@ -78,12 +78,9 @@ class Learner:
         repeat_bits(config.run.deterministic, mesh.device)
         parallel = config.parallel
         wanted = {"auto": None, "on": True, "off": False}[parallel.async_all_reduce]
-        tp = TensorParallel.of(
-            mesh,
-            peer=parallel.peer,
-            sequence_parallel=parallel.sequence_parallel and mesh.tp > 1,
-            async_all_reduce=wanted,
-        )
+        sequence = parallel.sequence_parallel and mesh.tp > 1
+        how: dict[str, Any] = {"sequence_parallel": sequence, "async_all_reduce": wanted}
+        tp = TensorParallel.of(mesh, peer=parallel.peer, **how)
         assert mesh.hosts is not None  # all ranks ask together, also those whose layers need not know
         layout = None
         if config.pipeline.runs_program(mesh.pp, mesh.num_ranks):
@@ -120,6 +117,7 @@ class Learner:
         """What was said of the last state that was evaluated."""
         self.layers = [layer for _, layer in moe_layers(self.model)]
         self.memories = tuple(memories(self.model))
+        choose_alike(self.layers, config.run.deterministic, mesh.device)
         self.bad = BadSteps(optim.max_bad_steps)
         self.signals: Callable[[], int] = lambda: 0
         """A number that every rank learns of every other with a step's results (`train/saving`)."""

@@ -1,13 +1,23 @@
 """In which type a run computes, and whether two of them give the same bits.
 
-On a CPU they do. On CUDA all kernels of ours do, and attention's backward, which is torch's, does not: its
-fastest form adds up gradients of queries in the order in which they happen to be there. `run.deterministic`
-takes the form that does not.
+What changes bits from run to run, and what `run.deterministic` has to do with it:
+
+    torch's kernels    on CUDA attention's backward adds up gradients of queries in the order in which they
+                       happen to be there; `repeat_bits` takes the slower form that does not
+    choices by time    how rows are cut, which experts are lent and where they live decide how many rows a
+                       product has and in which order sums are added; where bits repeat, they are made from
+                       counts and fixed prices (`moe/fixed_prices`), never from this run's clock
+
+On a CPU products of torch repeat their bits anyway, so that there runs do unless they are told not to.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+
+from moeclipse.moe.layer import MoE
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -17,9 +27,20 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def repeat_bits(asked: bool, device: torch.device) -> None:
-    """From now on, in this process: torch takes kernels whose sums have one order."""
-    if not asked or device.type != "cuda":
+def repeats(asked: bool | str, device: torch.device) -> bool:
+    """Whether a run with this `run.deterministic` promises equal bits on this device."""
+    return device.type == "cpu" if asked == "auto" else bool(asked)
+
+
+def choose_alike(layers: Iterable[MoE], asked: bool | str, device: torch.device) -> None:
+    """Let layers choose by the book where bits are promised."""
+    for layer in layers:
+        layer.schedule.by_the_book = repeats(asked, device)
+
+
+def repeat_bits(asked: bool | str, device: torch.device) -> None:
+    """From now on, in this process: torch takes kernels whose sums have one order, where that is promised."""
+    if device.type != "cuda" or not repeats(asked, device):
         return
     # Of attention: cuDNN's backward does not promise it, the others' do.
     torch.backends.cuda.enable_cudnn_sdp(False)

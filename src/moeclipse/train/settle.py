@@ -6,6 +6,10 @@ this run could take, with the speed of its own products and the bytes per second
 all ranks together. The plain choice (direct; overlap off) stays unless another wins by a margin: more than
 trials scatter, and more than simulations were seen to be wrong by (docs/measured.md#predicted).
 
+A wire changes no bit, so that it may always be timed. Pipelines and slots do: runs that promise equal bits
+(`run.deterministic`) choose them by the book (`moe/fixed_prices`). A wire whose trials could not tell what a
+byte takes leaves the pipeline as it is.
+
 Contract. Only what the configuration leaves at "auto" is settled, by all ranks alike, and is in
 `choices.json` before the first step: a run that goes on, or repeats another's, takes it from there. A run too
 short for trials keeps the plain choices and measures nothing, but for what has to run again to fit.
@@ -32,6 +36,7 @@ from moeclipse.core.config import problems_of, with_values
 from moeclipse.core.errors import MoEclipseError
 from moeclipse.cost.hardware import Device, Link, device, link
 from moeclipse.model.flops import device_of
+from moeclipse.moe.fixed_prices import BOOKS, rate
 from moeclipse.moe.given import expert_group
 from moeclipse.moe.granularity import affordable
 from moeclipse.moe.stopwatch import clock
@@ -41,6 +46,7 @@ from moeclipse.sim.step_costs import StepCosts
 from moeclipse.train import recompute_ranks
 from moeclipse.train.choices import Choices, trial_calls
 from moeclipse.train.config import TrainConfig
+from moeclipse.train.numbers import repeats
 from moeclipse.train.placement import spare_slots
 from moeclipse.train.placement.may_move import why_experts_stay
 from moeclipse.train.run_step import RunStep
@@ -56,6 +62,8 @@ MOST_HELD = {"cpu": 2.5, "cuda": 1.0}
 MOST_LAYERS = 2048
 """Layers times microbatches of a step up to which programs are simulated: more take long to write."""
 SCHEDULES = ("1f1b", "zb-h1", "vpp", "zb-v", "1f1b-pairs", "vpp+1", "dualpipev")
+LEAST_LONGER = 1.2
+"""Times as long as few bytes that many must take, or what a wire carries is not known."""
 ROWS = 512
 PRODUCTS = 3
 """Of each weight: forward, and in backward for rows and weights."""
@@ -66,7 +74,8 @@ def settle(config: TrainConfig, mesh: Mesh, choices: Choices) -> tuple[TrainConf
     lines: list[str] = []
     if choices.settled is None and mesh.num_ranks > 1:
         if affordable(trial_calls(config))[0]:
-            choices.settled, lines = choose(config, mesh)
+            by_the_book = repeats(config.run.deterministic, mesh.device)
+            choices.settled, lines = choose(config, mesh, by_the_book)
         elif recompute_ranks.left_open(config, mesh):
             found, lines = recompute_ranks.choose_recompute(config, mesh)
             choices.settled = found or None
@@ -93,8 +102,8 @@ def left_to_choose(config: TrainConfig) -> set[str]:
     return found | ({spare_slots.KEY} if spare_slots.left_open(config) else set())
 
 
-def choose(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], list[str]]:
-    """What is left to choose, by key, and in words."""
+def choose(config: TrainConfig, mesh: Mesh, by_the_book: bool = False) -> tuple[dict[str, Any], list[str]]:
+    """What is left to choose, by key, and in words. `by_the_book`: nothing that changes a bit is timed."""
     found: dict[str, Any] = {}
     lines: list[str] = []
     group, kind = expert_group(mesh, config.moe), config.moe.transport
@@ -104,7 +113,7 @@ def choose(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], list[str]]:
         lines.append("pipeline: without overlap, which pipeline.recompute = 'norms' cannot go with")
     times: dict[Wire, list[float]] = {}
     several = kind == "auto" and len(wires_to_try(mesh, group)) > 1
-    if (several or pipelines) and group.size > 1 and config.num_expert_layers:
+    if (several or (pipelines and not by_the_book)) and group.size > 1 and config.num_expert_layers:
         times = wire_times(mesh, group)
     if kind == "auto" and times:
         kind = found["moe.transport"] = fastest(times)
@@ -113,12 +122,13 @@ def choose(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], list[str]]:
             size, ms = SIZES[mesh.device.type][1] >> 10, 1e3 * times[kind][1]
             lines.append(f"wire: {kind}: {size} KiB to each rank in {ms:.2f} ms; {PLAIN} takes {ratio:.1f} x")
     if pipelines:
-        usual = "nvlink4" if mesh.device.type == "cuda" else "loopback"
-        seen = times.get(kind, times.get(PLAIN))
-        wire = link_of(seen, group.size, mesh.device.type) if seen else link(usual)
-        hardware = measured_device(config, mesh)
+        usual = link("nvlink4" if mesh.device.type == "cuda" else "loopback")
+        seen = None if by_the_book else times.get(kind, times.get(PLAIN))
+        wire = link_of(seen, group.size, mesh.device.type) if seen else usual
+        hardware = counted_device(mesh) if by_the_book else measured_device(config, mesh)
         idle = shares_cores(mesh)  # which all ranks ask together
-        pipeline = choose_pipeline(config, mesh, hardware, wire) if mesh.rank == 0 and not idle else ({}, [])
+        asks = mesh.rank == 0 and not idle
+        pipeline = choose_pipeline(config, mesh, hardware, wire) if asks and wire is not None else ({}, [])
         chosen, line = mesh.gather_objects(pipeline)[0]
         found |= chosen
         lines += line
@@ -138,12 +148,19 @@ def choose(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, Any], list[str]]:
 # the wire and the device, as the simulator sees them
 
 
-def link_of(times: list[float], num_ranks: int, kind: str) -> Link:
-    """Two sizes give a fixed part and a slope."""
+def link_of(times: list[float], num_ranks: int, kind: str) -> Link | None:
+    """Two sizes give a fixed part and a slope; None where more bytes were not seen to take longer."""
+    if times[1] < LEAST_LONGER * times[0]:
+        return None
     sent = [(num_ranks - 1) * size for size in SIZES[kind]]
-    bandwidth = (sent[1] - sent[0]) / max(times[1] - times[0], 1e-7)
+    bandwidth = (sent[1] - sent[0]) / (times[1] - times[0])
     latency = max(times[0] - sent[0] / bandwidth, 0.1 * times[0])
     return Link(name="wire", bandwidth=bandwidth, latency=latency, efficiency=1.0, source="measured at start")
+
+
+def counted_device(mesh: Mesh) -> Device:
+    """What equal runs take a rank to compute with."""
+    return replace(BOOKS[mesh.device.type].chip, flops=rate(mesh), efficiency=1.0, source="by the book")
 
 
 def measured_device(config: TrainConfig, mesh: Mesh) -> Device:

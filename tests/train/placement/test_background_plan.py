@@ -71,6 +71,12 @@ def test_plans_that_win_too_little_of_a_step_stay_undone() -> None:
     assert now > then > 0
     assert all(new != request.current for new, request in zip(free.placements, requests, strict=True))
     assert background_plan.propose(7, requests, least_s=0.99 * (now - then)) == free
+    won = (now - then) / now
+    given = {"least_s": 1e-12, "doubt": 0.99 * won}
+    assert background_plan.propose(7, requests, **given) == free  # type: ignore[arg-type]
+    unsure = background_plan.propose(7, requests, least_s=1e-12, doubt=1.01 * won)
+    assert unsure.placements == tuple(one.current for one in requests), "no more than prices may be off by"
+    assert background_plan.propose(7, requests, doubt=1.01 * won) == free, "what was asked for is done"
     kept = background_plan.propose(7, requests, least_s=1.01 * (now - then))
     assert kept.placements == tuple(request.current for request in requests)
     assert kept.seconds == (now, now)
@@ -133,6 +139,7 @@ def times(mesh: Mesh, config: TrainConfig, slow_s: float) -> list[dict[str, floa
         return slow_s
 
     learner = Learner(config, mesh)
+    learner.placement.costs = CHEAP
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_placement, "search_seconds", timed)
         found = []
@@ -144,7 +151,7 @@ def times(mesh: Mesh, config: TrainConfig, slow_s: float) -> list[dict[str, floa
 
 def test_a_search_is_timed_behind_the_first_plan_and_known_at_the_second(corpus: str) -> None:  # noqa: F811
     values = {**PLANNED, "placement.planner": "auto", "placement.start_step": 2, "placement.every": 2}
-    config = configure(corpus, **values, **{"run.steps": 5})
+    config = configure(corpus, **values, **{"run.steps": 5, "run.deterministic": False})
     one, other = run_ranks(2, times, config, 7.0)
     assert one == other
     assert one[0] is None
@@ -246,7 +253,7 @@ def with_bad_plan(mesh: Mesh, config: TrainConfig, how: str) -> tuple[list[str],
         object.__setattr__(learner.placement.layers[0].ownership, "placement", other)
     proposal, note = None, ""
     loads = run_a_step(learner)
-    learner.placement.planner.request(0, learner.placement._requests(0, loads))
+    learner.placement.planner.request(0, learner.placement._requests(0, loads, CHEAP))
     current = [placed.placement for placed in learner.placement.layers]
     assert learner.placement.planner.poll(1, 2, current) == (None, ""), "it is not due yet"
     proposal, note = learner.placement.planner.poll(2, 2, current)
@@ -382,3 +389,29 @@ def test_a_resumed_run_repeats_the_bits_of_the_first(corpus: str, tmp_path: Path
     config = configure(corpus, **{**PLANNED, **plans, "model.dtype": "float32"})
     path, losses = run_ranks(3, planned_once, config, str(tmp_path))[0]
     assert run_ranks(3, curve_from, config, path, 3)[0] == losses
+
+
+UNTOLD = {"row_forward": None, "row_backward": 1.0, "kernel": 0.0, "latency": 0.0, "bandwidth": None}
+UNTOLD |= {"link": 1.0, "shared_wire": False, "row_bytes": 1.0, "parameter_bytes": 1.0, "gradient_bytes": 1.0}
+
+
+def without_prices(mesh: Mesh, config: TrainConfig) -> list[Any]:
+    learner = Learner(config, mesh)
+    learner.placement.choices.placement = dict(UNTOLD)
+    notes = [note for step in range(6) for note in learner.step(step).get("notes", [])]
+    return [notes, learner.placement.planner.pending, learner.placement.plans_taken]
+
+
+@pytest.mark.parametrize("planner", ["auto", "random"])
+def test_what_trials_could_not_tell_is_no_ground_to_move(planner: str, corpus: str) -> None:  # noqa: F811
+    changes = {"placement.planner": planner, "placement.start_step": 2, "placement.every": 2}
+    config = configure(corpus, **{**PLANNED, **changes, "run.deterministic": False})
+    one, other = run_ranks(2, without_prices, config)
+    assert one == other
+    notes, pending, plans = one
+    if planner == "auto":
+        why = "trials could not tell what they cost (row forward, bandwidth)"
+        assert (notes, pending, plans) == ([f"experts stay where they are: {why}"], None, 0), "told once"
+    else:
+        assert plans > 0, "who names a planner gets plans"
+        assert all(note.endswith("(by fixed prices)") for note in notes)

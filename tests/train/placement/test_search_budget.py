@@ -11,8 +11,20 @@ from plans import FREE
 
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.planner import PlanConfig
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.config import with_values
+from moeclipse.train.config import TrainConfig
 from moeclipse.train.placement.background_plan import PlanRequest
-from moeclipse.train.placement.search_budget import PAYS, SHARE, SearchBudget, StepClock, search_seconds
+from moeclipse.train.placement.search_budget import (
+    PAYS,
+    SEARCHED_S,
+    SHARE,
+    SLOT_S,
+    SearchBudget,
+    StepClock,
+    counted_times,
+    search_seconds,
+)
 
 
 def budget(search_s: float, step_s: float = 0.1) -> SearchBudget:
@@ -97,3 +109,12 @@ def test_a_clock_of_steps_tells_the_median(monkeypatch: pytest.MonkeyPatch) -> N
         clock.tick()
         now[0] += 1.0
     assert clock.median_s == 1.0, "of the last steps alone"
+
+
+def test_times_by_the_book_follow_from_the_configuration() -> None:
+    mesh, small = Mesh.single(), TrainConfig()
+    large = with_values(small, {"data.batch_size": 2 * small.data.batch_size, "moe.num_experts": 256})
+    one, other = counted_times(small, mesh), counted_times(large, mesh)
+    assert one == counted_times(small, mesh)
+    assert other["step_s"] > 2 * one["step_s"] > 0
+    assert (one["search_s"], other["search_s"]) == (SLOT_S * small.moe.num_experts, SEARCHED_S)

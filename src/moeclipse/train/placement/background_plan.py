@@ -137,16 +137,24 @@ class Proposal:
 
 
 def propose(
-    step: int, requests: Sequence[PlanRequest], picked: Picked = all_layers, least_s: float = 0.0
+    step: int,
+    requests: Sequence[PlanRequest],
+    picked: Picked = all_layers,
+    least_s: float = 0.0,
+    doubt: float = 0.0,
 ) -> Proposal:
-    """Layers that are not picked stay as they are, and so do all that together win less than `least_s`."""
+    """Layers that are not picked stay as they are, and so do all that together win less than `least_s`.
+
+    `doubt`: part of all seconds that costs may be off by; what wins less is no better than what there is.
+    """
     searched = picked(step, requests)
     now_held = tuple(request.current for request in requests)
     placements = tuple(r.plan() if i in searched else r.current for i, r in enumerate(requests))
     loads = tuple(tuple(request.counts_PE.sum(0).tolist()) for request in requests)
     pairs = [r.seconds(new) for r, new in zip(requests, placements, strict=True)]
     now, then = sum(now for now, _ in pairs), sum(then for _, then in pairs)
-    if least_s > 0 and now - then < least_s:  # what somebody asked for is done, even if it loses
+    # What somebody asked for is done, even if it loses.
+    if least_s > 0 and now - then < max(least_s, doubt * now):
         placements, then = now_held, now
     return Proposal(step=step, placements=placements, expected=loads, seconds=(now, then))
 
@@ -238,6 +246,7 @@ class BackgroundPlanner:
         picked: Picked = all_layers,
         least_s: float = 0.0,
         timed: Callable[[PlanRequest], float] | None = None,
+        doubt: float = 0.0,
     ) -> None:
         """On all ranks, at the same step. `timed` times a search behind the plan; the rest: `propose`."""
         if self.pending is not None:
@@ -249,7 +258,7 @@ class BackgroundPlanner:
             self._search_s = None if timed is None else timed(requests[0])
 
         if self.leads:
-            self.thread.start(lambda: propose(step, requests, picked, least_s).to_json(), time_search)
+            self.thread.start(lambda: propose(step, requests, picked, least_s, doubt).to_json(), time_search)
 
     @property
     def search_s(self) -> float | None:

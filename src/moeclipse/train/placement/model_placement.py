@@ -30,18 +30,25 @@ from moeclipse.balance.planner import PlanConfig
 from moeclipse.balance.policy import load_policy
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
+from moeclipse.moe.fixed_prices import fixed_prices
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.probe import Probe
 from moeclipse.pipeline.overlap import StageLayout
 from moeclipse.train.buckets import Bucket
 from moeclipse.train.choices import Choices
 from moeclipse.train.config import TrainConfig, planner_problems
+from moeclipse.train.numbers import repeats
 from moeclipse.train.optim import AdamW
-from moeclipse.train.placement.background_plan import BackgroundPlanner, PlanRequest, Proposal
+from moeclipse.train.placement.background_plan import BackgroundPlanner, PlanRequest, Proposal, all_layers
 from moeclipse.train.placement.expert_buckets import ExpertBucket
 from moeclipse.train.placement.fedavg import average_replicas
 from moeclipse.train.placement.placed_layer import PlacedLayer
-from moeclipse.train.placement.search_budget import SearchBudget, StepClock, search_seconds
+from moeclipse.train.placement.search_budget import (
+    SearchBudget,
+    StepClock,
+    counted_times,
+    search_seconds,
+)
 from moeclipse.train.shard_state import ShardState
 
 PATIENCE_S = 60.0
@@ -67,7 +74,16 @@ class ModelPlacement:
         self.planner = BackgroundPlanner(mesh)
         self.choices = Choices(mesh)
         self.costs: PlacementCosts | None = None
+        self.doubt = 0.0
+        """Part of a layer's seconds that costs may be off by: a plan of auto has to win more."""
+        self.how_sure = ""
+        self.unpriced = False
+        """Whether trials could not tell what a planner must know: auto leaves experts where they are."""
         self.steps = StepClock()
+        self.search: dict[str, float] | None = None
+        """What steps and searches take by the book; None: they are timed."""
+        if repeats(config.run.deterministic, mesh.device):
+            self.search = counted_times(config, mesh)
         self.plans_taken = self.transfers = 0
         self.taken: dict[str, float] = {}
         """For the record of the last step: what the plan that was taken after it is predicted to win, behind
@@ -135,24 +151,48 @@ class ModelPlacement:
         if proposal is not None:
             notes += self.move(proposal)
         if self.config.due(step) and loads.average.sum_LPE is not None:
-            self._ask(step, self._requests(step, loads))
+            if self.costs is None and (told := self._price()):
+                notes.append(told)
+            if self.costs is not None:
+                self._ask(step, self._requests(step, loads, self.costs))
         return notes
+
+    def _price(self) -> str:
+        """Costs for planners, or what is to be said, once, where they are not known. Collective."""
+        if self.unpriced:
+            return ""
+        layer = self.layers[0].layer
+        probe = self.choices.costs_for_planners(layer)
+        if probe.unknown and self.config.at_ease:
+            self.unpriced = True
+            what = ", ".join(name.replace("_", " ") for name in probe.unknown)
+            return f"experts stay where they are: trials could not tell what they cost ({what})"
+        if probe.unknown:  # who names a planner gets plans
+            probe = layer.measure_costs(fixed_prices)
+        per_node = max(Counter(layer.schedule.hosts).values())
+        self.costs = costs_of(probe, self.config.lifetime, per_node, self.rows_saved)
+        self.doubt = probe.doubt if self.config.at_ease else 0.0
+        self.how_sure = "by fixed prices" if probe.fixed else f"give or take {100 * probe.doubt:.0f} %"
+        return ""
 
     def _ask(self, step: int, requests: Sequence[PlanRequest]) -> None:
         if not self.config.at_ease:
             self.planner.request(step, requests)
             return
         known = self.choices.search
+        if known is None and self.search is not None:
+            known = self._know(self.search)
         if known is None:
             # All layers are searched in the first round: how long that takes is asked in the second.
             self._know({"step_s": self._of_leader(self.steps.median_s)})
-            self.planner.request(step, requests, least_s=self._least_s, timed=search_seconds)
+            given = (requests, all_layers, self._least_s, search_seconds, self.doubt)
+            self.planner.request(step, *given)
             return
         if "search_s" not in known:
             mine = (self.planner.search_s or search_seconds(requests[0])) if self.planner.leads else 0.0
             known = self._know({**known, "search_s": self._of_leader(mine)})
         budget = SearchBudget(**known, every=self.config.every, first=self.config.start_step)
-        self.planner.request(step, requests, budget.picked, self._least_s)
+        self.planner.request(step, requests, budget.picked, self._least_s, doubt=self.doubt)
 
     def _of_leader(self, value: float) -> float:
         return float(self.mesh.gather_objects([value])[self.mesh.stage.ranks[0]][0])
@@ -198,15 +238,10 @@ class ModelPlacement:
         return [
             f"plan of step {proposal.step}: {len(changed)} of {len(self.layers)} layers changed, "
             f"{transfers} transfers; rows, replicas and moves are predicted to take {1e3 * then:.3g} ms "
-            f"a step instead of {1e3 * now:.3g}"
+            f"a step instead of {1e3 * now:.3g}" + (f" ({self.how_sure})" if self.how_sure else "")
         ]
 
-    def _requests(self, step: int, loads: LoadTrace) -> list[PlanRequest]:
-        if self.costs is None:
-            layer = self.layers[0].layer
-            probe = self.choices.costs_for_planners(layer)
-            per_node = max(Counter(layer.schedule.hosts).values())
-            self.costs = costs_of(probe, self.config.lifetime, per_node, self.rows_saved)
+    def _requests(self, step: int, loads: LoadTrace, costs: PlacementCosts) -> list[PlanRequest]:
         found = []
         for placed in self.layers:
             number = self.number_of[placed.number]
@@ -224,7 +259,7 @@ class ModelPlacement:
                     config=planner,
                     counts_PE=counts_PE,
                     current=placed.placement,
-                    costs=self.costs,
+                    costs=costs,
                     node_P=placed.layer.schedule.hosts,
                     lends=self.lends,
                     calls=self.calls,

@@ -10,7 +10,8 @@ searched
     in turn otherwise        searches take SHARE of all steps' time, those first that could win most
 
 Contract: what is due follows from the number of the step, and the rest from loads and from two times that are
-kept (`train/choices`): equal choices search alike.
+kept (`train/choices`): equal choices search alike. Runs that promise equal bits time neither of both: a step
+takes what its products do at a fixed rate, and a search what searches of such tables were seen to take.
 """
 
 from __future__ import annotations
@@ -24,12 +25,21 @@ from statistics import median
 
 import numpy as np
 
+from moeclipse.balance.config import usual_slots
+from moeclipse.balance.planner import SMALL
+from moeclipse.comm.mesh import Mesh
+from moeclipse.model.flops import LeastWork
+from moeclipse.moe.fixed_prices import rate
+from moeclipse.moe.given import expert_group
+from moeclipse.train.config import TrainConfig
 from moeclipse.train.placement.background_plan import PlanRequest
 
 SHARE = 0.005
 PAYS = 4.0
 RECENT = 9
 """Steps whose median counts."""
+SLOT_S, SEARCHED_S = 3e-3, 0.03
+"""Seconds that a search takes for each slot of a small table, and for all of a large one; seen on x86."""
 UNEVEN, DRIFTING = 3.0, 0.5
 """What a search is timed with: the busiest expert over the idlest one, and how far loads may drift."""
 
@@ -74,6 +84,16 @@ def search_seconds(request: PlanRequest) -> float:
     begun = time.thread_time()  # others may compute beside it
     uneven.plan()
     return max(time.thread_time() - begun, 1e-6)
+
+
+def counted_times(config: TrainConfig, mesh: Mesh) -> dict[str, float]:
+    """Both times by the book, the same in every run."""
+    data, parts = config.data, (config.model, config.moe, config.gate)
+    work = LeastWork.of(*parts, tokens=data.batch_size * data.seq_len, seq_len=data.seq_len)
+    experts, ranks = config.moe.num_experts, expert_group(mesh, config.moe).size
+    slots = ranks * usual_slots(experts, ranks)
+    search_s = SEARCHED_S if slots > SMALL else SLOT_S * slots
+    return {"step_s": work.flops / (rate(mesh) * mesh.num_ranks), "search_s": search_s}
 
 
 class StepClock:

@@ -11,7 +11,8 @@ So a rank gets up to twice its share, as long as
 and never fewer than `balance.config.usual_slots`, which count where nothing is measured.
 
 Contract: all ranks find the same number. It is kept in `choices.json` (`train/settle`): memory that is left
-differs from run to run, and what planners do depends on slots.
+differs from run to run, and what planners do depends on slots. Runs that promise equal bits count the memory
+of the host instead, and on devices have the usual slots.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from moeclipse.moe.given import expert_group
 from moeclipse.train.buckets import summed_type
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.kept import readable
-from moeclipse.train.numbers import choose_dtype
-from moeclipse.train.room import memory_left
+from moeclipse.train.numbers import choose_dtype, repeats
+from moeclipse.train.room import memory_given, memory_left
 
 KEY = "placement.slots_per_rank"
 PART = 0.1
@@ -43,7 +44,8 @@ def left_open(config: TrainConfig) -> bool:
 def choose_slots(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, int], list[str]]:
     """The key with its value, and what to say of it. Collective."""
     num_ranks, num_experts = expert_group(mesh, config.moe).size, config.moe.num_experts
-    room = min(mesh.gather_objects(memory_left(mesh)))
+    room_of = memory_given if repeats(config.run.deterministic, mesh.device) else memory_left
+    room = min(mesh.gather_objects(room_of(mesh)))
     size = slot_bytes(config, mesh)
     slots = slots_for(num_experts, num_ranks, int(PART * room / size))
     share = -(-num_experts // num_ranks)
