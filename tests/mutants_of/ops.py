@@ -86,4 +86,28 @@ MUTANTS = (
         "ids of the ranks before count from the end",
         "under tp gradients reach the wrong tokens",
     ),
+    Mutant(
+        "ops/expert_passes.py",
+        "        inner_MR = adapter.inner(scaled_MF, grouping)",
+        "        inner_MR = adapter.inner(scaled_MF, grouping) / adapter.scale",
+        "ops/test_grouped_experts.py::test_adapters_are_weights_of_low_rank",
+        "the gradient of B without the adapter's scale",
+        "adapters learn at another rate than peft's",
+    ),
+    Mutant(
+        "ops/expert_passes.py",
+        "        more=None if down is None or d_down_MR is None else down.backward(d_down_MR),",
+        "        more=None,",
+        "ops/test_grouped_experts.py::test_adapters_are_weights_of_low_rank",
+        "nothing goes back through the down-projection's adapter",
+        "gates and all layers below learn from wrong gradients",
+    ),
+    Mutant(
+        "ops/grouped_experts.py",
+        "        wanted = ctx.needs_input_grad[-len(tensors) :]",
+        "        wanted = [True] * len(tensors)",
+        "ops/test_grouped_experts.py::test_what_is_frozen_costs_no_gradient",
+        "gradients of frozen weights",
+        "LoRA takes the memory and time of full training",
+    ),
 )
