@@ -72,14 +72,14 @@ def test_rows_and_clock_agree_where_a_plan_evens_ranks(tmp_path: Path) -> None:
     run = planned_run(tmp_path / "run", {150: (90.0, 45.0)}, [UNEVEN] * 151 + [EVEN] * 150)
     gain = won(run)
     assert cost_of_a_row(run) == pytest.approx(0.05)
-    assert (gain.plans, gain.predicted_ms, gain.above) == (1, (90.0, 45.0), (200.0, 10.0))
+    assert (gain.plans, gain.predicted_ms, gain.above) == (1, ((90.0, 45.0),) * 2, (200.0, 10.0))
     assert gain.rows is not None
     assert gain.clock is not None
     assert gain.rows.ms == pytest.approx(0.05 * 190)
     assert gain.clock.ms == pytest.approx(0.05 * 190, abs=0.2)
     assert gain.clock_tells
     words = gain.in_words()
-    assert words.startswith("1 plan moved experts: predicted to take 45 ms a step instead of 90; ")
+    assert words.startswith("1 plan moved experts, predicted to take 45 ms a step instead of 90; ")
     assert "had 200 rows above the mean before and 10 after: 9.5 ms less to wait for it (give or ta" in words
     assert "; by the clock a step takes 9.5 ms less (give or take" in words
 
@@ -123,11 +123,12 @@ def test_plans_are_told_from_the_first_before_to_the_last_after(tmp_path: Path) 
     rows = [UNEVEN] * 31 + [halfway] * 20 + [UNEVEN] * 20 + [EVEN] * 40
     plans = {30: (96.8, 70.0), 50: (90.0, 80.0), 70: (120.0, 99.3)}
     gain = won(planned_run(tmp_path / "run", plans, rows))
-    assert (gain.plans, gain.predicted_ms, gain.above) == (3, (96.8, 99.3), (200.0, 10.0))
+    assert (gain.plans, gain.predicted_ms, gain.above) == (3, ((96.8, 70.0), (120.0, 99.3)), (200.0, 10.0))
     assert gain.rows is not None
     assert gain.rows.ms == pytest.approx(0.05 * 190), "not the sum of what each of them won"
     words = gain.in_words()
-    assert "3 plans moved experts: predicted to take 99.3 ms a step instead of 96.8 (each for" in words
+    predicted = "the first predicted to take 70 ms a step instead of 96.8, the last 99.3 instead of 120; "
+    assert words.startswith(f"3 plans moved experts, {predicted}")
     assert "9.5 ms less to wait for it, if it was the plans that moved them" in words
     assert words.endswith("the clock cannot tell, there are too few steps without a plan")
 
@@ -180,7 +181,9 @@ def test_runs_that_tell_too_little(tmp_path: Path) -> None:
     assert gain.above is None
     alone = read_run(make_run(tmp_path / "single", ranks=1))
     assert Lines.of(alone) is None
-    told = Gain(plans=1, predicted_ms=(2, 1), above=(5, 3), rows=None, clock=Difference(ms=1, noise_ms=None))
+    told = Gain(
+        plans=1, predicted_ms=((2, 1), (2, 1)), above=(5, 3), rows=None, clock=Difference(ms=1, noise_ms=None)
+    )
     assert "(what a row costs is not known); the clock cannot tell" in told.in_words()
 
 

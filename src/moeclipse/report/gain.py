@@ -3,7 +3,7 @@
     gain = gain_of(run)              # None where no plan changed anything
     gain.in_words()
 
-    predicted   what planners say of a step before the first plan and after the last one
+    predicted   what planners say of a step without and with the first plan, and the last one
     rows        rows of the fullest rank above the mean before the first plan, less those after the last one,
                 times what a row was measured to cost; at most the waiting that there was before
     clock       median step before the first plan less the median step after the last one
@@ -68,8 +68,8 @@ class Gain:
     """Of plans that were taken and changed something."""
 
     plans: int
-    predicted_ms: tuple[float, float]
-    """Of a step, by planners: before the first, after the last."""
+    predicted_ms: tuple[tuple[float, float], tuple[float, float]]
+    """Of a step, by planners: (without, with) the first plan, and the last; each for the loads of its time."""
     above: tuple[float, float] | None
     """Rows of the fullest rank above the mean, before and after; None: too few steps."""
     rows: Difference | None
@@ -86,9 +86,10 @@ class Gain:
 
     def in_words(self) -> str:
         plans = "1 plan" if self.plans == 1 else f"{self.plans} plans"
-        before, after = map(short, self.predicted_ms)
-        told = f"{plans} moved experts: predicted to take {after} ms a step instead of {before}"
-        told += " (each for the loads of its time)" if self.plans > 1 else ""
+        (without, taken), (last_without, last_taken) = (map(short, pair) for pair in self.predicted_ms)
+        which = "" if self.plans == 1 else "the first "
+        told = f"{plans} moved experts, {which}predicted to take {taken} ms a step instead of {without}"
+        told += f", the last {last_taken} instead of {last_without}" if self.plans > 1 else ""
         if self.above is None:
             return f"{told}; what that won is not known, there are too few steps around"
         return f"{told}; {self._rows(*self.above)}; {self._clock()}"
@@ -198,12 +199,15 @@ def gain_of(run: RunData) -> Gain | None:
     # What older runs do not tell is no number, and compares with none: nothing is left out.
     asked, since = (run.steps.column(f"plan_{name}") for name in ("step", "since"))
     plans = [Taken(step=run.steps.step[k], asked=asked[k], since=since[k]) for k in at]
-    predicted_ms = (float(predicted[0][at[0]]), float(predicted[1][at[-1]]))
-    return estimate(Lines.of(run), cost_of_a_row(run), plans, predicted_ms)
+    first, last = ((float(predicted[0][k]), float(predicted[1][k])) for k in (at[0], at[-1]))
+    return estimate(Lines.of(run), cost_of_a_row(run), plans, (first, last))
 
 
 def estimate(
-    lines: Lines | None, cost: float | None, plans: list[Taken], predicted_ms: tuple[float, float] = (0, 0)
+    lines: Lines | None,
+    cost: float | None,
+    plans: list[Taken],
+    predicted_ms: tuple[tuple[float, float], tuple[float, float]] = ((0, 0), (0, 0)),
 ) -> Gain:
     """`plans` in their order, one at least."""
     spans = [] if lines is None else list(spans_of(lines, plans))
