@@ -69,7 +69,7 @@ class Gain:
 
     plans: int
     predicted_ms: tuple[tuple[float, float], tuple[float, float]]
-    """Of a step, by planners: (without, with) the first plan, and the last; each for the loads of its time."""
+    """Of a step, by planners: (without, with) the first plan, and the last; each for its own loads."""
     above: tuple[float, float] | None
     """Rows of the fullest rank above the mean, before and after; None: too few steps."""
     rows: Difference | None
