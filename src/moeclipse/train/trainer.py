@@ -197,6 +197,7 @@ class Run:
             writes=self.mesh.rank == 0,
             warmup_steps=config.metrics.warmup_steps,
             tensorboard=config.metrics.tensorboard,
+            mean_experts=config.gate.mean_experts,
             scribe=self.files.scribe,
         )
         if resume == "auto" and found is None:
