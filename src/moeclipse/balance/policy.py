@@ -9,7 +9,8 @@ things cost, and a judge that says what a placement would cost) to a placement. 
 over, so that it stands in the run's configuration, and every rank and every restart finds it.
 
 Contract: only the first rank of a stage calls it, in a thread beside training; all ranks check its answer
-before one of them moves. What it raises, or an answer that does not fit, costs a note and moves nothing.
+before one of them moves. What it raises, or an answer that does not fit, costs a note and moves nothing;
+`sys.exit` is something that it raises. A function that ends the process itself (`os._exit`) ends a rank.
 
 Hazard: runs are equal, bit by bit, as long as the function is: no clock, no random numbers without a seed.
 """
@@ -20,6 +21,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import current_thread, main_thread
 
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.problem import PlanProblem
@@ -55,10 +57,23 @@ def load_policy(text: str) -> Policy:
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(where)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"placement.policy: {where} cannot be loaded ({error!r})") from error
     found = getattr(module, name, None)
     if not callable(found):
         raise ConfigError(f"placement.policy: {where} has no function {name}")
-    policy: Policy = found
-    return policy
+    return guarded(found, text)
+
+
+def guarded(policy: Policy, name: str) -> Policy:
+    """The same, whose every failure is one error with its name: a thread would end without a word."""
+
+    def ask(problem: PlanProblem) -> Placement:
+        try:
+            return policy(problem)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():
+                raise  # a person's, not the function's
+            raise ConfigError(f"placement.policy {name} raised {error!r}") from error
+
+    return ask
