@@ -101,8 +101,30 @@ def test_a_person_can_interrupt_a_policy() -> None:
 
 def test_a_file_that_leaves_while_it_is_loaded_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "script.py"
-    file.write_text("import sys\nsys.exit('usage: script.py RUN')\n")
+    file.write_text("import sys\nsys.exit('usage: script.py RUN')\ndef f(problem): ...\n")
     with pytest.raises(
         ConfigError, match=r"script.py cannot be loaded \(SystemExit\('usage: script.py RUN'\)\)"
     ):
         load_policy(f"{file}:f")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("def other(problem): ...\n", "mine.py has no function f"),
+        ("import sys\nsys.exit()\n", "mine.py has no function f"),
+        ("def f(problem)\n", "mine.py cannot be loaded (SyntaxError"),
+        ("def f(problem): ...\n", ""),
+        ("from elsewhere import f\n", ""),
+        ("from elsewhere import *\n", ""),
+        ("f = lambda problem: problem.start\n", ""),
+        ("try:\n    from fast import f\nexcept ImportError:\n    def f(problem): ...\n", ""),
+    ],
+)
+def test_a_file_is_looked_into_before_ranks_start(text: str, told: str, tmp_path: Path) -> None:
+    """Without running it."""
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    problems = [*PlacementConfig(policy=f"{file}:f").problems()]
+    assert len(problems) == bool(told)
+    assert all(told in problem for problem in problems)

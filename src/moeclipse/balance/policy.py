@@ -17,6 +17,7 @@ Hazard: runs are equal, bit by bit, as long as the function is: no clock, no ran
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -36,10 +37,29 @@ def policy_problems(text: str, planner: str) -> Iterator[str]:
     where, colon, name = text.rpartition(":")
     if not (where and colon and name.isidentifier()):
         yield f"placement.policy ({text!r}) must be {FORM}"
-    elif where.endswith(".py") and not Path(where).is_file():
-        yield f"placement.policy: there is no file {where}"
+    elif where.endswith(".py"):
+        yield from _file_problems(Path(where), name)
     if planner not in ("static", "auto"):
         yield f"placement.policy stands in place of a planner; leave out placement.planner ({planner!r})"
+
+
+def _file_problems(path: Path, name: str) -> Iterator[str]:
+    """Read, not run: nobody's code runs before ranks start."""
+    if not path.is_file():
+        yield f"placement.policy: there is no file {path}"
+        return
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError, RecursionError) as error:
+        yield f"placement.policy: {path} cannot be loaded ({error!r})"
+        return
+    # What is no plain definition (an import, a loop, an assignment) may make any name.
+    functions = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    plain = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef, ast.Expr)
+    others = [node for node in body if not isinstance(node, plain)]
+    made = any(name in ast.dump(node) or "'*'" in ast.dump(node) for node in others)
+    if name not in functions and not made:
+        yield f"placement.policy: {path} has no function {name}"
 
 
 def load_policy(text: str) -> Policy:
