@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from moeclipse import __version__
-from moeclipse.cli.guard import one_line
+from moeclipse.cli.guard import BAD_INPUT, first_to_tell, one_line
 from moeclipse.core.config import nearest
 from moeclipse.core.program import program
 
@@ -63,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if told is None:
             raise
         text, code = told
-        print(f"error: {text}", file=sys.stderr)
+        if code != BAD_INPUT or first_to_tell(text):
+            print(f"error: {text}", file=sys.stderr)
         return code
 
 
