@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from plans import COSTS, asked, check_fits, problems
 from strategies import zipf_counts
 
+from moeclipse.balance.config import padded
 from moeclipse.balance.draft import Change, Draft
 from moeclipse.balance.objective import PlacementCosts
 from moeclipse.balance.placement import Placement
@@ -116,6 +118,58 @@ def test_one_objective(
         before = seconds
 
 
+def milliseconds_by_slots(seed: int) -> list[float]:
+    """What the plans of one random layer cost in a step, from the fewest slots to all experts everywhere."""
+    rng = np.random.default_rng(seed)
+    num_ranks, num_experts = int(rng.integers(2, 5)), int(rng.integers(2, 9))
+    tokens, exponent, nodes = (
+        int(rng.choice([64, 300, 4096])),
+        float(rng.uniform(0, 2)),
+        int(rng.integers(1, 3)),
+    )
+    costs = PlacementCosts.from_shapes(
+        d_model=int(rng.choice([256, 2048])), d_ff=int(rng.choice([128, 1408])), links_per_node=nodes
+    )
+    counts_PE = real_looking(num_experts, num_ranks, exponent, seed, tokens)
+    fewest = -(-num_experts // num_ranks)
+    current = Placement.contiguous(num_experts, num_ranks)
+    if rng.random() < 0.5:
+        fewest = min(fewest + int(rng.integers(0, 2)), num_experts)
+        current = plan_random(num_experts, (fewest,) * num_ranks, seed)
+    config = PlanConfig() if rng.random() < 0.5 else ANY_MOVES
+    config = replace(config, planner=str(rng.choice(["incremental", "auto"])))
+    empty_slots, found = rng.random() < 0.5, []
+    for slots in range(fewest, num_experts + 1):
+        problem = PlanProblem(
+            counts_PE=counts_PE,
+            slots_P=(slots,) * num_ranks,
+            current=padded(current, slots) if empty_slots else current,
+            costs=costs,
+            node_P=tuple(rank % nodes for rank in range(num_ranks)),
+            noise=config.noise,
+            turnover=config.turnover,
+        )
+        found.append(1e3 * problem.judge(answer(config, problem)).total)
+    return found
+
+
+def check_never_slower(by_slots: list[float]) -> None:
+    for fewer, more in pairwise(by_slots):
+        assert more <= fewer * (1 + 1e-9), by_slots
+
+
+@pytest.mark.parametrize("seed", [30, 32, 47, 67])
+def test_more_slots_never_make_a_plan_slower(seed: int) -> None:
+    check_never_slower(milliseconds_by_slots(seed))
+
+
+@pytest.mark.full
+@settings(deadline=None, max_examples=100)
+@given(st.integers(100, 10**6))
+def test_more_slots_never_make_any_plan_slower(seed: int) -> None:
+    check_never_slower(milliseconds_by_slots(seed))
+
+
 @pytest.mark.parametrize(
     ("num_experts", "slots_P", "exponent", "most", "even"),
     [
@@ -216,6 +270,21 @@ def test_far_from_even_no_copy_is_too_many() -> None:
         offers.offer(even, yardstick=yardstick)
         assert offers.table.slots == chosen.slots
     assert answer(config, problem) != current, "below this balance greedy is a yardstick"
+
+
+def test_fewer_copies_do_not_make_up_for_a_slower_table() -> None:
+    """Of one tier the cheaper table is chosen; against one of fewer slots it must be as fast, too."""
+    counts_PE = np.array([[900.0, 800.0, 400.0, 10.0], [900.0, 800.0, 400.0, 10.0]])
+    current = Placement.contiguous(4, 2)
+    problem = replace(asked(counts_PE, (3, 3), current), turnover=1.0)
+    slow, fast = Placement.parse([[0, 3], [1, 2]]), Placement.parse([[0, 2, 3], [1, 2, 3]])
+    for tiers, chosen in ((1, slow), (2, fast)):
+        offers = Offers(problem, 0.0)
+        offers.offer(fast)
+        if tiers == 2:
+            offers.enter(problem)
+        offers.offer(slow)
+        assert offers.table.holders == chosen.holders
 
 
 def test_even_loads_are_seen_to_be_even_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

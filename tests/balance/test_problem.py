@@ -14,7 +14,7 @@ from strategies import zipf_counts
 from moeclipse.balance.objective import PlacementCosts, score
 from moeclipse.balance.placement import EMPTY, Placement
 from moeclipse.balance.planner import PlanConfig, plan
-from moeclipse.balance.problem import fitted
+from moeclipse.balance.problem import fitted, packed
 from moeclipse.balance.replicate import plan_random
 from moeclipse.core.errors import ConfigError
 
@@ -82,6 +82,23 @@ def test_what_holds_now_gets_all_slots() -> None:
     problem = asked(np.ones((2, 3)), (3, 2), Placement.parse([[0, 1], [2]]))
     assert problem.start.slots == ((0, 1, EMPTY), (2, EMPTY))
     assert fitted(problem.current, (2, 1)) == problem.current
+
+
+def test_a_search_begins_with_experts_in_order() -> None:
+    table = Placement.parse([[EMPTY, 2, 0], [1, EMPTY, 2]])
+    found = packed(table, (3, 2))
+    assert found is not None
+    assert found.slots == ((0, 2, EMPTY), (1, 2))
+    assert found.primary == table.primary
+    assert packed(table, (2, 1)) is None, "an expert would be lost"
+
+
+def test_a_tier_is_judged_by_its_own_slots() -> None:
+    wanted = replace(asked(zipf_counts(2, 4, 1.0), (4, 4), Placement.contiguous(4, 2), COSTS), turnover=0.1)
+    fewer = asked(zipf_counts(2, 4, 1.0), (3, 3), Placement.contiguous(4, 2), COSTS)
+    tier = replace(wanted, tier=(3, 3))
+    assert (tier.num_slots, tier.bound) == (6, fewer.bound)
+    assert tier.turnover_seconds == replace(fewer, turnover=0.1).turnover_seconds > wanted.turnover_seconds
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:

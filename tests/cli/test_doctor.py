@@ -9,6 +9,7 @@ import pytest
 
 from moeclipse.cli.checks import Finding
 from moeclipse.cli.doctor import main, render
+from moeclipse.core.program import program
 
 
 @pytest.mark.peer_memory
@@ -47,7 +48,8 @@ def test_rendering_in_ascii_and_verdict() -> None:
         "Training cannot run here yet: mend y.",
     ]
     assert (
-        list(render(items[:1], unicode=True, coloured=False))[-1] == "Training can run here: moeclipse train."
+        list(render(items[:1], unicode=True, coloured=False))[-1]
+        == f"Training can run here: {program()} train."
     )
 
 

@@ -114,3 +114,15 @@ def test_of_several_causes_the_first_in_time_counts() -> None:
 
 def test_a_killed_rank_ends_the_run_as_shells_say_it() -> None:
     assert root_cause([], {2: -9}).code == 137
+
+
+def test_bad_input_that_every_rank_finds_is_shown_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (0, 1):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
+        show_failure(describe(ConfigError("there is no file corpus.txt"), rank), named=True)
+        show_failure(describe(CommError("lost rank 3"), rank), named=True)
+    err = capsys.readouterr().err
+    assert err.count("corpus.txt") == 1
+    assert err.count("lost rank 3") == 2, "what a rank met is its own"

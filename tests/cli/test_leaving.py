@@ -16,6 +16,7 @@ import pytest
 from apart import apart
 from moeclipse.cli import leaving as leaving_module
 from moeclipse.cli.leaving import Leaving, children, passing_on
+from moeclipse.core.program import program
 
 RUN = {
     "--model.num-layers": 1,
@@ -61,7 +62,9 @@ def left(folder: Path, run: subprocess.Popen[str], code: int) -> int:
     assert len(lines_in(folder)) == step, "every step that was done is in the checkpoint"
     assert f"step {step} is saved" in err
     assert err.count("\n") == 1
-    assert err.rstrip().endswith(f"go on with: moeclipse train {folder / 'r' / 'config.toml'} --resume auto")
+    assert err.rstrip().endswith(
+        f"go on with: {program()} train {folder / 'r' / 'config.toml'} --resume auto"
+    )
     assert not (folder / "r" / "job.json").exists()
     return step
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -88,3 +89,22 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     command = f"{sys.executable} -m moeclipse train --print-config | head -c 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.stderr == ""
+
+
+def test_of_ranks_that_find_the_same_fault_one_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As torchrun starts them: each reads the configuration, and all end with 2."""
+    said = []
+    for rank, word in enumerate(("9", "9", "7")):
+        own = tmp_path / str(rank)
+        own.mkdir()
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(own / "error.json"))
+        place = {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "job"}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        assert main(["train", "--moe.num-experts", "6", "--parallel.ep", "3", "--gate.top-k", word]) == 2
+        said.append(capsys.readouterr().err)
+    assert said[0].startswith("error: gate.top_k (9) must be at most moe.num_experts (6)")
+    assert said[1] == ""
+    assert said[2].startswith("error: gate.top_k (7)"), "what only one rank finds is told"

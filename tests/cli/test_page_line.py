@@ -12,6 +12,7 @@ from rich.console import Console
 from moeclipse.cli import page_line
 from moeclipse.cli.display import summary_lines
 from moeclipse.cli.page_line import page_lines, tell_page
+from moeclipse.core.program import program
 from moeclipse.report.figures import figures
 from moeclipse.report.measures import ABOUT
 from moeclipse.report.run import read_run
@@ -39,12 +40,12 @@ def test_what_goes_wrong_is_said_and_raises_nothing(tmp_path: Path, monkeypatch:
     ((label, text),) = page_lines(tmp_path / "it's gone")
     assert label == "page"
     assert text.startswith("could not be written")
-    assert "moeclipse report '" in text
+    assert f"{program()} report '" in text
     folder = make_run(tmp_path / "run", ranks=1)
     (folder / "report.html").mkdir()
     assert page_lines(folder)[-1][1].startswith("could not be written")
     monkeypatch.setattr(page_line, "MOST_BYTES", 10)
-    assert page_lines(folder) == [("page", f"moeclipse report {folder}")]
+    assert page_lines(folder) == [("page", f"{program()} report {folder}")]
 
 
 def recorded(folder: Path, starts: tuple[int, ...]) -> dict[str, float]:

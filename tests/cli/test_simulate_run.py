@@ -8,7 +8,7 @@ import pytest
 
 from moeclipse.cli.simulate import main
 from moeclipse.cli.simulate_run import RunStep, load_run
-from moeclipse.core.errors import ConfigError
+from moeclipse.core.errors import ConfigError, ScheduleError
 from moeclipse.schedule import kinds
 
 RUN = """
@@ -134,3 +134,62 @@ def test_what_cannot_go_together_is_told(file: Path, tmp_path: Path) -> None:
         main(["--config", str(file), "--grid"])
     with pytest.raises(ConfigError, match="unknown schedule 'dualpipe'"):
         main(["--config", str(file), "--compare", "dualpipe"])
+
+
+def test_what_is_given_beside_a_configuration_counts(capsys: pytest.CaptureFixture[str], file: Path) -> None:
+    common = ("--config", str(file))
+    out = printed(capsys, *common, "--microbatches", "8", "--recompute", "full", "--overlap", "off")
+    assert "6 layers, 8 microbatches" in out
+    assert out.splitlines()[0].endswith("recompute full")
+    assert "overlap" not in out.splitlines()[0]
+    assert printed(capsys, *common) == printed(
+        capsys, *common, "--microbatches", "4", "--recompute", "mlp", "--overlap", "pair+self"
+    ), "what the file says itself"
+
+
+def test_memory_is_counted_in_layers(capsys: pytest.CaptureFixture[str], file: Path) -> None:
+    """A stage of three layers for each of some microbatches: not as many activations of all of its layers."""
+    peak = max(loaded(file).answer("dualpipev").summary.peak)
+    out = printed(capsys, "--config", str(file))
+    assert out.splitlines()[-1].endswith(f"peak {peak:.2f} activations of a layer for one microbatch")
+    assert "activations of a layer for one microbatch" in printed(
+        capsys, "--config", str(file), "--compare"
+    ).replace("\n", " ")
+
+
+def test_a_memory_limit_holds_for_a_run(capsys: pytest.CaptureFixture[str], file: Path) -> None:
+    common = ("--config", str(file), "--memory-limit")
+    peak = max(loaded(file).answer("dualpipev").summary.peak)
+    assert printed(capsys, *common, f"{peak + 0.01}") == printed(capsys, "--config", str(file))
+    with pytest.raises(
+        ScheduleError, match=r"dualpipev pair\+self: rank \d holds .* at its peak, more than the 1 allowed"
+    ):
+        main([*common, "1"])
+    out = printed(capsys, *common, "1", "--compare")
+    assert out.startswith("0 schedules")
+    assert "dualpipev left out: rank" in out
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "key"),
+    [
+        ("--layers", "4", "model.num_layers"),
+        ("--stages-per-rank", "3", "pipeline.layers_per_virtual_stage"),
+        ("--chunks", "2", "pipeline.chunks"),
+        ("--split", "moe", "cuts whole samples"),
+    ],
+)
+def test_what_a_configuration_says_itself_is_refused(option: str, value: str, key: str, file: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{option} .*{key}"):
+        main(["--config", str(file), option, value])
+
+
+@pytest.mark.parametrize(("option", "value"), [("--device", "cpu"), ("--link", "pcie5")])
+def test_what_only_a_configuration_takes_is_refused_without(option: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option} .*--config"):
+        main(["--ranks", "2", "--microbatches", "4", option, value])
+
+
+def test_bad_microbatches_are_refused(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"optim.accumulate \(0\)"):
+        main(["--config", str(file), "--microbatches", "0"])

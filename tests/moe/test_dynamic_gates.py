@@ -16,7 +16,7 @@ from moeclipse.comm.flight.in_flight import InFlight
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.wires.transport import Transport
 from moeclipse.moe.config import GateConfig
-from moeclipse.moe.dynamic_gates import GAP_UNIT, places_in_use, places_in_use_reference
+from moeclipse.moe.dynamic_gates import GAP_UNIT, DynamicChoice, places_in_use, places_in_use_reference
 from moeclipse.moe.gates import Gate
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.standalone import aux_loss, sync_gradients
@@ -145,6 +145,22 @@ def test_the_controller_holds_the_mean(target: float, spread: float) -> None:
         means.append(int(routing.load_E.sum()) / T)
         gate.rebalance(routing.load_E, gate.take_seen())
     assert abs(sum(means[60:]) / 60 - target) < 0.05
+
+
+@pytest.mark.parametrize(("top_k", "num_experts"), [(2, 8), (4, 8), (8, 16), (8, 64)])
+@pytest.mark.parametrize("part", [0.3, 0.7, 0.95])
+@pytest.mark.parametrize("spread", [0.3, 2.0, 6.0])
+def test_any_mean_is_reached(top_k: int, num_experts: int, part: float, spread: float) -> None:
+    """Also by gates that are so sure of themselves that some places hold a millionth of a token."""
+    target = 1 + part * (top_k - 1)
+    choice = DynamicChoice(GateConfig(choose="top_p", top_k=top_k, top_p=0.6, mean_experts=target)).train()
+    rows = []
+    for step in range(250):
+        logits = fill_normal(torch.empty(128, num_experts), step, spread)
+        used_TK = choice(logits.softmax(-1).topk(top_k).values)
+        rows.append(int(used_TK.sum()) / 128)
+        choice.adapt(choice.take_seen())
+    assert abs(sum(rows[100:]) / 150 / target - 1) < 0.03
 
 
 @pytest.mark.parametrize("target", [1.5, 2.2])

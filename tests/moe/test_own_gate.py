@@ -129,3 +129,14 @@ def test_an_expert_that_is_not_there_is_named_with_the_gate(number: int, helped:
 def test_loads_of_another_number_of_experts_are_refused() -> None:
     with pytest.raises(ConfigError, match=rf"the gate Names returned loads of shape \({EXPERTS + 1},\)"):
         MoE(D, FF, EXPERTS, gate=Names(0, True, EXPERTS + 1))(torch.rand(3, D))
+
+
+class Fails(nn.Module):
+    def forward(self, x_TD: torch.Tensor, tokens: Tokens) -> Routing:
+        raise KeyError("choices")
+
+
+def test_what_a_gate_raises_names_it() -> None:
+    with pytest.raises(KeyError) as raised:
+        MoE(6, 12, 4, gate=Fails())(torch.ones(2, 6))
+    assert raised.value.__notes__ == ["raised by the gate Fails that the layer was given"]

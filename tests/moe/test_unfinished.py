@@ -60,8 +60,13 @@ def by_hand(moe: MoE, way: str) -> None:
     with torch.no_grad():
         for parameter in moe.parameters():
             if parameter.grad is not None:
-                parameter.sub_(0.1 * parameter.grad)
-                if way == "none":
+                if way == "scaled":
+                    parameter.grad = parameter.grad / 2
+                grad = parameter.grad
+                if way == "taken":
+                    parameter.grad = None
+                parameter.sub_(0.1 * grad)
+                if way in ("none", "scaled"):
                     parameter.grad = None
 
 
@@ -73,7 +78,7 @@ def wrong(mesh: Mesh, kind: str) -> dict[str, str]:
     moe, optimizer = made(mesh, kind)
     backward(moe, mesh)
     told["step"] = text_of(optimizer.step)
-    for way in ("kept", "none"):
+    for way in ("kept", "none", "taken", "scaled"):
         moe, optimizer = made(mesh, kind)
         backward(moe, mesh)
         by_hand(moe, way)
@@ -99,6 +104,8 @@ SAID = {
     "step": "optimizer.step() was called with gradients of experts that sync_gradients has not finished",
     "forward, kept": "weights were changed with gradients of experts that sync_gradients has not finished",
     "forward, none": "weights were changed after a backward with gradients of experts that sync_gradients",
+    "forward, taken": "weights were changed after a backward with gradients of experts that sync_gradients",
+    "forward, scaled": "weights were changed after a backward with gradients of experts that sync_gradients",
     "clip raw": "use moeclipse.clip_grad_norm_(model, max_norm)",
     "clip": "use moeclipse.clip_grad_norm_(model, max_norm)",
     "more": "to which backward has added since",

@@ -13,6 +13,7 @@ import pytest
 from apart import apart
 from moeclipse.core.errors import ConfigError
 from moeclipse.train import metrics as metrics_module
+from moeclipse.train.experts_held import SETTLED
 from moeclipse.train.metrics import Metrics, is_before
 
 
@@ -42,6 +43,15 @@ def test_the_summary_leaves_the_first_steps_out(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text()) == found
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
+
+
+def test_a_goal_out_of_reach_stands_in_the_lines(tmp_path: Path) -> None:
+    metrics, last = make(tmp_path, mean_experts=6.0), 2 * SETTLED
+    for step in range(last + 1):
+        metrics.add(record(step, load=[[2000, 928], [3600, 0]], skipped=step < 1))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "notes" in line] == [last], "a skipped step moves no limit"
+    assert "out of reach in layers with experts 0 (4.88)" in lines[-1]["notes"][0]
 
 
 def test_a_run_shorter_than_its_warm_up_and_one_without_steps(tmp_path: Path) -> None:

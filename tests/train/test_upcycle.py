@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from moeclipse.core.errors import CheckpointError, ConfigError
 from moeclipse.moe.tokens import Tokens
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
+from moeclipse.train.before_ranks import weight_problems
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.init_from import load_weights_of
 from moeclipse.train.learner import Learner
@@ -166,3 +169,21 @@ def test_a_dense_model_is_not_read_as_one_with_experts(models: Path) -> None:
     other = {"init.upcycle": "copy", "moe.d_ff": 12, "model.d_model": 8}
     with pytest.raises(ConfigError, match=r"model\.d_model"):
         configure(models / "llama", **other)
+
+
+def test_a_folder_of_another_shape_is_told_before_ranks_start(models: Path, tmp_path: Path) -> None:
+    """Every number of its config.json counts, and so does every tensor's shape."""
+    config = configure(models / "llama", **KINDS["copy"])
+    assert not list(weight_problems(config))
+    other = {"model.d_model": 64, "model.num_heads": 8, "model.num_layers": 1, "model.vocab_size": 128}
+    for key, value in other.items():
+        lines = list(weight_problems(with_values(config, {key: value})))
+        assert any(key in line for line in lines), (key, lines)
+        assert all(line.startswith(f"run.init_from ({models / 'llama'}): ") for line in lines)
+    broken = tmp_path / "broken"
+    shutil.copytree(models / "llama", broken)
+    told = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**told, "intermediate_size": 24}))
+    (line,) = weight_problems(with_values(config, {"run.init_from": str(broken)}))
+    assert "has shape" in line
+    assert "the configuration and the weights belong to different models" in line

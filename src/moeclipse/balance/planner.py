@@ -15,7 +15,7 @@ placement that does not fit, and returns `current` itself when nothing is worth 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,7 +26,7 @@ from moeclipse.balance.drift import UNKNOWN
 from moeclipse.balance.incremental import improved
 from moeclipse.balance.objective import PlacementCosts
 from moeclipse.balance.placement import Placement
-from moeclipse.balance.problem import PlanProblem, fitted
+from moeclipse.balance.problem import PlanProblem, fitted, packed
 from moeclipse.balance.replicate import plan_greedy, plan_random
 from moeclipse.balance.solve import polish
 from moeclipse.balance.split import ReplicaTable, balance_of, pour
@@ -119,63 +119,80 @@ def answer(config: PlanConfig, problem: PlanProblem) -> Placement:
 
 
 def incremental(config: PlanConfig, problem: PlanProblem) -> Placement:
-    """A few moves from what holds now, or the best of all clean tables where that is clearly cheaper."""
+    """What the tiers of slots offer, from few to many: none depends on those after it."""
     offers = Offers(problem, config.min_gain)
     if not offers.can_win(config.min_gain):
         return problem.current  # loads are even: there is nothing to win, and looking for it costs time
-    large, rough = problem.num_slots > SMALL, offers.now.balance < ROUGH
+    for slots_P in problem.tiers:
+        offers.enter(replace(problem, tier=slots_P))
+        if offers.can_win(0.0):
+            search_tier(config, offers)
+    return offers.table
+
+
+def search_tier(config: PlanConfig, offers: Offers) -> None:
+    """A few moves from what holds now, and the best of all clean tables where that is clearly cheaper."""
+    problem, rough = offers.problem, offers.now.balance < ROUGH
+    large = problem.num_slots > SMALL
     if not (large and rough):
-        for table in few_moves(config, problem):
-            offers.offer(table)
+        offers.offer(few_moves(config, problem))
     worth = config.min_gain if rough else max(config.min_gain, problem.turnover)
     if (rough or not large) and offers.can_win(worth):
-        for slots_P in problem.tiers:
-            greedy = plan_greedy(problem.load_E, slots_P)
-            price = offers.offer(fitted(greedy, problem.slots_P), yardstick=rough)
-            offers.offer(clean_table(problem, slots_P, greedy, price))
-    if not large:
-        best = Draft.of(fitted(offers.table, problem.slots_P), problem)
-        steady = steadied(best)
-        if steady is not best:
+        greedy = plan_greedy(problem.load_E, problem.tier)
+        price = offers.offer(greedy, yardstick=rough)
+        offers.offer(clean_table(problem, greedy, price))
+    best = None if large else packed(offers.table, problem.tier)
+    if best is not None:
+        start = Draft.of(best, problem)
+        steady = steadied(start)
+        if steady is not start:
             offers.offer(steady.placement())
-    return offers.table
 
 
 class Offers:
     """Tables that were offered, and the best of them.
 
     A table must win more the more of it is new (`problem.turnover`). But none is chosen that is slower than a
-    yardstick: if one is, the fastest of all is taken, however much it moves.
+    yardstick: if one is, the fastest of all is taken, however much it moves. Nor is one chosen that is slower
+    than the best one of fewer slots.
     """
 
     def __init__(self, problem: PlanProblem, min_gain: float) -> None:
         self.problem, self.now = problem, problem.judge(problem.start)
-        least = (1 - min_gain) * self.now.total
-        self.offered = [(least, least, problem.current)]
-        """(price, seconds, table); what holds now may be slower than others by `min_gain`."""
+        # What holds now may be slower than others by `min_gain`.
+        self.offered = [((1 - min_gain) * self.now.total, 0, problem.current)]
+        """(seconds, copies, table), the first one from fewer slots."""
         self.yardstick = np.inf
+
+    def enter(self, problem: PlanProblem) -> None:
+        """The next tier: only its best table has to be beaten, and copies have another price."""
+        self.offered = [self._best]
+        self.problem = problem
 
     def offer(self, table: Placement, yardstick: bool = False) -> float:
         """Its price."""
-        table = table.arranged_like(self.problem.current)
-        found = self.problem.judge(table)
-        price = found.total + self.problem.turnover_seconds * found.moves
-        self.offered.append((price, found.total, table))
+        table = fitted(table, self.problem.slots_P).arranged_like(self.problem.current)
+        judged = self.problem.judge(table)
+        self.offered.append((judged.total, judged.moves, table))
         if yardstick:
-            self.yardstick = min(self.yardstick, found.total)
-        return price
+            self.yardstick = min(self.yardstick, judged.total)
+        return self._price(self.offered[-1])
 
     def can_win(self, part: float) -> bool:
         """Whether any table could be faster than the best one by this part."""
-        _, seconds, table = self._best
-        if table is self.problem.current:
+        seconds, _, table = self._best
+        if table is self.problem.current and part > 0:
             seconds = self.now.total
         return self.problem.bound < (1 - part) * seconds
 
+    def _price(self, offer: tuple[float, int, Placement]) -> float:
+        return offer[0] + self.problem.turnover_seconds * offer[1]
+
     @property
-    def _best(self) -> tuple[float, float, Placement]:
-        best = min(self.offered, key=lambda offer: offer[0])
-        return best if best[1] <= self.yardstick else min(self.offered, key=lambda offer: offer[1])
+    def _best(self) -> tuple[float, int, Placement]:
+        slowest = self.offered[0][0]
+        best = min([offer for offer in self.offered if offer[0] <= slowest], key=self._price)
+        return best if best[0] <= self.yardstick else min(self.offered, key=lambda offer: offer[0])
 
     @property
     def table(self) -> Placement:
@@ -187,26 +204,22 @@ def tries_for(slots_P: Sequence[int], tries: int) -> int:
     return min(tries // max(sum(slots_P), 1) ** 2, MOST_TRIES)
 
 
-def few_moves(config: PlanConfig, problem: PlanProblem) -> Iterator[Placement]:
-    """What holds now, improved by a few copies, in each tier that it fits into."""
-    for slots_P in problem.tiers:
-        max_moves = max(round(config.max_moved * sum(slots_P)), FEWEST_MOVES)
-        if all(len(row) <= count for row, count in zip(problem.current.slots, slots_P, strict=True)):
-            start = Draft.of(fitted(problem.current, slots_P), problem)
-            found = improved(start, max_moves, tries_for(slots_P, FEW_TRIES))
-            if found is not start:
-                yield fitted(found.placement(), problem.slots_P)
+def few_moves(config: PlanConfig, problem: PlanProblem) -> Placement:
+    """What holds now, improved by a few copies; itself where it does not fit."""
+    now = packed(problem.current, problem.tier)
+    if now is None:
+        return problem.current
+    max_moves = max(round(config.max_moved * problem.num_slots), FEWEST_MOVES)
+    start = Draft.of(now, problem)
+    return improved(start, max_moves, tries_for(problem.tier, FEW_TRIES)).placement()
 
 
-def clean_table(
-    problem: PlanProblem, slots_P: Sequence[int], greedy: Placement, greedy_price: float
-) -> Placement:
+def clean_table(problem: PlanProblem, greedy: Placement, greedy_price: float) -> Placement:
     """The better of two starts, improved; what a tier gives depends on it alone."""
-    start = Draft.of(wrap_filled(problem, slots_P, spare=False), problem)
+    start = Draft.of(wrap_filled(problem, problem.tier, spare=False), problem)
     if greedy_price < start.seconds:
         start = Draft.of(renamed(greedy, problem), problem)
-    found = improved(start, sum(slots_P), tries_for(slots_P, CLEAN_TRIES))
-    return fitted(found.placement(), problem.slots_P)
+    return improved(start, problem.num_slots, tries_for(problem.tier, CLEAN_TRIES)).placement()
 
 
 def expected_balance(placement: Placement, load_E: np.ndarray) -> float:

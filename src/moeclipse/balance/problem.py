@@ -26,7 +26,6 @@ from moeclipse.balance.split import ReplicaTable, pour
 from moeclipse.balance.ties import half_of_bits
 from moeclipse.core.errors import ConfigError
 
-MOST_TIERS = 9
 EXPERTS_IN_TIERS = 400
 """Experts times tiers that are worth their time: large tables are filled at their full size only."""
 
@@ -48,10 +47,14 @@ class PlanProblem:
     """Whether training lends experts for a step, too: what is lent need not be copied for long."""
     calls: int = 1
     """Of the layer in a step; what is lent travels in each."""
+    tier: tuple[int, ...] = ()
+    """Slots of each rank that a search fills, of all there are; left out: all."""
 
     def __post_init__(self) -> None:
         if not self.node_P:
             object.__setattr__(self, "node_P", (0,) * len(self.slots_P))
+        if not self.tier:
+            object.__setattr__(self, "tier", self.slots_P)
         problems = [
             *_load_problems(self.counts_PE, self.current),
             *_slot_problems(self.slots_P, self.current),
@@ -67,7 +70,8 @@ class PlanProblem:
 
     @property
     def num_slots(self) -> int:
-        return sum(self.slots_P)
+        """Of its tier."""
+        return sum(self.tier)
 
     @property
     def num_experts(self) -> int:
@@ -184,7 +188,7 @@ class PlanProblem:
         elsewhere = np.delete(
             saved_PE.T.ravel(), np.arange(self.num_experts) * num_ranks + saved_PE.argmax(0)
         )
-        spare = sum(min(count, self.num_experts) for count in self.slots_P) - self.num_experts
+        spare = sum(min(count, self.num_experts) for count in self.tier) - self.num_experts
         most = -np.sort(-elsewhere)[:spare]
         by_replicas = float(np.maximum(most - self.copy_seconds, 0.0).sum())
         by_replicas = max(by_replicas - num_ranks * costs.replicas_seconds, 0.0)
@@ -196,13 +200,13 @@ class PlanProblem:
     def tiers(self) -> tuple[tuple[int, ...], ...]:
         """Slots of each rank, from the fewest that will do to all there are.
 
-        A plan for few slots is a plan for many: who looks at all tiers never does worse with more slots.
+        A plan for few slots is a plan for many: who looks at all tiers, from few to many, and at each as if
+        there were no others, never does worse with more slots.
         """
         most = min(max(self.slots_P), self.num_experts)
         rows = [tuple(min(count, size) for count in self.slots_P) for size in range(1, most + 1)]
         enough = [row for row in rows if sum(row) >= self.num_experts]
-        sizes = enough[:MOST_TIERS] + enough[MOST_TIERS:][-1:]
-        return tuple(sizes if self.num_experts * len(sizes) <= EXPERTS_IN_TIERS else sizes[-1:])
+        return tuple(enough if self.num_experts * len(enough) <= EXPERTS_IN_TIERS else enough[-1:])
 
 
 def fitted(placement: Placement, slots_P: Sequence[int]) -> Placement:
@@ -213,6 +217,17 @@ def fitted(placement: Placement, slots_P: Sequence[int]) -> Placement:
         row + (EMPTY,) * (count - len(row)) for row, count in zip(placement.slots, slots_P, strict=True)
     )
     return Placement(rows, placement.primary)
+
+
+def packed(placement: Placement, slots_P: Sequence[int]) -> Placement | None:
+    """With so many slots, experts in order and empty slots behind them; None where they are too few.
+
+    What a search finds may depend on which slot an expert stands in, so it begins here.
+    """
+    rows = [sorted(held) for held in placement.held]
+    if any(len(row) > count for row, count in zip(rows, slots_P, strict=True)):
+        return None
+    return fitted(Placement(tuple(map(tuple, rows)), placement.primary), slots_P)
 
 
 def _load_problems(counts_PE: np.ndarray, current: Placement) -> list[str]:

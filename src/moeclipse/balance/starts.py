@@ -17,7 +17,7 @@ import numpy as np
 from moeclipse.balance.nodes import plan_two_level
 from moeclipse.balance.objective import sync_copies
 from moeclipse.balance.placement import Placement
-from moeclipse.balance.problem import PlanProblem
+from moeclipse.balance.problem import PlanProblem, packed
 from moeclipse.balance.replicate import plan_wrap_fill, relabelled
 
 STRETCHES = (1.0, 1.3, 2.0)
@@ -46,9 +46,11 @@ def wrap_filled(problem: PlanProblem, slots_P: Sequence[int], spare: bool = True
 
 
 def renamed(table: Placement, problem: PlanProblem) -> Placement:
-    """With its rows on those ranks that hold most of them already."""
+    """With its rows on those ranks that hold most of them already, and no more slots than before."""
     groups: dict[tuple[int, int], list[int]] = {}
     for rank, node in enumerate(problem.node_P):
         # Ranks may take each other's rows only if they have as many slots.
         groups.setdefault((node, len(table.slots[rank])), []).append(rank)
-    return relabelled(table, problem.current, list(groups.values()))
+    moved = packed(relabelled(table, problem.current, list(groups.values())), list(map(len, table.slots)))
+    assert moved is not None
+    return moved

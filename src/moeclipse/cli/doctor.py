@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from moeclipse.cli import checks, exchange, peers
 from moeclipse.cli.checks import Finding
 from moeclipse.core.config import build, flag_layer
+from moeclipse.core.program import program
 from moeclipse.core.toml import docs_of
 
 MARKS = {"works": ("✓", "ok"), "info": ("·", "--"), "limited": ("!", "! "), "broken": ("✗", "XX")}
@@ -93,7 +94,7 @@ def render(items: Sequence[Finding], unicode: bool, coloured: bool) -> Iterator[
         yield f"Training cannot run here yet: mend {', '.join(broken)}."
     else:
         seen = f" Look at: {', '.join(limited)}." if limited else ""
-        yield f"Training can run here: moeclipse train.{seen}"
+        yield f"Training can run here: {program()} train.{seen}"
 
 
 def _paint(text: str, colour: str, coloured: bool) -> str:

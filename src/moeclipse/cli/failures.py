@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from moeclipse.cli.guard import first_to_tell
 from moeclipse.core.errors import CommError, ConfigError, DeadlineError, MoEclipseError
 
 CULPRIT_S = 2.0  # how long a victim stays for the culprit's own words
@@ -82,11 +83,13 @@ def await_culprit() -> None:
 
 
 def show_failure(failure: Failure, named: bool) -> None:
+    everywhere = failure.code == ConfigError.code  # bad input fails on every rank alike
+    if everywhere and not first_to_tell(failure.text):
+        return
     if sys.stderr.isatty():  # whatever stood there was not ended
         print("\r\033[2K", end="", file=sys.stderr)
     if failure.stack:
         print(failure.stack.rstrip(), file=sys.stderr)
-    everywhere = failure.code == ConfigError.code  # bad input fails on every rank alike
     where = f" (rank {failure.rank})" if named and not everywhere else ""
     print(f"error{where}: {failure.text}", file=sys.stderr, flush=True)
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import errno
 import os
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
 from moeclipse.core.errors import ConfigError, MoEclipseError
 
 BAD_INPUT = 2  # the exit status of ConfigError
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def one_line(error: BaseException) -> tuple[str, int] | None:
@@ -35,6 +37,23 @@ def one_line(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, MemoryError):
         return "this needs more memory than there is; ask for something smaller", BAD_INPUT
     return None
+
+
+def first_to_tell(text: str) -> bool:
+    """Whether no other rank of this host has said so: under torchrun each finds what is wrong by itself.
+
+    The agent gives each rank a file for its error, below one folder for all; what is only on one host, or on
+    one rank, is told there.
+    """
+    own = os.environ.get(ERROR_FILE)
+    if not own:
+        return True
+    said = Path(own).parent.parent / f"said-{zlib.crc32(text.encode()):08x}"
+    try:
+        os.close(os.open(said, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except OSError as error:
+        return error.errno != errno.EEXIST
+    return True
 
 
 def file_problem(path: Path, error: OSError) -> str:

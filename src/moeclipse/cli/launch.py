@@ -40,6 +40,7 @@ from moeclipse.cli.page_line import tell_page
 from moeclipse.cli.pin import pin_rank
 from moeclipse.core.config import to_toml
 from moeclipse.core.errors import CommError, Preempted
+from moeclipse.core.program import program
 from moeclipse.train.config import TrainConfig
 
 LAUNCHER = "MOECLIPSE_LAUNCHER"  # process id of the launcher, for its ranks
@@ -126,7 +127,7 @@ def has_checkpoint(run: Path) -> bool:
 def show_interrupted(config: TrainConfig) -> None:
     run = Path(config.run.dir) / config.run.name
     again = (
-        f"; go on with: moeclipse train {run / 'config.toml'} --resume auto" if has_checkpoint(run) else ""
+        f"; go on with: {program()} train {run / 'config.toml'} --resume auto" if has_checkpoint(run) else ""
     )
     print(f"interrupted{again}", file=sys.stderr)
 

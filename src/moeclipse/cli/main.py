@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from moeclipse import __version__
-from moeclipse.cli.guard import one_line
+from moeclipse.cli.guard import BAD_INPUT, first_to_tell, one_line
 from moeclipse.core.config import nearest
+from moeclipse.core.program import program
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
@@ -42,7 +43,7 @@ def usage() -> str:
         "MoEclipse trains Mixture-of-Experts models so that communication hides behind computation.\n\n"
         f"usage: moeclipse COMMAND ...\n\n{lines}\n\n"
         "moeclipse COMMAND --help shows what a command takes; moeclipse --version shows the version.\n"
-        "Start with: moeclipse train"
+        f"Start with: {program()} train"
     )
 
 
@@ -62,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if told is None:
             raise
         text, code = told
-        print(f"error: {text}", file=sys.stderr)
+        if code != BAD_INPUT or first_to_tell(text):
+            print(f"error: {text}", file=sys.stderr)
         return code
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from moeclipse.cli.display import LABEL_WIDTH
+from moeclipse.core.program import program
 from moeclipse.report.advice import advise_run
 from moeclipse.report.measures import measures_of
 from moeclipse.report.page import NAME, write_page
@@ -25,7 +26,7 @@ MOST_ADVICE = 2
 
 def page_lines(directory: Path) -> list[tuple[str, str]]:
     """(label, text); the page is written."""
-    command = f"moeclipse report {shlex.quote(str(directory))}"
+    command = f"{program()} report {shlex.quote(str(directory))}"
     try:
         if (directory / "metrics.jsonl").stat().st_size > MOST_BYTES:
             return [("page", command)]

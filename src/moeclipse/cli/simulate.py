@@ -34,6 +34,13 @@ from moeclipse.sim.compare import Answer, Question, advise, ask, ask_all
 from moeclipse.sim.trace import timeline, write_perfetto
 
 STYLES = {"F": "blue", "B": "green", "I": "cyan", "W": "yellow", "#": "magenta", "R": "red", "!": "bold red"}
+OF_A_RUN = {
+    "layers": "has those of model.num_layers, shared out by pipeline.layers",
+    "stages_per_rank": "has as many as pipeline.layers_per_virtual_stage asks for",
+    "chunks": "is cut into pipeline.chunks",
+    "split": "cuts whole samples",
+}
+"""Options that the configuration itself has the word for."""
 MAX_RANK_ROWS = 16
 LONG_GRID = 60
 
@@ -46,31 +53,34 @@ class SimulateConfig:
     """gpipe, 1f1b, 1f1b-pairs, vpp, vpp+1, zb-h1, zb-v, dualpipe, dualpipev (the default) or pp1."""
     ranks: int | None = None
     """Of the pipeline, 8 unless given; with --config all ranks of the run."""
-    microbatches: int = 32
+    microbatches: int | None = None
+    """32 unless given; with --config those of the run."""
     config: Path | None = None
     """The configuration of a run: its stages, dense first layers, head, chunks, recompute, dp, ep and tp."""
-    device: str = "h200"
-    """With --config: on what the run computes (h100, h200, b200, cpu)."""
-    link: str = "nvlink4"
-    """With --config: what lies between ranks (nvlink4, nvlink5, infiniband, pcie5, loopback)."""
+    device: str | None = None
+    """With --config: on what the run computes (h100, h200, b200, cpu), h200 unless given."""
+    link: str | None = None
+    """With --config: what lies between ranks (nvlink4, nvlink5, infiniband, pcie5, loopback), nvlink4 unless
+    given."""
     stages_per_rank: int | None = None
     """For schedules that have a choice (vpp, vpp+1); default 2."""
     compare: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="[SCHEDULE ...]")] = None
     """Lay these schedules side by side; without names: all of them."""
     costs: str | None = None
     """A TOML file, or a preset: deepseek-v3 (seconds per layer op, the default), unit (F=1, B=2, W=1)."""
-    layers: int = 4
-    """MoE layers per rank, where costs speak of layer ops."""
-    overlap: Overlap = "pair+self"
-    """off, pair (only paired F and B) or pair+self (warm-up and cool-down too)."""
-    chunks: int = 2
-    """Slices of the rows of an action that overlaps with itself."""
-    split: Literal["moe", "layer"] = "moe"
-    """Cut the routed rows alone, or attention too (by sequences)."""
-    recompute: Recompute = "off"
-    """Parts of every layer that run again in backward."""
+    layers: int | None = None
+    """MoE layers per rank, where costs speak of layer ops; 4 unless given."""
+    overlap: Overlap | None = None
+    """off, pair (only paired F and B) or pair+self (warm-up and cool-down too; the default)."""
+    chunks: int | None = None
+    """Slices of the rows of an action that overlaps with itself; 2 unless given."""
+    split: Literal["moe", "layer"] | None = None
+    """Cut the routed rows alone (moe, the default), or attention too (by sequences)."""
+    recompute: Recompute | None = None
+    """Parts of every layer that run again in backward; off unless given."""
     memory_limit: float | None = None
-    """Refuse schedules that hold more activations (of a rank's layers for one microbatch) on any rank."""
+    """Refuse schedules that hold more on any rank: activations of a rank's layers for one microbatch; with
+    --config of a layer."""
     trace: Path | None = None
     """Write a trace for ui.perfetto.dev."""
     grid: bool = False
@@ -92,18 +102,26 @@ def main(argv: list[str]) -> int:
     if config.config is not None:
         _simulate_run(console, config, config.config)
         return 0
+    for name in ("device", "link"):
+        if getattr(config, name) is not None:
+            raise ConfigError(f"--{name} prices the step of a run; it goes with --config (here: --costs)")
+    layers = 4 if config.layers is None else config.layers
+    if layers < 1:
+        raise ConfigError(f"--layers ({layers}) must be at least 1")
     question = Question(
         ranks=8 if config.ranks is None else config.ranks,
-        microbatches=config.microbatches,
+        microbatches=32 if config.microbatches is None else config.microbatches,
         costs=load_costs(config.costs or "deepseek-v3"),
         stages_per_rank=config.stages_per_rank,
-        layers=config.layers,
-        recompute=config.recompute,
+        layers=layers,
+        recompute=config.recompute or "off",
         memory_limit=config.memory_limit,
-        expansion=Expansion(overlap=config.overlap, chunks=config.chunks, split=config.split),
+        expansion=Expansion(
+            overlap=config.overlap or "pair+self",
+            chunks=2 if config.chunks is None else config.chunks,
+            split=config.split or "moe",
+        ),
     )
-    if config.layers < 1:
-        raise ConfigError(f"--layers ({config.layers}) must be at least 1")
     if config.compare is not None:
         compare(console, question, config.compare or SCHEDULES)
     else:
@@ -118,16 +136,30 @@ def _simulate_run(console: Console, config: SimulateConfig, path: Path) -> None:
         raise ConfigError(
             "--from-csv, --csv and --grid speak of whole actions, --config of layers; leave one of them out"
         )
+    for name, instead in OF_A_RUN.items():
+        if getattr(config, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} does not go with --config: the step of a run {instead}")
     run = simulate_run.load_run(
-        path, num_ranks=config.ranks, costs=config.costs, device_name=config.device, link_name=config.link
+        path,
+        num_ranks=config.ranks,
+        costs=config.costs,
+        device_name=config.device or "h200",
+        link_name=config.link or "nvlink4",
+        changes={
+            "optim.accumulate": ("--microbatches", config.microbatches),
+            "pipeline.recompute": ("--recompute", config.recompute),
+            "pipeline.overlap": ("--overlap", config.overlap),
+        },
+        memory_limit=config.memory_limit,
     )
-    view = View(in_seconds=True)
+    view = View(in_seconds=True, activations="activations of a layer for one microbatch")
     if config.compare is not None:
         schedules = config.compare or simulate_run.RUN_SCHEDULES
         _refuse_unknown(schedules, simulate_run.RUN_SCHEDULES)
         with console.status("simulating ..."):
             answers, refused = simulate_run.answers_of(run, schedules)
-        show_comparison(console, view, answers, refused, run.title)
+        show_comparison(console, view, answers, refused, run.title, run.config.pipeline.overlap)
         return
     with console.status("simulating ..."):
         answer = run.answer(config.schedule or run.config.pipeline.schedule)
@@ -216,6 +248,8 @@ class View:
     """How times are printed: as seconds, or in the unit of the costs."""
 
     in_seconds: bool
+    activations: str = "activations of a rank's layers for one microbatch"
+    """What memory is counted in."""
 
     def time(self, value: float) -> str:
         if not self.in_seconds:
@@ -265,7 +299,7 @@ def _verdict(console: Console, view: View, answer: Answer) -> None:
     console.print(
         f"\nmakespan {view.time(summary.makespan)}: {summary.makespan / busiest:.3f} x the compute "
         f"of the busiest rank; worst bubble {view.time(summary.bubble)}; "
-        f"peak {max(summary.peak):.2f} activations of a rank's layers for one microbatch",
+        f"peak {max(summary.peak):.2f} {view.activations}",
         style="bold",
     )
 
@@ -315,7 +349,7 @@ def _comparison(view: View, answers: list[Answer]) -> Table:
         box=None,
         pad_edge=False,
         caption="bubble, exposed, idle: mean over ranks. hidden: dispatch and combine under compute. "
-        "memory: peak on the worst rank, in activations of a rank's layers for one microbatch. "
+        f"memory: peak on the worst rank, in {view.activations}. "
         "parameters: copies of the model.",
         caption_justify="left",
     )

@@ -10,9 +10,11 @@ is free.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
+from moeclipse.core.config import Given
 from moeclipse.core.errors import ConfigError, ScheduleError
 from moeclipse.cost.file import load_costs
 from moeclipse.cost.hardware import device, link
@@ -20,7 +22,7 @@ from moeclipse.pipeline.config import Schedule
 from moeclipse.schedule import kinds
 from moeclipse.sim.compare import Answer
 from moeclipse.sim.step_costs import StepCosts
-from moeclipse.train.presets import load
+from moeclipse.train.presets import merge
 from moeclipse.train.run_step import RunStep as RunStep
 from moeclipse.train.step_sizes import step_work, value_bytes
 
@@ -29,12 +31,23 @@ RUN_SCHEDULES = ("pp1", *(name for name in get_args(Schedule) if name != "auto")
 
 
 def load_run(
-    path: Path, *, num_ranks: int | None, costs: str | None, device_name: str, link_name: str
+    path: Path,
+    *,
+    num_ranks: int | None,
+    costs: str | None,
+    device_name: str,
+    link_name: str,
+    changes: Mapping[str, tuple[str, Any]] | None = None,
+    memory_limit: float | None = None,
 ) -> RunStep:
-    """The run of a configuration; `num_ranks` decides what it leaves to the number of ranks."""
+    """The run of a configuration; `num_ranks` decides what it leaves to the number of ranks.
+
+    `changes`: (option, value) for keys of the configuration; None leaves a key as it is.
+    """
     if not path.is_file():
         raise ConfigError(f"--config: there is no file {path}")
-    config = load(path)
+    given = {key: Given(value, flag) for key, (flag, value) in (changes or {}).items() if value is not None}
+    config = merge(path, flags=given).built.with_warnings()
     parallel = config.parallel
     if num_ranks is None:
         if "auto" in (parallel.dp, parallel.ep):
@@ -54,7 +67,7 @@ def load_run(
     hardware = device(device_name)
     width = value_bytes(config.model.dtype, hardware)
     priced = StepCosts(step_work(config, dp, ep, width), hardware, link(link_name))
-    return RunStep(config=config, dp=dp, ep=ep, costs=table, step_costs=priced)
+    return RunStep(config=config, dp=dp, ep=ep, costs=table, step_costs=priced, memory_limit=memory_limit)
 
 
 def answers_of(run: RunStep, schedules: tuple[str, ...]) -> tuple[list[Answer], dict[str, str]]:

@@ -39,7 +39,9 @@ from moeclipse.moe.private_torch import in_backward
 BORN_LATER = "dynamic.trend"
 """A buffer that checkpoints of the first release do not have: it begins at rest."""
 GAP_UNIT = 2.0**-30
-MAX_LOGIT = 7.0  # a controller whose goal is out of reach must find its way back from here
+MAX_LOGIT = 15.0
+"""The last limits that probabilities in float32 tell from one (1 - 3e-7): a gate that is sure of itself needs
+them. A controller whose goal is out of reach (`train/experts_held`) must find its way back from here."""
 TREND_RATE = 0.05  # slow beside the controller itself, or they would swing
 MOST_LEARNED = 0.05  # a limit that is far off is on its way, which is no trend
 

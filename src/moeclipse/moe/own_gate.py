@@ -97,7 +97,11 @@ class OwnGate(nn.Module):
         self.register_buffer("near_E", None, persistent=False)
 
     def forward(self, x_TD: torch.Tensor, tokens: Tokens) -> Routing:
-        routing = self.module(x_TD, tokens)
+        try:
+            routing = self.module(x_TD, tokens)
+        except Exception as error:
+            error.add_note(f"raised by the gate {type(self.module).__name__} that the layer was given")
+            raise
         if not isinstance(routing, Routing):
             raise ConfigError(
                 f"the gate {type(self.module).__name__} returned {type(routing).__name__}; return a "

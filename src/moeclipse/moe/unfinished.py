@@ -8,6 +8,7 @@ another model without a word. So each parameter of experts that differ from rank
 know when backward adds to a gradient, and whether that was finished before. Who forgot `sync_gradients`
 hears of it at the optimizer's step, or, where no optimizer of torch steps, at the next forward: weights have
 changed since the gradient began. Where that is gone by then, nobody knows whether it was used: a warning.
+(Nor does it tell when it went: who puts weights back after a trial and then throws it away is right.)
 
 Contract. Accumulation over any number of forwards, gradients that are thrown away, `zero_grad` of either kind
 and `torch.autograd.grad` are as they were. Nothing here waits for the device or for another rank.

@@ -26,7 +26,7 @@ from moeclipse.train.checkpoints.manifest import INDEX
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.init_from import other_shape
 from moeclipse.train.parameter_groups import ParameterGroups
-from moeclipse.train.upcycle import dense_shape, misfits
+from moeclipse.train.upcycle import dense_shape, folder_differences, misfits
 
 
 def weight_problems(config: TrainConfig) -> Iterator[str]:
@@ -47,7 +47,12 @@ def pattern_problems(config: TrainConfig) -> list[str]:
 def start_problems(config: TrainConfig, path: Path) -> Iterator[str]:
     upcycles = config.init.upcycle != "off"
     if upcycles and is_model_folder(path):
-        yield from misfits(HfFolder.look(path, dense=True).shapes.model, config)
+        try:
+            folder = HfFolder.look(path, dense=True)
+        except CheckpointError as error:
+            yield str(error)
+            return
+        yield from (*folder_differences(folder, config, path), *misfits(folder.shapes.model, config))
         return
     state = state_of(path)
     if state is None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from moeclipse.core.errors import ConfigError
 from moeclipse.train.config import NO_TENSORBOARD
+from moeclipse.train.experts_held import ExpertsHeld
 from moeclipse.train.run_files import keep_lines, set_aside, write_atomic
 from moeclipse.train.scribe import Scribe
 from moeclipse.train.step_times import TIMES
@@ -76,10 +77,11 @@ class Metrics:
         warmup_steps: int,
         tensorboard: bool,
         scribe: Scribe | None = None,
+        mean_experts: float = 0.0,
     ) -> None:
         self.directory, self.writes, self.warmup_steps = directory, writes, warmup_steps
         self.scribe = scribe or Scribe()
-        self.window = StepSums()
+        self.window, self.experts_held = StepSums(), ExpertsHeld(mean_experts)
         self.count = self.skipped = self.dropped = 0
         self.first: dict[str, Any] | None = None
         self.last: dict[str, Any] | None = None
@@ -116,6 +118,10 @@ class Metrics:
         return bool(stays)
 
     def add(self, record: dict[str, Any]) -> None:
+        """A step's line; `notes` of it may become more."""
+        off = [] if record["skipped"] else self.experts_held.after_step(record["load"], record["num_tokens"])
+        if off:
+            record["notes"] = [*record.get("notes", ()), *off]
         self.first = self.first or record
         self.last = record
         self.count += 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from moeclipse.cost.model import Costs
 from moeclipse.pipeline.overlap import lay_out, make_program
-from moeclipse.schedule.check import Verified
+from moeclipse.schedule.check import Verified, verify
 from moeclipse.sim.compare import Answer
 from moeclipse.sim.engine import simulate
 from moeclipse.sim.measure import summarise
@@ -31,6 +31,8 @@ class RunStep:
     costs: Costs | None
     """A table; None: from sizes."""
     step_costs: StepCosts
+    memory_limit: float | None = None
+    """Most activations a rank may hold, in those of a layer for one microbatch."""
 
     @property
     def title(self) -> str:
@@ -46,6 +48,8 @@ class RunStep:
     def answer(self, schedule: str) -> Answer:
         """The step under one schedule; ConfigError or ScheduleError where the run could not take it."""
         verified, name = self.verified(schedule)
+        if self.memory_limit is not None:
+            verified = verify(verified.program, self.memory_limit)
         if self.costs is not None:
             result = simulate(verified, self.costs)
         else:

@@ -31,6 +31,7 @@ from moeclipse.core.errors import (
     MoEclipseError,
     Preempted,
 )
+from moeclipse.core.program import program
 from moeclipse.model.count import count_parameters
 from moeclipse.model.flops import device_of
 from moeclipse.train.best import BestCheckpoint
@@ -197,6 +198,7 @@ class Run:
             writes=self.mesh.rank == 0,
             warmup_steps=config.metrics.warmup_steps,
             tensorboard=config.metrics.tensorboard,
+            mean_experts=config.gate.mean_experts,
             scribe=self.files.scribe,
         )
         if resume == "auto" and found is None:
@@ -317,7 +319,7 @@ class Run:
                 raise Preempted(
                     f"asked to leave ({self.leave() or 'by another rank'}): step {done} is saved in "
                     f"{saving.path}; "
-                    f"go on with: moeclipse train {self.directory / 'config.toml'} --resume auto"
+                    f"go on with: {program()} train {self.directory / 'config.toml'} --resume auto"
                 )
             self._export(learner, saving.path, last=done == config.run.steps)
             step = done

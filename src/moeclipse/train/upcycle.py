@@ -142,12 +142,14 @@ def of_folder(path: str, config: TrainConfig, ranks: Ranks) -> DenseSource:
     except RanksFailed as error:
         raise CheckpointError(str(error)) from None
     folder = folders[0]
+    differences = tuple(folder_differences(folder, config, path))
+    return DenseSource(weights=folder, shape=folder.shapes.model, differences=differences)
+
+
+def folder_differences(folder: HfFolder, config: TrainConfig, path: str | Path) -> list[str]:
+    """Where the shape of a dense folder's model is not the run's, apart from what upcycling changes."""
     values = {key: value for key, value in folder.values.items() if is_kept(key)}
-    return DenseSource(
-        weights=folder,
-        shape=folder.shapes.model,
-        differences=tuple(contradictions(values, config, path)),
-    )
+    return list(contradictions(values, config, str(path)))
 
 
 def of_checkpoint(checkpoint: Checkpoint, config: TrainConfig) -> DenseSource:
