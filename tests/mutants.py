@@ -20,6 +20,7 @@ import os
 
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[name] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import multiprocessing  # noqa: E402
 import shutil  # noqa: E402
