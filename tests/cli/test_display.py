@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from moeclipse.cli import display
 from moeclipse.cli.display import (
     Display,
     average_to,
@@ -22,6 +23,11 @@ from moeclipse.cli.display import (
     sparkline,
     summary_lines,
 )
+
+
+@pytest.fixture(autouse=True)
+def _on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(display, "program", lambda: "moeclipse")
 
 
 def console(width: int = 80, terminal: bool = False, encoding: str = "utf-8", **options: object) -> Console:
@@ -110,6 +116,13 @@ def test_the_summary_fits_into_80_columns(experts: int, unicode: bool) -> None:
     summary = SUMMARY | {"load": load, "load_by_layer": [load, load[::-1]] * 9, "directory": "runs/x"}
     for _, lines in summary_lines(summary, 80, unicode):
         assert all(len(line) <= 70 for line in lines)
+
+
+def test_the_command_that_goes_on_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(display, "program", lambda: ".venv/bin/moeclipse")
+    summary = SUMMARY | {"directory": "runs/a run"}
+    (line,) = dict(summary_lines(summary, 80, True))["go on"]
+    assert str(line) == ".venv/bin/moeclipse train 'runs/a run/config.toml' --resume auto --run.steps N"
 
 
 def test_a_percentage_never_stands_alone() -> None:

@@ -24,6 +24,7 @@ from rich.text import Text
 from moeclipse.cli.evaluated import eval_lines, eval_text
 from moeclipse.cli.heat import heat_lines
 from moeclipse.cli.plot import average_to, plot_lines
+from moeclipse.core.program import program
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ASCII_LEVELS = " .:-=+*#@"
@@ -236,9 +237,8 @@ def summary_lines(summary: dict[str, Any], width: int, unicode: bool) -> list[tu
     directory = str(summary.get("directory", ""))
     lines.append(("written", [Text(directory)]))
     if summary.get("checkpoint"):
-        again = (
-            f"moeclipse train {shlex.quote(str(Path(directory) / 'config.toml'))} --resume auto --run.steps N"
-        )
+        config = shlex.quote(str(Path(directory) / "config.toml"))
+        again = f"{program()} train {config} --resume auto --run.steps N"
         lines.append(("go on", [Text(again, style="cyan")]))
     if summary.get("sample"):
         lines.append(("it writes", sample_lines(summary["sample"], room, unicode)))

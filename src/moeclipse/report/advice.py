@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from moeclipse.core.errors import ConfigError, ScheduleError
+from moeclipse.core.program import program
 from moeclipse.cost.file import load_costs
 from moeclipse.report.gain import short
 from moeclipse.report.run import RunData, number
@@ -116,7 +117,7 @@ def even_ranks(run: RunData, measures: Values) -> Iterator[Advice]:
         return
     if run.config.get("placement.planner", "static") != "static":
         return
-    see = f"see moeclipse place {run.directory}"
+    see = f"see {program()} place {run.directory}"
     would = outlook(run)
     if would is not None:
         yield Advice(
