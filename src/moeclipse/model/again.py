@@ -27,7 +27,7 @@ Part = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 @eager
 def run_again(part: Part, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """part(x), of which nothing but x is kept."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or not x.requires_grad:  # below what is trained nothing is kept anyway
         return part(x)
     # Not the other kind, which hands backward copies of parameters: these have no main_grad. What is random
     # in a model is keyed by step and token, so there is no state of a generator to keep. Not by torch's

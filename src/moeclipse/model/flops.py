@@ -5,15 +5,18 @@
                 and attention, 6 H (d_qk + d_v) for each key that a token sees, in every layer
     bytes       an update reads and writes optimizer state and weights of what is trained, and reads gradients
 
-Gradients of inputs count in every layer: also below the lowest weight that is trained they are computed
-(`Transformer.embed`). Model FLOPs utilisation (MFU) is flops over time over the device's peak: recomputation
-does not count, nor do keys behind a token. The *limit* is the time of the products at the rate that products
+Layers below the lowest one that has a trained weight have no backward: 2 of each, and a third of attention.
+(On several ranks they do: `Transformer.embed`.)
+
+Model FLOPs utilisation (MFU) is flops over time over the device's peak: recomputation does not count, nor do
+keys behind a token. The *limit* is the time of the products at the rate that products
 reach, and of the update at the memory's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,13 +57,15 @@ class LeastWork:
         nowhere = Mesh.single(torch.device("meta"))
         whole = Transformer(model, moe, gate, mesh=nowhere, lora=lora)
         weights = trained = updated = 0.0
+        first = lowest([name for name, _ in whole.named_parameters() if not is_frozen(name)])
         for name, parameter in whole.named_parameters():
             met = weights_met(name, parameter, gate.expected_experts, tied=model.tie_embeddings)
-            weights += met
+            weights += met / 2 if 0 <= layer_of(name) < first else met
             if not is_frozen(name):
                 trained, updated = trained + met, updated + parameter.numel()
         keys = sum(
-            keys_seen(seq_len, model.window_of(layer), model.memory) for layer in range(model.num_layers)
+            keys_seen(seq_len, model.window_of(layer), model.memory) * (1 if layer >= first else 1 / 3)
+            for layer in range(model.num_layers)
         )
         mla = model.attention == "mla"
         qk = model.qk_nope_head_dim + model.qk_rope_head_dim if mla else model.head_dim
@@ -78,6 +83,18 @@ class LeastWork:
             "mfu": self.flops / (step_s * device.flops * num_ranks),
             "of_limit": self.limit_s(device, num_ranks) / step_s,
         }
+
+
+def layer_of(name: str) -> float:
+    """That a parameter belongs to; the embedding comes before all layers, norm and head behind them."""
+    if name.startswith("embedding"):
+        return -1
+    return int(name.split(".")[1]) if name.startswith("layers.") else math.inf
+
+
+def lowest(trained: Sequence[str]) -> float:
+    """The first layer that has a backward."""
+    return max(min(map(layer_of, trained), default=math.inf), 0)
 
 
 def weights_met(name: str, parameter: torch.Tensor, experts: float, *, tied: bool) -> float:

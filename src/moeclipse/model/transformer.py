@@ -55,6 +55,10 @@ class Output:
     """Of each token, without a gradient; 0 where there is nothing to predict."""
 
 
+def wants_gradient(h_TD: torch.Tensor) -> torch.Tensor:
+    return h_TD if h_TD.requires_grad or not torch.is_grad_enabled() else h_TD.requires_grad_()
+
+
 class Transformer(nn.Module):
     def __init__(
         self,
@@ -136,22 +140,25 @@ class Transformer(nn.Module):
         self, ids_BS: torch.Tensor, tokens: Tokens, documents_BS: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, list[MoEReport]]:
         """Behind the last layer, before the norm; for a model that is whole on this rank's stage."""
-        h_TD = self.embed(ids_BS)
+        h_TD = self.embed(ids_BS, frozen=self.mesh.num_ranks == 1)
         positions = self.positions(ids_BS, documents_BS)
         reports: list[MoEReport] = []
         tokens = replace(tokens, group=self.mesh.data)
         for layer in self.layers.values():
+            # What lies below the first trained parameter has no backward.
+            if not h_TD.requires_grad and any(p.requires_grad for p in layer.parameters()):
+                h_TD = wants_gradient(h_TD)
             h_TD, report = layer(h_TD, positions, tokens)
             if report is not None:
                 reports.append(report)
         return h_TD, reports
 
-    def embed(self, ids_BS: torch.Tensor) -> torch.Tensor:
+    def embed(self, ids_BS: torch.Tensor, *, frozen: bool = False) -> torch.Tensor:
+        """`frozen`: it may come without a gradient; ranks exchange that of a layer's input in any case."""
         h_TD = embed(ids_BS, self.embedding, self.vocab, self.tp)
         scale = self.config.embedding_scale
         h_TD = h_TD if scale == 1 else h_TD * scale
-        # Also where the embedding is frozen: ranks of a layer exchange gradients of its input in any case.
-        return h_TD if h_TD.requires_grad or not torch.is_grad_enabled() else h_TD.requires_grad_()
+        return h_TD if frozen else wants_gradient(h_TD)
 
     def positions(self, ids_BS: torch.Tensor, documents_BS: torch.Tensor | None = None) -> Positions:
         return Positions.of(
