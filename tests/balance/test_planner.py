@@ -33,7 +33,7 @@ from moeclipse.balance.replicate import plan_greedy, plan_random
 from moeclipse.core.errors import ConfigError
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=settings.default.max_examples // 2)
 @given(problems(), st.sampled_from(["random", "greedy", "incremental", "wrap_fill"]), st.integers(0, 9))
 def test_every_planner_goes_on_from_any_placement(
     problem: tuple[np.ndarray, tuple[int, ...]], planner: str, seed: int
@@ -80,7 +80,7 @@ COSTLY = replace(
 ANY_MOVES = PlanConfig(min_gain=0.0, max_moved=1.0, noise=0.0, turnover=0.0)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=settings.default.max_examples // 3)
 @given(
     st.integers(2, 6),
     st.integers(3, 14),
@@ -194,7 +194,7 @@ def test_no_worse_than_greedy_where_it_once_was(
     assert incremental.balance >= even
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=settings.default.max_examples // 3)
 @given(
     st.integers(2, 6),
     st.integers(3, 14),
