@@ -12,12 +12,11 @@ from test_learner import SMALL
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import to_toml, with_values
 from moeclipse.core.errors import CheckpointError
-from moeclipse.hf.names import INTERLEAVED
 from moeclipse.model.decode import Decoder, writing
 from moeclipse.moe.tokens import Tokens
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
-from moeclipse.train.adapters import Adapted, MergedWeights, lora_of, save_adapter
+from moeclipse.train.adapters import MergedWeights, lora_of, save_adapter
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.generate import load_model
@@ -117,9 +116,3 @@ def test_adapters_beside_a_run_that_had_none(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no adapters beside a Hugging Face model"):
         save_adapter(Checkpoint.open(path, OneRank()), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_experts_that_lie_otherwise_are_refused() -> None:
-    config = configure(**{"lora.adapter": "somewhere"})
-    with pytest.raises(CheckpointError, match="lie otherwise than in PEFT's files"):
-        Adapted.of({}, config, INTERLEAVED)  # type: ignore[arg-type]
