@@ -34,6 +34,7 @@ MODULES = [f"{name}_proj" for name in "qkvo"]
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 MODEL = "model.safetensors"
 LATENT = {"deepseek_v2", "deepseek_v3"}
+SHARDED = {"parallel.tp": 2, "moe.expert_tp": "sharded"}
 LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "1": (1, {}, {}),
     "ep2": (2, {}, {}),
@@ -41,6 +42,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "tp2": (2, {"tp": 2}, {"parallel.tp": 2, "parallel.sequence_parallel": False}),
     "tp2-sequence": (2, {"tp": 2}, {"parallel.tp": 2, "parallel.sequence_parallel": True}),
     "pp2": (2, {"pp": 2}, {"parallel.pp": 2}),
+    "tp2-sharded": (2, {"tp": 2}, {**SHARDED, "parallel.sequence_parallel": False}),
+    "dp2-tp2-sharded": (4, {"dp": 2, "tp": 2}, {**SHARDED, "parallel.dp": 2}),
+    "ep2-tp2-sharded": (4, {"tp": 2}, {**SHARDED, "moe.schedule": "smart", "moe.shadow": (0, 3)}),
+    "pp2-tp2-sharded": (4, {"pp": 2, "tp": 2}, {**SHARDED, "parallel.pp": 2}),
 }
 
 

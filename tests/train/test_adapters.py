@@ -62,6 +62,19 @@ def test_any_layout_goes_on(saved: tuple[str, list[float]]) -> None:
         run_alone(resumed, configure(**{"lora.rank": 3}), path)
 
 
+def test_adapters_of_sharded_experts_go_on_in_any_layout(
+    saved: tuple[str, list[float]], tmp_path: Path
+) -> None:
+    path, losses = saved
+    sharded = configure(**{"parallel.tp": 2, "moe.expert_tp": "sharded", "integrity.every": 1})
+    assert run_ranks(2, resumed, sharded, path, tp=2) == pytest.approx([losses[2]] * 2, rel=1e-12)
+    theirs = run_ranks(2, trained, sharded, str(tmp_path), tp=2)[0]
+    assert theirs == pytest.approx(losses, rel=1e-12)
+    assert run_alone(resumed, configure(), str(tmp_path / "step-00000002")) == pytest.approx(
+        losses[2], rel=1e-12
+    )
+
+
 def test_merged_rows_are_weights_and_what_adapters_add(saved: tuple[str, list[float]]) -> None:
     checkpoint = Checkpoint.open(saved[0], OneRank())
     merged, lora = MergedWeights(checkpoint), lora_of(checkpoint.state)
