@@ -11,14 +11,18 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from tiny_models import write_tiny
+import peft
+import torch
+from tiny_models import load, write_tiny
 
 from moeclipse.cli.main import main
 from moeclipse.comm.mesh import Mesh
+from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone
 
 PRETRAIN = "Pretrain on jsonl with validation"
 CHAT = "Fine-tune on conversations, and ask"
+ADAPTER = "Train an adapter on conversations, and merge it"
 EXPORT = "Go on from an export with another corpus"
 PAGE = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
 TRAINING = (
@@ -52,6 +56,8 @@ def sections() -> dict[str, list[list[str]]]:
 
 def smaller(words: list[str]) -> list[str]:
     """The same command for a model that is trained in a second."""
+    if words[0] == "convert":
+        return words
     if words[0] == "generate":
         return [*words, "--max-tokens", "3"] if "--max-tokens" not in words else words
     own = () if any("--model.from-hf" in word for word in words) else SHAPE
@@ -112,16 +118,41 @@ TEMPLATE = (
 )
 
 
-def test_fine_tune_on_conversations(tmp_path: Path) -> None:
-    write_tiny("mixtral", tmp_path / "model")
-    tokenizer(tmp_path / "model" / "tokenizer.json")
+def conversations(folder: Path) -> None:
+    """A model with a template, and what is said."""
+    write_tiny("mixtral", folder / "model")
+    tokenizer(folder / "model" / "tokenizer.json")
     settings = {"chat_template": TEMPLATE, "eos_token": "."}
-    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
-    (tmp_path / "chat").mkdir()
+    (folder / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat").mkdir()
     turns = [{"role": "user", "content": "Is it so"}, {"role": "assistant", "content": "The text is"}]
-    (tmp_path / "chat" / "a.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 60))
+    (folder / "chat" / "a.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 60))
+
+
+def test_fine_tune_on_conversations(tmp_path: Path) -> None:
+    conversations(tmp_path)
     _, text = recipe(CHAT, tmp_path)
     assert text.startswith("Is it so?")
+
+
+def logits(_: Mesh, folder: Path) -> list[torch.Tensor]:
+    """Of the base, of base and adapter, and of the merged model, as transformers and peft load them."""
+    ids = torch.randint(0, 23, (2, 8), generator=torch.Generator().manual_seed(2))
+    base, merged = (load(folder / name, torch.float32) for name in ("model", "merged"))
+    with torch.no_grad():
+        plain, whole = (model(input_ids=ids, use_cache=False).logits for model in (base, merged))
+        adapted = peft.PeftModel.from_pretrained(base, folder / "adapter")
+        return [plain, adapted(input_ids=ids, use_cache=False).logits, whole]
+
+
+def test_train_an_adapter_and_merge_it(tmp_path: Path) -> None:
+    conversations(tmp_path)
+    _, first, _, _, second = recipe(ADAPTER, tmp_path)
+    assert first.startswith("Is it so?")
+    assert second == first, "merged, it writes something else"
+    base, adapted, merged = run_alone(logits, tmp_path)
+    assert difference(merged, adapted) <= 1e-5
+    assert difference(merged, base) > 1e-4
 
 
 def test_go_on_from_an_export(tmp_path: Path) -> None:
@@ -134,4 +165,4 @@ def test_go_on_from_an_export(tmp_path: Path) -> None:
 
 
 def test_every_recipe_is_run() -> None:
-    assert sections().keys() == {PRETRAIN, EXPORT, CHAT}
+    assert sections().keys() == {PRETRAIN, EXPORT, CHAT, ADAPTER}

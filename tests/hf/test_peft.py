@@ -11,14 +11,16 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import in_float64, load, write_tiny
 
 from moeclipse.cli.main import main
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.core.errors import CheckpointError
+from moeclipse.hf.families import FAMILIES, Family
 from moeclipse.hf.folder import HfFolder
+from moeclipse.hf.names import EACH, Names
 from moeclipse.hf.peft import CONFIG, WEIGHTS, read_adapter
 from moeclipse.model.lora_config import LoraConfig
 from moeclipse.testing.compare import difference
@@ -30,6 +32,9 @@ from moeclipse.train.ranks import PatientRanks
 
 MODULES = [f"{name}_proj" for name in "qkvo"]
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+MODEL = "model.safetensors"
+LATENT = {"deepseek_v2", "deepseek_v3"}
+SHARDED = {"parallel.tp": 2, "moe.expert_tp": "sharded"}
 LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "1": (1, {}, {}),
     "ep2": (2, {}, {}),
@@ -37,14 +42,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "tp2": (2, {"tp": 2}, {"parallel.tp": 2, "parallel.sequence_parallel": False}),
     "tp2-sequence": (2, {"tp": 2}, {"parallel.tp": 2, "parallel.sequence_parallel": True}),
     "pp2": (2, {"pp": 2}, {"parallel.pp": 2}),
+    "tp2-sharded": (2, {"tp": 2}, {**SHARDED, "parallel.sequence_parallel": False}),
+    "dp2-tp2-sharded": (4, {"dp": 2, "tp": 2}, {**SHARDED, "parallel.dp": 2}),
+    "ep2-tp2-sharded": (4, {"tp": 2}, {**SHARDED, "moe.schedule": "smart", "moe.shadow": (0, 3)}),
+    "pp2-tp2-sharded": (4, {"pp": 2, "tp": 2}, {**SHARDED, "parallel.pp": 2}),
 }
 
 
-def wrapped(path: Path, parameters: list[str], rslora: bool) -> Any:
+def wrapped(path: Path, modules: list[str], parameters: list[str], rslora: bool) -> Any:
     config = peft.LoraConfig(
         r=3,
         lora_alpha=6,
-        target_modules=MODULES,
+        target_modules=modules,
         target_parameters=parameters,
         task_type="CAUSAL_LM",
         use_rslora=rslora,
@@ -52,13 +61,20 @@ def wrapped(path: Path, parameters: list[str], rslora: bool) -> Any:
     return peft.get_peft_model(load(path), config)
 
 
-def write(_mesh: Mesh, root: Path, parameters: list[str] = PARAMETERS, rslora: bool = False) -> torch.Tensor:
+def write(
+    _mesh: Mesh,
+    root: Path,
+    parameters: list[str] = PARAMETERS,
+    rslora: bool = False,
+    model_type: str = "qwen3_moe",
+    modules: list[str] = MODULES,
+) -> torch.Tensor:
     """A model, an adapter, and the adapter's gradients as another adapter; logits of the batch."""
-    write_tiny("qwen3_moe", root / "model", vocab_size=256)
+    write_tiny(model_type, root / "model", vocab_size=256)
     tokens = np.random.default_rng(0).integers(0, 256, 600).astype(np.uint16)
     np.save(root / "tokens.npy", tokens)
     with in_float64():
-        model = wrapped(root / "model", parameters, rslora).double()
+        model = wrapped(root / "model", modules, parameters, rslora).double()
         generator = torch.Generator().manual_seed(7)
         for name, parameter in model.named_parameters():
             if "lora_" in name:
@@ -160,8 +176,10 @@ def test_one_projection_of_experts_and_its_scale(
         read_adapter(tmp_path / "adapter", config.model, config.moe, other)
 
 
-def compare(root: Path, config: TrainConfig, ranks: list[list[tuple[str, int, torch.Tensor]]]) -> None:
-    theirs = read_adapter(root / "gradients", config.model, config.moe, config.lora)
+def compare(
+    root: Path, config: TrainConfig, ranks: list[list[tuple[str, int, torch.Tensor]]], names: Names = EACH
+) -> None:
+    theirs = read_adapter(root / "gradients", config.model, config.moe, config.lora, names)
     seen: dict[str, int] = {}
     for rank in ranks:
         for name, start, values_here in rank:
@@ -205,6 +223,41 @@ def test_files_go_out_as_they_came_in_and_merged_they_are_one_model(root: Path, 
     assert difference(run_alone(theirs, root / "model", None, ids), expected) > 1e-3
 
 
+def peft_merge(_mesh: Mesh, model: Path, adapter: Path, out: Path) -> None:
+    with in_float64():
+        peft.PeftModel.from_pretrained(load(model), adapter).merge_and_unload().save_pretrained(out)
+
+
+@pytest.mark.parametrize("as_kernels", [False, True])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_files_gradients_and_merged_weights_of_every_family(
+    tmp_path: Path, family: Family, as_kernels: bool
+) -> None:
+    block = "block_sparse_moe" if family.model_type == "granitemoe" else "mlp"
+    parameters = [f"{block}.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    latent = family.model_type in LATENT
+    run_alone(write, tmp_path, parameters, False, family.model_type, [] if latent else MODULES)
+    targets = ("experts",) if latent else (*"qkvo", "experts")
+    config, run = configuration(tmp_path, **{"lora.targets": targets}), str(tmp_path / "run")
+    compare(tmp_path, config, [run_alone(gradients, config, as_kernels)], family.names)
+    run_alone(saved, config, run)
+    assert main(["convert", run, str(tmp_path / "out"), "--adapter"]) == 0
+    same_tensors(tmp_path / "out" / WEIGHTS, tmp_path / "adapter" / WEIGHTS, 0)
+    given, found = (json.loads((tmp_path / name / CONFIG).read_text()) for name in ("adapter", "out"))
+    for key in ("target_modules", "target_parameters"):
+        assert sorted(found[key]) == sorted(given[key])
+    assert main(["convert", run, str(tmp_path / "merged")]) == 0
+    run_alone(peft_merge, tmp_path / "model", tmp_path / "out", tmp_path / "theirs")
+    same_tensors(tmp_path / "merged" / MODEL, tmp_path / "theirs" / MODEL, 1e-12)
+
+
+def same_tensors(path: Path, other: Path, bound: float) -> None:
+    found, expected = load_file(path), load_file(other)
+    assert found.keys() == expected.keys()
+    apart = {key: difference(found[key], value) for key, value in expected.items()}
+    assert max(apart.values()) <= bound, apart
+
+
 def test_fresh_adapters_change_nothing(root: Path) -> None:
     def losses(mesh: Mesh) -> list[float]:
         plain = configuration(root, **{"lora.rank": 0, "lora.adapter": ""})
@@ -233,6 +286,18 @@ def test_adapters_that_are_not_read(root: Path, tmp_path: Path, change: dict[str
         read_adapter(tmp_path, config.model, config.moe, config.lora)
     assert text in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_tensors_of_another_shape_are_refused(root: Path, tmp_path: Path) -> None:
+    """A as high as weights are wide: files of older releases of peft, which took [out, in] for [in, out]."""
+    tensors = load_file(root / "adapter" / WEIGHTS)
+    halves = [f"base_model.model.model.layers.1.mlp.experts.lora_{half}.weight" for half in "AB"]
+    a, b = (tensors[key] for key in halves)
+    save_file(tensors | {halves[0]: b.T.contiguous(), halves[1]: a.T.contiguous()}, tmp_path / WEIGHTS)
+    (tmp_path / CONFIG).write_bytes((root / "adapter" / CONFIG).read_bytes())
+    config = configuration(root)
+    with pytest.raises(CheckpointError, match=r"lora_A\.weight has the shape \[12, 16\], .* be \[12, 6\]"):
+        read_adapter(tmp_path, config.model, config.moe, config.lora)
 
 
 def test_other_targets_and_broken_files(root: Path, tmp_path: Path) -> None:

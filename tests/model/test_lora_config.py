@@ -29,7 +29,9 @@ def test_problems_with_the_rest() -> None:
     assert "can only be ['experts'], or one of up and down" in problems(model__attention="mla")
     assert problems(model__attention="mla", lora__targets=("experts",)) == ""
     assert "cannot go with model.memory" in problems(model__memory=4, data__order="stream")
-    assert "needs moe.expert_tp = 'folded'" in problems(parallel__tp=2, moe__expert_tp="sharded")
+    assert problems(parallel__tp=2, moe__expert_tp="sharded") == ""
+    told = problems(parallel__tp=2, moe__expert_tp="sharded", placement__planner="incremental")
+    assert "placement.planner ('incremental'), placement.slots and slots_per_rank cannot go with" in told
 
 
 def test_scale_and_names() -> None:

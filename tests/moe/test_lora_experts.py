@@ -9,8 +9,9 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.experts import Experts
 from moeclipse.moe.lora_experts import OPERANDS, LoraExperts
 from moeclipse.moe.weight_init import WeightInit
-from moeclipse.ops.activation import activate
+from moeclipse.ops.activation import Activation, activate
 from moeclipse.ops.random import fill_normal
+from moeclipse.tensor.cut import cut_of
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone
 
@@ -77,3 +78,33 @@ def test_fresh_adapters_add_nothing_and_depend_on_the_expert_alone() -> None:
     experts.lora_up_a.data.zero_()
     experts.reset_parameters()
     assert torch.equal(experts.lora_up_a, changed)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_parts_are_those_of_whole_experts_and_their_outputs_add_up(activation: Activation) -> None:
+    init = WeightInit(std=0.4, dtype=torch.float64)
+
+    def part(index: int, parts: int) -> LoraExperts:
+        base = Experts([0, 1], d_model=4, d_ff=5, init=init, shard=(index, parts), activation=activation)
+        return LoraExperts(base, rank=2, scale=1.5)
+
+    whole, parts = part(0, 1), [part(index, 2) for index in range(2)]
+    fill_normal(whole.lora_up_b.data, 1, 0.5)
+    fill_normal(whole.lora_down_b.data, 2, 0.5)
+    for each in parts:
+        assert torch.equal(each.lora_up_a, whole.lora_up_a)
+        up, down = cut_of(each.lora_up_b), cut_of(each.lora_down_a)
+        assert up is not None
+        assert down is not None
+        assert torch.equal(each.lora_down_a, whole.lora_down_a[:, :, down.start : down.stop])
+        rows = torch.arange(len(whole.lora_up_b[0])).view(up.blocks, -1)[:, up.start : up.stop].flatten()
+        each.lora_up_b.data.copy_(whole.lora_up_b[:, rows])
+        each.lora_down_b.data.copy_(whole.lora_down_b)
+        assert {name for name, place in each.places.items() if place.cut is not None} == {
+            *("up", "down", "lora_up_b", "lora_down_a")
+        }
+    x = fill_normal(torch.empty(5, 4, dtype=torch.float64), 9, 1.0)
+    with torch.no_grad():
+        found = sum(each.forward(x, [3, 2])[0] for each in parts)
+        assert difference(found, whole.forward(x, [3, 2])[0]) <= 1e-12
+    assert all(place.cut is None for place in whole.places.values())

@@ -9,13 +9,14 @@ from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule.launch import SAME, StepShape, group_name
 from moeclipse.testing.run_ranks import run_ranks
 
+MADE_LATER = "expert_grads"
 AXES = (*SAME, "world", "line")
 
 
 def members_of_mesh(mesh: Mesh) -> dict[str, tuple[int, ...]]:
-    return {axis: getattr(mesh, axis).ranks for axis in AXES} | (
-        {"ends": mesh.ends().ranks} if mesh.pp > 1 else {}
-    )
+    found = {axis: getattr(mesh, axis).ranks for axis in AXES if axis != MADE_LATER}
+    found[MADE_LATER] = mesh.expert_grads().ranks
+    return found | ({"ends": mesh.ends().ranks} if mesh.pp > 1 else {})
 
 
 @pytest.mark.parametrize(("dp", "ep", "tp", "pp"), [(2, 1, 2, 1), (1, 2, 1, 2), (1, 1, 2, 3)])

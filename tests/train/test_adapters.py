@@ -12,12 +12,11 @@ from test_learner import SMALL
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import to_toml, with_values
 from moeclipse.core.errors import CheckpointError
-from moeclipse.hf.names import INTERLEAVED
 from moeclipse.model.decode import Decoder, writing
 from moeclipse.moe.tokens import Tokens
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
-from moeclipse.train.adapters import Adapted, MergedWeights, lora_of, save_adapter
+from moeclipse.train.adapters import MergedWeights, lora_of, save_adapter
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.generate import load_model
@@ -61,6 +60,19 @@ def test_any_layout_goes_on(saved: tuple[str, list[float]]) -> None:
     assert tp == pytest.approx([losses[2]] * 2, rel=1e-12)
     with pytest.raises(AssertionError, match=r"lora\.rank"):
         run_alone(resumed, configure(**{"lora.rank": 3}), path)
+
+
+def test_adapters_of_sharded_experts_go_on_in_any_layout(
+    saved: tuple[str, list[float]], tmp_path: Path
+) -> None:
+    path, losses = saved
+    sharded = configure(**{"parallel.tp": 2, "moe.expert_tp": "sharded", "integrity.every": 1})
+    assert run_ranks(2, resumed, sharded, path, tp=2) == pytest.approx([losses[2]] * 2, rel=1e-12)
+    theirs = run_ranks(2, trained, sharded, str(tmp_path), tp=2)[0]
+    assert theirs == pytest.approx(losses, rel=1e-12)
+    assert run_alone(resumed, configure(), str(tmp_path / "step-00000002")) == pytest.approx(
+        losses[2], rel=1e-12
+    )
 
 
 def test_merged_rows_are_weights_and_what_adapters_add(saved: tuple[str, list[float]]) -> None:
@@ -117,9 +129,3 @@ def test_adapters_beside_a_run_that_had_none(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no adapters beside a Hugging Face model"):
         save_adapter(Checkpoint.open(path, OneRank()), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_experts_that_lie_otherwise_are_refused() -> None:
-    config = configure(**{"lora.adapter": "somewhere"})
-    with pytest.raises(CheckpointError, match="lie otherwise than in PEFT's files"):
-        Adapted.of({}, config, INTERLEAVED)  # type: ignore[arg-type]

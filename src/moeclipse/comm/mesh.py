@@ -123,6 +123,16 @@ class Mesh:
         members += [(rank,) for rank in range(per_stage, last)]
         return self.once("ends", lambda: self.new_group("ends", members))
 
+    def expert_grads(self) -> Group:
+        """Those that hold the same experts, whatever part of them: dp x tp ranks; collective."""
+        stage, block = self.num_ranks // self.pp, self.ep * self.tp
+        members: list[tuple[int, ...]] = [
+            tuple(first + d * block + e * self.tp + t for d in range(self.dp) for t in range(self.tp))
+            for first in range(0, self.num_ranks, stage)
+            for e in range(self.ep)
+        ]
+        return self.once("expert_grads", lambda: self.new_group("expert_grads", members))
+
     def pipe(self, letter: str, source: int, target: int) -> Group:
         """The communicator of activations ("F") or gradients ("B") from pp_index `source` to `target`."""
         return self._pipes[letter, source < target]

@@ -41,7 +41,8 @@ def activation_of(experts: nn.Module) -> Activation | None:
         SLOPE,
         LIMIT,
     )
-    return "clamped_swiglu" if alike and type(given).__name__ == "GptOssExperts" else None
+    # not by the class itself: peft's parametrizations give a module one of their own
+    return "clamped_swiglu" if alike and gate_of(given).__qualname__ == "GptOssExperts._apply_gate" else None
 
 
 def parameter_names(experts: nn.Module) -> list[str]:

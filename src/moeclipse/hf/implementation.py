@@ -8,7 +8,9 @@ out. Where an activation is not one of ours, the call goes to transformers' own 
 is never wrong; `num_experts_layers(model)` says how many layers really use us, because transformers accepts a
 name for models that never ask for it.
 
-With `share_experts` (`hf/share`) the same call exchanges rows over ranks.
+With `share_experts` (`hf/share`) the same call exchanges rows over ranks. Adapters of peft's
+`target_parameters` arrive inside the weights, as W + B A; on ranks they are refused, because no one would
+sum their gradients.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations import moe as theirs
 
+from moeclipse.core.errors import ConfigError
 from moeclipse.hf.foreign_experts import activation_of, is_experts, own_form
 from moeclipse.hf.private_torch import goes_beyond, implementation_of
 from moeclipse.moe.autocast import is_on, off, rows_for
@@ -26,6 +30,10 @@ from moeclipse.moe.standalone import held_layer
 from moeclipse.ops.grouped_experts import grouped_experts
 
 NAME = "moeclipse"
+SHARED_ADAPTERS = (
+    "experts that are shared out cannot have adapters of peft (target_parameters): each rank would have its "
+    "own, and no one to sum them; train them with moeclipse train --lora.rank, or leave the model whole"
+)
 
 
 def register() -> None:
@@ -39,6 +47,8 @@ def experts_forward(
     """What transformers calls instead of the module's own forward."""
     layer = held_layer(experts)
     if layer is not None:
+        if is_parametrized(experts):
+            raise ConfigError(SHARED_ADAPTERS)
         call: Any = layer
         return call.exchange_rows(x_TD, ids_TK, scores_TK)
     activation = activation_of(experts)

@@ -37,6 +37,8 @@ class Names:
     """A tensor for each expert; one for all; one for all, transposed, with gate and up in turn."""
     up: tuple[str, ...] = ("experts.{}.gate_proj.weight", "experts.{}.up_proj.weight")
     down: str = "experts.{}.down_proj.weight"
+    experts_module: str = "mlp.experts"
+    """Of transformers' model, by which adapters name it; files may name it otherwise (Mixtral's do)."""
 
 
 EACH = Names()
@@ -51,6 +53,7 @@ GRANITE = Names(
     experts="stacked",
     up=("input_linear.weight",),
     down="output_linear.weight",
+    experts_module="block_sparse_moe.experts",
 )
 INTERLEAVED = Names(
     gate="router.weight", experts="interleaved", up=("experts.gate_up_proj",), down="experts.down_proj"

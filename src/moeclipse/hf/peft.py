@@ -7,12 +7,14 @@
     moe.experts.7.lora_up_b              mlp.experts.base_layer.lora_B.weight     [out, r E]
     moe.experts.7.lora_down_a, _b        mlp.experts.lora_A.weight, lora_B        likewise
 
-Where one projection of the experts alone has an adapter, `base_layer.` is left out.
+Where one projection of the experts alone has an adapter, `base_layer.` is left out. Granite's experts are
+called `block_sparse_moe.experts`. What goes in is A's width and what comes out B's height in every family,
+transposed weights or not; gpt-oss' rows of gate and up take turns in B as they do in its weights.
 
 Hazard: B of experts lies with the expert as the fastest index, A with the expert as the slowest.
 
 Contract: what PEFT can do and we cannot (DoRA, biases, dropout, ranks of single layers) is refused in one
-line, and so are experts whose rows lie otherwise (gpt-oss, Granite).
+line, and so are tensors of another shape than the model's.
 """
 
 from __future__ import annotations
@@ -21,20 +23,21 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from moeclipse.core.errors import CheckpointError
-from moeclipse.hf.names import Names
+from moeclipse.hf.names import EACH, Names
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.lora_config import ADAPTER, LoraConfig
 from moeclipse.moe.config import MoEConfig
+from moeclipse.ops.activation import hidden_width
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PARAMETERS = {"up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj"}
+PARAMETERS = {"up": "gate_up_proj", "down": "down_proj"}
 PLAIN: Mapping[str, Any] = {
     "peft_type": "LORA",
     "bias": "none",
@@ -57,73 +60,103 @@ class PeftTensor:
 
     key: str
     names: tuple[str, ...]
-    packed: Literal["no", "slowest", "fastest"] = "no"
-    """Which index the expert is."""
+    shape: tuple[int, int]
+    """Of each of ours."""
+    fastest: bool = False
+    """The expert is the fastest index of columns; else it is the slowest of rows."""
+    turns: bool = False
+    """Rows of gate and up take turns."""
+
+    def pack(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        if self.turns:
+            parts = [part.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) for part in parts]
+        return (torch.stack(parts, dim=-1).flatten(1) if self.fastest else torch.cat(parts)).contiguous()
+
+    def unpack(self, value: torch.Tensor) -> list[torch.Tensor]:
+        count = len(self.names)
+        parts = value.unflatten(1, (-1, count)).unbind(2) if self.fastest else value.chunk(count)
+        if self.turns:
+            parts = tuple(part.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) for part in parts)
+        return [part.contiguous() for part in parts]
+
+    @property
+    def packed_shape(self) -> tuple[int, int]:
+        (rows, width), count = self.shape, len(self.names)
+        return (rows, width * count) if self.fastest else (rows * count, width)
 
 
-def peft_tensors(model: ModelConfig, moe: MoEConfig, lora: LoraConfig) -> Iterator[PeftTensor]:
+def peft_tensors(model: ModelConfig, moe: MoEConfig, lora: LoraConfig, names: Names) -> Iterator[PeftTensor]:
+    d, rank, query, value = model.d_model, lora.rank, model.num_heads, model.num_kv_heads
+    heads = {"q": query, "k": value, "v": value}
+    sizes = {name: (d, count * model.head_dim) for name, count in heads.items()}
+    sizes |= {"o": (query * model.head_dim, d)}
+    sizes |= {"up": (d, hidden_width(moe.activation, moe.d_ff)), "down": (moe.d_ff, d)}
     for layer in range(model.num_layers):
         theirs, ours = f"base_model.model.model.layers.{layer}.", f"weight/layers.{layer}."
         for name in "qkvo":
             if lora.has(name):
-                for half, other in (("a", "A"), ("b", "B")):
-                    key = f"{theirs}self_attn.{name}_proj.lora_{other}.weight"
-                    logical = f"{ours}attention.adapters.{ADAPTER}{name}.{half}.weight"
-                    yield PeftTensor(key=key, names=(logical,))
+                ours_qkvo = f"{ours}attention.adapters.{ADAPTER}{name}."
+                for half, shape in halves(*sizes[name], rank):
+                    key = f"{theirs}self_attn.{name}_proj.lora_{half.upper()}.weight"
+                    yield PeftTensor(key=key, names=(f"{ours_qkvo}{half}.weight",), shape=shape)
         if model.is_dense(layer) or not lora.has("experts"):
             continue
         for kind in lora.projections:
-            path = "experts." if kind == lora.projections[-1] else "experts.base_layer."
-            for half, other, packed in (("a", "A", "slowest"), ("b", "B", "fastest")):
-                names = tuple(f"{ours}moe.experts.{e}.{ADAPTER}{kind}_{half}" for e in range(moe.num_experts))
-                key = f"{theirs}mlp.{path}lora_{other}.weight"
-                yield PeftTensor(key=key, names=names, packed=packed)  # type: ignore[arg-type]
+            path = names.experts_module + ("" if kind == lora.projections[-1] else ".base_layer")
+            for half, shape in halves(*sizes[kind], rank):
+                experts = (f"{ours}moe.experts.{e}.{ADAPTER}{kind}_{half}" for e in range(moe.num_experts))
+                yield PeftTensor(
+                    key=f"{theirs}{path}.lora_{half.upper()}.weight",
+                    names=tuple(experts),
+                    shape=shape,
+                    fastest=half == "b",
+                    turns=(kind, half, names.experts) == ("up", "b", "interleaved"),
+                )
 
 
-def to_peft(model: ModelConfig, moe: MoEConfig, lora: LoraConfig, read: ReadWhole) -> dict[str, torch.Tensor]:
+def halves(d_in: int, d_out: int, rank: int) -> tuple[tuple[str, tuple[int, int]], ...]:
+    return ("a", (rank, d_in)), ("b", (d_out, rank))
+
+
+def to_peft(
+    model: ModelConfig, moe: MoEConfig, lora: LoraConfig, names: Names, read: ReadWhole
+) -> dict[str, torch.Tensor]:
     """Their tensors of ours; `read` gives a whole tensor by its name."""
-    found = {}
-    for tensor in peft_tensors(model, moe, lora):
-        parts = [read(name) for name in tensor.names]
-        if tensor.packed == "no":
-            found[tensor.key] = parts[0].contiguous()
-        elif tensor.packed == "slowest":
-            found[tensor.key] = torch.cat(parts).contiguous()
-        else:
-            found[tensor.key] = torch.stack(parts, dim=-1).flatten(1).contiguous()
-    return found
+    tensors = peft_tensors(model, moe, lora, names)
+    return {tensor.key: tensor.pack([read(name) for name in tensor.names]) for tensor in tensors}
 
 
 def from_peft(
-    model: ModelConfig, moe: MoEConfig, lora: LoraConfig, tensors: Mapping[str, torch.Tensor], where: str
+    model: ModelConfig,
+    moe: MoEConfig,
+    lora: LoraConfig,
+    names: Names,
+    tensors: Mapping[str, torch.Tensor],
+    where: str,
 ) -> dict[str, torch.Tensor]:
-    """Ours of theirs; CheckpointError where some are missing or left over."""
+    """Ours of theirs; CheckpointError where some are missing, left over or of another shape."""
     found: dict[str, torch.Tensor] = {}
     left = set(tensors)
-    for tensor in peft_tensors(model, moe, lora):
+    for tensor in peft_tensors(model, moe, lora, names):
         if tensor.key not in tensors:
             raise CheckpointError(f"{where} has no {tensor.key}; lora.targets and the adapter differ")
         left.discard(tensor.key)
-        value, count = tensors[tensor.key], len(tensor.names)
-        if tensor.packed == "slowest":
-            parts = list(value.unflatten(0, (count, -1)))
-        elif tensor.packed == "fastest":
-            parts = list(value.unflatten(1, (-1, count)).permute(2, 0, 1))
-        else:
-            parts = [value]
-        found |= {name: part.contiguous() for name, part in zip(tensor.names, parts, strict=True)}
+        value = tensors[tensor.key]
+        if tuple(value.shape) != tensor.packed_shape:
+            raise CheckpointError(
+                f"{where}: {tensor.key} has the shape {list(value.shape)}, which must be "
+                f"{list(tensor.packed_shape)} for this model and lora.rank = {lora.rank}"
+            )
+        found |= dict(zip(tensor.names, tensor.unpack(value), strict=True))
     if left:
         raise CheckpointError(f"{where} holds {sorted(left)[0]}, which lora.targets does not name")
-    for name, value in found.items():
-        rank = value.shape[0] if name.endswith(("_a", ".a.weight")) else value.shape[1]
-        if rank != lora.rank:
-            raise CheckpointError(f"{where}: {name} has rank {rank}, lora.rank is {lora.rank}")
     return found
 
 
-def adapter_config(model: ModelConfig, lora: LoraConfig, base: str) -> dict[str, Any]:
+def adapter_config(model: ModelConfig, lora: LoraConfig, names: Names, base: str) -> dict[str, Any]:
     """Their adapter_config.json."""
     experts = lora.has("experts") and model.num_expert_layers > 0
+    parameters = [f"{names.experts_module}.{PARAMETERS[kind]}" for kind in lora.projections]
     return {
         **PLAIN,
         "task_type": "CAUSAL_LM",
@@ -133,19 +166,14 @@ def adapter_config(model: ModelConfig, lora: LoraConfig, base: str) -> dict[str,
         "use_rslora": lora.rslora,
         "lora_dropout": 0.0,
         "target_modules": [f"{name}_proj" for name in "qkvo" if lora.has(name)],
-        "target_parameters": [PARAMETERS[kind] for kind in lora.projections] if experts else None,
+        "target_parameters": parameters if experts else None,
         "inference_mode": True,
     }
 
 
-def names_problem(names: Names, lora: LoraConfig) -> str:
-    """Why experts of a family have no place in PEFT's files; empty: they have one."""
-    if lora.has("experts") and names.experts != "each":
-        return "experts of this family lie otherwise than in PEFT's files; leave them out of lora.targets"
-    return ""
-
-
-def read_adapter(path: Path, model: ModelConfig, moe: MoEConfig, lora: LoraConfig) -> dict[str, torch.Tensor]:
+def read_adapter(
+    path: Path, model: ModelConfig, moe: MoEConfig, lora: LoraConfig, names: Names = EACH
+) -> dict[str, torch.Tensor]:
     """Ours, of a folder; CheckpointError where it is not whole or needs what we do not have."""
     try:
         told = json.loads((path / CONFIG).read_bytes())
@@ -170,4 +198,4 @@ def read_adapter(path: Path, model: ModelConfig, moe: MoEConfig, lora: LoraConfi
         raise CheckpointError(
             f"{path}/{CONFIG} says use_rslora = {told.get('use_rslora')!r}; set lora.rslora to it"
         )
-    return from_peft(model, moe, lora, tensors, f"{path}/{WEIGHTS}")
+    return from_peft(model, moe, lora, names, tensors, f"{path}/{WEIGHTS}")

@@ -27,7 +27,7 @@ from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.hf.foreign_experts import activation_of, is_experts, own_form, parameter_names
-from moeclipse.hf.implementation import NAME
+from moeclipse.hf.implementation import NAME, SHARED_ADAPTERS
 from moeclipse.hf.private_torch import implementation_of
 from moeclipse.moe.autocast import is_on, off, rows_for
 from moeclipse.moe.calls import Calls
@@ -65,6 +65,8 @@ def share_experts(
         problems.append(
             'the model must use our experts: moeclipse.hf.register(), then experts_implementation="moeclipse"'
         )
+    if any("experts" in name and "lora_A" in name for name, _ in model.named_modules()):
+        problems.append(SHARED_ADAPTERS)
     if problems:
         raise ConfigError(problems)
     if mesh.num_ranks > 1:

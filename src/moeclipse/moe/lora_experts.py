@@ -5,21 +5,26 @@
 The three calls of `moe/experts`, with two more weights for each projection that has an adapter; all products
 are grouped. Weights that want no gradient (the base, usually) cost none. Adapters travel with their experts:
 to shadows, replicas and other ranks. Where kernels take the rows, `moe/fused` computes the same in them.
+
+Where experts are sharded over tp, B_up is cut as W_up and A_down as W_down; A_up and B_down are whole on
+every tp rank, and each has a share of their gradients (`train/buckets` sums them).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from moeclipse.moe.experts import Experts, ExpertsPending, ExpertsSaved, spread
+from moeclipse.moe.shards import ExpertPlace
 from moeclipse.ops import expert_passes
 from moeclipse.ops.activation import activate_backward, activated
 from moeclipse.ops.grouped_gemm import grouped_mm, grouped_mm_dgrad, grouped_mm_wgrad
 from moeclipse.ops.random import fill_normal, key_of
+from moeclipse.tensor.cut import cut_of, mark
 
 OPERANDS = dict(
     zip(("lora_up_a", "lora_up_b", "lora_down_a", "lora_down_b"), expert_passes.ADAPTERS, strict=True)
@@ -85,10 +90,19 @@ class LoraExperts(Experts):
             self.register_parameter(name, parameter)
         (_, hidden, d_model), (_, _, d_ff) = self.up.shape, self.down.shape
         shapes = ((rank, d_model), (hidden, rank), (rank, d_ff), (d_model, rank))
+        up, down = self.cuts
+        self.adapter_cuts = {
+            "lora_up_b": replace(up, shape=(up.shape[0], rank)),
+            "lora_down_a": replace(down, shape=(rank, down.shape[1])),
+        }
         self.adapters = tuple(name for name in OPERANDS if name.split("_")[1] in set(projections))
         for name, shape in zip(OPERANDS, shapes, strict=True):
             if name in self.adapters:
-                self.register_parameter(name, nn.Parameter(self.init.empty(len(self.ids), *shape)))
+                parameter = nn.Parameter(self.init.empty(len(self.ids), *shape))
+                self.register_parameter(name, parameter)
+                cut = self.adapter_cuts.get(name)
+                if cut is not None and cut.local_shape != cut.shape:
+                    mark(parameter, cut)
         self.reset_adapters()
 
     @torch.no_grad()
@@ -100,7 +114,8 @@ class LoraExperts(Experts):
                     place.zero_()
                 else:
                     key = key_of(self.init.seed, self.init.layer, "expert", expert, name)
-                    fill_normal(place, key, self.init.std)
+                    cut = self.adapter_cuts.get(name)
+                    (fill_normal if cut is None else cut.fill)(place, key, self.init.std)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -114,6 +129,12 @@ class LoraExperts(Experts):
     @property
     def names(self) -> tuple[str, ...]:
         return (*super().names, *(OPERANDS[name] for name in self.adapters))
+
+    @property
+    def places(self) -> dict[str, ExpertPlace]:
+        found = super().places
+        cuts = {name: cut_of(parameter) for name, parameter in self.named_parameters()}
+        return {name: replace(place, cut=cuts[name]) for name, place in found.items()}
 
     def _inner(
         self, projection: str, rows: torch.Tensor, weights: dict[str, torch.Tensor], counts: Sequence[int]

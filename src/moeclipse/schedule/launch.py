@@ -101,6 +101,7 @@ SAME: dict[str, tuple[bool, bool, bool]] = {
     "dense_grads": (False, False, False),
     "experts": (True, False, False),
     "replicas": (False, True, True),
+    "expert_grads": (False, True, False),
     "tensor": (True, True, False),
     "data": (False, False, True),
     "cut_grads": (False, False, True),

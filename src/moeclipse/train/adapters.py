@@ -18,8 +18,8 @@ from safetensors.torch import save
 
 from moeclipse.core.errors import CheckpointError
 from moeclipse.hf.folder import Shapes
-from moeclipse.hf.names import Names
-from moeclipse.hf.peft import CONFIG, WEIGHTS, adapter_config, names_problem, read_adapter, to_peft
+from moeclipse.hf.names import EACH, Names
+from moeclipse.hf.peft import CONFIG, WEIGHTS, adapter_config, read_adapter, to_peft
 from moeclipse.hf.read import read_config
 from moeclipse.model.lora_config import ADAPTER, LoraConfig, is_adapter
 from moeclipse.ops.precision import wide_of
@@ -45,9 +45,7 @@ class Adapted:
         if not config.lora.rank:
             return base
         given = config.lora.adapter
-        if given and names is not None and (problem := names_problem(names, config.lora)):
-            raise CheckpointError(f"lora.adapter ({given}): {problem}")
-        model = (config.model, config.moe, config.lora)
+        model = (config.model, config.moe, config.lora, names or EACH)
         return cls(base, read_adapter(Path(given), *model) if given else {})
 
     def __contains__(self, name: str) -> bool:
@@ -113,15 +111,13 @@ def save_adapter(checkpoint: Checkpoint, out: Path) -> int:
             "--model.from-hf and --lora.rank"
         )
     read = read_config(told["config"], str(checkpoint.path))
-    if problem := names_problem(read.family.names, lora):
-        raise CheckpointError(f"checkpoint {checkpoint.path}, a {read.family.title}: {problem}")
-    shapes = Shapes.of(read.values)
+    shapes, names = Shapes.of(read.values), read.family.names
 
     def whole(name: str) -> torch.Tensor:
         return checkpoint.read(name).view(checkpoint.shape(name))
 
-    tensors = to_peft(shapes.model, shapes.moe, lora, whole)
-    config = adapter_config(shapes.model, lora, str(told["config"].get("_name_or_path", "")))
+    tensors = to_peft(shapes.model, shapes.moe, lora, names, whole)
+    config = adapter_config(shapes.model, lora, names, str(told["config"].get("_name_or_path", "")))
     staged = StagedFolder(out, f"adapter of {checkpoint.path.absolute()}")
     staged.add_bytes(CONFIG, json.dumps(config, indent=2).encode() + b"\n")
     staged.add_bytes(WEIGHTS, save(tensors, {"format": "pt"}))

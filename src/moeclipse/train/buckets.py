@@ -7,7 +7,8 @@ reduction is one collective and an update is one pass over a shard. The kinds:
     same      likewise, where all tp ranks computed the same gradient: that of tp_index 0 counts
     cut       parts of tensors that are cut over tp; shared by the ranks with the same tp_index
     experts   shared by the ranks that hold copies; shards are whole experts, and the rank that owns one is
-              the expert's primary: its optimizer state lives there and nowhere else
+              the expert's primary: its optimizer state lives there and nowhere else. What is whole on every
+              tp rank though experts are sharded (adapters have such parts) is shared by all of these, too
 
 So every element of every logical tensor lies in exactly one rank's shard. Parameters that want no gradient
 are in buckets of their own, which are saved, read and sent out like others and never reduced.
@@ -382,6 +383,7 @@ def expert_content(
     prefix = f"{name}." if name else ""
     ids = layer.experts.ids
     cut = cut_of(parameter)
+    group = mesh.expert_grads() if layer.sharded and cut is None else mesh.replicas
     return Content(
         name=f"{prefix}experts.{key}",
         parameters=[parameter],
@@ -390,8 +392,8 @@ def expert_content(
             for slot, expert in enumerate(ids)
             for entry in entries_of(f"{prefix}experts.{expert}.{key}", shape, slot * size, cut)
         ],
-        bounds=[bound * size for bound in primary_bounds(len(ids), mesh.dp, layer.layer)],
-        group=mesh.replicas,
+        bounds=[bound * size for bound in primary_bounds(len(ids), group.size, layer.layer)],
+        group=group,
         decay=True,
         lr_factor=lr_factor,
         block=block,

@@ -197,10 +197,12 @@ def lora_problems(config: TrainConfig) -> Iterator[str]:
         )
     if model.memory:
         yield f"lora.rank ({lora.rank}) cannot go with model.memory ({model.memory}); set one of them to 0"
-    if lora.has("experts") and config.parallel.tp > 1 and config.moe.expert_tp == "sharded":
+    sharded = config.parallel.tp > 1 and config.moe.expert_tp == "sharded"
+    if lora.has("experts") and sharded and config.placement.in_use and not config.placement.at_ease:
         yield (
-            f"lora.rank ({lora.rank}) with experts among lora.targets needs moe.expert_tp = 'folded', not "
-            "'sharded': a part of an expert has no adapter of its own"
+            f"placement.planner ({config.placement.planner!r}), placement.slots and slots_per_rank cannot go "
+            "with lora.rank and moe.expert_tp = 'sharded': parts of an adapter are whole on every tp rank "
+            "and would move apart; choose 'auto', or moe.expert_tp = 'folded'"
         )
 
 
@@ -337,7 +339,7 @@ LAYOUT_KEYS = (
 )
 RULES: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], Iterator[str]]], ...] = (
     ((*LAYER_KEYS, *STAGE_KEYS[1:], "parallel.tp"), expert_problems),
-    (("lora.rank", "lora.targets", "model.memory", "parallel.tp", "moe.expert_tp"), lora_problems),
+    (("lora.rank", "lora.targets", "model.memory", *LAYOUT_KEYS[2:]), lora_problems),
     (("init.upcycle", "run.init_from", *STAGE_KEYS[1:]), upcycle_problems),
     (
         (

@@ -24,7 +24,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.model.memory import memories
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.dynamic_gates import BORN_LATER
-from moeclipse.moe.given import expert_group
+from moeclipse.moe.given import expert_group, is_sharded
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.standalone import moe_layers
 from moeclipse.ops.random import key_of
@@ -82,6 +82,8 @@ class Learner:
         how: dict[str, Any] = {"sequence_parallel": sequence, "async_all_reduce": wanted}
         tp = TensorParallel.of(mesh, peer=parallel.peer, **how)
         assert mesh.hosts is not None  # all ranks ask together, also those whose layers need not know
+        if config.lora.has("experts") and is_sharded(mesh, config.moe):
+            mesh.expert_grads()  # likewise
         layout = None
         if config.pipeline.runs_program(mesh.pp, mesh.num_ranks):
             layout = lay_out(config.pipeline, config.model.num_layers, mesh.pp, config.optim.accumulate)

@@ -159,4 +159,6 @@ def ledger_of(verified: Verified, mesh: Mesh) -> Ledger:
     groups["line"] = mesh.line
     if mesh.pp > 1 and verified.program.pipeline().step.tied:  # type: ignore[union-attr]
         groups["ends"] = mesh.ends()
+    if "expert_grads" in mesh.partitions:
+        groups["expert_grads"] = mesh.expert_grads()
     return Ledger(verified.program, mesh.pp_index, groups)
