@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from moeclipse.ops import nf4
-from moeclipse.ops.nf4 import BLOCK, GROUP, Nf4, Pieces, dynamic_map, midpoints, quantise, table
+from moeclipse.ops.nf4 import (
+    BLOCK,
+    GROUP,
+    Nf4,
+    Pieces,
+    dynamic_map,
+    midpoints,
+    quantise,
+    quantise_factors,
+    table,
+)
 
 CPU = torch.device("cpu")
 
@@ -26,6 +36,13 @@ def ties() -> torch.Tensor:
     beside = [torch.nextafter(middle, torch.tensor(towards)) for towards in (2.0, -2.0)]
     ends = torch.tensor([1.0, -1.0, 0.0, -0.0])
     return torch.cat([ends, middle, *beside, table(CPU)[:-1]]).view(1, 64)
+
+
+def near_ties(largest: float, count: int) -> torch.Tensor:
+    """A block: its largest number, and some a few units of their last place beside ties."""
+    middle = (midpoints(table(CPU)) * largest).view(torch.int32)
+    beside = (middle + torch.arange(-2, 3, dtype=torch.int32)[:, None]).view(torch.float32)
+    return torch.cat([torch.tensor([largest]), beside.flatten()])[:count]
 
 
 # codes, factors, scales, offset, and the digest of what is decoded, as bitsandbytes 0.50.2 makes them.
@@ -65,6 +82,15 @@ RECORDED = {
         1.0,
         "207b9b2be73f4737",
     ),
+    "times 1 / largest in a whole block, divided in a short one": (
+        torch.cat([near_ties(1.1, 64), near_ties(0.37, 62)]).view(1, -1),
+        "f1234567789abcde1234567789abcde0133456789abcde0123456899bbdee012f1234567789abcde1234567789abcde0"
+        "123456789abcdf012345689abcdef0",
+        "ff00",
+        0.36500000953674316,
+        0.7350000143051147,
+        "21bfef2cb93425ea",
+    ),
     "zeros": (torch.zeros(2, 64), "77" * 64, "0000", 0.0, 0.0, "076a27c79e5ace2a"),
 }
 
@@ -100,6 +126,14 @@ def test_recorded_bytes_of_several_groups_of_factors() -> None:
     }
     assert digest(frozen.decode()) == "99cb80d68787e09c"
     assert digest(dynamic_map(CPU)) == "e732639a65f497b4"
+
+
+def test_recorded_bytes_of_factors_between_places() -> None:
+    """By one rounding, and by another place of 2^16, some of these would be others: 7f, c0, d4."""
+    some = torch.tensor([1 << 23, 0, 1074704, 3434036, 1 << 18]) / (1 << 23)
+    factors, scales, offset = quantise_factors(torch.cat([some, -some]))
+    assert as_bytes(factors).hex() == "ff83c1d5a600833e2a58"
+    assert (scales.tolist(), offset.tolist()) == ([1.0], [0.0])
 
 
 def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -205,6 +239,14 @@ def test_what_cannot_be_quantised_is_refused() -> None:
             quantise(values)
     with pytest.raises(ValueError, match=r"3 entries of \[3, 2, 16\] are not whole blocks"):
         quantise(torch.ones(3, 2, 16))
+
+
+def test_rows_may_begin_anywhere() -> None:
+    values = torch.randn(90, 15)
+    frozen = quantise(values)
+    for first in range(88):
+        rows = slice(first, first + 3)
+        assert torch.equal(frozen.decode(rows=rows), frozen.decode()[rows])
 
 
 def test_bytes_kept() -> None:
