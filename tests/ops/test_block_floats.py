@@ -88,3 +88,15 @@ def test_what_does_not_fit_together_is_refused() -> None:
             Fp8Blocks.of(codes, wrong)
     with pytest.raises(ValueError, match="are not e4m3"):
         Fp8Blocks.of(codes.float(), torch.ones(2, 2))
+
+
+def test_experts_share_memory_and_kernels_leave_out_what_they_cannot_write() -> None:
+    mx = Mxfp4.of(torch.randint(0, 256, (3, 4, 2, 16), dtype=torch.uint8), torch.full((3, 4, 2), 120).byte())
+    fp8 = Fp8Blocks.of(torch.randn(3, 4, 24).to(torch.float8_e4m3fn), torch.rand(3, 1, 1))
+    for frozen in (mx, fp8):
+        part = frozen.experts(1, 3)
+        assert torch.equal(part.decode(), frozen.decode()[1:3])
+        for name, kept in part.tensors.items():
+            assert kept.data_ptr() == frozen.tensors[name][1].data_ptr()
+        assert not frozen.launch(torch.empty(frozen.shape, dtype=torch.float64), 0)
+    assert not fp8.launch(torch.empty(fp8.shape, dtype=torch.bfloat16), 0), "24 is not a multiple of 16"
