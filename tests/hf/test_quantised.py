@@ -19,7 +19,8 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.core.errors import CheckpointError
 from moeclipse.hf.folder import HfFolder
-from moeclipse.hf.quantised import Packed, expand_mxfp4, packed_tensors
+from moeclipse.hf.quantised import Packed, packed_tensors
+from moeclipse.ops.block_floats import expand_mxfp4
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.hugging_face import load_folder

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from math import prod
 
 import torch
 from experts_in_interpreter import all_experts
@@ -21,6 +22,7 @@ from moeclipse.ops import (
     activation,
     adam,
     bias,
+    block_floats,
     combine,
     cross_entropy,
     digest,
@@ -28,8 +30,10 @@ from moeclipse.ops import (
     gate,
     gate_losses,
     low_bits,
+    nf4,
     norm,
     pick,
+    quantised,
     rotary,
     rounding,
     sum_parts,
@@ -277,6 +281,41 @@ def check_digest() -> None:
             print(f"digest {dtype} {rows.shape}\t{int(not got.equal(digest.digest_rows_reference(rows)))}")
 
 
+def check_decode(name: str, frozen: quantised.Quantised, rows: slice = slice(None)) -> None:
+    first, stop, _ = rows.indices(frozen.shape[-2])
+    shape = (*frozen.shape[:-2], stop - first, frozen.shape[-1])
+    for dtype, bits in ((torch.float32, torch.int32), (torch.float16, torch.int16)):
+        got, expected = (torch.full(shape, 7, dtype=dtype) for _ in range(2))
+        assert frozen.launch(got, first)
+        frozen.decode_reference(expected, first)
+        numbers = [some.view(bits)[~expected.isnan()] for some in (got, expected)]
+        same = torch.equal(*numbers) and torch.equal(got.isnan(), expected.isnan())
+        print(f"quantised {name} {list(frozen.shape)} {rows} {dtype}\t{int(not same)}", flush=True)
+
+
+def all_quantised() -> None:
+    some = slice(3, 7)
+    for shape, entries in (((2, 64), None), ((3, 8, 64), None), ((2, 9, 640), None), ((3, 8, 192), 6)):
+        spread = torch.logspace(-3, 2, shape[-2])[:, None]
+        frozen = nf4.quantise((torch.randn(shape) * spread).bfloat16(), entries)
+        for rows in (slice(None), some) if shape[-2] > 7 else (slice(None),):
+            check_decode("nf4", frozen, rows)
+    check_decode("nf4", nf4.quantise(torch.randn(300, 64)), slice(250, 299))
+    check_decode("nf4 of experts", nf4.quantise(torch.randn(4, 6, 64)).experts(1, 3), slice(1, 4))
+    scales = torch.arange(256, dtype=torch.uint8).view(4, 8, 8)
+    mx = block_floats.Mxfp4.of(torch.randint(0, 256, (4, 8, 8, 16), dtype=torch.uint8), scales)
+    check_decode("mxfp4", mx)
+    check_decode("mxfp4 of experts", mx.experts(1, 3), some)
+    wide = torch.randint(0, 256, (1, 90, 16), dtype=torch.uint8), torch.full((1, 90), 120, dtype=torch.uint8)
+    check_decode("mxfp4", block_floats.Mxfp4.of(*wide))
+    for shape in ((2, 130, 144), (256, 16)):
+        blocks = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
+        codes = torch.arange(prod(shape)).to(torch.uint8).view(torch.float8_e4m3fn).view(shape)
+        frozen = block_floats.Fp8Blocks.of(codes, torch.rand(blocks) + 0.3)
+        check_decode("fp8", frozen)
+        check_decode("fp8", frozen, slice(5, 129))
+
+
 def check_pick() -> None:
     for shape in ((1,), (1030,), (13, 4)):
         values, index = torch.randn(50, 2)[:, 1], torch.randint(-1, 50, shape, dtype=torch.int32)
@@ -411,6 +450,7 @@ GROUPS = {
     "norm": all_norms,
     "parts": check_sum_parts,
     "digest": check_digest,
+    "quantised": all_quantised,
     "pick": check_pick,
     "losses": check_gate_losses,
     "turn": all_turns,

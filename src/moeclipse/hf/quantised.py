@@ -21,14 +21,12 @@ from typing import Any, Literal
 import torch
 
 from moeclipse.core.errors import CheckpointError
+from moeclipse.ops.block_floats import MX_BLOCK as GROUP
+from moeclipse.ops.block_floats import SIDES, expand_fp8, expand_mxfp4
 
 FP8, BYTES, EXPANDED = "F8_E4M3", "U8", "BF16"
 SCALE_INV, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
 METHODS = ("fp8", "mxfp4")
-GROUP = 32
-"""Numbers of mxfp4 that share a power of two."""
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the three low bits of a number of four stand for; the highest is its sign."""
 
 Slice = Callable[[str, tuple[Any, ...]], torch.Tensor]
 """(key in the files, index) -> what is stored there."""
@@ -43,7 +41,7 @@ class Packed:
     key: str
     kind: Literal["fp8", "mxfp4"]
     shape: tuple[int, ...]
-    block: tuple[int, int] = (128, 128)
+    block: tuple[int, int] = SIDES
 
     @property
     def parts(self) -> tuple[str, str]:
@@ -64,12 +62,11 @@ class Packed:
         return self._mxfp4(entry, down, across, read)
 
     def _fp8(self, rows: tuple[int, int], columns: tuple[int, int], read: Slice) -> torch.Tensor:
-        values = read(self.parts[0], tuple(slice(*bound) for bound in (rows, columns))).to(torch.float32)
-        pairs = list(zip((rows, columns), self.block, strict=True))
+        bounds = (rows, columns)
+        values = read(self.parts[0], tuple(slice(*bound) for bound in bounds))
+        pairs = zip(bounds, self.block, strict=True)
         under = tuple(slice(first // size, -(-stop // size)) for (first, stop), size in pairs)
-        factors = read(self.parts[1], under).to(torch.float32)
-        down, across = (torch.arange(first, stop) // size - first // size for (first, stop), size in pairs)
-        return values * factors[down][:, across]
+        return expand_fp8(values, read(self.parts[1], under), self.block, (rows[0], columns[0]))
 
     def _mxfp4(
         self, entry: int, rows: tuple[int, int], columns: tuple[int, int], read: Slice
@@ -78,14 +75,6 @@ class Packed:
         under = (entry, slice(*columns), slice(first, stop))
         numbers = expand_mxfp4(read(self.parts[0], under), read(self.parts[1], under))
         return numbers[:, rows[0] - first * GROUP : rows[1] - first * GROUP].t()
-
-
-def expand_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """[..., G, 16] bytes and [..., G] exponents -> [..., 32 G] in float32."""
-    halves = torch.stack([blocks & 0xF, blocks >> 4], dim=-1).flatten(-2).long()
-    table = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.float32)
-    powers = torch.ldexp(torch.ones(scales.shape), scales.to(torch.int32) - 127)
-    return (table[halves] * powers[..., None]).flatten(-2)
 
 
 def packed_tensors(shapes: Shapes, theirs: Mapping[str, Any], where: str) -> dict[str, Packed]:
@@ -97,7 +86,7 @@ def packed_tensors(shapes: Shapes, theirs: Mapping[str, Any], where: str) -> dic
             f"{where}: weights are quantised by {method!r}, and only {' and '.join(METHODS)} are read; "
             "convert them to bfloat16 with transformers first"
         )
-    block = tuple(told.get("weight_block_size") or (128, 128))
+    block = tuple(told.get("weight_block_size") or SIDES)
     found: dict[str, Packed] = {}
     for key, (shape, kind) in shapes.items():
         if kind == FP8:

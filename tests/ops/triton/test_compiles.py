@@ -1,4 +1,4 @@
-"""Kernels become machine code on machines without a GPU, too: the optimizer's, and experts with adapters.
+"""Kernels become machine code on machines without a GPU, too: the optimizer, adapters, frozen matrices.
 
 Triton's interpreter runs a kernel as Python: what the compiler would refuse, it lets pass.
 """
@@ -34,3 +34,10 @@ def test_products_with_adapters_of_every_rank_fit_into_shared_memory() -> None:
     found = {(kernel, rank): int(shared) for kernel, rank, shared, _ in lines("compiled_experts.py")}
     assert len(found) == 6 * 4
     assert not {which: shared for which, shared in found.items() if shared > SHARED_MEMORY}
+
+
+@pytest.mark.full
+def test_what_decodes_frozen_matrices_writes_16_bytes_and_rounds_as_the_references() -> None:
+    found = {kernel: tuple(map(int, counts)) for kernel, *counts in lines("compiled_quantised.py")}
+    assert set(found) == {"nf4", "mxfp4", "fp8"}
+    assert all(wide and not (narrow or inexact) for wide, narrow, inexact in found.values()), found
