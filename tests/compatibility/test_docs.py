@@ -105,6 +105,7 @@ RUN: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/data.md#0": a_corpus,
     "docs/gates.md#0": lambda folder: {"nn": nn},
     "docs/kernels.md#0": lambda folder: {},
+    "docs/kernels.md#1": lambda folder: {"torch": torch, "down_EDF": torch.randn(4, 32, 64)},
     "docs/layer.md#0": lambda folder: {},
     "docs/layer.md#2": own_experts,
     "docs/own-loop.md#1": a_scaled_loss,
