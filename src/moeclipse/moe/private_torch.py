@@ -7,8 +7,8 @@ torch._C._current_graph_task_id
                     which backward runs, -1 for none: a forward inside one is a forward that runs again
 torch._C._autograd._get_current_graph_task_keep_graph
                     whether the backward that runs was asked to keep its graph (`retain_graph`)
-torch.nn.utils.clip_grad._get_total_norm
-                    what `clip_grad_norm_` calls first, whoever imported it from where
+torch.nn.utils.clip_grad._clip_grads_with_norm_
+                    what `clip_grad_norm_` calls to scale gradients, whoever imported it from where
 FlatParameter._is_flat_param, Tensor._base, "_fsdp_wrapped_module"
                     whether a tensor is a part of what FSDP, version 1, made of many
 sys._getframe, Accelerator._save_model_state_pre_hook
@@ -27,6 +27,7 @@ FSDPParam._module_info
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
@@ -117,13 +118,17 @@ def in_flat_parameter(module: nn.Module) -> bool:
 
 
 def guard_clipping(check: Callable[[list[torch.Tensor]], None]) -> None:
-    """Let `check` see all gradients that `torch.nn.utils.clip_grad_norm_` is about to measure."""
-    measure: Callable[..., torch.Tensor] = clip_grad._get_total_norm
+    """Let `check` see all gradients that `torch.nn.utils.clip_grad_norm_` is about to scale.
 
-    @wraps(measure)
-    def checked(tensors: Any, *args: Any, **options: Any) -> torch.Tensor:
-        grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        check(grads)
-        return measure(grads, *args, **options)
+    With an infinite norm nothing is scaled: who only measures (transformers' Trainer, for its log) may.
+    """
+    scale: Callable[..., None] = clip_grad._clip_grads_with_norm_
 
-    clip_grad._get_total_norm = checked
+    @wraps(scale)
+    def checked(parameters: Any, max_norm: float, *args: Any, **options: Any) -> None:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if max_norm != math.inf:
+            check([parameter.grad for parameter in given if parameter.grad is not None])
+        scale(given, max_norm, *args, **options)
+
+    clip_grad._clip_grads_with_norm_ = checked
