@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from _qwen3 import qwen3_config
-from _smoke import BenchParser, begin_peak, device, left_without_gpu, machine, synchronize, write
-from whole_step import GIB, our_step, profiled, summed
+from _smoke import BenchParser, device, left_without_gpu, machine, write
+from whole_step import our_step, summed, timed
 
 from moeclipse.core.config import with_values
 from moeclipse.train.config import TrainConfig
@@ -104,22 +104,7 @@ def one(way: str, given: argparse.Namespace) -> dict[str, Any]:
     )
     begun = time.monotonic()
     step = our_step(config) if way.startswith("ours") else peft_step(config)
-    losses = [step() for _ in range(1 if given.smoke else 4)]
-    start_s = time.monotonic() - begun
-    if torch.cuda.device_count():
-        torch.cuda.empty_cache()
-    begin_peak()
-    times = []
-    for _ in range(given.steps):
-        synchronize()
-        before = time.perf_counter()
-        losses.append(step())
-        synchronize()
-        times.append(1e3 * (time.perf_counter() - before))
-    # Not what is allocated: memory of a replayed graph counts as free.
-    peak = torch.cuda.max_memory_reserved() / GIB if torch.cuda.device_count() else 0.0
-    rest = {"peak_gib": peak, "start_s": start_s, "tokens": given.batch * given.length, "losses": losses}
-    return {"times": times, **rest, **profiled(step, None)}
+    return timed(step, given, given.batch * given.length, begun)
 
 
 def peft_step(config: TrainConfig) -> Callable[[], float]:

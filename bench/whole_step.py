@@ -102,6 +102,14 @@ def one(way: str, given: argparse.Namespace) -> dict[str, Any]:
         step = our_step(with_values(config, values | (BF16_STATES if way == "ours bf16" else {})))
     else:
         step = their_step(config, compiled=way == "compiled")
+    file = given.trace / f"{way.replace(' ', '-')}-{microbatches}.json" if given.trace else None
+    return timed(step, given, config.data.batch_size * config.data.seq_len, begun, file)
+
+
+def timed(
+    step: Callable[[], float], given: argparse.Namespace, tokens: int, begun: float, file: Path | None = None
+) -> dict[str, Any]:
+    """Of steps that are warm; `begun`: when the first was prepared. One more is profiled, into `file`."""
     losses = [step() for _ in range(1 if given.smoke else 4)]
     start_s = time.monotonic() - begun
     if torch.cuda.device_count():
@@ -116,8 +124,6 @@ def one(way: str, given: argparse.Namespace) -> dict[str, Any]:
         times.append(1e3 * (time.perf_counter() - before))
     # Not what is allocated: memory of a replayed graph counts as free.
     peak = torch.cuda.max_memory_reserved() / GIB if torch.cuda.device_count() else 0.0
-    file = given.trace / f"{way.replace(' ', '-')}-{microbatches}.json" if given.trace else None
-    tokens = config.data.batch_size * config.data.seq_len
     rest = {"peak_gib": peak, "start_s": start_s, "tokens": tokens, "losses": losses}
     return {"times": times, **rest, **profiled(step, file)}
 

@@ -16,10 +16,10 @@ from moeclipse.moe import schedule
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.granularity import LEAST_CALLS
 from moeclipse.moe.layer import MoE
-from moeclipse.moe.probe import Probe
 from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
 from moeclipse.train.choices import FILE, Choices, trial_calls
 from moeclipse.train.config import TrainConfig
+from probed import PROBE
 
 PLANNED = {
     "placement.planner": "random",  # it moves experts whatever that was measured to cost
@@ -93,28 +93,12 @@ BRIEF = {"run.steps": 70, "checkpoint.every": 0, "placement.planner": "static", 
 BRIEF |= {"run.deterministic": False}
 
 
-KNOWN = Probe(
-    row_forward=3e-5,
-    row_backward=7e-5,
-    kernel=1e-5,
-    latency=2e-4,
-    bandwidth=1e8,
-    link=5e8,
-    shared_wire=False,
-    row_bytes=1024,
-    parameter_bytes=4e6,
-    gradient_bytes=8e6,
-    num_ranks=2,
-)
-"""Costs: a busy machine may not be able to tell its own, and then nothing is tried."""
-
-
 @pytest.mark.full
 def test_a_run_chooses_by_itself_and_another_repeats_it_to_the_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed before its first checkpoint, amid trials, and begun again: with the choices that it made."""
-    monkeypatch.setattr(schedule, "measured", lambda *_: KNOWN)
+    monkeypatch.setattr(schedule, "measured", lambda *_: PROBE)  # a busy machine may not be able to tell
     first = configure(tmp_path, **{**BRIEF, "run.name": "first"})
     assert first.moe.schedule == "auto"
     run_ranks(2, whole, first)
