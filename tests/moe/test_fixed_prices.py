@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from layer_parity import gradients, make
-from probed import lend
 
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
@@ -15,6 +14,7 @@ from moeclipse.moe.config import GateConfig
 from moeclipse.moe.fixed_prices import BOOKS, fixed_prices, rate
 from moeclipse.moe.probe import Probe
 from moeclipse.testing.run_ranks import run_ranks
+from probed import lend
 
 
 def priced(mesh: Mesh, hosts: list[int], slots: Any) -> dict[str, Any]:

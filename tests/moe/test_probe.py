@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from layer_parity import gradients, make
-from probed import PROBE
 
 from moeclipse.balance.objective import PlacementCosts
 from moeclipse.balance.placement import Placement
@@ -22,6 +21,7 @@ from moeclipse.moe.probe import BYTES, ROWS, Probe, measure
 from moeclipse.moe.stopwatch import MORE, REPEATS, Timing, timing_of
 from moeclipse.moe.structure import Structure
 from moeclipse.testing.run_ranks import run_ranks
+from probed import PROBE
 
 
 def test_a_link_is_priced_as_it_is_around_a_busy_expert() -> None:

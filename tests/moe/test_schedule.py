@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from layer_parity import gradients, make
-from probed import PROBE
 
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
@@ -20,6 +19,7 @@ from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.granularity import CALLS, LEAST_CALLS, TRIED, Granularity, Trials
 from moeclipse.moe.schedule import Decided, ExchangeSchedule
 from moeclipse.testing.run_ranks import run_ranks
+from probed import PROBE
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_parity import GATES, compare, gradients, make, parity
-from probed import SLOW_EXPERTS, lend
 
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.shadow import RankShadows, keep_shadowed
 from moeclipse.testing.run_ranks import run_alone, run_ranks
+from probed import SLOW_EXPERTS, lend
 
 
 @pytest.mark.parametrize("shadow", [(), (0,), (3, 4), tuple(range(8))], ids=["none", "one", "some", "all"])

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from layer_parity import gradients, make
-from probed import PROBE, SLOW_EXPERTS, lend
 
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.shadow_model import ShadowCosts
@@ -20,6 +19,7 @@ from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.probe import Probe
 from moeclipse.moe.shadow_choice import LONGEST_REST, LOOK, ShadowChoice, loads_of
 from moeclipse.testing.run_ranks import run_ranks
+from probed import PROBE, SLOW_EXPERTS, lend
 
 IDS = (torch.tensor([[0, 1, 2], [1, 0, 5], [1, -1, 4]]), torch.tensor([[4, 5, 3]]))
 """Choices of two ranks; experts 0, 1 and 2 live on the first, 3, 4 and 5 on the second."""

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from layer_parity import gradients, make
-from probed import lend
 
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
@@ -16,6 +15,7 @@ from moeclipse.moe.probe import Probe
 from moeclipse.moe.shadow_price import to_the_next
 from moeclipse.moe.stopwatch import Slope, Timing
 from moeclipse.testing.run_ranks import run_ranks
+from probed import lend
 
 
 @pytest.mark.parametrize(
