@@ -48,14 +48,14 @@ from moeclipse.balance.objective import EXCHANGES
 from moeclipse.balance.split import ReplicaTable, split_rows
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
-from moeclipse.moe.gates import count_experts
+from moeclipse.moe.gate.gates import count_experts
+from moeclipse.moe.gate.routing import Routing
 from moeclipse.moe.layer import MoE
-from moeclipse.moe.routing import Routing
 from moeclipse.moe.tokens import Tokens
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
 from moeclipse.train.placement.spare_slots import choose_slots, left_open
+from moeclipse.train.step.learner import Learner
 
 RANKS, EXPERTS, ZIPF, SLOTS = 4, 16, 1.2, 6
 RATE_MBIT = 120.0

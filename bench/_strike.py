@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from moeclipse.train import learner as learner_module
-from moeclipse.train.learner import Learner
-from moeclipse.train.trainer import Run
+from moeclipse.train.run.trainer import Run
+from moeclipse.train.step import learner as learner_module
+from moeclipse.train.step.learner import Learner
 
 
 def log(word: str, *more: object) -> None:

@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 from _smoke import BenchParser, machine, write
 
-from moeclipse.comm.flight.exchange import all_to_all
+from moeclipse.comm.async_ops.exchange import all_to_all
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce.all_reduce import PeerAllReduce
 from moeclipse.comm.reduce.table import (
@@ -55,7 +55,7 @@ from moeclipse.comm.reduce.table import (
     table_lines,
     write_algorithm,
 )
-from moeclipse.comm.wires.host_ring import PeerExchange
+from moeclipse.comm.transports.host_ring import PeerExchange
 from moeclipse.testing.run_ranks import run_ranks
 
 KIB = 1 << 10

@@ -23,12 +23,12 @@ from _smoke import BenchParser, machine, write
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.data_config import DataConfig
+from moeclipse.train.data.data_config import DataConfig
 from moeclipse.train.documents.cache import num_workers, tokens_of
 from moeclipse.train.documents.formats import kind_of
 from moeclipse.train.documents.recipe import recipe_of
-from moeclipse.train.learner import Learner
 from moeclipse.train.presets import load
+from moeclipse.train.step.learner import Learner
 
 WORDS = 4000
 

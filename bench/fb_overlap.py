@@ -52,8 +52,8 @@ from moeclipse.schedule.kinds import A2A, COMPUTE, Form
 from moeclipse.schedule.op import Op
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
-from moeclipse.train.step_times import transfers_of
+from moeclipse.train.observe.step_times import transfers_of
+from moeclipse.train.step.learner import Learner
 
 RATE_MBIT = 200.0
 MODES: dict[str, dict[str, Any]] = {

@@ -36,13 +36,13 @@ from shaped_network import shaped_network, why_not
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
-from moeclipse.moe.granularity import CALLS, TRIED
+from moeclipse.moe.tune.granularity import CALLS, TRIED
 from moeclipse.testing.run_ranks import run_ranks
-from moeclipse.train.choices import Choices, trial_calls
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
 from moeclipse.train.presets import load
-from moeclipse.train.settle import settle
+from moeclipse.train.run.choices import Choices, trial_calls
+from moeclipse.train.run.resolve_auto import settle
+from moeclipse.train.step.learner import Learner
 
 PRESETS = ("tiny", "deepseek-v3-tiny")
 """Those that two cores train."""

@@ -28,9 +28,9 @@ from moeclipse.hf.names import tensor_table
 from moeclipse.hf.read import read_config
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.hugging_face import load_folder
-from moeclipse.train.learner import Learner
 from moeclipse.train.ranks import PatientRanks
+from moeclipse.train.step.learner import Learner
+from moeclipse.train.weights.hugging_face import load_folder
 
 FILE_BYTES = 400 << 20
 LAYER = {

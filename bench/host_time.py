@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from _smoke import BenchParser, left_without_gpu, machine, write
 
-from moeclipse.comm.flight import lane, reading
+from moeclipse.comm.async_ops import lane, reading
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
+from moeclipse.train.step.learner import Learner
 
 SMALL: dict[str, Any] = {
     "model.d_model": 512,

@@ -15,8 +15,8 @@ import sys
 from _smoke import BenchParser, device, left_without_gpu, machine, write
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.train.learner import Learner
 from moeclipse.train.presets import load
+from moeclipse.train.step.learner import Learner
 
 
 def use_kernels(learner: Learner, kernels: bool) -> None:

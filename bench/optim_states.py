@@ -17,8 +17,8 @@ from _smoke import BenchParser, write
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
-from moeclipse.train.learner import Learner
 from moeclipse.train.presets import load
+from moeclipse.train.step.learner import Learner
 
 WAYS = {
     "fp32": {},

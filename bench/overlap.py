@@ -56,11 +56,11 @@ from shaped_network import is_plain, join_switch, shaped_network, switched_netwo
 from torch import nn
 
 from moeclipse import MoE, Routing, joint, routing_of
-from moeclipse.comm.flight.in_flight import InFlight, Ready
+from moeclipse.comm.async_ops.in_flight import InFlight, Ready
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.wires.transport import Transport
-from moeclipse.moe.dispatch_combine import Programs
-from moeclipse.moe.granularity import CALLS, TRIED
+from moeclipse.comm.transports.transport import Transport
+from moeclipse.moe.exchange.dispatch_combine import Programs
+from moeclipse.moe.tune.granularity import CALLS, TRIED
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.smart import smart
 from moeclipse.testing.run_ranks import run_ranks

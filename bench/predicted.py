@@ -20,7 +20,7 @@ from typing import Any
 
 from _smoke import BenchParser, machine, write
 
-from moeclipse.comm.flight.record import StepStamps, TransferStamps
+from moeclipse.comm.async_ops.record import StepStamps, TransferStamps
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.cost.model import Costs
@@ -32,8 +32,8 @@ from moeclipse.schedule.templates import replicate
 from moeclipse.sim.engine import simulate
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
-from moeclipse.train.step_times import transfers_of
+from moeclipse.train.observe.step_times import transfers_of
+from moeclipse.train.step.learner import Learner
 
 WARM = 4
 SOON = 1e-4

@@ -32,15 +32,15 @@ from _smoke import BenchParser, machine, write
 from browser import missing, opened, visit
 from made_runs import make_run, record_of, write_lines, write_loads
 
-from moeclipse.comm.flight.record import Recorder
+from moeclipse.comm.async_ops.record import Recorder
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.report.page import page_of, write_page
 from moeclipse.report.run import read_run
 from moeclipse.testing.run_ranks import run_ranks
-from moeclipse.train.learner import Learner
+from moeclipse.train.observe.step_trace import StepTrace
 from moeclipse.train.presets import load
-from moeclipse.train.step_trace import StepTrace
+from moeclipse.train.step.learner import Learner
 
 STEPS, LAYERS, EXPERTS, RANKS, TIMES = 10_000, 32, 64, 16, 5
 FIRST, MARKS = 3, 10_000

@@ -26,10 +26,10 @@ from _smoke import BenchParser, write
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
-from moeclipse.train.checkpoints.beside import BesideSave
+from moeclipse.train.checkpoints.async_save import BesideSave
 from moeclipse.train.checkpoints.disk import DISK
-from moeclipse.train.learner import Learner
 from moeclipse.train.presets import load
+from moeclipse.train.step.learner import Learner
 
 HOLE_BYTES = 1 << 20
 

@@ -37,7 +37,7 @@ from moeclipse.tensor.linear import ColumnParallelLinear
 from moeclipse.tensor.parallel import TensorParallel
 from moeclipse.tensor.weight_grad import attach, weight_grad
 from moeclipse.testing.run_ranks import run_ranks
-from moeclipse.train.step_times import gather_splits, mean_times, split_of
+from moeclipse.train.observe.step_times import gather_splits, mean_times, split_of
 
 RANKS, TOKENS, WIDTH = 2, 512, 512
 RATE_MBIT = 200.0

@@ -38,8 +38,8 @@ from _smoke import FEW_TOKENS, BenchParser, begin_peak, device, left_without_gpu
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
 from moeclipse.train.presets import load
+from moeclipse.train.step.learner import Learner
 
 WAYS = ("ours", "ours bf16", "eager", "compiled")
 BF16_STATES = {"optim.state": "bf16", "optim.master": "none", "optim.main_grad": "bf16", "optim.beta2": 0.95}

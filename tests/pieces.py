@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from moeclipse.train.learner import Learner
-from moeclipse.train.slabs import Slab
+from moeclipse.train.optim.column_shards import Slab
+from moeclipse.train.step.learner import Learner
 
 Pieces = list[tuple[str, int, list[int], torch.Tensor]]
 """(name, first element, shape of the whole, flat values) of each."""

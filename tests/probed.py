@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moeclipse.moe.probe import Probe
+from moeclipse.moe.tune.probe import Probe
 
 PROBE = Probe(
     row_forward=3e-5,

@@ -23,14 +23,14 @@ def late():
 from .sibling import name
 """
     found = imported(ast.parse(text))
-    assert {"moeclipse.core.toml", "moeclipse.moe.dispatch", "moeclipse.comm.mesh"} <= found
+    assert {"moeclipse.core.toml", "moeclipse.moe.exchange.dispatch", "moeclipse.comm.mesh"} <= found
     assert "moeclipse.comm" not in found
 
 
 def test_modules_and_their_tests() -> None:
-    assert file_for("comm/flight/record.py") == ROOT / "tests" / "comm" / "flight" / "test_record.py"
+    assert file_for("comm/async_ops/record.py") == ROOT / "tests" / "comm" / "flight" / "test_record.py"
     names = modules()
-    assert "comm/flight/record.py" in names
+    assert "comm/async_ops/record.py" in names
     assert not {name for name in names if name in EXEMPT or "__init__" in name}
 
 

@@ -29,16 +29,22 @@ if TYPE_CHECKING:
         ScheduleError,
     )
     from moeclipse.model.config import ModelConfig
-    from moeclipse.moe.adapters import joint
-    from moeclipse.moe.clip import agree_on_overflow, clip_grad_norm_
     from moeclipse.moe.config import ExchangeConfig, GateConfig, MoEConfig
-    from moeclipse.moe.full_state import full_state_dict
-    from moeclipse.moe.interleave import overlap
+    from moeclipse.moe.experts.module_experts import joint
+    from moeclipse.moe.gate.custom_gate import routing_of
+    from moeclipse.moe.gate.routing import Routing
     from moeclipse.moe.layer import MoE
-    from moeclipse.moe.own_gate import routing_of
-    from moeclipse.moe.parallelize import parallelize
-    from moeclipse.moe.routing import Routing
-    from moeclipse.moe.standalone import attach, aux_loss, exclude_experts, expert_parameters, sync_gradients
+    from moeclipse.moe.own_loop.clip import agree_on_overflow, clip_grad_norm_
+    from moeclipse.moe.own_loop.full_state import full_state_dict
+    from moeclipse.moe.own_loop.overlap import overlap
+    from moeclipse.moe.own_loop.parallelize import parallelize
+    from moeclipse.moe.own_loop.standalone import (
+        attach,
+        aux_loss,
+        exclude_experts,
+        expert_parameters,
+        sync_gradients,
+    )
     from moeclipse.pipeline.config import PipelineConfig
     from moeclipse.tensor.linear import ColumnParallelLinear, RowParallelLinear
     from moeclipse.tensor.parallel import TensorParallel
@@ -53,11 +59,11 @@ if TYPE_CHECKING:
         RunConfig,
         TrainConfig,
     )
-    from moeclipse.train.corpus import open_corpus
-    from moeclipse.train.data import Batches, Samples
-    from moeclipse.train.generate import GenerateConfig, LanguageModel, load_model
+    from moeclipse.train.data.corpus import open_corpus
+    from moeclipse.train.data.samples import Batches, Samples
+    from moeclipse.train.generate.text import GenerateConfig, LanguageModel, load_model
     from moeclipse.train.presets import load as load_config
-    from moeclipse.train.trainer import train as run_training
+    from moeclipse.train.run.trainer import train as run_training
 
 __version__ = "0.1.0"
 
@@ -66,19 +72,19 @@ _EXPORTS = {
     "MoE": "moeclipse.moe.layer",
     "Mesh": "moeclipse.comm.mesh",
     "Placement": "moeclipse.balance.placement",
-    "joint": "moeclipse.moe.adapters",
-    "Routing": "moeclipse.moe.routing",
-    "routing_of": "moeclipse.moe.own_gate",
-    "aux_loss": "moeclipse.moe.standalone",
-    "attach": "moeclipse.moe.standalone",
-    "parallelize": "moeclipse.moe.parallelize",
-    "overlap": "moeclipse.moe.interleave",
-    "clip_grad_norm_": "moeclipse.moe.clip",
-    "agree_on_overflow": "moeclipse.moe.clip",
-    "expert_parameters": "moeclipse.moe.standalone",
-    "exclude_experts": "moeclipse.moe.standalone",
-    "sync_gradients": "moeclipse.moe.standalone",
-    "full_state_dict": "moeclipse.moe.full_state",
+    "joint": "moeclipse.moe.experts.module_experts",
+    "Routing": "moeclipse.moe.gate.routing",
+    "routing_of": "moeclipse.moe.gate.custom_gate",
+    "aux_loss": "moeclipse.moe.own_loop.standalone",
+    "attach": "moeclipse.moe.own_loop.standalone",
+    "parallelize": "moeclipse.moe.own_loop.parallelize",
+    "overlap": "moeclipse.moe.own_loop.overlap",
+    "clip_grad_norm_": "moeclipse.moe.own_loop.clip",
+    "agree_on_overflow": "moeclipse.moe.own_loop.clip",
+    "expert_parameters": "moeclipse.moe.own_loop.standalone",
+    "exclude_experts": "moeclipse.moe.own_loop.standalone",
+    "sync_gradients": "moeclipse.moe.own_loop.standalone",
+    "full_state_dict": "moeclipse.moe.own_loop.full_state",
     "TensorParallel": "moeclipse.tensor.parallel",
     "ColumnParallelLinear": "moeclipse.tensor.linear",
     "RowParallelLinear": "moeclipse.tensor.linear",
@@ -102,17 +108,17 @@ _EXPORTS = {
     "with_values": "moeclipse.core.config",
     "validate": "moeclipse.core.config",
     # runs, their data and their checkpoints (`train` is the name of a room)
-    "run_training": "moeclipse.train.trainer:train",
-    "open_corpus": "moeclipse.train.corpus",
-    "Samples": "moeclipse.train.data",
-    "Batches": "moeclipse.train.data",
+    "run_training": "moeclipse.train.run.trainer:train",
+    "open_corpus": "moeclipse.train.data.corpus",
+    "Samples": "moeclipse.train.data.samples",
+    "Batches": "moeclipse.train.data.samples",
     "Checkpoint": "moeclipse.train.checkpoints.checkpoint",
     "OneRank": "moeclipse.train.checkpoints.checkpoint",
     "newest_checkpoint": "moeclipse.train.checkpoints.checkpoint:newest",
     # text from a model
-    "load_model": "moeclipse.train.generate",
-    "LanguageModel": "moeclipse.train.generate",
-    "GenerateConfig": "moeclipse.train.generate",
+    "load_model": "moeclipse.train.generate.text",
+    "LanguageModel": "moeclipse.train.generate.text",
+    "GenerateConfig": "moeclipse.train.generate.text",
     # errors
     "MoEclipseError": "moeclipse.core.errors",
     "ConfigError": "moeclipse.core.errors",

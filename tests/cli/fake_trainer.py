@@ -1,8 +1,8 @@
 """A trainer that trains nothing, for tests of what happens around training.
 
-`put_in(folder)` writes a `sitecustomize.py` that makes this file `moeclipse.train.trainer` in every Python
-that has the folder on its path, so real launchers start real ranks that cost no torch. FAKE_TRAINER says
-what happens at step 2 of the first attempt: `ok`, or `EVENT:RANK`.
+`put_in(folder)` writes a `sitecustomize.py` that makes this file `moeclipse.train.run.trainer` in every
+Python that has the folder on its path, so real launchers start real ranks that cost no torch. FAKE_TRAINER
+says what happens at step 2 of the first attempt: `ok`, or `EVENT:RANK`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import os, sys
 if "FAKE_TRAINER" in os.environ:
     sys.path.insert(0, {tests!r})
     import fake_trainer
-    sys.modules["moeclipse.train.trainer"] = fake_trainer
+    sys.modules["moeclipse.train.run.trainer"] = fake_trainer
 """
 
 

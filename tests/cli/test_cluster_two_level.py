@@ -38,7 +38,7 @@ import torch, torch.distributed as dist
 from layer_parity import run
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.start import RankPlace, start, stop
-from moeclipse.comm.wires.two_level import TwoLevelTransport, two_level
+from moeclipse.comm.transports.two_level import TwoLevelTransport, two_level
 from moeclipse.moe.config import GateConfig
 
 def rank_main(rank):

@@ -10,7 +10,7 @@ from made_run import make_run
 from moeclipse.cli import generate
 from moeclipse.cli.main import main
 from moeclipse.testing.run_ranks import run_alone
-from moeclipse.train.generate import TextPiece
+from moeclipse.train.generate.text import TextPiece
 
 
 @pytest.fixture(scope="module")

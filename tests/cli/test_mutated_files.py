@@ -26,10 +26,10 @@ from moeclipse.schedule.check import verify
 from moeclipse.schedule.torch_csv import format_csv, parse_csv
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank, Piece, save
 from moeclipse.train.config import DataConfig, TrainConfig
-from moeclipse.train.corpus import open_corpus
-from moeclipse.train.metrics import Metrics
+from moeclipse.train.data.corpus import open_corpus
 from moeclipse.train.presets import merge
-from moeclipse.train.run_lock import RunLock, RunningJob
+from moeclipse.train.run.metrics import Metrics
+from moeclipse.train.run.run_lock import RunLock, RunningJob
 
 SECONDS = 10
 GROWTH = 1 << 30

@@ -16,7 +16,7 @@ from moeclipse.core.program import program
 from moeclipse.report.figures import figures
 from moeclipse.report.measures import ABOUT
 from moeclipse.report.run import read_run
-from moeclipse.train.metrics import Metrics
+from moeclipse.train.run.metrics import Metrics
 
 
 def test_a_run_ends_with_advice_and_its_page(tmp_path: Path) -> None:

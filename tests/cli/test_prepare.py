@@ -14,8 +14,8 @@ from moeclipse.cli.prepare import TokenBar, prepare, prepare_all
 from moeclipse.core.config import with_values
 from moeclipse.core.errors import DataError
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.corpus import open_corpus
-from moeclipse.train.data_config import DataConfig
+from moeclipse.train.data.corpus import open_corpus
+from moeclipse.train.data.data_config import DataConfig
 from moeclipse.train.documents import cache, recipe
 
 

@@ -17,14 +17,15 @@ from plans import FREE
 
 from moeclipse.comm.group import number_hosts
 from moeclipse.comm.mesh import Mesh
-from moeclipse.moe import layer, shadow_choice
-from moeclipse.moe.probe import Probe
+from moeclipse.moe import layer
+from moeclipse.moe.tune import shadow_choice
+from moeclipse.moe.tune.probe import Probe
 from moeclipse.ops.sending import MOST_CHOICES
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
+from moeclipse.train.step.learner import Learner
 from pieces import Pieces, gradient_pieces, join
 
 STEPS, SAVED_AFTER = 3, 2

@@ -25,7 +25,7 @@ CANNOT = {
     "docs/all-reduce.md#1": "needs several ranks and a GPU; tests/gpu/test_peer_all_reduce.py shares",
     "docs/all-reduce.md#2": "needs several ranks and a GPU; tests/gpu/test_peer_all_reduce.py captures",
     "docs/checkpoints.md#0": "needs what a rank holds; tests/train/checkpoints/test_save.py saves",
-    "docs/generate.md#0": "needs a run with a checkpoint; tests/train/test_generate.py makes one",
+    "docs/generate.md#0": "needs a run with a checkpoint; tests/train/generate/test_text.py makes one",
     "docs/hf.md#0": "needs a folder of a model; tests/hf/test_implementation.py makes one",
     "docs/hf.md#1": SEVERAL_RANKS,
     "docs/layer.md#1": SEVERAL_RANKS,

@@ -24,9 +24,9 @@ from moeclipse.core.toml import parse_toml
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
 from moeclipse.train.presets import load
-from moeclipse.train.trainer import train
+from moeclipse.train.run.trainer import train
+from moeclipse.train.step.learner import Learner
 
 EXPECTED: dict[str, Any] = json.loads((FOLDER / "continued.json").read_text())
 BOUND = 1e-12

@@ -11,8 +11,8 @@ from moeclipse.model.decode import Decoder, writing
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.testing.compare import difference
-from moeclipse.train.decode_graph import DecodeGraph, obstacle
-from moeclipse.train.graphs import CudaCapture
+from moeclipse.train.generate.decode_graph import DecodeGraph, obstacle
+from moeclipse.train.step.graphs import CudaCapture
 
 pytestmark = [
     pytest.mark.gpu,

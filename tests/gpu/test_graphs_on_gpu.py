@@ -11,8 +11,8 @@ import torch
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.graphs import WARM_STEPS
-from moeclipse.train.learner import Learner
+from moeclipse.train.step.graphs import WARM_STEPS
+from moeclipse.train.step.learner import Learner
 
 HAS_GPU = torch.cuda.device_count() > 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")]

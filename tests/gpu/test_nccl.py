@@ -26,7 +26,7 @@ from moeclipse.pipeline.config import PAIRED
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
+from moeclipse.train.step.learner import Learner
 from pieces import Pieces, join, reduced
 
 # Counted through NVML: asking CUDA itself here would spoil forked ranks.

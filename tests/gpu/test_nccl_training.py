@@ -21,8 +21,8 @@ from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
 from moeclipse.train.ranks import PatientRanks
+from moeclipse.train.step.learner import Learner
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from moeclipse.comm.async_ops.lane import Lane
 from moeclipse.comm.failure import Watch
-from moeclipse.comm.flight.lane import Lane
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
@@ -23,7 +23,7 @@ from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.random import fill_normal, normal
 from moeclipse.testing.compare import difference
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
+from moeclipse.train.step.learner import Learner
 
 # Counted through NVML: asking CUDA itself here would spoil forked ranks.
 HAS_GPU = torch.cuda.device_count() > 0
@@ -127,7 +127,7 @@ import sys, torch
 sys.path.insert(0, sys.argv[2])
 from moeclipse.testing.run_ranks import run_ranks
 from test_on_one_gpu import small
-from moeclipse.train.learner import Learner
+from moeclipse.train.step.learner import Learner
 
 def curve(mesh):
     config = small(**{"model.dtype": "float64"})

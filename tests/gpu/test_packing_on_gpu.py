@@ -15,7 +15,7 @@ from moeclipse.core.config import with_values
 from moeclipse.ops.attention_blocks import document_blocks
 from moeclipse.testing.compare import difference
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
+from moeclipse.train.step.learner import Learner
 from pieces import join, reduced
 
 HAS_GPU = torch.cuda.device_count() > 0

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from moeclipse.comm.flight.in_flight import InFlight
+from moeclipse.comm.async_ops.in_flight import InFlight
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce.collectives import collectives
-from moeclipse.comm.wires.copy_engines import PinnedTransport, pinned
+from moeclipse.comm.transports.copy_engines import PinnedTransport, pinned
 from moeclipse.core.errors import CommError
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.layer import MoE

@@ -12,7 +12,7 @@ from moeclipse.core.config import with_values
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
+from moeclipse.train.step.learner import Learner
 
 # Counted through NVML: asking CUDA itself here would spoil forked ranks.
 HAS_GPU = torch.cuda.device_count() > 0

@@ -11,7 +11,7 @@ import torch
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.testing.compare import difference
-from moeclipse.train.learner import Learner
+from moeclipse.train.step.learner import Learner
 
 HAS_GPU = torch.cuda.device_count() > 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")]
@@ -21,7 +21,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from moeclipse.testing.run_ranks import run_ranks
 from test_on_one_gpu import small
-from moeclipse.train.learner import Learner
+from moeclipse.train.step.learner import Learner
 
 def curve(mesh, dtype):
     config = small(**{

@@ -11,9 +11,9 @@ from test_host_words_on_gpu import SMALL
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
-from moeclipse.train.recompute import LADDER, kept_by, peaks
-from moeclipse.train.recompute_ranks import peaks as peaks_before_building
+from moeclipse.train.step.learner import Learner
+from moeclipse.train.step.recompute import LADDER, kept_by, peaks
+from moeclipse.train.step.recompute_ranks import peaks as peaks_before_building
 
 HAS_GPU = torch.cuda.device_count() > 0  # through NVML: asking CUDA itself would spoil forked ranks
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")]

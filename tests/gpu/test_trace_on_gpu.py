@@ -12,8 +12,8 @@ from test_graphs_on_gpu import SMALL
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
-from moeclipse.train.step_trace import StepTrace
+from moeclipse.train.observe.step_trace import StepTrace
+from moeclipse.train.step.learner import Learner
 
 HAS_GPU = torch.cuda.device_count() > 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")]

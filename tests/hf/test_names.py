@@ -12,7 +12,7 @@ from moeclipse.hf.names import EACH, GRANITE, INTERLEAVED, MIXTRAL, Names, RowRa
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.config import GateConfig, MoEConfig
-from moeclipse.train.buckets import Buckets
+from moeclipse.train.optim.buckets import Buckets
 
 MODEL = ModelConfig(
     num_layers=3,

@@ -21,9 +21,9 @@ from moeclipse.moe.tokens import Tokens
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.hugging_face import load_folder
-from moeclipse.train.learner import Learner
 from moeclipse.train.ranks import PatientRanks
+from moeclipse.train.step.learner import Learner
+from moeclipse.train.weights.hugging_face import load_folder
 
 LAYOUTS = {
     "ep2": (2, {}, {}),

@@ -26,9 +26,9 @@ from moeclipse.model.lora_config import LoraConfig
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.hugging_face import load_folder
-from moeclipse.train.learner import Learner
 from moeclipse.train.ranks import PatientRanks
+from moeclipse.train.step.learner import Learner
+from moeclipse.train.weights.hugging_face import load_folder
 
 MODULES = [f"{name}_proj" for name in "qkvo"]
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

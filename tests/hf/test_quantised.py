@@ -23,9 +23,9 @@ from moeclipse.hf.quantised import Packed, packed_tensors
 from moeclipse.ops.block_floats import expand_mxfp4
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.hugging_face import load_folder
-from moeclipse.train.learner import Learner
 from moeclipse.train.ranks import PatientRanks
+from moeclipse.train.step.learner import Learner
+from moeclipse.train.weights.hugging_face import load_folder
 
 PARTS = [slice(None), slice(3, 20), slice(31, 33), slice(5, 5)]
 

@@ -150,7 +150,7 @@ def test_what_cannot_be_shared_says_why() -> None:
 
 def alone(mesh: Mesh) -> None:
     model = made("mixtral", mesh)
-    assert not list(moeclipse.moe.standalone.moe_layers(model)), "one rank has all experts"
+    assert not list(moeclipse.moe.own_loop.standalone.moe_layers(model)), "one rank has all experts"
     assert loss_of(model, ids()).isfinite()
 
 

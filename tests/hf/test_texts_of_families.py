@@ -15,9 +15,9 @@ from moeclipse.model.decode import Decoder, writing
 from moeclipse.moe.tokens import Tokens
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
-from moeclipse.train.generate import LanguageModel, load_model
-from moeclipse.train.open_model import find_model
-from moeclipse.train.vocabulary import ByteVocabulary
+from moeclipse.train.data.vocabulary import ByteVocabulary
+from moeclipse.train.generate.text import LanguageModel, load_model
+from moeclipse.train.weights.open_model import find_model
 
 TEXT = [5, 2, 9, 40, 3, 3, 17, 8]
 BEGINNINGS = (3, 1)
@@ -40,7 +40,7 @@ def read(model: LanguageModel) -> list[torch.Tensor]:
 def opened(mesh: Mesh, folder: Path) -> LanguageModel:
     """Without a tokenizer: tokens are given."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moeclipse.train.open_model.FoundModel.vocabulary", lambda *_: ByteVocabulary())
+        patch.setattr("moeclipse.train.weights.open_model.FoundModel.vocabulary", lambda *_: ByteVocabulary())
         return load_model(str(folder), mesh=mesh, dtype="float64", peer="off")
 
 

@@ -13,7 +13,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.decode import Decoder, unbounded, writing
-from moeclipse.model.memory import memories
+from moeclipse.model.segment_memory import memories
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.tokens import Tokens

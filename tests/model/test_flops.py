@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.cost.hardware import DEVICES
-from moeclipse.model.again import Again
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.flops import LeastWork, device_of, keys_seen
 from moeclipse.model.lora_config import NO_LORA, LoraConfig, is_adapter
+from moeclipse.model.recompute import Again
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.tokens import Tokens

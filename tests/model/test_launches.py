@@ -1,4 +1,4 @@
-"""What layers say that they launch; that they do launch it is shown in train/test_step_program."""
+"""What layers say that they launch; that they do launch it is shown in train/predict/test_step_program."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moeclipse.moe.adapters import ModuleExperts, joint
-from moeclipse.moe.expert_set import ExpertSet
-from moeclipse.moe.experts import Experts, PadToCapacity
-from moeclipse.moe.weight_init import WeightInit
+from moeclipse.moe.experts.module_experts import ModuleExperts, joint
+from moeclipse.moe.experts.protocols import ExpertSet
+from moeclipse.moe.experts.two_projections import Experts, PadToCapacity
+from moeclipse.moe.experts.weight_init import WeightInit
 from moeclipse.ops.random import fill_normal, key_of
 
 D, CAPACITY = 6, 5

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from layer_parity import make
 
-from moeclipse.comm.flight.in_flight import InFlight
+from moeclipse.comm.async_ops.in_flight import InFlight
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.wires.transport import TorchTransport
+from moeclipse.comm.transports.transport import TorchTransport
 from moeclipse.moe.config import GateConfig
-from moeclipse.moe.dispatch import Dispatcher
+from moeclipse.moe.exchange.dispatch import Dispatcher
 from moeclipse.moe.layer import MoE
 
 DELAY = 0.03

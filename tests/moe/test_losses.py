@@ -9,11 +9,11 @@ import torch
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
-from moeclipse.moe.gates import Gate
+from moeclipse.moe.experts.weight_init import WeightInit
+from moeclipse.moe.gate.gates import Gate
+from moeclipse.moe.gate.routing import GateSums, Routing
 from moeclipse.moe.losses import balance_loss, z_loss
-from moeclipse.moe.routing import GateSums, Routing
 from moeclipse.moe.tokens import Tokens
-from moeclipse.moe.weight_init import WeightInit
 from moeclipse.ops.random import fill_normal
 
 T, D, E = 48, 6, 8

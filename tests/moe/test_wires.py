@@ -10,9 +10,9 @@ from layer_parity import compare, run
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.shared import host
-from moeclipse.comm.wires import copy_engines
-from moeclipse.comm.wires.host_ring import PeerTransport
-from moeclipse.comm.wires.two_level import TwoLevelTransport
+from moeclipse.comm.transports import copy_engines
+from moeclipse.comm.transports.host_ring import PeerTransport
+from moeclipse.comm.transports.two_level import TwoLevelTransport
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.layer import MoE

@@ -113,10 +113,10 @@ MUTANTS = (
         "pasted, it names another folder",
     ),
     Mutant(
-        "cli/heat.py",
+        "cli/heatmap.py",
         "part.max()))] * width",
         "part.mean()))] * width",
-        "cli/test_heat.py::test_where_experts_are_many_the_busiest_of_neighbours_counts",
+        "cli/test_heatmap.py::test_where_experts_are_many_the_busiest_of_neighbours_counts",
         "neighbours are averaged",
         "one hot expert of many is not seen",
     ),

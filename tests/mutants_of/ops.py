@@ -9,7 +9,7 @@ MUTANTS = (
         "ops/raw_bytes.py",
         "x.as_strided((x.numel(),), (1,))",
         "x.view(-1)",
-        "comm/wires/test_copy_engines.py::test_one_element_travels_whatever_its_stride",
+        "comm/transports/test_copy_engines.py::test_one_element_travels_whatever_its_stride",
         "bytes taken by `view`",
         '`moe.transport = "pinned"` fails where a rank sends a single pair',
     ),

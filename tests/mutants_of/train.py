@@ -24,7 +24,7 @@ MUTANTS = (
         "a schedule changes what each replica learns",
     ),
     Mutant(
-        "train/run_files.py",
+        "train/run/run_files.py",
         """\
             file.flush()
             os.fsync(file.fileno())
@@ -32,13 +32,13 @@ MUTANTS = (
         """\
             file.flush()
         os.replace(beside, path)""",
-        "train/test_run_files.py::test_a_text_is_durable_before_it_has_its_name",
+        "train/run/test_run_files.py::test_a_text_is_durable_before_it_has_its_name",
         "a name before the text is durable",
         "after a power loss best.json is empty",
         survived=True,
     ),
     Mutant(
-        "train/run_files.py",
+        "train/run/run_files.py",
         """\
         os.replace(beside, path)
     except BaseException:
@@ -56,7 +56,7 @@ def keep_lines""",
 
 
 def keep_lines""",
-        "train/test_run_files.py::test_a_reader_keeps_the_text_that_it_opened",
+        "train/run/test_run_files.py::test_a_reader_keeps_the_text_that_it_opened",
         "a text is written in place",
         "a reader sees half of it",
     ),
@@ -101,46 +101,46 @@ def keep_lines""",
         survived=True,
     ),
     Mutant(
-        "train/stragglers.py",
+        "train/step/stragglers.py",
         "before + 1 if slow else max(before - 2, 0)",
         "before + 1 if slow else 0",
-        "train/test_stragglers.py::test_a_rank_that_recovers_now_and_then_is_named",
+        "train/step/test_stragglers.py::test_a_rank_that_recovers_now_and_then_is_named",
         "one quick step clears a slow rank",
         "a throttled GPU that recovers now and then is never named",
         survived=True,
     ),
     Mutant(
-        "train/stragglers.py",
+        "train/step/stragglers.py",
         """\
 median(compute_ms[other] for other in others)
             before""",
         """\
 median(compute_ms[other] for other in ranks)
             before""",
-        "train/test_stragglers.py::test_a_rank_is_held_against_the_others_alone",
+        "train/step/test_stragglers.py::test_a_rank_is_held_against_the_others_alone",
         "a rank is held against itself, too",
         "of two ranks one must be two thirds slower to be named",
         survived=True,
     ),
     Mutant(
-        "train/loss_scale.py",
+        "train/step/loss_scale.py",
         "min(2 * self.value, MOST), 0",
         "2 * self.value, 0",
-        "train/test_loss_scale.py::test_the_factor_does_not_grow_for_ever",
+        "train/step/test_loss_scale.py::test_the_factor_does_not_grow_for_ever",
         "the loss factor has no upper limit",
         "a long run overflows every thousand steps",
         survived=True,
     ),
     Mutant(
-        "train/optim.py",
+        "train/optim/adamw.py",
         "        return config.lr * (step + 1) / config.warmup_steps",
         "        return config.lr * step / config.warmup_steps",
-        "train/test_optim.py::test_the_learning_rate_warms_up_and_falls_to_its_floor",
+        "train/optim/test_adamw.py::test_the_learning_rate_warms_up_and_falls_to_its_floor",
         "warm-up begins at 0",
         "the first step is computed for nothing",
     ),
     Mutant(
-        "train/numbers.py",
+        "train/step/dtype.py",
         'return device.type == "cpu" if asked == "auto" else bool(asked)',
         'return asked != "auto" and bool(asked)',
         "train/test_same_numbers.py::test_no_clock_decides_a_bit",

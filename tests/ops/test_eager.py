@@ -39,6 +39,6 @@ def test_a_graph_ends_before_and_another_begins_behind() -> None:
 def test_who_compiles_nothing_loads_no_compiler() -> None:
     """Each of these takes a process half a second, and a run has many processes."""
     slow = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint", "sympy", "triton")
-    code = f"import sys, moeclipse.train.trainer; print([name for name in {slow} if name in sys.modules])"
+    code = f"import sys, moeclipse.train.run.trainer; print([name for name in {slow} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

@@ -11,8 +11,8 @@ from torch import nn
 
 import moeclipse
 from moeclipse.comm.mesh import Mesh
-from moeclipse.moe.adapters import joint
 from moeclipse.moe.config import GateConfig
+from moeclipse.moe.experts.module_experts import joint
 from moeclipse.moe.layer import MoE
 from moeclipse.ops.random import fill_normal, key_of
 from moeclipse.testing.compare import difference

@@ -20,7 +20,7 @@ from moeclipse.schedule.shape import Activation, LayerShape
 from moeclipse.schedule.text import parse_op
 from moeclipse.testing.run_ranks import run_alone
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
+from moeclipse.train.step.learner import Learner
 
 LAYER = 1
 """Neither the first, which has the embedding before it, nor the last, which has the head behind it."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moeclipse.comm.flight.lane import Lane, Transfer
+from moeclipse.comm.async_ops.lane import Lane, Transfer
 from moeclipse.comm.mesh import Mesh
 from moeclipse.tensor.linear import column_linear, row_linear
 from moeclipse.tensor.parallel import TensorParallel

@@ -8,7 +8,7 @@ from typing import Any
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import to_toml, with_values
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
+from moeclipse.train.step.learner import Learner
 
 TINY = {
     "run.name": "tiny",

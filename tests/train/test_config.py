@@ -21,8 +21,8 @@ from moeclipse.core.config import build, flag_layer, keys_of, named_in, problems
 from moeclipse.core.errors import ConfigError
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import NO_TENSORBOARD, TrainConfig, layout_problems
-from moeclipse.train.learner import Learner
-from moeclipse.train.trainer import train
+from moeclipse.train.run.trainer import train
+from moeclipse.train.step.learner import Learner
 
 KEYS = keys_of(TrainConfig)
 BUSY: dict[str, Any] = {

@@ -17,7 +17,7 @@ from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
+from moeclipse.train.step.learner import Learner
 
 RULES: dict[str, dict[str, Any]] = {
     "gap": {"gate.choose": "gap", "gate.top_k": 2, "gate.threshold": 0.02},

@@ -13,7 +13,7 @@ from test_learner import configure, corpus  # noqa: F401  (a fixture)
 from moeclipse.comm.mesh import Mesh
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
+from moeclipse.train.step.learner import Learner
 
 
 def left(mesh: Mesh, config: TrainConfig) -> list[str]:

@@ -18,7 +18,7 @@ from test_trainer import Notes, configure
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.core.errors import CheckpointError
-from moeclipse.train.trainer import Run
+from moeclipse.train.run.trainer import Run
 
 folder, disk = Path(sys.argv[1]), Path(sys.argv[2])
 values = {{"run.dir": str(disk), "run.steps": 8, "checkpoint.beside": False}}

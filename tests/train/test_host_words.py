@@ -23,7 +23,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.testing.run_ranks import run_alone
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
+from moeclipse.train.step.learner import Learner
 
 SOURCE = str(Path(moeclipse.__file__).parent)
 WORDS = {
@@ -100,7 +100,7 @@ class Words(TorchDispatchMode):
         frame, ours = sys._getframe(2), []
         while frame is not None:
             code = frame.f_code
-            if code.co_name.endswith("_reference") or code.co_filename.endswith("train/data.py"):
+            if code.co_name.endswith("_reference") or code.co_filename.endswith("train/data/samples.py"):
                 return
             if code.co_filename.startswith(SOURCE):
                 ours.append(f"{Path(code.co_filename).relative_to(SOURCE)}:{frame.f_lineno}")

@@ -12,11 +12,11 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.ops.random import normal
 from moeclipse.testing.run_ranks import run_alone, run_ranks
-from moeclipse.train.buckets import Bucket
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
-from moeclipse.train.optim import stretch_of
+from moeclipse.train.optim.adamw import stretch_of
+from moeclipse.train.optim.buckets import Bucket
+from moeclipse.train.step.learner import Learner
 
 SMALL: dict[str, Any] = {
     "model.num_layers": 2,

@@ -14,7 +14,7 @@ from moeclipse.comm.reduce.collectives import Collectives, PeerCollectives
 from moeclipse.core.config import with_values
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
+from moeclipse.train.step.learner import Learner
 
 
 def trained(mesh: Mesh, config: TrainConfig) -> tuple[list[torch.Tensor], list[float]]:

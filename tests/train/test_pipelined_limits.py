@@ -17,7 +17,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.schedule.op import Op
 from moeclipse.testing.run_ranks import run_alone, run_ranks_raw
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
+from moeclipse.train.step.learner import Learner
 
 WIDE: dict[str, Any] = {
     "model.num_layers": 4,

@@ -1,7 +1,7 @@
 """Programs whose exchanges are planned as kernels plan them, against one process.
 
-On a CPU that plan is made by the kernels' references (`moe/dispatch_on_device`), in float64, which a device
-would not take; over NCCL it is in tests/gpu/test_nccl_training.py.
+On a CPU that plan is made by the kernels' references (`moe/exchange/dispatch_on_device`), in float64, which a
+device would not take; over NCCL it is in tests/gpu/test_nccl_training.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from test_tensor_parallel import Pieces
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe import layer
-from moeclipse.moe import schedule as exchanges
+from moeclipse.moe.tune import exchange_policy as exchanges
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
 

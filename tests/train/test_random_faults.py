@@ -26,8 +26,8 @@ from moeclipse.core.errors import Preempted
 from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
 from moeclipse.train.checkpoints.disk import Disk
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
-from moeclipse.train.trainer import Run
+from moeclipse.train.run.trainer import Run
+from moeclipse.train.step.learner import Learner
 
 PIPE: dict[str, Any] = {"parallel.pp": 2, "optim.accumulate": 2, "pipeline.schedule": "1f1b"}
 LAYOUTS: list[tuple[int, dict[str, int], dict[str, Any]]] = [
@@ -107,7 +107,7 @@ def strike(fault: str, here: bool, step: int) -> None:
 
 
 def freeze() -> None:
-    """As the launcher does (`cli/frozen`), somebody ends the frozen rank once the others have given up."""
+    """Somebody ends the frozen rank once the others have given up, as the launcher does."""
     seconds = DEADLINE_S + 4
     subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -KILL {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -126,7 +126,7 @@ def spoil_once(learner: Learner) -> None:
 
 def fill_disk(here: bool) -> None:
     """The first checkpoint meets a full disk on one rank; later ones find room."""
-    import moeclipse.train.learner as learner
+    import moeclipse.train.step.learner as learner
 
     class Full(Disk):
         def write(self, *args: Any, **kwargs: Any) -> Any:

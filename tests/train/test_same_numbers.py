@@ -15,13 +15,14 @@ from test_trainer import configure, losses, whole
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
-from moeclipse.moe import fixed_prices, schedule
-from moeclipse.moe.probe import Probe
-from moeclipse.moe.shadow_choice import ShadowChoice
+from moeclipse.moe.tune import exchange_policy, fixed_prices
+from moeclipse.moe.tune.probe import Probe
+from moeclipse.moe.tune.shadow_choice import ShadowChoice
 from moeclipse.testing.run_ranks import run_ranks
-from moeclipse.train import choices, room
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.presets import load
+from moeclipse.train.run import choices
+from moeclipse.train.step import free_memory
 
 ALL_AUTO = {
     "run.steps": 9,
@@ -81,9 +82,9 @@ def in_all_weathers(mesh: Mesh, configs: list[TrainConfig]) -> list[int]:
     for number, config in enumerate(configs):
         time.perf_counter = time.thread_time = Weather(1000 * number + mesh.rank)  # type: ignore[assignment]
         prices = Weather(number)
-        schedule.measured = prices.measured  # type: ignore[attr-defined, assignment]
+        exchange_policy.measured = prices.measured  # type: ignore[attr-defined, assignment]
         free = (1e9, 1e5, 1e6)[number % 3]
-        room.available_memory = lambda free=free: free  # type: ignore[attr-defined, misc]
+        free_memory.available_memory = lambda free=free: free  # type: ignore[attr-defined, misc]
 
         def counted(self: ShadowChoice, *given: Any, number: int = number) -> Any:
             found = choose(self, *given)

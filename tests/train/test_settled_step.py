@@ -9,12 +9,12 @@ import torch
 from test_learner import configure
 from test_pipelined import BASE, MODELS, SCHEDULES, corpus  # noqa: F401  (a fixture)
 
-from moeclipse.comm.flight import execute
+from moeclipse.comm.async_ops import execute
 from moeclipse.comm.mesh import Mesh
 from moeclipse.pipeline import runtime
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
+from moeclipse.train.step.learner import Learner
 
 
 def both_ways(mesh: Mesh, config: TrainConfig) -> list[bool]:

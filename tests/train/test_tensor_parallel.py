@@ -17,7 +17,7 @@ from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank, Piece, save
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
+from moeclipse.train.step.learner import Learner
 from pieces import Pieces, join, reduced
 
 BOUND = 1e-12

@@ -8,8 +8,8 @@ that is told of shadows copies what stays hot, and leaves what is hot for a mome
 Contract: pure. The prices are those of `PlacementCosts`, compute and wire one after the other, so a layer
 without shadows costs here what the objective says.
 
-Hazard: what training then lends is decided in each call from that call's rows (`moe/schedule`), with the
-overlap that its schedule has. This is what a plan can count on, not what will be lent.
+Hazard: what training then lends is decided in each call from that call's rows (`moe/tune/exchange_policy`),
+with the overlap that its schedule has. This is what a plan can count on, not what will be lent.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Replicas share the ownership of their expert (`balance/ownership`): each of r of
 gradients and receives as much, and where the ranks of an expert change, so do the parts that they own.
 
 A card is what carries rows between nodes: the ranks of a node share one, or each has its own
-(`card_per_rank`). Which of both holds is measured (`moe/probe`).
+(`card_per_rank`). Which of both holds is measured (`moe/tune/probe`).
 
 Contract: pure. The same record judges every planner, so their plans can be compared. Searches and the solver
 (`balance/draft`, `balance/solve`) minimise the same sum over loads that are poured, not yet cut into rows.
@@ -135,7 +135,7 @@ class PlacementCosts:
     def from_measured(
         cls, probe: Mapping[str, Any], every: int, ranks_per_node: int = 1, rows_saved: float = 1.0
     ) -> PlacementCosts:
-        """What ranks measured (`moe/probe`); where nothing went between hosts, far is as near.
+        """What ranks measured (`moe/tune/probe`); where nothing went between hosts, far is as near.
 
         `rows_saved`: for each pair that stays (`rows_per_pair`). What trials could not tell cannot be planned
         with: ConfigError.

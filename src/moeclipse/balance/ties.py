@@ -1,6 +1,6 @@
 """Nearly equal numbers, the same to all who plan: compared with half of their bits, equal ones by number.
 
-It is the rule of `moe/order` for averages of loads, which are float64: the order of their sums must not
+It is the rule of `moe/gate/ties` for averages of loads, which are float64: the order of their sums must not
 decide which of two equally busy experts moves.
 """
 

@@ -14,10 +14,10 @@ from typing import Literal
 
 from moeclipse.core.config import build, flag_layer
 from moeclipse.core.errors import CheckpointError, ConfigError
-from moeclipse.train.adapters import save_adapter
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
-from moeclipse.train.convert import from_hf, to_hf
 from moeclipse.train.ranks import OneRank
+from moeclipse.train.weights.convert import from_hf, to_hf
+from moeclipse.train.weights.lora import save_adapter
 
 HELP = """usage: moeclipse convert SOURCE OUT [options]
 

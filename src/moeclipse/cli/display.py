@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColum
 from rich.text import Text
 
 from moeclipse.cli.evaluated import eval_lines, eval_text
-from moeclipse.cli.heat import heat_lines
+from moeclipse.cli.heatmap import heat_lines
 from moeclipse.cli.plot import average_to, plot_lines
 from moeclipse.core.program import program
 

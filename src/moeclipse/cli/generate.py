@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 from moeclipse.cli.failures import await_culprit, describe, show_failure, write_failure
 from moeclipse.core.config import build, flag_layer
 from moeclipse.core.errors import ConfigError
-from moeclipse.train.generate import GenerateConfig, TextPiece
+from moeclipse.train.generate.text import GenerateConfig, TextPiece
 
 if TYPE_CHECKING:
     from moeclipse.comm.mesh import Mesh
-    from moeclipse.train.open_model import FoundModel
+    from moeclipse.train.weights.open_model import FoundModel
 
 HELP = """usage: moeclipse generate MODEL --prompt TEXT [TEXT ...] [options]
 
@@ -89,7 +89,7 @@ def main(words: list[str]) -> int:
     if built.problems:
         raise ConfigError(built.problems)
     options = built.config
-    from moeclipse.train.open_model import find_model
+    from moeclipse.train.weights.open_model import find_model
 
     found = find_model(options.model)
     joined = "WORLD_SIZE" in os.environ
@@ -153,7 +153,7 @@ def write_as_rank(options: GenerateOptions, found: FoundModel) -> int:
 
 def show(options: GenerateOptions, mesh: Mesh | None, out: TextIO | None) -> None:
     """Load, write, and print on the rank that has somewhere to print."""
-    from moeclipse.train.generate import load_model
+    from moeclipse.train.generate.text import load_model
 
     given: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "tokenizer": options.tokenizer}
     model = load_model(options.model, mesh=mesh, **given)

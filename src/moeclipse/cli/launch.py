@@ -8,7 +8,7 @@ A rank that fails writes its error to the file that the agent named for it. The 
 instant later because their peer left, so the first process that the agent sees die is often a victim:
 `root_cause` reads all files and prefers an error that is not about a lost peer.
 
-Whoever is asked to leave, by a signal, leaves with a checkpoint (`cli/leaving`): ranks end with 0, which no
+Whoever is asked to leave, by a signal, leaves with a checkpoint (`cli/signals`): ranks end with 0, which no
 agent takes for a failure, and leave their words in the same files; the launcher, and a rank that nobody
 launched, end with 75.
 """
@@ -34,10 +34,10 @@ from moeclipse.cli.failures import (
     show_failure,
     write_failure,
 )
-from moeclipse.cli.frozen import ending_frozen_ranks
-from moeclipse.cli.leaving import Leaving, passing_on
 from moeclipse.cli.page_line import tell_page
 from moeclipse.cli.pin import pin_rank
+from moeclipse.cli.signals import Leaving, passing_on
+from moeclipse.cli.stopped_ranks import ending_frozen_ranks
 from moeclipse.core.config import to_toml
 from moeclipse.core.errors import CommError, Preempted
 from moeclipse.core.program import program
@@ -63,7 +63,7 @@ def run_rank(config: TrainConfig, resume: str) -> int:
             if rank == 0:
                 observer.phase("importing torch")
             from moeclipse.comm.start import RankPlace, device_settings
-            from moeclipse.train.trainer import train
+            from moeclipse.train.run.trainer import train
 
             place, parallel = RankPlace.read(), config.parallel
             if place.num_ranks > 1:  # under torchrun, too
@@ -194,7 +194,7 @@ def _run_agent(words: list[str], folder: Path, num_ranks: int, restarts: int) ->
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from moeclipse.cli.rendezvous import Agent, NotRestarted, RankFiles
-    from moeclipse.train.incidents import kept_by_launcher
+    from moeclipse.train.run.incidents import kept_by_launcher
 
     files = RankFiles(str(folder / "ranks"), restarts)
     command = [sys.executable, "-m", "moeclipse", *words]

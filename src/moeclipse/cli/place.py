@@ -32,7 +32,7 @@ from moeclipse.balance.replicate import slots_for
 from moeclipse.balance.split import ReplicaTable, split_rows
 from moeclipse.cli.display import count
 from moeclipse.cli.guard import refuse_unwritable
-from moeclipse.cli.heat import heat_lines
+from moeclipse.cli.heatmap import heat_lines
 from moeclipse.cli.place_run import RunFacts
 from moeclipse.core.errors import ConfigError
 

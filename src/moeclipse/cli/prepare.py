@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.corpus import find_corpus, is_made_of_documents, open_corpus, total_size
-from moeclipse.train.data_config import DataConfig, all_parts
+from moeclipse.train.data.corpus import find_corpus, is_made_of_documents, open_corpus, total_size
+from moeclipse.train.data.data_config import DataConfig, all_parts
 from moeclipse.train.documents.cache import IN_MEMORY
 
 

@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from moeclipse.cli.failures import Failure, read_failures, root_cause
-from moeclipse.train.incidents import kept_by_launcher, step_of
+from moeclipse.train.run.incidents import kept_by_launcher, step_of
 
 BACKEND = "moeclipse-loopback"
 BAD_INPUT = 2  # exit status of errors that a restart cannot mend

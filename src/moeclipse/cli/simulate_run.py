@@ -3,9 +3,9 @@
     moeclipse simulate --config runs/mine/config.toml --device h200 --link infiniband
     moeclipse simulate --config mine.toml --ranks 16 --compare
 
-The program is the one that the run would execute (`train/run_step`). What ops cost follows from the model's
-sizes and the hardware (`sim/step_costs`), or from a table (--costs), in which what it does not name of these
-is free.
+The program is the one that the run would execute (`train/predict/run_step`). What ops cost follows from the
+model's sizes and the hardware (`sim/step_costs`), or from a table (--costs), in which what it does not name
+of these is free.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from moeclipse.pipeline.config import Schedule
 from moeclipse.schedule import kinds
 from moeclipse.sim.compare import Answer
 from moeclipse.sim.step_costs import StepCosts
+from moeclipse.train.predict.run_step import RunStep as RunStep
+from moeclipse.train.predict.step_sizes import step_work, value_bytes
 from moeclipse.train.presets import merge
-from moeclipse.train.run_step import RunStep as RunStep
-from moeclipse.train.step_sizes import step_work, value_bytes
 
 RUN_SCHEDULES = ("pp1", *(name for name in get_args(Schedule) if name != "auto"))
 """Schedules that a run can take."""

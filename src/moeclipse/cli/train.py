@@ -22,7 +22,7 @@ from moeclipse.core.errors import CheckpointError, ConfigError, DataError
 from moeclipse.hf.config_file import is_model_folder
 from moeclipse.train.config import TrainConfig, layout_problems
 from moeclipse.train.presets import Merged, merge, preset_names
-from moeclipse.train.run_files import holds_run
+from moeclipse.train.run.run_files import holds_run
 
 CPU_RANKS = 2
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
@@ -227,7 +227,7 @@ def weights_told(config: TrainConfig) -> list[str]:
     """What names and shapes of weights tell; it needs torch, so only where something is asked of them."""
     if not (config.optim.frozen or config.optim.lr_factors or config.run.init_from):
         return []
-    from moeclipse.train.before_ranks import weight_problems
+    from moeclipse.train.run.before_ranks import weight_problems
 
     return list(weight_problems(config))
 
@@ -248,8 +248,8 @@ def data_problems(config: TrainConfig) -> Iterator[str]:
         return
     if not (data.files or data.source or data.tokenizer or config.eval.files):
         return
-    from moeclipse.train.corpus import find_corpus
-    from moeclipse.train.data_config import all_parts
+    from moeclipse.train.data.corpus import find_corpus
+    from moeclipse.train.data.data_config import all_parts
 
     for part in all_parts(data, config.eval):
         try:

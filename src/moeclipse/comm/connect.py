@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moeclipse.comm.flight.lane import Lane
+from moeclipse.comm.async_ops.lane import Lane
 from moeclipse.comm.group import Group
 
 WireEnds = tuple[Group, int, int]

@@ -28,13 +28,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from moeclipse.comm.async_ops.lane import Lane
+from moeclipse.comm.async_ops.record import Recorder
 from moeclipse.comm.connect import connect_group
 from moeclipse.comm.failure import Watch
-from moeclipse.comm.flight.lane import Lane
-from moeclipse.comm.flight.record import Recorder
+from moeclipse.comm.gather_json import tell
 from moeclipse.comm.group import Group, host_id, number_hosts
 from moeclipse.comm.private_torch import default_store
-from moeclipse.comm.tell import tell
 from moeclipse.core.errors import CommError, ConfigError
 
 Made = TypeVar("Made")

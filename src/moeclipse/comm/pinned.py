@@ -1,5 +1,5 @@
-"""The name that `comm/wires/copy_engines` had in version 0.1 (docs/compatibility.md)."""
+"""The name that `comm/transports/copy_engines` had in version 0.1 (docs/compatibility.md)."""
 
-from moeclipse.comm.wires.copy_engines import pinned
+from moeclipse.comm.transports.copy_engines import pinned
 
 __all__ = ["pinned"]

@@ -1,5 +1,5 @@
-"""The name that `comm/wires/open` had in version 0.1 (docs/compatibility.md)."""
+"""The name that `comm/transports/open` had in version 0.1 (docs/compatibility.md)."""
 
-from moeclipse.comm.wires.open import open_wire
+from moeclipse.comm.transports.open import open_wire
 
 __all__ = ["open_wire"]

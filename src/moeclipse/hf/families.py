@@ -51,7 +51,7 @@ class Family:
     names: Names = EACH
     theta: float = 10000.0
     dense: bool = False
-    """It has no experts: a run makes some of its blocks (`train/upcycle`)."""
+    """It has no experts: a run makes some of its blocks (`train/weights/upcycle`)."""
 
 
 QWEN = {"model.d_ff": "intermediate_size", "moe.d_ff": "moe_intermediate_size"}

@@ -53,7 +53,7 @@ def parameter_names(experts: nn.Module) -> list[str]:
 
 
 def own_form(experts: nn.Module) -> tuple[torch.Tensor, ...]:
-    """Their weights as `moe/experts` has them."""
+    """Their weights as `moe/experts/two_projections` has them."""
     given: Any = experts
     up, down, *biases = (getattr(given, name) for name in parameter_names(experts))
     if given.is_transposed:

@@ -25,8 +25,8 @@ from transformers.integrations import moe as theirs
 from moeclipse.core.errors import ConfigError
 from moeclipse.hf.foreign_experts import activation_of, is_experts, own_form
 from moeclipse.hf.private_torch import goes_beyond, implementation_of
-from moeclipse.moe.autocast import is_on, off, rows_for
-from moeclipse.moe.standalone import held_layer
+from moeclipse.moe.experts.autocast import is_on, off, rows_for
+from moeclipse.moe.own_loop.standalone import held_layer
 from moeclipse.ops.grouped_experts import grouped_experts
 
 NAME = "moeclipse"

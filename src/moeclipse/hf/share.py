@@ -6,9 +6,9 @@
 
 The model stays theirs: names, routers, losses and the order of its parts. Its experts hold this rank's slices
 under the names that they had, so optimizers and `state_dict` see what they saw, but for their first
-dimension; DDP leaves them alone. All functions for loops of one's own take such a model (`moe/standalone`):
-`parallelize`, `sync_gradients`, `clip_grad_norm_`, `overlap`, `full_state_dict`. The router's loss is
-transformers' own.
+dimension; DDP leaves them alone. All functions for loops of one's own take such a model
+(`moe/own_loop/standalone`): `parallelize`, `sync_gradients`, `clip_grad_norm_`, `overlap`, `full_state_dict`.
+The router's loss is transformers' own.
 
 Contract. All ranks share out models with the same weights, and call them equally often. Hazard: plain
 `model.save_pretrained` cannot gather, and says so; use `save_pretrained` here, on all ranks.
@@ -29,20 +29,20 @@ from moeclipse.core.errors import ConfigError
 from moeclipse.hf.foreign_experts import activation_of, is_experts, own_form, parameter_names
 from moeclipse.hf.implementation import NAME, SHARED_ADAPTERS
 from moeclipse.hf.private_torch import implementation_of
-from moeclipse.moe.autocast import is_on, off, rows_for
-from moeclipse.moe.calls import Calls
 from moeclipse.moe.config import ExchangeConfig, GateConfig, MoEConfig
-from moeclipse.moe.experts import Experts
-from moeclipse.moe.full_state import full_state_dict
-from moeclipse.moe.given import expert_group, given_exchange
+from moeclipse.moe.exchange.structure import Structure
+from moeclipse.moe.experts.autocast import is_on, off, rows_for
+from moeclipse.moe.experts.two_projections import Experts
+from moeclipse.moe.gate.routing import Routing, count_experts
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.losses import MoEReport
-from moeclipse.moe.routing import Routing, count_experts
-from moeclipse.moe.shards import ExpertPlace, load_shards, save_shards, trust_shards
-from moeclipse.moe.standalone import exclude_experts, held_layer, hold_layer, moe_layers
-from moeclipse.moe.structure import Structure
+from moeclipse.moe.own_loop.ddp_guard import refuse_wrong_wrap, wrapping
+from moeclipse.moe.own_loop.full_state import full_state_dict
+from moeclipse.moe.own_loop.shards import ExpertPlace, load_shards, save_shards, trust_shards
+from moeclipse.moe.own_loop.standalone import exclude_experts, held_layer, hold_layer, moe_layers
+from moeclipse.moe.recompute_calls import Calls
 from moeclipse.moe.tokens import Tokens
-from moeclipse.moe.wraps import refuse_wrong_wrap, wrapping
+from moeclipse.moe.validate import expert_group, given_exchange
 from moeclipse.ops.activation import Activation
 from moeclipse.ops.expert_passes import NAMES
 from moeclipse.ops.precision import wide_of

@@ -19,8 +19,8 @@ from transformers import TrainerCallback
 
 from moeclipse.core.errors import ConfigError
 from moeclipse.hf.share import save_pretrained
-from moeclipse.moe.clip import clip_grad_norm_
-from moeclipse.moe.standalone import sync_gradients
+from moeclipse.moe.own_loop.clip import clip_grad_norm_
+from moeclipse.moe.own_loop.standalone import sync_gradients
 
 
 class ExpertCallback(TrainerCallback):

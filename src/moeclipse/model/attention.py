@@ -8,9 +8,9 @@ Under tensor parallelism each rank computes some heads for all tokens. Grouped-q
 input once for queries, keys and values. Latent attention computes its narrow latents where the tokens are
 and gathers those, not the wide input.
 
-With `model.memory` both also attend to what they saw in the segment before (`model/memory`). Where a text is
-read piece by piece, keys and values of earlier pieces come from a cache (`model/cache`); latent attention
-then does not rebuild them, but takes its queries and results to the latent:
+With `model.memory` both also attend to what they saw in the segment before (`model/segment_memory`). Where a
+text is read piece by piece, keys and values of earlier pieces come from a cache (`model/cache`); latent
+attention then does not rebuild them, but takes its queries and results to the latent:
 
     q . (W_k c) = (W_k^T q) . c          sum_j w_j (W_v c_j) = W_v (sum_j w_j c_j)
 """
@@ -26,9 +26,9 @@ from moeclipse.model.cache import CacheCall
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.lora import LoraColumn, LoraRow
 from moeclipse.model.lora_config import ADAPTER, NO_LORA, LoraConfig
-from moeclipse.model.memory import LayerMemory, Past
 from moeclipse.model.qk_norm import HeadNorm, WholeNorm
 from moeclipse.model.rotary import Positions, Rotary
+from moeclipse.model.segment_memory import LayerMemory, Past
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.attention import attend, attend_at
 from moeclipse.ops.rotary import turn

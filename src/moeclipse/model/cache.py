@@ -55,7 +55,7 @@ class CacheCall:
     begins: bool
     """All rows are read from their first token on, in this call."""
     segment: int = 0
-    """Length of a segment, for models with memory (`model/memory`)."""
+    """Length of a segment, for models with memory (`model/segment_memory`)."""
 
     def keys(self, layer: int, new_BGSd: torch.Tensor) -> torch.Tensor:
         """All so far, these included."""

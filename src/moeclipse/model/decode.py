@@ -37,7 +37,7 @@ from moeclipse.model.cache import CacheCall, KeyValueCache
 from moeclipse.model.rotary import Positions, Rotary
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.config import GateConfig
-from moeclipse.moe.gates import Gate
+from moeclipse.moe.gate.gates import Gate
 from moeclipse.moe.tokens import Tokens
 from moeclipse.tensor.parallel import move
 

@@ -4,8 +4,9 @@
     some experts on other ranks             h -> h', x, choices    attention, gate, and who sends what
     a gate that asks other ranks            h -> h', x             attention
 
-A part is a function of one tensor that gives tensors; somebody else says how it is run (`train/part_graphs`).
-What is left is the exchange with its experts, and losses that need the loads of all ranks.
+A part is a function of one tensor that gives tensors; somebody else says how it is run
+(`train/step/partial_graphs`). What is left is the exchange with its experts, and losses that need the loads
+of all ranks.
 
 Contract. The layer's own forward, operation by operation.
 Hazard. Not every run runs the part's Python: what it would write down, it wrote down the first time.
@@ -19,12 +20,12 @@ from typing import Any, Literal
 
 import torch
 
-from moeclipse.model.again import Part
 from moeclipse.model.layer import TransformerLayer
+from moeclipse.model.recompute import Part
 from moeclipse.model.rotary import Positions
-from moeclipse.moe.dispatch_on_device import plans_on_device, prepare_sending
+from moeclipse.moe.exchange.dispatch_on_device import plans_on_device, prepare_sending
+from moeclipse.moe.gate.routing import Routing
 from moeclipse.moe.losses import MoEReport
-from moeclipse.moe.routing import Routing
 from moeclipse.moe.tokens import Tokens
 
 Run = Callable[[Part, torch.Tensor], tuple[torch.Tensor, ...]]

@@ -5,7 +5,7 @@
     experts     under tp: tokens to the ranks that compute them, and back
 
 A table of what the modules do, in the order in which they do it: whoever launches something new says so here,
-and a ledger (`comm/flight/ledger`) tells where this was forgotten.
+and a ledger (`comm/async_ops/ledger`) tells where this was forgotten.
 The tokens of experts come back when somebody reads a layer's output, so they belong to the op that does.
 """
 

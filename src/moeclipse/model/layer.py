@@ -15,17 +15,17 @@ from torch import nn
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.shares import even_bounds
-from moeclipse.model.again import Again, forget, run_again
 from moeclipse.model.attention import Attention, GroupedQueryAttention, LatentAttention
 from moeclipse.model.blocks import DenseMLP, RMSNorm, Settings
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.lora_config import NO_LORA, LoraConfig
+from moeclipse.model.recompute import Again, forget, run_again
 from moeclipse.model.rotary import Positions
 from moeclipse.moe.config import GateConfig, MoEConfig
-from moeclipse.moe.experts import Experts
+from moeclipse.moe.experts.lora_experts import LoraExperts
+from moeclipse.moe.experts.shared_gate import GatedShared
+from moeclipse.moe.experts.two_projections import Experts
 from moeclipse.moe.layer import MoE, MoEReport
-from moeclipse.moe.lora_experts import LoraExperts
-from moeclipse.moe.shared_gate import GatedShared
 from moeclipse.moe.tokens import Tokens
 from moeclipse.tensor.parallel import MoveKind, move
 
@@ -102,7 +102,7 @@ class TransformerLayer(nn.Module):
             device=settings.device,
             dtype=settings.dtype,
         )
-        self.moe.schedule.trial_calls = 0  # the run that trains the model says how many (`train/choices`)
+        self.moe.schedule.trial_calls = 0  # the run that trains the model says how many (`train/run/choices`)
         add_adapters(self.moe, lora)
         for experts in (self.moe.experts, self.moe.shared):
             if isinstance(experts, Experts | GatedShared):

@@ -2,7 +2,7 @@
 
     column (q, k, v)   A whole on every tp rank, B cut as W: what is narrow travels
     row (o)            A cut as W, summed over tp; B whole
-    experts            `moe/lora_experts`: the same in grouped products
+    experts            `moe/experts/lora_experts`: the same in grouped products
 
 B begins at zero, so a model with fresh adapters computes what it did without.
 """

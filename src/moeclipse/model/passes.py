@@ -3,7 +3,7 @@
     ATTN       h -> h', x          attention, and the norm in front of the feed-forward block
     ROUTE      x -> scores         gate, and the exchange of sizes
     SHARED     x -> y              shared experts
-    DISPATCH, MLP, COMBINE         `moe/passes`
+    DISPATCH, MLP, COMBINE         `moe/exchange/pipeline_pieces`
     output     h' + y
 
 ATTN, ROUTE and a dense MLP are segments of autograd with detached ends; experts know their own backward.
@@ -18,16 +18,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from moeclipse.comm.flight.in_flight import InFlight
+from moeclipse.comm.async_ops.in_flight import InFlight
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.layer import TransformerLayer
 from moeclipse.model.rotary import Positions
 from moeclipse.moe.config import MoEConfig
+from moeclipse.moe.exchange.loads import Loads
+from moeclipse.moe.exchange.pipeline_pieces import ExpertPass
+from moeclipse.moe.exchange.structure import Structure
+from moeclipse.moe.gate.routing import Routing
 from moeclipse.moe.layer import MoE, MoEReport
-from moeclipse.moe.loads import Loads
-from moeclipse.moe.passes import ExpertPass
-from moeclipse.moe.routing import Routing
-from moeclipse.moe.structure import Structure
 from moeclipse.moe.tokens import Tokens
 from moeclipse.pipeline.backward import Segment
 from moeclipse.pipeline.stage import LayerPass, Where

@@ -25,24 +25,44 @@ import torch
 from torch import nn
 
 from moeclipse.balance.placement import Placement
-from moeclipse.comm.flight.exchange import gather
+from moeclipse.comm.async_ops.exchange import gather
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.wires.open import open_wire
+from moeclipse.comm.transports.open import open_wire
 from moeclipse.core.errors import ConfigError
-from moeclipse.moe.adapters import Joint, ModuleExperts
-from moeclipse.moe.autocast import is_on, off, rows_for
-from moeclipse.moe.calls import Call, Calls, lend, repay
 from moeclipse.moe.config import ExchangeConfig, GateConfig, MoEConfig
-from moeclipse.moe.dispatch import Dispatcher
-from moeclipse.moe.dispatch_combine import DispatchCombine, LayerCall, without_rows
-from moeclipse.moe.dispatch_in_turns import dispatch_in_turns
-from moeclipse.moe.dispatch_on_device import plans_on_device
-from moeclipse.moe.expert_set import PairExperts
-from moeclipse.moe.experts import Experts, PadToCapacity
-from moeclipse.moe.fused import FusedExperts, fits, visit_all
-from moeclipse.moe.gates import Gate
-from moeclipse.moe.given import (
+from moeclipse.moe.exchange.dispatch import Dispatcher
+from moeclipse.moe.exchange.dispatch_combine import DispatchCombine, LayerCall, without_rows
+from moeclipse.moe.exchange.dispatch_interleaved import dispatch_in_turns
+from moeclipse.moe.exchange.dispatch_on_device import plans_on_device
+from moeclipse.moe.exchange.loads import Loads
+from moeclipse.moe.exchange.structure import Inputs, Structure
+from moeclipse.moe.experts.autocast import is_on, off, rows_for
+from moeclipse.moe.experts.compiled import visit_traced
+from moeclipse.moe.experts.fused import FusedExperts, fits, visit_all
+from moeclipse.moe.experts.module_experts import Joint, ModuleExperts
+from moeclipse.moe.experts.pairwise import PairwiseExperts
+from moeclipse.moe.experts.protocols import PairExperts
+from moeclipse.moe.experts.shared import shared_expert
+from moeclipse.moe.experts.shared_gate import shared_of
+from moeclipse.moe.experts.two_projections import Experts, PadToCapacity
+from moeclipse.moe.experts.weight_init import WeightInit
+from moeclipse.moe.gate.custom_gate import OwnGate, make_gate
+from moeclipse.moe.gate.gates import Gate
+from moeclipse.moe.gate.node_limit import near_experts
+from moeclipse.moe.gate.routing import Routing
+from moeclipse.moe.losses import MoEReport, report_on
+from moeclipse.moe.mask import leave_out
+from moeclipse.moe.own_loop.ddp_guard import refuse_transforms, refuse_wrong_wrap, unattached_text, wrapping
+from moeclipse.moe.own_loop.microbatch_threads import Turns
+from moeclipse.moe.own_loop.optimizer_state import watch_optimizers
+from moeclipse.moe.own_loop.unfinished import gradients_of
+from moeclipse.moe.private_torch import in_backward
+from moeclipse.moe.recompute_calls import Call, Calls, lend, repay
+from moeclipse.moe.tokens import Tokens
+from moeclipse.moe.tune.exchange_policy import ExchangeSchedule
+from moeclipse.moe.tune.probe import Probe, measure
+from moeclipse.moe.validate import (
     TOP_K,
     alike,
     alone,
@@ -55,26 +75,6 @@ from moeclipse.moe.given import (
     is_sharded,
     settled,
 )
-from moeclipse.moe.loads import Loads
-from moeclipse.moe.losses import MoEReport, report_on
-from moeclipse.moe.mask import leave_out
-from moeclipse.moe.optimizer_state import watch_optimizers
-from moeclipse.moe.own_gate import OwnGate, make_gate
-from moeclipse.moe.pairwise import PairwiseExperts
-from moeclipse.moe.private_torch import in_backward
-from moeclipse.moe.probe import Probe, measure
-from moeclipse.moe.routing import Routing
-from moeclipse.moe.schedule import ExchangeSchedule
-from moeclipse.moe.shared import shared_expert
-from moeclipse.moe.shared_gate import shared_of
-from moeclipse.moe.structure import Inputs, Structure
-from moeclipse.moe.tokens import Tokens
-from moeclipse.moe.topology import near_experts
-from moeclipse.moe.traced import visit_traced
-from moeclipse.moe.turns import Turns
-from moeclipse.moe.unfinished import gradients_of
-from moeclipse.moe.weight_init import WeightInit
-from moeclipse.moe.wraps import refuse_transforms, refuse_wrong_wrap, unattached_text, wrapping
 from moeclipse.ops.activation import Activation
 
 
@@ -106,7 +106,7 @@ class MoE(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`gate`: how ours chooses, or a module of your own (`moe/own_gate`).
+        """`gate`: how ours chooses, or a module of your own (`moe/gate/custom_gate`).
 
         `exchange`: how rows travel. `placement`: which rank holds which experts; left out: equal parts.
         """

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from moeclipse.moe.config import GateConfig
-from moeclipse.moe.routing import Routing
+from moeclipse.moe.gate.routing import Routing
 from moeclipse.ops.gate_losses import gate_losses
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from moeclipse.core.errors import ConfigError
-from moeclipse.moe.structure import Inputs, Structure
+from moeclipse.moe.exchange.structure import Inputs, Structure
 
 
 def leave_out(call: Callable[[Inputs], torch.Tensor], x: Inputs, mask: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from moeclipse.comm.flight.exchange import gather, gather_to_host
-from moeclipse.comm.flight.in_flight import InFlight
+from moeclipse.comm.async_ops.exchange import gather, gather_to_host
+from moeclipse.comm.async_ops.in_flight import InFlight
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 

@@ -12,9 +12,9 @@ are relative, all of it is integer arithmetic on the bits of fp32, and every val
 Rounding is by chance (`ops/rounding`): where steps are 6 % or 12 %, v times 0.98 would round back to v for
 ever, and m would not follow a gradient that changes slowly. On average nothing is lost.
 
-Contract. Blocks are cut from rows of logical matrices (`train/blocks`), and the chance is that of step and
-element: any layout gives the same bits. A value that the code has stays what it is, so what was decoded is
-encoded again without loss. A second moment above zero stays above zero: it divides.
+Contract. Blocks are cut from rows of logical matrices (`train/optim/quant_blocks`), and the chance is that of
+step and element: any layout gives the same bits. A value that the code has stays what it is, so what was
+decoded is encoded again without loss. A second moment above zero stays above zero: it divides.
 
 Hazard. Numbers below 2^-126 count as zero, and blocks whose largest is below 2^-95 lose range first.
 """

@@ -8,8 +8,8 @@ Either weight may have an adapter (`ops/low_rank`), whose products join the same
 B are added like those of W, and usually those of W are not wanted.
 
 Kept for backward: x, h, the scores in row order and the grouping; no gathered copy, no a, no y. Who calls
-them: `ops/grouped_experts` in eager mode, `ops/expert_operators` inside compiled graphs, `moe/fused` for rows
-that came from other ranks. `backward` is dgrad and wgrad in the order that needs least memory.
+them: `ops/grouped_experts` in eager mode, `ops/expert_operators` inside compiled graphs, `moe/experts/fused`
+for rows that came from other ranks. `backward` is dgrad and wgrad in the order that needs least memory.
 """
 
 from __future__ import annotations

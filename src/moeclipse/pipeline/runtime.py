@@ -1,4 +1,4 @@
-"""Binds a verified program to the stages of a rank and runs it, op by op, on `comm/flight/execute`.
+"""Binds a verified program to the stages of a rank and runs it, op by op, on `comm/async_ops/execute`.
 
     runtime = Runtime(verified, mesh, stages, wgrads, width=d_model, dtype=dtype)
     runtime.step(feed, scale)          # feed(m, chunk, chunks): what the model needs of a microbatch
@@ -20,10 +20,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from moeclipse.comm.async_ops.execute import execute, execute_settled
+from moeclipse.comm.async_ops.in_flight import InFlight, Joined
+from moeclipse.comm.async_ops.lane import poll
 from moeclipse.comm.connect import WireEnds, connect_wires
-from moeclipse.comm.flight.execute import execute, execute_settled
-from moeclipse.comm.flight.in_flight import InFlight, Joined
-from moeclipse.comm.flight.lane import poll
 from moeclipse.comm.mesh import Mesh
 from moeclipse.pipeline.backward import Deferral, Segment
 from moeclipse.pipeline.stage import Stage, Where, begin

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moeclipse.comm.flight.in_flight import InFlight
+from moeclipse.comm.async_ops.in_flight import InFlight
 from moeclipse.core.errors import ConfigError
 from moeclipse.ops.eager import eager
 from moeclipse.ops.first_order import first_order

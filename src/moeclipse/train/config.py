@@ -23,12 +23,12 @@ from moeclipse.model.lora_config import LoraConfig
 from moeclipse.moe.config import LAYER_KEYS, GateConfig, MoEConfig, layer_problems
 from moeclipse.pipeline.config import PipelineConfig
 from moeclipse.pipeline.overlap import StageLayout, lay_out
-from moeclipse.train.blocks import block_problems
-from moeclipse.train.data_config import DataConfig as DataConfig
-from moeclipse.train.data_config import EvalConfig
-from moeclipse.train.init_config import InitConfig
-from moeclipse.train.optim_config import OptimConfig, type_problems
-from moeclipse.train.survival_config import CheckpointConfig, IntegrityConfig
+from moeclipse.train.data.data_config import DataConfig as DataConfig
+from moeclipse.train.data.data_config import EvalConfig
+from moeclipse.train.optim.optim_config import OptimConfig, type_problems
+from moeclipse.train.optim.quant_blocks import block_problems
+from moeclipse.train.run.survival_config import CheckpointConfig, IntegrityConfig
+from moeclipse.train.weights.init_config import InitConfig
 
 MAX_SAMPLE = 64
 MAX_NAME = 200

@@ -21,7 +21,7 @@ from moeclipse.core.toml import parse_toml
 from moeclipse.hf.config_file import config_of, is_model_folder
 from moeclipse.hf.read import contradictions, read_config
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.init_config import is_kept
+from moeclipse.train.weights.init_config import is_kept
 
 DEFAULT_PRESET = "tiny"
 

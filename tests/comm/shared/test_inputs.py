@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moeclipse.comm.gather_json import tell_all
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.shared import inputs as shared_inputs
 from moeclipse.comm.shared.inputs import SharedInputs
-from moeclipse.comm.tell import tell_all
 from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.ops.cuda_driver import DriverError
 from moeclipse.testing.run_ranks import run_ranks

@@ -11,7 +11,7 @@ import pytest
 
 from moeclipse.core.errors import DataError
 from moeclipse.train.config import DataConfig
-from moeclipse.train.corpus import open_corpus
+from moeclipse.train.data.corpus import open_corpus
 from moeclipse.train.documents.chat import (
     BEGIN,
     END,

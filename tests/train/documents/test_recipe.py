@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moeclipse.core.errors import DataError
-from moeclipse.train.data_config import DataConfig
+from moeclipse.train.data.data_config import DataConfig
 from moeclipse.train.documents.cache import IN_MEMORY
 from moeclipse.train.documents.recipe import recipe_of
 from moeclipse.train.documents.tokenizer import Recipe

@@ -12,9 +12,9 @@ from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.layer import MoE
-from moeclipse.train.buckets import Buckets
 from moeclipse.train.config import OptimConfig
-from moeclipse.train.optim import STATES, AdamW
+from moeclipse.train.optim.adamw import STATES, AdamW
+from moeclipse.train.optim.buckets import Buckets
 from moeclipse.train.placement.expert_buckets import ExpertBucket
 from moeclipse.train.placement.placed_layer import PlacedLayer
 

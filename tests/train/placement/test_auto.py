@@ -15,7 +15,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
+from moeclipse.train.step.learner import Learner
 
 AUTO = {
     **WIDE,

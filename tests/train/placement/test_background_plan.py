@@ -20,14 +20,14 @@ from moeclipse.balance.placement import Placement
 from moeclipse.balance.planner import PlanConfig
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CommError, ConfigError
-from moeclipse.moe import migrate
+from moeclipse.moe.own_loop import migrate
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks, run_ranks_raw
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
 from moeclipse.train.placement import background_plan, model_placement
 from moeclipse.train.placement.background_plan import PlanRequest
+from moeclipse.train.step.learner import Learner
 
 CHEAP = PlacementCosts(
     row_seconds=1e-3,

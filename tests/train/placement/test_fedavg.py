@@ -15,10 +15,10 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import problems_of
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
-from moeclipse.train.pipelined import chunks_of
 from moeclipse.train.placement.fedavg import average_replicas
 from moeclipse.train.placement.replica_check import check_replicas
+from moeclipse.train.step.learner import Learner
+from moeclipse.train.step.pipelined import chunks_of
 
 TABLE = ((0, 1), (1, 2), (2, 1))
 ROWS = {(0, 0): 7, (1, 0): 1, (1, 1): 4, (1, 2): 5, (2, 1): 0, (2, 2): 0}

@@ -18,9 +18,9 @@ from moeclipse.core.config import with_values
 from moeclipse.testing.run_ranks import run_alone, run_ranks, run_ranks_raw
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
 from moeclipse.train.placement.load_trace import LoadHistory, StepLoad
-from moeclipse.train.scribe import Scribe
+from moeclipse.train.run.background_writer import Scribe
+from moeclipse.train.step.learner import Learner
 
 
 def sources(mesh: Mesh, config: TrainConfig) -> tuple[torch.Tensor, list[list[int]], list[list[int]]]:

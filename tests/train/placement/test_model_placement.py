@@ -19,13 +19,13 @@ from test_learner import (
 )
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.moe.probe import Probe
+from moeclipse.moe.tune.probe import Probe
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
 from moeclipse.train.placement.model_placement import ModelPlacement, costs_of
+from moeclipse.train.step.learner import Learner
 
 TABLES = {
     "seed": (4, ((0, 3), (1, 2), (1, 2), (0, 3))),

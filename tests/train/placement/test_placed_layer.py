@@ -13,9 +13,9 @@ from moeclipse.balance.placement import Placement
 from moeclipse.balance.replicate import plan_random
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CommError
-from moeclipse.moe import migrate
+from moeclipse.moe.own_loop import migrate
 from moeclipse.testing.run_ranks import run_ranks
-from moeclipse.train.optim import STATES
+from moeclipse.train.optim.adamw import STATES
 from moeclipse.train.placement.placed_layer import PlacedLayer
 from moeclipse.train.placement.replica_check import check_replicas
 

@@ -16,12 +16,12 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
-from moeclipse.train.choices import FILE, Choices
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.learner import Learner
 from moeclipse.train.placement import spare_slots
 from moeclipse.train.placement.spare_slots import KEY, left_open, slot_bytes, slots_for
-from moeclipse.train.settle import left_to_choose, settle
+from moeclipse.train.run.choices import FILE, Choices
+from moeclipse.train.run.resolve_auto import left_to_choose, settle
+from moeclipse.train.step.learner import Learner
 
 LONG = {**WIDE, "run.steps": 100, "placement.planner": "auto", "placement.start_step": 2}
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from moeclipse.comm.failure import Watch
+from moeclipse.comm.gather_json import tell_all
 from moeclipse.comm.group import Group
 from moeclipse.comm.reduce.table import Algorithm, algorithm_for, algorithm_from
 from moeclipse.comm.shared.device import devices_of
 from moeclipse.comm.shared.links import Topology, topology_here
-from moeclipse.comm.tell import tell_all
 
 
 def choose_algorithm(

@@ -25,11 +25,11 @@ from typing import Literal
 
 import torch
 
-from moeclipse.comm.flight import exchange
-from moeclipse.comm.flight.in_flight import Awaited, InFlight, Then
-from moeclipse.comm.flight.lane import Lane
-from moeclipse.comm.flight.record import TransferStamps
-from moeclipse.comm.flight.work import CompletedWork
+from moeclipse.comm.async_ops import exchange
+from moeclipse.comm.async_ops.in_flight import Awaited, InFlight, Then
+from moeclipse.comm.async_ops.lane import Lane
+from moeclipse.comm.async_ops.record import TransferStamps
+from moeclipse.comm.async_ops.work import CompletedWork
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce.all_reduce import AREA_BYTES, PeerAllReduce

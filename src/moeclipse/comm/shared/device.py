@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from moeclipse.comm.failure import Watch
+from moeclipse.comm.gather_json import tell_all
 from moeclipse.comm.group import Group, host_id
 from moeclipse.comm.private_torch import symmetric_empty, symmetric_rendezvous
 from moeclipse.comm.shared.host import NoPeerMemoryError
-from moeclipse.comm.tell import tell_all
 from moeclipse.ops.cuda_driver import CudaDriver, cuda_driver
 
 MAX_BLOCKS = 64  # of a kernel that waits for its peers

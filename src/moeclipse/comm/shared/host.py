@@ -29,10 +29,10 @@ from typing import Any
 import torch
 
 from moeclipse.comm.failure import Watch
+from moeclipse.comm.gather_json import tell_all
 from moeclipse.comm.group import Group, host_id
 from moeclipse.comm.shared.fence import unordered_reason
 from moeclipse.comm.shared.signals import LINE, SPIN_CROWDED, Peers, Signals
-from moeclipse.comm.tell import tell_all
 from moeclipse.core.errors import CommError
 
 FOLDER = Path("/dev/shm")

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from moeclipse.comm.failure import Watch
+from moeclipse.comm.gather_json import tell_all
 from moeclipse.comm.group import Group
-from moeclipse.comm.tell import tell_all
 from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.ops.cuda_driver import CudaDriver, DriverError, cuda_driver
 

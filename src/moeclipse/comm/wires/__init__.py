@@ -1,1 +1,1 @@
-"""How rows travel between ranks: one interface, several wires."""
+"""The name that `comm/transports` had until version 0.2 (docs/compatibility.md)."""

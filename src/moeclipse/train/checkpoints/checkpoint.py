@@ -33,8 +33,8 @@ from moeclipse.train.checkpoints.manifest import MANIFEST, Index, StoredPiece, S
 from moeclipse.train.checkpoints.save import save
 from moeclipse.train.checkpoints.shard import DTYPES, Piece
 from moeclipse.train.fingerprint import differences
+from moeclipse.train.optim.column_shards import Slab, are_whole, by_matrix, read_columns
 from moeclipse.train.ranks import OneRank, Ranks
-from moeclipse.train.slabs import Slab, are_whole, by_matrix, read_columns
 
 __all__ = ["Checkpoint", "Newest", "OneRank", "Piece", "Ranks", "check_model", "newest", "save"]
 

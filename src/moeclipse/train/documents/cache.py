@@ -32,7 +32,7 @@ from moeclipse.train.checkpoints.disk import DISK, remove_tree
 from moeclipse.train.documents.formats import FileKind, RawBatch, batches_of, check_kind, unreadable
 from moeclipse.train.documents.tokenizer import Encoded, Recipe
 from moeclipse.train.documents.workers import Encoder, Here, Workers
-from moeclipse.train.staging import StagedFolder
+from moeclipse.train.weights.staging import StagedFolder
 
 VERSION = 1
 IN_MEMORY = 1 << 22

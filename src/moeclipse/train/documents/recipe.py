@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from moeclipse.core.errors import DataError
-from moeclipse.train.data_config import DataConfig
+from moeclipse.train.data.data_config import DataConfig
 from moeclipse.train.documents.cache import IN_MEMORY
 from moeclipse.train.documents.chat import special_tokens, template_beside
 from moeclipse.train.documents.tokenizer import Recipe, digest_of, end_token, load_tokenizer, settings_beside

@@ -24,8 +24,8 @@ from torch import nn
 
 from moeclipse.balance.ownership import Owner, Ownership
 from moeclipse.balance.placement import EMPTY
-from moeclipse.comm.flight.exchange import all_to_all
-from moeclipse.comm.flight.in_flight import InFlight, Ready, Then
+from moeclipse.comm.async_ops.exchange import all_to_all
+from moeclipse.comm.async_ops.in_flight import InFlight, Ready, Then
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CommError
@@ -34,7 +34,7 @@ from moeclipse.ops.digest import digest_rows
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.raw_bytes import as_bytes
 from moeclipse.tensor.cut import cut_of
-from moeclipse.train.buckets import Bucket, BucketSegment, Content, MainGrad, entries_of
+from moeclipse.train.optim.buckets import Bucket, BucketSegment, Content, MainGrad, entries_of
 
 LABEL = 8
 """Bytes in front of each part that is published: layer, part and expert."""

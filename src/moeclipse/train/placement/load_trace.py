@@ -27,13 +27,13 @@ import torch
 from moeclipse.balance.drift import NUMBERS, Drift
 from moeclipse.balance.load import Load, LoadAverage, LoadTrace, spread
 from moeclipse.balance.split import balance_of, pour
-from moeclipse.comm.flight.exchange import gather, total
-from moeclipse.comm.flight.reading import Reading
+from moeclipse.comm.async_ops.exchange import gather, total
+from moeclipse.comm.async_ops.reading import Reading
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.layer import MoE
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, Piece
-from moeclipse.train.scribe import Scribe
+from moeclipse.train.run.background_writer import Scribe
 
 FILE = "load.npz"
 FIRST_WRITES = 20  # steps between writes of a young run

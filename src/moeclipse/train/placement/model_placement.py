@@ -30,15 +30,14 @@ from moeclipse.balance.planner import PlanConfig
 from moeclipse.balance.policy import load_policy
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
-from moeclipse.moe.fixed_prices import fixed_prices
 from moeclipse.moe.layer import MoE
-from moeclipse.moe.probe import Probe
+from moeclipse.moe.tune.fixed_prices import fixed_prices
+from moeclipse.moe.tune.probe import Probe
 from moeclipse.pipeline.overlap import StageLayout
-from moeclipse.train.buckets import Bucket
-from moeclipse.train.choices import Choices
 from moeclipse.train.config import TrainConfig, planner_problems
-from moeclipse.train.numbers import repeats
-from moeclipse.train.optim import AdamW
+from moeclipse.train.optim.adamw import AdamW
+from moeclipse.train.optim.buckets import Bucket
+from moeclipse.train.optim.shard_state import ShardState
 from moeclipse.train.placement.background_plan import BackgroundPlanner, PlanRequest, Proposal, all_layers
 from moeclipse.train.placement.expert_buckets import ExpertBucket
 from moeclipse.train.placement.fedavg import average_replicas
@@ -49,7 +48,8 @@ from moeclipse.train.placement.search_budget import (
     counted_times,
     search_seconds,
 )
-from moeclipse.train.shard_state import ShardState
+from moeclipse.train.run.choices import Choices
+from moeclipse.train.step.dtype import repeats
 
 PATIENCE_S = 60.0
 LEAST_OF_STEP = 0.01

@@ -1,6 +1,7 @@
 """One layer's experts on this rank, and how they move: weights, master weights, both moments, step counts.
 
-    old, new owners -> transfers (`balance/ownership`) -> one exchange (`moe/migrate`) -> all of it into place
+    old, new owners -> transfers (`balance/ownership`) -> one exchange (`moe/own_loop/migrate`) -> all of it
+    into place
 
 Of an expert's elements each owner has a part. Where the ranks of an expert change, its parts do, too, and of
 its state what is another's from now on travels, in the order of elements.
@@ -21,10 +22,10 @@ import torch
 
 from moeclipse.balance.ownership import ExpertTransfer, Owner, Ownership
 from moeclipse.balance.placement import EMPTY, Placement
-from moeclipse.moe.migrate import exchange_experts
+from moeclipse.moe.own_loop.migrate import exchange_experts
 from moeclipse.ops.raw_bytes import as_bytes
+from moeclipse.train.optim.shard_state import STATES, ShardState
 from moeclipse.train.placement.expert_buckets import ExpertBucket
-from moeclipse.train.shard_state import STATES, ShardState
 
 
 class PlacedLayer:

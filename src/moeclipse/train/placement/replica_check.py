@@ -1,4 +1,5 @@
-"""Replicas must be equal, bit by bit: their digests are compared every so many steps (`train/integrity`).
+"""Replicas must be equal, bit by bit: their digests are compared every so many steps
+(`train/step/integrity`).
 
 Each rank has one number for each slot of each layer; all of them travel in one exchange. A difference names
 layer, expert and ranks: silent corruption of one rank's memory, or a bug, shows here and not as a loss that
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moeclipse.comm.flight.exchange import gather_to_host
+from moeclipse.comm.async_ops.exchange import gather_to_host
 from moeclipse.core.errors import CommError
 from moeclipse.train.placement.placed_layer import PlacedLayer
 

@@ -10,8 +10,8 @@ searched
     in turn otherwise        searches take SHARE of all steps' time, those first that could win most
 
 Contract: what is due follows from the number of the step, and the rest from loads and from two times that are
-kept (`train/choices`): equal choices search alike. Runs that promise equal bits time neither of both: a step
-takes what its products do at a fixed rate, and a search what searches of such tables were seen to take.
+kept (`train/run/choices`): equal choices search alike. Runs that promise equal bits time neither of both: a
+step takes what its products do at a fixed rate, and a search what searches of such tables were seen to take.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from moeclipse.balance.config import usual_slots
 from moeclipse.balance.planner import SMALL
 from moeclipse.comm.mesh import Mesh
 from moeclipse.model.flops import LeastWork
-from moeclipse.moe.fixed_prices import rate
-from moeclipse.moe.given import expert_group
+from moeclipse.moe.tune.fixed_prices import rate
+from moeclipse.moe.validate import expert_group
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.placement.background_plan import PlanRequest
 

@@ -10,9 +10,9 @@ So a rank gets up to twice its share, as long as
 
 and never fewer than `balance.config.usual_slots`, which count where nothing is measured.
 
-Contract: all ranks find the same number. It is kept in `choices.json` (`train/settle`): memory that is left
-differs from run to run, and what planners do depends on slots. Runs that promise equal bits count the memory
-of the host instead, and on devices have the usual slots.
+Contract: all ranks find the same number. It is kept in `choices.json` (`train/run/resolve_auto`): memory that
+is left differs from run to run, and what planners do depends on slots. Runs that promise equal bits count the
+memory of the host instead, and on devices have the usual slots.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from moeclipse.balance.config import usual_slots
 from moeclipse.balance.planner import SMALL
 from moeclipse.comm.mesh import Mesh
 from moeclipse.model.count import expert_parameters
-from moeclipse.moe.given import expert_group
-from moeclipse.train.buckets import summed_type
+from moeclipse.moe.validate import expert_group
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.kept import readable
-from moeclipse.train.numbers import choose_dtype, repeats
-from moeclipse.train.room import memory_given, memory_left
+from moeclipse.train.optim.buckets import summed_type
+from moeclipse.train.step.dtype import choose_dtype, repeats
+from moeclipse.train.step.free_memory import memory_given, memory_left
+from moeclipse.train.step.saved_bytes import readable
 
 KEY = "placement.slots_per_rank"
 PART = 0.1

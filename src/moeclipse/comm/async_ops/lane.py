@@ -1,0 +1,165 @@
+"""A lane: a FIFO of communication that runs beside compute.
+
+    rows = lane.launch(group, "dispatch rows, layer 3", lambda: dist.all_to_all_single(out, ...), out)
+    ...                  # compute that does not need the result
+    rows.get()           # from here on `out` may be used
+
+On CUDA a lane is a stream: the transfer starts after everything the current stream holds at launch,
+and `get` orders the current stream behind it without blocking the host. On CPU the transfer runs on
+gloo's own threads and `get` blocks. Order comes from events alone, never from a driver setting.
+
+A transfer keeps its tensors alive until it is waited for; every transfer must be waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from moeclipse.comm.async_ops.record import Recorder, TransferStamps
+from moeclipse.comm.failure import Watch
+from moeclipse.comm.group import Group
+
+T = TypeVar("T")
+SPIN_S = 2e-3  # how long the host spins for a result before it lets others have the core
+
+
+class Transfer(Generic[T]):
+    """A transfer under way, an `InFlight`: what it brings, and what it needs until it is done."""
+
+    def __init__(
+        self, lane: Lane, group: Group, label: str, stamps: TransferStamps, value: T, keep: Any
+    ) -> None:
+        self._lane, self._group, self._label, self._stamps = lane, group, label, stamps
+        self._value, self._keep = value, keep
+        self._op = lane.watch.log.launch(lane.name, label, group.ranks)
+        self._work: Any = None
+        self._event: torch.cuda.Event | None = None
+        self._waited = False
+
+    def get(self) -> T:
+        """Let what follows use the result."""
+        if not self._waited:
+            self._wait(self._op.patience_s)
+        return self._value
+
+    def settle(self, patience_s: float | None = None) -> T:
+        """Wait on the host until the result is there. `patience_s` replaces the deadline where peers may
+        be slow."""
+        patience_s = self._op.patience_s = patience_s or self._op.patience_s
+        if not self._waited:
+            self._wait(patience_s)
+        if self._event is not None:
+            poll(self._event, self._lane.watch, self._label, self._group.ranks, patience_s)
+        return self._value
+
+    def _wait(self, patience_s: float | None) -> None:
+        self._waited = True
+        with self._lane.recorder.waiting():
+            if self._event is not None:
+                torch.cuda.current_stream().wait_event(self._event)
+            else:
+                self._op.waited = time.monotonic()
+                self._block(patience_s)
+                self._lane.watch.log.end(self._op)
+        if self._stamps.done is None:
+            self._stamps.done = time.perf_counter_ns()
+        self._keep = self._work = None  # a Work may hold tensors, too
+
+    def _block(self, patience_s: float | None) -> None:
+        watch = self._lane.watch
+        try:
+            self._work.wait(timedelta(seconds=patience_s or watch.deadline_s))
+        except RuntimeError as error:
+            raise watch.explain(self._label, self._group.ranks, error, self._lane.name) from None
+
+
+class Lane:
+    def __init__(self, name: str, device: torch.device, recorder: Recorder, watch: Watch) -> None:
+        self.name, self.recorder, self.watch = name, recorder, watch
+        self.device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    def launch(
+        self,
+        group: Group,
+        label: str,
+        start: Callable[[], Any],
+        value: T,
+        keep: Any = None,
+        *,
+        on_stream: bool = False,
+    ) -> Transfer[T]:
+        """Start a transfer that brings `value`; `start` returns the Work of an asynchronous collective.
+
+        `keep`: what it reads, kept until it is waited for. `on_stream`: it enqueues its work on the current
+        stream, whatever library the group belongs to.
+        """
+        if self.device.type == "cuda" and (on_stream or group.backend == "nccl"):
+            return self._launch_on_stream(group, label, start, value, keep)
+        stamps = self.recorder.launch(self.name, group.name, label)
+        transfer = Transfer(self, group, label, stamps, value, keep)
+        transfer._op.on_host = True
+        self.watch.log.start(transfer._op)
+        try:
+            transfer._work = start()
+        except RuntimeError as error:
+            raise self.watch.explain(label, group.ranks, error, self.name) from None
+        if self.recorder.active and not self.recorder.cuda:
+            _stamp_when_done(transfer._work, stamps)
+        return transfer
+
+    def _launch_on_stream(
+        self, group: Group, label: str, start: Callable[[], Any], value: T, keep: Any
+    ) -> Transfer[T]:
+        if self._stream is None:
+            # torch hands out 32 streams of each priority in turn, and NCCL takes one of those without for
+            # each communicator: a lane that got one of them a second time would wait for what is on it.
+            self._stream = torch.cuda.Stream(self.device, priority=-1)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            stamps = self.recorder.launch(self.name, group.name, label)
+            transfer = Transfer(self, group, label, stamps, value, keep)
+            log, handle = self.watch.log, self._stream.cuda_stream
+            log.start(transfer._op, handle)
+            start().wait()  # orders this stream behind the library's own; the host goes on
+            log.end(transfer._op, handle)
+            stamps.done = self.recorder.stamp()
+            transfer._event = torch.cuda.Event()
+            transfer._event.record()
+        return transfer
+
+
+def poll(
+    event: torch.cuda.Event,
+    watch: Watch,
+    label: str,
+    ranks: tuple[int, ...],
+    patience_s: float | None = None,
+) -> None:
+    """Wait on the host for an event, no longer than the deadline."""
+    begun = time.monotonic()
+    while not event.query():
+        waited = time.monotonic() - begun
+        if waited > (patience_s or watch.deadline_s):
+            raise watch.explain(label, ranks, TimeoutError("timed out"))
+        if waited > SPIN_S:
+            time.sleep(SPIN_S / 10)
+
+
+def _stamp_when_done(work: Any, stamps: TransferStamps) -> None:
+    """Gloo finishes on its own thread: stamp there, because nobody may be waiting yet."""
+
+    def done(_: Any) -> None:
+        if stamps.done is None:
+            stamps.done = time.perf_counter_ns()
+
+    try:
+        future = work.get_future()
+    except RuntimeError:  # gloo's sends and receives have none: whoever waits for them stamps
+        return
+    future.add_done_callback(done)

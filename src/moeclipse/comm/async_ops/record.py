@@ -1,0 +1,174 @@
+"""When a rank computed, waited and communicated, as its own annotations saw it.
+
+A stamp is a host time on CPU and an event on CUDA; both become seconds on the host's monotonic clock
+when the step is over, so nothing is synchronised while the step runs. Annotations, not kernel names,
+say what is communication: every transfer we start is one, and nothing else is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from moeclipse.comm.async_ops.ledger import Ledger
+
+Stamp = Any  # int nanoseconds on CPU, torch.cuda.Event on CUDA
+Region = list[tuple[str, str, str]]
+"""What a captured region launches: lane, group and label of each."""
+
+
+@dataclass(kw_only=True)
+class TransferStamps:
+    """Of one transfer: `group` names the axis, so that its members can match their k-th transfers."""
+
+    group: str
+    label: str
+    lane: str = ""
+    launched: int
+    begun: Stamp
+    done: Stamp = None
+
+
+@dataclass(kw_only=True)
+class StepStamps:
+    """All of one step in seconds; transfers keep the order in which this rank launched them."""
+
+    window: tuple[float, float]
+    compute: list[tuple[float, float]]
+    waits: list[tuple[float, float]]
+    transfers: list[tuple[str, str, float, float]] = field(default_factory=list)
+    """(group, label, launched, done)"""
+    lanes: list[str] = field(default_factory=list)
+    """Of each transfer."""
+    named: list[tuple[str, float, float]] = field(default_factory=list)
+    """Of a traced step: what computed when, the whole before its parts."""
+
+
+class Recorder:
+    """Collects the stamps of one step at a time; outside a step it costs nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.active = False
+        self.ledger: Ledger | None = None
+        """Checks that each launch is the next op of a program; left out: they pass by."""
+        self._region: Region | None = None
+        self._origin: tuple[int, Stamp] = (0, None)
+        self.marks: list[tuple[Any, Stamp, Stamp]] | None = None
+        """What is computed, with a name each; None: the step is not traced, and names cost nothing."""
+        self._compute: list[tuple[Stamp, Stamp]] = []
+        self._waits: list[tuple[Stamp, Stamp]] = []
+        self._transfers: list[TransferStamps] = []
+
+    def stamp(self) -> Stamp:
+        if not self.cuda:
+            return time.perf_counter_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def begin_step(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+        self._origin = (time.perf_counter_ns(), self.stamp())
+        self._compute, self._waits, self._transfers = [], [], []
+        self.marks = None if self.marks is None else []
+        self.active = True
+
+    @contextmanager
+    def compute(self, what: Any = "compute") -> Iterator[None]:
+        begun = self.stamp() if self.active else None
+        yield
+        if self.active and begun is not None:
+            self._compute.append((begun, self.stamp()))
+            if self.marks is not None:
+                self.marks.append((what, *self._compute[-1]))
+
+    def mark(self, what: Any) -> AbstractContextManager[None]:
+        """A part of compute that a trace shows by name; `what` is made a text when the step is over."""
+        return self._marked(what) if self.tracing else nullcontext()
+
+    @property
+    def tracing(self) -> bool:
+        """Not inside what is captured: there, stamps would be parts of a graph."""
+        return self.marks is not None and self._region is None
+
+    @contextmanager
+    def _marked(self, what: Any) -> Iterator[None]:
+        begun = self.stamp()
+        yield
+        if self.marks is not None:
+            self.marks.append((what, begun, self.stamp()))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        begun = self.stamp() if self.active else None
+        yield
+        if self.active and begun is not None:
+            self._waits.append((begun, self.stamp()))
+
+    def passes(self, lane: str, group: str, label: str) -> None:
+        """Every transfer that is launched passes here, whatever carries it."""
+        if self._region is not None:
+            self._region.append((lane, group, label))
+        if self.ledger is not None:
+            self.ledger.launch(lane, group, label)
+
+    @contextmanager
+    def region(self) -> Iterator[Region]:
+        """What is launched inside, in order: where that is captured, it is launched again at every replay."""
+        outer, self._region = self._region, []
+        try:
+            yield self._region
+        finally:
+            self._region = outer
+
+    def replay(self, region: Region) -> None:
+        """A captured region is launched as one: what it lists passes as if each were launched by itself."""
+        for launch in region:
+            self.passes(*launch)
+
+    def apart(self, what: str) -> AbstractContextManager[None]:
+        """Launches inside belong to no step."""
+        return nullcontext() if self.ledger is None else self.ledger.apart(what)
+
+    def launch(self, lane: str, group: str, label: str) -> TransferStamps:
+        self.passes(lane, group, label)
+        now = time.perf_counter_ns()
+        stamps = TransferStamps(group=group, label=label, lane=lane, launched=now, begun=self.stamp())
+        if self.active:
+            self._transfers.append(stamps)
+        return stamps
+
+    def end_step(self) -> StepStamps:
+        self.active = False
+        end = self.stamp()
+        if self.cuda:
+            torch.cuda.synchronize()
+        transfers = []
+        for one in self._transfers:
+            done = one.done if one.done is not None else end
+            transfers.append((one.group, one.label, self.seconds(one.begun), self.seconds(done)))
+        return StepStamps(
+            window=(self._origin[0] * 1e-9, self.seconds(end)),
+            compute=[(self.seconds(a), self.seconds(b)) for a, b in self._compute],
+            waits=[(self.seconds(a), self.seconds(b)) for a, b in self._waits],
+            transfers=transfers,
+            lanes=[one.lane for one in self._transfers],
+            named=self._named(),
+        )
+
+    def _named(self) -> list[tuple[str, float, float]]:
+        found = [(str(what), self.seconds(a), self.seconds(b)) for what, a, b in self.marks or ()]
+        return sorted(found, key=lambda one: (one[1], -one[2]))
+
+    def seconds(self, stamp: Stamp) -> float:
+        """On the host's clock; of a stamp of the last step, after its end."""
+        if not self.cuda or isinstance(stamp, int):
+            return float(stamp * 1e-9)
+        return float(self._origin[0] * 1e-9 + self._origin[1].elapsed_time(stamp) * 1e-3)

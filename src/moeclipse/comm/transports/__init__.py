@@ -1,0 +1,1 @@
+"""How rows travel between ranks: one interface, several wires."""

@@ -1,0 +1,1 @@
+"""The exchange: which row goes to whom, there and back."""

@@ -1,0 +1,318 @@
+"""Dispatch, experts, combine: one autograd node that runs two verified programs.
+
+    forward    S rows out     C experts              R partial sums back    then one sum over ranks
+    backward   S d_out rows   C dgrad   W weights    R d_x rows back        then one sum over ranks
+
+Rows of shadowed experts (`moe/experts/shadow`) take no part in this: they are computed where they are.
+
+The node runs on every rank, also with zero rows: a path that cut autograd on one rank would leave the
+others waiting in the backward exchange. Which unit of rows travels when is the program's business
+(`schedule/smart`); what an op does to the tensors is written here, and a blocking exchange is the program
+with one unit. A token may be several tensors (`moe/exchange/structure`): their rows travel side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from moeclipse.comm.async_ops.execute import execute
+from moeclipse.comm.async_ops.in_flight import InFlight, Joined
+from moeclipse.moe.exchange.dispatch import Dispatcher, DispatchPlan, Unit
+from moeclipse.moe.exchange.launches import announce
+from moeclipse.moe.exchange.saved_tensors import put_together, take_apart
+from moeclipse.moe.experts.fused import FusedExperts
+from moeclipse.moe.experts.pairwise import PairwiseExperts
+from moeclipse.moe.experts.protocols import PairExperts
+from moeclipse.moe.experts.shadow import RankShadows, ShadowExperts, ShadowGrads, ShadowKept
+from moeclipse.moe.private_torch import keeps_graph
+from moeclipse.moe.tune.granularity import Stopwatch
+from moeclipse.ops.first_order import first_order
+from moeclipse.schedule import kinds
+from moeclipse.schedule.check import Verified
+from moeclipse.schedule.kinds import Kind, Part
+from moeclipse.schedule.op import Op
+
+Key = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Programs:
+    """What a layer runs; all are verified and share one shape."""
+
+    forward: Verified
+    backward: Verified
+    pieces: Verified
+    """Backward for pipelines, which place weight gradients themselves: all of them come last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardKept:
+    """What backward needs of a forward pass."""
+
+    plan: DispatchPlan
+    experts: PairExperts
+    saved: dict[Key, Any]
+    """By unit; backward takes them out."""
+    scores: tuple[torch.Size, torch.dtype]
+    shadows: ShadowKept | None
+
+
+WHOLE = (Dispatcher, Unit, RankShadows, PairwiseExperts)
+"""What stands in a ForwardKept and outlives it, or has no tensors."""
+
+
+@dataclass(kw_only=True)
+class ForwardRun:
+    """Tensors of one forward pass while its program runs."""
+
+    plan: DispatchPlan
+    experts: PairExperts
+    rows: list[torch.Tensor]
+    """Of each input, the rows this rank sends, in the order of units."""
+    scores_TK: torch.Tensor
+    shadows: ShadowExperts | None = None
+    saved: dict[Key, Any] = field(default_factory=dict)
+
+    def run(self, verified: Verified) -> torch.Tensor:
+        self.start()
+        execute(verified, self.plan.dispatcher.group.index, self.op)
+        return self.finish()
+
+    def start(self) -> None:
+        plan = self.plan
+        self.pairs = plan.send_pairs_of(self.scores_TK)
+        self.arrived = [rows.new_empty((plan.num_arriving, *rows.shape[1:])) for rows in self.rows]
+        self.back_NO = self.rows[0].new_empty(len(self.rows[0]), self.experts.out_width)
+
+    def kept(self) -> ForwardKept:
+        """What backward needs, after `finish`."""
+        return ForwardKept(
+            plan=self.plan,
+            experts=self.experts,
+            saved=self.saved,
+            scores=(self.scores_TK.shape, self.scores_TK.dtype),
+            shadows=None if self.shadows is None else self.shadows.kept,
+        )
+
+    def finish(self, keep_rows: bool = False) -> torch.Tensor:
+        """The layer's output; everything has come back. `keep_rows`: they will be computed once more."""
+        out_TO = self.plan.sum_tokens(self.back_NO)
+        self.rows, self.back_NO = [], out_TO[:0]
+        if not keep_rows:
+            self.arrived = []  # what backward needs of them is in `saved`
+        return out_TO if self.shadows is None else out_TO + self.kept_TO
+
+    def op(self, op: Op) -> InFlight[Any] | None:
+        if self.shadows is not None and op.kind is kinds.SHADOW_SEND:
+            return self.shadows.send_weights()
+        if self.shadows is not None and op.kind is kinds.SHADOW_F:
+            self.kept_TO = self.shadows.forward()
+            return None
+        key = (op.step or 0, op.chunk or 0)
+        unit = self.plan.units[key]
+        if op.kind is kinds.S_F:
+            pairs = zip(self.rows, self.arrived, strict=True)
+            return Joined([self.plan.send(unit, rows, out, f"dispatch {op}") for rows, out in pairs])
+        if op.kind is kinds.R_F:
+            return self.plan.send_back(unit, self.partial_RO, self.back_NO, f"combine {op}")
+        assert op.kind is kinds.C_F, f"no such op in forward: {op}"
+        with self.plan.dispatcher.lane.recorder.mark(op):
+            self.compute(key, unit)
+        return None
+
+    def compute(self, key: Key, unit: Unit) -> None:
+        index_M, score_M = self.pairs.of(unit)
+        rows = [tensor[unit.arriving] for tensor in self.arrived]
+        given = (rows, index_M, unit.counts, score_M)
+        if isinstance(self.experts, FusedExperts):
+            self.partial_RO, self.saved[key] = self.experts.forward(*given, self.pairs.grouping(unit))
+        else:
+            self.partial_RO, self.saved[key] = self.experts.forward(*given)
+
+
+class BackwardRun:
+    """Tensors of one backward pass while its program runs."""
+
+    def __init__(
+        self,
+        kept: ForwardKept,
+        d_out_TO: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        wanted: Sequence[bool] | None = None,
+    ) -> None:
+        """`inputs` are like those of forward, and may be empty; `wanted`: see `Trainable.wgrad`."""
+        self.kept, self.plan, self.experts, self.wanted = kept, kept.plan, kept.experts, wanted
+        self.shadows = None if kept.shadows is None else ShadowGrads(kept.shadows)
+        self.d_out_TO = d_out_TO
+        self.d_scores: InFlight[torch.Tensor] | None = None
+        self.d_rows_NO = self.plan.take_rows(d_out_TO)
+        self.pending: list[tuple[int, Any]] = []
+        """Weight gradients to come, each with its step."""
+        self.weight_grads: tuple[torch.Tensor | None, ...] = ()
+        num_rows = len(self.plan.row_token_N)
+        self.back = [
+            tensor.new_empty((num_rows, *tensor.shape[1:])) if tensor.is_floating_point() else None
+            for tensor in inputs
+        ]
+
+    def run(self, verified: Verified) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+        """(gradients of the inputs, d_scores_TK); those of the weights are in `weight_grads`."""
+        self.start()
+        execute(verified, self.plan.dispatcher.group.index, self.op)
+        return self.finish()
+
+    def start(self) -> None:
+        self.arrived_RO = self.d_rows_NO.new_empty(self.plan.num_arriving, self.d_rows_NO.shape[1])
+        num_pairs = sum(self.plan.receive_pairs)
+        self.d_score_M = self.d_rows_NO.new_empty(num_pairs, dtype=self.kept.scores[1])
+
+    def return_scores(self) -> None:
+        """Score gradients travel once all units have them; behind the rows, because they are small."""
+        if self.d_scores is None:
+            self.d_scores = self.plan.return_score_grads(self.d_score_M)
+
+    def wgrad(self, step: int | None = None) -> None:
+        """Of one step's rows, or of all that are left."""
+        now = [pending for of, pending in self.pending if step in (None, of)]
+        self.pending = [later for later in self.pending if step not in (None, later[0])]
+        self.weight_grads = self.experts.wgrad(now, self.weight_grads, self.wanted)
+
+    def finish(self) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+        plan, shadows = self.plan, self.shadows
+        assert self.d_scores is not None
+        d_scores_TK = plan.place_score_grads(self.d_scores.get(), self.kept.scores[0])
+        grads = [None if rows is None else plan.sum_tokens(rows) for rows in self.back]
+        if shadows is not None:
+            d_scores_TK.view(-1)[shadows.place_m] = shadows.d_score_m
+            for number, more in enumerate(shadows.d_inputs):
+                mine = grads[number]
+                grads[number] = mine if mine is None or more is None else mine + more
+        return grads, d_scores_TK
+
+    def op(self, op: Op) -> InFlight[Any] | None:
+        if op.kind.part is Part.SHADOW:
+            return self.shadow_op(op.kind)
+        if op.kind is kinds.C_W:
+            if op.step is None:  # the last ones: every unit has its score gradients
+                self.return_scores()
+            self.wgrad(op.step)
+            return None
+        key = (op.step or 0, op.chunk or 0)
+        unit = self.plan.units[key]
+        if op.kind is kinds.S_B:
+            return self.plan.send(unit, self.d_rows_NO, self.arrived_RO, f"backward dispatch {op}")
+        if op.kind is kinds.R_B:
+            label = f"backward combine {op}"
+            pairs = zip(self.partial, self.back, strict=True)
+            return Joined(
+                self.plan.send_back(unit, rows, out, label)
+                for rows, out in pairs
+                if rows is not None and out is not None
+            )
+        assert op.kind is kinds.C_B, f"no such op in backward: {op}"
+        with self.plan.dispatcher.lane.recorder.mark(op):
+            self.compute(key, unit)
+        return None
+
+    def shadow_op(self, kind: Kind) -> InFlight[Any] | None:
+        shadows = self.shadows
+        assert shadows is not None
+        if kind is kinds.SHADOW_B:
+            shadows.dgrad(self.d_out_TO)
+        elif kind is kinds.SHADOW_W:
+            shadows.wgrad()
+        elif kind is kinds.SHADOW_REDUCE:
+            return shadows.return_grads()
+        else:
+            shadows.add_grads(self.weight_grads)
+        return None
+
+    def compute(self, key: Key, unit: Unit) -> None:
+        saved = self.kept.saved.pop(key)
+        self.partial, d_score_M, pending = self.experts.dgrad(self.arrived_RO[unit.arriving], saved)
+        if len(self.plan.units) == 1 and d_score_M.dtype == self.d_score_M.dtype:
+            self.d_score_M = d_score_M
+        else:
+            self.d_score_M[unit.pairs] = d_score_M.to(self.d_score_M.dtype)
+        self.pending.append((key[0], pending))
+
+
+class DispatchCombine(torch.autograd.Function):
+    """Gradients: d_scores, those of the inputs, and the experts' weights by hand.
+
+    Rows, weights and tables are kept by torch (`moe/exchange/saved_tensors`), so the node is as good as any
+    of torch's own. Called with (scores, call, inputs..., weights...): `call` says what runs and how many
+    inputs there are.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores_TK: torch.Tensor, call: LayerCall, *tensors: torch.Tensor) -> torch.Tensor:
+        inputs = tensors[: call.num_inputs]
+        run = call.forward(scores_TK, inputs)
+        programs = call.programs
+        announce(call.plan, programs.forward, programs.backward, call.num_inputs, pieces=False)
+        began = call.watch.stamp() if call.watch is not None else None
+        out_TO = run.run(call.programs.forward)
+        if call.watch is not None:
+            call.watch.lap(began, "F")
+        ctx.state, kept = take_apart(run.kept(), WHOLE)
+        ctx.save_for_backward(*kept)
+        ctx.program, ctx.watch = call.programs.backward, call.watch
+        ctx.inputs = [without_rows(tensor) for tensor in inputs]
+        return out_TO
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, d_out_TO: torch.Tensor) -> tuple[Any, ...]:
+        began = ctx.watch.stamp() if ctx.watch is not None else None
+        kept = put_together(ctx.state, ctx.saved_tensors, WHOLE)
+        wanted = ctx.needs_input_grad[2 + len(ctx.inputs) :]
+        back = BackwardRun(kept, d_out_TO, ctx.inputs, wanted)
+        d_inputs, d_scores_TK = back.run(ctx.program)
+        if not keeps_graph():
+            ctx.state = None
+        if ctx.watch is not None:
+            ctx.watch.lap(began, "B")
+        return d_scores_TK, None, *d_inputs, *back.weight_grads
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCall:
+    """What one call of the node needs besides tensors that carry gradients."""
+
+    plan: DispatchPlan
+    programs: Programs
+    experts: PairExperts
+    shadows: ShadowExperts | None = None
+    num_inputs: int = 1
+    watch: Stopwatch | None = None
+
+    def forward(self, scores_TK: torch.Tensor, inputs: Sequence[torch.Tensor]) -> ForwardRun:
+        """The state of one forward pass, before anything travels."""
+        if self.shadows is not None:
+            self.shadows.bind(inputs, scores_TK)
+        return ForwardRun(
+            plan=self.plan,
+            experts=self.experts,
+            rows=self.rows_of(inputs),
+            scores_TK=scores_TK,
+            shadows=self.shadows,
+        )
+
+    def rows_of(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What travels of each input."""
+        return [self.plan.take_rows(as_numbers(tensor)) for tensor in inputs]
+
+
+def without_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor of this type and width; a slice would keep the rows."""
+    return tensor.detach().new_empty(0, *tensor.shape[1:])
+
+
+def as_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Booleans travel as bytes: not every wire knows them."""
+    return tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor

@@ -1,0 +1,1 @@
+"""Experts: what is computed on rows that have arrived."""

@@ -1,0 +1,1 @@
+"""Gates: which experts each token visits."""

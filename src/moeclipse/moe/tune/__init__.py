@@ -1,0 +1,1 @@
+"""What a layer decides about its exchange, and the measurements that it decides by."""

@@ -1,0 +1,95 @@
+"""Seconds that all ranks take together, how sure they are, and how ranks tell each other of them.
+
+A work is timed a few times: the median counts, and what it may be off by follows from how the others lie
+around it (`Timing.noise`). The slope between two sizes is known where it is larger than twice its noise.
+Where it is not, both are timed again, with more to do; what cannot be told then is None, never a number.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from moeclipse.comm.async_ops.exchange import gather_to_host
+from moeclipse.comm.mesh import Mesh
+
+REPEATS = 5
+MAD_TO_SIGMA, MEDIAN_NOISE = 1.4826, 1.2533
+"""What makes a standard deviation of the median distance from the median, and of that the error of a median
+in standard deviations over the root of their number."""
+SURE = 2.0
+"""Times its noise that a slope must be, or it is not known."""
+MORE = {"cpu": (1, 4, 16), "cuda": (1, 1, 1)}
+"""Attempts to find a slope, each with so many times the larger size; a device may have no memory for more."""
+
+
+class Timing(NamedTuple):
+    seconds: float
+    noise: float
+    """What they may be off by."""
+
+
+class Slope(NamedTuple):
+    """Of seconds over size."""
+
+    each: float | None
+    """Seconds of one more; None: larger sizes took no longer that could be seen."""
+    doubt: float
+    """Part of it that it may be off by."""
+
+    @property
+    def rate(self) -> float | None:
+        return None if self.each is None else 1 / self.each
+
+
+def timing_of(seconds: list[float]) -> Timing:
+    middle = statistics.median(seconds)
+    spread = statistics.median(abs(one - middle) for one in seconds)
+    return Timing(middle, MEDIAN_NOISE * MAD_TO_SIGMA * spread / math.sqrt(len(seconds)))
+
+
+def slope_of(small: Timing, large: Timing, more: float) -> Slope:
+    """`more`: by how much the second is larger than the first."""
+    longer, noise = large.seconds - small.seconds, math.hypot(small.noise, large.noise)
+    return Slope(longer / more, noise / longer) if longer > SURE * noise else Slope(None, 1.0)
+
+
+def timed(work: Callable[[], object], device: torch.device) -> Timing:
+    """Of `work`, which all ranks run at the same time."""
+    seconds = []
+    for _ in range(REPEATS):
+        begun = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - begun)
+    return timing_of(seconds)
+
+
+def clock(work: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of `work`, which all ranks run at the same time."""
+    return timed(work, device).seconds
+
+
+def slowest(works: list[Callable[[], object]], mesh: Mesh) -> list[Timing]:
+    """Of each work, once tried, what the slowest rank takes; the same on every rank of the stage."""
+    mine: list[float] = []
+    for work in works:
+        work()
+        tell(mesh, [])
+        mine += timed(work, mesh.device)
+    everyone = tell(mesh, mine)
+    return [max(Timing(*row[at : at + 2]) for row in everyone) for at in range(0, len(mine), 2)]
+
+
+def tell(mesh: Mesh, numbers: list[float]) -> list[list[float]]:
+    """Everyone's numbers, on every rank of the stage; without any, a barrier."""
+    mine = torch.tensor([*numbers, 0.0], dtype=torch.float64, device=mesh.device)
+    return [
+        row[:-1] for row in gather_to_host(mesh.a2a, mesh.stage, mine, "exchange of measured costs").get()
+    ]

@@ -1,0 +1,1 @@
+"""From documents to samples and batches."""

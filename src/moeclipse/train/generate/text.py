@@ -1,0 +1,282 @@
+"""Text from a model: prompts in, what follows them out, token by token.
+
+    model = moeclipse.load_model("runs/NAME")                  # or a checkpoint, or a Hugging Face folder
+    texts = model.generate(["def f(", "import "], max_tokens=40, temperature=0.8)
+    for piece in model.stream(["def f("], stop=("\\n\\n",)):
+        print(piece.text, end="", flush=True)
+
+Idea. All rows go on together, one token a step (`model/decode`). On several ranks each rank of the data axis
+reads some of the prompts, and rows of all of them meet at the experts; ranks of a tp group read the same
+ones. After each step every rank hears what all rows wrote, so all of them know alike who has ended.
+
+Contract. A text depends on its prompt, its number among the prompts, the seed and the options: not on the
+other prompts, nor on the layout but for rounding. Collective: every rank calls with the same arguments, and
+takes all that `stream` gives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+
+from moeclipse.comm.async_ops.exchange import gather_to_host
+from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.start import choose_device
+from moeclipse.core.config import problems_of
+from moeclipse.core.errors import ConfigError
+from moeclipse.core.shares import even_bounds
+from moeclipse.model.decode import Decoder, writing
+from moeclipse.model.sampling import SamplingConfig, choose_tokens
+from moeclipse.model.transformer import Transformer
+from moeclipse.tensor.parallel import TensorParallel
+from moeclipse.train.data.vocabulary import GrowingText, Vocabulary
+from moeclipse.train.generate.decode_graph import DecodeGraph, obstacle
+from moeclipse.train.ranks import PatientRanks
+from moeclipse.train.step.dtype import choose_dtype
+from moeclipse.train.step.graphs import CudaCapture
+from moeclipse.train.weights.load import load_into
+from moeclipse.train.weights.open_model import find_model, open_weights_of
+
+USUAL_TOKENS = 200
+PATIENCE_S = 600.0
+"""How long ranks wait for one that still reads weights."""
+Ended = Literal["", "end", "stop", "length", "time"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(SamplingConfig):
+    """How texts are written."""
+
+    max_tokens: int | Literal["auto"] = "auto"
+    """Tokens to write after each prompt; auto: 200, or what the model's context leaves."""
+    stop: tuple[str, ...] = ()
+    """A text ends before the first of these strings."""
+    chat: bool = False
+    """Prompts are what a user says, framed by the tokenizer's chat template."""
+    context: int = 0
+    """Tokens of prompt and text together; 0: as many as the model was trained on."""
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.max_tokens != "auto" and self.max_tokens < 0:
+            yield f'max_tokens ({self.max_tokens}) must not be negative, or "auto"'
+        if self.context < 0:
+            yield f"context ({self.context}) must not be negative; 0 is what the model was trained on"
+        if "" in self.stop:
+            yield "stop holds an empty string, with which every text would end at once; leave it out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextPiece:
+    """What came to a row."""
+
+    row: int
+    text: str
+    ended: Ended = ""
+    """end: the model ended it; stop: a stop string; length, time: that was all it had."""
+
+
+class LanguageModel:
+    """A model that writes, made by `load_model`, or around one that is being trained."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        vocabulary: Vocabulary,
+        *,
+        context: int = 0,
+        segment: int = 0,
+        ends: frozenset[int] = frozenset(),
+    ) -> None:
+        """`context`: tokens of its longest text, 0: any. `segment`: of a model with memory."""
+        self.model, self.vocabulary = model, vocabulary
+        self.context, self.segment, self.ends = context, segment, ends
+
+    def generate(self, prompts: str | Sequence[str], **options: Any) -> list[str]:
+        """What follows each prompt; options are those of `GenerateConfig`."""
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts = [""] * len(prompts)
+        for piece in self.stream(prompts, **options):
+            texts[piece.row] += piece.text
+        return texts
+
+    def stream(
+        self, prompts: str | Sequence[str], *, until: float | None = None, **options: Any
+    ) -> Iterator[TextPiece]:
+        """The same in pieces, as they come. `until`: a time of `time.monotonic` at which all rows end."""
+        config = given_options(options)
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        return self.stream_tokens(self.tokens_of(prompts, chat=config.chat), config, until)
+
+    def tokens_of(self, prompts: Sequence[str], *, chat: bool = False) -> list[list[int]]:
+        """Raises ConfigError for prompts that have no token, or tokens that the model has not."""
+        if not prompts:
+            raise ConfigError("there is no prompt; give at least one")
+        size, found = self.model.config.vocab_size, []
+        for number, prompt in enumerate(prompts):
+            ids = self.vocabulary.encode_chat(prompt) if chat and prompt else self.vocabulary.encode(prompt)
+            if not ids:
+                raise ConfigError(f"prompt {number + 1} is empty; give it at least one character")
+            if max(ids) >= size:
+                raise ConfigError(
+                    f"prompt {number + 1} has token {max(ids)}, but the model's vocabulary has {size}: the "
+                    "tokenizer belongs to another model"
+                )
+            found.append(ids)
+        return found
+
+    def budgets(self, prompts: Sequence[Sequence[int]], config: GenerateConfig) -> list[int]:
+        """Tokens that each row may write."""
+        context = config.context or self.context
+        longest = max(map(len, prompts))
+        asked = 0 if config.max_tokens == "auto" else config.max_tokens
+        if context and longest + asked > context:
+            more = f" and max_tokens ({asked})" if asked else ""
+            raise ConfigError(
+                f"a prompt of {longest} tokens{more} is more than the {context} tokens of the model's "
+                "longest text; ask for less, or go beyond what it was trained on with a larger context"
+            )
+        if config.max_tokens != "auto":
+            return [asked] * len(prompts)
+        return [min(USUAL_TOKENS, context - len(ids)) if context else USUAL_TOKENS for ids in prompts]
+
+    def stream_tokens(
+        self, prompts: Sequence[Sequence[int]], config: GenerateConfig, until: float | None = None
+    ) -> Iterator[TextPiece]:
+        """For prompts that are tokens already; what cannot be done is said here, not with the first piece."""
+        return self._pieces(prompts, config, until, self.budgets(prompts, config))
+
+    def _pieces(
+        self,
+        prompts: Sequence[Sequence[int]],
+        config: GenerateConfig,
+        until: float | None,
+        budgets: Sequence[int],
+    ) -> Iterator[TextPiece]:
+        rows = [GrowingText(self.vocabulary, ids, config.stop) for ids in prompts]
+        length = max(len(ids) + budget for ids, budget in zip(prompts, budgets, strict=True))
+        steps = Steps(self.model, prompts, config, length, self.segment)
+        going: set[int] = set()
+        for row, budget in enumerate(budgets):
+            if budget:
+                going.add(row)
+            else:
+                yield TextPiece(row=row, text="", ended="length")
+        tokens: list[int] = []
+        while going:
+            tokens, late = steps.next(tokens, going, until is not None and time.monotonic() > until)
+            for row in sorted(going):
+                text, token = rows[row], tokens[row]
+                piece = "" if token in self.ends else text.add(token)
+                ended: Ended = "end" if token in self.ends else "stop" if text.stopped else ""
+                if not ended and (late or len(text.ids) == budgets[row]):
+                    ended = "time" if late else "length"
+                if ended:
+                    going.discard(row)
+                    piece += text.end()
+                if piece or ended:
+                    yield TextPiece(row=row, text=piece, ended=ended)
+
+
+class Steps:
+    """One token more for all rows, over all ranks."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        prompts: Sequence[Sequence[int]],
+        config: SamplingConfig,
+        length: int,
+        segment: int,
+    ) -> None:
+        mesh, self.config, self.prompts = model.mesh, config, prompts
+        self.model, self.mesh = model, mesh
+        self.bounds = even_bounds(len(prompts), mesh.num_data)
+        self.mine = range(*self.bounds[mesh.data_index : mesh.data_index + 2])
+        # Sequence parallelism wants as many rows as tp divides: some read along, and nobody looks.
+        unit = model.tp.size if model.tp.parts_tokens else 1
+        self.idle = -len(self.mine) % unit
+        self.decoder = Decoder(model, len(self.mine) + self.idle, length, segment=segment)
+        self.graph: DecodeGraph | None = None
+        self.place = 0
+
+    def next(self, tokens: Sequence[int], going: set[int], late: bool) -> tuple[list[int], bool]:
+        """(what every row writes next, whether time is over on any rank), after these tokens."""
+        if not tokens:
+            new = [list(self.prompts[row]) for row in self.mine]
+        else:
+            new = [[tokens[row]] if row in going else [] for row in self.mine]
+        new += [[0] if not tokens else []] * self.idle
+        with writing(self.model), self.mesh.recorder.apart("a text is written"):
+            logits_BV = self._read(new, first=not tokens)[: len(self.mine)]
+            chosen = choose_tokens(logits_BV, self.config, self.mine, self.place)
+            self.place += 1
+            return self._tell(chosen, late)
+
+    def _read(self, new: list[list[int]], *, first: bool) -> torch.Tensor:
+        """Prompts as they are; then, where it can be, each step as a graph."""
+        if first:
+            logits_BV = self.decoder.read(new)
+            if not obstacle(self.decoder):
+                self.graph = DecodeGraph(self.decoder, CudaCapture(self.mesh.device))
+            return logits_BV
+        return self.decoder.read(new) if self.graph is None else self.graph.read(new)
+
+    def _tell(self, chosen_B: torch.Tensor, late: bool) -> tuple[list[int], bool]:
+        mesh = self.mesh
+        if mesh.num_ranks == 1:
+            return [int(token) for token in chosen_B.tolist()], late
+        widest = -(-len(self.prompts) // mesh.num_data)
+        told = torch.zeros(1 + widest, dtype=torch.int64, device=mesh.device)
+        told[0] = late
+        told[1 : 1 + len(chosen_B)] = chosen_B
+        everyone = gather_to_host(mesh.a2a, mesh.world, told, "tokens of a text").get()
+        tokens: list[int] = []
+        for data, (first, stop) in enumerate(pairwise(self.bounds)):
+            tokens += [int(token) for token in everyone[data * mesh.tp][1 : 1 + stop - first]]
+        return tokens, any(row[0] for row in everyone)
+
+
+def given_options(options: dict[str, Any]) -> GenerateConfig:
+    known = [field.name for field in fields(GenerateConfig)]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise ConfigError(f"generate has no option {unknown[0]!r}; it takes {', '.join(known)}")
+    if isinstance(options.get("stop"), str):
+        options = options | {"stop": (options["stop"],)}
+    config = GenerateConfig(**options)
+    problems = list(problems_of(config))
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def load_model(
+    path: str,
+    *,
+    mesh: Mesh | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    tokenizer: str = "",
+    peer: Literal["auto", "on", "off"] = "auto",
+    note: Callable[[str], None] = lambda _: None,
+) -> LanguageModel:
+    """The model of a run, a checkpoint or a Hugging Face folder; collective over the ranks of `mesh`."""
+    found = find_model(path)
+    vocabulary = found.vocabulary(tokenizer)
+    mesh = mesh or Mesh.single(choose_device(device))
+    kind = choose_dtype(found.dtype if dtype == "auto" else dtype, mesh.device)
+    ranks = PatientRanks(mesh, PATIENCE_S)
+    weights = open_weights_of(found, ranks)
+    note(f"weights of {getattr(weights, 'path', path)}")
+    shapes = found.shapes
+    tp = TensorParallel.of(mesh, peer=peer)
+    model = Transformer(shapes.model, shapes.moe, shapes.gate, mesh=mesh, tp=tp, dtype=kind, lora=found.lora)
+    load_into(model, weights)
+    model.requires_grad_(False)
+    return LanguageModel(model, vocabulary, context=found.context, segment=found.segment, ends=found.ends)

@@ -1,0 +1,1 @@
+"""The optimizer: buckets of parameters, shards, and their update."""

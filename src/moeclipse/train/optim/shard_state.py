@@ -1,0 +1,119 @@
+"""What the owner of a shard keeps: weights and both moments, in the form that `optim` asks for.
+
+    form             lies in memory as                                       checkpoints and other ranks get
+    plain            one tensor                                              that tensor
+    low bits         what the bf16 weights lack of fp32 (`ops/low_bits`)     fp32 weights
+    8 bits           codes, and a byte for each block (`ops/eight_bits`)     bf16 moments, which is exact
+
+Idea. Whoever updates takes the forms as they are (`ops/adam`). All others, who save, load, compare and send
+state, ask for its values and put values back: no other file knows which form it is.
+
+Hazard. Low bits belong to the weights of the bucket as they are: `values` reads those, and `put` leaves them
+alone. Whoever puts weights has the bucket store them, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moeclipse.ops.eight_bits import M_FRACTION, V_FRACTION, EightBits, decode, encode
+from moeclipse.ops.low_bits import LowBits, join, split
+from moeclipse.ops.precision import wide_of
+from moeclipse.ops.rounding import Stretches
+from moeclipse.train.optim.buckets import Bucket
+from moeclipse.train.optim.optim_config import OptimConfig
+
+STATES = ("weight", "adam_m", "adam_v")
+
+
+@dataclass(kw_only=True)
+class ShardState:
+    bucket: Bucket
+    weight: torch.Tensor | LowBits
+    adam_m: torch.Tensor | EightBits
+    adam_v: torch.Tensor | EightBits
+    stretches: Stretches | None = None
+    """What lies where in the shard, once somebody asked."""
+
+    @classmethod
+    def of(cls, bucket: Bucket, config: OptimConfig) -> ShardState:
+        """Of a bucket's weights as they are, with moments of zero."""
+        narrow = bucket.params.dtype
+        wide = bucket.weights(narrow if config.master == "none" else None)
+        length, device = len(wide), bucket.params.device
+        low = config.master == "low-bits" and narrow == torch.bfloat16
+        weight = LowBits.zeros(length, device) if low else wide
+        m: torch.Tensor | EightBits
+        v: torch.Tensor | EightBits
+        if config.state == "8bit" and bucket.block:
+            m, v = (EightBits.zeros(length, bucket.block, bits, device) for bits in (M_FRACTION, V_FRACTION))
+        else:
+            dtype = torch.bfloat16 if config.state == "bf16" else wide_of(narrow)
+            m, v = (torch.zeros(length, dtype=dtype, device=device) for _ in range(2))
+        return cls(bucket=bucket, weight=weight, adam_m=m, adam_v=v)
+
+    def __len__(self) -> int:
+        return len(self.adam_m.codes if isinstance(self.adam_m, EightBits) else self.adam_m)
+
+    @property
+    def needs_chance(self) -> bool:
+        """Whether something is rounded by it: moments in 8 bits, weights without a master."""
+        alone = isinstance(self.weight, torch.Tensor) and self.weight.dtype == torch.bfloat16
+        return alone or isinstance(self.adam_m, EightBits)
+
+    def values(self, kind: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Elements [start, stop) of one of STATES: themselves where they are plain, or else a copy."""
+        kept = getattr(self, kind)
+        stop = len(self) if stop is None else stop
+        if isinstance(kept, LowBits):
+            return join(self.bucket.weights(torch.bfloat16), kept, start, stop)
+        if isinstance(kept, EightBits):
+            return decode(kept, start, stop).to(torch.bfloat16)
+        part: torch.Tensor = kept[start:stop]
+        return part
+
+    def piece(self, kind: str, start: int, stop: int) -> torch.Tensor:
+        """The same for a checkpoint: copies wait in host memory, where there is room for all of them."""
+        values = self.values(kind, start, stop)
+        return values if isinstance(getattr(self, kind), torch.Tensor) else values.cpu()
+
+    def type_of(self, kind: str) -> torch.dtype:
+        """Of its values."""
+        kept = getattr(self, kind)
+        if isinstance(kept, LowBits):
+            return torch.float32
+        return torch.bfloat16 if isinstance(kept, EightBits) else kept.dtype
+
+    def room(self, kind: str) -> torch.Tensor:
+        """Its values, to be overwritten with others of any type and `put`: what is rounded is so once."""
+        values = self.values(kind)
+        return values.float() if isinstance(getattr(self, kind), EightBits) else values
+
+    def put(self, kind: str, values: torch.Tensor) -> None:
+        """All elements anew; there may be more or fewer than there were. 8 bits: rounded to the nearest."""
+        kept = getattr(self, kind)
+        if isinstance(kept, LowBits):
+            bits = LowBits.zeros(len(values), values.device)
+            split(values, torch.empty_like(values, dtype=torch.bfloat16), bits)
+            setattr(self, kind, bits)
+        elif isinstance(kept, EightBits):
+            moment = EightBits.zeros(len(values), kept.block, kept.fraction, values.device)
+            encode(values.float(), moment)
+            setattr(self, kind, moment)
+        else:
+            setattr(self, kind, values)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that lies in memory for it; weights only where they are not the bucket's own."""
+        found: dict[str, torch.Tensor] = {}
+        for kind, kept in (("adam_m", self.adam_m), ("adam_v", self.adam_v)):
+            if isinstance(kept, EightBits):
+                found |= {f"{kind} codes": kept.codes, f"{kind} tops": kept.tops}
+            else:
+                found[kind] = kept
+        if isinstance(self.weight, LowBits):
+            return {"weight low": self.weight.low, "weight ties": self.weight.ties, **found}
+        own = self.weight.untyped_storage().data_ptr() == self.bucket.params.untyped_storage().data_ptr()
+        return found if own else {"weight": self.weight, **found}

@@ -1,0 +1,81 @@
+"""The step of a run as its configuration lays it out, and how long the simulator says it takes.
+
+The program is the one that the run would execute: its stages, even or as listed, its dense first layers,
+the head, chunks and recompute, all that travels beside rows, and the end of the step with buckets as large as
+its layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from moeclipse.cost.model import Costs
+from moeclipse.pipeline.overlap import lay_out, make_program
+from moeclipse.schedule.check import Verified, verify
+from moeclipse.sim.compare import Answer
+from moeclipse.sim.engine import simulate
+from moeclipse.sim.measure import summarise
+from moeclipse.sim.step_costs import StepCosts
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.predict.step_program import estimated_buckets, shapes_of_run
+from moeclipse.train.step.pipelined import chunks_for
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStep:
+    """A run's configuration with its axes as numbers, and what its ops cost."""
+
+    config: TrainConfig
+    dp: int
+    ep: int
+    costs: Costs | None
+    """A table; None: from sizes."""
+    step_costs: StepCosts
+    memory_limit: float | None = None
+    """Most activations a rank may hold, in those of a layer for one microbatch."""
+
+    @property
+    def title(self) -> str:
+        parallel, pipeline = self.config.parallel, self.config.pipeline
+        axes = f"pp {parallel.pp} x dp {self.dp} x ep {self.ep} x tp {parallel.tp}"
+        over = f", overlap {pipeline.overlap}" if pipeline.overlaps else ""
+        again = f", recompute {pipeline.recomputed}" if pipeline.recomputed != "off" else ""
+        priced = (self.costs or self.step_costs.costs()).name
+        microbatches = self.config.optim.accumulate
+        layers = self.config.model.num_layers
+        return f"{axes}, {layers} layers, {microbatches} microbatches, costs {priced}{over}{again}"
+
+    def answer(self, schedule: str) -> Answer:
+        """The step under one schedule; ConfigError or ScheduleError where the run could not take it."""
+        verified, name = self.verified(schedule)
+        if self.memory_limit is not None:
+            verified = verify(verified.program, self.memory_limit)
+        if self.costs is not None:
+            result = simulate(verified, self.costs)
+        else:
+            costs, durations = self.step_costs.costs(), self.step_costs.durations(verified.program)
+            result = simulate(verified, costs, durations)
+        placement = verified.program.pipeline().placement
+        return Answer(
+            name=name,
+            result=result,
+            summary=summarise(result),
+            model_copies=placement.num_chains,
+            stages_per_rank=max(len(placement.stages_of(rank)) for rank in range(placement.num_ranks)),
+        )
+
+    def verified(self, schedule: str) -> tuple[Verified, str]:
+        config = self.config
+        pipeline = replace(config.pipeline, schedule=schedule)  # type: ignore[arg-type]
+        pp, microbatches = config.parallel.pp, config.optim.accumulate
+        layout = lay_out(pipeline, config.model.num_layers, pp, microbatches)
+        layers, step = shapes_of_run(config, (self.dp, self.ep, config.parallel.tp), layout)
+        work, tied = self.step_costs.work, config.model.tie_embeddings
+        table = work.vocab * work.layer.d_model / work.tp
+        buckets = estimated_buckets(
+            layout, list(map(work.parameters, layers)), (table, 0.0 if tied else table), tied=tied
+        )
+        apart = layout.rank_of[0] != layout.rank_of[-1]
+        step = replace(step, buckets=buckets, tied=tied and apart)
+        chunks = chunks_for(config, self.dp * self.ep)
+        return make_program(pipeline, layout, layers, pp, microbatches, chunks, step=step), layout.schedule

@@ -1,0 +1,164 @@
+"""The program of a run's step: what layers launch, which buckets there are, and who meets on which axis.
+
+A pipeline executes this program. Without one, autograd runs the same ops in the same order, microbatch by
+microbatch; then the program is there to be checked (`parallel.check_launches`) and to be simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from moeclipse.comm.async_ops.ledger import Ledger
+from moeclipse.comm.group import Group
+from moeclipse.comm.mesh import Mesh
+from moeclipse.model.launches import LayerLaunches
+from moeclipse.model.passes import layer_shapes
+from moeclipse.model.transformer import Transformer
+from moeclipse.pipeline.overlap import StageLayout, make_program
+from moeclipse.schedule.check import Verified
+from moeclipse.schedule.launch import BucketShape, StepShape
+from moeclipse.schedule.shape import LayerShape
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.optim.buckets import Buckets
+from moeclipse.train.optim.parameter_groups import ParameterGroups
+from moeclipse.train.placement.may_move import as_far_as_it_goes
+
+ON_MESH = (
+    "world",
+    "stage",
+    "experts",
+    "replicas",
+    "tensor",
+    "data",
+    "dense_grads",
+    "cut_grads",
+    "shard_experts",
+)
+
+
+EMBEDDING = "embedding"
+"""Its name among a model's parameters."""
+
+
+def one_stage(num_layers: int) -> StageLayout:
+    """All layers on one rank, microbatch by microbatch: what runs without a pipeline."""
+    return StageLayout(schedule="1f1b", stages=(range(num_layers),), rank_of=(0,))
+
+
+def step_program(
+    config: TrainConfig, mesh: Mesh, layout: StageLayout, model: Transformer, buckets: Buckets, chunks: int
+) -> Verified:
+    """Verified. Collective over all ranks: each tells the others its buckets."""
+    layers, step = shapes_of_run(config, (mesh.dp, mesh.ep, mesh.tp), layout)
+    frozen = ParameterGroups.of(config.optim, config.lora).is_frozen
+    tied = config.model.tie_embeddings and not frozen(EMBEDDING)
+    mine = [list(shape) for shape in bucket_shapes(model, buckets, layout, mesh.pp_index, tied=tied)]
+    everyone = mesh.gather_objects(mine) if mesh.pp > 1 else [mine]
+    copies = len(everyone) // mesh.pp
+    listed = tuple(tuple(map(_bucket, everyone[place * copies])) for place in range(mesh.pp))
+    ends = layout.rank_of[0], layout.rank_of[-1]
+    step = replace(step, buckets=listed, tied=tied and ends[0] != ends[1])
+    accumulate = config.optim.accumulate
+    return make_program(config.pipeline, layout, layers, mesh.pp, accumulate, chunks, step=step)
+
+
+def shapes_of_run(
+    config: TrainConfig, axes: tuple[int, int, int], layout: StageLayout
+) -> tuple[list[LayerShape], StepShape]:
+    """Layers with what they launch, and the step without buckets; `axes` are dp, ep and tp."""
+    dp, ep, tp = axes
+    config, _ = as_far_as_it_goes(config, ep if config.moe.expert_tp == "sharded" else ep * tp)
+    launches = LayerLaunches(
+        model=config.model,
+        moe=config.moe,
+        gate=config.gate,
+        dp=dp,
+        ep=ep,
+        tp=tp,
+        parts_tokens=config.parallel.sequence_parallel and tp > 1,
+        replicas=config.placement.used_by(ep * tp),
+        lora=config.lora,
+        frozen=ParameterGroups.of(config.optim, config.lora).is_frozen,
+    )
+    shapes = layer_shapes(config.model, config.moe)
+    found = launches.of(layout.stages, layout.rank_of)
+    layers = [replace(shape, launches=mine) for shape, mine in zip(shapes, found, strict=True)]
+    loads = config.num_expert_layers > 0
+    return layers, StepShape(dp=dp, ep=ep, tp=tp, rows=launches.rows, loads=loads)
+
+
+def estimated_buckets(
+    layout: StageLayout, sizes: Sequence[tuple[float, float]], ends: tuple[float, float], *, tied: bool
+) -> tuple[tuple[BucketShape, ...], ...]:
+    """Buckets of a run that nobody has started: for each place, one for a layer and one for its experts.
+
+    `sizes` are parameters of each layer, dense and of experts, `ends` those of embedding and head.
+    """
+    apart = layout.rank_of[0] != layout.rank_of[-1]
+    last = len(layout.stages) - 1
+    found: list[tuple[BucketShape, ...]] = []
+    for place in range(max(layout.rank_of) + 1):
+        mine: list[BucketShape] = []
+        for stage, layers in reversed(layout.held_by(place).items()):
+            at = ((stage, len(layers) - 1),)
+            if stage == last and ends[1]:
+                mine.append(BucketShape("head", "dense_grads", at, tied and apart, 4 * ends[1]))
+            for index in reversed(layers):
+                where = ((stage, index - layers[0]),)
+                for axis, size in zip(("dense_grads", "replicas"), sizes[index], strict=True):
+                    if size:
+                        mine.append(BucketShape(f"{index}.{axis}", axis, where, False, 4 * size))
+            if stage == 0 and ends[0]:
+                mine.append(BucketShape("embedding", "dense_grads", ((0, 0),), tied and apart, 4 * ends[0]))
+        found.append(tuple(mine))
+    return tuple(found)
+
+
+def _bucket(told: list[Any]) -> BucketShape:
+    name, axis, places, *rest = told
+    return BucketShape(name, axis, tuple((stage, layer) for stage, layer in places), *rest)
+
+
+def bucket_shapes(
+    model: nn.Module, buckets: Buckets, layout: StageLayout, place: int, *, tied: bool
+) -> list[BucketShape]:
+    """Of this rank, with the layers that fill each; `tied`: the head is the embedding."""
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    apart = layout.rank_of[0] != layout.rank_of[-1]
+    found = []
+    for bucket in buckets:
+        names = [name_of[id(parameter)] for parameter in bucket.parameters]
+        places = sorted({at for name in names for at in _filled_by(name, layout, place, tied)})
+        both = tied and apart and EMBEDDING in names
+        size = bucket.grads.numel() * bucket.grads.itemsize
+        found.append(BucketShape(bucket.name, bucket.group.name, tuple(places), both, float(size)))
+    return found
+
+
+def _filled_by(name: str, layout: StageLayout, place: int, tied: bool) -> list[tuple[int, int]]:
+    """(stage, layer in it) of the ops of this place that compute a parameter's gradient."""
+    held = layout.held_by(place)
+    if name.startswith("layers."):
+        index = int(name.split(".")[1])
+        return [(stage, index - layers[0]) for stage, layers in held.items() if index in layers]
+    last = len(layout.stages) - 1
+    begin = [(0, 0)] if 0 in held else []
+    end = [(last, len(layout.stages[last]) - 1)] if last in held else []
+    if name == EMBEDDING:
+        return begin + end if tied else begin
+    return end
+
+
+def ledger_of(verified: Verified, mesh: Mesh) -> Ledger:
+    """What this rank has to launch."""
+    groups: dict[str, Group] = {axis: getattr(mesh, axis) for axis in ON_MESH}
+    groups["line"] = mesh.line
+    if mesh.pp > 1 and verified.program.pipeline().step.tied:  # type: ignore[union-attr]
+        groups["ends"] = mesh.ends()
+    if "expert_grads" in mesh.partitions:
+        groups["expert_grads"] = mesh.expert_grads()
+    return Ledger(verified.program, mesh.pp_index, groups)

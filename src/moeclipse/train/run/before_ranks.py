@@ -1,0 +1,81 @@
+"""What is wrong with names and weights, told before ranks start and a run has a folder.
+
+    optim.frozen, optim.lr_factors    patterns against the names of a model whose weights are nowhere
+    run.init_from, init.upcycle       what a checkpoint says of itself against the run's model
+
+Only what a checkpoint says is read here; whether its files are whole, ranks find out together. One that
+cannot be read is theirs to judge.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.errors import CheckpointError
+from moeclipse.hf.config_file import is_model_folder
+from moeclipse.hf.folder import HfFolder
+from moeclipse.model.transformer import Transformer
+from moeclipse.train.checkpoints.folder import checkpoints_in
+from moeclipse.train.checkpoints.manifest import INDEX
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.optim.parameter_groups import ParameterGroups
+from moeclipse.train.weights.init_from import other_shape
+from moeclipse.train.weights.upcycle import dense_shape, folder_differences, misfits
+
+
+def weight_problems(config: TrainConfig) -> Iterator[str]:
+    """Of a configuration that has no other problem."""
+    if config.optim.frozen or config.optim.lr_factors:
+        yield from pattern_problems(config)
+    if path := config.run.init_from:
+        for line in start_problems(config, Path(path)):
+            yield f"run.init_from ({path}): {line}"
+
+
+def pattern_problems(config: TrainConfig) -> list[str]:
+    nowhere = Mesh.single(torch.device("meta"))
+    model = Transformer(config.model, config.moe, config.gate, mesh=nowhere, lora=config.lora)
+    return ParameterGroups.of(config.optim, config.lora).problems_of(model)
+
+
+def start_problems(config: TrainConfig, path: Path) -> Iterator[str]:
+    upcycles = config.init.upcycle != "off"
+    if upcycles and is_model_folder(path):
+        try:
+            folder = HfFolder.look(path, dense=True)
+        except CheckpointError as error:
+            yield str(error)
+            return
+        yield from (*folder_differences(folder, config, path), *misfits(folder.shapes.model, config))
+        return
+    state = state_of(path)
+    if state is None:
+        return
+    if upcycles:
+        try:
+            dense, lines = dense_shape(state, config, path)
+        except CheckpointError as error:
+            yield str(error)
+            return
+        yield from (*lines, *misfits(dense, config))
+    else:
+        yield from other_shape(state, config, str(path))
+
+
+def state_of(path: Path) -> Mapping[str, Any] | None:
+    """What a checkpoint, or the newest one of a run that can be read, says of itself; None: nothing."""
+    folders = [entry.path for entry in checkpoints_in(path / "checkpoints")] or [path]
+    for folder in folders:
+        try:
+            state = json.loads((folder / INDEX).read_bytes())["state"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if isinstance(state, Mapping):
+            return state
+    return None

@@ -1,0 +1,145 @@
+"""What a run has chosen by its clock: measured costs, and how rows are cut. `choices.json` in its directory.
+
+Idea. Two runs on the same machine measure other numbers, so they may cut rows, lend experts and place them
+otherwise, and sums round otherwise. Whatever is decided from a time is written down before it acts; a run
+that goes on reads it and measures nothing again. Equal bits are promised for equal choices: `run.choices`
+takes those of another run.
+
+    settled      keys that were left at "auto", and what was chosen (`train/run/resolve_auto`)
+    layers       of each layer: the costs that were measured, the cuts that were tried, and the one that stays
+    placement    the costs that planners are told, where no layer has measured any
+    search       seconds of a step, and of looking for one layer's plan (`train/placement/search_budget`)
+    hosts        the host of each rank that shares a layer's experts, for those who plan from these costs
+    experts      whether they move and are lent, in words; it follows from the configuration alone
+
+Contract. All ranks of a stage know the same choices: the first of them reads and writes. Every stage of a
+pipeline has a file of its own (choices.json, choices-1.json, ...). Choices of other ranks are left alone and
+made again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.errors import ConfigError
+from moeclipse.moe.layer import MoE
+from moeclipse.moe.tune.fixed_prices import fixed_prices
+from moeclipse.moe.tune.probe import Probe
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.run.run_files import write_atomic
+
+FILE = "choices.json"
+UNEVEN = 0.95
+"""Mean over fullest rank below which it is worth knowing what a planner would have won."""
+TRIAL_SHARE = 0.1
+"""Of a run's steps, at most ..."""
+SHORTEST = 60
+"""... and nothing of a run with fewer steps: it would be over before what was chosen has paid."""
+
+
+class Choices:
+    """Of one stage; `directory` is None where nothing is written down."""
+
+    def __init__(self, mesh: Mesh, directory: Path | None = None) -> None:
+        self.mesh, self.directory = mesh, directory
+        self.layers: dict[str, dict[str, Any]] = {}
+        self.placement: dict[str, Any] | None = None
+        self.settled: dict[str, Any] | None = None
+        self.search: dict[str, float] | None = None
+        self.hosts: tuple[int, ...] = ()
+        self.experts: list[str] = []
+
+    @property
+    def _name(self) -> str:
+        stage = self.mesh.pp_index
+        return FILE if stage == 0 else f"choices-{stage}.json"
+
+    def read(self, given: str, resumed: bool) -> None:
+        """Those of this run, where it goes on, or those that it was given. Collective; writes nothing."""
+        path = self.directory / self._name if resumed and self.directory is not None else None
+        if (path is None or not path.is_file()) and given:
+            path = Path(given).with_name(self._name) if Path(given).name == FILE else Path(given) / self._name
+        mine: dict[str, Any] = {}
+        if self.mesh.stage.index == 0 and path is not None:
+            mine = _read(path, needed=bool(given))
+        found = self.mesh.gather_objects(mine)[self.mesh.stage.ranks[0]]
+        if "problem" in found:
+            raise ConfigError(found["problem"])
+        if found.get("ranks") == self._ranks:
+            self.layers, self.placement = found["layers"], found["placement"]
+            self.hosts, self.settled = tuple(found["hosts"]), found["settled"]
+            self.search = found["search"]
+
+    @property
+    def _ranks(self) -> list[int]:
+        return [self.mesh.dp, self.mesh.ep, self.mesh.tp, self.mesh.pp]
+
+    def bind(self, layers: Iterable[MoE], calls: int = 0) -> None:
+        """Let layers take what is known of them, and tell what they choose; `calls` of each may be trials."""
+        for layer in layers:
+            name = str(layer.layer)
+            self.hosts = layer.schedule.hosts
+            layer.schedule.trial_calls = calls
+            layer.schedule.take_choice(self.layers.get(name))
+
+            def chosen(choice: dict[str, Any], name: str = name) -> None:
+                self.layers[name] = choice
+                self.write()
+
+            layer.schedule.on_choice = chosen
+
+    def costs_for_planners(self, layer: MoE) -> Probe:
+        """What a layer has measured, or what was measured for planners; measured now where nothing was."""
+        if layer.schedule.probe is not None:
+            return layer.schedule.probe
+        if self.placement is None:
+            by_the_book = layer.schedule.by_the_book
+            self.placement = asdict(layer.measure_costs(*([fixed_prices] if by_the_book else [])))
+            self.write()
+        return Probe(**self.placement)
+
+    def price_skew(self, layers: Sequence[MoE], balance: float | None) -> None:
+        """At the end of a run whose ranks were uneven: measure what a planner needs to say what would help.
+
+        Collective; all ranks of a stage know the same balance. What cannot be measured is left out.
+        """
+        known = self.placement is not None or any(layer.schedule.probe is not None for layer in layers)
+        if known or not layers or balance is None or balance > UNEVEN:
+            return
+        with suppress(Exception), self.mesh.recorder.apart("costs of an exchange"):
+            self.placement = asdict(layers[0].measure_costs())
+            self.write()
+
+    def write(self) -> None:
+        """Nothing, as long as nothing was chosen."""
+        chosen = self.layers or self.placement or self.settled is not None or self.experts or self.search
+        if chosen and self.directory is not None and self.mesh.stage.index == 0:
+            text: dict[str, Any] = {"ranks": self._ranks, "layers": self.layers, "placement": self.placement}
+            text |= {"hosts": list(self.hosts), "settled": self.settled, "experts": self.experts}
+            text |= {} if self.search is None else {"search": self.search}
+            write_atomic(self.directory / self._name, json.dumps(text, indent=1) + "\n")
+
+
+def trial_calls(config: TrainConfig) -> int:
+    """Calls of a layer that a run may spend on trying how rows are cut."""
+    steps = config.run.steps
+    return int(TRIAL_SHARE * steps) * config.optim.accumulate if steps >= SHORTEST else 0
+
+
+def _read(path: Path, needed: bool) -> dict[str, Any]:
+    if not path.is_file():
+        return {"problem": f"run.choices: there is no file {path}"} if needed else {}
+    try:
+        found = json.loads(path.read_text())
+        needed_keys = {key: found[key] for key in ("ranks", "layers", "placement")}
+        # The first of these files lack the others.
+        others = {key: found.get(key) for key in ("settled", "search")}
+        return {**needed_keys, "hosts": found.get("hosts", []), **others}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return {"problem": f"{path} does not hold the choices of a run ({error!r}); remove it to choose anew"}

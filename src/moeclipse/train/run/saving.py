@@ -1,0 +1,110 @@
+"""When a run saves, and what becomes of it when it cannot.
+
+    by steps    after every so many of them (`checkpoint.every = 50`)
+    by time     when rank 0's clock says so, which all learn with the numbers of a step (`every = "auto"`)
+    at the end  of the run, or of this job when it is asked to leave
+
+A save that fails on one rank fails on all of them, with the same words (`checkpoints/save`). That is no
+reason to stop: what was computed is not lost while the ranks live, and the next save may find room on the
+disk. It is one when nothing can be saved any more: after MAX_FAILED in a row, or at the end. The run then
+ends with the words of the first failure, which name the checkpoint that still stands.
+
+Contract. Ranks decide from `signals`, one number of each rank that all of them have, so all decide alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from moeclipse.core.errors import CheckpointError
+from moeclipse.train.checkpoints.async_save import BesideSave
+from moeclipse.train.run.survival_config import CheckpointConfig
+
+MAX_FAILED = 3
+ENDED, DUE, LEAVE = 1, 2, 4  # what a rank tells the others with each step
+
+
+class Saving:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        save: Callable[[int, BesideSave | None], Path],
+        tell: Callable[[str], None],
+        *,
+        asked_to_leave: Callable[[], bool] = lambda: False,
+        make_ready: Callable[[BesideSave], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config, self.save, self.tell = config, save, tell
+        self.asked_to_leave, self.make_ready, self.clock = asked_to_leave, make_ready, clock
+        self.beside = BesideSave()
+        self.path: Path | None = None
+        """The newest checkpoint that was saved."""
+        self.begun, self.stall_s = 0, 0.0
+        """Saves before the last one, and for how long training waited for them in all."""
+        self._begun_at = clock()
+        self._failed: list[str] = []
+
+    def signals(self) -> int:
+        """What this rank tells the others."""
+        due = self.config.every == "auto" and self.clock() - self._begun_at >= 60 * self.config.minutes
+        return ENDED * self.beside.ended | DUE * due | LEAVE * self.asked_to_leave()
+
+    def is_due(self, done: int, signals: Sequence[int]) -> bool:
+        """Whether the state after `done` steps is to be saved, from what rank 0 said."""
+        if self.config.every == "auto":
+            return bool(signals[0] & DUE) and not self.beside.under_way
+        return bool(self.config.every) and done % self.config.every == 0
+
+    def after_step(self, done: int, signals: Sequence[int], *, last: bool, best: bool = False) -> None:
+        """Whatever is due. Collective; `last`: this rank will save nothing after it.
+
+        `best`: a state that must be saved now, and stand before the next step.
+        """
+        before = self.clock()
+        if self.beside.under_way and all(signal & ENDED for signal in signals):
+            self._try(self.beside.advance)
+        if last:
+            self.finish()
+            if self.config.at_end or best or self.leaving(signals):
+                self._try(lambda: self.save(done, None), last=True)
+            return
+        if best or self.is_due(done, signals):
+            self.finish()
+            self._begun_at, self.begun = before, self.begun + 1
+            if self.config.beside and not best:
+                self._try(lambda: self.save(done, self.beside) and None)
+            else:
+                self._try(lambda: self.save(done, None))
+        elif self.config.beside and self.begun == 0 and self._half_way(done):
+            self.make_ready(self.beside)
+        self.stall_s += self.clock() - before
+
+    def _half_way(self, done: int) -> bool:
+        """To the first save: memory that is never used is not taken, and the save finds it ready."""
+        if self.config.every == "auto":
+            return self.clock() - self._begun_at >= 30 * self.config.minutes
+        return bool(self.config.every) and 2 * done >= self.config.every
+
+    def leaving(self, signals: Sequence[int]) -> bool:
+        return any(signal & LEAVE for signal in signals)
+
+    def finish(self) -> None:
+        """Wait for the save that is under way. Collective."""
+        self._try(self.beside.finish)
+
+    def _try(self, work: Callable[[], Path | None], *, last: bool = False) -> None:
+        try:
+            path = work()
+        except CheckpointError as error:
+            self._failed.append(str(error))
+            if last or len(self._failed) >= MAX_FAILED:
+                again = f"; nor could {len(self._failed) - 1} later ones" if len(self._failed) > 1 else ""
+                raise CheckpointError(f"{self._failed[0]}{again}") from None
+            self.tell(f"{error}; training goes on")
+            return
+        if path is not None:
+            self.path = path
+            self._failed.clear()

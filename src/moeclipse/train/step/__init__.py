@@ -1,0 +1,1 @@
+"""One step of one rank: microbatches, graphs, recompute, and checks of what came out."""

@@ -1,0 +1,210 @@
+"""Weights and optimizer state are what they were: flipped bits are found, and named by rank and tensor.
+
+Memory, links and kernels sometimes change a bit without a word. Most of what a run holds can be checked
+against something else it holds; every `integrity.every` steps, before the update, this is done:
+
+    weights         every rank that holds a copy has the digest of the rank that owns it       across ranks
+    experts         replicas of an expert likewise (`placement/replica_check`)                 across ranks
+    buffers         gates' biases and the like are the same on all ranks of a stage            across ranks
+    optimizer       a digest taken after the last update is found again                        on each rank
+    master weights  rounded, they are the weights that were sent out                           on each rank
+
+The owner of a shard has both the digest of its own past and the copies of others to be compared with, so that
+even of two holders it is known which one is wrong.
+
+Contract. What one rank finds, all ranks raise, as one CorruptionError, and no rank applies the update.
+Digests are compared, not tensors; only after a difference are tensors named, one by one.
+
+Hazard. Between two updates a fault shows; an update spreads it, so that afterwards all copies agree. What is
+seen is thus what happened in the checked step: `every = 1` sees all of it, `every = 100` a hundredth, at its
+price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from moeclipse.comm.async_ops.exchange import gather_to_host
+from moeclipse.comm.group import Group
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.errors import CorruptionError
+from moeclipse.ops.digest import digest
+from moeclipse.ops.low_bits import LowBits
+from moeclipse.train.optim.adamw import AdamW
+from moeclipse.train.optim.buckets import Bucket
+from moeclipse.train.optim.shard_state import STATES
+from moeclipse.train.placement.expert_buckets import ExpertBucket
+from moeclipse.train.placement.model_placement import ModelPlacement
+from moeclipse.train.placement.replica_check import replica_differences
+from moeclipse.train.run.survival_config import IntegrityConfig
+
+Named = dict[str, torch.Tensor]
+
+
+class Integrity:
+    def __init__(
+        self,
+        config: IntegrityConfig,
+        optim: AdamW,
+        placement: ModelPlacement,
+        mesh: Mesh,
+        buffers: Callable[[], list[tuple[str, torch.Tensor]]],
+    ) -> None:
+        self.config, self.optim, self.placement, self.mesh = config, optim, placement, mesh
+        self.buffers = buffers
+        self._state: dict[str, int] | None = None
+        """Digests of this rank's optimizer state after the last update, where the next step is checked."""
+
+    def is_due(self, step: int) -> bool:
+        return bool(self.config.every) and (step + 1) % self.config.every == 0
+
+    @torch.no_grad()
+    def remember(self, next_step: int) -> None:
+        """After an update, or a load: what the state must be before the next one."""
+        self._state = self._state_digests() if self.is_due(next_step) else None
+
+    @torch.no_grad()
+    def look(self, step: int) -> list[str]:
+        """What is wrong as far as this rank knows. Collective in each group that holds copies."""
+        if not self.is_due(step):
+            return []
+        changed = self._changed_state()
+        found = [f"rank {self.mesh.rank}: {name} has changed since the last update" for name in changed]
+        found += self._wrong_masters()
+        found += self._wrong_copies(bool(changed))
+        if self.placement.replicas_are_equal(step):
+            found += replica_differences(self.placement.layers)
+        buffers = dict(self.buffers())
+        found += self._compare(self.mesh.stage, buffers, "a buffer of", lambda _: None)
+        return found
+
+    def raise_together(self, found: list[str]) -> None:
+        """CorruptionError with what all ranks found. Collective."""
+        everyone = [text for texts in self.mesh.gather_objects(found) for text in texts]
+        named = "; ".join(dict.fromkeys(everyone))
+        raise CorruptionError(
+            f"weights or optimizer state were corrupted: {named}; the update was not applied. Look at the "
+            "memory of that rank's machine (ECC, Xid errors), and resume from the last checkpoint without it"
+        )
+
+    # --- on this rank ------------------------------------------------------------------------------------
+
+    def _states(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for bucket, state in zip(self.optim.buckets, self.optim.states, strict=True):
+            for segment in bucket.segments(everything=True):
+                stop = segment.offset + segment.length
+                for kind in STATES:
+                    name = f"{kind}/{segment.entry.name}[{segment.start}:]"
+                    yield name, state.values(kind, segment.offset, stop)
+        for bucket in self.optim.buckets.frozen:
+            weight = bucket.weights(bucket.params.dtype)
+            for segment in bucket.segments(everything=True):
+                part = slice(segment.offset, segment.offset + segment.length)
+                yield f"weight/{segment.entry.name}[{segment.start}:]", weight[part]
+
+    def _state_digests(self) -> dict[str, int]:
+        names, digests = [], []
+        for name, part in self._states():
+            names.append(name)
+            digests.append(digest(part))
+        return dict(zip(names, torch.stack(digests).tolist(), strict=True)) if digests else {}
+
+    def _changed_state(self) -> list[str]:
+        if self._state is None:
+            return []
+        now = self._state_digests()
+        return [name for name, number in now.items() if self._state.get(name, number) != number]
+
+    def _wrong_masters(self) -> Iterator[str]:
+        """Where weights are rounded copies of master weights, they must still be that."""
+        for bucket, state in zip(self.optim.buckets, self.optim.states, strict=True):
+            if isinstance(state.weight, LowBits):
+                continue  # whatever they are beside, they round to it; digests know what it was
+            if state.weight.dtype == bucket.params.dtype and not isinstance(bucket, ExpertBucket):
+                continue  # they are one tensor
+            held = bucket.weights()
+            for segment in bucket.segments(everything=True):
+                part = slice(segment.offset, segment.offset + segment.length)
+                rounded = state.weight[part].to(bucket.params.dtype).to(held.dtype)
+                if not torch.equal(held[part], rounded):
+                    yield (
+                        f"rank {self.mesh.rank}: {segment.entry.name} is not what its master weights round to"
+                    )
+
+    # --- across ranks ------------------------------------------------------------------------------------
+
+    def _wrong_copies(self, changed: bool) -> list[str]:
+        """Shards as their owners and as all others hold them: one exchange for each group of holders."""
+        by_group: dict[str, list[Bucket]] = {}
+        for bucket in (*self.optim.buckets, *self.optim.buckets.frozen):
+            if not isinstance(bucket, ExpertBucket) and bucket.group.size > 1:
+                by_group.setdefault(bucket.group.name, []).append(bucket)
+        found: list[str] = []
+        for buckets in by_group.values():
+            group = buckets[0].group
+            shards = {
+                f"{number} {owner}": bucket.params[bucket.bounds[owner] : bucket.bounds[owner + 1]]
+                for number, bucket in enumerate(buckets)
+                for owner in range(group.size)
+            }
+            for key in self._differing(group, shards, f"digests of weights, {group.name}"):
+                number, owner = map(int, key.split())
+                found += self._name_copies(buckets[number], owner, changed)
+        return found
+
+    def _name_copies(self, bucket: Bucket, owner: int, changed: bool) -> list[str]:
+        """The tensors of a shard that differ, and on whom."""
+        first, last = bucket.bounds[owner], bucket.bounds[owner + 1]
+        parts: Named = {}
+        for entry in bucket.entries:
+            start, stop = max(entry.offset, first), min(entry.offset + entry.numel, last)
+            if start < stop:
+                parts[f"{entry.name}[{entry.start + start - entry.offset}:]"] = bucket.params[start:stop]
+        # The owner knows whether its own part is as the last update left it; all must know that, too.
+        mine = torch.tensor([int(changed and bucket.group.index == owner)], device=self.mesh.device)
+        doubtful = gather_to_host(self.mesh.grads, bucket.group, mine, "who was changed").get()[owner][0]
+        return self._compare(bucket.group, parts, "", lambda _: None if doubtful else owner)
+
+    def _compare(
+        self, group: Group, tensors: Named, what: str, owner_of: Callable[[str], int | None]
+    ) -> list[str]:
+        """Tensors that all members hold; `owner_of` one may say whose copy counts."""
+        found = []
+        for name, numbers in self._differing(group, tensors, "digests of tensors").items():
+            owner = owner_of(name)
+            sides: dict[int, list[int]] = {}
+            for rank, number in zip(group.ranks, numbers, strict=True):
+                sides.setdefault(number, []).append(rank)
+            by_size = sorted(sides.values(), key=len, reverse=True)
+            if owner is not None:
+                right = sides[numbers[owner]]
+            elif len(by_size[0]) > len(by_size[1]):
+                right = by_size[0]
+            else:
+                right = []
+            wrong = [rank for rank in group.ranks if rank not in right]
+            label = f"{what} {name}".strip()
+            if right:
+                who = " and ".join(f"rank {rank}" for rank in wrong)
+                found.append(f"{who}: {label} differs from that of {_ranks(right)}")
+            else:
+                found.append(f"{_ranks(wrong)} disagree about {label}")
+        return found
+
+    def _differing(self, group: Group, tensors: Named, label: str) -> dict[str, list[int]]:
+        """The digests of all members, for each tensor on which they differ."""
+        if group.size == 1 or not tensors:
+            return {}
+        mine = torch.stack([digest(values) for values in tensors.values()])
+        rows = gather_to_host(self.mesh.grads, group, mine, label).get()
+        columns = zip(tensors, zip(*rows, strict=True), strict=True)
+        return {name: list(numbers) for name, numbers in columns if len(set(numbers)) > 1}
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"ranks {shown}"

@@ -1,0 +1,1 @@
+"""Weights in and out: folders, checkpoints, adapters, upcycling."""

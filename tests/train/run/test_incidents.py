@@ -1,0 +1,140 @@
+"""What is kept of an incident."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from moeclipse.comm.failure import Watch
+from moeclipse.comm.watch.culprits import Stand
+from moeclipse.comm.watch.op_log import OpLog
+from moeclipse.core.errors import CommError
+from moeclipse.train.run.incidents import Incidents, kept_by_launcher, place_of
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Path:
+    """Folders of two ranks, as an agent makes them."""
+    for rank in (0, 1):
+        (tmp_path / "attempt" / str(rank)).mkdir(parents=True)
+    return tmp_path / "attempt"
+
+
+def watches(ranks: Path) -> list[Watch]:
+    store = dist.HashStore()
+    logs = [OpLog(ranks / str(rank) / "ops.txt", rank=rank) for rank in (0, 1)]
+    return [Watch(store=store, rank=rank, num_ranks=2, deadline_s=5.0, log=logs[rank]) for rank in (0, 1)]
+
+
+def leave(error: CommError) -> None:
+    raise AssertionError("not stuck")
+
+
+def begun(watch: Watch, run: Path) -> Incidents:
+    incidents = Incidents(watch, leave)
+    incidents.begin(run)
+    return incidents
+
+
+def test_a_stuck_rank_keeps_its_ops_and_is_ended(ranks: Path, tmp_path: Path) -> None:
+    first, second = watches(ranks)
+    second.publish("the disk is full")
+    ended: list[str] = []
+    incidents = Incidents(first, lambda error: ended.append(str(error)))
+    incidents.begin(tmp_path)
+    incidents.end(CommError("rank 1 failed: the disk is full"))
+    assert ended == ["rank 1 failed: the disk is full"]
+    assert (tmp_path / "ops" / "rank-0.txt").exists()
+
+
+def read(run: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run / "incidents.jsonl").read_text().splitlines()]
+
+
+def test_the_rank_that_judged_keeps_the_record_and_the_ops_of_all(
+    ranks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    first, second = watches(ranks)
+    second.log.launch("a2a", "combine of rows, layer 2")  # and froze
+    label = "dispatch of rows, layer 3, microbatch 1"
+    first.log.launch("a2a", label, (0, 1))
+    mine = Stand(waits=True, op=label, lane="a2a", since_s=5.0, ranks=(0, 1))
+    error = first.verdict("rank 0 waited 5 s: rank 1 did not arrive", mine, {0: mine})
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(ranks / "0" / "error.json"))
+    keeper = begun(first, run)
+    keeper.keep(str(error))
+    keeper.keep("and again on the way out")
+    (record,) = read(run)
+    assert (record["kind"], record["rank"], record["what"]) == ("deadline", 0, str(error))
+    assert (record["op"], record["lane"], record["layer"], record["microbatch"]) == (label, "a2a", 3, 1)
+    assert record["waited_s"] == 5.0
+    assert list(record["stands"]) == ["0"]  # type: ignore[call-overload]
+    assert label in (run / "ops" / "rank-0.txt").read_text()
+    assert "combine of rows, layer 2" in (run / "ops" / "rank-1.txt").read_text()
+
+
+def test_a_victim_keeps_its_ops_and_no_record(ranks: Path, tmp_path: Path) -> None:
+    first, second = watches(ranks)
+    first.publish("the disk is full")
+    second.publish("rank 1 lost rank 0")
+    begun(second, tmp_path).keep("rank 1 lost rank 0")
+    assert not (tmp_path / "incidents.jsonl").exists()
+    assert (tmp_path / "ops" / "rank-1.txt").exists()
+    begun(first, tmp_path).keep("the disk is full")
+    assert [(record["kind"], record["what"]) for record in read(tmp_path)] == [("error", "the disk is full")]
+
+
+def test_the_launcher_keeps_what_no_rank_could(
+    ranks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    kept_by_launcher(ranks, 1, "rank 1 was killed")
+    assert not (run / "incidents.jsonl").exists(), "nobody said where the run lives"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(ranks / "0" / "error.json"))
+    begun(watches(ranks)[0], run)
+    watches(ranks)[1].log.launch("a2a", "rows")
+    kept_by_launcher(ranks, 1, "rank 1 was killed by SIGKILL")
+    assert read(run)[0]["what"] == "rank 1 was killed by SIGKILL"
+    assert "a2a: rows" in (run / "ops" / "rank-1.txt").read_text()
+
+
+def test_the_launcher_knows_better_than_who_lost_a_peer(
+    ranks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(ranks / "0" / "error.json"))
+    run = tmp_path / "run"
+    run.mkdir()
+    earlier = {"time": 5.0, "attempt": 0, "kind": "error", "rank": 1, "what": "an earlier run"}
+    (run / "incidents.jsonl").write_text(json.dumps(earlier) + "\n")
+    begun(watches(ranks)[0], run).keep("rank 0 lost rank 1")
+    kept_by_launcher(ranks, 1, "rank 1 was killed by SIGKILL")
+    assert read(run)[0] == earlier
+    (record,) = read(run)[1:]
+    assert (record["rank"], record["what"]) == (1, "rank 1 was killed by SIGKILL")
+    assert record["noticed"] == ["rank 0 lost rank 1"]
+
+
+def test_nothing_is_kept_where_there_is_no_run(ranks: Path, tmp_path: Path) -> None:
+    Incidents(watches(ranks)[0], leave).keep("x")
+    begun(watches(ranks)[0], tmp_path / "missing").keep("x")
+    assert not (tmp_path / "missing").exists()
+
+
+@pytest.mark.parametrize(
+    ("label", "place"),
+    [
+        ("dispatch of rows, layer 3, microbatch 1", {"layer": 3, "microbatch": 1}),
+        ("activations SEND_F (stage 1, microbatch 2) on lane p2p", {"stage": 1, "microbatch": 2}),
+        ("exchange of control data", {}),
+    ],
+)
+def test_the_place_of_an_op(label: str, place: dict[str, int]) -> None:
+    found = place_of({"op": label, "lane": "a2a", "since_s": 2.0})
+    assert {name: found[name] for name in ("layer", "microbatch", "stage") if name in found} == place
+    assert place_of({}) == {}

@@ -1,0 +1,240 @@
+"""Every schedule and overlap mode gives the gradients of one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_learner import LATENT, configure
+from test_tensor_parallel import Pieces, join, reduced
+
+from moeclipse.comm.mesh import Mesh
+from moeclipse.testing.compare import difference
+from moeclipse.testing.run_ranks import run_alone, run_ranks
+from moeclipse.train.checkpoints.checkpoint import Checkpoint
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.step.learner import Learner
+
+BOUND = 1e-12
+MODELS: dict[str, dict[str, Any]] = {
+    "softmax": {"gate.balance_loss": 0.05, "gate.z_loss": 0.01},
+    "latent": {**LATENT, "model.num_layers": 3},
+}
+BASE = {"optim.accumulate": 4, "data.batch_size": 18, "model.num_layers": 4}
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("corpus") / "text.txt"
+    path.write_text(Path(__file__).read_text()[:4000])
+    return str(path)
+
+
+def gradients(mesh: Mesh, config: TrainConfig) -> Pieces:
+    learner = Learner(config, mesh)
+    learner.backward(0)
+    return reduced(learner)
+
+
+@cache
+def alone(config: TrainConfig) -> dict[str, torch.Tensor]:
+    return join([run_alone(gradients, config)])
+
+
+def of_several(mesh: Mesh, configs: list[TrainConfig]) -> list[Pieces]:
+    return [gradients(mesh, config) for config in configs]
+
+
+def check(corpus: str, ranks: int, changes: dict[str, Any], layout: dict[str, int]) -> None:
+    check_several(corpus, ranks, [changes], layout)
+
+
+def check_several(corpus: str, ranks: int, several: list[dict[str, Any]], layout: dict[str, int]) -> None:
+    """All of them with ranks that start once."""
+    by_rank = run_ranks(ranks, of_several, [configure(corpus, **changes) for changes in several], **layout)
+    for changes, results in zip(several, zip(*by_rank, strict=True), strict=True):
+        compare(corpus, changes, list(results))
+
+
+def compare(corpus: str, changes: dict[str, Any], results: list[Pieces]) -> None:
+    off = {"pipeline.overlap": "off", "pipeline.schedule": "auto", "pipeline.recompute": "off"}
+    expected, found = alone(configure(corpus, **{**changes, **off})), join(results)
+    assert set(found) == set(expected)
+    worst = {name: difference(found[name], expected[name]) for name in expected}
+    assert max(worst.values()) < BOUND, (changes, sorted(worst.items(), key=lambda item: -item[1])[:5])
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_pairs_of_microbatches_on_one_stage(corpus: str, ep: int) -> None:
+    modes = (("off", "1f1b"), ("pair", "auto"), ("pair+self", "auto"))
+    several = [
+        {**BASE, **model, "pipeline.overlap": overlap, "pipeline.schedule": schedule}
+        for model in MODELS.values()
+        for overlap, schedule in modes
+    ]
+    check_several(corpus, ep, several, {})
+
+
+SCHEDULES = ["gpipe", "1f1b", "1f1b-pairs", "vpp", "vpp+1", "zb-h1", "zb-v", "dualpipev"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_stages_over_ranks(corpus: str, schedule: str, tied: bool) -> None:
+    changes = {**BASE, **MODELS["softmax"], "model.tie_embeddings": tied, "pipeline.schedule": schedule}
+    overlaps = [{**changes, "pipeline.overlap": overlap} for overlap in ("off", "pair+self")]
+    check_several(corpus, 4, overlaps, {"pp": 2})
+
+
+TOGETHER: dict[str, dict[str, Any]] = {
+    "capacity": {"gate.capacity_factor": 0.8},
+    "padded": {"gate.capacity_factor": 0.7, "gate.overflow": "pad"},
+    "noisy": {"gate.kind": "noisy"},
+    "smart": {"moe.schedule": "smart", "moe.group_size": 1, "moe.chunks": 2},
+    "shadows": {"moe.schedule": "smart", "moe.group_size": 1, "moe.chunks": 2, "moe.shadow": (0, 2)},
+    "dense between": {"model.num_dense_layers": 2},
+    "top-p": {"gate.choose": "top_p", "gate.top_k": 3},
+    "idle experts": {"moe.num_experts": 40, "gate.top_k": 1},
+    "one rank has no samples": {"data.batch_size": 4},
+}
+
+
+def test_overlap_goes_with_everything(corpus: str) -> None:
+    base = {**BASE, **MODELS["softmax"], "pipeline.overlap": "pair+self"}
+    check_several(corpus, 2, [{**base, **what} for what in TOGETHER.values()], {})
+
+
+@pytest.mark.parametrize("recompute", ["attn", "mlp", "moe", "full"])
+def test_recompute_goes_with_overlap(corpus: str, recompute: str) -> None:
+    changes = {**BASE, **MODELS["softmax"], "model.num_dense_layers": 1}
+    changes |= {"pipeline.recompute": recompute, "pipeline.recompute_layers": 3}
+    overlaps = [{**changes, "pipeline.overlap": overlap} for overlap in ("off", "pair+self")]
+    check_several(corpus, 2, overlaps, {})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("recompute", ["mlp", "full"])
+def test_recompute_goes_with_every_schedule(corpus: str, schedule: str, recompute: str) -> None:
+    changes = {**BASE, **MODELS["softmax"], "model.tie_embeddings": True, "gate.capacity_factor": 1.0}
+    changes |= {"pipeline.overlap": "pair+self", "pipeline.schedule": schedule, "moe.schedule": "smart"}
+    check(corpus, 4, changes | {"pipeline.recompute": recompute}, {"pp": 2})
+
+
+@pytest.mark.parametrize(
+    ("sequence", "experts"),
+    [(True, "folded"), pytest.param(False, "folded", marks=pytest.mark.full), (True, "sharded")],
+)
+def test_overlap_goes_with_tensor_parallel(corpus: str, sequence: bool, experts: str) -> None:
+    changes = {**BASE, **MODELS["softmax"], "pipeline.overlap": "pair+self", "model.num_kv_heads": 2}
+    changes |= {"parallel.tp": 2, "parallel.sequence_parallel": sequence, "moe.expert_tp": experts}
+    check(corpus, 4, changes, {"tp": 2})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["1f1b-pairs", "dualpipev"])
+def test_all_axes_at_once(corpus: str, schedule: str) -> None:
+    changes = {**BASE, **MODELS["softmax"], "pipeline.overlap": "pair+self", "model.num_kv_heads": 2}
+    changes |= {"parallel.tp": 2, "pipeline.schedule": schedule, "data.batch_size": 32}
+    check(corpus, 8, changes, {"tp": 2, "pp": 2})
+
+
+@pytest.mark.parametrize(
+    ("pp", "layers", "changes"),
+    [
+        (2, (1, 3), {"pipeline.schedule": "1f1b-pairs"}),
+        (2, (1, 1, 2, 1), {"pipeline.schedule": "vpp+1", "model.num_layers": 5}),
+        pytest.param(2, (2, 1, 1, 1), {"pipeline.schedule": "dualpipev", **LATENT}, marks=pytest.mark.full),
+    ],
+)
+def test_layers_may_be_shared_out_unevenly(
+    corpus: str, pp: int, layers: tuple[int, ...], changes: dict[str, Any]
+) -> None:
+    changes = {**BASE, **changes, "model.num_layers": sum(layers), "pipeline.layers": layers}
+    check(corpus, 2 * pp, {**changes, "pipeline.overlap": "pair+self"}, {"pp": pp})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("ranks", "pp"), [(2, 1), (4, 2)])
+def test_sixteen_microbatches_of_a_latent_model(corpus: str, ranks: int, pp: int) -> None:
+    changes = {**MODELS["latent"], "optim.accumulate": 16, "data.batch_size": 64, "model.num_layers": 4}
+    check(corpus, ranks, {**changes, "pipeline.overlap": "pair+self"}, {"pp": pp})
+
+
+def curve(mesh: Mesh, config: TrainConfig, steps: int) -> list[torch.Tensor]:
+    """Losses of some steps, and all weights afterwards."""
+    learner = Learner(config, mesh)
+    losses = [learner.step(step)["loss"] for step in range(steps)]
+    weights = [parameter.detach().flatten().double() for parameter in learner.model.parameters()]
+    return [torch.tensor(losses, dtype=torch.float64), torch.cat(weights)]
+
+
+@pytest.mark.parametrize("recompute", ["off", "full"])
+def test_pairs_change_no_bit(corpus: str, recompute: str) -> None:
+    """fp32 on CPU, three steps: sums are taken in the order of microbatches with and without overlap."""
+    changes = {**BASE, **MODELS["softmax"], "model.dtype": "float32"}
+    off = configure(corpus, **changes, **{"pipeline.schedule": "1f1b"})
+    on = configure(corpus, **changes, **{"pipeline.overlap": "pair", "pipeline.recompute": recompute})
+    for expected, found in zip(run_ranks(2, curve, off, 3), run_ranks(2, curve, on, 3), strict=True):
+        assert torch.equal(expected[0], found[0])
+        assert torch.equal(expected[1], found[1])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["1f1b-pairs", "vpp+1", "dualpipev"])
+def test_pairs_over_ranks_change_no_bit(corpus: str, schedule: str) -> None:
+    changes = {**BASE, **MODELS["softmax"], "model.dtype": "float32", "pipeline.schedule": schedule}
+    off = configure(corpus, **changes)
+    on = configure(corpus, **changes, **{"pipeline.overlap": "pair"})
+    results = [run_ranks(4, curve, config, 3, pp=2) for config in (off, on)]
+    for expected, found in zip(*results, strict=True):
+        assert torch.equal(expected[0], found[0])
+        assert torch.equal(expected[1], found[1])
+
+
+def save_and_go_on(mesh: Mesh, config: TrainConfig, folder: str) -> list[torch.Tensor]:
+    learner = Learner(config, mesh)
+    for step in range(2):
+        learner.step(step)
+    learner.save(Path(folder), 2)
+    return [torch.tensor([learner.step(step)["loss"] for step in (2, 3)])]
+
+
+def resume(mesh: Mesh, config: TrainConfig, folder: str) -> list[torch.Tensor]:
+    learner = Learner(config, mesh)
+    (path,) = Path(folder).iterdir()
+    start = learner.load(Checkpoint.open(path, mesh))
+    return [torch.tensor([learner.step(step)["loss"] for step in (start, start + 1)])]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_checkpoint_of_stages_goes_on_without_them(corpus: str, tied: bool, tmp_path: Path) -> None:
+    changes = {**BASE, **MODELS["softmax"], "model.tie_embeddings": tied, "gate.kind": "sigmoid"}
+    changes |= {"gate.bias_rate": 0.01}
+    staged = configure(corpus, **changes, **{"pipeline.overlap": "pair", "pipeline.schedule": "1f1b-pairs"})
+    plain = configure(corpus, **changes)
+    there = run_ranks(2, save_and_go_on, staged, str(tmp_path / "a"), pp=2)
+    here = run_ranks(1, resume, plain, str(tmp_path / "a"))
+    torch.testing.assert_close(there[0][0], here[0][0], rtol=1e-12, atol=0)
+    there = run_ranks(1, save_and_go_on, plain, str(tmp_path / "b"))
+    here = run_ranks(2, resume, staged, str(tmp_path / "b"), pp=2)
+    torch.testing.assert_close(there[0][0], here[0][0], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "chunks"),
+    [
+        ({"pipeline.overlap": "pair"}, 1),
+        ({"pipeline.overlap": "pair+self"}, 2),
+        ({"pipeline.overlap": "pair+self", "data.batch_size": 4}, 1),
+        ({"pipeline.overlap": "pair+self", "gate.capacity_factor": 1.0}, 1),
+        ({"pipeline.overlap": "pair+self", "pipeline.chunks": 4}, 4),
+    ],
+)
+def test_into_how_many_chunks_a_microbatch_is_cut(corpus: str, changes: dict[str, Any], chunks: int) -> None:
+    from moeclipse.train.step.pipelined import chunks_of  # the first lines of this file are its corpus
+
+    assert chunks_of(configure(corpus, **{**BASE, **changes}), Mesh.single()) == chunks
