@@ -17,6 +17,11 @@ from coverage_by_name import EXEMPT, MODULES_TESTED, imports_its_module, modules
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "moeclipse"
 MAX_FILE_LINES = 400
+MOST_LINES = 500
+LONGER = {
+    "moe/layer.py": "a reader follows forward through the stages of the layer without changing file",
+}
+"""Files that may have up to MOST_LINES, and why."""
 MAX_TEST_LINES = 500
 MAX_FUNCTION_LINES = 60
 
@@ -136,7 +141,7 @@ def ways_round(needs: dict[str, set[str]]) -> Iterator[list[str]]:
 def long_ones(trees: Trees) -> Iterator[str]:
     for name, tree in trees.items():
         lines = max((node.end_lineno or 0 for node in tree.body), default=0)
-        if lines > MAX_FILE_LINES:
+        if lines > (MOST_LINES if name in LONGER else MAX_FILE_LINES):
             yield f"{name} has {lines} lines: there are two ideas in it"
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from moeclipse.train.optim.column_shards import Slab
+from moeclipse.train.optim.column_shards import ColumnShard
 from moeclipse.train.step.learner import Learner
 
 Pieces = list[tuple[str, int, list[int], torch.Tensor]]
@@ -43,10 +43,12 @@ def join(results: Sequence[Pieces]) -> dict[str, torch.Tensor]:
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
         assert [start for start, _ in found] == starts, f"{name} is not covered exactly once"
         stored[name] = torch.cat([values for _, values in found]).view(shapes[name])
-    joined = {name: value for name, value in stored.items() if Slab.parse(name) is None}
-    cut = ((slab, value) for name, value in stored.items() if (slab := Slab.parse(name)))
-    slabs = sorted(cut, key=lambda item: item[0])
-    for name, columns in itertools.groupby(slabs, key=lambda item: item[0].name):
+    joined = {name: value for name, value in stored.items() if ColumnShard.parse(name) is None}
+    cut = (
+        (column_shard, value) for name, value in stored.items() if (column_shard := ColumnShard.parse(name))
+    )
+    column_shards = sorted(cut, key=lambda item: item[0])
+    for name, columns in itertools.groupby(column_shards, key=lambda item: item[0].name):
         assert name not in joined
         joined[name] = torch.cat([value for _, value in columns], dim=-1)
     return joined

@@ -37,8 +37,8 @@ def test_every_part_of_a_matrix_gets_the_bits_of_the_whole() -> None:
     whole = random_bits(all_of_it, 7, CPU).view(rows, columns)
     tail = random_bits(Stretch(offset=3, length=25, key=5, start=20, columns=columns), 7, CPU)
     assert torch.equal(tail, whole.flatten()[20:45])
-    slab = random_bits(Stretch(offset=0, length=24, key=5, start=0, columns=4, left=3), 7, CPU)
-    assert torch.equal(slab.view(rows, 4), whole[:, 3:7])
+    column_shard = random_bits(Stretch(offset=0, length=24, key=5, start=0, columns=4, left=3), 7, CPU)
+    assert torch.equal(column_shard.view(rows, 4), whole[:, 3:7])
     assert 0 <= int(whole.min()) <= int(whole.max()) < 1 << 16
 
 

@@ -77,7 +77,7 @@ class SimulateConfig:
     split: Literal["moe", "layer"] | None = None
     """Cut the routed rows alone (moe, the default), or attention too (by sequences)."""
     recompute: Recompute | None = None
-    """Parts of every layer that run again in backward; off unless given."""
+    """Recompute: parts of every layer that are computed again in backward; off unless given."""
     memory_limit: float | None = None
     """Refuse schedules that hold more on any rank: activations of a rank's layers for one microbatch; with
     --config of a layer."""

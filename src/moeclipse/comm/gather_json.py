@@ -1,4 +1,4 @@
-"""JSON values that ranks tell each other: what is decided together, not what is computed."""
+"""All-gather of JSON objects: what ranks decide together, not what they compute."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +23,7 @@ class Group:
     handle: dist.ProcessGroup | None = field(default=None, repr=False)
     backend: str = ""
 
-    @property
+    @cached_property
     def size(self) -> int:
         return len(self.ranks)
 

@@ -45,7 +45,7 @@ def add_adapters(moe: MoE, lora: LoraConfig) -> None:
 
 class TransformerLayer(nn.Module):
     again: Again = "off"
-    """What of it runs again in backward, where autograd runs it."""
+    """Which of its parts are recomputed in backward, where autograd runs it."""
     front: Callable[[torch.Tensor, Positions, Tokens], tuple[torch.Tensor, MoEReport | None]] | None = None
     """Runs the layer in training, where that is not left to itself (`model/front`)."""
 
@@ -149,7 +149,7 @@ class TransformerLayer(nn.Module):
 
     @staticmethod
     def _told(found: tuple[torch.Tensor, MoEReport | None]) -> tuple[torch.Tensor, ...]:
-        """As tensors: what runs again gives nothing else."""
+        """As tensors: a recomputed part returns nothing else."""
         out, report = found
         return (out,) if report is None else (out, report.aux_loss, report.load_E, report.num_dropped)
 

@@ -1,4 +1,4 @@
-"""Parts of a layer that run again in backward instead of being kept.
+"""Activation recompute: parts of a layer that are computed again in backward instead of being kept.
 
     run_again    keeps the inputs of a part alone, and runs it a second time when its gradients come
     forget       gives back the memory of a tensor that is quick to make, until its gradients come

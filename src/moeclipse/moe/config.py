@@ -59,9 +59,9 @@ class GateConfig:
     capacity_over: Literal["all", "rank"] = "all"
     """all: room is counted over the tokens of all ranks; rank: each rank counts its own, as others do."""
     drop_policy: Literal["position", "score"] = "position"
-    """Who finds room: first choices in the order of tokens; or the highest scores (of a rank)."""
+    """Who is kept over capacity: first choices in the order of tokens; or the highest scores (of a rank)."""
     renormalise_kept: bool = False
-    """Divide the scores of a token once more, by the sum of those that found room."""
+    """Divide the scores of a token once more, by the sum of those within capacity."""
     sample_second: bool = False
     """In training, draw the second expert by its probability instead of taking the second best."""
     max_leaving: float = 1.0
@@ -125,7 +125,7 @@ def capacity_problems(config: GateConfig) -> Iterator[str]:
         )
     if not bounded and (config.min_capacity or config.renormalise_kept):
         name = "min_capacity" if config.min_capacity else "renormalise_kept"
-        yield f"gate.{name} needs gate.capacity_factor > 0: without it every row finds room"
+        yield f"gate.{name} needs gate.capacity_factor > 0: without it nothing is dropped"
     if config.sample_second and (config.kind, config.top_k, config.choose) != ("softmax", 2, "top_k"):
         yield "gate.sample_second needs gate.kind = 'softmax', gate.top_k = 2 and gate.choose = 'top_k'"
 

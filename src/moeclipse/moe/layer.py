@@ -32,17 +32,18 @@ from moeclipse.comm.transports.open import open_wire
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import ExchangeConfig, GateConfig, MoEConfig
 from moeclipse.moe.exchange.dispatch import Dispatcher
-from moeclipse.moe.exchange.dispatch_combine import DispatchCombine, LayerCall, without_rows
+from moeclipse.moe.exchange.dispatch_combine import DispatchCombine, LayerCall
 from moeclipse.moe.exchange.dispatch_interleaved import dispatch_in_turns
 from moeclipse.moe.exchange.dispatch_on_device import plans_on_device
 from moeclipse.moe.exchange.loads import Loads
+from moeclipse.moe.exchange.plan import plan_exchange, shadows_of
 from moeclipse.moe.exchange.structure import Inputs, Structure
 from moeclipse.moe.experts.autocast import is_on, off, rows_for
 from moeclipse.moe.experts.compiled import visit_traced
 from moeclipse.moe.experts.fused import FusedExperts, fits, visit_all
+from moeclipse.moe.experts.local import visit_local
 from moeclipse.moe.experts.module_experts import Joint, ModuleExperts
 from moeclipse.moe.experts.pairwise import PairwiseExperts
-from moeclipse.moe.experts.protocols import PairExperts
 from moeclipse.moe.experts.shared import shared_expert
 from moeclipse.moe.experts.shared_gate import shared_of
 from moeclipse.moe.experts.two_projections import Experts, PadToCapacity
@@ -57,7 +58,7 @@ from moeclipse.moe.own_loop.ddp_guard import refuse_transforms, refuse_wrong_wra
 from moeclipse.moe.own_loop.microbatch_threads import Turns
 from moeclipse.moe.own_loop.optimizer_state import watch_optimizers
 from moeclipse.moe.own_loop.unfinished import gradients_of
-from moeclipse.moe.private_torch import in_backward
+from moeclipse.moe.private_torch import in_backward, transforming
 from moeclipse.moe.recompute_calls import Call, Calls, lend, repay
 from moeclipse.moe.tokens import Tokens
 from moeclipse.moe.tune.exchange_policy import ExchangeSchedule
@@ -219,22 +220,21 @@ class MoE(nn.Module):
         """
         if mask is not None:
             return leave_out(self.forward, x, mask)
-        shape = x.shape if isinstance(x, torch.Tensor) else None
-        if isinstance(x, torch.Tensor):
-            x = Structure.as_tokens(x)
-        y_TO = self._compiled(x) if torch.compiler.is_compiling() else self._called(x)
-        return y_TO if shape is None else y_TO.view(*shape[:-1], y_TO.shape[-1])
+        if not isinstance(x, torch.Tensor):
+            return self._compiled(x) if torch.compiler.is_compiling() else self._eager(x)
+        x_TD = x if x.dim() == 2 else Structure.as_tokens(x)
+        y_TO = self._compiled(x_TD) if torch.compiler.is_compiling() else self._eager(x_TD)
+        return y_TO.view(*x.shape[:-1], y_TO.shape[-1])
 
-    def _called(self, x: Inputs) -> torch.Tensor:
+    def _eager(self, x: Inputs) -> torch.Tensor:
+        """Which tokens these are of all ranks, and what activation checkpointing repeats, are found here."""
         if "mesh" not in self.__dict__:
             raise ConfigError(unattached_text(self._placement.num_ranks))
-        refuse_transforms()
-        if self.mesh.num_ranks > 1 and (now := wrapping(self.experts)) != self._wrapping:
-            refuse_wrong_wrap(self.experts)
-            self._wrapping = now
-        if self.mesh.num_ranks > 1 and self.training and torch.is_grad_enabled():
-            gradients_of(self).before_forward()
-        num_tokens = len(Structure.take_apart(x)[1][0])
+        if transforming():
+            refuse_transforms()
+        if self.mesh.num_ranks > 1:
+            self._look_at_wrappers()
+        num_tokens = len(x) if isinstance(x, torch.Tensor) else len(Structure.take_apart(x)[1][0])
         call, again = self.history.begin() if self.training else (None, False)
         step = self.history.count if call is None else call.step
         tokens = Tokens.of(self.mesh, num_tokens, step=step, group=self.token_group)
@@ -247,12 +247,20 @@ class MoE(nn.Module):
             self.last = report
         return y_TO
 
+    def _look_at_wrappers(self) -> None:
+        """What wrappers and optimizers of others do with weights that differ from rank to rank."""
+        if (now := wrapping(self.experts)) != self._wrapping:
+            refuse_wrong_wrap(self.experts)
+            self._wrapping = now
+        if self.training and torch.is_grad_enabled():
+            gradients_of(self).before_forward()
+
     def _compiled(self, x: Inputs) -> torch.Tensor:
         """Inside `torch.compile`: on one rank with the built-in experts a graph without a break."""
         experts, traced = self.experts, self.mesh.num_ranks == 1 and self.gate.compiles
         traced = traced and not self.config.score_input
         if not (traced and isinstance(x, torch.Tensor) and isinstance(experts, Experts)):
-            outside: torch.Tensor = torch.compiler.disable(self._called)(x)
+            outside: torch.Tensor = torch.compiler.disable(self._eager)(x)
             return outside
         tokens = Tokens(mesh=self.mesh, first=0, total=len(x), group=self.mesh.stage)
         routing = self.gate(x, tokens)
@@ -272,14 +280,17 @@ class MoE(nn.Module):
         Where experts are sharded over tp, all tp ranks get the same tokens, and output, gradients and losses
         are shares: their sums over tp are the layer's.
         """
-        return self.run_chosen(self.gate(Structure.take_apart(x)[1][0], tokens), x, tokens, call)
+        routing = self.gate(x if isinstance(x, torch.Tensor) else Structure.take_apart(x)[1][0], tokens)
+        return self.run_chosen(routing, x, tokens, call)
 
     def run_chosen(
         self, routing: Routing, x: Inputs, tokens: Tokens, call: Call | None = None
     ) -> tuple[torch.Tensor, MoEReport]:
         """The same behind the gate."""
-        loads = self.gather_loads([routing], tokens)
-        return self.visit(routing, x, tokens, loads, call), self.report(routing, loads.total(), tokens)
+        loads = self.gather_loads([routing], tokens) if tokens.group.size > 1 else None
+        y_TO = self.visit(routing, x, tokens, loads, call)
+        load_E = routing.load_E if loads is None else loads.total()
+        return y_TO, self.report(routing, load_E, tokens)
 
     def visit(self, routing: Routing, x: Inputs, *how: Any) -> torch.Tensor:
         """Rows to experts and back, and to shared experts; `how`: tokens, and loads and call if known."""
@@ -321,22 +332,31 @@ class MoE(nn.Module):
         loads: Loads | None = None,
         call: Call | None = None,
     ) -> torch.Tensor:
-        """Dispatch, experts and combine; on one rank with kernels, all of it without a word to the host."""
-        experts = self._kernel_experts(inputs)
-        if experts is not None and self.all_here and not experts.wgrads.deferring:
-            return visit_all(experts, inputs[0], routing.scores_TK, routing.expert_ids_TK, sums=True)
+        """Dispatch, experts and combine; where all experts are here, nothing is dispatched."""
+        if self.all_here:
+            return self._local(routing, structure, inputs)
         prepared = self.prepare(routing, structure, inputs, tokens, loads, call, self.turns is None)
         if self.turns is not None and self.turns.taken:
             return dispatch_in_turns(self.turns, routing.scores_TK, prepared, inputs, self.experts.weights)
         return DispatchCombine.apply(routing.scores_TK, prepared, *inputs, *self.experts.weights)
 
+    def _local(
+        self, routing: Routing, structure: Structure, inputs: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """By kernels without a device-to-host copy, or by plain torch."""
+        experts = self._kernel_experts(inputs)
+        if experts is not None and not experts.wgrads.deferring:
+            return visit_all(experts, inputs[0], routing.scores_TK, routing.expert_ids_TK, sums=True)
+        pairwise = self._pairwise(structure, inputs, routing.capacity)
+        return visit_local(routing.scores_TK, routing.expert_ids_TK, pairwise, inputs)
+
     @property
     def all_here(self) -> bool:
-        return self.dispatcher.group.size == 1 and self.experts.ids == tuple(range(self.num_experts))
+        return self.dispatcher.holds_all
 
     @property
     def runs_on_device(self) -> bool:
-        """Whether a call says no word to the host: one rank, kernels, and a gate that draws nothing."""
+        """Whether a call has no device-to-host sync: one rank, kernels, and a gate that draws nothing."""
         by_kernels = self._kernel_experts(self.experts.weights[:1]) is not None
         return by_kernels and self.all_here and self.gate.compiles
 
@@ -348,10 +368,16 @@ class MoE(nn.Module):
         takes = fits(self.experts, inputs) if self.fused is None else self.fused
         return self.experts if takes else None
 
-    def _pairwise(self, structure: Structure, inputs: Sequence[torch.Tensor]) -> PairwiseExperts:
-        like = [without_rows(tensor) for tensor in inputs]
-        of = {"experts": self.experts, "score_input": self.config.score_input}
-        return PairwiseExperts(structure=structure, like=like, **of)  # type: ignore[arg-type]
+    def _pairwise(
+        self, structure: Structure, inputs: Sequence[torch.Tensor], capacity: int = 0
+    ) -> PairwiseExperts:
+        """`capacity`: of a gate that fills its experts up to it."""
+        pads = capacity and self.gate.config.overflow == "pad"
+        experts = PadToCapacity(self.experts, capacity) if pads else self.experts
+        like = [tensor.new_empty((0, *tensor.shape[1:])) for tensor in inputs]  # a slice would keep the rows
+        return PairwiseExperts(
+            experts=experts, structure=structure, like=like, score_input=self.config.score_input
+        )
 
     def measure_costs(self, prices: Callable[..., Probe] = measure) -> Probe:
         """Collective over the ranks of a stage, for rows that are one vector each."""
@@ -367,31 +393,29 @@ class MoE(nn.Module):
         call: Call | None = None,
         on_device: bool = False,
     ) -> LayerCall:
-        """Exchange sizes and decide what runs; no row travels. `on_device`: kernels plan, on all ranks."""
+        """Decide what runs and exchange sizes; no row travels. `on_device`: kernels plan, on all ranks."""
+        policy, dispatcher, where = self.schedule, self.dispatcher, self.where(tokens)
         pairwise = self._pairwise(structure, inputs)
-        prepared = self.schedule.prepare(
-            routing,
-            self.dispatcher,
-            pairwise,
-            self.mesh,
-            self.where(tokens),
-            self.training and not in_backward(),
-            loads,
-            None if call is None else call.decided,
-            on_device and plans_on_device(routing.scores_TK),
+        known = None if call is None else call.decided
+        learns = self.training and known is None and not in_backward()
+        decision = policy.decide(
+            routing, dispatcher, pairwise, self.mesh, where, learns=learns, decided=known
         )
+        on_device = on_device and plans_on_device(routing.scores_TK)
+        plan, staying = plan_exchange(
+            decision, routing, dispatcher, policy.hosts, where, loads=loads, on_device=on_device
+        )
+        if learns:
+            policy.learn(decision, plan)
         if call is not None:
-            call.decided = prepared.decided
-        experts: PairExperts = pairwise
-        if self.gate.config.overflow == "pad" and routing.capacity:
-            experts = replace(pairwise, experts=PadToCapacity(self.experts, routing.capacity))
-        elif (taken := self._kernel_experts(inputs)) is not None:
-            experts = FusedExperts(taken, routing.expert_ids_TK.shape[1])
+            call.decided = decision.decided
+        taken = self._kernel_experts(inputs)
+        by_kernels = None if taken is None else FusedExperts(taken, routing.expert_ids_TK.shape[1])
         return LayerCall(
-            plan=prepared.plan,
-            programs=prepared.programs,
-            experts=experts,
-            shadows=prepared.shadows,
+            plan=plan,
+            programs=decision.programs,
+            experts=by_kernels or self._pairwise(structure, inputs, routing.capacity),
+            shadows=shadows_of(decision, staying, pairwise, dispatcher, where),
             num_inputs=len(inputs),
-            watch=prepared.watch,
+            watch=decision.watch,
         )

@@ -4,7 +4,7 @@ DistributedDataParallel._set_params_and_buffers_to_ignore_for_model, _ddp_params
                     DDP takes every parameter that wants a gradient, and has no argument to leave out
                     those of experts
 torch._C._current_graph_task_id
-                    which backward runs, -1 for none: a forward inside one is a forward that runs again
+                    which backward runs, -1 for none: a forward inside one is recomputed
 torch._C._autograd._get_current_graph_task_keep_graph
                     whether the backward that runs was asked to keep its graph (`retain_graph`)
 torch.nn.utils.clip_grad._clip_grads_with_norm_

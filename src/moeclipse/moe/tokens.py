@@ -7,6 +7,8 @@ draws over the whole microbatch asks here, and so gives the same answer however 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -36,16 +38,36 @@ class Tokens:
     def of(
         cls, mesh: Mesh, local: int, step: int = 0, microbatch: int = 0, group: Group | None = None
     ) -> Tokens:
-        """Ask the other ranks how many tokens they have."""
+        """Ask the other ranks how many tokens they have; who wants to know waits for it."""
         group = group or mesh.stage
-        first, total = 0, local
-        if group.size > 1:
-            mine = torch.tensor([local], device=mesh.device)
-            everyone = gather_to_host(mesh.a2a, group, mine, "exchange of token counts").get()
-            counts = [count for (count,) in everyone]
-            first, total = sum(counts[: group.index]), sum(counts)
-        return cls(mesh=mesh, first=first, total=total, step=step, microbatch=microbatch, group=group)
+        if group.size == 1:
+            return cls(mesh=mesh, first=0, total=local, step=step, microbatch=microbatch, group=group)
+        mine = torch.tensor([local], device=mesh.device)
+        counts = gather_to_host(mesh.a2a, group, mine, "exchange of token counts")
+        return AskedTokens(mesh, counts, step, microbatch, group)
 
     def gather(self, value: torch.Tensor, label: str) -> InFlight[torch.Tensor]:
         """Every rank's value, [P, ...]."""
         return gather(self.mesh.a2a, self.group, value, f"{label}, microbatch {self.microbatch}")
+
+
+class AskedTokens(Tokens):
+    """Whose `first` and `total` are on their way until somebody asks for one of them."""
+
+    def __init__(
+        self, mesh: Mesh, counts: InFlight[list[Any]], step: int, microbatch: int, group: Group
+    ) -> None:
+        vars(self).update(mesh=mesh, step=step, microbatch=microbatch, group=group, _counts=counts)
+
+    @cached_property
+    def _of_ranks(self) -> list[int]:
+        counts: InFlight[list[Any]] = vars(self)["_counts"]
+        return [count for (count,) in counts.get()]
+
+    @cached_property
+    def first(self) -> int:
+        return sum(self._of_ranks[: self.group.index])
+
+    @cached_property
+    def total(self) -> int:
+        return sum(self._of_ranks)

@@ -1,4 +1,4 @@
-"""A gate in two kernels beside its products: which experts a token visits, what it listens to, and the sums
+"""A gate in two kernels beside its products: which experts a token visits, their gate weights, and the sums
 that losses need.
 
     chosen = gate(x_TD, weight_ED, bias_E, k, ...)

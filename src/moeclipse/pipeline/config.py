@@ -29,7 +29,7 @@ class PipelineConfig:
     chunks: int | Literal["auto"] = "auto"
     """+self: microbatches outside pairs are cut into so many, by samples; auto: 2 where there are samples."""
     recompute: Literal["auto", "off", "norms", "attn", "mlp", "moe", "full"] = "auto"
-    """What of a layer runs again in backward instead of being kept; auto: on GPUs what it takes to fit."""
+    """What of a layer is recomputed in backward instead of kept; auto: on GPUs, what it takes to fit."""
     recompute_layers: int | Literal["all"] = "all"
     """Only the first so many layers of the model do."""
     comm_sms: int = 0
@@ -78,7 +78,7 @@ class PipelineConfig:
         return pp > 1 or self.used or (num_ranks > 1 and self.recomputed != "off")
 
     def runs_again(self, layer: int) -> bool:
-        """Whether this layer of the model has something to run again."""
+        """Whether this layer of the model has something to recompute."""
         return self.recompute_layers == "all" or layer < self.recompute_layers
 
     @property

@@ -124,7 +124,7 @@ def read_run(directory: Path) -> RunData:
     config = read_config(directory / "config.toml", gaps)
     steps = table_of(records)
     if len(steps.step) and not steps.ranks:
-        gaps.append("ranks were not told apart: this version of the run did not write their times")
+        gaps.append("no per-rank times: this version of the run did not write them")
     if len(steps.step) and not steps.has("eval_loss"):
         gaps.append("nothing was validated: set eval.share or eval.files")
     return RunData(
@@ -145,7 +145,7 @@ def read_run(directory: Path) -> RunData:
 def records_of(path: Path, gaps: list[str]) -> Iterator[dict[str, Any]]:
     """Lines with a step, each as a record without the loads of experts: those are in `load.npz`."""
     if not path.is_file():
-        gaps.append("there is no metrics.jsonl: no step was told")
+        gaps.append("there is no metrics.jsonl: no step was recorded")
         return
     cut = 0
     with path.open(encoding="utf-8", errors="replace") as file:

@@ -124,7 +124,7 @@ def _wrong_holding(op: Op, rank: int, taken: float, given: float) -> str:
 
 
 def _launch_peak(taken: Floats, given: Floats) -> float:
-    """Most memory of a rank when ops run in launch order: each takes before it gives back."""
+    """Most memory of a rank when ops run in launch order: each allocates before it frees."""
     if not len(taken):
         return 0.0
     return float((np.cumsum(taken) - np.concatenate([[0.0], np.cumsum(given)[:-1]])).max())

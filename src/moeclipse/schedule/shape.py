@@ -24,7 +24,7 @@ RECOMPUTED: dict[str, tuple[Part, ...]] = {
     "moe": (Part.ROUTE, Part.DISPATCH, Part.SHARED, Part.MLP),
     "full": (Part.ATTN, Part.ROUTE, Part.DISPATCH, Part.SHARED, Part.MLP),
 }
-"""Parts of a layer that run again in backward; `mlp` keeps the dispatched rows, `moe` sends them again."""
+"""Recomputed parts of a layer; `mlp` keeps the dispatched rows, `moe` sends them again."""
 
 
 @dataclass(frozen=True, kw_only=True)

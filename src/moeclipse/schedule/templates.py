@@ -16,7 +16,7 @@ on streams and where compute runs inline on the host.
 
 Row chunks hide what remains of an action alone: with `split = "moe"` the routed rows are cut, with
 `split = "layer"` attention is cut too (by sequences), so that the last combine of one layer runs under the
-attention of the next. With recompute, the parts that run again stand where backward would wait for combine.
+attention of the next. With recompute, those parts stand where backward would wait for combine.
 """
 
 from __future__ import annotations

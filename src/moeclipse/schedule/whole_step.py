@@ -129,7 +129,7 @@ def hosted_by(shape: PipelineShape, op: Op) -> tuple[tuple[int, HostedLaunch], .
 
 
 def launches_in(shape: PipelineShape, stage: int, index: int) -> Iterator[tuple[int, HostedLaunch]]:
-    """Those of a layer whose host is there: what runs again, and what is sent on, not every layer has."""
+    """Those of a layer whose host is there: not every layer recomputes, or sends on."""
     layer, placement = shape.layers[stage][index], shape.placement
     behind = placement.next_stage(stage)
     sends = behind is not None and placement.rank_of[behind] != placement.rank_of[stage]

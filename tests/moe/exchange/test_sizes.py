@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeclipse.moe.exchange.sizes import Sizes, cuts_of_ranks
+from moeclipse.moe.exchange.sizes import Sizes, meetings
 from moeclipse.schedule.smart import exchange_shape
 
 SLOTS = [0, 2, 3]
@@ -33,5 +33,5 @@ def test_a_rank_without_slots_has_no_segments() -> None:
 
 def test_rows_are_cut_alike_in_both_directions() -> None:
     shape = exchange_shape(2, group_size=1, chunks=3)
-    assert cuts_of_ranks(shape, 0) == [shape.own_chunks, 3]
-    assert cuts_of_ranks(shape, 1) == [3, shape.own_chunks]
+    assert meetings(shape, 0).cuts == (shape.own_chunks, 3)
+    assert meetings(shape, 1).cuts == (3, shape.own_chunks)

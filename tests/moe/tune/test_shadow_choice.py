@@ -17,7 +17,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.tune import shadow_choice
 from moeclipse.moe.tune.probe import Probe
-from moeclipse.moe.tune.shadow_choice import LONGEST_REST, LOOK, ShadowChoice, loads_of
+from moeclipse.moe.tune.shadow_choice import LONGEST_REST, LOOK, ShadowChoice, gather_counts, loads_of
 from moeclipse.testing.run_ranks import run_ranks
 from probed import PROBE, SLOW_EXPERTS, lend
 
@@ -51,7 +51,7 @@ def test_shadows_are_priced_per_row_that_travels(monkeypatch: pytest.MonkeyPatch
 def count(mesh: Mesh) -> tuple[list[list[int]], list[list[int]]]:
     moe = make(GateConfig(top_k=3), 6, 0, mesh)
     pairs, rows = moe.schedule.shadows.counts_and_rows(IDS[mesh.rank], moe.dispatcher, "test")
-    assert (moe.schedule._counts(IDS[mesh.rank], moe.dispatcher, "test") == pairs).all()
+    assert (gather_counts(IDS[mesh.rank], moe.dispatcher, "test") == pairs).all()
     return pairs.tolist(), rows.tolist()
 
 

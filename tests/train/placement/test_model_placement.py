@@ -75,15 +75,15 @@ def join_slabs(results: list[tuple[list, float]]) -> dict[str, torch.Tensor]:
     """Columns that tp cut are put side by side."""
 
     whole: dict[str, torch.Tensor] = {}
-    slabs: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    column_shards: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for name, values in join(results).items():
         found = re.fullmatch(r"(.*)\[:, (\d+):(\d+)\]", name)
         if found is None:
             whole[name] = values
         else:
             width = int(found[3]) - int(found[2])
-            slabs.setdefault(found[1], []).append((int(found[2]), values.view(-1, width)))
-    for name, parts in slabs.items():
+            column_shards.setdefault(found[1], []).append((int(found[2]), values.view(-1, width)))
+    for name, parts in column_shards.items():
         whole[name] = torch.cat([part for _, part in sorted(parts, key=lambda p: p[0])], dim=1).flatten()
     return whole
 

@@ -8,8 +8,9 @@ are built on it; on NCCL the native collectives are used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -41,12 +42,8 @@ def all_to_all(
     if out is None:
         out = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
 
-    def start() -> Any:
-        return dist.all_to_all_single(
-            out, rows, list(receive_counts), list(send_counts), group=group.handle, async_op=True
-        )
-
-    return lane.launch(group, label, start, out, rows)
+    given = (out, rows, list(receive_counts), list(send_counts), group.handle)
+    return lane.launch(group, label, partial(dist.all_to_all_single, *given, async_op=True), out, rows)
 
 
 def gather(lane: Lane, group: Group, value: torch.Tensor, label: str) -> InFlight[torch.Tensor]:
@@ -76,15 +73,10 @@ def _gather(lane: Lane, group: Group, value: torch.Tensor, label: str) -> Transf
     out = value.new_empty((group.size, *value.shape))
     if group.backend == "gloo":
         sent = value.expand(group.size, *value.shape).contiguous()
-
-        def start() -> Any:
-            return dist.all_to_all_single(out, sent, group=group.handle, async_op=True)
+        call: Callable[..., Any] = dist.all_to_all_single
     else:
-        sent = value.contiguous()
-
-        def start() -> Any:
-            return ALL_GATHER(out, sent, group=group.handle, async_op=True)
-
+        sent, call = value.contiguous(), ALL_GATHER
+    start = partial(call, out, sent, group=group.handle, async_op=True)
     return lane.launch(group, label, start, out, sent)
 
 

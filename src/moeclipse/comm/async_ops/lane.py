@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +24,7 @@ import torch
 from moeclipse.comm.async_ops.record import Recorder, TransferStamps
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.group import Group
+from moeclipse.comm.watch.op_log import LoggedOp
 
 T = TypeVar("T")
 SPIN_S = 2e-3  # how long the host spins for a result before it lets others have the core
@@ -32,11 +34,10 @@ class Transfer(Generic[T]):
     """A transfer under way, an `InFlight`: what it brings, and what it needs until it is done."""
 
     def __init__(
-        self, lane: Lane, group: Group, label: str, stamps: TransferStamps, value: T, keep: Any
+        self, lane: Lane, group: Group, stamps: TransferStamps, op: LoggedOp, value: T, keep: Any
     ) -> None:
-        self._lane, self._group, self._label, self._stamps = lane, group, label, stamps
-        self._value, self._keep = value, keep
-        self._op = lane.watch.log.launch(lane.name, label, group.ranks)
+        self._lane, self._group, self._label, self._stamps = lane, group, op.label, stamps
+        self._value, self._keep, self._op = value, keep, op
         self._work: Any = None
         self._event: torch.cuda.Event | None = None
         self._waited = False
@@ -59,7 +60,8 @@ class Transfer(Generic[T]):
 
     def _wait(self, patience_s: float | None) -> None:
         self._waited = True
-        with self._lane.recorder.waiting():
+        recorder = self._lane.recorder
+        with recorder.waiting() if recorder.active else nullcontext():
             if self._event is not None:
                 torch.cuda.current_stream().wait_event(self._event)
             else:
@@ -102,9 +104,8 @@ class Lane:
         if self.device.type == "cuda" and (on_stream or group.backend == "nccl"):
             return self._launch_on_stream(group, label, start, value, keep)
         stamps = self.recorder.launch(self.name, group.name, label)
-        transfer = Transfer(self, group, label, stamps, value, keep)
-        transfer._op.on_host = True
-        self.watch.log.start(transfer._op)
+        op = self.watch.log.launch_on_host(self.name, label, group.ranks)
+        transfer = Transfer(self, group, stamps, op, value, keep)
         try:
             transfer._work = start()
         except RuntimeError as error:
@@ -123,11 +124,12 @@ class Lane:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             stamps = self.recorder.launch(self.name, group.name, label)
-            transfer = Transfer(self, group, label, stamps, value, keep)
             log, handle = self.watch.log, self._stream.cuda_stream
-            log.start(transfer._op, handle)
+            op = log.launch(self.name, label, group.ranks)
+            transfer = Transfer(self, group, stamps, op, value, keep)
+            log.start(op, handle)
             start().wait()  # orders this stream behind the library's own; the host goes on
-            log.end(transfer._op, handle)
+            log.end(op, handle)
             stamps.done = self.recorder.stamp()
             transfer._event = torch.cuda.Event()
             transfer._event.record()

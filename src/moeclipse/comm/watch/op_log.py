@@ -113,6 +113,13 @@ class OpLog:
             self._lines[at : at + WIDTH] = _line(text)
         return op
 
+    def launch_on_host(self, lane: str, label: str, ranks: Sequence[int] = ()) -> LoggedOp:
+        """What no stream runs: it starts at once, and the host waits for it."""
+        op = self.launch(lane, label, ranks)
+        op.on_host = True
+        self._started(op, op.launched)
+        return op
+
     def start(self, op: LoggedOp, stream: int | None = None) -> None:
         """Now; or when the stream of that handle gets there."""
         if stream is None or self._marks is None:

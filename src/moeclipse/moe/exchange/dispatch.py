@@ -38,7 +38,7 @@ from moeclipse.comm.async_ops.in_flight import InFlight, Ready
 from moeclipse.comm.async_ops.lane import Lane
 from moeclipse.comm.group import Group
 from moeclipse.comm.transports.transport import TorchTransport, Transport
-from moeclipse.moe.exchange.sizes import Sizes, Unit, cuts_of_ranks
+from moeclipse.moe.exchange.sizes import Sizes, Unit, meetings
 from moeclipse.ops.arrival import bits_of
 from moeclipse.ops.combine import sum_rows
 from moeclipse.ops.grouping import Grouping
@@ -105,6 +105,12 @@ class Dispatcher:
     def slot_bounds(self) -> list[int]:
         """Slots of rank p: slot_bounds[p] to slot_bounds[p + 1] - 1, empty ones included."""
         return [0, *accumulate(map(len, self.placement.slots))]
+
+    @cached_property
+    def holds_all(self) -> bool:
+        """Whether this rank has every expert, in order: then nothing is dispatched."""
+        everyone = tuple(range(self.placement.num_experts))
+        return self.group.size == 1 and self.placement.slots == (everyone,)
 
     @cached_property
     def quota_order(self) -> QuotaOrder:
@@ -265,8 +271,8 @@ def plan_dispatch(
 ) -> TorchPlan:
     """`slots`: of each choice, flattened, the slot that computes it; left out: that of its primary."""
     num_tokens, top_k = expert_ids_TK.shape
-    slot_bounds, chunks = dispatcher.slot_bounds, shape.most_chunks
-    num_ranks, num_slots, device = dispatcher.group.size, slot_bounds[-1], expert_ids_TK.device
+    met, device = meetings(shape, dispatcher.group.index), expert_ids_TK.device
+    slot_bounds, num_ranks, chunks = dispatcher.slot_bounds, dispatcher.group.size, met.chunks
     flat_ids = expert_ids_TK.flatten()
     used = flat_ids >= 0
     if slots is None:
@@ -283,11 +289,11 @@ def plan_dispatch(
     pair_row = row_of_PT[ranks, tokens]
     chunk = torch.zeros_like(pair_row)
     if chunks > 1:
-        cuts_P = torch.tensor(cuts_of_ranks(shape, dispatcher.group.index), device=device)
+        cuts_P = torch.tensor(met.cuts, device=device)
         chunk = chunk_of(pair_row, rows_P[ranks], cuts_P[ranks])
     key = sort_key(slots, ranks, chunk, slot_bounds, chunks)
-    key = torch.where(used, key, num_slots * chunks)
-    pairs = torch.bincount(key, minlength=num_slots * chunks + 1)[: num_slots * chunks]
+    key = torch.where(used, key, slot_bounds[-1] * chunks)
+    pairs = torch.bincount(key, minlength=slot_bounds[-1] * chunks + 1)[: slot_bounds[-1] * chunks]
     mine, label = torch.cat([pairs, rows_P]), f"exchange of sizes, {where}"
     everyone = gather_to_host(dispatcher.lane, dispatcher.group, mine, label)
 

@@ -13,7 +13,8 @@ with one unit. A token may be several tensors (`moe/exchange/structure`): their 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,10 +34,15 @@ from moeclipse.moe.tune.granularity import Stopwatch
 from moeclipse.ops.first_order import first_order
 from moeclipse.schedule import kinds
 from moeclipse.schedule.check import Verified
-from moeclipse.schedule.kinds import Kind, Part
+from moeclipse.schedule.kinds import Kind
 from moeclipse.schedule.op import Op
 
 Key = tuple[int, int]
+"""(step, chunk) of a unit."""
+
+
+def key_of(op: Op) -> Key:
+    return (op.step or 0, op.chunk or 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,24 +113,34 @@ class ForwardRun:
         return out_TO if self.shadows is None else out_TO + self.kept_TO
 
     def op(self, op: Op) -> InFlight[Any] | None:
-        if self.shadows is not None and op.kind is kinds.SHADOW_SEND:
-            return self.shadows.send_weights()
-        if self.shadows is not None and op.kind is kinds.SHADOW_F:
-            self.kept_TO = self.shadows.forward()
-            return None
-        key = (op.step or 0, op.chunk or 0)
-        unit = self.plan.units[key]
-        if op.kind is kinds.S_F:
-            pairs = zip(self.rows, self.arrived, strict=True)
-            return Joined([self.plan.send(unit, rows, out, f"dispatch {op}") for rows, out in pairs])
-        if op.kind is kinds.R_F:
-            return self.plan.send_back(unit, self.partial_RO, self.back_NO, f"combine {op}")
-        assert op.kind is kinds.C_F, f"no such op in forward: {op}"
-        with self.plan.dispatcher.lane.recorder.mark(op):
-            self.compute(key, unit)
-        return None
+        return FORWARD[op.kind](self, op)
 
-    def compute(self, key: Key, unit: Unit) -> None:
+    def send(self, op: Op) -> InFlight[Any]:
+        unit, label = self.plan.units[key_of(op)], f"dispatch {op}"
+        pairs = zip(self.rows, self.arrived, strict=True)
+        sent = [self.plan.send(unit, rows, out, label) for rows, out in pairs]
+        return sent[0] if len(sent) == 1 else Joined(sent)
+
+    def send_back(self, op: Op) -> InFlight[Any]:
+        return self.plan.send_back(
+            self.plan.units[key_of(op)], self.partial_RO, self.back_NO, f"combine {op}"
+        )
+
+    def send_shadows(self, _: Op) -> InFlight[Any]:
+        assert self.shadows is not None
+        return self.shadows.send_weights()
+
+    def compute_shadows(self, _: Op) -> None:
+        assert self.shadows is not None
+        self.kept_TO = self.shadows.forward()
+
+    def compute(self, op: Op) -> None:
+        recorder = self.plan.dispatcher.lane.recorder
+        with nullcontext() if recorder.marks is None else recorder.mark(op):
+            self.compute_unit(key_of(op))
+
+    def compute_unit(self, key: Key) -> None:
+        unit = self.plan.units[key]
         index_M, score_M = self.pairs.of(unit)
         rows = [tensor[unit.arriving] for tensor in self.arrived]
         given = (rows, index_M, unit.counts, score_M)
@@ -132,6 +148,15 @@ class ForwardRun:
             self.partial_RO, self.saved[key] = self.experts.forward(*given, self.pairs.grouping(unit))
         else:
             self.partial_RO, self.saved[key] = self.experts.forward(*given)
+
+
+FORWARD: Mapping[Kind, Callable[[ForwardRun, Op], InFlight[Any] | None]] = {
+    kinds.S_F: ForwardRun.send,
+    kinds.C_F: ForwardRun.compute,
+    kinds.R_F: ForwardRun.send_back,
+    kinds.SHADOW_SEND: ForwardRun.send_shadows,
+    kinds.SHADOW_F: ForwardRun.compute_shadows,
+}
 
 
 class BackwardRun:
@@ -194,44 +219,47 @@ class BackwardRun:
         return grads, d_scores_TK
 
     def op(self, op: Op) -> InFlight[Any] | None:
-        if op.kind.part is Part.SHADOW:
-            return self.shadow_op(op.kind)
-        if op.kind is kinds.C_W:
-            if op.step is None:  # the last ones: every unit has its score gradients
-                self.return_scores()
-            self.wgrad(op.step)
-            return None
-        key = (op.step or 0, op.chunk or 0)
-        unit = self.plan.units[key]
-        if op.kind is kinds.S_B:
-            return self.plan.send(unit, self.d_rows_NO, self.arrived_RO, f"backward dispatch {op}")
-        if op.kind is kinds.R_B:
-            label = f"backward combine {op}"
-            pairs = zip(self.partial, self.back, strict=True)
-            return Joined(
-                self.plan.send_back(unit, rows, out, label)
-                for rows, out in pairs
-                if rows is not None and out is not None
-            )
-        assert op.kind is kinds.C_B, f"no such op in backward: {op}"
-        with self.plan.dispatcher.lane.recorder.mark(op):
-            self.compute(key, unit)
-        return None
+        return BACKWARD[op.kind](self, op)
 
-    def shadow_op(self, kind: Kind) -> InFlight[Any] | None:
-        shadows = self.shadows
-        assert shadows is not None
-        if kind is kinds.SHADOW_B:
-            shadows.dgrad(self.d_out_TO)
-        elif kind is kinds.SHADOW_W:
-            shadows.wgrad()
-        elif kind is kinds.SHADOW_REDUCE:
-            return shadows.return_grads()
+    def send(self, op: Op) -> InFlight[Any]:
+        unit = self.plan.units[key_of(op)]
+        return self.plan.send(unit, self.d_rows_NO, self.arrived_RO, f"backward dispatch {op}")
+
+    def send_back(self, op: Op) -> InFlight[Any]:
+        unit, label = self.plan.units[key_of(op)], f"backward combine {op}"
+        pairs = zip(self.partial, self.back, strict=True)
+        sent = [
+            self.plan.send_back(unit, rows, out, label)
+            for rows, out in pairs
+            if rows is not None and out is not None
+        ]
+        return sent[0] if len(sent) == 1 else Joined(sent)
+
+    def compute_weights(self, op: Op) -> None:
+        if op.step is None:  # the last ones: every unit has its score gradients
+            self.return_scores()
+        self.wgrad(op.step)
+
+    def compute_shadows(self, op: Op) -> None:
+        assert self.shadows is not None
+        if op.kind is kinds.SHADOW_B:
+            self.shadows.dgrad(self.d_out_TO)
+        elif op.kind is kinds.SHADOW_W:
+            self.shadows.wgrad()
         else:
-            shadows.add_grads(self.weight_grads)
-        return None
+            self.shadows.add_grads(self.weight_grads)
 
-    def compute(self, key: Key, unit: Unit) -> None:
+    def return_shadows(self, _: Op) -> InFlight[Any]:
+        assert self.shadows is not None
+        return self.shadows.return_grads()
+
+    def compute(self, op: Op) -> None:
+        recorder = self.plan.dispatcher.lane.recorder
+        with nullcontext() if recorder.marks is None else recorder.mark(op):
+            self.compute_unit(key_of(op))
+
+    def compute_unit(self, key: Key) -> None:
+        unit = self.plan.units[key]
         saved = self.kept.saved.pop(key)
         self.partial, d_score_M, pending = self.experts.dgrad(self.arrived_RO[unit.arriving], saved)
         if len(self.plan.units) == 1 and d_score_M.dtype == self.d_score_M.dtype:
@@ -239,6 +267,18 @@ class BackwardRun:
         else:
             self.d_score_M[unit.pairs] = d_score_M.to(self.d_score_M.dtype)
         self.pending.append((key[0], pending))
+
+
+BACKWARD: Mapping[Kind, Callable[[BackwardRun, Op], InFlight[Any] | None]] = {
+    kinds.S_B: BackwardRun.send,
+    kinds.C_B: BackwardRun.compute,
+    kinds.C_W: BackwardRun.compute_weights,
+    kinds.R_B: BackwardRun.send_back,
+    kinds.SHADOW_B: BackwardRun.compute_shadows,
+    kinds.SHADOW_W: BackwardRun.compute_shadows,
+    kinds.SHADOW_REDUCE: BackwardRun.return_shadows,
+    kinds.SHADOW_ADD: BackwardRun.compute_shadows,
+}
 
 
 class DispatchCombine(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""`moe/exchange/dispatch` by kernels: who sends what to whom, with one word to the host, which is the sizes.
+"""`moe/exchange/dispatch` by kernels: who sends what to whom, with one device-to-host copy, of the sizes.
 
 In plain torch a plan is a hundred small operations, and the host took longer for them than the device for the
 layer. Here it is a dozen kernels (`ops/sending`, `ops/arrival`); those before the sizes have fixed shapes, so
@@ -20,7 +20,7 @@ from moeclipse.comm.async_ops.exchange import gather_to_host
 from moeclipse.comm.async_ops.in_flight import InFlight
 from moeclipse.comm.async_ops.reading import send
 from moeclipse.moe.exchange.dispatch import Dispatcher, DispatchPlan, Unit, concatenated
-from moeclipse.moe.exchange.sizes import Sizes, cuts_of_ranks
+from moeclipse.moe.exchange.sizes import Sizes, meetings
 from moeclipse.ops import arrival
 from moeclipse.ops.arrival import Arrived
 from moeclipse.ops.combine import gather_sum
@@ -48,7 +48,7 @@ def prepare_sending(
 def plan_on_device(sending: Sending, dispatcher: Dispatcher, shape: ExchangeShape, where: str) -> DevicePlan:
     me, rows, pairs, device = dispatcher.group.index, sending.rows, sending.pairs, sending.slots_TK.device
     if shape.most_chunks > 1:
-        cuts_P = send(torch.tensor(cuts_of_ranks(shape, me)), device)
+        cuts_P = send(torch.tensor(meetings(shape, me).cuts), device)
         given = (sending.slots_TK, rows, dispatcher.places, cuts_P, shape.most_chunks)
         pairs = pairs_to_send(*given)
     mine, label = torch.cat([pairs.pairs_S, rows.rows_P]), f"exchange of sizes, {where}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -30,6 +32,32 @@ class Unit:
     """On every rank these rows stay where they are: nobody waits for anybody."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Meetings:
+    """Whom a rank meets in each unit of an exchange, whatever its sizes: found once for each shape."""
+
+    chunks: int
+    """Between any two ranks, at most."""
+    cuts: tuple[int, ...]
+    """Into how many chunks the rows between this rank and each other are cut, in both directions."""
+    send: tuple[tuple[int, ...], ...]
+    receive: tuple[tuple[int, ...], ...]
+    local: tuple[bool, ...]
+    """Units in which no row leaves its rank."""
+
+
+@cache
+def meetings(shape: ExchangeShape, me: int) -> Meetings:
+    near = shape.send_to(me, 0)
+    return Meetings(
+        chunks=shape.most_chunks,
+        cuts=tuple(shape.own_chunks if rank in near else shape.chunks for rank in range(shape.num_ranks)),
+        send=tuple(tuple(sorted(shape.send_to(me, step))) for step, _ in shape.units),
+        receive=tuple(tuple(sorted(shape.receive_from(me, step))) for step, _ in shape.units),
+        local=tuple(step == 0 and shape.keeps_own_rows for step, _ in shape.units),
+    )
+
+
 class Sizes:
     """The table that everyone has after round 1, read from one rank's point of view.
 
@@ -38,7 +66,8 @@ class Sizes:
     """
 
     def __init__(self, table: list[list[int]], slot_bounds: list[int], me: int, shape: ExchangeShape) -> None:
-        self.me, self.shape, self.chunks = me, shape, shape.most_chunks
+        self.meetings = met = meetings(shape, me)
+        self.units_in_order, self.chunks = shape.units, met.chunks
         self.table, self.slot_bounds = table, slot_bounds
         num_ranks, num_pairs = len(table), slot_bounds[-1] * self.chunks
         self.num_mine = slot_bounds[me + 1] - slot_bounds[me]
@@ -49,11 +78,8 @@ class Sizes:
         arriving = [source[mine] for source in table]  # [source][chunk x my expert]
         self.arriving_pairs = [count for counts in arriving for count in counts]
         self.receive_pairs = [sum(counts) for counts in arriving]
-        parts = cuts_of_ranks(shape, me)
-        send_cuts = [even_bounds(*cut) for cut in zip(table[me][num_pairs:], parts, strict=True)]
-        cuts = [
-            even_bounds(source[num_pairs + me], number) for source, number in zip(table, parts, strict=True)
-        ]
+        send_cuts = bounds(table[me][num_pairs:], met.cuts)
+        cuts = bounds([source[num_pairs + me] for source in table], met.cuts)
         self.send_rows, self.receive_rows = [], []
         self.leaving_starts: list[int] = []
         self.leaving_lengths: list[int] = []
@@ -63,13 +89,13 @@ class Sizes:
         self.row_shift = [0] * (num_ranks * self.chunks)
         self.unit_of_segment = [0] * (num_ranks * self.chunks)
         arrived = 0
-        for number, (step, chunk) in enumerate(shape.units):
+        for number, (_, chunk) in enumerate(shape.units):
             send, receive = [0] * num_ranks, [0] * num_ranks
-            for peer in sorted(shape.send_to(me, step)):
+            for peer in met.send[number]:
                 send[peer] = send_cuts[peer][chunk + 1] - send_cuts[peer][chunk]
                 self.leaving_starts.append(starts[peer] + send_cuts[peer][chunk])
                 self.leaving_lengths.append(send[peer])
-            for peer in sorted(shape.receive_from(me, step)):
+            for peer in met.receive[number]:
                 receive[peer] = cuts[peer][chunk + 1] - cuts[peer][chunk]
                 self.unit_of_segment[peer * self.chunks + chunk] = number
                 self.row_shift[peer * self.chunks + chunk] = arrived - cuts[peer][chunk]
@@ -89,11 +115,10 @@ class Sizes:
     def units(self) -> dict[tuple[int, int], Unit]:
         found: dict[tuple[int, int], Unit] = {}
         left = arrived = paired = 0
-        for (step, chunk), send, receive in zip(
-            self.shape.units, self.send_rows, self.receive_rows, strict=True
-        ):
+        sizes = zip(self.units_in_order, self.send_rows, self.receive_rows, strict=True)
+        for number, ((step, chunk), send, receive) in enumerate(sizes):
             counts = [0] * self.num_mine
-            for source in self.shape.receive_from(self.me, step):
+            for source in self.meetings.receive[number]:
                 first = (source * self.chunks + chunk) * self.num_mine
                 for slot in range(self.num_mine):
                     counts[slot] += self.arriving_pairs[first + slot]
@@ -104,7 +129,7 @@ class Sizes:
                 send_rows=send,
                 receive_rows=receive,
                 counts=counts,
-                local=step == 0 and self.shape.keeps_own_rows,
+                local=self.meetings.local[number],
             )
             left, arrived, paired = unit.leaving.stop, unit.arriving.stop, unit.pairs.stop
             found[step, chunk] = unit
@@ -127,7 +152,9 @@ class Sizes:
         )
 
 
-def cuts_of_ranks(shape: ExchangeShape, me: int) -> list[int]:
-    """Into how many chunks the rows between this rank and each other are cut, the same in both directions."""
-    near = shape.send_to(me, 0)
-    return [shape.own_chunks if rank in near else shape.chunks for rank in range(shape.num_ranks)]
+def bounds(rows: Sequence[int], cuts: Sequence[int]) -> list[list[int]]:
+    """Where the chunks of each number of rows begin and end."""
+    return [
+        [0, total] if parts == 1 else even_bounds(total, parts)
+        for total, parts in zip(rows, cuts, strict=True)
+    ]

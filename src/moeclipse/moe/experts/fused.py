@@ -46,7 +46,7 @@ def fits(experts: Experts, inputs: Sequence[torch.Tensor]) -> bool:
 def visit_all(
     experts: Experts, x_TD: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor, *, sums: bool
 ) -> torch.Tensor:
-    """All experts of a layer, which are here: one node for autograd, and no word to the host.
+    """All experts of a layer, which are here: one node for autograd, and no device-to-host sync.
 
     `sums`: gradients go where the weights' accumulators are, if all that want some have one.
     """

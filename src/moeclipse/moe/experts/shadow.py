@@ -46,6 +46,7 @@ class RankShadows:
     """Slots of this rank whose weights leave, by receiver."""
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
+    rank: int = 0
 
     @classmethod
     def of(cls, shadows: Shadows, placement: Placement, me: int) -> RankShadows:
@@ -63,6 +64,7 @@ class RankShadows:
             send_slots=tuple(slot for slots in sends for slot in slots),
             send_counts=tuple(map(len, sends)),
             receive_counts=tuple(map(len, receives)),
+            rank=me,
         )
 
 

@@ -1,4 +1,4 @@
-"""A shared expert behind a gate of its own (Qwen2): each token says how much it listens to it.
+"""A shared expert behind a gate of its own (Qwen2): each token has a gate weight for it.
 
     forward    y = g e(x),   g = sigmoid(x w^T)           e: the shared expert, `moe/experts/two_projections`
     dgrad      dx = e.dgrad(g dy) + d_logit w,   d_logit = g (1 - g) sum(dy e(x))

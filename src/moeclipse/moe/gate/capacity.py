@@ -1,4 +1,4 @@
-"""Room for rows: how many an expert takes, and which rows find room.
+"""Capacity: how many rows an expert takes, and which assignments are within it.
 
     position   first choices in the order of tokens, then second choices; over all ranks, or on each
     score      the rows with the highest scores (equal ones: `moe/gate/ties`); on each rank, because scores of

@@ -10,7 +10,7 @@ each; everything behind it is as with our own gates. `tokens` says which of the 
 for gates that draw or count (`moe/tokens`). A module with a `config` that is a GateConfig chooses losses by
 it (`balance_loss`, `z_loss`), over `probs_TE` and `logits_TE`; without one there are none.
 
-Contract. A forward that runs again (activation checkpointing) must say the same. `routing_of` makes a Routing
+Contract. A recomputed forward (activation checkpointing) must say the same. `routing_of` makes a Routing
 of choices and scores alone.
 """
 

@@ -173,7 +173,7 @@ class Gate(nn.Module):
     def _find_room(
         self, ids_TK: torch.Tensor, scores_TK: torch.Tensor, tokens: Tokens
     ) -> tuple[torch.Tensor, int]:
-        """(the choices that find room, the rows that an expert takes; 0: all of them)."""
+        """(the assignments within capacity, the rows that an expert takes; 0: all of them)."""
         on_rank = self.config.capacity_over == "rank"
         counted = len(ids_TK) if on_rank else tokens.total
         capacity = room_for(self.config, counted, self.num_experts, self.training)
@@ -204,7 +204,7 @@ class Gate(nn.Module):
     def _score(
         self, values_TE: torch.Tensor, ids_TK: torch.Tensor, used_TK: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """How much a token listens to each of these experts, or to those of them that it chose to use."""
+        """The gate weight of each of these experts, or of those that the token chose to use."""
         kind, scores_TK = self.config.kind, values_TE.gather(1, ids_TK)
         if used_TK is not None:
             return renormalise_used(scores_TK, used_TK) if self.config.renormalise else scores_TK * used_TK

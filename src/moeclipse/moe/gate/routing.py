@@ -1,4 +1,4 @@
-"""What a gate says: which experts each token visits, and how much it listens to each.
+"""What a gate says: which experts each token visits, and the gate weight of each.
 
 Experts are logical numbers; -1 marks an unused place, so a gate may give each token another number of
 experts. `load_E` counts what the gate wanted, before anything was dropped.

@@ -31,17 +31,13 @@ import torch
 from moeclipse.balance.shadow import ShadowPlan
 from moeclipse.balance.shadow_model import ShadowCosts
 from moeclipse.balance.split import ReplicaTable, split_rows
-from moeclipse.comm.async_ops.exchange import gather_to_host
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import MoEConfig
-from moeclipse.moe.exchange.dispatch import Dispatcher, DispatchPlan, plan_dispatch
+from moeclipse.moe.exchange.dispatch import Dispatcher, DispatchPlan
 from moeclipse.moe.exchange.dispatch_combine import Programs
-from moeclipse.moe.exchange.dispatch_on_device import plan_on_device, prepare_sending
-from moeclipse.moe.exchange.loads import Loads
-from moeclipse.moe.exchange.replicas import choose_slots
 from moeclipse.moe.experts.pairwise import PairwiseExperts
-from moeclipse.moe.experts.shadow import ShadowExperts, keep_shadowed
-from moeclipse.moe.gate.routing import Routing, count_experts
+from moeclipse.moe.experts.shadow import RankShadows
+from moeclipse.moe.gate.routing import Routing
 from moeclipse.moe.tune.fixed_prices import fixed_prices
 from moeclipse.moe.tune.granularity import (
     CALLS,
@@ -57,7 +53,7 @@ from moeclipse.moe.tune.granularity import (
     worth_a_try,
 )
 from moeclipse.moe.tune.probe import Probe
-from moeclipse.moe.tune.shadow_choice import ShadowChoice, label_of
+from moeclipse.moe.tune.shadow_choice import NOBODY, ShadowChoice, gather_counts
 from moeclipse.moe.tune.shadow_price import measured
 from moeclipse.moe.tune.stopwatch import tell
 from moeclipse.schedule.check import verify
@@ -69,17 +65,6 @@ SOME_SHADOW = (Shadow(expert=0, owner=0, ranks=(1,)),)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """What one call of the layer runs."""
-
-    plan: DispatchPlan
-    programs: Programs
-    shadows: ShadowExperts | None
-    decided: Decided
-    watch: Stopwatch | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Decided:
     """What was decided for one call beside what follows from its rows."""
 
@@ -87,6 +72,30 @@ class Decided:
     probe: Probe | None
     asks: bool
     """For counts, to choose shadows from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What one call of a layer does, before sizes travel."""
+
+    shape: ExchangeShape
+    programs: Programs
+    decided: Decided
+    shadows: RankShadows | None
+    """What this rank shadows in this call; None where no rank does."""
+    plan: ShadowPlan | None
+    """Which experts have shadows where; None where nobody asked."""
+    counts_PE: np.ndarray
+    """Pairs of each rank for each expert, where shadows were asked for; else empty."""
+    costs: ShadowCosts | None
+    watch: Stopwatch | None
+    """Times the call, while that is wanted."""
+
+    @property
+    def shadowed(self) -> list[int]:
+        """Pairs of this rank for each expert that it shadows."""
+        assert self.shadows is not None
+        return [int(self.counts_PE[self.shadows.rank, expert]) for expert in self.shadows.experts]
 
 
 class ExchangeSchedule:
@@ -103,6 +112,7 @@ class ExchangeSchedule:
         self.shadows = ShadowChoice(config, hosts)
         self.watch: Stopwatch | None = None
         self.trials: Trials | None = None
+        self._shapes: dict[tuple[Any, ...], ExchangeShape] = {}
         self._programs: dict[ExchangeShape, Programs] = {}
         self.on_choice: Callable[[dict[str, Any]], None] = lambda _: None
         """Told, before it acts, what was decided from times."""
@@ -136,15 +146,22 @@ class ExchangeSchedule:
         tries = affordable(self.trial_calls)[0] > 0 and not self.by_the_book
         return self._chooses and (tries or not self.careful)
 
+    @property
+    def _wants_costs(self) -> bool:
+        return self._tunes or self.shadows.automatic or self._taken is not None
+
     def shape(self, shadows: bool = False, use: Granularity | None = None) -> ExchangeShape:
         use = use or self.use
-        return exchange_shape(
-            self.num_ranks,
-            groups=use.groups,
-            chunks=use.chunks,
-            units=use.units,
-            shadows=SOME_SHADOW if shadows else (),
-        )
+        key = (use.groups, use.chunks, use.units, shadows)
+        if key not in self._shapes:
+            self._shapes[key] = exchange_shape(
+                self.num_ranks,
+                groups=use.groups,
+                chunks=use.chunks,
+                units=use.units,
+                shadows=SOME_SHADOW if shadows else (),
+            )
+        return self._shapes[key]
 
     def programs(self, shape: ExchangeShape) -> Programs:
         if shape not in self._programs:
@@ -153,70 +170,56 @@ class ExchangeSchedule:
             self._programs[shape] = Programs(forward=forward, backward=backward, pieces=pieces)
         return self._programs[shape]
 
-    def prepare(
+    def decide(
         self,
         routing: Routing,
         dispatcher: Dispatcher,
         experts: PairwiseExperts,
         mesh: Mesh,
         where: str,
-        train: bool,
-        loads: Loads | None = None,
+        *,
+        learns: bool,
         decided: Decided | None = None,
-        on_device: bool = False,
-    ) -> Prepared:
-        """Decide, exchange sizes, and lay everything out for one call of the layer.
+    ) -> Decision:
+        """How the rows of one call travel, and which experts have shadows.
 
-        `loads` are on their way for other reasons; where they are left out, replicas ask for counts.
-        `decided` is what an earlier call decided that is now repeated: nothing is learned from it.
+        `learns`: the call may be timed and counted. `decided`: what an earlier call decided that is now
+        repeated; nothing is learned from it.
         """
-        ids_TK, sending = routing.expert_ids_TK, routing.sending
-        train = train and decided is None
-        if train:
-            self._learn(ids_TK, dispatcher, experts, mesh, where)
+        ids_TK = routing.expert_ids_TK
+        if learns:
+            self._measure(ids_TK, dispatcher, experts, mesh, where)
         watch = self.watch if decided is None else None
         decided = decided or Decided(use=self.use, probe=self.probe, asks=self.shadows.asks)
-        costs = self._shadow_costs(decided)
-        mine, counts_PE = self.shadows.choose(ids_TK, dispatcher, where, costs, decided.asks)
-        place = ids_TK.new_empty(0)
-        if mine is not None:
-            ids_TK, place = keep_shadowed(ids_TK, mine, dispatcher.placement.num_experts)
-            sending = None
+        costs, mine, counts_PE = None, None, NOBODY
+        if self.shadows.wanted != "off":
+            costs = self._shadow_costs(decided)
+            mine, counts_PE = self.shadows.choose(ids_TK, dispatcher, where, costs, decided.asks)
         shape = self.shape(shadows=mine is not None, use=decided.use)
-        slots = None
-        if dispatcher.table is not None:
-            travelling_PE = self._rows_that_travel(ids_TK, dispatcher, where, loads, counts_PE)
-            slots, sending = choose_slots(ids_TK, dispatcher, travelling_PE, self.hosts), None
-        if on_device:
-            sending = sending or prepare_sending(ids_TK, dispatcher, slots)
-            plan: DispatchPlan = plan_on_device(sending, dispatcher, shape, where)
-        else:
-            plan = plan_dispatch(ids_TK, dispatcher, shape, where, slots)
-        if train and self.shadows.automatic and costs is not None and decided.probe is not None:
-            self.shadows.learn(plan, costs, decided.probe)
-        if train:
-            self._count(plan, sum(counts_PE[dispatcher.group.index, list(mine.experts)]) if mine else 0)
-        shadows = None
-        if mine is not None:
-            counts = [int(counts_PE[dispatcher.group.index, expert]) for expert in mine.experts]
-            shadows = ShadowExperts(
-                mine,
-                experts,
-                dispatcher.transport,
-                place_m=place[: sum(counts)],
-                counts=counts,
-                where=where,
-            )
-        programs = self.programs(shape)
-        return Prepared(plan=plan, programs=programs, shadows=shadows, decided=decided, watch=watch)
+        return Decision(
+            shape=shape,
+            programs=self.programs(shape),
+            decided=decided,
+            shadows=mine,
+            plan=self.shadows.plan,
+            counts_PE=counts_PE,
+            costs=costs,
+            watch=watch,
+        )
 
-    def _learn(
+    def learn(self, decision: Decision, plan: DispatchPlan) -> None:
+        """After sizes have travelled: how many rows this rank computes, and whether to ask for shadows."""
+        probe = decision.decided.probe
+        if self.shadows.automatic and decision.costs is not None and probe is not None:
+            self.shadows.learn(plan, decision.costs, probe)
+        self._count(plan, sum(decision.shadowed) if decision.shadows else 0)
+
+    def _measure(
         self, ids_TK: torch.Tensor, dispatcher: Dispatcher, experts: PairwiseExperts, mesh: Mesh, where: str
     ) -> None:
         """The second call measures costs; the best granularities by simulation are then tried in turn."""
         self._calls += 1
-        wants_costs = self._tunes or self.shadows.automatic or self._taken is not None
-        if self._calls == 2 and wants_costs and self.probe is None:
+        if self._calls == 2 and self.probe is None and self._wants_costs:
             if self._taken is not None:
                 self._repeat(self._taken, cuda=ids_TK.is_cuda)
             else:
@@ -250,7 +253,7 @@ class ExchangeSchedule:
 
     def _rank_and_try(self, ids_TK: torch.Tensor, dispatcher: Dispatcher, where: str, probe: Probe) -> None:
         """By the book there are no trials: what is predicted to be best is taken."""
-        self.ranked = self._rank(self._counts(ids_TK, dispatcher, where), dispatcher, probe)
+        self.ranked = self._rank(gather_counts(ids_TK, dispatcher, where), dispatcher, probe)
         if probe.fixed:
             self.use, self.watch = self.ranked[0], Stopwatch(cuda=ids_TK.is_cuda)
             return
@@ -288,30 +291,6 @@ class ExchangeSchedule:
         """Rows that the slots of this rank computed in training since this was last asked."""
         computed, self._computed = self._computed, []
         return computed
-
-    def _counts(self, ids_TK: torch.Tensor, dispatcher: Dispatcher, where: str) -> np.ndarray:
-        """Rows of each rank for each expert."""
-        mine = count_experts(ids_TK, dispatcher.placement.num_experts)
-        table = gather_to_host(dispatcher.lane, dispatcher.group, mine, label_of(where)).get()
-        return np.array(table, dtype=np.int64)
-
-    def _rows_that_travel(
-        self,
-        ids_TK: torch.Tensor,
-        dispatcher: Dispatcher,
-        where: str,
-        loads: Loads | None,
-        counts_PE: np.ndarray,
-    ) -> np.ndarray:
-        """Rows of each rank for each expert, those of shadowed experts left out: what replicas share."""
-        if not counts_PE.size and loads is not None:
-            return loads.of(dispatcher.group)
-        if not counts_PE.size:
-            return self._counts(ids_TK, dispatcher, where)
-        counts_PE = counts_PE.copy()
-        for expert, ranks in () if self.shadow_plan is None else self.shadow_plan.shadows:
-            counts_PE[list(ranks), expert] = 0
-        return counts_PE
 
     def _rank(self, counts_PE: np.ndarray, dispatcher: Dispatcher, probe: Probe) -> list[Granularity]:
         """The allowed granularities, the fastest by simulation first."""

@@ -27,7 +27,7 @@ from moeclipse.comm.async_ops.exchange import gather_to_host
 from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.exchange.dispatch import Dispatcher, DispatchPlan
 from moeclipse.moe.experts.shadow import FREE, RankShadows
-from moeclipse.moe.gate.routing import pairs_and_rows
+from moeclipse.moe.gate.routing import count_experts, pairs_and_rows
 from moeclipse.moe.tune.probe import Probe
 
 NOBODY = np.empty((0, 0))
@@ -134,6 +134,13 @@ def loads_of(pairs_PR: np.ndarray, dispatcher: Dispatcher) -> tuple[np.ndarray, 
     leaving_PR = np.where(rank_R == ranks[:, None], 0, pairs_PR)
     np.add.at(sent_EP, experts_R, leaving_PR.T)  # an empty slot, -1, adds zeros at the end
     return load_P, int(sent_EP.max(initial=0))
+
+
+def gather_counts(ids_TK: torch.Tensor, dispatcher: Dispatcher, where: str) -> np.ndarray:
+    """Pairs of each rank for each expert."""
+    mine = count_experts(ids_TK, dispatcher.placement.num_experts)
+    table = gather_to_host(dispatcher.lane, dispatcher.group, mine, label_of(where)).get()
+    return np.array(table, dtype=np.int64)
 
 
 def label_of(where: str) -> str:

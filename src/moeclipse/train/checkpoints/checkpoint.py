@@ -2,7 +2,7 @@
 
 Idea. A checkpoint speaks of logical tensors. Each rank hands over the pieces it owns (a range of a tensor's
 flattened elements); reading assembles any range from whatever pieces overlap it. So layouts never meet.
-Columns of a matrix are stored as a matrix of their own (`slabs`); readers need not know.
+Columns of a matrix are stored as a matrix of their own (`column_shards`); readers need not know.
 
 Contract.
 * `save` writes into a hidden folder, fsyncs every file, writes the manifest last, and commits by one rename.
@@ -33,7 +33,7 @@ from moeclipse.train.checkpoints.manifest import MANIFEST, Index, StoredPiece, S
 from moeclipse.train.checkpoints.save import save
 from moeclipse.train.checkpoints.shard import DTYPES, Piece
 from moeclipse.train.fingerprint import differences
-from moeclipse.train.optim.column_shards import Slab, are_whole, by_matrix, read_columns
+from moeclipse.train.optim.column_shards import ColumnShard, are_whole, by_matrix, read_columns
 from moeclipse.train.ranks import OneRank, Ranks
 
 __all__ = ["Checkpoint", "Newest", "OneRank", "Piece", "Ranks", "check_model", "newest", "save"]
@@ -49,7 +49,7 @@ class Checkpoint:
         self.path = path
         self.state: dict[str, Any] = dict(index.state)
         self._tensors = index.tensors
-        self._slabs = by_matrix(index.tensors)
+        self._column_shards = by_matrix(index.tensors)
         self._files: dict[str, Any] = {}
 
     @classmethod
@@ -66,19 +66,28 @@ class Checkpoint:
     @property
     def names(self) -> list[str]:
         """Logical tensors; a matrix that is stored by columns is named once."""
-        return sorted({slab.name if (slab := Slab.parse(name)) else name for name in self._tensors})
+        return sorted(
+            {
+                column_shard.name if (column_shard := ColumnShard.parse(name)) else name
+                for name in self._tensors
+            }
+        )
 
     def __contains__(self, name: str) -> bool:
-        return name in self._tensors or name in self._slabs
+        return name in self._tensors or name in self._column_shards
 
     def shape(self, name: str) -> tuple[int, ...]:
-        if name in self._slabs and name not in self._tensors:
-            slabs = self._slabs[name]
-            return (*self._tensor(slabs[0].key).shape[:-1], slabs[-1].stop)
+        if name in self._column_shards and name not in self._tensors:
+            column_shards = self._column_shards[name]
+            return (*self._tensor(column_shards[0].key).shape[:-1], column_shards[-1].stop)
         return self._tensor(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        stored = self._slabs[name][0].key if name in self._slabs and name not in self._tensors else name
+        stored = (
+            self._column_shards[name][0].key
+            if name in self._column_shards and name not in self._tensors
+            else name
+        )
         return DTYPES[self._tensor(stored).dtype]
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
@@ -87,11 +96,11 @@ class Checkpoint:
         `NAME[:, 32:64]` reads columns of a matrix, whichever way it is stored.
         """
         if name not in self._tensors:
-            slab = Slab.parse(name)
-            if slab is not None and slab.name in self:
-                return self._read_columns(slab, start, stop)
-            if name in self._slabs:
-                return self._read_columns(Slab(name, 0, self.shape(name)[-1]), start, stop)
+            column_shard = ColumnShard.parse(name)
+            if column_shard is not None and column_shard.name in self:
+                return self._read_columns(column_shard, start, stop)
+            if name in self._column_shards:
+                return self._read_columns(ColumnShard(name, 0, self.shape(name)[-1]), start, stop)
         tensor = self._tensor(name)
         stop = prod(tensor.shape) if stop is None else stop
         if not 0 <= start <= stop <= prod(tensor.shape):
@@ -113,7 +122,7 @@ class Checkpoint:
             position, number = end, number + 1
         return result
 
-    def _read_columns(self, wanted: Slab, start: int, stop: int | None) -> torch.Tensor:
+    def _read_columns(self, wanted: ColumnShard, start: int, stop: int | None) -> torch.Tensor:
         *above, width = self.shape(wanted.name)
         rows = prod(above)
         stop = rows * wanted.width if stop is None else stop
@@ -123,17 +132,18 @@ class Checkpoint:
             )
         dtype = self.dtype(wanted.name)
         if wanted.name in self._tensors:
-            whole = Slab(wanted.name, 0, width)
+            whole = ColumnShard(wanted.name, 0, width)
             return read_columns(
                 lambda _, a, b: self.read(wanted.name, a, b), [whole], wanted, start, stop, dtype
             )
-        slabs = self._slabs[wanted.name]
-        if not are_whole(slabs):
+        column_shards = self._column_shards[wanted.name]
+        if not are_whole(column_shards):
             raise CheckpointError(
                 f"checkpoint {self.path} lacks columns of {wanted.name!r}: it holds "
-                f"{', '.join(slab.key for slab in slabs)}; it is damaged or was saved by another program"
+                f"{', '.join(shard.key for shard in column_shards)}; it is damaged or was saved by another "
+                "program"
             )
-        return read_columns(self.read, slabs, wanted, start, stop, dtype)
+        return read_columns(self.read, column_shards, wanted, start, stop, dtype)
 
     def _tensor(self, name: str) -> StoredTensor:
         if name not in self._tensors:

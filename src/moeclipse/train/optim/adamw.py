@@ -29,7 +29,7 @@ from moeclipse.ops.random import key_of
 from moeclipse.ops.rounding import Stretch, Stretches
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, Piece
 from moeclipse.train.optim.buckets import Bucket, Buckets, BucketSegment
-from moeclipse.train.optim.column_shards import Slab
+from moeclipse.train.optim.column_shards import ColumnShard
 from moeclipse.train.optim.optim_config import OptimConfig
 from moeclipse.train.optim.shard_state import STATES as STATES
 from moeclipse.train.optim.shard_state import ShardState
@@ -56,15 +56,15 @@ def learning_rate(config: OptimConfig, step: int, num_steps: int) -> float:
 
 def stretch_of(segment: BucketSegment, seed: int) -> Stretch:
     """A segment by rows and columns of its logical tensor, however that is stored."""
-    entry, slab = segment.entry, Slab.parse(segment.entry.name)
-    name = entry.name if slab is None else slab.name
+    entry, column_shard = segment.entry, ColumnShard.parse(segment.entry.name)
+    name = entry.name if column_shard is None else column_shard.name
     return Stretch(
         offset=segment.offset,
         length=segment.length,
         key=key_of(seed, name),
         start=segment.start,
-        columns=entry.shape[-1] if slab is None else slab.width,
-        left=0 if slab is None else slab.first,
+        columns=entry.shape[-1] if column_shard is None else column_shard.width,
+        left=0 if column_shard is None else column_shard.first,
     )
 
 
@@ -196,8 +196,8 @@ class AdamW:
         changed: dict[str, str] = {}
         for bucket, state in zip(self.buckets, self.states, strict=True):
             for segment in bucket.segments(everything=True):
-                slab = Slab.parse(segment.entry.name)
-                name = segment.entry.name if slab is None else slab.name
+                column_shard = ColumnShard.parse(segment.entry.name)
+                name = segment.entry.name if column_shard is None else column_shard.name
                 if f"weight/{name}" in checkpoint and f"adam_m/{name}" not in checkpoint:
                     raise CheckpointError(
                         f"{checkpoint.path} has no optimizer state of {name}: it was frozen in the run that "

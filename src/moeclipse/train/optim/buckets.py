@@ -39,7 +39,7 @@ from moeclipse.moe.own_loop.standalone import moe_layers
 from moeclipse.ops.precision import wide_of
 from moeclipse.tensor.cut import Cut, Share, cut_of, share_of
 from moeclipse.tensor.weight_grad import Accumulation, attach
-from moeclipse.train.optim.column_shards import Slab
+from moeclipse.train.optim.column_shards import ColumnShard
 from moeclipse.train.optim.quant_blocks import block_for
 
 MainGrad = Literal["fp32", "bf16"]
@@ -360,7 +360,7 @@ def entries_of(name: str, shape: tuple[int, ...], offset: int, cut: Cut | None) 
     if cut is None or cut.local_shape == cut.shape:
         yield BucketEntry(name=name, shape=shape, offset=offset)
     elif cut.columns is not None:
-        yield BucketEntry(name=Slab(name, *cut.columns).key, shape=shape, offset=offset)
+        yield BucketEntry(name=ColumnShard(name, *cut.columns).key, shape=shape, offset=offset)
     else:
         logical = (*shape[: len(shape) - len(cut.shape)], *cut.shape)  # a stack of one keeps its first 1
         for start, length in cut.runs:

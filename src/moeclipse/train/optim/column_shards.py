@@ -1,11 +1,11 @@
 """Matrices that are stored by columns.
 
 Idea. A checkpoint holds ranges of flattened tensors. A rank that has some columns of a matrix has no such
-range, so it stores its columns as a matrix of their own, a slab, named after the logical one: `NAME[:,
-32:64]`. The slabs of a matrix cover its columns, in any number of parts.
+range, so it stores its columns as a matrix of their own, a column shard, named after the logical one:
+`NAME[:, 32:64]`. The shards of a matrix cover its columns, in any number of parts.
 
-Contract. Readers ask for the logical matrix, or for any slab of it, and get it from whatever was stored: the
-matrix itself, or other slabs. Only the rows that hold the elements asked for are read.
+Contract. Readers ask for the logical matrix, or for any column shard of it, and get it from whatever was
+stored: the matrix itself, or other shards. Only the rows that hold the elements asked for are read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Read = Callable[[str, int, int], torch.Tensor]
 
 
 @dataclass(frozen=True, order=True)
-class Slab:
+class ColumnShard:
     """Columns first .. stop - 1 of the matrix `name`."""
 
     name: str
@@ -30,7 +30,7 @@ class Slab:
     stop: int
 
     @classmethod
-    def parse(cls, key: str) -> Slab | None:
+    def parse(cls, key: str) -> ColumnShard | None:
         found = SLAB.fullmatch(key)
         return cls(found["name"], int(found["first"]), int(found["stop"])) if found else None
 
@@ -43,33 +43,38 @@ class Slab:
         return self.stop - self.first
 
 
-def by_matrix(keys: Iterable[str]) -> dict[str, list[Slab]]:
-    """The slabs among `keys`, for each matrix from left to right."""
-    found: dict[str, list[Slab]] = {}
+def by_matrix(keys: Iterable[str]) -> dict[str, list[ColumnShard]]:
+    """The column shards among `keys`, for each matrix from left to right."""
+    found: dict[str, list[ColumnShard]] = {}
     for key in keys:
-        slab = Slab.parse(key)
-        if slab is not None:
-            found.setdefault(slab.name, []).append(slab)
-    return {name: sorted(slabs) for name, slabs in found.items()}
+        column_shard = ColumnShard.parse(key)
+        if column_shard is not None:
+            found.setdefault(column_shard.name, []).append(column_shard)
+    return {name: sorted(column_shards) for name, column_shards in found.items()}
 
 
-def are_whole(slabs: list[Slab]) -> bool:
+def are_whole(column_shards: list[ColumnShard]) -> bool:
     """Whether they cover columns 0 .. width, each once."""
-    return [slab.first for slab in slabs] == [0, *(slab.stop for slab in slabs[:-1])]
+    return [column_shard.first for column_shard in column_shards] == [
+        0,
+        *(column_shard.stop for column_shard in column_shards[:-1]),
+    ]
 
 
 def read_columns(
-    read: Read, stored: list[Slab], wanted: Slab, start: int, stop: int, dtype: torch.dtype
+    read: Read, stored: list[ColumnShard], wanted: ColumnShard, start: int, stop: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Elements [start, stop) of the flattened slab `wanted`, from slabs that cover its matrix."""
+    """Elements [start, stop) of the flattened `wanted`, from column shards that cover its matrix."""
     first_row, last_row = start // wanted.width, -(-stop // wanted.width)
     rows = torch.empty(last_row - first_row, wanted.width, dtype=dtype)
-    for slab in stored:
-        left, right = max(slab.first, wanted.first), min(slab.stop, wanted.stop)
+    for column_shard in stored:
+        left, right = max(column_shard.first, wanted.first), min(column_shard.stop, wanted.stop)
         if left < right:
-            part = read(slab.key, first_row * slab.width, last_row * slab.width).view(-1, slab.width)
+            part = read(column_shard.key, first_row * column_shard.width, last_row * column_shard.width).view(
+                -1, column_shard.width
+            )
             rows[:, left - wanted.first : right - wanted.first] = part[
-                :, left - slab.first : right - slab.first
+                :, left - column_shard.first : right - column_shard.first
             ]
     offset = first_row * wanted.width
     return rows.view(-1)[start - offset : stop - offset]

@@ -1,4 +1,4 @@
-"""What a run has chosen by its clock: measured costs, and how rows are cut. `choices.json` in its directory.
+"""Tuned settings of a run: measured costs, and how rows are cut. `choices.json` in its directory.
 
 Idea. Two runs on the same machine measure other numbers, so they may cut rows, lend experts and place them
 otherwise, and sums round otherwise. Whatever is decided from a time is written down before it acts; a run

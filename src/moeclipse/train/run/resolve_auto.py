@@ -1,4 +1,4 @@
-"""What a run settles before it builds anything: its wire, what overlaps or runs again, how many slots it has.
+"""What a run settles before it builds anything: its wire, overlap, recompute, and how many slots it has.
 
 Idea. These shape the program and the model's place on ranks, so they cannot be tried step by step. Wires are
 tried alone, for some milliseconds (`comm/transports/fastest`). Pipelines are simulated: the program of each
@@ -12,7 +12,7 @@ what a byte takes leaves the pipeline as it is.
 
 Contract. Only what the configuration leaves at "auto" is settled, by all ranks alike, and is in
 `choices.json` before the first step: a run that goes on, or repeats another's, takes it from there. A run too
-short for trials keeps the plain choices and measures nothing, but for what has to run again to fit.
+short for trials keeps the plain choices and measures nothing, but for the recompute that it takes to fit.
 
 Hazard. A second microbatch in flight takes memory. On a device, where that is what runs out, nothing is
 chosen that holds more activations than the plain program does; name `pipeline.overlap` where there is room.

@@ -1,4 +1,4 @@
-"""Which job fills a run directory: one at a time, known by name, and gone when its heart stops.
+"""Which job fills a run directory: one at a time, known by name, and gone when its heartbeat expires.
 
 A job that was requeued may start while the one before it still dies. Both would write checkpoints into the
 same folder, and each would remove the other's half-written one. So rank 0 keeps a file, `job.json`, in the

@@ -278,12 +278,12 @@ def obstacle_to_parts(config: TrainConfig, mesh: Mesh, model: Transformer) -> st
     if any(memories(model)):
         return "what layers remember is kept by the host"
     if any(layer.again != "off" for layer in model.all_layers):
-        return "parts that run again in backward reach over exchanges"
+        return "recomputed segments span an all-to-all"
     return ""
 
 
 def obstacle_in_config(config: TrainConfig, mesh: Mesh) -> str:
-    """The same before there is a model, in which nothing runs again."""
+    """The same before there is a model, in which nothing is recomputed."""
     if config.run.graphs == "off":
         return "run.graphs is off"
     if config.pipeline.runs_program(mesh.pp, mesh.num_ranks):

@@ -1,4 +1,4 @@
-"""What of each layer runs again in backward, so that what forward keeps fits the device.
+"""Activation recompute: a policy for each layer, so that what forward keeps fits the device.
 
     off < norms < attn < full       from what costs nothing to what keeps least
 
@@ -34,7 +34,7 @@ MARGIN = 0.95
 
 
 def arrange(config: TrainConfig, mesh: Mesh, model: Transformer) -> list[str]:
-    """Tell layers what to run again, where autograd runs them; what is to be said of it."""
+    """Tell layers what to recompute, where autograd runs them; what is to be said of it."""
     asked = config.pipeline.recompute
     if config.pipeline.runs_program(mesh.pp, mesh.num_ranks):
         return []
@@ -69,7 +69,7 @@ def told(expected: Mapping[Again, float], room: float, level: Again) -> list[str
 
 
 def peaks(config: TrainConfig, mesh: Mesh, model: Transformer, num_again: int) -> dict[Again, float]:
-    """The most memory that a step is expected to take, by what runs again."""
+    """The most memory that a step is expected to take, by recompute policy."""
     samples = -(-config.data.batch_size // config.optim.accumulate)
     kept = {level: samples * kept_by(model, mesh, config.data.seq_len, level) for level in LADDER}
     rest = len(model.layers) - num_again

@@ -1,4 +1,4 @@
-"""What of each layer runs again in backward, on several ranks: chosen before anything is built.
+"""Activation recompute on several ranks: a policy for each layer, chosen before anything is built.
 
 On one rank the model is there and is asked (`train/step/recompute`). On several, running a layer's attention
 or all of it again takes a program instead of autograd, and which it is must be known first. So
@@ -67,7 +67,7 @@ def left_open(config: TrainConfig, mesh: Mesh) -> bool:
 
 
 def choose_recompute(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, str], list[str]]:
-    """The key with its value, where something has to run again, and what to say of it. Collective."""
+    """The key with its value, where something has to be recomputed, and what to say of it. Collective."""
     expected = peaks(config, mesh)
     room = min(mesh.gather_objects(memory_left(mesh)))
     room *= APART if expert_group(mesh, config.moe).size > 1 else 1.0
@@ -76,7 +76,7 @@ def choose_recompute(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, str], l
 
 
 def peaks(config: TrainConfig, mesh: Mesh) -> dict[Again, float]:
-    """The most memory that a step is expected to take on any rank, by what runs again."""
+    """The most memory that a step is expected to take on any rank, by recompute policy."""
     pipeline, model = config.pipeline, config.model
     layout = lay_out(pipeline, model.num_layers, mesh.pp, config.optim.accumulate)
     dtype = choose_dtype(model.dtype, mesh.device)
@@ -121,13 +121,13 @@ def held_at_peak(
 
 
 def activation_of(kept: Mapping[Again, float]) -> Activation:
-    """What a layer keeps, by part: what is not kept where a part runs again is that part's."""
+    """What a layer keeps, by part: what is not kept where a part is recomputed is that part's."""
     attn = kept["off"] - kept["attn"]
     return Activation(input=kept["full"], attn=attn, shared=0.0, mlp=kept["off"] - kept["full"] - attn)
 
 
 def layer_keeps(config: TrainConfig, mesh: Mesh, samples: int, dense: bool) -> dict[Again, float]:
-    """Bytes that one layer keeps of a microbatch on this rank, by what runs again."""
+    """Bytes that one layer keeps of a microbatch on this rank, by recompute policy."""
     alone, length, moe = Mesh.single(mesh.device), config.data.seq_len, config.moe
     here = max(-(-moe.num_experts // expert_group(mesh, moe).size), config.gate.top_k)
     model = Transformer(

@@ -26,7 +26,7 @@ from moeclipse.ops.precision import wide_of
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.optim.adamw import Readable
-from moeclipse.train.optim.column_shards import Slab
+from moeclipse.train.optim.column_shards import ColumnShard
 from moeclipse.train.weights.staging import StagedFolder
 
 LINEAR = re.compile(r"(?P<before>weight/layers\.\d+\.attention\.)(?P<name>[qkvo])\.weight")
@@ -52,11 +52,11 @@ class Adapted:
         return name in self.adapters or name in self.base
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor | None:
-        slab = Slab.parse(name)
-        plain = name if slab is None else slab.name
+        column_shard = ColumnShard.parse(name)
+        plain = name if column_shard is None else column_shard.name
         if plain in self.adapters:
             whole = self.adapters[plain]
-            part = whole if slab is None else whole[:, slab.first : slab.stop]
+            part = whole if column_shard is None else whole[:, column_shard.first : column_shard.stop]
             return part.flatten()[start:stop]
         if is_adapter(plain) and plain not in self.base:
             return None

@@ -32,7 +32,7 @@ from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.fingerprint import differences, fingerprint_of, in_present_terms
 from moeclipse.train.optim.adamw import Readable
-from moeclipse.train.optim.column_shards import Slab
+from moeclipse.train.optim.column_shards import ColumnShard
 from moeclipse.train.ranks import Ranks, RanksFailed, together
 from moeclipse.train.step.learner import Learner
 from moeclipse.train.weights.init_config import FREE, is_kept
@@ -58,10 +58,10 @@ class Upcycled:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor | None:
         """As that of a checkpoint; None: what the model begins with stays."""
-        slab = Slab.parse(name)
-        found = EXPERT.fullmatch(name if slab is None else slab.name)
+        column_shard = ColumnShard.parse(name)
+        found = EXPERT.fullmatch(name if column_shard is None else column_shard.name)
         if found is not None:
-            columns = (0, self.width) if slab is None else (slab.first, slab.stop)
+            columns = (0, self.width) if column_shard is None else (column_shard.first, column_shard.stop)
             which = (int(found["layer"]), int(found["expert"]), found["kind"])
             return self._expert(*which, columns, start, stop)
         if GATE.fullmatch(name):
@@ -82,7 +82,7 @@ class Upcycled:
             stop = self.d_model * wide if stop is None else stop
             name = f"weight/layers.{layer}.dense.down.weight"
             whole = wide == self.dense.d_ff
-            values = self._values(name if whole else Slab(name, left, right).key, start, stop)
+            values = self._values(name if whole else ColumnShard(name, left, right).key, start, stop)
             place = torch.arange(start, stop)
             index = place // wide * self.width + columns[0] + place % wide
         if self.std:
