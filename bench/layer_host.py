@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _smoke import BenchParser, machine, write
 from torch import nn
-from torch.distributed.nn.functional import all_to_all_single
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from moeclipse import MoE
 from moeclipse.comm.mesh import Mesh
@@ -53,7 +53,7 @@ class PlainLayer(nn.Module):
         send = counts_E.view(self.ranks, self.mine).sum(1).tolist()
         receive = table.sum(1).tolist()
         rows = x_TD[order // TOP_K]
-        rows = all_to_all_single(rows.new_empty(sum(receive), WIDTH), rows, receive, send)
+        rows = all_to_all_single_autograd(rows, receive, send, dist.group.WORLD)
         by_expert = torch.arange(self.mine).repeat(self.ranks).repeat_interleave(table.flatten())
         grouped = by_expert.argsort(stable=True)
         parts = rows[grouped].split(table.sum(0).tolist())
@@ -62,7 +62,7 @@ class PlainLayer(nn.Module):
             one, two = F.linear(part, up).chunk(2, dim=-1)
             outs.append(F.linear(F.silu(one) * two, down))
         results = torch.empty_like(rows).index_copy(0, grouped, torch.cat(outs))
-        back = all_to_all_single(results.new_empty(len(order), WIDTH), results, send, receive)
+        back = all_to_all_single_autograd(results, send, receive, dist.group.WORLD)
         weighted = back * scores_TK.flatten()[order, None]
         load_E = counts_E.clone()
         dist.all_reduce(load_E)

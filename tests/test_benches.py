@@ -30,6 +30,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "hf_experts": ("ms", "block", "step"),
     "hf_load": ("seconds", "peak"),
     "host_time": ("step_ms", "host_ms", "launches"),
+    "layer_host": ("ms", "over_plain"),
     "lora": ("step_ms", "over_peft_qv", "over_peft_experts"),
     "moe_layer": ("forward_ms", "both_ms"),
     "moe_train": ("step_ms", "tokens_per_s", "train_speedup"),

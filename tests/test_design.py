@@ -45,3 +45,14 @@ def test_a_walk_visits_each_file_once_and_finds_each_from_one_before(title: str)
     for file in files:
         assert file in known, f"nothing on the way to {file} imports it"
         known |= named_by(SOURCE / file)
+
+
+def test_the_way_of_a_row_is_as_short_as_the_page_says() -> None:
+    """Counted anew: functions entered, files, and changes of file of one forward."""
+    counted = runpy.run_path(str(ROOT / "docs" / "walk.py"))
+    for name, title in (("one rank", "one rank"), ("blocking", "ep 2, blocking"), ("smart", "ep 2, smart")):
+        way = counted["Walk"](counted["steps_of"](name))
+        line = next(line for line in PAGE.splitlines() if line.startswith(f"| {title} |"))
+        calls, files, changes = (int(word.replace(",", "")) for word in line.split("|")[2:5])
+        assert (way.files, len(way.changes)) == (files, changes), f"{line}: now {way}"
+        assert abs(len(way.steps) - calls) <= calls // 10, "comprehensions may be functions"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from moeclipse.comm.mesh import Mesh
@@ -18,6 +20,7 @@ def asked(mesh: Mesh) -> list[list[int]]:
     assert every.group == mesh.stage
     assert (every.step, every.microbatch) == (3, 0)
     assert Tokens(mesh=mesh, first=0, total=local).group == mesh.stage, "left out: all ranks of the stage"
+    assert replace(every, microbatch=4).total == every.total, "a copy knows what was asked for"
     told = data.gather(torch.tensor([mesh.rank]), "test").get().flatten().tolist()
     return [[every.first, every.total], [data.first, data.total], told]
 

@@ -35,7 +35,7 @@ from moeclipse.moe.exchange.dispatch import Dispatcher
 from moeclipse.moe.exchange.dispatch_combine import DispatchCombine, LayerCall
 from moeclipse.moe.exchange.dispatch_interleaved import dispatch_in_turns
 from moeclipse.moe.exchange.dispatch_on_device import plans_on_device
-from moeclipse.moe.exchange.loads import Loads
+from moeclipse.moe.exchange.loads import Loads, Told
 from moeclipse.moe.exchange.plan import plan_exchange, shadows_of
 from moeclipse.moe.exchange.structure import Inputs, Structure
 from moeclipse.moe.experts.autocast import is_on, off, rows_for
@@ -60,7 +60,7 @@ from moeclipse.moe.own_loop.optimizer_state import watch_optimizers
 from moeclipse.moe.own_loop.unfinished import gradients_of
 from moeclipse.moe.private_torch import in_backward, transforming
 from moeclipse.moe.recompute_calls import Call, Calls, lend, repay
-from moeclipse.moe.tokens import Tokens
+from moeclipse.moe.tokens import AskedTokens, Tokens
 from moeclipse.moe.tune.exchange_policy import ExchangeSchedule
 from moeclipse.moe.tune.probe import Probe, measure
 from moeclipse.moe.validate import (
@@ -237,8 +237,12 @@ class MoE(nn.Module):
         num_tokens = len(x) if isinstance(x, torch.Tensor) else len(Structure.take_apart(x)[1][0])
         call, again = self.history.begin() if self.training else (None, False)
         step = self.history.count if call is None else call.step
-        tokens = Tokens.of(self.mesh, num_tokens, step=step, group=self.token_group)
-        y_TO, report = self.run(x, tokens, call)
+        told = Told() if self._tells_with_sizes else None
+        if told is None:
+            tokens = Tokens.of(self.mesh, num_tokens, step=step, group=self.token_group)
+        else:
+            tokens = AskedTokens.asked(self.mesh, told.tokens, step, 0, self.token_group)
+        y_TO, report = self.run(x, tokens, call, told)
         if call is not None and call.lent and again:
             return repay(y_TO, report.aux_loss, call)
         if call is not None and not again and not torch.is_grad_enabled() and self.gate.learns:
@@ -274,20 +278,40 @@ class MoE(nn.Module):
         """The ranks that have different tokens."""
         return self.mesh.data if self.sharded else self.mesh.stage
 
-    def run(self, x: Inputs, tokens: Tokens, call: Call | None = None) -> tuple[torch.Tensor, MoEReport]:
+    @property
+    def _tells_with_sizes(self) -> bool:
+        """Whether loads and token counts go into the exchange of sizes.
+
+        Where the same ranks share experts and tokens, and nobody asks before: a gate of one's own may.
+        """
+        alike = self.dispatcher.group.ranks == self.token_group.ranks
+        late = isinstance(self.gate, Gate) and self.gate.compiles and self.dispatcher.table is None
+        return alike and late and not self.all_here and self.mesh.device.type == "cpu"
+
+    def run(
+        self, x: Inputs, tokens: Tokens, call: Call | None = None, told: Told | None = None
+    ) -> tuple[torch.Tensor, MoEReport]:
         """The layer on this rank's part of a global microbatch.
 
         Where experts are sharded over tp, all tp ranks get the same tokens, and output, gradients and losses
         are shares: their sums over tp are the layer's.
         """
         routing = self.gate(x if isinstance(x, torch.Tensor) else Structure.take_apart(x)[1][0], tokens)
-        return self.run_chosen(routing, x, tokens, call)
+        return self.run_chosen(routing, x, tokens, call, told)
 
     def run_chosen(
-        self, routing: Routing, x: Inputs, tokens: Tokens, call: Call | None = None
+        self,
+        routing: Routing,
+        x: Inputs,
+        tokens: Tokens,
+        call: Call | None = None,
+        told: Told | None = None,
     ) -> tuple[torch.Tensor, MoEReport]:
-        """The same behind the gate."""
-        loads = self.gather_loads([routing], tokens) if tokens.group.size > 1 else None
+        """The same behind the gate. `told`: what takes loads along with the sizes of the exchange."""
+        if told is not None:
+            loads: Loads | None = told.loads(routing.load_E, len(routing.expert_ids_TK), tokens.group)
+        else:
+            loads = self.gather_loads([routing], tokens) if tokens.group.size > 1 else None
         y_TO = self.visit(routing, x, tokens, loads, call)
         load_E = routing.load_E if loads is None else loads.total()
         return y_TO, self.report(routing, load_E, tokens)

@@ -58,10 +58,9 @@ def ignore_in_ddp(model: nn.Module, names: Iterable[str]) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(names))
 
 
-def active_ddp() -> DistributedDataParallel | None:
-    """The wrapper inside whose forward we are."""
-    active: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
-    return active
+# The wrapper inside whose forward we are; whether torch.func looks at what runs.
+active_ddp: Callable[[], DistributedDataParallel | None] = DistributedDataParallel._get_active_ddp_module
+transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def in_backward() -> bool:
@@ -71,10 +70,6 @@ def in_backward() -> bool:
 def keeps_graph() -> bool:
     """Whether the backward that runs may run again over the same graph; outside of any: True."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
-
-def transforming() -> bool:
-    return bool(torch._C._are_functorch_transforms_active())
 
 
 def version(tensor: torch.Tensor) -> int:

@@ -44,7 +44,7 @@ class Tokens:
             return cls(mesh=mesh, first=0, total=local, step=step, microbatch=microbatch, group=group)
         mine = torch.tensor([local], device=mesh.device)
         counts = gather_to_host(mesh.a2a, group, mine, "exchange of token counts")
-        return AskedTokens(mesh, counts, step, microbatch, group)
+        return AskedTokens.asked(mesh, counts, step, microbatch, group)
 
     def gather(self, value: torch.Tensor, label: str) -> InFlight[torch.Tensor]:
         """Every rank's value, [P, ...]."""
@@ -54,10 +54,14 @@ class Tokens:
 class AskedTokens(Tokens):
     """Whose `first` and `total` are on their way until somebody asks for one of them."""
 
-    def __init__(
-        self, mesh: Mesh, counts: InFlight[list[Any]], step: int, microbatch: int, group: Group
-    ) -> None:
-        vars(self).update(mesh=mesh, step=step, microbatch=microbatch, group=group, _counts=counts)
+    @classmethod
+    def asked(
+        cls, mesh: Mesh, counts: InFlight[list[Any]], step: int, microbatch: int, group: Group
+    ) -> AskedTokens:
+        """`counts`: tokens of each rank of the group. What `replace` makes of it knows all numbers."""
+        tokens = object.__new__(cls)
+        vars(tokens).update(mesh=mesh, step=step, microbatch=microbatch, group=group, _counts=counts)
+        return tokens
 
     @cached_property
     def _of_ranks(self) -> list[int]:

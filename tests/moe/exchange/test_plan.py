@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from moeclipse.moe.config import GateConfig
 from moeclipse.moe.exchange.plan import plan_exchange, shadows_of, travelling
 from moeclipse.moe.exchange.structure import Structure
 from moeclipse.moe.tokens import Tokens
+from moeclipse.moe.tune.exchange_policy import Decision
 from moeclipse.testing.run_ranks import run_ranks
 
 SHADOWED = 3
@@ -73,3 +75,12 @@ def test_without_shadows_nothing_stays_and_counts_are_asked_for() -> None:
     assert not any(one["lent"] or len(one["staying"]) for one in found)
     counts = [np.bincount(one["ids"].numpy(), minlength=4).tolist() for one in found]
     assert found[0]["rows"] == counts
+
+
+def test_counts_that_were_asked_for_are_left_as_they_are() -> None:
+    counts = np.arange(9).reshape(3, 3)
+    plan, nothing = SimpleNamespace(shadows=((1, (0, 2)), (2, (1,)))), cast(Any, None)
+    decision = cast(Decision, SimpleNamespace(counts_PE=counts, plan=plan))
+    rows_PE = travelling(decision, nothing, nothing, "test", None)
+    assert rows_PE.tolist() == [[0, 0, 2], [3, 4, 0], [6, 0, 8]]
+    assert counts.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]

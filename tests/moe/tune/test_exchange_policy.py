@@ -187,16 +187,6 @@ def test_slots_count_what_they_computed_in_training_and_shadows_do_not(shadow: t
     assert sum(found) > 0
 
 
-def test_replicas_share_out_what_shadows_leave() -> None:
-    exchange = ExchangeSchedule(MoEConfig(num_experts=3), (0, 0, 0))
-    exchange.shadows.plan = SimpleNamespace(shadows=((1, (0, 2)), (2, (1,))))  # type: ignore[assignment]
-    counts = np.arange(9).reshape(3, 3)
-    nothing: Any = None
-    travelling = exchange._rows_that_travel(nothing, nothing, "test", None, counts)
-    assert travelling.tolist() == [[0, 0, 2], [3, 4, 0], [6, 0, 8]]
-    assert counts.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-
-
 def test_trials_need_calls_that_they_may_take() -> None:
     """Whoever runs a layer says how many; a choice that is known is repeated all the same."""
     exchange = ExchangeSchedule(MoEConfig(schedule="auto", num_experts=4), (0, 0))

@@ -34,10 +34,11 @@ from moeclipse.balance.placement import Placement
 from moeclipse.balance.quota import QuotaOrder
 from moeclipse.balance.split import ReplicaTable
 from moeclipse.comm.async_ops.exchange import gather_to_host
-from moeclipse.comm.async_ops.in_flight import InFlight, Ready
+from moeclipse.comm.async_ops.in_flight import InFlight, Ready, Then
 from moeclipse.comm.async_ops.lane import Lane
 from moeclipse.comm.group import Group
 from moeclipse.comm.transports.transport import TorchTransport, Transport
+from moeclipse.moe.exchange.loads import Told
 from moeclipse.moe.exchange.sizes import Sizes, Unit, meetings
 from moeclipse.ops.arrival import bits_of
 from moeclipse.ops.combine import sum_rows
@@ -268,6 +269,7 @@ def plan_dispatch(
     shape: ExchangeShape,
     where: str,
     slots: torch.Tensor | None = None,
+    told: Told | None = None,
 ) -> TorchPlan:
     """`slots`: of each choice, flattened, the slot that computes it; left out: that of its primary."""
     num_tokens, top_k = expert_ids_TK.shape
@@ -294,8 +296,7 @@ def plan_dispatch(
     key = sort_key(slots, ranks, chunk, slot_bounds, chunks)
     key = torch.where(used, key, slot_bounds[-1] * chunks)
     pairs = torch.bincount(key, minlength=slot_bounds[-1] * chunks + 1)[: slot_bounds[-1] * chunks]
-    mine, label = torch.cat([pairs, rows_P]), f"exchange of sizes, {where}"
-    everyone = gather_to_host(dispatcher.lane, dispatcher.group, mine, label)
+    everyone = exchange_sizes(dispatcher, torch.cat([pairs, rows_P]), where, told)
 
     # Local sorting runs while the sizes travel.
     order = key.argsort(stable=True)
@@ -322,6 +323,21 @@ def plan_dispatch(
         row_shift_M=torch.tensor(sizes.row_shift, device=device).repeat_interleave(per_segment),
         sizes=sizes,
     )
+
+
+def exchange_sizes(
+    dispatcher: Dispatcher, mine: torch.Tensor, where: str, told: Told | None
+) -> InFlight[list[list[int]]]:
+    """Those of all ranks, with what else there is to tell in the same message."""
+    lane, group, label = dispatcher.lane, dispatcher.group, f"exchange of sizes, {where}"
+    if told is None or told.mine is None:
+        return gather_to_host(lane, group, mine, label)
+
+    def split(table: list[list[int]]) -> list[list[int]]:
+        told.arrived([row[len(mine) :] for row in table])
+        return [row[: len(mine)] for row in table]
+
+    return Then(gather_to_host(lane, group, torch.cat([mine, told.mine]), label), split)
 
 
 def sort_key(

@@ -49,7 +49,8 @@ def plan_exchange(
     if on_device:
         sending = sending or prepare_sending(ids_TK, dispatcher, slots)
         return plan_on_device(sending, dispatcher, decision.shape, where), staying
-    return plan_dispatch(ids_TK, dispatcher, decision.shape, where, slots), staying
+    told = None if loads is None else loads.told
+    return plan_dispatch(ids_TK, dispatcher, decision.shape, where, slots, told), staying
 
 
 def travelling(

@@ -174,6 +174,8 @@ class Gate(nn.Module):
         self, ids_TK: torch.Tensor, scores_TK: torch.Tensor, tokens: Tokens
     ) -> tuple[torch.Tensor, int]:
         """(the assignments within capacity, the rows that an expert takes; 0: all of them)."""
+        if not self.config.capacity_factor and self.config.eval_capacity_factor <= 0:
+            return ids_TK, 0  # and nobody waits for the number of tokens
         on_rank = self.config.capacity_over == "rank"
         counted = len(ids_TK) if on_rank else tokens.total
         capacity = room_for(self.config, counted, self.num_experts, self.training)

@@ -210,7 +210,7 @@ class ExchangeSchedule:
     def learn(self, decision: Decision, plan: DispatchPlan) -> None:
         """After sizes have travelled: how many rows this rank computes, and whether to ask for shadows."""
         probe = decision.decided.probe
-        if self.shadows.automatic and decision.costs is not None and probe is not None:
+        if decision.costs is not None and probe is not None and self.shadows.automatic:
             self.shadows.learn(plan, decision.costs, probe)
         self._count(plan, sum(decision.shadowed) if decision.shadows else 0)
 
