@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from moeclipse.core.errors import DataError
 from moeclipse.train.config import DataConfig
+from moeclipse.train.data import corpus as corpus_module
 from moeclipse.train.data.corpus import Corpus, CorpusPart, find_corpus, open_corpus
-from moeclipse.train.data.samples import corpus as corpus_module
 from moeclipse.train.data.standard_library import standard_library
 
 

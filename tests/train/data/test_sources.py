@@ -19,10 +19,10 @@ from moeclipse.core.toml import parse_toml
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import DataConfig, TrainConfig
+from moeclipse.train.data import sources as module
 from moeclipse.train.data.corpus import Corpus, CorpusPart
 from moeclipse.train.data.data_config import SourceConfig
 from moeclipse.train.data.samples import Batches, Samples
-from moeclipse.train.data.samples import sources as module
 from moeclipse.train.data.sources import Mixture, corpus_of, open_samples, places_of
 from moeclipse.train.step.learner import Learner
 

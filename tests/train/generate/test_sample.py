@@ -13,8 +13,8 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import problems_of, with_values
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.config import TrainConfig
+from moeclipse.train.generate import sample
 from moeclipse.train.generate.sample import write_sample
-from moeclipse.train.generate.text import sample
 from moeclipse.train.run.trainer import Run, Silence
 from moeclipse.train.step.learner import Learner
 
