@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 def test_imports_are_seen_in_every_form() -> None:
     text = """
 import moeclipse.core.toml
-from moeclipse.moe import dispatch as d
+from moeclipse.moe.exchange import dispatch as d
 def late():
     from moeclipse.comm.mesh import Mesh
 from .sibling import name
@@ -28,7 +28,7 @@ from .sibling import name
 
 
 def test_modules_and_their_tests() -> None:
-    assert file_for("comm/async_ops/record.py") == ROOT / "tests" / "comm" / "flight" / "test_record.py"
+    assert file_for("comm/async_ops/record.py") == ROOT / "tests" / "comm" / "async_ops" / "test_record.py"
     names = modules()
     assert "comm/async_ops/record.py" in names
     assert not {name for name in names if name in EXEMPT or "__init__" in name}

@@ -23,8 +23,8 @@ MUTANTS = (
     ),
     Mutant(
         "comm/async_ops/lane.py",
-        "self._value, self._keep = value, keep",
-        "self._value, self._keep = value, None",
+        "self._value, self._keep, self._op = value, keep, op",
+        "self._value, self._keep, self._op = value, None, op",
         "comm/async_ops/test_lane.py::test_what_travels_is_kept_until_it_is_waited_for_and_no_longer",
         "a transfer does not keep its tensors",
         "memory is reused while a library still reads it: wrong rows, rarely",

@@ -6,6 +6,22 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "moe/experts/local.py",
+        "        expert_n = torch.where(expert_n < 0, num_experts, expert_n)  # those of nobody come last\n",
+        "        expert_n = expert_n.clamp(min=0)\n",
+        "moe/experts/test_local.py::test_outputs_and_gradients_are_those_of_the_definition",
+        "a dropped choice visits expert 0",
+        "tokens over capacity train an expert that they were kept from",
+    ),
+    Mutant(
+        "moe/layer.py",
+        "late = isinstance(self.gate, Gate) and self.gate.compiles and self.dispatcher.table is None",
+        "late = self.dispatcher.table is None",
+        "moe/exchange/test_loads.py::test_three_small_messages_are_one_unless_a_gate_must_know_before",
+        "token counts are sent behind a gate that asks for them",
+        "gates with a capacity fail at their first call",
+    ),
+    Mutant(
         "moe/own_loop/optimizer_state.py",
         "    if value.shape == parameter.shape:\n        return ExpertShards(value, place)\n",
         "    if value.shape == parameter.shape:\n        return value\n",
@@ -40,14 +56,14 @@ MUTANTS = (
     Mutant(
         "moe/exchange/dispatch_combine.py",
         """\
-            if op.step is None:  # the last ones: every unit has its score gradients
-                self.return_scores()
-            self.wgrad(op.step)
+        if op.step is None:  # the last ones: every unit has its score gradients
+            self.return_scores()
+        self.wgrad(op.step)
 """,
         """\
-            self.wgrad(op.step)
-            if op.step is None:  # the last ones: every unit has its score gradients
-                self.return_scores()
+        self.wgrad(op.step)
+        if op.step is None:  # the last ones: every unit has its score gradients
+            self.return_scores()
 """,
         "moe/test_overlap.py::test_rows_travel_while_experts_compute",
         "score gradients leave behind the last dW",

@@ -1,1 +1,14 @@
 """From documents to samples and batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """What stood here in version 0.1 (docs/compatibility.md), loaded when it is asked for."""
+    if name in ("Batches", "Samples"):
+        from moeclipse.train.data import samples
+
+        return getattr(samples, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
