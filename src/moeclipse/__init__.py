@@ -50,19 +50,14 @@ if TYPE_CHECKING:
     from moeclipse.tensor.parallel import TensorParallel
     from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank
     from moeclipse.train.checkpoints.checkpoint import newest as newest_checkpoint
-    from moeclipse.train.config import (
-        CheckpointConfig,
-        DataConfig,
-        IntegrityConfig,
-        MetricsConfig,
-        OptimConfig,
-        RunConfig,
-        TrainConfig,
-    )
+    from moeclipse.train.config import MetricsConfig, RunConfig, TrainConfig
     from moeclipse.train.data.corpus import open_corpus
+    from moeclipse.train.data.data_config import DataConfig
     from moeclipse.train.data.samples import Batches, Samples
     from moeclipse.train.generate.text import GenerateConfig, LanguageModel, load_model
+    from moeclipse.train.optim.optim_config import OptimConfig
     from moeclipse.train.presets import load as load_config
+    from moeclipse.train.run.survival_config import CheckpointConfig, IntegrityConfig
     from moeclipse.train.run.trainer import train as run_training
 
 __version__ = "0.1.0"
@@ -99,10 +94,10 @@ _EXPORTS = {
     "PlacementConfig": "moeclipse.balance.config",
     "ParallelConfig": "moeclipse.comm.config",
     "PipelineConfig": "moeclipse.pipeline.config",
-    "DataConfig": "moeclipse.train.config",
-    "OptimConfig": "moeclipse.train.config",
-    "CheckpointConfig": "moeclipse.train.config",
-    "IntegrityConfig": "moeclipse.train.config",
+    "DataConfig": "moeclipse.train.data.data_config",
+    "OptimConfig": "moeclipse.train.optim.optim_config",
+    "CheckpointConfig": "moeclipse.train.run.survival_config",
+    "IntegrityConfig": "moeclipse.train.run.survival_config",
     "MetricsConfig": "moeclipse.train.config",
     "load_config": "moeclipse.train.presets:load",
     "with_values": "moeclipse.core.config",

@@ -25,7 +25,8 @@ from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.experts.lora_experts import LoraExperts
 from moeclipse.moe.experts.shared_gate import GatedShared
 from moeclipse.moe.experts.two_projections import Experts
-from moeclipse.moe.layer import MoE, MoEReport
+from moeclipse.moe.layer import MoE
+from moeclipse.moe.losses import MoEReport
 from moeclipse.moe.tokens import Tokens
 from moeclipse.tensor.parallel import MoveKind, move
 

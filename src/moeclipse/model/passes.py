@@ -27,7 +27,8 @@ from moeclipse.moe.exchange.loads import Loads
 from moeclipse.moe.exchange.pipeline_pieces import ExpertPass
 from moeclipse.moe.exchange.structure import Structure
 from moeclipse.moe.gate.routing import Routing
-from moeclipse.moe.layer import MoE, MoEReport
+from moeclipse.moe.layer import MoE
+from moeclipse.moe.losses import MoEReport
 from moeclipse.moe.tokens import Tokens
 from moeclipse.pipeline.backward import Segment
 from moeclipse.pipeline.stage import LayerPass, Where

@@ -32,7 +32,7 @@ from moeclipse.model.lora_config import NO_LORA, LoraConfig
 from moeclipse.model.passes import LayerParts, MicrobatchLoads, MicrobatchState, ModelStage
 from moeclipse.model.rotary import Positions, Rotary
 from moeclipse.moe.config import GateConfig, MoEConfig
-from moeclipse.moe.layer import MoEReport
+from moeclipse.moe.losses import MoEReport
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.random import key_of

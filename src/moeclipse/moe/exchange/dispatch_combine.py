@@ -22,9 +22,10 @@ import torch
 
 from moeclipse.comm.async_ops.execute import execute
 from moeclipse.comm.async_ops.in_flight import InFlight, Joined
-from moeclipse.moe.exchange.dispatch import Dispatcher, DispatchPlan, Unit
+from moeclipse.moe.exchange.dispatch import Dispatcher, DispatchPlan
 from moeclipse.moe.exchange.launches import announce
 from moeclipse.moe.exchange.saved_tensors import put_together, take_apart
+from moeclipse.moe.exchange.sizes import Unit
 from moeclipse.moe.experts.fused import FusedExperts
 from moeclipse.moe.experts.pairwise import PairwiseExperts
 from moeclipse.moe.experts.protocols import PairExperts

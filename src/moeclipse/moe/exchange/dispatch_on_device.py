@@ -19,8 +19,8 @@ import torch
 from moeclipse.comm.async_ops.exchange import gather_to_host
 from moeclipse.comm.async_ops.in_flight import InFlight
 from moeclipse.comm.async_ops.reading import send
-from moeclipse.moe.exchange.dispatch import Dispatcher, DispatchPlan, Unit, concatenated
-from moeclipse.moe.exchange.sizes import Sizes, meetings
+from moeclipse.moe.exchange.dispatch import Dispatcher, DispatchPlan, concatenated
+from moeclipse.moe.exchange.sizes import Sizes, Unit, meetings
 from moeclipse.ops import arrival
 from moeclipse.ops.arrival import Arrived
 from moeclipse.ops.combine import gather_sum

@@ -101,7 +101,8 @@ class Experts(Unhooked):
     ) -> None:
         """`num_experts`: of the layer, where `ids` are some of them; left out: these are all there are."""
         super().__init__()
-        self.ids, self.activation, self.kernels = tuple(ids), activation, kernels
+        self.ids, self.kernels = tuple(ids), kernels
+        self.activation: Activation = activation
         self.num_experts = num_experts
         trust_shards()
         self.wgrads = WeightGrads()

@@ -238,8 +238,8 @@ class Trials:
         if any(min(column) < 0 for column in columns):
             return self.unseen
         slowest = [max(column) for column in columns]
-        self.scatter = max(scatters)
-        near = [(1 + self._about(one, self.scatter)) * min(slowest) for one in self.candidates]
+        self.scatter = scatter = max(scatters)
+        near = [(1 + self._about(one, scatter)) * min(slowest) for one in self.candidates]
         as_fast = [number for number, seconds in enumerate(slowest) if seconds <= near[number]]
         best = min(as_fast, key=lambda number: (self.candidates[number].num_units, slowest[number]))
         chosen = self.candidates[best]

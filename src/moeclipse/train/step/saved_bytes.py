@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moeclipse.moe.layer import MoEReport
+from moeclipse.moe.losses import MoEReport
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
