@@ -110,7 +110,7 @@ def test_dropped_rows_bad_steps_waiting_for_disks_and_rising_loss(tmp_path: Path
     last = json.loads(lines[-1]) | {"eval_loss": 2.5}
     (folder / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
     found = advised(folder, text, {"saves": {"begun": 4, "stall_ms": 50.0}})
-    assert found["--checkpoint.beside true"].gain_ms == pytest.approx(10.0)
+    assert found["--checkpoint.asynchronous true"].gain_ms == pytest.approx(10.0)
     assert {"--gate.capacity-factor 0", "--optim.lr (lower)", "--eval.keep-best true"} <= set(found)
 
 

@@ -21,7 +21,7 @@ from moeclipse.core.errors import CheckpointError
 from moeclipse.train.run.trainer import Run
 
 folder, disk = Path(sys.argv[1]), Path(sys.argv[2])
-values = {{"run.dir": str(disk), "run.steps": 8, "checkpoint.beside": False}}
+values = {{"run.dir": str(disk), "run.steps": 8, "checkpoint.asynchronous": False}}
 config = with_values(configure(folder), values)
 
 

@@ -47,7 +47,7 @@ class Options:
     trace: int = -1
     """From this step on three steps of all ranks are recorded in trace.json (docs/report.md); -1: none."""
     tune: bool = False
-    """Try wires and cuts of rows for longer, write choices.json for `run.choices`, and train nothing."""
+    """Try wires and cuts of rows for longer, write choices.json for `run.tuned_from`, and train nothing."""
     print_config: bool = False
     """Show the merged configuration as TOML and stop."""
     print_memory: bool = False

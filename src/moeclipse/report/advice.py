@@ -174,9 +174,10 @@ def save_beside(run: RunData, measures: Values) -> Iterator[Advice]:
     saves = run.summary.get("saves")
     begun, stall = (number((saves or {}).get(key), 0) for key in ("begun", "stall_ms"))
     steps = measures["steps"] or 0
-    if run.config.get("checkpoint.beside") is False and begun and steps:
+    waits = run.config.get("checkpoint.asynchronous", run.config.get("checkpoint.beside"))  # its name in 0.1
+    if waits is False and begun and steps:
         yield Advice(
-            setting="--checkpoint.beside true",
+            setting="--checkpoint.asynchronous true",
             gain_ms=begun * stall / steps,
             at_most=True,
             why=f"training stood still for {begun:.0f} checkpoints, {stall:.0f} ms each",

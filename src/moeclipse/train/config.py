@@ -53,7 +53,7 @@ class RunConfig:
     deterministic: bool | Literal["auto"] = "auto"
     """Equal runs give equal bits: no clock and no free memory decides what changes one; on CUDA with a slower
     backward of attention, too, or an error where torch has no such kernel. "auto": on CPUs."""
-    choices: str = ""
+    tuned_from: str = ""
     """A run's folder, or its choices.json: what it chose or measured is taken over, not chosen again."""
     tune: bool = False
     """Try choices for longer, write choices.json for runs to come, and train nothing (`--tune`)."""
@@ -119,7 +119,11 @@ class TrainConfig:
     integrity: IntegrityConfig = field(default_factory=IntegrityConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
-    RENAMED: ClassVar[Mapping[str, str]] = {"placement.check_every": "integrity.every"}
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "placement.check_every": "integrity.every",
+        "checkpoint.beside": "checkpoint.asynchronous",
+        "run.choices": "run.tuned_from",
+    }
     """Old dotted key -> present one (`core/renames`, docs/compatibility.md)."""
 
     def problems(self) -> Iterator[str]:

@@ -24,7 +24,7 @@ from checkpoint_bed import (
 )
 
 from moeclipse.core.errors import CheckpointError
-from moeclipse.train.checkpoints.async_save import BesideSave
+from moeclipse.train.checkpoints.async_save import AsyncSave
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank, Ranks, newest, save
 from moeclipse.train.checkpoints.disk import DISK, Disk
 
@@ -32,11 +32,11 @@ ONE = OneRank()
 
 
 def begin(
-    folder: Path, step: int, ranks: Ranks, beside: BesideSave, disk: Disk = DISK
+    folder: Path, step: int, ranks: Ranks, beside: AsyncSave, disk: Disk = DISK
 ) -> dict[str, torch.Tensor]:
     tensors = tensors_at(step)
     pieces = pieces_of(tensors, ranks.rank, ranks.num_ranks)
-    save(folder, step, pieces, {"step": step}, ranks, keep=2, disk=disk, beside=beside)
+    save(folder, step, pieces, {"step": step}, ranks, keep=2, disk=disk, async_save=beside)
     return tensors
 
 
@@ -49,7 +49,7 @@ def holds(folder: Path, step: int) -> bool:
 
 def changed_after_begin(folder: Path) -> Callable[[Ranks], Any]:
     def work(ranks: Ranks) -> Any:
-        beside = BesideSave()
+        beside = AsyncSave()
         assert beside.ended
         assert beside.finish() is None
         names = []
@@ -83,7 +83,7 @@ class SlowDisk(Disk):
 
 def test_training_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     def work(ranks: Ranks) -> Any:
-        beside, begun = BesideSave(), time.monotonic()
+        beside, begun = AsyncSave(), time.monotonic()
         begin(tmp_path, 10, ranks, beside, SlowDisk(0.4))
         stall = time.monotonic() - begun
         waiting = 0
@@ -102,7 +102,7 @@ def test_training_does_not_wait_for_the_disk(tmp_path: Path) -> None:
 def test_a_full_disk_of_one_rank_is_told_to_all_with_the_words_of_a_save(tmp_path: Path) -> None:
     def work(ranks: Ranks) -> Any:
         save_step(tmp_path, 10, ranks)
-        beside = BesideSave()
+        beside = AsyncSave()
         begin(tmp_path, 20, ranks, beside, FailingDisk(1) if ranks.rank == 1 else DISK)
         try:
             beside.finish()
@@ -129,7 +129,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, victim: 
 
         def work(ranks: Ranks, folder: Path = folder, n: int = n) -> Any:
             save_step(folder, 10, ranks)
-            beside = BesideSave()
+            beside = AsyncSave()
             begin(folder, 20, ranks, beside, KillingDisk(n) if ranks.rank == victim else DISK)
             return beside.finish().name  # type: ignore[union-attr]
 
@@ -147,7 +147,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, victim: 
 
 def test_one_at_a_time(tmp_path: Path) -> None:
     def work(ranks: Ranks) -> Any:
-        beside = BesideSave()
+        beside = AsyncSave()
         begin(tmp_path, 10, ranks, beside, SlowDisk(0.2))
         try:
             begin(tmp_path, 20, ranks, beside)
@@ -162,7 +162,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
 
 def test_memory_of_the_copy_is_used_again(tmp_path: Path) -> None:
     def work(ranks: Ranks) -> Any:
-        beside, places = BesideSave(), set()
+        beside, places = AsyncSave(), set()
         for step in (10, 20, 30):
             begin(tmp_path, step, ranks, beside)
             assert beside.memory is not None

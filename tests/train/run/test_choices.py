@@ -49,7 +49,7 @@ def check_repeats(tmp_path: Path, changes: dict[str, Any], kills: list[tuple[int
     first = configure(tmp_path, **{**PLANNED, **changes, "run.name": "first"})
     run_ranks(2, whole, first)
     choices = str(directory(first) / FILE)
-    second = with_values(first, {"run.name": "second", "run.choices": choices})
+    second = with_values(first, {"run.name": "second", "run.tuned_from": choices})
     resume = "off"
     for victim, step in kills:
         outcomes = run_ranks_raw(2, whole, second, resume, victim, step)
@@ -107,7 +107,7 @@ def test_a_run_chooses_by_itself_and_another_repeats_it_to_the_bit(
     (layer,) = json.loads((directory(first) / FILE).read_text())["layers"].values()
     assert layer["chosen"] is not None
     assert len(layer["tried"]) * layer["calls"] <= trial_calls(first)
-    second = with_values(first, {"run.name": "second", "run.choices": str(directory(first))})
+    second = with_values(first, {"run.name": "second", "run.tuned_from": str(directory(first))})
     outcomes = run_ranks_raw(2, whole, second, "off", 1, 5)
     assert not any(ok for ok, _ in outcomes)
     run_ranks(2, whole, second, "auto")

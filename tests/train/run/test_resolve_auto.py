@@ -222,7 +222,9 @@ def test_a_run_writes_what_it_settled_and_another_repeats_it(tmp_path: Path) -> 
     given = {**written, "settled": {"moe.transport": "two_level"}}
     (tmp_path / "given").mkdir()
     (tmp_path / "given" / FILE).write_text(json.dumps(given))
-    again = with_values(config, {"run.name": "again", "run.steps": 2, "run.choices": str(tmp_path / "given")})
+    again = with_values(
+        config, {"run.name": "again", "run.steps": 2, "run.tuned_from": str(tmp_path / "given")}
+    )
     run_ranks(2, whole, again)
     repeated = json.loads((folder.with_name("again") / FILE).read_text())
     assert repeated["settled"] == given["settled"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moeclipse.core.errors import CheckpointError
-from moeclipse.train.checkpoints.async_save import BesideSave
+from moeclipse.train.checkpoints.async_save import AsyncSave
 from moeclipse.train.run.saving import DUE, ENDED, LEAVE, MAX_FAILED, Saving
 from moeclipse.train.run.survival_config import CheckpointConfig
 
@@ -22,18 +22,18 @@ class Bench:
         self.told: list[str] = []
         self.ready_at: list[float] = []
         self.leave = False
-        given = {"beside": False, **config}
+        given = {"asynchronous": False, **config}
         self.saving = Saving(
             CheckpointConfig(**given),
             self.save,
             self.told.append,
             asked_to_leave=lambda: self.leave,
-            make_ready=lambda beside: self.ready_at.append(self.now),
+            make_ready=lambda _: self.ready_at.append(self.now),
             clock=lambda: self.now,
         )
 
-    def save(self, step: int, beside: BesideSave | None) -> Path:
-        self.begun.append((step, beside is not None))
+    def save(self, step: int, async_save: AsyncSave | None) -> Path:
+        self.begun.append((step, async_save is not None))
         if step in self.fails:
             raise CheckpointError(f"checkpoint step {step} could not be saved: the disk is full")
         return Path(f"step-{step}")
@@ -62,15 +62,15 @@ def test_rank_0_has_the_clock() -> None:
     assert bench.begun == [(2, False)]
 
 
-def test_saves_run_beside_except_for_the_last() -> None:
-    bench = Bench(every=2, beside=True)
+def test_saves_are_asynchronous_except_for_the_last() -> None:
+    bench = Bench(every=2, asynchronous=True)
     bench.steps(5)
     assert bench.begun == [(2, True), (4, True), (5, False)]
 
 
 def test_memory_is_made_ready_half_way_to_the_first_save() -> None:
     for config, seconds, first in (({"every": 8}, 1.0, 4.0), ({}, 60.0, 300.0), ({"every": 0}, 60.0, None)):
-        bench = Bench(**config, beside=True)
+        bench = Bench(**config, asynchronous=True)
         bench.steps(20, seconds)
         assert bench.ready_at[:1] == ([] if first is None else [first])
         assert all(now < seconds * 10 for now in bench.ready_at), "before the first save"

@@ -92,5 +92,5 @@ def test_a_run_repeats_what_was_tuned(tmp_path: Path) -> None:
     layer["chosen"] |= {"groups": [[0], [1]], "chunks": 2, "units": None}
     written["settled"] = {"moe.transport": "peer", "parallel.peer": "off"}
     (folder / FILE).write_text(json.dumps(written))
-    again = {"run.tune": False, "run.name": "again", "run.choices": str(folder)}
+    again = {"run.tune": False, "run.name": "again", "run.tuned_from": str(folder)}
     assert run_ranks(2, first_uses, with_values(config, again)) == [[(2, 2)] * 3] * 2

@@ -89,7 +89,16 @@ def test_when_a_run_exports(folder: Path, tmp_path: Path, when: str, expected: l
     words = command(folder, tmp_path, "--checkpoint.export", when, "--checkpoint.every", "2")
     text = tmp_path / "text.txt"
     text.write_text("a text of few words " * 100)
-    words += ["--ranks", "1", "--run.steps", "5", "--checkpoint.beside", "false", "--data.files", str(text)]
+    words += [
+        "--ranks",
+        "1",
+        "--run.steps",
+        "5",
+        "--checkpoint.asynchronous",
+        "false",
+        "--data.files",
+        str(text),
+    ]
     assert run_alone(exports, words) == [f"step-{step:08d}" for step in expected]
     assert (tmp_path / "tuned" / "export").exists() == (when != "off")
 

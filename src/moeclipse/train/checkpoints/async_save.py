@@ -1,4 +1,4 @@
-"""A save beside training: a copy in host memory, written by a thread, agreed on between two steps.
+"""Asynchronous checkpoints: a copy in host memory, written by a thread, agreed on between two steps.
 
     begin      pieces are copied, and each rank's thread writes its file         training waits for the copy
     advance    when all have written, rank 0's thread commits; then all know     called between steps
@@ -30,7 +30,7 @@ SPARE_BYTES = 1 << 26
 """What a state may have grown by its first save: loads of experts are kept step by step."""
 
 
-class BesideSave:
+class AsyncSave:
     def __init__(self) -> None:
         self._job: SaveJob | None = None
         self.memory: HostMemory | None = None

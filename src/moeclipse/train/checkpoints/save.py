@@ -41,22 +41,22 @@ def save(
     *,
     keep: int,
     disk: Disk = DISK,
-    beside: SavesBeside | None = None,
+    async_save: SavesAsync | None = None,
 ) -> Path:
     """Writes checkpoint `step` into `folder` and returns its path. Collective; `state` is rank 0's.
 
-    With `beside` it only begins: the path is a checkpoint when that says so (`checkpoints/beside`).
+    With `async_save` it only begins: the path is a checkpoint when that says so (`checkpoints/async_save`).
     """
     if keep < 1 or step < 0:
         raise ConfigError(f"checkpoint.keep ({keep}) must be at least 1, and the step ({step}) at least 0")
     # To prepare another one would remove the files of the one that is being written.
-    assert beside is None or not beside.under_way, "one save at a time: finish the one before"
+    assert async_save is None or not async_save.under_way, "one save at a time: finish the one before"
     job = SaveJob(folder=Path(folder), step=step, ranks=ranks, disk=disk, keep=keep)
     with job.failing_together():
         plans = together(ranks, lambda: job.prepare(pieces, state), job.words)
         job.agree(plans, state)
-        if beside is not None:
-            beside.begin(job)
+        if async_save is not None:
+            async_save.begin(job)
             return job.final
         files = together(ranks, job.write, job.words)
         together(ranks, lambda: job.commit(files), job.words)
@@ -67,7 +67,7 @@ def shard_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-class SavesBeside(Protocol):
+class SavesAsync(Protocol):
     """Takes over a save after its preparation."""
 
     @property

@@ -2,7 +2,7 @@
 
 Idea. Two runs on the same machine measure other numbers, so they may cut rows, lend experts and place them
 otherwise, and sums round otherwise. Whatever is decided from a time is written down before it acts; a run
-that goes on reads it and measures nothing again. Equal bits are promised for equal choices: `run.choices`
+that goes on reads it and measures nothing again. Equal bits are promised for equal choices: `run.tuned_from`
 takes those of another run.
 
     settled      keys that were left at "auto", and what was chosen (`train/run/resolve_auto`)
@@ -134,7 +134,7 @@ def trial_calls(config: TrainConfig) -> int:
 
 def _read(path: Path, needed: bool) -> dict[str, Any]:
     if not path.is_file():
-        return {"problem": f"run.choices: there is no file {path}"} if needed else {}
+        return {"problem": f"run.tuned_from: there is no file {path}"} if needed else {}
     try:
         found = json.loads(path.read_text())
         needed_keys = {key: found[key] for key in ("ranks", "layers", "placement")}

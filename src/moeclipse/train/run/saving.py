@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moeclipse.core.errors import CheckpointError
-from moeclipse.train.checkpoints.async_save import BesideSave
+from moeclipse.train.checkpoints.async_save import AsyncSave
 from moeclipse.train.run.survival_config import CheckpointConfig
 
 MAX_FAILED = 3
@@ -30,16 +30,16 @@ class Saving:
     def __init__(
         self,
         config: CheckpointConfig,
-        save: Callable[[int, BesideSave | None], Path],
+        save: Callable[[int, AsyncSave | None], Path],
         tell: Callable[[str], None],
         *,
         asked_to_leave: Callable[[], bool] = lambda: False,
-        make_ready: Callable[[BesideSave], None] = lambda _: None,
+        make_ready: Callable[[AsyncSave], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config, self.save, self.tell = config, save, tell
         self.asked_to_leave, self.make_ready, self.clock = asked_to_leave, make_ready, clock
-        self.beside = BesideSave()
+        self.async_save = AsyncSave()
         self.path: Path | None = None
         """The newest checkpoint that was saved."""
         self.begun, self.stall_s = 0, 0.0
@@ -50,12 +50,12 @@ class Saving:
     def signals(self) -> int:
         """What this rank tells the others."""
         due = self.config.every == "auto" and self.clock() - self._begun_at >= 60 * self.config.minutes
-        return ENDED * self.beside.ended | DUE * due | LEAVE * self.asked_to_leave()
+        return ENDED * self.async_save.ended | DUE * due | LEAVE * self.asked_to_leave()
 
     def is_due(self, done: int, signals: Sequence[int]) -> bool:
         """Whether the state after `done` steps is to be saved, from what rank 0 said."""
         if self.config.every == "auto":
-            return bool(signals[0] & DUE) and not self.beside.under_way
+            return bool(signals[0] & DUE) and not self.async_save.under_way
         return bool(self.config.every) and done % self.config.every == 0
 
     def after_step(self, done: int, signals: Sequence[int], *, last: bool, best: bool = False) -> None:
@@ -64,8 +64,8 @@ class Saving:
         `best`: a state that must be saved now, and stand before the next step.
         """
         before = self.clock()
-        if self.beside.under_way and all(signal & ENDED for signal in signals):
-            self._try(self.beside.advance)
+        if self.async_save.under_way and all(signal & ENDED for signal in signals):
+            self._try(self.async_save.advance)
         if last:
             self.finish()
             if self.config.at_end or best or self.leaving(signals):
@@ -74,12 +74,12 @@ class Saving:
         if best or self.is_due(done, signals):
             self.finish()
             self._begun_at, self.begun = before, self.begun + 1
-            if self.config.beside and not best:
-                self._try(lambda: self.save(done, self.beside) and None)
+            if self.config.asynchronous and not best:
+                self._try(lambda: self.save(done, self.async_save) and None)
             else:
                 self._try(lambda: self.save(done, None))
-        elif self.config.beside and self.begun == 0 and self._half_way(done):
-            self.make_ready(self.beside)
+        elif self.config.asynchronous and self.begun == 0 and self._half_way(done):
+            self.make_ready(self.async_save)
         self.stall_s += self.clock() - before
 
     def _half_way(self, done: int) -> bool:
@@ -93,7 +93,7 @@ class Saving:
 
     def finish(self) -> None:
         """Wait for the save that is under way. Collective."""
-        self._try(self.beside.finish)
+        self._try(self.async_save.finish)
 
     def _try(self, work: Callable[[], Path | None], *, last: bool = False) -> None:
         try:

@@ -16,7 +16,7 @@ class CheckpointConfig:
     """Save after so many steps; auto: by time, every `minutes`; 0: at the end only."""
     minutes: float = 10.0
     """With every = "auto": minutes from one save to the next."""
-    beside: bool = True
+    asynchronous: bool = True
     """Write while training goes on, from a copy in host memory; false: training waits for the disk."""
     keep: int = 2
     """Newest checkpoints that are kept."""

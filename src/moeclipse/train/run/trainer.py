@@ -34,7 +34,7 @@ from moeclipse.core.errors import (
 from moeclipse.core.program import program
 from moeclipse.model.count import count_parameters
 from moeclipse.model.flops import device_of
-from moeclipse.train.checkpoints.async_save import BesideSave
+from moeclipse.train.checkpoints.async_save import AsyncSave
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
 from moeclipse.train.config import TrainConfig, layout_problems
 from moeclipse.train.generate.sample import write_sample
@@ -185,7 +185,7 @@ class Run:
         choices = Choices(self.mesh, self.directory)
         if config.run.tune:
             return self._tune(choices)
-        choices.read(config.run.choices, resumed=resume == "auto")
+        choices.read(config.run.tuned_from, resumed=resume == "auto")
         settled, chosen = settle(config, self.mesh, choices)
         learner = Learner(settled, self.mesh)
         choices.bind(learner.layers, trial_calls(config) if learner.pipelined is None else 0)
@@ -244,7 +244,9 @@ class Run:
         tuning.write(choices)
         for line in tuning.table():
             self.observer.note(line)
-        self.observer.note(f"written to {self.directory / FILE}; take it with --run.choices {self.directory}")
+        self.observer.note(
+            f"written to {self.directory / FILE}; take it with --run.tuned_from {self.directory}"
+        )
         return {}
 
     def _speed(self, step_ms: float) -> dict[str, float]:
@@ -268,7 +270,7 @@ class Run:
         config, scribe = self.config, self.files.scribe
         saving = Saving(
             config.checkpoint,
-            lambda done, beside: self._save(learner, done, beside),
+            lambda done, async_save: self._save(learner, done, async_save),
             self.observer.note,
             asked_to_leave=lambda: bool(self.leave()),
             make_ready=learner.make_save_ready,
@@ -352,11 +354,11 @@ class Run:
         self.observer.note(f"step {step}: {error}. Going on from {found.path.name}")
         return back
 
-    def _save(self, learner: Learner, done: int, beside: BesideSave | None) -> Path:
+    def _save(self, learner: Learner, done: int, async_save: AsyncSave | None) -> Path:
         """A checkpoint, after all that is known of the steps before it is on the disk."""
         self.files.scribe.flush()
         self.files.check_job()
-        return learner.save(self.checkpoints, done, beside)
+        return learner.save(self.checkpoints, done, async_save)
 
     def _find(self, resume: str) -> Checkpoint | None:
         """The checkpoint to continue, verified whole, or None to begin."""

@@ -1,7 +1,7 @@
 """`moeclipse train --tune`: longer trials over more choices, a table, and a `choices.json` for runs to come.
 
     moeclipse train my.toml --tune --run.name tuned
-    moeclipse train my.toml --run.choices runs/tuned
+    moeclipse train my.toml --run.tuned_from runs/tuned
 
 Idea. A run tries what costs it little: some cuts of its exchange, for some calls. Here nothing else is done:
 whole steps of the real model on its real data, over every wire and way to reduce gradients that these ranks

@@ -32,7 +32,7 @@ from moeclipse.pipeline.overlap import lay_out
 from moeclipse.schedule import kinds
 from moeclipse.schedule.check import Verified
 from moeclipse.tensor.parallel import TensorParallel
-from moeclipse.train.checkpoints.async_save import BesideSave
+from moeclipse.train.checkpoints.async_save import AsyncSave
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, Piece, check_model, check_state, save
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.data.evaluation import opened_for
@@ -296,8 +296,8 @@ class Learner:
         """What a checkpoint must have in common with a run that continues it."""
         return fingerprint_of(self.config, self.dtype)
 
-    def save(self, folder: Path, step: int, beside: BesideSave | None = None) -> Path:
-        """A checkpoint of the state before `step`; with `beside` it is only begun."""
+    def save(self, folder: Path, step: int, async_save: AsyncSave | None = None) -> Path:
+        """A checkpoint of the state before `step`; with `async_save` it is only begun."""
         self.placement.before_save()
         state = {
             "step": step,
@@ -314,11 +314,11 @@ class Learner:
         }
         given = self.config.checkpoint
         ranks = PatientRanks(self.mesh, given.deadline_s)
-        return save(folder, step, self._pieces(), state, ranks, keep=given.keep, beside=beside)
+        return save(folder, step, self._pieces(), state, ranks, keep=given.keep, async_save=async_save)
 
-    def make_save_ready(self, beside: BesideSave) -> None:
+    def make_save_ready(self, async_save: AsyncSave) -> None:
         if self.mesh.device.type == "cuda":
-            beside.make_ready(self.optim.num_bytes)
+            async_save.make_ready(self.optim.num_bytes)
 
     def _pieces(self) -> list[Piece]:
         """What this rank saves."""
