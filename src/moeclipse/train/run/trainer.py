@@ -244,9 +244,7 @@ class Run:
         tuning.write(choices)
         for line in tuning.table():
             self.observer.note(line)
-        self.observer.note(
-            f"written to {self.directory / FILE}; take it with --run.tuned_from {self.directory}"
-        )
+        self.observer.note(f"take it with --run.tuned_from {self.directory}: {self.directory / FILE}")
         return {}
 
     def _speed(self, step_ms: float) -> dict[str, float]:
