@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from moeclipse.comm.async_ops.lane import Lane
 from moeclipse.comm.async_ops.record import Recorder
@@ -38,6 +39,12 @@ from moeclipse.comm.private_torch import default_store
 from moeclipse.core.errors import CommError, ConfigError
 
 Made = TypeVar("Made")
+
+
+AXES = ("pp", "dp", "ep", "tp")
+"""Of a mesh, the slowest first."""
+KEPT_AS = "moeclipse_mesh"
+"""Where a DeviceMesh keeps what was made of it: groups are made once."""
 
 
 class Mesh:
@@ -180,6 +187,33 @@ class Mesh:
         watch = Watch(store=store, rank=dist.get_rank(), num_ranks=num_ranks, deadline_s=deadline_s)
         where: dict[str, Any] = {"rank": dist.get_rank(), "device": torch.device(device), "hosts": hosts}
         return cls(dp=dp, ep=ep, tp=tp, pp=pp, watch=watch, **where)
+
+    @classmethod
+    def of_device_mesh(cls, mesh: DeviceMesh) -> Mesh:
+        """The same ranks as a torch DeviceMesh of all ranks; its axes are pp, dp, ep, tp, in this order.
+
+        Any of them may be missing, and one axis without a name is ep. Collective; made once for each.
+        """
+        known: Mesh | None = vars(mesh).get(KEPT_AS)
+        if known is not None:
+            return known
+        names = mesh.mesh_dim_names or (("ep",) if mesh.ndim == 1 else ())
+        sizes = dict(zip(names, mesh.mesh.shape, strict=False))
+        in_order = [name for name in AXES if name in sizes]
+        every_rank = torch.arange(mesh.mesh.numel()).view(mesh.mesh.shape)
+        if len(names) != mesh.ndim or list(names) != in_order or not torch.equal(mesh.mesh.cpu(), every_rank):
+            raise ConfigError(
+                f"the DeviceMesh has axes {list(names) or 'without names'} of sizes {list(mesh.mesh.shape)}; "
+                f"name them {', '.join(AXES)}, in this order, any of them, over all ranks in rank order: "
+                "init_device_mesh('cuda', (2, 4), mesh_dim_names=('dp', 'ep'))"
+            )
+        device = torch.device(mesh.device_type)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        dp, ep, tp, pp = (int(sizes.get(name, 1)) for name in ("dp", "ep", "tp", "pp"))
+        made = cls.of_world(dp=dp, ep=ep, tp=tp, pp=pp, device=device)
+        vars(mesh)[KEPT_AS] = made
+        return made
 
     def new_group(self, name: str, members: list[tuple[int, ...]], *, backend: str | None = None) -> Group:
         """This rank's group in a partition of all ranks. All ranks enter, also those that are alone in it."""

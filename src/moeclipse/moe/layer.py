@@ -14,7 +14,7 @@ keep them out of DDP (`DDP(exclude_experts(model))`), and call `sync_gradients(m
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.transports.open import open_wire
 from moeclipse.core.errors import ConfigError
-from moeclipse.moe.config import ExchangeConfig, GateConfig, MoEConfig
+from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.exchange.dispatch import Dispatcher
 from moeclipse.moe.exchange.dispatch_combine import DispatchCombine, LayerCall
 from moeclipse.moe.exchange.dispatch_interleaved import dispatch_in_turns
@@ -54,10 +54,16 @@ from moeclipse.moe.gate.node_limit import near_experts
 from moeclipse.moe.gate.routing import Routing
 from moeclipse.moe.losses import MoEReport, report_on
 from moeclipse.moe.mask import leave_out
-from moeclipse.moe.own_loop.ddp_guard import refuse_transforms, refuse_wrong_wrap, unattached_text, wrapping
+from moeclipse.moe.own_loop.ddp_guard import (
+    refuse_transforms,
+    refuse_wrong_wrap,
+    unattached_text,
+    wrapping,
+    wrong_width_text,
+)
 from moeclipse.moe.own_loop.microbatch_threads import Turns
 from moeclipse.moe.own_loop.optimizer_state import watch_optimizers
-from moeclipse.moe.own_loop.unfinished import gradients_of
+from moeclipse.moe.own_loop.unfinished import gradients_of, name_layer
 from moeclipse.moe.private_torch import in_backward, transforming
 from moeclipse.moe.recompute_calls import Call, Calls, lend, repay
 from moeclipse.moe.tokens import AskedTokens, Tokens
@@ -65,14 +71,19 @@ from moeclipse.moe.tune.exchange_policy import ExchangeSchedule
 from moeclipse.moe.tune.probe import Probe, measure
 from moeclipse.moe.validate import (
     TOP_K,
+    GivenExchange,
+    GivenGate,
+    GivenMesh,
     alike,
     alone,
     check,
     check_place,
+    check_types,
     expert_group,
     given_device,
     given_exchange,
     given_gate,
+    given_mesh,
     is_sharded,
     settled,
 )
@@ -87,7 +98,7 @@ class MoE(nn.Module):
         num_experts: int,
         top_k: int = TOP_K,
         *,
-        gate: GateConfig | nn.Module | None = None,
+        gate: GivenGate | None = None,
         num_shared_experts: int = 0,
         shared_d_ff: int = 0,
         shared_gate: bool = False,
@@ -96,9 +107,9 @@ class MoE(nn.Module):
         score_input: bool = False,
         experts: Callable[[int], nn.Module] | Joint | None = None,
         d_out: int | None = None,
-        exchange: ExchangeConfig | Mapping[str, Any] | None = None,
+        exchange: GivenExchange | None = None,
         expert_tp: Literal["folded", "sharded"] = "folded",
-        mesh: Mesh | None = None,
+        mesh: GivenMesh | None = None,
         placement: Placement | None = None,
         layer: int = 0,
         seed: int = 0,
@@ -107,15 +118,18 @@ class MoE(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`gate`: how ours chooses, or a module of your own (`moe/gate/custom_gate`).
+        """`gate`: how ours chooses (a name, a dict, a GateConfig), or a module (`moe/gate/custom_gate`).
 
-        `exchange`: how rows travel. `placement`: which rank holds which experts; left out: equal parts.
+        `exchange`: how rows travel, likewise. `mesh`: ours, or a DeviceMesh with axes pp, dp, ep, tp.
+        `placement`: which rank holds which experts; left out: equal parts.
         """
         super().__init__()
-        choice = given_gate(gate, top_k)
-        style: dict[str, Any] = {"activation": activation, "expert_bias": expert_bias}
+        check_types(d_model=d_model, d_ff=d_ff, num_experts=num_experts, d_out=d_out, gate=gate, mesh=mesh)
+        check_types(exchange=exchange, placement=placement, dtype=dtype, init_std=init_std, down_std=down_std)
+        mesh, choice = given_mesh(mesh), given_gate(gate, top_k)
+        style: dict[str, Any] = {"activation": activation, "expert_bias": expert_bias, "expert_tp": expert_tp}
         style |= {"num_shared_experts": num_shared_experts, "shared_d_ff": shared_d_ff}
-        style |= {"shared_gate": shared_gate, "expert_tp": expert_tp, "score_input": score_input}
+        style |= {"shared_gate": shared_gate, "score_input": score_input}
         config = MoEConfig(num_experts=num_experts, d_ff=d_ff, **style, **vars(given_exchange(exchange)))
         device = given_device(device, mesh)
         mesh = mesh or alone(device)
@@ -123,8 +137,7 @@ class MoE(nn.Module):
         group = expert_group(mesh, config)
         check(config, choice, mesh, group, placement, experts)
         init = WeightInit(layer=layer, seed=seed, std=init_std, down_std=down_std, device=device, dtype=dtype)
-        sizes = {"d_model": d_model, "num_experts": num_experts}
-        self.gate: Gate | OwnGate = make_gate(gate, choice, **sizes, init=init)
+        self.gate = make_gate(gate, choice, d_model=d_model, num_experts=num_experts, init=init)
         placement = placement or Placement.contiguous(num_experts, group.size)
         shard = (mesh.tp_index, mesh.tp) if is_sharded(mesh, config) else (0, 1)
         common: dict[str, Any] = {"d_model": d_model, "activation": activation, "bias": expert_bias}
@@ -139,6 +152,7 @@ class MoE(nn.Module):
         self.history = Calls()
         self.attach(mesh, placement)
 
+    gate: Gate | OwnGate
     load_E: torch.Tensor
     """Tokens of this rank that wanted each expert since the last optimizer step."""
     last: MoEReport | None = None
@@ -164,6 +178,7 @@ class MoE(nn.Module):
         tables = mesh.device if device.type == "meta" else device
         self.dispatcher = Dispatcher.of(placement, group, mesh.a2a, tables, transport)
         self.schedule = ExchangeSchedule(self.config, tuple(mesh.hosts[rank] for rank in group.ranks))
+        name_layer(self)
         if isinstance(self.experts, Experts) and mesh.num_ranks > 1:
             watch_optimizers(mesh, self.experts)
 
@@ -204,6 +219,14 @@ class MoE(nn.Module):
             self.attach(alone(device))
         return self
 
+    def extra_repr(self) -> str:
+        config, gate = self.config, self.gate.config if isinstance(self.gate, Gate) else None
+        sizes = f"d_model={self.gate.weight.shape[1]}, d_ff={config.d_ff}, num_experts={self.num_experts}"
+        chosen = "" if gate is None else f", gate={gate.kind!r}, top_k={gate.top_k}"
+        shared = f", num_shared_experts={config.num_shared_experts}" if config.num_shared_experts else ""
+        held = "" if self._placement.num_ranks == 1 else f", here experts {list(self.experts.ids)}"
+        return f"{sizes}{chosen}, activation={config.activation!r}{shared}{held}"
+
     def reset_parameters(self) -> None:
         """Weights and counters as they were when the layer was made; after `to_empty`, all of them."""
         for module in (self.gate, self.experts, self.shared):
@@ -234,7 +257,13 @@ class MoE(nn.Module):
             refuse_transforms()
         if self.mesh.num_ranks > 1:
             self._look_at_wrappers()
-        num_tokens = len(x) if isinstance(x, torch.Tensor) else len(Structure.take_apart(x)[1][0])
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+            rows_TD = Structure.take_apart(x)[1][0]
+        else:
+            rows_TD = x
+        if rows_TD.shape[1] != self.gate.weight.shape[1]:
+            raise ConfigError(wrong_width_text(tuple(rows_TD.shape), self.gate.weight.shape[1]))
+        num_tokens = len(rows_TD)
         call, again = self.history.begin() if self.training else (None, False)
         step = self.history.count if call is None else call.step
         told = Told() if self._tells_with_sizes else None

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.group import Group
@@ -29,13 +30,57 @@ class NotGiven(int):
 TOP_K = NotGiven(2)
 
 
-def given_gate(gate: GateConfig | nn.Module | None, top_k: int) -> GateConfig:
-    """How ours chooses; of a module of one's own, what it says of losses."""
+GivenGate = GateConfig | nn.Module | Mapping[str, Any] | str
+GivenExchange = ExchangeConfig | Mapping[str, Any] | str
+GivenMesh = Mesh | DeviceMesh
+
+
+SIZES = ("d_model", "d_ff", "num_experts", "d_out")
+NUMBERS = ("init_std", "down_std")
+TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "gate": ((GateConfig, nn.Module, Mapping, str), "a name, a dict, a GateConfig or a module"),
+    "exchange": ((ExchangeConfig, Mapping, str), "a name, a dict or an ExchangeConfig"),
+    "mesh": ((Mesh, DeviceMesh), "a moeclipse.Mesh or a torch DeviceMesh"),
+    "placement": ((Placement,), "a moeclipse.Placement"),
+    "dtype": ((torch.dtype,), "a torch.dtype"),
+}
+
+
+def check_types(**given: Any) -> None:
+    """Arguments of a layer, by name, before anything is asked of them; None is left out."""
+    problems = []
+    for name, value in given.items():
+        if value is None:
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name in SIZES and (not number or not isinstance(value, int) or value < 1):
+            problems.append(f"{name} ({value!r}) must be a whole number of at least 1")
+        elif name in NUMBERS and not number:
+            problems.append(f"{name} ({value!r}) must be a number")
+        elif name in TYPES and not isinstance(value, TYPES[name][0]):
+            problems.append(f"{name} ({value!r}) must be {TYPES[name][1]}")
+    if problems:
+        raise ConfigError(problems)
+
+
+def given_mesh(mesh: GivenMesh | None) -> Mesh | None:
+    return Mesh.of_device_mesh(mesh) if isinstance(mesh, DeviceMesh) else mesh
+
+
+def given_gate(gate: GivenGate | None, top_k: int) -> GateConfig:
+    """How ours chooses; of a module of one's own, what it says of losses. A name is a `kind`."""
     if isinstance(gate, nn.Module):
         said = getattr(gate, "config", None)
         return said if isinstance(said, GateConfig) else GateConfig(top_k=1, balance_loss=0.0)
-    if gate is None:
-        return GateConfig(top_k=int(top_k) if isinstance(top_k, NotGiven) else top_k)
+    if isinstance(gate, str):
+        gate = {"kind": gate}
+    if gate is None or (isinstance(gate, Mapping) and "top_k" not in gate):
+        values = {} if gate is None else dict(gate)
+        usual = 1 if values.get("kind") == "switch" else int(top_k)  # Switch has one expert for each token
+        values["top_k"] = usual if isinstance(top_k, NotGiven) else top_k
+        return with_values(GateConfig(), values)
+    if isinstance(gate, Mapping):
+        gate = with_values(GateConfig(), gate)
     if not isinstance(top_k, NotGiven) and top_k != gate.top_k:
         raise ConfigError(
             f"top_k ({top_k}) and gate.top_k ({gate.top_k}) say different things; leave out top_k, or set "
@@ -97,7 +142,10 @@ def check_place(placement: Placement, group: Group, ids: tuple[int, ...]) -> Non
         )
 
 
-def given_exchange(given: ExchangeConfig | Mapping[str, Any] | None) -> ExchangeConfig:
+def given_exchange(given: GivenExchange | None) -> ExchangeConfig:
+    """A name is a `schedule`."""
+    if isinstance(given, str):
+        given = {"schedule": given}
     return given if isinstance(given, ExchangeConfig) else with_values(ExchangeConfig(), given or {})
 
 

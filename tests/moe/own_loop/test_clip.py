@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -34,10 +35,12 @@ def model(mesh: Mesh | None, placement: Placement | None = None) -> nn.Module:
     return made
 
 
-def norm(mesh: Mesh, order: float, slots: tuple[tuple[int, ...], ...] | None = None) -> list[float]:
+def norm(
+    mesh: Mesh, order: float, slots: tuple[tuple[int, ...], ...] | None = None, listed: bool = False
+) -> list[float]:
     placement = None if slots is None else Placement(slots)
     made = model(mesh if mesh.num_ranks > 1 else None, placement)
-    found = clip_grad_norm_(made, 0.5, order)
+    found = clip_grad_norm_(made.parameters() if listed else made, 0.5, order)
     return [float(found), float(grad_norm(made, order)), *made["dense"].weight.grad.flatten().tolist()]
 
 
@@ -55,6 +58,27 @@ def test_replicas_count_once() -> None:
     slots = ((0, 1, 2), (2, 3, 0))
     results = run_ranks(2, norm, 2.0, slots)
     assert results[0] == pytest.approx(run_alone(norm, 2.0), rel=1e-12)
+
+
+@pytest.mark.parametrize("slots", [None, ((0, 1, 2), (2, 3, 0))], ids=["single", "replicas"])
+def test_parameters_are_taken_as_torch_takes_them(slots: tuple[tuple[int, ...], ...] | None) -> None:
+    whole = run_ranks(2, norm, 2.0, slots)
+    assert run_ranks(2, norm, 2.0, slots, True) == whole, "the same bits as of the model"
+
+
+def some(mesh: Mesh) -> list[float]:
+    made = model(mesh if mesh.num_ranks > 1 else None)
+    copied = copy.deepcopy(made["moe"].experts.up)  # knows no layer: a copy is nobody's expert
+    copied.grad = torch.ones_like(copied)
+    up = made["moe"].experts.up
+    found = [grad_norm([up]), clip_grad_norm_(made["dense"].weight, 1e-3), grad_norm([copied])]
+    return [float(one) for one in found]
+
+
+def test_some_of_the_parameters_alone() -> None:
+    (experts, dense, _), (again, other, alone) = run_alone(some), run_ranks(2, some)[1]
+    assert [again, other] == pytest.approx([experts, dense], rel=1e-12)
+    assert alone == pytest.approx(math.sqrt(2 * 2 * FF * D))
 
 
 @apart

@@ -33,6 +33,12 @@ class Structure:
                     "floating type, [..., d_model]: numbers of tokens go through an embedding first"
                 )
             return cls(), (inputs,)
+        parts = inputs.values() if isinstance(inputs, Mapping) else inputs
+        if not isinstance(inputs, Mapping | Sequence) or not all(isinstance(x, torch.Tensor) for x in parts):
+            raise ConfigError(
+                f"the layer got {describe(inputs)}; give it a tensor [..., d_model], or a tuple or dict of "
+                "tensors of which the first is [tokens, d_model]"
+            )
         if isinstance(inputs, Mapping):
             structure, tensors = cls(keys=tuple(inputs)), tuple(inputs.values())
         else:
@@ -63,3 +69,12 @@ class Structure:
         if self.keys is not None:
             return tuple(value[key] for key in self.keys)
         return tuple(value) if self.is_tuple else (value,)
+
+
+def describe(inputs: Any) -> str:
+    """What it is, and of a container what is in it."""
+    name = type(inputs).__name__
+    if isinstance(inputs, Mapping | Sequence) and not isinstance(inputs, str):
+        parts = inputs.values() if isinstance(inputs, Mapping) else inputs
+        return f"a {name} of {', '.join(sorted({type(part).__name__ for part in parts})) or 'nothing'}"
+    return "None" if inputs is None else f"a {name}"

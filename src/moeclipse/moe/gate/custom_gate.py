@@ -63,7 +63,7 @@ def check_numbers(ids_TK: torch.Tensor, num_experts: int, who: str) -> None:
 
 
 def make_gate(
-    given: GateConfig | nn.Module | None,
+    given: object,
     config: GateConfig,
     *,
     d_model: int,

@@ -17,6 +17,7 @@ added in the order of ranks.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -25,12 +26,13 @@ from torch.distributed.tensor import DTensor
 from moeclipse.comm.async_ops.exchange import gather
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.layer import MoE
-from moeclipse.moe.own_loop.standalone import expert_parameters, moe_layers
+from moeclipse.moe.own_loop.standalone import moe_layers
+from moeclipse.moe.own_loop.unfinished import layers_of
 from moeclipse.ops.precision import wide_of
 
 
 def clip_grad_norm_(
-    model: nn.Module,
+    model: nn.Module | torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
     norm_type: float = 2.0,
     *,
@@ -39,9 +41,11 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """The norm before clipping; gradients are scaled to `max_norm` where it is larger. Collective.
 
+    `model`: the model, or parameters of it, as torch's own takes them; on all ranks alike.
     `mesh`: where stages hold different layers (pp > 1) and some have no MoE layer that knows it.
     """
-    norm = grad_norm(model, norm_type, mesh)
+    parameters = parameters_of(model)
+    norm = grad_norm(model if isinstance(model, nn.Module) else parameters, norm_type, mesh)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the norm of order {norm_type} of all gradients is not finite, so they cannot be clipped; leave "
@@ -49,21 +53,34 @@ def clip_grad_norm_(
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in parameters:
             if parameter.grad is not None:
                 local(parameter.grad).mul_(factor.to(local(parameter.grad)))
     return norm
 
 
+def parameters_of(model: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(model, nn.Module):
+        return list(model.parameters())
+    return [model] if isinstance(model, torch.Tensor) else list(model)
+
+
 @torch.no_grad()
-def grad_norm(model: nn.Module, norm_type: float = 2.0, mesh: Mesh | None = None) -> torch.Tensor:
+def grad_norm(
+    model: nn.Module | Sequence[torch.Tensor], norm_type: float = 2.0, mesh: Mesh | None = None
+) -> torch.Tensor:
     """Over all parameters of all ranks, each counted once; a weight that two stages share counts twice."""
-    layers = list(moe_layers(model))
-    experts = expert_parameters(model)
-    dense = [p.grad for p in model.parameters() if p.grad is not None and p not in experts]
+    parameters = parameters_of(model)
+    if isinstance(model, nn.Module):
+        layers = list(moe_layers(model))
+    else:
+        layers = [(f"layer {layer.layer}", layer) for layer in layers_of(parameters)]
+    experts = {id(parameter) for _, layer in layers for parameter in layer.experts.parameters()}
+    counted = {id(parameter) for parameter in parameters}
+    dense = [p.grad for p in parameters if p.grad is not None and id(p) not in experts]
     parts = [_norm(grad, norm_type) for grad in dense]
     for name, layer in layers:
-        mine = _expert_norm(layer, norm_type)
+        mine = _expert_norm(layer, norm_type, counted)
         mesh = layer.mesh
         label = f"norms of expert gradients, {name}"
         everyone = gather(mesh.a2a, mesh.experts, mine, label).get().flatten()
@@ -107,13 +124,13 @@ def _join(norms: torch.Tensor, norm_type: float) -> torch.Tensor:
     return torch.linalg.vector_norm(norms, norm_type)
 
 
-def _expert_norm(layer: MoE, norm_type: float) -> torch.Tensor:
+def _expert_norm(layer: MoE, norm_type: float, counted: set[int]) -> torch.Tensor:
     """Of the experts whose primary is here, [1]: replicas have the same gradients, and count once."""
     placement, me = layer.dispatcher.placement, layer.dispatcher.group.index
     norms = []
     for parameter in layer.experts.parameters():
         grad = parameter.grad
-        if grad is None:
+        if grad is None or id(parameter) not in counted:
             continue
         if layer.dispatcher.table is not None:
             first = [

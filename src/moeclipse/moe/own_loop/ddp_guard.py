@@ -28,6 +28,10 @@ def unattached_text(num_ranks: int) -> str:
     )
 
 
+def wrong_width_text(shape: tuple[int, ...], d_model: int) -> str:
+    return f"the layer got tokens of shape {list(shape)}, but its d_model is {d_model}"
+
+
 def refuse_transforms() -> None:
     """Transforms run forward on tensors that are no numbers, and backward to be differentiated again."""
     if transforming():

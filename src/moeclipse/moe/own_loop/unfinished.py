@@ -27,11 +27,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.private_torch import guard_clipping, version
 
 MARK = "moeclipse_finished"
+LAYER = "moeclipse_layer"
+"""Where a parameter of experts that ranks share out has its `LayerOf`."""
 
 
 def is_finished(grad: torch.Tensor | None) -> bool:
@@ -85,9 +86,10 @@ class Grad:
 class Gradients:
     """Of the experts of one layer."""
 
-    def __init__(self, experts: nn.Module, mesh: Mesh, where: str) -> None:
-        self.where, self.shared_out = where, mesh.experts.size > 1
-        self._experts, self._loads = ref(experts), loads_of(experts)
+    def __init__(self, layer: Any) -> None:
+        mesh, experts = layer.mesh, layer.experts
+        self.where, self.shared_out = f"layer {layer.layer}", mesh.experts.size > 1
+        self._experts, self._loads, self._layer = ref(experts), loads_of(experts), LayerOf(layer)
         self._of: dict[int, Grad] = {}
         mesh.once("gradients of experts", begin_watch).add(self)
         self.look()
@@ -100,6 +102,7 @@ class Gradients:
             owned = parameter.requires_grad and parameter.is_leaf  # not what functional_call was given
             if owned and (known is None or known.parameter is not parameter):
                 self._of[id(parameter)] = Grad(parameter)
+                setattr(parameter, LAYER, self._layer)
 
     def __iter__(self) -> Iterator[Grad]:
         return (grad for grad in self._of.values() if grad.parameter is not None)
@@ -124,9 +127,35 @@ class Gradients:
 def gradients_of(layer: Any) -> Gradients:
     """Of a `MoE` with a mesh of several ranks; it holds them."""
     if "gradients" not in vars(layer):
-        vars(layer)["gradients"] = Gradients(layer.experts, layer.mesh, f"layer {layer.layer}")
+        vars(layer)["gradients"] = Gradients(layer)
     found: Gradients = vars(layer)["gradients"]
     return found
+
+
+class LayerOf:
+    """A layer that outlives its parameters or not; what is copied or pickled knows none."""
+
+    def __init__(self, layer: Any = None) -> None:
+        self._layer = None if layer is None else ref(layer)
+
+    def __call__(self) -> Any:
+        return None if self._layer is None else self._layer()
+
+    def __reduce__(self) -> tuple[type[LayerOf], tuple[()]]:
+        return LayerOf, ()
+
+
+def name_layer(layer: Any) -> None:
+    """Let its experts' parameters know it, where ranks hold different experts."""
+    if layer.mesh.num_ranks > 1:
+        for parameter in layer.experts.parameters():
+            setattr(parameter, LAYER, LayerOf(layer))
+
+
+def layers_of(parameters: Iterable[torch.Tensor]) -> list[Any]:
+    """Layers whose experts are among these, in their order, where ranks hold different experts."""
+    found = (getattr(parameter, LAYER, LayerOf())() for parameter in parameters)
+    return list(dict.fromkeys(layer for layer in found if layer is not None))
 
 
 def loads_of(experts: nn.Module) -> int:
