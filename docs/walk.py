@@ -97,7 +97,7 @@ def step_walk(mesh: Mesh) -> Walk:
 WALKS: dict[str, tuple[int, Callable[[Mesh], Walk]]] = {
     "one rank": (1, partial(layer_walk, schedule="blocking")),
     "blocking": (2, partial(layer_walk, schedule="blocking")),
-    "smart": (2, partial(layer_walk, schedule="smart", chunks=2)),
+    "smart": (2, partial(layer_walk, schedule="smart", chunks=2, group_size=1)),
     "step": (1, step_walk),
 }
 """By name: ranks, and what is walked."""
