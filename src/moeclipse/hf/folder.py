@@ -194,6 +194,18 @@ class HfFolder:
             raise CheckpointError(f"{self.path}: {file} cannot be read: {error}") from error
         return result
 
+    def blocks(self, name: str, kind: str) -> dict[str, torch.Tensor] | None:
+        """Codes and scales of a logical matrix as they lie in the files; None: it is not quantised so."""
+        found = []
+        for part in (parts := self._tensor(name).parts):
+            packed = self.packed.get(part.key)
+            if packed is None or packed.kind != kind:
+                return None
+            if why := packed.why_not_kept(part.rows, last=part is parts[-1]):
+                raise CheckpointError(f"{self.path}: {part.key} cannot be kept as {kind}: {why}")
+            found.append(packed.rows(part.entry, part.first, part.step, part.rows, self._raw))
+        return {"codes": torch.cat([codes for codes, _ in found]), "scales": torch.cat([s for _, s in found])}
+
     def whole(self, key: str) -> torch.Tensor:
         """A tensor of the folder under its own name."""
         if key in self.packed:

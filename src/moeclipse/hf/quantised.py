@@ -61,6 +61,28 @@ class Packed:
             raise ValueError(f"{self.key} is a stack; a slice of it names an entry")
         return self._mxfp4(entry, down, across, read)
 
+    def rows(
+        self, entry: int | None, first: int, step: int, count: int, read: Slice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(codes, scales) of so many rows of [out, in], as `ops/frozen` keeps them; nothing is expanded."""
+        numbers, factors = self.parts
+        if self.kind == "fp8":
+            codes, scales = (
+                read(numbers, (slice(None), slice(None))),
+                read(factors, (slice(None), slice(None))),
+            )
+            return codes.view(torch.uint8), scales.float()
+        where = (entry, slice(first, first + step * (count - 1) + 1))
+        return read(numbers, where)[::step].contiguous(), read(factors, where)[::step].contiguous()
+
+    def why_not_kept(self, rows: int, *, last: bool) -> str:
+        """Why its blocks cannot stand above another's, or be kept at all; empty where they can."""
+        if self.kind == "fp8" and self.block != SIDES:
+            return f"its blocks are {self.block[0]} x {self.block[1]}, not {SIDES[0]} x {SIDES[1]}"
+        if self.kind == "fp8" and rows % SIDES[0] and not last:
+            return f"another matrix lies under it, and its {rows} rows end inside a block of {SIDES[0]}"
+        return ""
+
     def _fp8(self, rows: tuple[int, int], columns: tuple[int, int], read: Slice) -> torch.Tensor:
         bounds = (rows, columns)
         values = read(self.parts[0], tuple(slice(*bound) for bound in bounds))

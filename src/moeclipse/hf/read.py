@@ -43,7 +43,9 @@ GATE_KEYS = (
     *("kind", "top_k", "choose", "renormalise", "scale", "num_groups", "top_groups", "group_score"),
     *("logit_bias", "capacity_factor"),
 )
-OF_THE_RUN = ("model.memory", "model.from_hf", "model.dtype", "moe.expert_tp")
+OF_THE_RUN = (
+    *("model.memory", "model.from_hf", "model.dtype", "model.base", "model.dense_base", "moe.expert_tp"),
+)
 """What a user decides for any model."""
 
 

@@ -31,6 +31,7 @@ from moeclipse.model.rotary import Positions, Rotary
 from moeclipse.model.segment_memory import LayerMemory, Past
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.attention import attend, attend_at
+from moeclipse.ops.frozen import decoded, in_type
 from moeclipse.ops.rotary import turn
 from moeclipse.tensor.cut import Cut, mark
 from moeclipse.tensor.linear import column_linear
@@ -294,7 +295,8 @@ class LatentAttention(Attention):
         self, q_nope: torch.Tensor, q_rope: torch.Tensor, kept: torch.Tensor, call: CacheCall
     ) -> torch.Tensor:
         """What each token takes, through the latent: one key-value head for all."""
-        weight_HdR = self.kv_up.weight.to(q_nope.dtype).unflatten(0, (-1, self.nope + self.v_head_dim))
+        weight = decoded(in_type(self.kv_up.weight, q_nope.dtype), q_nope.dtype)
+        weight_HdR = weight.unflatten(0, (-1, self.nope + self.v_head_dim))
         key_HdR, value_HdR = weight_HdR.split([self.nope, self.v_head_dim], dim=1)
         q = torch.cat([q_rope, q_nope @ key_HdR], dim=-1)
         scale = self.qk**-0.5 if self.scale is None else self.scale

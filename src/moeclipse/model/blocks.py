@@ -8,13 +8,15 @@ that means for their gradients is marked on their parameters (`tensor/cut`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, overload
 
 import torch
 from torch import nn
 
+from moeclipse.model.lora_config import is_adapter
 from moeclipse.ops.activation import activated
+from moeclipse.ops.frozen import Scratch, freeze
 from moeclipse.ops.norm import add_norm, beside_norm, rms_norm
 from moeclipse.ops.random import fill_normal, key_of
 from moeclipse.tensor.cut import mark
@@ -34,6 +36,8 @@ class Settings:
     device: torch.device
     dtype: torch.dtype
     tp: TensorParallel
+    scratch: Scratch = field(default_factory=Scratch)
+    """Where weights of all layers that are kept in few bits are decoded."""
 
     @property
     def residual_std(self) -> float:
@@ -92,6 +96,13 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         (y,) = column_linear(x, [self.weight], self.alone)
         return y
+
+
+def freeze_linears(module: nn.Module, kind: str, scratch: Scratch) -> None:
+    """Keep the matrices of all linears in it in few bits, but for those of adapters."""
+    for name, part in module.named_modules():
+        if isinstance(part, Linear | ColumnParallelLinear | RowParallelLinear) and not is_adapter(name):
+            freeze(part, "weight", kind, scratch)
 
 
 class RMSNorm(nn.Module):

@@ -13,6 +13,8 @@ from typing import Literal
 
 Scaling = Literal["none", "linear", "dynamic", "yarn", "llama3"]
 Pairs = Literal["halves", "neighbours"]
+Base = Literal["", "bf16", "nf4", "mxfp4", "fp8"]
+"""How a frozen weight is kept (`ops/frozen`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,10 @@ class ModelConfig:
     """A folder of a Hugging Face model: the shape of the model and its first weights are taken from it."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Of parameters and activations; auto: bfloat16 on CUDA, float32 on CPU."""
+    base: Base = ""
+    """Beside adapters, how experts' frozen matrices are kept: nf4, mxfp4, fp8 or bf16; empty: as dtype."""
+    dense_base: Base = ""
+    """The same for frozen matrices of attention, of dense layers and of shared experts."""
 
     def problems(self) -> Iterator[str]:
         for name in ("vocab_size", "num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim"):

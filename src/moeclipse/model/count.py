@@ -52,3 +52,33 @@ def attention_parameters(config: ModelConfig) -> int:
     biases = {"none": 0, "qkv": q + 2 * kv, "all": q + 2 * kv + d}[config.attention_bias]
     norms = {"none": 0, "head": 2 * config.head_dim, "whole": q + kv}[config.qk_norm]
     return 2 * d * (q + kv) + biases + norms + sinks
+
+
+def expert_matrices(config: ModelConfig, moe: MoEConfig) -> dict[str, tuple[int, int]]:
+    """Rows and columns of each kind of matrix that experts have."""
+    if not config.num_expert_layers:
+        return {}
+    d, hidden = config.d_model, hidden_width(moe.activation, moe.d_ff)
+    return {"up of an expert": (hidden, d), "down of an expert": (d, moe.d_ff)}
+
+
+def dense_matrices(config: ModelConfig, moe: MoEConfig) -> dict[str, tuple[int, int]]:
+    """Those of attention, of layers without experts, and of shared experts."""
+    d, heads = config.d_model, config.num_heads
+    if config.attention == "mla":
+        qk, latent = config.qk_nope_head_dim + config.qk_rope_head_dim, config.kv_lora_rank
+        found = {"q_up": (heads * qk, config.q_lora_rank or d)}
+        found |= {"q_down": (config.q_lora_rank, d)} if config.q_lora_rank else {}
+        found |= {"kv_down": (latent + config.qk_rope_head_dim, d)}
+        found |= {"kv_up": (heads * (config.qk_nope_head_dim + config.v_head_dim), latent)}
+        found |= {"o": (d, heads * config.v_head_dim)}
+    else:
+        q, kv = heads * config.head_dim, config.num_kv_heads * config.head_dim
+        found = {"q": (q, d), "k": (kv, d), "v": (kv, d), "o": (d, q)}
+    found = {f"{name} of attention": shape for name, shape in found.items()}
+    if config.num_expert_layers < config.num_layers:
+        found |= {"up of a dense layer": (2 * config.d_ff, d), "down of a dense layer": (d, config.d_ff)}
+    if moe.num_shared_experts and config.num_expert_layers:
+        hidden = hidden_width(moe.activation, moe.shared_width)
+        found |= {"up of a shared expert": (hidden, d), "down of a shared expert": (d, moe.shared_width)}
+    return found

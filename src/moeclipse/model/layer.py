@@ -16,7 +16,7 @@ from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.shares import even_bounds
 from moeclipse.model.attention import Attention, GroupedQueryAttention, LatentAttention
-from moeclipse.model.blocks import DenseMLP, RMSNorm, Settings
+from moeclipse.model.blocks import DenseMLP, RMSNorm, Settings, freeze_linears
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.lora_config import NO_LORA, LoraConfig
 from moeclipse.model.recompute import Again, forget, run_again
@@ -28,6 +28,7 @@ from moeclipse.moe.experts.two_projections import Experts
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.losses import MoEReport
 from moeclipse.moe.tokens import Tokens
+from moeclipse.ops.frozen import Scratch
 from moeclipse.tensor.parallel import MoveKind, move
 
 
@@ -79,6 +80,7 @@ class TransformerLayer(nn.Module):
         self.moe: MoE | None = None
         if config.is_dense(index):
             self.dense = DenseMLP(config.d_model, config.d_ff, settings)
+            self._freeze(config, settings.scratch)
             return
         self.moe = MoE(
             config.d_model,
@@ -105,9 +107,24 @@ class TransformerLayer(nn.Module):
         )
         self.moe.schedule.trial_calls = 0  # the run that trains the model says how many (`train/run/choices`)
         add_adapters(self.moe, lora)
+        self._freeze(config, settings.scratch)
         for experts in (self.moe.experts, self.moe.shared):
             if isinstance(experts, Experts | GatedShared):
                 experts.wgrads = settings.tp.wgrads
+
+    def _freeze(self, config: ModelConfig, scratch: Scratch) -> None:
+        """Keep the base in few bits, where the configuration says so; the gate and norms stay as they are."""
+        if self.moe is not None and config.base:
+            assert isinstance(self.moe.experts, Experts)
+            self.moe.experts.freeze(config.base, scratch)
+        if config.dense_base:
+            for part in (self.attention, self.dense):
+                if part is not None:
+                    freeze_linears(part, config.dense_base, scratch)
+            shared = None if self.moe is None else self.moe.shared
+            if shared is not None:
+                inner = shared.experts if isinstance(shared, GatedShared) else shared
+                inner.freeze(config.dense_base, scratch)
 
     def forward(
         self, h_TD: torch.Tensor, positions: Positions, tokens: Tokens

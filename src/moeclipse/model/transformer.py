@@ -34,6 +34,7 @@ from moeclipse.model.rotary import Positions, Rotary
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.losses import MoEReport
 from moeclipse.moe.tokens import Tokens
+from moeclipse.ops.frozen import Scratch
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.random import key_of
 from moeclipse.tensor.cut import Cut, mark
@@ -84,10 +85,11 @@ class Transformer(nn.Module):
         held = range(config.num_layers) if held is None else held
         self.begins, self.ends = 0 in held, config.num_layers - 1 in held
         self.tp = tp or TensorParallel.of(mesh)
-        self.dtype = dtype
+        self.dtype, self.scratch = dtype, Scratch()
 
         def settings(layer: int) -> Settings:
             return Settings(
+                scratch=self.scratch,
                 layer=layer,
                 num_layers=config.num_layers,
                 seed=seed,
@@ -112,6 +114,8 @@ class Transformer(nn.Module):
             return TransformerLayer(index, *given)
 
         self.layers = nn.ModuleDict({str(index): layer(index) for index in held})
+        if self.scratch.numel:  # before any graph could make it a part of its own memory
+            self.scratch.room((0,), dtype, mesh.device)
         self.head: ColumnParallelLinear | None = None
         if self.ends:
             self.norm = RMSNorm(config.d_model, outside, config.norm_eps)

@@ -291,7 +291,7 @@ class MoE(nn.Module):
     def _compiled(self, x: Inputs) -> torch.Tensor:
         """Inside `torch.compile`: on one rank with the built-in experts a graph without a break."""
         experts, traced = self.experts, self.mesh.num_ranks == 1 and self.gate.compiles
-        traced = traced and not self.config.score_input
+        traced = traced and not self.config.score_input and not getattr(experts, "frozen", False)
         if not (traced and isinstance(x, torch.Tensor) and isinstance(experts, Experts)):
             outside: torch.Tensor = torch.compiler.disable(self._eager)(x)
             return outside
@@ -350,7 +350,7 @@ class MoE(nn.Module):
         structure, inputs = Structure.take_apart(x)
         built_in = isinstance(self.experts, Experts)
         narrow: Any = self.experts if built_in else self.shared
-        rows_TD = inputs[0] if narrow is None else rows_for(inputs[0], narrow.weights[0])
+        rows_TD = inputs[0] if narrow is None else rows_for(inputs[0], narrow.like)
         inputs = (rows_TD, *inputs[1:]) if built_in else inputs
         with off(rows_TD.device) if built_in and is_on(rows_TD.device) else nullcontext():
             y_TD = self._routed(routing, structure, inputs, *how)
@@ -410,7 +410,8 @@ class MoE(nn.Module):
     @property
     def runs_on_device(self) -> bool:
         """Whether a call has no device-to-host sync: one rank, kernels, and a gate that draws nothing."""
-        by_kernels = self._kernel_experts(self.experts.weights[:1]) is not None
+        experts = self.experts
+        by_kernels = isinstance(experts, Experts) and self._kernel_experts([experts.like]) is not None
         return by_kernels and self.all_here and self.gate.compiles
 
     def _kernel_experts(self, inputs: Sequence[torch.Tensor]) -> Experts | None:

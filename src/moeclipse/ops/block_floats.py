@@ -5,8 +5,9 @@
     Fp8Blocks    e4m3 [R, C], whose blocks of 128 x 128 have an fp32 factor each; the last ones of rows and
                  columns may be cut short. DeepSeek-V3
 
-Contract. Nothing is rounded to get here. Mxfp4 is exact in bf16 and fp32; a number of Fp8Blocks is a product
-in fp32, rounded once. What reads a folder expands it by the same two functions (`hf/quantised`).
+Contract. Nothing is rounded to get here from a folder; `quantise` makes them of other numbers. Mxfp4 is exact
+in bf16 and fp32; a number of Fp8Blocks is a product in fp32, rounded once. What reads a folder expands it by
+the same two functions (`hf/quantised`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
+from moeclipse.ops.nf4 import midpoints
 from moeclipse.ops.quantised import Quantised, fits, span_of
 
 MX_BLOCK = 32
@@ -50,6 +53,19 @@ class Mxfp4(Quantised):
             )
         shape = (*scales.shape[:-1], MX_BLOCK * scales.shape[-1])
         return cls(codes=codes.contiguous(), scales=scales.contiguous(), shape=shape, dtype=dtype)
+
+    @classmethod
+    def quantise(cls, values: torch.Tensor) -> Mxfp4:
+        """Of fp32 numbers, as the OCP's standard has it: a block's largest exponent less 2, ties to even."""
+        blocks = values.unflatten(-1, (-1, MX_BLOCK))
+        power = (torch.frexp(blocks.abs().amax(-1)).exponent - 3).clamp(-127, 127)
+        size = torch.ldexp(blocks.abs(), -power[..., None])
+        bounds = midpoints(e2m1(values.device)[: len(E2M1)])
+        codes = torch.bucketize(size, bounds, out_int32=True)
+        tie = size == bounds[codes.clamp(max=len(bounds) - 1)]
+        codes = (codes + (tie & (codes % 2 == 1))).to(torch.uint8) | (blocks < 0).to(torch.uint8) << 3
+        packed = codes[..., ::2] | codes[..., 1::2] << 4
+        return cls.of(packed, (power + 127).to(torch.uint8))
 
     def experts(self, first: int, stop: int) -> Mxfp4:
         shape = span_of(self.shape, first, stop)[2]
@@ -99,6 +115,17 @@ class Fp8Blocks(Quantised):
             )
         kept: dict[str, Any] = {"codes": codes.contiguous(), "scales": scales.contiguous()}
         return cls(shape=tuple(codes.shape), dtype=dtype, block=block, **kept)
+
+    @classmethod
+    def quantise(cls, values: torch.Tensor) -> Fp8Blocks:
+        """Of fp32 numbers: the largest of a block becomes the largest of e4m3."""
+        (height, width), (down, across) = values.shape[-2:], SIDES
+        padded = pad(values, (0, -width % across, 0, -height % down))
+        tiles = padded.unflatten(-1, (-1, across)).unflatten(-3, (-1, down))
+        largest = tiles.abs().amax((-3, -1))
+        scales = torch.where(largest > 0, largest / torch.finfo(torch.float8_e4m3fn).max, 1.0)
+        codes = (tiles / scales[..., :, None, :, None]).flatten(-4, -3).flatten(-2)
+        return cls.of(codes[..., :height, :width].to(torch.float8_e4m3fn), scales)
 
     def experts(self, first: int, stop: int) -> Fp8Blocks:
         shape = span_of(self.shape, first, stop)[2]

@@ -7,6 +7,8 @@
 Either weight may have an adapter (`ops/low_rank`), whose products join the same sums; then gradients of A and
 B are added like those of W, and usually those of W are not wanted.
 
+W_up and W_down may be `Frozen` (`ops/frozen`): decoded before the product that reads them, in each direction.
+
 Kept for backward: x, h, the scores in row order and the grouping; no gathered copy, no a, no y. Who calls
 them: `ops/grouped_experts` in eager mode, `ops/expert_operators` inside compiled graphs, `moe/experts/fused`
 for rows that came from other ranks. `backward` is dgrad and wgrad in the order that needs least memory.
@@ -25,6 +27,7 @@ from moeclipse.ops import expert_mlp
 from moeclipse.ops.activation import Activation
 from moeclipse.ops.bias import group_sum
 from moeclipse.ops.combine import gather_sum
+from moeclipse.ops.frozen import Frozen, Weight, decoded
 from moeclipse.ops.grouping import Grouping
 from moeclipse.ops.low_rank import LowRank, add_wgrad
 from moeclipse.ops.pick import pick
@@ -64,8 +67,8 @@ class ExpertGrads:
 class ExpertWeights:
     """The experts' parameters; biases and adapters are optional."""
 
-    up_EHD: torch.Tensor
-    down_EDF: torch.Tensor
+    up_EHD: Weight
+    down_EDF: Weight
     up_bias_EH: torch.Tensor | None = None
     down_bias_ED: torch.Tensor | None = None
     up_a_ERD: torch.Tensor | None = None
@@ -77,19 +80,21 @@ class ExpertWeights:
 
     @classmethod
     def of(
-        cls, tensors: Sequence[torch.Tensor | None], names: Sequence[str] = NAMES, scale: float = 1.0
+        cls, tensors: Sequence[Weight | None], names: Sequence[str] = NAMES, scale: float = 1.0
     ) -> ExpertWeights:
         """Of the first so many, or of those that are named."""
         named: dict[str, Any] = dict(zip(names, tensors, strict=names is not NAMES))
         return cls(**named, scale=scale)
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return tuple(getattr(self, name) for name in NAMES)
+        """Those that may have a gradient."""
+        given = (getattr(self, name) for name in NAMES)
+        return tuple(None if isinstance(weight, Frozen) else weight for weight in given)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of those that are there."""
-        return tuple(name for name in NAMES if getattr(self, name) is not None)
+        """Of those that are there and may have a gradient."""
+        return tuple(name for name, weight in zip(NAMES, self.tensors(), strict=True) if weight is not None)
 
     @functools.cached_property
     def up_adapter(self) -> LowRank | None:
@@ -163,7 +168,7 @@ def forward(
     u_MR = None if up is None else up.inner(rows_TD, grouping, grouping.row_token_M)
     h_MH, a_MF = expert_mlp.up(
         rows_TD,
-        weights.up_EHD,
+        decoded(weights.up_EHD, rows_TD.dtype),
         grouping,
         grouping.row_token_M,
         activation=activation,
@@ -171,7 +176,8 @@ def forward(
         more=None if up is None or u_MR is None else up.forward(u_MR),
     )
     more = None if down is None else down.forward(down.inner(a_MF, grouping))
-    y_MD = expert_mlp.down(a_MF, weights.down_EDF, grouping, bias_ED=weights.down_bias_ED, more=more)
+    down_EDF = decoded(weights.down_EDF, rows_TD.dtype)
+    y_MD = expert_mlp.down(a_MF, down_EDF, grouping, bias_ED=weights.down_bias_ED, more=more)
     state = ExpertState(
         x_TD=x_TD, h_MH=h_MH, u_MR=u_MR, scores_M=scores_M, grouping=grouping, activation=activation
     )
@@ -220,7 +226,7 @@ def _d_hidden(
         d_out_TD,
         state.scores_M,
         state.h_MH,
-        weights.down_EDF,
+        decoded(weights.down_EDF, d_out_TD.dtype),
         grouping,
         token_M,
         activation=state.activation,
@@ -243,7 +249,8 @@ def _d_x(hidden: HiddenGrads) -> torch.Tensor:
     grouping, adapter, d_up_MR = hidden.state.grouping, hidden.weights.up_adapter, hidden.d_inner.up_MR
     assert grouping.place_row_TK is not None
     more = None if adapter is None or d_up_MR is None else adapter.backward(d_up_MR)
-    d_rows_MD = expert_mlp.d_rows(hidden.d_h_MH, hidden.weights.up_EHD, grouping, more=more)
+    up_EHD = decoded(hidden.weights.up_EHD, hidden.d_h_MH.dtype)
+    d_rows_MD = expert_mlp.d_rows(hidden.d_h_MH, up_EHD, grouping, more=more)
     return gather_sum(d_rows_MD, grouping.place_row_TK)
 
 

@@ -22,6 +22,7 @@ from moeclipse.ops import expert_operators, expert_passes
 from moeclipse.ops.activation import Activation, activate
 from moeclipse.ops.expert_passes import ADAPTERS, ExpertGrads, ExpertState, ExpertWeights, in_row_order
 from moeclipse.ops.first_order import first_order
+from moeclipse.ops.frozen import Frozen, Weight
 from moeclipse.ops.grouping import Grouping, group_rows
 from moeclipse.ops.precision import wide_of
 
@@ -65,8 +66,8 @@ def grouped_experts(
     x_TD: torch.Tensor,
     scores_TK: torch.Tensor,
     expert_ids_TK: torch.Tensor,
-    up_EHD: torch.Tensor,
-    down_EDF: torch.Tensor,
+    up_EHD: Weight,
+    down_EDF: Weight,
     up_bias_EH: torch.Tensor | None = None,
     down_bias_ED: torch.Tensor | None = None,
     *,
@@ -81,9 +82,13 @@ def grouped_experts(
     if torch.compiler.is_compiling():
         if into is not None:
             raise ValueError("grouped_experts cannot add gradients to `into` inside torch.compile; omit it")
-        given = (x_TD, scores_TK, expert_ids_TK, *weights)
+        if isinstance(up_EHD, Frozen):
+            raise ValueError(
+                "grouped_experts cannot decode weights inside torch.compile; give them as they are"
+            )
+        given: Any = (x_TD, scores_TK, expert_ids_TK, *weights)
         return expert_operators.grouped_experts(*given, activation, scale)[0]
-    grouping = group_rows(expert_ids_TK, len(up_EHD))
+    grouping = group_rows(expert_ids_TK, up_EHD.shape[0])
     return _GroupedExperts.apply(x_TD, scores_TK, grouping, activation, scale, into, stores, *weights)
 
 
@@ -98,11 +103,12 @@ class _GroupedExperts(torch.autograd.Function):
         scale: float,
         into: Into,
         stores: Callable[[], bool] | None,
-        *weights: torch.Tensor | None,
+        *weights: Weight | None,
     ) -> torch.Tensor:
         given, scores_M = ExpertWeights.of(weights, scale=scale), in_row_order(scores_TK, grouping)
         out_TD, state = expert_passes.forward(x_TD, scores_M, given, grouping, activation)
-        ctx.save_for_backward(x_TD, state.h_MH, state.u_MR, scores_M, *weights)
+        ctx.save_for_backward(x_TD, state.h_MH, state.u_MR, scores_M, *given.tensors())
+        ctx.frozen = [weight if isinstance(weight, Frozen) else None for weight in weights]
         ctx.grouping, ctx.activation, ctx.scale = grouping, activation, scale
         ctx.into, ctx.stores, ctx.scores_dtype = into, stores, scores_TK.dtype
         return out_TD
@@ -119,7 +125,8 @@ class _GroupedExperts(torch.autograd.Function):
             grouping=ctx.grouping,
             activation=ctx.activation,
         )
-        weights, fresh = ExpertWeights.of(tensors, scale=ctx.scale), ctx.into is None
+        whole = [frozen or tensor for frozen, tensor in zip(ctx.frozen, tensors, strict=True)]
+        weights, fresh = ExpertWeights.of(whole, scale=ctx.scale), ctx.into is None
         wanted = ctx.needs_input_grad[-len(tensors) :]
         grads = weights.empty_grads(wanted) if fresh else ExpertGrads.of(ctx.into)
         add = not fresh and (ctx.stores is None or not ctx.stores())

@@ -16,6 +16,9 @@ autocast products run in its type and gradients add into main_grad as usual. Act
 every rank repeats the same exchanges. Inside `torch.compile` these functions run eagerly (a graph break),
 because the order of exchanges and products is the point of them.
 
+On one rank a weight may be `Frozen` (`ops/frozen`): its numbers are decoded for each product, forward and
+backward, and only those of one weight at a time are there.
+
 Hazard. Ranks that call in different orders exchange the wrong tensors: every tp rank runs the same layers.
 """
 
@@ -32,6 +35,7 @@ from moeclipse.comm.async_ops.in_flight import InFlight
 from moeclipse.core.errors import ConfigError
 from moeclipse.ops.eager import eager
 from moeclipse.ops.first_order import first_order
+from moeclipse.ops.frozen import Frozen, Weight, decoded, in_type
 from moeclipse.tensor.cut import Cut, mark
 from moeclipse.tensor.parallel import TensorParallel, move
 from moeclipse.tensor.weight_grad import Grad, bias_grad, weight_grad
@@ -40,7 +44,7 @@ from moeclipse.tensor.weight_grad import Grad, bias_grad, weight_grad
 @eager
 def column_linear(
     x: torch.Tensor,
-    weights: Sequence[nn.Parameter],
+    weights: Sequence[nn.Parameter | Frozen],
     tp: TensorParallel,
     biases: Sequence[nn.Parameter | None] | None = None,
     label: str = "column-parallel linear",
@@ -54,7 +58,7 @@ def column_linear(
 @eager
 def row_linear(
     x: torch.Tensor,
-    weight: nn.Parameter,
+    weight: nn.Parameter | Frozen,
     tp: TensorParallel,
     bias: nn.Parameter | None = None,
     label: str = "row-parallel linear",
@@ -71,8 +75,25 @@ def cast(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _operand(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _operand(weight: Weight, x: torch.Tensor) -> torch.Tensor:
+    if isinstance(weight, Frozen):
+        return weight.numbers(x.dtype)
     return weight.to(x.dtype) if torch.is_autocast_enabled(x.device.type) else weight
+
+
+def _keep(ctx: Any, x: torch.Tensor, weights: Sequence[Weight]) -> None:
+    """For backward; of what is frozen no numbers are kept."""
+    ctx.frozen = [weight if isinstance(weight, Frozen) else None for weight in weights]
+    ctx.save_for_backward(x, *(None if isinstance(weight, Frozen) else weight for weight in weights))
+
+
+def _kept(ctx: Any) -> tuple[torch.Tensor, list[Weight]]:
+    x, *tensors = ctx.saved_tensors
+    return x, [frozen or tensor for frozen, tensor in zip(ctx.frozen, tensors, strict=True)]
+
+
+def _d_input(dy_TN: torch.Tensor, weight: Weight) -> torch.Tensor:
+    return decoded(in_type(weight, dy_TN.dtype), dy_TN.dtype)
 
 
 def _rows(t: torch.Tensor) -> torch.Tensor:
@@ -92,7 +113,7 @@ class _Column(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         weights, biases = parameters[:num], parameters[num:]
         ctx.tp, ctx.label, ctx.num, ctx.biases = tp, label, num, biases
-        ctx.save_for_backward(x, *weights)
+        _keep(ctx, x, weights)
         whole = tp.gather_rows(x, f"gather of inputs, {label}", reuse=True).get() if tp.parts_tokens else x
         return tuple(
             F.linear(whole, _operand(weight, x), None if bias is None else _operand(bias, x))
@@ -103,7 +124,7 @@ class _Column(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
         tp, label, num = ctx.tp, ctx.label, ctx.num
-        x, *weights = ctx.saved_tensors
+        x, weights = _kept(ctx)
         wanted = list(ctx.needs_input_grad[4:])
         whole: InFlight[torch.Tensor] | None = None
         if tp.parts_tokens and any(wanted[:num]):
@@ -115,9 +136,9 @@ class _Column(torch.autograd.Function):
         d_x: torch.Tensor | None = None
         travelling: InFlight[torch.Tensor] | None = None
         if ctx.needs_input_grad[0]:
-            d_x = dys_TN[0] @ weights[0].to(dys_TN[0].dtype)
+            d_x = dys_TN[0] @ _d_input(dys_TN[0], weights[0])
             for dy_TN, weight in zip(dys_TN[1:], weights[1:], strict=True):
-                d_x.addmm_(dy_TN, weight.to(dy_TN.dtype))
+                d_x.addmm_(dy_TN, _d_input(dy_TN, weight))
         # The gather must have ended before the next transfer may take the wire.
         x_TD = _rows(whole.get() if whole is not None else x)
         if d_x is not None and tp.size > 1:
@@ -177,7 +198,7 @@ class _Row(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, tp: TensorParallel, label: str, weight: Any, bias: Any
     ) -> torch.Tensor:
         ctx.tp, ctx.label, ctx.bias = tp, label, bias
-        ctx.save_for_backward(x, weight)
+        _keep(ctx, x, [weight])
         y = F.linear(x, _operand(weight, x))
         if tp.parts_tokens:
             y = tp.sum_scatter_rows(y, f"reduce-scatter of outputs, {label}").get()
@@ -189,7 +210,7 @@ class _Row(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         tp = ctx.tp
-        x, weight = ctx.saved_tensors
+        x, (weight,) = _kept(ctx)
         whole = dy
         if tp.parts_tokens:
             reuse = not tp.wgrads.deferring
@@ -197,7 +218,7 @@ class _Row(torch.autograd.Function):
         whole_TN = _rows(whole)
         d_x = None
         if ctx.needs_input_grad[0]:
-            d_x = (whole_TN @ weight.to(dy.dtype)).view(x.shape)
+            d_x = (whole_TN @ _d_input(dy, weight)).view(x.shape)
         dys = [whole_TN, _rows(dy)]
         grads = _submit(tp, [weight, ctx.bias], ctx.needs_input_grad[3:], dys, _rows(x), 1)
         return d_x, None, None, *grads

@@ -28,6 +28,7 @@ from moeclipse.train.data.data_config import EvalConfig
 from moeclipse.train.optim.optim_config import OptimConfig, type_problems
 from moeclipse.train.optim.quant_blocks import block_problems
 from moeclipse.train.run.survival_config import CheckpointConfig, IntegrityConfig
+from moeclipse.train.weights.base_rules import BASE_KEYS, few_bits_problems
 from moeclipse.train.weights.init_config import InitConfig
 
 MAX_SAMPLE = 64
@@ -174,17 +175,16 @@ def optim_problems(config: TrainConfig) -> Iterator[str]:
 
 def upcycle_problems(config: TrainConfig) -> Iterator[str]:
     """What experts cannot be made of a dense model's blocks for."""
-    how, moe = config.init.upcycle, config.moe
-    if how == "off":
+    if (how := config.init.upcycle) == "off":
         return
     if not config.run.init_from:
         yield f"init.upcycle ({how!r}) needs run.init_from: the dense model that experts are made of"
     if not config.num_expert_layers:
         yield f"init.upcycle ({how!r}) needs layers with experts; lower model.num_dense_layers"
     for key, usual in (("num_shared_experts", 0), ("activation", "swiglu"), ("expert_bias", False)):
-        if getattr(moe, key) != usual:
+        if (value := getattr(config.moe, key)) != usual:
             yield (
-                f"moe.{key} ({getattr(moe, key)!r}) cannot go with init.upcycle ({how!r}): a dense block has "
+                f"moe.{key} ({value!r}) cannot go with init.upcycle ({how!r}): a dense block has "
                 f"nothing to make it of; set it to {usual!r}"
             )
 
@@ -208,6 +208,11 @@ def lora_problems(config: TrainConfig) -> Iterator[str]:
             "with lora.rank and moe.expert_tp = 'sharded': parts of an adapter are whole on every tp rank "
             "and would move apart; choose 'auto', or moe.expert_tp = 'folded'"
         )
+
+
+def base_problems(config: TrainConfig) -> Iterator[str]:
+    given = (config.model, config.moe, config.lora, config.placement, config.parallel.tp)
+    yield from few_bits_problems(*given, config.init.upcycle)
 
 
 def data_problems(config: TrainConfig) -> Iterator[str]:
@@ -344,6 +349,7 @@ LAYOUT_KEYS = (
 RULES: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], Iterator[str]]], ...] = (
     ((*LAYER_KEYS, *STAGE_KEYS[1:], "parallel.tp"), expert_problems),
     (("lora.rank", "lora.targets", "model.memory", *LAYOUT_KEYS[2:]), lora_problems),
+    ((*BASE_KEYS, "parallel.tp", "init.upcycle", *STAGE_KEYS[1:]), base_problems),
     (("init.upcycle", "run.init_from", *STAGE_KEYS[1:]), upcycle_problems),
     (
         (

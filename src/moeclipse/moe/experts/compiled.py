@@ -15,6 +15,6 @@ from moeclipse.moe.gate.routing import Routing
 def visit_traced(
     x_TD: torch.Tensor, routing: Routing, experts: Experts, shared: Experts | GatedShared | None
 ) -> torch.Tensor:
-    rows_TD = rows_for(x_TD, experts.up)
+    rows_TD = rows_for(x_TD, experts.like)
     y_TD = visit_all(experts, rows_TD, routing.scores_TK, routing.expert_ids_TK, sums=False)
     return y_TD if shared is None else y_TD + shared_expert(rows_TD, shared)

@@ -28,6 +28,7 @@ from moeclipse.ops.expert_passes import (
     ExpertWeights,
     HiddenGrads,
 )
+from moeclipse.ops.frozen import in_type
 from moeclipse.ops.grouped_experts import grouped_experts
 from moeclipse.ops.grouping import Grouping, group_arrived
 from moeclipse.ops.tuning import device_fits
@@ -50,7 +51,8 @@ def visit_all(
 
     `sums`: gradients go where the weights' accumulators are, if all that want some have one.
     """
-    named = dict(zip(experts.names, (weight.to(x_TD.dtype) for weight in experts.weights), strict=True))
+    given = (in_type(weight, x_TD.dtype) for weight in experts.operands)
+    named: dict[str, Any] = dict(zip(experts.operand_names, given, strict=True))
     weights = [named.get(name) for name in (*WEIGHTS, *BIASES)]
     return grouped_experts(
         x_TD,
@@ -112,8 +114,8 @@ class FusedExperts:
         """`grouping`: of these pairs, where it is known."""
         (rows_RD,) = rows
         grouping = grouping or group_arrived(index_M, counts, len(rows_RD), self.most)
-        given = [weight.to(rows_RD.dtype) for weight in self.experts.weights]
-        weights = ExpertWeights.of(given, self.experts.names, self.experts.scale)
+        given = [in_type(weight, rows_RD.dtype) for weight in self.experts.operands]
+        weights = ExpertWeights.of(given, self.experts.operand_names, self.experts.scale)
         sums, state = expert_passes.forward(rows_RD, score_M, weights, grouping, self.experts.activation)
         return sums, FusedSaved(state=state, weights=weights)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from moeclipse.moe.experts.two_projections import Experts, ExpertsPending, Exper
 from moeclipse.moe.own_loop.shards import ExpertPlace
 from moeclipse.ops import expert_passes
 from moeclipse.ops.activation import activate_backward, activated
+from moeclipse.ops.frozen import Weight, decoded, in_type
 from moeclipse.ops.grouped_gemm import grouped_mm, grouped_mm_dgrad, grouped_mm_wgrad
 from moeclipse.ops.random import fill_normal, key_of
 from moeclipse.tensor.cut import cut_of, mark
@@ -134,32 +136,35 @@ class LoraExperts(Experts):
     @property
     def places(self) -> dict[str, ExpertPlace]:
         found = super().places
-        cuts = {name: cut_of(parameter) for name, parameter in self.named_parameters()}
+        cuts = {name: cut_of(getattr(self, name)) for name in found}
         return {name: replace(place, cut=cuts[name]) for name, place in found.items()}
 
     def _inner(
-        self, projection: str, rows: torch.Tensor, weights: dict[str, torch.Tensor], counts: Sequence[int]
+        self, projection: str, rows: torch.Tensor, weights: dict[str, Weight], counts: Sequence[int]
     ) -> Inner | None:
         if (a := weights.get(f"lora_{projection}_a")) is None:
             return None
-        u_MR, b = self.scale * grouped_mm(rows, a, counts), weights[f"lora_{projection}_b"]
+        b = weights[f"lora_{projection}_b"]
+        assert isinstance(a, torch.Tensor)
+        assert isinstance(b, torch.Tensor)
+        u_MR = self.scale * grouped_mm(rows, a, counts)
         return Inner(a=a, b=b, scale=self.scale, counts=counts, u_MR=u_MR)
 
     def forward(
         self, x: torch.Tensor, counts: Sequence[int], shadows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, LoraSaved]:
-        given = self.weights if shadows is None else self.unflatten(shadows)
-        weights = tuple(weight.to(x.dtype) for weight in given)
+        given = self.operands if shadows is None else self.unflatten(shadows)
+        weights = tuple(in_type(weight, x.dtype) for weight in given)
         base = len(weights) - len(self.adapters)
         up, down, *biases = weights[:base]
         named = dict(zip(self.adapters, weights[base:], strict=True))
-        h = grouped_mm(x, up, counts)
+        h = grouped_mm(x, decoded(up, x.dtype), counts)
         if (up_inner := self._inner("up", x, named, counts)) is not None:
             h += up_inner.out()
         if biases:
             h += spread(biases[0], counts)
         a = activated(h, self.activation)
-        y = grouped_mm(a, down, counts)
+        y = grouped_mm(a, decoded(down, x.dtype), counts)
         if (down_inner := self._inner("down", a, named, counts)) is not None:
             y += down_inner.out()
         if biases:
@@ -169,18 +174,17 @@ class LoraExperts(Experts):
     def dgrad(self, dy: torch.Tensor, saved: ExpertsSaved) -> tuple[torch.Tensor, LoraPending]:
         assert isinstance(saved, LoraSaved)
         counts, (up, down, *_), pairs = saved.counts, saved.weights, list[tuple[torch.Tensor, torch.Tensor]]()
-        d_a = grouped_mm_dgrad(dy, down, counts)
+        d_a = grouped_mm_dgrad(dy, decoded(down, dy.dtype), counts)
         if saved.down is not None:
             d_down_MR, more = saved.down.back(dy)
             d_a += more
         d_h, a = activate_backward(d_a, saved.h, self.activation)
-        dx = grouped_mm_dgrad(d_h, up, counts)
+        dx = grouped_mm_dgrad(d_h, decoded(up, dy.dtype), counts)
         if saved.up is not None:
             d_up_MR, more = saved.up.back(d_h)
             dx += more
             pairs += [(d_up_MR, saved.x), (d_h, saved.up.u_MR)]
         if saved.down is not None:
             pairs += [(d_down_MR, a), (dy, saved.down.u_MR)]
-        return dx, LoraPending(
-            x=saved.x, d_h=d_h, a=a, dy=dy, counts=counts, kernels=self.kernels, pairs=pairs
-        )
+        given: dict[str, Any] = {"counts": counts, "kernels": self.kernels, "frozen": self.frozen}
+        return dx, LoraPending(x=saved.x, d_h=d_h, a=a, dy=dy, pairs=pairs, **given)

@@ -74,6 +74,10 @@ class GatedShared(nn.Module):
     def weights(self) -> tuple[nn.Parameter, ...]:
         return (*self.experts.weights, self.gate)
 
+    @property
+    def like(self) -> torch.Tensor:
+        return self.experts.like
+
     def forward(self, x: torch.Tensor, counts: Sequence[int]) -> tuple[torch.Tensor, GatedSaved]:
         y, inner = self.experts.forward(x, counts)
         wide = wide_of(x.dtype)

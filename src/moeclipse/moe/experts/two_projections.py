@@ -8,6 +8,9 @@
 
 Rows are grouped by expert, `counts` says how many each has; zero rows are legal everywhere. Products are in
 the type of the rows: weights of a wider one (autocast) are rounded for them, and their gradients are not.
+
+W_up and W_down may be `Frozen` (`freeze`): kept in few bits, decoded before each product, and no weights that
+gradients or shadows know of.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from moeclipse.moe.own_loop.shards import ExpertPlace, load_shards, save_shards,
 from moeclipse.ops.activation import GATED, Activation, activate_backward, activated, hidden_width
 from moeclipse.ops.bias import group_sum
 from moeclipse.ops.expert_passes import BIASES, WEIGHTS
+from moeclipse.ops.frozen import Frozen, Scratch, Weight, decoded, freeze, in_type
 from moeclipse.ops.grouped_gemm import grouped_mm, grouped_mm_dgrad, grouped_mm_wgrad
 from moeclipse.ops.grouping import group_counts
 from moeclipse.ops.random import key_of
@@ -39,7 +43,7 @@ class ExpertsSaved:
     x: torch.Tensor
     h: torch.Tensor
     counts: Sequence[int]
-    weights: tuple[torch.Tensor, ...]
+    weights: tuple[Weight, ...]
     """Those that forward computed with."""
 
 
@@ -53,9 +57,11 @@ class ExpertsPending:
     dy: torch.Tensor
     counts: Sequence[int]
     kernels: bool = False
+    frozen: bool = False
+    """`into` has no places for up and down."""
 
     def add_to(self, *into: torch.Tensor | None) -> None:
-        up, down, *biases = into
+        up, down, *biases = (None, None, *into) if self.frozen else into
         if up is not None:
             grouped_mm_wgrad(self.d_h, self.x, self.counts, into=up, kernels=self.kernels)
         if down is not None:
@@ -79,8 +85,13 @@ class Experts(Unhooked):
     Biases begin at zero; experts that are sharded cannot have any.
     """
 
+    up: nn.Parameter | Frozen
+    down: nn.Parameter | Frozen
     up_bias: nn.Parameter
     down_bias: nn.Parameter
+    frozen: bool = False
+    """Whether up and down are."""
+    _like: torch.Tensor
     loads: int = 0
     """How often a state was loaded."""
     scale: float = 1.0
@@ -130,30 +141,40 @@ class Experts(Unhooked):
         init, (up, down) = self.init, self.cuts
         parts = (("up", self.up, init.std, up), ("down", self.down, init.down_std or init.std, down))
         for name, weight, std, cut in parts:
+            assert not isinstance(weight, Frozen), "what is frozen has no initial weights any more"
             for slot, expert in enumerate(self.ids):
                 cut.fill(weight.data[slot], key_of(init.seed, init.layer, "expert", expert, name), std)
-        for bias in self.weights[2:]:
-            bias.zero_()
+        if self.biased:
+            self.up_bias.zero_()
+            self.down_bias.zero_()
+
+    def freeze(self, kind: str, scratch: Scratch) -> None:
+        """Keep up and down in few bits from now on; those of a whole layer share one scratch."""
+        self._like = self.weights[0].detach().new_empty(0)
+        for name in ("up", "down"):
+            freeze(self, name, kind, scratch)
+        self.frozen = True
 
     def forward(
         self, x: torch.Tensor, counts: Sequence[int], shadows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ExpertsSaved]:
-        given = self.weights if shadows is None else self.unflatten(shadows)
-        up, down, *biases = weights = tuple(weight.to(x.dtype) for weight in given)
-        h = grouped_mm(x, up, counts)
+        given = self.operands if shadows is None else self.unflatten(shadows)
+        up, down, *biases = weights = tuple(in_type(weight, x.dtype) for weight in given)
+        h = grouped_mm(x, decoded(up, x.dtype), counts)
         if biases:
             h += spread(biases[0], counts)
-        y = grouped_mm(activated(h, self.activation), down, counts)
+        y = grouped_mm(activated(h, self.activation), decoded(down, x.dtype), counts)
         if biases:
             y += spread(biases[1], counts)
         return y, ExpertsSaved(x=x, h=h, counts=counts, weights=weights)
 
     def dgrad(self, dy: torch.Tensor, saved: ExpertsSaved) -> tuple[torch.Tensor, ExpertsPending]:
         up, down, *_ = saved.weights
-        d_a = grouped_mm_dgrad(dy, down, saved.counts)
+        d_a = grouped_mm_dgrad(dy, decoded(down, dy.dtype), saved.counts)
         d_h, a = activate_backward(d_a, saved.h, self.activation)
-        dx = grouped_mm_dgrad(d_h, up, saved.counts)
-        return dx, ExpertsPending(x=saved.x, d_h=d_h, a=a, dy=dy, counts=saved.counts, kernels=self.kernels)
+        dx = grouped_mm_dgrad(d_h, decoded(up, dy.dtype), saved.counts)
+        given: dict[str, Any] = {"counts": saved.counts, "kernels": self.kernels, "frozen": self.frozen}
+        return dx, ExpertsPending(x=saved.x, d_h=d_h, a=a, dy=dy, **given)
 
     def wgrad(
         self, pending: Sequence[PendingWgrad], begun: Grads = (), wanted: Sequence[bool] | None = None
@@ -161,6 +182,7 @@ class Experts(Unhooked):
         return tuple(self.wgrads.submit(self.weights, lambda: add_up(self.weights, pending, begun, wanted)))
 
     def flatten(self, slots: Sequence[int]) -> torch.Tensor:
+        assert not self.frozen, "experts in few bits are not lent"
         picked = torch.tensor(list(slots), dtype=torch.int64, device=self.up.device)
         return torch.cat([weight.detach()[picked].flatten(1) for weight in self.weights], dim=1)
 
@@ -195,7 +217,7 @@ class Experts(Unhooked):
         cuts = {name: cut for name, cut in named if cut.local_shape != cut.shape}
         return {
             name: ExpertPlace(experts=experts, num_experts=total, cut=cuts.get(name))
-            for name, _ in self.named_parameters()
+            for name, _ in self.named_parameters(recurse=False)
         }
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -221,12 +243,30 @@ class Experts(Unhooked):
 
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
-        return (self.up, self.down, self.up_bias, self.down_bias) if self.biased else (self.up, self.down)
+        """The parameters that they compute with."""
+        biases = (self.up_bias, self.down_bias) if self.biased else ()
+        if isinstance(self.up, Frozen) or isinstance(self.down, Frozen):
+            return biases
+        return (self.up, self.down, *biases)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of the weights, as `ops/expert_passes` has them."""
-        return (*WEIGHTS, *BIASES) if self.biased else WEIGHTS
+        return (*(() if self.frozen else WEIGHTS), *(BIASES if self.biased else ()))
+
+    @property
+    def operands(self) -> tuple[Weight, ...]:
+        """All that they compute with."""
+        return (self.up, self.down, *self.weights) if self.frozen else self.weights
+
+    @property
+    def operand_names(self) -> tuple[str, ...]:
+        return (*WEIGHTS, *self.names) if self.frozen else self.names
+
+    @property
+    def like(self) -> torch.Tensor:
+        """A tensor of the type that they compute in."""
+        return self._like if self.frozen else self.weights[0]
 
     @property
     def out_width(self) -> int:
@@ -252,8 +292,9 @@ def add_up(
     return tuple(grad for _, grad in places)
 
 
-def spread(bias_EN: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+def spread(bias_EN: Weight, counts: Sequence[int]) -> torch.Tensor:
     """Of each row its expert's bias; of one expert the bias of all rows."""
+    assert isinstance(bias_EN, torch.Tensor)
     if len(counts) == 1:
         return bias_EN.detach()
     repeats = torch.tensor(list(counts), dtype=torch.int64, device=bias_EN.device)

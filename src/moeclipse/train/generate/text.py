@@ -34,11 +34,13 @@ from moeclipse.model.decode import Decoder, writing
 from moeclipse.model.sampling import SamplingConfig, choose_tokens
 from moeclipse.model.transformer import Transformer
 from moeclipse.tensor.parallel import TensorParallel
+from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.data.vocabulary import GrowingText, Vocabulary
 from moeclipse.train.generate.decode_graph import DecodeGraph, obstacle
 from moeclipse.train.ranks import PatientRanks
 from moeclipse.train.step.dtype import choose_dtype
 from moeclipse.train.step.graphs import CudaCapture
+from moeclipse.train.weights.base import BaseSource, DecodedWeights
 from moeclipse.train.weights.load import load_into
 from moeclipse.train.weights.open_model import find_model, open_weights_of
 
@@ -277,6 +279,7 @@ def load_model(
     shapes = found.shapes
     tp = TensorParallel.of(mesh, peer=peer)
     model = Transformer(shapes.model, shapes.moe, shapes.gate, mesh=mesh, tp=tp, dtype=kind, lora=found.lora)
-    load_into(model, weights)
+    plain = DecodedWeights(weights) if isinstance(weights, Checkpoint) else weights
+    load_into(model, BaseSource(plain, model))
     model.requires_grad_(False)
     return LanguageModel(model, vocabulary, context=found.context, segment=found.segment, ends=found.ends)

@@ -272,9 +272,9 @@ class Buckets:
             self._launch_next()
 
 
-Kind = tuple[bool, Share, bool, bool, float, int]
+Kind = tuple[bool, Share, bool, bool, float, int, str]
 """Of what is bucketed together: whether it decays, how tp ranks share it, whether it is no copy, is frozen;
-how much faster it learns, its blocks."""
+how much faster it learns, its blocks, its type."""
 MakeExpertBucket = Callable[[nn.Parameter, str, MoE, str], Bucket | None]
 
 
@@ -308,7 +308,7 @@ def contents(
         share = share_of(parameter) if mesh.tp > 1 else "sum"
         block = block_for(parameter, parameter.dim()) if blocks and trained else 0
         owned = not getattr(parameter, "is_copy", False)
-        kind = (parameter.dim() > 1, share, owned, not trained, factor, block)
+        kind = (parameter.dim() > 1, share, owned, not trained, factor, block, str(parameter.dtype))
         members = open_buckets.setdefault(kind, [])
         members.append((name, parameter))
         if sum(logical_bytes(p) for _, p in members) >= limit:
@@ -332,7 +332,7 @@ def dense_content(
     kind: Kind,
     mesh: Mesh,
 ) -> Content:
-    decay, share, owned, _, factor, block = kind
+    decay, share, owned, _, factor, block, _ = kind
     entries: list[BucketEntry] = []
     offset = 0
     for key, parameter in members:

@@ -65,6 +65,8 @@ def why_nothing_is_lent(config: TrainConfig, expert_ranks: int) -> str | None:
         )
     if refused(config, LENDS) is None:
         return None
+    if config.model.base:
+        return f"model.base ({config.model.base!r}): experts in few bits are not lent"
     return "placement.reduce = 'fedavg' counts rows where their expert lives"
 
 

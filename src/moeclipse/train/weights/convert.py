@@ -7,7 +7,7 @@ is whole. What came from a folder and was not trained goes back bit by bit.
 A converted checkpoint holds weights and no state of an optimizer: a run begins from it (`run.init_from`), and
 none is resumed from it. In `state["hf"]` it remembers the folder's config.json and the types of its tensors;
 so does a run that began from a folder, and this is what turns its checkpoints into folders again. Quantised
-tensors are expanded, and stay so; adapters are merged.
+tensors are expanded, and stay so, also where a run kept its base in few bits; adapters are merged.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.checkpoints.disk import DISK, Disk
 from moeclipse.train.checkpoints.manifest import INDEX, MANIFEST, build_index, encode_manifest
 from moeclipse.train.checkpoints.shard import DTYPES, Piece, Shard
+from moeclipse.train.weights.base import DecodedWeights
 from moeclipse.train.weights.lora import MergedWeights
 from moeclipse.train.weights.staging import StagedFolder
 
@@ -194,8 +195,9 @@ def to_hf(
     read = read_config(told["config"], str(checkpoint.path))
     shapes = Shapes.of(read.values)
     table = tensor_table(read.family.names, shapes.model, shapes.moe, shapes.gate)
-    check_tensors(checkpoint, table)
-    sources, merged = sources_of(table), MergedWeights(checkpoint)
+    weights = DecodedWeights(checkpoint)
+    check_tensors(weights, table)
+    sources, merged = sources_of(table), MergedWeights(weights)
     extra = [name.removeprefix(EXTRA) for name in checkpoint.names if name.startswith(EXTRA)]
 
     def outline(key: str) -> Outline:
@@ -230,7 +232,7 @@ def to_hf(
     )
 
 
-def check_tensors(checkpoint: Checkpoint, table: Mapping[str, LogicalTensor]) -> None:
+def check_tensors(checkpoint: DecodedWeights, table: Mapping[str, LogicalTensor]) -> None:
     """All that the folder needs is there, in its shape."""
     for name, tensor in table.items():
         if name not in checkpoint:

@@ -15,6 +15,7 @@ from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.checkpoints.disk import DISK, remove_tree
 from moeclipse.train.ranks import OneRank, Ranks, RanksFailed, together
 from moeclipse.train.step.learner import Learner
+from moeclipse.train.weights.base import BaseSource
 from moeclipse.train.weights.convert import hf_state, to_hf
 from moeclipse.train.weights.lora import Adapted
 
@@ -34,7 +35,8 @@ def load_folder(learner: Learner, ranks: Ranks) -> None:
     problems = list(contradictions(folders[0].values, learner.config, path))
     if problems:
         raise ConfigError(problems)
-    learner.load_weights(Adapted.of(folders[0], learner.config, folders[0].family.names))
+    base = BaseSource(folders[0], learner.model)
+    learner.load_weights(Adapted.of(base, learner.config, folders[0].family.names))
     learner.hf = hf_state(folders[0])
 
 

@@ -24,6 +24,7 @@ from moeclipse.train.config import TrainConfig
 from moeclipse.train.fingerprint import differences, fingerprint_of, in_present_terms
 from moeclipse.train.ranks import Ranks
 from moeclipse.train.step.learner import Learner
+from moeclipse.train.weights.base import BaseSource, DecodedWeights
 from moeclipse.train.weights.lora import Adapted
 from moeclipse.train.weights.upcycle import upcycled
 
@@ -42,7 +43,8 @@ def load_weights_of(path: str, learner: Learner, ranks: Ranks) -> None:
         raise ConfigError([f"run.init_from ({path}): {line}" for line in lines])
     learner.hf = checkpoint.state.get("hf")
     names = None if learner.hf is None else read_config(learner.hf["config"], path).family.names
-    learner.load_weights(Adapted.of(checkpoint, learner.config, names))
+    base = BaseSource(DecodedWeights(checkpoint), learner.model)
+    learner.load_weights(Adapted.of(base, learner.config, names))
 
 
 def open_weights(path: str, ranks: Ranks) -> Checkpoint:
@@ -63,8 +65,9 @@ def other_shape(state: Mapping[str, Any], config: TrainConfig, path: str) -> Ite
         stored = in_present_terms(state["fingerprint"], expected, TrainConfig())
         if "lora" not in stored:
             expected.pop("lora", None)  # adapters beside a model that had none
+        free = {"dtype": "", "init_std": 0.0, "base": "", "dense_base": ""}
         for fingerprint in (expected, stored):  # weights are taken as they are, whatever they began from
-            fingerprint["model"] = {**fingerprint["model"], "dtype": "", "init_std": 0.0}
+            fingerprint["model"] = {**fingerprint["model"], **free}
         yield from differences(stored, expected)
     elif isinstance(state.get("hf"), Mapping):
         yield from contradictions(read_config(state["hf"]["config"], path).values, config, path)

@@ -27,6 +27,7 @@ from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.optim.adamw import Readable
 from moeclipse.train.optim.column_shards import ColumnShard
+from moeclipse.train.weights.base import DecodedWeights
 from moeclipse.train.weights.staging import StagedFolder
 
 LINEAR = re.compile(r"(?P<before>weight/layers\.\d+\.attention\.)(?P<name>[qkvo])\.weight")
@@ -75,7 +76,7 @@ def lora_of(state: Mapping[str, Any]) -> LoraConfig:
 class MergedWeights:
     """A checkpoint's weights with what its adapters add."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: DecodedWeights) -> None:
         self.checkpoint, self.lora = checkpoint, lora_of(checkpoint.state)
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:

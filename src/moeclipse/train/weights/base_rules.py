@@ -1,0 +1,68 @@
+"""What a base in few bits (`model.base`, `model.dense_base`) cannot go with, told before ranks start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moeclipse.balance.config import PlacementConfig
+from moeclipse.model.config import ModelConfig
+from moeclipse.model.count import dense_matrices, expert_matrices
+from moeclipse.model.lora_config import LoraConfig
+from moeclipse.moe.config import MoEConfig
+from moeclipse.ops.frozen import KINDS
+
+BASE_KEYS = (
+    *("model.base", "model.dense_base", "lora.rank", "moe.d_ff", "moe.shadow", "moe.expert_tp"),
+    *("model.d_model", "model.d_ff", "model.num_heads", "model.num_kv_heads", "model.head_dim"),
+    *("model.q_lora_rank", "model.kv_lora_rank", "model.qk_nope_head_dim", "model.qk_rope_head_dim"),
+    *("model.v_head_dim", "moe.shared_d_ff", "moe.num_shared_experts"),
+    *("placement.planner", "placement.slots", "placement.slots_per_rank"),
+)
+"""The keys that these rules read, beside those of stages."""
+
+
+def few_bits_problems(
+    model: ModelConfig, moe: MoEConfig, lora: LoraConfig, placement: PlacementConfig, tp: int, upcycle: str
+) -> Iterator[str]:
+    kinds = (
+        ("base", model.base, expert_matrices(model, moe)),
+        ("dense_base", model.dense_base, dense_matrices(model, moe)),
+    )
+    for name, kind, matrices in kinds:
+        if not kind:
+            continue
+        told = f"model.{name} ({kind!r})"
+        if not lora.rank:
+            yield f"{told} needs lora.rank: what is kept in few bits is not trained, its adapters are"
+        if not matrices:
+            yield f"{told} needs layers with experts; leave it empty"
+        for what, shape in matrices.items():
+            if why := KINDS[kind].fits(*shape):
+                yield f"{told} cannot keep {what}, {shape[0]} x {shape[1]}: {why}; choose another"
+        if upcycle != "off":
+            yield f"{told} cannot go with init.upcycle ({upcycle!r}); upcycle in a run before"
+    if model.dense_base and tp > 1:
+        yield (
+            f"model.dense_base ({model.dense_base!r}) needs parallel.tp = 1, not {tp}: matrices in few bits "
+            "are not cut; leave it empty"
+        )
+    if model.base:
+        yield from expert_problems(f"model.base ({model.base!r})", moe, placement, tp)
+
+
+def expert_problems(told: str, moe: MoEConfig, placement: PlacementConfig, tp: int) -> Iterator[str]:
+    if tp > 1 and moe.expert_tp == "sharded":
+        yield (
+            f"{told} cannot go with moe.expert_tp = 'sharded': matrices in few bits are not cut; choose "
+            "'folded'"
+        )
+    if placement.in_use and not placement.at_ease:
+        yield (
+            f"placement.planner ({placement.planner!r}), placement.slots and slots_per_rank cannot go with "
+            f"{told}: experts in few bits stay where they are; choose 'auto' or 'static'"
+        )
+    if moe.shadow not in ("off", "auto", ()):
+        yield (
+            f"moe.shadow ({moe.shadow!r}) cannot go with {told}: experts in few bits are not lent; set it "
+            "to 'off'"
+        )
