@@ -1,4 +1,4 @@
-"""A base in few bits: gradients of its decoded numbers in any layout, its bits in checkpoints, its sources."""
+"""A base in few bits: gradients of its numbers in any layout, its bits in checkpoints, its sources."""
 
 from __future__ import annotations
 
@@ -11,23 +11,40 @@ import torch
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
-from moeclipse.ops.frozen import KINDS, Frozen
+from moeclipse.core.errors import CheckpointError
+from moeclipse.ops.frozen import KINDS, Frozen, Parts, encode
 from moeclipse.ops.random import fill_normal
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.ranks import OneRank, PatientRanks
 from moeclipse.train.step.learner import Learner
-from moeclipse.train.weights.base import DecodedWeights
+from moeclipse.train.weights.base import PARTS, BaseSource
 from moeclipse.train.weights.init_from import load_weights_of
 
+BASES = ("model.base", "model.dense_base")
 Shards = list[tuple[str, int, torch.Tensor]]
 VALUES: dict[str, Any] = {
-    **{"model.num_layers": 3, "model.num_dense_layers": 1, "model.d_model": 32, "model.d_ff": 64},
-    **{"model.num_heads": 4, "model.num_kv_heads": 2, "model.head_dim": 16, "model.dtype": "float64"},
-    **{"moe.num_experts": 4, "moe.d_ff": 32, "moe.num_shared_experts": 1, "gate.top_k": 2},
-    **{"lora.rank": 4, "lora.targets": ("q", "v", "experts"), "model.base": "nf4", "model.dense_base": "nf4"},
-    **{"data.seq_len": 8, "data.batch_size": 4, "optim.accumulate": 2, "parallel.check_launches": True},
+    "model.num_layers": 3,
+    "model.num_dense_layers": 1,
+    "model.d_model": 32,
+    "model.d_ff": 64,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.head_dim": 16,
+    "model.dtype": "float64",
+    "moe.num_experts": 4,
+    "moe.d_ff": 32,
+    "moe.num_shared_experts": 1,
+    "gate.top_k": 2,
+    "lora.rank": 4,
+    "lora.targets": ("q", "v", "experts"),
+    "model.base": "nf4",
+    "model.dense_base": "nf4",
+    "data.seq_len": 8,
+    "data.batch_size": 4,
+    "optim.accumulate": 2,
+    "parallel.check_launches": True,
 }
 LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "1": (1, {}, {}),
@@ -66,7 +83,7 @@ class DecodedModel:
 
 def write(mesh: Mesh, folder: Path, kind: str) -> None:
     np.save(folder / "tokens.npy", np.random.default_rng(0).integers(0, 256, 600).astype(np.uint16))
-    config = configuration(folder, **{"model.base": kind, "model.dense_base": kind})
+    config = configuration(folder, **dict.fromkeys(BASES, kind))
     moved(Learner(config, mesh)).save(folder / "checkpoints", 0)
 
 
@@ -85,7 +102,9 @@ def gradients(mesh: Mesh, config: TrainConfig, folder: Path, as_kernels: bool = 
     found = []
     for bucket in learner.buckets:
         shard = bucket.reduced()
-        found += [(s.entry.name, s.start, shard[s.offset : s.offset + s.length].clone()) for s in bucket.segments()]
+        found += [
+            (s.entry.name, s.start, shard[s.offset : s.offset + s.length].clone()) for s in bucket.segments()
+        ]
     base = {name: p.detach().clone() for name, p in learner.model.named_parameters() if "lora_" not in name}
     learner.step(0)
     now = dict(learner.model.named_parameters())
@@ -104,32 +123,29 @@ def apart(ranks: list[Shards], whole: dict[str, torch.Tensor]) -> float:
     return far
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    folder = tmp_path_factory.mktemp(request.param)
-    run_alone(write, folder, request.param)
-    return folder, request.param
-
-
-def decoded_gradients(folder: Path) -> dict[str, torch.Tensor]:
+def decoded_gradients(mesh: Mesh, folder: Path) -> dict[str, torch.Tensor]:
     """Of a model without a base whose weights are the decoded ones."""
-    plain = configuration(folder, **{"model.base": "", "model.dense_base": ""})
-    return {name: values for name, _, values in run_alone(gradients, plain, folder)}
+    plain = configuration(folder, **dict.fromkeys(BASES, ""))
+    return {name: values for name, _, values in gradients(mesh, plain, folder)}
 
 
-@pytest.mark.parametrize("as_kernels", [False, True])
-def test_gradients_are_those_of_the_decoded_weights(base: tuple[Path, str], as_kernels: bool) -> None:
-    folder, kind = base
-    config = configuration(folder, **{"model.base": kind, "model.dense_base": kind})
-    found = run_alone(gradients, config, folder, as_kernels)
-    assert apart([found], decoded_gradients(folder)) <= 1e-12
+def far_from_decoded(mesh: Mesh, folder: Path, kind: str) -> list[float]:
+    """By plain torch, and by the kernels' references."""
+    write(mesh, folder, kind)
+    config, expected = configuration(folder, **dict.fromkeys(BASES, kind)), decoded_gradients(mesh, folder)
+    return [apart([gradients(mesh, config, folder, as_kernels)], expected) for as_kernels in (False, True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_the_decoded_weights(tmp_path: Path, kind: str) -> None:
+    assert max(run_alone(far_from_decoded, tmp_path, kind)) <= 1e-12
 
 
 @pytest.fixture(scope="module")
 def nf4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
     folder = tmp_path_factory.mktemp("layouts")
     run_alone(write, folder, "nf4")
-    return folder, decoded_gradients(folder)
+    return folder, run_alone(decoded_gradients, folder)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -137,3 +153,96 @@ def test_in_any_layout(nf4: tuple[Path, dict[str, torch.Tensor]], layout: str) -
     (folder, expected), (num_ranks, axes, values) = nf4, LAYOUTS[layout]
     found = run_ranks(num_ranks, gradients, configuration(folder, **values), folder, **axes)
     assert apart(found, expected) <= 1e-12
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------
+
+
+def trained(mesh: Mesh, config: TrainConfig, found: Path, out: Path) -> None:
+    """A step from a checkpoint on, saved."""
+    learner = Learner(config, mesh)
+    step = learner.load(Checkpoint.open(found, PatientRanks(mesh, 60)))
+    learner.step(step)
+    learner.save(out / "checkpoints", step + 1)
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    checkpoint = Checkpoint.open(path, OneRank())
+    return {name: checkpoint.read(name) for name in checkpoint.names if not name.startswith("loads/")}
+
+
+def test_a_checkpoint_has_the_bits_of_the_base_and_goes_on_in_another_layout(
+    nf4: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    folder, start = nf4[0], nf4[0] / "checkpoints" / "step-00000000"
+    first = tensors_of(start)
+    assert first["weight/layers.1.moe.experts.3.up.codes"].dtype == torch.uint8
+    assert "weight/layers.1.moe.experts.3.up" not in first
+    run_ranks(2, trained, configuration(folder), start, tmp_path)
+    run_alone(trained, configuration(folder), tmp_path / "checkpoints" / "step-00000001", tmp_path)
+    last = tensors_of(tmp_path / "checkpoints" / "step-00000002")
+    base = [name for name in first if name.startswith("weight/") and "lora_" not in name]
+    assert all(torch.equal(last[name], first[name]) for name in base)
+    assert not torch.equal(
+        last["weight/layers.1.moe.experts.3.lora_up_b"], first["weight/layers.1.moe.experts.3.lora_up_b"]
+    )
+
+
+def test_another_base_is_not_gone_on_with(nf4: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    def goes_on(mesh: Mesh) -> str:
+        learner = Learner(configuration(nf4[0], **{"model.base": "fp8"}), mesh)
+        with pytest.raises(CheckpointError) as error:
+            learner.load(Checkpoint.open(nf4[0] / "checkpoints" / "step-00000000", OneRank()))
+        return str(error.value)
+
+    assert "model.base is 'nf4' in the checkpoint, 'fp8' in this run" in run_alone(goes_on)
+
+
+# --- sources ---------------------------------------------------------------------------------------------
+
+
+def write_plain(mesh: Mesh, folder: Path) -> None:
+    np.save(folder / "tokens.npy", np.arange(600).astype(np.uint16) % 256)
+    config = configuration(folder, **dict.fromkeys(BASES, ""))
+    Learner(config, mesh).save(folder / "checkpoints", 0)
+
+
+def parts_here(mesh: Mesh, folder: Path) -> dict[str, torch.Tensor]:
+    """Of the base of this rank, each expert by its number; at most one stack is held while it is read."""
+    held = []
+    quantised = BaseSource._quantised
+
+    def spy(source: BaseSource, name: str, frozen: Frozen) -> Parts:
+        held.append(len(source.parts))
+        return quantised(source, name, frozen)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BaseSource, "_quantised", spy)
+        learner = begun(mesh, configuration(folder), folder)
+    assert max(held) < 4
+    found = {}
+    for name, part in learner.model.named_parameters():
+        if not name.endswith(PARTS):
+            continue
+        if ".moe.experts." in name:
+            ids = learner.layers[0].experts.ids
+            found |= {name.replace("experts.", f"experts.{e}."): part[i].clone() for i, e in enumerate(ids)}
+        else:
+            found[name] = part.detach().clone()
+    return found
+
+
+def test_numbers_are_quantised_while_they_are_read_and_copies_are_equal(tmp_path: Path) -> None:
+    run_alone(write_plain, tmp_path)
+    checkpoint = Checkpoint.open(tmp_path / "checkpoints" / "step-00000000", OneRank())
+    alone = run_alone(parts_here, tmp_path)
+    matrices = {name.rpartition(".")[0] for name in alone}
+    assert len(matrices) == 2 * 4 * 2 + 3 * 4 + 2 + 2 * 2  # experts, attention, a dense layer, shared experts
+    for name in matrices:
+        values = checkpoint.read(f"weight/{name}").view(checkpoint.shape(f"weight/{name}"))
+        for part, expected in encode("nf4", values).items():
+            assert torch.equal(alone[f"{name}.{part}"].view_as(expected), expected), (name, part)
+    for axes in ({"dp": 2}, {}):
+        for rank in run_ranks(2, parts_here, tmp_path, **axes):
+            assert len(rank) == len(alone) if axes else len(rank) < len(alone)
+            assert all(torch.equal(part, alone[name]) for name, part in rank.items())
