@@ -89,18 +89,21 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_quantised(_mesh: Mesh, model_type: str, path: Path) -> None:
+def write_quantised(
+    _mesh: Mesh, model_type: str, path: Path, block: int = 8, sizes: dict[str, Any] | None = None
+) -> None:
     """A folder as it is shipped, and beside it (`plain`) what transformers expands it to, in bfloat16."""
-    model = build(model_type, **KINDS[model_type]).to(torch.bfloat16)
+    model = build(model_type, **{**KINDS[model_type], **(sizes or {})}).to(torch.bfloat16)
     model.save_pretrained(path / "plain")
     tensors, quantised = load_file(path / "plain" / "model.safetensors"), {}
     torch.manual_seed(5)
     for key, value in list(tensors.items()):
         if model_type == "deepseek_v3" and re.search(r"layers.*_proj.*weight$", key):
-            made = random_fp8(*value.shape, 8)
+            made = random_fp8(*value.shape, block)
             quantised |= {key: made["w"], f"{key}_scale_inv": made["w_scale_inv"]}
             rows, columns = value.shape
-            factors = made["w_scale_inv"].repeat_interleave(8, 0).repeat_interleave(8, 1)[:rows, :columns]
+            factors = made["w_scale_inv"].repeat_interleave(block, 0).repeat_interleave(block, 1)
+            factors = factors[:rows, :columns]
             tensors[key] = (made["w"].float() * factors).bfloat16()
         elif key.endswith(("gate_up_proj", "experts.down_proj")):
             experts, width, out = value.shape
@@ -120,7 +123,7 @@ def write_quantised(_mesh: Mesh, model_type: str, path: Path) -> None:
         files |= dict.fromkeys(part, file)
     (path / "shipped" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     config = json.loads((path / "plain" / "config.json").read_text())
-    method = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [8, 8]}
+    method = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [block, block]}
     config["quantization_config"] = method if model_type == "deepseek_v3" else {"quant_method": "mxfp4"}
     (path / "shipped" / "config.json").write_text(json.dumps(config))
 
@@ -178,6 +181,72 @@ def test_converted_and_back_it_is_a_plain_model(folder: Path, tmp_path: Path) ->
         assert torch.equal(found.read(name), expected.read(name)), name
     both = [run_alone(logits, path) for path in (Path(theirs), folder / "plain")]
     assert torch.equal(*both)
+
+
+# --- blocks that are kept --------------------------------------------------------------------------------
+
+
+def keep(mesh: Mesh, path: Path, kind: str, **values: Any) -> dict[str, torch.Tensor]:
+    """The experts' matrices of a run whose base is kept as the folder has it, in bf16, and their codes."""
+    folder = HfFolder.open(path)
+    given = {"model.from_hf": str(path), "model.base": kind, "lora.rank": 2, "lora.targets": ("experts",)}
+    given |= {"data.batch_size": 4, "data.files": (str(path / "config.json"),), **values}
+    learner = Learner(with_values(TrainConfig(), {**folder.values, **given}), mesh)
+    load_folder(learner, PatientRanks(mesh, 60))
+    found = {}
+    for layer in learner.layers:
+        for name in ("up", "down"):
+            frozen = getattr(layer.experts, name)
+            numbers = frozen.numbers(torch.bfloat16).clone()
+            for slot, expert in enumerate(layer.experts.ids):
+                found[f"weight/layers.{layer.layer}.moe.experts.{expert}.{name}"] = numbers[slot]
+    return found
+
+
+@pytest.fixture(scope="module")
+def large_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("large")
+    run_alone(write_quantised, "deepseek_v3", path, 128, {"moe_intermediate_size": 128})
+    return path
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
+def test_a_base_keeps_the_blocks_of_its_folder(
+    request: pytest.FixtureRequest, kind: str, num_ranks: int, tmp_path: Path
+) -> None:
+    if kind == "fp8":
+        path = request.getfixturevalue("large_blocks")
+    else:
+        path = tmp_path
+        run_alone(write_quantised, "gpt_oss", path)
+
+    def unexpanded(mesh: Mesh) -> dict[str, torch.Tensor]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("moeclipse.train.weights.base.encode", None)  # nothing is quantised a second time
+            return keep(mesh, path / "shipped", kind)
+
+    plain, seen = HfFolder.open(path / "plain"), set()
+    for rank in run_ranks(num_ranks, unexpanded):
+        seen |= rank.keys()
+        for name, numbers in rank.items():
+            assert torch.equal(numbers.flatten(), plain.read(name)), name
+    assert seen == {name for name in plain.names if re.search(r"experts\.\d+\.(up|down)$", name)}
+
+
+@pytest.mark.parametrize(
+    ("block", "width", "text"),
+    [(8, 128, "its blocks are 8 x 8, not 128 x 128"), (128, 12, "its 12 rows end inside a block of 128")],
+)
+def test_blocks_that_cannot_be_kept_are_refused(tmp_path: Path, block: int, width: int, text: str) -> None:
+    run_alone(write_quantised, "deepseek_v3", tmp_path, block, {"moe_intermediate_size": width})
+
+    def refused(mesh: Mesh) -> str:
+        with pytest.raises(CheckpointError) as error:
+            keep(mesh, tmp_path / "shipped", "fp8")
+        return str(error.value)
+
+    assert text in run_alone(refused)
 
 
 # --- what is refused -------------------------------------------------------------------------------------
