@@ -40,6 +40,7 @@ from moeclipse.train.config import TrainConfig, layout_problems
 from moeclipse.train.generate.sample import write_sample
 from moeclipse.train.observe.memory_table import by_kind, watched
 from moeclipse.train.observe.step_trace import StepTrace
+from moeclipse.train.observe.weight_table import weights_told
 from moeclipse.train.predict.state_bytes import least_work
 from moeclipse.train.ranks import PatientRanks
 from moeclipse.train.run.best_checkpoint import BestCheckpoint
@@ -203,12 +204,11 @@ class Run:
         )
         if resume == "auto" and found is None:
             self.observer.note(f"there is no checkpoint in {self.checkpoints}: the run begins at step 0")
-        note = metrics.continue_from(start)
-        if note is not None:
+        if (note := metrics.continue_from(start)) is not None:
             self.observer.note(note)
         learner.loads.continue_from(self.directory, start)
         self.observer.start(self._info(learner, start))
-        chosen += learner.experts_do
+        chosen += [*learner.experts_do, *weights_told(learner.model, config.lora)]
         chosen += [] if learner.evaluation is None else learner.evaluation.notes
         for note in (*chosen, *learner.samples.notes, *learner.optim.notes, *learner.one_by_one.notes):
             self.observer.note(note)
