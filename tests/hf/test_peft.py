@@ -33,7 +33,7 @@ from moeclipse.train.weights.hugging_face import load_folder
 MODULES = [f"{name}_proj" for name in "qkvo"]
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 MODEL = "model.safetensors"
-LATENT = {"deepseek_v2", "deepseek_v3"}
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 SHARDED = {"parallel.tp": 2, "moe.expert_tp": "sharded"}
 LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "1": (1, {}, {}),
@@ -54,7 +54,7 @@ def wrapped(path: Path, modules: list[str], parameters: list[str], rslora: bool)
         r=3,
         lora_alpha=6,
         target_modules=modules,
-        target_parameters=parameters,
+        target_parameters=parameters or None,
         task_type="CAUSAL_LM",
         use_rslora=rslora,
     )
@@ -68,9 +68,10 @@ def write(
     rslora: bool = False,
     model_type: str = "qwen3_moe",
     modules: list[str] = MODULES,
+    sizes: dict[str, Any] | None = None,
 ) -> torch.Tensor:
     """A model, an adapter, and the adapter's gradients as another adapter; logits of the batch."""
-    write_tiny(model_type, root / "model", vocab_size=256)
+    write_tiny(model_type, root / "model", vocab_size=256, **(sizes or {}))
     tokens = np.random.default_rng(0).integers(0, 256, 600).astype(np.uint16)
     np.save(root / "tokens.npy", tokens)
     with in_float64():
@@ -161,6 +162,30 @@ def test_gradients_are_those_of_peft(root: Path, layout: str, as_kernels: bool) 
     compare(root, config, run_ranks(num_ranks, gradients, config, as_kernels, **axes))
 
 
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("latent")
+    run_alone(write, path, PARAMETERS, False, "deepseek_v3", LATENT)
+    return path
+
+
+@pytest.mark.parametrize("layout", ["tp2-sequence", "ep2", "tp2", "pp2", "dp2-tp2-sharded"])
+def test_gradients_in_latent_attention(latent: Path, layout: str) -> None:
+    num_ranks, axes, values = LAYOUTS[layout]
+    config = configuration(latent, **values)
+    compare(latent, config, run_ranks(num_ranks, gradients, config, **axes))
+
+
+def test_one_projection_of_latent_attention_and_full_queries(tmp_path: Path) -> None:
+    run_alone(write, tmp_path, [], False, "deepseek_v2", ["q_proj", "kv_b_proj"], {"q_lora_rank": None})
+    config = configuration(tmp_path, **{"lora.targets": ("q", "kv_up")})
+    compare(tmp_path, config, [run_alone(gradients, config)])
+    run = str(tmp_path / "run")
+    run_alone(saved, config, run)
+    assert main(["convert", run, str(tmp_path / "out"), "--adapter"]) == 0
+    same_tensors(tmp_path / "out" / WEIGHTS, tmp_path / "adapter" / WEIGHTS, 0)
+
+
 @pytest.mark.parametrize("as_kernels", [False, True])
 @pytest.mark.parametrize(("projection", "rslora"), [("up", False), ("down", True)])
 def test_one_projection_of_experts_and_its_scale(
@@ -235,10 +260,9 @@ def test_files_gradients_and_merged_weights_of_every_family(
 ) -> None:
     block = "block_sparse_moe" if family.model_type == "granitemoe" else "mlp"
     parameters = [f"{block}.experts.{name}" for name in ("gate_up_proj", "down_proj")]
-    latent = family.model_type in LATENT
-    run_alone(write, tmp_path, parameters, False, family.model_type, [] if latent else MODULES)
-    targets = ("experts",) if latent else (*"qkvo", "experts")
-    config, run = configuration(tmp_path, **{"lora.targets": targets}), str(tmp_path / "run")
+    modules = LATENT if family.model_type in ("deepseek_v2", "deepseek_v3") else MODULES
+    run_alone(write, tmp_path, parameters, False, family.model_type, modules)
+    config, run = configuration(tmp_path), str(tmp_path / "run")
     compare(tmp_path, config, [run_alone(gradients, config, as_kernels)], family.names)
     run_alone(saved, config, run)
     assert main(["convert", run, str(tmp_path / "out"), "--adapter"]) == 0

@@ -26,8 +26,9 @@ def test_problems_with_the_rest() -> None:
         return "\n".join(problems_of(with_values(TrainConfig(), {"lora.rank": 4, **given})))
 
     assert problems() == ""
-    assert "can only be ['experts'], or one of up and down" in problems(model__attention="mla")
-    assert problems(model__attention="mla", lora__targets=("experts",)) == ""
+    assert problems(model__attention="mla") == ""
+    assert problems(model__attention="mla", lora__targets=("kv_up", "experts")) == ""
+    assert "lora.targets names kv_up, which latent attention has alone" in problems(lora__targets=("kv_up",))
     assert "cannot go with model.memory" in problems(model__memory=4, data__order="stream")
     assert problems(parallel__tp=2, moe__expert_tp="sharded") == ""
     told = problems(parallel__tp=2, moe__expert_tp="sharded", placement__planner="incremental")
@@ -47,6 +48,9 @@ def test_scale_and_names() -> None:
         False,
         True,
     ]
+    latent = LoraConfig(rank=4, targets=("q", "kv_up"))
+    assert [latent.has(name) for name in ("q_down", "q_up", "kv_down", "kv_up")] == [True, True, False, True]
+    assert LoraConfig(rank=4, targets=("v",)).has("kv_down")
     assert LoraConfig(targets=("up",)).projections == ()
     assert not LoraConfig().has("q")
     assert LoraConfig(rank=1).has("experts")

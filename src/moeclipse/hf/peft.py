@@ -3,6 +3,7 @@
     ours, below layers.3.                theirs, below base_model.model.model.layers.3.
     attention.adapters.lora_q.a.weight   self_attn.q_proj.lora_A.weight           [r, in]
     attention.adapters.lora_q.b.weight   self_attn.q_proj.lora_B.weight           [out, r]
+    attention.adapters.lora_kv_down.a.w. self_attn.kv_a_proj_with_mqa.lora_A.weight    and so on: `MODULES`
     moe.experts.7.lora_up_a              mlp.experts.base_layer.lora_A.weight     [E r, in]
     moe.experts.7.lora_up_b              mlp.experts.base_layer.lora_B.weight     [out, r E]
     moe.experts.7.lora_down_a, _b        mlp.experts.lora_A.weight, lora_B        likewise
@@ -32,12 +33,20 @@ from safetensors.torch import load_file
 from moeclipse.core.errors import CheckpointError
 from moeclipse.hf.names import EACH, Names
 from moeclipse.model.config import ModelConfig
+from moeclipse.model.count import attention_matrices
 from moeclipse.model.lora_config import ADAPTER, LoraConfig
 from moeclipse.moe.config import MoEConfig
 from moeclipse.ops.activation import hidden_width
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PARAMETERS = {"up": "gate_up_proj", "down": "down_proj"}
+MODULES = {
+    "q_down": "q_a_proj",
+    "q_up": "q_b_proj",
+    "kv_down": "kv_a_proj_with_mqa",
+    "kv_up": "kv_b_proj",
+    **{name: f"{name}_proj" for name in "qkvo"},
+}
 PLAIN: Mapping[str, Any] = {
     "peft_type": "LORA",
     "bias": "none",
@@ -85,20 +94,23 @@ class PeftTensor:
         return (rows, width * count) if self.fastest else (rows * count, width)
 
 
+def projections(model: ModelConfig, lora: LoraConfig) -> dict[str, tuple[str, tuple[int, int]]]:
+    """Of attention, those that have adapters: ours -> (theirs, its inputs and outputs)."""
+    modules = MODULES if model.q_lora_rank else MODULES | {"q_up": "q_proj"}
+    shapes = attention_matrices(model).items()
+    return {name: (modules[name], (width, rows)) for name, (rows, width) in shapes if lora.has(name)}
+
+
 def peft_tensors(model: ModelConfig, moe: MoEConfig, lora: LoraConfig, names: Names) -> Iterator[PeftTensor]:
-    d, rank, query, value = model.d_model, lora.rank, model.num_heads, model.num_kv_heads
-    heads = {"q": query, "k": value, "v": value}
-    sizes = {name: (d, count * model.head_dim) for name, count in heads.items()}
-    sizes |= {"o": (query * model.head_dim, d)}
-    sizes |= {"up": (d, hidden_width(moe.activation, moe.d_ff)), "down": (moe.d_ff, d)}
+    d, rank = model.d_model, lora.rank
+    sizes = {"up": (d, hidden_width(moe.activation, moe.d_ff)), "down": (moe.d_ff, d)}
     for layer in range(model.num_layers):
         theirs, ours = f"base_model.model.model.layers.{layer}.", f"weight/layers.{layer}."
-        for name in "qkvo":
-            if lora.has(name):
-                ours_qkvo = f"{ours}attention.adapters.{ADAPTER}{name}."
-                for half, shape in halves(*sizes[name], rank):
-                    key = f"{theirs}self_attn.{name}_proj.lora_{half.upper()}.weight"
-                    yield PeftTensor(key=key, names=(f"{ours_qkvo}{half}.weight",), shape=shape)
+        for name, (module, size) in projections(model, lora).items():
+            for half, shape in halves(*size, rank):
+                key = f"{theirs}self_attn.{module}.lora_{half.upper()}.weight"
+                mine = f"{ours}attention.adapters.{ADAPTER}{name}.{half}.weight"
+                yield PeftTensor(key=key, names=(mine,), shape=shape)
         if model.is_dense(layer) or not lora.has("experts"):
             continue
         for kind in lora.projections:
@@ -165,7 +177,7 @@ def adapter_config(model: ModelConfig, lora: LoraConfig, names: Names, base: str
         "lora_alpha": lora.alpha,
         "use_rslora": lora.rslora,
         "lora_dropout": 0.0,
-        "target_modules": [f"{name}_proj" for name in "qkvo" if lora.has(name)],
+        "target_modules": [module for module, _ in projections(model, lora).values()],
         "target_parameters": parameters if experts else None,
         "inference_mode": True,
     }

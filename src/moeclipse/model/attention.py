@@ -24,7 +24,7 @@ from moeclipse.core.errors import ConfigError
 from moeclipse.model.blocks import Linear, RMSNorm, Settings
 from moeclipse.model.cache import CacheCall
 from moeclipse.model.config import ModelConfig
-from moeclipse.model.lora import LoraColumn, LoraRow
+from moeclipse.model.lora import LoraColumn, LoraRow, LoraWhole
 from moeclipse.model.lora_config import ADAPTER, NO_LORA, LoraConfig
 from moeclipse.model.qk_norm import HeadNorm, WholeNorm
 from moeclipse.model.rotary import Positions, Rotary
@@ -44,6 +44,8 @@ class Attention(nn.Module):
 
     sinks: nn.Parameter | None
     """A logit of each head that takes weight and gives nothing."""
+    adapters: nn.ModuleDict
+    """By the name of the projection that each stands beside."""
 
     def __init__(self, config: ModelConfig, settings: Settings) -> None:
         super().__init__()
@@ -61,6 +63,10 @@ class Attention(nn.Module):
             empty = torch.empty(cut.local_shape, device=settings.device, dtype=settings.dtype)
             self.sinks = mark(nn.Parameter(empty), cut)
             cut.fill(self.sinks.data, settings.key("sinks"), settings.init_std)
+
+    def _adapted(self, y: torch.Tensor, x: torch.Tensor, name: str) -> torch.Tensor:
+        key = f"{ADAPTER}{name}"
+        return y + self.adapters[key](x) if key in self.adapters else y
 
     def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: Positions) -> torch.Tensor:
         """What each token takes from those it sees: [T, heads x width of a value]."""
@@ -168,10 +174,6 @@ class GroupedQueryAttention(Attention):
         if lora.has("o"):
             self.adapters[f"{ADAPTER}o"] = LoraRow(width, config.d_model, "o", settings, lora, unit)
 
-    def _adapted(self, y: torch.Tensor, x: torch.Tensor, name: str) -> torch.Tensor:
-        key = f"{ADAPTER}{name}"
-        return y + self.adapters[key](x) if key in self.adapters else y
-
     def forward(self, x_TD: torch.Tensor, positions: Positions, tokens: Tokens | None = None) -> torch.Tensor:
         linears = [self.q, self.k, self.v]
         q_TD, k_TD, v_TD = column_linear(
@@ -232,7 +234,7 @@ class GroupedQueryAttention(Attention):
 class LatentAttention(Attention):
     """Keys and values are rebuilt from a narrow latent; position travels in a small separate part."""
 
-    def __init__(self, config: ModelConfig, settings: Settings) -> None:
+    def __init__(self, config: ModelConfig, settings: Settings, lora: LoraConfig = NO_LORA) -> None:
         super().__init__(config, settings)
         self.nope, self.rope_width = config.qk_nope_head_dim, config.rope_width
         self.v_head_dim, self.kv_rank = config.v_head_dim, config.kv_lora_rank
@@ -252,26 +254,48 @@ class LatentAttention(Attention):
         self.o = settings.row(config.num_heads * self.v_head_dim, config.d_model, "o", unit=self.v_head_dim)
         self.label = f"rotary keys, layer {settings.layer}"
         self.add_sinks(config, settings, 1)
+        self.adapters = nn.ModuleDict()
+        narrow = {"kv_down": self.kv_rank + self.rope_width} | (
+            {"q_down": q_in} if config.q_lora_rank else {}
+        )
+        for name, width in narrow.items():
+            if lora.has(name):
+                self.adapters[f"{ADAPTER}{name}"] = LoraWhole(config.d_model, width, name, settings, lora)
+        for name, wide, unit in (("q_up", q_in, self.qk), ("kv_up", self.kv_rank, kv_head)):
+            if lora.has(name):
+                given = (wide, config.num_heads * unit, name, settings, lora, unit)
+                self.adapters[f"{ADAPTER}{name}"] = LoraColumn(*given)
+        if lora.has("o"):
+            wide = config.num_heads * self.v_head_dim
+            row = LoraRow(wide, config.d_model, "o", settings, lora, self.v_head_dim)
+            self.adapters[f"{ADAPTER}o"] = row
 
     def forward(self, x_TD: torch.Tensor, positions: Positions, tokens: Tokens | None = None) -> torch.Tensor:
-        q = heads(self.q_up(self.q_norm(self.q_down(x_TD))), positions.length, self.qk)
+        q_in = x_TD if isinstance(self.q_down, nn.Identity) else self._project(x_TD, "q_down")
+        q = heads(self._project(self.q_norm(q_in), "q_up"), positions.length, self.qk)
         q_nope, q_rope = q.split([self.nope, self.rope_width], dim=-1)
         if positions.cache is not None:
             kept = positions.cache.keys(self.layer, self._to_keep(x_TD, positions))
             if not self.is_plain(positions.cache):
                 turned = self.turn(q_rope, positions)
-                return self.o(self._read_latent(q_nope, turned, kept, positions.cache))
+                return self._project(self._read_latent(q_nope, turned, kept, positions.cache), "o")
         k, v = self._keys_and_values(x_TD, positions)
         past = self.recall(x_TD, positions, tokens)
         if past is not None:
             past_k, past_v = self._keys_and_values(past.x_TD, self.past_positions(past))
             k, v = torch.cat([past_k, k], dim=2), torch.cat([past_v, v], dim=2)
         q = torch.cat([q_nope, self.turn(q_rope, positions)], dim=-1)
-        return self.o(self.mix(q, k, v, positions))
+        return self._project(self.mix(q, k, v, positions), "o")
+
+    def _project(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """By the linear of this name and its adapter."""
+        return self._adapted(getattr(self, name)(x), x, name)
 
     def _keys_and_values(self, x_TD: torch.Tensor, positions: Positions) -> tuple[torch.Tensor, torch.Tensor]:
-        latent, k_rope = self.kv_down(x_TD).split([self.kv_rank, self.rope_width], dim=-1)
-        kv = heads(self.kv_up(self.kv_norm(latent)), positions.length, self.nope + self.v_head_dim)
+        latent, k_rope = self._project(x_TD, "kv_down").split([self.kv_rank, self.rope_width], dim=-1)
+        kv = heads(
+            self._project(self.kv_norm(latent), "kv_up"), positions.length, self.nope + self.v_head_dim
+        )
         k_nope, v = kv.split([self.nope, self.v_head_dim], dim=-1)
         # One for all heads, so each rank's heads give a share of its gradient.
         if self.tp.parts_tokens:
@@ -283,7 +307,7 @@ class LatentAttention(Attention):
 
     def _to_keep(self, x_TD: torch.Tensor, positions: Positions) -> torch.Tensor:
         """The part of keys that all heads share, and behind it the latent of the others: [B, 1, S, d]."""
-        latent, k_rope = self.kv_down(x_TD).split([self.kv_rank, self.rope_width], dim=-1)
+        latent, k_rope = self._project(x_TD, "kv_down").split([self.kv_rank, self.rope_width], dim=-1)
         both = torch.cat([k_rope, self.kv_norm(latent)], dim=-1)
         if self.tp.parts_tokens:
             both = move(both, self.tp, "gather", "sum_scatter", self.label)
@@ -296,6 +320,10 @@ class LatentAttention(Attention):
     ) -> torch.Tensor:
         """What each token takes, through the latent: one key-value head for all."""
         weight = decoded(in_type(self.kv_up.weight, q_nope.dtype), q_nope.dtype)
+        if (key := f"{ADAPTER}kv_up") in self.adapters:
+            adapter = self.adapters[key]
+            assert isinstance(adapter, LoraColumn)
+            weight = weight + (adapter.scale * adapter.b.weight @ adapter.a.weight).to(weight.dtype)
         weight_HdR = weight.unflatten(0, (-1, self.nope + self.v_head_dim))
         key_HdR, value_HdR = weight_HdR.split([self.nope, self.v_head_dim], dim=1)
         q = torch.cat([q_rope, q_nope @ key_HdR], dim=-1)

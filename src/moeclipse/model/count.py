@@ -62,8 +62,8 @@ def expert_matrices(config: ModelConfig, moe: MoEConfig) -> dict[str, tuple[int,
     return {"up of an expert": (hidden, d), "down of an expert": (d, moe.d_ff)}
 
 
-def dense_matrices(config: ModelConfig, moe: MoEConfig) -> dict[str, tuple[int, int]]:
-    """Those of attention, of layers without experts, and of shared experts."""
+def attention_matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Its projections by name."""
     d, heads = config.d_model, config.num_heads
     if config.attention == "mla":
         qk, latent = config.qk_nope_head_dim + config.qk_rope_head_dim, config.kv_lora_rank
@@ -71,11 +71,15 @@ def dense_matrices(config: ModelConfig, moe: MoEConfig) -> dict[str, tuple[int, 
         found |= {"q_down": (config.q_lora_rank, d)} if config.q_lora_rank else {}
         found |= {"kv_down": (latent + config.qk_rope_head_dim, d)}
         found |= {"kv_up": (heads * (config.qk_nope_head_dim + config.v_head_dim), latent)}
-        found |= {"o": (d, heads * config.v_head_dim)}
-    else:
-        q, kv = heads * config.head_dim, config.num_kv_heads * config.head_dim
-        found = {"q": (q, d), "k": (kv, d), "v": (kv, d), "o": (d, q)}
-    found = {f"{name} of attention": shape for name, shape in found.items()}
+        return found | {"o": (d, heads * config.v_head_dim)}
+    q, kv = heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return {"q": (q, d), "k": (kv, d), "v": (kv, d), "o": (d, q)}
+
+
+def dense_matrices(config: ModelConfig, moe: MoEConfig) -> dict[str, tuple[int, int]]:
+    """Those of attention, of layers without experts, and of shared experts."""
+    d = config.d_model
+    found = {f"{name} of attention": shape for name, shape in attention_matrices(config).items()}
     if config.num_expert_layers < config.num_layers:
         found |= {"up of a dense layer": (2 * config.d_ff, d), "down of a dense layer": (d, config.d_ff)}
     if moe.num_shared_experts and config.num_expert_layers:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -55,7 +55,8 @@ class LeastWork:
     ) -> LeastWork:
         """`is_frozen`: by a parameter's name; `bytes_each`: that an update moves of a parameter."""
         nowhere = Mesh.single(torch.device("meta"))
-        whole = Transformer(model, moe, gate, mesh=nowhere, lora=lora)
+        numbers = replace(model, base="", dense_base="")  # products are with these, however they are kept
+        whole = Transformer(numbers, moe, gate, mesh=nowhere, lora=lora)
         weights = trained = updated = 0.0
         first = lowest([name for name, _ in whole.named_parameters() if not is_frozen(name)])
         for name, parameter in whole.named_parameters():

@@ -181,10 +181,27 @@ class LayerLaunches:
             return forward, (before, back + self._column_back(label, *names))
         rotary, up, q_up = f"rotary keys, {where}", f"kv_up, {where}", f"q_up, {where}"
         moved = [rotary] if self.parts_tokens else []
-        forward = (self._gathered(q_up), self._gathered(up) + moved + self._reduced(out))
-        ups = ((up, weights.format("kv_up")), (q_up, weights.format("q_up")))
+        adapters = {
+            name: (f"{ADAPTER}{name}, {where}", weights.format(f"adapters.{ADAPTER}{name}.b"))
+            for name in ("q_up", "kv_up", "o")
+            if self.lora.has(name)
+        }
+        beside = {name: [adapters[name]] if name in adapters else [] for name in ("q_up", "kv_up", "o")}
+        inner = {
+            name: [w for label, _ in given for w in self._gathered(label)] for name, given in beside.items()
+        }
+        rows = [label for label, _ in beside["o"]]
+        sums = [word for row in (out, *rows) for word in self._reduced(row)]
+        inside = inner["q_up"] + self._gathered(up) + inner["kv_up"] + moved + sums
+        forward = (self._gathered(q_up), inside)
+        ups = [
+            *beside["kv_up"],
+            (up, weights.format("kv_up")),
+            *beside["q_up"],
+            (q_up, weights.format("q_up")),
+        ]
         back = [f"backward of {rotary}", *(word for given in ups for word in self._column_back(*given))]
-        return forward, (self._gathered_back(out), back)
+        return forward, ([word for row in (*rows, out) for word in self._gathered_back(row)], back)
 
     def _embedding(self) -> Words:
         """In forward, and in backward."""

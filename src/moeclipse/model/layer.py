@@ -14,6 +14,7 @@ from torch import nn
 
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
+from moeclipse.core.errors import ConfigError
 from moeclipse.core.shares import even_bounds
 from moeclipse.model.attention import Attention, GroupedQueryAttention, LatentAttention
 from moeclipse.model.blocks import DenseMLP, RMSNorm, Settings, freeze_linears
@@ -34,7 +35,7 @@ from moeclipse.tensor.parallel import MoveKind, move
 
 def attention_of(config: ModelConfig, settings: Settings, lora: LoraConfig) -> Attention:
     if config.attention == "mla":
-        return LatentAttention(config, settings)
+        return LatentAttention(config, settings, lora)
     return GroupedQueryAttention(config, settings, lora)
 
 
@@ -114,6 +115,14 @@ class TransformerLayer(nn.Module):
 
     def _freeze(self, config: ModelConfig, scratch: Scratch) -> None:
         """Keep the base in few bits, where the configuration says so; the gate and norms stay as they are."""
+        for name, cut in (
+            ("base", self.moe is not None and self.moe.sharded),
+            ("dense_base", self.tp.size > 1),
+        ):
+            if (kind := getattr(config, name)) and cut:
+                raise ConfigError(
+                    f"model.{name} ({kind!r}) keeps whole matrices, and tp would cut them; set tp to 1"
+                )
         if self.moe is not None and config.base:
             assert isinstance(self.moe.experts, Experts)
             self.moe.experts.freeze(config.base, scratch)

@@ -10,6 +10,8 @@ from typing import Any
 TARGETS = ("q", "k", "v", "o", "experts")
 PROJECTIONS = ("up", "down")
 """Of experts; `experts` names both."""
+LATENT = {"q_down": "q", "q_up": "q", "kv_down": "kv", "kv_up": "kv"}
+"""Projections of latent attention: q names both of queries, k or v both of keys and values."""
 ADAPTER = "lora_"
 """In the name of every parameter of an adapter."""
 
@@ -25,7 +27,8 @@ class LoraConfig:
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead: large ranks learn as fast as small ones."""
     targets: tuple[str, ...] = TARGETS
-    """What has adapters: projections of attention (q, k, v, o), experts, or one of theirs (up, down)."""
+    """What has adapters: projections of attention (q, k, v, o; of latent attention also one by one: q_down,
+    q_up, kv_down, kv_up), experts, or one of theirs (up, down)."""
     adapter: str = ""
     """A folder in PEFT's format that adapters begin from; empty: they begin at zero."""
 
@@ -34,7 +37,7 @@ class LoraConfig:
             yield f"lora.rank ({self.rank}) must not be negative; 0 is no adapters"
         if self.alpha <= 0:
             yield f"lora.alpha ({self.alpha}) must be positive"
-        known = (*TARGETS, *PROJECTIONS)
+        known = (*TARGETS, *PROJECTIONS, *LATENT)
         unknown = [target for target in self.targets if target not in known]
         if unknown or not self.targets:
             yield f"lora.targets ({list(self.targets)}) must be some of {', '.join(known)}"
@@ -61,7 +64,8 @@ class LoraConfig:
         """`experts`: any projection of them."""
         if target == "experts":
             return bool(self.projections)
-        return target in self.projections or (self.rank > 0 and target in self.targets)
+        named = target in self.targets or any(short in self.targets for short in LATENT.get(target, ""))
+        return target in self.projections or (self.rank > 0 and named)
 
 
 NO_LORA = LoraConfig()

@@ -19,7 +19,7 @@ from moeclipse.comm.config import ParallelConfig
 from moeclipse.core.config import keys_of, named_in, problems_of, with_values
 from moeclipse.core.errors import ConfigError
 from moeclipse.model.config import ModelConfig
-from moeclipse.model.lora_config import LoraConfig
+from moeclipse.model.lora_config import LATENT, LoraConfig
 from moeclipse.moe.config import LAYER_KEYS, GateConfig, MoEConfig, layer_problems
 from moeclipse.pipeline.config import PipelineConfig
 from moeclipse.pipeline.overlap import StageLayout, lay_out
@@ -194,11 +194,9 @@ def lora_problems(config: TrainConfig) -> Iterator[str]:
     lora, model = config.lora, config.model
     if not lora.rank:
         return
-    if model.attention != "gqa" and any(lora.has(name) for name in "qkvo"):
-        yield (
-            f"lora.rank ({lora.rank}): lora.targets ({list(lora.targets)}) with model.attention = 'mla' "
-            "can only be ['experts'], or one of up and down"
-        )
+    latent = [target for target in lora.targets if target in LATENT]
+    if latent and model.attention != "mla":
+        yield f"lora.targets names {latent[0]}, which latent attention has alone (model.attention = 'mla')"
     if model.memory:
         yield f"lora.rank ({lora.rank}) cannot go with model.memory ({model.memory}); set one of them to 0"
     sharded = config.parallel.tp > 1 and config.moe.expert_tp == "sharded"

@@ -30,7 +30,9 @@ from moeclipse.train.optim.column_shards import ColumnShard
 from moeclipse.train.weights.base import DecodedWeights
 from moeclipse.train.weights.staging import StagedFolder
 
-LINEAR = re.compile(r"(?P<before>weight/layers\.\d+\.attention\.)(?P<name>[qkvo])\.weight")
+LINEAR = re.compile(
+    r"(?P<before>weight/layers\.\d+\.attention\.)(?P<name>[qkvo]|q_down|q_up|kv_down|kv_up)\.weight"
+)
 EXPERT = re.compile(r"(?P<before>weight/layers\.\d+\.moe\.experts\.\d+\.)(?P<name>up|down)")
 
 
