@@ -187,20 +187,11 @@ def read_adapter(
     path: Path, model: ModelConfig, moe: MoEConfig, lora: LoraConfig, names: Names = EACH
 ) -> dict[str, torch.Tensor]:
     """Ours, of a folder; CheckpointError where it is not whole or needs what we do not have."""
+    told = read_settings(path)
     try:
-        told = json.loads((path / CONFIG).read_bytes())
         tensors = load_file(path / WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} is no whole adapter ({CONFIG}, {WEIGHTS}): {error}") from None
-    needs = [
-        f"{key} = {told[key]!r}"
-        for key, usual in PLAIN.items()
-        if (told.get(key) or usual) != usual  # what is empty is not asked for
-    ]
-    if told.get("lora_dropout"):
-        needs.append(f"lora_dropout = {told['lora_dropout']!r}")
-    if needs:
-        raise CheckpointError(f"{path}: an adapter with {', '.join(needs)} is not supported")
     if (told.get("r"), float(told.get("lora_alpha") or 0)) != (lora.rank, lora.alpha):
         raise CheckpointError(
             f"{path}/{CONFIG} says r = {told.get('r')} and lora_alpha = {told.get('lora_alpha')}; set "
@@ -211,3 +202,45 @@ def read_adapter(
             f"{path}/{CONFIG} says use_rslora = {told.get('use_rslora')!r}; set lora.rslora to it"
         )
     return from_peft(model, moe, lora, names, tensors, f"{path}/{WEIGHTS}")
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """An adapter_config.json that asks for nothing that we do not have."""
+    try:
+        told: dict[str, Any] = json.loads((path / CONFIG).read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is no whole adapter ({CONFIG}, {WEIGHTS}): {error}") from None
+    needs = [
+        f"{key} = {told[key]!r}"
+        for key, usual in PLAIN.items()
+        if (told.get(key) or usual) != usual  # what is empty is not asked for
+    ]
+    if told.get("lora_dropout"):
+        needs.append(f"lora_dropout = {told['lora_dropout']!r}")
+    if needs:
+        raise CheckpointError(f"{path}: an adapter with {', '.join(needs)} is not supported")
+    return told
+
+
+def adapter_lora(path: Path, model: ModelConfig, names: Names = EACH) -> LoraConfig:
+    """What an adapter's own settings say; CheckpointError for targets that this model has not."""
+    told = read_settings(path)
+    every = LoraConfig(rank=1, targets=tuple(MODULES))
+    modules = {theirs: ours for ours, (theirs, _) in projections(model, every).items()}
+    parameters = {f"{names.experts_module}.{theirs}": ours for ours, theirs in PARAMETERS.items()}
+    asked = told.get("target_modules") or []
+    asked = [asked] if isinstance(asked, str) else [*asked]
+    targets = {name: modules.get(name.rpartition(".")[2]) for name in asked}
+    targets |= {name: parameters.get(name) for name in told.get("target_parameters") or []}
+    unknown = sorted(name for name, ours in targets.items() if ours is None)
+    if unknown or not targets:
+        raise CheckpointError(
+            f"{path}/{CONFIG} targets {', '.join(unknown) or 'nothing'}; ours are "
+            f"{', '.join((*modules, *parameters))}"
+        )
+    return LoraConfig(
+        rank=int(told.get("r") or 0),
+        alpha=float(told.get("lora_alpha") or 0),
+        rslora=bool(told.get("use_rslora")),
+        targets=tuple(sorted(ours for ours in targets.values() if ours is not None)),
+    )

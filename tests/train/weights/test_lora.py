@@ -95,10 +95,10 @@ def test_merged_rows_are_weights_and_what_adapters_add(saved: tuple[str, list[fl
     assert torch.equal(merged.read(gate, 0, 16), checkpoint.read(gate, 0, 16))
 
 
-def written(mesh: Mesh, path: str) -> tuple[list[list[float]], list[list[float]]]:
+def written(mesh: Mesh, path: str, config: TrainConfig) -> tuple[list[list[float]], list[list[float]]]:
     """Logits of a text that is read piece by piece, and of one read whole by the model that was trained."""
     model = load_model(str(Path(path).parent.parent), mesh=mesh, dtype="float64", peer="off").model
-    learner = Learner(configure(), mesh)
+    learner = Learner(config, mesh)
     learner.load(Checkpoint.open(path, PatientRanks(mesh, 60)))
     ids = [7, 3, 11, 5, 2]
     decoder = Decoder(model, 1, len(ids))
@@ -111,7 +111,17 @@ def written(mesh: Mesh, path: str) -> tuple[list[list[float]], list[list[float]]
 
 
 def test_a_run_with_adapters_writes_with_them(saved: tuple[str, list[float]]) -> None:
-    found, whole = run_alone(written, saved[0])
+    found, whole = run_alone(written, saved[0], configure())
+    assert difference(found, whole) <= 1e-12
+
+
+def test_so_does_latent_attention_on_a_base_in_few_bits(tmp_path: Path) -> None:
+    latent = {"model.attention": "mla", "model.num_heads": 4, "model.d_model": 32, "model.d_ff": 32}
+    latent |= {"model.base": "nf4", "model.dense_base": "nf4", "moe.d_ff": 32, "optim.lr": 0.1}
+    config = configure(**latent)
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    run_alone(trained, config, str(tmp_path / "checkpoints"))
+    found, whole = run_alone(written, str(tmp_path / "checkpoints" / "step-00000002"), config)
     assert difference(found, whole) <= 1e-12
 
 

@@ -17,8 +17,8 @@ takes all that `stream` gives.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -30,19 +30,24 @@ from moeclipse.comm.start import choose_device
 from moeclipse.core.config import problems_of
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.shares import even_bounds
+from moeclipse.model.config import Base
 from moeclipse.model.decode import Decoder, writing
 from moeclipse.model.sampling import SamplingConfig, choose_tokens
 from moeclipse.model.transformer import Transformer
+from moeclipse.moe.tokens import Tokens
 from moeclipse.tensor.parallel import TensorParallel
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.data.vocabulary import GrowingText, Vocabulary
+from moeclipse.train.generate.adapters import Adapters
 from moeclipse.train.generate.decode_graph import DecodeGraph, obstacle
 from moeclipse.train.ranks import PatientRanks
 from moeclipse.train.step.dtype import choose_dtype
 from moeclipse.train.step.graphs import CudaCapture
 from moeclipse.train.weights.base import BaseSource, DecodedWeights
+from moeclipse.train.weights.base_rules import misfits
 from moeclipse.train.weights.load import load_into
-from moeclipse.train.weights.open_model import find_model, open_weights_of
+from moeclipse.train.weights.lora import Adapted
+from moeclipse.train.weights.open_model import FoundModel, find_model, open_weights_of
 
 USUAL_TOKENS = 200
 PATIENCE_S = 600.0
@@ -94,10 +99,28 @@ class LanguageModel:
         context: int = 0,
         segment: int = 0,
         ends: frozenset[int] = frozenset(),
+        adapters: Adapters | None = None,
     ) -> None:
         """`context`: tokens of its longest text, 0: any. `segment`: of a model with memory."""
-        self.model, self.vocabulary = model, vocabulary
+        self.model, self.vocabulary, self.adapters = model, vocabulary, adapters
         self.context, self.segment, self.ends = context, segment, ends
+
+    def use(self, adapter: str) -> None:
+        """Write with this one of its adapters from now on; empty: with none."""
+        if self.adapters is None:
+            raise ConfigError(f"adapter {adapter!r}: the model was loaded without adapters")
+        self.adapters.put(adapter, self.model)
+
+    def loss(self, text: str) -> float:
+        """Mean cross-entropy of the tokens of a text behind the first. Collective, with the same text."""
+        ids = torch.tensor(self.tokens_of([text]), device=self.model.mesh.device)
+        if ids.shape[1] < 2:
+            raise ConfigError("a text of one token has no loss; give it more")
+        mesh, count = self.model.mesh, ids.shape[1] - 1
+        place = mesh.data_index
+        tokens = Tokens(mesh=mesh, first=place * count, total=mesh.num_data * count, group=mesh.data)
+        with writing(self.model):
+            return float(self.model(ids[:, :-1], ids[:, 1:], tokens).loss_sum) / count
 
     def generate(self, prompts: str | Sequence[str], **options: Any) -> list[str]:
         """What follows each prompt; options are those of `GenerateConfig`."""
@@ -267,9 +290,17 @@ def load_model(
     tokenizer: str = "",
     peer: Literal["auto", "on", "off"] = "auto",
     note: Callable[[str], None] = lambda _: None,
+    base: Base | None = None,
+    dense_base: Base | None = None,
+    adapters: Mapping[str, str] | None = None,
 ) -> LanguageModel:
-    """The model of a run, a checkpoint or a Hugging Face folder; collective over the ranks of `mesh`."""
-    found = find_model(path)
+    """The model of a run, a checkpoint or a Hugging Face folder; collective over the ranks of `mesh`.
+
+    `base`, `dense_base`: how weights are kept (`model.base`); left out: as in the run. `adapters`: folders in
+    PEFT's format by names, all of one shape; `use` chooses among them, and the first is chosen.
+    """
+    found = with_base(find_model(path), base, dense_base)
+    many = None if not adapters else Adapters(found, adapters)
     vocabulary = found.vocabulary(tokenizer)
     mesh = mesh or Mesh.single(choose_device(device))
     kind = choose_dtype(found.dtype if dtype == "auto" else dtype, mesh.device)
@@ -278,8 +309,23 @@ def load_model(
     note(f"weights of {getattr(weights, 'path', path)}")
     shapes = found.shapes
     tp = TensorParallel.of(mesh, peer=peer)
-    model = Transformer(shapes.model, shapes.moe, shapes.gate, mesh=mesh, tp=tp, dtype=kind, lora=found.lora)
+    lora = found.lora if many is None else many.lora
+    model = Transformer(shapes.model, shapes.moe, shapes.gate, mesh=mesh, tp=tp, dtype=kind, lora=lora)
     plain = DecodedWeights(weights) if isinstance(weights, Checkpoint) else weights
-    load_into(model, BaseSource(plain, model))
+    load_into(model, Adapted(BaseSource(plain, model), {} if many is None else many.first))
     model.requires_grad_(False)
-    return LanguageModel(model, vocabulary, context=found.context, segment=found.segment, ends=found.ends)
+    known: dict[str, Any] = {"context": found.context, "segment": found.segment, "ends": found.ends}
+    return LanguageModel(model, vocabulary, adapters=many, **known)
+
+
+def with_base(found: FoundModel, base: Base | None, dense_base: Base | None) -> FoundModel:
+    """The same with weights that are kept otherwise."""
+    model = found.shapes.model
+    kept = replace(
+        model,
+        base=model.base if base is None else base,
+        dense_base=model.dense_base if dense_base is None else dense_base,
+    )
+    if problems := list(misfits(kept, found.shapes.moe)):
+        raise ConfigError(problems)
+    return replace(found, shapes=replace(found.shapes, model=kept))

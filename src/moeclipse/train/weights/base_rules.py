@@ -24,21 +24,13 @@ BASE_KEYS = (
 def few_bits_problems(
     model: ModelConfig, moe: MoEConfig, lora: LoraConfig, placement: PlacementConfig, tp: int, upcycle: str
 ) -> Iterator[str]:
-    kinds = (
-        ("base", model.base, expert_matrices(model, moe)),
-        ("dense_base", model.dense_base, dense_matrices(model, moe)),
-    )
-    for name, kind, matrices in kinds:
-        if not kind:
+    yield from misfits(model, moe)
+    for name in ("base", "dense_base"):
+        if not (kind := getattr(model, name)):
             continue
         told = f"model.{name} ({kind!r})"
         if not lora.rank:
             yield f"{told} needs lora.rank: what is kept in few bits is not trained, its adapters are"
-        if not matrices:
-            yield f"{told} needs layers with experts; leave it empty"
-        for what, shape in matrices.items():
-            if why := KINDS[kind].fits(*shape):
-                yield f"{told} cannot keep {what}, {shape[0]} x {shape[1]}: {why}; choose another"
         if upcycle != "off":
             yield f"{told} cannot go with init.upcycle ({upcycle!r}); upcycle in a run before"
     if model.dense_base and tp > 1:
@@ -48,6 +40,20 @@ def few_bits_problems(
         )
     if model.base:
         yield from expert_problems(f"model.base ({model.base!r})", moe, placement, tp)
+
+
+def misfits(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
+    """Matrices of a model that cannot be kept as it says."""
+    kinds = (
+        ("base", model.base, expert_matrices(model, moe)),
+        ("dense_base", model.dense_base, dense_matrices(model, moe)),
+    )
+    for name, kind, matrices in kinds:
+        if kind and not matrices:
+            yield f"model.{name} ({kind!r}) needs layers with experts; leave it empty"
+        for what, (rows, columns) in matrices.items() if kind else ():
+            if why := KINDS[kind].fits(rows, columns):
+                yield f"model.{name} ({kind!r}) cannot keep {what}, {rows} x {columns}: {why}; choose another"
 
 
 def expert_problems(told: str, moe: MoEConfig, placement: PlacementConfig, tp: int) -> Iterator[str]:

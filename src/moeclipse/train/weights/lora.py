@@ -39,7 +39,8 @@ EXPERT = re.compile(r"(?P<before>weight/layers\.\d+\.moe\.experts\.\d+\.)(?P<nam
 class Adapted:
     """A `Readable`: weights of a base model, and of adapters that are given; others stay as they are."""
 
-    def __init__(self, base: Readable, adapters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, base: Readable | None, adapters: Mapping[str, torch.Tensor]) -> None:
+        """Without a base all other weights stay as they are."""
         self.base, self.adapters = base, adapters
 
     @classmethod
@@ -52,7 +53,7 @@ class Adapted:
         return cls(base, read_adapter(Path(given), *model) if given else {})
 
     def __contains__(self, name: str) -> bool:
-        return name in self.adapters or name in self.base
+        return name in self.adapters or (self.base is not None and name in self.base)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor | None:
         column_shard = ColumnShard.parse(name)
@@ -61,7 +62,7 @@ class Adapted:
             whole = self.adapters[plain]
             part = whole if column_shard is None else whole[:, column_shard.first : column_shard.stop]
             return part.flatten()[start:stop]
-        if is_adapter(plain) and plain not in self.base:
+        if self.base is None or (is_adapter(plain) and plain not in self.base):
             return None
         return self.base.read(name, start, stop)
 
@@ -78,7 +79,7 @@ def lora_of(state: Mapping[str, Any]) -> LoraConfig:
 class MergedWeights:
     """A checkpoint's weights with what its adapters add."""
 
-    def __init__(self, checkpoint: DecodedWeights) -> None:
+    def __init__(self, checkpoint: DecodedWeights | Checkpoint) -> None:
         self.checkpoint, self.lora = checkpoint, lora_of(checkpoint.state)
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -88,7 +89,7 @@ class MergedWeights:
         if halves is None:
             return values
         a_RI, b_OR = (self.checkpoint.read(half).view(self.checkpoint.shape(half)) for half in halves)
-        wide, width = wide_of(values.dtype), a_RI.shape[1]
+        wide, width = wide_of(torch.promote_types(values.dtype, a_RI.dtype)), a_RI.shape[1]
         rows = slice(start // width, stop // width)
         more = self.lora.scale * (b_OR[rows].to(wide) @ a_RI.to(wide))
         return values.to(wide) + more.flatten()

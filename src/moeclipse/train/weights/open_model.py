@@ -22,6 +22,7 @@ from moeclipse.core.config import build, problems_of, read_toml, table_layer
 from moeclipse.core.errors import CheckpointError, ConfigError, DataError
 from moeclipse.hf.config_file import config_of
 from moeclipse.hf.folder import HfFolder, Shapes
+from moeclipse.hf.names import EACH, Names
 from moeclipse.hf.read import read_config
 from moeclipse.model.lora_config import NO_LORA, LoraConfig
 from moeclipse.moe.config import ExchangeConfig, MoEConfig
@@ -58,6 +59,8 @@ class FoundModel:
     """Of a model with memory (`model/segment_memory`)."""
     ends: frozenset[int] = frozenset()
     """Tokens that end a text."""
+    names: Names = EACH
+    """What its family calls its parts."""
     special: bool = False
     """Texts begin with what the tokenizer puts there."""
     dtype: str = "auto"
@@ -123,6 +126,7 @@ def of_configuration(config: TrainConfig, weights: Path) -> FoundModel:
         context=0 if config.model.memory else long,
         segment=data.seq_len if config.model.memory else 0,
         ends=end_of_texts(data) if found is None else found.ends | end_of_texts(data),
+        names=EACH if found is None else found.names,
         special=found is not None,
         dtype=config.model.dtype,
     )
@@ -176,6 +180,7 @@ def of_config(path: Path, theirs: Mapping[str, Any]) -> FoundModel:
         tokenizer=tokenizer_of(path),
         why_no_text="it has no tokenizer.json",
         context=int(theirs.get("max_position_embeddings") or 0),
+        names=read.family.names,
         ends=frozenset(map(int, numbers)),
         special=True,
     )
