@@ -23,6 +23,7 @@ from moeclipse.testing.run_ranks import run_alone
 PRETRAIN = "Pretrain on jsonl with validation"
 CHAT = "Fine-tune on conversations, and ask"
 ADAPTER = "Train an adapter on conversations, and merge it"
+FEW_BITS = "Train an adapter on a base of four bits"
 EXPORT = "Go on from an export with another corpus"
 PAGE = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
 TRAINING = (
@@ -118,9 +119,9 @@ TEMPLATE = (
 )
 
 
-def conversations(folder: Path) -> None:
+def conversations(folder: Path, **sizes: int) -> None:
     """A model with a template, and what is said."""
-    write_tiny("mixtral", folder / "model")
+    write_tiny("mixtral", folder / "model", **sizes)
     tokenizer(folder / "model" / "tokenizer.json")
     settings = {"chat_template": TEMPLATE, "eos_token": "."}
     (folder / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -155,6 +156,20 @@ def test_train_an_adapter_and_merge_it(tmp_path: Path) -> None:
     assert difference(merged, base) > 1e-4
 
 
+def test_train_an_adapter_on_a_base_of_four_bits(tmp_path: Path) -> None:
+    conversations(tmp_path, hidden_size=32, intermediate_size=32)
+    trained, first, _, second, _, third = recipe(FEW_BITS, tmp_path)
+    assert re.search(r"experts' up +8 +nf4 +8 adapted", trained)
+    assert re.search(r"attention +8 +nf4 +4 adapted", trained)
+    assert first.startswith("Is it so?")
+    # The run knows that a turn ends with a full stop; the folder of the model does not say so.
+    assert second.split(".")[0].strip() == first.strip(), "beside the same base it writes something else"
+    assert third.split(".")[0].strip() == first.strip(), "merged, it writes something else"
+    base, adapted, merged = run_alone(logits, tmp_path)
+    assert difference(merged, adapted) > 1e-4, "peft's base has all of its bits"
+    assert difference(merged, base) > 1e-4
+
+
 def test_go_on_from_an_export(tmp_path: Path) -> None:
     corpus(tmp_path, "first", "second")
     write_tiny("mixtral", tmp_path / "model")
@@ -165,4 +180,4 @@ def test_go_on_from_an_export(tmp_path: Path) -> None:
 
 
 def test_every_recipe_is_run() -> None:
-    assert sections().keys() == {PRETRAIN, EXPORT, CHAT, ADAPTER}
+    assert sections().keys() == {PRETRAIN, EXPORT, CHAT, ADAPTER, FEW_BITS}

@@ -36,6 +36,9 @@ HELP = """usage: moeclipse generate MODEL --prompt TEXT [TEXT ...] [options]
   --seed N             another number, another text (0)
   --context N          longest text in tokens, prompt included (what the model was trained on)
   --tokenizer FILE     a tokenizer.json, where the model has none
+  --adapter DIR ...    folders in PEFT's format, beside a model without adapters; each writes in turn
+  --base NAME          how experts' matrices are kept: auto (as in the run), bf16, nf4, mxfp4 or fp8
+  --dense-base NAME    the same for those of attention, dense layers and shared experts
   --dtype NAME         auto (the run's), float32, bfloat16, float16 or float64
   --device NAME        auto, cpu or cuda
   --ranks N            share the experts out over N processes of this machine (1)
@@ -54,6 +57,12 @@ class GenerateOptions(GenerateConfig):
     """What the texts begin with."""
     tokenizer: str = ""
     """A tokenizer.json, where the model has none."""
+    adapter: tuple[str, ...] = ()
+    """Folders in PEFT's format, each of which writes."""
+    base: Literal["auto", "bf16", "nf4", "mxfp4", "fp8"] = "auto"
+    """How experts' matrices are kept; auto: as in the run."""
+    dense_base: Literal["auto", "bf16", "nf4", "mxfp4", "fp8"] = "auto"
+    """The same for dense ones."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Of weights; auto: that of the run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -156,15 +165,22 @@ def show(options: GenerateOptions, mesh: Mesh | None, out: TextIO | None) -> Non
     from moeclipse.train.generate.text import load_model
 
     given: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "tokenizer": options.tokenizer}
-    model = load_model(options.model, mesh=mesh, **given)
-    pieces = model.stream(options.prompt, **options.writing)
-    if out is None:
-        for _ in pieces:
-            pass
-        return
-    for text in in_order(options.prompt, pieces, dim=out.isatty()):
-        out.write(text)
-        out.flush()
+    kept = {"base": options.base, "dense_base": options.dense_base}
+    given |= {name: kind for name, kind in kept.items() if kind != "auto"}
+    model = load_model(options.model, mesh=mesh, adapters={name: name for name in options.adapter}, **given)
+    for name in options.adapter or ("",):
+        if name:
+            model.use(name)
+        pieces = model.stream(options.prompt, **options.writing)
+        if out is None:
+            for _ in pieces:
+                pass
+            continue
+        if len(options.adapter) > 1:
+            out.write(f"=== {name}\n")
+        for text in in_order(options.prompt, pieces, dim=out.isatty()):
+            out.write(text)
+            out.flush()
 
 
 def in_order(prompts: tuple[str, ...], pieces: Iterable[TextPiece], *, dim: bool) -> Iterator[str]:
