@@ -23,6 +23,7 @@ import torch
 BENCH = Path(__file__).parent.parent / "bench"
 FIGURES: dict[str, tuple[str, ...]] = {
     "all_reduce": ("gloo", "one stage", "all-to-all"),
+    "base_loss": ("first_loss", "bf16", "nf4"),
     "data": ("ours_s", "library_s", "read_ms", "step_ms"),
     "faults": ("named", "back"),
     "fb_overlap": ("step_ms", "comm_ms", "speedup"),
