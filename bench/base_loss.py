@@ -6,8 +6,8 @@
 A small Qwen3-MoE learns the bytes of this project's own docs (all weights, `--first-steps`), and is written
 as a Hugging Face folder in bf16. Then adapters beside q, v and every expert learn on, on samples of the same
 text in another order: once for each base, with the same first adapters, samples and optimizer; and with
-transformers, peft and torch's AdamW, where these are installed. Told are means of the loss over the last tenth
-of the steps, and how far they are from those of the first base.
+transformers, peft and torch's AdamW, where these are installed. Told are means of the loss over the last
+tenth of the steps, and how far they are from those of the first base.
 """
 
 from __future__ import annotations

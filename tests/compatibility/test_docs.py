@@ -21,6 +21,7 @@ BLOCKS = all_blocks()
 SEVERAL_RANKS = "needs several ranks"
 CANNOT = {
     "README.md#1": SEVERAL_RANKS,
+    "docs/adapters.md#0": "needs a folder of a model; tests/train/generate/test_adapters.py makes one",
     "docs/all-reduce.md#0": SEVERAL_RANKS,
     "docs/all-reduce.md#1": "needs several ranks and a GPU; tests/gpu/test_peer_all_reduce.py shares",
     "docs/all-reduce.md#2": "needs several ranks and a GPU; tests/gpu/test_peer_all_reduce.py captures",

@@ -274,7 +274,7 @@ class Buckets:
 
 Kind = tuple[bool, Share, bool, bool, float, int, str]
 """Of what is bucketed together: whether it decays, how tp ranks share it, whether it is no copy, is frozen;
-how much faster it learns, its blocks, its type."""
+how much faster it learns, its blocks, its type, and of bytes which part of a matrix they are."""
 MakeExpertBucket = Callable[[nn.Parameter, str, MoE, str], Bucket | None]
 
 
@@ -308,7 +308,9 @@ def contents(
         share = share_of(parameter) if mesh.tp > 1 else "sum"
         block = block_for(parameter, parameter.dim()) if blocks and trained else 0
         owned = not getattr(parameter, "is_copy", False)
-        kind = (parameter.dim() > 1, share, owned, not trained, factor, block, str(parameter.dtype))
+        # Codes of matrices in few bits are whole words, and begin at one among themselves (`ops/frozen`).
+        part = "" if parameter.is_floating_point() else name.rpartition(".")[2]
+        kind = (parameter.dim() > 1, share, owned, not trained, factor, block, f"{parameter.dtype} {part}")
         members = open_buckets.setdefault(kind, [])
         members.append((name, parameter))
         if sum(logical_bytes(p) for _, p in members) >= limit:
