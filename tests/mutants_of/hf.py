@@ -85,4 +85,12 @@ MUTANTS = (
         "the scale of latent attention is not squared",
         "DeepSeek models compute something else than theirs",
     ),
+    Mutant(
+        "hf/quantised.py",
+        "return read(numbers, where)[::step].contiguous(), read(factors, where)[::step].contiguous()",
+        "return read(numbers, where)[:count].contiguous(), read(factors, where)[:count].contiguous()",
+        "hf/test_quantised.py::test_a_base_keeps_the_blocks_of_its_folder",
+        "blocks of gate and up are taken one after the other",
+        "gpt-oss' experts compute with rows that are mixed up",
+    ),
 )

@@ -85,4 +85,12 @@ MUTANTS = (
         "the residual stream grows with depth",
         "deep models start less stable",
     ),
+    Mutant(
+        "model/attention.py",
+        "            weight = weight + (adapter.scale",
+        "            weight = weight + 0 * (adapter.scale",
+        "train/weights/test_lora.py::test_so_does_latent_attention_on_a_base_in_few_bits",
+        "the latent is read without its adapter",
+        "texts are written by another model than the one that was trained",
+    ),
 )

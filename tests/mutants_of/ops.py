@@ -110,4 +110,20 @@ MUTANTS = (
         "gradients of frozen weights",
         "LoRA takes the memory and time of full training",
     ),
+    Mutant(
+        "ops/frozen.py",
+        "        return room if room.is_meta else self.quantised().decode(room)",
+        "        return room",
+        "ops/test_frozen.py::test_gradients_are_those_of_the_decoded_weights",
+        "weights in few bits are not decoded again",
+        "backward computes with the weights of another layer",
+    ),
+    Mutant(
+        "ops/block_floats.py",
+        "        codes = (codes + (tie & (codes % 2 == 1)))",
+        "        codes = codes",
+        "ops/test_frozen.py::test_mxfp4_takes_the_nearest_number_of_its_block_and_ties_to_even",
+        "ties of mxfp4 go down",
+        "weights shrink when they are quantised",
+    ),
 )

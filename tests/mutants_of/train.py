@@ -147,4 +147,21 @@ median(compute_ms[other] for other in ranks)
         "CPUs choose by the clock",
         "the same seed gives other numbers",
     ),
+    Mutant(
+        "train/optim/buckets.py",
+        'part = "" if parameter.is_floating_point() else name.rpartition(".")[2]',
+        'part = ""',
+        "train/weights/test_base.py::test_numbers_are_quantised_while_they_are_read_and_copies_are_equal",
+        "codes and factors lie in one bucket",
+        "kernels cannot read codes that begin inside a word",
+    ),
+    Mutant(
+        "train/weights/lora.py",
+        "wide_of(torch.promote_types(values.dtype, a_RI.dtype))",
+        "wide_of(values.dtype)",
+        "train/generate/test_adapters.py::"
+        "test_merged_into_a_base_in_few_bits_it_is_what_peft_makes_of_the_decoded_weights",
+        "adapters are rounded to the type of the decoded base",
+        "merged weights of a float64 model are not what peft makes of them",
+    ),
 )

@@ -11,7 +11,7 @@ import torch
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
-from moeclipse.core.errors import CheckpointError
+from moeclipse.core.errors import CheckpointError, CorruptionError
 from moeclipse.ops.frozen import KINDS, Frozen, Parts, encode
 from moeclipse.ops.random import fill_normal
 from moeclipse.testing.run_ranks import run_alone, run_ranks
@@ -196,6 +196,22 @@ def test_another_base_is_not_gone_on_with(nf4: tuple[Path, dict[str, torch.Tenso
         return str(error.value)
 
     assert "model.base is 'nf4' in the checkpoint, 'fp8' in this run" in run_alone(goes_on)
+
+
+def flipped(mesh: Mesh, folder: Path) -> str:
+    """What a run says of a bit of its base that changed."""
+    learner = Learner(configuration(folder, **{"integrity.every": 1}), mesh)
+    learner.step(0)
+    up = learner.layers[0].experts.up
+    assert isinstance(up, Frozen)
+    up.get_parameter("codes").data.view(-1)[3] ^= 1
+    with pytest.raises(CorruptionError) as error:
+        learner.step(1)
+    return str(error.value)
+
+
+def test_a_changed_bit_of_the_base_is_named(nf4: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    assert "layers.1.moe.experts.0.up.codes[0:] has changed" in run_alone(flipped, nf4[0])
 
 
 # --- sources ---------------------------------------------------------------------------------------------
