@@ -194,8 +194,7 @@ def lora_problems(config: TrainConfig) -> Iterator[str]:
     lora, model = config.lora, config.model
     if not lora.rank:
         return
-    latent = [target for target in lora.targets if target in LATENT]
-    if latent and model.attention != "mla":
+    if (latent := [name for name in lora.targets if name in LATENT]) and model.attention != "mla":
         yield f"lora.targets names {latent[0]}, which latent attention has alone (model.attention = 'mla')"
     if model.memory:
         yield f"lora.rank ({lora.rank}) cannot go with model.memory ({model.memory}); set one of them to 0"
@@ -206,11 +205,6 @@ def lora_problems(config: TrainConfig) -> Iterator[str]:
             "with lora.rank and moe.expert_tp = 'sharded': parts of an adapter are whole on every tp rank "
             "and would move apart; choose 'auto', or moe.expert_tp = 'folded'"
         )
-
-
-def base_problems(config: TrainConfig) -> Iterator[str]:
-    given = (config.model, config.moe, config.lora, config.placement, config.parallel.tp)
-    yield from few_bits_problems(*given, config.init.upcycle)
 
 
 def data_problems(config: TrainConfig) -> Iterator[str]:
@@ -347,7 +341,10 @@ LAYOUT_KEYS = (
 RULES: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], Iterator[str]]], ...] = (
     ((*LAYER_KEYS, *STAGE_KEYS[1:], "parallel.tp"), expert_problems),
     (("lora.rank", "lora.targets", "model.memory", *LAYOUT_KEYS[2:]), lora_problems),
-    ((*BASE_KEYS, "parallel.tp", "init.upcycle", *STAGE_KEYS[1:]), base_problems),
+    (
+        (*BASE_KEYS, "parallel.tp", "init.upcycle", *STAGE_KEYS[1:]),
+        lambda c: few_bits_problems(c.model, c.moe, c.lora, c.placement, c.parallel.tp, c.init.upcycle),
+    ),
     (("init.upcycle", "run.init_from", *STAGE_KEYS[1:]), upcycle_problems),
     (
         (

@@ -30,7 +30,7 @@ from moeclipse.moe.own_loop.shards import ExpertPlace, load_shards, save_shards,
 from moeclipse.ops.activation import GATED, Activation, activate_backward, activated, hidden_width
 from moeclipse.ops.bias import group_sum
 from moeclipse.ops.expert_passes import BIASES, WEIGHTS
-from moeclipse.ops.frozen import Frozen, Scratch, Weight, decoded, freeze, in_type
+from moeclipse.ops.frozen import Frozen, Scratch, Weight, decoded, freeze
 from moeclipse.ops.grouped_gemm import grouped_mm, grouped_mm_dgrad, grouped_mm_wgrad
 from moeclipse.ops.grouping import group_counts
 from moeclipse.ops.random import key_of
@@ -158,12 +158,14 @@ class Experts(Unhooked):
     def forward(
         self, x: torch.Tensor, counts: Sequence[int], shadows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ExpertsSaved]:
-        given = self.operands if shadows is None else self.unflatten(shadows)
-        up, down, *biases = weights = tuple(in_type(weight, x.dtype) for weight in given)
-        h = grouped_mm(x, decoded(up, x.dtype), counts)
+        given = self.weights if shadows is None else self.unflatten(shadows)
+        weights: tuple[Weight, ...] = tuple(weight.to(x.dtype) for weight in given)
+        up, down, *biases = weights = (self.up, self.down, *weights) if self.frozen else weights
+        h = grouped_mm(x, up if isinstance(up, torch.Tensor) else up.numbers(x.dtype), counts)
         if biases:
             h += spread(biases[0], counts)
-        y = grouped_mm(activated(h, self.activation), decoded(down, x.dtype), counts)
+        a = activated(h, self.activation)
+        y = grouped_mm(a, down if isinstance(down, torch.Tensor) else down.numbers(x.dtype), counts)
         if biases:
             y += spread(biases[1], counts)
         return y, ExpertsSaved(x=x, h=h, counts=counts, weights=weights)

@@ -274,7 +274,7 @@ class Buckets:
 
 Kind = tuple[bool, Share, bool, bool, float, int, str]
 """Of what is bucketed together: whether it decays, how tp ranks share it, whether it is no copy, is frozen;
-how much faster it learns, its blocks, its type, and of bytes which part of a matrix they are."""
+how much faster it learns, its blocks, its type (and of bytes which part of a matrix they are)."""
 MakeExpertBucket = Callable[[nn.Parameter, str, MoE, str], Bucket | None]
 
 
@@ -311,8 +311,7 @@ def contents(
         # Codes of matrices in few bits are whole words, and begin at one among themselves (`ops/frozen`).
         part = "" if parameter.is_floating_point() else name.rpartition(".")[2]
         kind = (parameter.dim() > 1, share, owned, not trained, factor, block, f"{parameter.dtype} {part}")
-        members = open_buckets.setdefault(kind, [])
-        members.append((name, parameter))
+        (members := open_buckets.setdefault(kind, [])).append((name, parameter))
         if sum(logical_bytes(p) for _, p in members) >= limit:
             yield dense_content(f"dense.{number}", open_buckets.pop(kind), kind, mesh)
             number += 1
@@ -335,8 +334,7 @@ def dense_content(
     mesh: Mesh,
 ) -> Content:
     decay, share, owned, _, factor, block, _ = kind
-    entries: list[BucketEntry] = []
-    offset = 0
+    entries, offset = list[BucketEntry](), 0
     for key, parameter in members:
         entries += entries_of(key, tuple(parameter.shape), offset, cut_of(parameter))
         offset += parameter.numel()
