@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from tiny_models import in_float64, load, write_tiny
 
+from moeclipse.cli.main import main
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import to_toml, with_values
 from moeclipse.core.errors import CheckpointError, ConfigError
@@ -147,6 +150,23 @@ def test_several_take_turns_on_one_base(written: tuple[Path, dict[str, float]], 
         for name, loss in found.items():
             assert loss == pytest.approx(expected[names.get(name, name)], rel=1e-12), name
     assert len(set(expected.values())) == 3
+
+
+def shown(_mesh: Mesh, root: Path) -> str:
+    out = io.StringIO()
+    words = ["generate", str(root / "model"), "--adapter", str(root / "a"), str(root / "b"), "--base", "nf4"]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setattr(FoundModel, "vocabulary", lambda _, _tokenizer: ByteVocabulary())
+        assert main([*words, "--prompt", "of", "--max-tokens", "4", "--device", "cpu"]) == 0
+    return out.getvalue()
+
+
+def test_the_command_shows_the_text_of_each(written: tuple[Path, dict[str, float]]) -> None:
+    root, _ = written
+    first, second = run_alone(shown, root).removeprefix(f"=== {root / 'a'}\n").split(f"=== {root / 'b'}\n")
+    assert first.startswith("of")
+    assert second.startswith("of")
+    assert first != second
 
 
 def test_what_is_refused(written: tuple[Path, dict[str, float]]) -> None:
