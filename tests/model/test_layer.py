@@ -10,6 +10,7 @@ import torch
 from small_model import GATE, MLA, MODEL, MOE, SETTINGS, positions
 
 from moeclipse.comm.mesh import Mesh
+from moeclipse.core.errors import ConfigError
 from moeclipse.model.attention import GroupedQueryAttention, LatentAttention
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.layer import TransformerLayer
@@ -135,3 +136,19 @@ def in_a_loop_of_ones_own(mesh: Mesh) -> list[tuple[int, bool]]:
 
 def test_without_a_run_nothing_is_tried() -> None:
     assert run_ranks(2, in_a_loop_of_ones_own) == [[(1, False)] * 4] * 2
+
+
+def refusals(mesh: Mesh) -> list[str]:
+    told = []
+    for name, expert_tp in (("base", "sharded"), ("dense_base", "folded")):
+        with pytest.raises(ConfigError) as error:
+            make(mesh, replace(MODEL, **{name: "bf16"}), 1, expert_tp)
+        told.append(str(error.value))
+    make(mesh, replace(MODEL, base="bf16"), 1)
+    return told
+
+
+def test_matrices_in_few_bits_are_not_cut() -> None:
+    for first, second in run_ranks(2, refusals, tp=2):
+        assert "model.base ('bf16') keeps whole matrices, and tp would cut them" in first
+        assert "model.dense_base ('bf16') keeps whole matrices" in second
