@@ -36,6 +36,8 @@ GivenMesh = Mesh | DeviceMesh
 
 
 SIZES = ("d_model", "d_ff", "num_experts", "d_out")
+IN_CONFIG = ("d_ff", "num_experts")
+"""Sizes whose least value the configuration checks, with all else."""
 NUMBERS = ("init_std", "down_std")
 TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "gate": ((GateConfig, nn.Module, Mapping, str), "a name, a dict, a GateConfig or a module"),
@@ -53,7 +55,8 @@ def check_types(**given: Any) -> None:
         if value is None:
             continue
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if name in SIZES and (not number or not isinstance(value, int) or value < 1):
+        whole = number and isinstance(value, int) and (value >= 1 or name in IN_CONFIG)
+        if name in SIZES and not whole:
             problems.append(f"{name} ({value!r}) must be a whole number of at least 1")
         elif name in NUMBERS and not number:
             problems.append(f"{name} ({value!r}) must be a number")
