@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import sys
 import tempfile
@@ -44,6 +45,7 @@ from moeclipse.core.program import program
 from moeclipse.train.config import TrainConfig
 
 LAUNCHER = "MOECLIPSE_LAUNCHER"  # process id of the launcher, for its ranks
+SECRET = "MOECLIPSE_SECRET"  # known to its ranks alone (`comm/start`, which needs torch)
 INTERRUPTED = 128 + signal.SIGINT
 # --- being a rank ----------------------------------------------------------------------------------------
 
@@ -157,12 +159,13 @@ def launch_words(words: list[str], num_ranks: int) -> int:
 @contextlib.contextmanager
 def as_launcher(num_ranks: int) -> Iterator[None]:
     """What ranks are started with."""
-    os.environ[LAUNCHER] = str(os.getpid())
-    os.environ |= child_environment(num_ranks, os.environ)
+    own = {LAUNCHER: str(os.getpid()), SECRET: secrets.token_hex(32)}
+    os.environ |= own | child_environment(num_ranks, os.environ)
     try:
         yield
     finally:
-        del os.environ[LAUNCHER]
+        for name in own:
+            del os.environ[name]
 
 
 def child_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
