@@ -105,9 +105,11 @@ def read_json(
     return parse_json(read_bytes(path, most=most, inside=inside), numbers=numbers)
 
 
-def read_table(path: str | Path, *, most: int = MOST_BYTES, inside: Path | None = None) -> dict[str, Any]:
+def read_table(
+    path: str | Path, *, most: int = MOST_BYTES, inside: Path | None = None, numbers: bool = True
+) -> dict[str, Any]:
     """A JSON file that holds a table."""
-    return table(read_json(path, most=most, inside=inside))
+    return table(read_json(path, most=most, inside=inside, numbers=numbers))
 
 
 def table(value: Any) -> dict[str, Any]:
@@ -164,6 +166,12 @@ def _key(way: Way) -> str:
         names.append(f"[{name}]" if isinstance(name, int) else f".{name[:80]}")
     text = "".join(reversed(names)).removeprefix(".")
     return repr(text if len(text) <= 80 else f"{text[:77]}...")
+
+
+def told_of(where: str | Path, error: OSError | ValueError) -> str:
+    """The sentence with what it is about."""
+    text = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+    return f"{where} {text[3:]}" if text.startswith("it ") else f"{where}: {text}"
 
 
 def lines_of(file: BinaryIO, most: int = MOST_LINE) -> Iterator[bytes | None]:
