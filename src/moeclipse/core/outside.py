@@ -27,6 +27,8 @@ from typing import Any, BinaryIO
 
 MOST_BYTES = 16 << 20
 """Of a small file: a configuration, a summary, a chat template."""
+MOST_INDEX = 1 << 28
+"""Of a list of a model's tensors."""
 MOST_LINE = 16 << 20
 DEPTH = 64
 KINDS = {

@@ -279,11 +279,11 @@ def _parquet(path: Path, number: int, field: str, chat: bool, max_record: int) -
 
     form: Literal["text", "jsonl"] = "jsonl" if chat else "text"
     try:
-        size, found = path.stat().st_size, regular(path)
-        about = pyarrow.parquet.read_metadata(found)
+        size = path.stat().st_size
+        about = pyarrow.parquet.read_metadata(regular(path))
         words = _leaves(about, path, size, field)
         # As dictionaries: a text that many rows refer to is held once.
-        with pyarrow.parquet.ParquetFile(found, pre_buffer=False, read_dictionary=words) as table:
+        with pyarrow.parquet.ParquetFile(regular(path), pre_buffer=False, read_dictionary=words) as table:
             names = table.schema_arrow.names
             if field not in names:
                 raise DataError(

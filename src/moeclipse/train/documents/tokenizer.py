@@ -60,6 +60,8 @@ class Recipe:
     """Bytes that are no UTF-8 are replaced, not refused."""
     template: str = ""
     """Records are conversations, which this chat template renders; empty: they are texts."""
+    template_file: str = ""
+    """Where it stands."""
     specials: dict[str, str] = dataclasses.field(default_factory=dict)
     """Tokens that the template calls by name."""
 
@@ -76,7 +78,9 @@ class Recipe:
 
     def key(self) -> dict[str, Any]:
         """All that tokens depend on: not where a tokenizer lies."""
-        return asdict(self) | {"tokenizer": bool(self.tokenizer)}
+        key = asdict(self) | {"tokenizer": bool(self.tokenizer)}
+        del key["template_file"]
+        return key
 
 
 def tokenizer_file(tokenizer: str) -> Path | None:
@@ -162,7 +166,7 @@ class DocumentEncoder:
 
     @cached_property
     def template(self) -> ChatTemplate:
-        return ChatTemplate(self.recipe.template, self.recipe.specials)
+        return ChatTemplate(self.recipe.template, self.recipe.specials, self.recipe.template_file)
 
     def encode(self, batch: RawBatch, path: str) -> Encoded:
         """The documents of a batch; `path` is what their file is called in an error."""
