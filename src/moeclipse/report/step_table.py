@@ -112,7 +112,7 @@ class StepRows:
         for name in new:
             self.columns[name] = Column.of(np.full(len(self.last), math.nan))
         for name, column in self.columns.items():
-            more = Column.of(np.array([number(record.get(name), math.nan) for record in records]))
+            more = Column.of(as_numbers([record.get(name) for record in records]))
             joined = [np.concatenate(pair) for pair in zip(column.parts(), more.parts(), strict=True)]
             self.columns[name] = Column(sums=joined[0], count=joined[1], low=joined[2], high=joined[3])
         self.last = np.concatenate([self.last, step])
@@ -141,10 +141,9 @@ class StepRows:
         for name, (sums, count) in self.ranks.items():
             rows = [one["ranks"].get(name) for one in told]
             whole = [row if isinstance(row, list) and len(row) == self.width else () for row in rows]
-            table = np.full((len(told), self.width), math.nan, dtype=np.float32)
-            for at, row in enumerate(whole):
-                if row:
-                    table[at] = [number(value, math.nan) for value in row]
+            empty_row = [math.nan] * self.width
+            flat = as_numbers([value for row in whole for value in row or empty_row])
+            table = flat.reshape(len(told), self.width).astype(np.float32)
             known = np.isfinite(table)
             self.ranks[name] = (
                 np.concatenate([sums, np.where(known, table, 0)]),
@@ -212,7 +211,7 @@ class MetricsFile:
         self.damaged = 0
         self.unfinished = False
         """The last line may still be written."""
-        self._at, self._tail, self._state = 0, b"", (0, 0, 0)
+        self._at, self._tail, self._state, self._lines = 0, b"", (0, 0, 0), 0
 
     def read(self) -> None:
         """OSError where the file cannot be opened."""
@@ -242,7 +241,9 @@ class MetricsFile:
             rest = line
             while not whole and rest and not rest.endswith(b"\n"):
                 rest = file.readline(MOST_LINE + 1)
-            record = record_of(line) if whole else None
+            # Of neighbours that become one row, one tells ranks apart.
+            self._lines += 1
+            record = record_of(line, self._lines % self.rows.every == 0) if whole else None
             if record is None and whole and not ended:
                 self.unfinished = bool(line.strip())
                 break  # it may be written further: the next read begins with it
@@ -270,12 +271,10 @@ class MetricsFile:
         return self.rows.table()
 
 
-def record_of(line: bytes) -> dict[str, Any] | None:
+def record_of(line: bytes, ranks: bool = True) -> dict[str, Any] | None:
     """A record with its step as a whole number, without the loads of experts: those are in `load.npz`."""
-    begin = line.find(b'"load": [[')
-    stop = line.find(b"]]", begin) if begin >= 0 else -1
-    if stop >= 0:
-        line = line[:begin] + b'"load": 0' + line[stop + 2 :]
+    line = without(line, b'"load": [[', b"]]")
+    line = line if ranks else without(line, b'"ranks": {', b"}")
     try:
         record = parse_json(line, numbers=False)
         step = record["step"]
@@ -286,6 +285,25 @@ def record_of(line: bytes) -> dict[str, Any] | None:
         return None
     record.pop("load", None)
     return record
+
+
+def without(line: bytes, begins: bytes, ends: bytes) -> bytes:
+    """A line without one of its tables, which takes longer to read than all else; quotes in texts have a
+    backslash before them, so no text is taken for one."""
+    first = line.find(begins)
+    last = line.find(ends, first) if first >= 0 else -1
+    return line if last < 0 else line[:first] + b'"": 0' + line[last + len(ends) :]
+
+
+def as_numbers(values: list[Any]) -> np.ndarray:
+    """NaN in place of what is none."""
+    try:
+        found = np.array(values, dtype=np.float64)  # None is NaN
+    except (TypeError, ValueError, OverflowError):
+        found = np.zeros((0, 0))
+    if found.ndim != 1:
+        found = np.array([number(value, math.nan) for value in values])
+    return np.where(np.isfinite(found), found, math.nan)
 
 
 def is_number(value: Any) -> bool:

@@ -312,7 +312,11 @@ class Run:
             if self.mesh.rank == 0:
                 now = last or saving.is_due(done, signals)
                 learner.loads.write(self.directory, done, scribe, now=now)
-            saving.after_step(done, signals, last=last, best=better)
+            try:
+                saving.after_step(done, signals, last=last, best=better)
+            except CorruptionError as error:
+                step = self._go_back(learner, metrics, done, error)
+                continue
             if better:
                 best.keep(saving.path, done, record["eval_loss"])
             if last and done < config.run.steps:

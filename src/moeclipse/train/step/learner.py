@@ -125,7 +125,9 @@ class Learner:
         """A number that every rank learns of every other with a step's results (`train/run/saving`)."""
         self.loss_scale = LossScale(config.optim.loss_scale, self.dtype)
         self.loads = LoadHistory(config.placement.decay)
-        self.integrity = Integrity(config.integrity, self.optim, self.placement, mesh, self._buffers)
+        self.integrity = Integrity(
+            config.integrity, self.optim, self.placement, mesh, self._buffers, num_steps=config.run.steps
+        )
         self.integrity.remember(0)
         self.times = StepTimes(mesh)
 
@@ -247,7 +249,7 @@ class Learner:
         with mesh.recorder.apart("integrity"):
             corrupted = self.integrity.look(step)
         squares = self.optim.sum_of_squares(shards)
-        told = [squares.new_full((), float(number)) for number in (bool(corrupted), self.signals())]
+        told = [squares.new_full((), float(number)) for number in (bool(corrupted), self._signals())]
         mine = torch.stack([*sums.values(), squares, *told])
         mine = torch.cat([mine, self._loss_of_source]) if len(self._loss_of_source) else mine
         results = gather(mesh.grads, mesh.world, mine, what).get()
@@ -256,11 +258,15 @@ class Learner:
         reading = Reading(results, mesh.watch, what, mesh.world.ranks)
         self.optim.update(shards, lr, norm_if_good(sum_of_parts(results), scale), scale)
         rows = reading.get()
+        self.integrity.hear(step, int(rows[0][5]))
         if any(row[4] for row in rows):
             self.optim.take_back()
             with mesh.recorder.apart("integrity"):
                 self.integrity.raise_together(corrupted)
         return rows, asked.get()
+
+    def _signals(self) -> int:
+        return self.signals() | self.integrity.signal()
 
     def _end_step(self) -> StepStamps:
         stamps = self.mesh.recorder.end_step()
@@ -298,6 +304,7 @@ class Learner:
 
     def save(self, folder: Path, step: int, async_save: AsyncSave | None = None) -> Path:
         """A checkpoint of the state before `step`; with `async_save` it is only begun."""
+        self.integrity.before_save()
         self.placement.before_save()
         state = {
             "step": step,
