@@ -60,6 +60,8 @@ class RunConfig:
     """Try choices for longer, write choices.json for runs to come, and train nothing (`--tune`)."""
     sample: int = 0
     """Lines that the model writes when it has been trained, shown behind the summary; 0: none."""
+    shared: bool = False
+    """Others may read what a run writes, as the umask says; else files are 0600 and folders 0700."""
     wait_s: float = 120.0
     """How long `--resume auto` waits for another job that still uses the run's folder."""
 

@@ -160,7 +160,7 @@ class Run:
         name = mesh.gather_objects(config.run.name or f"run-{time.strftime('%Y%m%d-%H%M%S')}")[0]
         self.config = with_values(config, {"run.name": name})
         self.directory = Path(config.run.dir) / name
-        self.files = RunDirectory(self.directory, mesh, config.run.wait_s)
+        self.files = RunDirectory(self.directory, mesh, config.run.wait_s, shared=config.run.shared)
         cuda = mesh.device.type == "cuda"
         self.device = device_of(torch.cuda.get_device_name(mesh.device)) if cuda else None
         self.work = None if self.device is None else least_work(config, mesh.device)
@@ -312,11 +312,7 @@ class Run:
             if self.mesh.rank == 0:
                 now = last or saving.is_due(done, signals)
                 learner.loads.write(self.directory, done, scribe, now=now)
-            try:
-                saving.after_step(done, signals, last=last, best=better)
-            except CorruptionError as error:
-                step = self._go_back(learner, metrics, done, error)
-                continue
+            saving.after_step(done, signals, last=last, best=better)
             if better:
                 best.keep(saving.path, done, record["eval_loss"])
             if last and done < config.run.steps:

@@ -38,13 +38,13 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CorruptionError
 from moeclipse.ops.digest import digest
 from moeclipse.ops.low_bits import LowBits
+from moeclipse.train.config import TrainConfig
 from moeclipse.train.optim.adamw import AdamW
 from moeclipse.train.optim.buckets import Bucket
 from moeclipse.train.optim.shard_state import STATES
 from moeclipse.train.placement.expert_buckets import ExpertBucket
 from moeclipse.train.placement.model_placement import ModelPlacement
 from moeclipse.train.placement.replica_check import replica_differences
-from moeclipse.train.run.survival_config import IntegrityConfig
 
 Named = dict[str, torch.Tensor]
 SHARE = 0.005
@@ -56,20 +56,18 @@ CHECK = 8
 class Integrity:
     def __init__(
         self,
-        config: IntegrityConfig,
+        config: TrainConfig,
         optim: AdamW,
         placement: ModelPlacement,
         mesh: Mesh,
         buffers: Callable[[], list[tuple[str, torch.Tensor]]],
-        *,
-        num_steps: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.config, self.optim, self.placement, self.mesh = config, optim, placement, mesh
+        self.config, self.optim, self.placement, self.mesh = config.integrity, optim, placement, mesh
         self.buffers = buffers
         self._state: dict[str, int] | None = None
         """Digests of this rank's optimizer state after the last update, where the next step is checked."""
-        self.num_steps, self._clock, self._begun = num_steps, clock, clock()
+        self.num_steps, self._clock, self._begun = config.run.steps, clock, clock()
         self._asked = -1
         """The step that rank 0 wants checked."""
         self.spent_s, self._check_s = 0.0, 0.0

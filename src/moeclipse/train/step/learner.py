@@ -125,9 +125,7 @@ class Learner:
         """A number that every rank learns of every other with a step's results (`train/run/saving`)."""
         self.loss_scale = LossScale(config.optim.loss_scale, self.dtype)
         self.loads = LoadHistory(config.placement.decay)
-        self.integrity = Integrity(
-            config.integrity, self.optim, self.placement, mesh, self._buffers, num_steps=config.run.steps
-        )
+        self.integrity = Integrity(config, self.optim, self.placement, mesh, self._buffers)
         self.integrity.remember(0)
         self.times = StepTimes(mesh)
 
@@ -249,7 +247,8 @@ class Learner:
         with mesh.recorder.apart("integrity"):
             corrupted = self.integrity.look(step)
         squares = self.optim.sum_of_squares(shards)
-        told = [squares.new_full((), float(number)) for number in (bool(corrupted), self._signals())]
+        signals = self.signals() | self.integrity.signal()
+        told = [squares.new_full((), float(number)) for number in (bool(corrupted), signals)]
         mine = torch.stack([*sums.values(), squares, *told])
         mine = torch.cat([mine, self._loss_of_source]) if len(self._loss_of_source) else mine
         results = gather(mesh.grads, mesh.world, mine, what).get()
@@ -264,9 +263,6 @@ class Learner:
             with mesh.recorder.apart("integrity"):
                 self.integrity.raise_together(corrupted)
         return rows, asked.get()
-
-    def _signals(self) -> int:
-        return self.signals() | self.integrity.signal()
 
     def _end_step(self) -> StepStamps:
         stamps = self.mesh.recorder.end_step()
