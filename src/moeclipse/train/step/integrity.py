@@ -49,6 +49,7 @@ from moeclipse.train.placement.replica_check import replica_differences
 Named = dict[str, torch.Tensor]
 SHARE = 0.005
 """Of a run's seconds, that checks may take with `every = "auto"`."""
+SIGNAL = 5
 CHECK = 8
 """What rank 0 tells the others with a step: the next one is to be checked."""
 
@@ -72,6 +73,7 @@ class Integrity:
         """The step that rank 0 wants checked."""
         self.spent_s, self._check_s = 0.0, 0.0
         """What all checks took, and the newest one with the digests before it."""
+        self.remember(0)
 
     def is_due(self, step: int) -> bool:
         every = self.config.every
@@ -81,14 +83,15 @@ class Integrity:
             return True
         return step == self._asked if every == "auto" else (step + 1) % every == 0
 
-    def signal(self) -> int:
-        """What this rank says of the next step: one check more stays within its share of the time."""
-        if self.config.every != "auto":
-            return 0
-        return CHECK * (self.spent_s + self._check_s <= SHARE * (self._clock() - self._begun))
+    def signal(self, others: int) -> int:
+        """What this rank says: whether one check more stays within its share of the time, beside `others`."""
+        within = self.spent_s + self._check_s <= SHARE * (self._clock() - self._begun)
+        return others | CHECK * (self.config.every == "auto" and within)
 
-    def hear(self, step: int, signal_of_rank_0: int) -> None:
-        self._asked = step + 1 if signal_of_rank_0 & CHECK else -1
+    def hear(self, step: int, rows: list[list[float]]) -> list[list[float]]:
+        """What all ranks said of a step, signals in place SIGNAL: rank 0 decides about the next one."""
+        self._asked = step + 1 if int(rows[0][SIGNAL]) & CHECK else -1
+        return rows
 
     @contextmanager
     def _timed(self, *, begins: bool) -> Iterator[None]:
