@@ -74,8 +74,7 @@ class RunConfig:
             yield f"run.name ({self.name!r}) must be a plain folder name; the folder above it is run.dir"
         if not 0 <= self.wait_s < math.inf:
             yield f"run.wait_s ({self.wait_s}) must be a number of seconds, 0 or more"
-        if len(self.name.encode(errors="replace")) > MAX_NAME:
-            size = len(self.name.encode(errors="replace"))
+        if (size := len(self.name.encode(errors="replace"))) > MAX_NAME:
             yield f"run.name ({self.name[:20]!r} ...) has {size} bytes; give at most {MAX_NAME}"
         if "\0" in self.dir:
             yield f"run.dir ({self.dir!r}) must be the path of a folder"
