@@ -49,6 +49,36 @@ OF_PYTHON = {"_exit", "_replace", "_asdict"}  # os and named tuples
 # The only files that may look at the environment.
 READS_ENVIRONMENT = {"comm/start.py"}
 
+# The only file that opens and parses what others may have made; the others that read say what.
+READS_FILES = "core/outside.py"
+READS_ITS_OWN = {
+    "comm/failure.py": "words that a rank has signed",
+    "comm/gather_json.py": "words of ranks over their own connections",
+    "comm/mesh.py": "its own words",
+    "comm/group.py": "/proc",
+    "comm/watch/op_log.py": "a log of its own, mapped",
+    "cli/two_ranks.py": "words of a process of its own",
+    "cli/launch.py": "/sys",
+    "cli/guard.py": "a file of its own",
+    "cli/main.py": "/dev/null",
+    "cli/signals.py": "/proc",
+    "comm/shared/host.py": "memory of ranks",
+    "core/forking.py": "/proc",
+    "core/host_memory.py": "/proc",
+    "core/toml.py": "text that was read",
+    "report/page.py": "files of the package",
+    "train/fingerprint.py": "its own words",
+    "train/presets.py": "files of the package",
+    "train/run/run_lock.py": "/proc",
+    "train/checkpoints/disk.py": "a folder, to make it durable",
+    "train/run/run_files.py": "a file that grows",
+    "testing/run_ranks.py": "/proc and stacks of ranks",
+}
+"""Why these may read without `core/outside`."""
+READERS = {"read_text", "read_bytes", "fromfile", "from_file"}
+BY_NAME = {"safe_open", "memmap", "load_file", "read_metadata", "ParquetFile", "np.load"}
+"""Of libraries that open by name: the name must come from `regular`."""
+
 Trees = dict[str, ast.Module]
 """Syntax trees by the name of their file, as `moe/layer.py`."""
 
@@ -213,6 +243,39 @@ def environment_read(trees: Trees) -> Iterator[str]:
                 yield f"{name}:{node.lineno}: {text}"
 
 
+def files_read_elsewhere(trees: Trees) -> Iterator[str]:
+    """Whatever comes from outside comes through one door, so that bounds hold for every reader."""
+    yield from (f"{name}: may read its own, and is gone" for name in READS_ITS_OWN if name not in trees)
+    for name, tree in trees.items():
+        if name == READS_FILES or name in READS_ITS_OWN:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and (reads_a_file(node) or opens_by_name(node)):
+                yield f"{name}:{node.lineno}: {ast.unparse(node)[:60]} does not go through {READS_FILES}"
+
+
+def reads_a_file(node: ast.Call) -> bool:
+    """It opens or parses a file without a look at what it is."""
+    function = node.func
+    if not isinstance(function, ast.Attribute):
+        return isinstance(function, ast.Name) and function.id == "open"
+    owner, name = ast.unparse(function.value), function.attr
+    if name in READERS or (owner in {"json", "tomllib"} and name in {"load", "loads"}):
+        return True
+    if name != "open" or owner[:1].isupper() or owner == "cls" or owner.startswith("self"):
+        return False
+    first = node.args[0] if node.args else None
+    mode = first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else "r"
+    return owner == "os" or not set(mode) & set("wax") or "+" in mode
+
+
+def opens_by_name(node: ast.Call) -> bool:
+    """A library does, and the name was not looked at in the same call."""
+    name = ast.unparse(node.func)
+    known = name in BY_NAME or name.rpartition(".")[2] in BY_NAME
+    return known and not (bool(node.args) and is_call_to(node.args[0], "regular"))
+
+
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
@@ -274,6 +337,7 @@ RULES: tuple[Callable[[Trees], Iterator[str]], ...] = (
     repeated_classes,
     module_level_state,
     environment_read,
+    files_read_elsewhere,
     private_names_of_torch,
 )
 

@@ -51,6 +51,23 @@ from house import OF_PYTHON, private_torch_names
             [],
         ),
         (
+            "files_read_elsewhere",
+            {
+                "core/outside.py": "open(path)",
+                **dict.fromkeys(house.READS_ITS_OWN, ""),
+                "moe/a.py": "open(p)\njson.loads(p.read_text())\nsafe_open(p)\np.open('r+b')\nnp.load(p)",
+                "moe/b.py": "p.open('wb')\nsafe_open(regular(p))\nCheckpoint.open(p)\nself.parts[0].open()",
+            },
+            [
+                "moe/a.py:1: open(p) does not go through core/outside.py",
+                "moe/a.py:2: json.loads(p.read_text()) does not go through core/outside.py",
+                "moe/a.py:3: safe_open(p) does not go through core/outside.py",
+                "moe/a.py:4: p.open('r+b') does not go through core/outside.py",
+                "moe/a.py:5: np.load(p) does not go through core/outside.py",
+                "moe/a.py:2: p.read_text() does not go through core/outside.py",
+            ],
+        ),
+        (
             "long_ones",
             {"moe/a.py": "def f():\n" + "    pass\n" * 60 + "\n" * 340 + "x = 1\n"},
             ["moe/a.py has 402 lines: there are two ideas in it", "moe/a.py:1: f has 61 lines"],

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import json
 import random
 import resource
 import signal
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from apart import apart
 from moeclipse.balance.load import Load
@@ -21,6 +25,12 @@ from moeclipse.comm.reduce.table import read_table
 from moeclipse.core.config import to_toml
 from moeclipse.core.errors import MoEclipseError
 from moeclipse.cost.file import load_costs
+from moeclipse.hf.folder import HfFolder, Shapes
+from moeclipse.hf.names import tensor_table
+from moeclipse.hf.read import read_config
+from moeclipse.report.figures import figures
+from moeclipse.report.measures import measures_of
+from moeclipse.report.run import read_run
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.torch_csv import format_csv, parse_csv
@@ -28,8 +38,10 @@ from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank, Piece, s
 from moeclipse.train.config import DataConfig, TrainConfig
 from moeclipse.train.data.corpus import open_corpus
 from moeclipse.train.presets import merge
+from moeclipse.train.run.incidents import withdraw
 from moeclipse.train.run.metrics import Metrics
 from moeclipse.train.run.run_lock import RunLock, RunningJob
+from moeclipse.train.weights.open_model import of_folder
 
 SECONDS = 10
 GROWTH = 1 << 30
@@ -64,6 +76,99 @@ def order(path: Path) -> None:
 
 def job(path: Path) -> None:
     RunLock(path.parent).job()
+
+
+def of_run(path: Path) -> None:
+    run = read_run(path.parent)
+    json.dumps(figures([run]), allow_nan=False)
+    measures_of(run)
+
+
+def incidents(path: Path) -> None:
+    withdraw(path.parent, since=0.0)
+
+
+def hf_folder(path: Path) -> None:
+    found = HfFolder.open(path.parent)
+    for name in found.names:
+        found.read(name)
+
+
+def hf_model(path: Path) -> None:
+    of_folder(path.parent)
+
+
+MIXTRAL: dict[str, Any] = {
+    "model_type": "mixtral",
+    "vocab_size": 8,
+    "num_hidden_layers": 1,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-5,
+    "intermediate_size": 8,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 64,
+    "eos_token_id": 1,
+}
+
+
+def make_hf_folder(folder: Path) -> dict[str, tuple[Path, Reader]]:
+    folder.mkdir()
+    shapes = Shapes.of(read_config(MIXTRAL, "here").values)
+    names = read_config(MIXTRAL, "here").family.names
+    table = tensor_table(names, shapes.model, shapes.moe, shapes.gate)
+    parts = {part.key: torch.zeros(part.shape) for tensor in table.values() for part in tensor.parts}
+    save_file(parts, folder / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(parts, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(MIXTRAL))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    hashes = {"config.json": hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()}
+    (folder / "moeclipse.json").write_text(json.dumps({"sha256": hashes}))
+    readers: dict[str, tuple[Path, Reader]] = {
+        f"hf {file.name}": (file, hf_folder) for file in sorted(folder.iterdir())
+    }
+    del readers["hf generation_config.json"]
+    for name in ("config.json", "generation_config.json"):
+        readers[f"hf model {name}"] = (folder / name, hf_model)
+    return readers
+
+
+def make_documents(folder: Path) -> dict[str, tuple[Path, Reader]]:
+    lines = b"".join(json.dumps({"text": f"line {n} [{{", "n": n}).encode() + b"\n" for n in range(30))
+    files = {"a.jsonl": lines, "a.txt": lines, "a.jsonl.gz": gzip.compress(lines)}
+    if find_spec("zstandard"):
+        import zstandard
+
+        files["a.txt.zst"] = zstandard.ZstdCompressor().compress(lines)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    if find_spec("pyarrow"):
+        import pyarrow
+        import pyarrow.parquet
+
+        rows = pyarrow.table({"text": ["some text", "other text"] * 20, "n": list(range(40))})
+        pyarrow.parquet.write_table(rows, folder / "a.parquet")
+        files["a.parquet"] = b""
+    return {name: (folder / name, corpus) for name in files}
+
+
+def make_run_files(folder: Path) -> dict[str, tuple[Path, Reader]]:
+    folder.mkdir()
+    record = {"step": 1, "loss": 1.0, "step_ms": 5.0, "ranks": {"step_ms": [5.0, 6.0]}, "load": [[1, 2]]}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record | {"step": n}) + "\n" for n in range(9)))
+    (folder / "summary.json").write_text(json.dumps({"window": "steps 1 to 8", "memory": {"a": 1}}))
+    event = {"ph": "X", "pid": 0, "tid": 0, "ts": 1, "dur": 2, "name": "layer 0 F", "args": {}}
+    (folder / "trace.json").write_text(json.dumps({"traceEvents": [event], "otherData": {"steps": [3]}}))
+    (folder / "choices.json").write_text(json.dumps({"ranks": [1, 1], "layers": {}, "placement": None}))
+    happened = {"kind": "error", "time": 5.0, "what": "x", "step": 1, "rank": 0}
+    (folder / "incidents.jsonl").write_text(json.dumps(happened) + "\n")
+    (folder / "config.toml").write_text("[run]\nsteps = 3\n")
+    readers = {f"run {file.name}": (file, of_run) for file in sorted(folder.iterdir())}
+    return {**readers, "incidents": (folder / "incidents.jsonl", incidents)}
 
 
 def make_files(folder: Path) -> dict[str, tuple[Path, Reader]]:
@@ -108,7 +213,8 @@ def make_files(folder: Path) -> dict[str, tuple[Path, Reader]]:
     }
     for file in sorted(saved.iterdir()):
         readers[file.name] = (file, checkpoint)
-    return readers
+    readers |= make_hf_folder(folder / "hf")
+    return readers | make_documents(folder) | make_run_files(folder / "run")
 
 
 def mutated(data: bytes, random_: random.Random) -> bytes:
@@ -171,17 +277,17 @@ def read_all(folder: Path, count: int, seed: int) -> None:
             signal.alarm(0)
         path.write_bytes(sound)
     assert address_space() - before < GROWTH
-    assert refused > count / 3, "most damage is seen"
+    assert refused > count / 5, "much of the damage is seen; of a text none can be, and a page shows the rest"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20
 
 
 def test_damaged_files_of_every_kind(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
-    read_all(tmp_path, 60, seed=0)
+    read_all(tmp_path, 100, seed=0)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(1, 6))
-def test_hundreds_of_damaged_files(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_thousands_of_damaged_files(tmp_path: Path, seed: int) -> None:
     pytest.importorskip("tokenizers")
-    read_all(tmp_path, 100, seed=seed)
+    read_all(tmp_path, 500, seed=seed)

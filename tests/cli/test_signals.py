@@ -53,14 +53,14 @@ def wait_for_steps(run: subprocess.Popen[str], folder: Path, steps: int) -> None
         time.sleep(0.05)
 
 
-def left(folder: Path, run: subprocess.Popen[str], code: int) -> int:
+def left(folder: Path, run: subprocess.Popen[str], code: int, name_of_signal: str = "SIGTERM") -> int:
     """The step of the checkpoint that a run left behind; all that it said is how to go on."""
     _, err = run.communicate(timeout=60)
     assert run.returncode == code, err
     (name,) = (path.name for path in (folder / "r" / "checkpoints").iterdir())
     step = int(name.removeprefix("step-"))
     assert len(lines_in(folder)) == step, "every step that was done is in the checkpoint"
-    assert f"step {step} is saved" in err
+    assert f"asked to leave ({name_of_signal}): step {step} is saved" in err
     assert err.count("\n") == 1
     assert err.rstrip().endswith(
         f"go on with: {program()} train {folder / 'r' / 'config.toml'} --resume auto"
@@ -75,7 +75,7 @@ def test_a_signal_to_the_launcher(tmp_path: Path, number: signal.Signals) -> Non
     run = start(tmp_path, "--ranks", 2, "--run.steps", 100_000, "--restarts", 1)
     wait_for_steps(run, tmp_path, 2)
     run.send_signal(number)
-    step = left(tmp_path, run, 75)
+    step = left(tmp_path, run, 75, number.name)
     again = start(tmp_path, "--ranks", 2, "--run.steps", step + 1, "--resume", "auto")
     assert again.communicate(timeout=60)[1] == ""
     assert [record["step"] for record in lines_in(tmp_path)] == list(range(step + 1))

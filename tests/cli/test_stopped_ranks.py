@@ -43,6 +43,14 @@ def test_a_frozen_rank_is_named_and_ended(tmp_path: Path, point: str) -> None:
     assert when.split(" ", 1)[1].strip() in (found.run / "ops" / "rank-1.txt").read_text()
 
 
+@pytest.mark.full
+def test_a_frozen_rank_0_is_told_in_our_words_alone(tmp_path: Path) -> None:
+    found = train(tmp_path, *SMALL, fault=f"0 {FREEZE} 9 dispatch S_F")
+    assert found.code == 1
+    (line,) = found.err.strip().splitlines()
+    assert "rank 0 did not arrive" in line
+
+
 def test_a_killed_rank_is_recorded_and_the_run_resumes(tmp_path: Path) -> None:
     found = train(tmp_path, *PATIENT, "--restarts", "1", fault=f"1 {KILL} 9 dispatch S_F")
     assert found.code == 0, found.err

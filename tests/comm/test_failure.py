@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import threading
 import time
 from dataclasses import replace
 
@@ -95,22 +93,54 @@ def test_the_first_message_counts(watches: list[Watch]) -> None:
     assert str(watches[0].explain("rows", (0, 1, 2), broken)) == "rank 2 failed: the disk is full"
 
 
-def test_who_is_second_waits_for_the_words_of_the_first(watches: list[Watch]) -> None:
-    store = watches[0].store
-    assert store is not None
-    store.add("failure/count", 1)  # rank 2 has counted itself, and writes
-    words = json.dumps({"rank": 2, "text": "rank 2 waited", "late": True, "waited": {}})
-    later = threading.Timer(0.08, lambda: store.set("failure/first", words))
-    later.start()
+def test_who_is_second_repeats_the_words_of_the_first(watches: list[Watch]) -> None:
+    assert str(watches[2].verdict("rank 2 waited")) == "rank 2 waited"
     assert str(watches[0].verdict("rank 0 waited")) == "rank 2 waited"
-    later.join()
 
 
-def test_who_is_second_does_not_wait_for_ever(watches: list[Watch]) -> None:
-    store = watches[0].store
+FORGED = [b"", b"x", b"\xff\xfe", b'{"rank": 2, "text": "the disk is full"}', b"0" * 64 + b' {"rank": 2}']
+
+
+@pytest.mark.parametrize("words", FORGED)
+def test_what_no_rank_has_signed_ends_nobody(
+    watches: list[Watch], capsys: pytest.CaptureFixture, words: bytes
+) -> None:
+    own = [replace(watch, secret=b"of this run") for watch in watches]
+    store = own[0].store
     assert store is not None
-    store.add("failure/count", 1)  # and died
-    assert str(watches[0].verdict("rank 0 waited")) == "rank 0 waited"
+    stranger = replace(watches[2], secret=b"guessed")
+    stranger.publish("a forged failure")
+    stranger.sign(Stand(waits=True, op="rows"))
+    for key in ("failure/first", "alarm", "waiting/2"):
+        if words:
+            store.set(key, words)
+        assert own[0].first_cause() is None
+        assert own[0].told() is None
+    assert not own[0].alarmed()
+    assert 2 not in own[0].stands((1, 2))
+    assert capsys.readouterr().err.count("no rank of this run has signed") == 3, "each is told once"
+    assert own[1].publish("the disk is full"), "a rank's own words take the place of nobody's"
+    assert own[0].first_failure() == (1, "the disk is full")
+    assert not own[2].publish("too late")
+
+
+def test_words_are_signed_for_their_own_place(watches: list[Watch]) -> None:
+    own = [replace(watch, secret=b"of this run") for watch in watches]
+    store = own[0].store
+    assert store is not None
+    own[1].sign(Stand(waits=False))
+    store.set("waiting/2", store.get("waiting/1"))
+    assert sorted(own[0].stands((1, 2))) == [0, 1]
+
+
+def agreed(mesh: Mesh) -> str:
+    return mesh.watch.secret.hex()
+
+
+def test_ranks_agree_on_a_secret_that_is_not_in_the_store() -> None:
+    outcomes = run_ranks_raw(2, agreed, deadline_s=60)
+    assert outcomes[0] == outcomes[1]
+    assert len(bytes.fromhex(outcomes[0][1])) == 32
 
 
 def test_who_gives_no_sign_is_lost(watches: list[Watch]) -> None:

@@ -21,12 +21,14 @@ from moeclipse.comm.start import (
     choose_device,
     cuda_settings,
     device_settings,
+    listen_at,
     nccl_settings,
     open_log,
     open_stacks,
     open_store,
     rank_folder,
     shared_gpu_settings,
+    shared_secret,
     start,
     stop,
 )
@@ -123,7 +125,8 @@ def test_the_store_is_where_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -
     """Rank 0 serves it, unless the launcher does: then all are its clients, however many there are."""
     made: list[tuple[Any, ...]] = []
 
-    def store(*given: Any, is_master: bool, timeout: timedelta) -> None:
+    def store(*given: Any, is_master: bool, timeout: timedelta, master_listen_fd: int | None) -> None:
+        assert master_listen_fd is None, "nobody can listen somewhere"
         made.append((*given, is_master))
 
     monkeypatch.setattr(dist, "TCPStore", store)
@@ -136,6 +139,27 @@ def test_the_store_is_where_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -
     open_store(RankPlace(rank=0, num_ranks=2), timedelta(seconds=1))
     where = ("somewhere", 4711)
     assert made == [(*where, 2, True), (*where, 2, False), (*where, None, False)]
+
+
+def test_the_store_listens_on_the_address_by_which_ranks_know_it() -> None:
+    for host, here in (("127.0.0.1", False), ("localhost", True), ("::1", False)):
+        listener = listen_at(host, 0, here)
+        if listener is None:
+            assert host == "::1", "a machine may have no IPv6"
+            continue
+        with listener:
+            assert listener.getsockname()[0] in ("127.0.0.1", "::1")
+    assert listen_at("localhost", 0, here=False) is None, "other hosts may know the name by another address"
+    assert listen_at("192.0.2.1", 0, here=False) is None, "not an address of this host"
+
+
+def test_a_secret_that_was_handed_down_is_part_of_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "broadcast", lambda drawn, _root: drawn.fill_(7))
+    monkeypatch.delenv("MOECLIPSE_SECRET", raising=False)
+    without = shared_secret(CPU)
+    monkeypatch.setenv("MOECLIPSE_SECRET", "abc")
+    assert shared_secret(CPU) != without
+    assert shared_secret(CPU) == shared_secret(CPU), "what is drawn is rank 0's"
 
 
 def test_our_deadline_speaks_before_torch_does() -> None:

@@ -96,11 +96,12 @@ def test_a_key_that_came_later_was_at_its_default(old: Path) -> None:
 
 
 def test_the_users_file_still_means_the_same(old: Path, capsys: pytest.CaptureFixture) -> None:
-    # When a run is saved, looks at its placement, runs a layer again to save memory, or how its rows travel,
-    # is no part of what it learns: 0.1 saved at the end, looked every 50 steps, ran nothing again and
-    # exchanged rows in one go, unless told otherwise.
+    # When a run is saved, is checked, looks at its placement, runs a layer again to save memory, or how its
+    # rows travel, is no part of what it learns: 0.1 saved at the end, looked every 50 steps, ran nothing
+    # again and exchanged rows in one go, unless told otherwise.
     now = {"checkpoint.every": "auto", "placement.every": 10, "moe.schedule": "auto"}
     now |= {"moe.transport": "auto", "pipeline.overlap": "auto", "pipeline.recompute": "auto"}
+    now |= {"integrity.every": "auto"}
     then = with_values(load(old / "config.toml"), now)
     assert load("my.toml") == then
     assert main(["train", "my.toml", "--resume", "auto", "--ranks", "2", "--print-config"]) == 0

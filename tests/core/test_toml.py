@@ -61,7 +61,7 @@ def test_a_class_without_source_has_no_descriptions() -> None:
     [
         (b"a = \n", r"bad\.toml: not valid TOML: .*line 1"),
         (b"[run]\nsteps = 1\nsteps = 2\n", r"bad\.toml: not valid TOML: .*line 3"),
-        (b"a = '\xff'", r"bad\.toml: not UTF-8 text \(byte 5\)"),
+        (b"a = '\xff'", r"bad\.toml is not UTF-8 text \(byte 5\)"),
     ],
 )
 def test_a_broken_file_is_named_with_its_line(tmp_path: Path, content: bytes, message: str) -> None:
@@ -74,7 +74,7 @@ def test_a_broken_file_is_named_with_its_line(tmp_path: Path, content: bytes, me
 def test_missing_file_and_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nix\.toml: no such file; give the path of a TOML configuration"):
         read_toml(tmp_path / "nix.toml")
-    with pytest.raises(ConfigError, match=r"cannot be read \(Is a directory\)"):
+    with pytest.raises(ConfigError, match=r"cannot be read \(it is a folder, not a regular file\)"):
         read_toml(tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,19 @@ def test_small_files(tmp_path: Path) -> None:
         small_files(tmp_path)
     (tmp_path / "tokenizer.json").write_text("[]")
     assert small_files(tmp_path) == {"tokenizer.json": b"[]", "tokenizer_config.json": b"{}"}
+
+
+def test_what_a_link_leads_to_is_not_copied(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "secret").write_text("of somebody else")
+    (folder / "vocab.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=r"vocab.json leads to .*secret, outside of"):
+        small_files(folder)
+    (folder / "vocab.json").unlink()
+    os.mkfifo(folder / "vocab.json")
+    with pytest.raises(CheckpointError, match=r"vocab.json is a pipe, not a regular file"):
+        small_files(folder)
 
 
 def test_a_checkpoint_of_ours_is_no_model_folder(tmp_path: Path) -> None:

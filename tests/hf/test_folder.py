@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -102,11 +103,11 @@ def test_truncated_and_missing_files(copy: Path, tmp_path: Path) -> None:
     (halves / "model-2.safetensors").unlink()
     refused(halves, "model-2.safetensors is missing")
     (halves / "model.safetensors.index.json").write_text("{")
-    refused(halves, "index.json cannot be read")
+    refused(halves, "index.json is not JSON")
     (halves / "model.safetensors.index.json").unlink()
     refused(halves, "has neither model.safetensors.index.json nor model.safetensors")
     (halves / "config.json").write_text("[]")
-    refused(halves, "is not a table")
+    refused(halves, "holds no table")
     (halves / "config.json").unlink()
     refused(halves, "has no config.json")
 
@@ -140,3 +141,29 @@ def test_layers_behind_the_last_are_extra_where_they_are_announced(copy: Path) -
     assert folder.extra
     assert all(key.startswith("model.layers.1.") for key in folder.extra)
     assert torch.equal(folder.whole(folder.extra[0]), load_file(copy / FILE)[folder.extra[0]])
+
+
+def test_nothing_of_a_folder_leads_out_of_it_or_makes_us_wait(copy: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_bytes((copy / "config.json").read_bytes())
+    for name in ("config.json", "model.safetensors"):
+        (copy / name).rename(tmp_path / "kept")
+        (copy / name).symlink_to(outside)
+        refused(copy, "outside of")
+        (copy / name).unlink()
+        os.mkfifo(copy / name)
+        refused(copy, "a pipe, not a regular file")
+        (copy / name).unlink()
+        (tmp_path / "kept").rename(copy / name)
+    sound = (copy / "config.json").read_bytes()
+    (copy / "config.json").write_bytes(b"[" * 100_000)
+    refused(copy, "nested deeper than")
+    (copy / "config.json").write_bytes(b"\xff\xfe")
+    refused(copy, "config.json")
+    (copy / "config.json").write_bytes(sound)
+    for name in ("../x", "/etc/passwd", "..", "a\0b"):
+        (copy / "moeclipse.json").write_text(json.dumps({"sha256": {name: "0"}}))
+        refused(copy, "moeclipse.json names .*, which is no file of the folder")
+    for text in ("[]", "7", '{"sha256": []}', "{}"):
+        (copy / "moeclipse.json").write_text(text)
+        refused(copy, "moeclipse.json holds no table")

@@ -59,7 +59,11 @@ def test_what_is_cut_or_missing_is_said(tmp_path: Path) -> None:
         "choices.json",
     ):
         assert part in said
-    for part in ("incidents.jsonl is damaged", "trace.json holds no events", "nothing was validated"):
+    for part in (
+        "lines of incidents.jsonl are damaged",
+        "trace.json holds no events",
+        "nothing was validated",
+    ):
         assert part in said
     assert [one["what"] for one in run.incidents] == ["x"]
     assert 0 < len(run.steps.step) < 5

@@ -5,15 +5,18 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from made_runs import make_run, record_of
 
 from moeclipse.core.errors import ConfigError
+from moeclipse.report import serve
 from moeclipse.report.serve import make_server, version_of
 
 
@@ -76,3 +79,19 @@ def test_others_are_sent_away(tmp_path: Path) -> None:
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run"):
         make_server([tmp_path])
+
+
+def test_clients_that_say_nothing_are_few_and_do_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "MOST_CLIENTS", 3)
+    monkeypatch.setattr(serve, "ALL_S", 0.2)
+    server = serve.make_server([make_run(tmp_path / "run")])
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        silent = [socket.create_connection(server.server_address[:2], timeout=30) for _ in range(8)]
+        assert [one.recv(1) for one in silent] == [b""] * 8, "all are sent away, three of them after a while"
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Literal
 from moeclipse.balance.placement import EMPTY, Placement
 from moeclipse.balance.policy import policy_problems
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.outside import parse_json, read_text
 
 SPARE = 4
 """Where slots are left to us: one more for every so many experts of a rank, and one at least."""
@@ -189,10 +189,10 @@ def read_tables(text: str) -> Any:
         if not path.is_file():
             raise ConfigError(f"there is no placement file {path}")
         try:
-            text = path.read_text()
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_text(path)
+        except (OSError, ValueError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from None
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text)
+    except ValueError as error:
         raise ConfigError(f"a placement must be JSON, like [[0, 3], [1, 2]]: {error}") from None

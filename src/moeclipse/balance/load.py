@@ -20,6 +20,7 @@ import numpy as np
 
 from moeclipse.balance.drift import UNKNOWN, Drift
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.outside import regular
 
 FILE_KEYS = ("average_LPE", "steps_N", "rows_NLE")
 
@@ -132,7 +133,7 @@ class Load:
         if not path.is_file():
             raise ConfigError(f"there is no load file {path}; training writes one as runs/NAME/load.npz")
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with np.load(regular(path), allow_pickle=False) as file:
                 missing = [key for key in FILE_KEYS if key not in file]
                 if missing:
                     raise ConfigError(f"{path} is no load file: it lacks {', '.join(missing)}")

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.outside import parse_json, read_text
 from moeclipse.core.shares import even_bounds
 
 EMPTY = -1
@@ -134,8 +135,8 @@ class Placement:
     @classmethod
     def from_json(cls, text: str, **expected: int | None) -> Placement:
         try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            value = parse_json(text)
+        except ValueError as error:
             raise ConfigError(f"a placement must be JSON, like [[0, 3], [1, 2]]: {error}") from None
         return cls.parse(value, **expected)
 
@@ -144,8 +145,8 @@ class Placement:
         if not path.is_file():
             raise ConfigError(f"there is no placement file {path}")
         try:
-            return cls.from_json(path.read_text(), **expected)
-        except (ConfigError, UnicodeDecodeError) as error:
+            return cls.from_json(read_text(path), **expected)
+        except (OSError, ValueError) as error:
             raise ConfigError(f"{path}: {error}") from None
 
     def to_json(self) -> str:

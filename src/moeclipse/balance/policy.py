@@ -27,6 +27,7 @@ from threading import current_thread, main_thread
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.problem import PlanProblem
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.outside import read_bytes
 
 Policy = Callable[[PlanProblem], Placement]
 FORM = "FILE.py:FUNCTION or MODULE:FUNCTION"
@@ -49,8 +50,8 @@ def _file_problems(path: Path, name: str) -> Iterator[str]:
         yield f"placement.policy: there is no file {path}"
         return
     try:
-        body = ast.parse(path.read_bytes()).body
-    except (OSError, SyntaxError, ValueError, RecursionError) as error:
+        body = ast.parse(read_bytes(path)).body
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         yield f"placement.policy: {path} cannot be loaded ({error!r})"
         return
     # What is no plain definition (an import, a loop, an assignment) may make any name.

@@ -20,6 +20,7 @@ from typing import Any
 
 from moeclipse.cli.guard import first_to_tell
 from moeclipse.core.errors import CommError, ConfigError, DeadlineError, MoEclipseError
+from moeclipse.core.outside import read_table
 
 CULPRIT_S = 2.0  # how long a victim stays for the culprit's own words
 LOST_PEER = (
@@ -99,7 +100,7 @@ def read_failures(folder: Path | None) -> list[Failure]:
     found = []
     for file in sorted(folder.glob("*/error.json")) if folder else []:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            record: dict[str, Any] = json.loads(file.read_text())["moeclipse"]
+            record: dict[str, Any] = read_table(file)["moeclipse"]
             found.append(Failure(**record))
     return found
 

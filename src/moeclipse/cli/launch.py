@@ -16,8 +16,11 @@ launched, end with 75.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
+import secrets
+import shutil
 import signal
 import sys
 import tempfile
@@ -44,6 +47,8 @@ from moeclipse.core.program import program
 from moeclipse.train.config import TrainConfig
 
 LAUNCHER = "MOECLIPSE_LAUNCHER"  # process id of the launcher, for its ranks
+FOLDER, LOCK = "moeclipse-", "launcher.lock"
+SECRET = "MOECLIPSE_SECRET"  # known to its ranks alone (`comm/start`, which needs torch)
 INTERRUPTED = 128 + signal.SIGINT
 # --- being a rank ----------------------------------------------------------------------------------------
 
@@ -96,8 +101,18 @@ def run_rank(config: TrainConfig, resume: str) -> int:
             observer.close()
             if not launched:
                 show_failure(failure, named="RANK" in os.environ)
+            if launched and failure.victim:
+                end_at_once(failure.code)
             return failure.code
     return 0
+
+
+def end_at_once(status: int) -> None:
+    """Without taking connections apart: a transport whose peer stands still ends the process with words of
+    its own."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def end_stuck_rank(error: CommError) -> None:
@@ -137,12 +152,12 @@ def show_interrupted(config: TrainConfig) -> None:
 
 def launch_ranks(config: TrainConfig, resume: str, *, num_ranks: int, restarts: int = 0) -> int:
     """Start ranks here, wait for them, and return the exit status of the run."""
-    with tempfile.TemporaryDirectory(prefix="moeclipse-") as folder, quiet_elastic():
-        file = Path(folder) / "config.toml"
+    with launcher_folder() as folder, quiet_elastic():
+        file = folder / "config.toml"
         file.write_text(to_toml(config))
         make_observer().phase(f"starting {num_ranks} ranks")
         with as_launcher(num_ranks):
-            code = _run_agent(["train", str(file), "--resume", resume], Path(folder), num_ranks, restarts)
+            code = _run_agent(["train", str(file), "--resume", resume], folder, num_ranks, restarts)
         if code == INTERRUPTED:
             show_interrupted(config)
         return code
@@ -150,19 +165,34 @@ def launch_ranks(config: TrainConfig, resume: str, *, num_ranks: int, restarts: 
 
 def launch_words(words: list[str], num_ranks: int) -> int:
     """Start ranks that run another command, and wait for them."""
-    with tempfile.TemporaryDirectory(prefix="moeclipse-") as folder, quiet_elastic(), as_launcher(num_ranks):
-        return _run_agent(words, Path(folder), num_ranks, 0)
+    with launcher_folder() as folder, quiet_elastic(), as_launcher(num_ranks):
+        return _run_agent(words, folder, num_ranks, 0)
+
+
+@contextlib.contextmanager
+def launcher_folder() -> Iterator[Path]:
+    """For ranks' files; those of launchers that were killed are removed."""
+    above = Path(tempfile.gettempdir())
+    for lock in above.glob(f"{FOLDER}*/{LOCK}"):
+        with contextlib.suppress(OSError), lock.open("a") as file:
+            if lock.parent.stat().st_uid == os.getuid():
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process that holds it
+                shutil.rmtree(lock.parent, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=FOLDER) as folder, (Path(folder) / LOCK).open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield Path(folder)
 
 
 @contextlib.contextmanager
 def as_launcher(num_ranks: int) -> Iterator[None]:
     """What ranks are started with."""
-    os.environ[LAUNCHER] = str(os.getpid())
-    os.environ |= child_environment(num_ranks, os.environ)
+    own = {LAUNCHER: str(os.getpid()), SECRET: secrets.token_hex(32)}
+    os.environ |= own | child_environment(num_ranks, os.environ)
     try:
         yield
     finally:
-        del os.environ[LAUNCHER]
+        for name in own:
+            del os.environ[name]
 
 
 def child_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
@@ -211,7 +241,7 @@ def _run_agent(words: list[str], folder: Path, num_ranks: int, restarts: int) ->
             failed = agent.run().is_failed()
         written = read_failures(files.newest)
         if not failed:
-            return show_farewell(written)
+            return show_farewell(written, asked())
         if asked() and all(failure.victim for failure in written):
             return 128 + asked()
         failure = root_cause(written, files.codes)
@@ -226,12 +256,16 @@ def _run_agent(words: list[str], folder: Path, num_ranks: int, restarts: int) ->
     return failure.code
 
 
-def show_farewell(written: list[Failure]) -> int:
-    """The status of ranks that all ended well: with a checkpoint before the end, where they were asked to."""
+def show_farewell(written: list[Failure], asked: int = 0) -> int:
+    """The status of ranks that all ended well: with a checkpoint before the end, where they were asked to.
+
+    `asked`: the signal that came here; ranks were told of it by SIGTERM, whatever it was.
+    """
     left = [failure for failure in written if failure.code == Preempted.code]
     if not left:
         return 0
-    print(left[0].text, file=sys.stderr, flush=True)
+    name = signal.Signals(asked or signal.SIGTERM).name
+    print(left[0].text.replace("(SIGTERM)", f"({name})", 1), file=sys.stderr, flush=True)
     return Preempted.code
 
 

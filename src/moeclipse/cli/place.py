@@ -11,7 +11,6 @@ measured. Nothing here needs torch.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -35,6 +34,7 @@ from moeclipse.cli.guard import refuse_unwritable
 from moeclipse.cli.heatmap import heat_lines
 from moeclipse.cli.place_run import RunFacts
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.outside import read_json, told_of
 
 BESIDE = "beside the loads"
 TOLD_LAYERS = TOLD_RANKS = 3
@@ -224,9 +224,9 @@ def _current(config: FullConfig, load: Load, count: int) -> list[Placement]:
     if not config.current.is_file():
         raise ConfigError(f"--current: there is no file {config.current}")
     try:
-        value = json.loads(config.current.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--current: {config.current} is not JSON: {error}") from None
+        value = read_json(config.current)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--current: {told_of(config.current, error)}") from None
     values = value["layers"] if isinstance(value, dict) and "layers" in value else [value] * count
     if not isinstance(values, list) or len(values) != count:
         number = len(values) if isinstance(values, list) else "no list of"

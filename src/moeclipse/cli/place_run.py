@@ -7,14 +7,14 @@ torch.
 
 from __future__ import annotations
 
-import json
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moeclipse.balance.objective import PlacementCosts, rows_per_pair
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.outside import parse_json, read_text, table
+from moeclipse.core.toml import parse_toml
 from moeclipse.report.run import layers_with_experts
 from moeclipse.report.skew import probe_of, sharers
 
@@ -37,9 +37,9 @@ class RunFacts:
         if load.name != "load.npz":
             return cls(load=load, config={}, choices={})
         try:
-            config = tomllib.loads(_text(folder / "config.toml"))
-            choices = json.loads(_text(folder / "choices.json") or "{}")
-        except ValueError as error:
+            config = parse_toml(_text(folder / "config.toml"), "config.toml")
+            choices = table(parse_json(_text(folder / "choices.json") or "{}", numbers=False))
+        except (OSError, ValueError) as error:
             raise ConfigError(f"{folder}: config.toml or choices.json cannot be read: {error}") from None
         return cls(load=load, config=config, choices=choices)
 
@@ -111,4 +111,4 @@ class RunFacts:
 
 
 def _text(path: Path) -> str:
-    return path.read_text() if path.is_file() else ""
+    return read_text(path) if path.is_file() else ""

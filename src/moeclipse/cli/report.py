@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,7 @@ from moeclipse.cli.guard import refuse_unwritable
 from moeclipse.core.errors import ConfigError
 from moeclipse.report.advice import advise_run
 from moeclipse.report.fail_if import judge
+from moeclipse.report.figures import shown
 from moeclipse.report.measures import measures_of
 from moeclipse.report.page import NAME, write_page
 from moeclipse.report.run import RunData, read_run
@@ -88,7 +90,9 @@ def numbers_of(runs: list[RunData]) -> dict[str, object]:
     """What `--json` prints."""
     found = []
     for run in runs:
-        measures, skew = measures_of(run), skew_of(run)
+        measures = measures_of(run)
+        skew = shown("skew", partial(skew_of, run), run.gaps, None)
+        advice = shown("advice", partial(advise_run, run, measures), run.gaps, [])
         found.append(
             {
                 "name": run.name,
@@ -96,7 +100,7 @@ def numbers_of(runs: list[RunData]) -> dict[str, object]:
                 "ranks": run.num_ranks,
                 "measures": measures,
                 "skew": None if skew is None else asdict(skew),
-                "advice": [asdict(one) for one in advise_run(run, measures)],
+                "advice": [asdict(one) for one in advice],
                 "gaps": run.gaps,
             }
         )

@@ -22,6 +22,7 @@ from rich.text import Text
 from moeclipse.cli.display import count
 from moeclipse.cli.guard import refuse_unwritable
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.outside import read_text, told_of
 from moeclipse.cost.file import load_costs
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.grid import format_grid
@@ -214,7 +215,11 @@ def _program(question: Question, config: SimulateConfig) -> Program:
         return build(name, question.ranks, question.microbatches, question.stages_per_rank)
     if not config.from_csv.is_file():
         raise ConfigError(f"--from-csv: there is no file {config.from_csv}")
-    return parse_csv(config.from_csv.read_text(), config.from_csv.name)
+    try:
+        text = read_text(config.from_csv, errors="replace")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--from-csv: {told_of(config.from_csv, error)}") from None
+    return parse_csv(text, config.from_csv.name)
 
 
 def _terms(question: Question) -> str:

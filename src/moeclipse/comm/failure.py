@@ -5,12 +5,19 @@ fails publishes its message in the store; whoever's collective breaks afterwards
 message. When nobody failed in words, the first rank that waited too long asks all others where they stand
 (`watchdog` answers for those whose host is busy), follows who waits for whom (`culprits`), and publishes
 that: all ranks end with the same cause.
+
+Any process that reaches the store's port can write there. So ranks sign what they say with the run's secret
+(`comm/start`), each word for its own key; what is not signed is no word of a rank: it is ignored, which is
+told once, and gives way to one that is.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,8 +30,10 @@ from moeclipse.comm.watch.culprits import Stand, describe_wait, reached_from
 from moeclipse.comm.watch.op_log import OpLog
 from moeclipse.core.errors import CommError, DeadlineError
 
+FIRST = "failure/first"
 GRACE_S = 2.0  # how long to wait for the culprit's own words after our collective broke
 SIGN_S = 1.0  # how long the others have to say where they stand
+TRIES = 10  # to take the place of words that are nobody's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +61,10 @@ class Watch:
     deadline_s: float
     log: OpLog = field(default_factory=OpLog)
     """What this rank launched last."""
+    secret: bytes = b""
+    """Of the run: ranks know it, and nobody else."""
+    ignored: set[str] = field(default_factory=set)
+    """Keys under which words stood that no rank had signed."""
 
     def publish(self, message: str) -> bool:
         """Leave this rank's message for the others; only the first one counts. Whether it was this one."""
@@ -62,12 +75,9 @@ class Watch:
         return None if cause is None else (cause.rank, cause.text)
 
     def first_cause(self) -> Cause | None:
-        if self.store is None:
-            return None
         try:
-            if not self.store.check(["failure/first"]):
-                return None
-            return Cause(**json.loads(self.store.get("failure/first")))
+            found = self._hear(FIRST)
+            return None if found is None else Cause(**found)
         except RuntimeError:
             return None
 
@@ -122,24 +132,54 @@ class Watch:
         if stands:
             waited["stands"] = {str(rank): stand.record() for rank, stand in sorted(stands.items())}
         cause = Cause(rank=self.rank, text=text, late=True, waited=waited)
-        mine_counts = self._publish(cause)
-        until = time.monotonic() + SIGN_S
-        # Who was first has said so and may not have written its words yet.
-        while not mine_counts and self.first_cause() is None and time.monotonic() < until:
-            time.sleep(0.01)
+        self._publish(cause)
         return self.told() or cause.error()
 
     def _publish(self, cause: Cause) -> bool:
         if self.store is None:
             return True
         try:
-            if self.store.add("failure/count", 1) > 1:
-                return False
-            self.store.set("failure/first", json.dumps(vars(cause)))
+            mine = self._signed(FIRST, vars(cause))
+            for _ in range(TRIES):
+                found = bytes(self.store.compare_set(FIRST, "", mine))
+                if found == mine.encode():
+                    break
+                if self._read(FIRST, found) is not None:
+                    return False
+                self.store.set(FIRST, "")  # nobody's words give way
             self.alarm()
         except RuntimeError:
             pass  # the store died with its host; the launcher will end us
         return True
+
+    # signatures
+
+    def _signed(self, key: str, value: Any) -> str:
+        text = json.dumps(value)
+        return f"{self._signature(key, text.encode())} {text}"
+
+    def _signature(self, key: str, text: bytes) -> str:
+        return hmac.new(self.secret, key.encode() + b"\0" + text, hashlib.sha256).hexdigest()
+
+    def _read(self, key: str, words: bytes) -> Any:
+        """What a rank said under this key; None where no rank did."""
+        signature, _, text = words.partition(b" ")
+        if not hmac.compare_digest(signature, self._signature(key, text).encode()):
+            if key not in self.ignored:
+                self.ignored.add(key)
+                print(
+                    f"rank {self.rank}: the run's store holds words ({key}) that no rank of this run has "
+                    "signed; they are ignored. Another process on this network writes there",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return None
+        return json.loads(text)
+
+    def _hear(self, key: str) -> Any:
+        if self.store is None or not self.store.check([key]):
+            return None
+        return self._read(key, bytes(self.store.get(key)))
 
     # signs
 
@@ -147,10 +187,10 @@ class Watch:
         """Ask every rank for a sign."""
         if self.store is not None:
             with suppress(RuntimeError):
-                self.store.set("alarm", str(self.rank))
+                self.store.set("alarm", self._signed("alarm", self.rank))
 
     def alarmed(self) -> bool:
-        return self.store is not None and bool(self.store.check(["alarm"]))
+        return self._hear("alarm") is not None
 
     @staticmethod
     def _waits(label: str, ranks: Sequence[int], **more: Any) -> Stand:
@@ -160,14 +200,15 @@ class Watch:
         """Tell the others where this rank stands."""
         if self.store is not None:
             with suppress(RuntimeError):
-                self.store.set(f"waiting/{self.rank}", json.dumps(stand.record()))
+                key = f"waiting/{self.rank}"
+                self.store.set(key, self._signed(key, stand.record()))
 
     def stands(self, ranks: Sequence[int]) -> dict[int, Stand]:
         """Where each rank that gave a sign stands; itself included."""
         places = {self.rank: Stand(waits=False)}
-        if self.store is not None:
-            with suppress(RuntimeError):
-                for rank in ranks:
-                    if self.store.check([f"waiting/{rank}"]):
-                        places[rank] = Stand.read(json.loads(self.store.get(f"waiting/{rank}")))
+        with suppress(RuntimeError):
+            for rank in ranks:
+                found = self._hear(f"waiting/{rank}")
+                if found is not None:
+                    places[rank] = Stand.read(found)
         return places

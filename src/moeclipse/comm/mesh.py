@@ -36,6 +36,7 @@ from moeclipse.comm.failure import Watch
 from moeclipse.comm.gather_json import tell
 from moeclipse.comm.group import Group, host_id, number_hosts
 from moeclipse.comm.private_torch import default_store
+from moeclipse.comm.start import shared_secret
 from moeclipse.core.errors import CommError, ConfigError
 
 Made = TypeVar("Made")
@@ -184,7 +185,13 @@ class Mesh:
                 f"({dist.get_world_size()})"
             )
         store = dist.PrefixStore("moeclipse", default_store())
-        watch = Watch(store=store, rank=dist.get_rank(), num_ranks=num_ranks, deadline_s=deadline_s)
+        watch = Watch(
+            store=store,
+            rank=dist.get_rank(),
+            num_ranks=num_ranks,
+            deadline_s=deadline_s,
+            secret=shared_secret(torch.device(device)),
+        )
         where: dict[str, Any] = {"rank": dist.get_rank(), "device": torch.device(device), "hosts": hosts}
         return cls(dp=dp, ep=ep, tp=tp, pp=pp, watch=watch, **where)
 

@@ -3,15 +3,23 @@
 `start` joins what torchrun (or our launcher) set up. Its store is prefixed by the attempt, because a
 restarted rank would otherwise read the address of its dead predecessor, and by the number of starts in
 this process, so that start - stop - start works. `stop` takes no argument and may be called twice.
+
+The store has no lock: whoever reaches its port reads and writes it. It listens on the address by which ranks
+know it, not on all that the host has, and what ranks say there about failures is signed with a secret that
+they agree on without it (`shared_secret`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
+import secrets
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -24,6 +32,8 @@ from moeclipse.comm.watch.op_log import MARKS, OpLog
 from moeclipse.core.errors import CommError, ConfigError
 
 MPS = "CUDA_MPS_PIPE_DIRECTORY"
+SECRET = "MOECLIPSE_SECRET"
+"""A secret of the run's own, where a launcher or a user hands one down."""
 Backend = Literal["auto", "nccl", "gloo"]
 """auto: NCCL where each rank has a GPU of its own, else gloo; nccl: also where ranks share one."""
 
@@ -139,7 +149,19 @@ def start(
         num_ranks=place.num_ranks,
         deadline_s=deadline_s,
         log=open_log(place, on_device=by_nccl),
+        secret=shared_secret(torch.device("cpu")),
     )
+
+
+def shared_secret(device: torch.device) -> bytes:
+    """What all ranks know and nobody else; collective.
+
+    Rank 0 draws it and sends it over the connections of the process group, which no neighbour can read.
+    Where ranks were started with a secret, it is part of it: whoever joined in place of a rank lacks it.
+    """
+    drawn = torch.tensor(list(secrets.token_bytes(32)), dtype=torch.uint8, device=device)
+    dist.broadcast(drawn, 0)
+    return hashlib.sha256(os.environ.get(SECRET, "").encode() + bytes(drawn.tolist())).digest()
 
 
 def open_log(place: RankPlace, on_device: bool) -> OpLog:
@@ -176,9 +198,38 @@ def open_store(place: RankPlace, patience: timedelta) -> dist.Store:
         )
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = place.rank == 0 and not agent
+    here = place.local_ranks == place.num_ranks
+    listener = listen_at(host, int(port), here) if serves else None
     return dist.TCPStore(
-        host, int(port), None if agent else place.num_ranks, is_master=serves, timeout=patience
+        host,
+        int(port),
+        None if agent else place.num_ranks,
+        is_master=serves,
+        timeout=patience,
+        master_listen_fd=None if listener is None else listener.detach(),
     )
+
+
+def listen_at(host: str, port: int, here: bool) -> socket.socket | None:
+    """A socket that listens on the address alone by which ranks know the store; `here`: all are on this host.
+
+    None where that cannot be said: other hosts may know a name by another address than this one does, and an
+    address may not be the host's own (a service, NAT).
+    """
+    try:
+        name = "" if here else str(ip_address(host))
+        family, kind, _, _, address = socket.getaddrinfo(name or host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+    except (OSError, ValueError):
+        return None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        return None
+    return listener
 
 
 def stop() -> None:

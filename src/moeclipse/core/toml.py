@@ -17,18 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.outside import read_text, told_of
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The table in a TOML file; ConfigError names file, line and what is wrong."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; give the path of a TOML configuration") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a TOML file") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); expected a TOML file") from None
+    except ValueError as error:
+        raise ConfigError(f"{told_of(path, error)}; expected a TOML file") from None
     return parse_toml(text, str(path))
 
 

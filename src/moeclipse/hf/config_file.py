@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from moeclipse.core.errors import CheckpointError
+from moeclipse.core.outside import read_bytes, read_table, told_of
 
 CONFIG = "config.json"
 TOKENIZER = (
@@ -14,6 +14,8 @@ TOKENIZER = (
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json"),
 )
 """What is copied as it is, where it is there."""
+MOST_SMALL = 1 << 28
+"""Bytes of such a file; a tokenizer.json of a large vocabulary has some thirty million."""
 NEEDED = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Without any of these there is no tokenizer."""
 
@@ -30,19 +32,24 @@ def config_of(path: Path) -> dict[str, Any]:
             f"{path}: there is no such folder; give one with {CONFIG} and safetensors files"
         )
     try:
-        tree = json.loads((path / CONFIG).read_bytes())
+        # A key that is not ours may be infinite, and is in some families.
+        return read_table(path / CONFIG, inside=path, numbers=False)
     except FileNotFoundError:
         raise CheckpointError(f"{path} has no {CONFIG}; it is no folder of a Hugging Face model") from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}/{CONFIG} cannot be read: {error}; download it again") from None
-    if not isinstance(tree, dict):
-        raise CheckpointError(f"{path}/{CONFIG} is not a table; download it again")
-    return tree
+        raise CheckpointError(f"{told_of(path / CONFIG, error)}; download it again") from None
 
 
 def small_files(path: Path, *, tokenizer: bool = True) -> dict[str, bytes]:
     """Tokenizer files and the like, by name; CheckpointError where a tokenizer is wanted and missing."""
-    found = {name: (path / name).read_bytes() for name in TOKENIZER if (path / name).is_file()}
+    found = {}
+    for name in TOKENIZER:
+        try:
+            found[name] = read_bytes(path / name, most=MOST_SMALL, inside=path)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{told_of(path / name, error)}; download it again") from None
     if tokenizer and not any(name in found for name in NEEDED):
         raise CheckpointError(
             f"{path} has no tokenizer ({', '.join(NEEDED)}); put one there, or leave it out with "

@@ -71,7 +71,9 @@ def qwen2(told: Mapping[str, Any]) -> Values:
 def qwen3(told: Mapping[str, Any]) -> Values:
     window = told.get("sliding_window") if told["use_sliding_window"] else 0
     bias = {"model.attention_bias": "all" if told["attention_bias"] else "none"}
-    experts = {"moe.num_experts": told.get("num_experts") or told["num_local_experts"]}
+    experts = {
+        "moe.num_experts": told.get("num_experts") or told.get("num_local_experts") or told["num_experts"]
+    }
     windows = all_windows({"sliding_window": window})
     return grouped(told) | windows | dense_of_qwen(told) | renormalises(told) | bias | experts
 

@@ -14,7 +14,6 @@ part in training.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from moeclipse.core.config import with_values
 from moeclipse.core.errors import CheckpointError
+from moeclipse.core.outside import MOST_INDEX, read_table, regular, table, told_of
 from moeclipse.hf.config_file import config_of
 from moeclipse.hf.manifest import check_manifest
 from moeclipse.hf.names import LogicalTensor, RowRange, tensor_table
@@ -218,7 +218,7 @@ class HfFolder:
 
     def _file(self, name: str) -> Any:
         if name not in self._files:
-            self._files[name] = safe_open(self.path / name, framework="pt")
+            self._files[name] = safe_open(regular(self.path / name, inside=self.path), framework="pt")
         return self._files[name]
 
 
@@ -255,18 +255,18 @@ def stored_tensors(path: Path) -> dict[str, StoredAs]:
 def placed_by_index(path: Path) -> dict[str, str] | None:
     """Name -> file; None where all is in one file."""
     try:
-        tree = json.loads((path / INDEX).read_bytes())
-        placed = {str(key): str(file) for key, file in tree["weight_map"].items()}
+        tree = read_table(path / INDEX, most=MOST_INDEX, inside=path, numbers=False)
+        placed = {key: str(file) for key, file in table(tree.get("weight_map")).items()}
     except FileNotFoundError:
         if not (path / ONE_FILE).exists():
             raise CheckpointError(
                 f"{path} has neither {INDEX} nor {ONE_FILE}; only safetensors are read"
             ) from None
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}/{INDEX} cannot be read: {error!r}; download it again") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{told_of(path / INDEX, error)}; download it again") from None
     for file in placed.values():
-        if Path(file).name != file:
+        if Path(file).name != file or file in ("", ".", "..") or "\0" in file:
             raise CheckpointError(
                 f"{path}/{INDEX} names {file!r}, which is not a plain name inside the folder"
             )
@@ -275,7 +275,7 @@ def placed_by_index(path: Path) -> dict[str, str] | None:
 
 def header_of(path: Path, file: str) -> dict[str, StoredAs]:
     try:
-        with safe_open(path / file, framework="pt") as opened:
+        with safe_open(regular(path / file, inside=path), framework="pt") as opened:
             found = {}
             for key in opened.keys():  # noqa: SIM118  (it is no mapping)
                 part = opened.get_slice(key)
@@ -283,7 +283,6 @@ def header_of(path: Path, file: str) -> dict[str, StoredAs]:
             return found
     except FileNotFoundError:
         raise CheckpointError(f"{path}: {file} is missing; download it again") from None
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path}: {file} is truncated or damaged ({error}); download it again"
-        ) from None
+    except (SafetensorError, OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise CheckpointError(f"{path}: {file} is truncated or damaged ({why}); download it again") from None

@@ -20,7 +20,6 @@ line, and so are tensors of another shape than the model's.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from moeclipse.core.errors import CheckpointError
+from moeclipse.core.outside import read_table, regular
 from moeclipse.hf.names import EACH, Names
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.count import attention_matrices
@@ -189,7 +189,7 @@ def read_adapter(
     """Ours, of a folder; CheckpointError where it is not whole or needs what we do not have."""
     told = read_settings(path)
     try:
-        tensors = load_file(path / WEIGHTS)
+        tensors = load_file(regular(path / WEIGHTS, inside=path))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} is no whole adapter ({CONFIG}, {WEIGHTS}): {error}") from None
     if (told.get("r"), float(told.get("lora_alpha") or 0)) != (lora.rank, lora.alpha):
@@ -207,7 +207,7 @@ def read_adapter(
 def read_settings(path: Path) -> dict[str, Any]:
     """An adapter_config.json that asks for nothing that we do not have."""
     try:
-        told: dict[str, Any] = json.loads((path / CONFIG).read_bytes())
+        told = read_table(path / CONFIG, inside=path, numbers=False)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is no whole adapter ({CONFIG}, {WEIGHTS}): {error}") from None
     needs = [

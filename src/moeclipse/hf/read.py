@@ -6,6 +6,7 @@ user's: only what the model computes is read.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,36 @@ GATE_KEYS = (
     *("kind", "top_k", "choose", "renormalise", "scale", "num_groups", "top_groups", "group_score"),
     *("logit_bias", "capacity_factor"),
 )
+SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok"),
+    *("moe_k", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("decoder_sparse_step", "moe_layer_interval"),
+)
+"""Whole numbers of at least 1."""
+COUNTS = (
+    *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    *("head_dim", "q_lora_rank", "n_shared_experts", "moe_num_shared_experts", "first_k_dense_replace"),
+    *("n_group", "topk_group", "max_window_layers", "sliding_window", "moe_layer_start_index"),
+    *("max_position_embeddings", "num_nextn_predict_layers", "num_mtp_layers"),
+)
+"""Whole numbers of at least 0."""
+NUMBERS = (
+    *("rms_norm_eps", "initializer_range", "attention_dropout", "routed_scaling_factor", "clip_qkv"),
+    *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
+    *("rope_theta", "partial_rotary_factor", "swiglu_alpha", "swiglu_limit", "router_jitter_noise"),
+)
+ROPE = (
+    *("factor", "rope_theta", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    *("mscale", "mscale_all_dim", "beta_fast", "beta_slow", "attention_factor", "partial_rotary_factor"),
+)
+"""Numbers of its table."""
+NAMES = ("hidden_act", "topk_method")
+TABLES, LISTS = ("rope_parameters", "rope_scaling"), {"layer_types": str, "mlp_only_layers": int}
+LARGEST = {"num_hidden_layers": 1 << 14}
+"""Of a whole number; of the others 2^40."""
+MOST_EXPERTS = 1 << 18
+"""Experts of all layers together."""
 OF_THE_RUN = (
     *("model.memory", "model.from_hf", "model.dtype", "model.base", "model.dense_base", "moe.expert_tp"),
 )
@@ -64,6 +95,9 @@ def read_config(theirs: Mapping[str, Any], where: str, *, dense: bool = False) -
     `dense`: a model without experts is wanted.
     """
     family = family_of(theirs, where, dense=dense)
+    problems = list(type_problems(theirs))
+    if problems:
+        raise CheckpointError(f"{where}/config.json: {'; '.join(problems)}; take the file of the model")
     told = {**GENERAL_DEFAULTS, **family.defaults, **{k: v for k, v in theirs.items() if v is not None}}
     keys = {ours: key for ours, key in COMMON.items() if not (dense and ours.startswith("gate."))}
     keys |= family.keys
@@ -78,15 +112,60 @@ def read_config(theirs: Mapping[str, Any], where: str, *, dense: bool = False) -
         if key in told and told[key] != ours
     ]
     values = usual_values() | {ours: told[key] for ours, key in keys.items()}
-    rope, rope_needs = read_rope(told, family.theta)
-    needs += rope_needs
-    if needs:
-        raise CheckpointError(f"{where}: {family.title} with {'; '.join(needs)} is not supported")
-    values |= {**rope, **family.fixed, **family.rest(told)}
+    try:
+        rope, rope_needs = read_rope(told, family.theta)
+        needs += rope_needs
+        if needs:
+            raise CheckpointError(f"{where}: {family.title} with {'; '.join(needs)} is not supported")
+        values |= {**rope, **family.fixed, **family.rest(told)}
+    except KeyError as error:
+        raise CheckpointError(
+            f"{where}/config.json lacks {error.args[0]}; take the whole file of the model"
+        ) from None
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"{where}/config.json: no {family.title} has such values ({error}); take the file of the model"
+        ) from None
+    experts = values["moe.num_experts"] * values["model.num_layers"]
+    if not dense and experts > MOST_EXPERTS:
+        raise CheckpointError(
+            f"{where}/config.json asks for {experts} experts in all layers; there are at most {MOST_EXPERTS}"
+        )
     values["model.tie_embeddings"] = bool(values["model.tie_embeddings"])
     floats = ("model.norm_eps", "model.init_std", "gate.scale")
     values |= {key: float(values[key]) for key in floats if key in values}
     return ReadConfig(family=family, values=values, theirs=theirs)
+
+
+def type_problems(theirs: Mapping[str, Any], before: str = "") -> Iterator[str]:
+    """Keys that we read and whose values no model can have; null is like a key that is not there."""
+    for key, value in theirs.items():
+        name = f"{before}{key}"
+        if value is None:
+            continue
+        if key in SIZES or key in COUNTS:
+            least, most = int(key in SIZES), LARGEST.get(key, 1 << 40)
+            if type(value) is not int or not least <= value <= most:
+                yield f"{name} must be a whole number from {least} to {most}, not {shown(value)}"
+        elif key in (ROPE if before else NUMBERS) and not is_finite(value):
+            yield f"{name} must be a finite number, not {shown(value)}"
+        elif key in NAMES and not isinstance(value, str):
+            yield f"{name} must be a name, not {shown(value)}"
+        elif key in TABLES and not isinstance(value, Mapping):
+            yield f"{name} must be a table, not {shown(value)}"
+        elif key in TABLES:
+            yield from type_problems(value, f"{name}.")
+        elif key in LISTS and not (isinstance(value, list) and all(type(one) is LISTS[key] for one in value)):
+            yield f"{name} must be a list of {LISTS[key].__name__}, not {shown(value)}"
+
+
+def is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def usual_values() -> Values:

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from moeclipse.core.outside import read_table
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
@@ -142,7 +144,8 @@ def tune(
             best, best_ms = tile, ms
     path = file.expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
-    entries = json.loads(path.read_text()) if path.exists() else {}
+    _read.cache_clear()
+    entries = dict(_read(file))
     entries[key_of(kernel, device, *widths)] = asdict(best)
     fresh = path.with_suffix(".new")
     fresh.write_text(json.dumps(entries, indent=1, sort_keys=True))
@@ -198,6 +201,6 @@ def delay(tile: Tile, device: torch.device, num_tiles: int) -> int:
 def _read(file: Path) -> dict[str, dict[str, Any]]:
     path = file.expanduser()
     try:
-        return json.loads(path.read_text())
+        return read_table(path)
     except (OSError, ValueError):
         return {}

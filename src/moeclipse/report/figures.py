@@ -9,7 +9,7 @@ texts are data: whoever draws them must not read them as markup.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,20 @@ def figures(runs: Sequence[RunData]) -> dict[str, Any]:
 
 
 def run_figures(run: RunData, measures: dict[str, float | None], mark: str) -> dict[str, Any]:
-    step_ms = measures["step_ms"]
+    parts: dict[str, tuple[Callable[[], Any], Any]] = {
+        "window": (lambda: window_of(run), ""),
+        "advice": (lambda: advice(run, measures), []),
+        "curves": (lambda: curves(run), {"step": []}),
+        "eval": (lambda: held_out(run), {"step": [], "loss": []}),
+        "ranks": (lambda: rank_parts(run), []),
+        "rows": (lambda: rank_rows(run), None),
+        "loads": (lambda: loads(run), []),
+        "timeline": (lambda: None if run.trace is None else timeline_of(run.trace), None),
+        "hidden_by_op": (lambda: [] if run.trace is None else hidden_by_op(run.trace), []),
+        "events": (lambda: events(run), []),
+        "skew": (lambda: [] if (skew := skew_of(run)) is None else skew.in_words(), []),
+        "choices": (lambda: choices(run), []),
+    }
     return {
         "mark": mark,
         "name": run.name,
@@ -68,27 +81,30 @@ def run_figures(run: RunData, measures: dict[str, float | None], mark: str) -> d
         "measures": measures,
         "in_words": {name: in_words(name, value) for name, value in measures.items()},
         "unigram_entropy": run.summary.get("unigram_entropy"),
-        "window": window_of(run),
-        "advice": [
-            {"setting": one.setting, "why": one.why, "gain_ms": one.gain_ms, "at_most": one.at_most}
-            | {"share": one.gain_ms / step_ms if one.gain_ms is not None and step_ms else None}
-            for one in advise_run(run, measures)
-        ],
-        "curves": curves(run),
-        "eval": held_out(run),
-        "ranks": rank_parts(run),
-        "rows": rank_rows(run),
-        "loads": loads(run),
-        "timeline": None if run.trace is None else timeline_of(run.trace),
-        "hidden_by_op": [] if run.trace is None else hidden_by_op(run.trace),
-        "events": events(run),
+        **{name: shown(name, make, run.gaps, nothing) for name, (make, nothing) in parts.items()},
         "placement": run.summary.get("placement"),
-        "skew": [] if (skew := skew_of(run)) is None else skew.in_words(),
-        "choices": choices(run),
         "memory": run.summary.get("memory"),
         "sample": run.summary.get("sample"),
         "gaps": run.gaps,
     }
+
+
+def shown(name: str, make: Callable[[], Any], gaps: list[str], nothing: Any) -> Any:
+    """A part of the page; where files hold what no run writes, the part is left out and named."""
+    try:
+        return make()
+    except Exception as error:  # values of somebody else's making: whatever they break, the rest is shown
+        gaps.append(f"{name} cannot be shown: the files hold what no run writes ({error!r:.200})")
+        return nothing
+
+
+def advice(run: RunData, measures: dict[str, float | None]) -> list[dict[str, Any]]:
+    step_ms = measures["step_ms"]
+    return [
+        {"setting": one.setting, "why": one.why, "gain_ms": one.gain_ms, "at_most": one.at_most}
+        | {"share": one.gain_ms / step_ms if one.gain_ms is not None and step_ms else None}
+        for one in advise_run(run, measures)
+    ]
 
 
 def window_of(run: RunData) -> str:
@@ -103,7 +119,9 @@ def curves(run: RunData) -> dict[str, Any]:
     found: dict[str, Any] = {"step": (run.steps.step[starts] + 1).tolist()}
     for name in CURVES:
         if run.steps.has(name):
-            found[name] = curve(run.steps.column(name), MOST_POINTS)
+            several = run.steps.num_steps > len(run.steps.step)
+            ends = [part[name] if several else None for part in (run.steps.lowest, run.steps.highest)]
+            found[name] = curve(run.steps.column(name), MOST_POINTS, *ends)
     return found
 
 

@@ -57,7 +57,7 @@ MORE_IS_BETTER = ("tokens_per_s", "hidden", "mfu", "of_limit", "balance")
 
 def measures_of(run: RunData) -> dict[str, float | None]:
     """By name, in the order of ABOUT."""
-    found: dict[str, float | None] = {"steps": float(len(run.steps.step))}
+    found: dict[str, float | None] = {"steps": float(run.steps.num_steps)}
     found |= losses(run)
     for name in ("step_ms", "comm_ms", "hidden_ms", "balance", "grad_norm"):
         found[name] = mean(run, name)
@@ -108,7 +108,7 @@ def rate(run: RunData, name: str) -> float | None:
 
 
 def total(run: RunData, name: str) -> float | None:
-    return over(np.sum, run.steps.column(name))
+    return over(np.sum, run.steps.total(name))
 
 
 def over(what: Callable[[np.ndarray], float], values: np.ndarray) -> float | None:

@@ -6,15 +6,13 @@
 
 Contract. Files are data of somebody else's making: lines that were cut, columns that an older version did not
 write, a summary that never came. None of it raises; it is left out and said in `gaps`. Only a folder that
-holds nothing of a run is refused. Memory grows with steps x (columns + ranks), not with experts.
+holds nothing of a run is refused. Memory grows neither with steps (`report/step_table`) nor with experts.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import re
-import tomllib
+from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,33 +22,16 @@ import numpy as np
 
 from moeclipse.balance.load import Load
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.outside import MOST_BYTES, lines_of, open_file, parse_json, read_table, read_text, told_of
+from moeclipse.core.toml import parse_toml
+from moeclipse.report.step_table import MOST_NOTES, MetricsFile, StepTable, number
 
 TRACE = "trace.json"
-MOST_NOTES = 500
-"""Notes and incidents that are kept; how many more there were is said."""
 MOST_TRACE_BYTES = 200 << 20
 WARMUP_STEPS = 3
 """First steps left out of means where the configuration does not say."""
 WINDOW = re.compile(r"steps (\d+) to (\d+)")
 """Of a summary: the steps that its means are of."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTable:
-    """Numbers of steps, in the order of steps."""
-
-    step: np.ndarray
-    columns: dict[str, np.ndarray]
-    ranks: dict[str, np.ndarray] = field(default_factory=dict)
-    """By name: [steps in which ranks were told apart, P]."""
-    rank_step: np.ndarray = field(default_factory=lambda: np.zeros(0))
-
-    def column(self, name: str) -> np.ndarray:
-        found = self.columns.get(name)
-        return np.full(len(self.step), math.nan) if found is None else found
-
-    def has(self, name: str) -> bool:
-        return bool(np.isfinite(self.column(name)).any())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +77,8 @@ class RunData:
         """Steps after warm-up, of all starts; all where there are no others."""
         step = self.steps.step
         warm = number(self.config.get("metrics.warmup_steps"), WARMUP_STEPS)
-        late = np.arange(len(step)) >= warm
+        steps = self.steps.steps if len(self.steps.steps) else np.ones(len(step))
+        late = np.cumsum(steps) > warm
         return late if late.any() else np.ones(len(step), dtype=bool)
 
 
@@ -106,23 +88,20 @@ def layers_with_experts(dense_first: int, dense: Collection[int], count: int) ->
     return [layer for layer in range(dense_first, last) if layer not in dense][:count]
 
 
-def number(value: Any, otherwise: float) -> float:
-    """A number of a file, or another one in its place; true and false count."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else otherwise
-
-
-def read_run(directory: Path) -> RunData:
+def read_run(directory: Path, metrics: MetricsFile | None = None) -> RunData:
+    """`metrics`: what was read of its file before, to go on from."""
     if not directory.is_dir():
         raise ConfigError(f"{directory}: there is no such folder; give that of a run, like runs/NAME")
     gaps: list[str] = []
-    records = list(records_of(directory / "metrics.jsonl", gaps))
+    metrics = metrics or MetricsFile(directory / "metrics.jsonl")
+    read_metrics(metrics, gaps)
+    steps = metrics.table()
     summary = read_json(directory / "summary.json", gaps)
-    if not records and not summary and not (directory / "config.toml").is_file():
+    if not len(steps.step) and not summary and not (directory / "config.toml").is_file():
         raise ConfigError(f"{directory} holds no run: neither metrics.jsonl nor summary.json nor config.toml")
     if not summary:
         gaps.append("there is no summary yet: the run is under way, or it was cut")
     config = read_config(directory / "config.toml", gaps)
-    steps = table_of(records)
     if len(steps.step) and not steps.ranks:
         gaps.append("no per-rank times: this version of the run did not write them")
     if len(steps.step) and not steps.has("eval_loss"):
@@ -133,7 +112,7 @@ def read_run(directory: Path) -> RunData:
         steps=steps,
         summary=summary,
         config=config,
-        notes=notes_of(records, gaps),
+        notes=sorted(metrics.notes),
         incidents=incidents_of(directory, gaps),
         choices=choices_of(directory, gaps),
         load=load_of(directory / "load.npz", gaps),
@@ -142,84 +121,44 @@ def read_run(directory: Path) -> RunData:
     )
 
 
-def records_of(path: Path, gaps: list[str]) -> Iterator[dict[str, Any]]:
-    """Lines with a step, each as a record without the loads of experts: those are in `load.npz`."""
-    if not path.is_file():
+def read_metrics(metrics: MetricsFile, gaps: list[str]) -> None:
+    try:
+        metrics.read()
+    except FileNotFoundError:
         gaps.append("there is no metrics.jsonl: no step was recorded")
-        return
-    cut = 0
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-                record["step"] = int(record["step"])
-                record.pop("load", None)
-            except (ValueError, KeyError, TypeError, OverflowError, RecursionError, AttributeError):
-                cut += bool(line.strip())
-                continue
-            yield record
-    if cut:
-        gaps.append(f"{cut} lines of metrics.jsonl were cut or damaged, and are left out")
-
-
-def table_of(records: list[dict[str, Any]]) -> StepTable:
-    """The last word on each step counts: a step may have been run again."""
-    by_step = {record["step"]: record for record in records}
-    ordered = [by_step[step] for step in sorted(by_step)]
-    names = {key for record in ordered for key, value in record.items() if is_number(value)} - {"step"}
-    columns = {
-        name: np.array([number(record.get(name), math.nan) for record in ordered]) for name in sorted(names)
-    }
-    told = [record for record in ordered if isinstance(record.get("ranks"), dict)]
-    ranks: dict[str, np.ndarray] = {}
-    width = max((len(one["ranks"].get("step_ms") or ()) for one in told), default=0)
-    told = [one for one in told if len(one["ranks"].get("step_ms") or ()) == width]
-    for name in sorted({key for one in told for key in one["ranks"]}):
-        rows = [one["ranks"].get(name) for one in told]
-        whole = [row if isinstance(row, list) and len(row) == width else [math.nan] * width for row in rows]
-        ranks[name] = np.array([[number(value, math.nan) for value in row] for row in whole])
-    return StepTable(
-        step=np.array([record["step"] for record in ordered], dtype=np.int64),
-        columns=columns,
-        ranks=ranks if width else {},
-        rank_step=np.array([record["step"] for record in told], dtype=np.int64),
-    )
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
-
-
-def notes_of(records: list[dict[str, Any]], gaps: list[str]) -> list[tuple[int, str]]:
-    found = [
-        (record["step"], str(note))
-        for record in records
-        if isinstance(record.get("notes"), list)
-        for note in record["notes"]
-    ]
-    found += [(record["step"], "the step was skipped") for record in records if record.get("skipped")]
-    if len(found) > MOST_NOTES:
-        gaps.append(f"of {len(found)} notes the first {MOST_NOTES} are shown")
-    return sorted(found)[:MOST_NOTES]
+    except OSError as error:
+        gaps.append(told_of("metrics.jsonl", error))
+    damaged = metrics.damaged + metrics.unfinished
+    if damaged:
+        gaps.append(f"{damaged} lines of metrics.jsonl were cut or damaged, and are left out")
+    if metrics.num_notes > len(metrics.notes):
+        gaps.append(f"of {metrics.num_notes} notes the first {len(metrics.notes)} are shown")
 
 
 def incidents_of(directory: Path, gaps: list[str]) -> list[dict[str, Any]]:
-    path = directory / "incidents.jsonl"
-    if not path.is_file():
+    path, count, damaged = directory / "incidents.jsonl", 0, 0
+    found: deque[dict[str, Any]] = deque(maxlen=MOST_NOTES)
+    try:
+        with open_file(path) as file:
+            for line in lines_of(file):
+                try:
+                    record = None if line is None else parse_json(line, numbers=False)
+                except ValueError:
+                    record = None
+                if isinstance(record, dict):
+                    found.append(record)
+                    count += 1
+                else:
+                    damaged += line is None or bool(line.strip())
+    except FileNotFoundError:
         return []
-    found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict):
-            found.append(record)
-        elif line.strip():
-            gaps.append("a line of incidents.jsonl is damaged, and left out")
-    if len(found) > MOST_NOTES:
-        gaps.append(f"of {len(found)} incidents the last {MOST_NOTES} are shown")
-    return found[-MOST_NOTES:]
+    except OSError as error:
+        gaps.append(told_of(path.name, error))
+    if damaged:
+        gaps.append(f"{damaged} lines of incidents.jsonl are damaged, and left out")
+    if count > len(found):
+        gaps.append(f"of {count} incidents the last {len(found)} are shown")
+    return list(found)
 
 
 def choices_of(directory: Path, gaps: list[str]) -> dict[str, Any]:
@@ -240,8 +179,8 @@ def read_config(path: Path, gaps: list[str]) -> dict[str, Any]:
         gaps.append("there is no config.toml: settings are not known")
         return {}
     try:
-        return dict(flat(tomllib.loads(path.read_text(encoding="utf-8"))))
-    except (ValueError, OSError, RecursionError) as error:
+        return dict(flat(parse_toml(read_text(path), path.name)))
+    except (ValueError, OSError) as error:
         gaps.append(f"config.toml cannot be read: {error}")
         return {}
 
@@ -254,18 +193,14 @@ def flat(tree: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{before}{key}", value
 
 
-def read_json(path: Path, gaps: list[str]) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
+def read_json(path: Path, gaps: list[str], most: int = MOST_BYTES) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (ValueError, OSError, RecursionError) as error:
+        return read_table(path, most=most, numbers=False)
+    except FileNotFoundError:
+        return {}
+    except (ValueError, OSError) as error:
         gaps.append(f"{path.name} cannot be read: {error}")
         return {}
-    if not isinstance(found, dict):
-        gaps.append(f"{path.name} holds no table")
-        return {}
-    return found
 
 
 def load_of(path: Path, gaps: list[str]) -> Load | None:
@@ -274,7 +209,7 @@ def load_of(path: Path, gaps: list[str]) -> Load | None:
         return None
     try:
         return Load.read(path)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         gaps.append(str(error))
         return None
 
@@ -286,7 +221,7 @@ def trace_of(path: Path, gaps: list[str]) -> dict[str, Any] | None:
     if path.stat().st_size > MOST_TRACE_BYTES:
         gaps.append(f"{path.name} is too large to be shown here; open it in ui.perfetto.dev")
         return None
-    found = read_json(path, gaps)
+    found = read_json(path, gaps, MOST_TRACE_BYTES)
     if not isinstance(found.get("traceEvents"), list):
         gaps.append(f"{path.name} holds no events")
         return None

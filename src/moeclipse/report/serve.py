@@ -14,15 +14,22 @@ from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import BaseServer
-from threading import Lock
+from threading import BoundedSemaphore, Lock, Timer
 from typing import Any
 
 from moeclipse.report.figures import figures
 from moeclipse.report.page import fill
 from moeclipse.report.run import TRACE, RunData, read_run
+from moeclipse.report.step_table import MetricsFile
 
 HERE = "127.0.0.1"
-WATCHED = ("metrics.jsonl", "summary.json", "incidents.jsonl", "choices.json", "load.npz", TRACE)
+METRICS = "metrics.jsonl"
+MOST_CLIENTS = 32
+PATIENCE_S = 10.0
+"""With a client that says nothing, or takes nothing."""
+ALL_S = 60.0
+"""With a client, altogether."""
+WATCHED = (METRICS, "summary.json", "incidents.jsonl", "choices.json", "load.npz", TRACE)
 
 
 class Figures:
@@ -31,6 +38,7 @@ class Figures:
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = paths
         self._lock = Lock()
+        self._metrics = [MetricsFile(path / METRICS) for path in paths]
         self._version, self._found, self._title = "", {}, ""  # type: ignore[var-annotated]
 
     def now(self) -> tuple[str, dict[str, Any], str]:
@@ -38,7 +46,9 @@ class Figures:
         with self._lock:
             version = version_of(self.paths)
             if version != self._version:
-                runs: list[RunData] = [read_run(path) for path in self.paths]
+                runs: list[RunData] = [
+                    read_run(path, metrics) for path, metrics in zip(self.paths, self._metrics, strict=True)
+                ]
                 self._found = figures(runs)
                 self._title = " and ".join(run.name for run in runs)
                 self._version = version
@@ -64,6 +74,8 @@ def make_server(paths: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
     shown.now()
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = PATIENCE_S
+
         def do_GET(self) -> None:
             at = port_of(self.server)
             if self.headers.get("Host") not in (f"{HERE}:{at}", f"localhost:{at}"):
@@ -93,7 +105,36 @@ def make_server(paths: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
         def log_message(self, format: str, *args: Any) -> None:
             """Who asks every two seconds need not be told of."""
 
-    return ThreadingHTTPServer((HERE, port), Handler)
+    return FewClients((HERE, port), Handler)
+
+
+class FewClients(ThreadingHTTPServer):
+    """So many at once, each for so long: whoever comes beyond that is sent away at once."""
+
+    daemon_threads = True
+
+    def __init__(self, *given: Any) -> None:
+        self._room = BoundedSemaphore(MOST_CLIENTS)
+        super().__init__(*given)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._room.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        enough = Timer(ALL_S, lambda: self.shutdown_request(request))
+        enough.daemon = True
+        enough.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            enough.cancel()
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that leaves in the middle is no news."""
 
 
 def port_of(server: BaseServer) -> int:

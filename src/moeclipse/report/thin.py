@@ -21,8 +21,13 @@ def bin_starts(count: int, most: int) -> np.ndarray:
     return (np.arange(min(count, most)) * count // max(min(count, most), 1)).astype(np.int64)
 
 
-def curve(values: np.ndarray, most: int) -> dict[str, list[float | None]]:
-    """Mean of each bin, None where it holds no number; where bins are of several steps, low and high, too."""
+def curve(
+    values: np.ndarray, most: int, lowest: np.ndarray | None = None, highest: np.ndarray | None = None
+) -> dict[str, list[float | None]]:
+    """Mean of each bin, None where it holds no number; where bins are of several steps, low and high, too.
+
+    `lowest` and `highest`: of the steps behind each value, where there are several.
+    """
     starts = bin_starts(len(values), most)
     if not len(starts):
         return {"mean": []}
@@ -31,9 +36,10 @@ def curve(values: np.ndarray, most: int) -> dict[str, list[float | None]]:
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = np.add.reduceat(np.where(finite, values, 0.0), starts) / count
     found = {"mean": numbers(mean)}
-    if len(starts) < len(values):
-        low = np.minimum.reduceat(np.where(finite, values, math.inf), starts)
-        high = np.maximum.reduceat(np.where(finite, values, -math.inf), starts)
+    if len(starts) < len(values) or lowest is not None or highest is not None:
+        lowest, highest = (values if part is None else part for part in (lowest, highest))
+        low = np.minimum.reduceat(np.where(finite, lowest, math.inf), starts)
+        high = np.maximum.reduceat(np.where(finite, highest, -math.inf), starts)
         found |= {"low": numbers(low), "high": numbers(high)}
     return found
 

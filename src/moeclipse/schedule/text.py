@@ -17,6 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from moeclipse.core.errors import ScheduleError
+from moeclipse.core.outside import parse_json
 from moeclipse.schedule import kinds
 from moeclipse.schedule.kinds import KINDS, TRANSFERS
 from moeclipse.schedule.launch import BucketShape, HostedLaunch, StepShape
@@ -124,9 +125,9 @@ def parse_program(text: str) -> Program:
         head, _, rest = line.strip().partition(" ")
         try:
             if head == "program":
-                name = json.loads(rest)
+                name = parse_json(rest)
             elif head in ("pipeline", "exchange"):
-                shape = _shape_from(head, json.loads(rest))
+                shape = _shape_from(head, parse_json(rest))
             elif head == "group":
                 group, _, members = rest.partition(" ")
                 groups[group] = _numbers(members)

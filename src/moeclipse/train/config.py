@@ -60,6 +60,8 @@ class RunConfig:
     """Try choices for longer, write choices.json for runs to come, and train nothing (`--tune`)."""
     sample: int = 0
     """Lines that the model writes when it has been trained, shown behind the summary; 0: none."""
+    shared: bool = False
+    """Others may read what a run writes, as the umask says; else files are 0600 and folders 0700."""
     wait_s: float = 120.0
     """How long `--resume auto` waits for another job that still uses the run's folder."""
 
@@ -72,8 +74,7 @@ class RunConfig:
             yield f"run.name ({self.name!r}) must be a plain folder name; the folder above it is run.dir"
         if not 0 <= self.wait_s < math.inf:
             yield f"run.wait_s ({self.wait_s}) must be a number of seconds, 0 or more"
-        if len(self.name.encode(errors="replace")) > MAX_NAME:
-            size = len(self.name.encode(errors="replace"))
+        if (size := len(self.name.encode(errors="replace"))) > MAX_NAME:
             yield f"run.name ({self.name[:20]!r} ...) has {size} bytes; give at most {MAX_NAME}"
         if "\0" in self.dir:
             yield f"run.dir ({self.dir!r}) must be the path of a folder"

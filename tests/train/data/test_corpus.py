@@ -322,10 +322,10 @@ def test_a_bin_file_of_another_type(tmp_path: Path) -> None:
 def test_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pattern = text(tmp_path, a="x")
 
-    def refuse(self: Path, *args: Any) -> Any:
-        raise PermissionError(13, "Permission denied", str(self))
+    def refuse(path: Path, *args: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr("moeclipse.core.outside.os.open", refuse)
     refused(DataConfig(files=(pattern,)), "a.txt could not be read: Permission denied; check its permissions")
 
 

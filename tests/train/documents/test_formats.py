@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from apart import apart
 from moeclipse.core.errors import DataError
 from moeclipse.core.forking import library_threads
 from moeclipse.train.documents import formats
@@ -161,3 +165,86 @@ def test_an_empty_file_has_no_words(tmp_path: Path) -> None:
     assert raw_of(tmp_path / "a.jsonl") == []
     with pytest.raises(DataError, match=r"data file .* could not be read"):
         raw_of(tmp_path / "none.txt")
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+def test_a_record_has_a_largest_size(tmp_path: Path, ending: str) -> None:
+    path = packed(tmp_path / f"a.jsonl{ending}", b"{}\n" + b"x" * 999 + b"\n" + b"y" * 1001 + b"\n{}\n")
+    read = batches_of(path, 0, kind_of(path), "text", False, max_record=1000)
+    with pytest.raises(DataError, match=r"a.jsonl\S*, line 3 has more than data.max_record \(1000\) bytes"):
+        list(read)
+
+
+def test_a_long_line_is_read_in_linear_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line of many blocks: each of its bytes is copied a few times, not once for each block."""
+    monkeypatch.setattr(formats, "BATCH", 1 << 10)
+    path = packed(tmp_path / "a.jsonl", b"a\n" + b"x" * (8 << 20) + b"\nb")
+    signal.alarm(20)  # eight thousand blocks of eight million bytes would take minutes
+    try:
+        assert [len(raw) for raw in raw_of(path)] == [1, 8 << 20, 1]
+    finally:
+        signal.alarm(0)
+    with pytest.raises(DataError, match="line 2 has more than"):
+        list(batches_of(path, 0, kind_of(path), "text", False, max_record=1 << 20))
+
+
+@apart
+def read_bombs(folder: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    data = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 24)) * 100
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for name in ("a.txt.zst", "a.jsonl.zst"):
+        (folder / name).write_bytes(data)
+        batches = batches_of(folder / name, 0, kind_of(folder / name), "text", False, 1 << 40)
+        with pytest.raises(DataError, match="times as many, which no text does; if it is one, unpack"):
+            assert all(batch.raw for batch in batches)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600 << 10
+
+
+def test_what_no_text_can_hold_is_refused_when_it_shows(tmp_path: Path) -> None:
+    pytest.importorskip("zstandard")
+    read_bombs(tmp_path)
+
+
+@apart
+def read_referring_rows(folder: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    def write(name: str, values: Any) -> Path:
+        pyarrow.parquet.write_table(
+            pyarrow.table({"text": values}),
+            folder / name,
+            compression="zstd",
+            dictionary_pagesize_limit=1 << 30,
+        )
+        return folder / name
+
+    once = pyarrow.array(["a" * (8 << 20)])
+    rows = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 256, pyarrow.int32()), once)
+    said = [[{"role": "user", "content": "a" * (1 << 20)}] * 10]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    path = write("rows.parquet", rows)
+    assert path.stat().st_size < 10_000
+    with pytest.raises(DataError, match="which no text does"):
+        raw_of(path)
+    with pytest.raises(DataError, match=r"row 0 has more than data.max_record \(1000000\)"):
+        list(batches_of(path, 0, kind_of(path), "text", False, 1_000_000))
+    path = write("said.parquet", said)
+    with pytest.raises(DataError, match=r"row 0 has more than data.max_record \(5000000\)"):
+        list(batches_of(path, 0, kind_of(path), "text", True, 5_000_000))
+    path = write("plain.parquet", pyarrow.array(["a" * (8 << 20)] * 9))
+    with pytest.raises(DataError, match="which no text does"):
+        raw_of(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 800 << 10
+
+
+def test_rows_that_refer_to_one_text_are_not_held_many_times(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    read_referring_rows(tmp_path)
+
+
+def test_a_pipe_is_no_corpus(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.txt")
+    with pytest.raises(DataError, match="it is a pipe, not a regular file"):
+        raw_of(tmp_path / "a.txt")

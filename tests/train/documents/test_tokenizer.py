@@ -71,7 +71,7 @@ def test_records_through_a_tokenizer(tmp_path: Path, many: bool, monkeypatch: py
         (b'{"text": 3}', r"a.jsonl, line 7: text is int, not text"),
         (b'{"text": "\xff"}', r"a.jsonl, line 7 is not UTF-8 text \(byte 10\)"),
         (b'{"text": "\\ud800"}', r"a.jsonl, line 7: text holds half a character \(.ud800 at 0\)"),
-        (b"[" * 100_000, r"a.jsonl, line 7 is not JSON"),
+        (b"[" * 100_000, r"a.jsonl, line 7 is nested deeper than 64 levels"),
     ],
 )
 def test_records_that_cannot_be_read(line: bytes, says: str) -> None:
@@ -114,7 +114,7 @@ def test_which_token_ends_a_text(tmp_path: Path) -> None:
         word_tokenizer(tmp_path, eos_token=said)
         assert end("auto") == 21
     (tmp_path / "tokenizer_config.json").write_text("[")
-    with pytest.raises(DataError, match=r"does not say which"):
+    with pytest.raises(DataError, match=r"tokenizer_config.json is not JSON: .*; download it again"):
         end("auto")
     assert end_token("auto", None, None, wanted=True) == 0
     with pytest.raises(DataError, match=r"bytes have no names"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from moeclipse.comm.failure import Watch
 from moeclipse.comm.watch.culprits import Stand
 from moeclipse.comm.watch.op_log import OpLog
 from moeclipse.core.errors import CommError
-from moeclipse.train.run.incidents import Incidents, kept_by_launcher, place_of
+from moeclipse.train.run.incidents import Incidents, kept_by_launcher, place_of, step_of
 
 
 @pytest.fixture
@@ -118,6 +119,51 @@ def test_the_launcher_knows_better_than_who_lost_a_peer(
     (record,) = read(run)[1:]
     assert (record["rank"], record["what"]) == (1, "rank 1 was killed by SIGKILL")
     assert record["noticed"] == ["rank 0 lost rank 1"]
+
+
+DAMAGED = b'{"time": 9e99, "kind": "error", "wha'
+
+
+@pytest.mark.parametrize(
+    "there",
+    [
+        DAMAGED,
+        DAMAGED + b"\n",
+        b"[1]\n7\nnull\n{}\n",
+        b"\xff\xfe\0\n",
+        b"[" * 100_000 + b"\n",
+        b'{"kind": "error", "time": "late"}\n',
+        b'{"kind": "error", "time": ' + b"9" * 5000 + b"}\n",
+    ],
+)
+def test_no_restart_hangs_on_what_stands_in_the_log(
+    ranks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bytes
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(ranks / "0" / "error.json"))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "incidents.jsonl").write_bytes(there)
+    begun(watches(ranks)[0], run).keep("rank 0 lost rank 1")
+    kept_by_launcher(ranks, 1, "rank 1 was killed by SIGKILL")
+    text = (run / "incidents.jsonl").read_bytes()
+    assert text.count(b"\n") == there.rstrip(b"\n").count(b"\n") + 2
+    record = json.loads(text.splitlines()[-1])
+    assert (record["rank"], record["noticed"]) == (1, ["rank 0 lost rank 1"])
+    assert ("damaged_lines" in record) == (not there.startswith(b'{"kind": "error", "time": "late"'))
+
+
+def test_a_log_that_cannot_be_written_holds_nobody_up(
+    ranks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(ranks / "0" / "error.json"))
+    begun(watches(ranks)[0], tmp_path)
+    (ranks / "1" / "ops.txt").unlink()
+    os.mkfifo(ranks / "1" / "ops.txt")
+    os.mkfifo(tmp_path / "incidents.jsonl")
+    kept_by_launcher(ranks, 1, "rank 1 was killed")
+    (ranks / "0" / "run").write_bytes(b"\xff\0")
+    kept_by_launcher(ranks, 1, "rank 1 was killed")
+    assert step_of(ranks) is None or step_of(ranks) == 0
 
 
 def test_nothing_is_kept_where_there_is_no_run(ranks: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from moeclipse.core.config import with_values
 from moeclipse.core.errors import CheckpointError, ConfigError
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.run.run_directory import RunDirectory
+from moeclipse.train.run.run_files import append_line
 from moeclipse.train.run.trainer import Run, Silence
 
 
@@ -67,3 +68,20 @@ def test_a_refused_resume_leaves_the_directory_as_it_was(tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match="belongs to another model"):
         Run(other, Mesh.single(), Silence()).whole("auto")
     assert {path.name: path.stat().st_mtime_ns for path in directory.iterdir()} == before
+
+
+@pytest.mark.parametrize(("shared", "modes"), [(False, (0o700, 0o600)), (True, (0o755, 0o644))])
+def test_files_are_their_users_alone_unless_they_are_shared(
+    tmp_path: Path, shared: bool, modes: tuple[int, int]
+) -> None:
+    before = os.umask(0o022)
+    try:
+        run = RunDirectory(tmp_path / "run", Mesh.single(), wait_s=0.2, shared=shared)
+        with run.held("off", print):
+            run.accept("[run]")
+            append_line(run.path / "metrics.jsonl", "{}")
+        paths = (run.path, run.path / "config.toml", run.path / "metrics.jsonl")
+        assert [path.stat().st_mode & 0o777 for path in paths] == [modes[0], modes[1], modes[1]]
+        assert os.umask(0o022) == 0o022, "it is as it was"
+    finally:
+        os.umask(before)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from apart import apart
-from moeclipse.train.run.run_files import holds_run, keep_lines, set_aside, write_atomic
+from moeclipse.train.run.run_files import append_line, holds_run, keep_lines, set_aside, write_atomic
 
 
 def test_a_text_takes_the_place_of_another(tmp_path: Path) -> None:
@@ -88,3 +88,40 @@ def test_a_reader_keeps_the_text_that_it_opened(tmp_path: Path) -> None:
     with path.open() as reading:
         write_atomic(path, "new")
         assert reading.read() == "old"
+
+
+def test_a_line_is_not_glued_to_one_that_was_cut(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_line(path, "first")
+    with path.open("a") as file:
+        file.write('{"step": 1, "lo')  # a kill in the middle of a write
+    append_line(path, "third")
+    append_line(path, "fourth")
+    assert path.read_text().splitlines() == ["first", '{"step": 1, "lo', "third", "fourth"]
+
+
+@apart
+def a_full_disk_takes_no_half_line(path: Path) -> None:
+    limit_files(100)
+    append_line(path, "x" * 50)
+    with pytest.raises(OSError, match="too large"):
+        append_line(path, "y" * 80)
+    append_line(path, "z" * 10)
+
+
+def test_what_could_not_be_finished_is_taken_back(tmp_path: Path) -> None:
+    a_full_disk_takes_no_half_line(tmp_path / "metrics.jsonl")
+    assert (tmp_path / "metrics.jsonl").read_text() == f"{'x' * 50}\n{'z' * 10}\n"
+
+
+def test_nothing_is_appended_to_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        append_line(tmp_path / "pipe", "x")
+
+
+def test_a_line_that_nobody_wrote_is_no_burden(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text("1\n" + "x" * (17 << 20) + "\n2\n")
+    assert keep_lines(path, lambda _: True) == 2
+    assert path.read_text() == "1\n2\n"

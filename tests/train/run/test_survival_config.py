@@ -32,7 +32,7 @@ def test_runs_are_saved_and_checked_unless_told_otherwise() -> None:
         10.0,
         True,
     )
-    assert (config.integrity.every, config.integrity.repair) == (100, "stop")
+    assert (config.integrity.every, config.integrity.repair) == ("auto", "stop")
     assert not list(problems_of(CheckpointConfig(every=0)))
 
 

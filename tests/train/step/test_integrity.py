@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.placement.expert_buckets import ExpertBucket
 from moeclipse.train.run.trainer import Run
+from moeclipse.train.step.integrity import SHARE
 from moeclipse.train.step.learner import Learner
 
 STEP = 2
@@ -170,7 +172,7 @@ def test_nothing_is_said_of_a_sound_run_in_any_layout(tmp_path: Path) -> None:
 
 
 def test_steps_between_checks_cost_nothing_and_see_nothing(tmp_path: Path) -> None:
-    config = configure(tmp_path, **{"integrity.every": 100})
+    config = configure(tmp_path, **{"integrity.every": 100, "run.steps": 50})
     assert run_ranks(2, told, config, "moment", 1) == ["unseen"] * 2
     config = configure(tmp_path, **{"integrity.every": STEP + 1})
     assert all("adam_v/" in text for text in run_ranks(2, told, config, "moment", 1))
@@ -227,3 +229,68 @@ def test_what_comes_again_stops_the_run(tmp_path: Path) -> None:
 def test_one_rank_alone_is_checked_too(tmp_path: Path) -> None:
     config = configure(tmp_path, **{"integrity.every": 1})
     assert "rank 0: adam_v/" in run_alone(told, config, "moment", 0)
+
+
+@pytest.mark.parametrize("every", ["auto", 100])
+def test_the_last_step_of_a_short_run_is_checked(tmp_path: Path, every: Any) -> None:
+    config = configure(tmp_path, **{"integrity.every": every, "run.steps": STEP + 1})
+    assert "adam_v/" in run_alone(told, config, "moment", 0)
+
+
+def saved(mesh: Mesh, config: TrainConfig) -> str:
+    """What is said of a save of a state in which rank 1 holds another weight than rank 0."""
+    learner = Learner(config, mesh)
+    learner.step(0)
+    if mesh.rank == 1:
+        copy_of_another(learner)
+    folder = Path(config.run.dir) / "checkpoints"
+    try:
+        learner.save(folder, 1)
+    except CorruptionError as error:
+        return f"{error} {sorted(folder.glob('step-*'))}"
+    return "saved"
+
+
+def test_a_state_with_a_flipped_bit_is_not_saved(tmp_path: Path) -> None:
+    texts = run_ranks(2, saved, configure(tmp_path, **{"integrity.every": 100}))
+    assert len(set(texts)) == 1
+    assert "rank 1: norm.weight[0:] differs from that of rank 0; nothing was saved" in texts[0]
+    assert texts[0].endswith("[]")
+    assert run_ranks(2, saved, configure(tmp_path, **{"integrity.every": 0})) == ["saved"] * 2
+
+
+def paced(_mesh: Mesh, config: TrainConfig) -> list[int]:
+    """The steps of a run that are checked, on a clock of its own: a step takes 1 s, a check 3 s."""
+    learner = Learner(config, Mesh.single())
+    now = [0.0]
+    checked = []
+    integrity = learner.integrity
+    plain = {"_look": integrity._look, "_state_digests": integrity._state_digests}
+    integrity._clock, integrity._begun = lambda: now[0], 0.0
+
+    def look(step: int) -> list[str]:
+        checked.append(step)
+        now[0] += 2.0
+        return plain["_look"](step)
+
+    def digests() -> dict[str, int]:
+        now[0] += 1.0
+        return plain["_state_digests"]()
+
+    integrity._look = look  # type: ignore[method-assign]
+    integrity._state_digests = digests  # type: ignore[method-assign]
+    for step in range(3000):
+        integrity.remember(step)
+        integrity.look(step)
+        now[0] += 1.0
+        integrity.hear(step, [[0.0] * 5 + [float(integrity.signal(0))]])
+    assert integrity.spent_s <= SHARE * now[0] + 4.0, "the first one tells what it takes"
+    return checked
+
+
+def test_checks_take_their_share_of_the_time_and_no_more(tmp_path: Path) -> None:
+    config = configure(tmp_path, **{"integrity.every": "auto", "run.steps": 5000})
+    checked = run_alone(paced, config)
+    assert checked[0] == 1
+    assert 3 <= len(checked) <= 5, checked
+    assert all(later - earlier > 400 for earlier, later in pairwise(checked))

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.outside import read_json
 
 DEFAULT_FILE = Path("~/.cache/moeclipse/all_reduce.json")
 KIB, MIB = 1 << 10, 1 << 20
@@ -87,7 +88,7 @@ def read_table(file: Path = DEFAULT_FILE) -> dict[str, Algorithm]:
         return {}
     advice = "remove it, or write it anew with bench/all_reduce.py --tune"
     try:
-        data = json.loads(path.read_text())
+        data = read_json(path)
         return {key: algorithm_from(values) for key, values in data.items()}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} is not a table of all-reduce algorithms ({error}); {advice}") from None

@@ -28,6 +28,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moeclipse.core.errors import CheckpointError
+from moeclipse.core.outside import regular
 from moeclipse.train.checkpoints.folder import checkpoints_in
 from moeclipse.train.checkpoints.manifest import MANIFEST, Index, StoredPiece, StoredTensor, inspect
 from moeclipse.train.checkpoints.save import save
@@ -172,7 +173,7 @@ class Checkpoint:
     def _file(self, name: str) -> Any:
         file = self._files.pop(name, None)
         if file is None:
-            file = safe_open(self.path / name, framework="pt")
+            file = safe_open(regular(self.path / name, inside=self.path), framework="pt")
             if len(self._files) >= MAX_OPEN:
                 del self._files[next(iter(self._files))]
         self._files[name] = file

@@ -10,24 +10,15 @@ the bytes it was given, not of bytes read back: what the disk does to them later
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
-import stat
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 
-KINDS = {
-    stat.S_IFLNK: "a link",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
+from moeclipse.core.outside import open_file
 
 
 class Disk:
@@ -94,24 +85,9 @@ def write_file(disk: Disk, path: Path, chunks: Iterable[memoryview]) -> Written:
     return Written(size=size, sha256=digest.hexdigest())
 
 
-def open_regular(path: Path) -> FileIO:
+def open_regular(path: Path) -> BufferedReader:
     """A file to read that is itself a file: a link could lead out of its folder, a pipe would never end."""
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENXIO):  # what links and sockets answer
-            raise
-        raise _not_regular(path, os.lstat(path).st_mode) from None
-    mode = os.fstat(handle).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(handle)
-        raise _not_regular(path, mode)
-    return FileIO(handle)
-
-
-def _not_regular(path: Path, mode: int) -> OSError:
-    kind = KINDS.get(stat.S_IFMT(mode), "something else")
-    return OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+    return open_file(path, links=False)
 
 
 def sha256_of(path: Path) -> str:

@@ -13,11 +13,11 @@ checkpoint never stands for half of one.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from moeclipse.core.outside import read_json
 from moeclipse.train.checkpoints.disk import Disk, remove_tree
 
 TEMPORARY = ".tmp-"
@@ -99,7 +99,7 @@ def prune(disk: Disk, folder: Path, step: int, keep: int) -> None:
 def best_step(folder: Path) -> int | None:
     """The step that `best.json` names."""
     try:
-        step = json.loads((folder / BEST).read_bytes())["step"]
+        step = read_json(folder / BEST)["step"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return step if type(step) is int else None

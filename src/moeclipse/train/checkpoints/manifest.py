@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from moeclipse.core.errors import CheckpointError
+from moeclipse.core.outside import parse_json
 from moeclipse.train.checkpoints.disk import Written, open_regular, sha256_of
 from moeclipse.train.checkpoints.folder import checkpoints_in
 from moeclipse.train.checkpoints.shard import DTYPES
@@ -183,7 +184,7 @@ def file_damage(path: Path, expected: Written) -> str | None:
 
 def _decode_manifest(raw: bytes) -> dict[str, Written]:
     try:
-        tree = json.loads(raw)
+        tree = parse_json(raw, numbers=False)
         version = tree["version"] if tree["format"] == FORMAT else None
         body = {key: value for key, value in tree.items() if key != "checksum"}
         whole = _encode(body) == raw
@@ -219,12 +220,12 @@ def _verified_index(path: Path, files: Mapping[str, Written]) -> bytes:
     if damage:
         raise CheckpointError(damage)
     with open_regular(path / INDEX) as file:
-        return file.readall()
+        return file.read()
 
 
 def _decode_index(raw: bytes, files: Mapping[str, Written]) -> Index:
     try:
-        tree = json.loads(raw)
+        tree = parse_json(raw, numbers=False)
         tensors = {name: _tensor(name, entry) for name, entry in tree["tensors"].items()}
         index = Index(tensors=tensors, state=dict(tree["state"]))
     except UNREADABLE as error:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 import sysconfig
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from moeclipse.core.errors import DataError
+from moeclipse.core.outside import open_file, read_bytes, regular
 from moeclipse.train.data.data_config import DataConfig
 from moeclipse.train.data.standard_library import standard_library
 from moeclipse.train.documents.cache import DocumentTokens, Tell, tokens_of
@@ -62,8 +64,8 @@ class CorpusPart:
             return self.array
         try:
             if self.dtype == "npy":
-                return np.load(self.source, mmap_mode="r", allow_pickle=False)
-            return np.memmap(self.source, dtype=self.dtype, mode="r", shape=(self.num_tokens,))
+                return np.load(regular(self.source), mmap_mode="r", allow_pickle=False)
+            return np.memmap(regular(self.source), dtype=self.dtype, mode="r", shape=(self.num_tokens,))
         except (OSError, ValueError) as error:
             raise DataError(
                 f"{self.source} could not be read again: {error}; "
@@ -239,7 +241,9 @@ def open_corpus(config: DataConfig, vocab_size: int, tell: Tell = lambda _done, 
     elif is_made_of_documents(config, found):
         tokenizer = find_tokenizer(config.tokenizer) if config.tokenizer else None
         recipe = recipe_of(config, tokenizer, vocab_size, total_size(files), plain=found.plain)
-        documents = tokens_of(files, found.kinds, recipe, config.cache, tell=tell)
+        documents = tokens_of(
+            files, found.kinds, recipe, config.cache, max_record=config.max_record, tell=tell
+        )
         parts = list(_parts_of(documents, files))
     else:
         for path, known in zip(files, found.kinds, strict=True):
@@ -302,18 +306,16 @@ def _some(files: Sequence[Path]) -> str:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(
-            f"data file {path} could not be read: {error.strerror}; check its permissions"
-        ) from error
+        return read_bytes(path, most=SMALL_FILE)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise DataError(f"data file {path} could not be read: {why}; check its permissions") from error
 
 
 def _raw_part(path: Path, dtype: str) -> CorpusPart:
     try:
-        size = path.stat().st_size
-        with path.open("rb"):
-            pass
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise DataError(
             f"data file {path} could not be read: {error.strerror}; check its permissions"
@@ -332,7 +334,7 @@ def _raw_part(path: Path, dtype: str) -> CorpusPart:
 
 def _npy_part(path: Path) -> CorpusPart:
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = np.load(regular(path), mmap_mode="r", allow_pickle=False)
         if not isinstance(array, np.ndarray):
             array.close()
             raise ValueError("it is an archive of arrays")

@@ -60,6 +60,8 @@ class DataConfig:
     """joined: one long text; packed: positions begin anew in each, and none sees another."""
     source: tuple[SourceConfig, ...] = ()
     """Tables [[data.source]], in the place of data.files: each with files, a weight and a loss of its own."""
+    max_record: int = 1 << 26
+    """Bytes that a record (a line of .jsonl, a row of .parquet) may have at most."""
     cache: str = "~/.cache/moeclipse"
     """Folder of tokens that were made once."""
     seq_len: int = 128
@@ -70,7 +72,7 @@ class DataConfig:
     """samples: each stands alone; stream: row b of a step goes on where row b of the step before ended."""
 
     def problems(self) -> Iterator[str]:
-        for name in ("seq_len", "batch_size"):
+        for name in ("seq_len", "batch_size", "max_record"):
             if getattr(self, name) < 1:
                 yield f"data.{name} ({getattr(self, name)}) must be at least 1"
         for name in (self.tokenizer, *self.files):

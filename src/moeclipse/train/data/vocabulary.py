@@ -15,9 +15,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from moeclipse.core.errors import ConfigError, DataError
+from moeclipse.core.outside import read_bytes
 from moeclipse.train.data.corpus import find_tokenizer
-from moeclipse.train.documents.chat import ChatTemplate, special_tokens, template_beside
-from moeclipse.train.documents.tokenizer import settings_beside
+from moeclipse.train.documents.chat import (
+    ChatTemplate,
+    special_tokens,
+    template_beside,
+    template_file,
+)
+from moeclipse.train.documents.tokenizer import MOST_TOKENIZER, settings_beside
 
 UNFINISHED = "\ufffd"
 CONTEXT = 16
@@ -60,7 +66,7 @@ class TokenizerVocabulary:
         from tokenizers import Tokenizer
 
         try:
-            self._tokenizer: Any = Tokenizer.from_file(str(path))
+            self._tokenizer: Any = Tokenizer.from_buffer(read_bytes(path, most=MOST_TOKENIZER))
         except Exception as error:  # the package raises plain Exception
             raise DataError(f"{path} is not a `tokenizers` JSON file: {error}") from error
         self.path, self.special, self.size = path, special, self._tokenizer.get_vocab_size()
@@ -72,7 +78,8 @@ class TokenizerVocabulary:
     def encode_chat(self, question: str) -> list[int]:
         """What a user says, framed by the tokenizer's template, which has all special tokens itself."""
         settings = settings_beside(self.path)
-        template = ChatTemplate(template_beside(self.path, settings), special_tokens(settings))
+        text, specials = template_beside(self.path, settings), special_tokens(settings)
+        template = ChatTemplate(text, specials, template_file(self.path))
         ids: list[int] = self._tokenizer.encode(template.opening(question), add_special_tokens=False).ids
         return ids
 

@@ -28,8 +28,16 @@ from pathlib import Path
 import numpy as np
 
 from moeclipse.core.errors import DataError
+from moeclipse.core.outside import open_file, read_json, regular
 from moeclipse.train.checkpoints.disk import DISK, remove_tree
-from moeclipse.train.documents.formats import FileKind, RawBatch, batches_of, check_kind, unreadable
+from moeclipse.train.documents.formats import (
+    MAX_RECORD,
+    FileKind,
+    RawBatch,
+    batches_of,
+    check_kind,
+    unreadable,
+)
 from moeclipse.train.documents.tokenizer import Encoded, Recipe
 from moeclipse.train.documents.workers import Encoder, Here, Workers
 from moeclipse.train.weights.staging import StagedFolder
@@ -37,6 +45,8 @@ from moeclipse.train.weights.staging import StagedFolder
 VERSION = 1
 IN_MEMORY = 1 << 22
 """Documents of fewer bytes are tokenised when they are needed: that is faster than to look for a folder."""
+PACKED = 16
+"""Bytes of documents that are expected of a byte that is packed."""
 BLOCKS, BLOCK = 64, 1 << 16
 """What is read of a large file to see that it is as it was written."""
 Tell = Callable[[int, int], None]
@@ -97,15 +107,17 @@ def tokens_of(
     recipe: Recipe,
     cache: str,
     *,
+    max_record: int = MAX_RECORD,
     tell: Tell = lambda _done, _all: None,
 ) -> DocumentTokens:
     """The documents of these files as tokens: made now, or mapped from where they were made before."""
     for path, kind in zip(files, kinds, strict=True):
         check_kind(path, kind)
     sizes = [path.stat().st_size for path in files]
-    if sum(sizes) < IN_MEMORY:
+    raw = raw_batches(files, kinds, recipe, max_record)
+    if sum(map(may_hold, sizes, kinds)) < IN_MEMORY:
         collected = Collected(len(files))
-        made = Here(recipe, [str(path) for path in files]).map(raw_batches(files, kinds, recipe))
+        made = Here(recipe, [str(path) for path in files]).map(raw)
         parts = [part.astype(recipe.dtype) for part in collected.passing(made, tell, sum(sizes))]
         tokens = np.concatenate(parts) if parts else np.zeros(0, dtype=recipe.dtype)
         counted = collected.counted() if recipe.chat else None
@@ -118,22 +130,29 @@ def tokens_of(
         out = folder / f"tokens-{name_of(files, kinds, recipe, folder)[:24]}"
         with locked(out.with_name(f".{out.name}.lock")):
             found = opened(out, recipe)
-            return found if found is not None else make(out, files, kinds, recipe, sizes, tell)
+            return found if found is not None else make(out, files, raw, recipe, sizes, tell)
     except OSError as error:
         raise DataError(
             f"data.cache: {folder} cannot be used: {error.strerror or error}; give another folder"
         ) from error
 
 
-def raw_batches(files: Sequence[Path], kinds: Sequence[FileKind], recipe: Recipe) -> Iterator[RawBatch]:
+def may_hold(size: int, kind: FileKind) -> int:
+    """Bytes of documents in a file of this size, as a guess on the high side."""
+    return size * (PACKED if kind.packing or kind.form == "parquet" else 1)
+
+
+def raw_batches(
+    files: Sequence[Path], kinds: Sequence[FileKind], recipe: Recipe, max_record: int
+) -> Iterator[RawBatch]:
     for number, (path, kind) in enumerate(zip(files, kinds, strict=True)):
-        yield from batches_of(path, number, kind, recipe.field, recipe.chat)
+        yield from batches_of(path, number, kind, recipe.field, recipe.chat, max_record)
 
 
 def make(
     out: Path,
     files: Sequence[Path],
-    kinds: Sequence[FileKind],
+    raw: Iterable[RawBatch],
     recipe: Recipe,
     sizes: Sequence[int],
     tell: Tell,
@@ -144,7 +163,7 @@ def make(
             remove_tree(DISK, left)
     staged, collected = StagedFolder(out, out.name), Collected(len(files))
     with encoder_for(recipe, [str(path) for path in files]) as encoder:
-        passing = collected.passing(encoder.map(raw_batches(files, kinds, recipe)), tell, sum(sizes))
+        passing = collected.passing(encoder.map(raw), tell, sum(sizes))
         staged.add(
             "tokens.bin", lambda: (memoryview(part.astype(recipe.dtype).tobytes()) for part in passing)
         )
@@ -182,7 +201,7 @@ def num_workers() -> int:
 def opened(out: Path, recipe: Recipe) -> DocumentTokens | None:
     """What an earlier run made; None where there is nothing, or it is not as it was written."""
     try:
-        about = json.loads((out / "cache.json").read_bytes())
+        about = read_json(out / "cache.json", inside=out)
         for name, known in about["files"].items():
             path = out / name
             if path.stat().st_size != known["size"] or blocks(path) != known["blocks"]:
@@ -200,13 +219,13 @@ def opened(out: Path, recipe: Recipe) -> DocumentTokens | None:
 def mapped(path: Path, dtype: str) -> np.ndarray:
     if not path.stat().st_size:
         return np.zeros(0, dtype=dtype)
-    return np.memmap(path, dtype=dtype, mode="r")
+    return np.memmap(regular(path), dtype=dtype, mode="r")
 
 
 def blocks(path: Path) -> str:
     """A digest of blocks from end to end; of all of a small file."""
     digest, size = hashlib.sha256(), path.stat().st_size
-    with path.open("rb") as file:
+    with open_file(path) as file:
         for number in range(BLOCKS if size > BLOCKS * BLOCK else 1):
             file.seek(number * (size - BLOCK) // (BLOCKS - 1) if number else 0)
             digest.update(file.read(BLOCK if size > BLOCKS * BLOCK else size))
@@ -230,13 +249,13 @@ def content_of(path: Path, folder: Path) -> str:
     name = hashlib.sha256(place.encode(errors="surrogateescape")).hexdigest()[:24]
     memo = folder / "digests" / f"{name}.json"
     try:
-        before = json.loads(memo.read_bytes())
+        before = read_json(memo)
         if before["file"] == now:
             return str(before["sha256"])
     except (OSError, ValueError, KeyError, TypeError):
         pass
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise unreadable(path, error) from error

@@ -9,22 +9,21 @@ What the assistant said is known in one of two ways:
 
 Contract. `render` gives the text and spans [first, last) of characters that the assistant said, in order. A
 conversation that its template does not take, or whose answers cannot be told apart, is a DataError.
-Templates come with models of others: they run in Jinja's sandbox.
+Templates come with models of others: they run in Jinja's sandbox, in a process of their own, within bounds of
+time, memory and output (`train/documents/template_process`). An error names the template's file.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from moeclipse.core.errors import DataError
+from moeclipse.core.outside import read_text, told_of
+from moeclipse.train.documents.template_process import BEGIN, END, TemplateProcess
 
-BEGIN, END = "\U0010fffe", "\U0010ffff"
-"""Around what the assistant said, inside this module: no text has these characters."""
 Span = tuple[int, int]
 
 
@@ -32,7 +31,10 @@ def template_beside(path: Path, settings: Mapping[str, Any]) -> str:
     """The chat template of a tokenizer file, from what stands beside it."""
     beside = path.parent / "chat_template.jinja"
     if beside.is_file():
-        return beside.read_text(encoding="utf-8")
+        try:
+            return read_text(beside, inside=path.parent)
+        except (OSError, ValueError) as error:
+            raise DataError(f"data.tokenizer: {told_of(beside, error)}; download it again") from None
     found = settings.get("chat_template")
     if isinstance(found, list):  # several, by name
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
@@ -43,6 +45,12 @@ def template_beside(path: Path, settings: Mapping[str, Any]) -> str:
             "tokenizer_config.json has `chat_template`, or that holds chat_template.jinja"
         )
     return found
+
+
+def template_file(path: Path) -> str:
+    """Where the chat template of a tokenizer file stands."""
+    beside = path.parent / "chat_template.jinja"
+    return str(beside if beside.is_file() else path.parent / "tokenizer_config.json")
 
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -57,12 +65,16 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 class ChatTemplate:
-    def __init__(self, text: str, specials: Mapping[str, str]) -> None:
+    def __init__(self, text: str, specials: Mapping[str, str], file: str = "") -> None:
+        """`file`: where the template stands, for errors."""
         if find_spec("jinja2") is None:
             raise DataError("data.kind = 'chat' needs the `jinja2` package; run: pip install moeclipse[data]")
         self.marks = "{%" in text and "endgeneration" in text
-        self._template = compiled(text)
-        self._specials = dict(specials)
+        self.name = f"the chat template in {file}" if file else "the chat template"
+        try:
+            self._process = TemplateProcess(text, specials)
+        except ValueError as error:
+            raise DataError(f"{self.name} of data.tokenizer is not valid: {error}") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], where: str) -> tuple[str, list[Span]]:
         """The text of a conversation, and what of it the assistant said; `where` names it in an error."""
@@ -77,7 +89,7 @@ class ChatTemplate:
                 last = common(after, text)
                 if not text.startswith(before) or last <= len(before):
                     raise DataError(
-                        f"{where}: the chat template renders answer {number} in another way inside the "
+                        f"{where}: {self.name} renders answer {number} in another way inside the "
                         "conversation, so its tokens cannot be told; use one with {% generation %}"
                     )
                 spans.append((len(before), last))
@@ -89,48 +101,9 @@ class ChatTemplate:
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], where: str, *, begins: bool = False) -> str:
         try:
-            text: str = self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=begins, **self._specials
-            )
-        except Exception as error:  # a template may do anything
-            raise DataError(f"{where}: the chat template does not take it: {error}") from error
-        return text
-
-
-def compiled(text: str) -> Any:
-    """As transformers compiles templates."""
-    import jinja2
-    import jinja2.ext
-    import jinja2.nodes
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(jinja2.ext.Extension):
-        tags = {"generation"}  # noqa: RUF012  (Jinja asks for a set)
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            call = self.call_method("_marked")
-            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-        def _marked(self, caller: Callable[[], str]) -> str:
-            return f"{BEGIN}{caller()}{END}"
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
-    extensions: list[Any] = [Generation, jinja2.ext.loopcontrols]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(text)
-    except jinja2.TemplateError as error:
-        raise DataError(f"the chat template of data.tokenizer is not valid: {error}") from error
+            return self._process.render(messages, begins)
+        except ValueError as error:
+            raise DataError(f"{where}: {self.name} does not take it: {error}") from None
 
 
 def spans_of(marked: str) -> tuple[str, list[Span]]:

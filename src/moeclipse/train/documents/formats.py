@@ -7,12 +7,17 @@
 
 Contract. What a file says of itself in its first bytes wins over its name: a file that is not what its name
 promises is a DataError before anything of it is taken for text. Nothing holds a whole file in memory, but for
-a text below PIECE.
+a text below PIECE: files are read in pieces, in time that grows with their size, and a record has a largest
+size (`data.max_record`). What is packed more tightly than any text can be is refused when it shows.
+
+Hazard. What a page of Parquet unpacks to stands in the file's own table, which is looked at; in one that lies
+about it, Arrow takes as much memory for a page as the page itself says, up to 2 GiB.
 """
 
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import zlib
 from collections.abc import Iterable, Iterator
@@ -22,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from moeclipse.core.errors import DataError
+from moeclipse.core.outside import open_file, regular
 
 Form = Literal["text", "jsonl", "parquet", ".npy", ".bin"]
 TOKEN_SUFFIXES = (".npy", ".bin")
@@ -29,6 +35,12 @@ PIECE = 1 << 26
 """A text of more bytes is cut behind a line, so that no piece of it has many more."""
 BATCH = 1 << 20
 """Bytes of documents that are tokenised together."""
+MAX_RECORD = 1 << 26
+"""Bytes of a record, where nobody says otherwise."""
+EXPANSION, FREE = 256, 1 << 26
+"""What is packed may hold so many times its bytes; the first FREE bytes may be packed as they like."""
+PACKED_PIECE = 1 << 12
+"""Bytes that are unpacked together: zstd makes up to 32,768 of each."""
 MAGIC = {
     b"PAR1": "a Parquet file",
     b"\x1f\x8b": "compressed by gzip",
@@ -94,7 +106,7 @@ def check_kind(path: Path, kind: FileKind) -> None:
 
 def _first_bytes(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return file.read(16)
     except OSError as error:
         raise unreadable(path, error) from error
@@ -122,16 +134,20 @@ class RawBatch:
     """Of a piece: bytes of its document before it."""
 
 
-def batches_of(path: Path, number: int, kind: FileKind, field: str, chat: bool) -> Iterator[RawBatch]:
+def batches_of(
+    path: Path, number: int, kind: FileKind, field: str, chat: bool, max_record: int = MAX_RECORD
+) -> Iterator[RawBatch]:
     """All documents of a file, BATCH bytes at a time."""
     check_kind(path, kind)
     if kind.form == "parquet":
-        yield from _parquet(path, number, field, chat)
+        yield from _parquet(path, number, field, chat, max_record)
         return
     try:
-        with path.open("rb") as packed, _unpacked(packed, kind, path) as file:
-            read = _lines if kind.form == "jsonl" else _text
-            yield from read(file, packed, number)
+        with open_file(path) as packed, _unpacked(packed, kind, path) as file:
+            if kind.form == "jsonl":
+                yield from _lines(file, packed, number, path, max_record)
+            else:
+                yield from _text(file, packed, number)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path} is damaged: {error}; copy it again") from error
     except OSError as error:
@@ -144,11 +160,32 @@ def batches_of(path: Path, number: int, kind: FileKind, field: str, chat: bool) 
 
 def _unpacked(file: IO[bytes], kind: FileKind, path: Path) -> Any:
     if kind.packing == ".gz":
-        return gzip.GzipFile(fileobj=file)
+        return Watched(gzip.GzipFile(fileobj=file), file, path)
     if kind.packing == ".zst":
         need("zstandard", path)
-        return ZstdReader(file)
+        return Watched(ZstdReader(file), file, path)
     return file
+
+
+class Watched(io.RawIOBase):
+    """What is unpacked, as long as it may be a text."""
+
+    def __init__(self, unpacked: Any, packed: IO[bytes], path: Path) -> None:
+        self._unpacked, self._packed, self._path, self._made = unpacked, packed, path, 0
+
+    def read(self, size: int = -1) -> bytes:
+        data: bytes = self._unpacked.read(size)
+        self._made += len(data)
+        check_expansion(self._path, self._packed.tell(), self._made)
+        return data
+
+
+def check_expansion(path: Path, packed: int, unpacked: int) -> None:
+    if unpacked > FREE and unpacked > EXPANSION * packed:
+        raise DataError(
+            f"{path}: {packed} of its bytes hold more than {EXPANSION} times as many, which no text does; "
+            "if it is one, unpack the file and give it as it is"
+        )
 
 
 class ZstdReader:
@@ -158,29 +195,29 @@ class ZstdReader:
         import zstandard
 
         self._file, self._begin = file, zstandard.ZstdDecompressor().decompressobj
-        self._frame, self._inside, self._ready = self._begin(), False, b""
-
-    def __enter__(self) -> ZstdReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """The file is its owner's to close."""
+        self._frame, self._inside, self._packed = self._begin(), False, b""
+        self._ready, self._at = b"", 0
 
     def read(self, size: int) -> bytes:
-        parts = [self._ready]
-        have = len(self._ready)
-        while have < size and (packed := self._file.read(BATCH)):
-            while packed:
-                part = self._frame.decompress(packed)
-                parts.append(part)
-                have, self._inside, packed = have + len(part), not self._frame.eof, b""
-                if self._frame.eof:
-                    packed, self._frame = self._frame.unused_data, self._begin()
-        if have < size and self._inside:
-            raise EOFError("it ends inside a frame")
-        whole = b"".join(parts)
-        self._ready = whole[size:]
-        return whole[:size]
+        parts, wanted = [], size
+        while wanted and (self._at < len(self._ready) or self._fill()):
+            part = self._ready[self._at : self._at + wanted]
+            self._at, wanted = self._at + len(part), wanted - len(part)
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _fill(self) -> bool:
+        """Whether there was more to unpack."""
+        packed = self._packed or self._file.read(PACKED_PIECE)
+        if not packed:
+            if self._inside:
+                raise EOFError("it ends inside a frame")
+            return False
+        self._ready, self._at, self._packed = self._frame.decompress(packed), 0, b""
+        self._inside = not self._frame.eof
+        if self._frame.eof:
+            self._packed, self._frame = self._frame.unused_data, self._begin()
+        return True
 
 
 def need(package: str, path: Path) -> None:
@@ -204,47 +241,109 @@ def _text(file: IO[bytes], packed: IO[bytes], number: int) -> Iterator[RawBatch]
         offset += end
 
 
-def _lines(file: IO[bytes], packed: IO[bytes], number: int) -> Iterator[RawBatch]:
-    first, rest = 0, b""
+def _lines(
+    file: IO[bytes], packed: IO[bytes], number: int, path: Path, max_record: int
+) -> Iterator[RawBatch]:
+    first, size = 0, 0
+    begun: list[bytes] = []  # of a line whose end is still to come
     while True:
         block = file.read(BATCH)
-        data = rest + block
-        end = data.rfind(b"\n") + 1 if block else len(data)
-        rest = data[end:]
-        if end:
-            raw = data[:end].split(b"\n")
+        end = block.rfind(b"\n") + 1
+        begun.append(block[:end] if end else block)
+        size += len(begun[-1])
+        if end or not block:
+            raw = b"".join(begun).split(b"\n")
             raw = raw[:-1] if not raw[-1] else raw
-            yield RawBatch(file=number, form="jsonl", first=first, raw=raw, read=packed.tell())
+            for line, record in enumerate(raw, start=first + 1):
+                check_record(len(record), f"{path}, line {line}", max_record)
+            if raw:
+                yield RawBatch(file=number, form="jsonl", first=first, raw=raw, read=packed.tell())
             first += len(raw)
+            begun, size = [block[end:]], len(block) - end
+        check_record(size, f"{path}, line {first + 1}", max_record)
         if not block:
             return
 
 
-def _parquet(path: Path, number: int, field: str, chat: bool) -> Iterator[RawBatch]:
+def check_record(size: int, where: str, max_record: int) -> None:
+    if size > max_record:
+        raise DataError(
+            f"{where} has more than data.max_record ({max_record}) bytes; cut the record, or raise the key"
+        )
+
+
+def _parquet(path: Path, number: int, field: str, chat: bool, max_record: int) -> Iterator[RawBatch]:
     need("pyarrow", path)
     import pyarrow
     import pyarrow.parquet
 
-    size = path.stat().st_size
+    form: Literal["text", "jsonl"] = "jsonl" if chat else "text"
     try:
-        with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as table:
+        size = path.stat().st_size
+        about = pyarrow.parquet.read_metadata(regular(path))
+        words = _leaves(about, path, size, field)
+        # As dictionaries: a text that many rows refer to is held once.
+        with pyarrow.parquet.ParquetFile(regular(path), pre_buffer=False, read_dictionary=words) as table:
             names = table.schema_arrow.names
             if field not in names:
                 raise DataError(
                     f"{path} has no column {field!r}; it has {', '.join(names)}: "
                     "set data.field to one of them"
                 )
-            first, rows = 0, max(table.metadata.num_rows, 1)
+            first, rows, made = 0, max(table.metadata.num_rows, 1), 0
             # One thread: documents go to processes that tokenise, and no fork survives threads of a library.
             for batch in table.iter_batches(batch_size=256, columns=[field], use_threads=False):
-                values = batch.column(0).to_pylist()
-                raw = list(_column(values, path, first, field, chat))
-                first += len(raw)
-                form: Literal["text", "jsonl"] = "jsonl" if chat else "text"
-                read = size * first // rows
-                yield RawBatch(file=number, form=form, first=first - len(raw), raw=raw, read=read)
-    except (pyarrow.ArrowException, OSError) as error:
+                for column in _pieces(batch.column(0), path, first, max_record):
+                    raw = list(_column(column.to_pylist(), path, first, field, chat))
+                    first += len(raw)
+                    made += sum(map(len, raw))
+                    check_expansion(path, size, made)
+                    read = size * first // rows
+                    yield RawBatch(file=number, form=form, first=first - len(raw), raw=raw, read=read)
+    except (pyarrow.ArrowException, OSError, OverflowError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is not a readable Parquet file: {error}; copy it again") from error
+
+
+def _leaves(about: Any, path: Path, size: int, field: str) -> list[str]:
+    """The columns of text that `field` is made of, none of which holds more than a file of this size can."""
+    leaves = [about.schema.column(number) for number in range(about.num_columns)]
+    mine = [
+        number
+        for number, leaf in enumerate(leaves)
+        if leaf.path == field or leaf.path.startswith(f"{field}.")
+    ]
+    for group in range(about.num_row_groups):
+        unpacked = [about.row_group(group).column(number).total_uncompressed_size for number in mine]
+        check_expansion(path, size, sum(unpacked))
+    return [leaves[number].path for number in mine if leaves[number].physical_type == "BYTE_ARRAY"]
+
+
+def _pieces(column: Any, path: Path, first: int, max_record: int) -> Iterator[Any]:
+    """The rows of a column, together where they are small."""
+    if expanded(column) <= BATCH:
+        yield column
+        return
+    for row in range(len(column)):
+        one = column.slice(row, 1)
+        check_record(expanded(one), f"{path}, row {first + row}", max_record)
+        yield one
+
+
+def expanded(column: Any) -> int:
+    """Bytes of all that rows refer to."""
+    import pyarrow
+    import pyarrow.compute
+
+    kind = column.type
+    if pyarrow.types.is_dictionary(kind):
+        sizes = pyarrow.compute.binary_length(column.dictionary)
+        whole = pyarrow.compute.sum(pyarrow.compute.take(sizes, column.indices).cast("int64"))
+        return int(whole.as_py() or 0)
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        return len(column) + expanded(column.flatten())
+    if pyarrow.types.is_struct(kind):
+        return sum(map(expanded, column.flatten()))
+    return int(column.nbytes)
 
 
 def _column(values: Iterable[Any], path: Path, first: int, field: str, chat: bool) -> Iterator[bytes]:

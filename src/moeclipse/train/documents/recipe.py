@@ -9,7 +9,7 @@ import numpy as np
 from moeclipse.core.errors import DataError
 from moeclipse.train.data.data_config import DataConfig
 from moeclipse.train.documents.cache import IN_MEMORY
-from moeclipse.train.documents.chat import special_tokens, template_beside
+from moeclipse.train.documents.chat import special_tokens, template_beside, template_file
 from moeclipse.train.documents.tokenizer import Recipe, digest_of, end_token, load_tokenizer, settings_beside
 
 
@@ -45,5 +45,6 @@ def recipe_of(config: DataConfig, path: Path | None, vocab_size: int, size: int,
         dtype=str(np.min_scalar_type(max(largest, end))),
         lenient=not config.files,
         template=template_beside(path, settings) if chat and path is not None else "",
+        template_file=template_file(path) if chat and path is not None else "",
         specials=special_tokens(settings) if chat else {},
     )

@@ -21,9 +21,12 @@ from typing import Any
 import numpy as np
 
 from moeclipse.core.errors import DataError
+from moeclipse.core.outside import parse_json, read_bytes, read_table, told_of
 from moeclipse.train.documents.chat import ChatTemplate, messages_of
 from moeclipse.train.documents.formats import RawBatch
 
+MOST_TOKENIZER = 1 << 28
+"""Bytes of a tokenizer.json; those of large vocabularies have some thirty million."""
 BYTE_END = 0
 """Behind a document of bytes: text has no such byte."""
 
@@ -57,6 +60,8 @@ class Recipe:
     """Bytes that are no UTF-8 are replaced, not refused."""
     template: str = ""
     """Records are conversations, which this chat template renders; empty: they are texts."""
+    template_file: str = ""
+    """Where it stands."""
     specials: dict[str, str] = dataclasses.field(default_factory=dict)
     """Tokens that the template calls by name."""
 
@@ -69,11 +74,13 @@ class Recipe:
 
     @classmethod
     def from_json(cls, text: str) -> Recipe:
-        return cls(**json.loads(text))
+        return cls(**parse_json(text))
 
     def key(self) -> dict[str, Any]:
         """All that tokens depend on: not where a tokenizer lies."""
-        return asdict(self) | {"tokenizer": bool(self.tokenizer)}
+        key = asdict(self) | {"tokenizer": bool(self.tokenizer)}
+        del key["template_file"]
+        return key
 
 
 def tokenizer_file(tokenizer: str) -> Path | None:
@@ -87,17 +94,23 @@ def tokenizer_file(tokenizer: str) -> Path | None:
 def settings_beside(path: Path) -> dict[str, Any]:
     """What a Hugging Face folder says of its tokenizer; nothing where the file stands alone."""
     try:
-        found = json.loads((path.parent / "tokenizer_config.json").read_bytes())
-    except (OSError, ValueError):
+        # Its `model_max_length` is often 1e30, as an integer.
+        return read_table(path.parent / "tokenizer_config.json", inside=path.parent, numbers=False)
+    except FileNotFoundError:
         return {}
-    return found if isinstance(found, dict) else {}
+    except (OSError, ValueError) as error:
+        where = path.parent / "tokenizer_config.json"
+        raise DataError(f"data.tokenizer: {told_of(where, error)}; download it again") from None
 
 
 def digest_of(path: Path) -> str:
-    digest = hashlib.sha256(path.read_bytes())
-    for name in ("tokenizer_config.json", "chat_template.jinja"):
-        beside = path.parent / name
-        digest.update(beside.read_bytes() if beside.is_file() else b"")
+    try:
+        digest = hashlib.sha256(read_bytes(path, most=MOST_TOKENIZER))
+        for name in ("tokenizer_config.json", "chat_template.jinja"):
+            beside = path.parent / name
+            digest.update(read_bytes(beside, inside=path.parent) if beside.is_file() else b"")
+    except (OSError, ValueError) as error:
+        raise DataError(f"data.tokenizer: {told_of(path, error)}; download it again") from None
     return digest.hexdigest()
 
 
@@ -105,7 +118,7 @@ def load_tokenizer(path: Path, given: str) -> Any:
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_file(str(path))
+        return Tokenizer.from_buffer(read_bytes(path, most=MOST_TOKENIZER))
     except Exception as error:  # the package raises plain Exception
         raise DataError(
             f"data.tokenizer: {given!r} is not a `tokenizers` JSON file: {error}; "
@@ -153,7 +166,7 @@ class DocumentEncoder:
 
     @cached_property
     def template(self) -> ChatTemplate:
-        return ChatTemplate(self.recipe.template, self.recipe.specials)
+        return ChatTemplate(self.recipe.template, self.recipe.specials, self.recipe.template_file)
 
     def encode(self, batch: RawBatch, path: str) -> Encoded:
         """The documents of a batch; `path` is what their file is called in an error."""
@@ -255,9 +268,9 @@ def field_of(line: str, field: str, where: str) -> str:
 
 def record_of(line: str, where: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not JSON: {error}; each line holds one record") from error
+        found = parse_json(line, numbers=False)
+    except ValueError as error:
+        raise DataError(f"{told_of(where, error)}; each line holds one record") from error
     if not isinstance(found, dict):
         raise DataError(f"{where} is {type(found).__name__}, not a record; each line holds one, as {{...}}")
     return found

@@ -24,6 +24,7 @@ from typing import IO, Any, Literal, Protocol
 import numpy as np
 
 from moeclipse.core.errors import DataError
+from moeclipse.core.outside import parse_json
 from moeclipse.train.documents.formats import RawBatch
 from moeclipse.train.documents.tokenizer import DocumentEncoder, Encoded, Recipe
 
@@ -134,7 +135,7 @@ def serve() -> None:
     first = read_frame(source)
     if first is None:
         return
-    recipe, paths = json.loads(bytes(first))
+    recipe, paths = parse_json(bytes(first))
     encoder = DocumentEncoder(Recipe.from_json(recipe), many=True)
     with suppress(BrokenPipeError, KeyboardInterrupt):
         while (frame := read_frame(source)) is not None:
@@ -170,7 +171,7 @@ def framed(head: dict[str, Any], *parts: bytes | np.ndarray) -> bytes:
 
 def taken_apart(frame: memoryview) -> tuple[dict[str, Any], memoryview]:
     end = 8 + int.from_bytes(frame[:8], ORDER)
-    return json.loads(bytes(frame[8:end])), frame[end:]
+    return parse_json(bytes(frame[8:end])), frame[end:]
 
 
 def write_frame(file: IO[bytes], data: bytes) -> None:

@@ -31,6 +31,7 @@ from moeclipse.balance.policy import Policy
 from moeclipse.balance.problem import PlanProblem, fitted
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.outside import parse_json
 
 SOON_S = 5e-5
 
@@ -113,7 +114,7 @@ class Proposal:
     @classmethod
     def parse(cls, text: str, current: Sequence[Placement]) -> Proposal:
         """Checked against the placements that hold now: a plan that does not fit is refused."""
-        value = json.loads(text)
+        value = parse_json(text)
         if len(value["placements"]) != len(current):
             raise ConfigError(
                 f"the plan has {len(value['placements'])} layers, but this rank holds {len(current)}"

@@ -9,7 +9,6 @@ cannot be read is theirs to judge.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CheckpointError
+from moeclipse.core.outside import MOST_INDEX, read_json
 from moeclipse.hf.config_file import is_model_folder
 from moeclipse.hf.folder import HfFolder
 from moeclipse.model.transformer import Transformer
@@ -73,7 +73,7 @@ def state_of(path: Path) -> Mapping[str, Any] | None:
     folders = [entry.path for entry in checkpoints_in(path / "checkpoints")] or [path]
     for folder in folders:
         try:
-            state = json.loads((folder / INDEX).read_bytes())["state"]
+            state = read_json(folder / INDEX, most=MOST_INDEX, numbers=False)["state"]
         except (OSError, ValueError, KeyError, TypeError):
             continue
         if isinstance(state, Mapping):

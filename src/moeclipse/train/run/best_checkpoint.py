@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moeclipse.comm.mesh import Mesh
+from moeclipse.core.outside import read_json
 from moeclipse.train.checkpoints.folder import BEST, best_step, step_name
 from moeclipse.train.run.run_files import write_atomic
 
@@ -51,7 +52,7 @@ def read_best(folder: Path) -> dict[str, Any] | None:
     if step is None or not (folder / step_name(step)).is_dir():
         return None
     try:
-        loss = json.loads((folder / BEST).read_bytes())["eval_loss"]
+        loss = read_json(folder / BEST)["eval_loss"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return {"step": step, "eval_loss": loss} if type(loss) is float and math.isfinite(loss) else None

@@ -28,6 +28,7 @@ from typing import Any
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.outside import read_table
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.tune.fixed_prices import fixed_prices
 from moeclipse.moe.tune.probe import Probe
@@ -136,7 +137,7 @@ def _read(path: Path, needed: bool) -> dict[str, Any]:
     if not path.is_file():
         return {"problem": f"run.tuned_from: there is no file {path}"} if needed else {}
     try:
-        found = json.loads(path.read_text())
+        found = read_table(path, numbers=False)
         needed_keys = {key: found[key] for key in ("ranks", "layers", "placement")}
         # The first of these files lack the others.
         others = {key: found.get(key) for key in ("settled", "search")}

@@ -8,7 +8,8 @@ one for all ranks of its host, because one that was killed or stands still canno
 write, the launcher does (`kept_by_launcher`): ranks tell it the run's folder. A rank that lost a peer may
 write before the launcher has seen that the peer was killed: the launcher's record then takes the place of it.
 
-Hazard: this runs while things fail, also on a thread beside a stuck one. Nothing here may raise or wait.
+Hazard: this runs while things fail, also on a thread beside a stuck one. Nothing here may raise or wait, and
+nobody decides by what stands in the file: it may end in half a line, and hold whatever a bad disk left in it.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from moeclipse.comm.failure import Cause, Watch
 from moeclipse.comm.start import RankPlace, rank_folder
 from moeclipse.core.errors import CommError
+from moeclipse.core.outside import lines_of, open_file, parse_json, read_text
+from moeclipse.train.run.run_files import append_line, keep_lines
 
 RECORDS = "incidents.jsonl"
 OPS = "ops"
+HEAD = 1000  # bytes of a log that hold its first line
 RUN = "run"  # in a rank's folder: the run's directory
 PLACES = {name: re.compile(rf"\b{name} (\d+)") for name in ("layer", "microbatch", "stage")}
 
@@ -82,36 +86,71 @@ def kept_by_launcher(ranks: Path | None, rank: int | None, text: str) -> None:
     told = sorted(ranks.glob(f"*/{RUN}")) if ranks is not None else []
     if ranks is None or not told:
         return
-    with contextlib.suppress(OSError):
-        directory = Path(told[0].read_text())
-        copy_ops(ranks, directory)
-        noticed = withdraw(directory, since=min(file.stat().st_mtime for file in told))
+    with contextlib.suppress(OSError, ValueError):
+        directory = Path(read_text(told[0]))
+        with contextlib.suppress(OSError):
+            copy_ops(ranks, directory)
+        since, noticed = min(file.stat().st_mtime for file in told), {}
+        with contextlib.suppress(OSError):
+            noticed = withdraw(directory, since)
         append(directory, {"kind": "signal", "rank": rank, "what": text, "step": step_of(ranks), **noticed})
 
 
 def withdraw(directory: Path, since: float) -> dict[str, Any]:
-    """Take back what ranks of one attempt wrote of a peer's end: they saw that it was gone, and not why."""
+    """Take back what ranks of one attempt wrote of a peer's end: they saw that it was gone, and not why.
+
+    Lines that are no records stay as they are; their numbers are told.
+    """
     file = directory / RECORDS
-    lines = file.read_text().splitlines() if file.exists() else []
-    records = [json.loads(line) for line in lines]
-    later = [record["kind"] == "error" and record["time"] >= since for record in records]
-    if not any(later):
+    if not file.exists():
         return {}
-    file.write_text("".join(f"{line}\n" for line, gone in zip(lines, later, strict=True) if not gone))
-    return {"noticed": [record["what"] for record, gone in zip(records, later, strict=True) if gone]}
+    taken: set[str] = set()
+    noticed: list[str] = []
+    damaged: list[int] = []
+    with open_file(file) as lines:
+        for number, line in enumerate(lines_of(lines), start=1):
+            record = record_of(line)
+            if record is None:
+                damaged += [number] if line is None or line.strip() else []
+            elif record.get("kind") == "error" and is_late(record.get("time"), since):
+                taken.add(line.decode("utf-8", "replace").rstrip("\n") if line else "")
+                noticed.append(str(record.get("what")))
+    if taken:
+        keep_lines(file, lambda line: line.rstrip("\n") not in taken)
+    found: dict[str, Any] = {"noticed": noticed} if noticed else {}
+    return found | ({"damaged_lines": damaged} if damaged else {})
+
+
+def record_of(line: bytes | None) -> dict[str, Any] | None:
+    try:
+        record = None if line is None else parse_json(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def is_late(when: Any, since: float) -> bool:
+    return isinstance(when, int | float) and when >= since
 
 
 def step_of(ranks: Path) -> int | None:
     """The step in which an attempt ended, as its ranks' logs say; None before the first."""
-    heads = [file.open("rb").readline() for file in ranks.glob("*/ops.txt")]
-    steps = [int(found[1]) for head in heads if (found := re.search(rb", step (\d+);", head))]
+    heads = [head for _, head in logs_in(ranks)]
+    steps = [int(found[1]) for head in heads if (found := re.search(rb", step (\d{1,18});", head))]
     return max(steps, default=None)
+
+
+def logs_in(ranks: Path) -> Iterator[tuple[Path, bytes]]:
+    """The files of a host's ranks that can be read, each with its first line."""
+    for path in sorted(ranks.glob("*/ops.txt")):
+        with contextlib.suppress(OSError), open_file(path) as file:
+            yield path, file.readline(HEAD)
 
 
 def copy_ops(ranks: Path, directory: Path, but: int | None = None) -> None:
     (directory / OPS).mkdir(exist_ok=True)
-    for file in ranks.glob("*/ops.txt"):
-        found = re.match(rb"rank (\d+) ", file.open("rb").readline())
+    for file, head in logs_in(ranks):
+        found = re.match(rb"rank (\d{1,9}) ", head)
         if found and int(found[1]) != but:
             shutil.copyfile(file, directory / OPS / f"rank-{int(found[1])}.txt")
 
@@ -125,8 +164,7 @@ def kept(directory: Path, record: Mapping[str, Any]) -> None:
 def append(directory: Path, record: Mapping[str, Any]) -> None:
     attempt = RankPlace.read().attempt
     head = {"time": round(time.time(), 3), "attempt": attempt, "host": socket.gethostname()}
-    with (directory / RECORDS).open("a") as file:
-        file.write(json.dumps({**head, **record}) + "\n")
+    append_line(directory / RECORDS, json.dumps({**head, **record}))
 
 
 def place_of(waited: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,17 +10,17 @@ told and left out (`train/run/background_writer`): metrics never end a run.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sized
 from pathlib import Path
 from typing import Any
 
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.outside import parse_json
 from moeclipse.train.config import NO_TENSORBOARD
 from moeclipse.train.observe.step_times import TIMES
 from moeclipse.train.run.background_writer import Scribe
 from moeclipse.train.run.experts_held import ExpertsHeld
-from moeclipse.train.run.run_files import keep_lines, set_aside, write_atomic
+from moeclipse.train.run.run_files import append_line, keep_lines, set_aside, write_atomic
 
 SUMMED = tuple(f"{name}_ms" for name in (*TIMES, "hidden"))
 MOST_NUMBERS = 512
@@ -108,10 +108,10 @@ class Metrics:
     def _stays(self, line: str, step: int) -> bool:
         """Whether a line is of a step before this one; what is told of the whole run counts it."""
         try:
-            record = json.loads(line)
+            record = parse_json(line, numbers=False)
             stays, skipped, dropped = record["step"] < step, bool(record["skipped"]), int(record["dropped"])
             float(record["loss"])
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             return is_before(line, step)
         if stays:
             self.first = self.first or record
@@ -132,8 +132,8 @@ class Metrics:
             self.window.add(record)
         if not self.writes:
             return
-        line = json.dumps(shortened(record)) + "\n"
-        self.scribe.do("metrics.jsonl", lambda: append(self.path, line))
+        line = json.dumps(shortened(record))
+        self.scribe.do("metrics.jsonl", lambda: append_line(self.path, line))
         if self._board is not None:
             numbers = {
                 key: value
@@ -175,18 +175,6 @@ class Metrics:
         return summary
 
 
-def append(path: Path, line: str) -> None:
-    """One line at the end of a file: whole, or not at all."""
-    with path.open("ab", buffering=0) as file:  # a buffer would write what is left of it once more
-        before, data = file.tell(), memoryview(line.encode())
-        try:
-            while data:
-                data = data[file.write(data) :]
-        except OSError:
-            os.ftruncate(file.fileno(), before)
-            raise
-
-
 def shortened(record: dict[str, Any]) -> dict[str, Any]:
     """A record as a line holds it: tables of many numbers stand in some lines alone.
 
@@ -215,8 +203,8 @@ def sum_load(load: list[list[int]]) -> list[int]:
 
 def is_before(line: str, step: int) -> bool:
     try:
-        return bool(json.loads(line)["step"] < step)
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return bool(parse_json(line, numbers=False)["step"] < step)
+    except (ValueError, KeyError, TypeError, OverflowError):
         return False  # a line cut short by a kill
 
 

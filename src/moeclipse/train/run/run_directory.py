@@ -4,11 +4,14 @@
     accept     config.toml is written: the run, or the resume, has been found possible
     scribe     does the writing that a run can do without (`train/run/background_writer`)
 
-Contract. Whatever rank 0 cannot do ends all ranks with the same ConfigError, before any of them trains.
+Contract. What a run writes is its user's alone (0600, 0700), unless `run.shared` says otherwise: the umask is
+that of the process, so checkpoints, metrics and exports of all ranks have it. Whatever rank 0 cannot do ends
+all ranks with the same ConfigError, before any of them trains.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,14 +26,18 @@ PATIENCE_S = 60.0  # for rank 0's disk
 
 
 class RunDirectory:
-    def __init__(self, path: Path, mesh: Mesh, wait_s: float) -> None:
-        self.path, self.mesh, self.wait_s = path, mesh, wait_s
+    def __init__(self, path: Path, mesh: Mesh, wait_s: float, *, shared: bool = False) -> None:
+        """`shared`: others may read what is written, as far as the umask lets them."""
+        self.path, self.mesh, self.wait_s, self.shared = path, mesh, wait_s, shared
         self.scribe = Scribe()
         self._lock: RunLock | None = None
 
     @contextmanager
     def held(self, resume: str, tell: Callable[[str], None]) -> Iterator[None]:
         """This job's, from here to the end. Collective."""
+        before = os.umask(0o077)
+        if self.shared:
+            os.umask(before)
         try:
             self._together(lambda: self._open(resume, tell), self.wait_s + PATIENCE_S)
             if self.mesh.rank == 0:
@@ -40,6 +47,7 @@ class RunDirectory:
             self.scribe.end()
             if self._lock is not None:
                 self._lock.release()
+            os.umask(before)
 
     def accept(self, config: str) -> None:
         """Write the configuration that this run goes on with. Collective."""

@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.outside import read_json, read_table
 from moeclipse.train.run.run_files import JOB
 
 BEAT_S = 5.0
@@ -144,7 +145,7 @@ class RunLock:
     def job(self) -> RunningJob | None:
         """Who the file names; None where there is no file, or one that nobody can read (it is removed)."""
         try:
-            value = json.loads(self.path.read_text())
+            value = read_json(self.path)
             return RunningJob(
                 host=str(value["host"]),
                 pid=int(value["pid"]),
@@ -214,7 +215,7 @@ class RunLock:
         grave = self.path.with_name(f".{JOB}.{self.me.token}.dead")
         with contextlib.suppress(FileNotFoundError, ValueError):
             os.rename(self.path, grave)
-            if json.loads(grave.read_text()).get("token") != job.token:
+            if read_table(grave).get("token") != job.token:
                 with contextlib.suppress(OSError):
                     os.link(grave, self.path)
             grave.unlink(missing_ok=True)

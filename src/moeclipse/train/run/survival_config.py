@@ -41,11 +41,11 @@ class CheckpointConfig:
 class IntegrityConfig:
     """Whether weights and optimizer state are what they were (docs/reliability.md)."""
 
-    every: int = 100
-    """Steps between comparisons of all that ranks hold more than once or have a digest of; 0: never."""
+    every: int | Literal["auto"] = "auto"
+    """Steps between comparisons of what ranks hold twice or know by digest; auto: 0.5 % of time; 0: never."""
     repair: Literal["stop", "reload"] = "stop"
     """After a difference: stop, or go on from the newest checkpoint, once for each step."""
 
     def problems(self) -> Iterator[str]:
-        if self.every < 0:
-            yield f"integrity.every ({self.every}) must not be negative; 0: never"
+        if self.every != "auto" and self.every < 0:
+            yield f'integrity.every ({self.every}) must not be negative; 0: never, "auto": by time'

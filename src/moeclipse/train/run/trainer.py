@@ -160,7 +160,7 @@ class Run:
         name = mesh.gather_objects(config.run.name or f"run-{time.strftime('%Y%m%d-%H%M%S')}")[0]
         self.config = with_values(config, {"run.name": name})
         self.directory = Path(config.run.dir) / name
-        self.files = RunDirectory(self.directory, mesh, config.run.wait_s)
+        self.files = RunDirectory(self.directory, mesh, config.run.wait_s, shared=config.run.shared)
         cuda = mesh.device.type == "cuda"
         self.device = device_of(torch.cuda.get_device_name(mesh.device)) if cuda else None
         self.work = None if self.device is None else least_work(config, mesh.device)

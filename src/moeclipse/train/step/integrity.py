@@ -1,7 +1,7 @@
 """Weights and optimizer state are what they were: flipped bits are found, and named by rank and tensor.
 
 Memory, links and kernels sometimes change a bit without a word. Most of what a run holds can be checked
-against something else it holds; every `integrity.every` steps, before the update, this is done:
+against something else it holds. In checked steps, before the update, this is done:
 
     weights         every rank that holds a copy has the digest of the rank that owns it       across ranks
     experts         replicas of an expert likewise (`placement/replica_check`)                 across ranks
@@ -15,6 +15,10 @@ even of two holders it is known which one is wrong.
 Contract. What one rank finds, all ranks raise, as one CorruptionError, and no rank applies the update.
 Digests are compared, not tensors; only after a difference are tensors named, one by one.
 
+The last step of a run is checked, and copies are compared before each save. Other steps are checked every so
+many (`integrity.every`), or as often as SHARE of the run's time allows (`auto`): rank 0 measures what a check
+takes, decides, and tells the others with the numbers of a step.
+
 Hazard. Between two updates a fault shows; an update spreads it, so that afterwards all copies agree. What is
 seen is thus what happened in the checked step: `every = 1` sees all of it, `every = 100` a hundredth, at its
 price.
@@ -22,7 +26,9 @@ price.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -32,44 +38,92 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CorruptionError
 from moeclipse.ops.digest import digest
 from moeclipse.ops.low_bits import LowBits
+from moeclipse.train.config import TrainConfig
 from moeclipse.train.optim.adamw import AdamW
 from moeclipse.train.optim.buckets import Bucket
 from moeclipse.train.optim.shard_state import STATES
 from moeclipse.train.placement.expert_buckets import ExpertBucket
 from moeclipse.train.placement.model_placement import ModelPlacement
 from moeclipse.train.placement.replica_check import replica_differences
-from moeclipse.train.run.survival_config import IntegrityConfig
 
 Named = dict[str, torch.Tensor]
+SHARE = 0.005
+"""Of a run's seconds, that checks may take with `every = "auto"`."""
+SIGNAL = 5
+CHECK = 8
+"""What rank 0 tells the others with a step: the next one is to be checked."""
 
 
 class Integrity:
     def __init__(
         self,
-        config: IntegrityConfig,
+        config: TrainConfig,
         optim: AdamW,
         placement: ModelPlacement,
         mesh: Mesh,
         buffers: Callable[[], list[tuple[str, torch.Tensor]]],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.config, self.optim, self.placement, self.mesh = config, optim, placement, mesh
+        self.config, self.optim, self.placement, self.mesh = config.integrity, optim, placement, mesh
         self.buffers = buffers
         self._state: dict[str, int] | None = None
         """Digests of this rank's optimizer state after the last update, where the next step is checked."""
+        self.num_steps, self._clock, self._begun = config.run.steps, clock, clock()
+        self._asked = -1
+        """The step that rank 0 wants checked."""
+        self.spent_s, self._check_s = 0.0, 0.0
+        """What all checks took, and the newest one with the digests before it."""
+        self.remember(0)
 
     def is_due(self, step: int) -> bool:
-        return bool(self.config.every) and (step + 1) % self.config.every == 0
+        every = self.config.every
+        if not every:
+            return False
+        if step + 1 == self.num_steps:
+            return True
+        return step == self._asked if every == "auto" else (step + 1) % every == 0
+
+    def signal(self, others: int) -> int:
+        """What this rank says: whether one check more stays within its share of the time, beside `others`."""
+        within = self.spent_s + self._check_s <= SHARE * (self._clock() - self._begun)
+        return others | CHECK * (self.config.every == "auto" and within)
+
+    def hear(self, step: int, rows: list[list[float]]) -> list[list[float]]:
+        """What all ranks said of a step, signals in place SIGNAL: rank 0 decides about the next one."""
+        self._asked = step + 1 if int(rows[0][SIGNAL]) & CHECK else -1
+        return rows
+
+    @contextmanager
+    def _timed(self, *, begins: bool) -> Iterator[None]:
+        self._wait_for_device()  # for what was computed before
+        start = self._clock()
+        yield
+        self._wait_for_device()
+        took = self._clock() - start
+        self.spent_s += took
+        self._check_s = took + (0.0 if begins else self._check_s)
+
+    def _wait_for_device(self) -> None:
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.mesh.device)
 
     @torch.no_grad()
     def remember(self, next_step: int) -> None:
         """After an update, or a load: what the state must be before the next one."""
-        self._state = self._state_digests() if self.is_due(next_step) else None
+        self._state = None
+        if self.is_due(next_step):
+            with self._timed(begins=True):
+                self._state = self._state_digests()
 
     @torch.no_grad()
     def look(self, step: int) -> list[str]:
         """What is wrong as far as this rank knows. Collective in each group that holds copies."""
         if not self.is_due(step):
             return []
+        with self._timed(begins=False):
+            return self._look(step)
+
+    def _look(self, step: int) -> list[str]:
         changed = self._changed_state()
         found = [f"rank {self.mesh.rank}: {name} has changed since the last update" for name in changed]
         found += self._wrong_masters()
@@ -80,12 +134,28 @@ class Integrity:
         found += self._compare(self.mesh.stage, buffers, "a buffer of", lambda _: None)
         return found
 
+    @torch.no_grad()
+    def before_save(self) -> None:
+        """CorruptionError where copies differ: such a state is not saved. Collective."""
+        if not self.config.every:
+            return
+        found = [*self._wrong_masters(), *self._wrong_copies(False)]
+        if self.placement.config.reduce == "sum":
+            found += replica_differences(self.placement.layers)
+        found += self._compare(self.mesh.stage, dict(self.buffers()), "a buffer of", lambda _: None)
+        everyone = [text for texts in self.mesh.gather_objects(found) for text in texts]
+        if everyone:
+            raise self._error(everyone, "nothing was saved")
+
     def raise_together(self, found: list[str]) -> None:
         """CorruptionError with what all ranks found. Collective."""
         everyone = [text for texts in self.mesh.gather_objects(found) for text in texts]
+        raise self._error(everyone, "the update was not applied")
+
+    def _error(self, everyone: list[str], so: str) -> CorruptionError:
         named = "; ".join(dict.fromkeys(everyone))
-        raise CorruptionError(
-            f"weights or optimizer state were corrupted: {named}; the update was not applied. Look at the "
+        return CorruptionError(
+            f"weights or optimizer state were corrupted: {named}; {so}. Look at the "
             "memory of that rank's machine (ECC, Xid errors), and resume from the last checkpoint without it"
         )
 

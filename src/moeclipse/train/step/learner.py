@@ -125,8 +125,7 @@ class Learner:
         """A number that every rank learns of every other with a step's results (`train/run/saving`)."""
         self.loss_scale = LossScale(config.optim.loss_scale, self.dtype)
         self.loads = LoadHistory(config.placement.decay)
-        self.integrity = Integrity(config.integrity, self.optim, self.placement, mesh, self._buffers)
-        self.integrity.remember(0)
+        self.integrity = Integrity(config, self.optim, self.placement, mesh, self._buffers)
         self.times = StepTimes(mesh)
 
     @property
@@ -247,7 +246,7 @@ class Learner:
         with mesh.recorder.apart("integrity"):
             corrupted = self.integrity.look(step)
         squares = self.optim.sum_of_squares(shards)
-        told = [squares.new_full((), float(number)) for number in (bool(corrupted), self.signals())]
+        told = [squares.new_full((), n) for n in (bool(corrupted), self.integrity.signal(self.signals()))]
         mine = torch.stack([*sums.values(), squares, *told])
         mine = torch.cat([mine, self._loss_of_source]) if len(self._loss_of_source) else mine
         results = gather(mesh.grads, mesh.world, mine, what).get()
@@ -255,7 +254,7 @@ class Learner:
         asked = AskedLoad(self.numbered, shape, mesh, self.config.moe.expert_tp == "sharded")
         reading = Reading(results, mesh.watch, what, mesh.world.ranks)
         self.optim.update(shards, lr, norm_if_good(sum_of_parts(results), scale), scale)
-        rows = reading.get()
+        rows = self.integrity.hear(step, reading.get())
         if any(row[4] for row in rows):
             self.optim.take_back()
             with mesh.recorder.apart("integrity"):
@@ -298,6 +297,7 @@ class Learner:
 
     def save(self, folder: Path, step: int, async_save: AsyncSave | None = None) -> Path:
         """A checkpoint of the state before `step`; with `async_save` it is only begun."""
+        self.integrity.before_save()
         self.placement.before_save()
         state = {
             "step": step,

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from moeclipse.core.errors import CheckpointError
-from moeclipse.hf.config_file import CONFIG, TOKENIZER, small_files
+from moeclipse.core.outside import read_bytes
+from moeclipse.hf.config_file import CONFIG, small_files
 from moeclipse.hf.folder import HfFolder, Shapes
 from moeclipse.hf.manifest import MANIFEST as HF_MANIFEST
 from moeclipse.hf.manifest import encode
@@ -214,7 +215,7 @@ def to_hf(
 
     shards = shards_of([outline(key) for key in (*sources, *extra)], most)
     origin = tokenizer or checkpoint.path
-    manifest = hashlib.sha256((checkpoint.path / MANIFEST).read_bytes()).hexdigest()
+    manifest = hashlib.sha256(read_bytes(checkpoint.path / MANIFEST)).hexdigest()
     facts = [str(checkpoint.path.absolute()), manifest, dtype, most, str(origin)]
     staged = StagedFolder(out, job_of("folder", *facts), disk)
     for file, tensors in shards.items():
@@ -250,5 +251,5 @@ def small_parts(config: Mapping[str, Any], dtype: str, origin: Path) -> dict[str
     if dtype != "keep":
         tree["dtype"] = dtype
         tree.pop("torch_dtype", None)
-    found = {name: (origin / name).read_bytes() for name in TOKENIZER if (origin / name).is_file()}
+    found = small_files(origin, tokenizer=False)
     return {CONFIG: json.dumps(tree, indent=2).encode() + b"\n", **found}

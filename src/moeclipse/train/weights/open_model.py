@@ -11,7 +11,6 @@ but for the tokenizer.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from typing import Any
 
 from moeclipse.core.config import build, problems_of, read_toml, table_layer
 from moeclipse.core.errors import CheckpointError, ConfigError, DataError
+from moeclipse.core.outside import MOST_INDEX, read_json, read_table, told_of
 from moeclipse.hf.config_file import config_of
 from moeclipse.hf.folder import HfFolder, Shapes
 from moeclipse.hf.names import EACH, Names
@@ -147,8 +147,8 @@ def of_checkpoint(path: Path) -> FoundModel:
     if (file := path.parent.parent / "config.toml").is_file():
         return of_run(file, path)
     try:
-        told = json.loads((path / INDEX).read_bytes())["state"].get("hf")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        told = read_json(path / INDEX, most=MOST_INDEX, numbers=False)["state"].get("hf")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}/{INDEX} cannot be read: {error!r}") from None
     if not told:
         raise CheckpointError(
@@ -167,13 +167,14 @@ def of_config(path: Path, theirs: Mapping[str, Any]) -> FoundModel:
     told: dict[str, Any] = dict(theirs)
     if (path / "generation_config.json").is_file():
         try:
-            told |= {
-                ENDS: json.loads((path / "generation_config.json").read_bytes()).get(ENDS, told.get(ENDS))
-            }
-        except (ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path}/generation_config.json cannot be read: {error!r}") from None
+            generation = read_table(path / "generation_config.json", inside=path, numbers=False)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(told_of(path / "generation_config.json", error)) from None
+        told |= {ENDS: generation.get(ENDS, told.get(ENDS))}
     ends = told.get(ENDS)
     numbers = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(type(number) is int for number in numbers):
+        raise CheckpointError(f"{path}: {ENDS} must be the number of a token or several, not {ends!r}")
     return FoundModel(
         path=path,
         shapes=plain(Shapes.of(read.values)),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from moeclipse.core.errors import CheckpointError
+from moeclipse.core.outside import MOST_INDEX, read_json
 from moeclipse.train.checkpoints.disk import DISK, Disk, Written, make_folders, remove_tree, write_file
 from moeclipse.train.checkpoints.manifest import file_damage
 
@@ -36,7 +37,7 @@ class StagedFolder:
 
     def _continues(self) -> bool:
         try:
-            tree = json.loads((self.path / JOURNAL).read_bytes())
+            tree = read_json(self.path / JOURNAL, most=MOST_INDEX)
             if tree["job"] != self.job:
                 return False
             self._known = {name: Written(**entry) for name, entry in tree["files"].items()}

@@ -1,0 +1,62 @@
+"""Hostile templates: ended, named, and no burden on whoever asked."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import pytest
+
+from moeclipse.core.errors import DataError
+from moeclipse.train.documents import template_process
+from moeclipse.train.documents.chat import ChatTemplate
+from moeclipse.train.documents.template_process import TemplateProcess
+
+SAID = [{"role": "user", "content": "a"}]
+LONG = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+HOSTILE = {
+    LONG: "computed for more than",
+    "{{ 10 ** (10 ** 9) }}": "computed for more than|ended its process|MiB",
+    "{{ ('a' * 99999999) | reverse | list | length }}": "computed|MiB|ended its process",
+    "{{ 'a' * 999999999999 }}": "MiB|memory|ended",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "too deeply",
+    "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}": "too deeply|nested|parentheses|ended its process",
+    "{% for a in range(9999) %}{{ 'a' * 99999 }}{% endfor %}": "MiB|characters|computed",
+    "{{ '%9999999999d' % 1 }}": "MiB|ended|large|big|memory",
+}
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process imports the module anew: what it may take is told it in its program."""
+    change = "import moeclipse.train.documents.template_process as m; m.SECONDS = 0.3; m.MEMORY = 1 << 28; "
+    monkeypatch.setattr(template_process, "PROGRAM", change + "m.serve()")
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.usefixtures("short")
+def test_a_template_is_ended_and_named(text: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match=f"/models/a/chat_template.jinja.*({HOSTILE[text]})"):
+        ChatTemplate(text, {}, "/models/a/chat_template.jinja").render(SAID, "data.jsonl, line 3")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
+
+
+@pytest.mark.usefixtures("short")
+def test_the_next_conversation_has_a_process_again() -> None:
+    process = TemplateProcess("{% if messages[0].content == 'a' %}" + LONG + "{% endif %}fine", {})
+    for _ in range(2):
+        with pytest.raises(ValueError, match="computed for more than"):
+            process.render(SAID, False)
+        assert process.render([{"role": "user", "content": "b"}], False) == "fine"
+
+
+def test_what_templates_see_and_say() -> None:
+    process = TemplateProcess(
+        "{{ bos }}{{ messages | tojson }}{{ add_generation_prompt }}", {"bos": "\ud800é"}
+    )
+    assert process.render(SAID, True) == '\ud800é[{"role": "user", "content": "a"}]True'
+    assert process._process is not None
+    kept: Any = process._process
+    del process
+    assert kept.poll() is not None, "it ends with its owner"
