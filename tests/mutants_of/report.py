@@ -61,7 +61,7 @@ MUTANTS = (
     ),
     Mutant(
         "report/measures.py",
-        "    return over(np.sum, run.steps.column(name))",
+        "    return over(np.sum, run.steps.total(name))",
         "    return over(np.sum, run.steps.column(name)[run.window])",
         "report/test_measures.py::test_what_is_counted_is_counted_from_the_first_step",
         "drops and bad steps of the warm-up are not counted",

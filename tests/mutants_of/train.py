@@ -46,7 +46,7 @@ MUTANTS = (
         raise
 
 
-def keep_lines""",
+def append_line""",
         """\
         path.write_text(text)
         beside.unlink()
@@ -55,7 +55,7 @@ def keep_lines""",
         raise
 
 
-def keep_lines""",
+def append_line""",
         "train/run/test_run_files.py::test_a_reader_keeps_the_text_that_it_opened",
         "a text is written in place",
         "a reader sees half of it",
@@ -81,8 +81,8 @@ def keep_lines""",
     ),
     Mutant(
         "train/checkpoints/disk.py",
-        "os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK",
-        "os.O_RDONLY | os.O_NONBLOCK",
+        "open_file(path, links=False)",
+        "open_file(path)",
         "train/checkpoints/test_disk.py::test_a_link_is_no_file_of_a_checkpoint",
         "links in a checkpoint are followed",
         "a checkpoint from elsewhere reads any file of this machine",

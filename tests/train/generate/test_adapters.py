@@ -169,7 +169,7 @@ def test_the_command_shows_the_text_of_each(written: tuple[Path, dict[str, float
     assert first != second
 
 
-def test_what_is_refused(written: tuple[Path, dict[str, float]]) -> None:
+def test_what_is_refused(written: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
     root, _ = written
     found = find_model(root / "model")
     with pytest.raises(ConfigError, match="'a' and 'n' differ in rank, scale or targets"):
@@ -180,8 +180,8 @@ def test_what_is_refused(written: tuple[Path, dict[str, float]]) -> None:
         adapter_lora(root / "dora", found.shapes.model)
     with pytest.raises(ConfigError, match="there is no adapter 'c'; there are a"):
         Adapters(found, {"a": str(root / "a")}).put("c", torch.nn.Linear(1, 1))
-    (root / "b" / "adapter_config.json").write_text(
-        '{"peft_type": "LORA", "r": 4, "target_modules": ["lm_head"]}'
-    )
+    other = tmp_path / "other"  # tests share the folders of `root`
+    other.mkdir()
+    (other / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "target_modules": ["lm_head"]}')
     with pytest.raises(CheckpointError, match="targets lm_head; ours are q_proj"):
-        adapter_lora(root / "b", found.shapes.model)
+        adapter_lora(other, found.shapes.model)

@@ -139,7 +139,7 @@ def train(mesh: Mesh, config: TrainConfig) -> dict[str, Any]:
 
 
 LEARNED = ("costs of an exchange", "trials of granularities")
-APART = ("times of a step", "between two steps", *LEARNED)
+APART = ("times of a step", "between two steps", "integrity", *LEARNED)
 """What is no part of a step: it is launched inside `apart`, and belongs to no program."""
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from moeclipse.balance.config import PlacementConfig
 from moeclipse.model.config import ModelConfig
-from moeclipse.model.count import dense_matrices, expert_matrices
 from moeclipse.model.lora_config import LoraConfig
 from moeclipse.moe.config import MoEConfig
 from moeclipse.ops.frozen import KINDS
@@ -44,6 +43,10 @@ def few_bits_problems(
 
 def misfits(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
     """Matrices of a model that cannot be kept as it says."""
+    if not model.base and not model.dense_base:
+        return
+    from moeclipse.model.count import dense_matrices, expert_matrices  # which load torch: seconds
+
     kinds = (
         ("base", model.base, expert_matrices(model, moe)),
         ("dense_base", model.dense_base, dense_matrices(model, moe)),
