@@ -78,11 +78,11 @@ class StateBytes:
 
     weight: float = 2.0
     gradient: float = 4.0
-    master: float = 4.0
-    moments: float = 8.0
+    shard: float = 12.0
+    """Master weight and both moments, on the rank that owns it."""
 
     def of(self, held: float, owned: float) -> float:
-        return held * (self.weight + self.gradient) + owned * (self.master + self.moments)
+        return held * (self.weight + self.gradient) + owned * self.shard
 
 
 @dataclass(frozen=True, kw_only=True)

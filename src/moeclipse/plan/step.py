@@ -30,7 +30,7 @@ from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.op import Op, Program
 from moeclipse.schedule.shape import Recompute
-from moeclipse.sim.engine import simulate
+from moeclipse.sim.engine import Simulation, simulate
 
 REST = 1.085
 """What kernels take inside a step, in what they take alone: fitted on one published step (docs/planning.md)."""
@@ -282,14 +282,16 @@ class Step:
 
     def _simulated(self, microbatches: int) -> tuple[float, float, float]:
         """(makespan, compute and exposed of the busiest rank)."""
-        program = self.program(microbatches)
-        seconds, compute = self.durations(program)
-        layout = self.layout
-        wire = self.work.transfer(layout.dp * layout.ep * layout.tp) if layout.pp > 1 else 0.0
-        result = simulate(verify(program), Costs(seconds={}, wire=wire), seconds)
-        busiest = max(range(program.num_ranks), key=lambda rank: sum(seconds[rank]))
+        seconds, compute = self.durations(self.program(microbatches))
+        busiest = max(range(len(seconds)), key=lambda rank: sum(seconds[rank]))
         worked = sum(compute[busiest])
-        return result.makespan, worked, sum(seconds[busiest]) - worked
+        return self.simulation(microbatches).makespan, worked, sum(seconds[busiest]) - worked
+
+    def simulation(self, microbatches: int) -> Simulation:
+        """Of the first so many."""
+        program, layout = self.program(microbatches), self.layout
+        wire = self.work.transfer(layout.dp * layout.ep * layout.tp) if layout.pp > 1 else 0.0
+        return simulate(verify(program), Costs(seconds={}, wire=wire), self.durations(program)[0])
 
     def program(self, microbatches: int) -> Program:
         return build(self.layout.schedule, self.layout.pp, microbatches, self.layout.stages_per_rank)
