@@ -13,7 +13,18 @@ from moeclipse.cost.cluster import cluster
 from moeclipse.cost.layer_seconds import UPDATE_BYTES, Seconds
 from moeclipse.cost.model import Costs
 from moeclipse.plan.published import QWEN3_235B, QWEN3_30B, V3
-from moeclipse.plan.step import OURS, REST, Layout, Prices, Software, Step, StepTime, Terms, even_stages, slower
+from moeclipse.plan.step import (
+    OURS,
+    REST,
+    Layout,
+    Prices,
+    Software,
+    Step,
+    StepTime,
+    Terms,
+    even_stages,
+    slower,
+)
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.shape import LayerShape
 from moeclipse.schedule.templates import Expansion, expand
@@ -27,7 +38,9 @@ def step_of(model: Any = QWEN3_30B, software: Software = IDEAL, **layout: Any) -
     return Step(terms, Layout(**layout))
 
 
-@pytest.mark.parametrize("model", [replace(QWEN3_30B, moe_layers=(True,) * 4), replace(V3, moe_layers=(True,) * 4)])
+@pytest.mark.parametrize(
+    "model", [replace(QWEN3_30B, moe_layers=(True,) * 4), replace(V3, moe_layers=(True,) * 4)]
+)
 @pytest.mark.parametrize("ep", [8, 32])
 def test_a_pair_takes_what_the_layers_of_the_simulator_take(model: Any, ep: int) -> None:
     step = step_of(model, schedule="pp1", microbatches=8, ep=ep, overlap="pair")
@@ -62,7 +75,10 @@ def test_what_is_not_hidden_is_between_hidden_and_serial() -> None:
 
 def test_recompute_runs_forward_again() -> None:
     plain = step_of(ep=8).layers[0]
-    more = {again: step_of(ep=8, recompute=again).layers[0].B - plain.B for again in ("attn", "mlp", "moe", "full")}
+    more = {
+        again: step_of(ep=8, recompute=again).layers[0].B - plain.B
+        for again in ("attn", "mlp", "moe", "full")
+    }
     step = step_of(ep=8)
     attention, dispatch = slower(step.work.attention(0)).F, step.work.dispatch()
     assert more["attn"] == pytest.approx(attention)
@@ -107,7 +123,13 @@ def test_every_stage_needs_a_layer() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "stages", "overlap"),
-    [("1f1b", 1, "off"), ("vpp+1", 4, "pair"), ("zb-v", 2, "off"), ("dualpipev", 2, "pair"), ("dualpipe", 2, "pair")],
+    [
+        ("1f1b", 1, "off"),
+        ("vpp+1", 4, "pair"),
+        ("zb-v", 2, "off"),
+        ("dualpipev", 2, "pair"),
+        ("dualpipe", 2, "pair"),
+    ],
 )
 def test_a_schedule_goes_on_as_it_began(schedule: str, stages: int, overlap: str) -> None:
     step = step_of(pp=4, ep=8, schedule=schedule, stages_per_rank=stages, microbatches=48, overlap=overlap)

@@ -91,7 +91,8 @@ def main(argv: list[str]) -> int:
         for line in refusals(request, config, found):
             console.print(line)
         return NOTHING_FITS
-    console.print(table_of(request, found.plans[:SHOWN]), width=TABLE_WIDTH, soft_wrap=True)
+    wide = Console(highlight=False, width=max(console.width, TABLE_WIDTH))
+    wide.print(table_of(request, found.plans[:SHOWN]))
     if options.explain > len(found.plans[:SHOWN]):
         raise ConfigError(f"--explain {options.explain}: there are plans 1 to {len(found.plans[:SHOWN])}")
     chosen = found.plans[max(options.explain, 1) - 1]
@@ -111,7 +112,9 @@ def check(options: PlanOptions) -> None:
     if options.seq_len < 0:
         raise ConfigError(f"--seq-len ({options.seq_len}) must not be negative")
     if not 1 <= options.imbalance < math.inf:
-        raise ConfigError(f"--imbalance ({options.imbalance}) must be at least 1: the busiest rank has the mean")
+        raise ConfigError(
+            f"--imbalance ({options.imbalance}) must be at least 1: the busiest rank has the mean"
+        )
     if options.explain < 0:
         raise ConfigError(f"--explain ({options.explain}) must be the number of a plan")
     if options.out is not None and options.dtype == "fp8":
@@ -251,4 +254,6 @@ def explain(console: Console, request: Request, best: Plan, plan: Plan, width: i
     console.print(f"layers of each stage: {', '.join(map(str, plan.stages))}")
     shown = min(layout.microbatches, 3 * layout.pp)
     console.print(f"\n{count(shown, 'microbatch', 'es')} of {layout.microbatches}:")
-    console.print(timeline(step.simulation(shown), width or max(40, min(console.width - 10, 160))), markup=False)
+    console.print(
+        timeline(step.simulation(shown), width or max(40, min(console.width - 10, 160))), markup=False
+    )

@@ -163,9 +163,7 @@ def axes_of(request: Request) -> Iterator[Layout]:
                 for samples in SAMPLES:
                     microbatches, rest = divmod(request.batch, dp * ep * samples)
                     if rest == 0 and microbatches:
-                        yield Layout(
-                            pp=pp, dp=dp, ep=ep, tp=tp, samples=samples, microbatches=microbatches
-                        )
+                        yield Layout(pp=pp, dp=dp, ep=ep, tp=tp, samples=samples, microbatches=microbatches)
 
 
 def schedules_of(layout: Layout, num_layers: int) -> Iterator[Layout]:
@@ -180,9 +178,7 @@ def schedules_of(layout: Layout, num_layers: int) -> Iterator[Layout]:
             if layout.pp * stages > num_layers or broken_rules(name, layout.pp, layout.microbatches, stages):
                 continue
             paired = name in ("vpp+1", "1f1b-pairs", "dualpipev")
-            yield replace(
-                layout, schedule=name, stages_per_rank=stages, overlap="pair" if paired else "off"
-            )
+            yield replace(layout, schedule=name, stages_per_rank=stages, overlap="pair" if paired else "off")
 
 
 def candidates_of(request: Request) -> Iterator[Candidate]:
@@ -258,7 +254,7 @@ def in_flight(layout: Layout) -> int:
         "1f1b": P,
         "zb-h1": P,
         "pp1": 2,
-        "1f1b-pairs": 2 * P - 1,
+        "1f1b-pairs": 2 * P,
         "zb-v": 2 * P,
         "dualpipev": 2 * P + 1,
         "vpp": 2 * (P - 1) + (V - 1) * P + 1,
@@ -281,9 +277,7 @@ def plan_of(request: Request, layout: Layout, stages: Sequence[int] | None = Non
 def peak_bytes(request: Request, step: Step) -> tuple[float, ...]:
     """Of each rank of the pipeline, action by action."""
     layout, model = step.layout, request.terms.model
-    sharing = Sharing(
-        dp=layout.dp * layout.copies, ep=layout.ep, tp=layout.tp, imbalance=request.imbalance
-    )
+    sharing = Sharing(dp=layout.dp * layout.copies, ep=layout.ep, tp=layout.tp, imbalance=request.imbalance)
     tokens = layout.samples * request.terms.sequence
     firsts = [sum(step.stages[:number]) for number in range(len(step.stages))]
     held = [range(first, first + count) for first, count in zip(firsts, step.stages, strict=True)]
@@ -326,5 +320,3 @@ def _change(action: Op, kept: Sequence[float]) -> float:
 
 def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-
-

@@ -253,9 +253,7 @@ class Step:
             if number == len(self.stages) - 1:
                 head = self.parts["head"]
                 back = head.B + head.W
-                total += Prices(
-                    F=head.F, B=back, W=head.W, pair=sum(head), compute_F=head.F, compute_B=back
-                )
+                total += Prices(F=head.F, B=back, W=head.W, pair=sum(head), compute_F=head.F, compute_B=back)
             found.append(total)
         return tuple(found)
 

@@ -53,7 +53,9 @@ def config_for(source: str) -> TrainConfig:
             "that is not counted yet; leave them out"
         )
     if config.model.memory:
-        raise ConfigError("model.memory cannot be planned: keys behind the segment are not counted; set it to 0")
+        raise ConfigError(
+            "model.memory cannot be planned: keys behind the segment are not counted; set it to 0"
+        )
     return with_values(config, {"model.dtype": "bfloat16"})
 
 
@@ -127,7 +129,9 @@ def what_would_fit(request: Request, config: TrainConfig, nearest_one: Nearest) 
             lines.append(f"it would fit on {factor * request.num_gpus} GPUs")
             break
     if len(lines) == 1:
-        lines.append("neither narrow optimizer states nor 16 times as many GPUs would do: take shorter sequences")
+        lines.append(
+            "neither narrow optimizer states nor 16 times as many GPUs would do: take shorter sequences"
+        )
     return lines
 
 
