@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from moeclipse.core.errors import ConfigError
-from moeclipse.cost.cluster import CLUSTERS, Experts, cluster, cluster_from
+from moeclipse.cost.cluster import CLUSTERS, ExpertChoice, cluster, cluster_from
 
 H100 = CLUSTERS["h100"]
 
@@ -20,7 +20,7 @@ def test_strides_say_how_many_nodes_an_axis_crosses() -> None:
     assert CLUSTERS["gb200"].nodes(64) == 1
 
 
-def enumerated(experts: Experts, parts: int) -> float:
+def enumerated(experts: ExpertChoice, parts: int) -> float:
     """By listing every choice: groups first, then experts of these."""
     size = experts.num_experts // experts.num_groups
     held = experts.num_experts // parts
@@ -36,16 +36,16 @@ def enumerated(experts: Experts, parts: int) -> float:
 @pytest.mark.parametrize("groups", [(1, 1), (4, 2), (2, 1), (4, 1)])
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
 def test_ranks_and_nodes_that_a_token_visits(groups: tuple[int, int], parts: int) -> None:
-    experts = Experts(num_experts=8, top_k=2, num_groups=groups[0], top_groups=groups[1])
+    experts = ExpertChoice(num_experts=8, top_k=2, num_groups=groups[0], top_groups=groups[1])
     assert experts.visited(parts) == pytest.approx(enumerated(experts, parts))
 
 
 def test_more_parts_than_experts_are_not_all_visited() -> None:
-    assert Experts(num_experts=8, top_k=2).visited(16) == 2
+    assert ExpertChoice(num_experts=8, top_k=2).visited(16) == 2
 
 
 def test_two_levels_cross_once_for_each_node() -> None:
-    experts = Experts(num_experts=256, top_k=8, num_groups=8, top_groups=4)
+    experts = ExpertChoice(num_experts=256, top_k=8, num_groups=8, top_groups=4)
     near, far = H100.exchange_rows(experts, 64, two_level=True)
     assert far == pytest.approx(experts.visited(8) * 7 / 8)
     assert experts.visited(8) <= 4
@@ -56,7 +56,7 @@ def test_two_levels_cross_once_for_each_node() -> None:
 
 
 def test_inside_a_node_nothing_is_far() -> None:
-    experts = Experts(num_experts=128, top_k=8)
+    experts = ExpertChoice(num_experts=128, top_k=8)
     near, far = H100.exchange_rows(experts, 8, two_level=True)
     assert far == 0
     assert near == pytest.approx(experts.visited(8) * 7 / 8)

@@ -7,16 +7,15 @@ from dataclasses import replace
 import pytest
 
 from moeclipse.cost.cluster import cluster
-from moeclipse.cost.layer_seconds import Work
+from moeclipse.cost.layer_seconds import MicrobatchWork
 from moeclipse.cost.model import DEEPSEEK_V3
 from moeclipse.plan.published import QWEN3_235B, V3
 
-WORK = Work(model=V3, cluster=cluster("h800"), tokens=4096, sequence=4096, ep=64, dtype="fp8")
+WORK = MicrobatchWork(model=V3, cluster=cluster("h800"), tokens=4096, sequence=4096, ep=64, dtype="fp8")
 
 
 def test_deepseek_as_in_their_trace() -> None:
-    """Products were traced beside exchanges, with 112 of 132 processors; router and shared expert are in attention
-    and experts there."""
+    """Products were traced beside exchanges, on 112 of 132 processors, router and shared expert inside."""
     trace = DEEPSEEK_V3.seconds
     attention, experts, shared, route = WORK.attention(60), WORK.experts(), WORK.shared(), WORK.route()
     slow = 132 / 112
@@ -38,18 +37,18 @@ def test_dispatch_is_in_eight_bits_and_combine_is_not() -> None:
 
 
 def test_ranks_of_tp_share_products_and_gather_tokens() -> None:
-    alone = Work(model=QWEN3_235B, cluster=cluster("h100"), tokens=4096, sequence=4096, ep=8)
+    alone = MicrobatchWork(model=QWEN3_235B, cluster=cluster("h100"), tokens=4096, sequence=4096, ep=8)
     half = replace(alone, tp=2, ep=4)
-    assert half.experts().F == pytest.approx(alone.experts().F / 2, rel=0.05)
+    assert pytest.approx(alone.experts().F / 2, rel=0.05) == half.experts().F
     assert half.combine() == pytest.approx(alone.combine() / 2, rel=0.05)
     moved = half.cluster.collective(2.0 * 4096 * 4096, 2)
-    assert half.attention(0).F == pytest.approx(alone.attention(0).F / 2 + 2 * moved, rel=0.1)
-    assert half.attention(0).F > alone.attention(0).F / 2 + 2 * moved - 1e-5
+    assert pytest.approx(alone.attention(0).F / 2 + 2 * moved, rel=0.1) == half.attention(0).F
+    assert alone.attention(0).F / 2 + 2 * moved - 1e-5 < half.attention(0).F
 
 
 def test_the_busiest_rank_counts() -> None:
     busy = replace(WORK, imbalance=1.5)
-    assert busy.experts().F == pytest.approx(1.5 * WORK.experts().F, rel=0.1)
+    assert pytest.approx(1.5 * WORK.experts().F, rel=0.1) == busy.experts().F
     assert busy.dispatch() == pytest.approx(1.5 * WORK.dispatch(), rel=0.02)
     assert busy.attention(60) == WORK.attention(60)
 
@@ -65,7 +64,7 @@ def test_what_is_not_there_costs_nothing() -> None:
     head = WORK.head()
     assert sum(replace(WORK, model=replace(V3, losses=2)).head()) == pytest.approx(2 * sum(head))
     dense = WORK.dense()
-    assert dense.F == pytest.approx(9 * WORK.shared().F, rel=0.15)
+    assert pytest.approx(9 * WORK.shared().F, rel=0.15) == dense.F
 
 
 def test_stages_of_far_nodes_are_far() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from moeclipse.cost.cluster import Experts
+from moeclipse.cost.cluster import ExpertChoice
 from moeclipse.cost.sizes import ModelSizes
 
 SMALL = ModelSizes(
@@ -20,7 +20,7 @@ SMALL = ModelSizes(
     windows=(0, 2),
     dense_width=12,
     expert_width=6,
-    experts=Experts(num_experts=5, top_k=2),
+    experts=ExpertChoice(num_experts=5, top_k=2),
     shared_width=7,
 )
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.cost.cluster import Experts
+from moeclipse.cost.cluster import ExpertChoice
 from moeclipse.cost.sizes import ModelSizes
 from moeclipse.cost.step_bytes import APART, COMMUNICATORS, Again, Sharing, StateBytes, beside, kept_by
 from moeclipse.model.config import ModelConfig
@@ -64,7 +64,7 @@ SMALL = ModelSizes(
     moe_layers=(False, True, True),
     dense_width=96,
     expert_width=48,
-    experts=Experts(num_experts=8, top_k=2),
+    experts=ExpertChoice(num_experts=8, top_k=2),
 )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moeclipse.cost.cluster import Experts, cluster
+from moeclipse.cost.cluster import ExpertChoice, cluster
 from moeclipse.cost.sizes import ModelSizes
 from moeclipse.cost.step_bytes import Sharing, StateBytes, beside
 from moeclipse.plan import layouts
@@ -42,7 +42,7 @@ SMALL = ModelSizes(
     d_v=64,
     moe_layers=(True,) * 8,
     expert_width=512,
-    experts=Experts(num_experts=16, top_k=2),
+    experts=ExpertChoice(num_experts=16, top_k=2),
 )
 
 

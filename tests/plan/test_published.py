@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 
-
 from moeclipse.plan.published import ROWS
 
 RATIOS = {row.name: row.predicted() / row.seconds for row in ROWS}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.cluster import cluster
 from moeclipse.cost.layer_seconds import UPDATE_BYTES, Seconds
 from moeclipse.cost.model import Costs
-from moeclipse.plan.published import QWEN3_235B, QWEN3_30B, V3
+from moeclipse.plan.published import QWEN3_30B, QWEN3_235B, V3
 from moeclipse.plan.step import (
     OURS,
     REST,
@@ -87,7 +87,7 @@ def test_recompute_runs_forward_again() -> None:
     assert more["full"] == pytest.approx(more["moe"] + attention)
     dense = replace(V3, moe_layers=(False,) * 3)
     kept = step_of(dense).layers[0]
-    assert step_of(dense, recompute="full").layers[0].B == pytest.approx(kept.B + kept.F)
+    assert pytest.approx(kept.B + kept.F) == step_of(dense, recompute="full").layers[0].B
     assert step_of(dense, recompute="attn").layers[0].B < kept.B + kept.F
 
 
@@ -99,7 +99,7 @@ def test_a_host_that_is_slow_is_waited_for() -> None:
 
 def longest(seconds: list[float], head: float, cuts: tuple[int, ...]) -> float:
     ends = (0, *cuts, len(seconds))
-    sums = [sum(seconds[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+    sums = [sum(seconds[a:b]) for a, b in pairwise(ends)]
     return max([*sums[:-1], sums[-1] + head])
 
 

@@ -26,7 +26,7 @@ from moeclipse.core.config import to_toml
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.toml import read_toml
 from moeclipse.cost.cluster import Cluster, cluster, cluster_from
-from moeclipse.plan.layouts import Found, Plan, Request, search
+from moeclipse.plan.layouts import Plan, Request, SearchResult, search
 from moeclipse.plan.step import Step, Terms
 from moeclipse.sim.trace import timeline
 from moeclipse.train.config import TrainConfig
@@ -55,7 +55,8 @@ class PlanOptions:
     source: tyro.conf.Positional[str] = ""
     """A TOML file, a preset, a model by name, or a Hugging Face folder; or --model."""
     model: str = ""
-    """The same: deepseek-v3, kimi-k2, qwen3-30b-a3b, qwen3-235b-a22b, gpt-oss-120b, mixtral-8x22b, glm-4.5."""
+    """The same; by name: deepseek-v3, kimi-k2, qwen3-30b-a3b, qwen3-235b-a22b, gpt-oss-120b, mixtral-8x22b or
+    glm-4.5."""
     gpus: int = 8
     device: str = "h100"
     """a100, h100, h800, h200, b200, gb200, mi300x, cpu, or a TOML file that describes a cluster."""
@@ -160,16 +161,17 @@ def tokens_in(text: str) -> float:
     return float(match[1]) * UNITS[match[2]]
 
 
-def title_of(request: Request, found: Found) -> str:
+def title_of(request: Request, found: SearchResult) -> str:
     terms = request.terms
-    what = f"{count(request.num_gpus, 'GPU')} ({terms.cluster.device.name}, {terms.cluster.gpus_per_node} a node)"
+    node = f"{terms.cluster.device.name}, {terms.cluster.gpus_per_node} a node"
+    what = f"{count(request.num_gpus, 'GPU')} ({node})"
     batch = f"{request.batch:,} x {terms.sequence:,} tokens a step"
     size = f"{terms.model.parameters / 1e9:.1f} B parameters"
     dropped = found.dropped.get("memory", 0)
     return f"{size}, {what}, {batch}: {found.considered:,} layouts, {dropped:,} too large"
 
 
-def refusals(request: Request, config: TrainConfig, found: Found) -> list[str]:
+def refusals(request: Request, config: TrainConfig, found: SearchResult) -> list[str]:
     """Why there is no plan, and what to change."""
     if found.nearest is not None and not set(found.dropped) - {"memory"}:
         return what_would_fit(request, config, found.nearest)

@@ -69,7 +69,7 @@ class Cluster:
         return max(near, far)
 
     def exchange(
-        self, tokens: float, row_bytes: float, experts: Experts, size: int, *, two_level: bool = True
+        self, tokens: float, row_bytes: float, experts: ExpertChoice, size: int, *, two_level: bool = True
     ) -> float:
         """Seconds of one dispatch or combine: `tokens` of each of `size` ranks that share the experts."""
         if size == 1:
@@ -81,7 +81,7 @@ class Cluster:
             self._seconds(self.far, tokens * far * row_bytes, nodes),
         )
 
-    def exchange_rows(self, experts: Experts, size: int, *, two_level: bool) -> tuple[float, float]:
+    def exchange_rows(self, experts: ExpertChoice, size: int, *, two_level: bool) -> tuple[float, float]:
         """Of one token, (over near links, over far ones), each way."""
         nodes = self.nodes(size)
         inside = size / nodes
@@ -96,7 +96,7 @@ class Cluster:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts:
+class ExpertChoice:
     """Which experts a token chooses, as far as a wire has to know."""
 
     num_experts: int

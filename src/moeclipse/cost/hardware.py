@@ -79,8 +79,8 @@ DEVICES: dict[str, Device] = {
             launch=5e-6,
             efficiency=0.68,
             fp8_flops=1979e12,
-            source="NVIDIA H100 SXM data sheet (1979 TFLOP/s sparse, halved; fp8 3958); efficiency: 646 to 670 "
-            "TFLOP/s of cuBLAS and of a pipelined kernel at 8192 x 8192 x 4096 and more (Triton 3.6, tutorial)",
+            source="NVIDIA H100 SXM data sheet (1979 TFLOP/s sparse, halved; fp8 3958); efficiency: 640 to "
+            "670 TFLOP/s of cuBLAS and another kernel at 8192 x 8192 x 4096 and more (Triton 3.6, tutorial)",
         ),
         Device(
             name="h800",
@@ -128,7 +128,7 @@ DEVICES: dict[str, Device] = {
             launch=5e-6,
             efficiency=0.75,
             fp8_flops=5000e12,
-            source="NVIDIA GB200 NVL72 data sheet (360 PFLOP/s sparse over 72 GPUs, halved); efficiency assumed",
+            source="NVIDIA GB200 NVL72 data sheet (360 PFLOP/s sparse, 72 GPUs, halved); efficiency assumed",
         ),
         Device(
             name="mi300x",

@@ -40,7 +40,7 @@ class Seconds(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class MicrobatchWork:
     """One microbatch of one data index, and who shares it."""
 
     model: ModelSizes
@@ -66,9 +66,11 @@ class Work:
         m, k, T, tp = self.model, self.kernels, self.tokens, self.tp
         forward = backward = weights = 0.0
         for out, inner, cut in m.projections():
-            rows, out_here, in_here = (T, out / tp, inner) if cut else (T / tp, out, inner)
+            rows, out_here, in_here = (
+                (1.0 * T, out / tp, 1.0 * inner) if cut else (T / tp, 1.0 * out, 1.0 * inner)
+            )
             if cut and out == m.d_model:
-                out_here, in_here = out, inner / tp
+                out_here, in_here = 1.0 * out, inner / tp
             forward += k.product(rows, out_here, in_here, self.dtype) + self._quantised(rows * in_here)
             backward += k.product(rows, in_here, out_here, self.dtype) + self._quantised(rows * out_here)
             weights += k.product(out_here, in_here, rows, self.dtype) + k.stream(8.0 * out_here * in_here)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moeclipse.cost.cluster import Experts
+from moeclipse.cost.cluster import ExpertChoice
 from moeclipse.cost.kernels import keys_seen
 
 
@@ -35,7 +35,7 @@ class ModelSizes:
     """Hidden width of one expert ..."""
     gated: bool = True
     """... whose first projection is twice as wide."""
-    experts: Experts
+    experts: ExpertChoice
     shared_width: int = 0
     tied: bool = False
     losses: int = 1

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-
+from dataclasses import dataclass, field, replace
 
 from moeclipse.cost.step_bytes import ALONE, APART, Again, Sharing, StateBytes, beside
 from moeclipse.plan.step import Layout, Step, StepTime, Terms
@@ -39,10 +38,10 @@ class Request:
     num_gpus: int
     batch: int
     """Sequences of a step."""
-    state: StateBytes = StateBytes()
+    state: StateBytes = field(default_factory=StateBytes)
     imbalance: float = 1.1
     """Rows of the busiest rank, in mean ranks, that memory must have room for."""
-    refuse: Callable[[Plan], str] = lambda plan: ""
+    refuse: Callable[[Plan], str] = lambda _: ""
     """Why a plan cannot be run; empty: it can."""
 
     def room(self, layout: Layout) -> float:
@@ -76,7 +75,7 @@ class Nearest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class SearchResult:
     plans: tuple[Plan, ...]
     """Fastest first."""
     considered: int
@@ -92,7 +91,7 @@ class Candidate:
     peak: float
 
 
-def search(request: Request, progress: Callable[[int, int], None] = lambda done, total: None) -> Found:
+def search(request: Request, progress: Callable[[int, int], None] = lambda *_: None) -> SearchResult:
     """`progress` is told how many of the simulated ones are done."""
     dropped: Counter[str] = Counter()
     nearest: Nearest | None = None
@@ -120,7 +119,7 @@ def search(request: Request, progress: Callable[[int, int], None] = lambda done,
             plans.append(plan)
     progress(len(chosen), len(chosen))
     plans.sort(key=lambda plan: (plan.time.seconds, plan.layout.title))
-    return Found(
+    return SearchResult(
         plans=tuple(plans),
         considered=considered,
         dropped=dict(dropped),

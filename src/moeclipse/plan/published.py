@@ -1,7 +1,7 @@
 """Published steps with the layout they name, to hold predictions against.
 
-Two of them were used for fitting, one constant each; the others are predictions. Where a row is silent, stages
-are cut as its framework cuts them, and the batch is the published one.
+Two of them were used for fitting, one constant each; the others are predictions. Stages are cut as the
+framework cuts them, or evenly where nothing is known of it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from moeclipse.cost.cluster import Experts, cluster
+from moeclipse.cost.cluster import ExpertChoice, cluster
 from moeclipse.cost.kernels import Type
 from moeclipse.cost.sizes import ModelSizes
 from moeclipse.plan.step import Layout, Software, Step, Terms
@@ -18,8 +18,8 @@ MEGATRON = Software(
     name="Megatron",
     host_s=9.3e-3,
     hides=0.37,
-    source="host: fitted on Qwen3-235B with TP4 (29.0 s), where nothing else could take so long; hidden: 36.55 % "
-    "of the expert exchange in NVIDIA's own matched traces of Qwen3-30B",
+    source="host: fitted on Qwen3-235B with TP4 (29.0 s), where nothing else could take so long; hidden: "
+    "36.55 % of the expert exchange in NVIDIA's own matched traces of Qwen3-30B",
 )
 DEEPSEEK = Software(
     name="DeepSeek",
@@ -40,7 +40,7 @@ V3 = ModelSizes(
     moe_layers=(False,) * 3 + (True,) * 58,
     dense_width=18432,
     expert_width=2048,
-    experts=Experts(num_experts=256, top_k=8, num_groups=8, top_groups=4),
+    experts=ExpertChoice(num_experts=256, top_k=8, num_groups=8, top_groups=4),
     shared_width=2048,
 )
 V3_TWO_TOKENS = replace(V3, moe_layers=(*V3.moe_layers, True), losses=2)
@@ -55,7 +55,7 @@ QWEN3_235B = ModelSizes(
     qk_norm=True,
     moe_layers=(True,) * 94,
     expert_width=1536,
-    experts=Experts(num_experts=128, top_k=8),
+    experts=ExpertChoice(num_experts=128, top_k=8),
 )
 QWEN3_30B = replace(QWEN3_235B, d_model=2048, num_heads=32, moe_layers=(True,) * 48, expert_width=768)
 

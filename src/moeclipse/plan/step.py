@@ -22,7 +22,7 @@ import numpy as np
 from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.cluster import Cluster
 from moeclipse.cost.kernels import Type
-from moeclipse.cost.layer_seconds import UPDATE_BYTES, Seconds, Work
+from moeclipse.cost.layer_seconds import UPDATE_BYTES, MicrobatchWork, Seconds
 from moeclipse.cost.model import Costs
 from moeclipse.cost.sizes import ModelSizes
 from moeclipse.schedule import kinds
@@ -33,9 +33,9 @@ from moeclipse.schedule.shape import Recompute
 from moeclipse.sim.engine import Simulation, simulate
 
 REST = 1.085
-"""What kernels take inside a step, in what they take alone: fitted on one published step (docs/planning.md)."""
+"""What kernels take inside a step, in what they take alone: fitted on a published step (docs/planning.md)."""
 FEW, MORE = 2, 3
-"""Microbatches, in ranks of the pipeline, at which a schedule is simulated; behind these it repeats itself."""
+"""Microbatches, in ranks of the pipeline, at which a schedule is simulated; then it repeats itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ OURS = Software(
     name="moeclipse",
     host_s=1e-3,
     hides=0.9,
-    source="193 launches a layer and microbatch at 5 us; 0.90 to 0.95 hidden in pairs (bench/fb_overlap, CPU)",
+    source="193 launches a layer and microbatch at 5 us; 0.90 to 0.95 hidden in pairs (bench/fb_overlap)",
 )
 
 
@@ -151,7 +151,7 @@ class Step:
         """`stages`: layers of each stage of one copy; None: as even as seconds allow."""
         self.terms, self.layout = terms, layout
         self.model, self.cluster, self.software = terms.model, terms.cluster, terms.software
-        self.work = Work(
+        self.work = MicrobatchWork(
             model=terms.model,
             cluster=terms.cluster,
             tokens=layout.samples * terms.sequence,
@@ -337,12 +337,12 @@ class Step:
             first += count
             dense = sum(map(model.dense_parameters, held)) / layout.tp
             dense += model.table_parameters / layout.tp * ((number == 0) + (number == len(self.stages) - 1))
-            experts = sum(model.moe_layers[i] for i in held) * model.experts.num_experts
-            experts *= model.expert_parameters / (layout.ep * layout.tp)
+            owners = layout.ep * layout.tp
+            experts = sum(model.moe_layers[i] for i in held) * model.expert_parameters
+            experts *= model.experts.num_experts / owners
             everyone, replicas = layout.dp * layout.ep, layout.dp * layout.copies
-            apart = layout.ep * layout.tp
             summed = cluster.collective(4.0 * dense, everyone, layout.tp)
-            summed += cluster.collective(4.0 * experts, replicas, apart)
+            summed += cluster.collective(4.0 * experts, replicas, owners)
             owned = dense / everyone + experts / replicas
             update = self.work.kernels.stream(UPDATE_BYTES * owned)
             gathered = summed / 2

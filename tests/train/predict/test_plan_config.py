@@ -67,7 +67,7 @@ def test_what_is_not_counted_is_refused(tmp_path: Path, text: str, message: str)
 
 
 def test_an_unknown_model_names_what_there_is() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'deepseek-v3'.*kimi-k2"):
+    with pytest.raises(ConfigError, match=r"did you mean 'deepseek-v3'.*kimi-k2"):
         config_for("deepseek-v4")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeclipse.cost.cluster import Experts
+from moeclipse.cost.cluster import ExpertChoice
 from moeclipse.cost.sizes import ModelSizes
 from moeclipse.model.config import ModelConfig
 from moeclipse.moe.config import GateConfig, MoEConfig
@@ -28,7 +28,7 @@ def sizes_of(model: ModelConfig, moe: MoEConfig, gate: GateConfig) -> ModelSizes
         dense_width=model.d_ff,
         expert_width=moe.d_ff,
         gated=hidden_width(moe.activation, 1) == 2,
-        experts=Experts(
+        experts=ExpertChoice(
             num_experts=moe.num_experts,
             top_k=gate.top_k,
             num_groups=gate.num_groups,

@@ -1,4 +1,4 @@
-"""From a model's name, file or folder to a question for the planner, and from its answer to a configuration."""
+"""From a model's name, file or folder to a question for the planner, and from a plan to a configuration."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def config_for(source: str) -> TrainConfig:
         close = nearest(source, names)
         hint = f"did you mean {close!r}? " if close else ""
         raise ConfigError(
-            f"--model {source!r}: {hint}give a TOML file, a folder with config.json, or one of {', '.join(names)}"
+            f"--model {source!r}: {hint}give a TOML file, a folder with config.json, or one of "
+            f"{', '.join(names)}"
         )
     if config.lora.rank or config.optim.frozen:
         raise ConfigError(
@@ -113,11 +114,11 @@ def rules_of(config: TrainConfig, batch: int, sequence: int) -> Any:
 
 
 def what_would_fit(request: Request, config: TrainConfig, nearest_one: Nearest) -> list[str]:
-    """Where nothing fits: the layout that comes nearest, and the first of the usual ways out that would do."""
+    """Where nothing fits: the layout that comes nearest, and the first of the usual ways out."""
     device = request.terms.cluster.device.name
     lines = [
         f"nothing fits: the nearest is {nearest_one.layout.title}, which takes "
-        f"{nearest_one.peak / 2**30:.1f} GiB of {nearest_one.room / 2**30:.1f} that may be taken of a {device}"
+        f"{nearest_one.peak / 2**30:.1f} GiB of {nearest_one.room / 2**30:.1f} that may be taken of {device}"
     ]
     for changes in LESS_STATE:
         changed = with_values(config, changes)
