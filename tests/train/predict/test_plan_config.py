@@ -128,3 +128,23 @@ def test_where_nothing_fits_ways_out_are_told() -> None:
     assert fits(replace(request, num_gpus=int(more.split()[-2])))
     assert not fits(request)
     assert flags_of({"optim.main_grad": "bf16"}) == "--optim.main-grad bf16"
+
+
+@pytest.mark.parametrize(
+    ("preset", "microbatches", "measured_s", "of_it", "measured_gib", "of_them"),
+    [
+        ("5b", 1, 0.155, 1.10, 95.7, 1.18),
+        ("5b", 4, 0.180, 1.10, 87.5, 1.06),
+        ("olmoe-12l", 1, 0.238, 1.13, 104.1, 1.20),
+        ("olmoe-12l", 4, 0.260, 1.14, 92.7, 1.06),
+    ],
+)
+def test_our_own_steps_are_as_the_page_says(
+    preset: str, microbatches: int, measured_s: float, of_it: float, measured_gib: float, of_them: float
+) -> None:
+    data = config_for(preset).data
+    request = request_of(preset, 1, data.batch_size, "h200", data.seq_len)
+    layout = Layout(microbatches=microbatches, samples=data.batch_size // microbatches)
+    plan = plan_of(request, layout)
+    assert round(plan.time.seconds / measured_s, 2) == of_it
+    assert round(plan.peak / 2**30 / measured_gib, 2) == of_them
