@@ -34,6 +34,10 @@ def test_ten_plans_one_explained_and_written(tmp_path: Path, capsys: pytest.Capt
     assert len(rows) == 10
     steps = [float(row.split()[1]) for row in rows]
     assert steps == sorted(steps)
+    rate, share = (float(text.strip("%").replace(",", "")) for text in rows[0].split()[3:5])
+    flops = 6 * 3.04e9 + 6 * 48 * 32 * 256 * 1024  # weights that a token meets, and keys that it sees
+    assert share / 100 == pytest.approx(rate * flops / 989e12, rel=0.02)
+    assert rate == pytest.approx(64 * 2048 / 16 / steps[0] * (1 if " s " in rows[0] else 1e3), rel=0.02)
     assert "tokens/s/GPU" in text
     assert "against the best: +" in text
     assert "peak GiB by stage rank:" in text

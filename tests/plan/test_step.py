@@ -73,6 +73,12 @@ def test_what_is_not_hidden_is_between_hidden_and_serial() -> None:
     assert step_of(ep=32).layers[0].pair == pytest.approx(pairs[0.0].pair)
 
 
+def test_an_exchange_slows_what_stands_beside_it() -> None:
+    step = step_of(ep=8, overlap="pair")
+    prices, moved = step.layers[0], 2 * (step.work.dispatch() + step.work.combine())
+    assert prices.pair == pytest.approx(prices.compute_F + prices.compute_B + 20 / 132 * moved)
+
+
 def test_recompute_runs_forward_again() -> None:
     plain = step_of(ep=8).layers[0]
     more = {
