@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
+from dataclasses import replace
 
+import pytest
+
+from moeclipse.plan import step
 from moeclipse.plan.published import ROWS
+from moeclipse.plan.step import Software
 
 RATIOS = {row.name: row.predicted() / row.seconds for row in ROWS}
 TABLE = (0.85, 0.95, 1.00, 1.03, 1.00, 0.83)
@@ -34,3 +40,14 @@ def test_layouts_of_one_model_stand_in_the_published_order() -> None:
 def test_batches_are_the_published_ones() -> None:
     assert [row.batch for row in ROWS] == [15360, 8192, 2048, 2048, 2048, 512]
     assert [row.layout.num_ranks for row in ROWS] == [2048, 1024, 256, 256, 256, 16]
+
+
+def test_how_much_hangs_on_each_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ratios(change: Callable[[Software], Software]) -> list[float]:
+        return [round(row.predicted(change) / row.seconds, 2) for row in ROWS]
+
+    hidden = ratios(lambda software: replace(software, hides=0.9))
+    assert (hidden[1], hidden[3]) == (0.85, 0.89)
+    assert ratios(lambda software: replace(software, host_s=0.0))[4] == 0.6
+    monkeypatch.setattr(step, "REST", 1.0)
+    assert ratios(lambda software: software) == [0.79, 0.89, 0.95, 0.97, 1.0, 0.77]
