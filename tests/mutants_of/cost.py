@@ -119,4 +119,20 @@ MUTANTS = (
         "the two lanes of contention swapped",
         "compute slows communication instead of the other way round",
     ),
+    Mutant(
+        "cost/cluster.py",
+        "experts.visited(nodes) * (nodes - 1) / nodes",
+        "experts.visited(size) * (nodes - 1) / nodes",
+        "cost/test_cluster.py::test_two_levels_cross_once_for_each_node",
+        "rows cross to a node once for each of its ranks",
+        "expert groups over nodes look slower than they are",
+    ),
+    Mutant(
+        "cost/step_bytes.py",
+        "            size += width * model.d_model * model.experts.visited(ranks)",
+        "            size += 0.0",
+        "cost/test_step_bytes.py::test_rows_arrive_where_ranks_share_experts",
+        "rows that arrive take no memory",
+        "a plan that is said to fit does not",
+    ),
 )

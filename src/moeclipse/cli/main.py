@@ -29,6 +29,9 @@ COMMANDS = {
     "train": Command("moeclipse.cli.train", "train a model, on this machine's ranks or under torchrun"),
     "generate": Command("moeclipse.cli.generate", "write text with a run or a Hugging Face model"),
     "simulate": Command("moeclipse.cli.simulate", "predict a schedule's timeline without running it"),
+    "plan": Command(
+        "moeclipse.cli.plan", "find the layout of a model on a cluster, before a GPU is asked for"
+    ),
     "place": Command("moeclipse.cli.place", "plan who holds which expert from the loads of a run"),
     "report": Command("moeclipse.cli.report", "show a run as one page, compare two, check numbers in CI"),
     "convert": Command("moeclipse.cli.convert", "turn Hugging Face models into checkpoints, and back"),

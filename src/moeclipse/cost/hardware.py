@@ -37,6 +37,8 @@ class Device:
     """Seconds of host time per launched op."""
     efficiency: float
     source: str
+    fp8_flops: float = 0.0
+    """The same for 8-bit floats; 0: it has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,17 @@ DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
         Device(
+            name="a100",
+            flops=312e12,
+            dtype="bf16",
+            memory_bandwidth=2.039e12,
+            memory=80e9,
+            processors=108,
+            launch=5e-6,
+            efficiency=0.8,
+            source="NVIDIA A100 80GB SXM data sheet; efficiency assumed",
+        ),
+        Device(
             name="h100",
             flops=989e12,
             dtype="bf16",
@@ -64,8 +77,22 @@ DEVICES: dict[str, Device] = {
             memory=80e9,
             processors=132,
             launch=5e-6,
-            efficiency=0.75,
-            source="NVIDIA H100 SXM data sheet (1979 TFLOP/s sparse, halved); efficiency as on H200",
+            efficiency=0.68,
+            fp8_flops=1979e12,
+            source="NVIDIA H100 SXM data sheet (1979 TFLOP/s sparse, halved; fp8 3958); efficiency: 640 to "
+            "670 TFLOP/s of cuBLAS and another kernel at 8192 x 8192 x 4096 and more (Triton 3.6, tutorial)",
+        ),
+        Device(
+            name="h800",
+            flops=989e12,
+            dtype="bf16",
+            memory_bandwidth=3.35e12,
+            memory=80e9,
+            processors=132,
+            launch=5e-6,
+            efficiency=0.68,
+            fp8_flops=1979e12,
+            source="an H100 with a narrower NVLink (DeepSeek-V3 technical report); efficiency as there",
         ),
         Device(
             name="h200",
@@ -76,6 +103,7 @@ DEVICES: dict[str, Device] = {
             processors=132,
             launch=5e-6,
             efficiency=0.78,
+            fp8_flops=1979e12,
             source="NVIDIA H200 SXM data sheet; efficiency: 773 TFLOP/s measured on an 8192^3 bf16 product",
         ),
         Device(
@@ -87,7 +115,32 @@ DEVICES: dict[str, Device] = {
             processors=148,
             launch=5e-6,
             efficiency=0.75,
+            fp8_flops=4500e12,
             source="NVIDIA DGX B200 data sheet (4.5 PFLOP/s sparse per GPU, halved); efficiency assumed",
+        ),
+        Device(
+            name="gb200",
+            flops=2500e12,
+            dtype="bf16",
+            memory_bandwidth=8e12,
+            memory=186e9,
+            processors=148,
+            launch=5e-6,
+            efficiency=0.75,
+            fp8_flops=5000e12,
+            source="NVIDIA GB200 NVL72 data sheet (360 PFLOP/s sparse, 72 GPUs, halved); efficiency assumed",
+        ),
+        Device(
+            name="mi300x",
+            flops=1307e12,
+            dtype="bf16",
+            memory_bandwidth=5.3e12,
+            memory=192e9,
+            processors=304,
+            launch=5e-6,
+            efficiency=0.55,
+            fp8_flops=2614e12,
+            source="AMD Instinct MI300X data sheet; efficiency assumed",
         ),
         Device(
             name="cpu",
@@ -118,6 +171,34 @@ LINKS: dict[str, Link] = {
             latency=2e-6,
             efficiency=0.8,
             source="NVIDIA DGX B200 data sheet (1.8 TB/s both directions); latency and efficiency assumed",
+        ),
+        Link(
+            name="nvlink3",
+            bandwidth=300e9,
+            latency=2e-6,
+            efficiency=0.8,
+            source="NVIDIA A100 SXM data sheet (600 GB/s both directions); latency and efficiency assumed",
+        ),
+        Link(
+            name="nvlink-h800",
+            bandwidth=200e9,
+            latency=2e-6,
+            efficiency=0.8,
+            source="400 GB/s both directions, of which DeepSeek uses 160 GB/s one way; latency assumed",
+        ),
+        Link(
+            name="infinity-fabric",
+            bandwidth=448e9,
+            latency=2e-6,
+            efficiency=0.7,
+            source="AMD Instinct MI300X platform: 7 links of 64 GB/s one way; latency and efficiency assumed",
+        ),
+        Link(
+            name="hdr",
+            bandwidth=25e9,
+            latency=5e-6,
+            efficiency=0.85,
+            source="InfiniBand HDR (200 Gb/s), one port for each A100; latency and efficiency assumed",
         ),
         Link(
             name="infiniband",

@@ -23,14 +23,11 @@ import torch
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.cost.hardware import DEVICES, Device
+from moeclipse.cost.layer_seconds import UPDATE_BYTES
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.lora_config import NO_LORA, LoraConfig
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.config import GateConfig, MoEConfig
-
-UPDATE_BYTES = 34
-"""Of a parameter: fp32 weight and moments read and written (24), its gradient read for the norm and for the
-update (8), the bf16 weight written (2)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moeclipse.cost.hardware import Device, Link
+from moeclipse.cost.layer_seconds import UPDATE_BYTES
 from moeclipse.cost.model import Costs, LayerWork
 from moeclipse.schedule import kinds
 from moeclipse.schedule.kinds import ENDS, LAUNCHES, TRANSFERS, Form, Part
@@ -32,8 +33,6 @@ CUT_OVER_TP = {Part.ATTN: 2, Part.SHARED: 2, Part.MLP: 2, Part.HEAD: 1}
 """Collectives of tp around the products of a part, in each direction; of MLP in dense layers alone."""
 GRADIENT_BYTES = 4.0
 """Gradients are summed in float32."""
-UPDATE_BYTES = 30.0
-"""Of an update, for each parameter: gradient, moments and master weight, read and written, and the weight."""
 COUNT_BYTES = 8.0
 
 

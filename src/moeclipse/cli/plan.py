@@ -1,0 +1,261 @@
+"""`moeclipse plan`: which layout fits, and how fast it will be, before a GPU is asked for.
+
+    moeclipse plan --model deepseek-v3 --gpus 2048 --device h800 --tokens-per-step 63M
+    moeclipse plan --model path/to/hf-folder --gpus 8 --device h100 --seq-len 8192
+    moeclipse plan my.toml --gpus 64 --explain 3 -o best.toml
+
+What is counted and how far it is from published steps: docs/planning.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from moeclipse.cli.display import count
+from moeclipse.cli.guard import refuse_unwritable
+from moeclipse.core.config import to_toml
+from moeclipse.core.errors import ConfigError
+from moeclipse.core.toml import read_toml
+from moeclipse.cost.cluster import Cluster, cluster, cluster_from
+from moeclipse.plan.layouts import Plan, Request, SearchResult, search
+from moeclipse.plan.step import Step, Terms
+from moeclipse.sim.trace import timeline
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.predict.model_sizes import sizes_of
+from moeclipse.train.predict.plan_config import (
+    batch_for,
+    config_for,
+    planned_config,
+    rules_of,
+    state_of,
+    what_would_fit,
+)
+
+SHOWN = 10
+UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
+GIB = 2.0**30
+NOTHING_FITS = 1
+TABLE_WIDTH = 170
+"""Rows are not cut, however narrow the terminal is."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Find the layout of a model on a cluster: step time, memory, and what bounds it."""
+
+    source: tyro.conf.Positional[str] = ""
+    """A TOML file, a preset, a model by name, or a Hugging Face folder; or --model."""
+    model: str = ""
+    """The same; by name: deepseek-v3, kimi-k2, qwen3-30b-a3b, qwen3-235b-a22b, gpt-oss-120b, mixtral-8x22b or
+    glm-4.5."""
+    gpus: int = 8
+    device: str = "h100"
+    """a100, h100, h800, h200, b200, gb200, mi300x, cpu, or a TOML file that describes a cluster."""
+    tokens_per_step: str = ""
+    """As 63M or 500k; otherwise the configuration's batch."""
+    seq_len: int = 0
+    """Tokens of a sequence; 0: the configuration's, or 4,096 for models that are named."""
+    dtype: Literal["bf16", "fp8"] = "bf16"
+    """Of products; we train in bf16, so fp8 answers a question and writes no file."""
+    imbalance: float = 1.1
+    """Rows of the busiest rank, in mean ranks: of memory and of seconds."""
+    explain: int = 0
+    """Show all about the plan of this number."""
+    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
+    """Write the best plan (or the explained one) as a configuration that `moeclipse train` takes."""
+    width: int = 0
+    """Columns of the timeline; 0: as wide as the terminal."""
+
+
+def main(argv: list[str]) -> int:
+    options = tyro.cli(PlanOptions, args=argv, prog="moeclipse plan")
+    console = Console(highlight=False, soft_wrap=True)
+    check(options)
+    refuse_unwritable({"--out": options.out})
+    config = config_for(options.source or options.model)
+    request = request_of(options, config)
+    sequence = request.terms.sequence
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("simulating layouts", total=None)
+        found = search(request, lambda done, total: bar.update(task, completed=done, total=total))
+    console.print(title_of(request, found), style="bold")
+    if not found.plans:
+        for line in refusals(request, config, found):
+            console.print(line)
+        return NOTHING_FITS
+    wide = Console(highlight=False, width=max(console.width, TABLE_WIDTH))
+    wide.print(table_of(request, found.plans[:SHOWN]))
+    if options.explain > len(found.plans[:SHOWN]):
+        raise ConfigError(f"--explain {options.explain}: there are plans 1 to {len(found.plans[:SHOWN])}")
+    chosen = found.plans[max(options.explain, 1) - 1]
+    if options.explain:
+        explain(console, request, found.plans[0], chosen, options.width)
+    if options.out is not None:
+        options.out.write_text(to_toml(planned_config(config, chosen, request.batch, sequence)))
+        console.print(f"written to {options.out}; run it with: moeclipse train {options.out}")
+    return 0
+
+
+def check(options: PlanOptions) -> None:
+    if bool(options.source) == bool(options.model):
+        raise ConfigError("say which model to plan, once: as the first word, or with --model")
+    if options.gpus < 1:
+        raise ConfigError(f"--gpus ({options.gpus}) must be at least 1")
+    if options.seq_len < 0:
+        raise ConfigError(f"--seq-len ({options.seq_len}) must not be negative")
+    if not 1 <= options.imbalance < math.inf:
+        raise ConfigError(
+            f"--imbalance ({options.imbalance}) must be at least 1: the busiest rank has the mean"
+        )
+    if options.explain < 0:
+        raise ConfigError(f"--explain ({options.explain}) must be the number of a plan")
+    if options.out is not None and options.dtype == "fp8":
+        raise ConfigError("--out cannot go with --dtype fp8: a run computes in bf16")
+
+
+def request_of(options: PlanOptions, config: TrainConfig) -> Request:
+    named = Path(options.source or options.model).suffix != ".toml"
+    sequence = options.seq_len or (4096 if named else config.data.seq_len)
+    batch = config.data.batch_size
+    if options.tokens_per_step:
+        batch = batch_for(tokens_in(options.tokens_per_step), sequence, options.gpus)
+    elif named:
+        raise ConfigError("--tokens-per-step is needed where no configuration says data.batch_size: 4M, say")
+    terms = Terms(
+        model=sizes_of(config.model, config.moe, config.gate),
+        cluster=cluster_of(options.device),
+        sequence=sequence,
+        dtype=options.dtype,
+        imbalance=options.imbalance,
+    )
+    return Request(
+        terms=terms,
+        num_gpus=options.gpus,
+        batch=batch,
+        state=state_of(config),
+        imbalance=options.imbalance,
+        refuse=rules_of(config, batch, sequence),
+    )
+
+
+def cluster_of(device: str) -> Cluster:
+    if device.endswith(".toml"):
+        return cluster_from(read_toml(device), device)
+    return cluster(device)
+
+
+def tokens_in(text: str) -> float:
+    """Of 63M, 500k or 4194304."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgb]?)", text.lower().replace(",", "").replace("_", ""))
+    if match is None or not float(match[1]):
+        raise ConfigError(f"--tokens-per-step {text!r} must be a number like 4194304, 500k or 63M")
+    return float(match[1]) * UNITS[match[2]]
+
+
+def title_of(request: Request, found: SearchResult) -> str:
+    terms = request.terms
+    node = f"{terms.cluster.device.name}, {terms.cluster.gpus_per_node} a node"
+    what = f"{count(request.num_gpus, 'GPU')} ({node})"
+    batch = f"{request.batch:,} x {terms.sequence:,} tokens a step"
+    size = f"{terms.model.parameters / 1e9:.1f} B parameters"
+    dropped = found.dropped.get("memory", 0)
+    return f"{size}, {what}, {batch}: {found.considered:,} layouts, {dropped:,} too large"
+
+
+def refusals(request: Request, config: TrainConfig, found: SearchResult) -> list[str]:
+    """Why there is no plan, and what to change."""
+    if found.nearest is not None and not set(found.dropped) - {"memory"}:
+        return what_would_fit(request, config, found.nearest)
+    reasons = [reason for reason in found.dropped if reason != "memory"]
+    if reasons:
+        return [f"no layout can be run: {reasons[0]}"]
+    return [
+        f"no layout divides {request.num_gpus} GPUs and {request.batch:,} sequences a step, with "
+        f"{request.terms.model.experts.num_experts} experts: give a number of sequences with more divisors "
+        "(--tokens-per-step)"
+    ]
+
+
+def table_of(request: Request, plans: tuple[Plan, ...]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    columns = ("", "step", "tokens/s/GPU", "MFU", "exposed", "bubble", "peak GiB", "bound by", "layout")
+    for name in columns:
+        left = name in ("bound by", "layout")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for number, plan in enumerate(plans, 1):
+        time = plan.time
+        table.add_row(
+            str(number),
+            seconds_text(time.seconds),
+            f"{tokens_per_second(request, plan):,.0f}",
+            f"{mfu(request, plan):.1%}",
+            f"{time.exposed / time.seconds:.1%}",
+            f"{time.bubble / time.seconds:.1%}",
+            f"{plan.peak / GIB:.1f}",
+            time.bound if number == 1 else f"{time.bound}; {loses_by(plans[0], plan)}",
+            plan.layout.title,
+        )
+    return table
+
+
+def tokens_per_second(request: Request, plan: Plan) -> float:
+    return request.batch * request.terms.sequence / plan.time.seconds / request.num_gpus
+
+
+def mfu(request: Request, plan: Plan) -> float:
+    """Of the bf16 peak, whatever the type of products."""
+    flops = request.terms.model.flops_per_token(request.terms.sequence)
+    return tokens_per_second(request, plan) * flops / request.terms.cluster.device.flops
+
+
+def loses_by(best: Plan, other: Plan) -> str:
+    """What a plan takes more of than the best one."""
+    names = ("compute", "exposed", "bubble", "end")
+    more = {name: getattr(other.time, name) - getattr(best.time, name) for name in names}
+    name = max(more, key=lambda each: more[each])
+    return f"+{seconds_text(more[name])} {name}"
+
+
+def seconds_text(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def explain(console: Console, request: Request, best: Plan, plan: Plan, width: int) -> None:
+    layout, time = plan.layout, plan.time
+    console.print(f"\n{layout.title}", style="bold")
+    console.print(
+        f"step {seconds_text(time.seconds)} = compute {seconds_text(time.compute)} + exposed "
+        f"{seconds_text(time.exposed)} + bubble {seconds_text(time.bubble)} + end {seconds_text(time.end)}"
+    )
+    if plan is not best:
+        console.print(f"against the best: {loses_by(best, plan)}")
+    step = Step(request.terms, layout, plan.stages)
+    table = Table(box=None, pad_edge=False)
+    for name in ("a layer, ms", "forward", "dX", "dW"):
+        table.add_column(name, justify="left" if name.startswith("a") else "right")
+    last = request.terms.model.num_layers - 1
+    parts = {"attention": step.work.attention(last), **step.parts}
+    for name, part in parts.items():
+        if sum(part):
+            table.add_row(name, *(f"{1e3 * each:.3f}" for each in part))
+    work = step.work
+    for name, moved in (("dispatch", work.dispatch()), ("combine", work.combine())):
+        table.add_row(name, f"{1e3 * moved:.3f}", f"{1e3 * moved:.3f}", "")
+    console.print(table)
+    per_rank = ", ".join(f"{size / GIB:.1f}" for size in plan.bytes_of)
+    console.print(f"peak GiB by stage rank: {per_rank}; room {plan.room / GIB:.1f}")
+    console.print(f"layers of each stage: {', '.join(map(str, plan.stages))}")
+    shown = min(layout.microbatches, 3 * layout.pp)
+    console.print(f"\n{count(shown, 'microbatch', 'es')} of {layout.microbatches}:")
+    console.print(
+        timeline(step.simulation(shown), width or max(40, min(console.width - 10, 160))), markup=False
+    )

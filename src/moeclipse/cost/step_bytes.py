@@ -1,0 +1,124 @@
+"""Bytes of a step on one rank, in closed form.
+
+    state         weights and gradients of all that a rank holds, master weights and moments of its shard
+    kept          what a layer keeps of one token, by part; recompute keeps the part's input instead
+    arriving      rows that other ranks' tokens send to this rank's experts
+    beside        what one layer's backward takes while it runs, logits, communicators
+
+What a layer keeps is counted on CPU in float32, where it is exact; narrow types keep a few wide copies more,
+and kernels on a GPU may keep less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from moeclipse.cost.sizes import ModelSizes
+
+Again = Literal["off", "attn", "mlp", "moe", "full"]
+CHOICE_BYTES, SCORE_BYTES = 32.0, 4.0
+"""Of one choice of a token (numbers and scores, there and back), and of one expert's score."""
+LOGIT_CHUNK = 1 << 29
+"""Logits are made and forgotten in pieces of so many bytes; their gradients beside them."""
+COMMUNICATORS = 1.5 * 2**30
+"""Of a device's context and of the buffers of collectives; assumed."""
+BY_AUTOGRAD, IN_PROGRAM = 2.0, 5.5
+"""What backward in one layer takes, in what it keeps (`train/step/recompute_ranks`, seen on an H200)."""
+ALONE, APART = 0.95, 0.85
+"""Of a device that may be taken: where ranks share experts, sizes that change leave holes."""
+
+
+class Kept(NamedTuple):
+    """Bytes of one token in one layer."""
+
+    input: float
+    attn: float
+    """What attention keeps, the norm behind it included."""
+    mlp: float
+    """What the dense block, or shared and routed experts keep."""
+    normed: float
+    """The input of the latter, which is in attn and outlives it where attention is recomputed."""
+
+    def under(self, again: Again) -> float:
+        """With recompute of some parts."""
+        return {
+            "off": self.input + self.attn + self.mlp,
+            "attn": self.input + self.normed + self.mlp,
+            "mlp": self.input + self.attn,
+            "moe": self.input + self.attn,
+            "full": self.input,
+        }[again]
+
+
+def kept_by(model: ModelSizes, moe: bool, width: float) -> Kept:
+    """On one rank alone; `width` is that of a value in bytes."""
+    D, H = model.d_model, model.num_heads
+    if model.kv_rank:
+        nope = model.d_qk - model.d_rope
+        heads = H * (3 * nope + 2 * model.d_rope + 3 * model.d_v)
+        heads += 3 * (model.q_rank + model.kv_rank) + 2 * model.d_rope
+    else:  # queries, keys, values for each head, what attention gave, and what goes into the last product
+        heads = 5 * H * model.d_qk
+    attn = width * (5 * D + heads) + 4.0 * H
+    if model.qk_norm:
+        normed = H + model.kv_heads
+        attn += 2 * width * normed * model.d_qk + 4.0 * normed
+    if moe:
+        mlp = model.experts.top_k * (width * (2 * D + model.up_width) + CHOICE_BYTES)
+        mlp += SCORE_BYTES * model.experts.num_experts + 2 * width * model.shared_width
+    else:
+        mlp = 4 * width * model.dense_width
+    return Kept(width * D, attn, mlp, width * D)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """Of one parameter."""
+
+    weight: float = 2.0
+    gradient: float = 4.0
+    shard: float = 12.0
+    """Master weight and both moments, on the rank that owns it."""
+
+    def of(self, held: float, owned: float) -> float:
+        return held * (self.weight + self.gradient) + owned * self.shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """Who shares parameters and tokens of a layer."""
+
+    dp: int = 1
+    ep: int = 1
+    tp: int = 1
+    imbalance: float = 1.1
+    """Rows of the busiest rank, in mean ranks."""
+
+    def held(self, model: ModelSizes, layers: range, tables: int) -> tuple[float, float]:
+        """Parameters (held by a rank, of its shard); `tables`: of embedding and head, those it has."""
+        dense = sum(map(model.dense_parameters, layers)) + tables * model.table_parameters
+        experts = sum(model.moe_layers[i] for i in layers) * model.experts.num_experts
+        owned = (dense + experts * model.expert_parameters) / (self.dp * self.ep * self.tp)
+        here = experts * model.expert_parameters / (self.ep * self.tp)
+        return dense / self.tp + here, owned
+
+    def layer(self, model: ModelSizes, moe: bool, tokens: float, width: float, again: Again) -> float:
+        """Activations of one layer for one microbatch of `tokens`, on one rank."""
+        kept = kept_by(model, moe, width)
+        size = kept.under(again)
+        ranks = self.ep * self.tp
+        if moe and again not in ("full", "moe") and ranks > 1:
+            size += width * model.d_model * model.experts.visited(ranks)
+        if moe and again in ("off", "attn"):
+            size += (self.imbalance - 1) * kept.mlp if ranks > 1 else 0.0
+        return size * tokens / self.tp
+
+
+def beside(
+    model: ModelSizes, sharing: Sharing, tokens: float, width: float, *, program: bool, head: bool
+) -> float:
+    """What is there beside state and kept activations at the peak."""
+    most = max(sharing.layer(model, moe, tokens, width, "off") for moe in set(model.moe_layers))
+    logits = min(tokens * model.vocab * width / sharing.tp, LOGIT_CHUNK)
+    return most * (IN_PROGRAM if program else BY_AUTOGRAD) + (2 * logits if head else 0.0) + COMMUNICATORS

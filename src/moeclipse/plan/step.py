@@ -1,0 +1,391 @@
+"""How long a step of a layout takes: its actions are priced, its schedule is simulated.
+
+    layers     parts in seconds (`cost/layer_seconds`)
+    actions    F, B, I, W of a stage are sums over its layers; in a PAIR each exchange stands beside the parts
+               that the template puts there (`schedule/templates`), and the longer of the two counts
+    schedule   the actions as the schedule orders them, on the simulator, at two numbers of microbatches
+    end        gradients summed, weights updated and gathered
+
+What a program of a whole step would show layer by layer is inside the prices: a plan takes milliseconds.
+Stages whose host cannot launch as fast as the device computes take the host's time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from moeclipse.core.errors import ScheduleError
+from moeclipse.cost.cluster import Cluster
+from moeclipse.cost.kernels import Type
+from moeclipse.cost.layer_seconds import UPDATE_BYTES, MicrobatchWork, Seconds
+from moeclipse.cost.model import Costs
+from moeclipse.cost.sizes import ModelSizes
+from moeclipse.schedule import kinds
+from moeclipse.schedule.catalogue import build
+from moeclipse.schedule.check import verify
+from moeclipse.schedule.op import Op, Program
+from moeclipse.schedule.shape import Recompute
+from moeclipse.sim.engine import Simulation, simulate
+
+REST = 1.085
+"""What kernels take inside a step, in what they take alone: fitted on a published step (docs/planning.md)."""
+FEW, MORE = 2, 3
+"""Microbatches, in ranks of the pipeline, at which a schedule is simulated; then it repeats itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """What a framework does beside its kernels."""
+
+    name: str
+    host_s: float
+    """That the host takes to launch one layer for one microbatch, forward and backward."""
+    hides: float
+    """Of the communication that stands beside compute in a pair, how much is hidden in fact."""
+    source: str
+
+
+OURS = Software(
+    name="moeclipse",
+    host_s=1e-3,
+    hides=0.9,
+    source="193 launches a layer and microbatch at 5 us; 0.90 to 0.95 hidden in pairs (bench/fb_overlap)",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Axes, schedule and microbatches of one step."""
+
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    tp: int = 1
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    microbatches: int = 1
+    samples: int = 1
+    """Sequences of a microbatch, of one data index."""
+    recompute: Recompute = "off"
+    overlap: Literal["off", "pair"] = "off"
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pp * self.dp * self.ep * self.tp
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.stages_per_rank
+
+    @property
+    def copies(self) -> int:
+        """Of the model: DualPipe keeps two."""
+        return 2 if self.schedule == "dualpipe" else 1
+
+    @property
+    def title(self) -> str:
+        axes = " ".join(f"{axis}{getattr(self, axis)}" for axis in ("pp", "dp", "ep", "tp"))
+        name = self.schedule if self.pp > 1 or self.overlap != "off" else "-"
+        stages = f" x {self.stages_per_rank}" if self.schedule.startswith("vpp") else ""
+        return f"{axes}, {name}{stages}, {self.microbatches} x {self.samples}, recompute {self.recompute}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    seconds: float
+    compute: float
+    """Of the busiest rank ..."""
+    exposed: float
+    """... and what of its communication nothing hides, or the host takes."""
+    bubble: float
+    """What it waits for others."""
+    end: float
+    """Sums, update and gathers behind the last microbatch."""
+
+    @property
+    def bound(self) -> str:
+        """What takes most, compute apart, where it takes a tenth of the step."""
+        rest = {"exchange and host": self.exposed, "bubble": self.bubble, "end of step": self.end}
+        name = max(rest, key=lambda each: rest[each])
+        return name if rest[name] > 0.1 * self.seconds else "compute"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """Of one layer, or one stage: actions in seconds, and the compute in them."""
+
+    F: float = 0.0
+    B: float = 0.0
+    W: float = 0.0
+    """Part of B."""
+    pair: float = 0.0
+    compute_F: float = 0.0
+    compute_B: float = 0.0
+
+    def __add__(self, other: Prices) -> Prices:
+        names = ("F", "B", "W", "pair", "compute_F", "compute_B")
+        return Prices(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What a step is priced on, whatever its layout."""
+
+    model: ModelSizes
+    cluster: Cluster
+    sequence: int
+    dtype: Type = "bf16"
+    software: Software = OURS
+    imbalance: float = 1.0
+
+
+class Step:
+    """One layout of a model on a cluster."""
+
+    def __init__(self, terms: Terms, layout: Layout, stages: Sequence[int] | None = None) -> None:
+        """`stages`: layers of each stage of one copy; None: as even as seconds allow."""
+        self.terms, self.layout = terms, layout
+        self.model, self.cluster, self.software = terms.model, terms.cluster, terms.software
+        self.work = MicrobatchWork(
+            model=terms.model,
+            cluster=terms.cluster,
+            tokens=layout.samples * terms.sequence,
+            sequence=terms.sequence,
+            tp=layout.tp,
+            ep=layout.ep,
+            dtype=terms.dtype,
+            imbalance=terms.imbalance,
+        )
+        self.given = stages
+
+    @cached_property
+    def stages(self) -> tuple[int, ...]:
+        """Layers of each stage of one copy of the model."""
+        if self.given is not None:
+            return tuple(self.given)
+        seconds = [prices.F + prices.B for prices in self.layers]
+        return even_stages(seconds, sum(self.parts["head"]), self.layout.num_stages // self.layout.copies)
+
+    @cached_property
+    def parts(self) -> dict[str, Seconds]:
+        work = self.work
+        found = {
+            "route": work.route(),
+            "shared": work.shared(),
+            "experts": work.experts() if any(self.model.moe_layers) else Seconds(),
+            "dense": work.dense() if not all(self.model.moe_layers) else Seconds(),
+            "head": work.head(),
+        }
+        return {name: slower(part) for name, part in found.items()}
+
+    @cached_property
+    def layers(self) -> tuple[Prices, ...]:
+        """Prices of each layer, without head."""
+        known: dict[tuple[bool, int], Prices] = {}
+        for layer, moe in enumerate(self.model.moe_layers):
+            key = (moe, self.model.window_of(layer))
+            if key not in known:
+                known[key] = self._host(self._moe(layer) if moe else self._dense(layer))
+        return tuple(known[moe, self.model.window_of(i)] for i, moe in enumerate(self.model.moe_layers))
+
+    def _dense(self, layer: int) -> Prices:
+        attn, block, again = slower(self.work.attention(layer)), self.parts["dense"], self.layout.recompute
+        more = (attn.F if again in ("attn", "full") else 0) + (
+            block.F if again in ("mlp", "moe", "full") else 0
+        )
+        F, W = attn.F + block.F, attn.W + block.W
+        B = attn.B + block.B + W + more
+        return Prices(F=F, B=B, W=W, pair=F + B, compute_F=F, compute_B=B)
+
+    def _moe(self, layer: int) -> Prices:
+        attn = slower(self.work.attention(layer))
+        route, shared, mlp = self.parts["route"], self.parts["shared"], self.parts["experts"]
+        dispatch, combine = self.work.dispatch(), self.work.combine()
+        F, W = (sum(part[form] for part in (attn, route, shared, mlp)) for form in (0, 2))
+        again = self.layout.recompute
+        more = {
+            "off": 0.0,
+            "attn": attn.F,
+            "mlp": shared.F + mlp.F,
+            "moe": route.F + shared.F + mlp.F,
+            "full": F,
+        }[again]
+        resent = dispatch if again in ("moe", "full") else 0.0
+        B = attn.B + route.B + shared.B + mlp.B + W + more
+        # gradients of combine's rows leave as dispatch's do, and the other way round
+        slots = (
+            (dispatch + resent, attn.F + route.F + shared.B + more),  # combine of B
+            (dispatch, mlp.B),  # dispatch of F
+            (combine, mlp.W + mlp.F + shared.F),  # dispatch of B
+            (combine, attn.B + route.B + attn.W + route.W + shared.W),  # combine of F
+        )
+        serial = sum(moved + beside for moved, beside in slots)
+        pair = serial
+        if self.layout.overlap != "off":
+            slowed = 1 - self.cluster.rate_beside_exchange
+            hidden = sum(max(moved, beside + slowed * moved) for moved, beside in slots)
+            pair = hidden + (1 - self.software.hides) * (serial - hidden)
+        moved = dispatch + combine
+        return Prices(F=F + moved, B=B + moved + resent, W=W, pair=pair, compute_F=F, compute_B=B)
+
+    def _host(self, prices: Prices) -> Prices:
+        """No faster than the host launches."""
+        host = self.software.host_s
+        return replace(
+            prices,
+            F=max(prices.F, host / 3),
+            B=max(prices.B, 2 * host / 3),
+            pair=max(prices.pair, host),
+        )
+
+    @cached_property
+    def stage_prices(self) -> tuple[Prices, ...]:
+        """Of the stages of one copy of the model."""
+        found, first = [], 0
+        for number, count in enumerate(self.stages):
+            total = sum(self.layers[first : first + count], Prices())
+            first += count
+            if number == len(self.stages) - 1:
+                head = self.parts["head"]
+                back = head.B + head.W
+                total += Prices(F=head.F, B=back, W=head.W, pair=sum(head), compute_F=head.F, compute_B=back)
+            found.append(total)
+        return tuple(found)
+
+    def time(self) -> StepTime:
+        layout, end = self.layout, self.end()
+        few, more = FEW * layout.pp, MORE * layout.pp
+        if layout.microbatches <= more:
+            numbers, weights = [layout.microbatches], [1.0]
+        else:  # the schedule goes on as between these two
+            share = (layout.microbatches - more) / (more - few)
+            numbers, weights = [few, more], [-share, 1 + share]
+        found = sum(
+            weight * np.array(self._simulated(number))
+            for number, weight in zip(numbers, weights, strict=True)
+        )
+        makespan, compute, exposed = np.asarray(found).tolist()
+        return StepTime(
+            seconds=makespan + end,
+            compute=compute,
+            exposed=exposed,
+            bubble=max(makespan - compute - exposed, 0.0),
+            end=end,
+        )
+
+    def _simulated(self, microbatches: int) -> tuple[float, float, float]:
+        """(makespan, compute and exposed of the busiest rank)."""
+        seconds, compute = self.durations(self.program(microbatches))
+        busiest = max(range(len(seconds)), key=lambda rank: sum(seconds[rank]))
+        worked = sum(compute[busiest])
+        return self.simulation(microbatches).makespan, worked, sum(seconds[busiest]) - worked
+
+    def simulation(self, microbatches: int) -> Simulation:
+        """Of the first so many."""
+        program, layout = self.program(microbatches), self.layout
+        wire = self.work.transfer(layout.dp * layout.ep * layout.tp) if layout.pp > 1 else 0.0
+        return simulate(verify(program), Costs(seconds={}, wire=wire), self.durations(program)[0])
+
+    def program(self, microbatches: int) -> Program:
+        return build(self.layout.schedule, self.layout.pp, microbatches, self.layout.stages_per_rank)
+
+    def durations(self, program: Program) -> tuple[list[list[float]], list[list[float]]]:
+        """(seconds, compute in them) of every action, rank by rank."""
+        known: dict[tuple[object, ...], tuple[float, float]] = {}
+        seconds: list[list[float]] = []
+        compute: list[list[float]] = []
+        for ops in program.ranks:
+            row = []
+            for op in ops:
+                key = (op.kind, op.stage, *(part.stage for part in op.parts))
+                if key not in known:
+                    known[key] = self._action(op)
+                row.append(known[key])
+            seconds.append([each for each, _ in row])
+            compute.append([each for _, each in row])
+        return seconds, compute
+
+    def _action(self, op: Op) -> tuple[float, float]:
+        if op.kind is kinds.PAIR:
+            f, b = (self._price_of(part) for part in op.parts)
+            # stages of a pair may differ: each brings half of what it saves beside its equal
+            saved = sum(each.F + each.B - each.pair for each in (f, b)) / 2
+            return f.F + b.B - saved, f.compute_F + b.compute_B
+        price = self._price_of(op)
+        return {
+            kinds.F: (price.F, price.compute_F),
+            kinds.B: (price.B, price.compute_B),
+            kinds.I: (price.B - price.W, price.compute_B - price.W),
+            kinds.W: (price.W, price.W),
+        }[op.kind]
+
+    def _price_of(self, op: Op) -> Prices:
+        assert op.stage is not None
+        return self.stage_prices[op.stage % len(self.stages)]
+
+    def end(self) -> float:
+        """Gradients summed in fp32, as far as backward of one microbatch does not hide it; update; gather."""
+        layout, model, cluster = self.layout, self.model, self.cluster
+        longest, first = 0.0, 0
+        for number, count in enumerate(self.stages):
+            held = range(first, first + count)
+            first += count
+            dense = sum(map(model.dense_parameters, held)) / layout.tp
+            dense += model.table_parameters / layout.tp * ((number == 0) + (number == len(self.stages) - 1))
+            owners = layout.ep * layout.tp
+            experts = sum(model.moe_layers[i] for i in held) * model.expert_parameters
+            experts *= model.experts.num_experts / owners
+            everyone, replicas = layout.dp * layout.ep, layout.dp * layout.copies
+            summed = cluster.collective(4.0 * dense, everyone, layout.tp)
+            summed += cluster.collective(4.0 * experts, replicas, owners)
+            owned = dense / everyone + experts / replicas
+            update = self.work.kernels.stream(UPDATE_BYTES * owned)
+            gathered = summed / 2
+            hidden = self.stage_prices[number].compute_B
+            longest = max(longest, max(summed - hidden, 0.0) + update + gathered)
+        return longest * layout.stages_per_rank / layout.copies
+
+
+def slower(alone: Seconds) -> Seconds:
+    """As inside of a step."""
+    return Seconds(*(REST * part for part in alone))
+
+
+def even_stages(seconds: Sequence[float], head: float, num_stages: int) -> tuple[int, ...]:
+    """Cut layers into contiguous stages whose longest is as short as can be; the last one has the head.
+
+    Among those with that longest, stages in front are filled first.
+    """
+    num_layers = len(seconds)
+    if num_layers < num_stages:
+        raise ScheduleError(f"{num_stages} stages need a layer each, but there are {num_layers}")
+    total = np.concatenate([[0.0], np.cumsum(seconds)])
+
+    def cut(limit: float) -> list[int] | None:
+        """Last stage first, each as long as the limit lets it be, with a layer left for every other."""
+        counts, last, room = [], num_layers, limit - head
+        for left in range(num_stages - 1, -1, -1):
+            first = last - 1
+            while first > left and total[last] - total[first - 1] <= room * (1 + 1e-12):
+                first -= 1
+            if first < left or total[last] - total[first] > room * (1 + 1e-12):
+                return None
+            counts.append(last - first)
+            last, room = first, limit
+        return counts[::-1] if last == 0 else None
+
+    low, high = max(max(seconds), head), float(total[-1]) + head
+    best = [num_layers - num_stages + 1, *[1] * (num_stages - 1)]
+    for _ in range(50):
+        middle = (low + high) / 2
+        found = cut(middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, middle
+    return tuple(best)

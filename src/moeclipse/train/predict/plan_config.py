@@ -1,0 +1,144 @@
+"""From a model's name, file or folder to a question for the planner, and from a plan to a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moeclipse.core.config import Given, nearest, problems_of, with_values
+from moeclipse.core.errors import ConfigError
+from moeclipse.cost.step_bytes import StateBytes
+from moeclipse.hf.config_file import is_model_folder
+from moeclipse.plan.layouts import Nearest, Plan, Request, candidates_of
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.optim.buckets import summed_type
+from moeclipse.train.predict.shapes import SHAPES, shape_values
+from moeclipse.train.predict.state_bytes import per_element
+from moeclipse.train.presets import merge, preset_names
+
+LEAST_WRONG = 0.01
+"""A batch may be so far from what was asked for, as a share, to be divisible by many ranks."""
+LESS_STATE = ({"optim.state": "8bit"}, {"optim.state": "8bit", "optim.master": "low-bits"})
+
+
+def config_for(source: str) -> TrainConfig:
+    """Of a named model, a preset, a TOML file, or a Hugging Face folder or its config.json."""
+    path = Path(source)
+    if source in SHAPES:
+        given = {key: Given(value, source) for key, value in shape_values(source).items()}
+        config = merge(flags=given).built.with_warnings()
+    elif source in preset_names():
+        config = merge(preset=source).built.with_warnings()
+    elif path.name == "config.json" and path.is_file():
+        return config_for(str(path.parent))
+    elif path.is_dir() and is_model_folder(path):
+        folder = {"model.from_hf": Given(source, "--model")}
+        config = merge(flags=folder).built.with_warnings()
+    elif path.suffix == ".toml" and path.is_file():
+        config = merge(path).built.with_warnings()
+    else:
+        names = [*SHAPES, *preset_names()]
+        close = nearest(source, names)
+        hint = f"did you mean {close!r}? " if close else ""
+        raise ConfigError(
+            f"--model {source!r}: {hint}give a TOML file, a folder with config.json, or one of "
+            f"{', '.join(names)}"
+        )
+    if config.lora.rank or config.optim.frozen:
+        raise ConfigError(
+            "lora.rank and optim.frozen cannot be planned: what is not trained needs less of everything, and "
+            "that is not counted yet; leave them out"
+        )
+    if config.model.memory:
+        raise ConfigError(
+            "model.memory cannot be planned: keys behind the segment are not counted; set it to 0"
+        )
+    return with_values(config, {"model.dtype": "bfloat16"})
+
+
+def state_of(config: TrainConfig) -> StateBytes:
+    held = torch.bfloat16
+    gradient = summed_type(config.optim.main_grad, held).itemsize
+    return StateBytes(weight=held.itemsize, gradient=gradient, shard=per_element(config.optim, held))
+
+
+def batch_for(tokens: float, sequence: int, num_gpus: int) -> int:
+    """Sequences of a step: near to what was asked for, and divisible by as many ranks as can be."""
+    wanted = max(round(tokens / sequence), 1)
+    step = num_gpus
+    while step > 1:
+        batch = max(round(wanted / step), 1) * step
+        if abs(batch - wanted) <= LEAST_WRONG * wanted:
+            return batch
+        step = step // 2 if step % 2 == 0 else 1
+    return wanted
+
+
+def values_of(plan: Plan, batch: int, sequence: int) -> dict[str, Any]:
+    """Keys of a configuration that make a run take this layout."""
+    layout = plan.layout
+    paired = layout.overlap != "off"
+    schedule = layout.schedule if layout.pp > 1 else "auto"
+    values: dict[str, Any] = {
+        "parallel.pp": layout.pp,
+        "parallel.dp": layout.dp,
+        "parallel.ep": layout.ep,
+        "parallel.tp": layout.tp,
+        "pipeline.schedule": schedule,
+        "pipeline.overlap": "pair" if paired else "off",
+        "pipeline.recompute": layout.recompute,
+        "pipeline.layers": plan.stages if layout.pp > 1 else (),
+        "pipeline.layers_per_virtual_stage": "auto",
+        "optim.accumulate": layout.microbatches,
+        "data.batch_size": batch,
+        "data.seq_len": sequence,
+    }
+    return values
+
+
+def planned_config(config: TrainConfig, plan: Plan, batch: int, sequence: int) -> TrainConfig:
+    return with_values(config, values_of(plan, batch, sequence))
+
+
+def rules_of(config: TrainConfig, batch: int, sequence: int) -> Any:
+    """What the configuration says against a plan, as the planner asks for it."""
+
+    def refuse(plan: Plan) -> str:
+        return next(iter(problems_of(planned_config(config, plan, batch, sequence))), "")
+
+    return refuse
+
+
+def what_would_fit(request: Request, config: TrainConfig, nearest_one: Nearest) -> list[str]:
+    """Where nothing fits: the layout that comes nearest, and the first of the usual ways out."""
+    device = request.terms.cluster.device.name
+    lines = [
+        f"nothing fits: the nearest is {nearest_one.layout.title}, which takes "
+        f"{nearest_one.peak / 2**30:.1f} GiB of {nearest_one.room / 2**30:.1f} that may be taken of {device}"
+    ]
+    for changes in LESS_STATE:
+        changed = with_values(config, changes)
+        if fits(replace(request, state=state_of(changed))):
+            lines.append("it would fit with " + flags_of(changes))
+            break
+    for factor in (2, 4, 8, 16):
+        if fits(replace(request, num_gpus=factor * request.num_gpus)):
+            lines.append(f"it would fit on {factor * request.num_gpus} GPUs")
+            break
+    if len(lines) == 1:
+        lines.append(
+            "neither narrow optimizer states nor 16 times as many GPUs would do: take shorter sequences"
+        )
+    return lines
+
+
+def fits(request: Request) -> bool:
+    return any(each.peak <= request.room(each.layout) for each in candidates_of(request))
+
+
+def flags_of(values: Mapping[str, Any]) -> str:
+    return " ".join(f"--{key.replace('_', '-')} {value}" for key, value in values.items())

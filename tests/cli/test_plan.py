@@ -1,0 +1,117 @@
+"""`moeclipse plan`: the table, one plan explained, the file, and what is refused in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moeclipse.cli.main import main
+from moeclipse.cli.plan import loses_by, seconds_text, tokens_in
+from moeclipse.plan.layouts import Plan
+from moeclipse.plan.step import Layout, StepTime
+from moeclipse.train.presets import load
+
+BASE = [
+    "plan",
+    "--model",
+    "qwen3-30b-a3b",
+    "--gpus",
+    "16",
+    "--tokens-per-step",
+    "131072",
+    "--seq-len",
+    "2048",
+]
+
+
+def test_ten_plans_one_explained_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "best.toml"
+    assert main([*BASE, "--device", "h200", "--explain", "2", "-o", str(out), "--width", "60"]) == 0
+    text = capsys.readouterr().out
+    assert "30.5 B parameters, 16 GPUs (h200, 8 a node), 64 x 2,048 tokens a step" in text
+    rows = [line for line in text.splitlines() if ", recompute " in line and "%" in line]
+    assert len(rows) == 10
+    steps = [float(row.split()[1]) for row in rows]
+    assert steps == sorted(steps)
+    rate, share = (float(text.strip("%").replace(",", "")) for text in rows[0].split()[3:5])
+    flops = 6 * 3.04e9 + 6 * 48 * 32 * 256 * 1024  # weights that a token meets, and keys that it sees
+    assert share / 100 == pytest.approx(rate * flops / 989e12, rel=0.02)
+    assert rate == pytest.approx(64 * 2048 / 16 / steps[0] * (1 if " s " in rows[0] else 1e3), rel=0.02)
+    assert "tokens/s/GPU" in text
+    assert "against the best: +" in text
+    assert "peak GiB by stage rank:" in text
+    assert "attention" in text
+    assert "written to" in text
+    config = load(out)
+    layout = rows[1].partition("pp")[2]
+    assert layout.startswith(f"{config.parallel.pp} dp{config.parallel.dp} ep{config.parallel.ep}")
+    assert config.data.batch_size == 64
+
+
+def test_a_file_brings_its_own_batch_and_a_cluster_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, cables = tmp_path / "mine.toml", tmp_path / "cluster.toml"
+    file.write_text('preset = "small"\n')
+    cables.write_text('device = "a100"\ngpus_per_node = 4\n')
+    assert main(["plan", str(file), "--gpus", "4", "--device", str(cables)]) == 0
+    config = load(preset="small")
+    told = f"4 GPUs (a100, 4 a node), {config.data.batch_size} x {config.data.seq_len} tokens"
+    assert told in capsys.readouterr().out
+
+
+def test_where_nothing_fits_the_status_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "qwen3-30b-a3b", "--gpus", "2", "--tokens-per-step", "64k"]) == 1
+    text = capsys.readouterr().out
+    assert "nothing fits: the nearest is" in text
+    assert "it would fit on" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "say which model to plan, once"),
+        (["tiny", "--model", "tiny"], "say which model to plan, once"),
+        (["tiny", "--gpus", "0"], "--gpus (0) must be at least 1"),
+        (["tiny", "--seq-len", "-1"], "--seq-len (-1) must not be negative"),
+        (["tiny", "--imbalance", "0.5"], "--imbalance (0.5) must be at least 1"),
+        (["tiny", "--explain", "-1"], "--explain (-1) must be the number"),
+        (["tiny", "--dtype", "fp8", "-o", "x.toml"], "--out cannot go with --dtype fp8"),
+        (["tiny"], "--tokens-per-step is needed"),
+        (["tiny", "--tokens-per-step", "many"], "must be a number like"),
+        (["tiny", "--tokens-per-step", "0"], "must be a number like"),
+        (["tiny", "--tokens-per-step", "1M", "--device", "h10"], "did you mean 'h100'"),
+        (["nothing", "--tokens-per-step", "1M"], "give a TOML file"),
+        (["tiny", "--tokens-per-step", "64k", "--explain", "99"], "there are plans 1 to"),
+        (["tiny", "--tokens-per-step", "28k", "--gpus", "64"], "no layout divides 64 GPUs and 7 sequences"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["plan", *words])
+    told = capsys.readouterr()
+    assert message in told.out + told.err
+    assert code in (1, 2)
+    assert told.err.count("\n") <= 1
+
+
+def test_numbers_of_tokens() -> None:
+    assert [tokens_in(text) for text in ("63M", "500k", "4_194_304", "1.5g", "2B")] == [
+        63e6,
+        5e5,
+        4194304,
+        1.5e9,
+        2e9,
+    ]
+    assert (seconds_text(2.0), seconds_text(0.0021)) == ("2.00 s", "2.1 ms")
+
+
+def test_why_a_plan_loses() -> None:
+    best = StepTime(seconds=2.0, compute=1.0, exposed=0.5, bubble=0.4, end=0.1)
+    other = StepTime(seconds=3.0, compute=1.2, exposed=1.3, bubble=0.4, end=0.1)
+    plans = [
+        Plan(layout=Layout(), stages=(1,), time=time, bytes_of=(1.0,), room=2.0) for time in (best, other)
+    ]
+    assert loses_by(*plans) == "+800.0 ms exposed"

@@ -1,0 +1,97 @@
+"""Bytes in closed form, beside what a layer really keeps and what a run really holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moeclipse.comm.mesh import Mesh
+from moeclipse.cost.cluster import ExpertChoice
+from moeclipse.cost.sizes import ModelSizes
+from moeclipse.cost.step_bytes import APART, COMMUNICATORS, Again, Sharing, StateBytes, beside, kept_by
+from moeclipse.model.config import ModelConfig
+from moeclipse.model.transformer import Transformer
+from moeclipse.moe.config import GateConfig, MoEConfig
+from moeclipse.train.predict.model_sizes import sizes_of
+from moeclipse.train.step.recompute import kept_by as really_kept
+
+GQA = ModelConfig(num_layers=1, vocab_size=64, d_model=64, d_ff=96, num_heads=4, num_kv_heads=2, head_dim=16)
+MLA = ModelConfig(
+    num_layers=1,
+    vocab_size=64,
+    d_model=64,
+    d_ff=96,
+    attention="mla",
+    num_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=20,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=24,
+)
+MODELS = {
+    "grouped": (GQA, MoEConfig(num_experts=8, d_ff=48), GateConfig(top_k=2)),
+    "normed heads": (replace(GQA, qk_norm="head"), MoEConfig(num_experts=8, d_ff=48), GateConfig(top_k=2)),
+    "many choices": (GQA, MoEConfig(num_experts=16, d_ff=24), GateConfig(top_k=4)),
+    "latent": (MLA, MoEConfig(num_experts=8, d_ff=40, num_shared_experts=1), GateConfig(top_k=3)),
+    "dense": (replace(GQA, num_dense_layers=1), MoEConfig(), GateConfig()),
+    "dense latent": (replace(MLA, num_dense_layers=1), MoEConfig(), GateConfig()),
+}
+
+
+@pytest.mark.parametrize("again", ["off", "attn", "mlp", "full"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 0.03), (torch.bfloat16, 0.25)])
+def test_a_layer_keeps_what_is_counted(name: str, again: Again, dtype: torch.dtype, close: float) -> None:
+    config, moe, gate = MODELS[name]
+    mesh = Mesh.single(torch.device("cpu"))
+    model = Transformer(config, replace(moe, schedule="blocking"), gate, mesh=mesh, dtype=dtype)
+    real = really_kept(model, mesh, 64, again) / 64
+    sizes = sizes_of(config, moe, gate)
+    counted = kept_by(sizes, sizes.moe_layers[0], dtype.itemsize).under(again)
+    assert counted == pytest.approx(real, rel=close)
+
+
+SMALL = ModelSizes(
+    vocab=1000,
+    d_model=64,
+    num_heads=4,
+    kv_heads=2,
+    d_qk=16,
+    d_v=16,
+    moe_layers=(False, True, True),
+    dense_width=96,
+    expert_width=48,
+    experts=ExpertChoice(num_experts=8, top_k=2),
+)
+
+
+def test_parameters_held_and_owned() -> None:
+    alone = Sharing().held(SMALL, range(3), 2)
+    assert alone == (pytest.approx(SMALL.parameters - 64), pytest.approx(SMALL.parameters - 64))
+    held, owned = Sharing(dp=2, ep=4, tp=1).held(SMALL, range(1, 3), 0)
+    experts = 8 * SMALL.expert_parameters
+    assert held == pytest.approx(2 * (SMALL.dense_parameters(1) + experts / 4))
+    assert owned == pytest.approx(2 * (SMALL.dense_parameters(1) + experts) / 8)
+    assert StateBytes().of(held, owned) == pytest.approx(6 * held + 12 * owned)
+
+
+def test_rows_arrive_where_ranks_share_experts() -> None:
+    alone, apart = Sharing(), Sharing(ep=4)
+    more = apart.layer(SMALL, True, 100, 2, "off") - alone.layer(SMALL, True, 100, 2, "off")
+    visited, kept = SMALL.experts.visited(4), kept_by(SMALL, True, 2)
+    assert more == pytest.approx(100 * (2 * 64 * visited + 0.1 * kept.mlp))
+    assert apart.layer(SMALL, True, 100, 2, "full") == 100 * 2 * 64
+    assert apart.layer(SMALL, False, 100, 2, "off") == alone.layer(SMALL, False, 100, 2, "off")
+    half = Sharing(tp=2).layer(SMALL, False, 100, 2, "off")
+    assert half == pytest.approx(alone.layer(SMALL, False, 100, 2, "off") / 2)
+
+
+def test_beside_is_a_layer_logits_and_communicators() -> None:
+    layer = Sharing().layer(SMALL, True, 100, 2, "off")
+    assert beside(SMALL, Sharing(), 100, 2, program=False, head=False) == 2 * layer + COMMUNICATORS
+    more = beside(SMALL, Sharing(), 100, 2, program=True, head=True)
+    assert more == 5.5 * layer + COMMUNICATORS + 2 * 100 * 1000 * 2
+    assert 0 < APART < 1
