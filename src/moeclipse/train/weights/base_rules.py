@@ -8,7 +8,6 @@ from moeclipse.balance.config import PlacementConfig
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.lora_config import LoraConfig
 from moeclipse.moe.config import MoEConfig
-from moeclipse.ops.frozen import KINDS
 
 BASE_KEYS = (
     *("model.base", "model.dense_base", "lora.rank", "moe.d_ff", "moe.shadow", "moe.expert_tp"),
@@ -45,7 +44,9 @@ def misfits(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:
     """Matrices of a model that cannot be kept as it says."""
     if not model.base and not model.dense_base:
         return
-    from moeclipse.model.count import dense_matrices, expert_matrices  # which load torch: seconds
+    # Which load torch: that takes seconds, and a mistyped key is told before.
+    from moeclipse.model.count import dense_matrices, expert_matrices
+    from moeclipse.ops.frozen import KINDS
 
     kinds = (
         ("base", model.base, expert_matrices(model, moe)),
