@@ -19,6 +19,8 @@ from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.step.learner import Learner
 
+TEXT = str(Path(__file__).with_name("text.txt"))
+"""A text that stays as it is."""
 RULES: dict[str, dict[str, Any]] = {
     "gap": {"gate.choose": "gap", "gate.top_k": 2, "gate.threshold": 0.02},
     "top_p": {"gate.choose": "top_p", "gate.top_k": 4, "gate.top_p": 0.6, "gate.z_loss": 0.01},
@@ -41,7 +43,7 @@ LONG = [case for case in LONG if case not in SHORT]
 
 
 def configure(rule: str, **changes: Any) -> TrainConfig:
-    values = {**SMALL, "data.files": (__file__,), "moe.num_experts": 6, **RULES[rule], **changes}
+    values = {**SMALL, "data.files": (TEXT,), "moe.num_experts": 6, **RULES[rule], **changes}
     return with_values(TrainConfig(), values)
 
 
