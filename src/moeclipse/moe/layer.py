@@ -465,10 +465,11 @@ class MoE(nn.Module):
             call.decided = decision.decided
         taken = self._kernel_experts(inputs)
         by_kernels = None if taken is None else FusedExperts(taken, routing.expert_ids_TK.shape[1])
+        padded = self._pairwise(structure, inputs, routing.capacity) if routing.capacity else pairwise
         return LayerCall(
             plan=plan,
             programs=decision.programs,
-            experts=by_kernels or self._pairwise(structure, inputs, routing.capacity),
+            experts=by_kernels or padded,
             shadows=shadows_of(decision, staying, pairwise, dispatcher, where),
             num_inputs=len(inputs),
             watch=decision.watch,
