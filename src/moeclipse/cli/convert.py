@@ -24,6 +24,8 @@ HELP = """usage: moeclipse convert SOURCE OUT [options]
   SOURCE               a folder of a Hugging Face model (config.json, *.safetensors), a checkpoint, or a run
   OUT                  the folder to write; it must not exist. A conversion that was interrupted goes on.
 
+  --family NAME        to a Hugging Face model: which (mixtral, qwen3_moe, ...); left out: the one that it came
+                       from, or the first that holds a model trained from scratch
   --dtype NAME         of the weights: keep (the default), float32, bfloat16 or float16
   --tokenizer DIR      to a Hugging Face model: take the tokenizer files from this folder
   --no-tokenizer       from a Hugging Face model: it may lack a tokenizer
@@ -39,6 +41,8 @@ class ConvertOptions:
     """Of the weights; keep: as they are stored, or as they were in the model a run began from."""
     tokenizer: str = ""
     """A folder with tokenizer files."""
+    family: str = ""
+    """Of the Hugging Face model that is written."""
     no_tokenizer: bool = False
     """A source without a tokenizer is converted all the same."""
     adapter: bool = False
@@ -63,7 +67,8 @@ def main(words: list[str]) -> int:
         done = from_hf(source, out, dtype=options.dtype, tokenizer=not options.no_tokenizer)
     else:
         tokenizer = Path(options.tokenizer) if options.tokenizer else None
-        done = to_hf(find_checkpoint(source), out, dtype=options.dtype, tokenizer=tokenizer)
+        given = {"dtype": options.dtype, "family": options.family}
+        done = to_hf(find_checkpoint(source), out, tokenizer=tokenizer, **given)
     kept = f", {done.kept} files kept from an earlier attempt" if done.kept else ""
     seconds = time.monotonic() - began
     print(
@@ -77,7 +82,7 @@ def read_words(words: list[str]) -> tuple[ConvertOptions, Path, Path]:
     folders: list[str] = []
     flags: list[str] = []
     for place, word in enumerate(words):
-        takes_value = place > 0 and words[place - 1] in ("--dtype", "--tokenizer")
+        takes_value = place > 0 and words[place - 1] in ("--dtype", "--tokenizer", "--family")
         (flags if word.startswith("-") or takes_value else folders).append(word)
     layer, problems = flag_layer(ConvertOptions, flags)
     options = build(ConvertOptions, [layer], problems)

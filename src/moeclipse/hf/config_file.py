@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,27 @@ def small_files(path: Path, *, tokenizer: bool = True) -> dict[str, bytes]:
             "--no-tokenizer"
         )
     return found
+
+
+def byte_tokenizer() -> dict[str, bytes]:
+    """Files of a tokenizer whose tokens are the bytes of UTF-8, by their numbers.
+
+    `tokenizers` knows bytes by printable characters: itself where a byte is one, else the next from U+0100.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(0x100, 0x200))
+    names = {chr(byte if byte in printable else next(spare)): byte for byte in range(256)}
+    as_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    model = {"type": "BPE", "vocab": names, "merges": [], "ignore_merges": False, "byte_fallback": False}
+    tree = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": as_bytes,
+        "decoder": as_bytes,
+        "model": model,
+    }
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    return {
+        "tokenizer.json": json.dumps(tree).encode() + b"\n",
+        "tokenizer_config.json": json.dumps(settings, indent=2).encode() + b"\n",
+    }

@@ -52,6 +52,16 @@ class Family:
     theta: float = 10000.0
     dense: bool = False
     """It has no experts: a run makes some of its blocks (`train/weights/upcycle`)."""
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    """Theirs, which say nothing of a model of ours and which a file of one must not be silent about."""
+
+    def has_choice_bias(self, values: Values) -> bool:
+        """Whether a bias moves the choice of experts in a model of these values of ours."""
+        return values["gate.kind"] == "sigmoid" or bool(self.names.choice_bias_rows)
+
+    def usual_needs(self) -> list[tuple[str, Any]]:
+        """Their keys that have to have one value."""
+        return [(key, value) for key, value, _ in self.needs]
 
 
 QWEN = {"model.d_ff": "intermediate_size", "moe.d_ff": "moe_intermediate_size"}
@@ -70,6 +80,7 @@ MLA = {
 }
 WIDE_EXPERTS = {"moe.num_experts": "num_local_experts", "moe.d_ff": "intermediate_size"}
 NO_BIAS = ("attention_bias", False, "biases in latent attention")
+NO_DRAFTS = {"num_nextn_predict_layers": 0}
 RENORMALISED = {"gate.kind": "softmax", "gate.renormalise": True}
 
 FAMILIES: tuple[Family, ...] = (
@@ -158,6 +169,7 @@ FAMILIES: tuple[Family, ...] = (
         },
         rest=deepseek_v3,
         needs=(NO_BIAS,),
+        beside=NO_DRAFTS,
     ),
     Family(
         title="gpt-oss",
@@ -196,6 +208,7 @@ FAMILIES: tuple[Family, ...] = (
             "partial_rotary_factor": 0.5,
         },
         rest=glm4,
+        beside=NO_DRAFTS,
     ),
     Family(
         title="Granite-MoE",

@@ -1,4 +1,4 @@
-"""Rotary position in a `config.json`, of either generation of transformers, in keys of ours.
+"""Rotary position in a `config.json`, of either generation of transformers, in keys of ours, and back.
 
 rope_parameters = {rope_theta, rope_type, factor, ..., partial_rotary_factor}      since 5.0
 rope_theta, rope_scaling = {type or rope_type, factor, ...}, partial_rotary_factor  before
@@ -6,6 +6,7 @@ rope_theta, rope_scaling = {type or rope_type, factor, ...}, partial_rotary_fact
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,3 +63,47 @@ def read_yarn(given: Mapping[str, Any], factor: float) -> dict[str, Any]:
         "model.rope_truncate": bool(given.get("truncate", True)),
         "model.rope_magnitude": float(magnitude or 0),
     }
+
+
+def write_rope(values: Mapping[str, Any], context: int) -> dict[str, Any]:
+    """Their keys for ours, as both generations read them; `context`: tokens of the longest text."""
+    v = {key.removeprefix("model."): value for key, value in values.items()}
+    kind = next(theirs for theirs, ours in KINDS.items() if ours == v["rope_scaling"])
+    told: dict[str, Any] = {"rope_type": kind, "rope_theta": v["rope_base"]}
+    latent = v["attention"] == "mla"
+    share = 1.0 if latent else (v["rope_dim"] or v["head_dim"]) / v["head_dim"]
+    told["partial_rotary_factor"] = share
+    longest = context
+    if kind != "default":
+        told["factor"] = v["rope_factor"]
+        longest = max(context, int(v["rope_original_len"] * v["rope_factor"]))
+    if kind == "dynamic":
+        longest = v["rope_original_len"]
+    elif kind in ("yarn", "llama3"):
+        told["original_max_position_embeddings"] = v["rope_original_len"]
+    if kind == "llama3":
+        told |= {"low_freq_factor": v["rope_low_freq"], "high_freq_factor": v["rope_high_freq"]}
+    if kind == "yarn":
+        told |= write_yarn(v, latent)
+    beside = {"partial_rotary_factor": share} if share != 1 else {}
+    return {
+        "rope_parameters": told,
+        "rope_theta": v["rope_base"],
+        "max_position_embeddings": longest,
+    } | beside
+
+
+def write_yarn(v: Mapping[str, Any], latent: bool) -> dict[str, Any]:
+    factor = v["rope_factor"]
+    told = {
+        "beta_fast": v["rope_beta_fast"],
+        "beta_slow": v["rope_beta_slow"],
+        "truncate": v["rope_truncate"],
+        "attention_factor": v["rope_magnitude"] or yarn_magnitude(factor),
+    }
+    if latent and v["attention_scale"] and factor > 1:
+        # Their factor on query . key is 1 / sqrt(width), times the square of a magnitude of yarn's.
+        stretch = math.sqrt(v["attention_scale"] * math.sqrt(v["qk_nope_head_dim"] + v["qk_rope_head_dim"]))
+        if not math.isclose(stretch, 1, rel_tol=1e-12):
+            told["mscale_all_dim"] = (stretch - 1) / (0.1 * math.log(factor))
+    return told

@@ -6,8 +6,9 @@ is whole. What came from a folder and was not trained goes back bit by bit.
 
 A converted checkpoint holds weights and no state of an optimizer: a run begins from it (`run.init_from`), and
 none is resumed from it. In `state["hf"]` it remembers the folder's config.json and the types of its tensors;
-so does a run that began from a folder, and this is what turns its checkpoints into folders again. Quantised
-tensors are expanded, and stay so, also where a run kept its base in few bits; adapters are merged.
+so does a run that began from a folder, and this is what turns its checkpoints into folders again. For one
+that began from nothing the family is found by its configuration (`hf/compose`). Quantised tensors are
+expanded, and stay so, also where a run kept its base in few bits; adapters are merged.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from typing import Any
 
 import torch
 
+from moeclipse.core.config import to_flat
 from moeclipse.core.errors import CheckpointError
 from moeclipse.core.outside import read_bytes
+from moeclipse.hf.compose import compose, named
 from moeclipse.hf.config_file import CONFIG, small_files
 from moeclipse.hf.folder import HfFolder, Shapes
 from moeclipse.hf.manifest import MANIFEST as HF_MANIFEST
@@ -42,16 +45,20 @@ from moeclipse.hf.write import (
     shards_of,
     sources_of,
 )
+from moeclipse.model.lora_config import is_adapter
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.checkpoints.disk import DISK, Disk
 from moeclipse.train.checkpoints.manifest import INDEX, MANIFEST, build_index, encode_manifest
 from moeclipse.train.checkpoints.shard import DTYPES, Piece, Shard
 from moeclipse.train.weights.base import DecodedWeights
 from moeclipse.train.weights.lora import MergedWeights
+from moeclipse.train.weights.open_model import FoundModel, of_checkpoint, tokenizer_parts
 from moeclipse.train.weights.staging import StagedFolder
 
 EXTRA = "extra/"
 """Before the names of tensors that take no part in training."""
+OF_TRAINING = (".noise_weight",)
+"""Ends of the names of weights that nothing reads outside of training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,21 +190,25 @@ def to_hf(
     *,
     dtype: str = "keep",
     tokenizer: Path | None = None,
+    family: str = "",
     most: int = SHARD_BYTES,
     disk: Disk = DISK,
 ) -> Converted:
-    """`tokenizer`: a folder whose tokenizer files are copied; left out: those that the checkpoint carries."""
+    """`tokenizer`: a folder whose tokenizer files are copied; left out: those that the checkpoint carries.
+
+    `family`: another than the one it came from, or than the first that holds its configuration.
+    """
     told = checkpoint.state.get("hf")
-    if not told:
-        raise CheckpointError(
-            f"checkpoint {checkpoint.path} did not begin from a Hugging Face model, so which family it "
-            "belongs to is not known; begin a run with --model.from-hf"
-        )
+    parts: dict[str, bytes] = {}
+    if not told or (family and named(family).model_type != told["config"].get("model_type")):
+        found = of_checkpoint(checkpoint.path)
+        told = told_of_scratch(found, checkpoint, family)
+        parts = {} if tokenizer else tokenizer_parts(found)
     read = read_config(told["config"], str(checkpoint.path))
     shapes = Shapes.of(read.values)
     table = tensor_table(read.family.names, shapes.model, shapes.moe, shapes.gate)
     weights = DecodedWeights(checkpoint)
-    check_tensors(weights, table)
+    check_tensors(weights, table, whole=not checkpoint.state.get("hf"))
     sources, merged = sources_of(table), MergedWeights(weights)
     extra = [name.removeprefix(EXTRA) for name in checkpoint.names if name.startswith(EXTRA)]
 
@@ -216,11 +227,11 @@ def to_hf(
     shards = shards_of([outline(key) for key in (*sources, *extra)], most)
     origin = tokenizer or checkpoint.path
     manifest = hashlib.sha256(read_bytes(checkpoint.path / MANIFEST)).hexdigest()
-    facts = [str(checkpoint.path.absolute()), manifest, dtype, most, str(origin)]
+    facts = [str(checkpoint.path.absolute()), manifest, dtype, most, str(origin), read.family.model_type]
     staged = StagedFolder(out, job_of("folder", *facts), disk)
     for file, tensors in shards.items():
         staged.add(file, partial(chunks_of, tensors, load))
-    for name, data in (index_of(shards) | small_parts(told["config"], dtype, origin)).items():
+    for name, data in (index_of(shards) | parts | small_parts(told["config"], dtype, origin)).items():
         staged.add_bytes(name, data)
     hashes = {name: written.sha256 for name, written in staged.files.items()}
     staged.add_bytes(HF_MANIFEST, encode(hashes))
@@ -233,8 +244,22 @@ def to_hf(
     )
 
 
-def check_tensors(checkpoint: DecodedWeights, table: Mapping[str, LogicalTensor]) -> None:
-    """All that the folder needs is there, in its shape."""
+def told_of_scratch(found: FoundModel, checkpoint: Checkpoint, family: str) -> dict[str, Any]:
+    """What `hf_state` would say of a model that never was a folder."""
+    shapes, ends = found.shapes, sorted(found.ends)
+    context = found.context or found.segment
+    run = checkpoint.path.parent.parent
+    fit = compose(to_flat(shapes), context=context, family=family, where=str(run))
+    kind = str((checkpoint.state.get("fingerprint") or {}).get("model", {}).get("dtype", "float32"))
+    tokens = {"bos_token_id": None, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+    config = {**fit.config, **tokens, "pad_token_id": None, "dtype": kind, "use_cache": True}
+    return {"config": config, "dtype": CODES[getattr(torch, kind)], "dtypes": {}}
+
+
+def check_tensors(
+    checkpoint: DecodedWeights, table: Mapping[str, LogicalTensor], *, whole: bool = False
+) -> None:
+    """All that the folder needs is there, in its shape; `whole`: and nothing else that a model computes with."""
     for name, tensor in table.items():
         if name not in checkpoint:
             raise CheckpointError(f"checkpoint {checkpoint.path} has no tensor {name!r}; it is another model")
@@ -243,6 +268,18 @@ def check_tensors(checkpoint: DecodedWeights, table: Mapping[str, LogicalTensor]
                 f"checkpoint {checkpoint.path}: {name} has shape {list(checkpoint.shape(name))}, its "
                 f"config.json asks for {list(tensor.shape)}"
             )
+    for name in checkpoint.checkpoint.names if whole else ():
+        known = name in table or name.rpartition(".")[0] in table  # itself, or a part of it in few bits
+        known = known or is_adapter(name) or name.endswith(OF_TRAINING)
+        choice = name.startswith("buffer/") and name.endswith(".bias_E")
+        if (
+            known
+            or not name.startswith(("weight/", "buffer/"))
+            or (choice and not checkpoint.read(name).any())
+        ):
+            continue
+        why = "is not zero" if choice else "has no place"
+        raise CheckpointError(f"checkpoint {checkpoint.path}: {name} {why} in a model of this family")
 
 
 def small_parts(config: Mapping[str, Any], dtype: str, origin: Path) -> dict[str, bytes]:

@@ -19,8 +19,8 @@ from typing import Any
 
 from moeclipse.core.config import build, problems_of, read_toml, table_layer
 from moeclipse.core.errors import CheckpointError, ConfigError, DataError
-from moeclipse.core.outside import MOST_INDEX, read_json, read_table, told_of
-from moeclipse.hf.config_file import config_of
+from moeclipse.core.outside import MOST_INDEX, read_bytes, read_json, read_table, told_of
+from moeclipse.hf.config_file import byte_tokenizer, config_of, small_files
 from moeclipse.hf.folder import HfFolder, Shapes
 from moeclipse.hf.names import EACH, Names
 from moeclipse.hf.read import read_config
@@ -31,7 +31,7 @@ from moeclipse.train.checkpoints.manifest import INDEX, MANIFEST
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.data.data_config import DataConfig, parts_of
 from moeclipse.train.data.vocabulary import ByteVocabulary, TokenizerVocabulary, Vocabulary, tokenizer_of
-from moeclipse.train.documents.tokenizer import end_token, load_tokenizer, tokenizer_file
+from moeclipse.train.documents.tokenizer import MOST_TOKENIZER, end_token, load_tokenizer, tokenizer_file
 from moeclipse.train.optim.adamw import Readable
 from moeclipse.train.ranks import Ranks, RanksFailed, together
 
@@ -210,3 +210,16 @@ def open_weights_of(found: FoundModel, ranks: Ranks) -> Readable:
     except RanksFailed as error:
         raise CheckpointError(str(error)) from None
     return folders[0]
+
+
+def tokenizer_parts(found: FoundModel) -> dict[str, bytes]:
+    """Files of a Hugging Face folder that say how this model's tokens are made; of bytes, one of our own."""
+    if found.tokenizer:
+        path = tokenizer_file(found.tokenizer)
+        if path is None:
+            raise CheckpointError(
+                f"{found.tokenizer}: the run's tokenizer is gone; give another with --tokenizer"
+            )
+        beside = small_files(path.parent, tokenizer=False) if path.name == "tokenizer.json" else {}
+        return beside | {"tokenizer.json": read_bytes(path, most=MOST_TOKENIZER)}
+    return {} if found.why_no_text else byte_tokenizer()
