@@ -18,7 +18,6 @@ from moeclipse.hf.folder import Shapes
 from moeclipse.hf.read import read_config
 from moeclipse.train.presets import load, preset_names
 
-
 BY_OTHERS = {
     *("head_dim", "rope_theta", "partial_rotary_factor", "num_nextn_predict_layers"),
     *("layer_types", "swiglu_alpha", "swiglu_limit", "attention_bias", "num_experts"),
@@ -85,7 +84,7 @@ def test_gates_of_training_leave_as_what_they_are_outside_of_it() -> None:
     assert fit.config["num_experts_per_tok"] == 1
     dropless = values | {"gate.capacity_factor": 1.5, "gate.eval_capacity_factor": 0.0}
     assert compose(dropless, context=64).family.model_type == "mixtral"
-    with pytest.raises(CheckpointError, match="capacity_factor = 2.0"):
+    with pytest.raises(CheckpointError, match=r"capacity_factor = 2\.0"):
         compose(dropless | {"gate.eval_capacity_factor": 2.0}, context=64)
 
 
@@ -93,6 +92,8 @@ def test_a_family_may_be_named(tmp_path: Path) -> None:
     assert named("Qwen3-MoE") is named("qwen3_moe") is named("Qwen3MoeForCausalLM")
     with pytest.raises(ConfigError, match="did you mean mixtral"):
         named("mixtrall")
-    with pytest.raises(CheckpointError, match="Qwen3-MoE .qwen3_moe. does not hold the model: model.qk_norm"):
+    with pytest.raises(
+        CheckpointError, match=r"Qwen3-MoE .qwen3_moe. does not hold the model: model.qk_norm"
+    ):
         compose(values_of("mixtral", sliding_window=None), context=64, family="qwen3_moe")
     assert len({family.model_type for family in FAMILIES}) == len(FAMILIES)

@@ -24,8 +24,8 @@ HELP = """usage: moeclipse convert SOURCE OUT [options]
   SOURCE               a folder of a Hugging Face model (config.json, *.safetensors), a checkpoint, or a run
   OUT                  the folder to write; it must not exist. A conversion that was interrupted goes on.
 
-  --family NAME        to a Hugging Face model: which (mixtral, qwen3_moe, ...); left out: the one that it came
-                       from, or the first that holds a model trained from scratch
+  --family NAME        to a Hugging Face model: which (mixtral, qwen3_moe, ...); left out: the one that it
+                       came from, or the first that holds a model trained from scratch
   --dtype NAME         of the weights: keep (the default), float32, bfloat16 or float16
   --tokenizer DIR      to a Hugging Face model: take the tokenizer files from this folder
   --no-tokenizer       from a Hugging Face model: it may lack a tokenizer
@@ -67,8 +67,8 @@ def main(words: list[str]) -> int:
         done = from_hf(source, out, dtype=options.dtype, tokenizer=not options.no_tokenizer)
     else:
         tokenizer = Path(options.tokenizer) if options.tokenizer else None
-        given = {"dtype": options.dtype, "family": options.family}
-        done = to_hf(find_checkpoint(source), out, tokenizer=tokenizer, **given)
+        checkpoint = find_checkpoint(source)
+        done = to_hf(checkpoint, out, tokenizer=tokenizer, dtype=options.dtype, family=options.family)
     kept = f", {done.kept} files kept from an earlier attempt" if done.kept else ""
     seconds = time.monotonic() - began
     print(

@@ -28,18 +28,28 @@ from moeclipse.train.step.learner import Learner
 from moeclipse.train.weights.convert import to_hf
 
 SMALL = {
-    **{"data.seq_len": 8, "data.batch_size": 2, "optim.lr": 0.1, "optim.warmup_steps": 0},
-    **{"model.dtype": "float64", "model.init_std": 0.4, "gate.balance_loss": 0.0},
+    "data.seq_len": 8,
+    "data.batch_size": 2,
+    "optim.lr": 0.1,
+    "optim.warmup_steps": 0,
+    "model.dtype": "float64",
+    "model.init_std": 0.4,
+    "gate.balance_loss": 0.0,
 }
 NARROW = {
-    **{"model.vocab_size": 256, "model.d_model": 16, "model.num_heads": 4, "model.d_ff": 12, "moe.d_ff": 6},
-    **{"model.num_kv_heads": 4, "model.head_dim": 4, "moe.num_experts": 16, "model.kv_lora_rank": 6},
-    **{
-        "model.qk_nope_head_dim": 6,
-        "model.qk_rope_head_dim": 4,
-        "model.v_head_dim": 4,
-        "model.num_layers": 2,
-    },
+    "model.vocab_size": 256,
+    "model.d_model": 16,
+    "model.num_heads": 4,
+    "model.d_ff": 12,
+    "moe.d_ff": 6,
+    "model.num_kv_heads": 4,
+    "model.head_dim": 4,
+    "moe.num_experts": 16,
+    "model.kv_lora_rank": 6,
+    "model.qk_nope_head_dim": 6,
+    "model.qk_rope_head_dim": 4,
+    "model.v_head_dim": 4,
+    "model.num_layers": 2,
 }
 
 
@@ -124,7 +134,7 @@ def test_what_stands_in_the_way_is_one_line(tmp_path: Path, capsys: pytest.Captu
     assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--family", "mixtrall"]) == 2
     assert "did you mean mixtral?" in capsys.readouterr().err
     (tmp_path / "config.toml").rename(tmp_path / "gone.toml")
-    with pytest.raises(CheckpointError, match="stands in the config.toml of its run"):
+    with pytest.raises(CheckpointError, match=r"stands in the config.toml of its run"):
         to_hf(Checkpoint.open(path, OneRank()), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -134,5 +144,5 @@ def test_a_bias_of_the_choice_is_not_lost(tmp_path: Path) -> None:
     config = scratch(tmp_path, **NARROW, **{"gate.bias_rate": 0.05})
     path = run_alone(trained, config, tmp_path)
     (tmp_path / "config.toml").write_text(to_toml(with_values(config, {"gate.bias_rate": 0.0})))
-    with pytest.raises(CheckpointError, match="gate.bias_E is not zero in a model of this family"):
+    with pytest.raises(CheckpointError, match=r"gate.bias_E is not zero in a model of this family"):
         to_hf(Checkpoint.open(path, OneRank()), tmp_path / "out")

@@ -259,7 +259,7 @@ def told_of_scratch(found: FoundModel, checkpoint: Checkpoint, family: str) -> d
 def check_tensors(
     checkpoint: DecodedWeights, table: Mapping[str, LogicalTensor], *, whole: bool = False
 ) -> None:
-    """All that the folder needs is there, in its shape; `whole`: and nothing else that a model computes with."""
+    """All that the folder needs is there, in its shape; `whole`: and nothing else to compute with."""
     for name, tensor in table.items():
         if name not in checkpoint:
             raise CheckpointError(f"checkpoint {checkpoint.path} has no tensor {name!r}; it is another model")
