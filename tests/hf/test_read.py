@@ -51,9 +51,9 @@ def test_several_needs_are_told_at_once(tmp_path: Path) -> None:
 
 def test_unknown_families_are_refused_with_those_we_know() -> None:
     with pytest.raises(
-        CheckpointError, match=r"model_type 'llama4' is no family that we read .mixtral, qwen2"
+        CheckpointError, match=r"model_type 'llama7' is no family that we read .mixtral, qwen2"
     ):
-        read_config({"model_type": "llama4"}, "here")
+        read_config({"model_type": "llama7"}, "here")
     with pytest.raises(CheckpointError, match="did you mean qwen3_moe"):
         read_config({"model_type": "qwen3moe"}, "here")
     with pytest.raises(CheckpointError, match=r"lacks hidden_size, .*; take the whole file"):

@@ -23,7 +23,8 @@ from typing import Any
 from moeclipse.core.errors import CheckpointError, ConfigError
 from moeclipse.core.values import nearest
 from moeclipse.hf.derive import Values
-from moeclipse.hf.families import FAMILIES, Family
+from moeclipse.hf.families import FAMILIES
+from moeclipse.hf.family import Family
 from moeclipse.hf.read import COMMON, read_config, usual_values
 from moeclipse.hf.rope import write_rope
 from moeclipse.model.config import yarn_magnitude
@@ -215,6 +216,8 @@ def their_keys(v: Values) -> dict[str, Any]:
         "logits_scaling": 1.0 / v["model.logit_scale"],
         "decoder_sparse_step": 1,
         "mlp_only_layers": dense,
+        "mlp_layer_types": ["dense" if i in dense else "sparse" for i in range(layers)],
+        "shared_intermediate_size": v["moe.shared_d_ff"] if v["moe.num_shared_experts"] else 0,
         "first_k_dense_replace": first,
         "moe_layer_interval": 1,
         "moe_layer_start_index": experts[0],

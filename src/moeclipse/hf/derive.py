@@ -12,6 +12,10 @@ Values = dict[str, Any]
 """Dotted keys of ours."""
 
 
+class Missing(ValueError):
+    """What a model needs and we do not have, in words."""
+
+
 def grouped(told: Mapping[str, Any]) -> Values:
     """Grouped-query attention."""
     heads = told["num_attention_heads"]
@@ -37,8 +41,7 @@ def by_layer_types(told: Mapping[str, Any]) -> Values:
 
 def all_dense(told: Mapping[str, Any]) -> Values:
     """A model without experts."""
-    bias = {"model.attention_bias": "all" if told["attention_bias"] else "none"}
-    return grouped(told) | bias | {"model.num_dense_layers": told["num_hidden_layers"]}
+    return grouped(told) | bias_of_all(told) | {"model.num_dense_layers": told["num_hidden_layers"]}
 
 
 def dense_of_qwen(told: Mapping[str, Any]) -> Values:
@@ -70,17 +73,20 @@ def qwen2(told: Mapping[str, Any]) -> Values:
 
 def qwen3(told: Mapping[str, Any]) -> Values:
     window = told.get("sliding_window") if told["use_sliding_window"] else 0
-    bias = {"model.attention_bias": "all" if told["attention_bias"] else "none"}
     experts = {
         "moe.num_experts": told.get("num_experts") or told.get("num_local_experts") or told["num_experts"]
     }
     windows = all_windows({"sliding_window": window})
-    return grouped(told) | windows | dense_of_qwen(told) | renormalises(told) | bias | experts
+    return grouped(told) | windows | dense_of_qwen(told) | renormalises(told) | bias_of_all(told) | experts
 
 
 def olmoe(told: Mapping[str, Any]) -> Values:
-    bias = {"model.attention_bias": "all" if told["attention_bias"] else "none"}
-    return grouped(told) | renormalises(told) | bias | {"model.clip_qkv": float(told.get("clip_qkv") or 0)}
+    return (
+        grouped(told)
+        | renormalises(told)
+        | bias_of_all(told)
+        | {"model.clip_qkv": float(told.get("clip_qkv") or 0)}
+    )
 
 
 def latent(told: Mapping[str, Any]) -> Values:
@@ -123,24 +129,17 @@ def gpt_oss(told: Mapping[str, Any]) -> Values:
         "full_attention" if i % 2 else "sliding_attention" for i in range(told["num_hidden_layers"])
     ]
     windows = by_layer_types({"layer_types": kinds, "sliding_window": told.get("sliding_window")})
-    bias = {"model.attention_bias": "all" if told["attention_bias"] else "none"}
-    return grouped(told) | windows | bias
+    return grouped(told) | windows | bias_of_all(told)
 
 
 def glm4(told: Mapping[str, Any]) -> Values:
-    return (
-        grouped(told)
-        | sigmoid(told)
-        | {
-            "model.qk_norm": "head" if told["use_qk_norm"] else "none",
-            "model.attention_bias": "qkv" if told["attention_bias"] else "none",
-        }
-    )
+    qk_norm = {"model.qk_norm": "head" if told["use_qk_norm"] else "none"}
+    return grouped(told) | sigmoid(told) | bias_of_inputs(told) | qk_norm
 
 
 def granite(told: Mapping[str, Any]) -> Values:
     return grouped(told) | {
-        "model.attention_bias": "all" if told["attention_bias"] else "none",
+        **bias_of_all(told),
         "model.attention_scale": float(told["attention_multiplier"]),
         "model.embedding_scale": float(told["embedding_multiplier"]),
         "model.residual_scale": float(told["residual_multiplier"]),
@@ -154,3 +153,52 @@ def ernie(told: Mapping[str, Any]) -> Values:
     last = layers - 1 if last == -1 else last
     dense = tuple(i for i in range(layers) if (i + 1) % step or not first <= i <= last)
     return grouped(told) | {"model.dense_layers": dense}
+
+
+def bias_of_all(told: Mapping[str, Any]) -> Values:
+    """Of attention's four projections, or of none."""
+    return {"model.attention_bias": "all" if told["attention_bias"] else "none"}
+
+
+def bias_of_inputs(told: Mapping[str, Any]) -> Values:
+    """Of attention's projections, but for the last."""
+    return {"model.attention_bias": "qkv" if told["attention_bias"] else "none"}
+
+
+def by_block_types(told: Mapping[str, Any], *, first: int) -> Values:
+    """Layers without experts by `mlp_layer_types`; a silent file means the first so many."""
+    kinds = told.get("mlp_layer_types") or ["dense"] * first
+    return {"model.dense_layers": tuple(i for i, kind in enumerate(kinds) if kind != "sparse")}
+
+
+def dots(told: Mapping[str, Any]) -> Values:
+    window, until = told.get("sliding_window"), told["max_window_layers"]
+    kinds = told.get("layer_types") or [
+        "sliding_attention" if window and i >= until else "full_attention"
+        for i in range(told["num_hidden_layers"])
+    ]
+    windows = by_layer_types({"layer_types": kinds, "sliding_window": window})
+    return grouped(told) | sigmoid(told) | windows | bias_of_all(told)
+
+
+def minimax(told: Mapping[str, Any]) -> Values:
+    """Files before transformers 5 say how many components turn, not which part of them."""
+    turned = {"model.rope_dim": told["rotary_dim"]} if told.get("rotary_dim") else {}
+    return grouped(told) | turned
+
+
+def granite_shared(told: Mapping[str, Any]) -> Values:
+    width = told["shared_intermediate_size"]
+    return granite(told) | ({"moe.num_shared_experts": 1, "moe.shared_d_ff": width} if width else {})
+
+
+def granite_windows(told: Mapping[str, Any]) -> Values:
+    bases = set(told.get("layer_rope_theta") or ())
+    rope = told.get("rope_parameters") or told
+    if bases and bases != {rope.get("rope_theta", 10000.0)}:
+        raise Missing("rotary position that differs from layer to layer (layer_rope_theta)")
+    kinds = told.get("layer_types") or [
+        "sliding_attention" if i % 4 else "full_attention" for i in range(told["num_hidden_layers"])
+    ]
+    windows = by_layer_types({"layer_types": kinds, "sliding_window": told.get("sliding_window")})
+    return granite_shared(told) | windows

@@ -2,67 +2,50 @@
 
 A family is a row: what its tensors are called (`hf/names`), which keys of its `config.json` stand for one of
 ours, what it takes for granted, and a function for the rest (`hf/derive`). `hf/read` reads a configuration by
-it. To add a family is to add a row, and a tiny model to `tests/hf/tiny_models.py`.
+it, `hf/compose` writes one. To add a family is to add a row, and a tiny model to `tests/hf/tiny_models.py`.
+`hf/missing_families` says of others why they have no row.
 
 Contract. A key that transformers may leave out of a file has the default that transformers gives it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
 
 from moeclipse.hf.derive import (
-    Values,
-    all_dense,
-    all_windows,
-    by_layer_types,
+    bias_of_all,
+    bias_of_inputs,
+    by_block_types,
     deepseek_v2,
     deepseek_v3,
+    dots,
     ernie,
     glm4,
     gpt_oss,
     granite,
+    granite_shared,
+    granite_windows,
+    grouped,
+    minimax,
     mixtral,
     olmoe,
     qwen2,
     qwen3,
+    renormalises,
+    sigmoid,
 )
-from moeclipse.hf.names import EACH, GRANITE, INTERLEAVED, MIXTRAL, Names
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One row of the table."""
-
-    title: str
-    model_type: str
-    architecture: str
-    keys: Mapping[str, str]
-    """Ours -> theirs, besides those that all have in common."""
-    defaults: Mapping[str, Any]
-    """Theirs, where a file is silent."""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Ours, alike in all models of the family."""
-    rest: Callable[[Mapping[str, Any]], Values] = lambda _: {}
-    needs: tuple[tuple[str, Any, str], ...] = ()
-    """(their key, the value we have, what another would need)."""
-    names: Names = EACH
-    theta: float = 10000.0
-    dense: bool = False
-    """It has no experts: a run makes some of its blocks (`train/weights/upcycle`)."""
-    beside: Mapping[str, Any] = field(default_factory=dict)
-    """Theirs, which say nothing of a model of ours and which a file of one must not be silent about."""
-
-    def has_choice_bias(self, values: Values) -> bool:
-        """Whether a bias moves the choice of experts in a model of these values of ours."""
-        return values["gate.kind"] == "sigmoid" or bool(self.names.choice_bias_rows)
-
-    def usual_needs(self) -> list[tuple[str, Any]]:
-        """Their keys that have to have one value."""
-        return [(key, value) for key, value, _ in self.needs]
-
+from moeclipse.hf.family import Family
+from moeclipse.hf.names import (
+    GRANITE,
+    GRANITE_SWA,
+    HUNYUAN,
+    INTERLEAVED,
+    MINIMAX,
+    MIXTRAL,
+    SHARED_MLP,
+    Names,
+)
 
 QWEN = {"model.d_ff": "intermediate_size", "moe.d_ff": "moe_intermediate_size"}
 DEEPSEEK = {
@@ -80,8 +63,21 @@ MLA = {
 }
 WIDE_EXPERTS = {"moe.num_experts": "num_local_experts", "moe.d_ff": "intermediate_size"}
 NO_BIAS = ("attention_bias", False, "biases in latent attention")
+GRANITE_FACTORS = {
+    "attention_bias": False,
+    "attention_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
 NO_DRAFTS = {"num_nextn_predict_layers": 0}
 RENORMALISED = {"gate.kind": "softmax", "gate.renormalise": True}
+
+
+def without(keys: Mapping[str, str], *ours: str) -> dict[str, str]:
+    return {key: theirs for key, theirs in keys.items() if key not in ours}
+
 
 FAMILIES: tuple[Family, ...] = (
     Family(
@@ -215,13 +211,7 @@ FAMILIES: tuple[Family, ...] = (
         model_type="granitemoe",
         architecture="GraniteMoeForCausalLM",
         keys=WIDE_EXPERTS,
-        defaults={
-            "attention_bias": False,
-            "attention_multiplier": 1.0,
-            "embedding_multiplier": 1.0,
-            "residual_multiplier": 1.0,
-            "logits_scaling": 1.0,
-        },
+        defaults=GRANITE_FACTORS,
         fixed=RENORMALISED,
         rest=granite,
         names=GRANITE,
@@ -250,49 +240,113 @@ FAMILIES: tuple[Family, ...] = (
         names=Names(choice_bias="moe_statics.e_score_correction_bias", choice_bias_rows=1),
         theta=500000.0,
     ),
-)
-
-WIDE = {"model.d_ff": "intermediate_size"}
-NO_MLP_BIAS = ("mlp_bias", False, "biases in dense blocks")
-
-DENSE_FAMILIES: tuple[Family, ...] = (
     Family(
-        title="Llama",
-        model_type="llama",
-        architecture="LlamaForCausalLM",
-        keys=WIDE,
-        defaults={"attention_bias": False, "mlp_bias": False},
-        rest=all_dense,
-        needs=(NO_MLP_BIAS,),
-        dense=True,
-    ),
-    Family(
-        title="Mistral",
-        model_type="mistral",
-        architecture="MistralForCausalLM",
-        keys=WIDE,
-        defaults={"attention_bias": False},
-        rest=lambda told: all_dense(told) | all_windows(told),
-        dense=True,
-    ),
-    Family(
-        title="Qwen2",
-        model_type="qwen2",
-        architecture="Qwen2ForCausalLM",
-        keys=WIDE,
-        defaults={"attention_bias": True, "use_sliding_window": False},
-        rest=lambda told: all_dense(told) | by_layer_types(told) | {"model.attention_bias": "qkv"},
-        dense=True,
-    ),
-    Family(
-        title="Qwen3",
-        model_type="qwen3",
-        architecture="Qwen3ForCausalLM",
-        keys=WIDE,
-        defaults={"attention_bias": False, "use_sliding_window": False},
+        title="dots.llm1",
+        model_type="dots1",
+        architecture="Dots1ForCausalLM",
+        keys=DEEPSEEK,
+        defaults={
+            **ONE_GROUP,
+            "first_k_dense_replace": 0,
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": False,
+            "attention_bias": False,
+            "max_window_layers": 62,
+        },
         fixed={"model.qk_norm": "head"},
-        rest=lambda told: all_dense(told) | by_layer_types(told),
-        dense=True,
+        rest=dots,
+    ),
+    Family(
+        title="GLM-4-MoE-Lite",
+        model_type="glm4_moe_lite",
+        architecture="Glm4MoeLiteForCausalLM",
+        keys={**without(DEEPSEEK, "model.num_dense_layers"), **MLA},
+        defaults={
+            **ONE_GROUP,
+            "routed_scaling_factor": 1.8,
+            "norm_topk_prob": True,
+            "rope_interleave": True,
+            "attention_bias": False,
+        },
+        rest=lambda told: deepseek_v3(told) | by_block_types(told, first=1),
+        needs=(NO_BIAS,),
+    ),
+    Family(
+        title="MiniMax-M2",
+        model_type="minimax_m2",
+        architecture="MiniMaxM2ForCausalLM",
+        keys=WIDE_EXPERTS,
+        defaults={"router_jitter_noise": 0.0},
+        fixed={"model.qk_norm": "whole", "gate.kind": "sigmoid", "gate.renormalise": True},
+        rest=minimax,
+        needs=(("router_jitter_noise", 0.0, "noise on the router's input"),),
+        names=MINIMAX,
+        theta=5e6,
+    ),
+    Family(
+        title="Solar-Open",
+        model_type="solar_open",
+        architecture="SolarOpenForCausalLM",
+        keys=without(DEEPSEEK, "model.num_dense_layers", "model.d_ff"),
+        defaults={
+            **ONE_GROUP,
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": True,
+            "attention_bias": False,
+        },
+        rest=lambda told: grouped(told) | sigmoid(told) | bias_of_inputs(told),
+        theta=1e6,
+    ),
+    Family(
+        title="Hunyuan-V3",
+        model_type="hy_v3",
+        architecture="HYV3ForCausalLM",
+        keys={
+            **QWEN,
+            "moe.num_experts": "num_experts",
+            "moe.num_shared_experts": "num_shared_experts",
+            "gate.scale": "router_scaling_factor",
+        },
+        defaults={
+            "num_shared_experts": 1,
+            "router_scaling_factor": 2.826,
+            "attention_bias": False,
+            "mlp_bias": False,
+        },
+        fixed={"model.qk_norm": "head", "gate.kind": "sigmoid", "gate.renormalise": True},
+        rest=lambda told: grouped(told) | bias_of_all(told) | by_block_types(told, first=1),
+        needs=(("mlp_bias", False, "biases in dense blocks"),),
+        names=HUNYUAN,
+        theta=11158840.0,
+    ),
+    Family(
+        title="FlexOlmo",
+        model_type="flex_olmo",
+        architecture="FlexOlmoForCausalLM",
+        keys={"moe.num_experts": "num_experts", "moe.d_ff": "intermediate_size"},
+        defaults={"norm_topk_prob": False, "attention_bias": False},
+        fixed={"model.qk_norm": "whole", "model.norms": "after"},
+        rest=lambda told: grouped(told) | renormalises(told) | bias_of_all(told),
+        theta=500000.0,
+    ),
+    Family(
+        title="Granite-MoE-Shared",
+        model_type="granitemoeshared",
+        architecture="GraniteMoeSharedForCausalLM",
+        keys=WIDE_EXPERTS,
+        defaults={**GRANITE_FACTORS, "shared_intermediate_size": 0},
+        fixed=RENORMALISED,
+        rest=granite_shared,
+        names=replace(GRANITE, shared=SHARED_MLP),
+    ),
+    Family(
+        title="Granite-MoE-SWA",
+        model_type="granitemoe_swa",
+        architecture="GraniteMoeSWAForCausalLM",
+        keys=WIDE_EXPERTS,
+        defaults={**GRANITE_FACTORS, "shared_intermediate_size": 0, "sliding_window": 128},
+        fixed={"model.attention_sinks": True, **RENORMALISED},
+        rest=granite_windows,
+        names=GRANITE_SWA,
     ),
 )
-"""What experts can be made of."""

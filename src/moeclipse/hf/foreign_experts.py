@@ -17,12 +17,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from moeclipse.hf.private_torch import gate_of, is_default
 from moeclipse.ops.activation import LIMIT, SLOPE, Activation
 
 GATED: dict[str, Activation] = {"SiLU": "swiglu", "SiLUActivation": "swiglu", "GELUActivation": "geglu"}
+CLAMPED = tuple(f"{name}Experts._apply_gate" for name in ("GptOss", "MiniMaxM3VL", "OpenAIPrivacyFilter"))
+"""Gates that are our clamped_swiglu, with these numbers."""
 PLAIN: dict[str, Activation] = {"GELUActivation": "gelu", "ReLUSquaredActivation": "relu2"}
 
 
@@ -31,18 +34,17 @@ def activation_of(experts: nn.Module) -> Activation | None:
     given: Any = experts
     if getattr(given, "has_post_expert_norm", False):
         return None
-    name = type(getattr(given, "act_fn", None)).__name__
+    between = getattr(given, "act_fn", None)
+    name = "SiLU" if between is F.silu else type(between).__name__
     if not given.has_gate:
         return PLAIN.get(name)
     if is_default(gate_of(given)):
         approximate = getattr(given.act_fn, "approximate", "none") != "none"
         return None if approximate else GATED.get(name)
-    alike = not given.is_concatenated and (getattr(given, "alpha", 0), getattr(given, "limit", 0)) == (
-        SLOPE,
-        LIMIT,
-    )
+    numbers = tuple(getattr(given, name, getattr(given, f"swiglu_{name}", 0)) for name in ("alpha", "limit"))
     # not by the class itself: peft's parametrizations give a module one of their own
-    return "clamped_swiglu" if alike and gate_of(given).__qualname__ == "GptOssExperts._apply_gate" else None
+    alike = gate_of(given).__qualname__ in CLAMPED and numbers == (SLOPE, LIMIT)
+    return "clamped_swiglu" if alike else None
 
 
 def parameter_names(experts: nn.Module) -> list[str]:

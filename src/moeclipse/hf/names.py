@@ -37,6 +37,8 @@ class Names:
     """A tensor for each expert; one for all; one for all, transposed, with gate and up in turn."""
     up: tuple[str, ...] = ("experts.{}.gate_proj.weight", "experts.{}.up_proj.weight")
     down: str = "experts.{}.down_proj.weight"
+    shared: str = ""
+    """The shared expert, where it is not `shared_expert` (behind a gate) or `shared_experts` of the block."""
     experts_module: str = "mlp.experts"
     """Of transformers' model, by which adapters name it; files may name it otherwise (Mixtral's do)."""
 
@@ -55,6 +57,24 @@ GRANITE = Names(
     down="output_linear.weight",
     experts_module="block_sparse_moe.experts",
 )
+SHARED_MLP = "shared_mlp"
+"""Of Granite, beside the block and with gate and up in one matrix; of Hunyuan, in it and like others."""
+GRANITE_SWA = Names(
+    block="block_sparse_moe",
+    gate="router.weight",
+    experts="stacked",
+    up=("experts.gate_up_proj",),
+    down="experts.down_proj",
+    shared=SHARED_MLP,
+    experts_module="block_sparse_moe.experts",
+)
+MINIMAX = Names(
+    block="block_sparse_moe",
+    choice_bias="e_score_correction_bias",
+    up=("experts.{}.w1.weight", "experts.{}.w3.weight"),
+    down="experts.{}.w2.weight",
+)
+HUNYUAN = Names(gate="router.gate.weight", choice_bias="expert_bias", shared=SHARED_MLP)
 INTERLEAVED = Names(
     gate="router.weight", experts="interleaved", up=("experts.gate_up_proj",), down="experts.down_proj"
 )
@@ -104,6 +124,19 @@ def under_each_other(keys: tuple[str, ...], rows: int, width: int, *, stack: boo
     return LogicalTensor(shape=(1, *shape) if stack else shape, parts=parts)
 
 
+NORMS: dict[str, tuple[tuple[str, str], ...]] = {
+    "before": (("attention_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm")),
+    "after": (
+        ("attention_out_norm", "post_attention_layernorm"),
+        ("mlp_out_norm", "post_feedforward_layernorm"),
+    ),
+    "both": (
+        *(("attention_norm", "input_layernorm"), ("attention_out_norm", "post_attention_layernorm")),
+        *(("mlp_norm", "pre_feedforward_layernorm"), ("mlp_out_norm", "post_feedforward_layernorm")),
+    ),
+}
+"""Ours and theirs, by where norms stand."""
+
 Named = Iterator[tuple[str, LogicalTensor]]
 
 
@@ -118,8 +151,8 @@ def tensor_table(
         table["weight/head.weight"] = whole("lm_head.weight", model.vocab_size, d)
     for index in range(model.num_layers):
         ours, theirs = f"weight/layers.{index}.", f"model.layers.{index}."
-        table[f"{ours}attention_norm.weight"] = whole(f"{theirs}input_layernorm.weight", d)
-        table[f"{ours}mlp_norm.weight"] = whole(f"{theirs}post_attention_layernorm.weight", d)
+        for name, key in NORMS[model.norms]:
+            table[f"{ours}{name}.weight"] = whole(f"{theirs}{key}.weight", d)
         attend = latent_attention if model.attention == "mla" else grouped_attention
         table |= dict(attend(f"{ours}attention.", f"{theirs}self_attn.", model))
         if model.is_dense(index):
@@ -133,7 +166,7 @@ def tensor_table(
             table |= dict(router(index, block, names, model, moe, gate))
             table |= dict(routed_experts(f"{ours}moe.experts.", block, names, d, moe))
             if moe.num_shared_experts:
-                table |= dict(shared_experts(f"{ours}moe.shared.", block, d, moe))
+                table |= dict(shared_experts(f"{ours}moe.shared.", theirs, names, d, moe))
     return table
 
 
@@ -225,13 +258,21 @@ def interleaved(ours: str, up: str, down: str, e: int, d: int, moe: MoEConfig) -
         yield f"{ours}down_bias", LogicalTensor(shape=(d,), parts=(part,))
 
 
-def shared_experts(ours: str, block: str, d: int, moe: MoEConfig) -> Named:
+def shared_experts(ours: str, layer: str, names: Names, d: int, moe: MoEConfig) -> Named:
     """A stack of one; behind a gate its weights have a longer name."""
-    width, theirs = moe.shared_width, f"{block}shared_expert{'' if moe.shared_gate else 's'}."
+    width, block = moe.shared_width, f"{layer}{names.block}."
     inner = f"{ours}experts." if moe.shared_gate else ours
-    keys = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
-    yield f"{inner}up", under_each_other(keys, width, d, stack=True)
-    down = RowRange(key=f"{theirs}down_proj.weight", shape=(d, width), rows=d)
+    if names.experts == "stacked":  # one matrix for gate and up, beside the block
+        theirs = f"{layer}{names.shared}."
+        part = RowRange(key=f"{theirs}input_linear.weight", shape=(2 * width, d), rows=2 * width)
+        yield f"{inner}up", LogicalTensor(shape=(1, 2 * width, d), parts=(part,))
+        last = f"{theirs}output_linear.weight"
+    else:
+        theirs = f"{block}{names.shared or ('shared_expert' if moe.shared_gate else 'shared_experts')}."
+        keys = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
+        yield f"{inner}up", under_each_other(keys, width, d, stack=True)
+        last = f"{theirs}down_proj.weight"
+    down = RowRange(key=last, shape=(d, width), rows=d)
     yield f"{inner}down", LogicalTensor(shape=(1, d, width), parts=(down,))
     if moe.shared_gate:
         yield f"{ours}gate", whole(f"{block}shared_expert_gate.weight", 1, d)

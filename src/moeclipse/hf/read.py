@@ -14,8 +14,11 @@ from typing import Any
 from moeclipse.core.config import to_flat
 from moeclipse.core.errors import CheckpointError
 from moeclipse.core.values import nearest
-from moeclipse.hf.derive import Values
-from moeclipse.hf.families import DENSE_FAMILIES, FAMILIES, Family
+from moeclipse.hf.dense_families import DENSE_FAMILIES
+from moeclipse.hf.derive import Missing, Values
+from moeclipse.hf.families import FAMILIES
+from moeclipse.hf.family import Family
+from moeclipse.hf.missing_families import MISSING
 from moeclipse.hf.rope import read_rope
 from moeclipse.model.config import ModelConfig
 from moeclipse.moe.config import ExpertsConfig, GateConfig
@@ -53,13 +56,15 @@ SIZES = (
 """Whole numbers of at least 1."""
 COUNTS = (
     *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
-    *("head_dim", "q_lora_rank", "n_shared_experts", "moe_num_shared_experts", "first_k_dense_replace"),
+    *("head_dim", "q_lora_rank", "n_shared_experts", "moe_num_shared_experts", "num_shared_experts"),
+    *("shared_intermediate_size", "rotary_dim", "first_k_dense_replace"),
     *("n_group", "topk_group", "max_window_layers", "sliding_window", "moe_layer_start_index"),
     *("max_position_embeddings", "num_nextn_predict_layers", "num_mtp_layers"),
 )
 """Whole numbers of at least 0."""
 NUMBERS = (
     *("rms_norm_eps", "initializer_range", "attention_dropout", "routed_scaling_factor", "clip_qkv"),
+    *("router_scaling_factor",),
     *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
     *("rope_theta", "partial_rotary_factor", "swiglu_alpha", "swiglu_limit", "router_jitter_noise"),
 )
@@ -69,7 +74,10 @@ ROPE = (
 )
 """Numbers of its table."""
 NAMES = ("hidden_act", "topk_method")
-TABLES, LISTS = ("rope_parameters", "rope_scaling"), {"layer_types": str, "mlp_only_layers": int}
+TABLES, LISTS = (
+    ("rope_parameters", "rope_scaling"),
+    {"layer_types": str, "mlp_only_layers": int, "mlp_layer_types": str},
+)
 LARGEST = {"num_hidden_layers": 1 << 14}
 """Of a whole number; of the others 2^40."""
 MOST_EXPERTS = 1 << 18
@@ -118,6 +126,8 @@ def read_config(theirs: Mapping[str, Any], where: str, *, dense: bool = False) -
         if needs:
             raise CheckpointError(f"{where}: {family.title} with {'; '.join(needs)} is not supported")
         values |= {**rope, **family.fixed, **family.rest(told)}
+    except Missing as error:
+        raise CheckpointError(f"{where}: {family.title} with {error} is not supported") from None
     except KeyError as error:
         raise CheckpointError(
             f"{where}/config.json lacks {error.args[0]}; take the whole file of the model"
@@ -195,6 +205,11 @@ def family_of(theirs: Mapping[str, Any], where: str, *, dense: bool = False) -> 
     if not dense and any(family.model_type == kind for family in DENSE_FAMILIES):
         hint = "; it has no experts: --init-from with --init.upcycle copy or split makes some"
     known = ", ".join(family.model_type for family in families)
+    if not dense and (needs := MISSING.get(str(kind))):
+        raise CheckpointError(
+            f"{where}: model_type {kind!r} is no family that we read: {needs}, which it needs, is missing; "
+            "in a model of transformers its experts may be ours all the same (moeclipse.hf.register)"
+        )
     raise CheckpointError(
         f"{where}: model_type {kind!r} is no family that we read ({known}){hint}; nothing is known of what "
         "it needs"
