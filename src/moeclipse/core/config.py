@@ -330,8 +330,14 @@ def from_table(schema: type[T], table: Mapping[str, Any], origin: str) -> T:
 
 
 def with_values(config: T, values: Mapping[str, Any]) -> T:
-    """A copy in which dotted keys have other values (already of their type); unknown keys are refused."""
+    """A copy in which dotted keys have other values (already of their type); unknown keys are refused.
+
+    A configuration may have more to say about some values: what its `values_beneath` answers stands below
+    those that are given here, and above those that it has.
+    """
     flat, renamed, problems = to_flat(config), renamed_in(type(config)), []
+    beneath: Any = getattr(config, "values_beneath", None)
+    flat |= {} if beneath is None else beneath(values)
     for name, value in values.items():
         key = renamed.get(name, name)
         if key != name:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ TOKENIZER = (
 """What is copied as it is, where it is there."""
 MOST_SMALL = 1 << 28
 """Bytes of such a file; a tokenizer.json of a large vocabulary has some thirty million."""
+HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""What a model of the Hugging Face Hub is called: OWNER/NAME."""
 NEEDED = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Without any of these there is no tokenizer."""
 
@@ -29,9 +32,10 @@ def is_model_folder(path: Path) -> bool:
 def config_of(path: Path) -> dict[str, Any]:
     """`config.json` of a folder."""
     if not path.is_dir():
-        raise CheckpointError(
-            f"{path}: there is no such folder; give one with {CONFIG} and safetensors files"
-        )
+        known = f"give one with {CONFIG} and safetensors files"
+        if HUB.fullmatch(str(path)):
+            known = f"a model of the Hugging Face Hub comes by: hf download {path} --local-dir {path.name}"
+        raise CheckpointError(f"{path}: there is no such folder; {known}")
     try:
         # A key that is not ours may be infinite, and is in some families.
         return read_table(path / CONFIG, inside=path, numbers=False)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from moeclipse.core.config import to_flat
-from moeclipse.core.errors import CheckpointError
+from moeclipse.core.errors import CheckpointError, ConfigError
 from moeclipse.core.values import nearest
+from moeclipse.hf.config_file import config_of
 from moeclipse.hf.dense_families import DENSE_FAMILIES
 from moeclipse.hf.derive import Missing, Values
 from moeclipse.hf.families import FAMILIES
@@ -187,11 +189,29 @@ def usual_values() -> Values:
 
 
 def contradictions(values: Mapping[str, Any], config: Any, where: str) -> Iterator[str]:
-    """Keys whose values are not those of the folder."""
-    flat = to_flat(config)
+    """Keys whose values are not those of the folder; `config` may be one that is flat already."""
+    flat = config if isinstance(config, Mapping) else to_flat(config)
     for key, value in values.items():
         if flat[key] != value:
             yield f"{key} ({flat[key]!r}) contradicts {where}/config.json, which says {value!r}; leave it out"
+
+
+def folder_values(given: Mapping[str, Any]) -> Values:
+    """What the folder that `model.from_hf` names says of its model; nothing where it is not given.
+
+    ConfigError for a folder that cannot be read, and for other given keys that contradict it.
+    """
+    folder = str(given.get("model.from_hf") or "")
+    if not folder:
+        return {}
+    try:
+        values = read_config(config_of(Path(folder)), folder).values
+    except CheckpointError as error:
+        raise ConfigError(f"{error} (model.from_hf)") from None
+    if wrong := list(contradictions({key: values[key] for key in values if key in given}, given, folder)):
+        raise ConfigError(wrong)
+    tokenizer = Path(folder) / "tokenizer.json"
+    return values | ({"data.tokenizer": str(tokenizer)} if tokenizer.is_file() else {})
 
 
 def family_of(theirs: Mapping[str, Any], where: str, *, dense: bool = False) -> Family:

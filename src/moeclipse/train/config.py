@@ -18,6 +18,7 @@ from moeclipse.balance.config import PlacementConfig
 from moeclipse.comm.config import ParallelConfig
 from moeclipse.core.config import keys_of, named_in, problems_of, with_values
 from moeclipse.core.errors import ConfigError
+from moeclipse.hf.read import folder_values
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.lora_config import LATENT, LoraConfig
 from moeclipse.moe.config import LAYER_KEYS, GateConfig, MoEConfig, layer_problems
@@ -31,6 +32,7 @@ from moeclipse.train.run.survival_config import CheckpointConfig, IntegrityConfi
 from moeclipse.train.weights.base_rules import BASE_KEYS, few_bits_problems
 from moeclipse.train.weights.init_config import InitConfig
 
+NO_TENSORBOARD = "metrics.tensorboard needs TensorBoard; pip install moeclipse[tensorboard]"
 MAX_SAMPLE = 64
 MAX_NAME = 200
 """Bytes of a run's name: file systems take 255, and what stands beside a run has a longer name."""
@@ -100,9 +102,6 @@ class MetricsConfig:
             yield NO_TENSORBOARD
 
 
-NO_TENSORBOARD = "metrics.tensorboard needs TensorBoard; pip install moeclipse[tensorboard]"
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
@@ -127,10 +126,10 @@ class TrainConfig:
         "run.choices": "run.tuned_from",
     }
     """Old dotted key -> present one (`core/renames`, docs/compatibility.md)."""
+    values_beneath = staticmethod(folder_values)  # for `with_values`
 
     def problems(self) -> Iterator[str]:
         """What is wrong between sections; each section lists its own problems.
-
         A rule is asked only where the keys it reads are sound: otherwise that has been told already, and the
         rule could not even compute with such numbers.
         """
