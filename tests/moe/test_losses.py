@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+import moeclipse
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.experts.weight_init import WeightInit
 from moeclipse.moe.gate.gates import Gate
 from moeclipse.moe.gate.routing import GateSums, Routing
-from moeclipse.moe.losses import balance_loss, z_loss
+from moeclipse.moe.losses import MOST_CALLS, balance_loss, z_loss
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.random import fill_normal
 
@@ -68,3 +69,39 @@ def test_even_load_costs_one_and_no_tokens_cost_nothing() -> None:
     nobody = replace(routing, probs_TE=even[:0], logits_TE=even[:0])
     assert balance_loss(nobody, torch.zeros(E), 0) == 0
     assert z_loss(nobody, 0) == 0
+
+
+def test_a_layer_that_is_called_twice_counts_twice() -> None:
+    torch.manual_seed(0)
+    layer = moeclipse.MoE(d_model=8, d_ff=8, num_experts=4, gate={"balance_loss": 1.0}, dtype=torch.float64)
+    first, second = torch.randn(2, 6, 8, dtype=torch.float64).unbind()
+    alone = []
+    for x in (first, second):
+        layer(x)
+        alone.append(moeclipse.aux_loss(layer))
+    expected = torch.autograd.grad(sum(alone), layer.gate.weight)[0]
+    y = layer(first) + layer(second)
+    both = moeclipse.aux_loss(layer)
+    assert torch.equal(both, alone[0] + alone[1])
+    assert torch.equal(moeclipse.aux_loss(layer), both), "whoever asks again is told the same"
+    assert torch.allclose(torch.autograd.grad(both, layer.gate.weight)[0], expected, atol=1e-14)
+    layer(first)
+    assert torch.equal(moeclipse.aux_loss(layer), alone[0]), "another forward begins anew"
+    assert y.shape == first.shape
+
+
+def test_losses_that_nobody_asks_for_do_not_pile_up() -> None:
+    layer = moeclipse.MoE(d_model=8, d_ff=8, num_experts=4)
+    for _ in range(3):
+        layer(torch.randn(5, 8)).sum().backward()
+    assert len(layer.unread.losses) == 1
+    with torch.no_grad():
+        for _ in range(MOST_CALLS + 3):
+            layer(torch.randn(5, 8))
+    assert len(layer.unread.losses) == MOST_CALLS
+    layer(torch.randn(5, 8))
+    assert len(layer.unread.losses) == 1, "what ran without a graph is no part of what has one"
+    layer.eval()
+    for _ in range(3):
+        layer(torch.randn(5, 8)).sum().backward()
+    assert len(layer.unread.losses) == 1

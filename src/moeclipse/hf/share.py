@@ -35,7 +35,7 @@ from moeclipse.moe.experts.autocast import is_on, off, rows_for
 from moeclipse.moe.experts.two_projections import Experts
 from moeclipse.moe.gate.routing import Routing, count_experts
 from moeclipse.moe.layer import MoE
-from moeclipse.moe.losses import MoEReport
+from moeclipse.moe.losses import MoEReport, UnreadLosses
 from moeclipse.moe.own_loop.ddp_guard import refuse_wrong_wrap, wrapping
 from moeclipse.moe.own_loop.full_state import full_state_dict
 from moeclipse.moe.own_loop.shards import ExpertPlace, load_shards, save_shards, trust_shards
@@ -175,7 +175,7 @@ class ForeignLayer(MoE):
         self.fused = False if self.config.kernels == "off" else None
         load_E = torch.zeros(num_experts, dtype=torch.int64, device=first.device)
         self.register_buffer("load_E", load_E, persistent=False)
-        self.history = Calls()
+        self.history, self.unread = Calls(), UnreadLosses()
         module.register_state_dict_post_hook(_say)
         module.register_load_state_dict_pre_hook(_take)
         self.attach(mesh, placement)

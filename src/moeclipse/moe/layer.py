@@ -52,7 +52,7 @@ from moeclipse.moe.gate.custom_gate import OwnGate, make_gate
 from moeclipse.moe.gate.gates import Gate
 from moeclipse.moe.gate.node_limit import near_experts
 from moeclipse.moe.gate.routing import Routing
-from moeclipse.moe.losses import MoEReport, report_on
+from moeclipse.moe.losses import MoEReport, UnreadLosses, report_on
 from moeclipse.moe.mask import leave_out
 from moeclipse.moe.own_loop.ddp_guard import (
     refuse_transforms,
@@ -149,7 +149,7 @@ class MoE(nn.Module):
         self.shared = shared_of(config, build, init)
         self.fused: bool | None = False if config.kernels == "off" else None  # None: where the kernels fit
         self.register_buffer("load_E", torch.zeros(num_experts, dtype=torch.int64, device=device), False)
-        self.history = Calls()
+        self.history, self.unread = Calls(), UnreadLosses()
         self.attach(mesh, placement)
 
     gate: Gate | OwnGate
@@ -196,7 +196,7 @@ class MoE(nn.Module):
         state = dict(self.__dict__)
         for name in ("mesh", "dispatcher", "schedule", "last", "turns", "_wrapping", "gradients"):
             state.pop(name, None)
-        return state | {"history": Calls()}
+        return state | {"history": Calls(), "unread": UnreadLosses()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -278,6 +278,7 @@ class MoE(nn.Module):
             report = replace(report, aux_loss=lend(report.aux_loss, call))
         if not again:
             self.last = report
+            self.unread.add(report.aux_loss, y_TO)
         return y_TO
 
     def _look_at_wrappers(self) -> None:

@@ -19,6 +19,10 @@ from moeclipse.moe.gate.routing import Routing
 from moeclipse.ops.gate_losses import gate_losses
 
 
+MOST_CALLS = 64
+"""Calls of a layer in one forward whose losses are summed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MoEReport:
     """What a layer tells about one microbatch."""
@@ -28,6 +32,35 @@ class MoEReport:
     load_E: torch.Tensor
     """Tokens of this rank that wanted each expert."""
     num_dropped: torch.Tensor
+
+
+class UnreadLosses:
+    """Losses of a layer's calls that belong to one forward of a model, whatever calls it how often.
+
+    A forward is over once somebody asks for its losses, or once its backward has begun: the next call is one
+    of another. Without a graph there is nothing to sum, so only the last counts; but activation checkpointing
+    may run a whole forward without one, and its losses have a graph all the same.
+    """
+
+    def __init__(self) -> None:
+        self.losses: list[torch.Tensor] = []
+        self._over = self._graph = False
+
+    def add(self, loss: torch.Tensor, y: torch.Tensor) -> None:
+        """Of a call, whose output is `y`."""
+        if self._over or not loss.requires_grad or y.requires_grad != self._graph:
+            self.losses, self._over, self._graph = [], False, y.requires_grad
+        self.losses = [*self.losses[1 - MOST_CALLS :], loss]
+        if y.requires_grad:
+            y.register_hook(self._end)
+
+    def _end(self, _: torch.Tensor) -> None:
+        self._over = True
+
+    def read(self, last: torch.Tensor) -> torch.Tensor:
+        """Their sum; `last`: the loss of the last call, which may be one that was not added."""
+        self._over = True
+        return torch.stack(self.losses).sum() if self.losses and self.losses[-1] is last else last
 
 
 def report_on(

@@ -93,12 +93,16 @@ def attach(model: nn.Module, mesh: Mesh) -> nn.Module:
 
 
 def aux_loss(model: nn.Module) -> torch.Tensor:
-    """Sum of all layers' losses in the last forward, to be added to a loss that is averaged over ranks."""
-    reports = [layer.last for _, layer in moe_layers(model)]
-    if not reports or any(report is None for report in reports):
+    """Sum of all layers' losses in the last forward, to be added to a loss that is averaged over ranks.
+
+    A layer that was called several times since its losses were asked for, or went through backward, counts as
+    often.
+    """
+    layers = [layer for _, layer in moe_layers(model)]
+    losses = [layer.unread.read(layer.last.aux_loss) for layer in layers if layer.last is not None]
+    if not layers or len(losses) < len(layers):
         raise ConfigError("aux_loss(model) needs a model with MoE layers that has run forward")
-    ranks = next(moe_layers(model))[1].mesh.num_ranks
-    return ranks * torch.stack([report.aux_loss for report in reports if report is not None]).sum()
+    return layers[0].mesh.num_ranks * torch.stack(losses).sum()
 
 
 def sync_gradients(model: nn.Module) -> None:
