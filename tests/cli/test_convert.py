@@ -16,14 +16,14 @@ from moeclipse.testing.run_ranks import run_alone
 def test_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, ours, theirs = tmp_path / "source", tmp_path / "ours", tmp_path / "theirs"
     run_alone(lambda _: write_tiny("olmoe", source))
-    assert main(["convert", str(source), str(ours)]) == 1
+    assert main(["convert", str(source), str(ours)]) == 2
     assert "has no tokenizer" in capsys.readouterr().err
     assert not ours.exists()
     assert main(["convert", str(source), str(ours), "--no-tokenizer"]) == 0
     assert "OLMoE: " in capsys.readouterr().out
     assert main(["convert", str(ours), str(theirs), "--dtype", "bfloat16"]) == 0
     assert (theirs / "config.json").exists()
-    assert main(["convert", str(ours), str(theirs)]) == 1
+    assert main(["convert", str(ours), str(theirs)]) == 2
     error = capsys.readouterr().err
     assert "exists; choose another folder" in error
     assert error.count("\n") == 1

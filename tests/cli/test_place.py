@@ -14,7 +14,7 @@ from moeclipse.balance.config import PlacementConfig
 from moeclipse.balance.load import Load, LoadTrace
 from moeclipse.balance.placement import Placement
 from moeclipse.cli.main import main
-from moeclipse.cli.place import BESIDE, PlaceConfig, fill, layers_of, name_plot, plan_text
+from moeclipse.cli.place import BESIDE, PlaceConfig, fill, layers_of, options_of, plan_text
 from moeclipse.cli.place_run import RunFacts
 
 
@@ -184,9 +184,11 @@ def test_what_was_left_out_comes_from_the_loads(load_file: Path) -> None:
 
 
 def test_a_plot_without_a_name_lies_beside_the_loads() -> None:
-    assert name_plot(["load.npz", "--plot"]) == ["load.npz", "--plot", BESIDE]
-    assert name_plot(["--plot", "--ranks", "4"]) == ["--plot", BESIDE, "--ranks", "4"]
-    assert name_plot(["--plot", "heat.png"]) == ["--plot", "heat.png"]
+    assert options_of(["load.npz", "--plot"]).plot == Path(BESIDE)
+    assert options_of(["load.npz", "--plot", "--ranks", "4"]) == PlaceConfig(
+        load=Path("load.npz"), plot=Path(BESIDE), ranks=4
+    )
+    assert options_of(["load.npz", "--plot", "heat.png"]).plot == Path("heat.png")
 
 
 def test_one_plan_is_a_placement_and_several_are_layers() -> None:

@@ -294,7 +294,7 @@ def test_a_folder_with_half_a_tensor_is_refused_before_anything_is_written(
     (tmp_path / "half").mkdir()
     save_file(tensors, tmp_path / "half" / "model.safetensors")
     (tmp_path / "half" / "config.json").write_bytes((folder / "shipped" / "config.json").read_bytes())
-    assert main(["convert", str(tmp_path / "half"), str(tmp_path / "out"), "--no-tokenizer"]) == 1
+    assert main(["convert", str(tmp_path / "half"), str(tmp_path / "out"), "--no-tokenizer"]) == 2
     told = capsys.readouterr().err.strip()
     assert f"{lost} is missing" in told
     assert "\n" not in told

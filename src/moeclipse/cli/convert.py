@@ -10,14 +10,14 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from moeclipse.core.config import build, flag_layer
 from moeclipse.core.errors import CheckpointError, ConfigError
-from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
-from moeclipse.train.ranks import OneRank
-from moeclipse.train.weights.convert import from_hf, to_hf
-from moeclipse.train.weights.lora import save_adapter
+from moeclipse.hf.compose import named
+
+if TYPE_CHECKING:  # torch is loaded when all that can be wrong without it is known
+    from moeclipse.train.checkpoints.checkpoint import Checkpoint
 
 HELP = """usage: moeclipse convert SOURCE OUT [options]
 
@@ -58,6 +58,20 @@ def main(words: list[str]) -> int:
         print(HELP, end="")
         return 0
     options, source, out = read_words(words)
+    if not source.exists():
+        raise ConfigError(f"{source}: there is no such folder")
+    if out.exists():
+        raise ConfigError(f"{out} exists; choose another folder")
+    try:
+        return convert(options, source, out)
+    except CheckpointError as error:  # all that it reads was given on the command line
+        raise ConfigError(str(error)) from error
+
+
+def convert(options: ConvertOptions, source: Path, out: Path) -> int:
+    from moeclipse.train.weights.convert import from_hf, to_hf
+    from moeclipse.train.weights.lora import save_adapter
+
     began = time.monotonic()
     if options.adapter:
         count = save_adapter(find_checkpoint(source), out)
@@ -91,6 +105,11 @@ def read_words(words: list[str]) -> tuple[ConvertOptions, Path, Path]:
         found.append(
             f"convert takes two folders, SOURCE and OUT, not {len(folders)}; see moeclipse convert --help"
         )
+    if options.config.family:
+        try:
+            named(options.config.family)
+        except ConfigError as error:
+            found += error.problems
     if found:
         raise ConfigError(found)
     return options.config, Path(folders[0]), Path(folders[1])
@@ -98,6 +117,9 @@ def read_words(words: list[str]) -> tuple[ConvertOptions, Path, Path]:
 
 def find_checkpoint(path: Path) -> Checkpoint:
     """A checkpoint, or the newest whole one of a run."""
+    from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
+    from moeclipse.train.ranks import OneRank
+
     ranks = OneRank()
     for folder in (path / "checkpoints", path):
         search = newest(folder, ranks) if folder.is_dir() else None

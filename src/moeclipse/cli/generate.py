@@ -11,15 +11,17 @@ import dataclasses
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from moeclipse.cli.failures import await_culprit, describe, show_failure, write_failure
 from moeclipse.core.config import build, flag_layer
 from moeclipse.core.errors import ConfigError
-from moeclipse.train.generate.text import GenerateConfig, TextPiece
+from moeclipse.model.sampling_config import GenerateConfig
 
 if TYPE_CHECKING:
     from moeclipse.comm.mesh import Mesh
+    from moeclipse.train.generate.text import TextPiece
     from moeclipse.train.weights.open_model import FoundModel
 
 HELP = """usage: moeclipse generate MODEL --prompt TEXT [TEXT ...] [options]
@@ -89,6 +91,9 @@ class GenerateOptions(GenerateConfig):
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(GenerateConfig)}
 
 
+NO_FOLDER = "{}: there is no such folder; give a run, a checkpoint or a Hugging Face model"
+
+
 def main(words: list[str]) -> int:
     if "-h" in words or "--help" in words:
         print(HELP, end="")
@@ -98,6 +103,8 @@ def main(words: list[str]) -> int:
     if built.problems:
         raise ConfigError(built.problems)
     options = built.config
+    if not Path(options.model).is_dir():
+        raise ConfigError(NO_FOLDER.format(options.model))
     from moeclipse.train.weights.open_model import find_model
 
     found = find_model(options.model)

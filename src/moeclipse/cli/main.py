@@ -36,6 +36,7 @@ COMMANDS = {
     "report": Command("moeclipse.cli.report", "show a run as one page, compare two, check numbers in CI"),
     "convert": Command("moeclipse.cli.convert", "turn Hugging Face models into checkpoints, and back"),
     "doctor": Command("moeclipse.cli.doctor", "what works on this machine, what does not, what to do"),
+    "completion": Command("moeclipse.cli.completion", "complete commands and flags in bash, zsh or fish"),
 }
 
 

@@ -14,11 +14,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
-import tyro
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -33,6 +32,7 @@ from moeclipse.cli.display import count
 from moeclipse.cli.guard import refuse_unwritable
 from moeclipse.cli.heatmap import heat_lines
 from moeclipse.cli.place_run import RunFacts
+from moeclipse.cli.words import read
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.outside import read_json, told_of
 
@@ -45,7 +45,7 @@ COMPARED = ("greedy", "incremental", "wrap_fill", "exact")
 class PlaceConfig:
     """Plan placements from the loads of a run: balance, moves and cross-node rows of every planner."""
 
-    load: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|LOAD.npz")]
+    load: Path
     """A run's folder, or loads that training wrote: runs/NAME/load.npz."""
     ranks: int | None = None
     """Ranks that share the experts of a layer; left out: as many as wrote the loads."""
@@ -63,8 +63,8 @@ class PlaceConfig:
     """Whose plan is written: auto, incremental, wrap_fill, exact, greedy or random."""
     layer: int | None = None
     """Only this layer, by its number in the model."""
-    time_limit: float = 10.0
-    """Seconds per layer for the exact solver; 0 leaves it out."""
+    time_limit: float = 5.0
+    """Seconds for the exact solver, over all layers; 0 leaves it out."""
     max_moved: float = 0.05
     """Part of the slots that one incremental plan may fill anew."""
     every: int | None = None
@@ -105,8 +105,13 @@ class Verdict:
     milliseconds: float
 
 
+def options_of(words: list[str]) -> PlaceConfig:
+    named = "RUN|LOAD.npz"
+    return read(PlaceConfig, words, "place", positional="load", usage=named, bare={"plot": BESIDE})
+
+
 def main(argv: list[str]) -> int:
-    given = tyro.cli(PlaceConfig, args=name_plot(argv), prog="moeclipse place")
+    given = options_of(argv)
     console = Console(highlight=False, soft_wrap=True)
     facts = RunFacts.read(given.load)
     load = Load.read(facts.load)
@@ -116,7 +121,8 @@ def main(argv: list[str]) -> int:
     node_P = nodes_of(config.ranks, config.nodes)
     hardware = (config.d_model, config.d_ff, config.device, config.link)
     costs, told = facts.costs(*hardware, every=config.every, ranks=config.ranks, nodes=config.nodes)
-    wanted = PlanConfig(planner=config.planner, max_moved=config.max_moved, time_limit=config.time_limit)
+    each = max(config.time_limit, 1e-3) / len(layers)
+    wanted = PlanConfig(planner=config.planner, max_moved=config.max_moved, time_limit=each)
     _headline(console, config, load, layers)
     console.print(told)
     _draw_loads(console, layers)
@@ -139,14 +145,6 @@ def main(argv: list[str]) -> int:
         write_png(config.plot, heat_map(layers, verdicts[0], chosen, node_P))
         console.print(f"heat map written to {config.plot}")
     return 0
-
-
-def name_plot(argv: list[str]) -> list[str]:
-    """`--plot` with nothing behind it means a file of its own; the flag itself takes a name."""
-    named = []
-    for word, follower in zip(argv, [*argv, "--"][1:], strict=True):
-        named += [word, BESIDE] if word == "--plot" and follower.startswith("-") else [word]
-    return named
 
 
 def gains(layers: list[LayerLoads], static: Verdict, chosen: Verdict) -> list[str]:
@@ -279,9 +277,12 @@ def _planned(
     how = PlanConfig(planner=name, max_moved=wanted.max_moved, time_limit=wanted.time_limit)
     slots_P = (config.slots,) * config.ranks
     try:
-        with console.status(f"planning: {name} ..."):
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             begin = time.perf_counter()
-            placements = [plan(how, layer.seen_PE, slots_P, layer.current, costs, node_P) for layer in layers]
+            placements = [
+                plan(how, layer.seen_PE, slots_P, layer.current, costs, node_P)
+                for layer in bar.track(layers, description=f"planning: {name}")
+            ]
             spent = 1e3 * (time.perf_counter() - begin) / len(layers)
     except ConfigError as error:
         if name == config.planner or name != "exact":

@@ -13,15 +13,15 @@ import dataclasses
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from moeclipse.cli.display import count
 from moeclipse.cli.guard import refuse_unwritable
+from moeclipse.cli.words import read
 from moeclipse.core.config import to_toml
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.toml import read_toml
@@ -52,7 +52,7 @@ TABLE_WIDTH = 170
 class PlanOptions:
     """Find the layout of a model on a cluster: step time, memory, and what bounds it."""
 
-    source: tyro.conf.Positional[str] = ""
+    source: str = ""
     """A TOML file, a preset, a model by name, or a Hugging Face folder; or --model."""
     model: str = ""
     """The same; by name: deepseek-v3, kimi-k2, qwen3-30b-a3b, qwen3-235b-a22b, gpt-oss-120b, mixtral-8x22b or
@@ -70,14 +70,14 @@ class PlanOptions:
     """Rows of the busiest rank, in mean ranks: of memory and of seconds."""
     explain: int = 0
     """Show all about the plan of this number."""
-    out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
+    out: Path | None = None
     """Write the best plan (or the explained one) as a configuration that `moeclipse train` takes."""
     width: int = 0
     """Columns of the timeline; 0: as wide as the terminal."""
 
 
 def main(argv: list[str]) -> int:
-    options = tyro.cli(PlanOptions, args=argv, prog="moeclipse plan")
+    options = read(PlanOptions, argv, "plan", positional="source", usage="MODEL", short={"-o": "out"})
     console = Console(highlight=False, soft_wrap=True)
     check(options)
     refuse_unwritable({"--out": options.out})

@@ -17,11 +17,9 @@ import sys
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from moeclipse.cli.guard import refuse_unwritable
+from moeclipse.cli.words import read
 from moeclipse.core.errors import ConfigError
 from moeclipse.report.advice import advise_run
 from moeclipse.report.fail_if import judge
@@ -40,13 +38,13 @@ MOST_RUNS = 2
 class ReportConfig:
     """Show a run as one page, or two runs side by side; print or check its numbers."""
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN2]")]
+    runs: tuple[Path, ...] = ()
     """Folders of one run or two."""
     out: Path | None = None
     """Where the page is written; left out: report.html in the first run's folder."""
     json: bool = False
     """Print the numbers of the runs and write no page."""
-    fail_if: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    fail_if: tuple[str, ...] = ()
     """A condition like "exposed > 10%" or "tokens_per_s < 0.95 * RUN2": exit status 1 where it holds."""
     live: bool = False
     """Serve the page on loopback, and let it follow the run."""
@@ -65,7 +63,7 @@ class ReportConfig:
 
 
 def main(argv: list[str]) -> int:
-    config = tyro.cli(ReportConfig, args=argv, prog="moeclipse report")
+    config = read(ReportConfig, argv, "report", positional="runs", usage="RUN [RUN2]")
     if problems := config.problems():
         raise ConfigError(problems)
     if config.live:

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from moeclipse.cli.display import count
 from moeclipse.cli.guard import refuse_unwritable
+from moeclipse.cli.words import read
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.outside import read_text, told_of
 from moeclipse.cost.file import load_costs
@@ -65,7 +65,7 @@ class SimulateConfig:
     given."""
     stages_per_rank: int | None = None
     """For schedules that have a choice (vpp, vpp+1); default 2."""
-    compare: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="[SCHEDULE ...]")] = None
+    compare: tuple[str, ...] | None = None
     """Lay these schedules side by side; without names: all of them."""
     costs: str | None = None
     """A TOML file, or a preset: deepseek-v3 (seconds per layer op, the default), unit (F=1, B=2, W=1)."""
@@ -95,7 +95,7 @@ class SimulateConfig:
 
 
 def main(argv: list[str]) -> int:
-    config = tyro.cli(SimulateConfig, args=argv, prog="moeclipse simulate")
+    config = read(SimulateConfig, argv, "simulate")
     console = Console(highlight=False, soft_wrap=True)
     if config.compare is not None:
         _refuse_single_options(config)

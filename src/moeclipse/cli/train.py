@@ -82,13 +82,6 @@ def main(words: list[str]) -> int:
     options, merged = read_command(words)
     problems = [*merged.built.problems]
     config = name_run(merged, options.resume, environment)
-    if joined:
-        num_ranks = int(environment.get("WORLD_SIZE", "1"))
-    elif problems and options.ranks == "auto":
-        num_ranks = 0  # counting devices needs torch; the user has enough to mend already
-    else:
-        num_ranks = count_ranks(options.ranks, config.run.device, problems, config.parallel.backend)
-    problems += layout_problems(config, num_ranks) if num_ranks >= 1 else ()
     if joined and not config.run.name and int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         problems.append(
             "run.name is empty: torchrun with --max-restarts needs one, so that attempts find it again"
@@ -97,9 +90,21 @@ def main(words: list[str]) -> int:
         if not any(problems_of(config.run)):
             problems += directory_problems(config, options.resume)
             problems += init_problems(config.run.init_from, options.resume, config.model.from_hf)
-            problems += folder_problems(config, problems) if not options.print_config else []
         problems += data_problems(config)
-        problems += weights_told(config) if not problems and not options.print_config else ()
+    if joined:
+        num_ranks = int(environment.get("WORLD_SIZE", "1"))
+    else:  # what needs torch comes last: who has something to mend already is told at once
+        needs_torch = config.run.device != "cpu"
+        known = options.ranks if options.ranks != "auto" else 0
+        num_ranks = (
+            known
+            if problems and needs_torch
+            else count_ranks(options.ranks, config.run.device, problems, config.parallel.backend)
+        )
+    problems += layout_problems(config, num_ranks) if num_ranks >= 1 else ()
+    if not joined and not options.print_config:
+        problems += folder_problems(config, problems)
+        problems += weights_told(config) if not problems else ()
     if problems:
         raise ConfigError(problems)
     if int(environment.get("RANK", "0")) == 0:

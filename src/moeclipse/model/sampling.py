@@ -9,34 +9,13 @@ of ranks, or on what was written before it in the same process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
+from moeclipse.model.sampling_config import SamplingConfig
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.random import key_of, uniform
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingConfig:
-    """How tokens are chosen."""
-
-    temperature: float = 1.0
-    """Logits are divided by it; 0: always the most likely token."""
-    top_k: int = 0
-    """Only so many of the most likely tokens can be chosen; 0: all."""
-    top_p: float = 1.0
-    """Only the fewest most likely tokens whose probabilities add up to this can be chosen."""
-    seed: int = 0
-
-    def problems(self) -> Iterator[str]:
-        if not 0 <= self.temperature < float("inf"):
-            yield f"temperature ({self.temperature}) must be a number, 0 or more"
-        if self.top_k < 0:
-            yield f"top_k ({self.top_k}) must not be negative; 0 is all tokens"
-        if not 0 < self.top_p <= 1:
-            yield f"top_p ({self.top_p}) must be above 0 and at most 1"
 
 
 def choose_tokens(

@@ -18,7 +18,6 @@ from moeclipse.moe.config import GateConfig
 from moeclipse.moe.gate.routing import Routing
 from moeclipse.ops.gate_losses import gate_losses
 
-
 MOST_CALLS = 64
 """Calls of a layer in one forward whose losses are summed."""
 

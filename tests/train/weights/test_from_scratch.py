@@ -126,7 +126,7 @@ def test_a_run_of_bytes_leaves_with_a_tokenizer(tmp_path: Path, capsys: pytest.C
 def test_what_stands_in_the_way_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = scratch(tmp_path, **NARROW, **{"moe.activation": "relu2"})
     path = run_alone(trained, config, tmp_path)
-    assert main(["convert", str(tmp_path), str(tmp_path / "out")]) == 1
+    assert main(["convert", str(tmp_path), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert "no family holds" in error
     assert "the nearest is Mixtral (mixtral), but not moe.activation = 'relu2'" in error

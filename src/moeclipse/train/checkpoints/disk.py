@@ -114,3 +114,21 @@ def remove_tree(disk: Disk, path: Path) -> None:
         else:
             disk.unlink(entry)
     disk.remove_folder(path)
+
+
+def file_damage(path: Path, expected: Written) -> str | None:
+    """What is wrong with a file, in words; None when it is as it was written."""
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+        if size < expected.size:
+            return f"{path.name} is truncated ({size} of {expected.size} bytes)"
+        if size > expected.size:
+            return f"{path.name} has grown ({size} bytes, {expected.size} were written)"
+        if sha256_of(path) != expected.sha256:
+            return f"{path.name} has changed (its SHA-256 differs from the manifest's)"
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror}"
+    return None

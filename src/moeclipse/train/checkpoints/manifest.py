@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,7 +22,7 @@ from typing import Any
 
 from moeclipse.core.errors import CheckpointError
 from moeclipse.core.outside import parse_json
-from moeclipse.train.checkpoints.disk import Written, open_regular, sha256_of
+from moeclipse.train.checkpoints.disk import Written, file_damage, open_regular
 from moeclipse.train.checkpoints.folder import checkpoints_in
 from moeclipse.train.checkpoints.shard import DTYPES
 
@@ -162,24 +161,6 @@ def _missing(path: Path, name: str) -> str:
     if inside:
         return f"it holds checkpoints but is none itself; give {inside[0].path}"
     return f"{name} is missing"
-
-
-def file_damage(path: Path, expected: Written) -> str | None:
-    """What is wrong with a file, in words; None when it is as it was written."""
-    try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-        if size < expected.size:
-            return f"{path.name} is truncated ({size} of {expected.size} bytes)"
-        if size > expected.size:
-            return f"{path.name} has grown ({size} bytes, {expected.size} were written)"
-        if sha256_of(path) != expected.sha256:
-            return f"{path.name} has changed (its SHA-256 differs from the manifest's)"
-    except FileNotFoundError:
-        return f"{path.name} is missing"
-    except OSError as error:
-        return f"{path.name} cannot be read: {error.strerror}"
-    return None
 
 
 def _decode_manifest(raw: bytes) -> dict[str, Written]:

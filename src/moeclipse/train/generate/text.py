@@ -32,7 +32,9 @@ from moeclipse.core.errors import ConfigError
 from moeclipse.core.shares import even_bounds
 from moeclipse.model.config import Base
 from moeclipse.model.decode import Decoder, writing
-from moeclipse.model.sampling import SamplingConfig, choose_tokens
+from moeclipse.model.sampling import choose_tokens
+from moeclipse.model.sampling_config import GenerateConfig as GenerateConfig
+from moeclipse.model.sampling_config import SamplingConfig
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.tokens import Tokens
 from moeclipse.tensor.parallel import TensorParallel
@@ -53,29 +55,6 @@ USUAL_TOKENS = 200
 PATIENCE_S = 600.0
 """How long ranks wait for one that still reads weights."""
 Ended = Literal["", "end", "stop", "length", "time"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateConfig(SamplingConfig):
-    """How texts are written."""
-
-    max_tokens: int | Literal["auto"] = "auto"
-    """Tokens to write after each prompt; auto: 200, or what the model's context leaves."""
-    stop: tuple[str, ...] = ()
-    """A text ends before the first of these strings."""
-    chat: bool = False
-    """Prompts are what a user says, framed by the tokenizer's chat template."""
-    context: int = 0
-    """Tokens of prompt and text together; 0: as many as the model was trained on."""
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        if self.max_tokens != "auto" and self.max_tokens < 0:
-            yield f'max_tokens ({self.max_tokens}) must not be negative, or "auto"'
-        if self.context < 0:
-            yield f"context ({self.context}) must not be negative; 0 is what the model was trained on"
-        if "" in self.stop:
-            yield "stop holds an empty string, with which every text would end at once; leave it out"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,15 @@ from pathlib import Path
 
 from moeclipse.core.errors import CheckpointError
 from moeclipse.core.outside import MOST_INDEX, read_json
-from moeclipse.train.checkpoints.disk import DISK, Disk, Written, make_folders, remove_tree, write_file
-from moeclipse.train.checkpoints.manifest import file_damage
+from moeclipse.train.checkpoints.disk import (
+    DISK,
+    Disk,
+    Written,
+    file_damage,
+    make_folders,
+    remove_tree,
+    write_file,
+)
 
 JOURNAL = "journal.json"
 
