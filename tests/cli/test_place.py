@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from moeclipse.balance.load import Load, LoadTrace
 from moeclipse.balance.placement import Placement
 from moeclipse.cli.main import main
 from moeclipse.cli.place import BESIDE, PlaceConfig, fill, layers_of, options_of, plan_text
+from moeclipse.cli.place_plans import fitting
 from moeclipse.cli.place_run import RunFacts
 
 
@@ -195,3 +197,22 @@ def test_one_plan_is_a_placement_and_several_are_layers() -> None:
     one = Placement(((0, 1), (1,)), (0, 1))
     assert Placement.from_json(plan_text([one])) == one
     assert len(json.loads(plan_text([one, one]))["layers"]) == 2
+
+
+def test_layers_that_would_take_too_long_are_left_out(
+    load_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The least even ones are kept, in their order; what is written has all of them."""
+    load = Load.read(load_file)
+    facts = RunFacts.read(load_file)
+    config = fill(PlaceConfig(load=load_file, ranks=4), load, facts)
+    layers = layers_of(config, load, facts.layer_numbers(load.num_layers), facts.copies(4))
+    (one,) = fitting(layers, 0.1, lambda _: time.sleep(0.11))
+    peaks = [float(layer.seen_PE.sum(0).max() / layer.seen_PE.sum()) for layer in layers]
+    assert one is layers[peaks.index(max(peaks))]
+    assert fitting(layers, 0, lambda _: time.sleep(1)) == layers
+    assert place(load_file, "--ranks", "4", "--seconds", "1e-9") == 0
+    assert "compared on 1 of 3 layers" in capsys.readouterr().out
+    out = load_file.with_suffix(".json")
+    assert place(load_file, "--ranks", "4", "--seconds", "1e-9", "--out", str(out)) == 0
+    assert len(json.loads(out.read_text())["layers"]) == 3

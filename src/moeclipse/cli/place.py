@@ -11,26 +11,25 @@ measured. Nothing here needs torch.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
 from moeclipse.balance.heatmap import Panel, draw, write_png
 from moeclipse.balance.load import Load
-from moeclipse.balance.objective import PlacementCosts, Score, nodes_of, score
+from moeclipse.balance.objective import nodes_of
 from moeclipse.balance.placement import Placement
-from moeclipse.balance.planner import PLANNERS, PlanConfig, plan
+from moeclipse.balance.planner import PLANNERS, PlanConfig
 from moeclipse.balance.replicate import slots_for
 from moeclipse.balance.split import ReplicaTable, split_rows
 from moeclipse.cli.display import count
 from moeclipse.cli.guard import refuse_unwritable
 from moeclipse.cli.heatmap import heat_lines
+from moeclipse.cli.place_plans import LayerLoads, Verdict, fitting, judge, planned
 from moeclipse.cli.place_run import RunFacts
 from moeclipse.cli.words import read
 from moeclipse.core.errors import ConfigError
@@ -63,7 +62,10 @@ class PlaceConfig:
     """Whose plan is written: auto, incremental, wrap_fill, exact, greedy or random."""
     layer: int | None = None
     """Only this layer, by its number in the model."""
-    time_limit: float = 5.0
+    seconds: float = 6.0
+    """For comparing planners: layers that would take longer are left out, unless a plan is written; 0: no
+    layer is left out."""
+    time_limit: float = 2.0
     """Seconds for the exact solver, over all layers; 0 leaves it out."""
     max_moved: float = 0.05
     """Part of the slots that one incremental plan may fill anew."""
@@ -85,24 +87,6 @@ class FullConfig(PlaceConfig):
     slots: int
     nodes: int
     every: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerLoads:
-    """One layer's loads: what planners may see, and what they are measured on."""
-
-    number: int
-    seen_PE: np.ndarray
-    next_PE: np.ndarray
-    current: Placement
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    name: str
-    placements: list[Placement]
-    scores: list[Score]
-    milliseconds: float
 
 
 def options_of(words: list[str]) -> PlaceConfig:
@@ -127,12 +111,25 @@ def main(argv: list[str]) -> int:
     console.print(told)
     _draw_loads(console, layers)
     names = list(COMPARED) if config.planner in COMPARED else [config.planner, *COMPARED]
+    names = [name for name in names if name != "exact" or config.time_limit]
+    slots_P = (config.slots,) * config.ranks
+
+    def planned_by(layers: list[LayerLoads], quiet: bool = False) -> list[Verdict]:
+        on = Console(quiet=True) if quiet else console
+        given = [(on, name, wanted, slots_P, name == config.planner, layers, costs, node_P) for name in names]
+        return [verdict for one in given if (verdict := planned(*one)) is not None]
+
+    whole = config.out is not None or config.plot is not None  # what is written has all layers
+    seconds = 0.0 if whole else config.seconds
+    fit = fitting(layers, seconds, lambda worst: planned_by(worst, quiet=True) and None)
+    if len(fit) < len(layers):
+        console.print(
+            f"compared on {len(fit)} of {len(layers)} layers, the least even ones: more would take longer "
+            f"than {config.seconds:g} s (--seconds 0: all)"
+        )
+    layers = fit
     verdicts = [judge("static", [layer.current for layer in layers], layers, costs, node_P, 0.0)]
-    for name in names:
-        if name == "exact" and config.time_limit == 0:
-            continue
-        verdict = _planned(console, name, wanted, config, layers, costs, node_P)
-        verdicts += [] if verdict is None else [verdict]
+    verdicts += planned_by(layers)
     console.print(_comparison(verdicts, config.nodes > 1))
     chosen = next(verdict for verdict in verdicts if verdict.name == config.planner)
     for line in gains(layers, verdicts[0], chosen):
@@ -240,56 +237,6 @@ def plan_text(placements: list[Placement]) -> str:
         return placements[0].to_json()
     body = ",\n".join(placement.to_json().rstrip() for placement in placements)
     return f'{{"layers": [\n{body}\n]}}\n'
-
-
-def judge(
-    name: str,
-    placements: list[Placement],
-    layers: list[LayerLoads],
-    costs: PlacementCosts,
-    node_P: tuple[int, ...],
-    milliseconds: float,
-) -> Verdict:
-    scores = [
-        score(
-            placement,
-            layer.next_PE,
-            costs,
-            current=layer.current,
-            node_P=node_P,
-            expected_E=layer.seen_PE.sum(0),
-        )
-        for placement, layer in zip(placements, layers, strict=True)
-    ]
-    return Verdict(name=name, placements=placements, scores=scores, milliseconds=milliseconds)
-
-
-def _planned(
-    console: Console,
-    name: str,
-    wanted: PlanConfig,
-    config: FullConfig,
-    layers: list[LayerLoads],
-    costs: PlacementCosts,
-    node_P: tuple[int, ...],
-) -> Verdict | None:
-    """None when a planner that was not asked for cannot run here."""
-    how = PlanConfig(planner=name, max_moved=wanted.max_moved, time_limit=wanted.time_limit)
-    slots_P = (config.slots,) * config.ranks
-    try:
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            begin = time.perf_counter()
-            placements = [
-                plan(how, layer.seen_PE, slots_P, layer.current, costs, node_P)
-                for layer in bar.track(layers, description=f"planning: {name}")
-            ]
-            spent = 1e3 * (time.perf_counter() - begin) / len(layers)
-    except ConfigError as error:
-        if name == config.planner or name != "exact":
-            raise
-        console.print(f"exact left out: {error}", style="dim")
-        return None
-    return judge(name, placements, layers, costs, node_P, spent)
 
 
 def _headline(console: Console, config: FullConfig, load: Load, layers: list[LayerLoads]) -> None:
