@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
-.PHONY: setup train test test-full soak coverage lint bench clean
+.PHONY: setup train test test-full soak coverage lint bench docs clean
 
 setup: $(STAMP)
 
@@ -42,6 +42,11 @@ lint: setup
 	@$(BIN)/ruff format --check src tests bench examples docs/*.py
 	@$(BIN)/python tests/house.py
 	@$(BIN)/mypy
+
+# a site in build/site; `make docs ARGS=serve` shows it while it is written
+docs: setup
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(or $(ARGS),build)
 
 bench: setup
 	@for file in bench/[a-z]*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS); code=$$?; \

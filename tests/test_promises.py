@@ -86,5 +86,4 @@ def test_figures_of_the_project_are_those_of_today() -> None:
     assert f"{exact} in float64 that contain every pair, and {len(cases) - exact} in which" in text
     assert len(SCHEDULES) == 10
     assert "ten schedules" in page("README.md")
-    assert len(FAMILIES) == 10
-    assert "ten families" in page("README.md")
+    assert f"{len(FAMILIES)} families" in page("README.md")

@@ -6,8 +6,10 @@ file, and no index is asked for anything.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -15,6 +17,8 @@ import venv
 from pathlib import Path
 
 import pytest
+
+import moeclipse
 
 ROOT = Path(__file__).parent.parent
 SMALL = (
@@ -85,3 +89,27 @@ def test_the_wheel_trains_where_there_is_no_repository(tmp_path: Path) -> None:
     assert len((tmp_path / "runs" / "five" / "metrics.jsonl").read_text().splitlines()) >= 5
     assert run("moeclipse", "generate", "runs/five", "--prompt", "def", "--max-tokens", "3").startswith("def")
     assert "tiny" in run("moeclipse", "train", "--help"), "presets are in the wheel"
+
+
+def test_the_dockerfile_copies_all_that_an_installation_needs(tmp_path: Path) -> None:
+    """Its steps in a clean folder: what COPY names, then the build that `pip install .` asks for."""
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    for line in lines:
+        if line.startswith("COPY "):
+            *names, target = line.split()[1:]
+            for name in names:
+                if (ROOT / name).is_dir():
+                    shutil.copytree(ROOT / name, tmp_path / target)
+                else:
+                    shutil.copy(ROOT / name, tmp_path / target)
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "out"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=300)
+    (wheel,) = (tmp_path / "out").glob(f"moeclipse-{moeclipse.__version__}-*.whl")
+    assert wheel.stat().st_size > 1e5
+    assert any(line.startswith("RUN pip install") and '".[' in line for line in lines)
+
+
+def test_one_version_everywhere() -> None:
+    assert f"version: {moeclipse.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"## [{moeclipse.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"hatchling=={importlib.metadata.version('hatchling')}" in (ROOT / "pyproject.toml").read_text()

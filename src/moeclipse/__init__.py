@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from moeclipse.train.run.survival_config import CheckpointConfig, IntegrityConfig
     from moeclipse.train.run.trainer import train as run_training
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _EXPORTS = {
     # a layer in a model of one's own
@@ -102,7 +102,7 @@ _EXPORTS = {
     "load_config": "moeclipse.train.presets:load",
     "with_values": "moeclipse.core.config",
     "validate": "moeclipse.core.config",
-    # runs, their data and their checkpoints (`train` is the name of a room)
+    # runs, their data and their checkpoints (`moeclipse.train(...)` calls a room: `train/one_call`)
     "run_training": "moeclipse.train.run.trainer:train",
     "open_corpus": "moeclipse.train.data.corpus",
     "Samples": "moeclipse.train.data.samples",

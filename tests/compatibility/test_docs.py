@@ -35,6 +35,7 @@ CANNOT = {
     "docs/placement.md#0": SEVERAL_RANKS,
     "docs/tensor-parallel.md#0": SEVERAL_RANKS,
     "docs/transports.md#0": SEVERAL_RANKS,
+    "docs/tutorial-3-hugging-face.md#0": "needs a folder of a model; tests/compatibility/test_tutorial.py",
 }
 """Blocks that cannot run in one process, and why."""
 
@@ -107,6 +108,7 @@ RUN: dict[str, Callable[[Path], dict[str, Any]]] = {
     **{f"docs/extending.md#{number}": lambda folder: {} for number in range(5)},
     "docs/gates.md#0": lambda folder: {"nn": nn},
     "docs/kernels.md#0": lambda folder: {},
+    "docs/tutorial-2-own-model.md#0": lambda folder: {},
     "docs/kernels.md#1": lambda folder: {"torch": torch, "down_EDF": torch.randn(4, 32, 64)},
     "docs/layer.md#0": lambda folder: {},
     "docs/layer.md#2": own_experts,

@@ -35,6 +35,9 @@ NEEDED = ("torch", "numpy", "safetensors")
 # Package -> (extra that installs it, what is missing without it); only what something here uses.
 EXTRAS = {
     "tokenizers": ("hf", "text is read as bytes, data.tokenizer does not work"),
+    "transformers": ("hf", "experts_implementation does not work; folders are read without it"),
+    "peft": ("all", "its adapters in models of transformers do not work; lora.rank needs no peft"),
+    "accelerate": ("all", "transformers' Trainer does not work"),
     "tensorboard": ("tensorboard", "metrics.tensorboard does not work"),
 }
 
