@@ -34,12 +34,10 @@ from typing import Any
 
 import torch
 
-from moeclipse.ops.quantised import CHUNK, TYPES, Quantised, fits, span_of
+from moeclipse.ops.quantised import CHUNK, TYPES, WARPS, WORDS, Quantised, fits, span_of
 
 BLOCK, GROUP = 64, 256
 """Numbers that share a factor, and factors that share a scale."""
-BLOCKS = 64
-"""Blocks that a program of the kernel has."""
 SMALLEST = 1e-38
 """What a block is divided by at least."""
 PLACES = (1 << 16) - 1
@@ -103,11 +101,12 @@ class Nf4(Quantised):
             return False
         from moeclipse.ops.triton import quantised as kernels
 
-        spans = -(-count // (BLOCK * BLOCKS))
+        spans, small = -(-count // (8 * WORDS)), 8 * WORDS > BLOCK * self.blocks
         kernels.decode_nf4[(self.num_matrices * spans,)](
             self.codes.view(torch.int32), self.factors, self.scales, self.offsets, table(out.device),
             dynamic_map(out.device), out, first * width, height * width, count, self.blocks,
-            -(-self.blocks // GROUP), spans, GROUP=GROUP, BLOCKS=BLOCKS, enable_fp_fusion=False,
+            -(-self.blocks // GROUP), spans, GROUP=GROUP, SMALL=small, WORDS=WORDS, num_warps=WARPS,
+            enable_fp_fusion=False,
         )  # fmt: skip
         return True
 
