@@ -51,19 +51,14 @@ def activate(h_NH: torch.Tensor, activation: Activation = "swiglu") -> torch.Ten
 
 def activated(h_NH: torch.Tensor, activation: Activation = "swiglu") -> torch.Tensor:
     """The same as `activate`; differentiable once."""
-    if not activation_fits(h_NH, activation):
+    if not activation_fits(h_NH):
         return activate(h_NH, activation)
     a_NF: torch.Tensor = _Activate.apply(h_NH, activation)
     return a_NF
 
 
-def activation_fits(h_NH: torch.Tensor, activation: Activation) -> bool:
-    return (
-        h_NH.is_cuda
-        and h_NH.numel() > 0
-        and h_NH.dtype.itemsize < 8
-        and not torch.compiler.is_compiling()
-    )
+def activation_fits(h_NH: torch.Tensor) -> bool:
+    return h_NH.is_cuda and h_NH.numel() > 0 and h_NH.dtype.itemsize < 8 and not torch.compiler.is_compiling()
 
 
 class _Activate(torch.autograd.Function):
@@ -116,7 +111,7 @@ def activate_backward(
     d_a_NF: torch.Tensor, h_NH: torch.Tensor, activation: Activation = "swiglu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(d_h, a): the activation falls out on the way, and the weight gradient needs it."""
-    picked = activate_backward_kernel if activation_fits(h_NH, activation) else activate_backward_reference
+    picked = activate_backward_kernel if activation_fits(h_NH) else activate_backward_reference
     return picked(d_a_NF, h_NH, activation)
 
 

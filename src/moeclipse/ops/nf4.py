@@ -101,7 +101,7 @@ class Nf4(Quantised):
             return False
         from moeclipse.ops.triton import quantised as kernels
 
-        spans, small = -(-count // (8 * WORDS)), 8 * WORDS > BLOCK * self.blocks
+        spans, small = -(-count // (8 * WORDS)), BLOCK * self.blocks < 8 * WORDS
         kernels.decode_nf4[(self.num_matrices * spans,)](
             self.codes.view(torch.int32), self.factors, self.scales, self.offsets, table(out.device),
             dynamic_map(out.device), out, first * width, height * width, count, self.blocks,

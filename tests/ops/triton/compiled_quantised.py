@@ -32,7 +32,6 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, int]]] = {
     "mxfp4": (decode_mxfp4, NIBBLES | {"scales": "*u8"}, {"WORDS": WORDS}),
     "fp8": (decode_fp8, {"codes": "*u8", "scales": "*fp32", "out": "*bf16"}, TILE | SIDES),
 }
-WARPS_OF = dict.fromkeys(("nf4", "mxfp4"), {"num_warps": WARPS})
 ALIGNED = {"codes", "factors", "scales", "offsets", "out", "first", "pitch", "count", "height", "width"}
 """What real shapes are multiples of 16 in."""
 
@@ -46,7 +45,8 @@ if __name__ == "__main__":
             constexprs={(names.index(each),): value for each, value in flags.items()},
             attrs={(names.index(each),): [["tt.divisibility", 16]] for each in ALIGNED & set(names)},
         )
-        built = triton.compile(source, target=HOPPER, options={"enable_fp_fusion": False} | WARPS_OF.get(name, {}))
+        options = {"enable_fp_fusion": False, "num_warps": 4 if name == "fp8" else WARPS}
+        built = triton.compile(source, target=HOPPER, options=options)
         ptx = built.asm["ptx"]
         stores = re.findall(r"st\.global\S*", ptx)
         wide = sum(store.endswith("v4.b32") for store in stores)

@@ -16,10 +16,10 @@ import triton.language as tl
 
 @triton.jit
 def write_words(words, table, factor, FIRST_HIGH: tl.constexpr, out, word, count):
-    """The eight numbers of each of `words`, which have these factors and places, if they are before `count`.
+    """The eight numbers of each of `words`, which have these factors and places, if those are below `count`.
 
-    A row for each word: all of it lies in one thread, from the load to the store. (Rows of whole blocks, whose
-    factor then is found once, made threads exchange numbers, and that took two thirds of the time.)
+    A row for each word: all of it lies in one thread, from the load to the store. (Rows of whole blocks,
+    whose factor is found once, made threads exchange numbers: that took two thirds of the time.)
     """
     eight = tl.arange(0, 8)
     shift = (4 * eight) ^ 4 if FIRST_HIGH else 4 * eight
