@@ -112,6 +112,22 @@ MUTANTS = (
     ),
     Mutant(
         "ops/frozen.py",
+        "            self.holder = None if before is None else {}",
+        "            self.holder = before or self.holder",
+        "ops/test_frozen.py::test_numbers_are_reused_inside_a_scope_alone_and_until_others_of_their_role_come",
+        "decoded weights count as there for ever",
+        "behind a replayed graph a layer computes with another layer's weights",
+    ),
+    Mutant(
+        "ops/frozen.py",
+        "            scratch.holder[role] = (self, dtype)",
+        "            scratch.holder.setdefault(role, (self, dtype))",
+        "ops/test_frozen.py::test_numbers_are_reused_inside_a_scope_alone_and_until_others_of_their_role_come",
+        "who decoded last is not noted",
+        "a layer computes with the weights of the one that took its place",
+    ),
+    Mutant(
+        "ops/frozen.py",
         "        return room if room.is_meta else self.quantised().decode(room)",
         "        return room",
         "ops/test_frozen.py::test_gradients_are_those_of_the_decoded_weights",
