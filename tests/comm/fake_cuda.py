@@ -54,6 +54,11 @@ class FakeStream:
     def wait_stream(self, other: FakeStream) -> None:
         self.cuda.journal.append(f"{self.name} waits for {other.name}")
 
+    def record_event(self) -> FakeEvent:
+        event = FakeEvent(self.cuda)
+        event.record(self)
+        return event
+
     def wait_event(self, event: FakeEvent) -> None:
         self.cuda.journal.append(f"{self.name} waits for {event.name}")
 

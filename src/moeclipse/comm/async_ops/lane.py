@@ -143,8 +143,7 @@ class Lane:
                 work.wait()
             log.end(op, handle)
             stamps.done = self.recorder.stamp()
-            transfer._event = torch.cuda.Event()
-            transfer._event.record(stream)
+            transfer._event = stamps.done if self.recorder.cuda else stream.record_event()
         finally:
             torch.cuda.set_stream(current)
         return transfer
