@@ -74,7 +74,7 @@ def _map(value: Any, leaf: Callable[[Any], Any], whole: tuple[type, ...]) -> Any
 
 
 @cache
-def _parts_of(kind: type, whole: tuple[type, ...]) -> tuple[str, ...] | None:
+def _parts_of(kind: Any, whole: tuple[type, ...]) -> tuple[str, ...] | None:
     """Names of the fields of a dataclass, ITEMS, LEAF; None: there is nothing in it. Asked for every value of
     every tree, hundreds of times in a step."""
     if issubclass(kind, dict) or kind in (list, tuple):
