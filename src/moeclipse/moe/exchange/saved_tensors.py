@@ -55,7 +55,8 @@ def put_together(skeleton: Any, tensors: Sequence[torch.Tensor], whole: tuple[ty
 
 
 def _map(value: Any, leaf: Callable[[Any], Any], whole: tuple[type, ...]) -> Any:
-    names = _parts_of(type(value), whole)
+    kind: Any = type(value)
+    names = _parts_of(kind, whole)
     if names is None:
         return value
     if names == LEAF:
@@ -63,7 +64,7 @@ def _map(value: Any, leaf: Callable[[Any], Any], whole: tuple[type, ...]) -> Any
     if names == ITEMS:
         if isinstance(value, dict):
             return {key: _map(item, leaf, whole) for key, item in value.items()}
-        return type(value)(_map(item, leaf, whole) for item in value)
+        return kind(_map(item, leaf, whole) for item in value)
     changed = {}
     for name in names:
         item = getattr(value, name)
@@ -74,7 +75,7 @@ def _map(value: Any, leaf: Callable[[Any], Any], whole: tuple[type, ...]) -> Any
 
 
 @cache
-def _parts_of(kind: Any, whole: tuple[type, ...]) -> tuple[str, ...] | None:
+def _parts_of(kind: type, whole: tuple[type, ...]) -> tuple[str, ...] | None:
     """Names of the fields of a dataclass, ITEMS, LEAF; None: there is nothing in it. Asked for every value of
     every tree, hundreds of times in a step."""
     if issubclass(kind, dict) or kind in (list, tuple):
