@@ -18,7 +18,7 @@ everything comes that way.
 import triton
 import triton.language as tl
 
-from moeclipse.ops.triton.activations import value_of
+from moeclipse.ops.triton.activations import gated_value, value_of
 from moeclipse.ops.triton.tiles import (
     eighths,
     halves,
@@ -94,7 +94,7 @@ def up_gated(
         up = with_bias(up, bias, expert * 2 * F + F, n * BN, F, BIAS, BN)
         store_clipped(gate_out, first, left, n * BN, gate, 2 * F, F, POINTERS)
         store_clipped(up_out, first, left, n * BN, up, 2 * F, F, POINTERS)
-        store_clipped(a_out, first, left, n * BN, value_of(gate, ACT) * up, F, F, POINTERS)
+        store_clipped(a_out, first, left, n * BN, gated_value(gate, up, ACT), F, F, POINTERS)
 
 
 @triton.jit
