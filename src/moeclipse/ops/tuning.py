@@ -137,8 +137,13 @@ TABLES: dict[str, dict[str, Tile]] = {
     "sm_90, pointers": _pointers(
         Tile(n=128, stages=4), Tile(stages=4, split=2), Tile(stages=4, split=4, ahead=True)
     ),
-    # How long a step takes there nobody has measured, so programs begin together.
-    "sm_100": {line: replace(tile, stagger=0) for line, tile in HOPPER.items() if "roles" not in line},
+    # How long a step takes there nobody has measured, so programs begin together. The compiler cannot make
+    # one loop of tiles and steps where a second product follows the first: sums lie in tensor memory.
+    "sm_100": {
+        line: replace(tile, stagger=0, flatten=tile.flatten and "adapter" not in line)
+        for line, tile in HOPPER.items()
+        if "roles" not in line
+    },
     "sm_120": SMALL,
     "gfx942": _pointers(
         Tile(n=128, stages=2, per_sm=0),
