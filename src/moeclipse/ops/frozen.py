@@ -22,7 +22,7 @@ address. Outside of `reusing` nothing counts as decoded: a replayed graph writes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -233,11 +233,15 @@ class Frozen(nn.Module):
 Weight = torch.Tensor | Frozen
 
 
-def freeze(module: nn.Module, name: str, kind: str, scratch: Scratch) -> None:
-    """A parameter of a module becomes a Frozen of the same name; its name is also its role."""
-    weight = getattr(module, name)
-    delattr(module, name)
-    setattr(module, name, Frozen.of(kind, weight.data, scratch, name))
+def freeze(module: nn.Module, names: Sequence[str], kind: str, scratch: Scratch) -> None:
+    """Parameters of a module become Frozens of the same names, which are also their roles.
+
+    All are made before the first weight is given back: its memory serves the next layer's, whole.
+    """
+    made = {name: Frozen.of(kind, getattr(module, name).data, scratch, name) for name in names}
+    for name, frozen in made.items():
+        delattr(module, name)
+        setattr(module, name, frozen)
 
 
 def encode(kind: str, values: torch.Tensor) -> Parts:
