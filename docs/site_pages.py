@@ -1,4 +1,4 @@
-"""Pages of the site that are made from the code while it is built: keys, public names, commands, and the home.
+"""Pages of the site that are made from the code while it is built: keys, public names, commands, the home.
 
     make docs
 
@@ -68,7 +68,9 @@ def commands_page() -> str:
         source = __import__(f"moeclipse.cli.{module}", fromlist=[name])
         own = getattr(source, "HELP", "")
         if command == "train":
-            own = "usage: moeclipse train [config.toml] [--section.key value ...]\n\nKeys: reference-keys.md\n"
+            own = (
+                "usage: moeclipse train [config.toml] [--section.key value ...]\n\nKeys: reference-keys.md\n"
+            )
         lines += [(own or words.help_of(getattr(source, name), command)).rstrip(), "```", ""]
     return "\n".join(lines) + "\n"
 

@@ -192,6 +192,8 @@ def __getattr__(name: str) -> Any:
     if name in _EXPORTS:
         module, _, attribute = _EXPORTS[name].partition(":")
         return getattr(importlib.import_module(module), attribute or name)
+    if name in ("train", "hf"):  # rooms that are used by their own names
+        return importlib.import_module(f"moeclipse.{name}")
     raise AttributeError(f"module 'moeclipse' has no attribute {name!r}")
 
 

@@ -38,7 +38,22 @@ def given(*words: str, **how: Any) -> Options:
 
 
 def test_words_become_values() -> None:
-    found = given(*"a --out b.html --number=-3 c --only x --only y --loud --kind other".split())
+    found = given(
+        *[
+            "a",
+            "--out",
+            "b.html",
+            "--number=-3",
+            "c",
+            "--only",
+            "x",
+            "--only",
+            "y",
+            "--loud",
+            "--kind",
+            "other",
+        ]
+    )
     assert found == Options(
         runs=(Path("a"), Path("c")), out=Path("b.html"), number=-3, kind="other", only=("x", "y"), loud=True
     )

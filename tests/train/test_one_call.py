@@ -81,6 +81,6 @@ def test_mistakes_are_told_at_once() -> None:
 
 
 def test_the_room_is_still_a_package() -> None:
-    words = "import moeclipse, sys; import moeclipse.train.presets as p; assert callable(moeclipse.train); "
+    words = "import moeclipse, sys; assert callable(moeclipse.train); import moeclipse.train.presets as p; "
     words += "assert p.preset_names(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", words], check=True)

@@ -121,7 +121,7 @@ def main(argv: list[str]) -> int:
 
     whole = config.out is not None or config.plot is not None  # what is written has all layers
     seconds = 0.0 if whole else config.seconds
-    fit = fitting(layers, seconds, lambda worst: planned_by(worst, quiet=True) and None)
+    fit = fitting(layers, seconds, lambda worst: planned_by(worst, quiet=True))
     if len(fit) < len(layers):
         console.print(
             f"compared on {len(fit)} of {len(layers)} layers, the least even ones: more would take longer "

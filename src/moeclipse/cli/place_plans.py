@@ -89,7 +89,7 @@ def planned(
 
 
 def fitting(
-    layers: list[LayerLoads], seconds: float, take: Callable[[list[LayerLoads]], None]
+    layers: list[LayerLoads], seconds: float, take: Callable[[list[LayerLoads]], object]
 ) -> list[LayerLoads]:
     """The layers that can be planned in so many seconds, by what the worst of them takes; 0: all of them."""
     worst = sorted(layers, key=lambda layer: -float(layer.seen_PE.sum(0).max() / max(layer.seen_PE.sum(), 1)))
