@@ -38,7 +38,7 @@ def timeline_of(trace: dict[str, Any]) -> dict[str, Any]:
             left_out += 1
             continue
         room[simulated] -= 1
-        name = names.setdefault(str(event.get("name", ""))[:120], len(names))
+        name = names.setdefault(in_words(str(event.get("name", "")))[:120], len(names))
         kind = KINDS.index(event["cat"]) if event.get("cat") in KINDS else 0
         found[process, event.get("tid", 0)].append([round(start - begin, 1), round(length, 1), name, kind])
     return {
@@ -118,4 +118,69 @@ def hidden_by_op(trace: dict[str, Any]) -> list[dict[str, Any]]:
 
 def kind_of(label: str) -> str:
     """Labels that differ by numbers alone are one kind: `dispatch of layer 3` is `dispatch of layer #`."""
-    return NUMBERS.sub("#", label)[:80]
+    return NUMBERS.sub("#", in_words(label))[:80]
+
+
+PARTS = {
+    "S": "rows to experts",
+    "C": "experts",
+    "R": "results of experts",
+    "MLP": "experts",
+    "ATTN": "attention",
+    "ROUTE": "gate",
+    "SHARED": "shared expert",
+    "DISPATCH": "dispatch",
+    "COMBINE": "combine",
+    "HEAD": "head",
+    "SHADOW": "copied expert",
+    "SEND": "send to another stage",
+    "RECV": "receive from another stage",
+    "COUNTS": "rows of each rank",
+    "LOADS": "loads of experts",
+    "SIZES": "sizes of an exchange",
+    "SCORES": "scores",
+    "TENSOR": "tensor parallelism",
+    "TIED": "tied embedding",
+    "BUCKET": "gradients",
+    "RESULTS": "loss and norm",
+}
+FORMS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradients",
+    "W": "weight gradients",
+    "R": "recompute",
+    "SEND": "sent",
+    "REDUCE": "reduce",
+    "ADD": "added",
+    "SUM": "sum",
+    "GATHER": "gather",
+    "UPDATE": "update",
+    "UNSHARD": "unshard",
+    "RESHARD": "reshard",
+}
+CODE = re.compile(
+    r"(?:(?P<stage>\d+)(?:\.(?P<layer>\d+))?)?(?P<part>[A-Z]{1,8})(?:_(?P<form>[A-Z]+))?(?P<microbatch>\d+)?"
+    r"(?:@(?P<step>\d+))?(?:#(?P<chunk>\d+)/(?P<chunks>\d+))?(?:~(?P<expert>\d+))?"
+)
+"""An op as `schedule/text` writes it."""
+
+
+def in_words(label: str) -> str:
+    """`R_F@3` is `results of experts, forward, step 3`; what is no op stays as it is."""
+    code, _, rest = label.partition(" ")
+    found = CODE.fullmatch(code)
+    if found is None:
+        return label
+    part, form = found["part"], found["form"]
+    if part in FORMS and form is None and part not in PARTS:  # a whole stage is named by its form alone
+        words = [f"stage {found['stage']}" if found["stage"] else "stage", FORMS[part]]
+    elif part in PARTS and (form is None or form in FORMS):
+        words = [PARTS[part], *([FORMS[form]] if form else [])]
+        words += [f"stage {found['stage']}"] if found["stage"] and found["layer"] is None else []
+        words += [f"layer {found['layer']}"] if found["layer"] else []
+    else:
+        return label
+    words += [f"{name} {found[name]}" for name in ("microbatch", "step", "expert") if found[name]]
+    words += [f"chunk {int(found['chunk']) + 1} of {found['chunks']}"] if found["chunk"] else []
+    return ", ".join(words) + (f" {rest}" if rest else "")
