@@ -120,4 +120,12 @@ MUTANTS = (
         "neighbours are averaged",
         "one hot expert of many is not seen",
     ),
+    Mutant(
+        "cli/words.py",
+        "        elif flag.default is dataclasses.MISSING:",
+        "        elif False:",
+        "cli/test_words.py::test_mistakes_end_with_2_and_one_error_before_torch_is_loaded",
+        "a word that is missing is not noticed",
+        "`moeclipse place` without a run ends in a traceback",
+    ),
 )

@@ -93,4 +93,28 @@ MUTANTS = (
         "blocks of gate and up are taken one after the other",
         "gpt-oss' experts compute with rows that are mixed up",
     ),
+    Mutant(
+        "hf/compose.py",
+        """v |= {"gate.renormalise": v["gate.kind"] != "switch", "gate.kind": "softmax"}""",
+        """v |= {"gate.kind": "softmax"}""",
+        "hf/test_compose.py::test_gates_of_training_leave_as_what_they_are_outside_of_it",
+        "a switch gate leaves as one that renormalises",
+        "an exported Switch model gives every expert the weight 1",
+    ),
+    Mutant(
+        "hf/compose.py",
+        "    v[\"gate.capacity_factor\"] = beyond if beyond >= 0 else v[\"gate.capacity_factor\"]",
+        "    v[\"gate.capacity_factor\"] = 0.0",
+        "hf/test_compose.py::test_what_stands_in_the_way_is_told",
+        "capacity is forgotten on the way out",
+        "transformers computes rows that the run dropped, and logits differ without a word",
+    ),
+    Mutant(
+        "hf/foreign_experts.py",
+        "alike = gate_of(given).__qualname__ in CLAMPED and numbers == (SLOPE, LIMIT)",
+        "alike = gate_of(given).__qualname__ in CLAMPED",
+        "hf/test_foreign_experts.py::test_other_activations_are_told_apart",
+        "another slope or limit passes for ours",
+        "experts of such a model compute with the numbers of gpt-oss",
+    ),
 )

@@ -144,4 +144,12 @@ MUTANTS = (
         "five per cent are enough, however calls scatter",
         "on a busy machine equal runs cut their rows otherwise",
     ),
+    Mutant(
+        "moe/losses.py",
+        "        if self._over or not loss.requires_grad or y.requires_grad != self._graph:",
+        "        if not loss.requires_grad or y.requires_grad != self._graph:",
+        "moe/test_losses.py::test_losses_that_nobody_asks_for_do_not_pile_up",
+        "a forward is never over",
+        "losses of all steps are summed, and their graphs fill the memory",
+    ),
 )
