@@ -28,6 +28,7 @@ MISSING: Mapping[str, str] = {
     "granitemoehybrid": STATES,
     "hunyuan_v1_moe": "norms of queries and keys behind rotary position",
     "hy_v4": "a clamped SwiGLU with another limit",
+    "inkling_text": "short convolutions beside attention, whose heads differ from layer to layer",
     "jamba": STATES,
     "jetmoe": "experts of attention",
     "kimi_linear": GATED_DELTA,

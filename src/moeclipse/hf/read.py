@@ -201,8 +201,8 @@ def folder_values(given: Mapping[str, Any]) -> Values:
 
     ConfigError for a folder that cannot be read, and for other given keys that contradict it.
     """
-    folder = str(given.get("model.from_hf") or "")
-    if not folder:
+    folder = given.get("model.from_hf")
+    if not folder or not isinstance(folder, str):  # what is no text is told as such, with all that is wrong
         return {}
     try:
         values = read_config(config_of(Path(folder)), folder).values

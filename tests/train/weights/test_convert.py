@@ -18,6 +18,7 @@ from moeclipse.hf.folder import HfFolder
 from moeclipse.testing.run_ranks import run_alone
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank
 from moeclipse.train.checkpoints.disk import Disk
+from moeclipse.train.checkpoints.manifest import INDEX
 from moeclipse.train.weights.convert import from_hf, to_hf
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "granitemoe", "ernie4_5_moe")
@@ -141,5 +142,6 @@ def test_a_checkpoint_of_no_family_is_refused(tmp_path: Path) -> None:
     class Own:
         path, state = tmp_path, {"step": 3}
 
-    with pytest.raises(CheckpointError, match="did not begin from a Hugging Face model"):
+    (tmp_path / INDEX).write_text('{"state": {"step": 3}}')
+    with pytest.raises(CheckpointError, match=r"stands alone, and what model it is stands in the config.toml"):
         to_hf(Own(), tmp_path / "out")
