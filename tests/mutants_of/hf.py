@@ -103,8 +103,8 @@ MUTANTS = (
     ),
     Mutant(
         "hf/compose.py",
-        "    v[\"gate.capacity_factor\"] = beyond if beyond >= 0 else v[\"gate.capacity_factor\"]",
-        "    v[\"gate.capacity_factor\"] = 0.0",
+        '    v["gate.capacity_factor"] = beyond if beyond >= 0 else v["gate.capacity_factor"]',
+        '    v["gate.capacity_factor"] = 0.0',
         "hf/test_compose.py::test_what_stands_in_the_way_is_told",
         "capacity is forgotten on the way out",
         "transformers computes rows that the run dropped, and logits differ without a word",
