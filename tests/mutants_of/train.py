@@ -148,7 +148,7 @@ median(compute_ms[other] for other in ranks)
         "the same seed gives other numbers",
     ),
     Mutant(
-        "train/optim/buckets.py",
+        "train/optim/bucket_contents.py",
         'part = "" if parameter.is_floating_point() else name.rpartition(".")[2]',
         'part = ""',
         "train/weights/test_base.py::test_numbers_are_quantised_while_they_are_read_and_copies_are_equal",

@@ -219,8 +219,8 @@ LINKS: dict[str, Link] = {
             bandwidth=63e9,
             latency=1e-5,
             efficiency=0.73,
-            source="PCI Express 5.0 x16 between pinned memory and an H200, both ways at once: 46 GB/s each way "
-            "measured (55 GB/s where only one direction works)",
+            source="PCI Express 5.0 x16, pinned memory and an H200: 46 GB/s each way measured, both ways at "
+            "once (55 GB/s where only one direction works)",
         ),
         Link(
             name="loopback",

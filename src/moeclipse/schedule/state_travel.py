@@ -68,7 +68,7 @@ def updated_with(buckets: Sequence[BucketShape], number: int) -> list[int]:
     return [other for other, bucket in enumerate(buckets) if bucket.layer == buckets[number].layer]
 
 
-def layers_of(buckets: Sequence[BucketShape]) -> dict[int, list[int]]:
-    """The buckets of each layer, by the number of the last; those of a layer are neighbours."""
-    runs = [list(run) for _, run in groupby(range(len(buckets)), key=lambda number: buckets[number].layer)]
+def layers_of(names: Sequence[str]) -> dict[int, list[int]]:
+    """The buckets of each layer by the number of the last, from all buckets' layers; these are neighbours."""
+    runs = [list(run) for _, run in groupby(range(len(names)), key=names.__getitem__)]
     return {run[-1]: run for run in runs}

@@ -174,7 +174,7 @@ def with_end(shape: PipelineShape, place: int, ops: Flagged) -> Flagged:
     for position, (op, _) in enumerate(ops):
         if op.kind.form is Form.W and op.stage is not None and op.layer is not None:
             filled[op.stage, op.layer] = position
-    step, whole = shape.step, layers_of(buckets) if shape.step.by_layer else {}
+    step, whole = shape.step, layers_of([bucket.layer for bucket in buckets]) if shape.step.by_layer else {}
     behind: dict[int, list[Op]] = {}
     at = -1
     for number, bucket in enumerate(buckets):

@@ -25,6 +25,7 @@ from moeclipse.pipeline.config import PipelineConfig
 from moeclipse.pipeline.overlap import StageLayout, lay_out
 from moeclipse.train.data.data_config import DataConfig as DataConfig
 from moeclipse.train.data.data_config import EvalConfig
+from moeclipse.train.optim.memory_config import MemoryConfig, travel_problems
 from moeclipse.train.optim.optim_config import OptimConfig, type_problems
 from moeclipse.train.optim.quant_blocks import block_problems
 from moeclipse.train.run.survival_config import CheckpointConfig, IntegrityConfig
@@ -117,6 +118,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     integrity: IntegrityConfig = field(default_factory=IntegrityConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
@@ -170,6 +172,7 @@ def expert_problems(config: TrainConfig) -> Iterator[str]:
 def optim_problems(config: TrainConfig) -> Iterator[str]:
     """What the optimizer cannot do for a model of this type."""
     yield from type_problems(config.optim, config.model.dtype)
+    yield from travel_problems(config.memory, config.optim, config.placement)
     if config.optim.state == "8bit" and config.parallel.tp > 1:
         yield from block_problems(config.model, config.moe, config.parallel.tp)
 
@@ -375,6 +378,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], Iterator[str]]], ...
     (
         (
             *("model.dtype", "optim.state", "optim.master", "optim.main_grad", "parallel.tp", "moe.d_ff"),
+            *("memory.place", "optim.clip", "optim.clip_norm", *LAYOUT_KEYS[-3:]),
             *("model.num_heads", "model.num_kv_heads", "model.head_dim", "model.v_head_dim", "model.d_ff"),
             *STAGE_KEYS[1:],
         ),

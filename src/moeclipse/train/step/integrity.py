@@ -178,7 +178,7 @@ class Integrity:
         names, digests = [], []
         for name, part in self._states():
             names.append(name)
-            digests.append(digest(part))
+            digests.append(digest(part).to(self.mesh.device))
         return dict(zip(names, torch.stack(digests).tolist(), strict=True)) if digests else {}
 
     def _changed_state(self) -> list[str]:
@@ -197,7 +197,7 @@ class Integrity:
             held = bucket.weights()
             for segment in bucket.segments(everything=True):
                 part = slice(segment.offset, segment.offset + segment.length)
-                rounded = state.weight[part].to(bucket.params.dtype).to(held.dtype)
+                rounded = state.weight[part].to(bucket.params.dtype).to(held)
                 if not torch.equal(held[part], rounded):
                     yield (
                         f"rank {self.mesh.rank}: {segment.entry.name} is not what its master weights round to"
