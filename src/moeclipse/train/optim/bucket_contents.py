@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 
 from torch import nn
 
@@ -27,8 +27,15 @@ from moeclipse.tensor.cut import Cut, Share, cut_of, share_of
 from moeclipse.train.optim.column_shards import ColumnShard
 from moeclipse.train.optim.quant_blocks import block_for
 
-if TYPE_CHECKING:
-    from moeclipse.train.optim.buckets import Bucket
+
+class MadeBucket(Protocol):
+    """A bucket that somebody else makes; it is told how fast it learns, and its blocks."""
+
+    lr_factor: float
+    block: int
+
+
+Made = TypeVar("Made", bound=MadeBucket)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,18 +79,17 @@ class Content:
 Kind = tuple[bool, Share, bool, bool, float, int, str]
 """Of what is bucketed together: whether it decays, how tp ranks share it, whether it is no copy, is frozen;
 how much faster it learns, its blocks, its type (and of bytes which part of a matrix they are)."""
-MakeExpertBucket = Callable[[nn.Parameter, str, MoE, str], "Bucket | None"]
 
 
 def contents(
     model: nn.Module,
     mesh: Mesh,
     bucket_mb: float,
-    make_expert_bucket: MakeExpertBucket | None = None,
+    make_expert_bucket: Callable[[nn.Parameter, str, MoE, str], Made | None] | None = None,
     lr_factor: Callable[[str], float] = lambda _: 1.0,
     blocks: bool = False,
     by_layer: bool = False,
-) -> Iterator[Content | Bucket]:
+) -> Iterator[Content | Made]:
     """The model's parameters from last to first, in buckets; experts each stacked tensor for itself."""
     found = _contents(model, mesh, bucket_mb, make_expert_bucket, lr_factor, blocks, by_layer)
     for layer, content in found:
@@ -102,11 +108,11 @@ def _contents(
     model: nn.Module,
     mesh: Mesh,
     bucket_mb: float,
-    make_expert_bucket: MakeExpertBucket | None,
+    make_expert_bucket: Callable[[nn.Parameter, str, MoE, str], Made | None] | None,
     lr_factor: Callable[[str], float],
     blocks: bool,
     by_layer: bool,
-) -> Iterator[tuple[str, Content | Bucket]]:
+) -> Iterator[tuple[str, Content | Made]]:
     """Each with its layer, where buckets end with layers."""
     layers = {
         id(p): (name, layer, key)

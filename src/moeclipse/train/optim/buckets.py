@@ -35,9 +35,10 @@ from moeclipse.comm.async_ops.in_flight import InFlight
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce.collectives import SMALL_BYTES, PeerUse, collectives
 from moeclipse.core.errors import ScheduleError
+from moeclipse.moe.layer import MoE
 from moeclipse.ops.precision import wide_of
 from moeclipse.tensor.weight_grad import Accumulation, attach
-from moeclipse.train.optim.bucket_contents import BucketEntry, Content, MakeExpertBucket, contents
+from moeclipse.train.optim.bucket_contents import BucketEntry, Content, contents
 
 MainGrad = Literal["fp32", "bf16"]
 TURNS = 2
@@ -157,6 +158,9 @@ class Bucket:
                     offset=start - first,
                     length=stop - start,
                 )
+
+
+MakeExpertBucket = Callable[[nn.Parameter, str, MoE, str], Bucket | None]
 
 
 class SharedGrads:

@@ -26,7 +26,7 @@ class MemoryConfig:
     """Which of them may lie on the host."""
     share: float = 1.0
     """With place = "host": this part of it, layer by layer; the rest stays on the device."""
-    buffers: int = 3
+    buffers: int = 4
     """Buffers on the device that state visits for its update: so many buckets are under way at once."""
     device_gb: float = 0.0
     """With auto: memory of the device that a rank may fill; 0: what is free."""
@@ -52,13 +52,21 @@ class MemoryConfig:
                 yield f"memory.{name} ({getattr(self, name)}) must be a number, 0 or more"
 
 
-def travel_problems(memory: MemoryConfig, optim: OptimConfig, placement: PlacementConfig) -> Iterator[str]:
+def travel_problems(
+    memory: MemoryConfig, optim: OptimConfig, placement: PlacementConfig, pp: int
+) -> Iterator[str]:
     """What state on the host, and updates by layers, cannot go with."""
-    still = not placement.in_use
+    moves = placement.moves and not placement.at_ease  # which gives way (`train/placement/may_move`)
+    still = not (moves or placement.slots or placement.slots_per_rank != "auto")
     if memory.travels and not still:
         yield (
             f"memory.place ({memory.place!r}) needs experts that stay where they are: their state would have "
             "to move with them; set placement.planner = 'static' and leave placement.slots out"
+        )
+    if memory.place == "auto" and pp > 1:
+        yield (
+            f"memory.place = 'auto' needs parallel.pp = 1, not {pp}: stages differ in what they hold; set it "
+            "to 'host', with a memory.share"
         )
     if memory.travels and memory.states == "master" and optim.master == "none":
         yield "memory.states = 'master' needs master weights, and optim.master is 'none'; choose 'moments'"

@@ -25,7 +25,7 @@ from moeclipse.model.transformer import Transformer
 from moeclipse.moe.own_loop.standalone import moe_layers
 from moeclipse.moe.validate import expert_group, is_sharded
 from moeclipse.ops.random import key_of
-from moeclipse.pipeline.overlap import lay_out
+from moeclipse.pipeline.overlap import StageLayout, lay_out
 from moeclipse.schedule import kinds
 from moeclipse.schedule.check import Verified
 from moeclipse.tensor.parallel import TensorParallel
@@ -41,6 +41,7 @@ from moeclipse.train.optim.state_place import optimizer_of
 from moeclipse.train.placement.load_trace import AskedLoad, LoadHistory, StepLoad
 from moeclipse.train.placement.may_move import as_far_as_it_goes
 from moeclipse.train.placement.model_placement import ModelPlacement
+from moeclipse.train.predict.host_share import share_for
 from moeclipse.train.predict.step_program import ledger_of, one_stage, step_program, updates_in_backward
 from moeclipse.train.run.source_losses import told_by_source
 from moeclipse.train.step import memory_state
@@ -66,11 +67,6 @@ class Learner(CheckpointedState):
         self.batches = Batches(samples, config.data.batch_size, config.optim.accumulate, config.data.order)
         self.dtype = choose_dtype(config.model.dtype, mesh.device)
         repeat_bits(config.run.deterministic, mesh.device)
-        parallel = config.parallel
-        wanted = {"auto": None, "on": True, "off": False}[parallel.async_all_reduce]
-        sequence = parallel.sequence_parallel and mesh.tp > 1
-        how: dict[str, Any] = {"sequence_parallel": sequence, "async_all_reduce": wanted}
-        tp = TensorParallel.of(mesh, peer=parallel.peer, **how)
         assert mesh.hosts is not None  # all ranks ask together, also those whose layers need not know
         if config.lora.has("experts") and is_sharded(mesh, config.moe):
             mesh.expert_grads()  # likewise
@@ -78,43 +74,29 @@ class Learner(CheckpointedState):
         if config.pipeline.runs_program(mesh.pp, mesh.num_ranks):
             layout = lay_out(config.pipeline, config.model.num_layers, mesh.pp, config.optim.accumulate)
         self.placement = ModelPlacement(config, mesh, layout)
-        self.model = Transformer(
-            config.model,
-            config.moe,
-            config.gate,
-            mesh=mesh,
-            tp=tp,
-            seed=config.run.seed,
-            dtype=self.dtype,
-            held=None if layout is None else layout.layers_of(mesh.pp_index),
-            placement_of=self.placement.placement_of,
-            lora=config.lora,
-        )
-        expert_bucket, optim = self.placement.bucket, config.optim
-        self.groups = ParameterGroups.of(optim, config.lora)
+        share, notes = share_for(config, mesh)
+        self.model = self._make_model(layout)
+        self.groups = ParameterGroups.of(config.optim, config.lora)
         self.groups.apply(self.model, mesh)
-        given = (optim.bucket_mb, parallel.peer, expert_bucket, optim.main_grad, self.groups.lr_factor)
         in_backward = updates_in_backward(config, mesh.num_ranks, mesh.pp)
-        self.buckets = Buckets(
-            self.model,
-            mesh,
-            *given,
-            blocks=optim.state == "8bit",
-            by_layer=optim.clip == "layer",
-            shared_grads=in_backward and optim.accumulate == 1,
-        )
-        self.optim = optimizer_of(config, mesh, self.buckets, config.memory.share)
+        self.buckets = self._make_buckets(in_backward)
+        self.optim = optimizer_of(config, mesh, self.buckets, share)
         self.pipelined: Pipelined | None = None
         if layout is not None:
             self.pipelined = Pipelined(config, mesh, layout, self.model, self.batches, self.buckets)
-        if parallel.check_launches and mesh.num_ranks > 1 and not (config.model.memory and mesh.tp > 1):
+        if (
+            config.parallel.check_launches
+            and mesh.num_ranks > 1
+            and not (config.model.memory and mesh.tp > 1)
+        ):
             mesh.recorder.ledger = ledger_of(self.program(), mesh)
         if self.optim.host is not None:
             self.optim.host.follow(self.program().program.ranks[mesh.pp_index], self.buckets.buckets)
         self.one_by_one = OneByOne(config, mesh, self.model, self.buckets, self.batches)
         """Used where there is no pipeline."""
+        self.one_by_one.notes[:0] = notes
         self.by_layer: LayerClip | None = None
-        if optim.clip == "layer":
+        if config.optim.clip == "layer":
             self.by_layer = LayerClip(self.optim, config.model.num_layers, in_backward=in_backward)
             self.one_by_one.judge = self.by_layer.judge
         self.placement.bind(self.optim)
@@ -124,13 +106,46 @@ class Learner(CheckpointedState):
         self.layers = [layer for _, layer in moe_layers(self.model)]
         self.memories = tuple(memories(self.model))
         choose_alike(self.layers, config.run.deterministic, mesh.device)
-        self.bad = BadSteps(optim.max_bad_steps)
+        self.bad = BadSteps(config.optim.max_bad_steps)
         self.signals: Callable[[], int] = lambda: 0
         """A number that every rank learns of every other with a step's results (`train/run/saving`)."""
         self.loss_scale = LossScale(config.optim.loss_scale, self.dtype)
         self.loads = LoadHistory(config.placement.decay)
         self.integrity = Integrity(config, self.optim, self.placement, mesh, self._buffers)
         self.times = StepTimes(mesh)
+
+    def _make_model(self, layout: StageLayout | None) -> Transformer:
+        config, mesh, parallel = self.config, self.mesh, self.config.parallel
+        wanted = {"auto": None, "on": True, "off": False}[parallel.async_all_reduce]
+        sequence = parallel.sequence_parallel and mesh.tp > 1
+        how: dict[str, Any] = {"sequence_parallel": sequence, "async_all_reduce": wanted}
+        return Transformer(
+            config.model,
+            config.moe,
+            config.gate,
+            mesh=mesh,
+            tp=TensorParallel.of(mesh, peer=parallel.peer, **how),
+            seed=config.run.seed,
+            dtype=self.dtype,
+            held=None if layout is None else layout.layers_of(mesh.pp_index),
+            placement_of=self.placement.placement_of,
+            lora=config.lora,
+        )
+
+    def _make_buckets(self, in_backward: bool) -> Buckets:
+        optim = self.config.optim
+        return Buckets(
+            self.model,
+            self.mesh,
+            optim.bucket_mb,
+            self.config.parallel.peer,
+            self.placement.bucket,
+            optim.main_grad,
+            self.groups.lr_factor,
+            blocks=optim.state == "8bit",
+            by_layer=optim.clip == "layer",
+            shared_grads=in_backward and optim.accumulate == 1,
+        )
 
     @property
     def graphs(self) -> Graphs | None:
