@@ -52,7 +52,7 @@ def weights(learner: Learner) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for piece in learner.optim.pieces():
         if piece.name.startswith("weight/"):
-            found[f"{piece.name}[{piece.start}]"] = piece.data.clone()
+            found[f"{piece.name}[{piece.start}]"] = piece.values.clone()
     return found
 
 
@@ -104,7 +104,7 @@ def the_same_behind_backward(mesh: Mesh, changes: dict[str, Any], steps: int = 3
         learner_module.updates_in_backward = lambda *_, answer=in_backward: answer  # type: ignore[assignment]
         learner = Learner(config_of(changes), mesh)
         records = [learner.step(step) for step in range(steps)]
-        state = {f"{piece.name}[{piece.start}]": piece.data.clone() for piece in learner._pieces()}
+        state = {f"{piece.name}[{piece.start}]": piece.values.clone() for piece in learner._pieces()}
         found.append(([r["loss"] for r in records], [r["grad_norm"] for r in records], state))
         assert learner.by_layer is not None
         assert learner.by_layer.in_backward is in_backward

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -26,6 +27,7 @@ from moeclipse.ops.eight_bits import M_FRACTION, V_FRACTION, EightBits, decode, 
 from moeclipse.ops.low_bits import LowBits, join_part, split
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.rounding import Stretches
+from moeclipse.train.checkpoints.shard import Later
 from moeclipse.train.optim.buckets import Bucket
 from moeclipse.train.optim.optim_config import OptimConfig
 
@@ -81,10 +83,19 @@ class ShardState:
         part: torch.Tensor = kept[start:stop]
         return part
 
-    def piece(self, kind: str, start: int, stop: int) -> torch.Tensor:
-        """The same for a checkpoint: copies wait in host memory, where there is room for all of them."""
+    def piece(self, kind: str, start: int, stop: int) -> torch.Tensor | Later:
+        """The same for a checkpoint: copies wait in host memory, where there is room for all of them.
+
+        State that lies there already is widened when it is written.
+        """
+        if kind in self.on_host and not isinstance(getattr(self, kind), torch.Tensor):
+            make = partial(self._later, kind, start)
+            return Later(length=stop - start, dtype=self.type_of(kind), make=make)
         values = self.values(kind, start, stop)
         return values if isinstance(getattr(self, kind), torch.Tensor) else values.cpu()
+
+    def _later(self, kind: str, begin: int, start: int, stop: int) -> torch.Tensor:
+        return self.values(kind, begin + start, begin + stop).cpu()
 
     def type_of(self, kind: str) -> torch.dtype:
         """Of its values."""

@@ -163,12 +163,15 @@ def each_element(optim: OptimConfig, states: str, dtype: torch.dtype) -> float:
 
 
 def buffer_bytes(config: TrainConfig, axes: tuple[int, int, int], dtype: torch.dtype) -> float:
-    """Of the ring: each as large as the state of the largest bucket: a stack of experts, or a table."""
+    """Of the ring, each as large as the state of the largest bucket: experts, a table, dense parameters."""
     dp, ep, tp = axes
     sizes = sizes_of(config.model, config.moe, config.gate)
     stacked = config.moe.num_experts * sizes.d_model * sizes.expert_width * (2 if sizes.gated else 1)
-    table = sizes.table_parameters / (dp * ep * tp)
-    largest = max(stacked / (dp * ep * tp) if any(sizes.moe_layers) else 0.0, table)
+    dense = [sizes.dense_parameters(layer) for layer in range(config.model.num_layers)]
+    filled = max(dense) if config.optim.clip == "layer" else sum(dense)
+    filled = min(filled, config.optim.bucket_mb * 2**20 / 4)
+    several = max(stacked if any(sizes.moe_layers) else 0.0, sizes.table_parameters, filled)
+    largest = several / (dp * ep * tp)
     return config.memory.buffers * largest * each_element(config.optim, config.memory.states, dtype)
 
 

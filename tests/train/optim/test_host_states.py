@@ -7,16 +7,32 @@ from typing import Any
 
 import pytest
 import torch
-from test_optim_states import SMALL
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
-from moeclipse.core.errors import ConfigError
+from moeclipse.core.errors import ConfigError, ScheduleError
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank
+from moeclipse.train.checkpoints.shard import Later
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.step.learner import Learner
 
+SMALL: dict[str, Any] = {
+    "model.num_layers": 2,
+    "model.num_dense_layers": 1,
+    "model.d_model": 16,
+    "model.d_ff": 24,
+    "model.head_dim": 12,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 2,
+    "model.dtype": "bfloat16",
+    "moe.num_experts": 4,
+    "moe.d_ff": 12,
+    "data.seq_len": 8,
+    "data.batch_size": 4,
+    "optim.lr": 1e-2,
+    "run.steps": 20,
+}
 HOST = {"memory.place": "host", "optim.bucket_mb": 0.01}
 DEVICE = {"memory.place": "device", "optim.bucket_mb": 0.01}
 FORMS: dict[str, dict[str, Any]] = {
@@ -36,7 +52,7 @@ HOW: dict[str, dict[str, Any]] = {
 
 
 def config_of(*changes: dict[str, Any]) -> TrainConfig:
-    corpus = str(Path(__file__).with_name("text.txt"))
+    corpus = str(Path(__file__).parents[1] / "text.txt")
     merged: dict[str, Any] = {**SMALL, "data.files": (corpus,), "integrity.every": 1}
     for one in changes:
         merged |= one
@@ -44,7 +60,7 @@ def config_of(*changes: dict[str, Any]) -> TrainConfig:
 
 
 def state_of(learner: Learner) -> dict[str, torch.Tensor]:
-    return {f"{piece.name}[{piece.start}]": piece.data.clone() for piece in learner._pieces()}
+    return {f"{piece.name}[{piece.start}]": piece.values.clone() for piece in learner._pieces()}
 
 
 def trained(
@@ -159,20 +175,36 @@ def test_copies_are_told_as_hidden_or_exposed_like_other_transfers() -> None:
     run_alone(told)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"memory.share": 0.0}, "memory.share"),
-        ({"memory.share": 0.5, "memory.place": "auto"}, "needs memory.place = 'host'"),
-        ({"memory.buffers": 0}, "memory.buffers"),
-        ({"memory.host_gb": -1.0}, "memory.host_gb"),
-        ({"placement.planner": "greedy"}, "experts that stay where they are"),
-        ({"optim.master": "none", "memory.states": "master"}, "needs master weights"),
-        ({"optim.clip": "layer", "optim.clip_norm": 0.0}, "needs optim.clip_norm"),
-        ({"optim.clip": "layer", "model.dtype": "float16"}, "cannot go with model.dtype"),
-    ],
-)
-def test_what_cannot_be_right_is_said(changes: dict[str, Any], words: str) -> None:
-    from moeclipse.core.config import problems_of
+def out_of_order(mesh: Mesh) -> None:
+    learner = Learner(config_of(HOST), mesh)
+    host = learner.optim.host
+    assert host is not None
+    placed = [bucket for bucket in learner.buckets if bucket.name in host.travellers]
+    with pytest.raises(ScheduleError, match="is updated, but the program's next is"):
+        host.arrived(placed[0])  # nothing was fetched
+    host.begin_step()
+    host.begin_step()  # asked again, as by a second look at a step
+    with pytest.raises(ScheduleError, match=rf"next is 0BUCKET_UPDATE@. of {placed[0].name}"):
+        host.arrived(placed[1])
+    assert host.arrived(placed[0]) is not None
+    host.close()
 
-    assert [text for text in problems_of(config_of(HOST, changes)) if words in text]
+
+def test_an_update_that_is_not_the_next_of_the_program_is_refused() -> None:
+    run_alone(out_of_order)
+
+
+def written_as_it_lies(mesh: Mesh) -> None:
+    learner = Learner(config_of(HOST, FORMS["8bit"]), mesh)
+    learner.step(0)
+    pieces = [piece for piece in learner.optim.pieces() if not isinstance(piece.data, torch.Tensor)]
+    assert len(pieces) > 8
+    for piece in pieces:
+        assert isinstance(piece.data, Later)
+        parts = [piece.data[first : first + 7] for first in range(0, piece.data.numel(), 7)]
+        assert torch.equal(torch.cat(parts), piece.values)
+        assert piece.values.dtype == piece.data.dtype
+
+
+def test_narrow_state_of_the_host_is_widened_when_it_is_written() -> None:
+    run_alone(written_as_it_lies)
