@@ -92,6 +92,7 @@ def bytes_of_a_learner(mesh: Mesh) -> None:
         "data.seq_len": 16,
         "model.dtype": "bfloat16",
         "memory.place": "host",
+        "optim.clip": "layer",
     }
     for changes in ({}, {"optim.state": "8bit", "optim.master": "low-bits"}, {"memory.states": "moments"}):
         config = with_values(TrainConfig(), {**shape, **changes})

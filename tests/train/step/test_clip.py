@@ -250,6 +250,22 @@ def nothing_changes(mesh: Mesh, changes: dict[str, Any]) -> None:
         assert torch.equal(p.nan_to_num(7.0), before[name].nan_to_num(7.0)), name
 
 
+def nothing_changes_by_inf(mesh: Mesh) -> None:
+    learner = Learner(config_of({}), mesh)
+    before = {name: p.detach().clone() for name, p in learner.model.named_parameters()}
+    assert learner.by_layer is not None
+    judge = learner.by_layer.judge
+    learner.one_by_one.judge = lambda loss: judge(torch.full_like(loss, math.inf))
+    learner.step(0)
+    for name, p in learner.model.named_parameters():
+        assert torch.equal(p, before[name]), name
+
+
+def test_an_infinite_loss_changes_nothing() -> None:
+    """Gradients may be finite all the same."""
+    run_alone(nothing_changes_by_inf)
+
+
 @pytest.mark.parametrize("changes", [{}, HOST], ids=["device", "host"])
 def test_a_step_whose_loss_is_not_finite_changes_nothing(changes: dict[str, Any]) -> None:
     run_alone(nothing_changes, changes)
