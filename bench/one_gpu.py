@@ -43,6 +43,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "5b-resident": ("5b", {**SAME, **NARROW, "optim.accumulate": 1, "pipeline.recompute": "full"}),
     "5b-layers": ("5b", {**SAME, **NARROW, **LAYERS}),
     "5b-host": ("5b", {**SAME, **NARROW, **HOST}),
+    "5b-30gib": ("5b", {**SAME, **NARROW, **AUTO, "memory.device_gb": 1.073 * 30}),
     "5b-half": ("5b", {**SAME, **NARROW, **HOST, "memory.share": 0.5}),
     "5b-global": ("5b", {**SAME, **NARROW, **HOST, "optim.clip": "global"}),
     "5b-fp32-layers": ("5b", {**SAME, **LAYERS, "data.batch_size": 256, "optim.accumulate": 4}),
@@ -66,7 +67,7 @@ def config_of(way: str, steps: int, device_gb: float, smoke: bool) -> TrainConfi
     base = load(preset="tiny") if smoke else load(preset=shape) if shape == "5b" else config_for(shape)
     changes = {"run.steps": steps, "model.dtype": "bfloat16", "integrity.every": 0, **changes}
     if changes.get("memory.place") == "auto":
-        changes["memory.device_gb"] = device_gb
+        changes.setdefault("memory.device_gb", device_gb)
     changes |= TINY if smoke else {}
     return with_values(base, changes)
 

@@ -14,7 +14,13 @@ from moeclipse.schedule.check import verify
 from moeclipse.schedule.kinds import COPIES, Kind
 from moeclipse.schedule.launch import BucketShape, StepShape
 from moeclipse.schedule.op import Program
-from moeclipse.schedule.state_travel import fetched_ahead, in_the_buffer_before, layers_of, updates
+from moeclipse.schedule.state_travel import (
+    fetched_ahead,
+    in_the_buffer_before,
+    layers_of,
+    spread,
+    updates,
+)
 from moeclipse.schedule.templates import replicate
 from moeclipse.schedule.text import format_program, parse_program
 from moeclipse.sim.engine import simulate
@@ -66,6 +72,21 @@ def test_layers_may_have_several_buckets_some_of_which_do_not_travel() -> None:
         *("BUCKET_UPDATE2", "BUCKET_STORE2", "BUCKET_FETCH5"),
     ]
     assert [in_the_buffer_before(buckets, step, number) for number in (0, 2, 3, 5)] == [None, None, 0, 2]
+
+
+def test_a_share_of_buckets_travels_spread_over_backward_and_the_last_stay() -> None:
+    sizes = [(str(number), 2.0 if number % 2 else 4.0) for number in range(20)] + [("norm", 1e-4)]
+    whole = sum(size for _, size in sizes)
+    assert spread(sizes, 0.0) == []
+    assert spread(sizes, 1.0) == [str(number) for number in range(20)]  # but for the small one
+    for share in (0.2, 0.5, 0.72, 0.9):
+        names = spread(sizes, share)
+        taken = sum(size for name, size in sizes if name in names)
+        assert abs(taken - share * whole) <= 4.0
+        assert names == sorted(names, key=int)
+        assert "19" not in names
+        early = sum(size for name, size in sizes if name in names and int(name) < 10)
+        assert 0.4 < early / taken < 0.75, "not all on one side"
 
 
 @pytest.mark.parametrize("by_layer", [False, True])

@@ -80,15 +80,20 @@ def spread(sizes: Sequence[tuple[str, float]], share: float) -> list[str]:
     """Names of the buckets that travel, from (name, size) in the order of their updates.
 
     Evenly over backward: of every ten in a row as many as the share says, so that the wire works while the
-    layers between them compute. Small ones stay: a copy of some kilobytes costs more than it saves.
+    layers between them compute. The last ones stay where some do: the ways back of those before them need
+    something to hide behind. Small ones stay: a copy of some kilobytes costs more than it saves.
     """
     total = sum(size for _, size in sizes)
-    found, seen, taken = list[str](), 0.0, 0.0
-    for name, size in sizes:
-        if size <= SMALLEST * total:
-            continue
+    large = [(name, size) for name, size in sizes if size > SMALLEST * total]
+    whole = sum(size for _, size in large)
+    found, seen, taken = set[str](), 0.0, 0.0
+    for name, size in reversed(large):
         seen += size
-        if taken + size / 2 <= share * seen:
+        if taken + size <= share * seen:
             taken += size
-            found.append(name)
-    return found
+            found.add(name)
+    for name, size in large:  # what the rounding above left out
+        if name not in found and taken + size / 2 <= share * whole:
+            taken += size
+            found.add(name)
+    return [name for name, _ in large if name in found]

@@ -15,13 +15,13 @@ from moeclipse.train.config import TrainConfig
 from moeclipse.train.predict.host_share import (
     best_placing,
     buffer_bytes,
-    each_element,
     placing,
     share_for,
     simulated,
     state_and_rest,
 )
 from moeclipse.train.predict.plan_config import config_for
+from moeclipse.train.predict.state_bytes import each_element
 from moeclipse.train.step.learner import Learner
 
 BIG = {

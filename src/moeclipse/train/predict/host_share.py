@@ -23,14 +23,13 @@ from moeclipse.core.config import with_values
 from moeclipse.cost.hardware import LINKS, Device, Link, device
 from moeclipse.cost.step_bytes import ALONE, Again, Sharing, beside
 from moeclipse.model.flops import device_of
-from moeclipse.ops.precision import wide_of
 from moeclipse.sim.measure import Summary
 from moeclipse.sim.step_costs import StepCosts
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.optim.buckets import TURNS, summed_type
-from moeclipse.train.optim.optim_config import OptimConfig
 from moeclipse.train.predict.model_sizes import sizes_of
 from moeclipse.train.predict.run_step import RunStep
+from moeclipse.train.predict.state_bytes import each_element
 from moeclipse.train.predict.step_program import updates_in_backward
 from moeclipse.train.predict.step_sizes import step_work
 from moeclipse.train.step.dtype import choose_dtype
@@ -154,14 +153,6 @@ def state_and_rest(
     return state, held * dtype.itemsize + grads + kept + most
 
 
-def each_element(optim: OptimConfig, states: str, dtype: torch.dtype) -> float:
-    """Bytes of state of a parameter, of one or all of `memory.states`."""
-    wide = wide_of(dtype).itemsize
-    master = {"fp32": wide if wide > dtype.itemsize else 0, "low-bits": 2 + 1 / 8, "none": 0}[optim.master]
-    moments = 2 * {"fp32": wide, "bf16": 2, "8bit": 1 + 1 / 256}[optim.state]
-    return {"all": master + moments, "moments": moments, "master": master}[states]
-
-
 def buffer_bytes(config: TrainConfig, axes: tuple[int, int, int], dtype: torch.dtype) -> float:
     """Of the ring, each as large as the state of the largest bucket: experts, a table, dense parameters."""
     dp, ep, tp = axes
@@ -187,6 +178,5 @@ def simulated(
     dp, ep, _ = axes
     wire = LINKS["nvlink4" if hardware.name != "cpu" else "loopback"]
     costs = StepCosts(step_work(config, dp, ep, float(dtype.itemsize)), hardware, wire, host_link(config))
-    each = each_element(config.optim, config.memory.states, dtype)
-    run = RunStep(config=config, dp=dp, ep=ep, costs=None, step_costs=costs, host_share=share, host_each=each)
+    run = RunStep(config=config, dp=dp, ep=ep, costs=None, step_costs=costs, host_share=share)
     return run.answer("1f1b").summary

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from moeclipse.cost.model import Costs
 from moeclipse.pipeline.overlap import lay_out, make_program
 from moeclipse.schedule.check import Verified, verify
@@ -20,8 +22,12 @@ from moeclipse.sim.engine import simulate
 from moeclipse.sim.measure import summarise
 from moeclipse.sim.step_costs import GRADIENT_BYTES, StepCosts
 from moeclipse.train.config import TrainConfig
+from moeclipse.train.predict.state_bytes import each_element
 from moeclipse.train.predict.step_program import estimated_buckets, shapes_of_run, updates_in_backward
 from moeclipse.train.step.pipelined import chunks_for
+
+HELD = {2.0: torch.bfloat16, 8.0: torch.float64}
+"""Types of weights by their bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +42,8 @@ class RunStep:
     step_costs: StepCosts
     memory_limit: float | None = None
     """Most activations a rank may hold, in those of a layer for one microbatch."""
-    host_share: float = 0.0
-    """Of optimizer state that lies on the host ..."""
-    host_each: float = 0.0
-    """... and its bytes for each parameter."""
+    host_share: float | None = None
+    """Of optimizer state that lies on the host; None: as the configuration says, where it names one."""
 
     @property
     def title(self) -> str:
@@ -92,11 +96,15 @@ class RunStep:
 
     def _placed(self, buckets: Sequence[BucketShape], step: StepShape) -> tuple[BucketShape, ...]:
         """With the state that lies on the host; a layer is what fills a bucket."""
-        names = spread([(bucket.name, bucket.num_bytes) for bucket in buckets], self.host_share)
+        memory, width = self.config.memory, self.step_costs.work.layer.row_bytes_per_value
+        given = memory.share if memory.place == "host" else 0.0
+        share = given if self.host_share is None else self.host_share
+        each = each_element(self.config.optim, memory.states, HELD.get(width, torch.float32))
+        names = spread([(bucket.name, bucket.num_bytes) for bucket in buckets], share) if each else ()
         return tuple(
             bucket._replace(
                 layer=bucket.name.partition(".")[0],
-                host_bytes=self.host_each * bucket.num_bytes / GRADIENT_BYTES / step.size_of(bucket.axis)
+                host_bytes=each * bucket.num_bytes / GRADIENT_BYTES / step.size_of(bucket.axis)
                 if bucket.name in names
                 else 0.0,
             )
