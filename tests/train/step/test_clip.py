@@ -91,7 +91,11 @@ def against_torch(mesh: Mesh, changes: dict[str, Any]) -> None:
         assert not torch.allclose(parameter, copies[name], rtol=0, atol=1e-9), "one norm gives other weights"
 
 
-@pytest.mark.parametrize("changes", [{}, {"optim.accumulate": 2}, HOST], ids=["alone", "accumulate", "host"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, pytest.param({"optim.accumulate": 2}, marks=pytest.mark.full), HOST],
+    ids=["alone", "accumulate", "host"],
+)
 def test_a_layer_is_clipped_by_its_own_norm(changes: dict[str, Any]) -> None:
     run_alone(against_torch, {"optim.eps": 1e-3, **changes})
 
@@ -121,7 +125,7 @@ def the_same_behind_backward(mesh: Mesh, changes: dict[str, Any], steps: int = 3
     [
         {"pipeline.recompute": "full"},
         {**IN_BF16, **HOST},
-        {**IN_BF16, "optim.accumulate": 2},
+        pytest.param({**IN_BF16, "optim.accumulate": 2}, marks=pytest.mark.full),
         pytest.param({"model.tie_embeddings": True, "pipeline.recompute": "attn"}, marks=pytest.mark.full),
     ],
     ids=["recompute", "bf16", "accumulate", "tied"],
@@ -180,7 +184,7 @@ def step_on_ranks(mesh: Mesh, changes: dict[str, Any]) -> dict[str, torch.Tensor
     ("axes", "changes"),
     [
         ({"dp": 2}, {}),
-        ({}, HOST),
+        pytest.param({}, HOST, marks=pytest.mark.full),
         pytest.param({"tp": 2}, {"parallel.tp": 2}, marks=pytest.mark.full),
         ({"pp": 2}, {"parallel.pp": 2, "pipeline.schedule": "1f1b", "optim.accumulate": 4, **HOST}),
     ],
