@@ -368,7 +368,7 @@ def all_turns() -> None:
 
 def check_activation(shape: tuple[int, ...], name: str) -> None:
     width = shape[-1]
-    h, d_a = torch.randn(*shape[:-1], hidden_width(name, width)), torch.randn(shape)
+    h, d_a = 4 * torch.randn(*shape[:-1], hidden_width(name, width)), torch.randn(shape)
     h.requires_grad_()
     expected = activation.activate(h, name)
     report(f"activation {name} {shape}", activation._Activate.apply(h, name).detach(), expected.detach())

@@ -17,7 +17,7 @@ descriptors, gathered rows through asynchronous 16-byte copies (Hopper's TMA can
 import triton
 import triton.language as tl
 
-from moeclipse.ops.triton.activations import value_of
+from moeclipse.ops.triton.activations import gated_value, value_of
 from moeclipse.ops.triton.tiles import (
     halves,
     load_rows,
@@ -77,7 +77,7 @@ def up_gated(
         up = with_bias(up, bias, expert * 2 * F + F, n * BN, F, BIAS, BN)
         store_clipped(gate_out, first, left, n * BN, gate)
         store_clipped(up_out, first, left, n * BN, up)
-        store_clipped(a_out, first, left, n * BN, value_of(gate, ACT) * up)
+        store_clipped(a_out, first, left, n * BN, gated_value(gate, up, ACT))
 
 
 @triton.jit
