@@ -171,8 +171,7 @@ class HostStates:
     def settle(self) -> None:
         """Behind the last update of a step: all state is where it lies."""
         for left in self._left.values():
-            left.get()
-        self._left.clear()
+            left.get()  # and stays known: the next step's first fetch waits for it, whoever synchronises
 
     def close(self) -> None:
         """Give the host's memory back."""
