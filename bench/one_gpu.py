@@ -38,6 +38,7 @@ LAYERS = {"optim.clip": "layer", "optim.accumulate": 1, "pipeline.recompute": "f
 HOST = {**LAYERS, "memory.place": "host"}
 AUTO = {**LAYERS, "memory.place": "auto"}
 SAME = {"data.seq_len": 1024, "data.batch_size": 64, "run.deterministic": True}
+MANY = {"data.batch_size": 256, "optim.accumulate": 4, "pipeline.schedule": "layers"}
 LONG = {"data.seq_len": 4096}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "5b-resident": ("5b", {**SAME, **NARROW, "optim.accumulate": 1, "pipeline.recompute": "full"}),
@@ -46,16 +47,17 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "5b-30gib": ("5b", {**SAME, **NARROW, **AUTO, "memory.device_gb": 1.073 * 30}),
     "5b-half": ("5b", {**SAME, **NARROW, **HOST, "memory.share": 0.5}),
     "5b-global": ("5b", {**SAME, **NARROW, **HOST, "optim.clip": "global"}),
-    "5b-fp32-layers": ("5b", {**SAME, **LAYERS, "data.batch_size": 256, "optim.accumulate": 4}),
-    "5b-fp32-host": ("5b", {**SAME, **HOST, "data.batch_size": 256, "optim.accumulate": 4}),
+    "5b-fp32-layers": ("5b", {**SAME, **LAYERS, **MANY}),
+    "5b-fp32-host": ("5b", {**SAME, **HOST, **MANY}),
     "30b-none-32k": ("qwen3-30b-a3b", {**LONG, **ROUNDED, **AUTO, "data.batch_size": 8}),
     "30b-none-64k": ("qwen3-30b-a3b", {**LONG, **ROUNDED, **AUTO, "data.batch_size": 16}),
     "30b-low-32k": ("qwen3-30b-a3b", {**LONG, **NARROW, **AUTO, "data.batch_size": 8}),
     "30b-low-64k": ("qwen3-30b-a3b", {**LONG, **NARROW, **AUTO, "data.batch_size": 16}),
+    "30b-low-128k": ("qwen3-30b-a3b", {**LONG, **NARROW, **AUTO, **MANY, "data.batch_size": 32}),
 }
 TINY = {
     "data.seq_len": 32,
-    "data.batch_size": 2,
+    "data.batch_size": 4,
     "model.num_layers": 3,
     "model.num_dense_layers": 0,
     "memory.copy_gb_s": 0.5,

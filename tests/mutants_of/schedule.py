@@ -6,6 +6,14 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "schedule/layer_by_layer.py",
+        "    ops += [backward(stage, m) for stage in reversed(range(last)) for m in M]  # 3",
+        "    ops += [backward(stage, m) for m in M for stage in reversed(range(last))]  # 3",
+        "schedule/test_layer_by_layer.py::test_a_layer_is_updated_before_the_next_ones_gradients_begin",
+        "backward goes microbatch by microbatch",
+        "gradients of all layers have to be kept",
+    ),
+    Mutant(
         "schedule/needs.py",
         "        return [] if before is None else [(kinds.BUCKET_STORE, op.stage, None, None, before)]\n",
         "        return []\n",

@@ -39,6 +39,7 @@ SMALL: dict[str, Any] = {
     "integrity.every": 1,
 }
 IN_BF16 = {"model.dtype": "bfloat16", "optim.state": "8bit", "optim.master": "low-bits"}
+LAYERS = {"pipeline.schedule": "layers", "optim.accumulate": 4}
 HOST = {"memory.place": "host", "memory.buffers": 2}
 
 
@@ -93,8 +94,8 @@ def against_torch(mesh: Mesh, changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, pytest.param({"optim.accumulate": 2}, marks=pytest.mark.full), HOST],
-    ids=["alone", "accumulate", "host"],
+    [pytest.param({"optim.accumulate": 2}, marks=pytest.mark.full), HOST, {**HOST, **LAYERS}],
+    ids=["accumulate", "host", "layers"],
 )
 def test_a_layer_is_clipped_by_its_own_norm(changes: dict[str, Any]) -> None:
     run_alone(against_torch, {"optim.eps": 1e-3, **changes})
@@ -103,16 +104,18 @@ def test_a_layer_is_clipped_by_its_own_norm(changes: dict[str, Any]) -> None:
 def the_same_behind_backward(mesh: Mesh, changes: dict[str, Any], steps: int = 3) -> None:
     """In backward, with memory for gradients shared or not, and behind it: the same bits."""
     found: list[tuple[list[float], list[float], dict[str, torch.Tensor]]] = []
-    here = learner_module.updates_in_backward
+    here, shares = learner_module.updates_in_backward, learner_module.one_layer_at_a_time
     for in_backward in (True, False):
         learner_module.updates_in_backward = lambda *_, answer=in_backward: answer  # type: ignore[assignment]
+        if not in_backward:
+            learner_module.one_layer_at_a_time = lambda *_: False
         learner = Learner(config_of(changes), mesh)
         records = [learner.step(step) for step in range(steps)]
         state = {f"{piece.name}[{piece.start}]": piece.values.clone() for piece in learner._pieces()}
         found.append(([r["loss"] for r in records], [r["grad_norm"] for r in records], state))
         assert learner.by_layer is not None
         assert learner.by_layer.in_backward is in_backward
-    learner_module.updates_in_backward = here
+    learner_module.updates_in_backward, learner_module.one_layer_at_a_time = here, shares
     (losses, norms, state), (others, other_norms, other) = found
     assert (losses, norms) == (others, other_norms)
     assert losses[-1] != losses[0]
@@ -125,10 +128,11 @@ def the_same_behind_backward(mesh: Mesh, changes: dict[str, Any], steps: int = 3
     [
         {"pipeline.recompute": "full"},
         {**IN_BF16, **HOST},
+        {**LAYERS, **HOST, "pipeline.recompute": "full"},
         pytest.param({**IN_BF16, "optim.accumulate": 2}, marks=pytest.mark.full),
         pytest.param({"model.tie_embeddings": True, "pipeline.recompute": "attn"}, marks=pytest.mark.full),
     ],
-    ids=["recompute", "bf16", "accumulate", "tied"],
+    ids=["recompute", "bf16", "layers", "accumulate", "tied"],
 )
 def test_in_backward_or_behind_it_the_bits_are_the_same(changes: dict[str, Any]) -> None:
     run_alone(the_same_behind_backward, changes)
@@ -154,6 +158,10 @@ def gradients_share_memory(mesh: Mesh) -> None:
     learner = Learner(config_of({}), mesh)
     experts = [bucket for bucket in learner.buckets if "experts" in bucket.name]
     places = {bucket.grads.data_ptr() for bucket in experts}
+    by_layers = Learner(config_of(LAYERS), mesh)
+    assert len({bucket.grads.data_ptr() for bucket in by_layers.buckets if "experts" in bucket.name}) == len(
+        places
+    )
     kept = Learner(config_of({"optim.accumulate": 2}), mesh)
     assert len({bucket.grads.data_ptr() for bucket in kept.buckets}) == len(kept.buckets.buckets)
     assert len(experts) == 2 * len(places)  # four layers with experts take two turns

@@ -30,7 +30,7 @@ from moeclipse.train.optim.buckets import TURNS, summed_type
 from moeclipse.train.predict.model_sizes import sizes_of
 from moeclipse.train.predict.run_step import RunStep
 from moeclipse.train.predict.state_bytes import each_element
-from moeclipse.train.predict.step_program import updates_in_backward
+from moeclipse.train.predict.step_program import by_layers, one_layer_at_a_time
 from moeclipse.train.predict.step_sizes import step_work
 from moeclipse.train.step.dtype import choose_dtype
 from moeclipse.train.step.free_memory import memory_left
@@ -142,13 +142,14 @@ def state_and_rest(
     held, owned = sharing.held(sizes, layers, tables)
     summed = summed_type(config.optim.main_grad, dtype).itemsize
     grads = held * summed
-    if updates_in_backward(config, dp * ep * tp, 1) and config.optim.accumulate == 1:
+    if one_layer_at_a_time(config, dp * ep * tp, 1):
         ends = tables * sizes.table_parameters
         grads = (ends + (held - ends) * min(TURNS / len(layers), 1.0)) * summed
     tokens = config.data.batch_size * config.data.seq_len / (config.optim.accumulate * dp * ep)
     width = float(dtype.itemsize)
     kept = sum(sharing.layer(sizes, sizes.moe_layers[index], tokens, width, again) for index in layers)
-    most = beside(sizes, sharing, tokens, width, program=False, head=True)
+    kept *= config.optim.accumulate if by_layers(config) else 1
+    most = beside(sizes, sharing, tokens, width, program=by_layers(config), head=True)
     state = owned * each_element(config.optim, "all", dtype)
     return state, held * dtype.itemsize + grads + kept + most
 
@@ -179,4 +180,4 @@ def simulated(
     wire = LINKS["nvlink4" if hardware.name != "cpu" else "loopback"]
     costs = StepCosts(step_work(config, dp, ep, float(dtype.itemsize)), hardware, wire, host_link(config))
     run = RunStep(config=config, dp=dp, ep=ep, costs=None, step_costs=costs, host_share=share)
-    return run.answer("1f1b").summary
+    return run.answer("layers" if by_layers(config) else "1f1b").summary

@@ -70,8 +70,19 @@ def step_program(
 
 def updates_in_backward(config: TrainConfig, num_ranks: int, pp: int) -> bool:
     """Whether a layer is updated as soon as its gradients are there (`train/step/clip`)."""
-    alone = num_ranks == 1 and not config.pipeline.runs_program(pp, num_ranks)
-    return config.optim.clip == "layer" and alone
+    plain = not config.pipeline.runs_program(pp, num_ranks)
+    return config.optim.clip == "layer" and num_ranks == 1 and (plain or by_layers(config))
+
+
+def by_layers(config: TrainConfig) -> bool:
+    """Whether all microbatches go through a layer before the next."""
+    return config.pipeline.schedule == "layers"
+
+
+def one_layer_at_a_time(config: TrainConfig, num_ranks: int, pp: int) -> bool:
+    """Whether gradients of a layer are complete and used before those of the next begin."""
+    once = config.optim.accumulate == 1 or by_layers(config)
+    return once and updates_in_backward(config, num_ranks, pp)
 
 
 def shapes_of_run(

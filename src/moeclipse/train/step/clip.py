@@ -3,9 +3,10 @@
     global    sums of squares -> norm of everything -> updates of everything             behind backward
     layer     sums of squares of a layer -> its norm -> its update                       behind its gradients
 
-By layers, on one rank without a program, a layer is updated inside backward, as soon as its last gradient is
-there: state that travels does so under backward, and gradients of other layers need not be kept. On several
-ranks the norms of all layers are told with the numbers of a step, and updates follow then; bits are the same.
+By layers, on one rank whose microbatches go one after the other, or layer by layer (`pipeline.schedule =
+"layers"`), a layer is updated inside backward, as soon as its last gradient is there: state that travels does
+so under backward, and gradients of other layers need not be kept. Elsewhere the norms of all layers are told
+with the numbers of a step, and updates follow then; bits are the same.
 
 Contract. A step whose loss is not finite changes nothing. By layers, one whose gradient is not finite stands
 still alone, and this is told; the count of updates goes on.
@@ -16,6 +17,7 @@ Hazard. By layers nothing can be taken back once backward has begun: such a step
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -46,6 +48,8 @@ class LayerClip:
         self._squares: list[torch.Tensor] = []
         self._lr, self._scale = 0.0, 1.0
         self._good: torch.Tensor | None = None
+        self.ask: Callable[[], torch.Tensor] | None = None
+        """The loss of a step that is run by a program: it is there before the first layer's update."""
         if in_backward:
             optim.buckets.on_reduce = self._reduced
 
@@ -78,6 +82,8 @@ class LayerClip:
         shards = [buckets[each].reduced() for each in which]
         squares = self.optim.sum_of_squares_of([buckets[each] for each in which], shards)
         self._squares[self.place_of(buckets[number])] = squares
+        if self._good is None and self.ask is not None:
+            self.judge(self.ask())
         assert self._good is not None, "a layer is updated, and the loss is not known"
         factor = self.optim.factor(
             torch.where(self._good, squares.sqrt() / self._scale, math.nan), self._scale

@@ -42,7 +42,13 @@ from moeclipse.train.placement.load_trace import AskedLoad, LoadHistory, StepLoa
 from moeclipse.train.placement.may_move import as_far_as_it_goes
 from moeclipse.train.placement.model_placement import ModelPlacement
 from moeclipse.train.predict.host_share import share_for
-from moeclipse.train.predict.step_program import ledger_of, one_stage, step_program, updates_in_backward
+from moeclipse.train.predict.step_program import (
+    ledger_of,
+    one_layer_at_a_time,
+    one_stage,
+    step_program,
+    updates_in_backward,
+)
 from moeclipse.train.run.source_losses import told_by_source
 from moeclipse.train.step import memory_state
 from moeclipse.train.step.checkpointed_state import CheckpointedState
@@ -79,7 +85,7 @@ class Learner(CheckpointedState):
         self.groups = ParameterGroups.of(config.optim, config.lora)
         self.groups.apply(self.model, mesh)
         in_backward = updates_in_backward(config, mesh.num_ranks, mesh.pp)
-        self.buckets = self._make_buckets(in_backward)
+        self.buckets = self._make_buckets()
         self.optim = optimizer_of(config, mesh, self.buckets, share)
         self.pipelined: Pipelined | None = None
         if layout is not None:
@@ -99,6 +105,8 @@ class Learner(CheckpointedState):
         if config.optim.clip == "layer":
             self.by_layer = LayerClip(self.optim, config.model.num_layers, in_backward=in_backward)
             self.one_by_one.judge = self.by_layer.judge
+            if self.pipelined is not None:
+                self.by_layer.ask = self.pipelined.loss_so_far
         self.placement.bind(self.optim)
         self.evaluation = opened_for(config, mesh, self.model, samples, layout)
         self.evaluated: dict[str, Any] = {}
@@ -132,7 +140,7 @@ class Learner(CheckpointedState):
             lora=config.lora,
         )
 
-    def _make_buckets(self, in_backward: bool) -> Buckets:
+    def _make_buckets(self) -> Buckets:
         optim = self.config.optim
         return Buckets(
             self.model,
@@ -144,7 +152,7 @@ class Learner(CheckpointedState):
             self.groups.lr_factor,
             blocks=optim.state == "8bit",
             by_layer=optim.clip == "layer",
-            shared_grads=in_backward and optim.accumulate == 1,
+            shared_grads=one_layer_at_a_time(self.config, self.mesh.num_ranks, self.mesh.pp),
         )
 
     @property
