@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 
 from moeclipse.core.errors import ScheduleError
+from moeclipse.cost.model import UNIT
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.launch import BucketShape, StepShape
 from moeclipse.schedule.layer_by_layer import layer_by_layer
 from moeclipse.schedule.shape import LayerShape
 from moeclipse.schedule.templates import Expansion, expand
+from moeclipse.sim.engine import simulate
+from moeclipse.sim.measure import summarise
 
 
 def test_the_order() -> None:
@@ -25,7 +28,11 @@ def test_the_order() -> None:
 
 @pytest.mark.parametrize(("microbatches", "stages"), [(1, 1), (1, 5), (7, 1), (4, 6)])
 def test_any_numbers_are_proved(microbatches: int, stages: int) -> None:
-    verify(build("layers", 1, microbatches, stages))
+    """With what is kept at most, in stages of one microbatch, and without a bubble."""
+    found = summarise(simulate(build("layers", 1, microbatches, stages), UNIT))
+    assert found.peak == (microbatches * (stages - 1) + 1,)
+    assert found.bubble == 0
+    assert verify(build("layers", 1, microbatches, stages)).peak == found.peak
 
 
 def test_several_ranks_are_refused() -> None:
