@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +196,20 @@ def out_of_order(mesh: Mesh) -> None:
 
 def test_an_update_that_is_not_the_next_of_the_program_is_refused() -> None:
     run_alone(out_of_order)
+
+
+def given_back(mesh: Mesh) -> None:
+    before = threading.active_count()
+    learner = Learner(config_of(HOST), mesh)
+    learner.step(0)
+    assert threading.active_count() == before + 2
+    del learner
+    gc.collect()
+    assert threading.active_count() == before
+
+
+def test_memory_and_threads_are_given_back_with_the_optimizer() -> None:
+    run_alone(given_back)
 
 
 def written_as_it_lies(mesh: Mesh) -> None:

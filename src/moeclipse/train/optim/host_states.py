@@ -13,11 +13,12 @@ Contract. Bits are those of state that stays on the device: the same kernels rea
 steps nothing is under way (`settle`), so whoever saves, loads or compares reads the host's memory directly.
 A host that has too little memory is told before any of it is taken.
 
-Hazard. Memory that other programs take later is not foreseen. `close` unpins: pinned memory must not vanish.
+Hazard. Memory that other programs take later is not foreseen.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -70,6 +71,8 @@ class HostStates:
         """The last copy that read each buffer."""
         self._ops: list[tuple[Op, str]] = []
         self._next = 0
+        self._release = weakref.finalize(self, release, lane, self._memories)
+        self._release.atexit = False  # a process that ends gives back everything
 
     @property
     def num_bytes(self) -> int:
@@ -174,10 +177,14 @@ class HostStates:
             left.get()  # and stays known: the next step's first fetch waits for it, whoever synchronises
 
     def close(self) -> None:
-        """Give the host's memory back."""
-        self.lane.close()
-        for memory in self._memories.values():
-            memory.close()
+        """Give the host's memory back, as happens when nobody knows of it any more."""
+        self._release()
+
+
+def release(lane: HostLane, memories: dict[str, HostMemory]) -> None:
+    lane.close()
+    for memory in memories.values():
+        memory.close()
 
 
 def total_bytes(tensors: dict[str, torch.Tensor]) -> int:
