@@ -6,6 +6,30 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "ops/triton/tiles.py",
+        "row = place // BN * N + tl.minimum(",
+        "row = tl.minimum(",
+        "ops/triton/test_expert_forward.py::test_products_equal_the_reference",
+        "through pointers the gate's columns are loaded twice",
+        "on GPUs without the copy engine a = f(g) g, and nothing learns",
+    ),
+    Mutant(
+        "ops/triton/wgrad.py",
+        "mask = (place < count - k)[:, None]",
+        "mask = (place < BK)[:, None]",
+        "ops/triton/test_wgrad.py::test_pointers_give_the_same_sums",
+        "through pointers a group's last block reads the next group's rows",
+        "on GPUs without the copy engine experts learn from each other's tokens",
+    ),
+    Mutant(
+        "ops/architecture.py",
+        "and each.shared <= shared]",
+        "]",
+        "ops/test_architecture.py::test_a_device_resembles_its_generation",
+        "an RTX 4090 is taken for an A100",
+        "tiles do not fit its shared memory, and no kernel starts",
+    ),
+    Mutant(
         "ops/raw_bytes.py",
         "x.as_strided((x.numel(),), (1,))",
         "x.view(-1)",
