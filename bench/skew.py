@@ -12,8 +12,8 @@ is forced to be even, for the same tokens on the same ranks, over these:
     static      experts in order, nothing moves
     shadows     experts are lent for the step at hand, from its own counts (`balance/shadow`): static, times
                 what that leaves by the prices of loans, which over nodes are not quite those of the objective
-    planned     replicas by the incremental planner, from the loads before, taken two steps after they were
-                asked for, moves paid for in the step that makes them
+    planned     replicas by the incremental planner, from the loads before, asked for every ten steps and when
+                loads jump, taken two steps later, moves paid for in the step that makes them
     both        planned, and what is hot now is lent beside it: what training does with `auto`
 
 `later` is the second half of the steps: first plans are made in the first. `static` has one slot for each of
@@ -40,7 +40,7 @@ from moeclipse.balance.load import LoadTrace
 from moeclipse.balance.objective import PlacementCosts, nodes_of, score
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.planner import PlanConfig, plan
-from moeclipse.balance.workloads import STEADY, WORKLOADS, Shape, counts, forced_even
+from moeclipse.balance.workloads import STEADY, WORKLOADS, SharedLayer, counts, forced_even
 
 WAYS = ("static", "shadows", "planned", "both")
 D_MODEL, D_FF = 2048, 768
@@ -60,7 +60,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     given = parser.parse_args()
-    shape = Shape(num_experts=given.experts, top_k=given.top_k, num_ranks=given.ranks, tokens=given.tokens)
+    shape = SharedLayer(
+        num_experts=given.experts, top_k=given.top_k, num_ranks=given.ranks, tokens=given.tokens
+    )
     print(f"{'workload':16}{'rows of the fullest':>20}" + "".join(f"{way:>10}{'later':>8}" for way in WAYS))
     rows = []
     for workload in given.workloads:
@@ -86,7 +88,7 @@ def costs_for(calls: int, config: PlacementConfig) -> PlacementCosts:
     return replace(found, row_seconds=calls * found.row_seconds, row_bytes=calls * found.row_bytes)
 
 
-def measure(workload: str, shape: Shape, given: Any) -> dict[str, Any]:
+def measure(workload: str, shape: SharedLayer, given: Any) -> dict[str, Any]:
     config = PlacementConfig(planner="incremental")
     costs, ranks = costs_for(given.calls, config), shape.num_ranks
     node_P = nodes_of(ranks, given.nodes)
@@ -116,7 +118,7 @@ def measure(workload: str, shape: Shape, given: Any) -> dict[str, Any]:
         seconds["planned"].append(held.total + moves)
         seconds["both"].append(moves + held.total * more.after.total / more.before.total)
         trace.add(step, counts_PE[None])
-        if config.due(step):
+        if (config.due(step) or trace.jumped) and pending is None:
             begun = time.perf_counter()
             asked = PlanConfig(
                 planner="incremental", max_moved=config.max_moved, noise=trace.error(config.ahead)

@@ -51,7 +51,7 @@ class SimulateConfig:
     """Predict a pipeline schedule: timeline, bubble, hidden and exposed communication, peak memory."""
 
     schedule: str | None = None
-    """gpipe, 1f1b, 1f1b-pairs, vpp, vpp+1, zb-h1, zb-v, dualpipe, dualpipev (the default) or pp1."""
+    """gpipe, 1f1b, 1f1b-pairs, vpp, vpp+1, zb-h1, zb-v, dualpipe, dualpipev (the default), pp1 or layers."""
     ranks: int | None = None
     """Of the pipeline, 8 unless given; with --config all ranks of the run."""
     microbatches: int | None = None

@@ -35,6 +35,7 @@ def rounds_fit(num_ranks: int, num_microbatches: int) -> bool:
     return num_microbatches % max(1, num_microbatches // num_ranks) == 0
 
 
+ONE_RANK = Rule(text="one rank", holds=lambda s: s.P == 1)
 ONE_STAGE = Rule(text="one stage per rank", holds=lambda s: s.V == 1)
 TWO_STAGES = Rule(text="two stages per rank", holds=lambda s: s.V == 2)
 ROUNDS = Rule(
@@ -45,7 +46,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "gpipe": (ONE_STAGE,),
     "1f1b": (ONE_STAGE,),
     "1f1b-pairs": (ONE_STAGE,),
-    "pp1": (Rule(text="one rank", holds=lambda s: s.P == 1), ONE_STAGE),
+    "pp1": (ONE_RANK, ONE_STAGE),
     "vpp": (ROUNDS,),
     "vpp+1": (ROUNDS,),
     "zb-h1": (ONE_STAGE,),
@@ -60,6 +61,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         TWO_STAGES,
         Rule(text="at least two microbatches per rank", holds=lambda s: s.M >= 2 * s.P),
     ),
+    "layers": (ONE_RANK,),
 }
 SCHEDULES = tuple(RULES)
 

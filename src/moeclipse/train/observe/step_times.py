@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from moeclipse.comm.async_ops.exchange import gather
+from moeclipse.comm.async_ops.ledger import HOST_GROUP
 from moeclipse.comm.async_ops.record import StepStamps
 from moeclipse.comm.mesh import Mesh
 from moeclipse.report.intervals import StepSplit, TransferInterval, split_step
@@ -70,6 +71,11 @@ def transfers_of(stamps: StepStamps, mesh: Mesh, clock_s: float = 0.0) -> list[T
     counted: dict[str, int] = defaultdict(int)
     transfers = []
     for group_name, label, launched, done in stamps.transfers:
+        if group_name == HOST_GROUP:
+            transfers.append(
+                TransferInterval(label=label, launched=launched, last_launched=launched, done=done)
+            )
+            continue
         if group_name not in last:  # between stages: who waits there waits for the other stage's compute
             transfers.append(TransferInterval(label=label, launched=launched, last_launched=done, done=done))
             continue

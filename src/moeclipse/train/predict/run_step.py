@@ -7,18 +7,27 @@ its layers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from moeclipse.cost.model import Costs
 from moeclipse.pipeline.overlap import lay_out, make_program
 from moeclipse.schedule.check import Verified, verify
+from moeclipse.schedule.launch import BucketShape, StepShape
+from moeclipse.schedule.state_travel import spread
 from moeclipse.sim.compare import Answer
 from moeclipse.sim.engine import simulate
 from moeclipse.sim.measure import summarise
-from moeclipse.sim.step_costs import StepCosts
+from moeclipse.sim.step_costs import GRADIENT_BYTES, StepCosts
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.predict.step_program import estimated_buckets, shapes_of_run
+from moeclipse.train.predict.state_bytes import each_element
+from moeclipse.train.predict.step_program import estimated_buckets, shapes_of_run, updates_in_backward
 from moeclipse.train.step.pipelined import chunks_for
+
+HELD = {2.0: torch.bfloat16, 8.0: torch.float64}
+"""Types of weights by their bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +42,8 @@ class RunStep:
     step_costs: StepCosts
     memory_limit: float | None = None
     """Most activations a rank may hold, in those of a layer for one microbatch."""
+    host_share: float | None = None
+    """Of optimizer state that lies on the host; None: as the configuration says, where it names one."""
 
     @property
     def title(self) -> str:
@@ -76,6 +87,26 @@ class RunStep:
             layout, list(map(work.parameters, layers)), (table, 0.0 if tied else table), tied=tied
         )
         apart = layout.rank_of[0] != layout.rank_of[-1]
-        step = replace(step, buckets=buckets, tied=tied and apart)
+        by_layer = updates_in_backward(config, self.dp * self.ep * config.parallel.tp * pp, pp)
+        placed = tuple(self._placed(mine, step) for mine in buckets)
+        step = replace(step, buckets=placed, tied=tied and apart, by_layer=by_layer)
+        step = replace(step, slots=config.memory.buffers)
         chunks = chunks_for(config, self.dp * self.ep)
         return make_program(pipeline, layout, layers, pp, microbatches, chunks, step=step), layout.schedule
+
+    def _placed(self, buckets: Sequence[BucketShape], step: StepShape) -> tuple[BucketShape, ...]:
+        """With the state that lies on the host; a layer is what fills a bucket."""
+        memory, width = self.config.memory, self.step_costs.work.layer.row_bytes_per_value
+        given = memory.share if memory.place == "host" else 0.0
+        share = given if self.host_share is None else self.host_share
+        each = each_element(self.config.optim, memory.states, HELD.get(width, torch.float32))
+        names = spread([(bucket.name, bucket.num_bytes) for bucket in buckets], share) if each else ()
+        return tuple(
+            bucket._replace(
+                layer=bucket.name.partition(".")[0],
+                host_bytes=each * bucket.num_bytes / GRADIENT_BYTES / step.size_of(bucket.axis)
+                if bucket.name in names
+                else 0.0,
+            )
+            for bucket in buckets
+        )
