@@ -95,3 +95,19 @@ def test_beside_is_a_layer_logits_and_communicators() -> None:
     more = beside(SMALL, Sharing(), 100, 2, program=True, head=True)
     assert more == 5.5 * layer + COMMUNICATORS + 2 * 100 * 1000 * 2
     assert 0 < APART < 1
+
+
+@pytest.mark.parametrize("again", ["off", "attn", "mlp", "moe", "full"])
+@pytest.mark.parametrize("moe", [True, False])
+@pytest.mark.parametrize("ep", [1, 4])
+def test_parts_add_up_to_the_layer_whatever_is_recomputed(again: Again, moe: bool, ep: int) -> None:
+    model, sharing = replace(SMALL, shared_width=24), Sharing(ep=ep)
+    parts = sharing.parts(model, moe, 100, 2, again)
+    forgotten = {
+        "off": 0.0,
+        "attn": parts.attn,
+        "mlp": parts.shared + parts.mlp,
+        "moe": parts.shared + parts.mlp,
+        "full": parts.attn + parts.shared + parts.mlp,
+    }[again]
+    assert sum(parts) - forgotten == pytest.approx(sharing.layer(model, moe, 100, 2, again))

@@ -10,20 +10,16 @@ import pytest
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.cluster import cluster
-from moeclipse.cost.layer_seconds import UPDATE_BYTES, Seconds
+from moeclipse.cost.layer_seconds import OURS, REST, UPDATE_BYTES, Seconds, Software, slower
 from moeclipse.cost.model import Costs
 from moeclipse.plan.published import QWEN3_30B, QWEN3_235B, V3
 from moeclipse.plan.step import (
-    OURS,
-    REST,
     Layout,
     Prices,
-    Software,
     Step,
     StepTime,
     Terms,
     even_stages,
-    slower,
 )
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.shape import LayerShape

@@ -24,8 +24,7 @@ from moeclipse.cli.display import count
 from moeclipse.cli.guard import refuse_unwritable
 from moeclipse.core.config import to_toml
 from moeclipse.core.errors import ConfigError
-from moeclipse.core.toml import read_toml
-from moeclipse.cost.cluster import Cluster, cluster, cluster_from
+from moeclipse.cost.cluster import cluster_at
 from moeclipse.plan.layouts import Plan, Request, SearchResult, search
 from moeclipse.plan.step import Step, Terms
 from moeclipse.sim.trace import timeline
@@ -132,7 +131,7 @@ def request_of(options: PlanOptions, config: TrainConfig) -> Request:
         raise ConfigError("--tokens-per-step is needed where no configuration says data.batch_size: 4M, say")
     terms = Terms(
         model=sizes_of(config.model, config.moe, config.gate),
-        cluster=cluster_of(options.device),
+        cluster=cluster_at(options.device),
         sequence=sequence,
         dtype=options.dtype,
         imbalance=options.imbalance,
@@ -145,12 +144,6 @@ def request_of(options: PlanOptions, config: TrainConfig) -> Request:
         imbalance=options.imbalance,
         refuse=rules_of(config, batch, sequence),
     )
-
-
-def cluster_of(device: str) -> Cluster:
-    if device.endswith(".toml"):
-        return cluster_from(read_toml(device), device)
-    return cluster(device)
 
 
 def tokens_in(text: str) -> float:

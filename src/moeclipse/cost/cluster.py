@@ -20,6 +20,7 @@ from math import comb
 from typing import Any
 
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.toml import read_toml
 from moeclipse.cost.hardware import Device, Link, device, link
 
 TABLE_KEYS = ("device", "gpus_per_node", "near", "far", "host", "comm_processors")
@@ -161,6 +162,11 @@ def cluster(name: str) -> Cluster:
     if name not in CLUSTERS:
         device(name)  # which says what there is
     return CLUSTERS[name]
+
+
+def cluster_at(source: str) -> Cluster:
+    """By the name of its device, or from a TOML file."""
+    return cluster_from(read_toml(source), source) if source.endswith(".toml") else cluster(source)
 
 
 def cluster_from(data: Mapping[str, Any], source: str) -> Cluster:

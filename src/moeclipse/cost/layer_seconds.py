@@ -31,12 +31,41 @@ UPDATE_BYTES = 34.0
 the norm and for the update (8), the bf16 weight written (2)."""
 
 
+REST = 1.085
+"""What kernels take inside a step, in what they take alone: fitted on a published step (docs/planning.md)."""
+
+
 class Seconds(NamedTuple):
     """Forward, gradient of inputs, gradient of weights."""
 
     F: float = 0.0
     B: float = 0.0
     W: float = 0.0
+
+
+def slower(alone: Seconds) -> Seconds:
+    """As inside of a step."""
+    return Seconds(*(REST * part for part in alone))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """What a framework does beside its kernels."""
+
+    name: str
+    host_s: float
+    """That the host takes to launch one layer for one microbatch, forward and backward."""
+    hides: float
+    """Of the communication that stands beside compute in a pair, how much is hidden in fact."""
+    source: str
+
+
+OURS = Software(
+    name="moeclipse",
+    host_s=1e-3,
+    hides=0.9,
+    source="193 launches a layer and microbatch at 5 us; 0.90 to 0.95 hidden in pairs (bench/fb_overlap)",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +82,8 @@ class MicrobatchWork:
     dtype: Type = "bf16"
     imbalance: float = 1.0
     two_level: bool = True
+    tensor_inside: bool = True
+    """Gathers and scatters over tp are inside the parts they surround; else they are priced apart."""
 
     @cached_property
     def kernels(self) -> Kernels:
@@ -150,6 +181,8 @@ class MicrobatchWork:
 
     def _tensor(self) -> float:
         """One gather or scatter of a microbatch's tokens over tp."""
+        if not self.tensor_inside:
+            return 0.0
         return self.cluster.collective(2.0 * self.tokens * self.model.d_model, self.tp)
 
     def _exchange(self, value_bytes: float) -> float:

@@ -11,6 +11,7 @@ and kernels on a GPU may keep less.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -49,6 +50,16 @@ class Kept(NamedTuple):
             "moe": self.input + self.attn,
             "full": self.input,
         }[again]
+
+
+class ActivationBytes(NamedTuple):
+    """Of one layer for one microbatch on one rank, by the part whose backward releases them."""
+
+    input: float
+    """Until the layer's backward ends, whatever is recomputed."""
+    attn: float
+    shared: float
+    mlp: float
 
 
 def kept_by(model: ModelSizes, moe: bool, width: float) -> Kept:
@@ -113,6 +124,40 @@ class Sharing:
         if moe and again in ("off", "attn"):
             size += (self.imbalance - 1) * kept.mlp if ranks > 1 else 0.0
         return size * tokens / self.tp
+
+    def parts(
+        self, model: ModelSizes, moe: bool, tokens: float, width: float, again: Again
+    ) -> ActivationBytes:
+        """The same by parts, as if nothing were recomputed but for what then outlives its part."""
+        kept, share = kept_by(model, moe, width), tokens / self.tp
+        outlives = kept.normed if again == "attn" else 0.0
+        shared = 2 * width * model.shared_width if moe else 0.0
+        arrived = width * model.d_model * model.experts.visited(self.ep * self.tp) if moe else 0.0
+        mlp, held = kept.mlp - shared, 0.0
+        if moe and self.ep * self.tp > 1:
+            mlp += (self.imbalance - 1) * kept.mlp
+            mlp, held = (mlp, arrived) if again == "mlp" else (mlp + arrived, 0.0)
+        sizes = (kept.input + outlives + held, kept.attn - outlives, shared, mlp)
+        return ActivationBytes(*(share * size for size in sizes))
+
+
+def standing(
+    model: ModelSizes,
+    sharing: Sharing,
+    state: StateBytes,
+    stages: Sequence[range],
+    mine: Sequence[int],
+    tokens: float,
+    width: float,
+    *,
+    program: bool,
+) -> float:
+    """All of a rank that has the stages `mine`, but for activations: its state, and what is beside it."""
+    last, total = len(stages) - 1, 0.0
+    for stage in mine:
+        ends = int(stage == 0) + int(stage == last and not (model.tied and 0 in mine))
+        total += state.of(*sharing.held(model, stages[stage], ends))
+    return total + beside(model, sharing, tokens, width, program=program, head=last in mine)
 
 
 def beside(

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from moeclipse.cost.step_bytes import ALONE, APART, Again, Sharing, StateBytes, beside
+from moeclipse.cost.step_bytes import ALONE, APART, Again, Sharing, StateBytes, beside, standing
 from moeclipse.plan.step import Layout, Step, StepTime, Terms
 from moeclipse.schedule import kinds
 from moeclipse.schedule.legal import broken_rules
@@ -252,12 +252,12 @@ def in_flight(layout: Layout) -> int:
     most = {
         "1f1b": P,
         "zb-h1": P,
-        "pp1": 2,
-        "1f1b-pairs": 2 * P,
+        "pp1": 1,
+        "1f1b-pairs": 2 * P - 1,
         "zb-v": 2 * P,
         "dualpipev": 2 * P + 1,
         "vpp": 2 * (P - 1) + (V - 1) * P + 1,
-        "vpp+1": 2 * (P - 1) + (V - 1) * P + 2,
+        "vpp+1": 2 * (P - 1) + (V - 1) * P + 1,
     }[layout.schedule]
     return min(most, M * V)
 
@@ -287,27 +287,32 @@ def peak_bytes(request: Request, step: Step) -> tuple[float, ...]:
     program = step.program(min(layout.microbatches, 3 * layout.pp))
     placement = program.pipeline().placement
     found = []
-    last = len(step.stages) - 1
     for rank, most in enumerate(most_kept(program, kept)):
         mine = [stage % len(step.stages) for stage in placement.stages_of(rank)]
-        state = 0.0
-        for stage in mine:
-            ends = int(stage == 0) + int(stage == last and not (model.tied and 0 in mine))
-            state += request.state.of(*sharing.held(model, held[stage], ends))
-        head = last in mine
-        rest = beside(model, sharing, tokens, VALUE_BYTES, program=runs_program(layout), head=head)
-        found.append(state + most + rest)
+        rest = standing(
+            model,
+            sharing,
+            request.state,
+            held,
+            mine,
+            tokens,
+            VALUE_BYTES,
+            program=runs_program(layout),
+        )
+        found.append(most + rest)
     return tuple(found)
 
 
 def most_kept(program: Program, kept: Sequence[float]) -> Iterator[float]:
-    """Of each rank, by what its stages keep of a microbatch."""
+    """Of each rank, by what its stages keep of a microbatch.
+
+    In a pair one microbatch keeps a layer while another gives one back: what is beside them has room for it.
+    """
     for ops in program.ranks:
         now = most = 0.0
         for op in ops:
-            now += sum(_change(leaf, kept) for leaf in op.leaves if leaf.kind is kinds.F)
+            now += sum(_change(leaf, kept) for leaf in op.leaves)
             most = max(most, now)
-            now += sum(_change(leaf, kept) for leaf in op.leaves if leaf.kind is not kinds.F)
         yield most
 
 

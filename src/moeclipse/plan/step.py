@@ -22,7 +22,7 @@ import numpy as np
 from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.cluster import Cluster
 from moeclipse.cost.kernels import Type
-from moeclipse.cost.layer_seconds import UPDATE_BYTES, MicrobatchWork, Seconds
+from moeclipse.cost.layer_seconds import OURS, UPDATE_BYTES, MicrobatchWork, Seconds, Software, slower
 from moeclipse.cost.model import Costs
 from moeclipse.cost.sizes import ModelSizes
 from moeclipse.schedule import kinds
@@ -32,30 +32,8 @@ from moeclipse.schedule.op import Op, Program
 from moeclipse.schedule.shape import Recompute
 from moeclipse.sim.engine import Simulation, simulate
 
-REST = 1.085
-"""What kernels take inside a step, in what they take alone: fitted on a published step (docs/planning.md)."""
 FEW, MORE = 2, 3
 """Microbatches, in ranks of the pipeline, at which a schedule is simulated; then it repeats itself."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Software:
-    """What a framework does beside its kernels."""
-
-    name: str
-    host_s: float
-    """That the host takes to launch one layer for one microbatch, forward and backward."""
-    hides: float
-    """Of the communication that stands beside compute in a pair, how much is hidden in fact."""
-    source: str
-
-
-OURS = Software(
-    name="moeclipse",
-    host_s=1e-3,
-    hides=0.9,
-    source="193 launches a layer and microbatch at 5 us; 0.90 to 0.95 hidden in pairs (bench/fb_overlap)",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,11 +327,6 @@ class Step:
             hidden = self.stage_prices[number].compute_B
             longest = max(longest, max(summed - hidden, 0.0) + update + gathered)
         return longest * layout.stages_per_rank / layout.copies
-
-
-def slower(alone: Seconds) -> Seconds:
-    """As inside of a step."""
-    return Seconds(*(REST * part for part in alone))
 
 
 def even_stages(seconds: Sequence[float], head: float, num_stages: int) -> tuple[int, ...]:

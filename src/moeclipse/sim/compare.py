@@ -55,6 +55,8 @@ class Answer:
     summary: Summary
     model_copies: int
     stages_per_rank: int
+    bytes_of: tuple[float, ...] = ()
+    """Of each rank at its peak, state and all; empty: nobody counted them."""
 
     @property
     def exchange_hidden(self) -> float | None:

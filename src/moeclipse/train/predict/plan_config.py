@@ -60,8 +60,8 @@ def config_for(source: str) -> TrainConfig:
     return with_values(config, {"model.dtype": "bfloat16"})
 
 
-def state_of(config: TrainConfig) -> StateBytes:
-    held = torch.bfloat16
+def state_of(config: TrainConfig, held: torch.dtype = torch.bfloat16) -> StateBytes:
+    """Of one parameter; `held` is the type of weights."""
     gradient = summed_type(config.optim.main_grad, held).itemsize
     return StateBytes(weight=held.itemsize, gradient=gradient, shard=per_element(config.optim, held))
 
