@@ -103,10 +103,10 @@ def test_what_a_rank_keeps_is_walked_action_by_action() -> None:
 def test_bytes_of_one_rank_are_state_layers_and_the_rest() -> None:
     request = request_of(gpus=1)
     step = Step(request.terms, Layout(microbatches=16, samples=4))
-    held, owned = Sharing().held(SMALL, range(8), 2)
+    held = Sharing().held(SMALL, range(8), (True, True))
     layers = 8 * Sharing(imbalance=1.1).layer(SMALL, True, 4096, 2.0, "off")
     rest = beside(SMALL, Sharing(), 4096, 2.0, program=False, head=True)
-    assert peak_bytes(request, step) == (pytest.approx(6 * held + 12 * owned + layers + rest),)
+    assert peak_bytes(request, step) == (pytest.approx(6 * held.trained + 12 * held.owned + layers + rest),)
     assert rough_peak(request, step.layout) == pytest.approx(peak_bytes(request, step)[0])
     tied = replace(request, terms=replace(request.terms, model=replace(SMALL, tied=True)))
     less = peak_bytes(request, step)[0] - peak_bytes(tied, Step(tied.terms, step.layout))[0]

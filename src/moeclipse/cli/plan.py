@@ -1,7 +1,7 @@
 """`moeclipse plan`: which layout fits, and how fast it will be, before a GPU is asked for.
 
     moeclipse plan --model deepseek-v3 --gpus 2048 --device h800 --tokens-per-step 63M
-    moeclipse plan --model path/to/hf-folder --gpus 8 --device h100 --seq-len 8192
+    moeclipse plan --model path/to/hf-folder --gpus 8 --device h100 --seq-len 8192 --lora.rank 16
     moeclipse plan my.toml --gpus 64 --explain 3 -o best.toml
 
 What is counted and how far it is from published steps: docs/planning.md.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,14 +23,14 @@ from rich.table import Table
 
 from moeclipse.cli.display import count
 from moeclipse.cli.guard import refuse_unwritable
-from moeclipse.core.config import to_toml
+from moeclipse.core.config import flag_layer, to_toml
 from moeclipse.core.errors import ConfigError
 from moeclipse.cost.cluster import cluster_at
 from moeclipse.plan.layouts import Plan, Request, SearchResult, search
 from moeclipse.plan.step import Step, Terms
 from moeclipse.sim.trace import timeline
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.predict.model_sizes import sizes_of
+from moeclipse.train.predict.model_sizes import sizes_of_run
 from moeclipse.train.predict.plan_config import (
     batch_for,
     config_for,
@@ -49,7 +50,10 @@ TABLE_WIDTH = 170
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Find the layout of a model on a cluster: step time, memory, and what bounds it."""
+    """Find the layout of a model on a cluster: step time, memory, and what bounds it.
+
+    Keys of the configuration are flags, too: --lora.rank 16, --optim.state 8bit, --model.num-layers 24.
+    """
 
     source: tyro.conf.Positional[str] = ""
     """A TOML file, a preset, a model by name, or a Hugging Face folder; or --model."""
@@ -76,11 +80,15 @@ class PlanOptions:
 
 
 def main(argv: list[str]) -> int:
-    options = tyro.cli(PlanOptions, args=argv, prog="moeclipse plan")
+    own, keys = split_flags(argv)
+    options = tyro.cli(PlanOptions, args=own, prog="moeclipse plan")
+    flags, problems = flag_layer(TrainConfig, keys)
+    if problems:
+        raise ConfigError(problems)
     console = Console(highlight=False, soft_wrap=True)
     check(options)
     refuse_unwritable({"--out": options.out})
-    config = config_for(options.source or options.model)
+    config = config_for(options.source or options.model, flags)
     request = request_of(options, config)
     sequence = request.terms.sequence
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -102,6 +110,18 @@ def main(argv: list[str]) -> int:
         options.out.write_text(to_toml(planned_config(config, chosen, request.batch, sequence)))
         console.print(f"written to {options.out}; run it with: moeclipse train {options.out}")
     return 0
+
+
+def split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(options of this command, keys of the configuration): a key has a section, and takes what follows."""
+    own: list[str] = []
+    keys: list[str] = []
+    of_config = False
+    for word in words:
+        if word.startswith("-") and not word[1:2].isdigit():
+            of_config = word.startswith("--") and "." in word.partition("=")[0]
+        (keys if of_config else own).append(word)
+    return own, keys
 
 
 def check(options: PlanOptions) -> None:
@@ -130,7 +150,7 @@ def request_of(options: PlanOptions, config: TrainConfig) -> Request:
     elif named:
         raise ConfigError("--tokens-per-step is needed where no configuration says data.batch_size: 4M, say")
     terms = Terms(
-        model=sizes_of(config.model, config.moe, config.gate),
+        model=sizes_of_run(config),
         cluster=cluster_at(options.device),
         sequence=sequence,
         dtype=options.dtype,

@@ -36,7 +36,7 @@ from moeclipse.schedule import kinds
 from moeclipse.sim.cluster_costs import ClusterCosts
 from moeclipse.sim.compare import Answer
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.predict.model_sizes import sizes_of
+from moeclipse.train.predict.model_sizes import sizes_of_run
 from moeclipse.train.predict.plan_config import state_of
 from moeclipse.train.predict.run_step import Measured, RunBytes, RunStep
 from moeclipse.train.predict.step_sizes import value_bytes
@@ -169,7 +169,7 @@ def table_of(costs: str | None) -> Costs | None:
 def prices_of(config: TrainConfig, machine: Cluster, axes: tuple[int, int], imbalance: float) -> ClusterCosts:
     return ClusterCosts(
         MicrobatchWork(
-            model=sizes_of(config.model, config.moe, config.gate),
+            model=sizes_of_run(config),
             cluster=machine,
             tokens=tokens_of(config, axes),
             sequence=config.data.seq_len,
@@ -186,7 +186,7 @@ def bytes_of(config: TrainConfig, machine: Cluster, axes: tuple[int, int], imbal
     width = value_bytes(config.model.dtype, machine.device)
     held = torch.float32 if width > 2 else torch.bfloat16
     return RunBytes(
-        model=sizes_of(config.model, config.moe, config.gate),
+        model=sizes_of_run(config),
         sharing=Sharing(dp=dp, ep=ep, tp=config.parallel.tp, imbalance=imbalance),
         state=state_of(config, held),
         tokens=tokens_of(config, axes),

@@ -233,10 +233,10 @@ def rough_peak(request: Request, layout: Layout) -> float:
     per_stage = -(-model.num_layers // layout.num_stages)
     layers = min(per_stage * layout.stages_per_rank, model.num_layers)
     last = range(model.num_layers - layers, model.num_layers)
-    moe = any(model.moe_layers)
-    kept = per_stage * sharing.layer(model, moe, tokens, VALUE_BYTES, layout.recompute)
-    tables = 2 if layout.pp == 1 and not model.tied else 1
-    state = request.state.of(*sharing.held(model, last, tables))
+    moe, part = any(model.moe_layers), model.training(model.num_layers - 1)
+    kept = per_stage * sharing.layer(model, moe, tokens, VALUE_BYTES, layout.recompute, part)
+    tables = (layout.pp == 1 and not model.tied, True)
+    state = request.state.of(model, sharing.held(model, last, tables))
     rest = beside(model, sharing, tokens, VALUE_BYTES, program=runs_program(layout), head=True)
     return state + kept * in_flight(layout) + rest
 
@@ -280,10 +280,12 @@ def peak_bytes(request: Request, step: Step) -> tuple[float, ...]:
     tokens = layout.samples * request.terms.sequence
     firsts = [sum(step.stages[:number]) for number in range(len(step.stages))]
     held = [range(first, first + count) for first, count in zip(firsts, step.stages, strict=True)]
+    kinds_of = [(moe, model.training(layer)) for layer, moe in enumerate(model.moe_layers)]
     sizes = {
-        moe: sharing.layer(model, moe, tokens, VALUE_BYTES, layout.recompute) for moe in set(model.moe_layers)
+        kind: sharing.layer(model, kind[0], tokens, VALUE_BYTES, layout.recompute, kind[1])
+        for kind in set(kinds_of)
     }
-    kept = [sum(sizes[model.moe_layers[i]] for i in layers) for layers in held]
+    kept = [sum(sizes[kinds_of[i]] for i in layers) for layers in held]
     program = step.program(min(layout.microbatches, 3 * layout.pp))
     placement = program.pipeline().placement
     found = []

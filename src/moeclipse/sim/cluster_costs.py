@@ -54,10 +54,9 @@ class ClusterCosts:
         return self.model.table_parameters / self.work.tp
 
     def parameters(self, number: int, shape: LayerShape) -> tuple[float, float]:
-        """(dense ones, of experts) of a layer on a rank; these are summed over dp, those over dp x ep."""
-        owners = self.work.expert_ranks
-        experts = self.model.expert_parameters * self.model.experts.num_experts / owners
-        return self.model.dense_parameters(number) / self.work.tp, experts if shape.moe else 0.0
+        """Trained ones, (dense, of experts), of a layer on a rank: summed over dp x ep, and over dp."""
+        experts = self.model.trained_experts(number) / self.work.expert_ranks
+        return self.model.trained_dense(number) / self.work.tp, experts if shape.moe else 0.0
 
     def costs(self, program: Program | None = None) -> Costs:
         """What goes with the durations. A host's time for a layer is shared by the ops of `program`."""
@@ -113,14 +112,15 @@ class ClusterCosts:
         return self._part(part, layer.moe, number, op.chunks)[FORM[form]]
 
     def _part(self, part: Part, moe: bool, number: int, chunks: int) -> Seconds:
-        key = (part, moe, number if part is Part.ATTN else 0, chunks)
+        apart = part is Part.ATTN or bool(self.model.trained)
+        key = (part, moe, number if apart else 0, chunks)
         if key not in self._parts:
             work = self._chunk(chunks)
             alone = {
                 Part.ATTN: lambda: work.attention(number),
-                Part.ROUTE: work.route,
-                Part.SHARED: work.shared,
-                Part.MLP: work.experts if moe else work.dense,
+                Part.ROUTE: lambda: work.route(number),
+                Part.SHARED: lambda: work.shared(number),
+                Part.MLP: lambda: work.experts(number) if moe else work.dense(number),
                 Part.HEAD: work.head,
             }[part]()
             self._parts[key] = slower(alone)

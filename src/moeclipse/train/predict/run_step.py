@@ -57,7 +57,8 @@ class RunBytes:
         found = []
         for index, layer in enumerate(layers):
             again = pipeline.recomputed if pipeline.runs_again(index) else "off"
-            kept = self.sharing.parts(self.model, layer.moe, self.tokens, self.width, again)
+            part = self.model.training(index)
+            kept = self.sharing.parts(self.model, layer.moe, self.tokens, self.width, again, part)
             found.append(replace(layer, activation=Activation(**kept._asdict())))
         return found
 
