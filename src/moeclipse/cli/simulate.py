@@ -54,7 +54,7 @@ class SimulateConfig:
     run: tyro.conf.Positional[str] = ""
     """The folder of a run, or a configuration: its own step instead of a drawn one."""
     schedule: str | None = None
-    """gpipe, 1f1b, 1f1b-pairs, vpp, vpp+1, zb-h1, zb-v, dualpipe, dualpipev (the default) or pp1."""
+    """gpipe, 1f1b, 1f1b-pairs, vpp, vpp+1, zb-h1, zb-h2, zb-m, zb-v, dualpipe, pp1 or dualpipev (default)."""
     ranks: int | None = None
     """Of the pipeline, 8 unless given; of a run all its ranks."""
     microbatches: int | None = None
@@ -70,6 +70,10 @@ class SimulateConfig:
     """Of a run: rows of the busiest rank, in mean ranks; 1.1 unless given."""
     stages_per_rank: int | None = None
     """For schedules that have a choice (vpp, vpp+1); default 2."""
+    group_size: int | None = None
+    """Of vpp and vpp+1: microbatches that pass a stage before the rank's next one begins."""
+    budget: int | None = None
+    """Of zb-m: microbatches that a rank may hold; as many as ranks unless given."""
     compare: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="[SCHEDULE ...]")] = None
     """Lay these schedules side by side; without names: all of them."""
     costs: str | None = None
@@ -118,6 +122,8 @@ def main(argv: list[str]) -> int:
         microbatches=32 if config.microbatches is None else config.microbatches,
         costs=load_costs(config.costs or "deepseek-v3"),
         stages_per_rank=config.stages_per_rank,
+        group_size=config.group_size or 0,
+        budget=config.budget or 0,
         layers=layers,
         recompute=config.recompute or "off",
         memory_limit=config.memory_limit,
@@ -144,11 +150,15 @@ def refuse_idle(config: SimulateConfig, source: Path | None) -> None:
         raise ConfigError(
             f"--imbalance ({config.imbalance}) must be at least 1: the busiest rank has the mean"
         )
+    for name, least in (("group_size", config.group_size), ("budget", config.budget)):
+        if least is not None and least < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} ({least}) must be at least 1")
     if config.compare is not None:
         alone = dict.fromkeys(("trace", "csv", "from_csv", "grid", "width"), "shows one schedule")
         _refuse(config, alone | {"schedule": "names one schedule"}, "leave it out with --compare")
     if config.from_csv is not None:
         names: tuple[str, ...] = ("schedule", "ranks", "microbatches", "stages_per_rank")
+        names += ("group_size", "budget")
         _refuse(config, dict.fromkeys(names, "would choose an order"), "--from-csv brings its own")
     if config.overlap in ("off", "pair"):
         _refuse(
@@ -191,6 +201,8 @@ def _simulate_run(console: Console, config: SimulateConfig, path: Path) -> None:
             "optim.accumulate": ("--microbatches", config.microbatches),
             "pipeline.recompute": ("--recompute", config.recompute),
             "pipeline.overlap": ("--overlap", config.overlap),
+            "pipeline.group_size": ("--group-size", config.group_size),
+            "pipeline.budget": ("--budget", config.budget),
         },
         memory_limit=config.memory_limit,
     )
@@ -242,7 +254,8 @@ def _view(question: Question) -> View:
 def _program(question: Question, config: SimulateConfig) -> Program:
     if config.from_csv is None:
         name = config.schedule or "dualpipev"
-        return build(name, question.ranks, question.microbatches, question.stages_per_rank)
+        orders = {"group_size": question.group_size, "budget": question.budget}
+        return build(name, question.ranks, question.microbatches, question.stages_per_rank, **orders)
     if not config.from_csv.is_file():
         raise ConfigError(f"--from-csv: there is no file {config.from_csv}")
     try:

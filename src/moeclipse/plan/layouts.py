@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from moeclipse.cost.step_bytes import ALONE, APART, Again, Sharing, StateBytes, beside, standing
 from moeclipse.plan.step import Layout, Step, StepTime, Terms
 from moeclipse.schedule import kinds
+from moeclipse.schedule.interleaved import group_sizes
 from moeclipse.schedule.legal import broken_rules
 from moeclipse.schedule.op import Op, Program
 
@@ -171,7 +172,7 @@ def schedules_of(layout: Layout, num_layers: int) -> Iterator[Layout]:
         if layout.microbatches > 1 and layout.ep * layout.tp > 1:
             yield replace(layout, schedule="pp1", overlap="pair")
         return
-    for name in ("1f1b", "zb-h1", "zb-v", "vpp", "vpp+1", "1f1b-pairs", "dualpipev"):
+    for name in ("1f1b", "zb-h1", "zb-h2", "zb-v", "vpp", "vpp+1", "1f1b-pairs", "dualpipev"):
         per_rank = STAGES if name.startswith("vpp") else (2 if name in ("zb-v", "dualpipev") else 1,)
         for stages in per_rank:
             if layout.pp * stages > num_layers or broken_rules(name, layout.pp, layout.microbatches, stages):
@@ -249,15 +250,17 @@ def runs_program(layout: Layout) -> bool:
 def in_flight(layout: Layout) -> int:
     """Most activations that a rank holds, in those of a stage for one microbatch."""
     P, V, M = layout.pp, layout.stages_per_rank, layout.microbatches
+    G = max(group_sizes(P, M))
     most = {
         "1f1b": P,
         "zb-h1": P,
+        "zb-h2": 2 * P - 1,
         "pp1": 1,
         "1f1b-pairs": 2 * P - 1,
         "zb-v": 2 * P,
         "dualpipev": 2 * P + 1,
-        "vpp": 2 * (P - 1) + (V - 1) * P + 1,
-        "vpp+1": 2 * (P - 1) + (V - 1) * P + 1,
+        "vpp": 2 * (P - 1) + (V - 1) * G + 1,
+        "vpp+1": 2 * (P - 1) + (V - 1) * G + 1,
     }[layout.schedule]
     return min(most, M * V)
 
