@@ -87,7 +87,7 @@ class MicrobatchWork:
 
     @cached_property
     def kernels(self) -> Kernels:
-        return Kernels(device=self.cluster.device)
+        return Kernels(device=self.cluster.device, constants=self.cluster.constants)
 
     @cached_property
     def expert_ranks(self) -> int:
