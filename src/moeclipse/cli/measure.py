@@ -24,6 +24,7 @@ from rich.console import Console
 from moeclipse.cli.guard import refuse_unwritable
 from moeclipse.cli.two_ranks import Answer, ask_two_ranks
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.outside import parse_json
 
 PATIENCE_S = 30.0
 SHORT, LONG = 1 << 10, 1 << 22
@@ -89,7 +90,7 @@ def measured_wire(kind: str) -> tuple[float, float] | None:
     yes, text = ask_two_ranks(_over_cpu if kind == "cpu" else _over_nccl, PATIENCE_S)
     if not yes:
         return None
-    short, long = json.loads(text)
+    short, long = parse_json(text)
     return (LONG - SHORT) / max(long - short, 1e-9), short
 
 

@@ -11,7 +11,7 @@ import torch
 from moeclipse.cost.cluster import cluster, cluster_at
 from moeclipse.cost.kernels import Kernels
 from moeclipse.train.predict import machine
-from moeclipse.train.predict.machine import Stopwatch, as_toml, line, measured_launch, measured_machine
+from moeclipse.train.predict.machine import MachineClock, as_toml, line, measured_launch, measured_machine
 
 
 def test_rates_are_a_line_in_their_inner_dimension() -> None:
@@ -24,7 +24,7 @@ def test_rates_are_a_line_in_their_inner_dimension() -> None:
 
 def test_medians_leave_out_the_first_and_the_slow() -> None:
     spent = iter((0.05, 0.0, 0.0, 0.05, 0.0, 0.0))
-    assert Stopwatch(torch.device("cpu"), repeats=5)(lambda: time.sleep(next(spent))) < 0.02
+    assert MachineClock(torch.device("cpu"), repeats=5)(lambda: time.sleep(next(spent))) < 0.02
 
 
 def test_this_machine_becomes_a_file_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,10 +41,10 @@ def test_this_machine_becomes_a_file_that_is_read(tmp_path: Path, monkeypatch: p
     assert found.constants.tile_m == 1, "what is not measured is that of the device"
     assert found.device.memory > 1e8
     a = torch.ones(256, 256)
-    real = Stopwatch(cpu)(lambda: a @ a)
+    real = MachineClock(cpu)(lambda: a @ a)
     predicted = Kernels(device=found.device, constants=found.constants).product(256, 256, 256, "fp32")
     assert 0.1 < predicted / real < 10, "of the right size, on a machine that others use"
-    assert measured_launch(cpu, Stopwatch(cpu))[1] < 1e-3
+    assert measured_launch(cpu, MachineClock(cpu))[1] < 1e-3
 
 
 def test_constants_of_a_file_count(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ COPIED = {"cuda": 1 << 30, "cpu": 1 << 26}
 Table = dict[str, float]
 
 
-class Stopwatch:
+class MachineClock:
     """Medians on one device; the host waits for it once a repeat."""
 
     def __init__(self, device: torch.device, repeats: int = REPEATS) -> None:
@@ -65,7 +65,7 @@ def line(inner: Sequence[float], rates: Sequence[float]) -> tuple[float, float]:
     return float(1 / height), float(max(slope / height, 1.0))
 
 
-def measured_products(device: torch.device, dtype: torch.dtype, watch: Stopwatch) -> tuple[float, float]:
+def measured_products(device: torch.device, dtype: torch.dtype, watch: MachineClock) -> tuple[float, float]:
     side, rates = SIDE[device.type], []
     for k in INNER[device.type]:
         a, b = (torch.ones(shape, device=device, dtype=dtype) for shape in ((side, k), (k, side)))
@@ -73,7 +73,7 @@ def measured_products(device: torch.device, dtype: torch.dtype, watch: Stopwatch
     return line(INNER[device.type], rates)
 
 
-def measured_groups(device: torch.device, dtype: torch.dtype, watch: Stopwatch) -> tuple[float, float]:
+def measured_groups(device: torch.device, dtype: torch.dtype, watch: MachineClock) -> tuple[float, float]:
     groups, rows = GROUPS[device.type]
     width, rates = SIDE[device.type] // 2, []
     for k in INNER[device.type]:
@@ -84,7 +84,7 @@ def measured_groups(device: torch.device, dtype: torch.dtype, watch: Stopwatch) 
     return line(INNER[device.type], rates)
 
 
-def measured_attention(device: torch.device, dtype: torch.dtype, watch: Stopwatch) -> tuple[float, float]:
+def measured_attention(device: torch.device, dtype: torch.dtype, watch: MachineClock) -> tuple[float, float]:
     """FLOP/s, forward and backward, of the pairs that a causal mask leaves."""
     heads, tokens, width = ATTENTION[device.type]
     shape = (1, heads, tokens, width)
@@ -98,13 +98,13 @@ def measured_attention(device: torch.device, dtype: torch.dtype, watch: Stopwatc
     return 4.0 * pairs * width / forward, 10.0 * pairs * width / backward
 
 
-def measured_memory(device: torch.device, watch: Stopwatch) -> float:
+def measured_memory(device: torch.device, watch: MachineClock) -> float:
     block = torch.ones(COPIED[device.type] // 4, device=device)
     into = torch.empty_like(block)
     return 2.0 * block.nbytes / watch(lambda: into.copy_(block))
 
 
-def measured_launch(device: torch.device, watch: Stopwatch) -> tuple[float, float]:
+def measured_launch(device: torch.device, watch: MachineClock) -> tuple[float, float]:
     """Seconds of a small operation: (until the host has launched it, until the device is done with it)."""
     small = torch.ones(16, device=device)
     launched: list[float] = []
@@ -121,7 +121,7 @@ def measured_launch(device: torch.device, watch: Stopwatch) -> tuple[float, floa
 
 def measured_machine(device: torch.device, wire: tuple[float, float] | None = None) -> dict[str, Any]:
     """Tables of a cluster file (`cost/cluster`); `wire`: (bytes a second, seconds a message) of two ranks."""
-    watch = Stopwatch(device)
+    watch = MachineClock(device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     peak, inner = measured_products(device, dtype, watch)
     grouped, grouped_inner = measured_groups(device, dtype, watch)
