@@ -116,8 +116,13 @@ def _times(rank: int, folder: str, kind: str) -> Answer:
     if kind == "cuda":
         os.environ |= device_settings(place, pp=1, deadline_s=PATIENCE_S, backend="nccl")
     store = dist.FileStore(f"{folder}/meet", 2)
-    backend = "nccl" if kind == "cuda" else "auto"
-    watch = start(place, device=device, deadline_s=PATIENCE_S / 2, store=store, backend=backend)
+    watch = start(
+        place,
+        device=device,
+        deadline_s=PATIENCE_S / 2,
+        store=store,
+        backend="nccl" if kind == "cuda" else "auto",
+    )
     mesh = Mesh(dp=1, ep=2, rank=rank, device=device, watch=watch)
     found = []
     for size in (SHORT, LONG):
