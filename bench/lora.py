@@ -2,9 +2,11 @@
 
     .venv/bin/python bench/lora.py [--layers 12] [--batch 8] [--length 1024] [--rank 16] [--ways ...]
     .venv/bin/python bench/lora.py --smoke                    tiny, also without a GPU
+    .venv/bin/python bench/lora.py --model gpt-oss-120b --layers 36 --ways "ours experts" \
+        --set 'model.base="mxfp4"'
 
-The shape of Qwen3-30B-A3B with some of its layers and random weights, the same number of tokens in a step,
-each way in a process of its own:
+The shape of Qwen3-30B-A3B with some of its layers and random weights (or that of another model that
+`moeclipse plan` knows), the same number of tokens in a step, each way in a process of its own:
 
     ours qv         adapters on q and v, `Learner.step` as `moeclipse train` runs it
     ours experts    on q, v and the experts
@@ -34,16 +36,16 @@ from whole_step import our_step, summed, timed
 
 from moeclipse.core.config import with_values
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.presets import load
+from moeclipse.train.predict.plan_config import config_for
 
 WAYS = ("ours qv", "ours experts", "peft qv", "peft experts")
 ALPHA = 32.0
 
 
 def main() -> int:
-    smallest = {"preset": "tiny", "layers": 2, "batch": 2, "length": 32, "steps": 1, "rank": 4}
+    smallest = {"model": "tiny", "layers": 2, "batch": 2, "length": 32, "steps": 1, "rank": 4}
     parser = BenchParser(__doc__, smoke=smallest)
-    parser.add_argument("--preset", default="qwen3-moe-8l")
+    parser.add_argument("--model", default="qwen3-moe-8l", help="a preset, or a name that `plan` knows")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=1024)
@@ -75,7 +77,7 @@ def main() -> int:
 def apart(way: str, given: argparse.Namespace) -> dict[str, Any] | None:
     """In a process of its own; None: it failed, out of memory perhaps."""
     words = ["--one", way, *(["--smoke"] if given.smoke else [])]
-    for name in ("preset", "layers", "batch", "length", "microbatches", "rank", "steps"):
+    for name in ("model", "layers", "batch", "length", "microbatches", "rank", "steps"):
         words += [f"--{name}", str(getattr(given, name))]
     words += ["--set", *given.set] if given.set else []
     done = subprocess.run([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True)
@@ -90,7 +92,7 @@ def one(way: str, given: argparse.Namespace) -> dict[str, Any]:
     """In this process."""
     asked = dict(item.split("=", 1) for item in given.set)
     config = with_values(
-        load(preset=given.preset),
+        config_for(given.model),
         {
             "model.num_layers": given.layers,
             "data.batch_size": given.batch,

@@ -1,6 +1,7 @@
 """How fast a MoE layer is on one GPU: router, grouping, SwiGLU experts and the weighted sum.
 
-    .venv/bin/python bench/moe_layer.py [--configs a b ...] [--json FILE]
+    .venv/bin/python bench/moe_layer.py [--configs a b ...] [--form pointer] [--json FILE]
+    .venv/bin/python bench/moe_layer.py --form pointer --tiles qwen3
     .venv/bin/python bench/moe_layer.py --smoke
 
 TFLOP/s count 6 T n d K for forward and 12 T n d K for backward. `saved` is what forward leaves for backward
@@ -9,15 +10,22 @@ kernels with bf16 gradients (what autograd hands out), the kernels adding into f
 (sort, index, F.grouped_mm), and SonicMoE or ScatterMoE where they can be imported. Times are medians; the
 implementations take turns.
 
+`--form pointer` measures beside them the same kernels without the copy engine, as GPUs without it run them.
+`--tiles` measures each kernel of a configuration by itself, with every tile that passes the model of shared
+memory and registers, and prints the table's tile and the best ones.
+
 `--smoke` runs a layer of few tokens, without a GPU through the kernels' references.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +45,12 @@ from _smoke import (
     write,
 )
 
+from moeclipse.ops import expert_mlp, tuning
 from moeclipse.ops.grouped_experts import grouped_experts, grouped_experts_reference
+from moeclipse.ops.grouping import group_rows
 from moeclipse.ops.topk_softmax import topk_softmax
+from moeclipse.ops.tuning import Tile
+from moeclipse.ops.wgrad import grouped_wgrad_kernel
 
 CONFIGS = {
     "a": (24576, 1536, 256, 128, 8),
@@ -120,12 +132,29 @@ def scatter(weights: Weights, config: tuple[int, ...]) -> Layer:
     return layer
 
 
-def implementations(weights: Weights, config: tuple[int, ...]) -> dict[str, Layer]:
+POINTERS = ", pointers"
+
+
+@contextlib.contextmanager
+def in_form(key: str) -> Iterator[None]:
+    """Kernels of implementations that say so take the device for one without the copy engine."""
+    asked = tuning.architecture_of
+    if POINTERS in key and (found := asked(torch.device(device(), 0))) is not None:
+        tuning.architecture_of = lambda _: replace(found, form="pointer")
+    try:
+        yield
+    finally:
+        tuning.architecture_of = asked
+
+
+def implementations(weights: Weights, config: tuple[int, ...], form: str | None) -> dict[str, Layer]:
     into = (torch.zeros_like(weights.up, dtype=torch.float32),)
     into += (torch.zeros_like(weights.down, dtype=torch.float32),)
     layers = {"moeclipse": ours(weights)}
     if weights.up.is_cuda:
         layers["moeclipse, fp32 main_grad"] = ours(weights, into)
+    if form == "pointer":
+        layers |= {key + POINTERS: layer for key, layer in layers.items()}
     layers["plain torch"] = plain_torch(weights)
     for name, make in {
         "SonicMoE": lambda: sonic(config),
@@ -171,20 +200,21 @@ def clear(x: torch.Tensor, weights: Weights) -> None:
         tensor.grad = None
 
 
-def measure(name: str, config: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
+def measure(name: str, config: tuple[int, ...], repeats: int, form: str | None) -> list[dict[str, Any]]:
     num_tokens, d, n, num_experts, top_k = config
     weights = Weights(d, n, num_experts, top_k)
     x = torch.randn(num_tokens, d, device=device()).bfloat16().requires_grad_()
     d_out = torch.randn(num_tokens, d, device=device()).bfloat16()
-    layers = implementations(weights, config)
+    layers = implementations(weights, config, form)
     times: dict[str, list[tuple[float, float]]] = {key: [] for key in layers}
     first: dict[str, float] = {}
     for turn in range(repeats + 2):
         for key, layer in layers.items():
             start = time.perf_counter()
-            with torch.no_grad():
-                forward = timed(lambda layer=layer: layer(x))
-            both = timed(lambda layer=layer: step(layer, x, d_out, weights))
+            with in_form(key):
+                with torch.no_grad():
+                    forward = timed(lambda layer=layer: layer(x))
+                both = timed(lambda layer=layer: step(layer, x, d_out, weights))
             first.setdefault(key, time.perf_counter() - start)
             if turn >= 2:
                 times[key].append((forward, both))
@@ -193,7 +223,8 @@ def measure(name: str, config: tuple[int, ...], repeats: int) -> list[dict[str, 
     for key, pairs in times.items():
         forward = statistics.median(pair[0] for pair in pairs)
         both = statistics.median(pair[1] for pair in pairs)
-        saved, peak = memory(layers[key], x, d_out, weights)
+        with in_form(key):
+            saved, peak = memory(layers[key], x, d_out, weights)
         row = {"config": name, "implementation": key, "forward_ms": forward, "both_ms": both}
         row |= {"forward_tflops": flops / forward, "backward_tflops": 2 * flops / (both - forward)}
         row |= {"both_tflops": 3 * flops / both, "saved_gib": saved, "peak_gib": peak, "first_s": first[key]}
@@ -204,7 +235,7 @@ def measure(name: str, config: tuple[int, ...], repeats: int) -> list[dict[str, 
 def show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         print(
-            f"{row['config']:8} {row['implementation']:26} {row['both_ms']:8.3f} ms"
+            f"{row['config']:8} {row['implementation']:35} {row['both_ms']:8.3f} ms"
             f"  forward {row['forward_tflops']:4.0f}  backward {row['backward_tflops']:4.0f}"
             f"  both {row['both_tflops']:4.0f} TFLOP/s"
             f"  saved {row['saved_gib']:5.2f}  peak {row['peak_gib']:5.2f} GiB"
@@ -213,17 +244,88 @@ def show(rows: list[dict[str, Any]]) -> None:
         )
 
 
+def beside(rows: list[dict[str, Any]]) -> None:
+    """Pointers beside descriptors and plain torch: what either form reaches of the other."""
+    speed = {(row["config"], row["implementation"]): row["both_tflops"] for row in rows}
+    for (name, key), pointers in speed.items():
+        if key.endswith(POINTERS):
+            described, plain = speed[name, key.removesuffix(POINTERS)], speed[name, "plain torch"]
+            shares = f"{pointers / described:.2f} of descriptors, {pointers / plain:.2f} of plain torch"
+            print(f"{name:8} {key:35} {shares}")
+
+
+def kernels(config: tuple[int, ...]) -> dict[str, tuple[tuple[int, int], Callable[[Tile], object]]]:
+    """Every kernel of a layer by its line: the widths of its weight, and a call with a tile."""
+    num_tokens, d, n, num_experts, top_k = config
+    weights = Weights(d, n, num_experts, top_k)
+    up, down = weights.up.detach(), weights.down.detach()
+    x, d_out = (torch.randn(num_tokens, d, device=device()).bfloat16() for _ in range(2))
+    scores_TK, ids_TK = weights.route(x)
+    grouping = group_rows(ids_TK, num_experts)
+    index, scores = grouping.row_token_M, scores_TK.detach().flatten()
+    h, a = expert_mlp.up(x, up, grouping, index)
+    into = {
+        name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in (("up", up), ("down", down))
+    }
+
+    def wgrad(dy: torch.Tensor, rows: torch.Tensor, name: str, **index: Any) -> Callable[[Tile], object]:
+        return lambda tile: grouped_wgrad_kernel(
+            dy, rows, grouping.offsets_E1, into[name], tile=tile, **index
+        )
+
+    return {
+        "up": ((d, n), lambda tile: expert_mlp.up_kernel(x, up, grouping, index, tile)),
+        "down": ((d, n), lambda tile: expert_mlp.down_kernel(a, down, grouping, tile)),
+        "d_hidden": (
+            (d, n),
+            lambda tile: expert_mlp.d_hidden_kernel(d_out, scores, h, down, grouping, index, tile),
+        ),
+        "d_rows": ((2 * n, d), lambda tile: expert_mlp.d_rows_kernel(h, up, grouping, tile)),
+        "wgrad_x, add": ((2 * n, d), wgrad(h, x, "up", x_index_M=index)),
+        "wgrad_dy, add": ((d, n), wgrad(d_out, a, "down", dy_index_M=index)),
+    }
+
+
+def fastest_tiles(name: str, form: str | None, most: int = 4) -> None:
+    """Of each kernel the table's tile and the fastest ones, in milliseconds."""
+    from triton.testing import do_bench
+
+    with in_form(POINTERS if form == "pointer" else ""):
+        found = tuning.architecture_of(torch.device("cuda", 0))
+        assert found is not None, "the kernels do not run on this device"
+        for line, (widths, run) in kernels(CONFIGS[name]).items():
+            times: list[tuple[float, Tile]] = []
+            usual = tuning.tile_for(line, torch.device("cuda", 0), *widths)
+            others = [tile for tile in tuning.candidates(line, found) if tile.k == 64 and tile.stages > 2]
+            for tile in dict.fromkeys([usual, *others]):
+                try:
+                    times.append((do_bench(functools.partial(run, tile), warmup=5, rep=20), tile))
+                except Exception as error:
+                    print(f"{line:14} {tile}: {type(error).__name__}", flush=True)
+            for ms, tile in [times[0], *sorted(times, key=lambda pair: pair[0])[:most]]:
+                said = f"n={tile.n} k={tile.k} warps={tile.warps} stages={tile.stages} per_sm={tile.per_sm}"
+                print(
+                    f"{name:8} {line:14} {ms:7.3f} ms  {said} split={tile.split} group={tile.group}",
+                    flush=True,
+                )
+
+
 def main() -> int:
     parser = BenchParser(__doc__, smoke={"configs": ["smoke"], "repeats": 1})
     parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=list(BARS))
     parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--form", choices=["pointer"], help="measure this form of the kernels, too")
+    parser.add_argument("--tiles", choices=CONFIGS, help="the fastest tiles of each kernel, nothing else")
     args = parser.parse_args()
     if left_without_gpu(__file__, args):
         return 2
     torch.manual_seed(0)
+    if args.tiles:
+        fastest_tiles(args.tiles, args.form)
+        return 0
     rows: list[dict[str, Any]] = []
     for name in args.configs:
-        new = measure(name, CONFIGS[name], args.repeats)
+        new = measure(name, CONFIGS[name], args.repeats, args.form)
         show(new)
         rows += new
         if torch.cuda.device_count():
@@ -231,6 +333,7 @@ def main() -> int:
     checks = {row["config"]: row["both_tflops"] for row in rows if row["implementation"] == "moeclipse"}
     for name, bar in ((name, BARS[name]) for name in checks if name in BARS):
         print(f"{name:8} {checks[name]:4.0f} TFLOP/s, {checks[name] / bar:.2f} of the bar of {bar}")
+    beside(rows)
     write(args.json, {"rows": rows, "checks": checks, "machine": machine()})
     return 0
 

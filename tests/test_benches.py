@@ -46,6 +46,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "saving": ("step_ms", "stall_ms", "whole_ms", "check_ms"),
     "schedules": ("makespan", "spent_s", "makespan_s"),
     "shaped_network": ("got_mbit",),
+    "skew": ("static", "shadows", "planned", "both", "plan_s"),
     "tensor_parallel": ("step_ms", "comm_ms", "product_ms"),
     "wgrad": ("ms", "tflops"),
     "whole_step": ("step_ms", "tokens_per_s"),

@@ -20,7 +20,8 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: FakeStream(self, "lane"))
         monkeypatch.setattr(torch.cuda, "Event", lambda **_: FakeEvent(self))
         monkeypatch.setattr(torch.cuda, "stream", self._enter)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self._current)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self._current)
+        monkeypatch.setattr(torch.cuda, "set_stream", self._set)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: self.journal.append("host waits for all"))
 
     @contextmanager
@@ -28,6 +29,9 @@ class FakeCuda:
         before, self._current = self._current, stream
         yield
         self._current = before
+
+    def _set(self, stream: FakeStream) -> None:
+        self._current = stream
 
     def say(self, text: str) -> None:
         self.journal.append(f"{self._current.name} {text}")
@@ -49,6 +53,11 @@ class FakeStream:
 
     def wait_stream(self, other: FakeStream) -> None:
         self.cuda.journal.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> FakeEvent:
+        event = FakeEvent(self.cuda)
+        event.record(self)
+        return event
 
     def wait_event(self, event: FakeEvent) -> None:
         self.cuda.journal.append(f"{self.name} waits for {event.name}")

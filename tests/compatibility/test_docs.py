@@ -114,6 +114,7 @@ RUN: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/own-loop.md#2": microbatches,
     "docs/placement.md#1": lambda folder: {},
     "docs/schedules.md#0": lambda folder: {},
+    "docs/skew.md#0": lambda folder: {},
     "docs/writing-tests.md#0": lambda folder: {"x": torch.ones(2)},
 }
 """Blocks that run, and what they find there."""

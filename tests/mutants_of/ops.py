@@ -6,6 +6,30 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "ops/triton/tiles.py",
+        "row = place // BN * N + tl.minimum(",
+        "row = tl.minimum(",
+        "ops/triton/test_expert_forward.py::test_products_equal_the_reference",
+        "through pointers the gate's columns are loaded twice",
+        "on GPUs without the copy engine a = f(g) g, and nothing learns",
+    ),
+    Mutant(
+        "ops/triton/wgrad.py",
+        "mask = (place < count - k)[:, None]",
+        "mask = (place < BK)[:, None]",
+        "ops/triton/test_wgrad.py::test_pointers_give_the_same_sums",
+        "through pointers a group's last block reads the next group's rows",
+        "on GPUs without the copy engine experts learn from each other's tokens",
+    ),
+    Mutant(
+        "ops/architecture.py",
+        "and each.shared <= shared]",
+        "]",
+        "ops/test_architecture.py::test_a_device_resembles_its_generation",
+        "an RTX 4090 is taken for an A100",
+        "tiles do not fit its shared memory, and no kernel starts",
+    ),
+    Mutant(
         "ops/raw_bytes.py",
         "x.as_strided((x.numel(),), (1,))",
         "x.view(-1)",
@@ -112,7 +136,23 @@ MUTANTS = (
     ),
     Mutant(
         "ops/frozen.py",
-        "        return room if room.is_meta else self.quantised().decode(room)",
+        "            self.holder = None if before is None else {}",
+        "            self.holder = before or self.holder",
+        "ops/test_frozen.py::test_numbers_are_reused_inside_a_scope_alone_and_until_others_of_their_role_come",
+        "decoded weights count as there for ever",
+        "behind a replayed graph a layer computes with another layer's weights",
+    ),
+    Mutant(
+        "ops/frozen.py",
+        "            scratch.holder[role] = (self, dtype)",
+        "            scratch.holder.setdefault(role, (self, dtype))",
+        "ops/test_frozen.py::test_numbers_are_reused_inside_a_scope_alone_and_until_others_of_their_role_come",
+        "who decoded last is not noted",
+        "a layer computes with the weights of the one that took its place",
+    ),
+    Mutant(
+        "ops/frozen.py",
+        "        return self.quantised().decode(room)",
         "        return room",
         "ops/test_frozen.py::test_gradients_are_those_of_the_decoded_weights",
         "weights in few bits are not decoded again",

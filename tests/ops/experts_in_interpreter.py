@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from routings import KINDS, report, routing
 
@@ -22,12 +24,14 @@ def check_experts(
     activation: str = "swiglu",
     biased: bool = False,
     rank: int = 0,
+    pointers: bool = False,
 ) -> None:
     ids = routing(kind)
     grouping = group_rows_kernel(ids, 5)
     used = int(grouping.offsets_E1[-1])
     name = f"{kind} {d}x{f} {'gathered' if gather else 'as they lie'} {activation}{' bias' if biased else ''}"
     name += f" rank {rank}" if rank else ""
+    name += " pointers" if pointers else ""
     index = grouping.row_token_M if gather else None
     num_rows, width = len(ids) if gather else grouping.num_rows, hidden_width(activation, f)
     up = (torch.randn(5, width, d) * d**-0.5).to(dtype)
@@ -35,15 +39,18 @@ def check_experts(
     up_bias, down_bias = (torch.randn(5, n).to(dtype) if biased else None for n in (width, d))
     x, dy = torch.randn(num_rows, d).to(dtype), torch.randn(num_rows, d).to(dtype)
     scores = torch.rand(grouping.num_rows, 2)[:, 1]  # as they arrive by dispatch: a column
-    tile = Tile(n=32, k=16, flatten=flatten)
+    tile = Tile(n=32, k=16, flatten=flatten, pointers=pointers, per_sm=0 if pointers and not flatten else 1)
     adapters = Adapters(rank, grouping.num_rows, d, f, width, dtype)
     options = {"activation": activation, "bias_EH": up_bias, "more": adapters.up}
     expected_h, expected_a = expert_mlp.up_reference(x, up, grouping, index, **options)
     h, a = expert_mlp.up_kernel(x, up, grouping, index, tile, **options)
     report(f"h {name}", h[:used], expected_h[:used])
     report(f"a {name}", a[:used], expected_a[:used])
+    if torch.are_deterministic_algorithms_enabled():  # what nobody wrote is NaN
+        written = sum(int((~each[used:].isnan()).sum()) for each in (h, a))
+        print(f"a written past the last row {name}\t{written}", flush=True)
     options = {"bias_ED": down_bias, "more": adapters.down}
-    y = expert_mlp.down_kernel(expected_a, down, grouping, Tile(n=32, k=16, split=2), **options)
+    y = expert_mlp.down_kernel(expected_a, down, grouping, replace(tile, split=2, flatten=False), **options)
     expected_y = expert_mlp.down_reference(expected_a, down, grouping, **options)
     report(f"y {name}", y[:used], expected_y[:used])
     back = (dy, scores, expected_h, down, grouping, index)
@@ -59,7 +66,9 @@ def check_experts(
         a, b = torch.randn(5, rank, d).to(dtype), torch.randn(5, d, rank).to(dtype)
         for transposed, weight in ((True, a), (False, b)):
             how = {"scale": 1.5, "transposed": transposed}
-            u = expert_mlp.narrow_kernel(x, weight, grouping, index, Tile(n=16, k=16), **how)
+            u = expert_mlp.narrow_kernel(
+                x, weight, grouping, index, replace(tile, n=16, flatten=False), **how
+            )
             expected_u = expert_mlp.narrow_reference(x, weight, grouping, index, **how)
             report(f"u {name} {transposed}", u[:used], expected_u[:used])
 
@@ -88,3 +97,13 @@ def all_experts() -> None:
             "activation": ("gelu", "swiglu")[number % 2],
         }
         check_experts("unused", 40, 24, torch.float32, biased=number == 1, rank=rank, **options)
+
+
+def all_experts_through_pointers() -> None:
+    torch.use_deterministic_algorithms(True)
+    for number, kind in enumerate(("skewed", "unused", "empty")):
+        how = {"gather": number == 1, "flatten": number == 2, "activation": ("swiglu", "gelu")[number % 2]}
+        check_experts(
+            kind, 40, 24, torch.float32, biased=number == 1, rank=(0, 8, 72)[number], pointers=True, **how
+        )
+    check_experts("skewed", 64, 32, torch.float16, gather=False, flatten=False, pointers=True)

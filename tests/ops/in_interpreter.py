@@ -14,7 +14,7 @@ import sys
 from math import prod
 
 import torch
-from experts_in_interpreter import all_experts
+from experts_in_interpreter import all_experts, all_experts_through_pointers
 from routings import KINDS, report, routing
 from what_ran import print_what_ran
 
@@ -84,7 +84,7 @@ def check_wgrad(kind: str, gather: str, tile: Tile, *, accumulate: bool) -> None
         if gather != name:
             tensor[used:] = float("nan")
     wgrad.grouped_wgrad_kernel(dy, x, grouping.offsets_E1, into, accumulate=accumulate, tile=tile, **options)
-    flags = [name for name in ("flatten", "swap", "ahead", "per_sm") if getattr(tile, name)]
+    flags = [name for name in ("flatten", "swap", "ahead", "per_sm", "pointers") if getattr(tile, name)]
     report(f"wgrad {kind} {gather} add={accumulate} {' '.join(flags)}", into, expected)
 
 
@@ -368,7 +368,7 @@ def all_turns() -> None:
 
 def check_activation(shape: tuple[int, ...], name: str) -> None:
     width = shape[-1]
-    h, d_a = torch.randn(*shape[:-1], hidden_width(name, width)), torch.randn(shape)
+    h, d_a = 4 * torch.randn(*shape[:-1], hidden_width(name, width)), torch.randn(shape)
     h.requires_grad_()
     expected = activation.activate(h, name)
     report(f"activation {name} {shape}", activation._Activate.apply(h, name).detach(), expected.detach())
@@ -433,6 +433,13 @@ def all_wgrads() -> None:
             check_wgrad("unused", gather, tile, accumulate=flatten)
 
 
+def all_wgrads_through_pointers() -> None:
+    for number, kind in enumerate(KINDS):
+        tile = Tile(m=32, n=64, k=16, split=(1, 4)[number % 2], flatten=number % 3 == 1, pointers=True)
+        tile = dataclasses.replace(tile, swap=number % 4 > 1, ahead=number % 2 == 0, per_sm=number % 2)
+        check_wgrad(kind, ("none", "x", "dy")[number % 3], tile, accumulate=number % 2 == 0)
+
+
 def all_group_sums() -> None:
     for kind in ("empty", "unused"):
         check_group_sum(kind, gather=kind == "unused", accumulate=kind == "empty")
@@ -441,7 +448,9 @@ def all_group_sums() -> None:
 GROUPS = {
     "grouping": all_groupings,
     "experts": all_experts,
+    "experts through pointers": all_experts_through_pointers,
     "wgrad": all_wgrads,
+    "wgrad through pointers": all_wgrads_through_pointers,
     "bias": all_group_sums,
     "combine": check_combine,
     "gate": check_gate,

@@ -42,6 +42,7 @@ def test_values_by_their_formulas() -> None:
         "geglu": [gelu[0] * up[0], gelu[1] * up[1]],
         "relu2": [0.0, 4.0, 9.0, 0.25],
         "gelu": gelu,
+        "clamped_swiglu": [x / (1 + math.exp(-1.702 * x)) * (u + 1) for x, u in zip(gate, up, strict=True)],
     }
     for kind in ACTIVATIONS:
         assert activate(h, kind)[0].tolist() == pytest.approx(expected[kind], abs=1e-15), kind
@@ -51,7 +52,7 @@ def test_values_by_their_formulas() -> None:
 @apart
 def test_gradients_are_those_of_autograd(activation: str) -> None:
     torch.manual_seed(0)
-    h = torch.randn(7, 8, dtype=torch.float64, requires_grad=True)
+    h = (5 * torch.randn(7, 8, dtype=torch.float64)).requires_grad_()  # beyond the limits, too
     a = activate(h, activation)
     assert a.shape[1] == (4 if activation in GATED else 8)
     d_a = torch.randn_like(a)
@@ -62,4 +63,4 @@ def test_gradients_are_those_of_autograd(activation: str) -> None:
 
 
 def test_gated_experts_project_twice() -> None:
-    assert [hidden_width(kind, 12) for kind in ACTIVATIONS] == [24, 24, 12, 12]
+    assert [hidden_width(kind, 12) for kind in ACTIVATIONS] == [24, 24, 12, 12, 24]

@@ -6,19 +6,20 @@ import pytest
 import torch
 from interpreted import assert_equal_references
 
+from moeclipse.ops.architecture import ARCHITECTURES
 from moeclipse.ops.expert_kernels import WIDEST_BLOCK, More, _narrow, columns_of, line_of
-from moeclipse.ops.tuning import SHARED_MEMORY, TABLE
+from moeclipse.ops.tuning import HOPPER
 
 
 @pytest.mark.parametrize("kernel", ["up", "up, no gate", "down", "d_hidden", "d_rows"])
 def test_a_product_with_an_adapter_has_a_tile_of_its_own(kernel: str) -> None:
     more = More(torch.zeros(1, 16), torch.zeros(1, 8, 16))
     assert line_of(kernel, None) == kernel
-    tile = TABLE[line_of(kernel, more)]
+    tile = HOPPER[line_of(kernel, more)]
     columns = 2 * tile.n if kernel == "up" else tile.n
     stages = tile.stages * (tile.m + columns) * tile.k * 2
     narrow = (tile.m + columns) * WIDEST_BLOCK * 2
-    assert stages + narrow + tile.m * tile.n // tile.split <= SHARED_MEMORY
+    assert stages + narrow + tile.m * tile.n // tile.split <= ARCHITECTURES["sm_90"].shared
 
 
 @pytest.mark.parametrize(("rank", "columns"), [(8, 16), (16, 16), (24, 32), (64, 64), (72, 128), (256, 256)])

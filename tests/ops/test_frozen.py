@@ -50,6 +50,35 @@ def test_all_share_one_memory_and_none_moves() -> None:
         Frozen.of("nf4", normal(4, 8, 64), scratch)
 
 
+def test_numbers_are_reused_inside_a_scope_alone_and_until_others_of_their_role_come() -> None:
+    scratch = Scratch()
+    up, other, down = (Frozen.of("nf4", normal(8, 64, key=k), scratch, r) for k, r in enumerate("uud"))
+    truth = [weight.numbers(torch.float32).clone() for weight in (up, other, down)]
+
+    def spoiled(weight: Frozen) -> bool:
+        """Whether what was written over its numbers is still there."""
+        weight.numbers(torch.float32).fill_(7.0)
+        return bool((weight.numbers(torch.float32) == 7).all())
+
+    assert not spoiled(up), "a graph may have been replayed"
+    with scratch.reusing():
+        assert torch.equal(up.numbers(torch.float32), truth[0]), "what was there before counts for nothing"
+        assert spoiled(up)
+        assert torch.equal(up.numbers(torch.float64), truth[0].double()), "another type is other memory"
+        assert torch.equal(up.numbers(torch.float32), truth[0])
+        assert torch.equal(down.numbers(torch.float32), truth[2])
+        assert torch.equal(other.numbers(torch.float32), truth[1])
+        assert torch.equal(up.numbers(torch.float32), truth[0]), "the other has taken its place"
+        with scratch.reusing():
+            assert torch.equal(other.numbers(torch.float32), truth[1])
+        assert torch.equal(up.numbers(torch.float32), truth[0]), "what was decoded inside is there"
+        assert spoiled(down)
+    assert torch.equal(down.numbers(torch.float32), truth[2])
+    with pytest.raises(KeyError), scratch.reusing():
+        raise KeyError
+    assert not spoiled(up)
+
+
 def test_nowhere_it_has_shapes_alone() -> None:
     frozen = Frozen.of("nf4", torch.empty(2, 8, 64, device="meta"), Scratch())
     assert frozen.numbers(torch.float32).shape == (2, 8, 64)

@@ -131,7 +131,7 @@ def test_recorded_bytes_of_several_groups_of_factors() -> None:
 def test_recorded_bytes_of_factors_between_places() -> None:
     """By one rounding, and by another place of 2^16, some of these would be others: 7f, c0, d4."""
     some = torch.tensor([1 << 23, 0, 1074704, 3434036, 1 << 18]) / (1 << 23)
-    factors, scales, offset = quantise_factors(torch.cat([some, -some]))
+    factors, scales, offset = quantise_factors(torch.cat([some, -some])[None])
     assert as_bytes(factors).hex() == "ff83c1d5a600833e2a58"
     assert (scales.tolist(), offset.tolist()) == ([1.0], [0.0])
 

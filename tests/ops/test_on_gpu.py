@@ -11,7 +11,7 @@ from moeclipse.ops.combine import gather_sum, gather_sum_reference
 from moeclipse.ops.grouped_experts import grouped_experts, grouped_experts_reference
 from moeclipse.ops.grouping import group_rows, group_rows_reference
 from moeclipse.ops.topk_softmax import topk_softmax, topk_softmax_reference
-from moeclipse.ops.tuning import TABLE, Tile, has_warpgroups
+from moeclipse.ops.tuning import HOPPER, Tile, has_warpgroups
 from moeclipse.ops.wgrad import dense_wgrad, grouped_wgrad_kernel, grouped_wgrad_reference
 
 # Counted through NVML: asking CUDA itself here would spoil forked ranks.
@@ -128,7 +128,7 @@ def test_grouping_equals_sorting(case: Case) -> None:
 def test_wgrad_of_ragged_groups(gather: str, accumulate: bool, divided: bool) -> None:
     torch.manual_seed(1)
     line = ("wgrad" if gather == "none" else f"wgrad_{gather}") + (", add" if accumulate else "")
-    tile = None if divided else TABLE[line]  # which all warps compute in turn, everywhere
+    tile = None if divided else HOPPER[line]  # which all warps compute in turn, everywhere
     counts = torch.tensor([130, 0, 1, 64, 0, 517])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).to("cuda", torch.int32)
     rows, room = int(counts.sum()), int(counts.sum()) + 40

@@ -102,7 +102,7 @@ def freeze_linears(module: nn.Module, kind: str, scratch: Scratch) -> None:
     """Keep the matrices of all linears in it in few bits, but for those of adapters."""
     for name, part in module.named_modules():
         if isinstance(part, Linear | ColumnParallelLinear | RowParallelLinear) and not is_adapter(name):
-            freeze(part, "weight", kind, scratch)
+            freeze(part, ("weight",), kind, scratch)
 
 
 class RMSNorm(nn.Module):

@@ -29,7 +29,6 @@ from moeclipse.moe.experts.two_projections import Experts
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.losses import MoEReport
 from moeclipse.moe.tokens import Tokens
-from moeclipse.ops.frozen import Scratch
 from moeclipse.tensor.parallel import MoveKind, move
 
 
@@ -65,7 +64,7 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.index = index
-        self.tp = settings.tp
+        self.tp, self.scratch = settings.tp, settings.scratch
         self.residual_scale = config.residual_scale
 
         def norm(here: bool) -> nn.Module:
@@ -81,7 +80,7 @@ class TransformerLayer(nn.Module):
         self.moe: MoE | None = None
         if config.is_dense(index):
             self.dense = DenseMLP(config.d_model, config.d_ff, settings)
-            self._freeze(config, settings.scratch)
+            self._freeze(config)
             return
         self.moe = MoE(
             config.d_model,
@@ -108,12 +107,12 @@ class TransformerLayer(nn.Module):
         )
         self.moe.schedule.trial_calls = 0  # the run that trains the model says how many (`train/run/choices`)
         add_adapters(self.moe, lora)
-        self._freeze(config, settings.scratch)
+        self._freeze(config)
         for experts in (self.moe.experts, self.moe.shared):
             if isinstance(experts, Experts | GatedShared):
                 experts.wgrads = settings.tp.wgrads
 
-    def _freeze(self, config: ModelConfig, scratch: Scratch) -> None:
+    def _freeze(self, config: ModelConfig) -> None:
         """Keep the base in few bits, where the configuration says so; the gate and norms stay as they are."""
         for name, cut in (
             ("base", self.moe is not None and self.moe.sharded),
@@ -125,15 +124,15 @@ class TransformerLayer(nn.Module):
                 )
         if self.moe is not None and config.base:
             assert isinstance(self.moe.experts, Experts)
-            self.moe.experts.freeze(config.base, scratch)
+            self.moe.experts.freeze(config.base, self.scratch)
         if config.dense_base:
             for part in (self.attention, self.dense):
                 if part is not None:
-                    freeze_linears(part, config.dense_base, scratch)
+                    freeze_linears(part, config.dense_base, self.scratch)
             shared = None if self.moe is None else self.moe.shared
             if shared is not None:
                 inner = shared.experts if isinstance(shared, GatedShared) else shared
-                inner.freeze(config.dense_base, scratch)
+                inner.freeze(config.dense_base, self.scratch)
 
     def forward(
         self, h_TD: torch.Tensor, positions: Positions, tokens: Tokens
@@ -145,7 +144,7 @@ class TransformerLayer(nn.Module):
             return self.front(h_TD, positions, tokens)
         if self.again != "full":
             return self._run(h_TD, positions, tokens)
-        return self._heard(run_again(whole, h_TD))
+        return self._heard(run_again(whole, h_TD, self.scratch))
 
     def _run(
         self, h_TD: torch.Tensor, positions: Positions, tokens: Tokens
@@ -156,9 +155,9 @@ class TransformerLayer(nn.Module):
         def block(x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return self._told(self._block(x_TD, tokens))
 
-        h_TD, x_TD = run_again(attend, h_TD) if self.again == "attn" else attend(h_TD)
+        h_TD, x_TD = run_again(attend, h_TD, self.scratch) if self.again == "attn" else attend(h_TD)
         if self.again in ("mlp", "moe"):  # on one rank no row travels, and the gate is the least of it
-            y_TD, report = self._heard(run_again(block, x_TD))
+            y_TD, report = self._heard(run_again(block, x_TD, self.scratch))
         else:
             y_TD, report = self._block(x_TD, tokens)
         if self.again == "norms":

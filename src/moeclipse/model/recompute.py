@@ -13,26 +13,42 @@ backward must be behind `until`, and nobody may read it in between.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from moeclipse.ops.eager import eager
+from moeclipse.ops.frozen import Scratch
 
 Again = Literal["off", "norms", "attn", "mlp", "moe", "full"]
 Part = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
 
+class RunAgain(CheckpointFunction):
+    """What the second forward decodes of frozen weights serves the gradients right behind it."""
+
+    @staticmethod
+    def forward(ctx: Any, scratch: Scratch, part: Part, x: torch.Tensor) -> Any:
+        ctx.scratch = scratch
+        # What is random in a model is keyed by step and token, so there is no state of a generator to keep.
+        return CheckpointFunction.forward(ctx, part, False, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        with ctx.scratch.reusing():
+            _, _, d_x = CheckpointFunction.backward(ctx, *grads)
+        return None, None, d_x
+
+
 @eager
-def run_again(part: Part, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """part(x), of which nothing but x is kept."""
+def run_again(part: Part, x: torch.Tensor, scratch: Scratch) -> tuple[torch.Tensor, ...]:
+    """part(x), of which nothing but x is kept; `scratch`: of its frozen weights."""
     if not torch.is_grad_enabled() or not x.requires_grad:  # below what is trained nothing is kept anyway
         return part(x)
-    # Not the other kind, which hands backward copies of parameters: these have no main_grad. What is random
-    # in a model is keyed by step and token, so there is no state of a generator to keep. Not by torch's
+    # Not the other kind, which hands backward copies of parameters: these have no main_grad. Not by torch's
     # `checkpoint` either, which loads the compiler, two seconds of a process, to say that it is not for it.
-    found: tuple[torch.Tensor, ...] = CheckpointFunction.apply(part, False, x)
+    found: tuple[torch.Tensor, ...] = RunAgain.apply(scratch, part, x)
     return found
 
 

@@ -114,8 +114,7 @@ class Transformer(nn.Module):
             return TransformerLayer(index, *given)
 
         self.layers = nn.ModuleDict({str(index): layer(index) for index in held})
-        if self.scratch.numel:  # before any graph could make it a part of its own memory
-            self.scratch.room((0,), dtype, mesh.device)
+        self.scratch.allocate(dtype, mesh.device)
         self.head: ColumnParallelLinear | None = None
         if self.ends:
             self.norm = RMSNorm(config.d_model, outside, config.norm_eps)

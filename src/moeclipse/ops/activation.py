@@ -7,7 +7,7 @@
     gelu      [up]         gelu(up)
 
     clamped_swiglu   [gate, up]   g sigmoid(1.702 g) (u + 1)     g = min(gate, 7), u = up between -7 and 7
-                     (gpt-oss); in plain torch alone, kernels do not have it
+                                                                 (gpt-oss)
 
     backward   d_gate = d_a * up * f'(gate),  d_up = d_a * f(gate)       gated
                d_up   = d_a * f'(up)                                      not gated
@@ -20,7 +20,7 @@ compilers know.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +28,7 @@ import torch.nn.functional as F
 from moeclipse.ops.first_order import first_order
 
 Activation = Literal["swiglu", "geglu", "relu2", "gelu", "clamped_swiglu"]
-ACTIVATIONS = ("swiglu", "geglu", "relu2", "gelu")
-"""Those that kernels have, too."""
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 GATED = ("swiglu", "geglu", "clamped_swiglu")
 SLOPE, LIMIT = 1.702, 7.0
 """Of clamped_swiglu."""
@@ -52,20 +51,14 @@ def activate(h_NH: torch.Tensor, activation: Activation = "swiglu") -> torch.Ten
 
 def activated(h_NH: torch.Tensor, activation: Activation = "swiglu") -> torch.Tensor:
     """The same as `activate`; differentiable once."""
-    if not activation_fits(h_NH, activation):
+    if not activation_fits(h_NH):
         return activate(h_NH, activation)
     a_NF: torch.Tensor = _Activate.apply(h_NH, activation)
     return a_NF
 
 
-def activation_fits(h_NH: torch.Tensor, activation: Activation) -> bool:
-    return (
-        h_NH.is_cuda
-        and h_NH.numel() > 0
-        and h_NH.dtype.itemsize < 8
-        and activation in ACTIVATIONS
-        and not torch.compiler.is_compiling()
-    )
+def activation_fits(h_NH: torch.Tensor) -> bool:
+    return h_NH.is_cuda and h_NH.numel() > 0 and h_NH.dtype.itemsize < 8 and not torch.compiler.is_compiling()
 
 
 class _Activate(torch.autograd.Function):
@@ -118,7 +111,7 @@ def activate_backward(
     d_a_NF: torch.Tensor, h_NH: torch.Tensor, activation: Activation = "swiglu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(d_h, a): the activation falls out on the way, and the weight gradient needs it."""
-    picked = activate_backward_kernel if activation_fits(h_NH, activation) else activate_backward_reference
+    picked = activate_backward_kernel if activation_fits(h_NH) else activate_backward_reference
     return picked(d_a_NF, h_NH, activation)
 
 

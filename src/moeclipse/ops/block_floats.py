@@ -20,15 +20,13 @@ import torch
 from torch.nn.functional import pad
 
 from moeclipse.ops.nf4 import midpoints
-from moeclipse.ops.quantised import Quantised, fits, span_of
+from moeclipse.ops.quantised import WARPS, WORDS, Quantised, fits, span_of
 
 MX_BLOCK = 32
 """Numbers of mxfp4 that share a power of two."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What the three low bits of a number of four stand for; the highest is its sign."""
 SIDES = (128, 128)
-BLOCKS = 128
-"""Blocks of mxfp4 that a program of the kernel has."""
 TILE = (32, 128)
 """Rows and columns that a program of the kernel for fp8 has."""
 
@@ -84,10 +82,10 @@ class Mxfp4(Quantised):
             return False
         from moeclipse.ops.triton import quantised as kernels
 
-        spans = -(-count // (MX_BLOCK * BLOCKS))
+        spans = -(-count // (8 * WORDS))
         kernels.decode_mxfp4[(self.num_matrices * spans,)](
             self.codes.view(torch.int32), self.scales, e2m1(out.device), out, first * width, height * width,
-            count, spans, BLOCKS=BLOCKS, enable_fp_fusion=False,
+            count, spans, WORDS=WORDS, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
         return True
 

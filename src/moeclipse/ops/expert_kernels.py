@@ -1,4 +1,6 @@
-"""The kernels of experts, launched: descriptors, tiles and grids for the calls of `ops/expert_mlp`.
+"""The kernels of experts, launched: operands, tiles and grids for the calls of `ops/expert_mlp`.
+
+A tile says in which form operands are handed over: as descriptors of blocks, or as they are.
 
 Whoever comes here has asked `expert_mlp.mlp_fits`. Nothing waits for the host, and nothing is launched for
 each expert: programs read on the device which rows are whose.
@@ -13,10 +15,14 @@ import torch
 
 from moeclipse.ops.activation import GATED, Activation
 from moeclipse.ops.grouping import ROW_TILE, Grouping
-from moeclipse.ops.tuning import Tile, delay, num_programs, tile_for
+from moeclipse.ops.tuning import Tile, delay, grid_of, tile_for
 
 WIDEST_BLOCK = 64
 """Columns of a narrow operand that are multiplied at once."""
+
+
+Operand = Any
+"""A tensor, or Triton's descriptor of one, which is imported where it is made."""
 
 
 class More(NamedTuple):
@@ -38,9 +44,6 @@ def up_kernel(
     bias_EH: torch.Tensor | None = None,
     more: More | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from triton.tools.ragged_tma import create_ragged_descriptor
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     from moeclipse.ops.triton import expert_forward
 
     if activation not in GATED:
@@ -50,23 +53,22 @@ def up_kernel(
     rank, block = _narrow(more)
     u = b = None
     if more is not None:
-        u = TensorDescriptor.from_tensor(more.rows_MR, [ROW_TILE, block])
-        b = TensorDescriptor.from_tensor(more.weight.unflatten(1, (2, F)), [1, 2, tile.n, block])
+        u = _rows(more.rows_MR, block, tile)
+        b = _blocks(more.weight.unflatten(1, (2, F)), [1, 2, tile.n, block], tile)
     h = x.new_empty(grouping.num_rows, 2 * F)
     a = x.new_empty(grouping.num_rows, F)
-    out_block = [ROW_TILE, tile.n]
-    expert_forward.up_gated[(num_programs(tile, x.device),)](
-        x if index_M is not None else TensorDescriptor.from_tensor(x, [ROW_TILE, tile.k]), index_M,
-        TensorDescriptor.from_tensor(up_EHD.unflatten(1, (2, F)), [1, 2, tile.n, tile.k]),
+    num_tiles = _capacity(grouping) * -(-F // tile.n)
+    grid, programs = grid_of(tile, x.device, num_tiles)
+    expert_forward.up_gated[(grid,)](
+        x if index_M is not None else _rows(x, tile.k, tile), index_M,
+        _blocks(up_EHD.unflatten(1, (2, F)), [1, 2, tile.n, tile.k], tile),
         _plain(bias_EH), u, b,
-        create_ragged_descriptor(h[:, :F], out_block), create_ragged_descriptor(h[:, F:], out_block),
-        create_ragged_descriptor(a, out_block),
+        *(_written(each, tile.n, tile) for each in (h[:, :F], h[:, F:], a)),
         grouping.tiles_3C, grouping.num_tiles, _capacity(grouping), x.stride(0), D, F,
-        ACT=activation, BIAS=bias_EH is not None, RANK=rank,
-        GATHER=index_M is not None, EVEN=D % tile.k == 0, FLATTEN=tile.flatten, GROUP=tile.group,
-        STAGGER=delay(tile, x.device, _capacity(grouping) * -(-F // tile.n)),
-        PROGRAMS=num_programs(tile, x.device), BM=ROW_TILE, BN=tile.n, BK=tile.k, BR=block,
-        num_warps=tile.warps, num_stages=tile.stages,
+        ACT=activation, BIAS=bias_EH is not None, RANK=rank, GATHER=index_M is not None,
+        POINTERS=tile.pointers, EVEN=D % tile.k == 0, FLATTEN=tile.flatten, GROUP=tile.group,
+        STAGGER=delay(tile, x.device, num_tiles), PROGRAMS=programs,
+        BM=ROW_TILE, BN=tile.n, BK=tile.k, BR=block, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return h, a
 
@@ -179,36 +181,56 @@ def _rows_times_weight(
     scale: float = 1.0,
 ) -> torch.Tensor:
     """The product; with an activation, its value goes to `a` on the way."""
-    from triton.tools.ragged_tma import create_ragged_descriptor
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     from moeclipse.ops.triton import expert_forward
 
     K, N = rows.shape[1], weight.shape[1 if transposed else 2]
     out = rows.new_empty(grouping.num_rows, N)
 
-    def described(weight: torch.Tensor, block: int) -> TensorDescriptor:
+    def blocks(weight: torch.Tensor, block: int) -> Operand:
         if transposed:
-            return TensorDescriptor.from_tensor(weight.flatten(0, 1), [tile.n, block])
-        return TensorDescriptor.from_tensor(weight, [1, block, tile.n])
+            return _blocks(weight.flatten(0, 1), [tile.n, block], tile)
+        return _blocks(weight, [1, block, tile.n], tile)
 
     rank, block = _narrow(more)
-    u = None if more is None else TensorDescriptor.from_tensor(more.rows_MR, [ROW_TILE, block])
-    b = None if more is None else described(more.weight, block)
-    gather, piece = index_M is not None, [ROW_TILE, tile.n // tile.split]
-    expert_forward.rows_times_weight[(num_programs(tile, rows.device),)](
-        rows if gather else TensorDescriptor.from_tensor(rows, [ROW_TILE, tile.k]), index_M,
-        described(weight, tile.k), _plain(bias), u, b, scale,
-        create_ragged_descriptor(out, piece), None if a is None else create_ragged_descriptor(a, piece),
+    gather, piece = index_M is not None, tile.n // tile.split
+    num_tiles = _capacity(grouping) * -(-N // tile.n)
+    grid, programs = grid_of(tile, rows.device, num_tiles)
+    expert_forward.rows_times_weight[(grid,)](
+        rows if gather else _rows(rows, tile.k, tile), index_M, blocks(weight, tile.k), _plain(bias),
+        None if more is None else _rows(more.rows_MR, block, tile),
+        None if more is None else blocks(more.weight, block), scale,
+        _written(out, piece, tile), None if a is None else _written(a, piece, tile),
         grouping.tiles_3C, grouping.num_tiles, _capacity(grouping), rows.stride(0), K, N,
-        ACT=activation or "none", BIAS=bias is not None, RANK=rank, SCALED=scale != 1.0,
-        GATHER=gather, EVEN=K % tile.k == 0, TRANSPOSED=transposed, FLATTEN=tile.flatten, GROUP=tile.group,
-        STAGGER=delay(tile, rows.device, _capacity(grouping) * -(-N // tile.n)),
-        PROGRAMS=num_programs(tile, rows.device), BM=ROW_TILE, BN=tile.n, BK=tile.k, BR=block,
-        SPLIT=tile.split,
+        ACT=activation or "none", BIAS=bias is not None, RANK=rank, SCALED=scale != 1.0, GATHER=gather,
+        POINTERS=tile.pointers, EVEN=K % tile.k == 0, TRANSPOSED=transposed, FLATTEN=tile.flatten,
+        GROUP=tile.group, STAGGER=delay(tile, rows.device, num_tiles), PROGRAMS=programs,
+        BM=ROW_TILE, BN=tile.n, BK=tile.k, BR=block, SPLIT=tile.split,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
+
+
+def _blocks(operand: torch.Tensor, block: list[int], tile: Tile) -> Operand:
+    """An operand of which tiles read blocks: a descriptor, or the tensor itself, whose rows lie close."""
+    if tile.pointers:
+        return operand.contiguous()
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(operand, block)
+
+
+def _rows(rows: torch.Tensor, columns: int, tile: Tile) -> Operand:
+    """Rows as they lie, of which a tile reads so many columns at once."""
+    return rows if tile.pointers else _blocks(rows, [ROW_TILE, columns], tile)
+
+
+def _written(rows: torch.Tensor, columns: int, tile: Tile) -> Operand:
+    """Rows that tiles write, and none past an expert's last."""
+    if tile.pointers:
+        return rows
+    from triton.tools.ragged_tma import create_ragged_descriptor
+
+    return create_ragged_descriptor(rows, [ROW_TILE, columns])
 
 
 def line_of(kernel: str, more: More | None = None) -> str:

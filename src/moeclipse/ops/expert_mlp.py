@@ -217,7 +217,8 @@ def mlp_fits(rows: torch.Tensor, weight: torch.Tensor, grouping: Grouping) -> bo
     if not fits:
         warnings.warn(
             f"experts of {rows.dtype} with weights {tuple(weight.shape)} run in plain torch: the kernels take"
-            " bf16 and fp16, contiguous, with widths that are multiples of 8, on Hopper GPUs",
+            " bf16 and fp16, contiguous, with widths that are multiples of 8, on NVIDIA's GPUs from Ampere on"
+            " and on MI300X",
             stacklevel=3,
         )
     return fits

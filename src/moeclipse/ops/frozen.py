@@ -2,24 +2,28 @@
 
     weight = Frozen("nf4", [E, R, C], scratch)      its parts are parameters: codes, factors, ...
     weight.write(values)                            quantised here
-    weight.numbers(dtype)                           [E, R, C] in memory that all of them share
+    weight.numbers(dtype)                           [E, R, C] in memory that others use, too
+    with scratch.reusing(): ...                     numbers that are still there are not decoded again
 
 Idea. A product reads its weight once, so one buffer serves all layers, one after the other: whoever computes
 asks for the numbers right before the product, in forward and again in backward, and keeps the Frozen itself
-for backward, never the numbers. Parts are parameters that want no gradient, an entry for each matrix, so that
-they are saved, read, sent to ranks and compared like any frozen weight.
+for backward, never the numbers. Matrices of one role (all up-projections, all down-projections) share a
+buffer: a layer that is recomputed in backward leaves there what its gradients need next. Parts are parameters
+that want no gradient, an entry for each matrix, so that they are saved, read, sent to ranks and compared like
+any frozen weight.
 
 Contract. Gradients of the other operand are those that the decoded numbers have. Numbers are made in float32
 and rounded once to the type that is asked for (`ops/quantised`).
 
-Hazard. What `numbers` returns is overwritten by the next call of any Frozen with this scratch: use it before
-that, on the same stream. A `Scratch` never changes its memory once it has some, because a CUDA graph may have
-its address.
+Hazard. What `numbers` returns is overwritten by the next call of any Frozen of its role: use it before that,
+on the same stream. A `Scratch` never changes its memory once it has some, because a CUDA graph may have its
+address. Outside of `reusing` nothing counts as decoded: a replayed graph writes here without a word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -132,49 +136,77 @@ KINDS: Mapping[str, Keeping] = {
 
 
 class Scratch:
-    """Memory for the numbers of one Frozen at a time."""
+    """Memory for the numbers of one Frozen of each role at a time."""
 
     def __init__(self) -> None:
-        self.numel = 0
-        self.memory: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+        self.numel: dict[str, int] = {}
+        self.memory: dict[tuple[str, torch.device, torch.dtype], torch.Tensor] = {}
+        self.holder: dict[str, tuple[Frozen, torch.dtype]] | None = None
+        """Role -> whose numbers its memory has; None: not to be relied on."""
 
-    def reserve(self, numel: int) -> None:
+    def reserve(self, role: str, numel: int) -> None:
         """Whoever comes has at most so many numbers."""
-        assert not self.memory or numel <= self.numel, "a graph may have the address of what is there"
-        self.numel = max(self.numel, numel)
+        known = self.numel.get(role, 0)
+        assert not self.memory or numel <= known, "a graph may have the address of what is there"
+        self.numel[role] = max(known, numel)
 
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        key = (device, dtype)
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Before any graph could make it a part of its own memory."""
+        for role in self.numel:
+            self.room(role, (0,), dtype, device)
+
+    def room(
+        self, role: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        key = (role, device, dtype)
         if key not in self.memory:
-            self.memory[key] = torch.empty(self.numel, dtype=dtype, device=device)
+            self.memory[key] = torch.empty(self.numel[role], dtype=dtype, device=device)
         return self.memory[key][: prod(shape)].view(shape)
+
+    @contextmanager
+    def reusing(self) -> Iterator[None]:
+        """What is decoded in here is there until others of its role are."""
+        before, self.holder = self.holder, {}
+        try:
+            yield
+        finally:
+            self.holder = None if before is None else {}
 
 
 class Frozen(nn.Module):
     """Matrices [..., R, C] of one kind."""
 
     def __init__(
-        self, kind: str, shape: tuple[int, ...], scratch: Scratch, device: torch.device | None = None
+        self,
+        kind: str,
+        shape: tuple[int, ...],
+        scratch: Scratch,
+        device: torch.device | None = None,
+        role: str = "weight",
     ) -> None:
         super().__init__()
-        self.kind, self.shape, self.scratch = kind, tuple(shape), scratch
-        scratch.reserve(prod(shape))
+        self.kind, self.shape, self.scratch, self.role = kind, tuple(shape), scratch, role
+        scratch.reserve(role, prod(shape))
         for name, (size, dtype) in KINDS[kind].sizes(*shape[-2:]).items():
             empty = torch.zeros((*shape[:-2], *size), dtype=dtype, device=device)
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 
     @classmethod
-    def of(cls, kind: str, values: torch.Tensor, scratch: Scratch) -> Frozen:
-        made = cls(kind, tuple(values.shape), scratch, values.device)
+    def of(cls, kind: str, values: torch.Tensor, scratch: Scratch, role: str = "weight") -> Frozen:
+        made = cls(kind, tuple(values.shape), scratch, values.device, role)
         made.write(values)
         return made
 
     @torch.no_grad()
     def write(self, values: torch.Tensor) -> None:
+        """Matrix by matrix: what quantising takes is several times what it leaves."""
         if values.is_meta:
             return
-        for name, part in encode(self.kind, values).items():
-            getattr(self, name).copy_(part)
+        sizes = KINDS[self.kind].sizes(*self.shape[-2:])
+        stacks = {name: getattr(self, name).data.view(-1, *size) for name, (size, _) in sizes.items()}
+        for matrix, numbers in enumerate(values.reshape(-1, *self.shape[-2:])):
+            for name, part in encode(self.kind, numbers).items():
+                stacks[name][matrix].copy_(part)
 
     @property
     def device(self) -> torch.device:
@@ -189,18 +221,27 @@ class Frozen(nn.Module):
         return KINDS[self.kind].join(self.shape, parts)
 
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
-        room = self.scratch.room(self.shape, dtype, self.device)
-        return room if room.is_meta else self.quantised().decode(room)
+        scratch, role = self.scratch, self.role
+        room = scratch.room(role, self.shape, dtype, self.device)
+        if room.is_meta or (scratch.holder and scratch.holder.get(role) == (self, dtype)):
+            return room
+        if scratch.holder is not None:
+            scratch.holder[role] = (self, dtype)
+        return self.quantised().decode(room)
 
 
 Weight = torch.Tensor | Frozen
 
 
-def freeze(module: nn.Module, name: str, kind: str, scratch: Scratch) -> None:
-    """A parameter of a module becomes a Frozen of the same name."""
-    weight = getattr(module, name)
-    delattr(module, name)
-    setattr(module, name, Frozen.of(kind, weight.data, scratch))
+def freeze(module: nn.Module, names: Sequence[str], kind: str, scratch: Scratch) -> None:
+    """Parameters of a module become Frozens of the same names, which are also their roles.
+
+    All are made before the first weight is given back: its memory serves the next layer's, whole.
+    """
+    made = {name: Frozen.of(kind, getattr(module, name).data, scratch, name) for name in names}
+    for name, frozen in made.items():
+        delattr(module, name)
+        setattr(module, name, frozen)
 
 
 def encode(kind: str, values: torch.Tensor) -> Parts:

@@ -34,12 +34,10 @@ from typing import Any
 
 import torch
 
-from moeclipse.ops.quantised import CHUNK, TYPES, Quantised, fits, span_of
+from moeclipse.ops.quantised import CHUNK, TYPES, WARPS, WORDS, Quantised, fits, span_of
 
 BLOCK, GROUP = 64, 256
 """Numbers that share a factor, and factors that share a scale."""
-BLOCKS = 64
-"""Blocks that a program of the kernel has."""
 SMALLEST = 1e-38
 """What a block is divided by at least."""
 PLACES = (1 << 16) - 1
@@ -103,11 +101,12 @@ class Nf4(Quantised):
             return False
         from moeclipse.ops.triton import quantised as kernels
 
-        spans = -(-count // (BLOCK * BLOCKS))
+        spans, small = -(-count // (8 * WORDS)), BLOCK * self.blocks < 8 * WORDS
         kernels.decode_nf4[(self.num_matrices * spans,)](
             self.codes.view(torch.int32), self.factors, self.scales, self.offsets, table(out.device),
             dynamic_map(out.device), out, first * width, height * width, count, self.blocks,
-            -(-self.blocks // GROUP), spans, GROUP=GROUP, BLOCKS=BLOCKS, enable_fp_fusion=False,
+            -(-self.blocks // GROUP), spans, GROUP=GROUP, SMALL=small, WORDS=WORDS, num_warps=WARPS,
+            enable_fp_fusion=False,
         )  # fmt: skip
         return True
 
@@ -152,11 +151,10 @@ class Pieces:
             self.largest[place // BLOCK : place // BLOCK + len(largest)] = largest
 
     def finish(self) -> Nf4:
-        largest = self.largest.cpu().view(self.entries, -1)
+        largest = self.largest.view(self.entries, -1)
         if not largest.isfinite().all():
             raise ValueError("what is quantised has NaN or infinity in it, or a piece was not written")
-        parts = [quantise_factors(entry) for entry in largest]
-        factors, scales, offsets = (torch.cat(part).to(self.device) for part in zip(*parts, strict=True))
+        factors, scales, offsets = quantise_factors(largest)
         kept = {"codes": self.codes, "factors": factors, "scales": scales, "offsets": offsets}
         return Nf4(shape=self.shape, dtype=self.dtype, **kept)
 
@@ -179,17 +177,19 @@ def codes_of(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantise_factors(largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of an entry's exact factors, on a CPU: bytes, scales, and the offset as [1]."""
-    offset = largest.mean()
-    padded = torch.nn.functional.pad(largest - offset, (0, -len(largest) % GROUP)).view(-1, GROUP)
-    scales = padded.abs().amax(1)
+    """Of exact factors [entries, blocks]: bytes, scales and offsets, each flat."""
+    # Each entry's own, on a CPU: that is whose order of summation the bits have.
+    offsets = torch.stack([entry.mean() for entry in largest.cpu()]).to(largest.device)
+    padded = torch.nn.functional.pad(largest - offsets[:, None], (0, -largest.shape[1] % GROUP))
+    groups = padded.unflatten(1, (-1, GROUP))
+    scales = groups.abs().amax(-1)
     # 0 times infinity: a group whose factors are all the mean has bytes 0.
-    scaled = (padded * (1 / scales)[:, None]).clamp(-1, 1).nan_to_num(nan=-1.0)
+    scaled = (groups * (1 / scales)[..., None]).clamp(-1, 1).nan_to_num(nan=-1.0)
     # In float64 the product and the sum are exact: as one fused operation of fp32 would round them.
     place = (((scaled + 1) * 0.5).double() * PLACES + 0.5).float().trunc()
     bounds = midpoints(dynamic_map(largest.device))
-    codes = torch.bucketize(2 * place / PLACES - 1, bounds, out_int32=True)
-    return codes.to(torch.uint8).flatten()[: len(largest)], scales, offset[None]
+    codes = torch.bucketize(2 * place / PLACES - 1, bounds, out_int32=True).flatten(1)
+    return codes[:, : largest.shape[1]].to(torch.uint8).flatten(), scales.flatten(), offsets
 
 
 def midpoints(sorted_values: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,8 @@ import torch
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 CHUNK = 1 << 20
 """Elements that the references decode at a time: they take some 20 bytes for each of them."""
+WORDS, WARPS = 512, 2
+"""Words of eight numbers that a program of the kernels for 4 bits has."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
-"""Which tile a matrix kernel uses: a small table, and a file that overrides it.
+"""Which tile a matrix kernel uses: a table for each architecture, and a file that overrides it.
 
-A `Tile` is everything about a launch that changes speed and nothing about what is computed. The table was
-measured on one H200; `tune` measures again on any device and keeps the winners in a JSON file, keyed by
-device, Triton version, kernel and widths, which later processes read once.
+A `Tile` is everything about a launch that changes speed and nothing about what is computed. Hopper's tables
+were measured on one H200; the others are tiles that a model of shared memory and registers lets pass
+(`fits`), which tests hold against what compilers say. `tune` measures on any device and keeps the winners in
+a JSON file, keyed by device, Triton version, kernel and widths, which later processes read once.
 
 Hazard: another tile may add in another order, so bits may differ between devices or after tuning; on one
 device with one file they do not.
@@ -14,13 +15,13 @@ import functools
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from moeclipse.core.outside import read_table
+from moeclipse.ops.architecture import KIB, Architecture, architecture_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class Tile:
     split: int = 1
     """Pieces in which the columns of a tile are written: fewer registers, less shared memory."""
     per_sm: int = 1
-    """Programs for each multiprocessor; 0 starts one for each tile (weight gradients only)."""
+    """Programs for each multiprocessor; 0 starts one for each tile."""
     ahead: bool = False
     """Weight gradients: row numbers are read one step ahead into registers."""
     swap: bool = False
@@ -46,9 +47,11 @@ class Tile:
     staging: int = 0
     """Weight gradients on Hopper: some warps only load, and each half of a tile is written through so many
     buffers of 64 x n / split elements, a divisor of its pieces; 0: all warps do everything in turn."""
+    pointers: bool = False
+    """Threads copy what is loaded and stored; else the copy engine does, where it can."""
 
 
-TABLE = {
+HOPPER = {
     "up": Tile(n=128, stages=4, flatten=True, stagger=800),
     "up, huge": Tile(n=128, stages=4, flatten=True),
     "up, no gate": Tile(stages=3, flatten=True, split=2),
@@ -94,33 +97,155 @@ TABLE = {
     "wgrad_roles_x, add": Tile(stages=4, split=8, staging=2, stagger=900),
 }
 CLASSES = (("huge", 8192), ("wide", 4096), ("medium", 2048), ("small", 0))
-SHARED_MEMORY = 227 * 1024
 DEFAULT_FILE = Path("~/.cache/moeclipse/tiles.json")
 
 
-def shape_class(kernel: str, *widths: int) -> str:
-    """The line of the table for a kernel and its weight: by the wider width, where that has a line.
+def _pointers(gated: Tile, product: Tile, wgrad: Tile) -> dict[str, Tile]:
+    """A table of the pointer form: one line for each family of kernels, see `line_in`."""
+    lines = {
+        "up": gated,
+        "product": product,
+        "wgrad": wgrad,
+        "narrow": replace(product, n=16, warps=4, split=1),
+        "narrow, 256 columns": replace(product, n=256, k=32, warps=8, stages=3, split=2),
+        "wgrad_narrow": replace(wgrad, n=16, warps=4, split=1),
+    }
+    return {line: replace(tile, pointers=True) for line, tile in lines.items()}
 
-    ("wgrad_x", 28672, 4096) -> "wgrad_x, huge" · ("down", 2048, 768) -> "down"
+
+PRODUCTS = ("up, no gate", "down", "d_hidden", "d_rows")
+SMALL = _pointers(
+    Tile(n=64, k=64, stages=3, per_sm=0),
+    Tile(n=128, k=64, stages=3, per_sm=0),
+    Tile(n=128, k=64, stages=3, per_sm=0, split=2, ahead=True),
+)
+"""Of GPUs with 99 KiB for a block."""
+
+TABLES: dict[str, dict[str, Tile]] = {
+    # Two blocks on a multiprocessor: one computes while the other writes.
+    "sm_80": _pointers(
+        Tile(n=64, stages=3, warps=4, per_sm=0),
+        Tile(n=128, stages=3, warps=4, per_sm=0),
+        Tile(n=128, stages=3, warps=4, per_sm=0, split=2, ahead=True),
+    )
+    # More is added or written: four warps have no registers left for it.
+    | dict.fromkeys(("up, no gate", *(f"{name} and adapter" for name in PRODUCTS)), SMALL["product"])
+    | {"up and adapter": SMALL["up"]},
+    "sm_86": SMALL,
+    "sm_89": SMALL,
+    "sm_90": HOPPER,
+    "sm_90, pointers": _pointers(
+        Tile(n=128, stages=4), Tile(stages=4, split=2), Tile(stages=4, split=4, ahead=True)
+    ),
+    # How long a step takes there nobody has measured, so programs begin together. The compiler cannot make
+    # one loop of tiles and steps where a second product follows the first: sums lie in tensor memory.
+    "sm_100": {
+        line: replace(tile, stagger=0, flatten=tile.flatten and "adapter" not in line)
+        for line, tile in HOPPER.items()
+        if "roles" not in line
+    },
+    "sm_120": SMALL,
+    "gfx942": _pointers(
+        Tile(n=128, stages=2, per_sm=0),
+        Tile(n=256, stages=2, per_sm=0, split=2),
+        Tile(n=128, stages=2, per_sm=0, split=2, ahead=True),
+    ),
+}
+
+
+def columns_in(line: str, tile: Tile) -> int:
+    """Columns of a tile's sum: those of the gate and of the up-projection stand side by side."""
+    gated = line.startswith("up") and "no gate" not in line
+    return 2 * tile.n if gated else tile.n
+
+
+def shared_memory(line: str, tile: Tile, on: Architecture) -> int:
+    """Bytes of shared memory that a tile takes, at most: what compilers say is no more.
+
+    Loads of `stages` steps are under way at once, less where each waits for a row number that is loaded, too;
+    tensor cores that read shared memory by themselves (Hopper, Blackwell) hold one step more. What is written
+    passes through shared memory as well: behind the last product where threads do it, beside the next tile's
+    loads where the copy engine does.
+    """
+    columns = columns_in(line, tile)
+    gathered = line.startswith(("wgrad_x", "wgrad_dy")) and not (tile.ahead or tile.flatten)
+    steps = (tile.stages - 1) // 2 if gathered else tile.stages - 1
+    if on.name in ("sm_90", "sm_100"):
+        steps += 1
+    blocks = steps * (tile.m + columns) * tile.k * 2
+    size = 4 if line.startswith("wgrad") else 2
+    written = tile.m * tile.n // tile.split * size
+    narrow = (tile.m + columns) * 64 * 2 if "adapter" in line else 0
+    if tile.staging:
+        ring = tile.stages * (tile.m + tile.n) * tile.k * 2
+        return ring + 2 * tile.staging * 64 * tile.n // tile.split * (4 if "add" in line else 2) + KIB
+    return (max(blocks, written, narrow) if tile.pointers else blocks + written + narrow) + KIB
+
+
+def sums(line: str, tile: Tile, on: Architecture) -> int:
+    """Registers of a thread that hold its part of a tile's sum."""
+    return tile.m * columns_in(line, tile) // (tile.warps * on.warp)
+
+
+def fits(line: str, tile: Tile, on: Architecture) -> bool:
+    """Whether a tile is worth a compiler's time: room in shared memory, half of the registers for the sum.
+
+    The other half holds addresses, operands on their way, and what is written.
+    """
+    return shared_memory(line, tile, on) <= on.shared and sums(line, tile, on) <= (on.registers + 1) // 2
+
+
+def candidates(line: str, on: Architecture) -> list[Tile]:
+    """Tiles to measure for a kernel of an architecture, in its form: those of the table, and what fits."""
+    table = TABLES[on.table]
+    usual = table[line_in(table, line, 0)]
+    if usual.staging:
+        return [usual]
+    wide = (32, 64, 128) if columns_in(line, usual) > usual.n else (64, 128, 256)
+    choices = {"n": wide, "k": (32, 64), "warps": (4, 8), "stages": (2, 3, 4), "per_sm": (0, 1)}
+    others = [
+        replace(tile, split=min(split, tile.n // 64) if (split := usual.split) > 1 else 1)
+        for tile in variants(usual, **choices)
+    ]
+    # Sums of fewer registers read each operand too often.
+    return [usual, *(tile for tile in others if fits(line, tile, on) and sums(line, tile, on) >= 32)]
+
+
+def line_in(table: dict[str, Tile], kernel: str, *widths: int) -> str:
+    """The line of a table for a kernel and its weight: by the wider width, where that has a line.
+
+    Hopper's ("wgrad_x", 28672, 4096) -> "wgrad_x, huge" · ("down", 2048, 768) -> "down". Tables with few
+    lines have one for a family: ("wgrad_x, add", ...) -> "wgrad" · ("down and adapter", ...) -> "product".
     """
     widest = max(widths)
     name = next((name for name, least in CLASSES if widest >= least), "")
-    line = f"{kernel}, {name}"
-    return line if line in TABLE else kernel
+    plain = kernel.removesuffix(" and adapter").removesuffix(", add")
+    family = "wgrad" if plain.startswith("wgrad") else "product"
+    lines = (f"{kernel}, {name}", kernel, f"{plain}, {name}", plain, f"{family}, {name}", family)
+    return next(line for line in lines if line in table)
+
+
+def table_of(device: torch.device) -> dict[str, Tile]:
+    """The tiles of a device; without one (the interpreter) those of Hopper."""
+    found = architecture_of(device)
+    return TABLES[found.table if found else "sm_90"]
 
 
 def tile_for(kernel: str, device: torch.device, *widths: int, file: Path = DEFAULT_FILE) -> Tile:
     """The tile of a kernel for these widths: from the file if it was tuned there, else from the table."""
     tuned = _read(file)
     found = tuned.get(key_of(kernel, device, *widths)) if tuned else None
-    return Tile(**found) if found else TABLE[shape_class(kernel, *widths)]
+    table = table_of(device)
+    return Tile(**found) if found else table[line_in(table, kernel, *widths)]
 
 
 def key_of(kernel: str, device: torch.device, *widths: int) -> str:
     import triton
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return "|".join([name, f"triton {triton.__version__}", kernel, *map(str, widths)])
+    found = architecture_of(device)
+    form = [] if found is None or found.form == "descriptor" else ["pointers"]
+    return "|".join([name, f"triton {triton.__version__}", kernel, *map(str, widths), *form])
 
 
 def tune(
@@ -134,7 +259,8 @@ def tune(
     """Time `run` with each candidate, keep the fastest in the file, and return it."""
     from triton.testing import do_bench
 
-    best, best_ms = TABLE[shape_class(kernel, *widths)], float("inf")
+    table = table_of(device)
+    best, best_ms = table[line_in(table, kernel, *widths)], float("inf")
     for tile in candidates:
         try:
             ms = do_bench(functools.partial(run, tile), warmup=5, rep=30, return_mode="median")
@@ -169,21 +295,27 @@ def num_programs(tile: Tile, device: torch.device) -> int:
     return tile.per_sm * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@functools.cache
+def grid_of(tile: Tile, device: torch.device, num_tiles: int) -> tuple[int, int]:
+    """(programs to start, PROGRAMS of the kernel); a program works on every PROGRAMS-th tile."""
+    if tile.per_sm:
+        return num_programs(tile, device), num_programs(tile, device)
+    # Where each tile has a program of its own, their number must not make another kernel.
+    return num_tiles, 1 << 30
+
+
 def device_fits(device: torch.device) -> bool:
-    """Whether a device has the copy engine and the shared memory that the table's tiles are made for."""
-    if device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
-        return False
-    properties = torch.cuda.get_device_properties(device)
-    room = getattr(properties, "shared_memory_per_block_optin", SHARED_MEMORY)  # not every torch tells
-    return properties.major in (9, 10) and room >= SHARED_MEMORY
+    """Whether the kernels run on a device, in one form or the other."""
+    return architecture_of(device) is not None
 
 
-@functools.cache
 def has_warpgroups(device: torch.device) -> bool:
     """Whether a kernel's warps may divide the work: on Hopper, with a Triton that has Gluon for it."""
-    if not device_fits(device) or torch.cuda.get_device_properties(device).major != 9:
-        return False
+    found = architecture_of(device)
+    return found is not None and found.table == "sm_90" and _has_gluon()
+
+
+@functools.cache
+def _has_gluon() -> bool:
     try:
         from moeclipse.ops.triton import wgrad_gluon  # noqa: F401
     except (ImportError, AttributeError):  # names in Gluon still change

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from moeclipse.ops.tuning import Tile, delay, device_fits, has_warpgroups, num_programs, tile_for
+from moeclipse.ops.tuning import Tile, delay, device_fits, grid_of, has_warpgroups, num_programs, tile_for
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 NARROW = 64
@@ -147,21 +147,22 @@ def grouped_wgrad_kernel(
         _by_warpgroups(dy_MN, x_MD, offsets_E1, into_END, dy_index_M, x_index_M, accumulate, tile)
         return
     wide_dy, wide_x = (tile.n, tile.m) if tile.swap else (tile.m, tile.n)
-    dy = dy_MN if gather_dy else create_ragged_descriptor(dy_MN, [tile.k, wide_dy])
-    x = x_MD if gather_x else create_ragged_descriptor(x_MD, [tile.k, wide_x])
-    piece = [tile.n // tile.split, tile.m] if tile.swap else [tile.m, tile.n // tile.split]
+    dy, x, into = dy_MN, x_MD, into_END
+    if not tile.pointers:
+        dy = dy_MN if gather_dy else create_ragged_descriptor(dy_MN, [tile.k, wide_dy])
+        x = x_MD if gather_x else create_ragged_descriptor(x_MD, [tile.k, wide_x])
+        piece = [tile.n // tile.split, tile.m] if tile.swap else [tile.m, tile.n // tile.split]
+        into = TensorDescriptor.from_tensor(into_END, [1, *piece])
     num_tiles = num_experts * -(-N // wide_dy) * -(-D // wide_x)
-    programs = num_programs(tile, dy_MN.device) if tile.per_sm else num_tiles
-    adding = "reduce" if dy_MN.is_cuda else "add"
-    wgrad.grouped_wgrad[(programs,)](
-        dy, dy_index_M, dy_MN.stride(0), x, x_index_M, x_MD.stride(0),
-        TensorDescriptor.from_tensor(into_END, [1, *piece]), offsets_E1, num_experts, N, D,
-        GATHER_DY=gather_dy, GATHER_X=gather_x, EVEN=N % wide_dy == 0 and D % wide_x == 0,
-        MODE=adding if accumulate else "store",
+    grid, programs = grid_of(tile, dy_MN.device, num_tiles)
+    adding = "reduce" if dy_MN.is_cuda and not tile.pointers else "add"
+    wgrad.grouped_wgrad[(grid,)](
+        dy, dy_index_M, dy_MN.stride(0), x, x_index_M, x_MD.stride(0), into, offsets_E1, num_experts, N, D,
+        GATHER_DY=gather_dy, GATHER_X=gather_x, POINTERS=tile.pointers,
+        EVEN=N % wide_dy == 0 and D % wide_x == 0, MODE=adding if accumulate else "store",
         FLATTEN=tile.flatten, AHEAD=tile.ahead, SWAP=tile.swap, GROUP=tile.group,
-        STAGGER=delay(tile, dy_MN.device, num_tiles),
-        # Where each tile has a program of its own, their number must not make another kernel.
-        PROGRAMS=programs if tile.per_sm else 1 << 30, PADDED=max(128, 1 << (num_experts - 1).bit_length()),
+        STAGGER=delay(tile, dy_MN.device, num_tiles), PROGRAMS=programs,
+        PADDED=max(128, 1 << (num_experts - 1).bit_length()),
         BM=tile.m, BN=tile.n, BK=tile.k, SPLIT=tile.split, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 

@@ -141,6 +141,18 @@ def test_on_a_device_streams_wait_and_the_host_goes_on(monkeypatch: pytest.Monke
     assert cuda.take() == [], "what another library carries takes no stream"
 
 
+def test_on_a_device_what_is_on_the_stream_already_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, mesh = FakeCuda(monkeypatch), Mesh.single()
+    lane = Lane("a2a", torch.device("cuda"), Recorder(torch.device("cpu")), mesh.watch)
+    lane.launch(mesh.experts, "rows", lambda: cuda.say("holds the transfer"), None, on_stream=True)
+    assert cuda.take() == ["lane waits for current", "lane holds the transfer", "lane records event 1"]
+    with pytest.raises(ZeroDivisionError):
+        lane.launch(mesh.experts, "rows", lambda: 1 // 0, None, on_stream=True)
+    cuda.take()
+    cuda.say("computes")
+    assert cuda.take() == ["current computes"], "a failed launch leaves nobody on its stream"
+
+
 def test_on_a_device_the_host_waits_where_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(monkeypatch)
     _, transfer = on_a_device(cuda)

@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moeclipse.ops import block_floats, nf4
+from moeclipse.ops.quantised import WARPS, WORDS
 from moeclipse.ops.triton.quantised import decode_fp8, decode_mxfp4, decode_nf4
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -26,9 +27,9 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, int]]] = {
     "nf4": (
         decode_nf4,
         NIBBLES | {"scales": "*fp32", "offsets": "*fp32"},
-        {"GROUP": nf4.GROUP, "BLOCKS": nf4.BLOCKS},
+        {"GROUP": nf4.GROUP, "SMALL": False, "WORDS": WORDS},
     ),
-    "mxfp4": (decode_mxfp4, NIBBLES | {"scales": "*u8"}, {"BLOCKS": block_floats.BLOCKS}),
+    "mxfp4": (decode_mxfp4, NIBBLES | {"scales": "*u8"}, {"WORDS": WORDS}),
     "fp8": (decode_fp8, {"codes": "*u8", "scales": "*fp32", "out": "*bf16"}, TILE | SIDES),
 }
 ALIGNED = {"codes", "factors", "scales", "offsets", "out", "first", "pitch", "count", "height", "width"}
@@ -44,7 +45,8 @@ if __name__ == "__main__":
             constexprs={(names.index(each),): value for each, value in flags.items()},
             attrs={(names.index(each),): [["tt.divisibility", 16]] for each in ALIGNED & set(names)},
         )
-        built = triton.compile(source, target=HOPPER, options={"enable_fp_fusion": False})
+        options = {"enable_fp_fusion": False, "num_warps": 4 if name == "fp8" else WARPS}
+        built = triton.compile(source, target=HOPPER, options=options)
         ptx = built.asm["ptx"]
         stores = re.findall(r"st\.global\S*", ptx)
         wide = sum(store.endswith("v4.b32") for store in stores)

@@ -10,13 +10,15 @@ pytest.importorskip("triton")
 from moeclipse.ops.triton import expert_forward
 
 
+@pytest.mark.parametrize("form", ["experts", "experts through pointers"])
 @pytest.mark.parametrize("kind", ["h ", "a ", "y ", "dx ", "u "])
-def test_products_equal_the_reference(kind: str) -> None:
-    assert_equal_references("experts", kind)
+def test_products_equal_the_reference(kind: str, form: str) -> None:
+    assert_equal_references(form, kind)
 
 
-def test_rows_are_gathered_or_taken_as_they_lie_with_and_without_bias() -> None:
-    names = " ".join(errors_of("experts", "h "))
+@pytest.mark.parametrize("form", ["experts", "experts through pointers"])
+def test_rows_are_gathered_or_taken_as_they_lie_with_and_without_bias(form: str) -> None:
+    names = " ".join(errors_of(form, "h "))
     assert all(word in names for word in ("gathered", "as they lie", "bias", "64x32", "rank 8", "rank 72"))
 
 

@@ -22,5 +22,23 @@ def test_no_way_through_the_rows_changes_the_sum() -> None:
     assert all(word in names for word in ("flatten", "swap", "ahead", "per_sm"))
 
 
+def test_pointers_give_the_same_sums() -> None:
+    assert_equal_references("wgrad through pointers")
+    names = " ".join(errors_of("wgrad through pointers"))
+    words = (
+        "pointers",
+        "flatten",
+        "swap",
+        "ahead",
+        "per_sm",
+        " x ",
+        " dy ",
+        " none ",
+        "add=True",
+        "add=False",
+    )
+    assert all(word in names for word in words)
+
+
 def test_every_kernel_ran() -> None:
     assert_all_ran(wgrad, "wgrad")

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from moeclipse.ops.tuning import SHARED_MEMORY, TABLE, Tile
+from moeclipse.ops.architecture import ARCHITECTURES
+from moeclipse.ops.tuning import HOPPER, Tile
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
@@ -55,9 +56,9 @@ def compiled(tile: Tile, out: str, *, add: bool, gather: str = "none") -> Any:
     [("wgrad_roles, add", "fp32", True), ("wgrad_roles, add", "fp32", False), ("wgrad_roles", "bf16", False)],
 )
 def test_compiles_for_hopper(line: str, out: str, add: bool) -> None:
-    kernel = compiled(TABLE[line], out, add=add)
+    kernel = compiled(HOPPER[line], out, add=add)
     text = kernel.asm["ptx"]
-    assert kernel.metadata.shared <= SHARED_MEMORY
+    assert kernel.metadata.shared <= ARCHITECTURES["sm_90"].shared
     assert kernel.metadata.num_warps == 12, "two groups of four that multiply, and one whose first warp loads"
     assert "wgmma.mma_async.sync.aligned.m64n256k16" in text
     assert ("cp.reduce.async.bulk" in text) is add
@@ -71,10 +72,10 @@ def test_compiles_for_hopper(line: str, out: str, add: bool) -> None:
 @pytest.mark.parametrize("gather", ["dy", "x"])
 @pytest.mark.parametrize(("out", "add"), [("fp32", True), ("fp32", False), ("bf16", False)])
 def test_gathered_rows_compile_for_hopper(gather: str, out: str, add: bool) -> None:
-    tile = TABLE[f"wgrad_roles_{gather}, add" if out == "fp32" else f"wgrad_roles_{gather}"]
+    tile = HOPPER[f"wgrad_roles_{gather}, add" if out == "fp32" else f"wgrad_roles_{gather}"]
     kernel = compiled(tile, out, add=add, gather=gather)
     text = kernel.asm["ptx"]
-    assert kernel.metadata.shared <= SHARED_MEMORY
+    assert kernel.metadata.shared <= ARCHITECTURES["sm_90"].shared
     assert kernel.metadata.num_warps == 12, "two groups of four that multiply, and four warps that load"
     width = tile.m if gather == "dy" else tile.n
     copies = re.findall(r"cp\.async\.(c[ag])\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", text)

@@ -12,6 +12,7 @@ from test_trainer import Notes, configure, losses, whole
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CorruptionError
+from moeclipse.ops.digest import digest
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.placement.expert_buckets import ExpertBucket
@@ -235,6 +236,25 @@ def test_one_rank_alone_is_checked_too(tmp_path: Path) -> None:
 def test_the_last_step_of_a_short_run_is_checked(tmp_path: Path, every: Any) -> None:
     config = configure(tmp_path, **{"integrity.every": every, "run.steps": STEP + 1})
     assert "adam_v/" in run_alone(told, config, "moment", 0)
+
+
+def digested(mesh: Mesh, config: TrainConfig) -> tuple[int, int, bool]:
+    """(Names, digests of rows that were asked for, whether each name has the digest of its own numbers)."""
+    learner, calls = Learner(config, mesh), []
+    learner.step(0)
+    found: dict[str, int] = {}
+    for names, rows in learner.integrity._states():
+        calls.append(len(rows))
+        found |= {name: int(digest(row.clone())) for name, row in zip(names, rows, strict=True)}
+    return len(found), len(calls), learner.integrity._state_digests() == found
+
+
+def test_a_layer_s_experts_are_digested_together(tmp_path: Path) -> None:
+    few_bits = {"lora.rank": 2, "model.base": "fp8", "optim.state": "8bit", "model.dtype": "bfloat16"}
+    names, calls, equal = run_alone(digested, configure(tmp_path, **few_bits))
+    assert equal
+    # 2 layers of 4 experts: A and B of up and down in three states, codes and scales of up and down.
+    assert names - calls >= 2 * 3 * (4 * 3 + 4)
 
 
 def saved(mesh: Mesh, config: TrainConfig) -> str:

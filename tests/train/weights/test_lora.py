@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ from moeclipse.core.config import to_toml, with_values
 from moeclipse.core.errors import CheckpointError
 from moeclipse.model.decode import Decoder, writing
 from moeclipse.moe.tokens import Tokens
+from moeclipse.ops.frozen import decode, encode
+from moeclipse.ops.random import fill_normal
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank
@@ -93,6 +95,41 @@ def test_merged_rows_are_weights_and_what_adapters_add(saved: tuple[str, list[fl
         assert whole(b).abs().sum() > 0
     gate = "weight/layers.0.moe.gate.weight"
     assert torch.equal(merged.read(gate, 0, 16), checkpoint.read(gate, 0, 16))
+
+
+class Kept:
+    """Adapters in bf16 beside a base in nf4, as a checkpoint tells of them."""
+
+    state: ClassVar = {"fingerprint": {"lora": {"rank": 2, "alpha": 3.0, "targets": ["experts"]}}}
+
+    def __init__(self) -> None:
+        expert = "weight/layers.0.moe.experts.0."
+        values = torch.empty(64, 64)
+        self.base = decode("nf4", (64, 64), encode("nf4", fill_normal(values, 1, 0.5)))
+        halves = ((2, 64, "lora_up_a"), (64, 2, "lora_up_b"))
+        self.tensors = {f"{expert}up": self.base} | {
+            f"{expert}{name}": fill_normal(torch.empty(rows, columns), rows, 0.3).bfloat16()
+            for rows, columns, name in halves
+        }
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        return self.tensors[name].flatten()[start:stop]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+
+def test_a_base_in_few_bits_is_rounded_once_when_it_is_merged() -> None:
+    kept = Kept()
+    name = "weight/layers.0.moe.experts.0.up"
+    a, b = (kept.tensors[f"weight/layers.0.moe.experts.0.lora_up_{half}"].double() for half in "ab")
+    merged = MergedWeights(kept).read(name, 0, 64 * 64)  # type: ignore[arg-type]
+    exact = (kept.base.double() + 1.5 * b @ a).flatten()
+    assert merged.dtype == torch.float32
+    assert difference(merged.double(), exact) <= 1e-7
+    twice = (kept.base.bfloat16().double() + 1.5 * b @ a).flatten().bfloat16()
+    assert torch.equal(merged.bfloat16(), exact.bfloat16())
+    assert not torch.equal(twice, exact.bfloat16()), "numbers of which it can be told"
 
 
 def written(mesh: Mesh, path: str, config: TrainConfig) -> tuple[list[list[float]], list[list[float]]]:

@@ -43,7 +43,8 @@ def all_to_all(
         out = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
 
     given = (out, rows, list(receive_counts), list(send_counts), group.handle)
-    return lane.launch(group, label, partial(dist.all_to_all_single, *given, async_op=True), out, rows)
+    start = partial(dist.all_to_all_single, *given, async_op=not lane.by_stream(group))
+    return lane.launch(group, label, start, out, rows)
 
 
 def gather(lane: Lane, group: Group, value: torch.Tensor, label: str) -> InFlight[torch.Tensor]:
@@ -76,7 +77,7 @@ def _gather(lane: Lane, group: Group, value: torch.Tensor, label: str) -> Transf
         call: Callable[..., Any] = dist.all_to_all_single
     else:
         sent, call = value.contiguous(), ALL_GATHER
-    start = partial(call, out, sent, group=group.handle, async_op=True)
+    start = partial(call, out, sent, group=group.handle, async_op=not lane.by_stream(group))
     return lane.launch(group, label, start, out, sent)
 
 
@@ -105,7 +106,7 @@ def all_reduce(lane: Lane, group: Group, value: torch.Tensor, label: str) -> InF
     value = value.contiguous()
 
     def start() -> Any:
-        return dist.all_reduce(value, group=group.handle, async_op=True)
+        return dist.all_reduce(value, group=group.handle, async_op=not lane.by_stream(group))
 
     return lane.launch(group, label, start, value)
 
@@ -122,7 +123,7 @@ def reduce_scatter(
         out = flat.new_empty(mine)
 
         def start() -> Any:
-            return REDUCE_SCATTER(out, flat, group=group.handle, async_op=True)
+            return REDUCE_SCATTER(out, flat, group=group.handle, async_op=not lane.by_stream(group))
 
         return lane.launch(group, label, start, out, flat)
     parts = all_to_all(lane, group, flat, sizes, [mine] * group.size, label)
@@ -140,13 +141,14 @@ def all_gather_shards(
     if group.backend == "nccl" and len(set(sizes)) == 1:
 
         def start_native() -> Any:
-            return ALL_GATHER(flat, mine, group=group.handle, async_op=True)
+            return ALL_GATHER(flat, mine, group=group.handle, async_op=not lane.by_stream(group))
 
         return lane.launch(group, label, start_native, flat)
     sent = mine.repeat(group.size)
 
     def start() -> Any:
         counts = [mine.numel()] * group.size
-        return dist.all_to_all_single(flat, sent, sizes, counts, group=group.handle, async_op=True)
+        given = (flat, sent, sizes, counts, group.handle)
+        return dist.all_to_all_single(*given, async_op=not lane.by_stream(group))
 
     return lane.launch(group, label, start, flat, sent)

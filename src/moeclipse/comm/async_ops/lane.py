@@ -63,7 +63,7 @@ class Transfer(Generic[T]):
         recorder = self._lane.recorder
         with recorder.waiting() if recorder.active else nullcontext():
             if self._event is not None:
-                torch.cuda.current_stream().wait_event(self._event)
+                torch.cuda.current_stream(self._lane.device).wait_event(self._event)
             else:
                 self._op.waited = time.monotonic()
                 self._block(patience_s)
@@ -86,6 +86,10 @@ class Lane:
         self.device = device
         self._stream: torch.cuda.Stream | None = None
 
+    def by_stream(self, group: Group) -> bool:
+        """Whether collectives of this group follow the current stream, and so need not be asynchronous."""
+        return self.device.type == "cuda" and group.backend == "nccl"
+
     def launch(
         self,
         group: Group,
@@ -96,12 +100,13 @@ class Lane:
         *,
         on_stream: bool = False,
     ) -> Transfer[T]:
-        """Start a transfer that brings `value`; `start` returns the Work of an asynchronous collective.
+        """Start a transfer that brings `value`; `start` returns the Work of an asynchronous collective, or
+        None if it is on the current stream (`by_stream`).
 
         `keep`: what it reads, kept until it is waited for. `on_stream`: it enqueues its work on the current
         stream, whatever library the group belongs to.
         """
-        if self.device.type == "cuda" and (on_stream or group.backend == "nccl"):
+        if on_stream or self.by_stream(group):
             return self._launch_on_stream(group, label, start, value, keep)
         stamps = self.recorder.launch(self.name, group.name, label)
         op = self.watch.log.launch_on_host(self.name, label, group.ranks)
@@ -117,22 +122,30 @@ class Lane:
     def _launch_on_stream(
         self, group: Group, label: str, start: Callable[[], Any], value: T, keep: Any
     ) -> Transfer[T]:
+        # Hundreds of times in a step: the device is named wherever torch would have to find it out, which
+        # takes longer than what is asked for.
+        current = torch.cuda.current_stream(self.device)
         if self._stream is None:
             # torch hands out 32 streams of each priority in turn, and NCCL takes one of those without for
             # each communicator: a lane that got one of them a second time would wait for what is on it.
             self._stream = torch.cuda.Stream(self.device, priority=-1)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        stream = self._stream
+        stream.wait_stream(current)
+        torch.cuda.set_stream(stream)
+        try:
             stamps = self.recorder.launch(self.name, group.name, label)
-            log, handle = self.watch.log, self._stream.cuda_stream
+            log, handle = self.watch.log, stream.cuda_stream
             op = log.launch(self.name, label, group.ranks)
             transfer = Transfer(self, group, stamps, op, value, keep)
             log.start(op, handle)
-            start().wait()  # orders this stream behind the library's own; the host goes on
+            work = start()
+            if work is not None:  # on a stream of the library's own: order this one behind it
+                work.wait()
             log.end(op, handle)
             stamps.done = self.recorder.stamp()
-            transfer._event = torch.cuda.Event()
-            transfer._event.record()
+            transfer._event = stamps.done if self.recorder.cuda else stream.record_event()
+        finally:
+            torch.cuda.set_stream(current)
         return transfer
 
 

@@ -53,7 +53,7 @@ class Recorder:
     """Collects the stamps of one step at a time; outside a step it costs nothing."""
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
+        self.cuda, self.device = device.type == "cuda", device
         self.active = False
         self.ledger: Ledger | None = None
         """Checks that each launch is the next op of a program; left out: they pass by."""
@@ -69,7 +69,7 @@ class Recorder:
         if not self.cuda:
             return time.perf_counter_ns()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))  # finding out the device takes torch longer
         return event
 
     def begin_step(self) -> None:

@@ -17,7 +17,6 @@ from torch import nn
 
 from moeclipse.moe.experts.two_projections import Experts
 from moeclipse.ops import expert_passes
-from moeclipse.ops.activation import ACTIVATIONS
 from moeclipse.ops.expert_mlp import KERNEL_DTYPES
 from moeclipse.ops.expert_passes import (
     ADAPTERS,
@@ -37,7 +36,7 @@ from moeclipse.tensor.weight_grad import Grads, are_first
 
 def fits(experts: Experts, inputs: Sequence[torch.Tensor]) -> bool:
     """Whether the kernels take these experts and rows; the layer has checked that their types go together."""
-    if len(inputs) != 1 or not experts.ids or experts.activation not in ACTIVATIONS:
+    if len(inputs) != 1 or not experts.ids:
         return False
     x, widths = inputs[0], (experts.down.shape[2], experts.up.shape[2])
     takes = device_fits(x.device) and x.dtype in KERNEL_DTYPES

@@ -149,10 +149,9 @@ class Experts(Unhooked):
             self.down_bias.zero_()
 
     def freeze(self, kind: str, scratch: Scratch) -> None:
-        """Keep up and down in few bits from now on; those of a whole layer share one scratch."""
+        """Keep up and down in few bits from now on; all layers share a scratch."""
         self._like = self.weights[0].detach().new_empty(0)
-        for name in ("up", "down"):
-            freeze(self, name, kind, scratch)
+        freeze(self, ("up", "down"), kind, scratch)
         self.frozen = True
 
     def forward(

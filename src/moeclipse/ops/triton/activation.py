@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from moeclipse.ops.triton.activations import value_and_slope, value_of
+from moeclipse.ops.triton.activations import gated_slopes, gated_value, value_and_slope, value_of
 
 
 @triton.jit
@@ -16,9 +16,11 @@ def activate(h, a, F, ACT: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexp
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     H = 2 * F if GATED else F
     g = tl.load(h + row * H + column, mask=column < F, other=0.0).to(tl.float32)
-    value = value_of(g, ACT)
     if GATED:
-        value *= tl.load(h + row * H + F + column, mask=column < F, other=0.0).to(tl.float32)
+        u = tl.load(h + row * H + F + column, mask=column < F, other=0.0).to(tl.float32)
+        value = gated_value(g, u, ACT)
+    else:
+        value = value_of(g, ACT)
     tl.store(a + row * F + column, value.to(a.dtype.element_ty), mask=column < F)
 
 
@@ -32,10 +34,11 @@ def activate_backward(d_a, h, d_h, a, F, ACT: tl.constexpr, GATED: tl.constexpr,
     dtype = d_h.dtype.element_ty
     d = tl.load(d_a + row * F + column, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(h + row * H + column, mask=mask, other=0.0).to(tl.float32)
-    value, slope = value_and_slope(g, ACT)
     if GATED:
         u = tl.load(h + row * H + F + column, mask=mask, other=0.0).to(tl.float32)
-        tl.store(d_h + row * H + F + column, (d * value).to(dtype), mask=mask)
-        value, slope = value * u, slope * u
+        value, slope, to_u = gated_slopes(g, u, ACT)
+        tl.store(d_h + row * H + F + column, (d * to_u).to(dtype), mask=mask)
+    else:
+        value, slope = value_and_slope(g, ACT)
     tl.store(d_h + row * H + column, (d * slope).to(dtype), mask=mask)
     tl.store(a + row * F + column, value.to(dtype), mask=mask)

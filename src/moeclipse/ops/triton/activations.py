@@ -36,3 +36,37 @@ def value_and_slope(x, ACT: tl.constexpr):
         value = x * share
         slope = share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
     return value, slope
+
+
+@triton.jit
+def clamped(g, u):
+    """clamped_swiglu's sigmoid(1.702 g), g = min(gate, 7) and u + 1; what is no number stays none."""
+    g = tl.where(g > 7.0, 7.0, g)
+    u = tl.where(u > 7.0, 7.0, tl.where(u < -7.0, -7.0, u))
+    return tl.sigmoid(1.702 * g), g, u + 1.0
+
+
+@triton.jit
+def gated_value(g, u, ACT: tl.constexpr):
+    """a = f(g) u. clamped_swiglu: (7, 7) and (9, 9) give the same."""
+    if ACT == "clamped_swiglu":
+        sigmoid, g, u = clamped(g, u)
+        value = g * sigmoid * u
+    else:
+        value = value_of(g, ACT) * u
+    return value
+
+
+@triton.jit
+def gated_slopes(g, u, ACT: tl.constexpr):
+    """(a, da/dg, da/du); beyond its limits clamped_swiglu has no slope."""
+    if ACT == "clamped_swiglu":
+        sigmoid, kept, more = clamped(g, u)
+        to_u = kept * sigmoid
+        value = to_u * more
+        to_g = tl.where(g <= 7.0, more * (sigmoid + 1.702 * to_u * (1.0 - sigmoid)), 0.0)
+        to_u = tl.where(tl.abs(u) <= 7.0, to_u, 0.0)
+    else:
+        to_u, to_g = value_and_slope(g, ACT)
+        value, to_g = to_u * u, to_g * u
+    return value, to_g, to_u

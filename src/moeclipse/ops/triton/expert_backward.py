@@ -15,7 +15,7 @@ costs no memory of its own.
 import triton
 import triton.language as tl
 
-from moeclipse.ops.triton.activations import value_and_slope
+from moeclipse.ops.triton.activations import gated_slopes, value_and_slope
 
 
 @triton.jit
@@ -41,16 +41,15 @@ def activation_backward(
         at_gate = row[:, None] * H + column[None, :]
         d_a = tl.load(d_a_scaled + at, mask=mask, other=0.0).to(tl.float32)
         g = tl.load(h + at_gate, mask=mask, other=0.0).to(tl.float32)
-        value, slope = value_and_slope(g, ACT)
-        a = value
         if GATED:
             u = tl.load(h + at_gate + F, mask=mask, other=0.0).to(tl.float32)
-            a = value * u
-            slope = slope * u
+            a, slope, to_u = gated_slopes(g, u, ACT)
+        else:
+            a, slope = value_and_slope(g, ACT)
         total += tl.sum(d_a * a, axis=1)
         d_a *= score[:, None]
         tl.store(d_a_scaled + at, (a * score[:, None]).to(dtype), mask=mask)
         tl.store(d_h + at_gate, (d_a * slope).to(dtype), mask=mask)
         if GATED:
-            tl.store(d_h + at_gate + F, (d_a * value).to(dtype), mask=mask)
+            tl.store(d_h + at_gate + F, (d_a * to_u).to(dtype), mask=mask)
     tl.store(d_score + row, total, mask=inside)

@@ -8,7 +8,8 @@ Each may add a second, narrow product: an adapter's u_m B^T is some more columns
 comes out is written once.
 
 Both are persistent: one program for each multiprocessor walks over the tiles. Weights come through TMA
-descriptors, gathered rows through asynchronous 16-byte copies (Hopper's TMA cannot gather).
+descriptors, gathered rows through asynchronous 16-byte copies (Hopper's TMA cannot gather); with POINTERS
+everything comes that way.
 """
 
 # Arguments of kernels have no Python types.
@@ -17,10 +18,12 @@ descriptors, gathered rows through asynchronous 16-byte copies (Hopper's TMA can
 import triton
 import triton.language as tl
 
-from moeclipse.ops.triton.activations import value_of
+from moeclipse.ops.triton.activations import gated_value, value_of
 from moeclipse.ops.triton.tiles import (
+    eighths,
     halves,
     load_rows,
+    load_weight,
     row_starts,
     row_tile,
     stagger,
@@ -40,11 +43,31 @@ def with_bias(value, bias, begin, column, end, BIAS: tl.constexpr, BN: tl.conste
 
 
 @triton.jit
+def add_narrow(
+    acc, u, b, expert, first, left, n, N, RANK: tl.constexpr, LAYOUT: tl.constexpr, POINTERS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """acc plus the product of u's RANK columns with an adapter's second weight, BR of them at once."""
+    EVEN: tl.constexpr = RANK % BR == 0
+    if RANK > 0:
+        source, start = row_starts(u, None, first, left, RANK, False, POINTERS, BM)
+        if RANK <= 2 * BR:
+            for r in tl.static_range(0, RANK, BR):
+                narrow = load_weight(b, expert, r, n, RANK, N, LAYOUT, POINTERS, EVEN, BR, BN)
+                acc = tl.dot(load_rows(source, start, r, RANK, POINTERS, BR, EVEN), narrow, acc)
+        else:  # more blocks than shared memory has room for at once
+            for r in tl.range(0, RANK, BR, num_stages=1):
+                narrow = load_weight(b, expert, r, n, RANK, N, LAYOUT, POINTERS, EVEN, BR, BN)
+                acc = tl.dot(load_rows(source, start, r, RANK, POINTERS, BR, EVEN), narrow, acc)
+    return acc
+
+
+@triton.jit
 def up_gated(
     x, index, w, bias, u, b, gate_out, up_out, a_out, tiles, num_tiles, capacity, x_stride, D, F,
-    ACT: tl.constexpr, BIAS: tl.constexpr, RANK: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr,
-    FLATTEN: tl.constexpr, GROUP: tl.constexpr, STAGGER: tl.constexpr, PROGRAMS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+    ACT: tl.constexpr, BIAS: tl.constexpr, RANK: tl.constexpr, GATHER: tl.constexpr, POINTERS: tl.constexpr,
+    EVEN: tl.constexpr, FLATTEN: tl.constexpr, GROUP: tl.constexpr, STAGGER: tl.constexpr,
+    PROGRAMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """One tile: BM rows, BN columns of the gate and the same BN columns of the up-projection.
 
@@ -52,93 +75,71 @@ def up_gated(
     Expert 1, n = 2, BN = 128: one load brings w[1, 0, 256:384] and w[1, 1, 256:384], which multiply as 256
     columns, so both halves of an activation meet in one thread.
     """
+    x_stride, D, F = eighths(x_stride), eighths(D), eighths(F)
     num_m = tl.load(num_tiles)
     num_n = tl.cdiv(F, BN)
     stagger(tl.cdiv(D, BK), PROGRAMS, STAGGER)
     for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=FLATTEN):
         m, n = swizzle(tile, num_m, num_n, GROUP)
         expert, first, left = row_tile(tiles, capacity, m)
-        start = row_starts(index, first, left, x_stride, GATHER, BM)
+        source, start = row_starts(x, index, first, left, x_stride, GATHER, POINTERS, BM)
         acc = tl.zeros((BM, 2 * BN), dtype=tl.float32)
         for k in range(0, D, BK):
-            rows = load_rows(x, start, k, D, GATHER, BK, EVEN)
-            weight = tl.reshape(w.load([expert, 0, n * BN, k]), (2 * BN, BK))
-            acc = tl.dot(rows, weight.T, acc)
-        if RANK <= 2 * BR:
-            for r in tl.static_range(0, RANK, BR):
-                narrow = tl.reshape(b.load([expert, 0, n * BN, r]), (2 * BN, BR))
-                acc = tl.dot(u.load([first, r]), narrow.T, acc)
-        else:  # more blocks than shared memory has room for at once
-            for r in tl.range(0, RANK, BR, num_stages=1):
-                narrow = tl.reshape(b.load([expert, 0, n * BN, r]), (2 * BN, BR))
-                acc = tl.dot(u.load([first, r]), narrow.T, acc)
+            rows = load_rows(source, start, k, D, GATHER or POINTERS, BK, EVEN)
+            weight = load_weight(w, expert, k, n, D, F, "gated", POINTERS, EVEN, BK, BN)
+            acc = tl.dot(rows, weight, acc)
+        acc = add_narrow(acc, u, b, expert, first, left, n, F, RANK, "gated", POINTERS, BM, BN, BR)
         gate, up = halves(acc)
         gate = with_bias(gate, bias, expert * 2 * F, n * BN, F, BIAS, BN)
         up = with_bias(up, bias, expert * 2 * F + F, n * BN, F, BIAS, BN)
-        store_clipped(gate_out, first, left, n * BN, gate)
-        store_clipped(up_out, first, left, n * BN, up)
-        store_clipped(a_out, first, left, n * BN, value_of(gate, ACT) * up)
+        store_clipped(gate_out, first, left, n * BN, gate, 2 * F, F, POINTERS)
+        store_clipped(up_out, first, left, n * BN, up, 2 * F, F, POINTERS)
+        store_clipped(a_out, first, left, n * BN, gated_value(gate, up, ACT), F, F, POINTERS)
 
 
 @triton.jit
-def put_rows(out, a_out, first, left, column, value, bias, begin, N, ACT: tl.constexpr, BIAS: tl.constexpr):
+def put_rows(
+    out, a_out, first, left, column, value, bias, begin, N,
+    ACT: tl.constexpr, BIAS: tl.constexpr, POINTERS: tl.constexpr,
+):  # fmt: skip
     """Write some columns of a row tile, and beside them the activation, if there is one."""
     value = with_bias(value, bias, begin, column, N, BIAS, value.shape[1])
-    store_clipped(out, first, left, column, value)
+    store_clipped(out, first, left, column, value, N, N, POINTERS)
     if ACT != "none":
-        store_clipped(a_out, first, left, column, value_of(value, ACT))
-
-
-@triton.jit
-def narrow_weight(
-    b, expert, r, n, N, TRANSPOSED: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr
-):  # fmt: skip
-    """Rows r to r + BR of an adapter's second weight, columns n * BN to (n + 1) * BN."""
-    if TRANSPOSED:
-        weight = b.load([expert * N + n * BN, r]).T
-    else:
-        weight = tl.reshape(b.load([expert, r, n * BN]), (BR, BN))
-    return weight
+        store_clipped(a_out, first, left, column, value_of(value, ACT), N, N, POINTERS)
 
 
 @triton.jit
 def rows_times_weight(
     x, index, w, bias, u, b, scale, out, a_out, tiles, num_tiles, capacity, x_stride, K, N,
     ACT: tl.constexpr, BIAS: tl.constexpr, RANK: tl.constexpr, SCALED: tl.constexpr, GATHER: tl.constexpr,
-    EVEN: tl.constexpr, TRANSPOSED: tl.constexpr, FLATTEN: tl.constexpr, GROUP: tl.constexpr,
-    STAGGER: tl.constexpr, PROGRAMS: tl.constexpr,
+    POINTERS: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr, FLATTEN: tl.constexpr,
+    GROUP: tl.constexpr, STAGGER: tl.constexpr, PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """out_m = x_m W_e + u_m B_e: w is [experts, K, N], or [experts x N, K] when TRANSPOSED; b likewise.
-
-    Expert 3, N = 256, K = 64, TRANSPOSED, n = 1, BN = 128: w rows 896 to 1024, columns k to k + BK.
-    """
+    """out_m = x_m W_e + u_m B_e: w is [experts, K, N], or [experts x N, K] when TRANSPOSED; b likewise."""
+    x_stride, K, N = eighths(x_stride), eighths(K), eighths(N)
     num_m = tl.load(num_tiles)
     num_n = tl.cdiv(N, BN)
+    LAYOUT: tl.constexpr = "transposed" if TRANSPOSED else "plain"
     stagger(tl.cdiv(K, BK), PROGRAMS, STAGGER)
     for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=FLATTEN):
         m, n = swizzle(tile, num_m, num_n, GROUP)
         expert, first, left = row_tile(tiles, capacity, m)
-        start = row_starts(index, first, left, x_stride, GATHER, BM)
+        source, start = row_starts(x, index, first, left, x_stride, GATHER, POINTERS, BM)
         acc = tl.zeros((BM, BN), dtype=tl.float32)
         for k in range(0, K, BK):
-            rows = load_rows(x, start, k, K, GATHER, BK, EVEN)
-            if TRANSPOSED:
-                weight = w.load([expert * N + n * BN, k]).T
-            else:
-                weight = tl.reshape(w.load([expert, k, n * BN]), (BK, BN))
+            rows = load_rows(source, start, k, K, GATHER or POINTERS, BK, EVEN)
+            weight = load_weight(w, expert, k, n, K, N, LAYOUT, POINTERS, EVEN, BK, BN)
             acc = tl.dot(rows, weight, acc)
-        if RANK <= 2 * BR:
-            for r in tl.static_range(0, RANK, BR):
-                acc = tl.dot(u.load([first, r]), narrow_weight(b, expert, r, n, N, TRANSPOSED, BN, BR), acc)
-        else:
-            for r in tl.range(0, RANK, BR, num_stages=1):
-                acc = tl.dot(u.load([first, r]), narrow_weight(b, expert, r, n, N, TRANSPOSED, BN, BR), acc)
+        acc = add_narrow(acc, u, b, expert, first, left, n, N, RANK, LAYOUT, POINTERS, BM, BN, BR)
         if SCALED:
             acc = acc * scale
         if SPLIT == 2:
             left_half, right_half = halves(acc)
-            put_rows(out, a_out, first, left, n * BN, left_half, bias, expert * N, N, ACT, BIAS)
-            put_rows(out, a_out, first, left, n * BN + BN // 2, right_half, bias, expert * N, N, ACT, BIAS)
+            column, begin = n * BN, expert * N
+            put_rows(out, a_out, first, left, column, left_half, bias, begin, N, ACT, BIAS, POINTERS)
+            column += BN // 2
+            put_rows(out, a_out, first, left, column, right_half, bias, begin, N, ACT, BIAS, POINTERS)
         else:
-            put_rows(out, a_out, first, left, n * BN, acc, bias, expert * N, N, ACT, BIAS)
+            put_rows(out, a_out, first, left, n * BN, acc, bias, expert * N, N, ACT, BIAS, POINTERS)

@@ -1,11 +1,16 @@
-"""What the kernels over ragged rows share: which tile a program works on, and reading rows.
+"""What the kernels over ragged rows share: which tile a program works on, and how tiles are read and written.
 
 Rows are grouped by expert. A *row tile* is up to BM consecutive rows of one expert; the tile table, made on
 the device by `grouping.tile_table`, says for each row tile its expert, its first row and where the expert's
 rows end. Nothing on the host depends on how many rows an expert got.
 
-Hazard: a tile at the end of an expert reads rows of the next one. Stores go through ragged descriptors,
-whose bounds the copy engine checks, so such rows are computed and never written.
+Everything that touches memory has two forms, and POINTERS says at compile time which one a kernel is made of:
+through descriptors of the copy engine (Hopper, Blackwell), or through pointers, which every GPU has. Gathered
+rows always come through pointers.
+
+Hazard: a tile at the end of an expert reads rows of the next one, or its own last row again. Stores go
+through ragged descriptors, whose bounds the copy engine checks, or behind a mask: such rows are computed and
+never written.
 """
 
 # Arguments of kernels have no Python types.
@@ -42,24 +47,36 @@ def swizzle(tile, num_m, num_n, GROUP: tl.constexpr):
 
 
 @triton.jit
-def row_starts(index, first, left, stride, GATHER: tl.constexpr, BM: tl.constexpr):
-    """Of each row of a tile where it begins in x; rows that do not exist read the first one.
+def eighths(width):
+    """The same number, known to be a multiple of 8: what the compiler needs to copy 16 bytes at once."""
+    return width // 8 * 8
 
-    index = [7, 2, 9], first = 1, left = 2, BM = 4: rows 2, 9, 0, 0.
+
+@triton.jit
+def row_starts(
+    x, index, first, left, stride, GATHER: tl.constexpr, POINTERS: tl.constexpr, BM: tl.constexpr
+):  # fmt: skip
+    """(x, of each row of a tile where it begins in x), for `load_rows`.
+
+    Rows that do not exist read another one. index = [7, 2, 9], first = 1, left = 2, BM = 4: rows 2, 9, 0, 0;
+    as they lie rows 1, 2, 2, 2, counted from row 1 on, in 32 bits. A descriptor is asked for row 1.
     """
     if GATHER:
         offset = tl.arange(0, BM)
         row = tl.load(index + first + offset, mask=offset < left, other=0)
         start = row.to(tl.int64)[:, None] * stride
+    elif POINTERS:
+        x += first.to(tl.int64) * stride
+        start = tl.minimum(tl.arange(0, BM), left - 1)[:, None] * stride
     else:
         start = first
-    return start
+    return x, start
 
 
 @triton.jit
-def load_rows(x, start, k, width, GATHER: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):
-    """Columns k to k + BK of a row tile: gathered through pointers, or as they lie through a descriptor."""
-    if GATHER:
+def load_rows(x, start, k, width, POINTERS: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):
+    """Columns k to k + BK of the rows that begin at `start`; zeros past the width."""
+    if POINTERS:
         column = k + tl.arange(0, BK)
         if EVEN:
             rows = tl.load(x + start + column[None, :])
@@ -68,6 +85,40 @@ def load_rows(x, start, k, width, GATHER: tl.constexpr, BK: tl.constexpr, EVEN: 
     else:
         rows = x.load([start, k])
     return rows
+
+
+@triton.jit
+def load_weight(
+    w, expert, k, n, K, N,
+    LAYOUT: tl.constexpr, POINTERS: tl.constexpr, EVEN: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Rows k to k + BK and columns n * BN to (n + 1) * BN of an expert's [K, N] matrix.
+
+    LAYOUT says how it lies: "plain" [experts, K, N], "transposed" [experts x N, K], or "gated" [experts, 2,
+    N, K]: two transposed matrices, of which the same columns are loaded, so that 2 BN come out.
+    Expert 3, N = 256, transposed, n = 1, BN = 128: w rows 896 to 1024, columns k to k + BK, turned over.
+    """
+    if not POINTERS:
+        if LAYOUT == "gated":
+            weight = tl.reshape(w.load([expert, 0, n * BN, k]), (2 * BN, BK)).T
+        elif LAYOUT == "transposed":
+            weight = w.load([expert * N + n * BN, k]).T
+        else:
+            weight = tl.reshape(w.load([expert, k, n * BN]), (BK, BN))
+    elif LAYOUT == "plain":
+        row, column = tl.arange(0, BK)[:, None], tl.arange(0, BN)[None, :]
+        inside = column < N - n * BN
+        if not EVEN:
+            inside = inside & (row < K - k)
+        first = w + (expert.to(tl.int64) * K + k) * N + n * BN
+        weight = tl.load(first + (row * N + column), mask=inside, other=0.0)
+    else:
+        HALVES: tl.constexpr = 2 if LAYOUT == "gated" else 1
+        place = tl.arange(0, HALVES * BN)
+        row = place // BN * N + tl.minimum(place % BN, N - 1 - n * BN)
+        first = w + (expert.to(tl.int64) * (HALVES * N) + n * BN) * K
+        weight = load_rows(first, row[:, None] * K, k, K, True, BK, EVEN).T
+    return weight
 
 
 @triton.jit
@@ -92,11 +143,19 @@ def load_clipped(rows, first, left, row, column, BM: tl.constexpr, BN: tl.conste
 
 
 @triton.jit
-def store_clipped(rows, first, left, column, value):
+def store_clipped(rows, first, left, column, value, stride, width, POINTERS: tl.constexpr):
     """Write a tile to the group that begins at `first`; what lies past its `left` rows is dropped."""
-    END: tl.constexpr = 1073741824
-    value = tl.reshape(value.to(rows.dtype), (1, 1, value.shape[0], value.shape[1]))
-    rows.store([END, first + left, END - left, column], value)
+    BM: tl.constexpr = value.shape[0]
+    BN: tl.constexpr = value.shape[1]
+    if POINTERS:
+        row, columns = tl.arange(0, BM), column + tl.arange(0, BN)
+        place = (first + row).to(tl.int64)[:, None] * stride + columns[None, :]
+        inside = (row < left)[:, None] & (columns < width)[None, :]
+        tl.store(rows + place, value.to(rows.dtype.element_ty), mask=inside)
+    else:
+        END: tl.constexpr = 1073741824
+        value = tl.reshape(value.to(rows.dtype), (1, 1, BM, BN))
+        rows.store([END, first + left, END - left, column], value)
 
 
 @triton.jit

@@ -2,9 +2,9 @@
 
 The reduction runs over an expert's rows, from its device offset to the next one: empty groups cost one
 look, no group is padded, and nothing is copied to the host. Either operand may be gathered row by row.
-Adding goes through the copy engine's reduction into fp32 (`reduce`): the sum never visits registers, and
-each element receives exactly one addition, so two runs give the same bits. Programs are staggered: when all
-add at once, all wait.
+Adding goes through the copy engine's reduction into fp32 (`reduce`), so that the sum never visits registers,
+or through pointers (`add`). Each element receives exactly one addition, so two runs give the same bits.
+Programs are staggered: when all add at once, all wait.
 """
 
 # Arguments of kernels have no Python types.
@@ -13,7 +13,7 @@ add at once, all wait.
 import triton
 import triton.language as tl
 
-from moeclipse.ops.triton.tiles import halves, load_clipped, stagger, swizzle
+from moeclipse.ops.triton.tiles import eighths, halves, load_clipped, stagger, swizzle
 
 
 @triton.jit
@@ -33,51 +33,69 @@ def rows_at(index, begin, k, count, GATHER: tl.constexpr, BK: tl.constexpr):
 @triton.jit
 def group_rows(
     x, row, stride, begin, k, count, column, width,
-    GATHER: tl.constexpr, EVEN: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
+    GATHER: tl.constexpr, POINTERS: tl.constexpr, EVEN: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """Places k to k + BK of a group, BW columns of each; places past the group are zero.
 
     A group of 3 rows that begins at row 5, k = 2, BK = 4: row 7 (or x[row[0]]), then three zero rows.
     """
-    if GATHER:
+    if GATHER or POINTERS:
         columns = column + tl.arange(0, BW)
-        mask = (row >= 0)[:, None]
+        if GATHER:
+            mask = (row >= 0)[:, None]
+            start = row.to(tl.int64)[:, None] * stride
+        else:
+            place = tl.arange(0, BK)
+            mask = (place < count - k)[:, None]
+            x += (begin + k).to(tl.int64) * stride
+            start = place[:, None] * stride
         if not EVEN:
             mask = mask & (columns < width)[None, :]
-        rows = tl.load(x + row.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+        rows = tl.load(x + start + columns[None, :], mask=mask, other=0.0)
     else:
         rows = load_clipped(x, begin, count, k, column, BK, BW)
     return rows
 
 
 @triton.jit
-def put(out, expert, row, column, value, MODE: tl.constexpr):
-    """Write or add one piece of a tile; `add` is `reduce` for interpreters that lack it."""
-    value = tl.reshape(value.to(out.dtype), (1, value.shape[0], value.shape[1]))
-    if MODE == "reduce":
-        out.atomic_add([expert, row, column], value)
-    elif MODE == "add":
-        out.store([expert, row, column], value + out.load([expert, row, column]))
+def put(out, expert, row, column, value, N, D, MODE: tl.constexpr, POINTERS: tl.constexpr):
+    """Write or add one piece of a tile; `add` is for pointers and for interpreters, which lack `reduce`."""
+    if POINTERS:
+        rows, columns = row + tl.arange(0, value.shape[0]), column + tl.arange(0, value.shape[1])
+        place = out + expert.to(tl.int64) * N * D + rows.to(tl.int64)[:, None] * D + columns[None, :]
+        inside = (rows < N)[:, None] & (columns < D)[None, :]
+        if MODE == "add":
+            value += tl.load(place, mask=inside, other=0.0)
+        tl.store(place, value.to(out.dtype.element_ty), mask=inside)
     else:
-        out.store([expert, row, column], value)
+        value = tl.reshape(value.to(out.dtype), (1, value.shape[0], value.shape[1]))
+        if MODE == "reduce":
+            out.atomic_add([expert, row, column], value)
+        elif MODE == "add":
+            out.store([expert, row, column], value + out.load([expert, row, column]))
+        else:
+            out.store([expert, row, column], value)
 
 
 @triton.jit
-def put_tile(out, expert, row, column, acc, MODE: tl.constexpr, SPLIT: tl.constexpr, SWAP: tl.constexpr):
+def put_tile(
+    out, expert, row, column, acc, N, D,
+    MODE: tl.constexpr, POINTERS: tl.constexpr, SPLIT: tl.constexpr, SWAP: tl.constexpr,
+):  # fmt: skip
     """A tile in SPLIT pieces: less shared memory. A swapped tile is turned over on its way."""
     if SPLIT == 1:
         if SWAP:
-            put(out, expert, row, column, acc.T, MODE)
+            put(out, expert, row, column, acc.T, N, D, MODE, POINTERS)
         else:
-            put(out, expert, row, column, acc, MODE)
+            put(out, expert, row, column, acc, N, D, MODE, POINTERS)
     else:
         left, right = halves(acc)
         half: tl.constexpr = acc.shape[1] // 2
-        put_tile(out, expert, row, column, left, MODE, SPLIT // 2, SWAP)
+        put_tile(out, expert, row, column, left, N, D, MODE, POINTERS, SPLIT // 2, SWAP)
         if SWAP:
-            put_tile(out, expert, row + half, column, right, MODE, SPLIT // 2, SWAP)
+            put_tile(out, expert, row + half, column, right, N, D, MODE, POINTERS, SPLIT // 2, SWAP)
         else:
-            put_tile(out, expert, row, column + half, right, MODE, SPLIT // 2, SWAP)
+            put_tile(out, expert, row, column + half, right, N, D, MODE, POINTERS, SPLIT // 2, SWAP)
 
 
 @triton.jit
@@ -101,8 +119,8 @@ def num_steps(
 @triton.jit
 def walk_tiles(
     dy, dy_index, dy_stride, x, x_index, x_stride, out, offsets, num_experts, N, D,
-    GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, EVEN: tl.constexpr, MODE: tl.constexpr,
-    AHEAD: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, POINTERS: tl.constexpr, EVEN: tl.constexpr,
+    MODE: tl.constexpr, AHEAD: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """A loop over tiles, and in it one over an expert's rows. Faster where rows are gathered.
@@ -127,8 +145,12 @@ def walk_tiles(
             if not AHEAD:
                 dy_row = rows_at(dy_index, begin, k, count, GATHER_DY, BK)
                 x_row = rows_at(x_index, begin, k, count, GATHER_X, BK)
-            dy_rows = group_rows(dy, dy_row, dy_stride, begin, k, count, row, N, GATHER_DY, EVEN, BK, WIDE_DY)
-            x_rows = group_rows(x, x_row, x_stride, begin, k, count, column, D, GATHER_X, EVEN, BK, WIDE_X)
+            dy_rows = group_rows(
+                dy, dy_row, dy_stride, begin, k, count, row, N, GATHER_DY, POINTERS, EVEN, BK, WIDE_DY
+            )
+            x_rows = group_rows(
+                x, x_row, x_stride, begin, k, count, column, D, GATHER_X, POINTERS, EVEN, BK, WIDE_X
+            )
             if AHEAD:
                 dy_row = rows_at(dy_index, begin, k + BK, count, GATHER_DY, BK)
                 x_row = rows_at(x_index, begin, k + BK, count, GATHER_X, BK)
@@ -137,14 +159,14 @@ def walk_tiles(
             else:
                 acc = tl.dot(dy_rows.T, x_rows, acc)
         if MODE == "store" or count > 0:
-            put_tile(out, expert, row, column, acc, MODE, SPLIT, SWAP)
+            put_tile(out, expert, row, column, acc, N, D, MODE, POINTERS, SPLIT, SWAP)
 
 
 @triton.jit
 def walk_steps(
     dy, dy_index, dy_stride, x, x_index, x_stride, out, offsets, num_experts, N, D,
-    GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, EVEN: tl.constexpr, MODE: tl.constexpr,
-    SWAP: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr, PADDED: tl.constexpr,
+    GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, POINTERS: tl.constexpr, EVEN: tl.constexpr,
+    MODE: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr, PADDED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Tiles and their blocks of rows as one loop: the next tile's rows travel while a tile is written.
@@ -170,8 +192,12 @@ def walk_steps(
             count = tl.load(offsets + expert + 1) - begin
         dy_row = rows_at(dy_index, begin, k, count, GATHER_DY, BK)
         x_row = rows_at(x_index, begin, k, count, GATHER_X, BK)
-        dy_rows = group_rows(dy, dy_row, dy_stride, begin, k, count, row, N, GATHER_DY, EVEN, BK, WIDE_DY)
-        x_rows = group_rows(x, x_row, x_stride, begin, k, count, column, D, GATHER_X, EVEN, BK, WIDE_X)
+        dy_rows = group_rows(
+            dy, dy_row, dy_stride, begin, k, count, row, N, GATHER_DY, POINTERS, EVEN, BK, WIDE_DY
+        )
+        x_rows = group_rows(
+            x, x_row, x_stride, begin, k, count, column, D, GATHER_X, POINTERS, EVEN, BK, WIDE_X
+        )
         # Asked before k moves on: a k that both ends of a step look at would keep loads from being pipelined.
         last = count - k <= BK
         k += BK
@@ -183,15 +209,15 @@ def walk_steps(
             # An expert without rows has summed zeros: there is nothing to add and nothing to reset.
             last = last & (count > 0)
         if last:
-            put_tile(out, expert, row, column, acc, MODE, SPLIT, SWAP)
+            put_tile(out, expert, row, column, acc, N, D, MODE, POINTERS, SPLIT, SWAP)
             acc = tl.zeros((BM, BN), dtype=tl.float32)
 
 
 @triton.jit
 def grouped_wgrad(
     dy, dy_index, dy_stride, x, x_index, x_stride, out, offsets, num_experts, N, D,
-    GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, EVEN: tl.constexpr, MODE: tl.constexpr,
-    FLATTEN: tl.constexpr, AHEAD: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr,
+    GATHER_DY: tl.constexpr, GATHER_X: tl.constexpr, POINTERS: tl.constexpr, EVEN: tl.constexpr,
+    MODE: tl.constexpr, FLATTEN: tl.constexpr, AHEAD: tl.constexpr, SWAP: tl.constexpr, GROUP: tl.constexpr,
     STAGGER: tl.constexpr, PROGRAMS: tl.constexpr, PADDED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -202,15 +228,16 @@ def grouped_wgrad(
     offsets = [0, 3, 3, 8]: expert 0 sums over rows 0..2, expert 1 has none (its tiles add nothing, or write
     zeros), expert 2 sums over rows 3..7.
     """
+    dy_stride, x_stride, N, D = eighths(dy_stride), eighths(x_stride), eighths(N), eighths(D)
     if STAGGER > 0:
         stagger(tl.load(offsets + num_experts) // (num_experts * BK), PROGRAMS, STAGGER)
     if FLATTEN:
         walk_steps(
             dy, dy_index, dy_stride, x, x_index, x_stride, out, offsets, num_experts, N, D,
-            GATHER_DY, GATHER_X, EVEN, MODE, SWAP, GROUP, PROGRAMS, PADDED, BM, BN, BK, SPLIT,
+            GATHER_DY, GATHER_X, POINTERS, EVEN, MODE, SWAP, GROUP, PROGRAMS, PADDED, BM, BN, BK, SPLIT,
         )  # fmt: skip
     else:
         walk_tiles(
             dy, dy_index, dy_stride, x, x_index, x_stride, out, offsets, num_experts, N, D,
-            GATHER_DY, GATHER_X, EVEN, MODE, AHEAD, SWAP, GROUP, PROGRAMS, BM, BN, BK, SPLIT,
+            GATHER_DY, GATHER_X, POINTERS, EVEN, MODE, AHEAD, SWAP, GROUP, PROGRAMS, BM, BN, BK, SPLIT,
         )  # fmt: skip

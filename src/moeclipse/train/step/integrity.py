@@ -36,11 +36,11 @@ from moeclipse.comm.async_ops.exchange import gather_to_host
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CorruptionError
-from moeclipse.ops.digest import digest
+from moeclipse.ops.digest import digest, digest_rows
 from moeclipse.ops.low_bits import LowBits
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.optim.adamw import AdamW
-from moeclipse.train.optim.buckets import Bucket
+from moeclipse.train.optim.buckets import Bucket, BucketSegment
 from moeclipse.train.optim.shard_state import STATES
 from moeclipse.train.placement.expert_buckets import ExpertBucket
 from moeclipse.train.placement.model_placement import ModelPlacement
@@ -49,6 +49,8 @@ from moeclipse.train.placement.replica_check import replica_differences
 Named = dict[str, torch.Tensor]
 SHARE = 0.005
 """Of a run's seconds, that checks may take with `every = "auto"`."""
+TOGETHER = 1 << 26
+"""Numbers that are digested at once: of state in few bits they are a copy."""
 SIGNAL = 5
 CHECK = 8
 """What rank 0 tells the others with a step: the next one is to be checked."""
@@ -161,25 +163,26 @@ class Integrity:
 
     # --- on this rank ------------------------------------------------------------------------------------
 
-    def _states(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _states(self) -> Iterator[tuple[list[str], torch.Tensor]]:
+        """Names, and a row for each of them."""
         for bucket, state in zip(self.optim.buckets, self.optim.states, strict=True):
-            for segment in bucket.segments(everything=True):
-                stop = segment.offset + segment.length
+            for run in runs_of(bucket):
+                stop = run[-1].offset + run[-1].length
                 for kind in STATES:
-                    name = f"{kind}/{segment.entry.name}[{segment.start}:]"
-                    yield name, state.values(kind, segment.offset, stop)
+                    yield _named(kind, run), state.values(kind, run[0].offset, stop).view(len(run), -1)
         for bucket in self.optim.buckets.frozen:
             weight = bucket.weights(bucket.params.dtype)
-            for segment in bucket.segments(everything=True):
-                part = slice(segment.offset, segment.offset + segment.length)
-                yield f"weight/{segment.entry.name}[{segment.start}:]", weight[part]
+            for run in runs_of(bucket):
+                part = weight[run[0].offset : run[-1].offset + run[-1].length]
+                yield _named("weight", run), part.view(len(run), -1)
 
     def _state_digests(self) -> dict[str, int]:
-        names, digests = [], []
-        for name, part in self._states():
-            names.append(name)
-            digests.append(digest(part))
-        return dict(zip(names, torch.stack(digests).tolist(), strict=True)) if digests else {}
+        names: list[str] = []
+        digests = []
+        for more, rows in self._states():
+            names += more
+            digests.append(digest_rows(rows).to(self.mesh.device))
+        return dict(zip(names, torch.cat(digests).tolist(), strict=True)) if digests else {}
 
     def _changed_state(self) -> list[str]:
         if self._state is None:
@@ -189,19 +192,23 @@ class Integrity:
 
     def _wrong_masters(self) -> Iterator[str]:
         """Where weights are rounded copies of master weights, they must still be that."""
+        names: list[str] = []
+        differing: list[torch.Tensor] = []
         for bucket, state in zip(self.optim.buckets, self.optim.states, strict=True):
             if isinstance(state.weight, LowBits):
                 continue  # whatever they are beside, they round to it; digests know what it was
             if state.weight.dtype == bucket.params.dtype and not isinstance(bucket, ExpertBucket):
                 continue  # they are one tensor
-            held = bucket.weights()
-            for segment in bucket.segments(everything=True):
-                part = slice(segment.offset, segment.offset + segment.length)
-                rounded = state.weight[part].to(bucket.params.dtype).to(held.dtype)
-                if not torch.equal(held[part], rounded):
-                    yield (
-                        f"rank {self.mesh.rank}: {segment.entry.name} is not what its master weights round to"
-                    )
+            held = bucket.weights(bucket.params.dtype)
+            for run in runs_of(bucket):
+                part = slice(run[0].offset, run[-1].offset + run[-1].length)
+                differs = held[part] != state.weight[part].to(held)
+                names += [segment.entry.name for segment in run]
+                differing.append(differs.view(len(run), -1).any(1))
+        found = torch.cat(differing).tolist() if differing else []  # the host waits once
+        for name, differs in zip(names, found, strict=True):
+            if differs:
+                yield f"rank {self.mesh.rank}: {name} is not what its master weights round to"
 
     # --- across ranks ------------------------------------------------------------------------------------
 
@@ -271,6 +278,23 @@ class Integrity:
         rows = gather_to_host(self.mesh.grads, group, mine, label).get()
         columns = zip(tensors, zip(*rows, strict=True), strict=True)
         return {name: list(numbers) for name, numbers in columns if len(set(numbers)) > 1}
+
+
+def runs_of(bucket: Bucket) -> Iterator[list[BucketSegment]]:
+    """Neighbours of one length, as a layer's experts are: one kernel digests them all."""
+    run: list[BucketSegment] = []
+    for segment in bucket.segments(everything=True):
+        joins = run and segment.length == run[-1].length and segment.offset == run[-1].offset + segment.length
+        if run and (not joins or segment.length * (len(run) + 1) > TOGETHER):
+            yield run
+            run = []
+        run.append(segment)
+    if run:
+        yield run
+
+
+def _named(kind: str, run: list[BucketSegment]) -> list[str]:
+    return [f"{kind}/{segment.entry.name}[{segment.start}:]" for segment in run]
 
 
 def _ranks(ranks: list[int]) -> str:
