@@ -23,6 +23,7 @@ from rich.table import Table
 
 from moeclipse.cli.display import count
 from moeclipse.cli.guard import refuse_unwritable
+from moeclipse.cli.plan_page import PlanPage
 from moeclipse.core.config import flag_layer, to_toml
 from moeclipse.core.errors import ConfigError
 from moeclipse.cost.cluster import cluster_at
@@ -41,6 +42,7 @@ from moeclipse.train.predict.plan_config import (
 )
 
 SHOWN = 10
+COLUMNS = ("", "step", "tokens/s/GPU", "MFU", "exposed", "bubble", "peak GiB", "bound by", "layout")
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
 GIB = 2.0**30
 NOTHING_FITS = 1
@@ -75,6 +77,8 @@ class PlanOptions:
     """Show all about the plan of this number."""
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
     """Write the best plan (or the explained one) as a configuration that `moeclipse train` takes."""
+    page: Path | None = None
+    """Write the explained plan (or the best) as a page for a browser, beside the table of all."""
     width: int = 0
     """Columns of the timeline; 0: as wide as the terminal."""
 
@@ -87,7 +91,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(problems)
     console = Console(highlight=False, soft_wrap=True)
     check(options)
-    refuse_unwritable({"--out": options.out})
+    refuse_unwritable({"--out": options.out, "--page": options.page})
     config = config_for(options.source or options.model, flags)
     request = request_of(options, config)
     sequence = request.terms.sequence
@@ -106,6 +110,9 @@ def main(argv: list[str]) -> int:
     chosen = found.plans[max(options.explain, 1) - 1]
     if options.explain:
         explain(console, request, found.plans[0], chosen, options.width)
+    if options.page is not None:
+        options.page.write_text(page_of(request, found, max(options.explain, 1)).text(), encoding="utf-8")
+        console.print(f"written to {options.page}")
     if options.out is not None:
         options.out.write_text(to_toml(planned_config(config, chosen, request.batch, sequence)))
         console.print(f"written to {options.out}; run it with: moeclipse train {options.out}")
@@ -200,24 +207,65 @@ def refusals(request: Request, config: TrainConfig, found: SearchResult) -> list
 
 def table_of(request: Request, plans: tuple[Plan, ...]) -> Table:
     table = Table(box=None, pad_edge=False)
-    columns = ("", "step", "tokens/s/GPU", "MFU", "exposed", "bubble", "peak GiB", "bound by", "layout")
-    for name in columns:
+    for name in COLUMNS:
         left = name in ("bound by", "layout")
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for row in rows_of(request, plans):
+        table.add_row(*row)
+    return table
+
+
+def rows_of(request: Request, plans: tuple[Plan, ...]) -> list[list[str]]:
+    found = []
     for number, plan in enumerate(plans, 1):
         time = plan.time
-        table.add_row(
-            str(number),
-            seconds_text(time.seconds),
-            f"{tokens_per_second(request, plan):,.0f}",
-            f"{mfu(request, plan):.1%}",
-            f"{time.exposed / time.seconds:.1%}",
-            f"{time.bubble / time.seconds:.1%}",
-            f"{plan.peak / GIB:.1f}",
-            time.bound if number == 1 else f"{time.bound}; {loses_by(plans[0], plan)}",
-            plan.layout.title,
+        found.append(
+            [
+                str(number),
+                seconds_text(time.seconds),
+                f"{tokens_per_second(request, plan):,.0f}",
+                f"{mfu(request, plan):.1%}",
+                f"{time.exposed / time.seconds:.1%}",
+                f"{time.bubble / time.seconds:.1%}",
+                f"{plan.peak / GIB:.1f}",
+                time.bound if number == 1 else f"{time.bound}; {loses_by(plans[0], plan)}",
+                plan.layout.title,
+            ]
         )
-    return table
+    return found
+
+
+def page_of(request: Request, found: SearchResult, number: int) -> PlanPage:
+    """Of the plan of this number."""
+    plans = found.plans[:SHOWN]
+    plan = plans[number - 1]
+    row, layout = rows_of(request, plans)[number - 1], plan.layout
+    step = Step(request.terms, layout, plan.stages)
+    shown = min(layout.microbatches, 3 * layout.pp)
+    layers = [f"rank {rank}" for rank in range(len(plan.bytes_of))]
+    return PlanPage(
+        title=f"{title_of(request, found)}. Layers of each stage: {', '.join(map(str, plan.stages))}",
+        chosen=layout.title,
+        cards=list(zip(COLUMNS[1:8], row[1:8], strict=True)),
+        columns=COLUMNS,
+        rows=rows_of(request, plans),
+        number=number,
+        parts=parts_of(request, step),
+        stages=[(name, size / GIB) for name, size in zip(layers, plan.bytes_of, strict=True)],
+        room=plan.room / GIB,
+        shown=f"{count(shown, 'microbatch', 'es')} of {layout.microbatches}",
+        simulation=step.simulation(shown),
+    )
+
+
+def parts_of(request: Request, step: Step) -> list[list[str]]:
+    """Of a layer: name, and milliseconds of forward, dX and dW."""
+    last = request.terms.model.num_layers - 1
+    parts = {"attention": step.work.attention(last), **step.parts}
+    found = [[name, *(f"{1e3 * each:.3f}" for each in part)] for name, part in parts.items() if sum(part)]
+    for name, moved in (("dispatch", step.work.dispatch()), ("combine", step.work.combine())):
+        found.append([name, f"{1e3 * moved:.3f}", f"{1e3 * moved:.3f}", ""])
+    return found
 
 
 def tokens_per_second(request: Request, plan: Plan) -> float:
@@ -255,14 +303,8 @@ def explain(console: Console, request: Request, best: Plan, plan: Plan, width: i
     table = Table(box=None, pad_edge=False)
     for name in ("a layer, ms", "forward", "dX", "dW"):
         table.add_column(name, justify="left" if name.startswith("a") else "right")
-    last = request.terms.model.num_layers - 1
-    parts = {"attention": step.work.attention(last), **step.parts}
-    for name, part in parts.items():
-        if sum(part):
-            table.add_row(name, *(f"{1e3 * each:.3f}" for each in part))
-    work = step.work
-    for name, moved in (("dispatch", work.dispatch()), ("combine", work.combine())):
-        table.add_row(name, f"{1e3 * moved:.3f}", f"{1e3 * moved:.3f}", "")
+    for row in parts_of(request, step):
+        table.add_row(*row)
     console.print(table)
     per_rank = ", ".join(f"{size / GIB:.1f}" for size in plan.bytes_of)
     console.print(f"peak GiB by stage rank: {per_rank}; room {plan.room / GIB:.1f}")
