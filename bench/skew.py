@@ -40,7 +40,7 @@ from moeclipse.balance.load import LoadTrace
 from moeclipse.balance.objective import PlacementCosts, nodes_of, score
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.planner import PlanConfig, plan
-from moeclipse.balance.workloads import STEADY, WORKLOADS, Shape, counts, forced_even
+from moeclipse.balance.workloads import STEADY, WORKLOADS, SharedLayer, counts, forced_even
 
 WAYS = ("static", "shadows", "planned", "both")
 D_MODEL, D_FF = 2048, 768
@@ -60,7 +60,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     given = parser.parse_args()
-    shape = Shape(num_experts=given.experts, top_k=given.top_k, num_ranks=given.ranks, tokens=given.tokens)
+    shape = SharedLayer(
+        num_experts=given.experts, top_k=given.top_k, num_ranks=given.ranks, tokens=given.tokens
+    )
     print(f"{'workload':16}{'rows of the fullest':>20}" + "".join(f"{way:>10}{'later':>8}" for way in WAYS))
     rows = []
     for workload in given.workloads:
@@ -86,7 +88,7 @@ def costs_for(calls: int, config: PlacementConfig) -> PlacementCosts:
     return replace(found, row_seconds=calls * found.row_seconds, row_bytes=calls * found.row_bytes)
 
 
-def measure(workload: str, shape: Shape, given: Any) -> dict[str, Any]:
+def measure(workload: str, shape: SharedLayer, given: Any) -> dict[str, Any]:
     config = PlacementConfig(planner="incremental")
     costs, ranks = costs_for(given.calls, config), shape.num_ranks
     node_P = nodes_of(ranks, given.nodes)

@@ -12,14 +12,14 @@ from moeclipse.balance.workloads import (
     CYCLE,
     TURN,
     WORKLOADS,
-    Shape,
+    SharedLayer,
     choices,
     counts,
     forced_even,
     tokens_of,
 )
 
-SHAPE = Shape(num_experts=32, top_k=4, num_ranks=8, tokens=256)
+SHAPE = SharedLayer(num_experts=32, top_k=4, num_ranks=8, tokens=256)
 
 
 def loads(workload: str, step: int = 0, seed: int = 3) -> np.ndarray:

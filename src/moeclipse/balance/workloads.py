@@ -39,7 +39,7 @@ NOTHING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class SharedLayer:
     """Of a layer and the ranks that share it."""
 
     num_experts: int
@@ -54,42 +54,42 @@ class Shape:
         return max(self.num_experts // self.num_ranks, 1)
 
 
-Weights = Callable[[Shape, int, int], np.ndarray]
+Weights = Callable[[SharedLayer, int, int], np.ndarray]
 
 
-def even(shape: Shape, _seed: int, _step: int) -> np.ndarray:
+def even(shape: SharedLayer, _seed: int, _step: int) -> np.ndarray:
     return np.ones(shape.num_experts)
 
 
-def hot_experts(shape: Shape, seed: int, _step: int) -> np.ndarray:
+def hot_experts(shape: SharedLayer, seed: int, _step: int) -> np.ndarray:
     order = np.random.Generator(np.random.Philox(key=[seed, 0])).permutation(shape.num_experts)
     return heated(shape, order[: max(shape.num_experts // HOT, 1)])
 
 
-def hot_rank(shape: Shape, _seed: int, _step: int) -> np.ndarray:
+def hot_rank(shape: SharedLayer, _seed: int, _step: int) -> np.ndarray:
     weights_E = np.ones(shape.num_experts)
     weights_E[: shape.share] = HEAT
     return weights_E
 
 
-def spread_heat(shape: Shape, _seed: int, _step: int) -> np.ndarray:
+def spread_heat(shape: SharedLayer, _seed: int, _step: int) -> np.ndarray:
     weights_E = np.ones(shape.num_experts)
     weights_E[np.arange(shape.share) * shape.num_experts // shape.share] = HEAT
     return weights_E
 
 
-def nothing(shape: Shape, _seed: int, _step: int) -> np.ndarray:
+def nothing(shape: SharedLayer, _seed: int, _step: int) -> np.ndarray:
     weights_E = np.ones(shape.num_experts)
     # As many as leave k to be taken.
     weights_E[: min(shape.num_experts // 4, shape.num_experts - shape.top_k)] = NOTHING
     return weights_E
 
 
-def rotating(shape: Shape, seed: int, step: int) -> np.ndarray:
+def rotating(shape: SharedLayer, seed: int, step: int) -> np.ndarray:
     return hot_experts(shape, seed + step // TURN, step)
 
 
-def burst(shape: Shape, seed: int, step: int) -> np.ndarray:
+def burst(shape: SharedLayer, seed: int, step: int) -> np.ndarray:
     weights_E = np.ones(shape.num_experts)
     if step % CYCLE >= CYCLE - BURST:
         # Of k choices one is this expert's as often as it can be: three tenths of them, or every token's.
@@ -98,7 +98,7 @@ def burst(shape: Shape, seed: int, step: int) -> np.ndarray:
     return weights_E
 
 
-def heated(shape: Shape, experts: np.ndarray) -> np.ndarray:
+def heated(shape: SharedLayer, experts: np.ndarray) -> np.ndarray:
     """Half of the choices for these."""
     weights_E = np.ones(shape.num_experts)
     weights_E[experts] = HOT_SHARE / (1 - HOT_SHARE) * (shape.num_experts - len(experts)) / len(experts)
@@ -119,7 +119,7 @@ WORKLOADS: dict[str, tuple[Weights, tuple[float, float]]] = {
 STEADY = ("even", "hot experts", "hot rank", "spread heat", "ragged sources", "nothing")
 
 
-def tokens_of(workload: str, shape: Shape) -> list[int]:
+def tokens_of(workload: str, shape: SharedLayer) -> list[int]:
     """Of each rank; all together as many as any other workload has."""
     first, last = WORKLOADS[workload][1]
     bounds_P = np.linspace(0, 1, shape.num_ranks + 1)
@@ -128,7 +128,7 @@ def tokens_of(workload: str, shape: Shape) -> list[int]:
     return np.diff(np.rint(area_P * shape.tokens * shape.num_ranks).astype(int)).tolist()
 
 
-def choices(workload: str, seed: int, step: int, shape: Shape) -> list[np.ndarray]:
+def choices(workload: str, seed: int, step: int, shape: SharedLayer) -> list[np.ndarray]:
     """The experts [T, k] of each rank's tokens."""
     weights_E = WORKLOADS[workload][0](shape, seed, step)
     tokens_P = tokens_of(workload, shape)
@@ -140,13 +140,13 @@ def choices(workload: str, seed: int, step: int, shape: Shape) -> list[np.ndarra
     return np.split(np.sort(taken_TK, axis=1), np.cumsum(tokens_P)[:-1])
 
 
-def counts(workload: str, seed: int, step: int, shape: Shape) -> np.ndarray:
+def counts(workload: str, seed: int, step: int, shape: SharedLayer) -> np.ndarray:
     """[P, E]: choices of each rank's tokens."""
     taken = choices(workload, seed, step, shape)
     return np.stack([np.bincount(ids_TK.ravel(), minlength=shape.num_experts) for ids_TK in taken])
 
 
-def forced_even(workload: str, shape: Shape) -> np.ndarray:
+def forced_even(workload: str, shape: SharedLayer) -> np.ndarray:
     """[P, E]: the same tokens under a gate that is forced to be even: all choices are dealt in turn."""
     bounds = np.cumsum([0, *tokens_of(workload, shape)]) * shape.top_k
     dealt = (np.arange(first, stop) % shape.num_experts for first, stop in pairwise(bounds))
