@@ -187,7 +187,7 @@ def bytes_of(config: TrainConfig, machine: Cluster, axes: tuple[int, int], imbal
     held = torch.float32 if width > 2 else torch.bfloat16
     return RunBytes(
         model=sizes_of_run(config),
-        sharing=Sharing(dp=dp, ep=ep, tp=config.parallel.tp, imbalance=imbalance),
+        sharing=Sharing(dp=dp, ep=ep, tp=config.parallel.tp, imbalance=imbalance, fused=width < 4),
         state=state_of(config, held),
         tokens=tokens_of(config, axes),
         width=width,

@@ -62,8 +62,13 @@ class ActivationBytes(NamedTuple):
     mlp: float
 
 
-def kept_by(model: ModelSizes, moe: bool, width: float, part: TrainedLayer | None = None) -> Kept:
+def kept_by(
+    model: ModelSizes, moe: bool, width: float, part: TrainedLayer | None = None, *, fused: bool = False
+) -> Kept:
     """On one rank alone; `width` is that of a value in bytes, `part` what is trained, where that is not all.
+
+    `fused`: kernels gather rows while they load and sum them while they store, so experts keep hidden values
+    alone; plain operations keep a copy of the row for each choice, there and back.
 
     Products keep their inputs, whoever of them and their adapters needs those; what is frozen beside them
     keeps less: norms their normed inputs, a gate its input, which shared experts would need.
@@ -84,7 +89,8 @@ def kept_by(model: ModelSizes, moe: bool, width: float, part: TrainedLayer | Non
     if part is not None:
         attn += width * part.rank * len(part.attn_adapters) - (0 if part.norms else width * normed_values)
     if moe:
-        mlp = model.experts.top_k * (width * (2 * D + model.up_width) + CHOICE_BYTES)
+        copies = 0 if fused else 2 * D
+        mlp = model.experts.top_k * (width * (copies + model.up_width) + CHOICE_BYTES)
         mlp += SCORE_BYTES * model.experts.num_experts + 2 * width * model.shared_width
         if part is not None:
             mlp += width * model.experts.top_k * part.rank * len(part.expert_adapters)
@@ -132,6 +138,8 @@ class Sharing:
     tp: int = 1
     imbalance: float = 1.1
     """Rows of the busiest rank, in mean ranks."""
+    fused: bool = False
+    """Experts are computed by our kernels: on GPUs."""
 
     def held(self, model: ModelSizes, layers: range, tables: tuple[bool, bool]) -> HeldParameters:
         """`tables`: whether the rank has the embedding, and the head."""
@@ -167,7 +175,7 @@ class Sharing:
         part: TrainedLayer | None = None,
     ) -> float:
         """Activations of one layer for one microbatch of `tokens`, on one rank."""
-        kept = kept_by(model, moe, width, part)
+        kept = kept_by(model, moe, width, part, fused=self.fused)
         size = kept.under(again)
         ranks = self.ep * self.tp
         if moe and again not in ("full", "moe") and ranks > 1:
@@ -186,7 +194,7 @@ class Sharing:
         part: TrainedLayer | None = None,
     ) -> ActivationBytes:
         """The same by parts, as if nothing were recomputed but for what then outlives its part."""
-        kept, share = kept_by(model, moe, width, part), tokens / self.tp
+        kept, share = kept_by(model, moe, width, part, fused=self.fused), tokens / self.tp
         outlives = kept.normed if again == "attn" else 0.0
         shared = 2 * width * model.shared_width if moe else 0.0
         arrived = width * model.d_model * model.experts.visited(self.ep * self.tp) if moe else 0.0

@@ -45,6 +45,11 @@ class Request:
     refuse: Callable[[Plan], str] = lambda _: ""
     """Why a plan cannot be run; empty: it can."""
 
+    @property
+    def fused(self) -> bool:
+        """Whether experts run in our kernels."""
+        return self.terms.cluster.device.name != "cpu"
+
     def room(self, layout: Layout) -> float:
         """Bytes of a device that may be taken."""
         return self.terms.cluster.device.memory * (APART if layout.ep * layout.tp > 1 else ALONE)
@@ -229,7 +234,9 @@ def bound(priced: Step, layout: Layout) -> float:
 def rough_peak(request: Request, layout: Layout) -> float:
     """Bytes of the fullest rank, with layers as even as numbers allow."""
     model = request.terms.model
-    sharing = Sharing(dp=layout.dp, ep=layout.ep, tp=layout.tp, imbalance=request.imbalance)
+    sharing = Sharing(
+        dp=layout.dp, ep=layout.ep, tp=layout.tp, imbalance=request.imbalance, fused=request.fused
+    )
     tokens = layout.samples * request.terms.sequence
     per_stage = -(-model.num_layers // layout.num_stages)
     layers = min(per_stage * layout.stages_per_rank, model.num_layers)
@@ -279,7 +286,13 @@ def plan_of(request: Request, layout: Layout, stages: Sequence[int] | None = Non
 def peak_bytes(request: Request, step: Step) -> tuple[float, ...]:
     """Of each rank of the pipeline, action by action."""
     layout, model = step.layout, request.terms.model
-    sharing = Sharing(dp=layout.dp * layout.copies, ep=layout.ep, tp=layout.tp, imbalance=request.imbalance)
+    sharing = Sharing(
+        dp=layout.dp * layout.copies,
+        ep=layout.ep,
+        tp=layout.tp,
+        imbalance=request.imbalance,
+        fused=request.fused,
+    )
     tokens = layout.samples * request.terms.sequence
     firsts = [sum(step.stages[:number]) for number in range(len(step.stages))]
     held = [range(first, first + count) for first, count in zip(firsts, step.stages, strict=True)]

@@ -74,4 +74,4 @@ def test_a_plan_and_the_program_of_its_run_agree(name: str) -> None:
     )
     found = step.answer(run.pipeline.schedule)
     assert found.summary.makespan == pytest.approx(plan.time.seconds, rel=0.06)
-    assert found.bytes_of == pytest.approx(plan.bytes_of, rel=0.06)
+    assert found.bytes_of == pytest.approx(plan.bytes_of, rel=0.07)
