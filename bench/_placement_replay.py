@@ -134,7 +134,8 @@ def replay(
             _, new, expected_E = pending
             copies.append(sum(move.weights for move in current.moves(new)))
             current, table, pending = new, ReplicaTable.of(new, expected_E), None
-        if config.moves and any(config.due(apart * number + more) for more in range(apart)):
+        due = any(config.due(apart * number + more) for more in range(apart))
+        if config.moves and (due or (trace.jumped and pending is None)):
             taken = number + -(-config.delay // apart)
             seen_PE = trace.average.rows_LPE[0]
             if way == "told":

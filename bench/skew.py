@@ -12,8 +12,8 @@ is forced to be even, for the same tokens on the same ranks, over these:
     static      experts in order, nothing moves
     shadows     experts are lent for the step at hand, from its own counts (`balance/shadow`): static, times
                 what that leaves by the prices of loans, which over nodes are not quite those of the objective
-    planned     replicas by the incremental planner, from the loads before, taken two steps after they were
-                asked for, moves paid for in the step that makes them
+    planned     replicas by the incremental planner, from the loads before, asked for every ten steps and when
+                loads jump, taken two steps later, moves paid for in the step that makes them
     both        planned, and what is hot now is lent beside it: what training does with `auto`
 
 `later` is the second half of the steps: first plans are made in the first. `static` has one slot for each of
@@ -118,7 +118,7 @@ def measure(workload: str, shape: SharedLayer, given: Any) -> dict[str, Any]:
         seconds["planned"].append(held.total + moves)
         seconds["both"].append(moves + held.total * more.after.total / more.before.total)
         trace.add(step, counts_PE[None])
-        if config.due(step):
+        if (config.due(step) or trace.jumped) and pending is None:
             begun = time.perf_counter()
             asked = PlanConfig(
                 planner="incremental", max_moved=config.max_moved, noise=trace.error(config.ahead)

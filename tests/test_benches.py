@@ -35,6 +35,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "lora": ("step_ms", "over_peft_qv", "over_peft_experts"),
     "moe_layer": ("forward_ms", "both_ms"),
     "moe_train": ("step_ms", "tokens_per_s", "train_speedup"),
+    "one_gpu": ("step_ms", "tokens_per_s", "predicted_ms"),
     "optim_states": ("fp32", "narrowest"),
     "overlap": ("compute", "communication", "blocking", "chosen", "in units", "smart + shadows"),
     "placebo": ("places", "step_ms"),

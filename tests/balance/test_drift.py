@@ -72,6 +72,27 @@ def test_it_knows_how_far_off_its_average_will_be(walk: float, noise: float, ahe
     assert np.mean(expected) == pytest.approx(math.sqrt(np.mean(off)) / 1000, rel=0.15)
 
 
+def test_a_jump_begins_the_average_anew_and_is_no_drift() -> None:
+    rng = np.random.default_rng(0)
+    before_E, after_E = np.ones(32), np.ones(32)
+    before_E[:4] = after_E[-4:] = 8.0
+    trace, jumps = LoadTrace(drift=Drift()), []
+    for step in range(60):
+        weights_E = before_E if step < 40 else after_E
+        rows_E = rng.multinomial(4096, weights_E / weights_E.sum())
+        trace.add(step, rows_E[None, None])
+        jumps += [step] if trace.jumped else []
+        if step == 39:
+            calm = trace.drift
+        if step == 40:
+            assert np.array_equal(trace.average.rows_LPE[0, 0], rows_E), "of this step alone"
+    assert jumps == [40]
+    assert calm is not None
+    assert trace.drift is not None
+    assert trace.drift.decay == pytest.approx(calm.decay, abs=0.1)
+    assert trace.error(7) == pytest.approx(calm.error(7), rel=0.3)
+
+
 def test_nothing_is_known_of_a_young_run() -> None:
     trace = LoadTrace(drift=Drift())
     for step, rows_LE in enumerate(walked(20.0, 20.0, LAG + 1)):

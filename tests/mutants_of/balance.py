@@ -6,6 +6,22 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "balance/drift.py",
+        "            return replace(self, last_LE=part_LE, anchor_LE=part_LE, age=0, jumped=True)",
+        "            return replace(self, last_LE=part_LE, jumped=True)",
+        "balance/test_drift.py::test_a_jump_begins_the_average_anew_and_is_no_drift",
+        "a jump counts as drift",
+        "after one change of the hot experts planners believe in no load any more",
+    ),
+    Mutant(
+        "balance/load.py",
+        "            past = LoadAverage() if self.drift.jumped else self.average",
+        "            past = self.average",
+        "balance/test_drift.py::test_a_jump_begins_the_average_anew_and_is_no_drift",
+        "the average remembers what was before a jump",
+        "plans are made for experts that are no longer hot",
+    ),
+    Mutant(
         "balance/shadow_model.py",
         "backward_compute=rows * costs.row_backward",
         "backward_compute=rows * costs.row_forward",

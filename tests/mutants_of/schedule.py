@@ -6,6 +6,32 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "schedule/layer_by_layer.py",
+        "    ops += [backward(stage, m) for stage in reversed(range(last)) for m in M]  # 3",
+        "    ops += [backward(stage, m) for m in M for stage in reversed(range(last))]  # 3",
+        "schedule/test_layer_by_layer.py::test_a_layer_is_updated_before_the_next_ones_gradients_begin",
+        "backward goes microbatch by microbatch",
+        "gradients of all layers have to be kept",
+    ),
+    Mutant(
+        "schedule/needs.py",
+        "        return [] if before is None else [(kinds.BUCKET_STORE, op.stage, None, None, before)]\n",
+        "        return []\n",
+        "schedule/test_state_travel.py::"
+        "test_what_is_used_before_it_came_or_overwritten_while_it_is_read_is_refused",
+        "a fetch does not wait for the store of what is in its buffer",
+        "state of another bucket is stored over that of the first",
+    ),
+    Mutant(
+        "schedule/needs.py",
+        "        came = [(kinds.BUCKET_FETCH, op.stage, None, None, number)]\n",
+        "        came = []\n",
+        "schedule/test_state_travel.py::"
+        "test_what_is_used_before_it_came_or_overwritten_while_it_is_read_is_refused",
+        "an update does not wait for its state",
+        "weights are updated with the moments of other weights",
+    ),
+    Mutant(
         "schedule/templates.py",
         "kinds.MLP_R, kinds.MLP_B, kinds.DISPATCH_B, kinds.MLP_W)",
         "kinds.MLP_R, kinds.MLP_B, kinds.MLP_W, kinds.DISPATCH_B)",

@@ -6,6 +6,41 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "train/optim/host_states.py",
+        "                self._left[one.slot] = self.lane.copy(TO_HOST, label, one.held, one.buffer)\n",
+        "                self.lane.copy(TO_HOST, label, one.held, one.buffer)\n",
+        "train/optim/test_host_states.py::test_the_same_bits_as_on_the_device",
+        "nobody remembers which copy last read a buffer",
+        "state is fetched over what is still being stored",
+    ),
+    Mutant(
+        "train/step/learner.py",
+        """\
+        if self.optim.host is not None:
+            self.optim.host.settle()
+""",
+        "",
+        "train/optim/test_host_states.py::test_the_same_bits_as_on_the_device",
+        "a step ends while state is on its way back",
+        "what is saved or compared is half of the last step's",
+    ),
+    Mutant(
+        "train/step/clip.py",
+        "self._good = loss.detach().isfinite()",
+        "self._good = loss.detach() == loss.detach()",
+        "train/step/test_clip.py::test_an_infinite_loss_changes_nothing",
+        "an infinite loss counts as a good one",
+        "layers whose gradients happen to be finite are updated with them",
+    ),
+    Mutant(
+        "train/optim/buckets.py",
+        "return earlier[-TURNS].grads, earlier[-TURNS]",
+        "return earlier[-TURNS].grads, None",
+        "train/step/test_clip.py::test_layers_share_memory_for_gradients_and_none_comes_too_early",
+        "nobody watches whose gradients lie in shared memory",
+        "a gradient that comes too early spoils another layer's update",
+    ),
+    Mutant(
         "train/placement/background_plan.py",
         'self.pending = None if saved is None else int(saved["asked"])',
         "self.pending = None",
@@ -148,7 +183,7 @@ median(compute_ms[other] for other in ranks)
         "the same seed gives other numbers",
     ),
     Mutant(
-        "train/optim/buckets.py",
+        "train/optim/bucket_contents.py",
         'part = "" if parameter.is_floating_point() else name.rpartition(".")[2]',
         'part = ""',
         "train/weights/test_base.py::test_numbers_are_quantised_while_they_are_read_and_copies_are_equal",

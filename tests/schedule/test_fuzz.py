@@ -30,7 +30,7 @@ LAYERS = [LayerShape(), LayerShape(moe=False)]
 
 def action_programs() -> Iterator[Program]:
     for name in SCHEDULES:
-        actions = build(name, 1 if name == "pp1" else 2, 4)
+        actions = build(name, 1 if name in ("pp1", "layers") else 2, 4)
         yield actions
         yield lower(actions, reduce=name in ("zb-v", "vpp+1"))
     yield overlap_alone(build("dualpipev", 2, 4))
@@ -39,7 +39,7 @@ def action_programs() -> Iterator[Program]:
 
 def layer_programs() -> Iterator[Program]:
     for name in SCHEDULES:
-        actions = build(name, 1 if name == "pp1" else 2, 4)
+        actions = build(name, 1 if name in ("pp1", "layers") else 2, 4)
         how = Expansion(chunks=2, split="layer") if name in ("vpp+1", "1f1b") else Expansion()
         yield expand(actions, LAYERS if name in ("1f1b", "zb-v") else [LayerShape()], how)
     yield expand(build("1f1b", 2, 2), [LayerShape(recompute="full")], Expansion(chunks=2), reduce=True)

@@ -45,8 +45,10 @@ def whole(
     tied: bool = False,
     chunks: int = 2,
     copies: tuple[int, int, int] = (2, 2, 2),
+    slots: int = 0,
+    by_layer: bool = False,
 ) -> Program:
-    """Two layers a stage, four microbatches; `copies` are dp, ep and tp."""
+    """Two layers a stage, four microbatches; `copies` are dp, ep and tp. `slots`: state is on the host."""
     ranks, per_rank = SCHEDULES[name]
     actions = build(name, ranks, 4, per_rank)
     rank_of = actions.pipeline().placement.rank_of
@@ -60,7 +62,15 @@ def whole(
     ]
     buckets = tuple(
         tuple(
-            BucketShape(f"{stage}.{at}", "dense_grads", ((stage, at),), tied=tied and stage in (0, last))
+            BucketShape(
+                f"{stage}.{at}",
+                "dense_grads",
+                ((stage, at),),
+                tied=tied and stage in (0, last),
+                num_bytes=4e6,
+                host_bytes=8e6 if slots else 0.0,
+                layer=f"{stage}.{at}",
+            )
             for stage in reversed(range(len(rank_of)))
             if rank_of[stage] == place
             for at in (1, 0)
@@ -68,6 +78,6 @@ def whole(
         for place in range(ranks)
     )
     dp, ep, tp = copies
-    step = StepShape(dp=dp, ep=ep, tp=tp, buckets=buckets, tied=tied)
+    step = StepShape(dp=dp, ep=ep, tp=tp, buckets=buckets, tied=tied, slots=slots, by_layer=by_layer)
     how = Expansion(overlap=overlap, chunks=chunks, split="layer")  # type: ignore[arg-type]
     return expand(actions, layers, how, step=step)

@@ -76,7 +76,8 @@ class LoadTrace:
     def add(self, step: int, counts_LPE: np.ndarray) -> None:
         if self.drift is not None:
             self.drift = self.drift.add(counts_LPE.sum(1))
-            self.average = replace(self.average, decay=self.drift.decay)
+            past = LoadAverage() if self.drift.jumped else self.average
+            self.average = replace(past, decay=self.drift.decay)
         self.average = self.average.add(counts_LPE)
         if step % self.every:
             return
@@ -87,6 +88,11 @@ class LoadTrace:
             kept = [i for i, recorded in enumerate(self.steps) if recorded % self.every == 0]
             self.steps = [self.steps[i] for i in kept]
             self.rows_LE = [self.rows_LE[i] for i in kept]
+
+    @property
+    def jumped(self) -> bool:
+        """Whether the last step's loads were so far from those before that the average began anew."""
+        return self.drift is not None and self.drift.jumped
 
     def error(self, steps: float) -> float:
         """How far loads will be from their average so many steps ahead, in mean loads."""

@@ -54,7 +54,7 @@ class SimulateConfig:
     run: tyro.conf.Positional[str] = ""
     """The folder of a run, or a configuration: its own step instead of a drawn one."""
     schedule: str | None = None
-    """gpipe, 1f1b, 1f1b-pairs, vpp, vpp+1, zb-h1, zb-h2, zb-m, zb-v, dualpipe, pp1 or dualpipev (default)."""
+    """gpipe, 1f1b, 1f1b-pairs, vpp, vpp+1, zb-h1, zb-h2, zb-m, zb-v, dualpipe, pp1, layers or dualpipev."""
     ranks: int | None = None
     """Of the pipeline, 8 unless given; of a run all its ranks."""
     microbatches: int | None = None

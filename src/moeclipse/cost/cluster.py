@@ -142,7 +142,7 @@ def _cluster(name: str, near: str, far: str, gpus_per_node: int = 8, processors:
         gpus_per_node=gpus_per_node,
         near=link(near),
         far=link(far),
-        host=link("pcie5"),
+        host=link("host-copies"),
         comm_processors=processors,
     )
 

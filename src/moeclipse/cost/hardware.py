@@ -215,6 +215,14 @@ LINKS: dict[str, Link] = {
             source="PCI Express 5.0 x16 (32 GT/s, 128b/130b); efficiency: 27.4 GB/s measured, pinned memory",
         ),
         Link(
+            name="host-copies",
+            bandwidth=63e9,
+            latency=1e-5,
+            efficiency=0.73,
+            source="PCI Express 5.0 x16, pinned memory and an H200: 46 GB/s each way measured, both ways at "
+            "once (55 GB/s where only one direction works)",
+        ),
+        Link(
             name="loopback",
             bandwidth=2e9,
             latency=3e-5,

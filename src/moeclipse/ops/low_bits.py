@@ -57,8 +57,12 @@ def split(wide: torch.Tensor, rounded: torch.Tensor, bits: LowBits) -> None:
 def join(rounded: torch.Tensor, bits: LowBits, start: int = 0, stop: int | None = None) -> torch.Tensor:
     """The fp32 weights [start, stop) again."""
     stop = len(rounded) if stop is None else stop
-    part = slice(start, stop)
-    whole = _shifted(rounded[part]) + bits.low[part]
+    return join_part(rounded[start:stop], bits, start, stop)
+
+
+def join_part(rounded: torch.Tensor, bits: LowBits, start: int, stop: int) -> torch.Tensor:
+    """The same where `rounded` are these alone."""
+    whole = _shifted(rounded) + bits.low[start:stop]
     return (whole + unpack(bits.ties, start, stop) * ONE).view(torch.float32)
 
 

@@ -9,7 +9,18 @@ from typing import Literal
 from moeclipse.schedule.shape import RECOMPUTED, Recompute
 
 Schedule = Literal[
-    "auto", "gpipe", "1f1b", "1f1b-pairs", "vpp", "vpp+1", "zb-h1", "zb-h2", "zb-m", "zb-v", "dualpipev"
+    "auto",
+    "gpipe",
+    "1f1b",
+    "1f1b-pairs",
+    "vpp",
+    "vpp+1",
+    "zb-h1",
+    "zb-h2",
+    "zb-m",
+    "zb-v",
+    "dualpipev",
+    "layers",
 ]
 IN_GROUPS = ("vpp", "vpp+1")
 PAIRED = ("pp1", "1f1b-pairs", "vpp+1", "dualpipev")
@@ -21,7 +32,8 @@ class PipelineConfig:
     """Schedule, overlap and recompute. Microbatches are those of optim.accumulate, also where pp = 1."""
 
     schedule: Schedule = "auto"
-    """auto: chosen with overlap = "auto"; otherwise 1f1b, or one that has pairs (pp = 1: of microbatches)."""
+    """auto: chosen with overlap = "auto"; otherwise 1f1b, or one that has pairs (pp = 1: of microbatches).
+    layers (pp = 1): all microbatches through a layer before the next."""
     overlap: Literal["auto", "off", "pair", "pair+self"] = "auto"
     """pair: forward of one microbatch under backward of another; +self: warm-up and cool-down, too; auto:
     what is predicted to be clearly faster than off, and a schedule that goes with it."""

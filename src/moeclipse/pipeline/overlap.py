@@ -92,6 +92,8 @@ def choose_schedule(config: PipelineConfig, num_layers: int, num_ranks: int, num
 def stages_per_rank(config: PipelineConfig, name: str, num_layers: int, num_ranks: int) -> int:
     if config.layers:
         return max(len(config.layers) // num_ranks, 1)
+    if name == "layers":
+        return num_layers
     if config.layers_per_virtual_stage == "auto" or not name.startswith("vpp"):
         return default_stages_per_rank(name)
     return max(num_layers // (num_ranks * config.layers_per_virtual_stage), 1)

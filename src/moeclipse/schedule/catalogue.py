@@ -6,7 +6,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 
 from moeclipse.core.errors import ScheduleError
-from moeclipse.schedule import dualpipe, interleaved, one_f_one_b, zero_bubble
+from moeclipse.schedule import dualpipe, interleaved, layer_by_layer, one_f_one_b, zero_bubble
 from moeclipse.schedule.budget import zb_m
 from moeclipse.schedule.legal import SCHEDULES, default_stages_per_rank, require_legal
 from moeclipse.schedule.op import Program
@@ -27,6 +27,7 @@ MANY_STAGES: dict[str, Callable[[int, int, int], Program]] = {
     "zb-v": zero_bubble.zb_v,
     "dualpipe": dualpipe.dualpipe,
     "dualpipev": dualpipe.dualpipev,
+    "layers": layer_by_layer.layer_by_layer,
 }
 
 

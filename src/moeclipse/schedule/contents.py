@@ -18,6 +18,7 @@ from moeclipse.schedule.launch import StepShape
 from moeclipse.schedule.needs import Key, keys_of, weight_parts
 from moeclipse.schedule.op import Op, Program
 from moeclipse.schedule.shape import ExchangeShape, LayerShape, PipelineShape
+from moeclipse.schedule.state_travel import kinds_of as bucket_kinds
 from moeclipse.schedule.whole_step import buckets_of, ends_at, launches_in
 
 UNCOUNTED = (kinds.UNSHARD, kinds.RESHARD)
@@ -153,8 +154,9 @@ def _wanted_launches(shape: PipelineShape, step: StepShape, place: int) -> Itera
                 yield from ((launch.kind, stage, index, m, number) for m in shape.microbatches_of(stage))
     first = min(stages)
     yield from ((kind, first, None, None) for kind in ends_at(shape, place))
-    for number in range(len(buckets_of(shape, step, first))):
-        for kind in (kinds.BUCKET_REDUCE, kinds.BUCKET_UPDATE, kinds.BUCKET_GATHER):
+    buckets = buckets_of(shape, step, first)
+    for number in range(len(buckets)):
+        for kind in bucket_kinds(buckets[number]):
             yield (kind, first, None, None, number)
 
 

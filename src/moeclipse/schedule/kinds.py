@@ -16,6 +16,8 @@ from enum import Enum, auto
 COMPUTE, A2A, DP, TP = "compute", "a2a", "dp", "tp"
 P2P = "p2p"
 """Its lanes are named p2p:source>destination: one per direction, so a receive never blocks a send."""
+TO_DEVICE, TO_HOST = "host:fetch", "host:store"
+"""Between the host's memory and the device's: both directions at once."""
 
 
 class Part(Enum):
@@ -88,6 +90,10 @@ class Form(Enum):
     SUM = auto()
     UPDATE = auto()
     """The optimizer's."""
+    FETCH = auto()
+    """Of state in the host's memory: to the device ..."""
+    STORE = auto()
+    """... and back."""
     GATHER = auto()
 
 
@@ -97,7 +103,7 @@ class Kind:
     part: Part
     form: Form
     lane: str
-    """COMPUTE, A2A, DP, TP or P2P; the lane of a transfer also names its two ranks."""
+    """COMPUTE, A2A, DP, TP, TO_DEVICE, TO_HOST or P2P; that of a transfer also names its two ranks."""
 
     def __str__(self) -> str:
         return self.name
@@ -128,6 +134,8 @@ TABLE: tuple[tuple[str, tuple[Part, ...], tuple[Form, ...]], ...] = (
     (DP, (Part.TIED,), (Form.SUM,)),
     (DP, (Part.BUCKET,), (Form.REDUCE, Form.GATHER)),
     (COMPUTE, (Part.BUCKET,), (Form.UPDATE,)),
+    (TO_DEVICE, (Part.BUCKET,), (Form.FETCH,)),
+    (TO_HOST, (Part.BUCKET,), (Form.STORE,)),
     (DP, (Part.RESULTS,), (Form.GATHER,)),
     (DP, (Part.LOADS,), (Form.GATHER, Form.SUM)),
 )
@@ -176,9 +184,12 @@ SCORES_F, SCORES_B = _of(Part.SCORES, Form.F, Form.B)
 TENSOR_F, TENSOR_B, TENSOR_R = _of(Part.TENSOR, Form.F, Form.B, Form.R)
 LOADS_F, LOADS_GATHER, LOADS_SUM = _of(Part.LOADS, Form.F, Form.GATHER, Form.SUM)
 BUCKET_REDUCE, BUCKET_UPDATE, BUCKET_GATHER = _of(Part.BUCKET, Form.REDUCE, Form.UPDATE, Form.GATHER)
+BUCKET_FETCH, BUCKET_STORE = _of(Part.BUCKET, Form.FETCH, Form.STORE)
 (TIED_SUM,) = _of(Part.TIED, Form.SUM)
 (RESULTS_GATHER,) = _of(Part.RESULTS, Form.GATHER)
 
+COPIES = (BUCKET_FETCH, BUCKET_STORE)
+"""Between the two memories of one rank: nobody is met, and the host does not wait to launch them."""
 LAUNCHES = (COUNTS_F, COUNTS_R, LOADS_F, SIZES_F, SCORES_F, SCORES_B, TENSOR_F, TENSOR_B, TENSOR_R)
 """What another op of the layer launches while it runs; `Op.step` is its place in `LayerShape.launches`."""
 ENDS = (
@@ -187,7 +198,9 @@ ENDS = (
     RESULTS_GATHER,
     LOADS_GATHER,
     LOADS_SUM,
+    BUCKET_FETCH,
     BUCKET_UPDATE,
+    BUCKET_STORE,
     BUCKET_GATHER,
 )
 """What is left of a step behind its microbatches; of buckets `Op.step` is the number."""

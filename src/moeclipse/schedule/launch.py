@@ -44,6 +44,10 @@ class BucketShape(NamedTuple):
     tied: bool = False
     """Holds an embedding that another stage fills, too."""
     num_bytes: float = 0.0
+    host_bytes: float = 0.0
+    """Of this rank's optimizer state, as far as it lies in the host's memory (`schedule/state_travel`)."""
+    layer: str = ""
+    """Buckets of one are neighbours, and are clipped and updated together where updates go by layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +65,10 @@ class StepShape:
     """First and last stage add up gradients of one embedding."""
     loads: bool = True
     """There are experts, whose loads are told to everyone at the end of a step."""
+    slots: int = 0
+    """Buffers of the ring that state from the host's memory visits."""
+    by_layer: bool = False
+    """A layer's update stands behind its weight gradients, not behind the norm of all."""
 
     @property
     def copies(self) -> int:
@@ -75,6 +83,8 @@ class StepShape:
         place, copy = divmod(rank, copies)
         if axis == "world":
             return tuple(range(num_places * copies))
+        if axis in ALONE:
+            return (rank,)
         if axis == "line":
             return tuple(range(copy, num_places * copies, copies))
         if axis == "ends":
@@ -96,6 +106,8 @@ class StepShape:
         return data // self.ep, data % self.ep, t
 
 
+ALONE = ("fetch", "store")
+"""Axes of copies between host and device, on which a rank meets nobody."""
 SAME: dict[str, tuple[bool, bool, bool]] = {
     "stage": (False, False, False),
     "dense_grads": (False, False, False),

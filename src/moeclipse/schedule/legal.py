@@ -30,13 +30,14 @@ class Rule:
     holds: Callable[[Setting], bool]
 
 
+ONE_RANK = Rule(text="one rank", holds=lambda s: s.P == 1)
 ONE_STAGE = Rule(text="one stage per rank", holds=lambda s: s.V == 1)
 TWO_STAGES = Rule(text="two stages per rank", holds=lambda s: s.V == 2)
 RULES: dict[str, tuple[Rule, ...]] = {
     "gpipe": (ONE_STAGE,),
     "1f1b": (ONE_STAGE,),
     "1f1b-pairs": (ONE_STAGE,),
-    "pp1": (Rule(text="one rank", holds=lambda s: s.P == 1), ONE_STAGE),
+    "pp1": (ONE_RANK, ONE_STAGE),
     "vpp": (),
     "vpp+1": (),
     "zb-h1": (ONE_STAGE,),
@@ -53,6 +54,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         TWO_STAGES,
         Rule(text="at least two microbatches per rank", holds=lambda s: s.M >= 2 * s.P),
     ),
+    "layers": (ONE_RANK,),
 }
 SCHEDULES = tuple(RULES)
 

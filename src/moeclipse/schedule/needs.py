@@ -23,6 +23,7 @@ from moeclipse.schedule.kinds import AWAITED, COMPUTE, ENDS, KIND_OF, LAUNCHES, 
 from moeclipse.schedule.launch import StepShape
 from moeclipse.schedule.op import Op
 from moeclipse.schedule.shape import LayerShape, PipelineShape
+from moeclipse.schedule.state_travel import in_the_buffer_before, updated_with
 from moeclipse.schedule.whole_step import buckets_of, ends_at, hosted_by, hosted_launch, layer_of
 
 Key = tuple[Kind, int, int | None, int | None] | tuple[Kind, int, int | None, int | None, int | None]
@@ -164,13 +165,23 @@ def _end_needs(shape: PipelineShape, step: StepShape, op: Op) -> list[Key]:
         return [*_filled(shape, bucket.places), *tied]
     if op.kind is kinds.RESULTS_GATHER:
         return [(kinds.BUCKET_REDUCE, op.stage, None, None, number) for number in range(len(buckets))]
-    if op.kind is kinds.BUCKET_GATHER:
+    if op.kind in (kinds.BUCKET_GATHER, kinds.BUCKET_STORE):
         return [(kinds.BUCKET_UPDATE, op.stage, None, None, op.step)]
-    before = {kinds.LOADS_GATHER: kinds.RESULTS_GATHER, kinds.LOADS_SUM: kinds.LOADS_GATHER}
-    if op.kind in before:
-        return [(before[op.kind], op.stage, None, None)]
+    if op.kind is kinds.BUCKET_FETCH:
+        before = in_the_buffer_before(buckets, step, op.step or 0)
+        return [] if before is None else [(kinds.BUCKET_STORE, op.stage, None, None, before)]
+    told_after = {kinds.LOADS_GATHER: kinds.RESULTS_GATHER, kinds.LOADS_SUM: kinds.LOADS_GATHER}
+    if op.kind in told_after:
+        return [(told_after[op.kind], op.stage, None, None)]
+    number = op.step or 0
+    came: list[Key] = []
+    if buckets[number].host_bytes:
+        came = [(kinds.BUCKET_FETCH, op.stage, None, None, number)]
+    if step.by_layer:
+        same = updated_with(buckets, number)
+        return [*came, *((kinds.BUCKET_REDUCE, op.stage, None, None, other) for other in same)]
     told = [kind for kind in (kinds.LOADS_SUM, kinds.LOADS_GATHER, kinds.RESULTS_GATHER) if kind in there]
-    return [(told[0], op.stage, None, None), (kinds.BUCKET_REDUCE, op.stage, None, None, op.step)]
+    return [*came, (told[0], op.stage, None, None), (kinds.BUCKET_REDUCE, op.stage, None, None, number)]
 
 
 def _filled(shape: PipelineShape, places: Sequence[tuple[int, int]]) -> list[Key]:

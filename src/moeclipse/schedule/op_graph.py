@@ -17,7 +17,7 @@ import numpy as np
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule.graph import DATA, HOST, LANE, WIRE, Edges, Graph, sort_graph
-from moeclipse.schedule.kinds import AWAITED
+from moeclipse.schedule.kinds import AWAITED, COPIES
 from moeclipse.schedule.meetings import match
 from moeclipse.schedule.op import Op, Program
 
@@ -104,7 +104,7 @@ def _rank_edges(
             collector.add(previous, node, LANE)
         last_on_lane[op.lane] = node
         launched += 1
-        if op.comm is not None:
+        if op.comm is not None and op.kind not in COPIES:
             awaited = [d for d in op.deps if ops[d].comm is not None]
             if awaited:
                 wait = collector.num_nodes

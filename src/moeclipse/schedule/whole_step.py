@@ -1,7 +1,8 @@
 """From the ops of microbatches to everything that travels in a step.
 
     with_launches   behind or in front of an op, the collectives that it launches while it runs
-    with_end        behind the microbatches: buckets, the norm, loads, the optimizer, weights to everyone
+    with_end        behind the microbatches: buckets, the norm, loads, the optimizer, weights to everyone;
+                    by layers, updates stand where their gradients are (`schedule/state_travel`)
     numbered        groups of ranks, and numbers on them
 
 One op is one launch: of a microbatch that is cut, what travels, and what launches it, is an op a chunk.
@@ -10,19 +11,22 @@ Reductions stand behind the op that fills their bucket, in the order that all ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from moeclipse.schedule import kinds
-from moeclipse.schedule.kinds import A2A, AWAITED, COMPUTE, LAUNCHES, P2P, Form, Kind, Part
+from moeclipse.schedule.kinds import A2A, AWAITED, COMPUTE, COPIES, LAUNCHES, P2P, Form, Kind, Part
 from moeclipse.schedule.launch import BucketShape, HostedLaunch, StepShape, group_name
 from moeclipse.schedule.op import Op
 from moeclipse.schedule.shape import PipelineShape
+from moeclipse.schedule.state_travel import fetched_ahead, layers_of, updates
 
 END_AXES: dict[Kind, str] = {
     kinds.TIED_SUM: "ends",
     kinds.RESULTS_GATHER: "world",
     kinds.LOADS_GATHER: "stage",
     kinds.LOADS_SUM: "line",
+    kinds.BUCKET_FETCH: "fetch",
+    kinds.BUCKET_STORE: "store",
 }
 Flagged = list[tuple[Op, bool]]
 """Ops, and whether each belongs to a serial block."""
@@ -170,21 +174,29 @@ def with_end(shape: PipelineShape, place: int, ops: Flagged) -> Flagged:
     for position, (op, _) in enumerate(ops):
         if op.kind.form is Form.W and op.stage is not None and op.layer is not None:
             filled[op.stage, op.layer] = position
+    step, whole = shape.step, layers_of([bucket.layer for bucket in buckets]) if shape.step.by_layer else {}
     behind: dict[int, list[Op]] = {}
     at = -1
     for number, bucket in enumerate(buckets):
         full = len(ops) if bucket.tied else max((filled[where] for where in bucket.places), default=len(ops))
         at = max(at, full)
         behind.setdefault(at, []).append(_bucket(kinds.BUCKET_REDUCE, first, number))
-    found: Flagged = []
+        following = updates(buckets, step, whole.get(number, ()))
+        behind[at] += [_bucket(kind, first, each) for kind, each in following]
+    found: Flagged = [(_bucket(*each), False) for each in _at(first, fetched_ahead(buckets, step))]
     for position, (op, serial) in enumerate(ops):
         found.append((op, serial))
         found += [(reduce, False) for reduce in behind.get(position, ())]
     tail = [op for op in ends if op.kind is kinds.TIED_SUM] + behind.get(len(ops), [])
     tail += [op for op in ends if op.kind is not kinds.TIED_SUM]
-    for kind in (kinds.BUCKET_UPDATE, kinds.BUCKET_GATHER):
-        tail += [_bucket(kind, first, number) for number in range(len(buckets))]
+    last = () if step.by_layer else range(len(buckets))
+    tail += [_bucket(*each) for each in _at(first, updates(buckets, step, last))]
+    tail += [_bucket(kinds.BUCKET_GATHER, first, number) for number in range(len(buckets))]
     return found + [(op, False) for op in tail]
+
+
+def _at(stage: int, several: Iterable[tuple[Kind, int]]) -> Iterator[tuple[Kind, int, int]]:
+    return ((kind, stage, number) for kind, number in several)
 
 
 def _bucket(kind: Kind, stage: int, number: int) -> Op:
@@ -197,7 +209,7 @@ def axis_of(shape: PipelineShape, op: Op) -> str:
     assert op.stage is not None
     if op.kind in LAUNCHES:
         return hosted_launch(shape, op).axis
-    if op.kind.part is Part.BUCKET:
+    if op.kind.part is Part.BUCKET and op.kind not in COPIES:
         assert op.step is not None
         return buckets_of(shape, shape.step, op.stage)[op.step].axis
     return END_AXES.get(op.kind, shape.step.rows)

@@ -8,6 +8,7 @@ action:
     launches    what travels for each token beside rows, or a few numbers for each expert
     transfers   activations to the next stage, over the link that its stride asks for
     buckets     gradients there and weights back, memory passed over by an update
+    copies      optimizer state between the host's memory and the device
     host        a layer takes no less than its launches
 
 `sim/step_costs` does the same with one rate and one link: for a machine that has just been measured.
@@ -21,7 +22,7 @@ from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.layer_seconds import OURS, UPDATE_BYTES, MicrobatchWork, Seconds, Software, slower
 from moeclipse.cost.model import Costs
 from moeclipse.schedule import kinds
-from moeclipse.schedule.kinds import ENDS, LAUNCHES, TRANSFERS, Form, Part
+from moeclipse.schedule.kinds import COPIES, ENDS, LAUNCHES, TRANSFERS, Form, Part
 from moeclipse.schedule.launch import HostedLaunch, StepShape
 from moeclipse.schedule.op import Op, Program
 from moeclipse.schedule.shape import LayerShape, PipelineShape
@@ -47,6 +48,11 @@ class ClusterCosts:
         cluster = self.cluster
         between = "" if cluster.far == cluster.near else f", {cluster.far.name} between nodes"
         return f"{cluster.device.name}, {cluster.gpus_per_node} a node over {cluster.near.name}{between}"
+
+    @property
+    def value_bytes(self) -> float:
+        """Of an activation, or of a weight."""
+        return 4.0 if self.cluster.device.name == "cpu" else VALUE_BYTES
 
     @property
     def table_parameters(self) -> float:
@@ -149,6 +155,8 @@ class ClusterCosts:
             tied = self.table_parameters if op.kind is kinds.TIED_SUM else 0.0
             return self.cluster.collective(GRADIENT_BYTES * tied, size, stride)
         bucket = buckets_of(shape, step, op.stage or 0)[op.step or 0]
+        if op.kind in COPIES:
+            return self.cluster.host.seconds(bucket.host_bytes)
         size, stride = self._axis(step, bucket.axis)
         if op.kind is kinds.BUCKET_UPDATE:
             owned = bucket.num_bytes / GRADIENT_BYTES / size

@@ -10,6 +10,7 @@ computed for itself:
     launches    what travels for each token beside rows, or a few numbers for each expert
     transfers   the activations of one microbatch
     buckets     gradients there and weights back, less the rank's own part; moments and weights of an update
+    copies      optimizer state between the host's memory and the device, both ways at once
 
 One rate and one link: for a machine whose rate and wire have just been measured (`train/run/resolve_auto`),
 and for shares of what was measured (`train/observe/trace_file`). A cluster is `sim/cluster_costs`.
@@ -19,11 +20,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moeclipse.cost.hardware import Device, Link
+from moeclipse.cost.hardware import LINKS, Device, Link
 from moeclipse.cost.layer_seconds import UPDATE_BYTES
 from moeclipse.cost.model import Costs, LayerWork
 from moeclipse.schedule import kinds
-from moeclipse.schedule.kinds import ENDS, LAUNCHES, TRANSFERS, Form, Part
+from moeclipse.schedule.kinds import COPIES, ENDS, LAUNCHES, TRANSFERS, Form, Part
 from moeclipse.schedule.launch import HostedLaunch, StepShape
 from moeclipse.schedule.op import Op, Program
 from moeclipse.schedule.shape import LayerShape, PipelineShape
@@ -75,10 +76,18 @@ class StepWork:
 class StepCosts:
     """Seconds of the ops of one program."""
 
-    def __init__(self, work: StepWork, device: Device, link: Link) -> None:
-        self.work, self.device, self.link = work, device, link
+    def __init__(
+        self, work: StepWork, device: Device, link: Link, host_link: Link = LINKS["host-copies"]
+    ) -> None:
+        """`host_link`: between the host's memory and the device."""
+        self.work, self.device, self.link, self.host_link = work, device, link, host_link
         self.rate = device.flops * device.efficiency
         self.row_bytes = work.layer.d_model * work.layer.row_bytes_per_value
+
+    @property
+    def value_bytes(self) -> float:
+        """Of an activation, or of a weight."""
+        return self.work.layer.row_bytes_per_value
 
     @property
     def table_parameters(self) -> float:
@@ -144,6 +153,8 @@ class StepCosts:
             tied = self.table_parameters if op.kind is kinds.TIED_SUM else 0
             return 0.0 if alone else self.link.seconds(GRADIENT_BYTES * tied)
         bucket = buckets_of(shape, step, op.stage or 0)[op.step or 0]
+        if op.kind in COPIES:
+            return self.host_link.seconds(bucket.host_bytes)
         num_ranks = step.size_of(bucket.axis)
         if op.kind is kinds.BUCKET_UPDATE:
             num_parameters = bucket.num_bytes / GRADIENT_BYTES / num_ranks

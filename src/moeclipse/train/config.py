@@ -25,11 +25,12 @@ from moeclipse.pipeline.config import PipelineConfig
 from moeclipse.pipeline.overlap import StageLayout, lay_out
 from moeclipse.train.data.data_config import DataConfig as DataConfig
 from moeclipse.train.data.data_config import EvalConfig
+from moeclipse.train.optim.memory_config import MemoryConfig, travel_problems
 from moeclipse.train.optim.optim_config import OptimConfig, type_problems
 from moeclipse.train.optim.quant_blocks import block_problems
 from moeclipse.train.run.survival_config import CheckpointConfig, IntegrityConfig
 from moeclipse.train.weights.base_rules import BASE_KEYS, few_bits_problems
-from moeclipse.train.weights.init_config import InitConfig
+from moeclipse.train.weights.init_config import InitConfig, upcycle_problems
 
 MAX_SAMPLE = 64
 MAX_NAME = 200
@@ -117,6 +118,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     integrity: IntegrityConfig = field(default_factory=IntegrityConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
@@ -170,24 +172,9 @@ def expert_problems(config: TrainConfig) -> Iterator[str]:
 def optim_problems(config: TrainConfig) -> Iterator[str]:
     """What the optimizer cannot do for a model of this type."""
     yield from type_problems(config.optim, config.model.dtype)
+    yield from travel_problems(config.memory, config.optim, config.placement, config.parallel.pp)
     if config.optim.state == "8bit" and config.parallel.tp > 1:
         yield from block_problems(config.model, config.moe, config.parallel.tp)
-
-
-def upcycle_problems(config: TrainConfig) -> Iterator[str]:
-    """What experts cannot be made of a dense model's blocks for."""
-    if (how := config.init.upcycle) == "off":
-        return
-    if not config.run.init_from:
-        yield f"init.upcycle ({how!r}) needs run.init_from: the dense model that experts are made of"
-    if not config.num_expert_layers:
-        yield f"init.upcycle ({how!r}) needs layers with experts; lower model.num_dense_layers"
-    for key, usual in (("num_shared_experts", 0), ("activation", "swiglu"), ("expert_bias", False)):
-        if (value := getattr(config.moe, key)) != usual:
-            yield (
-                f"moe.{key} ({value!r}) cannot go with init.upcycle ({how!r}): a dense block has "
-                f"nothing to make it of; set it to {usual!r}"
-            )
 
 
 def lora_problems(config: TrainConfig) -> Iterator[str]:
@@ -346,7 +333,10 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], Iterator[str]]], ...
         (*BASE_KEYS, "parallel.tp", "init.upcycle", *STAGE_KEYS[1:]),
         lambda c: few_bits_problems(c.model, c.moe, c.lora, c.placement, c.parallel.tp, c.init.upcycle),
     ),
-    (("init.upcycle", "run.init_from", *STAGE_KEYS[1:]), upcycle_problems),
+    (
+        ("init.upcycle", "run.init_from", *STAGE_KEYS[1:]),
+        lambda c: upcycle_problems(c.init, c.run.init_from, c.num_expert_layers, c.moe),
+    ),
     (
         (
             *("data.batch_size", "data.files", "data.source", "data.tokenizer", "data.order"),
@@ -375,6 +365,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], Iterator[str]]], ...
     (
         (
             *("model.dtype", "optim.state", "optim.master", "optim.main_grad", "parallel.tp", "moe.d_ff"),
+            *("memory.place", "optim.clip", "optim.clip_norm", "parallel.pp", *LAYOUT_KEYS[-3:]),
             *("model.num_heads", "model.num_kv_heads", "model.head_dim", "model.v_head_dim", "model.d_ff"),
             *STAGE_KEYS[1:],
         ),

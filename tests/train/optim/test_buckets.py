@@ -12,7 +12,8 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.layer import MoE
 from moeclipse.tensor.cut import Cut, mark
 from moeclipse.testing.run_ranks import run_ranks
-from moeclipse.train.optim.buckets import Bucket, BucketEntry, Buckets, entries_of, logical_bytes
+from moeclipse.train.optim.bucket_contents import BucketEntry, entries_of, logical_bytes
+from moeclipse.train.optim.buckets import Bucket, Buckets
 
 
 class Model(nn.Module):

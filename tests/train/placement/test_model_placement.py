@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_learner import (
@@ -18,6 +19,8 @@ from test_learner import (
     state_after_load,
 )
 
+from moeclipse.balance.drift import Drift
+from moeclipse.balance.load import LoadTrace
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.tune.probe import Probe
 from moeclipse.testing.compare import difference
@@ -241,6 +244,27 @@ def test_a_saved_placement_is_taken_where_it_fits(corpus: str) -> None:  # noqa:
         assert run_ranks(2, loaded, planned, [entry])[0] == start
     static = configure(corpus, **{"placement.slots_per_rank": 4})
     assert run_ranks(2, loaded, static, [fits])[0] == start, "without a planner the configuration counts"
+
+
+def asked_when(mesh: Mesh, config: TrainConfig) -> list[int]:
+    """The steps at which plans are asked for, with loads that change in step 30."""
+    learner, asked = Learner(config, mesh), []
+    planner, trace = learner.placement.planner, LoadTrace(drift=Drift())
+    rng, num_experts = np.random.default_rng(0), config.moe.num_experts
+    for step in range(36):
+        weights_E = np.ones(num_experts)
+        weights_E[0 if step < 30 else -1] = 6.0
+        counts_E = rng.multinomial(4000, weights_E / weights_E.sum())
+        trace.add(step, np.tile(counts_E, (learner.num_moe_layers, mesh.stage.size, 1)))
+        before = planner.pending
+        learner.placement._plan(step, trace)
+        asked += [step] if planner.pending is not None and before is None else []
+    return asked
+
+
+def test_a_plan_is_asked_for_when_loads_jump(corpus: str) -> None:  # noqa: F811
+    never = {"placement.planner": "greedy", "placement.start_step": 100, "placement.slots_per_rank": 4}
+    assert run_ranks(2, asked_when, configure(corpus, **never)) == [[30]] * 2
 
 
 def test_planners_are_told_what_was_measured() -> None:

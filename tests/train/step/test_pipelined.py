@@ -69,7 +69,7 @@ def compare(corpus: str, changes: dict[str, Any], results: list[Pieces]) -> None
 
 @pytest.mark.parametrize("ep", [1, 2])
 def test_pairs_of_microbatches_on_one_stage(corpus: str, ep: int) -> None:
-    modes = (("off", "1f1b"), ("pair", "auto"), ("pair+self", "auto"))
+    modes = (("off", "1f1b"), ("off", "layers"), ("pair", "auto"), ("pair+self", "auto"))
     several = [
         {**BASE, **model, "pipeline.overlap": overlap, "pipeline.schedule": schedule}
         for model in MODELS.values()

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from moeclipse.comm.group import Group
 from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule import kinds
-from moeclipse.schedule.kinds import A2A, COMPUTE, LAUNCHES, TP, TRANSFERS, Form, Kind, Part
+from moeclipse.schedule.kinds import A2A, COMPUTE, COPIES, LAUNCHES, TP, TRANSFERS, Form, Kind, Part
 from moeclipse.schedule.op import Op, Program
 from moeclipse.schedule.whole_step import axis_of, buckets_of, cuts_of_ops, hosted_launch
 
@@ -36,6 +36,8 @@ SAID: dict[Kind, str] = {
     kinds.LOADS_GATHER: "exchange of expert loads",
     kinds.LOADS_SUM: "loads of all stages",
 }
+HOST_GROUP = "host"
+"""What copies between host and device are recorded under; one rank is all of it."""
 Slices = Mapping[Kind, Sequence[str]]
 """Labels of an exchange, by the op of its layer that launches them."""
 
@@ -64,7 +66,7 @@ class Ledger:
 
     def _travels(self, op: Op) -> bool:
         """Whether something is launched for it; one rank in a group sends nothing."""
-        if op.kind in TRANSFERS:
+        if op.kind in TRANSFERS or op.kind in COPIES:
             return True
         if op.kind.part in EXCHANGED and op.layer is not None and op.stage is not None:
             return self.shape.layers[op.stage][op.layer].moe and self.rows.size > 1
@@ -163,6 +165,8 @@ class Ledger:
             assert op.comm is not None
             source, target = map(int, op.comm[0].split(">"))
             return f"pipe.{op.kind.form.name}.{'up' if source < target else 'down'}"
+        if op.kind in COPIES:
+            return HOST_GROUP
         return self.groups[axis_of(self.shape, op)].name
 
     def _words(self, op: Op) -> str:

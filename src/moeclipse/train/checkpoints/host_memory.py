@@ -63,8 +63,7 @@ class HostMemory:
 
     def copy(self, offset: int, source: torch.Tensor) -> None:
         """The bytes of `source` to `offset`; from a device they may still be on their way."""
-        if self._thread is not None:
-            self._thread.join()
+        self.settle()
         flat = source.detach().reshape(-1).view(torch.uint8)
         stop = offset + flat.numel()
         at = offset
@@ -72,6 +71,11 @@ class HostMemory:
             end = min(stop, (at // self.slice_bytes + 1) * self.slice_bytes)
             self.data[at:end].copy_(flat[at - offset : end - offset], non_blocking=True)
             at = end
+
+    def settle(self) -> None:
+        """Wait until the memory is as ready as it gets."""
+        if self._thread is not None:
+            self._thread.join()
 
     def close(self) -> None:
         self._closed.set()

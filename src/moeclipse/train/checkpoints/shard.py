@@ -12,7 +12,7 @@ a multiple of its element size: readers map the file and need that.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -39,13 +39,44 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
+class Later:
+    """Values that are made when they are written, some at a time: there may be no room for all of them."""
+
+    length: int
+    dtype: torch.dtype
+    make: Callable[[int, int], torch.Tensor]
+    """Elements [start, stop)."""
+
+    is_cuda = False
+
+    def numel(self) -> int:
+        return self.length
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def __getitem__(self, part: slice) -> torch.Tensor:
+        start, stop, _ = part.indices(self.length)
+        return self.make(start, stop).to(self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Piece:
     """Elements [start, start + data.numel()) of the logical tensor `name` of `shape`, in row-major order."""
 
     name: str
     shape: tuple[int, ...]
     start: int
-    data: torch.Tensor
+    data: torch.Tensor | Later
+
+    @property
+    def flat(self) -> torch.Tensor | Later:
+        return self.data if isinstance(self.data, Later) else self.data.detach().reshape(-1)
+
+    @property
+    def values(self) -> torch.Tensor:
+        """All of it."""
+        return self.flat[:]
 
     @property
     def stop(self) -> int:
@@ -97,7 +128,7 @@ class Shard:
             memory = HostMemory(self.num_bytes, CudaPins() if on_device else None)
         copies, offset = [], 0
         for piece in self.pieces:
-            memory.copy(offset, piece.data)
+            memory.copy(offset, piece.values)
             place = memory.data[offset : offset + piece.num_bytes].view(piece.data.dtype)
             copies.append(replace(piece, data=place))
             offset += piece.num_bytes
@@ -123,7 +154,7 @@ class Shard:
         """The bytes of the file."""
         yield memoryview(self._header())
         for piece in self.stored:
-            flat = piece.data.detach().reshape(-1)
+            flat = piece.flat
             length = CHUNK_BYTES // piece.data.element_size()
             for first in range(0, flat.numel(), length):
                 chunk = flat[first : first + length].to("cpu").contiguous()

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from moeclipse.train.optim.adamw import AdamW
+from moeclipse.train.optim.shard_state import STATES
 from moeclipse.train.step.learner import Learner
 from moeclipse.train.step.saved_bytes import readable, roots_of, saved_behind
 
@@ -78,15 +79,20 @@ class MemoryTable:
     def state(self) -> dict[str, int]:
         """Bytes of all that outlives a step."""
         everywhere = (*self.optim.buckets, *self.optim.buckets.frozen)
+        grads = {bucket.grads.data_ptr(): bucket.grads.nbytes for bucket in everywhere}  # some share them
         found = {
             "weights": sum(bucket.params.nbytes for bucket in everywhere),
-            "main_grad": sum(bucket.grads.nbytes for bucket in everywhere),
+            "main_grad": sum(grads.values()),
             "master weights": 0,
             "moments": 0,
         }
         for state in self.optim.states:
-            for name, tensor in state.tensors().items():
-                found["master weights" if name.startswith("weight") else "moments"] += tensor.nbytes
+            for kind in STATES:
+                if kind not in state.on_host:
+                    sizes = [tensor.nbytes for tensor in state.tensors_of(kind).values()]
+                    found["master weights" if kind == "weight" else "moments"] += sum(sizes)
+        if self.optim.host is not None:
+            found["buffers for state of the host"] = self.optim.host.buffer_bytes
         return found
 
     def lines(self) -> list[str]:
@@ -97,6 +103,8 @@ class MemoryTable:
         rows = [(name, size) for name, size in self.state().items() if size]
         rows += [(f"{name}, kept of a microbatch", size) for name, size in self.kept.items()]
         rows.append(("peak so far", peak(self.optim.buckets.buckets[0].params.device)))
+        if self.optim.host is not None:
+            rows.append(("state in the host's memory", self.optim.host.num_bytes))
         width = max(len(name) for name, _ in rows)
         found = ["memory of this rank", *(f"  {name:<{width}}  {readable(size):>10}" for name, size in rows)]
         if not self.by_autograd:

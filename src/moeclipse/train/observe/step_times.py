@@ -27,6 +27,7 @@ import torch
 
 from moeclipse.comm.async_ops.exchange import gather
 from moeclipse.comm.async_ops.in_flight import InFlight
+from moeclipse.comm.async_ops.ledger import HOST_GROUP
 from moeclipse.comm.async_ops.record import StepStamps
 from moeclipse.comm.mesh import Mesh
 from moeclipse.report.intervals import StepSplit, TransferInterval, split_step
@@ -201,7 +202,9 @@ def with_last_launches(
     for group_name, label, at, done in stamps.transfers:
         number = counted[group_name]
         counted[group_name] += 1
-        if group_name not in last:  # between stages: who waits there waits for the other stage's compute
+        if group_name == HOST_GROUP:  # nobody else takes part
+            latest = at
+        elif group_name not in last:  # between stages: who waits there waits for the other stage's compute
             latest = done
         elif number < len(last[group_name]):
             latest = last[group_name][number] - clock_s

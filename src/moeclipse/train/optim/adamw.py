@@ -30,6 +30,7 @@ from moeclipse.ops.rounding import Stretch, Stretches
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, Piece
 from moeclipse.train.optim.buckets import Bucket, Buckets, BucketSegment
 from moeclipse.train.optim.column_shards import ColumnShard
+from moeclipse.train.optim.host_states import HostStates
 from moeclipse.train.optim.optim_config import OptimConfig
 from moeclipse.train.optim.shard_state import STATES as STATES
 from moeclipse.train.optim.shard_state import ShardState
@@ -78,17 +79,23 @@ class Readable(Protocol):
 
 
 class AdamW:
-    def __init__(self, buckets: Buckets, config: OptimConfig, seed: int = 0) -> None:
-        """`seed`: of rounding by chance."""
-        self.buckets, self.config, self.seed = buckets, config, seed
+    def __init__(
+        self, buckets: Buckets, config: OptimConfig, seed: int = 0, host: HostStates | None = None
+    ) -> None:
+        """`seed`: of rounding by chance. `host`: some of the state lies in the host's memory."""
+        self.buckets, self.config, self.seed, self.host = buckets, config, seed, host
         self.updates = 0
         self.notes: list[str] = []
         """What is to be said of the state that was loaded."""
-        self.states = [ShardState.of(bucket, config) for bucket in buckets]
+        make = ShardState.of if host is None else host.take
+        self.states = [make(bucket, config) for bucket in buckets]
 
     def sum_of_squares(self, shards: list[torch.Tensor]) -> torch.Tensor:
         """Of this rank's shards; over all ranks each gradient element counts once."""
-        owned = [shard for b, shard in zip(self.buckets, shards, strict=True) if b.owned]
+        return self.sum_of_squares_of(self.buckets.buckets, shards)
+
+    def sum_of_squares_of(self, buckets: Sequence[Bucket], shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        owned = [shard for bucket, shard in zip(buckets, shards, strict=True) if bucket.owned]
         return sum_of_squares(owned or [self._nothing])
 
     @property
@@ -110,11 +117,17 @@ class AdamW:
     ) -> None:
         """This rank's part of a step; nobody else hears of it yet."""
         self.updates += 1
-        factor = self._factor(norm, scale, self._nothing.device)
-        config = self.config
-        for bucket, state, grad in zip(self.buckets, self.states, shards, strict=True):
-            if not grad.numel():
-                continue
+        factor = self.factor(norm, scale)
+        for number, grad in enumerate(shards):
+            self.update_bucket(number, grad, lr, factor)
+
+    @torch.no_grad()
+    def update_bucket(self, number: int, grad: torch.Tensor, lr: float, factor: torch.Tensor) -> None:
+        """One bucket's part of the update that `updates` counts; they come in their order."""
+        bucket, state, config = self.buckets.buckets[number], self.states[number], self.config
+        if self.host is not None:
+            state = self.host.arrived(bucket) or state
+        if grad.numel():
             step = AdamStep(
                 lr=lr * bucket.lr_factor,
                 beta1=config.beta1,
@@ -132,6 +145,8 @@ class AdamW:
             adam(state.weight, state.adam_m, state.adam_v, grad, factor, step, rounded, chance)
             if isinstance(state.weight, LowBits) and rounded is not None:
                 bucket.store(rounded)
+        if self.host is not None:
+            self.host.updated(bucket)
 
     def _stretches(self, bucket: Bucket, state: ShardState) -> Stretches:
         if state.stretches is None:
@@ -156,10 +171,10 @@ class AdamW:
         """The last update had a norm that was not finite: it changed nothing, and does not count."""
         self.updates -= 1
 
-    def _factor(self, norm: float | torch.Tensor, scale: float, device: torch.device) -> torch.Tensor:
+    def factor(self, norm: float | torch.Tensor, scale: float) -> torch.Tensor:
         """What gradients are multiplied by, on the device; NaN where the norm is not finite."""
         if not isinstance(norm, torch.Tensor):
-            norm = torch.full((), norm, dtype=torch.float64, device=device)
+            norm = torch.full((), norm, dtype=torch.float64, device=self._nothing.device)
         clip = self.config.clip_norm
         factor = clip / norm.clamp(min=clip) if clip else torch.ones_like(norm)
         return torch.where(norm.isfinite(), factor / scale, math.nan)

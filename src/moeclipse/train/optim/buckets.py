@@ -14,57 +14,40 @@ So every element of every logical tensor lies in exactly one rank's shard. Param
 are in buckets of their own, which are saved, read and sent out like others and never reduced.
 
 Buckets are reduced in one fixed order on all ranks, from the last layer to the first, each as soon as
-backward has filled it. Every parameter's logical entries (a dense tensor, or one expert of a stacked tensor)
-are known by name, so a shard can be saved and loaded piece by piece under any layout.
+backward has filled it. Which parameters go into which bucket is told by `train/optim/bucket_contents`.
+
+Where each layer is updated as soon as its gradients are there, and they come once a step, layers may share
+memory for them (`shared_grads`): two buffers that they take in turn. A gradient that comes before the one
+that lay there was used raises.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from moeclipse.balance.placement import primary_bounds
 from moeclipse.comm.async_ops.in_flight import InFlight
-from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce.collectives import SMALL_BYTES, PeerUse, collectives
+from moeclipse.core.errors import ScheduleError
 from moeclipse.moe.layer import MoE
-from moeclipse.moe.own_loop.standalone import moe_layers
 from moeclipse.ops.precision import wide_of
-from moeclipse.tensor.cut import Cut, Share, cut_of, share_of
 from moeclipse.tensor.weight_grad import Accumulation, attach
-from moeclipse.train.optim.column_shards import ColumnShard
-from moeclipse.train.optim.quant_blocks import block_for
+from moeclipse.train.optim.bucket_contents import BucketEntry, Content, contents
 
 MainGrad = Literal["fp32", "bf16"]
+TURNS = 2
+"""Buffers that layers share for gradients: one is read by an update while the next is filled."""
 
 
 def summed_type(main_grad: MainGrad, held: torch.dtype) -> torch.dtype:
     """In which gradients of such weights add up."""
     return wide_of(held) if main_grad == "fp32" else torch.bfloat16
-
-
-@dataclass(frozen=True, kw_only=True)
-class BucketEntry:
-    """Part of a logical tensor, as checkpoints know it: elements offset .. offset + numel of a bucket."""
-
-    name: str
-    shape: tuple[int, ...]
-    offset: int
-    start: int = 0
-    """Its first element, counted inside the logical tensor."""
-    length: int | None = None
-    """Left out: the tensor is here whole."""
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape) if self.length is None else self.length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,29 +62,16 @@ class BucketSegment:
     length: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Content:
-    """What goes into one bucket."""
-
-    name: str
-    parameters: list[nn.Parameter]
-    entries: list[BucketEntry]
-    bounds: list[int]
-    group: Group
-    decay: bool
-    lr_factor: float = 1.0
-    owned: bool = True
-    """Not a copy of another stage's parameters, which counts and saves them."""
-    contributes: bool = True
-    """Whether this rank's gradients count: where tp ranks computed the same, one of them does."""
-    block: int = 0
-    """Its tensors, and so its shards, are cut between blocks of so many elements; 0: anywhere."""
-
-
 class Bucket:
     def __init__(
-        self, content: Content, mesh: Mesh, peer: PeerUse = "off", main_grad: MainGrad = "fp32"
+        self,
+        content: Content,
+        mesh: Mesh,
+        peer: PeerUse = "off",
+        main_grad: MainGrad = "fp32",
+        grads: torch.Tensor | None = None,
     ) -> None:
+        """`grads`: memory for gradients that others use, too."""
         self.name, self.entries, self.bounds = content.name, content.entries, content.bounds
         self.group, self.decay, self.lr_factor, self.mesh = (
             content.group,
@@ -118,7 +88,11 @@ class Bucket:
         # Not cleared: a step begins with `Buckets.zero`, and its first gradients are stored.
         dtype = summed_type(main_grad, first.dtype)
         size = 0 if self.frozen else self.bounds[-1]
-        self.grads = torch.empty(size, dtype=dtype, device=first.device)
+        shape: dict[str, Any] = {"dtype": dtype, "device": first.device}
+        self.grads = torch.empty(size, **shape) if grads is None else grads
+        self.layer_name, self.host_bytes = content.layer, 0.0
+        self.waits_for: Bucket | None = None
+        """Whose gradients lie in the same memory before its own."""
         self.parameters = content.parameters
         self.missing: set[int] = set()
         self.sums: list[Accumulation] = []
@@ -186,6 +160,38 @@ class Bucket:
                 )
 
 
+MakeExpertBucket = Callable[[nn.Parameter, str, MoE, str], Bucket | None]
+
+
+class SharedGrads:
+    """Memory for gradients that the buckets of different layers take in turn; those of one never share it."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[object, ...], list[Bucket]] = {}
+        self._here: tuple[str, list[tuple[object, ...]]] = ("", [])
+
+    def of(self, content: Content) -> tuple[torch.Tensor | None, Bucket | None]:
+        """(memory that is there already, whose gradients lie in it before), or nothing."""
+        earlier = self._made.get(self._key(content.layer, content.bounds[-1], content.parameters[0]), [])
+        if len(earlier) < TURNS or not content.parameters[0].requires_grad:
+            return None, None
+        return earlier[-TURNS].grads, earlier[-TURNS]
+
+    def took(self, bucket: Bucket) -> None:
+        if not bucket.frozen and bucket.layer_name.startswith("layers."):
+            key = self._key(bucket.layer_name, bucket.bounds[-1], bucket.parameters[0])
+            self._made.setdefault(key, []).append(bucket)
+            layer, keys = self._here
+            self._here = (bucket.layer_name, [*(keys if layer == bucket.layer_name else []), key])
+
+    def _key(self, layer: str, size: int, first: nn.Parameter) -> tuple[object, ...]:
+        """Buckets of one size, each with those of its place in other layers."""
+        here, keys = self._here
+        like = (size, first.dtype)
+        place = sum(key[:2] == like for key in keys) if here == layer else 0
+        return (*like, place)
+
+
 class Buckets:
     """All buckets of a model, in the order in which they are reduced."""
 
@@ -199,19 +205,31 @@ class Buckets:
         main_grad: MainGrad = "fp32",
         lr_factor: Callable[[str], float] = lambda _: 1.0,
         blocks: bool = False,
+        by_layer: bool = False,
+        shared_grads: bool = False,
     ) -> None:
         """`peer`: small buckets are reduced through peer memory, where that applies.
 
         `make_expert_bucket` makes the buckets of experts that move or have replicas, `lr_factor` tells by
         name how fast a parameter learns. `blocks`: shards are cut between blocks (`ops/eight_bits`).
+        `by_layer`: buckets end with layers; `shared_grads`: which share memory for gradients, then.
         """
-        made = [
-            content if isinstance(content, Bucket) else Bucket(content, mesh, peer, main_grad)
-            for content in contents(model, mesh, bucket_mb, make_expert_bucket, lr_factor, blocks)
-        ]
+        made: list[Bucket] = []
+        memory = SharedGrads() if shared_grads else None
+        for content in contents(model, mesh, bucket_mb, make_expert_bucket, lr_factor, blocks, by_layer):
+            if isinstance(content, Bucket):
+                made.append(content)
+                continue
+            lent, before = (None, None) if memory is None else memory.of(content)
+            made.append(Bucket(content, mesh, peer, main_grad, lent))
+            made[-1].waits_for = before
+            if memory is not None:
+                memory.took(made[-1])
         self.buckets = [bucket for bucket in made if not bucket.frozen]
         self.frozen = [bucket for bucket in made if bucket.frozen]
         """Of parameters that are not trained; no part of a step."""
+        self.on_reduce: Callable[[int], None] = lambda _: None
+        """Told of each bucket whose reduction was launched."""
         self._armed = self._placed = False
         self._next = 0
         for bucket in self.buckets:
@@ -253,6 +271,7 @@ class Buckets:
             state.fill()
         bucket.launch()
         self._next += 1
+        self.on_reduce(self._next - 1)
 
     def reduce(self, number: int) -> None:
         """All gradients of this bucket are there: what a program says of its next one."""
@@ -262,6 +281,14 @@ class Buckets:
     def _ready(self, bucket: Bucket, index: int) -> None:
         if not self._armed:
             return
+        before = bucket.waits_for
+        if before is not None and any(
+            other.layer_name == before.layer_name for other in self.buckets[self._next :]
+        ):
+            raise ScheduleError(
+                f"a gradient of {bucket.name} came before {before.layer_name} was updated, whose memory it "
+                "takes; set optim.clip = 'global'"
+            )
         bucket.missing.discard(index)
         if self._placed:
             late = bucket in self.buckets[: self._next]
@@ -270,131 +297,3 @@ class Buckets:
         # One order for all ranks, whatever order backward takes here.
         while self._next < len(self.buckets) and not self.buckets[self._next].missing:
             self._launch_next()
-
-
-Kind = tuple[bool, Share, bool, bool, float, int, str]
-"""Of what is bucketed together: whether it decays, how tp ranks share it, whether it is no copy, is frozen;
-how much faster it learns, its blocks, its type (and of bytes which part of a matrix they are)."""
-MakeExpertBucket = Callable[[nn.Parameter, str, MoE, str], Bucket | None]
-
-
-def contents(
-    model: nn.Module,
-    mesh: Mesh,
-    bucket_mb: float,
-    make_expert_bucket: MakeExpertBucket | None = None,
-    lr_factor: Callable[[str], float] = lambda _: 1.0,
-    blocks: bool = False,
-) -> Iterator[Content | Bucket]:
-    """The model's parameters from last to first, in buckets; experts each stacked tensor for itself."""
-    layers = {
-        id(p): (name, layer, key)
-        for name, layer in moe_layers(model)
-        for key, p in layer.experts.named_parameters()
-    }
-    limit = bucket_mb * 2**20
-    open_buckets: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
-    number = 0
-    for name, parameter in reversed(list(model.named_parameters())):
-        trained, factor = parameter.requires_grad, lr_factor(name)
-        if id(parameter) in layers:
-            where = layers[id(parameter)]
-            bucket = None if make_expert_bucket is None else make_expert_bucket(parameter, *where)
-            block = block_for(parameter, parameter.dim() - 1) if blocks else 0
-            if bucket is not None:
-                bucket.lr_factor, bucket.block = factor, block
-            yield bucket or expert_content(parameter, *where, mesh, factor, block)
-            continue
-        share = share_of(parameter) if mesh.tp > 1 else "sum"
-        block = block_for(parameter, parameter.dim()) if blocks and trained else 0
-        owned = not getattr(parameter, "is_copy", False)
-        # Codes of matrices in few bits are whole words, and begin at one among themselves (`ops/frozen`).
-        part = "" if parameter.is_floating_point() else name.rpartition(".")[2]
-        kind = (parameter.dim() > 1, share, owned, not trained, factor, block, f"{parameter.dtype} {part}")
-        (members := open_buckets.setdefault(kind, [])).append((name, parameter))
-        if sum(logical_bytes(p) for _, p in members) >= limit:
-            yield dense_content(f"dense.{number}", open_buckets.pop(kind), kind, mesh)
-            number += 1
-    for kind in sorted(open_buckets):
-        yield dense_content(f"dense.{number}", open_buckets[kind], kind, mesh)
-        number += 1
-
-
-def logical_bytes(parameter: nn.Parameter) -> int:
-    """Of the whole gradient: parts may differ from rank to rank, but buckets must end at the same place."""
-    cut = cut_of(parameter)
-    numel = parameter.numel() if cut is None else math.prod(cut.shape)
-    return numel * wide_of(parameter.dtype).itemsize
-
-
-def dense_content(
-    name: str,
-    members: Sequence[tuple[str, nn.Parameter]],
-    kind: Kind,
-    mesh: Mesh,
-) -> Content:
-    decay, share, owned, _, factor, block, _ = kind
-    entries, offset = list[BucketEntry](), 0
-    for key, parameter in members:
-        entries += entries_of(key, tuple(parameter.shape), offset, cut_of(parameter))
-        offset += parameter.numel()
-    group = mesh.cut_grads if share == "cut" else mesh.dense_grads
-    unit = max(block, 1)
-    portion = -(-offset // (group.size * unit)) * unit  # the last shards may reach into padding
-    return Content(
-        name=name,
-        parameters=[parameter for _, parameter in members],
-        entries=entries,
-        bounds=[rank * portion for rank in range(group.size + 1)],
-        group=group,
-        decay=decay,
-        lr_factor=factor,
-        owned=owned,
-        contributes=share != "same" or mesh.tp_index == 0,
-        block=block,
-    )
-
-
-def entries_of(name: str, shape: tuple[int, ...], offset: int, cut: Cut | None) -> Iterator[BucketEntry]:
-    """A local tensor in the terms of the logical one: whole, runs of its rows, or some of its columns."""
-    if cut is None or cut.local_shape == cut.shape:
-        yield BucketEntry(name=name, shape=shape, offset=offset)
-    elif cut.columns is not None:
-        yield BucketEntry(name=ColumnShard(name, *cut.columns).key, shape=shape, offset=offset)
-    else:
-        logical = (*shape[: len(shape) - len(cut.shape)], *cut.shape)  # a stack of one keeps its first 1
-        for start, length in cut.runs:
-            yield BucketEntry(name=name, shape=logical, offset=offset, start=start, length=length)
-            offset += length
-
-
-def expert_content(
-    parameter: nn.Parameter,
-    name: str,
-    layer: MoE,
-    key: str,
-    mesh: Mesh,
-    lr_factor: float = 1.0,
-    block: int = 0,
-) -> Content:
-    """`key` of all experts of this rank, each an expert of its own to checkpoints."""
-    shape = tuple(parameter.shape[1:])
-    size = math.prod(shape)
-    prefix = f"{name}." if name else ""
-    ids = layer.experts.ids
-    cut = cut_of(parameter)
-    group = mesh.expert_grads() if layer.sharded and cut is None else mesh.replicas
-    return Content(
-        name=f"{prefix}experts.{key}",
-        parameters=[parameter],
-        entries=[
-            entry
-            for slot, expert in enumerate(ids)
-            for entry in entries_of(f"{prefix}experts.{expert}.{key}", shape, slot * size, cut)
-        ],
-        bounds=[bound * size for bound in primary_bounds(len(ids), group.size, layer.layer)],
-        group=group,
-        decay=True,
-        lr_factor=lr_factor,
-        block=block,
-    )

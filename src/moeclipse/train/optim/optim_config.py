@@ -32,7 +32,9 @@ class OptimConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0
-    """Bound on the global gradient norm; 0: no clipping."""
+    """Bound on the gradient norm; 0: no clipping."""
+    clip: Literal["global", "layer"] = "global"
+    """Whose norm: of all gradients, or of each layer by itself, which is updated as soon as it is known."""
     accumulate: int = 1
     """Microbatches per step."""
     bucket_mb: float = 25.0
@@ -113,5 +115,10 @@ def type_problems(optim: OptimConfig, dtype: str) -> Iterator[str]:
                 f"optim.{key} = {value!r} needs a bfloat16 model; set model.dtype ({dtype}) to 'bfloat16', "
                 "or leave it out"
             )
+    if optim.clip == "layer" and dtype == "float16":
+        yield (
+            "optim.clip = 'layer' cannot go with model.dtype = 'float16': an update under too high a loss "
+            "scale could not be taken back; choose 'bfloat16'"
+        )
     if optim.state != "fp32" and dtype == "float64":
         yield f"optim.state = {optim.state!r} cannot go with model.dtype = 'float64'; set it to 'fp32'"

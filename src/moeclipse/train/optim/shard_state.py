@@ -8,20 +8,26 @@
 Idea. Whoever updates takes the forms as they are (`ops/adam`). All others, who save, load, compare and send
 state, ask for its values and put values back: no other file knows which form it is.
 
+Some of it may lie in the host's memory (`on_host`): its values are there, too, and `put` writes them where
+they were. For its update it visits the device (`train/optim/host_states`).
+
 Hazard. Low bits belong to the weights of the bucket as they are: `values` reads those, and `put` leaves them
 alone. Whoever puts weights has the bucket store them, too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from moeclipse.ops.eight_bits import M_FRACTION, V_FRACTION, EightBits, decode, encode
-from moeclipse.ops.low_bits import LowBits, join, split
+from moeclipse.ops.low_bits import LowBits, join_part, split
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.rounding import Stretches
+from moeclipse.train.checkpoints.shard import Later
 from moeclipse.train.optim.buckets import Bucket
 from moeclipse.train.optim.optim_config import OptimConfig
 
@@ -36,6 +42,8 @@ class ShardState:
     adam_v: torch.Tensor | EightBits
     stretches: Stretches | None = None
     """What lies where in the shard, once somebody asked."""
+    on_host: tuple[str, ...] = ()
+    """Which of STATES lie in the host's memory, at addresses that stay."""
 
     @classmethod
     def of(cls, bucket: Bucket, config: OptimConfig) -> ShardState:
@@ -68,16 +76,26 @@ class ShardState:
         kept = getattr(self, kind)
         stop = len(self) if stop is None else stop
         if isinstance(kept, LowBits):
-            return join(self.bucket.weights(torch.bfloat16), kept, start, stop)
+            rounded = self.bucket.weights(torch.bfloat16)[start:stop].to(kept.low.device)
+            return join_part(rounded, kept, start, stop)
         if isinstance(kept, EightBits):
             return decode(kept, start, stop).to(torch.bfloat16)
         part: torch.Tensor = kept[start:stop]
         return part
 
-    def piece(self, kind: str, start: int, stop: int) -> torch.Tensor:
-        """The same for a checkpoint: copies wait in host memory, where there is room for all of them."""
+    def piece(self, kind: str, start: int, stop: int) -> torch.Tensor | Later:
+        """The same for a checkpoint: copies wait in host memory, where there is room for all of them.
+
+        State that lies there already is widened when it is written.
+        """
+        if kind in self.on_host and not isinstance(getattr(self, kind), torch.Tensor):
+            make = partial(self._later, kind, start)
+            return Later(length=stop - start, dtype=self.type_of(kind), make=make)
         values = self.values(kind, start, stop)
         return values if isinstance(getattr(self, kind), torch.Tensor) else values.cpu()
+
+    def _later(self, kind: str, begin: int, start: int, stop: int) -> torch.Tensor:
+        return self.values(kind, begin + start, begin + stop).cpu()
 
     def type_of(self, kind: str) -> torch.dtype:
         """Of its values."""
@@ -94,7 +112,9 @@ class ShardState:
     def put(self, kind: str, values: torch.Tensor) -> None:
         """All elements anew; there may be more or fewer than there were. 8 bits: rounded to the nearest."""
         kept = getattr(self, kind)
-        if isinstance(kept, LowBits):
+        if kind in self.on_host:
+            self._put_in_place(kept, values.cpu())
+        elif isinstance(kept, LowBits):
             bits = LowBits.zeros(len(values), values.device)
             split(values, torch.empty_like(values, dtype=torch.bfloat16), bits)
             setattr(self, kind, bits)
@@ -105,15 +125,38 @@ class ShardState:
         else:
             setattr(self, kind, values)
 
+    def _put_in_place(self, kept: torch.Tensor | LowBits | EightBits, values: torch.Tensor) -> None:
+        if isinstance(kept, LowBits):
+            split(values, torch.empty_like(values, dtype=torch.bfloat16), kept)
+        elif isinstance(kept, EightBits):
+            encode(values.float(), kept)
+        elif kept.data_ptr() != values.data_ptr():
+            kept.copy_(values)
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """All that lies in memory for it; weights only where they are not the bucket's own."""
-        found: dict[str, torch.Tensor] = {}
-        for kind, kept in (("adam_m", self.adam_m), ("adam_v", self.adam_v)):
-            if isinstance(kept, EightBits):
-                found |= {f"{kind} codes": kept.codes, f"{kind} tops": kept.tops}
-            else:
-                found[kind] = kept
-        if isinstance(self.weight, LowBits):
-            return {"weight low": self.weight.low, "weight ties": self.weight.ties, **found}
-        own = self.weight.untyped_storage().data_ptr() == self.bucket.params.untyped_storage().data_ptr()
-        return found if own else {"weight": self.weight, **found}
+        return {name: tensor for kind in STATES for name, tensor in self.tensors_of(kind).items()}
+
+    def tensors_of(self, kind: str) -> dict[str, torch.Tensor]:
+        """The same of one of STATES, by the names that `rebuilt` takes."""
+        kept = getattr(self, kind)
+        if isinstance(kept, EightBits):
+            return {f"{kind} codes": kept.codes, f"{kind} tops": kept.tops}
+        if isinstance(kept, LowBits):
+            return {f"{kind} low": kept.low, f"{kind} ties": kept.ties}
+        own = kept.untyped_storage().data_ptr() == self.bucket.params.untyped_storage().data_ptr()
+        return {} if own and kind == "weight" else {kind: kept}
+
+    def rebuilt(self, tensors: Mapping[str, torch.Tensor], on_host: tuple[str, ...] = ()) -> ShardState:
+        """The same in other memory, as far as `tensors` name it."""
+
+        def other(kind: str) -> torch.Tensor | LowBits | EightBits:
+            kept = getattr(self, kind)
+            if isinstance(kept, EightBits) and f"{kind} codes" in tensors:
+                return replace(kept, codes=tensors[f"{kind} codes"], tops=tensors[f"{kind} tops"])
+            if isinstance(kept, LowBits) and f"{kind} low" in tensors:
+                return LowBits(tensors[f"{kind} low"], tensors[f"{kind} ties"])
+            same: torch.Tensor | LowBits | EightBits = tensors.get(kind, kept)
+            return same
+
+        return replace(self, on_host=on_host, **{kind: other(kind) for kind in STATES})  # type: ignore[arg-type]

@@ -34,7 +34,8 @@ from moeclipse.ops.digest import digest_rows
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.raw_bytes import as_bytes
 from moeclipse.tensor.cut import cut_of
-from moeclipse.train.optim.buckets import Bucket, BucketSegment, Content, MainGrad, entries_of
+from moeclipse.train.optim.bucket_contents import Content, entries_of
+from moeclipse.train.optim.buckets import Bucket, BucketSegment, MainGrad
 
 LABEL = 8
 """Bytes in front of each part that is published: layer, part and expert."""

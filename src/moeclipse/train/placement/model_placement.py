@@ -150,7 +150,7 @@ class ModelPlacement:
         notes = [note] if note else []
         if proposal is not None:
             notes += self.move(proposal)
-        if self.config.due(step) and loads.average.sum_LPE is not None:
+        if (self.config.due(step) or loads.jumped) and loads.average.sum_LPE is not None:
             if self.costs is None and (told := self._price()):
                 notes.append(told)
             if self.costs is not None:

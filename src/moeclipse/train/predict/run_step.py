@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
+
 from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.model import Costs
 from moeclipse.cost.sizes import ModelSizes
@@ -19,15 +21,21 @@ from moeclipse.pipeline.config import PipelineConfig
 from moeclipse.pipeline.overlap import StageLayout, lay_out, make_program
 from moeclipse.schedule.check import Verified, verify
 from moeclipse.schedule.kinds import COMPUTE
+from moeclipse.schedule.launch import BucketShape, StepShape
 from moeclipse.schedule.op import Program
 from moeclipse.schedule.shape import Activation, LayerShape
+from moeclipse.schedule.state_travel import spread
 from moeclipse.sim.compare import Answer
 from moeclipse.sim.engine import Simulation, simulate
 from moeclipse.sim.measure import summarise
+from moeclipse.sim.step_costs import GRADIENT_BYTES
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.predict.step_program import estimated_buckets, shapes_of_run
+from moeclipse.train.predict.state_bytes import each_element
+from moeclipse.train.predict.step_program import estimated_buckets, shapes_of_run, updates_in_backward
 from moeclipse.train.step.pipelined import chunks_for
 
+HELD = {2.0: torch.bfloat16, 8.0: torch.float64}
+"""Types of weights by their bytes."""
 GIB = 2.0**30
 
 
@@ -36,6 +44,8 @@ class StepPrices(Protocol):
 
     @property
     def table_parameters(self) -> float: ...
+    @property
+    def value_bytes(self) -> float: ...
     def parameters(self, number: int, shape: LayerShape, /) -> tuple[float, float]: ...
     def costs(self, program: Program | None = None, /) -> Costs: ...
     def durations(self, program: Program) -> list[list[float]]: ...
@@ -105,6 +115,8 @@ class RunStep:
     """Most bytes that a rank may take; without `bytes`, activations of a layer for one microbatch."""
     measured: Measured | None = None
     """Compute and communication of the run's own schedule take so long together, whatever sizes say."""
+    host_share: float | None = None
+    """Of optimizer state that lies on the host; None: as the configuration says, where it names one."""
 
     @property
     def title(self) -> str:
@@ -131,6 +143,10 @@ class RunStep:
             pp, tp = self.config.parallel.pp, self.config.parallel.tp
             program = self.config.pipeline.runs_program(pp, pp * self.dp * self.ep * tp)
             peaks = self.bytes.peaks(layout, summary.peak, program=program)
+            step = verified.program.pipeline().step
+            assert step is not None
+            on_host = [sum(bucket.host_bytes for bucket in mine) for mine in step.buckets]
+            peaks = tuple(size - away for size, away in zip(peaks, on_host, strict=True))
             self._refuse_large(layout.schedule, peaks)
         return Answer(
             name=layout.schedule,
@@ -178,9 +194,29 @@ class RunStep:
         table = prices.table_parameters
         buckets = estimated_buckets(layout, sizes, (table, 0.0 if tied else table), tied=tied)
         apart = layout.rank_of[0] != layout.rank_of[-1]
-        step = replace(step, buckets=buckets, tied=tied and apart)
+        by_layer = updates_in_backward(config, self.dp * self.ep * config.parallel.tp * pp, pp)
+        placed = tuple(self._placed(mine, step) for mine in buckets)
+        step = replace(step, buckets=placed, tied=tied and apart, by_layer=by_layer)
+        step = replace(step, slots=config.memory.buffers)
         chunks = chunks_for(config, self.dp * self.ep)
         return make_program(pipeline, layout, layers, pp, microbatches, chunks, step=step), layout
+
+    def _placed(self, buckets: Sequence[BucketShape], step: StepShape) -> tuple[BucketShape, ...]:
+        """With the state that lies on the host; a layer is what fills a bucket."""
+        memory, width = self.config.memory, self.step_costs.value_bytes
+        given = memory.share if memory.place == "host" else 0.0
+        share = given if self.host_share is None else self.host_share
+        each = each_element(self.config.optim, memory.states, HELD.get(width, torch.float32))
+        names = spread([(bucket.name, bucket.num_bytes) for bucket in buckets], share) if each else ()
+        return tuple(
+            bucket._replace(
+                layer=bucket.name.partition(".")[0],
+                host_bytes=each * bucket.num_bytes / GRADIENT_BYTES / step.size_of(bucket.axis)
+                if bucket.name in names
+                else 0.0,
+            )
+            for bucket in buckets
+        )
 
 
 def scales(program: Program, durations: list[list[float]], measured: Measured) -> dict[bool, float]:

@@ -107,6 +107,14 @@ def per_element(optim: OptimConfig, held: torch.dtype) -> float:
     return master + 2 * {"fp32": wide, "bf16": 2, "8bit": 1}[optim.state]
 
 
+def each_element(optim: OptimConfig, states: str, dtype: torch.dtype) -> float:
+    """Bytes of state of a parameter, of one or all of `memory.states`."""
+    wide = wide_of(dtype).itemsize
+    master = {"fp32": wide if wide > dtype.itemsize else 0, "low-bits": 2 + 1 / 8, "none": 0}[optim.master]
+    moments = 2 * {"fp32": wide, "bf16": 2, "8bit": 1 + 1 / 256}[optim.state]
+    return {"all": master + moments, "moments": moments, "master": master}[states]
+
+
 def update_bytes(optim: OptimConfig, held: torch.dtype) -> float:
     """That an update reads and writes of a parameter."""
     read_weight = 0 if optim.master == "fp32" and wide_of(held) != held else held.itemsize

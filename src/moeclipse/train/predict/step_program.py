@@ -61,9 +61,28 @@ def step_program(
     copies = len(everyone) // mesh.pp
     listed = tuple(tuple(map(_bucket, everyone[place * copies])) for place in range(mesh.pp))
     ends = layout.rank_of[0], layout.rank_of[-1]
+    by_layer = updates_in_backward(config, mesh.num_ranks, mesh.pp)
     step = replace(step, buckets=listed, tied=tied and ends[0] != ends[1])
+    step = replace(step, slots=config.memory.buffers, by_layer=by_layer)
     accumulate = config.optim.accumulate
     return make_program(config.pipeline, layout, layers, mesh.pp, accumulate, chunks, step=step)
+
+
+def updates_in_backward(config: TrainConfig, num_ranks: int, pp: int) -> bool:
+    """Whether a layer is updated as soon as its gradients are there (`train/step/clip`)."""
+    plain = not config.pipeline.runs_program(pp, num_ranks)
+    return config.optim.clip == "layer" and num_ranks == 1 and (plain or by_layers(config))
+
+
+def by_layers(config: TrainConfig) -> bool:
+    """Whether all microbatches go through a layer before the next."""
+    return config.pipeline.schedule == "layers"
+
+
+def one_layer_at_a_time(config: TrainConfig, num_ranks: int, pp: int) -> bool:
+    """Whether gradients of a layer are complete and used before those of the next begin."""
+    once = config.optim.accumulate == 1 or by_layers(config)
+    return once and updates_in_backward(config, num_ranks, pp)
 
 
 def shapes_of_run(
@@ -135,7 +154,8 @@ def bucket_shapes(
         places = sorted({at for name in names for at in _filled_by(name, layout, place, tied)})
         both = tied and apart and EMBEDDING in names
         size = bucket.grads.numel() * bucket.grads.itemsize
-        found.append(BucketShape(bucket.name, bucket.group.name, tuple(places), both, float(size)))
+        rest = (both, float(size), bucket.host_bytes, bucket.layer_name)
+        found.append(BucketShape(bucket.name, bucket.group.name, tuple(places), *rest))
     return found
 
 

@@ -269,7 +269,7 @@ class Run:
     def _steps(self, learner: Learner, metrics: Metrics, start: int, best: BestCheckpoint) -> Saving:
         config, scribe = self.config, self.files.scribe
         saving = Saving(
-            config.checkpoint,
+            learner.checkpointing,
             lambda done, async_save: self._save(learner, done, async_save),
             self.observer.note,
             asked_to_leave=lambda: bool(self.leave()),

@@ -192,6 +192,8 @@ def obstacle(config: TrainConfig, mesh: Mesh, model: nn.Module) -> str:
         return "there are several ranks, or a program says what runs when"
     if mesh.device.type != "cuda":
         return "there is no CUDA device"
+    if config.optim.clip == "layer":
+        return "layers are updated while backward goes on"
     if config.data.source or config.data.documents == "packed" or config.data.kind == "chat":
         return "documents and sources are others in every microbatch"
     if any(memories(model)):

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,33 +21,37 @@ from moeclipse.comm.async_ops.reading import Reading
 from moeclipse.comm.mesh import Mesh
 from moeclipse.model.segment_memory import memories
 from moeclipse.model.transformer import Transformer
-from moeclipse.moe.gate.dynamic_gates import BORN_LATER
-from moeclipse.moe.layer import MoE
 from moeclipse.moe.own_loop.standalone import moe_layers
 from moeclipse.moe.validate import expert_group, is_sharded
 from moeclipse.ops.random import key_of
-from moeclipse.pipeline.overlap import lay_out
+from moeclipse.pipeline.overlap import StageLayout, lay_out
 from moeclipse.schedule import kinds
 from moeclipse.schedule.check import Verified
 from moeclipse.tensor.parallel import TensorParallel
-from moeclipse.train.checkpoints.async_save import AsyncSave
-from moeclipse.train.checkpoints.checkpoint import Checkpoint, Piece, check_model, check_state, save
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.data.evaluation import opened_for
 from moeclipse.train.data.samples import Batches
 from moeclipse.train.data.sources import corpus_of, open_samples
-from moeclipse.train.fingerprint import fingerprint_of, in_present_terms
 from moeclipse.train.observe.step_times import StepTimes
-from moeclipse.train.optim.adamw import AdamW, Readable, learning_rate
+from moeclipse.train.optim.adamw import learning_rate
 from moeclipse.train.optim.buckets import Buckets
 from moeclipse.train.optim.parameter_groups import ParameterGroups
+from moeclipse.train.optim.state_place import optimizer_of
 from moeclipse.train.placement.load_trace import AskedLoad, LoadHistory, StepLoad
 from moeclipse.train.placement.may_move import as_far_as_it_goes
 from moeclipse.train.placement.model_placement import ModelPlacement
-from moeclipse.train.predict.step_program import ledger_of, one_stage, step_program
-from moeclipse.train.ranks import PatientRanks
+from moeclipse.train.predict.host_share import share_for
+from moeclipse.train.predict.step_program import (
+    ledger_of,
+    one_layer_at_a_time,
+    one_stage,
+    step_program,
+    updates_in_backward,
+)
 from moeclipse.train.run.source_losses import told_by_source
 from moeclipse.train.step import memory_state
+from moeclipse.train.step.checkpointed_state import CheckpointedState
+from moeclipse.train.step.clip import LayerClip, norm_if_good
 from moeclipse.train.step.dtype import choose_alike, choose_dtype, repeat_bits
 from moeclipse.train.step.graphs import Graphs
 from moeclipse.train.step.integrity import Integrity
@@ -57,15 +60,9 @@ from moeclipse.train.step.nonfinite import Accident, BadSteps, look_again
 from moeclipse.train.step.pipelined import Pipelined
 from moeclipse.train.step.sequential import OneByOne
 
-STATE_KINDS = {"step": int, "updates": int, "bad_steps": int, "data": dict, "exchange": list}
-"""What a checkpoint's state must hold for a run to go on."""
 
-
-class Learner:
+class Learner(CheckpointedState):
     """Model, data and optimizer of one rank."""
-
-    hf: dict[str, Any] | None = None
-    """What turns checkpoints into folders of a Hugging Face model; None where the run began from none."""
 
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
         config, self.experts_do = as_far_as_it_goes(config, expert_group(mesh, config.moe).size)
@@ -75,11 +72,6 @@ class Learner:
         self.batches = Batches(samples, config.data.batch_size, config.optim.accumulate, config.data.order)
         self.dtype = choose_dtype(config.model.dtype, mesh.device)
         repeat_bits(config.run.deterministic, mesh.device)
-        parallel = config.parallel
-        wanted = {"auto": None, "on": True, "off": False}[parallel.async_all_reduce]
-        sequence = parallel.sequence_parallel and mesh.tp > 1
-        how: dict[str, Any] = {"sequence_parallel": sequence, "async_all_reduce": wanted}
-        tp = TensorParallel.of(mesh, peer=parallel.peer, **how)
         assert mesh.hosts is not None  # all ranks ask together, also those whose layers need not know
         if config.lora.has("experts") and is_sharded(mesh, config.moe):
             mesh.expert_grads()  # likewise
@@ -87,31 +79,33 @@ class Learner:
         if config.pipeline.runs_program(mesh.pp, mesh.num_ranks):
             layout = lay_out(config.pipeline, config.model.num_layers, mesh.pp, config.optim.accumulate)
         self.placement = ModelPlacement(config, mesh, layout)
-        self.model = Transformer(
-            config.model,
-            config.moe,
-            config.gate,
-            mesh=mesh,
-            tp=tp,
-            seed=config.run.seed,
-            dtype=self.dtype,
-            held=None if layout is None else layout.layers_of(mesh.pp_index),
-            placement_of=self.placement.placement_of,
-            lora=config.lora,
-        )
-        expert_bucket, optim = self.placement.bucket, config.optim
-        self.groups = ParameterGroups.of(optim, config.lora)
+        share, notes = share_for(config, mesh)
+        self.model = self._make_model(layout)
+        self.groups = ParameterGroups.of(config.optim, config.lora)
         self.groups.apply(self.model, mesh)
-        given = (optim.bucket_mb, parallel.peer, expert_bucket, optim.main_grad, self.groups.lr_factor)
-        self.buckets = Buckets(self.model, mesh, *given, blocks=optim.state == "8bit")
+        in_backward = updates_in_backward(config, mesh.num_ranks, mesh.pp)
+        self.buckets = self._make_buckets()
+        self.optim = optimizer_of(config, mesh, self.buckets, share)
         self.pipelined: Pipelined | None = None
         if layout is not None:
             self.pipelined = Pipelined(config, mesh, layout, self.model, self.batches, self.buckets)
-        if parallel.check_launches and mesh.num_ranks > 1 and not (config.model.memory and mesh.tp > 1):
+        if (
+            config.parallel.check_launches
+            and mesh.num_ranks > 1
+            and not (config.model.memory and mesh.tp > 1)
+        ):
             mesh.recorder.ledger = ledger_of(self.program(), mesh)
-        self.optim = AdamW(self.buckets, optim, config.run.seed)
+        if self.optim.host is not None:
+            self.optim.host.follow(self.program().program.ranks[mesh.pp_index], self.buckets.buckets)
         self.one_by_one = OneByOne(config, mesh, self.model, self.buckets, self.batches)
         """Used where there is no pipeline."""
+        self.one_by_one.notes[:0] = notes
+        self.by_layer: LayerClip | None = None
+        if config.optim.clip == "layer":
+            self.by_layer = LayerClip(self.optim, config.model.num_layers, in_backward=in_backward)
+            self.one_by_one.judge = self.by_layer.judge
+            if self.pipelined is not None:
+                self.by_layer.ask = self.pipelined.loss_so_far
         self.placement.bind(self.optim)
         self.evaluation = opened_for(config, mesh, self.model, samples, layout)
         self.evaluated: dict[str, Any] = {}
@@ -119,13 +113,46 @@ class Learner:
         self.layers = [layer for _, layer in moe_layers(self.model)]
         self.memories = tuple(memories(self.model))
         choose_alike(self.layers, config.run.deterministic, mesh.device)
-        self.bad = BadSteps(optim.max_bad_steps)
+        self.bad = BadSteps(config.optim.max_bad_steps)
         self.signals: Callable[[], int] = lambda: 0
         """A number that every rank learns of every other with a step's results (`train/run/saving`)."""
         self.loss_scale = LossScale(config.optim.loss_scale, self.dtype)
         self.loads = LoadHistory(config.placement.decay)
         self.integrity = Integrity(config, self.optim, self.placement, mesh, self._buffers)
         self.times = StepTimes(mesh)
+
+    def _make_model(self, layout: StageLayout | None) -> Transformer:
+        config, mesh, parallel = self.config, self.mesh, self.config.parallel
+        wanted = {"auto": None, "on": True, "off": False}[parallel.async_all_reduce]
+        sequence = parallel.sequence_parallel and mesh.tp > 1
+        how: dict[str, Any] = {"sequence_parallel": sequence, "async_all_reduce": wanted}
+        return Transformer(
+            config.model,
+            config.moe,
+            config.gate,
+            mesh=mesh,
+            tp=TensorParallel.of(mesh, peer=parallel.peer, **how),
+            seed=config.run.seed,
+            dtype=self.dtype,
+            held=None if layout is None else layout.layers_of(mesh.pp_index),
+            placement_of=self.placement.placement_of,
+            lora=config.lora,
+        )
+
+    def _make_buckets(self) -> Buckets:
+        optim = self.config.optim
+        return Buckets(
+            self.model,
+            self.mesh,
+            optim.bucket_mb,
+            self.config.parallel.peer,
+            self.placement.bucket,
+            optim.main_grad,
+            self.groups.lr_factor,
+            blocks=optim.state == "8bit",
+            by_layer=optim.clip == "layer",
+            shared_grads=one_layer_at_a_time(self.config, self.mesh.num_ranks, self.mesh.pp),
+        )
 
     @property
     def graphs(self) -> Graphs | None:
@@ -150,6 +177,10 @@ class Learner:
         place = mesh.rank if self.model.tp.parts_tokens else mesh.data_index
         torch.manual_seed(key_of(self.config.run.seed, step, place) >> 1)
         self.buckets.zero()
+        if self.optim.host is not None:
+            self.optim.host.begin_step()
+        if self.by_layer is not None:
+            self.by_layer.begin(self.lr(step), self.loss_scale.value)
         memory_state.begin_step(self.memories, self.batches.continues(step))
         for layer in self.layers:
             layer.load_E.zero_()
@@ -192,10 +223,11 @@ class Learner:
     def _step(self, step: int, tries: int) -> dict[str, Any]:
         self.mesh.watch.log.begin_step(step)
         (recorder := self.mesh.recorder).begin_step()
+        self._look_ahead(step)
         sums = self.backward(step)
         with recorder.compute("update"):
-            lr, scale = learning_rate(self.config.optim, step, self.config.run.steps), self.loss_scale.value
-            rows, load = self._update(step, sums, lr, scale)
+            lr, scale = self.lr(step), self.loss_scale.value
+            rows, load, told = self._update(step, sums, lr, scale)
             stats = [sum(column) for column in zip(*rows, strict=True)]
             loss = stats[0] / self.batches.counted(step)
             norm = math.sqrt(stats[3]) / scale if stats[3] >= 0 else math.nan
@@ -209,7 +241,7 @@ class Learner:
                 load.rebalance(self.groups.adapting(self.numbered))
                 self.loads.add(step, load)
             with recorder.apart("between two steps"):
-                notes = self._doubt(step, loss, [row[0] for row in rows], tries) if skipped else []
+                notes = self._doubt(step, loss, [row[0] for row in rows], tries) if skipped else told
                 notes += self._between(step, skipped)
         step_ms = self._end_step(step)
         if not self.loss_scale.after_step(loss, norm):
@@ -235,30 +267,43 @@ class Learner:
 
     def _update(
         self, step: int, sums: dict[str, torch.Tensor], lr: float, scale: float
-    ) -> tuple[list[list[float]], StepLoad]:
-        """Update this rank's shards; (what each rank has to say of the step, its loads). Collective.
+    ) -> tuple[list[list[float]], StepLoad, list[str]]:
+        """Update this rank's shards; (what each rank says of the step, its loads, notes). Collective.
 
         The update is on its way before the host knows whether the step is a good one: the norm tells it.
         """
-        mesh, what = self.mesh, "exchange of step results"
-        shards = [bucket.reduced() for bucket in self.buckets]
+        mesh, what, by_layer = self.mesh, "exchange of step results", self.by_layer
+        updated = by_layer is not None and by_layer.in_backward
+        shards = [] if updated else [bucket.reduced() for bucket in self.buckets]
         with mesh.recorder.apart("integrity"):
-            corrupted = self.integrity.look(step)
-        squares = self.optim.sum_of_squares(shards)
+            corrupted = [] if updated else self.integrity.look(step)
+        squares_L = torch.empty(0, device=mesh.device) if by_layer is None else by_layer.squares(shards)
+        squares = self.optim.sum_of_squares(shards) if by_layer is None else squares_L.sum()
         told = [squares.new_full((), n) for n in (bool(corrupted), self.integrity.signal(self.signals()))]
-        mine = torch.stack([*sums.values(), squares, *told])
-        mine = torch.cat([mine, self._loss_of_source]) if len(self._loss_of_source) else mine
+        mine = torch.cat([torch.stack([*sums.values(), squares, *told]), self._loss_of_source, squares_L])
         results = gather(mesh.grads, mesh.world, mine, what).get()
         shape = (self.num_moe_layers, self.config.moe.num_experts)
         asked = AskedLoad(self.numbered, shape, mesh, self.config.moe.expert_tp == "sharded")
         reading = Reading(results, mesh.watch, what, mesh.world.ranks)
-        self.optim.update(shards, lr, norm_if_good(sum_of_parts(results), scale), scale)
+        if by_layer is None:
+            self.optim.update(shards, lr, norm_if_good(sum_of_parts(results), scale), scale)
+        else:
+            by_layer.update(shards, lr, sum_of_parts(results), scale)
         rows = self.integrity.hear(step, reading.get())
+        rows, notes = (rows, []) if by_layer is None else by_layer.hear(rows)
         if any(row[4] for row in rows):
             self.optim.take_back()
             with mesh.recorder.apart("integrity"):
                 self.integrity.raise_together(corrupted)
-        return rows, asked.get()
+        return rows, asked.get(), notes
+
+    def _look_ahead(self, step: int) -> None:
+        """Where backward updates: what is wrong with weights and state is found before it."""
+        if self.by_layer is not None and self.by_layer.in_backward and (found := self.integrity.look(step)):
+            self.integrity.raise_together(found)
+
+    def lr(self, step: int) -> float:
+        return learning_rate(self.config.optim, step, self.config.run.steps)
 
     def _end_step(self, step: int) -> float:
         """Milliseconds that it took here."""
@@ -268,6 +313,8 @@ class Learner:
         return self.times.after(step, stamps, sum(layer.schedule.take_rows() for layer in self.layers))
 
     def _between(self, step: int, skipped: bool) -> list[str]:
+        if self.optim.host is not None:
+            self.optim.host.settle()
         notes = self.placement.after_step(step, self.loads.trace)
         notes += self.graphs.take_notes() if self.graphs is not None else []
         memory_state.end_step(self.memories, skipped=skipped)
@@ -279,7 +326,7 @@ class Learner:
 
         Raises Accident where it did not go wrong again and another try is left.
         """
-        if self.bad.count or (self.loss_scale.dynamic and math.isfinite(loss)):
+        if self.bad.count or self.by_layer or (self.loss_scale.dynamic and math.isfinite(loss)):
             return []
         with self.graphs.watched() if self.graphs is not None else nullcontext():
             again = partial(self.backward, step)
@@ -290,111 +337,3 @@ class Learner:
             memory_state.end_step(self.memories, skipped=True)
             raise Accident(f"step {step}: {self.bad.why}; the step is computed anew")
         return [f"step {step}: {self.bad.why}"]
-
-    def fingerprint(self) -> dict[str, Any]:
-        """What a checkpoint must have in common with a run that continues it."""
-        return fingerprint_of(self.config, self.dtype)
-
-    def save(self, folder: Path, step: int, async_save: AsyncSave | None = None) -> Path:
-        """A checkpoint of the state before `step`; with `async_save` it is only begun."""
-        self.integrity.before_save()
-        self.placement.before_save()
-        state = {
-            "step": step,
-            "updates": self.optim.updates,
-            "bad_steps": self.bad.count,
-            "loss_scale": self.loss_scale.state(),
-            "seed": self.config.run.seed,
-            "data": self.batches.state(step),
-            "fingerprint": self.fingerprint(),
-            "exchange": self.of_all_layers(lambda layer: layer.schedule.state()),
-            "placement": self.placement.state(),
-            "plan": self.placement.planner.state(),
-            **({"hf": self.hf} if self.hf else {}),
-        }
-        given = self.config.checkpoint
-        ranks = PatientRanks(self.mesh, given.deadline_s)
-        return save(folder, step, self._pieces(), state, ranks, keep=given.keep, async_save=async_save)
-
-    def make_save_ready(self, async_save: AsyncSave) -> None:
-        if self.mesh.device.type == "cuda":
-            async_save.make_ready(self.optim.num_bytes)
-
-    def _pieces(self) -> list[Piece]:
-        """What this rank saves."""
-        pieces = [*self.optim.pieces(), *memory_state.memory_pieces(self.memories, self.batches)]
-        if self.mesh.stage.index == 0:
-            pieces += [
-                Piece(name=f"buffer/{name}", shape=tuple(buffer.shape), start=0, data=buffer.flatten())
-                for name, buffer in self._buffers()
-            ]
-        return pieces + list(self.loads.pieces() if self.mesh.rank == 0 else ())
-
-    def load(self, checkpoint: Checkpoint) -> int:
-        """Continue from a checkpoint of any layout; returns the step to run next."""
-        state = checkpoint.state
-        check_state(state, STATE_KINDS, checkpoint.path)
-        expected = self.fingerprint()
-        stored = in_present_terms(state.get("fingerprint") or {}, expected, TrainConfig())
-        check_model({"fingerprint": stored}, expected)
-        step = int(state["step"])
-        self.batches.check_state(state["data"], step)
-        self.placement.load_state(state.get("placement"))
-        self.placement.planner.load_state(state.get("plan"))
-        self.optim.load(checkpoint, int(state["updates"]))
-        self.bad.count = int(state["bad_steps"])
-        self.loss_scale.load_state(state.get("loss_scale"))
-        self.hf = state.get("hf")
-        for number, layer in self.numbered.items():
-            # Another cut of rows would round sums differently.
-            layer.schedule.load_state(state["exchange"][number])
-        self.load_buffers(checkpoint, needed=True)
-        memory_state.load_memory(self.memories, self.batches, self.mesh, checkpoint)
-        sharded = self.config.moe.expert_tp == "sharded"
-        self.loads.load(checkpoint, self.mesh.num_data if sharded else self.mesh.stage.size)
-        self.integrity.remember(step)
-        return step
-
-    def load_weights(self, source: Readable) -> None:
-        """Begin from weights of any layout, with an optimizer and data of its own."""
-        self.optim.load_weights(source)
-        self.load_buffers(source)
-        self.integrity.remember(0)
-
-    def load_buffers(self, source: Readable, needed: bool = False) -> None:
-        for name, buffer in self._buffers():
-            wanted = f"buffer/{name}" in source or (needed and not name.endswith(BORN_LATER))
-            if wanted and (data := source.read(f"buffer/{name}")) is not None:
-                buffer.copy_(data.view(buffer.shape))
-
-    @property
-    def num_moe_layers(self) -> int:
-        """Of the whole model."""
-        return self.config.num_expert_layers
-
-    @property
-    def numbered(self) -> dict[int, MoE]:
-        """This rank's MoE layers, by their number among those of the whole model."""
-        number_of = {layer: number for number, layer in enumerate(self.config.model.expert_layers)}
-        return {number_of[layer.layer]: layer for layer in self.layers}
-
-    def of_all_layers(self, tell: Callable[[MoE], Any]) -> list[Any]:
-        """What each MoE layer of the model says of itself (JSON-able), on every rank. Collective."""
-        mine = {str(number): tell(layer) for number, layer in self.numbered.items()}
-        stages = self.mesh.gather_objects(mine) if self.mesh.pp > 1 else [mine]
-        known = {number: said for stage in stages for number, said in stage.items()}
-        return [known[str(number)] for number in range(self.num_moe_layers)]
-
-    def _buffers(self) -> list[tuple[str, torch.Tensor]]:
-        kept = set(self.model.state_dict())
-        return [(name, buffer) for name, buffer in self.model.named_buffers() if name in kept]
-
-
-def norm_if_good(results: torch.Tensor, scale: float) -> torch.Tensor:
-    """The gradient norm, on the device; NaN where the step must not change anything.
-
-    `results`: sums over all ranks, added in the order of ranks: all decide alike, to the bit.
-    """
-    loss, _, _, squares, corrupted, *_ = results
-    good = loss.isfinite() & squares.isfinite() & (corrupted == 0)
-    return torch.where(good, squares.sqrt() / scale, math.nan)

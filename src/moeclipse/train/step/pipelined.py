@@ -63,6 +63,8 @@ class Pipelined:
         self.slowdown = Slowdown()
         """Of compute beside communication, from the first steps in which kernels were warm."""
         self._seen: list[tuple[Op, Any, Any]] = []
+        self._fed: dict[tuple[int, int], MicrobatchState] = {}
+        """Microbatches of the step that runs."""
         self._tie()
         self._prepare()
 
@@ -116,10 +118,15 @@ class Pipelined:
             self.slowdown.add(ops, [(launched, done) for _, _, launched, done in stamps.transfers])
             self._seen.clear()
 
+    def loss_so_far(self) -> torch.Tensor:
+        """Of the microbatches that have come to their end."""
+        known = [part.loss_sum.detach() for part in self._fed.values() if part.loss_sum is not None]
+        return torch.stack(known).sum()
+
     def run(self, step: int, loss_scale: float = 1.0) -> torch.Tensor:
         """This rank's sums, as those of `train/step/sequential`; gradients are `loss_scale` times theirs."""
         mesh, accumulate = self.mesh, self.config.optim.accumulate
-        fed: dict[tuple[int, int], MicrobatchState] = {}
+        fed = self._fed = {}
         loads: dict[int, MicrobatchLoads] = {}
         sources: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -150,6 +157,7 @@ class Pipelined:
             for report in part.reports:
                 sums[1] += report.aux_loss / accumulate
                 sums[2] += report.num_dropped
+        self._fed = {}
         return sums
 
     def _chunk(

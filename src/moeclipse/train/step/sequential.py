@@ -37,6 +37,8 @@ class OneByOne:
         self.sums = zero_sums(batches, mesh)
         self.counting: Callable[[Transformer], AbstractContextManager[None]] = lambda _: nullcontext()
         """Around each forward (`train/observe/memory_table`)."""
+        self.judge: Callable[[torch.Tensor], None] | None = None
+        """Told the loss of all of a step, before its last backward (`train/step/clip`)."""
         self.notes = arrange(config, mesh, model)
         self.graphs: MicrobatchGraphs | None = None
         self.parts: PartGraphs | None = None
@@ -93,6 +95,8 @@ class OneByOne:
             out = self.model(inputs, targets, tokens, documents)
         counted = counted or self.config.data.batch_size * self.config.data.seq_len
         loss = out.loss_sum / counted + out.aux_loss / accumulate
+        if self.judge is not None and tokens.microbatch == accumulate - 1:
+            self.judge(self.sums[0] + out.loss_sum.detach())
         (loss * (scale.to(loss.dtype) if isinstance(scale, torch.Tensor) else scale)).backward()
         told = [report.num_dropped for report in out.reports]
         dropped = torch.stack(told).sum(dtype=torch.float64) if told else self.sums.new_zeros(())

@@ -14,7 +14,7 @@ from torch import nn
 from moeclipse.moe.own_loop.standalone import moe_layers
 from moeclipse.tensor.cut import cut_of
 from moeclipse.train.optim.adamw import Readable
-from moeclipse.train.optim.buckets import BucketEntry, entries_of
+from moeclipse.train.optim.bucket_contents import BucketEntry, entries_of
 
 
 def load_into(model: nn.Module, source: Readable) -> None:

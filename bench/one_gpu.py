@@ -1,0 +1,166 @@
+"""Optimizer state in the host's memory on one GPU: all of Qwen3-30B-A3B's shape, and `5b` beside itself.
+
+    .venv/bin/python bench/one_gpu.py --only 5b-resident --only 5b-layers --only 5b-host    one H200, minutes
+    .venv/bin/python bench/one_gpu.py --only 30b-none-32k
+    .venv/bin/python bench/one_gpu.py --only 30b-low-64k --json one_gpu.json
+    .venv/bin/python bench/one_gpu.py --smoke
+
+Each way trains in a process of its own, from random weights that are made in place, and prints a row: peak of
+the device and state on the host, the step, tokens per second, how much of the copies was hidden, and what was
+predicted before anything was built. Rows of `5b` train the same tokens: whose losses are equal to the bit is
+told behind them. What does not fit says so in its row.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import torch
+from _smoke import BenchParser, device, left_without_gpu, machine, write
+
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.config import with_values
+from moeclipse.core.errors import MoEclipseError
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.predict.host_share import hardware_of, placing
+from moeclipse.train.predict.plan_config import config_for
+from moeclipse.train.presets import load
+from moeclipse.train.step.learner import Learner
+
+GIB = 2**30
+NARROW = {"optim.state": "8bit", "optim.master": "low-bits", "optim.main_grad": "bf16"}
+ROUNDED = {**NARROW, "optim.master": "none"}
+LAYERS = {"optim.clip": "layer", "optim.accumulate": 1, "pipeline.recompute": "full"}
+HOST = {**LAYERS, "memory.place": "host"}
+AUTO = {**LAYERS, "memory.place": "auto"}
+SAME = {"data.seq_len": 1024, "data.batch_size": 64, "run.deterministic": True}
+MANY = {"data.batch_size": 256, "optim.accumulate": 4, "pipeline.schedule": "layers"}
+LONG = {"data.seq_len": 4096}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "5b-resident": ("5b", {**SAME, **NARROW, "optim.accumulate": 1, "pipeline.recompute": "full"}),
+    "5b-layers": ("5b", {**SAME, **NARROW, **LAYERS}),
+    "5b-host": ("5b", {**SAME, **NARROW, **HOST}),
+    "5b-30gib": ("5b", {**SAME, **NARROW, **AUTO, "memory.device_gb": 1.073 * 30}),
+    "5b-half": ("5b", {**SAME, **NARROW, **HOST, "memory.share": 0.5}),
+    "5b-global": ("5b", {**SAME, **NARROW, **HOST, "optim.clip": "global"}),
+    "5b-fp32-layers": ("5b", {**SAME, **LAYERS, **MANY}),
+    "5b-fp32-host": ("5b", {**SAME, **HOST, **MANY}),
+    "30b-none-32k": ("qwen3-30b-a3b", {**LONG, **ROUNDED, **AUTO, "data.batch_size": 8}),
+    "30b-none-64k": ("qwen3-30b-a3b", {**LONG, **ROUNDED, **AUTO, "data.batch_size": 16}),
+    "30b-low-32k": ("qwen3-30b-a3b", {**LONG, **NARROW, **AUTO, "data.batch_size": 8}),
+    "30b-low-64k": ("qwen3-30b-a3b", {**LONG, **NARROW, **AUTO, "data.batch_size": 16}),
+    "30b-low-128k": ("qwen3-30b-a3b", {**LONG, **NARROW, **AUTO, **MANY, "data.batch_size": 32}),
+}
+TINY = {
+    "data.seq_len": 32,
+    "data.batch_size": 4,
+    "model.num_layers": 3,
+    "model.num_dense_layers": 0,
+    "memory.copy_gb_s": 0.5,
+}
+
+
+def config_of(way: str, steps: int, device_gb: float, smoke: bool) -> TrainConfig:
+    shape, changes = WAYS[way]
+    base = load(preset="tiny") if smoke else load(preset=shape) if shape == "5b" else config_for(shape)
+    changes = {"run.steps": steps, "model.dtype": "bfloat16", "integrity.every": 0, **changes}
+    if changes.get("memory.place") == "auto":
+        changes.setdefault("memory.device_gb", device_gb)
+    changes |= TINY if smoke else {}
+    return with_values(base, changes)
+
+
+def train(way: str, steps: int, device_gb: float, smoke: bool) -> dict[str, Any]:
+    """What one way measures; the first two steps are left out of times."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if way.startswith("30b"):  # where all is taken, holes between blocks count
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    config, begun = config_of(way, steps, device_gb, smoke), time.perf_counter()
+    there = torch.device(device())
+    try:
+        learner = Learner(config, Mesh.single(device()))
+        ready = time.perf_counter() - begun
+        records = [learner.step(step) for step in range(steps)]
+    except (torch.OutOfMemoryError, MemoryError, MoEclipseError) as error:
+        return {"way": way, "failed": f"does not fit: {str(error).splitlines()[0][:200]}"}
+    host = learner.optim.host
+    share = 0.0
+    if host is not None:
+        total = sum(tensor.nbytes for state in learner.optim.states for tensor in state.tensors().values())
+        share = host.num_bytes / total
+    told = placing(config, (1, 1, 1), 0.0, hardware_of(there), torch.bfloat16, "full", round(share, 2))
+    late = records[min(2, steps - 1) :]
+    ms = sorted(record["step_ms"] for record in late)[len(late) // 2]
+    comm, exposed = (sum(record[name] for record in late) for name in ("comm_ms", "exposed_ms"))
+    return {
+        "way": way,
+        "parameters": sum(bucket.params.numel() for bucket in learner.buckets),
+        "ready_s": ready,
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB if there.type == "cuda" else 0.0,
+        "host_gib": 0.0 if host is None else host.num_bytes / GIB,
+        "step_ms": ms,
+        "tokens_per_s": 1e3 * learner.tokens_per_step / ms,
+        "copies_ms": comm / len(late),
+        "exposed_ms": exposed / len(late),
+        "hidden": 1 - exposed / comm if comm else 0.0,
+        "predicted_ms": 1e3 * told.step_s,
+        "predicted_gib": told.peak / GIB,
+        "losses": [record["loss"] for record in records],
+        "notes": learner.one_by_one.notes,
+    }
+
+
+def row(found: dict[str, Any]) -> str:
+    if "failed" in found:
+        return f"{found['way']:>15}  {found['failed']}"
+    return (
+        f"{found['way']:>15}  {found['parameters'] / 1e9:5.2f} B  {found['peak_gib']:6.1f} GiB "
+        f"({found['predicted_gib']:.1f} predicted)  host {found['host_gib']:6.1f} GiB  "
+        f"{found['step_ms']:8.1f} ms ({found['predicted_ms']:.0f} predicted)  {found['tokens_per_s']:8,.0f} "
+        f"tokens/s  copies {found['copies_ms']:7.1f} ms, {100 * found['hidden']:3.0f} % hidden  "
+        f"loss {found['losses'][-1]:.4f}  ready in {found['ready_s']:.0f} s"
+    )
+
+
+def compared(rows: list[dict[str, Any]]) -> list[str]:
+    """Of ways of `5b`: step beside the first, and whether the losses of those by layers are the same bits."""
+    ran = [one for one in rows if "failed" not in one and one["way"].startswith("5b")]
+    lines = [
+        f"{one['way']}: {one['step_ms'] / ran[0]['step_ms']:.3f} x the step of {ran[0]['way']}"
+        for one in ran[1:]
+    ]
+    by_layer = [one for one in ran if WAYS[one["way"]][1].get("optim.clip") == "layer"]
+    for one in by_layer[1:]:
+        same = one["losses"] == by_layer[0]["losses"]
+        lines.append(f"{one['way']}: losses {'are' if same else 'ARE NOT'} those of {by_layer[0]['way']}")
+    return lines
+
+
+def main() -> int:
+    smallest = {"steps": 3, "device_gb": 0.02, "only": ["5b-layers", "5b-host", "30b-low-32k"]}
+    parser = BenchParser(__doc__, smoke=smallest)
+    parser.add_argument("--only", choices=WAYS, action="append")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--device-gb", type=float, default=130.0, help="what 30b may fill of the device")
+    given = parser.parse_args()
+    if left_without_gpu(__file__, given):
+        return 2
+    rows: list[dict[str, Any]] = []
+    for way in given.only or WAYS:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as alone:
+            rows.append(alone.submit(train, way, given.steps, given.device_gb, given.smoke).result())
+        print(row(rows[-1]), flush=True)
+        for note in rows[-1].get("notes", ()):
+            print(f"{'':>17}{note}", flush=True)
+        write(given.json, {"machine": machine(), "rows": rows})
+    print("\n".join(compared(rows)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,200 @@
+"""Optimizer state in the host's memory: it visits the device for its update, through a ring of buffers.
+
+    arrived k    FETCH k has ended: the state, in its buffer                 UPDATE k
+    updated k    STORE k is launched, and the FETCH that takes the buffer next
+
+Idea. All tensors of a bucket's state lie one behind the other, on the host as in its buffer: each way is one
+copy. The host's pages are pinned where they lie, bucket by bucket by a thread each; a second, pinned copy
+to send from would cost the processor as much memory traffic as the wire moves. Buffers are as large as the
+largest state and taken in turn, as the verified program says (`schedule/state_travel`), whose ops are
+launched here one by one, in its order.
+
+Contract. Bits are those of state that stays on the device: the same kernels read the same bytes. Between two
+steps nothing is under way (`settle`), so whoever saves, loads or compares reads the host's memory directly.
+A host that has too little memory is told before any of it is taken.
+
+Hazard. Memory that other programs take later is not foreseen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from moeclipse.comm.async_ops.host_lane import Copy, HostLane
+from moeclipse.core.errors import ConfigError, ScheduleError
+from moeclipse.schedule import kinds
+from moeclipse.schedule.kinds import COPIES, TO_DEVICE, TO_HOST
+from moeclipse.schedule.op import Op
+from moeclipse.train.checkpoints.host_memory import CudaPins, HostMemory
+from moeclipse.train.optim.buckets import Bucket
+from moeclipse.train.optim.memory_config import MemoryConfig
+from moeclipse.train.optim.optim_config import OptimConfig
+from moeclipse.train.optim.shard_state import STATES, ShardState
+
+ALIGNED = 256
+KINDS = {"all": STATES, "moments": STATES[1:], "master": STATES[:1]}
+"""What each value of `memory.states` names."""
+
+
+@dataclass(kw_only=True)
+class Traveller:
+    """A bucket whose state lies on the host."""
+
+    name: str
+    memory: HostMemory
+    held: torch.Tensor
+    """Its bytes there ..."""
+    buffer: torch.Tensor
+    """... and where they visit."""
+    slot: int
+    visiting: ShardState
+    came: Copy | None = None
+
+
+class HostStates:
+    """Of one rank."""
+
+    def __init__(
+        self, lane: HostLane, config: MemoryConfig, travelling: Collection[str], room: float
+    ) -> None:
+        """`travelling`: names of buckets; `room`: bytes of the host's memory that this rank may take."""
+        self.lane, self.kinds, self.slots = lane, KINDS[config.states], config.buffers
+        self.names, self.room = set(travelling), room
+        self.travellers: dict[str, Traveller] = {}
+        self._memories: dict[str, HostMemory] = {}
+        self._buffers: list[torch.Tensor] = []
+        self._left: dict[int, Copy] = {}
+        """The last copy that read each buffer."""
+        self._ops: list[tuple[Op, str]] = []
+        self._next = 0
+        self._release = weakref.finalize(self, release, lane, self._memories)
+        self._release.atexit = False  # a process that ends gives back everything
+
+    @property
+    def num_bytes(self) -> int:
+        """On the host."""
+        return sum(traveller.held.nbytes for traveller in self.travellers.values())
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def prepare(self, buckets: Sequence[Bucket], config: OptimConfig) -> None:
+        """Take memory for the state of all buckets that travel; pages come while the rest is built."""
+        sizes: dict[str, int] = {}
+        for bucket in buckets:
+            if bucket.name in self.names:
+                size = total_bytes(self._tensors(ShardState.of(bucket, config)))
+                sizes[bucket.name], bucket.host_bytes = size, max(float(size), 1.0)
+        needed = sum(sizes.values())
+        if needed > self.room:
+            share = int(100 * self.room / needed) / 100
+            raise ConfigError(
+                f"the host has {self.room / 1e9:.3g} GB of memory for this rank, and the optimizer state "
+                f"that memory.place puts there takes {needed / 1e9:.3g} GB; set memory.share to {share:g} at "
+                "most, or see optim.state and optim.master"
+            )
+        device = next(iter(buckets)).params.device
+        pins = CudaPins() if device.type == "cuda" else None
+        for name, size in sizes.items():
+            self._memories[name] = HostMemory(size, pins, slice_bytes=max(size, 1))
+        largest = max(sizes.values(), default=0)
+        for _ in range(min(self.slots, len(sizes))):
+            self._buffers.append(torch.empty(largest, dtype=torch.uint8, device=device))
+
+    def take(self, bucket: Bucket, config: OptimConfig) -> ShardState:
+        """A bucket's state as it begins: on the host if it travels."""
+        state = ShardState.of(bucket, config)
+        if bucket.name not in self._memories:
+            return state
+        memory, tensors = self._memories[bucket.name], self._tensors(state)
+        memory.settle()
+        size = total_bytes(tensors)
+        slot = len(self.travellers) % len(self._buffers)
+        held, buffer = memory.data[:size], self._buffers[slot][:size]
+        there, here = laid_out(tensors, held), laid_out(tensors, buffer)
+        for name, tensor in tensors.items():
+            there[name].copy_(tensor)
+        self.travellers[bucket.name] = Traveller(
+            name=bucket.name, memory=memory, held=held, buffer=buffer, slot=slot, visiting=state.rebuilt(here)
+        )
+        found = tuple(kind for kind in self.kinds if state.tensors_of(kind))
+        return state.rebuilt(there, found)
+
+    def _tensors(self, state: ShardState) -> dict[str, torch.Tensor]:
+        return {name: tensor for kind in self.kinds for name, tensor in state.tensors_of(kind).items()}
+
+    def follow(self, ops: Sequence[Op], buckets: Sequence[Bucket]) -> None:
+        """The list of this rank, of a verified program: copies are launched in its order."""
+        listed = [(op, buckets[op.step or 0].name) for op in ops if op.kind in (*COPIES, kinds.BUCKET_UPDATE)]
+        self._ops = [(op, name) for op, name in listed if name in self.travellers]
+        self._next = len(self._ops)
+
+    def begin_step(self) -> None:
+        """What the program fetches ahead is under way from here on; asked again, nothing happens."""
+        if self._next == len(self._ops):
+            self._next = 0
+            self._launch()
+
+    def arrived(self, bucket: Bucket) -> ShardState | None:
+        """A bucket's state on the device, for its update; None: it does not travel."""
+        traveller = self.travellers.get(bucket.name)
+        if traveller is None:
+            return None
+        op, name = self._ops[self._next] if self._next < len(self._ops) else (None, "nothing")
+        if name != bucket.name or traveller.came is None:
+            raise ScheduleError(f"bucket {bucket.name} is updated, but the program's next is {op} of {name}")
+        traveller.came.get()
+        traveller.came = None
+        return traveller.visiting
+
+    def updated(self, bucket: Bucket) -> None:
+        """Its way back, and what takes its buffer next."""
+        if bucket.name in self.travellers:
+            self._next += 1
+            self._launch()
+
+    def _launch(self) -> None:
+        """Copies up to the next update."""
+        while self._next < len(self._ops) and self._ops[self._next][0].kind in COPIES:
+            op, name = self._ops[self._next]
+            one = self.travellers[name]
+            if op.kind is kinds.BUCKET_STORE:
+                label = f"store of state, bucket {name}"
+                self._left[one.slot] = self.lane.copy(TO_HOST, label, one.held, one.buffer)
+            else:
+                label, before = f"fetch of state, bucket {name}", self._left.get(one.slot)
+                one.came = self.lane.copy(TO_DEVICE, label, one.buffer, one.held, after=before)
+            self._next += 1
+
+    def settle(self) -> None:
+        """Behind the last update of a step: all state is where it lies."""
+        for left in self._left.values():
+            left.get()  # and stays known: the next step's first fetch waits for it, whoever synchronises
+
+    def close(self) -> None:
+        """Give the host's memory back, as happens when nobody knows of it any more."""
+        self._release()
+
+
+def release(lane: HostLane, memories: dict[str, HostMemory]) -> None:
+    lane.close()
+    for memory in memories.values():
+        memory.close()
+
+
+def total_bytes(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors.values())
+
+
+def laid_out(tensors: dict[str, torch.Tensor], memory: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Tensors of the same types and lengths, one behind the other in `memory`."""
+    found, offset = dict[str, torch.Tensor](), 0
+    for name, tensor in tensors.items():
+        found[name] = memory[offset : offset + tensor.nbytes].view(tensor.dtype)
+        offset += -(-tensor.nbytes // ALIGNED) * ALIGNED
+    return found

@@ -1,0 +1,79 @@
+"""Where optimizer state lies: in the device's memory, or in the host's, from where it travels to each update.
+
+What cannot go together is said here, before a run begins; whether the host has room is known when the number
+of ranks is (`train/optim/state_place`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from moeclipse.balance.config import PlacementConfig
+    from moeclipse.train.optim.optim_config import OptimConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """Optimizer state in the host's memory (docs/host-memory.md)."""
+
+    place: Literal["device", "host", "auto"] = "device"
+    """Where moments and master weights lie; auto: on the host as much as does not fit the device."""
+    states: Literal["all", "moments", "master"] = "all"
+    """Which of them may lie on the host."""
+    share: float = 1.0
+    """With place = "host": this part of it, layer by layer; the rest stays on the device."""
+    buffers: int = 4
+    """Buffers on the device that state visits for its update: so many buckets are under way at once."""
+    device_gb: float = 0.0
+    """With auto: memory of the device that a rank may fill; 0: what is free."""
+    host_gb: float = 0.0
+    """Most memory of the host that a rank takes; 0: what is free, shared by the ranks of a host."""
+    copy_gb_s: float = 0.0
+    """On CPU: copies take as long as over a wire of this rate; 0: as fast as memory is."""
+
+    @property
+    def travels(self) -> bool:
+        """Whether state may lie on the host."""
+        return self.place != "device"
+
+    def problems(self) -> Iterator[str]:
+        if not 0 < self.share <= 1:
+            yield f"memory.share ({self.share}) must be above 0 and at most 1; memory.place = 'device': none"
+        if self.share != 1 and self.place != "host":
+            yield f"memory.share ({self.share}) needs memory.place = 'host', not {self.place!r}"
+        if self.buffers < 1:
+            yield f"memory.buffers ({self.buffers}) must be at least 1"
+        for name in ("device_gb", "host_gb", "copy_gb_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                yield f"memory.{name} ({getattr(self, name)}) must be a number, 0 or more"
+
+
+def travel_problems(
+    memory: MemoryConfig, optim: OptimConfig, placement: PlacementConfig, pp: int
+) -> Iterator[str]:
+    """What state on the host, and updates by layers, cannot go with."""
+    moves = placement.moves and not placement.at_ease  # which gives way (`train/placement/may_move`)
+    still = not (moves or placement.slots or placement.slots_per_rank != "auto")
+    if memory.travels and not still:
+        yield (
+            f"memory.place ({memory.place!r}) needs experts that stay where they are: their state would have "
+            "to move with them; set placement.planner = 'static' and leave placement.slots out"
+        )
+    if memory.place == "auto" and pp > 1:
+        yield (
+            f"memory.place = 'auto' needs parallel.pp = 1, not {pp}: stages differ in what they hold; set it "
+            "to 'host', with a memory.share"
+        )
+    if memory.travels and memory.states == "master" and optim.master == "none":
+        yield "memory.states = 'master' needs master weights, and optim.master is 'none'; choose 'moments'"
+    if optim.clip == "layer" and not still:
+        yield (
+            "optim.clip = 'layer' needs experts that stay where they are; set placement.planner = 'static' "
+            "and leave placement.slots out"
+        )
+    if optim.clip == "layer" and not optim.clip_norm:
+        yield "optim.clip = 'layer' needs optim.clip_norm: a bound on the norm of each layer"

@@ -1,0 +1,41 @@
+"""The optimizer of a run, with as much of its state on the host as was chosen, if there is room for it.
+
+Contract: which buckets travel is a pure function of names and sizes (`schedule/state_travel.spread`), the
+same on all ranks that share them.
+"""
+
+from __future__ import annotations
+
+from moeclipse.comm.async_ops.host_lane import HostLane
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.host_memory import available_memory
+from moeclipse.schedule.state_travel import spread
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.optim.adamw import AdamW
+from moeclipse.train.optim.buckets import Buckets
+from moeclipse.train.optim.host_states import HostStates
+
+SPARED = 0.9
+"""Of the host's free memory that state may take: files are read and written through the rest."""
+
+
+def optimizer_of(config: TrainConfig, mesh: Mesh, buckets: Buckets, share: float) -> AdamW:
+    """The optimizer of a run, `share` of its state on the host."""
+    seed = config.run.seed
+    sizes = [(bucket.name, float(bucket.bounds[-1])) for bucket in buckets]
+    names = spread(sizes, share) if config.memory.travels else []
+    if not names:
+        return AdamW(buckets, config.optim, seed)
+    rate = 1e9 * config.memory.copy_gb_s
+    host = HostStates(
+        HostLane(mesh.device, mesh.recorder, rate), config.memory, names, room_for(config, mesh)
+    )
+    host.prepare(buckets.buckets, config.optim)
+    return AdamW(buckets, config.optim, seed, host)
+
+
+def room_for(config: TrainConfig, mesh: Mesh) -> float:
+    """Bytes of the host's memory that this rank may take."""
+    given = 1e9 * config.memory.host_gb
+    left = SPARED * available_memory() / mesh.ranks_here
+    return min(given, left) if given else left

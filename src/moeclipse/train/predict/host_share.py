@@ -1,0 +1,184 @@
+"""How much optimizer state lies on the host: as little as lets the step fit, and what its way costs.
+
+    peak      weights, gradients, state that stays, buffers, kept activations, what backward makes
+    seconds   the run's own program with FETCH and STORE, simulated over the wire between host and device
+
+Idea. For each recompute policy that is open, the smallest share of state that must leave for the peak to fit;
+of these the one whose simulated step is shortest. Where all fits, nothing leaves.
+
+Contract. Decided before anything is built, by all ranks alike, from the smallest memory among them; told in
+one line.
+
+Hazard. Bytes of activations are those of `cost/step_bytes`; what other programs take is not foreseen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.config import with_values
+from moeclipse.cost.hardware import LINKS, Device, Link, device
+from moeclipse.cost.step_bytes import ALONE, Again, Sharing, beside
+from moeclipse.model.flops import device_of
+from moeclipse.sim.measure import Summary
+from moeclipse.sim.step_costs import StepCosts
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.optim.buckets import TURNS, summed_type
+from moeclipse.train.predict.model_sizes import sizes_of
+from moeclipse.train.predict.run_step import RunStep
+from moeclipse.train.predict.state_bytes import each_element
+from moeclipse.train.predict.step_program import by_layers, one_layer_at_a_time
+from moeclipse.train.predict.step_sizes import step_work
+from moeclipse.train.step.dtype import choose_dtype
+from moeclipse.train.step.free_memory import memory_left
+
+LEVELS: tuple[Again, ...] = ("off", "attn", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placing:
+    """What one share comes to."""
+
+    share: float
+    again: Again
+    peak: float
+    room: float
+    host_bytes: float
+    step_s: float
+    copies_s: float
+    """Each way."""
+    exposed_s: float
+    """Of both ways, not under compute."""
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.room
+
+    def line(self) -> str:
+        room = f"{self.peak / 1e9:.3g} of {self.room / 1e9:.3g} GB"
+        if not self.share:
+            return f"memory: all state stays on the device, {room}"
+        found = (
+            f"memory: {100 * self.share:.0f} % of the optimizer state, {self.host_bytes / 1e9:.3g} GB, on "
+            f"the host, for {room} on the device; its copies take {self.copies_s:.2g} s each way, and "
+            f"{self.exposed_s:.2g} s of them are not hidden in a step of {self.step_s:.2g} s (predicted)"
+        )
+        return found if self.fits else f"{found}; it may not fit: see optim.state, optim.clip = 'layer'"
+
+
+def share_for(config: TrainConfig, mesh: Mesh) -> tuple[float, list[str]]:
+    """(the share of state that lies on the host, what is to be said of it). Collective where it is auto."""
+    memory = config.memory
+    if memory.place != "auto":
+        return (memory.share if memory.travels else 0.0), []
+    room = 1e9 * memory.device_gb or ALONE * memory_left(mesh)
+    if mesh.num_ranks > 1:
+        room = min(mesh.gather_objects(room))
+    dtype = choose_dtype(config.model.dtype, mesh.device)
+    found = best_placing(config, (mesh.dp, mesh.ep, mesh.tp), room, hardware_of(mesh.device), dtype)
+    return found.share, [found.line()]
+
+
+def hardware_of(there: torch.device) -> Device:
+    if there.type != "cuda":
+        return device("cpu")
+    return device_of(torch.cuda.get_device_name(there)) or device("h200")
+
+
+def best_placing(
+    config: TrainConfig, axes: tuple[int, int, int], room: float, hardware: Device, dtype: torch.dtype
+) -> Placing:
+    """Of all recompute policies that are open; `axes` are dp, ep and tp."""
+    asked = config.pipeline.recompute
+    levels: tuple[Again, ...] = LEVELS if asked == "auto" else (("off" if asked == "norms" else asked),)
+    found = [placing(config, axes, room, hardware, dtype, level) for level in levels]
+    return min(found, key=lambda one: (not one.fits, one.step_s if one.fits else one.peak))
+
+
+def placing(
+    config: TrainConfig,
+    axes: tuple[int, int, int],
+    room: float,
+    hardware: Device,
+    dtype: torch.dtype,
+    again: Again,
+    share: float | None = None,
+) -> Placing:
+    """With the smallest share that fits, or with the one that is given."""
+    state, here = state_and_rest(config, axes, dtype, again)
+    travel = each_element(config.optim, config.memory.states, dtype) / each_element(
+        config.optim, "all", dtype
+    )
+    buffers = buffer_bytes(config, axes, dtype)
+    if share is None:
+        over = here + state - room
+        share = 0.0 if over <= 0 else min(-(-100 * (over + buffers) // max(travel * state, 1.0)) / 100, 1.0)
+    leaves = share * travel * state
+    times = simulated(with_values(config, {"pipeline.recompute": again}), axes, hardware, dtype, share)
+    exposed = times.ranks[0].exposed
+    link = host_link(config)
+    return Placing(
+        share=share,
+        again=again,
+        peak=here + state - leaves + (buffers if share else 0.0),
+        room=room,
+        host_bytes=leaves,
+        step_s=times.makespan,
+        copies_s=link.seconds(leaves),
+        exposed_s=exposed if share else 0.0,
+    )
+
+
+def state_and_rest(
+    config: TrainConfig, axes: tuple[int, int, int], dtype: torch.dtype, again: Again
+) -> tuple[float, float]:
+    """Bytes on a rank at its peak: (optimizer state, all else)."""
+    dp, ep, tp = axes
+    sizes, sharing = sizes_of(config.model, config.moe, config.gate), Sharing(dp=dp, ep=ep, tp=tp)
+    layers, tables = range(config.model.num_layers), (True, not config.model.tie_embeddings)
+    parameters = sharing.held(sizes, layers, tables)
+    held, owned = parameters.trained, parameters.owned
+    summed = summed_type(config.optim.main_grad, dtype).itemsize
+    grads = held * summed
+    if one_layer_at_a_time(config, dp * ep * tp, 1):
+        ends = sum(tables) * sizes.table_parameters
+        grads = (ends + (held - ends) * min(TURNS / len(layers), 1.0)) * summed
+    tokens = config.data.batch_size * config.data.seq_len / (config.optim.accumulate * dp * ep)
+    width = float(dtype.itemsize)
+    kept = sum(sharing.layer(sizes, sizes.moe_layers[index], tokens, width, again) for index in layers)
+    kept *= config.optim.accumulate if by_layers(config) else 1
+    most = beside(sizes, sharing, tokens, width, program=by_layers(config), head=True)
+    state = owned * each_element(config.optim, "all", dtype)
+    return state, held * dtype.itemsize + grads + kept + most
+
+
+def buffer_bytes(config: TrainConfig, axes: tuple[int, int, int], dtype: torch.dtype) -> float:
+    """Of the ring, each as large as the state of the largest bucket: experts, a table, dense parameters."""
+    dp, ep, tp = axes
+    sizes = sizes_of(config.model, config.moe, config.gate)
+    stacked = config.moe.num_experts * sizes.d_model * sizes.expert_width * (2 if sizes.gated else 1)
+    dense = [sizes.dense_parameters(layer) for layer in range(config.model.num_layers)]
+    filled = max(dense) if config.optim.clip == "layer" else sum(dense)
+    filled = min(filled, config.optim.bucket_mb * 2**20 / 4)
+    several = max(stacked if any(sizes.moe_layers) else 0.0, sizes.table_parameters, filled)
+    largest = several / (dp * ep * tp)
+    return config.memory.buffers * largest * each_element(config.optim, config.memory.states, dtype)
+
+
+def host_link(config: TrainConfig) -> Link:
+    rate, usual = 1e9 * config.memory.copy_gb_s, LINKS["host-copies"]
+    return replace(usual, bandwidth=rate, efficiency=1.0) if rate else usual
+
+
+def simulated(
+    config: TrainConfig, axes: tuple[int, int, int], hardware: Device, dtype: torch.dtype, share: float
+) -> Summary:
+    """The step with this share of state on the host."""
+    dp, ep, _ = axes
+    wire = LINKS["nvlink4" if hardware.name != "cpu" else "loopback"]
+    costs = StepCosts(step_work(config, dp, ep, float(dtype.itemsize)), hardware, wire, host_link(config))
+    run = RunStep(config=config, dp=dp, ep=ep, costs=None, step_costs=costs, host_share=share)
+    return run.answer("layers" if by_layers(config) else "1f1b").summary

@@ -1,0 +1,80 @@
+"""State in pinned memory of the host on a GPU: the bits of state on the device, and copies beside compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moeclipse.comm.async_ops.host_lane import HostLane
+from moeclipse.comm.async_ops.record import Recorder
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.config import with_values
+from moeclipse.schedule.kinds import TO_DEVICE, TO_HOST
+from moeclipse.testing.run_ranks import run_ranks
+from moeclipse.train.checkpoints.host_memory import CudaPins, HostMemory
+from moeclipse.train.presets import load
+from moeclipse.train.step.learner import Learner
+
+HAS_GPU = torch.cuda.device_count() > 0
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")]
+NARROW = {"optim.state": "8bit", "optim.master": "low-bits", "optim.main_grad": "bf16"}
+BASE = {"run.deterministic": True, "optim.accumulate": 1, "integrity.every": 1, "checkpoint.every": 0}
+
+
+def trained(
+    mesh: Mesh, changes: dict[str, Any], steps: int = 5
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    learner = Learner(with_values(load(preset="small"), {**BASE, **changes}), mesh)
+    losses = [learner.step(step)["loss"] for step in range(steps)]
+    pieces = {f"{piece.name}[{piece.start}]": piece.values.cpu() for piece in learner.optim.pieces()}
+    if learner.optim.host is not None:
+        assert all(one.memory._pinned for one in learner.optim.host.travellers.values())
+        learner.optim.host.close()
+    return losses, pieces
+
+
+def same_bits(mesh: Mesh) -> None:
+    for form in ({}, NARROW):
+        for clip in ("global", "layer"):
+            wanted = trained(mesh, {**form, "optim.clip": clip})
+            for how in ({}, {"memory.buffers": 1}, {"memory.share": 0.5}):
+                losses, state = trained(mesh, {**form, "optim.clip": clip, "memory.place": "host", **how})
+                assert losses == wanted[0], (form, clip, how)
+                assert all(torch.equal(state[name], tensor) for name, tensor in wanted[1].items())
+
+
+def test_the_same_bits_from_pinned_memory() -> None:
+    run_ranks(1, same_bits, device="cuda", deadline_s=300.0)
+
+
+def beside_products(mesh: Mesh) -> None:
+    size = 1 << 30
+    memory = HostMemory(size, CudaPins(), slice_bytes=size)
+    memory.settle()
+    assert memory._pinned
+    recorder = Recorder(mesh.device)
+    lane = HostLane(mesh.device, recorder)
+    buffers = [torch.empty(size, dtype=torch.uint8, device=mesh.device) for _ in range(2)]
+    a = torch.randn(8192, 8192, device=mesh.device, dtype=torch.bfloat16)
+    for _ in range(3):
+        a @ a
+    recorder.begin_step()
+    with recorder.compute():
+        for _ in range(40):
+            a @ a
+        came = lane.copy(TO_DEVICE, "there", buffers[0], memory.data)
+        left = lane.copy(TO_HOST, "back", memory.data, buffers[1], after=came)
+        came.get()
+    left.get()
+    told = recorder.end_step()
+    (_, _, begun, done), _ = told.transfers
+    assert done - begun < 0.06, "a GiB takes some 20 ms from pinned memory"
+    assert begun < told.compute[0][1], "the fetch waited for products that it does not depend on"
+    lane.close()
+    memory.close()
+
+
+def test_a_fetch_runs_beside_products() -> None:
+    run_ranks(1, beside_products, device="cuda", deadline_s=120.0)

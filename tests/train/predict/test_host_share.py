@@ -1,0 +1,122 @@
+"""How much state leaves the device: no more than it takes to fit, and what the simulator says of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.config import with_values
+from moeclipse.cost.hardware import device
+from moeclipse.testing.run_ranks import run_alone
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.predict.host_share import (
+    best_placing,
+    buffer_bytes,
+    placing,
+    share_for,
+    simulated,
+    state_and_rest,
+)
+from moeclipse.train.predict.plan_config import config_for
+from moeclipse.train.predict.state_bytes import each_element
+from moeclipse.train.step.learner import Learner
+
+BIG = {
+    "optim.state": "8bit",
+    "optim.master": "low-bits",
+    "optim.main_grad": "bf16",
+    "optim.clip": "layer",
+    "memory.place": "auto",
+    "data.seq_len": 4096,
+    "data.batch_size": 16,
+}
+ONE = (1, 1, 1)
+
+
+def big(**changes: Any) -> TrainConfig:
+    return with_values(config_for("qwen3-30b-a3b"), {**BIG, **changes})
+
+
+def test_thirty_billion_parameters_fit_an_h200_and_nothing_leaves_a_device_that_is_large_enough() -> None:
+    found = best_placing(big(), ONE, 0.95 * 141e9, device("h200"), torch.bfloat16)
+    assert found.fits
+    assert 0.5 < found.share < 1
+    assert found.again == "full"
+    assert found.host_bytes < 125 * 2**30
+    assert f"{100 * found.share:.0f} % of the optimizer state" in found.line()
+    assert best_placing(big(), ONE, 400e9, device("h200"), torch.bfloat16).share == 0
+    small = best_placing(big(), ONE, 60e9, device("h200"), torch.bfloat16)
+    assert not small.fits
+    assert "may not fit" in small.line()
+
+
+def test_the_share_is_the_smallest_that_fits() -> None:
+    config = big(**{"pipeline.recompute": "full"})
+    for room in (110e9, 120e9, 133e9):
+        found = best_placing(config, ONE, room, device("h200"), torch.bfloat16)
+        assert found.fits
+        less = placing(config, ONE, room, device("h200"), torch.bfloat16, "full", found.share - 0.02)
+        assert not less.fits
+
+
+def test_what_travels_takes_time_only_where_it_is_not_hidden() -> None:
+    config = big(**{"pipeline.recompute": "full"})
+    times = [simulated(config, ONE, device("h200"), torch.bfloat16, share).makespan for share in (0, 0.4, 1)]
+    assert times[1] < 1.05 * times[0]  # under backward
+    assert times[2] > 1.05 * times[0]
+    late = simulated(
+        big(**{"pipeline.recompute": "full", "optim.clip": "global"}),
+        ONE,
+        device("h200"),
+        torch.bfloat16,
+        0.4,
+    )
+    assert late.makespan > 1.2 * times[1]  # behind the norm nothing hides them
+
+
+def test_bytes_are_those_of_a_learner() -> None:
+    run_alone(bytes_of_a_learner)
+
+
+def bytes_of_a_learner(mesh: Mesh) -> None:
+    shape = {
+        "model.num_layers": 3,
+        "model.d_model": 64,
+        "model.vocab_size": 256,
+        "moe.num_experts": 8,
+        "moe.d_ff": 64,
+        "data.batch_size": 2,
+        "data.seq_len": 16,
+        "model.dtype": "bfloat16",
+        "memory.place": "host",
+        "optim.clip": "layer",
+    }
+    for changes in ({}, {"optim.state": "8bit", "optim.master": "low-bits"}, {"memory.states": "moments"}):
+        config = with_values(TrainConfig(), {**shape, **changes})
+        learner = Learner(config, mesh)
+        assert learner.optim.host is not None
+        state, _ = state_and_rest(config, ONE, torch.bfloat16, "off")
+        travel = each_element(config.optim, config.memory.states, torch.bfloat16)
+        travel /= each_element(config.optim, "all", torch.bfloat16)
+        assert learner.optim.host.num_bytes == pytest.approx(travel * state, rel=0.03)
+        buffers = buffer_bytes(config, ONE, torch.bfloat16)
+        assert learner.optim.host.buffer_bytes == pytest.approx(
+            buffers, rel=0.25
+        )  # where buckets end, varies
+
+
+def chosen(mesh: Mesh) -> None:
+    config = with_values(TrainConfig(), {"memory.place": "auto", "memory.device_gb": 1e3})
+    assert share_for(config, mesh)[0] == 0.0
+    share, notes = share_for(with_values(config, {"memory.device_gb": 1e-3}), mesh)
+    assert share == 1.0
+    assert "on the host" in notes[0]
+    assert share_for(with_values(config, {"memory.place": "host", "memory.share": 0.25}), mesh) == (0.25, [])
+    assert share_for(TrainConfig(), mesh) == (0.0, [])
+
+
+def test_by_hand_or_by_itself() -> None:
+    run_alone(chosen)
