@@ -135,7 +135,7 @@ def replay(
             copies.append(sum(move.weights for move in current.moves(new)))
             current, table, pending = new, ReplicaTable.of(new, expected_E), None
         due = any(config.due(apart * number + more) for more in range(apart))
-        if config.moves and (due or (trace.jumped and pending is None)):
+        if config.moves and (due or trace.jumped):
             taken = number + -(-config.delay // apart)
             seen_PE = trace.average.rows_LPE[0]
             if way == "told":

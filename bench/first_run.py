@@ -98,7 +98,9 @@ def race(mesh: Mesh, config: TrainConfig, repeats: int, most: int) -> dict[str, 
     for turn in range(repeats):
         for number in shuffled.sample(range(len(all_ready)), len(all_ready)):
             _, learner, first, _ = all_ready[number]
-            records[number].append(learner.step(first + turn))
+            learner.step(first + turn)
+            learner.times.settle()
+            records[number].append(learner.times.take()[-1].times)
     times = [[max(one["ranks"]["step_ms"]) for one in found] for found in records]
     by_name = {name: [n for n, built in enumerate(BUILT) if built == name] for name in ("plain", "auto")}
     step_ms = {name: middle([t for n in numbers for t in times[n]]) for name, numbers in by_name.items()}

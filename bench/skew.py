@@ -118,7 +118,7 @@ def measure(workload: str, shape: SharedLayer, given: Any) -> dict[str, Any]:
         seconds["planned"].append(held.total + moves)
         seconds["both"].append(moves + held.total * more.after.total / more.before.total)
         trace.add(step, counts_PE[None])
-        if (config.due(step) or trace.jumped) and pending is None:
+        if trace.jumped or (config.due(step) and pending is None):
             begun = time.perf_counter()
             asked = PlanConfig(
                 planner="incremental", max_moved=config.max_moved, noise=trace.error(config.ahead)

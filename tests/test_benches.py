@@ -41,6 +41,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "placebo": ("places", "step_ms"),
     "placement": ("balance", "ms", "step_ms", "first", "weights", "memory_loss_difference"),
     "plan": ("search_s", "peak_mb", "ratio"),
+    "plan_local": ("predicted_ms", "measured_ms", "ratio"),
     "predicted": ("predicted_ms", "measured_ms", "ratio"),
     "report": ("read_s", "page_s", "page_mb", "name_us", "traced_ms"),
     "saving": ("step_ms", "stall_ms", "whole_ms", "check_ms"),

@@ -84,6 +84,6 @@ def test_figures_of_the_project_are_those_of_today() -> None:
     assert f"takes {len(FACTORS)} factors" in text
     assert f"with {sum(map(len, FACTORS.values()))} levels" in text
     assert f"{exact} in float64 that contain every pair, and {len(cases) - exact} in which" in text
-    assert len(SCHEDULES) == 11
-    assert "eleven schedules" in page("README.md")
+    assert len(SCHEDULES) == 13
+    assert "thirteen schedules" in page("README.md")
     assert f"{len(FAMILIES)} families" in page("README.md")

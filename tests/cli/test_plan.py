@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moeclipse.cli.main import main
-from moeclipse.cli.plan import loses_by, seconds_text, tokens_in
+from moeclipse.cli.plan import loses_by, seconds_text, split_flags, tokens_in
 from moeclipse.plan.layouts import Plan
 from moeclipse.plan.step import Layout, StepTime
 from moeclipse.train.presets import load
@@ -47,6 +47,21 @@ def test_ten_plans_one_explained_and_written(tmp_path: Path, capsys: pytest.Capt
     layout = rows[1].partition("pp")[2]
     assert layout.startswith(f"{config.parallel.pp} dp{config.parallel.dp} ep{config.parallel.ep}")
     assert config.data.batch_size == 64
+
+
+def test_keys_of_the_configuration_are_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Adapters need a third of the memory that all of the model needs, and their file says what they are."""
+    out, common = tmp_path / "best.toml", ["plan", "qwen3-30b-a3b", "--gpus", "1", "--seq-len", "2048"]
+    common += ["--tokens-per-step", "16k", "--device", "h200"]
+    assert main([*common]) == 1, "30 B parameters with all that is trained"
+    adapters = ["--lora.rank", "16", "--lora.targets", "q", "v"]
+    assert main([*common, *adapters, "-o", str(out)]) == 0
+    assert load(out).lora.targets == ("q", "v")
+    narrow = ["--lora.rank", "16", "--model.base", "nf4", "--model.dense-base", "nf4"]
+    assert main([*common, *narrow]) == 0
+    capsys.readouterr()
+    assert main([*common, "--lora.ranks", "16"]) == 2
+    assert "lora.ranks: unknown key; did you mean lora.rank?" in capsys.readouterr().err
 
 
 def test_a_file_brings_its_own_batch_and_a_cluster_too(
@@ -106,6 +121,18 @@ def test_numbers_of_tokens() -> None:
         2e9,
     ]
     assert (seconds_text(2.0), seconds_text(0.0021)) == ("2.00 s", "2.1 ms")
+
+
+def test_words_of_keys_are_not_words_of_the_command() -> None:
+    words = ["tiny", "--lora.targets", "q", "v", "--gpus", "8", "--optim.lr=-1", "-o", "x.toml"]
+    assert split_flags(words) == (
+        ["tiny", "--gpus", "8", "-o", "x.toml"],
+        ["--lora.targets", "q", "v", "--optim.lr=-1"],
+    )
+    assert split_flags(["--explain", "-1", "--data.seed", "-1"]) == (
+        ["--explain", "-1"],
+        ["--data.seed", "-1"],
+    )
 
 
 def test_why_a_plan_loses() -> None:

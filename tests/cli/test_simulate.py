@@ -112,7 +112,7 @@ def test_bad_input_is_told_before_anything_is_computed(
         main(["--schedule", "dualpip"])
     with pytest.raises(ConfigError, match="unknown schedule 'nothing'"):
         main(["--compare", "nothing"])
-    with pytest.raises(ConfigError, match="--trace shows one schedule"):
+    with pytest.raises(ConfigError, match="--trace shows one schedule; leave it out with --compare"):
         main(["--compare", "--trace", str(tmp_path / "t.json")])
     with pytest.raises(ConfigError, match="neither a file nor one of"):
         main(["--costs", "missing.toml"])
@@ -133,3 +133,38 @@ def test_torch_is_not_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--compare", "--schedule", "1f1b"], "--schedule names one schedule; leave it out with --compare"),
+        (["--compare", "--width", "80"], "--width shows one schedule"),
+        (["--from-csv", "o.csv", "--ranks", "4"], "--ranks would choose an order; --from-csv brings its own"),
+        (["--from-csv", "o.csv", "--microbatches", "4"], "--microbatches would choose an order"),
+        (["--from-csv", "o.csv", "--schedule", "vpp"], "--schedule would choose an order"),
+        (["--costs", "unit", "--layers", "2"], "--layers speaks of layers; costs unit are of whole actions"),
+        (["--costs", "unit", "--recompute", "full"], "--recompute speaks of layers"),
+        (["--costs", "unit", "--overlap", "pair"], "--overlap speaks of layers"),
+        (["--costs", "unit", "--chunks", "2"], "--chunks speaks of layers"),
+        (["--overlap", "pair", "--chunks", "2"], "--chunks cuts what overlaps with itself"),
+        (["--overlap", "off", "--split", "layer"], "--split cuts what overlaps with itself"),
+        (["--memory-limit", "0"], r"--memory-limit \(0.0\) must be a positive number"),
+        (["--imbalance", "0.5"], r"--imbalance \(0.5\) must be at least 1"),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        main(words)
+
+
+def test_a_file_speaks_of_seconds_and_unit_costs_of_none(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path, trace = tmp_path / "costs.toml", tmp_path / "t.json"
+    path.write_text("[seconds]\nF = 0.01\nI = 0.01\nW = 0.01\n")
+    common = ("--schedule", "1f1b", "--ranks", "2", "--microbatches", "4")
+    assert "makespan 150.0 ms:" in run(capsys, *common, "--costs", str(path), "--trace", str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") == pytest.approx(150e3)
+    assert "makespan 15:" in run(capsys, *common, "--costs", "unit")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from moeclipse.cli.simulate import main
-from moeclipse.cli.simulate_run import RunStep, load_run
+from moeclipse.cli.simulate_run import RunStep, RunTerms, load_run
 from moeclipse.core.errors import ConfigError, ScheduleError
 from moeclipse.schedule import kinds
 
@@ -38,7 +39,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def loaded(path: Path, num_ranks: int | None = None, costs: str | None = None) -> RunStep:
-    return load_run(path, num_ranks=num_ranks, costs=costs, device_name="h200", link_name="nvlink4")
+    return load_run(path, RunTerms(num_ranks=num_ranks, costs=costs))
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -66,7 +67,8 @@ def test_it_is_shown_like_any_other(capsys: pytest.CaptureFixture[str], file: Pa
     trace = tmp_path / "trace.json"
     out = printed(capsys, "--config", str(file), "--link", "infiniband", "--trace", str(trace))
     assert out.startswith("dualpipev: pp 2 x dp 1 x ep 2 x tp 1, 6 layers, 4 microbatches")
-    assert "costs h200 over infiniband, overlap pair+self, recompute mlp" in out
+    told = "costs h200, 8 a node over nvlink4, infiniband between nodes, overlap pair+self, recompute mlp"
+    assert told in out
     assert "DISPATCH_F" in out
     assert "REDUCE" in out
     assert trace.is_file()
@@ -78,7 +80,7 @@ def test_a_comparison_lists_what_it_announces(capsys: pytest.CaptureFixture[str]
     table = rows[: next(i for i, row in enumerate(rows) if row.startswith("bubble"))]
     left_out = [line for line in out.splitlines() if " left out: " in line]
     assert len([row for row in table if row.strip()]) == announced > 0
-    assert announced + len(left_out) == 9
+    assert announced + len(left_out) == 12
     assert any(line.startswith("gpipe left out: ") and "4 stages" not in line for line in left_out)
 
 
@@ -122,15 +124,15 @@ def test_a_table_of_costs_takes_the_place_of_sizes(file: Path, tmp_path: Path) -
 
 def test_tokens_are_those_of_one_microbatch_on_one_rank(file: Path) -> None:
     run = loaded(file)
-    assert run.step_costs.work.layer.tokens == 16 * 128 // (4 * 2)
+    assert run.step_costs.work.tokens == 16 * 128 // (4 * 2)  # type: ignore[attr-defined]
     program = run.answer("dualpipev").result.program
     assert any(op.kind is kinds.HEAD_W for ops in program.ranks for op in ops)
 
 
 def test_what_cannot_go_together_is_told(file: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no file"):
+    with pytest.raises(ConfigError, match=r"there is no file .*none\.toml"):
         main(["--config", str(tmp_path / "none.toml")])
-    with pytest.raises(ConfigError, match="--config of layers"):
+    with pytest.raises(ConfigError, match="--grid speaks of whole actions; a run is simulated in layers"):
         main(["--config", str(file), "--grid"])
     with pytest.raises(ConfigError, match="unknown schedule 'dualpipe'"):
         main(["--config", str(file), "--compare", "dualpipe"])
@@ -147,22 +149,24 @@ def test_what_is_given_beside_a_configuration_counts(capsys: pytest.CaptureFixtu
     ), "what the file says itself"
 
 
-def test_memory_is_counted_in_layers(capsys: pytest.CaptureFixture[str], file: Path) -> None:
-    """A stage of three layers for each of some microbatches: not as many activations of all of its layers."""
-    peak = max(loaded(file).answer("dualpipev").summary.peak)
+def test_memory_is_counted_in_bytes(capsys: pytest.CaptureFixture[str], file: Path) -> None:
+    """State, activations as the program holds them, and what is beside them."""
+    answer = loaded(file).answer("dualpipev")
+    kept, peak = answer.summary.peak, max(answer.bytes_of) / 2**30
+    assert all(size > most > 0 for size, most in zip(answer.bytes_of, kept, strict=True))
     out = printed(capsys, "--config", str(file))
-    assert out.splitlines()[-1].endswith(f"peak {peak:.2f} activations of a layer for one microbatch")
-    assert "activations of a layer for one microbatch" in printed(
-        capsys, "--config", str(file), "--compare"
-    ).replace("\n", " ")
+    assert out.splitlines()[-1].endswith(f"peak {peak:.2f} GiB, weights and all")
+    assert "in GiB, weights and all" in printed(capsys, "--config", str(file), "--compare").replace("\n", " ")
+    file.write_text(RUN.replace('recompute = "mlp"', 'recompute = "off"'))
+    assert max(loaded(file).answer("dualpipev").summary.peak) > max(kept)
 
 
 def test_a_memory_limit_holds_for_a_run(capsys: pytest.CaptureFixture[str], file: Path) -> None:
     common = ("--config", str(file), "--memory-limit")
-    peak = max(loaded(file).answer("dualpipev").summary.peak)
+    peak = max(loaded(file).answer("dualpipev").bytes_of) / 2**30
     assert printed(capsys, *common, f"{peak + 0.01}") == printed(capsys, "--config", str(file))
     with pytest.raises(
-        ScheduleError, match=r"dualpipev pair\+self: rank \d holds .* at its peak, more than the 1 allowed"
+        ScheduleError, match=r"dualpipev: rank \d of the pipeline takes .* GiB .* more than the 1 allowed"
     ):
         main([*common, "1"])
     out = printed(capsys, *common, "1", "--compare")
@@ -184,12 +188,69 @@ def test_what_a_configuration_says_itself_is_refused(option: str, value: str, ke
         main(["--config", str(file), option, value])
 
 
-@pytest.mark.parametrize(("option", "value"), [("--device", "cpu"), ("--link", "pcie5")])
-def test_what_only_a_configuration_takes_is_refused_without(option: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"{option} .*--config"):
+@pytest.mark.parametrize(("option", "value"), [("--device", "cpu"), ("--link", "hdr"), ("--imbalance", "2")])
+def test_what_only_a_run_takes_is_refused_without(option: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option} prices the step of a run; it goes with RUN or --config"):
         main(["--ranks", "2", "--microbatches", "4", option, value])
 
 
 def test_bad_microbatches_are_refused(file: Path) -> None:
     with pytest.raises(ConfigError, match=r"optim.accumulate \(0\)"):
         main(["--config", str(file), "--microbatches", "0"])
+
+
+def test_what_two_options_would_say_is_refused(file: Path) -> None:
+    with pytest.raises(ConfigError, match="--device says what ops take; so does --costs"):
+        main([str(file), "--costs", "deepseek-v3", "--device", "h100"])
+    with pytest.raises(ConfigError, match="say which run to simulate, once"):
+        main([str(file), "--config", str(file)])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run on two ranks that chose a schedule by itself."""
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    text = RUN.replace("dp = 1\nep = 2\n", "").replace('schedule = "dualpipev"', 'schedule = "auto"')
+    (folder / "config.toml").write_text(text.replace('overlap = "pair+self"', 'overlap = "auto"'))
+    settled = {"pipeline.schedule": "dualpipev", "pipeline.overlap": "pair"}
+    (folder / "choices.json").write_text(json.dumps({"ranks": [1, 2, 1, 2], "settled": settled}))
+    times = {"step_ms": 90.0, "compute_ms": 60.0, "comm_ms": 20.0, "window": "steps 3 to 9"}
+    (folder / "summary.json").write_text(json.dumps(times))
+    return folder
+
+
+def test_the_folder_of_a_run_brings_its_ranks_choices_and_times(
+    capsys: pytest.CaptureFixture[str], run: Path
+) -> None:
+    out = printed(capsys, str(run))
+    assert out.startswith("dualpipev: pp 2 x dp 1 x ep 2 x tp 1, 6 layers, 4 microbatches, costs as measured")
+    assert "overlap pair," in out.splitlines()[0]
+    assert out.splitlines()[-1].startswith("measured 90.0 ms a step (steps 3 to 9);")
+    found = load_run(run, RunTerms())
+    answer = found.answer("dualpipev")
+    times = answer.summary.ranks
+    assert sum(rank.compute for rank in times) / len(times) == pytest.approx(0.060)
+    moved = sum(time.total for time in answer.summary.kinds.values()) / len(times)
+    assert moved == pytest.approx(0.020)
+    other = found.answer("zb-v").summary  # the same work in another order, waits for the same wire
+    assert sum(rank.compute for rank in other.ranks) / 2 == pytest.approx(0.060)
+
+
+def test_what_was_measured_says_nothing_of_another_machine(
+    capsys: pytest.CaptureFixture[str], run: Path
+) -> None:
+    for words in (["--device", "h100"], ["--ranks", "8"], ["--microbatches", "8"], ["--recompute", "off"]):
+        out = printed(capsys, str(run), *words)
+        assert "as measured" not in out
+        assert "measured 90.0" not in out
+    assert "costs cpu" in printed(capsys, str(run), "--ranks", "4"), "it ran without a GPU that is known"
+
+
+def test_folders_that_hold_no_run_are_told(tmp_path: Path, run: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no run: there is no config.toml"):
+        main([str(tmp_path)])
+    (run / "choices.json").write_text("{")
+    (run / "config.toml").write_text("[parallel]\npp = 2\n")
+    with pytest.raises(ConfigError, match="say how many with --ranks"):
+        main([str(run)])

@@ -116,6 +116,7 @@ MISTAKES = {
     "simulate": ["--ranks", "x"],
     "doctor": ["--what"],
     "completion": ["tcsh"],
+    "measure": ["--what"],
     "plan": ["nothing-of-that-name"],
 }
 LOADS_TORCH = ("plan",)

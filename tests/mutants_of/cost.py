@@ -135,4 +135,20 @@ MUTANTS = (
         "rows that arrive take no memory",
         "a plan that is said to fit does not",
     ),
+    Mutant(
+        "cost/layer_seconds.py",
+        "found.W * part.mlp + beside.W",
+        "found.W + beside.W",
+        "plan/test_step.py::test_what_is_frozen_has_no_weight_gradients",
+        "frozen experts have weight gradients",
+        "adapters look a third slower than they are",
+    ),
+    Mutant(
+        "cost/step_bytes.py",
+        "held.trained * self.gradient + held.owned * self.shard",
+        "(held.experts + held.matrices + held.rest) * self.gradient + held.owned * self.shard",
+        "cost/test_step_bytes.py::test_what_is_frozen_has_weights_alone",
+        "frozen weights have gradients",
+        "adapters seem not to fit where they do",
+    ),
 )

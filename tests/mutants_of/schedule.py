@@ -123,4 +123,28 @@ MUTANTS = (
         "dualpipe wants one microbatch more than it needs",
         "a legal layout is refused",
     ),
+    Mutant(
+        "schedule/interleaved.py",
+        "    G, T = max(groups), local_order(V, groups)",
+        "    G, T = groups[0], local_order(V, groups)",
+        "schedule/test_interleaved.py::test_any_number_of_microbatches_runs",
+        "warm-up follows the first group",
+        "a pipeline with uneven groups stands still",
+    ),
+    Mutant(
+        "schedule/zero_bubble.py",
+        "            if i + 1 - done > factor * r:",
+        "            if i + 1 - done > r:",
+        "schedule/test_zero_bubble.py::test_no_rank_of_zb_h2_waits_between_its_first_and_its_last_action",
+        "zb-h2 leaves no more weight gradients open than zb-h1",
+        "its memory buys nothing",
+    ),
+    Mutant(
+        "schedule/budget.py",
+        "rank.forwards == self.M or rank.held >= rank.budget",
+        "rank.forwards == self.M or rank.held > rank.budget",
+        "schedule/test_budget.py::test_one_microbatch_at_a_time",
+        "one microbatch more than the budget is held",
+        "a run that was told what fits runs out of memory",
+    ),
 )

@@ -119,4 +119,20 @@ MUTANTS = (
         "memory peaks stand beside the wrong ops",
         survived=True,
     ),
+    Mutant(
+        "sim/cluster_costs.py",
+        "return len(members), members[1] - members[0] if len(members) > 1 else 1",
+        "return len(members), 1",
+        "sim/test_cluster_costs.py::test_every_axis_takes_the_link_that_it_crosses",
+        "ranks of every axis are neighbours",
+        "gradients of ranks on other nodes travel over NVLink",
+    ),
+    Mutant(
+        "sim/cluster_costs.py",
+        "replace(self.work, tokens=max(self.work.tokens // chunks, 1))",
+        "self.work",
+        "sim/test_cluster_costs.py::test_a_chunk_takes_the_time_of_its_rows",
+        "a chunk takes the time of all of its microbatch",
+        "overlap of a microbatch with itself never looks worth it",
+    ),
 )

@@ -44,7 +44,7 @@ def test_what_the_verifier_refuses_cannot_be_run() -> None:
             4,
             r"must list the layers of 2 stages, 4 \(model.num_layers\) in all",
         ),
-        (PipelineConfig(schedule="vpp+1", layers_per_virtual_stage=1), 8, 2, 5, "rounds of equal size"),
+        (PipelineConfig(schedule="vpp+1", group_size=2), 8, 4, 5, r"pipeline.group_size: .* ranks \(4\)"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_would(

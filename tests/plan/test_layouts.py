@@ -79,7 +79,7 @@ def test_dense_models_have_no_expert_ranks() -> None:
 
 def test_schedules_that_go_with_the_microbatches() -> None:
     names = {each.schedule for each in schedules_of(Layout(pp=4, ep=2, microbatches=8), 8)}
-    assert names == {"1f1b", "zb-h1", "zb-v", "vpp", "vpp+1", "1f1b-pairs", "dualpipev"}
+    assert names == {"1f1b", "zb-h1", "zb-h2", "zb-v", "vpp", "vpp+1", "1f1b-pairs", "dualpipev"}
     few = {each.schedule for each in schedules_of(Layout(pp=4, ep=2, microbatches=4), 8)}
     assert "dualpipev" not in few
     assert all(each.num_stages <= 8 for each in schedules_of(Layout(pp=4, microbatches=8), 8))
@@ -103,10 +103,10 @@ def test_what_a_rank_keeps_is_walked_action_by_action() -> None:
 def test_bytes_of_one_rank_are_state_layers_and_the_rest() -> None:
     request = request_of(gpus=1)
     step = Step(request.terms, Layout(microbatches=16, samples=4))
-    held, owned = Sharing().held(SMALL, range(8), 2)
-    layers = 8 * Sharing(imbalance=1.1).layer(SMALL, True, 4096, 2.0, "off")
-    rest = beside(SMALL, Sharing(), 4096, 2.0, program=False, head=True)
-    assert peak_bytes(request, step) == (pytest.approx(6 * held + 12 * owned + layers + rest),)
+    held = Sharing().held(SMALL, range(8), (True, True))
+    layers = 8 * Sharing(imbalance=1.1, fused=True).layer(SMALL, True, 4096, 2.0, "off")
+    rest = beside(SMALL, Sharing(fused=True), 4096, 2.0, program=False, head=True)
+    assert peak_bytes(request, step) == (pytest.approx(6 * held.trained + 12 * held.owned + layers + rest),)
     assert rough_peak(request, step.layout) == pytest.approx(peak_bytes(request, step)[0])
     tied = replace(request, terms=replace(request.terms, model=replace(SMALL, tied=True)))
     less = peak_bytes(request, step)[0] - peak_bytes(tied, Step(tied.terms, step.layout))[0]

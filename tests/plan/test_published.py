@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from moeclipse.plan import step
+from moeclipse.cost import layer_seconds
+from moeclipse.cost.layer_seconds import Software
 from moeclipse.plan.published import ROWS
-from moeclipse.plan.step import Software
 
 RATIOS = {row.name: row.predicted() / row.seconds for row in ROWS}
 TABLE = (0.85, 0.95, 1.00, 1.03, 1.00, 0.83)
@@ -49,5 +49,5 @@ def test_how_much_hangs_on_each_constant(monkeypatch: pytest.MonkeyPatch) -> Non
     hidden = ratios(lambda software: replace(software, hides=0.9))
     assert (hidden[1], hidden[3]) == (0.85, 0.89)
     assert ratios(lambda software: replace(software, host_s=0.0))[4] == 0.6
-    monkeypatch.setattr(step, "REST", 1.0)
+    monkeypatch.setattr(layer_seconds, "REST", 1.0)
     assert ratios(lambda software: software) == [0.79, 0.89, 0.95, 0.97, 1.0, 0.77]

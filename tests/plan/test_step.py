@@ -10,20 +10,17 @@ import pytest
 
 from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.cluster import cluster
-from moeclipse.cost.layer_seconds import UPDATE_BYTES, Seconds
+from moeclipse.cost.layer_seconds import OURS, REST, UPDATE_BYTES, Seconds, Software, slower
 from moeclipse.cost.model import Costs
+from moeclipse.cost.sizes import TrainedLayer
 from moeclipse.plan.published import QWEN3_30B, QWEN3_235B, V3
 from moeclipse.plan.step import (
-    OURS,
-    REST,
     Layout,
     Prices,
-    Software,
     Step,
     StepTime,
     Terms,
     even_stages,
-    slower,
 )
 from moeclipse.schedule.catalogue import build
 from moeclipse.schedule.shape import LayerShape
@@ -95,6 +92,21 @@ def test_recompute_runs_forward_again() -> None:
     kept = step_of(dense).layers[0]
     assert pytest.approx(kept.B + kept.F) == step_of(dense, recompute="full").layers[0].B
     assert step_of(dense, recompute="attn").layers[0].B < kept.B + kept.F
+
+
+def test_what_is_frozen_has_no_weight_gradients() -> None:
+    frozen = replace(QWEN3_30B, trained=(TrainedLayer(),) * 48, trained_tables=(False, False))
+    part = TrainedLayer(rank=16, attn_adapters=((4096, 2048),), expert_adapters=((1536, 2048), (2048, 768)))
+    adapted = replace(frozen, trained=(part,) * 48)
+    plain, bare, thin = (step_of(model, ep=8).layers[0] for model in (QWEN3_30B, frozen, adapted))
+    assert (bare.F, bare.W) == (plain.F, 0.0)
+    assert pytest.approx(plain.B - plain.W) == bare.B
+    assert plain.F < thin.F < 1.6 * plain.F
+    assert 0 < thin.W < plain.W
+    packed = step_of(replace(adapted, expert_bits=4.13), ep=8).layers[0]
+    decoded = 2.516 * 16 * QWEN3_30B.expert_parameters / (3.35e12 * 0.9)
+    assert pytest.approx(REST * decoded, rel=0.01) == packed.F - thin.F
+    assert step_of(frozen, ep=8).end() < 1e-5, "latency alone"
 
 
 def test_a_host_that_is_slow_is_waited_for() -> None:

@@ -71,9 +71,7 @@ def parse_csv_rows(text: str) -> dict[int, list[str]]:
     return {rank: row.split(",") for rank, row in enumerate(text.splitlines())}
 
 
-@pytest.mark.parametrize(
-    ("name", "P", "M", "V"), [("vpp", 4, 11, 2), ("dualpipev", 4, 7, 2), ("zb-v", 2, 4, 3)]
-)
+@pytest.mark.parametrize(("name", "P", "M", "V"), [("dualpipev", 4, 7, 2), ("zb-v", 2, 4, 3)])
 def test_what_torch_refuses_is_refused(name: str, P: int, M: int, V: int) -> None:
     with pytest.raises((ValueError, AssertionError)):
         torch_schedule(name, P, M, V)

@@ -25,6 +25,7 @@ SCHEMAS = {
     "generate": "generate:GenerateOptions",
     "simulate": "simulate:SimulateConfig",
     "plan": "plan:PlanOptions",
+    "measure": "measure:MeasureOptions",
     "place": "place:PlaceConfig",
     "report": "report:ReportConfig",
     "convert": "convert:ConvertOptions",

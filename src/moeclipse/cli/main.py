@@ -32,6 +32,7 @@ COMMANDS = {
     "plan": Command(
         "moeclipse.cli.plan", "find the layout of a model on a cluster, before a GPU is asked for"
     ),
+    "measure": Command("moeclipse.cli.measure", "measure this machine, or fit a run, for plan and simulate"),
     "place": Command("moeclipse.cli.place", "plan who holds which expert from the loads of a run"),
     "report": Command("moeclipse.cli.report", "show a run as one page, compare two, check numbers in CI"),
     "convert": Command("moeclipse.cli.convert", "turn Hugging Face models into checkpoints, and back"),

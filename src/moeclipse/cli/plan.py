@@ -1,7 +1,7 @@
 """`moeclipse plan`: which layout fits, and how fast it will be, before a GPU is asked for.
 
     moeclipse plan --model deepseek-v3 --gpus 2048 --device h800 --tokens-per-step 63M
-    moeclipse plan --model path/to/hf-folder --gpus 8 --device h100 --seq-len 8192
+    moeclipse plan --model path/to/hf-folder --gpus 8 --device h100 --seq-len 8192 --lora.rank 16
     moeclipse plan my.toml --gpus 64 --explain 3 -o best.toml
 
 What is counted and how far it is from published steps: docs/planning.md.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -21,16 +22,16 @@ from rich.table import Table
 
 from moeclipse.cli.display import count
 from moeclipse.cli.guard import refuse_unwritable
+from moeclipse.cli.plan_page import PlanPage
 from moeclipse.cli.words import read
-from moeclipse.core.config import to_toml
+from moeclipse.core.config import flag_layer, to_toml
 from moeclipse.core.errors import ConfigError
-from moeclipse.core.toml import read_toml
-from moeclipse.cost.cluster import Cluster, cluster, cluster_from
+from moeclipse.cost.cluster import cluster_at
 from moeclipse.plan.layouts import Plan, Request, SearchResult, search
 from moeclipse.plan.step import Step, Terms
 from moeclipse.sim.trace import timeline
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.predict.model_sizes import sizes_of
+from moeclipse.train.predict.model_sizes import sizes_of_run
 from moeclipse.train.predict.plan_config import (
     batch_for,
     config_for,
@@ -41,6 +42,7 @@ from moeclipse.train.predict.plan_config import (
 )
 
 SHOWN = 10
+COLUMNS = ("", "step", "tokens/s/GPU", "MFU", "exposed", "bubble", "peak GiB", "bound by", "layout")
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
 GIB = 2.0**30
 NOTHING_FITS = 1
@@ -50,7 +52,10 @@ TABLE_WIDTH = 170
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Find the layout of a model on a cluster: step time, memory, and what bounds it."""
+    """Find the layout of a model on a cluster: step time, memory, and what bounds it.
+
+    Keys of the configuration are flags, too: --lora.rank 16, --optim.state 8bit, --model.num-layers 24.
+    """
 
     source: str = ""
     """A TOML file, a preset, a model by name, or a Hugging Face folder; or --model."""
@@ -72,16 +77,22 @@ class PlanOptions:
     """Show all about the plan of this number."""
     out: Path | None = None
     """Write the best plan (or the explained one) as a configuration that `moeclipse train` takes."""
+    page: Path | None = None
+    """Write the explained plan (or the best) as a page for a browser, beside the table of all."""
     width: int = 0
     """Columns of the timeline; 0: as wide as the terminal."""
 
 
 def main(argv: list[str]) -> int:
-    options = read(PlanOptions, argv, "plan", positional="source", usage="MODEL", short={"-o": "out"})
+    own, keys = split_flags(argv)
+    options = read(PlanOptions, own, "plan", positional="source", usage="MODEL", short={"-o": "out"})
+    flags, problems = flag_layer(TrainConfig, keys)
+    if problems:
+        raise ConfigError(problems)
     console = Console(highlight=False, soft_wrap=True)
     check(options)
-    refuse_unwritable({"--out": options.out})
-    config = config_for(options.source or options.model)
+    refuse_unwritable({"--out": options.out, "--page": options.page})
+    config = config_for(options.source or options.model, flags)
     request = request_of(options, config)
     sequence = request.terms.sequence
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -99,10 +110,25 @@ def main(argv: list[str]) -> int:
     chosen = found.plans[max(options.explain, 1) - 1]
     if options.explain:
         explain(console, request, found.plans[0], chosen, options.width)
+    if options.page is not None:
+        options.page.write_text(page_of(request, found, max(options.explain, 1)).text(), encoding="utf-8")
+        console.print(f"written to {options.page}")
     if options.out is not None:
         options.out.write_text(to_toml(planned_config(config, chosen, request.batch, sequence)))
         console.print(f"written to {options.out}; run it with: moeclipse train {options.out}")
     return 0
+
+
+def split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(options of this command, keys of the configuration): a key has a section, and takes what follows."""
+    own: list[str] = []
+    keys: list[str] = []
+    of_config = False
+    for word in words:
+        if word.startswith("-") and not word[1:2].isdigit():
+            of_config = word.startswith("--") and "." in word.partition("=")[0]
+        (keys if of_config else own).append(word)
+    return own, keys
 
 
 def check(options: PlanOptions) -> None:
@@ -131,8 +157,8 @@ def request_of(options: PlanOptions, config: TrainConfig) -> Request:
     elif named:
         raise ConfigError("--tokens-per-step is needed where no configuration says data.batch_size: 4M, say")
     terms = Terms(
-        model=sizes_of(config.model, config.moe, config.gate),
-        cluster=cluster_of(options.device),
+        model=sizes_of_run(config),
+        cluster=cluster_at(options.device),
         sequence=sequence,
         dtype=options.dtype,
         imbalance=options.imbalance,
@@ -145,12 +171,6 @@ def request_of(options: PlanOptions, config: TrainConfig) -> Request:
         imbalance=options.imbalance,
         refuse=rules_of(config, batch, sequence),
     )
-
-
-def cluster_of(device: str) -> Cluster:
-    if device.endswith(".toml"):
-        return cluster_from(read_toml(device), device)
-    return cluster(device)
 
 
 def tokens_in(text: str) -> float:
@@ -187,24 +207,65 @@ def refusals(request: Request, config: TrainConfig, found: SearchResult) -> list
 
 def table_of(request: Request, plans: tuple[Plan, ...]) -> Table:
     table = Table(box=None, pad_edge=False)
-    columns = ("", "step", "tokens/s/GPU", "MFU", "exposed", "bubble", "peak GiB", "bound by", "layout")
-    for name in columns:
+    for name in COLUMNS:
         left = name in ("bound by", "layout")
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for row in rows_of(request, plans):
+        table.add_row(*row)
+    return table
+
+
+def rows_of(request: Request, plans: tuple[Plan, ...]) -> list[list[str]]:
+    found = []
     for number, plan in enumerate(plans, 1):
         time = plan.time
-        table.add_row(
-            str(number),
-            seconds_text(time.seconds),
-            f"{tokens_per_second(request, plan):,.0f}",
-            f"{mfu(request, plan):.1%}",
-            f"{time.exposed / time.seconds:.1%}",
-            f"{time.bubble / time.seconds:.1%}",
-            f"{plan.peak / GIB:.1f}",
-            time.bound if number == 1 else f"{time.bound}; {loses_by(plans[0], plan)}",
-            plan.layout.title,
+        found.append(
+            [
+                str(number),
+                seconds_text(time.seconds),
+                f"{tokens_per_second(request, plan):,.0f}",
+                f"{mfu(request, plan):.1%}",
+                f"{time.exposed / time.seconds:.1%}",
+                f"{time.bubble / time.seconds:.1%}",
+                f"{plan.peak / GIB:.1f}",
+                time.bound if number == 1 else f"{time.bound}; {loses_by(plans[0], plan)}",
+                plan.layout.title,
+            ]
         )
-    return table
+    return found
+
+
+def page_of(request: Request, found: SearchResult, number: int) -> PlanPage:
+    """Of the plan of this number."""
+    plans = found.plans[:SHOWN]
+    plan = plans[number - 1]
+    row, layout = rows_of(request, plans)[number - 1], plan.layout
+    step = Step(request.terms, layout, plan.stages)
+    shown = min(layout.microbatches, 3 * layout.pp)
+    layers = [f"rank {rank}" for rank in range(len(plan.bytes_of))]
+    return PlanPage(
+        title=f"{title_of(request, found)}. Layers of each stage: {', '.join(map(str, plan.stages))}",
+        chosen=layout.title,
+        cards=list(zip(COLUMNS[1:8], row[1:8], strict=True)),
+        columns=COLUMNS,
+        rows=rows_of(request, plans),
+        number=number,
+        parts=parts_of(request, step),
+        stages=[(name, size / GIB) for name, size in zip(layers, plan.bytes_of, strict=True)],
+        room=plan.room / GIB,
+        shown=f"{count(shown, 'microbatch', 'es')} of {layout.microbatches}",
+        simulation=step.simulation(shown),
+    )
+
+
+def parts_of(request: Request, step: Step) -> list[list[str]]:
+    """Of a layer: name, and milliseconds of forward, dX and dW."""
+    last = request.terms.model.num_layers - 1
+    parts = {"attention": step.work.attention(last), **step.parts}
+    found = [[name, *(f"{1e3 * each:.3f}" for each in part)] for name, part in parts.items() if sum(part)]
+    for name, moved in (("dispatch", step.work.dispatch()), ("combine", step.work.combine())):
+        found.append([name, f"{1e3 * moved:.3f}", f"{1e3 * moved:.3f}", ""])
+    return found
 
 
 def tokens_per_second(request: Request, plan: Plan) -> float:
@@ -242,14 +303,8 @@ def explain(console: Console, request: Request, best: Plan, plan: Plan, width: i
     table = Table(box=None, pad_edge=False)
     for name in ("a layer, ms", "forward", "dX", "dW"):
         table.add_column(name, justify="left" if name.startswith("a") else "right")
-    last = request.terms.model.num_layers - 1
-    parts = {"attention": step.work.attention(last), **step.parts}
-    for name, part in parts.items():
-        if sum(part):
-            table.add_row(name, *(f"{1e3 * each:.3f}" for each in part))
-    work = step.work
-    for name, moved in (("dispatch", work.dispatch()), ("combine", work.combine())):
-        table.add_row(name, f"{1e3 * moved:.3f}", f"{1e3 * moved:.3f}", "")
+    for row in parts_of(request, step):
+        table.add_row(*row)
     console.print(table)
     per_rank = ", ".join(f"{size / GIB:.1f}" for size in plan.bytes_of)
     console.print(f"peak GiB by stage rank: {per_rank}; room {plan.room / GIB:.1f}")

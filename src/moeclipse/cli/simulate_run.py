@@ -1,73 +1,203 @@
-"""`moeclipse simulate --config FILE`: the step of a run as its configuration lays it out.
+"""`moeclipse simulate RUN` and `--config FILE`: the step of a run as its configuration lays it out.
 
-    moeclipse simulate --config runs/mine/config.toml --device h200 --link infiniband
-    moeclipse simulate --config mine.toml --ranks 16 --compare
+    moeclipse simulate runs/mine --compare      # as it was measured, and under other schedules
+    moeclipse simulate mine.toml --device h800 --ranks 64 --compare
+    moeclipse simulate --config mine.toml --device cluster.toml --link infiniband
 
-The program is the one that the run would execute (`train/predict/run_step`). What ops cost follows from the
-model's sizes and the hardware (`sim/step_costs`), or from a table (--costs), in which what it does not name
-of these is free.
+The program is the one that the run would execute (`train/predict/run_step`). What ops cost, and the bytes of
+a rank, follow from the model's sizes and the cluster as in `moeclipse plan`; or ops cost what a table says
+(--costs), in which what it does not name of these is free. The folder of a run that has ended brings its
+number of ranks, what it chose for itself, and how long its steps took: sums of compute and of communication
+are then the measured ones.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
+
 from moeclipse.core.config import Given
 from moeclipse.core.errors import ConfigError, ScheduleError
+from moeclipse.core.outside import read_table
+from moeclipse.cost.cluster import Cluster, cluster_at
 from moeclipse.cost.file import load_costs
-from moeclipse.cost.hardware import device, link
+from moeclipse.cost.hardware import link
+from moeclipse.cost.layer_seconds import MicrobatchWork
+from moeclipse.cost.model import Costs
+from moeclipse.cost.step_bytes import Sharing
 from moeclipse.pipeline.config import Schedule
 from moeclipse.schedule import kinds
+from moeclipse.sim.cluster_costs import ClusterCosts
 from moeclipse.sim.compare import Answer
-from moeclipse.sim.step_costs import StepCosts
-from moeclipse.train.predict.run_step import RunStep as RunStep
-from moeclipse.train.predict.step_sizes import step_work, value_bytes
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.predict.model_sizes import sizes_of_run
+from moeclipse.train.predict.plan_config import state_of
+from moeclipse.train.predict.run_step import Measured, RunBytes, RunStep
+from moeclipse.train.predict.step_sizes import value_bytes
 from moeclipse.train.presets import merge
 
 RUN_SCHEDULES = ("pp1", *(name for name in get_args(Schedule) if name != "auto"))
 """Schedules that a run can take."""
+CHOICES, SUMMARY = "choices.json", "summary.json"
 
 
-def load_run(
-    path: Path,
-    *,
-    num_ranks: int | None,
-    costs: str | None,
-    device_name: str,
-    link_name: str,
-    changes: Mapping[str, tuple[str, Any]] | None = None,
-    memory_limit: float | None = None,
-) -> RunStep:
-    """The run of a configuration; `num_ranks` decides what it leaves to the number of ranks.
+@dataclass(frozen=True, kw_only=True)
+class RunTerms:
+    """On what a run is simulated, beside its configuration; None: as the run has it, or the usual one."""
 
-    `changes`: (option, value) for keys of the configuration; None leaves a key as it is.
-    """
+    num_ranks: int | None = None
+    costs: str | None = None
+    device: str | None = None
+    far: str | None = None
+    """The link between nodes."""
+    imbalance: float | None = None
+    memory_limit: float | None = None
+    """GiB of a rank."""
+    changes: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    """(option, value) for keys of the configuration."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSource:
+    """A configuration, and what the folder knows beside it."""
+
+    config: Path
+    ranks: tuple[int, int] | None = None
+    """dp and ep, as the run had them."""
+    settled: Mapping[str, Any] = field(default_factory=dict)
+    measured: Measured | None = None
+    on_cpu: bool = False
+
+    @classmethod
+    def read(cls, path: Path) -> RunSource:
+        if path.is_dir():
+            if not (path / "config.toml").is_file():
+                raise ConfigError(f"{path} holds no run: there is no config.toml in it")
+            return cls._of_run(path)
+        if not path.is_file():
+            raise ConfigError(f"there is no file {path}; give the folder of a run, or a configuration")
+        return cls(config=path)
+
+    @classmethod
+    def _of_run(cls, folder: Path) -> RunSource:
+        choices, summary = (_table(folder / name) for name in (CHOICES, SUMMARY))
+        ranks = choices.get("ranks")
+        known = isinstance(ranks, list) and len(ranks) == 4 and all(isinstance(size, int) for size in ranks)
+        times = [summary.get(key) for key in ("step_ms", "compute_ms", "comm_ms")]
+        measured = None
+        if all(isinstance(time, int | float) and math.isfinite(time) for time in times):
+            step, compute, comm = (1e-3 * float(time) for time in times if time is not None)
+            window = str(summary.get("window", "some steps"))
+            measured = Measured(step=step, compute=compute, communication=comm, window=window)
+        return cls(
+            config=folder / "config.toml",
+            ranks=(ranks[0], ranks[1]) if known else None,  # type: ignore[index]
+            settled=choices.get("settled") or {},
+            measured=measured,
+            on_cpu=bool(summary) and "mfu" not in summary,
+        )
+
+
+def _table(path: Path) -> dict[str, Any]:
+    """Empty where there is no such file, or nothing in it that can be read."""
     if not path.is_file():
-        raise ConfigError(f"--config: there is no file {path}")
-    given = {key: Given(value, flag) for key, (flag, value) in (changes or {}).items() if value is not None}
-    config = merge(path, flags=given).built.with_warnings()
+        return {}
+    try:
+        return read_table(path, numbers=False)
+    except (OSError, ValueError, json.JSONDecodeError):
+        return {}
+
+
+def load_run(path: Path, terms: RunTerms) -> RunStep:
+    """The run of a configuration or of a folder."""
+    source = RunSource.read(path)
+    given = {key: Given(value, CHOICES) for key, value in source.settled.items()}
+    changed = {key: Given(value, flag) for key, (flag, value) in terms.changes.items() if value is not None}
+    config = merge(source.config, flags=given | changed).built.with_warnings()
+    dp, ep = axes_of(config, source, terms.num_ranks)
+    # Another device, other ranks or another microbatch: what was measured says nothing of these.
+    as_run = terms.device is None and terms.far is None and terms.num_ranks is None and terms.costs is None
+    as_run = as_run and not {"optim.accumulate", "pipeline.recompute"} & set(changed)
+    name = terms.device or ("cpu" if source.on_cpu else "h200")
+    machine = cluster_at(name)
+    if terms.far is not None:
+        machine = replace(machine, far=link(terms.far))
+    imbalance = 1.1 if terms.imbalance is None else terms.imbalance
+    limit = None if terms.memory_limit is None else terms.memory_limit * 2**30
+    return RunStep(
+        config=config,
+        dp=dp,
+        ep=ep,
+        costs=table_of(terms.costs),
+        step_costs=prices_of(config, machine, (dp, ep), imbalance),
+        bytes=bytes_of(config, machine, (dp, ep), imbalance),
+        memory_limit=limit,
+        measured=source.measured if as_run else None,
+    )
+
+
+def axes_of(config: TrainConfig, source: RunSource, num_ranks: int | None) -> tuple[int, int]:
     parallel = config.parallel
-    if num_ranks is None:
-        if "auto" in (parallel.dp, parallel.ep):
-            raise ConfigError(
-                "parallel.dp and parallel.ep of the configuration depend on the number of ranks; "
-                "say how many with --ranks"
-            )
-        dp, ep = int(parallel.dp), int(parallel.ep)
-    else:
+    if num_ranks is not None:
         try:
-            dp, ep = parallel.sizes(num_ranks, config.moe.num_experts, config.moe.expert_tp)
+            return parallel.sizes(num_ranks, config.moe.num_experts, config.moe.expert_tp)
         except ValueError as error:
             raise ConfigError(f"--ranks {num_ranks}: {error}") from None
+    if source.ranks is not None:
+        return source.ranks
+    if parallel.dp == "auto" or parallel.ep == "auto":
+        raise ConfigError(
+            "parallel.dp and parallel.ep of the configuration depend on the number of ranks; "
+            "say how many with --ranks"
+        )
+    return parallel.dp, parallel.ep
+
+
+def table_of(costs: str | None) -> Costs | None:
     table = None if costs is None else load_costs(costs)
     if table is not None and kinds.ATTN_F.name not in table.seconds:
         raise ConfigError(f"--costs {costs}: a run needs seconds of layer ops, like ATTN_F; this has none")
-    hardware = device(device_name)
-    width = value_bytes(config.model.dtype, hardware)
-    priced = StepCosts(step_work(config, dp, ep, width), hardware, link(link_name))
-    return RunStep(config=config, dp=dp, ep=ep, costs=table, step_costs=priced, memory_limit=memory_limit)
+    return table
+
+
+def prices_of(config: TrainConfig, machine: Cluster, axes: tuple[int, int], imbalance: float) -> ClusterCosts:
+    return ClusterCosts(
+        MicrobatchWork(
+            model=sizes_of_run(config),
+            cluster=machine,
+            tokens=tokens_of(config, axes),
+            sequence=config.data.seq_len,
+            tp=config.parallel.tp,
+            ep=axes[1],
+            imbalance=imbalance if axes[1] * config.parallel.tp > 1 else 1.0,
+            two_level=config.moe.transport in ("auto", "two_level"),
+        )
+    )
+
+
+def bytes_of(config: TrainConfig, machine: Cluster, axes: tuple[int, int], imbalance: float) -> RunBytes:
+    dp, ep = axes
+    width = value_bytes(config.model.dtype, machine.device)
+    held = torch.float32 if width > 2 else torch.bfloat16
+    return RunBytes(
+        model=sizes_of_run(config),
+        sharing=Sharing(dp=dp, ep=ep, tp=config.parallel.tp, imbalance=imbalance, fused=width < 4),
+        state=state_of(config, held),
+        tokens=tokens_of(config, axes),
+        width=width,
+    )
+
+
+def tokens_of(config: TrainConfig, axes: tuple[int, int]) -> int:
+    """Of one microbatch of one data index."""
+    samples = config.data.batch_size / (config.optim.accumulate * axes[0] * axes[1])
+    return max(1, round(samples * config.data.seq_len))
 
 
 def answers_of(run: RunStep, schedules: tuple[str, ...]) -> tuple[list[Answer], dict[str, str]]:

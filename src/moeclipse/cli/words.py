@@ -9,7 +9,7 @@
 
 Idea. A field is a flag: its type says what may follow, the string below it what it is for. `train` has its
 own layers of presets and files, and reads flags by the same rules (`core/config`). A flag of several values
-takes all words up to the next flag, or, in a command with words of its own, one each time it is given.
+takes all words up to the next flag, or, in a command with a list of its own, one each time it is given.
 
 Contract. All mistakes are told at once, as one ConfigError, whose exit status is 2; nothing here needs torch.
 """
@@ -133,6 +133,7 @@ def taken(
     """(field -> its words, what is wrong with the rest)."""
     given: dict[str, list[str]] = {}
     problems, rest = [], list(words)
+    listed = bool(positional) and flags[positional].many
     while rest:
         word = rest.pop(0)
         if not word.startswith("-") or (word[1:2].isdigit() and positional):
@@ -151,7 +152,7 @@ def taken(
             continue
         flag = flags[name]
         values = [value] if has_value else []
-        most = 0 if flag.kind is bool or has_value else len(rest) if flag.many and not positional else 1
+        most = 0 if flag.kind is bool or has_value else len(rest) if flag.many and not listed else 1
         while rest and len(values) < most and not rest[0].startswith("--") and rest[0] not in short:
             values.append(rest.pop(0))
         values = values or (["true"] if is_switch(flag.kind) else [bare[name]] if name in bare else [])
@@ -171,7 +172,8 @@ def help_of(schema: type, command: str, *, positional: str = "", usage: str = ""
         if flag.name != positional:
             rows.append((f"{flag.text} {flag.wants}".strip(), flag.doc, shown(flag)))
     left = min(max(len(text) for text, _, _ in rows), 26)
-    lines = [f"usage: moeclipse {command}{first} [options]", "", " ".join((schema.__doc__ or "").split()), ""]
+    what = textwrap.wrap(schema.__doc__ or "", WIDTH, break_on_hyphens=False)
+    lines = [f"usage: moeclipse {command}{first} [options]", "", *what, ""]
     for text, doc, default in rows:
         told = textwrap.wrap(lowered(doc) + default, WIDTH - left - 4, break_on_hyphens=False) or [""]
         beside = len(text) <= left

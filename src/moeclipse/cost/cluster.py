@@ -20,9 +20,11 @@ from math import comb
 from typing import Any
 
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.toml import read_toml
 from moeclipse.cost.hardware import Device, Link, device, link
+from moeclipse.cost.kernels import MEASURED_ON_HOPPER, ON_CPU, KernelConstants
 
-TABLE_KEYS = ("device", "gpus_per_node", "near", "far", "host", "comm_processors")
+TABLE_KEYS = ("device", "gpus_per_node", "near", "far", "host", "comm_processors", "measured", "kernels")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,7 @@ class Cluster:
     host: Link
     comm_processors: int = 20
     """Processors that an exchange takes from the products beside it (20 of 132: DeepSeek-V3, on H800)."""
+    constants: KernelConstants = MEASURED_ON_HOPPER
 
     def __post_init__(self) -> None:
         if self.gpus_per_node < 1:
@@ -139,7 +142,7 @@ def _cluster(name: str, near: str, far: str, gpus_per_node: int = 8, processors:
         gpus_per_node=gpus_per_node,
         near=link(near),
         far=link(far),
-        host=link("pcie5"),
+        host=link("host-copies"),
         comm_processors=processors,
     )
 
@@ -152,7 +155,7 @@ CLUSTERS: dict[str, Cluster] = {
     "b200": _cluster("b200", "nvlink5", "infiniband"),
     "gb200": _cluster("gb200", "nvlink5", "infiniband", 72),
     "mi300x": _cluster("mi300x", "infinity-fabric", "infiniband", processors=32),
-    "cpu": _cluster("cpu", "loopback", "loopback", 2, 0),
+    "cpu": replace(_cluster("cpu", "loopback", "loopback", 2, 0), constants=ON_CPU),
 }
 """By the name of their device, as they are usually sold: eight in a node, or the 72 of an NVL72."""
 
@@ -163,6 +166,11 @@ def cluster(name: str) -> Cluster:
     return CLUSTERS[name]
 
 
+def cluster_at(source: str) -> Cluster:
+    """By the name of its device, or from a TOML file."""
+    return cluster_from(read_toml(source), source) if source.endswith(".toml") else cluster(source)
+
+
 def cluster_from(data: Mapping[str, Any], source: str) -> Cluster:
     """From a table: `device` names one, everything else replaces what that has.
 
@@ -171,8 +179,10 @@ def cluster_from(data: Mapping[str, Any], source: str) -> Cluster:
     far = { bandwidth = 25e9, latency = 5e-6, efficiency = 0.9 }
     [measured]                    # of the device itself
     efficiency = 0.71
+    [kernels]                     # what kernels reach (`cost/kernels.KernelConstants`)
+    grouped = 0.8
     """
-    unknown = [key for key in data if key not in (*TABLE_KEYS, "measured")]
+    unknown = [key for key in data if key not in TABLE_KEYS]
     if unknown:
         raise ConfigError(f"{source}: unknown key {unknown[0]!r}; a cluster has {', '.join(TABLE_KEYS)}")
     if not isinstance(data.get("device"), str):
@@ -186,13 +196,17 @@ def cluster_from(data: Mapping[str, Any], source: str) -> Cluster:
         if isinstance(data.get(key), str):
             changes[key] = link(data[key])
         elif key in data:
-            changes[key] = _replaced(getattr(known, key), data[key], f"{source}: {key}", source)
+            found = _replaced(getattr(known, key), data[key], f"{source}: {key}")
+            changes[key] = replace(found, source=f"{source}; the rest: {getattr(known, key).source}")
+    if "kernels" in data:
+        changes["constants"] = _replaced(known.constants, data["kernels"], f"{source}: kernels")
     if "measured" in data:
-        changes["device"] = _replaced(known.device, data["measured"], f"{source}: measured", source)
+        found = _replaced(known.device, data["measured"], f"{source}: measured")
+        changes["device"] = replace(found, source=f"{source}; the rest: {known.device.source}")
     return replace(known, **changes)
 
 
-def _replaced(known: Any, table: Any, what: str, source: str) -> Any:
+def _replaced(known: Any, table: Any, what: str) -> Any:
     numbers = [f.name for f in fields(known) if f.name not in ("name", "dtype", "source")]
     if not isinstance(table, Mapping):
         raise ConfigError(f"{what} ({table!r}) must be the name of a link, or a table of numbers")
@@ -201,7 +215,7 @@ def _replaced(known: Any, table: Any, what: str, source: str) -> Any:
             raise ConfigError(f"{what}: unknown key {key!r}; choose from {', '.join(numbers)}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ConfigError(f"{what}.{key} ({value!r}) must be a positive number")
-    return replace(known, **table, source=f"{source}; the rest: {known.source}")
+    return replace(known, **table)
 
 
 def _whole(value: Any, what: str) -> int:

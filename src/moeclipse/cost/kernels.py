@@ -20,29 +20,48 @@ from moeclipse.cost.hardware import Device
 
 Type = Literal["bf16", "fp8", "fp32"]
 WIDTH: dict[str, float] = {"bf16": 2.0, "fp8": 1.0, "fp32": 4.0}
-TILE_M, TILE_N = 128, 256
-"""Of the output, that one processor computes at a time."""
 SHARE = 1024
 """Least inner dimension of a tile that is shared."""
-INNER = 64.0
-"""Inner dimension that the ends of a tile cost: 588 of 665 TFLOP/s at 512 (8192 x 8192, cuBLAS on Hopper)."""
-GROUPED, GROUPED_INNER = 0.85, 400.0
-"""Of a plain product, and what ends cost of the inner dimension: 616, 580, 501, 484 and 379 of 773 TFLOP/s
-forward and backward at 7168 x 2048, 4096 x 14336, 2048 x 1024, 2048 x 768 and 1536 x 256 (H200, torch)."""
-FP8 = 0.55
-"""Of the fp8 peak in a large product, scales included: so DeepSeek-V3's experts take the 4.60 ms a layer of
-their published trace (4,096 tokens, 112 of 132 processors)."""
-STREAM = 0.9
-"""Of memory bandwidth: 4.3 of 4.8 TB/s, copies on an H200."""
-ATTENTION_F, ATTENTION_B = 0.55, 0.45
-"""Of the bf16 peak, causal, 4k: what FlashAttention-3 publishes for H100, roughly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelConstants:
+    """What kernels reach; `moeclipse measure` fits them to the machine at hand."""
+
+    tile_m: float = 128
+    tile_n: float = 256
+    """Of the output, that one processor computes at a time."""
+    inner: float = 64.0
+    """Inner dimension that the ends of a tile cost: 588 of 665 TFLOP/s at 512 (8192 x 8192, H100)."""
+    grouped: float = 0.85
+    grouped_inner: float = 400.0
+    """Of a plain product, and what ends cost of the inner dimension: 616, 580, 501, 484 and 379 of 773
+    TFLOP/s there and back at 7168 x 2048, 4096 x 14336, 2048 x 1024, 2048 x 768 and 1536 x 256 (H200)."""
+    fp8: float = 0.55
+    """Of the fp8 peak in a large product, scales included: so DeepSeek-V3's experts take the 4.60 ms a layer
+    of their published trace (4,096 tokens, 112 of 132 processors)."""
+    stream: float = 0.9
+    """Of memory bandwidth: 4.3 of 4.8 TB/s, copies on an H200."""
+    attention_forward: float = 0.55
+    attention_backward: float = 0.45
+    """Of the bf16 peak, causal, 4k: what FlashAttention-3 publishes for H100, roughly."""
+    launch: float = 4e-6
+    """Seconds between the end of a small kernel and the next one's start."""
+
+
+MEASURED_ON_HOPPER = KernelConstants()
+ON_CPU = KernelConstants(tile_m=1, tile_n=1, inner=16.0, grouped_inner=16.0, launch=2e-5, stream=1.0)
+"""Products of any size fill a core; orders of magnitude, until they are measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
     device: Device
-    launch: float = 4e-6
-    """Between the end of a small kernel and the next one's start."""
+    constants: KernelConstants = MEASURED_ON_HOPPER
+
+    @property
+    def launch(self) -> float:
+        return self.constants.launch
 
     def product(self, m: float, n: float, k: float, dtype: Type = "bf16") -> float:
         if not m * n * k:
@@ -55,11 +74,11 @@ class Kernels:
         """`rows` in all, shared evenly by `groups`; whoever has more on one rank hands in more rows."""
         if not rows * n * k:
             return 0.0
-        each = rows / groups
-        tiles = math.ceil(each / TILE_M) * groups
-        full = rows / (tiles * TILE_M)
-        waves = self._waves(tiles * math.ceil(n / TILE_N))
-        whole = self._peak(dtype) * GROUPED * full * self._ends(k, GROUPED_INNER) * waves
+        c, each = self.constants, rows / groups
+        tiles = math.ceil(each / c.tile_m) * groups
+        full = rows / (tiles * c.tile_m)
+        waves = self._waves(tiles * math.ceil(n / c.tile_n))
+        whole = self._peak(dtype) * c.grouped * full * self._ends(k, c.grouped_inner) * waves
         moved = (rows * k + groups * k * n) * WIDTH[dtype] + rows * n * 2.0
         return max(2.0 * rows * n * k / whole, self.stream(moved)) + self.launch
 
@@ -67,21 +86,25 @@ class Kernels:
         """The gradient of all groups' weights, added up in fp32."""
         if not rows * n * k:
             return 0.0
-        tiles = groups * math.ceil(n / TILE_N) * math.ceil(k / TILE_M)
-        whole = self._peak(dtype) * GROUPED * self._ends(rows / groups, GROUPED_INNER) * self._waves(tiles)
+        c = self.constants
+        tiles = groups * math.ceil(n / c.tile_n) * math.ceil(k / c.tile_m)
+        whole = (
+            self._peak(dtype) * c.grouped * self._ends(rows / groups, c.grouped_inner) * self._waves(tiles)
+        )
         moved = rows * (n + k) * WIDTH[dtype] + 8.0 * groups * n * k
         return max(2.0 * rows * n * k / whole, self.stream(moved)) + self.launch
 
     def efficiency(self, m: float, n: float, k: float) -> float:
         """Of what large products reach. Few rows have lower tiles, few tiles share the inner dimension."""
-        height = TILE_M if m >= TILE_M else max(16.0, 2.0 ** math.ceil(math.log2(m)))
-        tiles = math.ceil(m / height) * math.ceil(n / TILE_N)
-        full = m * n / (tiles * height * TILE_N)
+        c = self.constants
+        height = c.tile_m if m >= c.tile_m else max(16.0, 2.0 ** math.ceil(math.log2(m)))
+        tiles = math.ceil(m / height) * math.ceil(n / c.tile_n)
+        full = m * n / (tiles * height * c.tile_n)
         shares = max(min(self.device.processors // tiles, k // SHARE), 1)
         return full * self._ends(k / shares) * self._waves(tiles * shares)
 
     def stream(self, num_bytes: float) -> float:
-        return num_bytes / (self.device.memory_bandwidth * STREAM)
+        return num_bytes / (self.device.memory_bandwidth * self.constants.stream)
 
     def attention(
         self, tokens: float, keys: float, heads: float, d_qk: float, d_v: float, *, backward: bool
@@ -93,17 +116,18 @@ class Kernels:
         if backward:
             # dV, dP and the scores again; dQ and dK: 3 of d_qk and 2 of d_v
             flops = 2.0 * tokens * keys * heads * (3 * d_qk + 2 * d_v)
-        rate = self.device.flops * (ATTENTION_B if backward else ATTENTION_F)
+        rate = self.device.flops * (
+            self.constants.attention_backward if backward else self.constants.attention_forward
+        )
         return flops / rate + self.launch
 
     def _peak(self, dtype: Type) -> float:
         if dtype == "fp8" and self.device.fp8_flops:
-            return self.device.fp8_flops * FP8
+            return self.device.fp8_flops * self.constants.fp8
         return self.device.flops * self.device.efficiency
 
-    @staticmethod
-    def _ends(k: float, cost: float = INNER) -> float:
-        return k / (k + cost)
+    def _ends(self, k: float, cost: float | None = None) -> float:
+        return k / (k + (self.constants.inner if cost is None else cost))
 
     def _waves(self, tiles: float) -> float:
         waves = tiles / self.device.processors

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from moeclipse.cost.cluster import Cluster
 from moeclipse.cost.kernels import Kernels, Type, keys_seen
-from moeclipse.cost.sizes import ModelSizes
+from moeclipse.cost.sizes import ModelSizes, TrainedLayer
 
 SCORE_PASSES = 6
 """Times that a gate reads or writes all scores of a token, in each direction."""
@@ -31,12 +31,41 @@ UPDATE_BYTES = 34.0
 the norm and for the update (8), the bf16 weight written (2)."""
 
 
+REST = 1.085
+"""What kernels take inside a step, in what they take alone: fitted on a published step (docs/planning.md)."""
+
+
 class Seconds(NamedTuple):
     """Forward, gradient of inputs, gradient of weights."""
 
     F: float = 0.0
     B: float = 0.0
     W: float = 0.0
+
+
+def slower(alone: Seconds) -> Seconds:
+    """As inside of a step."""
+    return Seconds(*(REST * part for part in alone))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """What a framework does beside its kernels."""
+
+    name: str
+    host_s: float
+    """That the host takes to launch one layer for one microbatch, forward and backward."""
+    hides: float
+    """Of the communication that stands beside compute in a pair, how much is hidden in fact."""
+    source: str
+
+
+OURS = Software(
+    name="moeclipse",
+    host_s=1e-3,
+    hides=0.9,
+    source="193 launches a layer and microbatch at 5 us; 0.90 to 0.95 hidden in pairs (bench/fb_overlap)",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +82,12 @@ class MicrobatchWork:
     dtype: Type = "bf16"
     imbalance: float = 1.0
     two_level: bool = True
+    tensor_inside: bool = True
+    """Gathers and scatters over tp are inside the parts they surround; else they are priced apart."""
 
     @cached_property
     def kernels(self) -> Kernels:
-        return Kernels(device=self.cluster.device)
+        return Kernels(device=self.cluster.device, constants=self.cluster.constants)
 
     @cached_property
     def expert_ranks(self) -> int:
@@ -74,6 +105,12 @@ class MicrobatchWork:
             forward += k.product(rows, out_here, in_here, self.dtype) + self._quantised(rows * in_here)
             backward += k.product(rows, in_here, out_here, self.dtype) + self._quantised(rows * out_here)
             weights += k.product(out_here, in_here, rows, self.dtype) + k.stream(8.0 * out_here * in_here)
+        part = m.training(layer)
+        if part is not None:
+            weights *= part.attn
+            more = self._adapted(part, part.attn_adapters, T / tp)
+            forward, backward, weights = forward + more.F, backward + more.B, weights + more.W
+        decoded = self._decoded(m.dense_bits, m.attention_parameters / tp)
         heads, keys = m.num_heads / tp, keys_seen(self.sequence, m.window_of(layer))
         forward += k.attention(T, keys, heads, m.d_qk, m.d_v, backward=False)
         backward += k.attention(T, keys, heads, m.d_qk, m.d_v, backward=True)
@@ -81,27 +118,32 @@ class MicrobatchWork:
         # rotary positions (and norms of heads) read and write; norms of the stream read two and write two
         passes = 4.0 * turned * (2 if m.qk_norm else 1) + 16.0 * T / tp * m.d_model
         moved = self._tensor()
-        forward += k.stream(passes) + 2 * moved
-        backward += k.stream(1.5 * passes) + 2 * moved
+        forward += k.stream(passes) + 2 * moved + decoded
+        backward += k.stream(1.5 * passes) + 2 * moved + decoded
         return Seconds(forward, backward, weights + moved)
 
-    def route(self) -> Seconds:
+    def route(self, layer: int = -1) -> Seconds:
         m, k = self.model, self.kernels
         T, E = self.tokens / self.tp, m.experts.num_experts
         passes = k.stream(4.0 * SCORE_PASSES * T * E) + SCORE_PASSES * k.launch
-        product = k.product(T, E, m.d_model)
-        return Seconds(product + passes, product + passes, product)
+        product, part = k.product(T, E, m.d_model), m.training(layer)
+        return Seconds(product + passes, product + passes, product * (1.0 if part is None else part.route))
 
-    def shared(self) -> Seconds:
-        T = self.tokens / self.tp
-        return self._block(T, self.model.shared_width) if self.model.shared_width else Seconds()
+    def shared(self, layer: int = -1) -> Seconds:
+        if not self.model.shared_width:
+            return Seconds()
+        part = self.model.training(layer)
+        found = self._block(self.tokens / self.tp, self.model.shared_width)
+        return found._replace(W=found.W * (1.0 if part is None else part.shared))
 
-    def dense(self) -> Seconds:
+    def dense(self, layer: int = 0) -> Seconds:
         """A layer's block without experts; tokens are gathered before it and scattered behind it."""
         found, moved = self._block(self.tokens, self.model.dense_width / self.tp), self._tensor()
-        return Seconds(found.F + 2 * moved, found.B + 2 * moved, found.W + moved)
+        part = self.model.training(layer)
+        share = 1.0 if part is None else part.mlp
+        return Seconds(found.F + 2 * moved, found.B + 2 * moved, (found.W + moved) * share)
 
-    def experts(self) -> Seconds:
+    def experts(self, layer: int = -1) -> Seconds:
         m, k = self.model, self.kernels
         rows = self.tokens / self.tp * m.experts.top_k * self.imbalance
         groups = max(m.experts.num_experts / self.expert_ranks, 1.0)
@@ -113,7 +155,17 @@ class MicrobatchWork:
         weights = k.grouped_weights(rows, groups, up, D, self.dtype)
         weights += k.grouped_weights(rows, groups, D, down, self.dtype)
         more = self._quantised(rows * (D + down))
-        return Seconds(forward + 2 * sort + act + more, backward + 2 * sort + 2 * act + more, weights + more)
+        decoded = self._decoded(m.expert_bits, groups * m.expert_parameters)
+        found = Seconds(
+            forward + 2 * sort + act + more + decoded,
+            backward + 2 * sort + 2 * act + more + decoded,
+            weights + more,
+        )
+        part = m.training(layer)
+        if part is None:
+            return found
+        beside = self._adapted(part, part.expert_adapters, rows, groups)
+        return Seconds(found.F + beside.F, found.B + beside.B, found.W * part.mlp + beside.W)
 
     def dispatch(self) -> float:
         """Rows to experts; in 8 bits where products are."""
@@ -128,6 +180,7 @@ class MicrobatchWork:
         product = k.product(self.tokens, vocab, m.d_model)
         passes = k.stream(LOGIT_BYTES * self.tokens * vocab)
         weights = k.product(vocab, m.d_model, self.tokens) + k.stream(8.0 * vocab * m.d_model)
+        weights *= m.trained_tables[1]
         return Seconds(*(m.losses * part for part in (product + passes, product + passes, weights)))
 
     def transfer(self, stride: int) -> float:
@@ -142,7 +195,24 @@ class MicrobatchWork:
         weights = k.product(2 * width, D, rows, self.dtype) + k.product(D, width, rows, self.dtype)
         more = self._quantised(rows * (D + width))
         weights += k.stream(24.0 * width * D)
+        more += self._decoded(self.model.dense_bits, 3 * width * D)
         return Seconds(forward + act + more, backward + 2 * act + more, weights + more)
+
+    def _adapted(
+        self, part: TrainedLayer, products: tuple[tuple[int, int], ...], rows: float, groups: float = 1.0
+    ) -> Seconds:
+        """Two thin products beside each wide one, there and back, and the gradients of both."""
+        k, r = self.kernels, part.rank
+        forward = backward = weights = 0.0
+        for out, inner in products:
+            forward += k.grouped(rows, groups, r, inner) + k.grouped(rows, groups, out, r)
+            backward += k.grouped(rows, groups, r, out) + k.grouped(rows, groups, inner, r)
+            weights += k.grouped_weights(rows, groups, r, inner) + k.grouped_weights(rows, groups, out, r)
+        return Seconds(forward, backward, weights)
+
+    def _decoded(self, bits: float, weights: float) -> float:
+        """Weights in few bits are read and written out before a product reads them."""
+        return self.kernels.stream((bits / 8 + 2.0) * weights) if bits else 0.0
 
     def _quantised(self, values: float) -> float:
         """Read in 16 bits and written in 8, where products are in 8."""
@@ -150,6 +220,8 @@ class MicrobatchWork:
 
     def _tensor(self) -> float:
         """One gather or scatter of a microbatch's tokens over tp."""
+        if not self.tensor_inside:
+            return 0.0
         return self.cluster.collective(2.0 * self.tokens * self.model.d_model, self.tp)
 
     def _exchange(self, value_bytes: float) -> float:

@@ -6,9 +6,40 @@ Which layers have experts and what they see are lists; everything else is alike 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from moeclipse.cost.cluster import ExpertChoice
 from moeclipse.cost.kernels import keys_seen
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedLayer:
+    """What of one layer is trained; a layer that is trained whole needs none of this."""
+
+    attn: float = 0.0
+    """Of the weights of attention's products, the share that has gradients ..."""
+    route: float = 0.0
+    shared: float = 0.0
+    mlp: float = 0.0
+    """... and of routed experts, or of a dense block."""
+    norms: bool = False
+    dense_parameters: float = 0.0
+    """That are trained beside experts, adapters included."""
+    expert_parameters: float = 0.0
+    """The same of one expert."""
+    rank: int = 0
+    attn_adapters: tuple[tuple[int, int], ...] = ()
+    """(out, in) of the products that have adapters of this rank."""
+    expert_adapters: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def dense_adapted(self) -> float:
+        """Parameters of adapters, which a model that is trained whole has not."""
+        return float(self.rank * sum(map(sum, self.attn_adapters)))
+
+    @property
+    def expert_adapted(self) -> float:
+        return float(self.rank * sum(map(sum, self.expert_adapters)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +71,14 @@ class ModelSizes:
     tied: bool = False
     losses: int = 1
     """Times that the head is computed: one more for each token predicted beyond the next."""
+    trained: tuple[TrainedLayer, ...] = ()
+    """Of each layer; empty: everything is."""
+    trained_tables: tuple[bool, bool] = (True, True)
+    """Embedding and head."""
+    expert_bits: float = 0.0
+    """Of a weight of the frozen base, where experts are kept in few and decoded before each product ..."""
+    dense_bits: float = 0.0
+    """... and of attention, dense blocks and shared experts."""
 
     @property
     def num_layers(self) -> int:
@@ -82,6 +121,33 @@ class ModelSizes:
             return own + 3.0 * D * self.dense_width
         return own + D * self.experts.num_experts + 3.0 * D * self.shared_width
 
+    def training(self, layer: int) -> TrainedLayer | None:
+        """None: all of the layer is trained."""
+        return self.trained[layer] if self.trained else None
+
+    def trained_dense(self, layer: int) -> float:
+        part = self.training(layer)
+        return self.dense_parameters(layer) if part is None else part.dense_parameters
+
+    def trained_experts(self, layer: int) -> float:
+        """Of all experts of a layer."""
+        part = self.training(layer)
+        each = self.expert_parameters if part is None else part.expert_parameters
+        return each * self.experts.num_experts if self.moe_layers[layer] else 0.0
+
+    def matrix_parameters(self, layer: int) -> float:
+        """That a base in few bits keeps so, experts apart."""
+        width = self.shared_width if self.moe_layers[layer] else self.dense_width
+        return self.attention_parameters + 3.0 * self.d_model * width
+
+    @cached_property
+    def adapter_parameters(self) -> float:
+        """That the model has beside its own."""
+        return sum(
+            part.dense_adapted + moe * self.experts.num_experts * part.expert_adapted
+            for part, moe in zip(self.trained, self.moe_layers, strict=False)
+        )
+
     @property
     def table_parameters(self) -> float:
         """Of the embedding, or of the head."""
@@ -95,11 +161,24 @@ class ModelSizes:
         return tables + experts + sum(map(self.dense_parameters, range(self.num_layers)))
 
     def flops_per_token(self, sequence: int) -> float:
-        """Of a step: 6 for each weight that a token meets in a product, and attention by the keys it sees."""
-        met = self.losses * self.table_parameters
+        """Of a step: 4 for each weight that a token meets in a product, 2 more for each that is trained, and
+        attention by the keys it sees."""
+        met = trained = 0.0
         total = 0.0
         for layer, moe in enumerate(self.moe_layers):
-            met += self.dense_parameters(layer) - 2 * self.d_model
-            met += self.experts.top_k * self.expert_parameters if moe else 0.0
+            dense, expert = self.dense_parameters(layer) - 2 * self.d_model, self.expert_parameters
+            part = self.training(layer)
+            if part is None:
+                mine = dense + (self.experts.top_k * expert if moe else 0.0)
+                trained += mine
+            else:
+                dense, expert = dense + part.dense_adapted, expert + part.expert_adapted
+                mine = dense + (self.experts.top_k * expert if moe else 0.0)
+                norms = 2 * self.d_model if part.norms else 0
+                trained += part.dense_parameters - norms
+                trained += self.experts.top_k * part.expert_parameters if moe else 0.0
+            met += mine
             total += keys_seen(sequence, self.window_of(layer))
-        return 6.0 * met + 6.0 * total * self.num_heads * (self.d_qk + self.d_v)
+        head = self.losses * self.table_parameters
+        products = 4.0 * (met + head) + 2.0 * (trained + (head if self.trained_tables[1] else 0.0))
+        return products + 6.0 * total * self.num_heads * (self.d_qk + self.d_v)

@@ -11,10 +11,11 @@ and kernels on a GPU may keep less.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from moeclipse.cost.sizes import ModelSizes
+from moeclipse.cost.sizes import ModelSizes, TrainedLayer
 
 Again = Literal["off", "attn", "mlp", "moe", "full"]
 CHOICE_BYTES, SCORE_BYTES = 32.0, 4.0
@@ -51,8 +52,27 @@ class Kept(NamedTuple):
         }[again]
 
 
-def kept_by(model: ModelSizes, moe: bool, width: float) -> Kept:
-    """On one rank alone; `width` is that of a value in bytes."""
+class ActivationBytes(NamedTuple):
+    """Of one layer for one microbatch on one rank, by the part whose backward releases them."""
+
+    input: float
+    """Until the layer's backward ends, whatever is recomputed."""
+    attn: float
+    shared: float
+    mlp: float
+
+
+def kept_by(
+    model: ModelSizes, moe: bool, width: float, part: TrainedLayer | None = None, *, fused: bool = False
+) -> Kept:
+    """On one rank alone; `width` is that of a value in bytes, `part` what is trained, where that is not all.
+
+    `fused`: kernels gather rows while they load and sum them while they store, so experts keep hidden values
+    alone; plain operations keep a copy of the row for each choice, there and back.
+
+    Products keep their inputs, whoever of them and their adapters needs those; what is frozen beside them
+    keeps less: norms their normed inputs, a gate its input, which shared experts would need.
+    """
     D, H = model.d_model, model.num_heads
     if model.kv_rank:
         nope = model.d_qk - model.d_rope
@@ -64,9 +84,17 @@ def kept_by(model: ModelSizes, moe: bool, width: float) -> Kept:
     if model.qk_norm:
         normed = H + model.kv_heads
         attn += 2 * width * normed * model.d_qk + 4.0 * normed
+    normed_values = 2 * D + model.q_rank + model.kv_rank
+    normed_values += (H + model.kv_heads) * model.d_qk if model.qk_norm else 0
+    if part is not None:
+        attn += width * part.rank * len(part.attn_adapters) - (0 if part.norms else width * normed_values)
     if moe:
-        mlp = model.experts.top_k * (width * (2 * D + model.up_width) + CHOICE_BYTES)
+        copies = 0 if fused else 2 * D
+        mlp = model.experts.top_k * (width * (copies + model.up_width) + CHOICE_BYTES)
         mlp += SCORE_BYTES * model.experts.num_experts + 2 * width * model.shared_width
+        if part is not None:
+            mlp += width * model.experts.top_k * part.rank * len(part.expert_adapters)
+            mlp -= 0 if part.route or model.shared_width else width * D
     else:
         mlp = 4 * width * model.dense_width
     return Kept(width * D, attn, mlp, width * D)
@@ -81,8 +109,24 @@ class StateBytes:
     shard: float = 12.0
     """Master weight and both moments, on the rank that owns it."""
 
-    def of(self, held: float, owned: float) -> float:
-        return held * (self.weight + self.gradient) + owned * self.shard
+    def of(self, model: ModelSizes, held: HeldParameters) -> float:
+        experts, matrices = (bits / 8 or self.weight for bits in (model.expert_bits, model.dense_bits))
+        weights = held.experts * experts + held.matrices * matrices + held.rest * self.weight
+        return weights + held.trained * self.gradient + held.owned * self.shard
+
+
+class HeldParameters(NamedTuple):
+    """Parameters of one rank."""
+
+    experts: float
+    matrices: float
+    """Of products, experts apart ..."""
+    rest: float
+    """... and all others: tables, gates, norms, adapters."""
+    trained: float
+    """Of all these, with a gradient ..."""
+    owned: float
+    """... and of these, in the rank's shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,18 +138,44 @@ class Sharing:
     tp: int = 1
     imbalance: float = 1.1
     """Rows of the busiest rank, in mean ranks."""
+    fused: bool = False
+    """Experts are computed by our kernels: on GPUs."""
 
-    def held(self, model: ModelSizes, layers: range, tables: int) -> tuple[float, float]:
-        """Parameters (held by a rank, of its shard); `tables`: of embedding and head, those it has."""
-        dense = sum(map(model.dense_parameters, layers)) + tables * model.table_parameters
-        experts = sum(model.moe_layers[i] for i in layers) * model.experts.num_experts
-        owned = (dense + experts * model.expert_parameters) / (self.dp * self.ep * self.tp)
-        here = experts * model.expert_parameters / (self.ep * self.tp)
-        return dense / self.tp + here, owned
+    def held(self, model: ModelSizes, layers: range, tables: tuple[bool, bool]) -> HeldParameters:
+        """`tables`: whether the rank has the embedding, and the head."""
+        ranks, table = self.ep * self.tp, model.table_parameters
+        parts = [model.training(layer) for layer in layers]
+        number = model.experts.num_experts
+        moe = [model.moe_layers[layer] for layer in layers]
+        adapted = [
+            (0.0, 0.0) if part is None else (part.dense_adapted, part.expert_adapted) for part in parts
+        ]
+        matrices = sum(map(model.matrix_parameters, layers))
+        rest = sum(map(model.dense_parameters, layers)) - matrices + sum(tables) * table
+        rest += sum(dense for dense, _ in adapted)
+        trained = sum(map(model.trained_dense, layers))
+        trained += table * sum(map(all, zip(tables, model.trained_tables, strict=True)))
+        shared = sum(map(model.trained_experts, layers))
+        beside = number * sum(expert for has, (_, expert) in zip(moe, adapted, strict=True) if has)
+        return HeldParameters(
+            experts=sum(moe) * number * model.expert_parameters / ranks,
+            matrices=matrices / self.tp,
+            rest=rest / self.tp + beside / ranks,
+            trained=trained / self.tp + shared / ranks,
+            owned=(trained + shared) / (self.dp * ranks),
+        )
 
-    def layer(self, model: ModelSizes, moe: bool, tokens: float, width: float, again: Again) -> float:
+    def layer(
+        self,
+        model: ModelSizes,
+        moe: bool,
+        tokens: float,
+        width: float,
+        again: Again,
+        part: TrainedLayer | None = None,
+    ) -> float:
         """Activations of one layer for one microbatch of `tokens`, on one rank."""
-        kept = kept_by(model, moe, width)
+        kept = kept_by(model, moe, width, part, fused=self.fused)
         size = kept.under(again)
         ranks = self.ep * self.tp
         if moe and again not in ("full", "moe") and ranks > 1:
@@ -114,11 +184,57 @@ class Sharing:
             size += (self.imbalance - 1) * kept.mlp if ranks > 1 else 0.0
         return size * tokens / self.tp
 
+    def parts(
+        self,
+        model: ModelSizes,
+        moe: bool,
+        tokens: float,
+        width: float,
+        again: Again,
+        part: TrainedLayer | None = None,
+    ) -> ActivationBytes:
+        """The same by parts, as if nothing were recomputed but for what then outlives its part."""
+        kept, share = kept_by(model, moe, width, part, fused=self.fused), tokens / self.tp
+        outlives = kept.normed if again == "attn" else 0.0
+        shared = 2 * width * model.shared_width if moe else 0.0
+        arrived = width * model.d_model * model.experts.visited(self.ep * self.tp) if moe else 0.0
+        mlp, held = kept.mlp - shared, 0.0
+        if moe and self.ep * self.tp > 1:
+            mlp += (self.imbalance - 1) * kept.mlp
+            mlp, held = (mlp, arrived) if again == "mlp" else (mlp + arrived, 0.0)
+        sizes = (kept.input + outlives + held, kept.attn - outlives, shared, mlp)
+        return ActivationBytes(*(share * size for size in sizes))
+
+
+def standing(
+    model: ModelSizes,
+    sharing: Sharing,
+    state: StateBytes,
+    stages: Sequence[range],
+    mine: Sequence[int],
+    tokens: float,
+    width: float,
+    *,
+    program: bool,
+) -> float:
+    """All of a rank that has the stages `mine`, but for activations: its state, and what is beside it."""
+    last, total = len(stages) - 1, 0.0
+    for stage in mine:
+        ends = (stage == 0, stage == last and not (model.tied and 0 in mine))
+        total += state.of(model, sharing.held(model, stages[stage], ends))
+    return total + beside(model, sharing, tokens, width, program=program, head=last in mine)
+
 
 def beside(
     model: ModelSizes, sharing: Sharing, tokens: float, width: float, *, program: bool, head: bool
 ) -> float:
     """What is there beside state and kept activations at the peak."""
-    most = max(sharing.layer(model, moe, tokens, width, "off") for moe in set(model.moe_layers))
+    kinds = {(moe, model.training(layer)) for layer, moe in enumerate(model.moe_layers)}
+    most = max(sharing.layer(model, moe, tokens, width, "off", part) for moe, part in kinds)
+    buffer = 0.0
+    if model.expert_bits:  # one for all layers, as large as the larger stack of a rank's experts
+        stack = model.d_model * max(model.up_width, model.expert_width)
+        buffer = 2.0 * stack * model.experts.num_experts / (sharing.ep * sharing.tp)
     logits = min(tokens * model.vocab * width / sharing.tp, LOGIT_CHUNK)
-    return most * (IN_PROGRAM if program else BY_AUTOGRAD) + (2 * logits if head else 0.0) + COMMUNICATORS
+    rest = (2 * logits if head else 0.0) + buffer + COMMUNICATORS
+    return most * (IN_PROGRAM if program else BY_AUTOGRAD) + rest

@@ -9,8 +9,20 @@ from typing import Literal
 from moeclipse.schedule.shape import RECOMPUTED, Recompute
 
 Schedule = Literal[
-    "auto", "gpipe", "1f1b", "1f1b-pairs", "vpp", "vpp+1", "zb-h1", "zb-v", "dualpipev", "layers"
+    "auto",
+    "gpipe",
+    "1f1b",
+    "1f1b-pairs",
+    "vpp",
+    "vpp+1",
+    "zb-h1",
+    "zb-h2",
+    "zb-m",
+    "zb-v",
+    "dualpipev",
+    "layers",
 ]
+IN_GROUPS = ("vpp", "vpp+1")
 PAIRED = ("pp1", "1f1b-pairs", "vpp+1", "dualpipev")
 """Schedules in which the forward of one microbatch stands beside the backward of another."""
 
@@ -27,6 +39,11 @@ class PipelineConfig:
     what is predicted to be clearly faster than off, and a schedule that goes with it."""
     layers_per_virtual_stage: int | Literal["auto"] = "auto"
     """vpp: layers of one stage, of which a rank has several; auto: two stages for each rank."""
+    group_size: int | Literal["auto"] = "auto"
+    """vpp: microbatches that pass a stage before the rank's next one begins (Megatron's microbatch group
+    size), at least pp; the last group may be shorter. auto: groups of pp or a little more, all alike."""
+    budget: int | Literal["auto"] = "auto"
+    """zb-m: microbatches whose activations a rank may hold, for which an order is searched; auto: pp."""
     layers: tuple[int, ...] = ()
     """Layers of each stage, where they are not to be shared out evenly."""
     chunks: int | Literal["auto"] = "auto"
@@ -47,7 +64,13 @@ class PipelineConfig:
                 "pipeline.recompute = 'norms' is for microbatches one after the other; with a schedule or "
                 "overlap choose 'attn', 'mlp', 'moe' or 'full'"
             )
-        for name in ("layers_per_virtual_stage", "chunks"):
+        for name, schedules in (("group_size", IN_GROUPS), ("budget", ("zb-m",))):
+            if getattr(self, name) != "auto" and self.schedule not in schedules:
+                yield (
+                    f"pipeline.{name} ({getattr(self, name)}) is for pipeline.schedule = "
+                    f"{' or '.join(map(repr, schedules))}, not {self.schedule!r}"
+                )
+        for name in ("layers_per_virtual_stage", "chunks", "group_size", "budget"):
             value = getattr(self, name)
             if value != "auto" and value < 1:
                 yield f'pipeline.{name} ({value}) must be at least 1, or "auto"'
@@ -70,6 +93,12 @@ class PipelineConfig:
     def used(self) -> bool:
         """Whether schedule or overlap ask for the runtime on one rank of a pipeline."""
         return self.schedule != "auto" or self.overlaps
+
+    @property
+    def orders(self) -> dict[str, int]:
+        """What `schedule/catalogue.build` is told of groups and budget, where the schedule has any."""
+        given = {"group_size": (self.group_size, IN_GROUPS), "budget": (self.budget, ("zb-m",))}
+        return {name: size for name, (size, of) in given.items() if size != "auto" and self.schedule in of}
 
     @property
     def overlaps(self) -> bool:

@@ -67,7 +67,10 @@ def lay_out(config: PipelineConfig, num_layers: int, num_ranks: int, num_microba
                 f"{num_layers}; every stage needs a layer"
             )
         bounds = even_bounds(num_layers, num_stages)
-    placement = build(name, num_ranks, num_microbatches, per_rank).pipeline().placement
+    try:
+        placement = build(name, num_ranks, num_microbatches, per_rank, **config.orders).pipeline().placement
+    except ScheduleError as error:
+        raise ConfigError(f"pipeline.group_size: {error}") from None
     stages = tuple(range(first, last) for first, last in pairwise(bounds))
     return StageLayout(schedule=name, stages=stages, rank_of=placement.rank_of)
 
@@ -120,7 +123,8 @@ def make_program(
         )
         for index, layer in enumerate(layers)
     ]
-    actions = build(layout.schedule, num_ranks, num_microbatches, len(layout.stages) // num_ranks)
+    per_rank = len(layout.stages) // num_ranks
+    actions = build(layout.schedule, num_ranks, num_microbatches, per_rank, **config.orders)
     overlap = "off" if config.overlap == "auto" else config.overlap
     how = Expansion(overlap=overlap, chunks=chunks, split="layer")
     stages = [[shaped[i] for i in stage] for stage in layout.stages]

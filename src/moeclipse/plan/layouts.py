@@ -16,9 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from moeclipse.cost.step_bytes import ALONE, APART, Again, Sharing, StateBytes, beside
+from moeclipse.cost.step_bytes import ALONE, APART, Again, Sharing, StateBytes, beside, standing
 from moeclipse.plan.step import Layout, Step, StepTime, Terms
 from moeclipse.schedule import kinds
+from moeclipse.schedule.interleaved import group_sizes
 from moeclipse.schedule.legal import broken_rules
 from moeclipse.schedule.op import Op, Program
 
@@ -43,6 +44,11 @@ class Request:
     """Rows of the busiest rank, in mean ranks, that memory must have room for."""
     refuse: Callable[[Plan], str] = lambda _: ""
     """Why a plan cannot be run; empty: it can."""
+
+    @property
+    def fused(self) -> bool:
+        """Whether experts run in our kernels."""
+        return self.terms.cluster.device.name != "cpu"
 
     def room(self, layout: Layout) -> float:
         """Bytes of a device that may be taken."""
@@ -171,7 +177,7 @@ def schedules_of(layout: Layout, num_layers: int) -> Iterator[Layout]:
         if layout.microbatches > 1 and layout.ep * layout.tp > 1:
             yield replace(layout, schedule="pp1", overlap="pair")
         return
-    for name in ("1f1b", "zb-h1", "zb-v", "vpp", "vpp+1", "1f1b-pairs", "dualpipev"):
+    for name in ("1f1b", "zb-h1", "zb-h2", "zb-v", "vpp", "vpp+1", "1f1b-pairs", "dualpipev"):
         per_rank = STAGES if name.startswith("vpp") else (2 if name in ("zb-v", "dualpipev") else 1,)
         for stages in per_rank:
             if layout.pp * stages > num_layers or broken_rules(name, layout.pp, layout.microbatches, stages):
@@ -228,15 +234,17 @@ def bound(priced: Step, layout: Layout) -> float:
 def rough_peak(request: Request, layout: Layout) -> float:
     """Bytes of the fullest rank, with layers as even as numbers allow."""
     model = request.terms.model
-    sharing = Sharing(dp=layout.dp, ep=layout.ep, tp=layout.tp, imbalance=request.imbalance)
+    sharing = Sharing(
+        dp=layout.dp, ep=layout.ep, tp=layout.tp, imbalance=request.imbalance, fused=request.fused
+    )
     tokens = layout.samples * request.terms.sequence
     per_stage = -(-model.num_layers // layout.num_stages)
     layers = min(per_stage * layout.stages_per_rank, model.num_layers)
     last = range(model.num_layers - layers, model.num_layers)
-    moe = any(model.moe_layers)
-    kept = per_stage * sharing.layer(model, moe, tokens, VALUE_BYTES, layout.recompute)
-    tables = 2 if layout.pp == 1 and not model.tied else 1
-    state = request.state.of(*sharing.held(model, last, tables))
+    moe, part = any(model.moe_layers), model.training(model.num_layers - 1)
+    kept = per_stage * sharing.layer(model, moe, tokens, VALUE_BYTES, layout.recompute, part)
+    tables = (layout.pp == 1 and not model.tied, True)
+    state = request.state.of(model, sharing.held(model, last, tables))
     rest = beside(model, sharing, tokens, VALUE_BYTES, program=runs_program(layout), head=True)
     return state + kept * in_flight(layout) + rest
 
@@ -249,15 +257,17 @@ def runs_program(layout: Layout) -> bool:
 def in_flight(layout: Layout) -> int:
     """Most activations that a rank holds, in those of a stage for one microbatch."""
     P, V, M = layout.pp, layout.stages_per_rank, layout.microbatches
+    G = max(group_sizes(P, M))
     most = {
         "1f1b": P,
         "zb-h1": P,
-        "pp1": 2,
-        "1f1b-pairs": 2 * P,
+        "zb-h2": 2 * P - 1,
+        "pp1": 1,
+        "1f1b-pairs": 2 * P - 1,
         "zb-v": 2 * P,
         "dualpipev": 2 * P + 1,
-        "vpp": 2 * (P - 1) + (V - 1) * P + 1,
-        "vpp+1": 2 * (P - 1) + (V - 1) * P + 2,
+        "vpp": 2 * (P - 1) + (V - 1) * G + 1,
+        "vpp+1": 2 * (P - 1) + (V - 1) * G + 1,
     }[layout.schedule]
     return min(most, M * V)
 
@@ -276,38 +286,51 @@ def plan_of(request: Request, layout: Layout, stages: Sequence[int] | None = Non
 def peak_bytes(request: Request, step: Step) -> tuple[float, ...]:
     """Of each rank of the pipeline, action by action."""
     layout, model = step.layout, request.terms.model
-    sharing = Sharing(dp=layout.dp * layout.copies, ep=layout.ep, tp=layout.tp, imbalance=request.imbalance)
+    sharing = Sharing(
+        dp=layout.dp * layout.copies,
+        ep=layout.ep,
+        tp=layout.tp,
+        imbalance=request.imbalance,
+        fused=request.fused,
+    )
     tokens = layout.samples * request.terms.sequence
     firsts = [sum(step.stages[:number]) for number in range(len(step.stages))]
     held = [range(first, first + count) for first, count in zip(firsts, step.stages, strict=True)]
+    kinds_of = [(moe, model.training(layer)) for layer, moe in enumerate(model.moe_layers)]
     sizes = {
-        moe: sharing.layer(model, moe, tokens, VALUE_BYTES, layout.recompute) for moe in set(model.moe_layers)
+        kind: sharing.layer(model, kind[0], tokens, VALUE_BYTES, layout.recompute, kind[1])
+        for kind in set(kinds_of)
     }
-    kept = [sum(sizes[model.moe_layers[i]] for i in layers) for layers in held]
+    kept = [sum(sizes[kinds_of[i]] for i in layers) for layers in held]
     program = step.program(min(layout.microbatches, 3 * layout.pp))
     placement = program.pipeline().placement
     found = []
-    last = len(step.stages) - 1
     for rank, most in enumerate(most_kept(program, kept)):
         mine = [stage % len(step.stages) for stage in placement.stages_of(rank)]
-        state = 0.0
-        for stage in mine:
-            ends = int(stage == 0) + int(stage == last and not (model.tied and 0 in mine))
-            state += request.state.of(*sharing.held(model, held[stage], ends))
-        head = last in mine
-        rest = beside(model, sharing, tokens, VALUE_BYTES, program=runs_program(layout), head=head)
-        found.append(state + most + rest)
+        rest = standing(
+            model,
+            sharing,
+            request.state,
+            held,
+            mine,
+            tokens,
+            VALUE_BYTES,
+            program=runs_program(layout),
+        )
+        found.append(most + rest)
     return tuple(found)
 
 
 def most_kept(program: Program, kept: Sequence[float]) -> Iterator[float]:
-    """Of each rank, by what its stages keep of a microbatch."""
+    """Of each rank, by what its stages keep of a microbatch.
+
+    In a pair one microbatch keeps a layer while another gives one back: what is beside them has room for it.
+    """
     for ops in program.ranks:
         now = most = 0.0
         for op in ops:
-            now += sum(_change(leaf, kept) for leaf in op.leaves if leaf.kind is kinds.F)
+            now += sum(_change(leaf, kept) for leaf in op.leaves)
             most = max(most, now)
-            now += sum(_change(leaf, kept) for leaf in op.leaves if leaf.kind is not kinds.F)
         yield most
 
 

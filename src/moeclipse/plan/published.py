@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 from moeclipse.cost.cluster import ExpertChoice, cluster
 from moeclipse.cost.kernels import Type
+from moeclipse.cost.layer_seconds import Software
 from moeclipse.cost.sizes import ModelSizes
-from moeclipse.plan.step import Layout, Software, Step, Terms
+from moeclipse.plan.step import Layout, Step, Terms
 
 MEGATRON = Software(
     name="Megatron",

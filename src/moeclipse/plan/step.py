@@ -22,7 +22,7 @@ import numpy as np
 from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.cluster import Cluster
 from moeclipse.cost.kernels import Type
-from moeclipse.cost.layer_seconds import UPDATE_BYTES, MicrobatchWork, Seconds
+from moeclipse.cost.layer_seconds import OURS, UPDATE_BYTES, MicrobatchWork, Seconds, Software, slower
 from moeclipse.cost.model import Costs
 from moeclipse.cost.sizes import ModelSizes
 from moeclipse.schedule import kinds
@@ -32,30 +32,8 @@ from moeclipse.schedule.op import Op, Program
 from moeclipse.schedule.shape import Recompute
 from moeclipse.sim.engine import Simulation, simulate
 
-REST = 1.085
-"""What kernels take inside a step, in what they take alone: fitted on a published step (docs/planning.md)."""
 FEW, MORE = 2, 3
 """Microbatches, in ranks of the pipeline, at which a schedule is simulated; then it repeats itself."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Software:
-    """What a framework does beside its kernels."""
-
-    name: str
-    host_s: float
-    """That the host takes to launch one layer for one microbatch, forward and backward."""
-    hides: float
-    """Of the communication that stands beside compute in a pair, how much is hidden in fact."""
-    source: str
-
-
-OURS = Software(
-    name="moeclipse",
-    host_s=1e-3,
-    hides=0.9,
-    source="193 launches a layer and microbatch at 5 us; 0.90 to 0.95 hidden in pairs (bench/fb_overlap)",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,12 +151,16 @@ class Step:
 
     @cached_property
     def parts(self) -> dict[str, Seconds]:
-        work = self.work
+        """Of the last layer with experts and of the first without; attention apart."""
+        work, moe = self.work, self.model.moe_layers
+        experts, dense = len(moe) - 1 - moe[::-1].index(True) if any(moe) else -1, 0
+        if not all(moe):
+            dense = moe.index(False)
         found = {
-            "route": work.route(),
-            "shared": work.shared(),
-            "experts": work.experts() if any(self.model.moe_layers) else Seconds(),
-            "dense": work.dense() if not all(self.model.moe_layers) else Seconds(),
+            "route": work.route(experts) if any(moe) else Seconds(),
+            "shared": work.shared(experts) if any(moe) else Seconds(),
+            "experts": work.experts(experts) if any(moe) else Seconds(),
+            "dense": work.dense(dense) if not all(moe) else Seconds(),
             "head": work.head(),
         }
         return {name: slower(part) for name, part in found.items()}
@@ -186,15 +168,18 @@ class Step:
     @cached_property
     def layers(self) -> tuple[Prices, ...]:
         """Prices of each layer, without head."""
-        known: dict[tuple[bool, int], Prices] = {}
+        known: dict[tuple[object, ...], Prices] = {}
+        found = []
         for layer, moe in enumerate(self.model.moe_layers):
-            key = (moe, self.model.window_of(layer))
+            key = (moe, self.model.window_of(layer), self.model.training(layer))
             if key not in known:
                 known[key] = self._host(self._moe(layer) if moe else self._dense(layer))
-        return tuple(known[moe, self.model.window_of(i)] for i, moe in enumerate(self.model.moe_layers))
+            found.append(known[key])
+        return tuple(found)
 
     def _dense(self, layer: int) -> Prices:
-        attn, block, again = slower(self.work.attention(layer)), self.parts["dense"], self.layout.recompute
+        attn, block = slower(self.work.attention(layer)), slower(self.work.dense(layer))
+        again = self.layout.recompute
         more = (attn.F if again in ("attn", "full") else 0) + (
             block.F if again in ("mlp", "moe", "full") else 0
         )
@@ -203,8 +188,9 @@ class Step:
         return Prices(F=F, B=B, W=W, pair=F + B, compute_F=F, compute_B=B)
 
     def _moe(self, layer: int) -> Prices:
-        attn = slower(self.work.attention(layer))
-        route, shared, mlp = self.parts["route"], self.parts["shared"], self.parts["experts"]
+        work = self.work
+        alone = (work.attention(layer), work.route(layer), work.shared(layer), work.experts(layer))
+        attn, route, shared, mlp = map(slower, alone)
         dispatch, combine = self.work.dispatch(), self.work.combine()
         F, W = (sum(part[form] for part in (attn, route, shared, mlp)) for form in (0, 2))
         again = self.layout.recompute
@@ -335,11 +321,12 @@ class Step:
         for number, count in enumerate(self.stages):
             held = range(first, first + count)
             first += count
-            dense = sum(map(model.dense_parameters, held)) / layout.tp
-            dense += model.table_parameters / layout.tp * ((number == 0) + (number == len(self.stages) - 1))
+            dense = sum(map(model.trained_dense, held)) / layout.tp
+            ends = (number == 0, number == len(self.stages) - 1)
+            tables = sum(map(all, zip(ends, model.trained_tables, strict=True)))
+            dense += tables * model.table_parameters / layout.tp
             owners = layout.ep * layout.tp
-            experts = sum(model.moe_layers[i] for i in held) * model.expert_parameters
-            experts *= model.experts.num_experts / owners
+            experts = sum(map(model.trained_experts, held)) / owners
             everyone, replicas = layout.dp * layout.ep, layout.dp * layout.copies
             summed = cluster.collective(4.0 * dense, everyone, layout.tp)
             summed += cluster.collective(4.0 * experts, replicas, owners)
@@ -349,11 +336,6 @@ class Step:
             hidden = self.stage_prices[number].compute_B
             longest = max(longest, max(summed - hidden, 0.0) + update + gathered)
         return longest * layout.stages_per_rank / layout.copies
-
-
-def slower(alone: Seconds) -> Seconds:
-    """As inside of a step."""
-    return Seconds(*(REST * part for part in alone))
 
 
 def even_stages(seconds: Sequence[float], head: float, num_stages: int) -> tuple[int, ...]:

@@ -158,6 +158,8 @@ FORMS = {
     "UPDATE": "update",
     "UNSHARD": "unshard",
     "RESHARD": "reshard",
+    "FETCH": "fetched from the host",
+    "STORE": "stored on the host",
 }
 CODE = re.compile(
     r"(?:(?P<stage>\d+)(?:\.(?P<layer>\d+))?)?(?P<part>[A-Z]{1,8})(?:_(?P<form>[A-Z]+))?(?P<microbatch>\d+)?"

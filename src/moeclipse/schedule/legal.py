@@ -30,26 +30,19 @@ class Rule:
     holds: Callable[[Setting], bool]
 
 
-def rounds_fit(num_ranks: int, num_microbatches: int) -> bool:
-    """Interleaving cuts the microbatches into M // P rounds of equal size."""
-    return num_microbatches % max(1, num_microbatches // num_ranks) == 0
-
-
 ONE_RANK = Rule(text="one rank", holds=lambda s: s.P == 1)
 ONE_STAGE = Rule(text="one stage per rank", holds=lambda s: s.V == 1)
 TWO_STAGES = Rule(text="two stages per rank", holds=lambda s: s.V == 2)
-ROUNDS = Rule(
-    text="microbatches in max(1, microbatches // ranks) rounds of equal size",
-    holds=lambda s: rounds_fit(s.P, s.M),
-)
 RULES: dict[str, tuple[Rule, ...]] = {
     "gpipe": (ONE_STAGE,),
     "1f1b": (ONE_STAGE,),
     "1f1b-pairs": (ONE_STAGE,),
     "pp1": (ONE_RANK, ONE_STAGE),
-    "vpp": (ROUNDS,),
-    "vpp+1": (ROUNDS,),
+    "vpp": (),
+    "vpp+1": (),
     "zb-h1": (ONE_STAGE,),
+    "zb-h2": (ONE_STAGE,),
+    "zb-m": (ONE_STAGE,),
     "zb-v": (TWO_STAGES,),
     "dualpipe": (
         TWO_STAGES,

@@ -5,6 +5,10 @@ P ranks, M microbatches, rank r.
     zb-h1   1  w = P-1-r x F   2  (M-w) x [F I]   3  w x I   with a W after any I that leaves more than
             r of them open, and the rest of W at the end: memory P on every rank
 
+    zb-h2   the same with 2(P-1-r) x F first and up to 2r open: memory 2P-1. Between its first and its last
+            action no rank waits where F, I and W take equally long, nor where I takes twice as long as W,
+            which costs zb-h1 the difference for each rank
+
     zb-v    stages s0 = r and s1 = 2P-1-r
             1  2(P-r)-1 x F0           4  while F is left: [F0 I0 W0 F1 I1 W1]
             2  r x [F1 F0]             5  r x [I0 I1]
@@ -24,22 +28,30 @@ from moeclipse.schedule.shape import StagePlacement
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Program:
-    require_legal("zb-h1", num_ranks, num_microbatches, 1)
-    P, M = num_ranks, num_microbatches
+    return _one_way("zb-h1", num_ranks, num_microbatches, 1)
+
+
+def zb_h2(num_ranks: int, num_microbatches: int) -> Program:
+    return _one_way("zb-h2", num_ranks, num_microbatches, 2)
+
+
+def _one_way(name: str, P: int, M: int, factor: int) -> Program:
+    """`factor` is what warm-up and open W are multiplied by."""
+    require_legal(name, P, M, 1)
     ranks = []
     for r in range(P):
-        w, done = min(P - 1 - r, M), 0
+        w, done = min(factor * (P - 1 - r), M), 0
         ops = [forward(r, m) for m in range(w)]  # 1
         for i in range(M):  # 2, 3
             if w + i < M:
                 ops.append(forward(r, w + i))
             ops.append(input_grad(r, i))
-            if i + 1 - done > r:
+            if i + 1 - done > factor * r:
                 ops.append(weight_grad(r, done))
                 done += 1
         ops += [weight_grad(r, m) for m in range(done, M)]
         ranks.append(ops)
-    return pipeline_program("zb-h1", ranks, StagePlacement.loop(P), M)
+    return pipeline_program(name, ranks, StagePlacement.loop(P), M)
 
 
 def zb_v(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Program:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.model import Costs
 from moeclipse.schedule import kinds
-from moeclipse.schedule.catalogue import build
+from moeclipse.schedule.catalogue import IN_GROUPS, build
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.kinds import Part
 from moeclipse.schedule.legal import SCHEDULES, default_stages_per_rank
@@ -36,6 +36,10 @@ class Question:
     microbatches: int
     costs: Costs
     stages_per_rank: int | None = None
+    group_size: int = 0
+    """Of vpp and vpp+1; 0: the usual one."""
+    budget: int = 0
+    """Of zb-m."""
     layers: int = 4
     """Per rank (only where costs speak of layer ops)."""
     recompute: Recompute = "off"
@@ -55,6 +59,8 @@ class Answer:
     summary: Summary
     model_copies: int
     stages_per_rank: int
+    bytes_of: tuple[float, ...] = ()
+    """Of each rank at its peak, state and all; empty: nobody counted them."""
 
     @property
     def exchange_hidden(self) -> float | None:
@@ -66,7 +72,8 @@ class Answer:
 def ask(question: Question, schedule: str, program: Program | None = None) -> Answer:
     """Simulate one schedule (or a given program of whole actions)."""
     if program is None:
-        program = build(schedule, question.ranks, question.microbatches, _stages(question, schedule))
+        stages, orders = _stages(question, schedule), orders_of(question, schedule)
+        program = build(schedule, question.ranks, question.microbatches, stages, **orders)
     placement = program.pipeline().placement
     per_rank = max(len(placement.stages_of(rank)) for rank in range(placement.num_ranks))
     share = per_rank // placement.num_chains  # stages that together hold one rank's share of the model
@@ -91,6 +98,12 @@ def ask(question: Question, schedule: str, program: Program | None = None) -> An
 def _stages(question: Question, schedule: str) -> int | None:
     """In a comparison, stages per rank apply where a schedule has a choice."""
     return question.stages_per_rank if default_stages_per_rank(schedule) > 1 else None
+
+
+def orders_of(question: Question, schedule: str) -> dict[str, int]:
+    """Groups and budget, of schedules that have them."""
+    given = {"group_size": question.group_size if schedule in IN_GROUPS else 0}
+    return given | {"budget": question.budget if schedule == "zb-m" else 0}
 
 
 def _layers(question: Question, program: Program, share: int) -> Program:

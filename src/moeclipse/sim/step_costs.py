@@ -12,8 +12,8 @@ computed for itself:
     buckets     gradients there and weights back, less the rank's own part; moments and weights of an update
     copies      optimizer state between the host's memory and the device, both ways at once
 
-Hazard: everything here is arithmetic over peaks, so it compares layouts and schedules; how long a step
-really takes is measured (docs/measured.md).
+One rate and one link: for a machine whose rate and wire have just been measured (`train/run/resolve_auto`),
+and for shares of what was measured (`train/observe/trace_file`). A cluster is `sim/cluster_costs`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,21 @@ class StepCosts:
         self.rate = device.flops * device.efficiency
         self.row_bytes = work.layer.d_model * work.layer.row_bytes_per_value
 
-    def costs(self) -> Costs:
+    @property
+    def value_bytes(self) -> float:
+        """Of an activation, or of a weight."""
+        return self.work.layer.row_bytes_per_value
+
+    @property
+    def table_parameters(self) -> float:
+        """Of the embedding, or of the head, on one rank."""
+        return self.work.vocab * self.work.layer.d_model / self.work.tp
+
+    def parameters(self, _number: int, shape: LayerShape) -> tuple[float, float]:
+        """(dense ones, of experts) of a layer on a rank."""
+        return self.work.parameters(shape)
+
+    def costs(self, _program: Program | None = None) -> Costs:
         """What goes with the durations: host and launch."""
         name = f"{self.device.name} over {self.link.name}"
         inline = self.device.name == "cpu"
@@ -136,9 +150,7 @@ class StepCosts:
         """Buckets by their bytes; what else ends a step is a few numbers, or a tied embedding."""
         if op.kind.part is not Part.BUCKET:
             alone = op.kind is not kinds.LOADS_SUM and step.copies * shape.placement.num_ranks == 1
-            tied = (
-                self.work.vocab * self.work.layer.d_model / self.work.tp if op.kind is kinds.TIED_SUM else 0
-            )
+            tied = self.table_parameters if op.kind is kinds.TIED_SUM else 0
             return 0.0 if alone else self.link.seconds(GRADIENT_BYTES * tied)
         bucket = buckets_of(shape, step, op.stage or 0)[op.step or 0]
         if op.kind in COPIES:

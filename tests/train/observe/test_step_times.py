@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+
+from moeclipse.comm.async_ops.in_flight import Ready, Then
 from moeclipse.comm.async_ops.record import StepStamps
 from moeclipse.comm.mesh import Mesh
 from moeclipse.report.intervals import split_step
 from moeclipse.testing.run_ranks import run_ranks
-from moeclipse.train.observe.step_times import gather_splits, mean_times, split_of
+from moeclipse.train.observe import step_times
+from moeclipse.train.observe.step_times import StepTimes, StepTold, gather_splits, mean_times, split_of
 
 
 def split(mesh: Mesh, skew: float, known: bool) -> tuple[float, float]:
@@ -30,6 +35,60 @@ def test_late_ranks_are_told_from_the_wire_on_any_clock(skew: float) -> None:
     early, late = run_ranks(2, split, skew, True)
     assert early == pytest.approx((2.0, 2.0))
     assert late == pytest.approx((0.0, 2.0))
+
+
+class Watched:
+    """Messages of one rank: in which step each was sent, and in which the host asked for it."""
+
+    def __init__(self) -> None:
+        self.step, self.sent, self.asked = 0, list[int](), list[tuple[int, int]]()
+        self.real = step_times.gather
+
+    def gather(self, lane: Any, group: Any, value: torch.Tensor, label: str) -> Any:
+        self.sent.append(self.step)
+        return Then(Ready((self.step, self.real(lane, group, value, label))), self._ask)
+
+    def _ask(self, sent: tuple[int, Any]) -> torch.Tensor:
+        self.asked.append((sent[0], self.step))
+        found: torch.Tensor = sent[1].get()
+        return found
+
+
+def stamps_of(mesh: Mesh, step: int, number: int) -> StepStamps:
+    """Of so many transfers; rank 1 launches 2 s late in even steps."""
+    begin = 100.0 * step
+    begun = begin + (3.0 if mesh.rank == 1 and step % 2 == 0 else 1.0)
+    transfers = [("world", "dispatch", begun, begin + 5.0)] * number
+    return StepStamps(window=(begin, begin + 6.0), compute=[(begin, begun)], waits=[], transfers=transfers)
+
+
+def late(mesh: Mesh, launches: int, more: int) -> list[tuple[int, dict[str, Any]]]:
+    """Seven steps; from the fourth on there are more transfers."""
+    times, watched, found = StepTimes(mesh), Watched(), list[StepTold]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_times, "gather", watched.gather)
+        for step in range(7):
+            watched.step = step
+            stamps = stamps_of(mesh, step, launches + (more if step >= 3 else 0))
+            assert times.after(step, stamps, step + mesh.rank) == pytest.approx(6000.0)
+            found += times.take()
+        assert watched.sent == [0, *range(7)], "one a step; in the first all agree on a length"
+        assert watched.asked == [(0, 0), *((step, step + 1) for step in range(6))], "nobody waits"
+        assert [told.step for told in found] == list(range(5)), "two steps later"
+        times.settle()
+    return [(told.step, told.times) for told in (*found, *times.take())]
+
+
+@pytest.mark.parametrize(("launches", "more"), [(1, 0), (3, 0), (1, 5)])
+def test_one_message_a_step_that_nobody_waits_for(launches: int, more: int) -> None:
+    for found in run_ranks(2, late, launches, more):
+        assert [step for step, _ in found] == list(range(7)), "all of them, in order"
+        for step, times in found:
+            ranks = times["ranks"]
+            # All learn of more launches with the message that had no room for them.
+            assert ranks["straggle_ms"] == pytest.approx([2000.0 if step % 2 == 0 else 0.0, 0.0]), step
+            assert ranks["rows"] == [step, step + 1]
+            assert times["step_ms"] == pytest.approx(6000.0)
 
 
 def of_all(mesh: Mesh) -> dict[str, list[float]]:

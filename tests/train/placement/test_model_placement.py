@@ -256,15 +256,16 @@ def asked_when(mesh: Mesh, config: TrainConfig) -> list[int]:
         weights_E[0 if step < 30 else -1] = 6.0
         counts_E = rng.multinomial(4000, weights_E / weights_E.sum())
         trace.add(step, np.tile(counts_E, (learner.num_moe_layers, mesh.stage.size, 1)))
-        before = planner.pending
         learner.placement._plan(step, trace)
-        asked += [step] if planner.pending is not None and before is None else []
+        asked += [step] if planner.pending == step else []
     return asked
 
 
 def test_a_plan_is_asked_for_when_loads_jump(corpus: str) -> None:  # noqa: F811
-    never = {"placement.planner": "greedy", "placement.start_step": 100, "placement.slots_per_rank": 4}
-    assert run_ranks(2, asked_when, configure(corpus, **never)) == [[30]] * 2
+    given = {"placement.planner": "greedy", "placement.every": 100, "placement.slots_per_rank": 4}
+    for start_step, asked in ((100, [30]), (30, [29, 30])):
+        config = configure(corpus, **given, **{"placement.start_step": start_step})
+        assert run_ranks(2, asked_when, config) == [asked] * 2, "also in place of one that is under way"
 
 
 def test_planners_are_told_what_was_measured() -> None:

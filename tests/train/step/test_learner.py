@@ -276,8 +276,16 @@ def diverge(mesh: Mesh, config: TrainConfig) -> None:
 
 
 def test_times_of_a_step_add_up(corpus: str) -> None:
+    def told(mesh: Mesh) -> dict[str, Any]:
+        learner = Learner(config, mesh)
+        for step in range(3):
+            assert learner.step(step)["step_ms"] > 0
+        assert [told.step for told in learner.times.take()] == [0], "what is known without waiting"
+        learner.times.settle()
+        return learner.times.take()[-1].times
+
     config = configure(corpus)
-    for record in run_ranks(2, lambda mesh: Learner(config, mesh).step(0)):
+    for record in run_ranks(2, told):
         for rank in range(2):
             times = {name: values[rank] for name, values in record["ranks"].items()}
             parts = times["compute_ms"] + times["exposed_ms"] + times["straggle_ms"] + times["idle_ms"]

@@ -78,7 +78,7 @@ def test_pairs_of_microbatches_on_one_stage(corpus: str, ep: int) -> None:
     check_several(corpus, ep, several, {})
 
 
-SCHEDULES = ["gpipe", "1f1b", "1f1b-pairs", "vpp", "vpp+1", "zb-h1", "zb-v", "dualpipev"]
+SCHEDULES = ["gpipe", "1f1b", "1f1b-pairs", "vpp", "vpp+1", "zb-h1", "zb-h2", "zb-m", "zb-v", "dualpipev"]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -87,6 +87,25 @@ def test_stages_over_ranks(corpus: str, schedule: str, tied: bool) -> None:
     changes = {**BASE, **MODELS["softmax"], "model.tie_embeddings": tied, "pipeline.schedule": schedule}
     overlaps = [{**changes, "pipeline.overlap": overlap} for overlap in ("off", "pair+self")]
     check_several(corpus, 4, overlaps, {"pp": 2})
+
+
+ORDERS: tuple[dict[str, Any], ...] = (
+    {"pipeline.schedule": "vpp"},
+    {"pipeline.schedule": "vpp+1"},
+    {"pipeline.schedule": "zb-h2"},
+    {"pipeline.schedule": "zb-m", "pipeline.budget": 1},
+    {"pipeline.schedule": "zb-m", "pipeline.budget": 3},
+)
+
+
+@pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_orders_of_any_number_of_microbatches(corpus: str, pp: int) -> None:
+    """Five microbatches: PP 2, N 3, M 5, VP 2 among them."""
+    changes = {**BASE, **MODELS["softmax"], "model.num_layers": 2 * pp, "pipeline.overlap": "off"}
+    changes |= {"optim.accumulate": 5, "data.batch_size": 20}
+    groups = {"pipeline.schedule": "vpp", "pipeline.group_size": pp + 1}
+    several = [{**changes, **order} for order in (groups, *ORDERS)]
+    check_several(corpus, 4, several, {"pp": pp})
 
 
 TOGETHER: dict[str, dict[str, Any]] = {

@@ -75,6 +75,7 @@ class StepTrace:
         if step not in self.steps:
             return
         kernels = self._release()
+        times.settle()
         most = MOST_SLICES // (self.mesh.num_ranks * len(self.steps))
         self._found[step] = rank_trace(step, times, kernels, most)
         if step == self.steps[-1]:

@@ -261,6 +261,10 @@ class BackgroundPlanner:
         if self.leads:
             self.thread.start(lambda: propose(step, requests, picked, least_s, doubt).to_json(), time_search)
 
+    def drop(self) -> None:
+        """Forget a plan that is under way: it was asked for with loads that are no longer. On all ranks."""
+        self.pending, self.thread = None, PlanThread()
+
     @property
     def search_s(self) -> float | None:
         """Of one search, if it was timed on this rank; waited for."""

@@ -150,6 +150,8 @@ class ModelPlacement:
         notes = [note] if note else []
         if proposal is not None:
             notes += self.move(proposal)
+        if loads.jumped:
+            self.planner.drop()
         if (self.config.due(step) or loads.jumped) and loads.average.sum_LPE is not None:
             if self.costs is None and (told := self._price()):
                 notes.append(told)

@@ -138,12 +138,13 @@ def state_and_rest(
     """Bytes on a rank at its peak: (optimizer state, all else)."""
     dp, ep, tp = axes
     sizes, sharing = sizes_of(config.model, config.moe, config.gate), Sharing(dp=dp, ep=ep, tp=tp)
-    layers, tables = range(config.model.num_layers), 1 if config.model.tie_embeddings else 2
-    held, owned = sharing.held(sizes, layers, tables)
+    layers, tables = range(config.model.num_layers), (True, not config.model.tie_embeddings)
+    parameters = sharing.held(sizes, layers, tables)
+    held, owned = parameters.trained, parameters.owned
     summed = summed_type(config.optim.main_grad, dtype).itemsize
     grads = held * summed
     if one_layer_at_a_time(config, dp * ep * tp, 1):
-        ends = tables * sizes.table_parameters
+        ends = sum(tables) * sizes.table_parameters
         grads = (ends + (held - ends) * min(TURNS / len(layers), 1.0)) * summed
     tokens = config.data.batch_size * config.data.seq_len / (config.optim.accumulate * dp * ep)
     width = float(dtype.itemsize)

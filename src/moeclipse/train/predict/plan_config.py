@@ -25,21 +25,21 @@ LEAST_WRONG = 0.01
 LESS_STATE = ({"optim.state": "8bit"}, {"optim.state": "8bit", "optim.master": "low-bits"})
 
 
-def config_for(source: str) -> TrainConfig:
-    """Of a named model, a preset, a TOML file, or a Hugging Face folder or its config.json."""
-    path = Path(source)
+def config_for(source: str, flags: Mapping[str, Given] | None = None) -> TrainConfig:
+    """Of a named model, a preset, a TOML file, or a Hugging Face folder or its config.json; `flags` win."""
+    path, more = Path(source), dict(flags or {})
     if source in SHAPES:
         given = {key: Given(value, source) for key, value in shape_values(source).items()}
-        config = merge(flags=given).built.with_warnings()
+        config = merge(flags=given | more).built.with_warnings()
     elif source in preset_names():
-        config = merge(preset=source).built.with_warnings()
+        config = merge(preset=source, flags=more).built.with_warnings()
     elif path.name == "config.json" and path.is_file():
-        return config_for(str(path.parent))
+        return config_for(str(path.parent), flags)
     elif path.is_dir() and is_model_folder(path):
         folder = {"model.from_hf": Given(source, "--model")}
-        config = merge(flags=folder).built.with_warnings()
+        config = merge(flags=folder | more).built.with_warnings()
     elif path.suffix == ".toml" and path.is_file():
-        config = merge(path).built.with_warnings()
+        config = merge(path, flags=more).built.with_warnings()
     else:
         names = [*SHAPES, *preset_names()]
         close = nearest(source, names)
@@ -48,11 +48,6 @@ def config_for(source: str) -> TrainConfig:
             f"--model {source!r}: {hint}give a TOML file, a folder with config.json, or one of "
             f"{', '.join(names)}"
         )
-    if config.lora.rank or config.optim.frozen:
-        raise ConfigError(
-            "lora.rank and optim.frozen cannot be planned: what is not trained needs less of everything, and "
-            "that is not counted yet; leave them out"
-        )
     if config.model.memory:
         raise ConfigError(
             "model.memory cannot be planned: keys behind the segment are not counted; set it to 0"
@@ -60,8 +55,8 @@ def config_for(source: str) -> TrainConfig:
     return with_values(config, {"model.dtype": "bfloat16"})
 
 
-def state_of(config: TrainConfig) -> StateBytes:
-    held = torch.bfloat16
+def state_of(config: TrainConfig, held: torch.dtype = torch.bfloat16) -> StateBytes:
+    """Of one parameter; `held` is the type of weights."""
     gradient = summed_type(config.optim.main_grad, held).itemsize
     return StateBytes(weight=held.itemsize, gradient=gradient, shard=per_element(config.optim, held))
 

@@ -1,26 +1,34 @@
-"""The step of a run as its configuration lays it out, and how long the simulator says it takes.
+"""The step of a run as its configuration lays it out: how long the simulator says it takes, and its bytes.
 
 The program is the one that the run would execute: its stages, even or as listed, its dense first layers,
 the head, chunks and recompute, all that travels beside rows, and the end of the step with buckets as large as
-its layers.
+its layers. Bytes are those of `moeclipse plan` (`cost/step_bytes`), layer by layer in simulated time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
+from moeclipse.core.errors import ScheduleError
 from moeclipse.cost.model import Costs
-from moeclipse.pipeline.overlap import lay_out, make_program
+from moeclipse.cost.sizes import ModelSizes
+from moeclipse.cost.step_bytes import Sharing, StateBytes, standing
+from moeclipse.pipeline.config import PipelineConfig
+from moeclipse.pipeline.overlap import StageLayout, lay_out, make_program
 from moeclipse.schedule.check import Verified, verify
+from moeclipse.schedule.kinds import COMPUTE
 from moeclipse.schedule.launch import BucketShape, StepShape
+from moeclipse.schedule.op import Program
+from moeclipse.schedule.shape import Activation, LayerShape
 from moeclipse.schedule.state_travel import spread
 from moeclipse.sim.compare import Answer
-from moeclipse.sim.engine import simulate
+from moeclipse.sim.engine import Simulation, simulate
 from moeclipse.sim.measure import summarise
-from moeclipse.sim.step_costs import GRADIENT_BYTES, StepCosts
+from moeclipse.sim.step_costs import GRADIENT_BYTES
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.predict.state_bytes import each_element
 from moeclipse.train.predict.step_program import estimated_buckets, shapes_of_run, updates_in_backward
@@ -28,6 +36,68 @@ from moeclipse.train.step.pipelined import chunks_for
 
 HELD = {2.0: torch.bfloat16, 8.0: torch.float64}
 """Types of weights by their bytes."""
+GIB = 2.0**30
+
+
+class StepPrices(Protocol):
+    """Seconds of ops (`sim/cluster_costs`, `sim/step_costs`)."""
+
+    @property
+    def table_parameters(self) -> float: ...
+    @property
+    def value_bytes(self) -> float: ...
+    def parameters(self, number: int, shape: LayerShape, /) -> tuple[float, float]: ...
+    def costs(self, program: Program | None = None, /) -> Costs: ...
+    def durations(self, program: Program) -> list[list[float]]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunBytes:
+    """What the bytes of a step follow from."""
+
+    model: ModelSizes
+    sharing: Sharing
+    state: StateBytes
+    tokens: float
+    """Of one microbatch of one data index."""
+    width: float
+
+    def shaped(self, layers: Sequence[LayerShape], pipeline: PipelineConfig) -> list[LayerShape]:
+        """Layers with what they keep."""
+        found = []
+        for index, layer in enumerate(layers):
+            again = pipeline.recomputed if pipeline.runs_again(index) else "off"
+            part = self.model.training(index)
+            kept = self.sharing.parts(self.model, layer.moe, self.tokens, self.width, again, part)
+            found.append(replace(layer, activation=Activation(**kept._asdict())))
+        return found
+
+    def peaks(self, layout: StageLayout, kept: Sequence[float], *, program: bool) -> tuple[float, ...]:
+        """Of each rank of the pipeline, all together; `kept` are activations at their most."""
+        return tuple(
+            most
+            + standing(
+                self.model,
+                self.sharing,
+                self.state,
+                layout.stages,
+                list(layout.held_by(place)),
+                self.tokens,
+                self.width,
+                program=program,
+            )
+            for place, most in enumerate(kept)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Means of the steps that a run has taken, in seconds."""
+
+    step: float
+    compute: float
+    communication: float
+    window: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +109,12 @@ class RunStep:
     ep: int
     costs: Costs | None
     """A table; None: from sizes."""
-    step_costs: StepCosts
+    step_costs: StepPrices
+    bytes: RunBytes | None = None
     memory_limit: float | None = None
-    """Most activations a rank may hold, in those of a layer for one microbatch."""
+    """Most bytes that a rank may take; without `bytes`, activations of a layer for one microbatch."""
+    measured: Measured | None = None
+    """Compute and communication of the run's own schedule take so long together, whatever sizes say."""
     host_share: float | None = None
     """Of optimizer state that lies on the host; None: as the configuration says, where it names one."""
 
@@ -51,52 +124,86 @@ class RunStep:
         axes = f"pp {parallel.pp} x dp {self.dp} x ep {self.ep} x tp {parallel.tp}"
         over = f", overlap {pipeline.overlap}" if pipeline.overlaps else ""
         again = f", recompute {pipeline.recomputed}" if pipeline.recomputed != "off" else ""
-        priced = (self.costs or self.step_costs.costs()).name
+        priced = "as measured" if self.measured else (self.costs or self.step_costs.costs()).name
         microbatches = self.config.optim.accumulate
+        many = "microbatch" if microbatches == 1 else "microbatches"
         layers = self.config.model.num_layers
-        return f"{axes}, {layers} layers, {microbatches} microbatches, costs {priced}{over}{again}"
+        return f"{axes}, {layers} layers, {microbatches} {many}, costs {priced}{over}{again}"
 
     def answer(self, schedule: str) -> Answer:
         """The step under one schedule; ConfigError or ScheduleError where the run could not take it."""
-        verified, name = self.verified(schedule)
-        if self.memory_limit is not None:
+        verified, layout = self.verified(schedule)
+        if self.memory_limit is not None and self.bytes is None:
             verified = verify(verified.program, self.memory_limit)
-        if self.costs is not None:
-            result = simulate(verified, self.costs)
-        else:
-            costs, durations = self.step_costs.costs(), self.step_costs.durations(verified.program)
-            result = simulate(verified, costs, durations)
+        result = self._simulated(verified)
+        summary = summarise(result)
         placement = verified.program.pipeline().placement
+        peaks: tuple[float, ...] = ()
+        if self.bytes is not None:
+            pp, tp = self.config.parallel.pp, self.config.parallel.tp
+            program = self.config.pipeline.runs_program(pp, pp * self.dp * self.ep * tp)
+            peaks = self.bytes.peaks(layout, summary.peak, program=program)
+            step = verified.program.pipeline().step
+            assert step is not None
+            on_host = [sum(bucket.host_bytes for bucket in mine) for mine in step.buckets]
+            peaks = tuple(size - away for size, away in zip(peaks, on_host, strict=True))
+            self._refuse_large(layout.schedule, peaks)
         return Answer(
-            name=name,
+            name=layout.schedule,
             result=result,
-            summary=summarise(result),
+            summary=summary,
             model_copies=placement.num_chains,
             stages_per_rank=max(len(placement.stages_of(rank)) for rank in range(placement.num_ranks)),
+            bytes_of=peaks,
         )
 
-    def verified(self, schedule: str) -> tuple[Verified, str]:
+    def _refuse_large(self, name: str, peaks: Sequence[float]) -> None:
+        worst = max(range(len(peaks)), key=lambda rank: peaks[rank])
+        if self.memory_limit is not None and peaks[worst] > self.memory_limit:
+            raise ScheduleError(
+                f"{name}: rank {worst} of the pipeline takes {peaks[worst] / GIB:.1f} GiB at its peak, more "
+                f"than the {self.memory_limit / GIB:g} allowed"
+            )
+
+    def _simulated(self, verified: Verified) -> Simulation:
+        if self.costs is not None:
+            return simulate(verified, self.costs)
+        costs = self.step_costs.costs(verified.program)
+        durations = self.step_costs.durations(verified.program)
+        if self.measured is None:
+            return simulate(verified, costs, durations)
+        own, _ = self.verified(self.config.pipeline.schedule)
+        scale = scales(own.program, self.step_costs.durations(own.program), self.measured)
+        scaled = [
+            [seconds * scale[op.lane == COMPUTE] for op, seconds in zip(ops, row, strict=True)]
+            for ops, row in zip(verified.program.ranks, durations, strict=True)
+        ]
+        # What the host takes, and what lanes take from each other, is in what was measured.
+        return simulate(verified, replace(costs, launch=0.0, contention={}), scaled)
+
+    def verified(self, schedule: str) -> tuple[Verified, StageLayout]:
         config = self.config
         pipeline = replace(config.pipeline, schedule=schedule)  # type: ignore[arg-type]
         pp, microbatches = config.parallel.pp, config.optim.accumulate
         layout = lay_out(pipeline, config.model.num_layers, pp, microbatches)
         layers, step = shapes_of_run(config, (self.dp, self.ep, config.parallel.tp), layout)
-        work, tied = self.step_costs.work, config.model.tie_embeddings
-        table = work.vocab * work.layer.d_model / work.tp
-        buckets = estimated_buckets(
-            layout, list(map(work.parameters, layers)), (table, 0.0 if tied else table), tied=tied
-        )
+        prices, tied = self.step_costs, config.model.tie_embeddings
+        if self.bytes is not None:
+            layers = self.bytes.shaped(layers, pipeline)
+        sizes = [prices.parameters(number, layer) for number, layer in enumerate(layers)]
+        table = prices.table_parameters
+        buckets = estimated_buckets(layout, sizes, (table, 0.0 if tied else table), tied=tied)
         apart = layout.rank_of[0] != layout.rank_of[-1]
         by_layer = updates_in_backward(config, self.dp * self.ep * config.parallel.tp * pp, pp)
         placed = tuple(self._placed(mine, step) for mine in buckets)
         step = replace(step, buckets=placed, tied=tied and apart, by_layer=by_layer)
         step = replace(step, slots=config.memory.buffers)
         chunks = chunks_for(config, self.dp * self.ep)
-        return make_program(pipeline, layout, layers, pp, microbatches, chunks, step=step), layout.schedule
+        return make_program(pipeline, layout, layers, pp, microbatches, chunks, step=step), layout
 
     def _placed(self, buckets: Sequence[BucketShape], step: StepShape) -> tuple[BucketShape, ...]:
         """With the state that lies on the host; a layer is what fills a bucket."""
-        memory, width = self.config.memory, self.step_costs.work.layer.row_bytes_per_value
+        memory, width = self.config.memory, self.step_costs.value_bytes
         given = memory.share if memory.place == "host" else 0.0
         share = given if self.host_share is None else self.host_share
         each = each_element(self.config.optim, memory.states, HELD.get(width, torch.float32))
@@ -110,3 +217,17 @@ class RunStep:
             )
             for bucket in buckets
         )
+
+
+def scales(program: Program, durations: list[list[float]], measured: Measured) -> dict[bool, float]:
+    """Factors on ops of compute (True) and on transfers, so that a rank's sums are the measured ones."""
+    found = {}
+    for computes, wanted in ((True, measured.compute), (False, measured.communication)):
+        total = sum(
+            seconds
+            for ops, row in zip(program.ranks, durations, strict=True)
+            for op, seconds in zip(ops, row, strict=True)
+            if (op.lane == COMPUTE) is computes
+        )
+        found[computes] = wanted * len(program.ranks) / total if total else 1.0
+    return found

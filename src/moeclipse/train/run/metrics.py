@@ -130,10 +130,7 @@ class Metrics:
         self.dropped += record["dropped"]
         if self.count > self.warmup_steps:
             self.window.add(record)
-        if not self.writes:
-            return
-        line = json.dumps(shortened(record))
-        self.scribe.do("metrics.jsonl", lambda: append_line(self.path, line))
+        self.write_line(record)
         if self._board is not None:
             numbers = {
                 key: value
@@ -141,6 +138,11 @@ class Metrics:
                 if isinstance(value, int | float) and key != "step"
             }
             self.scribe.do("tensorboard", lambda: self._show(record["step"], numbers))
+
+    def write_line(self, record: dict[str, Any]) -> None:
+        if self.writes:
+            line = json.dumps(shortened(record))
+            self.scribe.do("metrics.jsonl", lambda: append_line(self.path, line))
 
     def _show(self, step: int, numbers: dict[str, float]) -> None:
         assert self._board is not None

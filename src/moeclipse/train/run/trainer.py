@@ -45,9 +45,9 @@ from moeclipse.train.predict.state_bytes import least_work
 from moeclipse.train.ranks import PatientRanks
 from moeclipse.train.run.best_checkpoint import BestCheckpoint
 from moeclipse.train.run.choices import FILE, Choices, trial_calls
-from moeclipse.train.run.exchange_note import ExchangeNote
-from moeclipse.train.run.incidents import Incidents, kept
+from moeclipse.train.run.incidents import Incidents
 from moeclipse.train.run.metrics import Metrics
+from moeclipse.train.run.records import Records
 from moeclipse.train.run.resolve_auto import settle
 from moeclipse.train.run.run_directory import RunDirectory
 from moeclipse.train.run.saving import Saving
@@ -213,7 +213,9 @@ class Run:
         for note in (*chosen, *learner.samples.notes, *learner.optim.notes, *learner.one_by_one.notes):
             self.observer.note(note)
         best = BestCheckpoint(self.checkpoints, self.mesh, start)
-        saving = self._steps(learner, metrics, start, best)
+        self.records = Records(learner, metrics, self.observer.note, self._speed)
+        with self.records.to_the_end():
+            saving = self._steps(learner, metrics, start, best)
         path = saving.path or (found.path if found is not None else None)
         choices.price_skew(learner.layers, metrics.window.means().get("balance"))
         extra = {
@@ -276,7 +278,6 @@ class Run:
         learner.signals = saving.signals
         trace = StepTrace(config, self.mesh, learner.model)
         memory = watched(learner) if config.metrics.memory else None
-        exchange = ExchangeNote()
         step = start
         while step < config.run.steps:
             trace.begin(step)
@@ -288,19 +289,14 @@ class Run:
                 continue
             trace.end(step, learner.times, self.directory, learner.program)
             self.mesh.watch.log.patience_s = None
-            signals, slow = record.pop("signals"), record.pop("stragglers", ())
+            signals = record.pop("signals")
             record |= self._speed(record["step_ms"]) | learner.evaluate(step + 1)
             better = self.config.eval.keep_best and best.is_better(record.get("eval_loss", math.nan))
-            metrics.add(record)
             self.observer.step(record)
-            if self.mesh.rank == 0:
-                for named in slow:
-                    kept(self.directory, {"kind": "straggler", **named})
-                    self.observer.note(named["what"])
             told = memory.lines() if memory is not None else []
-            told += exchange.after_step(learner.layers, record)
             for note in (*record.get("notes", ()), *scribe.take_notes(), *told):
                 self.observer.note(note)
+            self.records.after_step(record)
             if record["skipped"]:
                 scale = f", loss scale {record['loss_scale']:g}" if "loss_scale" in record else ""
                 self.observer.note(
@@ -345,6 +341,7 @@ class Run:
         if found is None:
             raise error
         self.repaired.add(step)
+        self.records.settle()
         back = learner.load(found)
         self.files.scribe.flush()
         metrics.continue_from(back)
@@ -354,6 +351,7 @@ class Run:
 
     def _save(self, learner: Learner, done: int, async_save: AsyncSave | None) -> Path:
         """A checkpoint, after all that is known of the steps before it is on the disk."""
+        self.records.settle()
         self.files.scribe.flush()
         self.files.check_job()
         return learner.save(self.checkpoints, done, async_save)

@@ -18,7 +18,6 @@ import torch
 
 from moeclipse.comm.async_ops.exchange import gather, sum_of_parts
 from moeclipse.comm.async_ops.reading import Reading
-from moeclipse.comm.async_ops.record import StepStamps
 from moeclipse.comm.mesh import Mesh
 from moeclipse.model.segment_memory import memories
 from moeclipse.model.transformer import Transformer
@@ -197,7 +196,7 @@ class Learner(CheckpointedState):
         return {"loss": sums[0], "aux_loss": sums[1], "dropped": sums[2]}
 
     def step(self, step: int) -> dict[str, Any]:
-        """One optimizer step; returns its record, the same on every rank but for times.
+        """One optimizer step; its record is the same on all ranks but for the time; `times` knows more later.
 
         A step that was not finite, and is when it is computed again, is computed once more and taken.
         """
@@ -244,19 +243,19 @@ class Learner(CheckpointedState):
             with recorder.apart("between two steps"):
                 notes = self._doubt(step, loss, [row[0] for row in rows], tries) if skipped else told
                 notes += self._between(step, skipped)
-        stamps = self._end_step()
+        step_ms = self._end_step(step)
         if not self.loss_scale.after_step(loss, norm):
             self.bad.add(step, skipped, loss, norm)
-        times = self.times.of(step, stamps, sum(layer.schedule.take_rows() for layer in self.layers))
         return {
             "step": step,
             "loss": loss,
             "aux_loss": stats[1],
             "lr": lr,
             "grad_norm": norm,
-            "tokens_per_s": 1e3 * self.tokens_per_step / times["step_ms"],
+            "tokens_per_s": 1e3 * self.tokens_per_step / step_ms,
             "num_tokens": self.tokens_per_step,
-            **(times | self.placement.taken),
+            "step_ms": step_ms,
+            **self.placement.taken,
             **load.record(self.tokens_per_step),
             **told_by_source(self.batches, step, stats[6:]),
             "dropped": int(stats[2]),
@@ -306,11 +305,12 @@ class Learner(CheckpointedState):
     def lr(self, step: int) -> float:
         return learning_rate(self.config.optim, step, self.config.run.steps)
 
-    def _end_step(self) -> StepStamps:
+    def _end_step(self, step: int) -> float:
+        """Milliseconds that it took here."""
         stamps = self.mesh.recorder.end_step()
         if self.pipelined is not None:
             self.pipelined.looked(stamps)
-        return stamps
+        return self.times.after(step, stamps, sum(layer.schedule.take_rows() for layer in self.layers))
 
     def _between(self, step: int, skipped: bool) -> list[str]:
         if self.optim.host is not None:
