@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from datetime import datetime
 from zlib import crc32
@@ -88,7 +89,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     shard = Shard(config.option.shard or "1/1")
     long_part = LongPart(LONG_PART.read_text())
     if config.args_source != config.ArgsSource.ARGS and (stale := long_part.stale(i.nodeid for i in items)):
-        raise pytest.UsageError(f"{LONG_PART.name} names what is not there: {', '.join(stale)}")
+        told = f"{LONG_PART.name} names what is not there: {', '.join(stale)}"
+        print(told, file=sys.__stderr__)  # of a worker's own error nobody hears
+        raise pytest.UsageError(told)
     for item in items:
         if long_part.holds(item.nodeid):
             item.add_marker(pytest.mark.full)
