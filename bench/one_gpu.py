@@ -92,10 +92,10 @@ def train(way: str, steps: int, device_gb: float, smoke: bool) -> dict[str, Any]
     if host is not None:
         total = sum(tensor.nbytes for state in learner.optim.states for tensor in state.tensors().values())
         share = host.num_bytes / total
-    told = placing(config, (1, 1, 1), 0.0, hardware_of(there), torch.bfloat16, "full", round(share, 2))
-    late = records[min(2, steps - 1) :]
-    ms = sorted(record["step_ms"] for record in late)[len(late) // 2]
-    comm, exposed = (sum(record[name] for record in late) for name in ("comm_ms", "exposed_ms"))
+    foreseen = placing(config, (1, 1, 1), 0.0, hardware_of(there), torch.bfloat16, "full", round(share, 2))
+    late = [told.times for told in learner.times.take()][min(2, steps - 1) :]
+    ms = sorted(times["step_ms"] for times in late)[len(late) // 2]
+    comm, exposed = (sum(times[name] for times in late) for name in ("comm_ms", "exposed_ms"))
     return {
         "way": way,
         "parameters": sum(bucket.params.numel() for bucket in learner.buckets),
@@ -107,8 +107,8 @@ def train(way: str, steps: int, device_gb: float, smoke: bool) -> dict[str, Any]
         "copies_ms": comm / len(late),
         "exposed_ms": exposed / len(late),
         "hidden": 1 - exposed / comm if comm else 0.0,
-        "predicted_ms": 1e3 * told.step_s,
-        "predicted_gib": told.peak / GIB,
+        "predicted_ms": 1e3 * foreseen.step_s,
+        "predicted_gib": foreseen.peak / GIB,
         "losses": [record["loss"] for record in records],
         "notes": learner.one_by_one.notes,
     }

@@ -16,6 +16,7 @@ from checkpoint_bed import fork_ranks, save_step
 
 from moeclipse.core.errors import CheckpointError
 from moeclipse.train.checkpoints import checkpoint as checkpoint_module
+from moeclipse.train.checkpoints import disk as disk_module
 from moeclipse.train.checkpoints import manifest as manifest_module
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank, Piece, Ranks, newest, save
 from moeclipse.train.checkpoints.disk import Written
@@ -159,13 +160,13 @@ def test_all_ranks_agree(folder: Path, name: str) -> None:
 
 def test_hashing_is_shared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[str] = []
-    real = manifest_module.sha256_of
+    real = disk_module.sha256_of
 
     def record(path: Path) -> str:
         hashed.append(path.name)
         return real(path)
 
-    monkeypatch.setattr(manifest_module, "sha256_of", record)
+    monkeypatch.setattr(disk_module, "sha256_of", record)
 
     def work(ranks: Ranks) -> list[str]:
         Checkpoint.open(folder / NEW, ranks)
