@@ -26,7 +26,7 @@ from _smoke import BenchParser, write
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
-from moeclipse.train.checkpoints.async_save import BesideSave
+from moeclipse.train.checkpoints.async_save import AsyncSave
 from moeclipse.train.checkpoints.disk import DISK
 from moeclipse.train.presets import load
 from moeclipse.train.step.learner import Learner
@@ -53,7 +53,7 @@ def leave_holes(file: FileIO, data: memoryview) -> None:
 
 
 def one_round(
-    learner: Learner, number: int, folder: Path, beside: BesideSave, sparse: bool
+    learner: Learner, number: int, folder: Path, beside: AsyncSave, sparse: bool
 ) -> dict[str, float]:
     """A step, a save with a step beside it, a save that training waits for, and a check."""
     integrity = learner.integrity
@@ -76,7 +76,7 @@ def measure(preset: str, steps: int, changes: dict[str, int], folder: Path, spar
     config = with_values(load(preset=preset), {"integrity.every": 0, **changes})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     learner = Learner(config, Mesh.single(device))
-    beside = BesideSave()
+    beside = AsyncSave()
     for _ in range(3):  # kernels are compiled, graphs captured
         learner.step(0)
     learner.make_save_ready(beside)

@@ -41,21 +41,22 @@ def both(_: Mesh, model_type: str) -> int:
     with in_float64():
         model = build(model_type).double()
         expected = outcome(model, "eager")
+        moe_layers = sum(type(part).__name__.endswith("Experts") for part in model.modules())
         assert moeclipse.hf.num_experts_layers(model) == 0
         for _ in range(2):
             found = outcome(model, "moeclipse")
             assert found.keys() == expected.keys()
             bad = {name: difference(found[name], expected[name]) for name in expected}
             assert all(value <= 1e-12 for value in bad.values()), bad
-    return moeclipse.hf.num_experts_layers(model)
+    assert moeclipse.hf.num_experts_layers(model) == moe_layers
+    return moe_layers
 
 
 @pytest.mark.parametrize(
     "model_type", [*MODELS, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)]
 )
 def test_logits_and_gradients_are_those_of_eager(model_type: str) -> None:
-    layers = run_alone(both, model_type)
-    assert layers == {"deepseek_v3": 1, "deepseek_v2": 1, "glm4_moe": 1, "ernie4_5_moe": 1}.get(model_type, 2)
+    assert run_alone(both, model_type) in (1, 2)
 
 
 def round_trip(_: Mesh, folder: Path) -> None:

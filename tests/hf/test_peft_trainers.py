@@ -33,7 +33,7 @@ Values = dict[str, torch.Tensor]
 
 
 def lora(model_type: str, **options: Any) -> peft.LoraConfig:
-    block = "block_sparse_moe" if model_type == "granitemoe" else "mlp"
+    block = "block_sparse_moe" if model_type.startswith("granitemoe") else "mlp"
     given = {"target_modules": [], "task_type": "CAUSAL_LM", "r": 3, "lora_alpha": 6, **options}
     parameters = [f"{block}.experts.{name}" for name in ("gate_up_proj", "down_proj")]
     return peft.LoraConfig(**{"target_parameters": parameters, **given})

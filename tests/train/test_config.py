@@ -237,7 +237,7 @@ def draw(kind: Any, rng: random.Random) -> Any:
 
 def valid_configs(path: str, seeds: range, num_ranks: int, **axes: Any) -> list[TrainConfig]:
     """Random configurations that nothing complains about, on so many ranks."""
-    free = sorted(set(KEYS) - set(OF_THE_MACHINE) - set(OF_THE_DATA) - set(axes))
+    free = sorted(set(KEYS) - set(OF_THE_MACHINE) - set(OF_THE_DATA) - set(axes) - {"model.from_hf"})
     found = []
     for seed in seeds:
         rng = random.Random(seed)

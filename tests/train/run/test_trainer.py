@@ -217,7 +217,7 @@ def test_a_run_directory_that_cannot_be_written(tmp_path: Path) -> None:
 
 def full_disk(mesh: Mesh, config: TrainConfig) -> str:
     """Rank 1's disk is full from the second checkpoint on."""
-    import moeclipse.train.step.learner as learner
+    import moeclipse.train.step.checkpointed_state as learner
     from moeclipse.train.checkpoints.disk import Disk
 
     class Full(Disk):
