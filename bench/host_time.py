@@ -3,9 +3,10 @@
     nvidia-cuda-mps-control -d
     .venv/bin/python bench/host_time.py [--layers 12] [--microbatches 4] [--rounds 5] [--json F] [--smoke]
 
-Two ranks share one GPU under MPS and the experts (ep 2), or only gradients (dp 2), over NCCL. Steps with
-`run.graphs` auto and off take turns in one process; the table shows medians, and what Python launches. NCCL
-over the sockets of one host is slow: `host_ms` is a step without the time in which the host waits for events.
+Ranks share one GPU under MPS and the experts (ep 2, ep 4), or only gradients (dp 2), over NCCL. Ways to
+train take turns in one process: `run.graphs` auto and off, and all tokens gathered (`moe.schedule`) over
+memory that ranks map (peer) or by NCCL. The table shows medians, and what Python launches. NCCL over the
+sockets of one host is slow: `host_ms` is a step without the time in which the host waits for events.
 """
 
 from __future__ import annotations
@@ -39,6 +40,14 @@ SMALL: dict[str, Any] = {
     "data.files": (__file__,),
 }
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+LAYOUTS = ("ep 2", "ep 4", "dp 2")
+PLAIN: dict[str, dict[str, Any]] = {"graphs": {"run.graphs": "auto"}, "eager": {"run.graphs": "off"}}
+GATHERED = {"moe.schedule": "gathered"}
+WAYS: dict[str, dict[str, Any]] = {
+    **PLAIN,
+    "gathered, peer": {**GATHERED, "moe.transport": "peer"},
+    "gathered, nccl": {**GATHERED, "moe.transport": "direct"},
+}
 WARM = 4
 
 
@@ -47,21 +56,24 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     given = parser.parse_args()
     if left_without_gpu(__file__, given, on_cpu=False):
         return 2
     size = {"model.num_layers": given.layers, "optim.accumulate": given.microbatches}
     size |= {"data.batch_size": 4 * given.microbatches}
     rows = []
-    print(f"{'ranks':8}{'graphs':8}{'step_ms':>10}{'host_ms':>10}{'launches':>10}")
-    for layout, dp in (("ep 2", 1), ("dp 2", 2)):
+    print(f"{'ranks':8}{'way':18}{'step_ms':>10}{'host_ms':>10}{'launches':>10}  loss")
+    for layout in given.layouts:
+        kind, ranks = layout.split()
+        dp, ways = int(ranks) if kind == "dp" else 1, [way for way in WAYS if kind == "ep" or way in PLAIN]
         over: dict[str, Any] = {"dp": dp, "device": "cuda", "backend": "nccl", "deadline_s": 300}
-        found = run_ranks(2, measure, size, given.rounds, **over)[0]
-        for graphs, (times, launches) in found.items():
+        found = run_ranks(int(ranks), measure, size, given.rounds, ways, **over)[0]
+        for way, (times, launches, loss) in found.items():
             step_ms, host_ms = (statistics.median(column) for column in zip(*times, strict=True))
-            row = {"ranks": layout, "graphs": graphs, "step_ms": step_ms, "host_ms": host_ms}
+            row = {"ranks": layout, "way": way, "step_ms": step_ms, "host_ms": host_ms, "loss": loss}
             rows.append({**row, "launches": launches, "times": times})
-            print(f"{layout:8}{graphs:8}{step_ms:10.1f}{host_ms:10.1f}{launches:10d}", flush=True)
+            print(f"{layout:8}{way:18}{step_ms:10.1f}{host_ms:10.1f}{launches:10d}  {loss:.4f}", flush=True)
     write(given.json, {"rows": rows, "machine": machine()})
     return 0
 
@@ -91,27 +103,28 @@ class Waits:
 
 
 def measure(
-    mesh: Mesh, size: dict[str, Any], rounds: int
-) -> dict[str, tuple[list[tuple[float, float]], int]]:
-    """For each choice: milliseconds of steps, launches of one."""
+    mesh: Mesh, size: dict[str, Any], rounds: int, ways: list[str]
+) -> dict[str, tuple[list[tuple[float, float]], int, float]]:
+    """For each way: milliseconds of steps, launches of one, the last loss."""
     learners = {
-        graphs: Learner(with_values(TrainConfig(), {**SMALL, **size, "run.graphs": graphs}), mesh)
-        for graphs in ("auto", "off")
+        way: Learner(with_values(TrainConfig(), {**SMALL, **size, **WAYS[way]}), mesh) for way in ways
     }
-    times: dict[str, list[tuple[float, float]]] = {graphs: [] for graphs in learners}
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in learners}
+    losses = dict.fromkeys(learners, 0.0)
     waits = Waits()
     for turn in range(WARM + rounds):
-        for graphs, learner in learners.items():
+        for way, learner in learners.items():
             torch.cuda.synchronize()
             waits.take()
             before = time.perf_counter()
-            learner.step(turn)
+            losses[way] = learner.step(turn)["loss"]
             torch.cuda.synchronize()
             step_ms = 1e3 * (time.perf_counter() - before)
             if turn >= WARM:
-                times[graphs].append((step_ms, step_ms - waits.take()))
+                times[way].append((step_ms, step_ms - waits.take()))
     return {
-        graphs: (times[graphs], launches_of(learner, WARM + rounds)) for graphs, learner in learners.items()
+        way: (times[way], launches_of(learner, WARM + rounds), losses[way])
+        for way, learner in learners.items()
     }
 
 

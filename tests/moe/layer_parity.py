@@ -69,7 +69,7 @@ def gradients(moe: MoE, mesh: Mesh, sizes: list[int]) -> dict:
     first = sum(sizes[: mesh.rank])
     x, d_y = x[first : first + sizes[mesh.rank]], d_y[first : first + sizes[mesh.rank]]
     x = x.clone().requires_grad_()
-    tokens = Tokens(mesh=mesh, first=first, total=sum(sizes), step=5)
+    tokens = Tokens(mesh=mesh, first=first, total=sum(sizes), step=5, largest=max(sizes))
     y, report = moe.run(x, tokens)
     ((y * d_y).sum() + report.aux_loss).backward()
     grads = {name: p.grad for name, p in moe.named_parameters()}

@@ -85,7 +85,9 @@ class LayerLaunches:
                 yield HostedLaunch(kinds.COUNTS_F, kinds.ROUTE_F, tokens, what)
             else:
                 yield HostedLaunch(kinds.LOADS_F, kinds.ROUTE_F, tokens, what, once=True)
-        if self.num_experts_ranks == 1:
+            if self.moe.schedule == "gathered":  # autograd runs parts again, losses among them
+                yield HostedLaunch(kinds.COUNTS_R, kinds.ROUTE_R, tokens, what)
+        if self.num_experts_ranks == 1 or self.moe.schedule == "gathered":  # which tells nobody any sizes
             return
         if self.moe.shadow not in ("off", ()):
             yield HostedLaunch(kinds.COUNTS_F, kinds.ROUTE_F, self.rows, f"exchange of counts, {where}")

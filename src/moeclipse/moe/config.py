@@ -206,9 +206,10 @@ class ExchangeConfig:
     those of a run are in `MoEConfig`.
     """
 
-    schedule: Literal["blocking", "smart", "auto"] = "blocking"
+    schedule: Literal["blocking", "smart", "gathered", "auto"] = "blocking"
     """blocking: send all rows, compute, return all; smart: in units, computing one while others travel;
-    auto: blocking, unless a trial in the first steps shows that units are faster."""
+    gathered: every token to every rank, sums back: no size depends on the gate, so that on GPUs a microbatch
+    is one graph; auto: blocking, unless a trial in the first steps shows that units are faster."""
     group_size: int | Literal["auto"] = "auto"
     """Ranks that exchange rows in one step of the smart schedule; auto: those of a host, or each alone."""
     chunks: int | Literal["auto"] = "auto"
@@ -225,9 +226,10 @@ class ExchangeConfig:
 class MoEConfig(ExchangeConfig, ExpertsConfig):
     """The experts of each MoE layer."""
 
-    schedule: Literal["blocking", "smart", "auto"] = "auto"
+    schedule: Literal["blocking", "smart", "gathered", "auto"] = "auto"
     """blocking: send all rows, compute, return all; smart: in units, computing one while others travel;
-    auto: blocking, unless a trial in the first steps shows that units are faster."""
+    gathered: every token to every rank, sums back: no size depends on the gate, so that on GPUs a microbatch
+    is one graph; auto: blocking, unless a trial in the first steps shows that units are faster."""
     transport: Literal["direct", "two_level", "peer", "pinned", "auto"] = "auto"
     """direct: rank to rank; two_level: in the host, then across; peer, pinned: by memory of one host;
     auto: direct, unless a trial at start shows that another is faster."""
@@ -277,10 +279,31 @@ def layer_problems(moe: MoEConfig, gate: GateConfig, tp: int = 1) -> Iterator[st
     yield from gate_problems(gate, moe.num_experts)
     if moe.schedule == "smart" and gate.overflow == "pad":
         yield "gate.overflow = 'pad' needs moe.schedule = 'blocking', not 'smart': each unit would be padded"
+    yield from gathered_problems(moe, gate, tp)
     if moe.expert_tp == "sharded" and tp > 1 and moe.expert_bias:
         yield (
             f"moe.expert_bias needs moe.expert_tp = 'folded' with parallel.tp ({tp}): each part of a sharded "
             "sum would add it"
+        )
+
+
+def gathered_problems(moe: MoEConfig, gate: GateConfig, tp: int) -> Iterator[str]:
+    """What tokens that all ranks have cannot go with."""
+    if moe.schedule != "gathered":
+        return
+    if tp > 1:
+        yield f"moe.schedule = 'gathered' needs parallel.tp = 1, not {tp}: tp ranks have tokens in common"
+    if gate.overflow == "pad":
+        yield "moe.schedule = 'gathered' cannot go with gate.overflow = 'pad'; choose 'drop' or 'blocking'"
+    if moe.shadow not in ("off", "auto", ()):
+        yield (
+            f"moe.schedule = 'gathered' cannot go with moe.shadow ({moe.shadow!r}): all tokens are "
+            "everywhere, only experts are not; set it to 'off'"
+        )
+    if moe.transport not in ("auto", "direct", "peer"):
+        yield (
+            f"moe.schedule = 'gathered' cannot go with moe.transport = {moe.transport!r}; choose 'peer' "
+            "(memory of one host's GPUs), 'direct' (torch.distributed) or 'auto'"
         )
 
 

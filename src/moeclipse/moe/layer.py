@@ -28,6 +28,7 @@ from moeclipse.balance.placement import Placement
 from moeclipse.comm.async_ops.exchange import gather
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.reduce.token_gather import TokenGather
 from moeclipse.comm.transports.open import open_wire
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import MoEConfig
@@ -35,6 +36,7 @@ from moeclipse.moe.exchange.dispatch import Dispatcher
 from moeclipse.moe.exchange.dispatch_combine import DispatchCombine, LayerCall
 from moeclipse.moe.exchange.dispatch_interleaved import dispatch_in_turns
 from moeclipse.moe.exchange.dispatch_on_device import plans_on_device
+from moeclipse.moe.exchange.gathered import gather_tokens, launches, sum_tokens
 from moeclipse.moe.exchange.loads import Loads, Told
 from moeclipse.moe.exchange.plan import plan_exchange, shadows_of
 from moeclipse.moe.exchange.structure import Inputs, Structure
@@ -316,7 +318,7 @@ class MoE(nn.Module):
         """
         alike = self.dispatcher.group.ranks == self.token_group.ranks
         late = isinstance(self.gate, Gate) and self.gate.compiles and self.dispatcher.table is None
-        return alike and late and not self.all_here and self.mesh.device.type == "cpu"
+        return alike and late and not self.all_here and not self.gathers and self.mesh.device.type == "cpu"
 
     def run(
         self, x: Inputs, tokens: Tokens, call: Call | None = None, told: Told | None = None
@@ -389,6 +391,8 @@ class MoE(nn.Module):
         """Dispatch, experts and combine; where all experts are here, nothing is dispatched."""
         if self.all_here:
             return self._local(routing, structure, inputs)
+        if self.gathers and self.training:
+            return self._gathered(routing, structure, inputs, tokens)
         prepared = self.prepare(routing, structure, inputs, tokens, loads, call, self.turns is None)
         if self.turns is not None and self.turns.taken:
             return dispatch_in_turns(self.turns, routing.scores_TK, prepared, inputs, self.experts.weights)
@@ -404,16 +408,43 @@ class MoE(nn.Module):
         pairwise = self._pairwise(structure, inputs, routing.capacity)
         return visit_local(routing.scores_TK, routing.expert_ids_TK, pairwise, inputs)
 
+    def _gathered(
+        self, routing: Routing, structure: Structure, inputs: tuple[torch.Tensor, ...], tokens: Tokens
+    ) -> torch.Tensor:
+        """All ranks' tokens here, as far as the experts of this rank are concerned."""
+        wire, where, num = self.wire, self.where(tokens), len(inputs[0])
+        if (ledger := self.mesh.recorder.ledger) is not None and not in_backward():
+            ledger.announce(where, launches(len(inputs), where))
+        most = tokens.most(num, self.dispatcher.group)
+        there, everyone = gather_tokens(wire, routing, inputs, self.dispatcher, most, where)
+        return sum_tokens(wire, self._local(there, structure, everyone), num, where)
+
+    @property
+    def wire(self) -> TokenGather:
+        """What a gathered exchange goes over."""
+        kind = self.config.transport
+        return TokenGather.of(
+            self.mesh, self.dispatcher.group, kind if kind in ("peer", "direct") else "auto"
+        )
+
+    @property
+    def gathers(self) -> bool:
+        """Whether training has all tokens of the group on every rank; who has all experts has no need.
+
+        An expert that several ranks hold is shared out by sizes, which the other exchanges exchange.
+        """
+        return self.config.schedule == "gathered" and not self.all_here and self.dispatcher.table is None
+
     @property
     def all_here(self) -> bool:
         return self.dispatcher.holds_all
 
     @property
     def runs_on_device(self) -> bool:
-        """Whether a call has no device-to-host sync: one rank, kernels, and a gate that draws nothing."""
+        """Whether a call has no device-to-host sync: no sizes to tell, kernels, a gate that draws nothing."""
         experts = self.experts
         by_kernels = isinstance(experts, Experts) and self._kernel_experts([experts.like]) is not None
-        return by_kernels and self.all_here and self.gate.compiles
+        return by_kernels and (self.all_here or self.gathers) and self.gate.compiles
 
     def _kernel_experts(self, inputs: Sequence[torch.Tensor]) -> Experts | None:
         """The experts, where kernels take them and these rows."""

@@ -16,6 +16,7 @@ from moeclipse.comm.async_ops.exchange import gather, gather_to_host
 from moeclipse.comm.async_ops.in_flight import InFlight
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
+from moeclipse.core.errors import CommError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,8 @@ class Tokens:
     microbatch: int = 0
     group: Group = None  # type: ignore[assignment]
     """The ranks that share out the tokens; left out: all of them."""
+    largest: int = 0
+    """Tokens of the rank that has most; 0: all have as many."""
 
     def __post_init__(self) -> None:
         if self.group is None:
@@ -45,6 +48,16 @@ class Tokens:
         mine = torch.tensor([local], device=mesh.device)
         counts = gather_to_host(mesh.a2a, group, mine, "exchange of token counts")
         return AskedTokens.asked(mesh, counts, step, microbatch, group)
+
+    def most(self, local: int, group: Group) -> int:
+        """Tokens that no rank of `group` has more of, the same number on all of them."""
+        if not self.largest and self.total != local * self.group.size:
+            raise CommError(
+                f"rank {self.mesh.rank} has {local} of {self.total} tokens, and nobody said how many others "
+                "have"
+            )
+        del group
+        return self.largest or local
 
     def gather(self, value: torch.Tensor, label: str) -> InFlight[torch.Tensor]:
         """Every rank's value, [P, ...]."""
@@ -67,6 +80,10 @@ class AskedTokens(Tokens):
     def _of_ranks(self) -> list[int]:
         counts: InFlight[list[Any]] = vars(self)["_counts"]
         return [count for (count,) in counts.get()]
+
+    def most(self, local: int, group: Group) -> int:
+        del local
+        return max(self._of_ranks[self.group.ranks.index(rank)] for rank in group.ranks)
 
     @cached_property
     def first(self) -> int:

@@ -130,6 +130,11 @@ class TrainConfig:
     """Old dotted key -> present one (`core/renames`, docs/compatibility.md)."""
     values_beneath = staticmethod(folder_values)  # for `with_values`
 
+    def runs_program(self, pp: int, num_ranks: int) -> bool:
+        """Whether microbatches go through a program; where tokens are gathered, autograd runs parts again."""
+        alone = self.moe.schedule == "gathered"
+        return self.pipeline.runs_program(pp, 1 if alone else num_ranks)
+
     def problems(self) -> Iterator[str]:
         """What is wrong between sections; each section lists its own problems.
         A rule is asked only where the keys it reads are sound: otherwise that has been told already, and the
@@ -250,8 +255,15 @@ def pipeline_problems(config: TrainConfig) -> Iterator[str]:
         yield "pipeline.recompute = 'norms' cannot go with stages; choose 'attn', 'mlp', 'moe' or 'full'"
     if config.model.memory and pipeline.recompute == "norms":
         yield "pipeline.recompute = 'norms' cannot go with model.memory, which keeps what attention reads"
-    if not pipeline.runs_program(config.parallel.pp, num_ranks=2):  # how many there are is not known here
+    if config.moe.schedule == "gathered" and pipeline.recompute == "mlp":
+        yield "pipeline.recompute = 'mlp' cannot go with moe.schedule = 'gathered'; choose 'moe'"
+    if not config.runs_program(config.parallel.pp, num_ranks=2):  # how many there are is not known here
         return
+    if config.moe.schedule == "gathered":
+        yield (
+            "moe.schedule = 'gathered' cannot go with stages or overlapped microbatches, whose programs "
+            "place each part of an exchange; set parallel.pp = 1 and leave out pipeline.schedule and overlap"
+        )
     if config.data.batch_size < config.optim.accumulate:
         return  # told already, and a schedule of so many microbatches may be absurd
     try:

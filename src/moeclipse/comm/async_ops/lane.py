@@ -80,6 +80,20 @@ class Transfer(Generic[T]):
             raise watch.explain(self._label, self._group.ranks, error, self._lane.name) from None
 
 
+class CapturedTransfer(Transfer[T]):
+    """Part of a graph: whatever is captured behind it may use what it brings, and the host never can."""
+
+    def __init__(self, label: str, value: T) -> None:
+        self._label, self._value = label, value
+
+    def get(self) -> T:
+        return self._value
+
+    def settle(self, patience_s: float | None = None) -> T:
+        del patience_s
+        raise RuntimeError(f"the host would wait for {self._label}, which a graph cannot")
+
+
 class Lane:
     def __init__(self, name: str, device: torch.device, recorder: Recorder, watch: Watch) -> None:
         self.name, self.recorder, self.watch = name, recorder, watch
@@ -106,6 +120,8 @@ class Lane:
         `keep`: what it reads, kept until it is waited for. `on_stream`: it enqueues its work on the current
         stream, whatever library the group belongs to.
         """
+        if self.recorder.capturing:
+            return self._capture(group, label, start, value)
         if on_stream or self.by_stream(group):
             return self._launch_on_stream(group, label, start, value, keep)
         stamps = self.recorder.launch(self.name, group.name, label)
@@ -118,6 +134,13 @@ class Lane:
         if self.recorder.active and not self.recorder.cuda:
             _stamp_when_done(transfer._work, stamps)
         return transfer
+
+    def _capture(self, group: Group, label: str, start: Callable[[], Any], value: T) -> Transfer[T]:
+        """Into a graph, on the stream that is captured: nobody can stamp, watch or wait for it there."""
+        self.recorder.passes(self.name, group.name, label)
+        if (work := start()) is not None:
+            work.wait()
+        return CapturedTransfer(label, value)
 
     def _launch_on_stream(
         self, group: Group, label: str, start: Callable[[], Any], value: T, keep: Any

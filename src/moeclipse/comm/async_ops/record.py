@@ -94,9 +94,13 @@ class Recorder:
         return self._marked(what) if self.tracing else nullcontext()
 
     @property
+    def capturing(self) -> bool:
+        """Inside what is captured, stamps would be parts of a graph."""
+        return self._region is not None
+
+    @property
     def tracing(self) -> bool:
-        """Not inside what is captured: there, stamps would be parts of a graph."""
-        return self.marks is not None and self._region is None
+        return self.marks is not None and not self.capturing
 
     @contextmanager
     def _marked(self, what: Any) -> Iterator[None]:

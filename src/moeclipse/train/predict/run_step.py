@@ -141,7 +141,7 @@ class RunStep:
         peaks: tuple[float, ...] = ()
         if self.bytes is not None:
             pp, tp = self.config.parallel.pp, self.config.parallel.tp
-            program = self.config.pipeline.runs_program(pp, pp * self.dp * self.ep * tp)
+            program = self.config.runs_program(pp, pp * self.dp * self.ep * tp)
             peaks = self.bytes.peaks(layout, summary.peak, program=program)
             step = verified.program.pipeline().step
             assert step is not None

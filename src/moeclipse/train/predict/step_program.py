@@ -70,7 +70,7 @@ def step_program(
 
 def updates_in_backward(config: TrainConfig, num_ranks: int, pp: int) -> bool:
     """Whether a layer is updated as soon as its gradients are there (`train/step/clip`)."""
-    plain = not config.pipeline.runs_program(pp, num_ranks)
+    plain = not config.runs_program(pp, num_ranks)
     return config.optim.clip == "layer" and num_ranks == 1 and (plain or by_layers(config))
 
 

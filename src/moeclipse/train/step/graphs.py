@@ -1,9 +1,11 @@
 """A microbatch's forward and backward as a CUDA graph: one launch instead of thousands.
 
 Idea. On one rank nothing of a microbatch depends on what the host learns on the way: no row is dropped,
-counts stay on the device, gradients add into buffers that never move. So all of it is captured once and
-replayed with other tokens. There are two graphs: the first microbatch of a step *stores* its gradients,
-further ones *add* (`tensor/weight_grad`); where microbatches are not alike, two for each number of samples.
+counts stay on the device, gradients add into buffers that never move. On several ranks the same holds where
+all tokens are gathered (`moe/exchange/gathered`), whose transfers are parts of the graph. So all of it is
+captured once and replayed with other tokens.
+
+There are two graphs: the first microbatch of a step *stores* its gradients, further ones *add* (`tensor/weight_grad`); where microbatches are not alike, two for each number of samples.
 They share one pool of memory, because they never run at once.
 
 Contract. Same bits as without: the captured kernels are those that run eagerly. The first WARM_STEPS steps
@@ -188,10 +190,18 @@ def obstacle(config: TrainConfig, mesh: Mesh, model: nn.Module) -> str:
     layers = [layer for _, layer in moe_layers(model)]
     if config.run.graphs == "off":
         return "run.graphs is off"
-    if mesh.num_ranks > 1 or config.pipeline.runs_program(mesh.pp, mesh.num_ranks):
-        return "there are several ranks, or a program says what runs when"
+    if config.runs_program(mesh.pp, mesh.num_ranks):
+        return "a program says what runs when"
+    if mesh.tp > 1:
+        return "linears exchange rows inside of attention"
+    if config.data.batch_size % (config.optim.accumulate * mesh.num_data):
+        return "ranks have different numbers of samples"
+    if mesh.num_ranks > 1 and not any(layer.gathers for layer in layers):
+        return "sizes of rows are told to the host, or gradients are reduced beside backward"
     if mesh.device.type != "cuda":
         return "there is no CUDA device"
+    if mesh.num_ranks > 1 and mesh.world.backend != "nccl":
+        return "only NCCL's transfers, and ours, can be captured"
     if config.optim.clip == "layer":
         return "layers are updated while backward goes on"
     if config.data.source or config.data.documents == "packed" or config.data.kind == "chat":

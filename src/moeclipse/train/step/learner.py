@@ -76,7 +76,7 @@ class Learner(CheckpointedState):
         if config.lora.has("experts") and is_sharded(mesh, config.moe):
             mesh.expert_grads()  # likewise
         layout = None
-        if config.pipeline.runs_program(mesh.pp, mesh.num_ranks):
+        if config.runs_program(mesh.pp, mesh.num_ranks):
             layout = lay_out(config.pipeline, config.model.num_layers, mesh.pp, config.optim.accumulate)
         self.placement = ModelPlacement(config, mesh, layout)
         share, notes = share_for(config, mesh)
@@ -228,6 +228,7 @@ class Learner(CheckpointedState):
         with recorder.compute("update"):
             lr, scale = self.lr(step), self.loss_scale.value
             rows, load, told = self._update(step, sums, lr, scale)
+            self.one_by_one.check()
             stats = [sum(column) for column in zip(*rows, strict=True)]
             loss = stats[0] / self.batches.counted(step)
             norm = math.sqrt(stats[3]) / scale if stats[3] >= 0 else math.nan

@@ -286,7 +286,7 @@ def obstacle_in_config(config: TrainConfig, mesh: Mesh) -> str:
     """The same before there is a model, in which nothing is recomputed."""
     if config.run.graphs == "off":
         return "run.graphs is off"
-    if config.pipeline.runs_program(mesh.pp, mesh.num_ranks):
+    if config.runs_program(mesh.pp, mesh.num_ranks):
         return "a program says what runs when"
     if mesh.device.type != "cuda":
         return "there is no CUDA device"

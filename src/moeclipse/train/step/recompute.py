@@ -36,7 +36,7 @@ MARGIN = 0.95
 def arrange(config: TrainConfig, mesh: Mesh, model: Transformer) -> list[str]:
     """Tell layers what to recompute, where autograd runs them; what is to be said of it."""
     asked = config.pipeline.recompute
-    if config.pipeline.runs_program(mesh.pp, mesh.num_ranks):
+    if config.runs_program(mesh.pp, mesh.num_ranks):
         return []
     again = [layer for layer in model.all_layers if config.pipeline.runs_again(layer.index)]
     level, notes = asked, []

@@ -91,7 +91,7 @@ def peaks(config: TrainConfig, mesh: Mesh) -> dict[Again, float]:
         if level == "norms":
             continue
         changed = with_values(config, {KEY: level})
-        working = IN_PROGRAM if changed.pipeline.runs_program(mesh.pp, mesh.num_ranks) else BY_AUTOGRAD
+        working = IN_PROGRAM if changed.runs_program(mesh.pp, mesh.num_ranks) else BY_AUTOGRAD
         beside = 2 * min(logits, CHUNK_BYTES) + working * most
         held_P = held_at_peak(changed, mesh, layout, kept)
         found[level] = beside + max(map(sum, zip(state_P, held_P, strict=True)))
@@ -159,7 +159,7 @@ def layer_keeps(config: TrainConfig, mesh: Mesh, samples: int, dense: bool) -> d
 def arriving_bytes(config: TrainConfig, mesh: Mesh, model: Transformer) -> float:
     """Rows that experts keep of one sample, where they are not the layer's own."""
     moe, ranks = config.moe, expert_group(mesh, config.moe).size
-    if ranks == 1 and not config.pipeline.runs_program(mesh.pp, mesh.num_ranks):
+    if ranks == 1 and not config.runs_program(mesh.pp, mesh.num_ranks):
         return 0.0
     # A token goes once to each rank that has an expert of its choice.
     visited = ranks * (1 - (1 - 1 / ranks) ** config.gate.top_k)

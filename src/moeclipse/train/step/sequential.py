@@ -15,7 +15,9 @@ import torch
 
 from moeclipse.comm.async_ops.reading import send
 from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.reduce.token_gather import TokenGather
 from moeclipse.model.transformer import Transformer
+from moeclipse.moe.own_loop.standalone import moe_layers
 from moeclipse.moe.tokens import Tokens
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.data.samples import Batches, Microbatch
@@ -24,6 +26,10 @@ from moeclipse.train.run.source_losses import add_by_source, zero_sums
 from moeclipse.train.step.graphs import CudaCapture, MicrobatchGraphs, obstacle
 from moeclipse.train.step.partial_graphs import PartCapture, PartGraphs, obstacle_to_parts
 from moeclipse.train.step.recompute import arrange
+
+
+def gathering(model: Transformer) -> list[TokenGather]:
+    return [layer.wire for _, layer in moe_layers(model) if layer.gathers]
 
 
 class OneByOne:
@@ -40,6 +46,7 @@ class OneByOne:
         self.judge: Callable[[torch.Tensor], None] | None = None
         """Told the loss of all of a step, before its last backward (`train/step/clip`)."""
         self.notes = arrange(config, mesh, model)
+        self._wires = list({id(one): one for one in gathering(model)}.values())
         self.graphs: MicrobatchGraphs | None = None
         self.parts: PartGraphs | None = None
         if not obstacle(config, mesh, model):
@@ -64,8 +71,7 @@ class OneByOne:
                     continue
                 if m == accumulate - 1:
                     self.buckets.arm()
-                first, total = batch.first_token, batch.total_tokens
-                tokens = Tokens(mesh=mesh, first=first, total=total, step=step, microbatch=m)
+                tokens = self._tokens(batch, step, m)
                 given = (*read, loss_scale, tokens, batch, self.batches.counted(step))
                 if self.parts is not None:
                     self.parts.run(partial(self._compute, *given), first=m == 0)
@@ -75,9 +81,23 @@ class OneByOne:
             self.buckets.arm()  # a replay tells no bucket what is complete: all leave at the end
         return self.sums.clone()
 
+    def check(self) -> None:
+        """Raise where ranks did not meet in a graph; asked once the numbers of a step are on the host."""
+        for wire in self._wires:
+            wire.check()
+
+    def _tokens(self, batch: Microbatch, step: int, m: int) -> Tokens:
+        length, total = self.config.data.seq_len, batch.total_tokens
+        largest = -(-total // (length * self.mesh.num_data)) * length
+        return Tokens(
+            mesh=self.mesh, first=batch.first_token, total=total, step=step, microbatch=m, largest=largest
+        )
+
     def replayed(self, inputs: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor) -> None:
-        """A microbatch on one rank, whose gates ask for neither step nor number."""
-        self._compute(inputs, targets, scale, Tokens(mesh=self.mesh, first=0, total=inputs.numel()))
+        """A microbatch whose gates ask for neither step nor number; all ranks have as many tokens."""
+        mesh, mine = self.mesh, inputs.numel()
+        tokens = Tokens(mesh=mesh, first=mesh.data_index * mine, total=mesh.num_data * mine)
+        self._compute(inputs, targets, scale, tokens)
 
     def _compute(
         self,
