@@ -20,6 +20,7 @@ import time
 from typing import Any
 
 import torch
+from _launches import counted
 from _smoke import BenchParser, left_without_gpu, machine, write
 
 from moeclipse.comm.mesh import Mesh
@@ -52,7 +53,7 @@ def main() -> int:
     if left_without_gpu(__file__, given, on_cpu=False):
         return 2
     rows: list[dict[str, Any]] = []
-    print(f"{'way':16}{'step_ms':>10}{'over one':>10}{'busy':>8}{'launches':>10}{'GiB each':>10}  loss")
+    print(f"{'way':16}{'step_ms':>10}{'over one':>10}{'launches':>10}{'graphs':>8}{'GiB each':>10}  loss")
     for way in given.ways:
         ranks = 1 if way == "one" else given.ranks
         over: dict[str, Any] = {"device": "cuda", "deadline_s": 400}
@@ -67,7 +68,7 @@ def main() -> int:
         rows.append(row)
         ratio = row["step_ms"] / rows[0]["step_ms"]
         print(
-            f"{way:16}{row['step_ms']:10.1f}{ratio:10.3f}{row['busy']:8.2f}{row['launches']:10d}"
+            f"{way:16}{row['step_ms']:10.1f}{ratio:10.3f}{row['launches']:10d}{row['graphs']!s:>8}"
             f"{row['gib']:10.1f}  {row['loss']:.4f}",
             flush=True,
         )
@@ -76,8 +77,6 @@ def main() -> int:
 
 
 def measure(mesh: Mesh, preset: str, changes: dict[str, Any], rounds: int) -> dict[str, Any]:
-    from torch.profiler import ProfilerActivity, profile
-
     learner = Learner(with_values(load(preset=preset), changes), mesh)
     times, loss = [], 0.0
     for turn in range(WARM + rounds):
@@ -86,29 +85,16 @@ def measure(mesh: Mesh, preset: str, changes: dict[str, Any], rounds: int) -> di
         loss = learner.step(turn)["loss"]
         torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - before))
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        begun = time.perf_counter()
+    with counted() as found:
         learner.step(WARM + rounds)
-        torch.cuda.synchronize()
-        whole = time.perf_counter() - begun
-    launches = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
-    kernels = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    graphs = learner.one_by_one.graphs
     return {
         "step_ms": statistics.median(times[WARM:]),
-        "launches": sum(event.name.startswith(launches) for event in found.events()),
-        "busy": covered([(k.time_range.start, k.time_range.end) for k in kernels]) * 1e-6 / whole,
+        "launches": found.number,
+        "graphs": graphs is not None and not graphs.refused,
         "gib": torch.cuda.max_memory_reserved() / 2**30,
         "loss": loss,
     }
-
-
-def covered(spans: list[tuple[float, float]]) -> float:
-    """Microseconds in which at least one runs."""
-    total, end = 0.0, float("-inf")
-    for start, stop in sorted(spans):
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "hf_experts": ("ms", "block", "step"),
     "hf_load": ("seconds", "peak"),
     "host_time": ("step_ms", "host_ms", "launches"),
+    "device_wire": ("step_ms", "launches"),
     "layer_host": ("ms", "over_plain"),
     "lora": ("step_ms", "over_peft_qv", "over_peft_experts"),
     "moe_layer": ("forward_ms", "both_ms"),
@@ -52,7 +53,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "wgrad": ("ms", "tflops"),
     "whole_step": ("step_ms", "tokens_per_s"),
 }
-GPU_ALONE = ("host_time",)
+GPU_ALONE = ("host_time", "device_wire")
 ROOT_ALONE = ("shaped_network",)
 MAY_BE_ZERO = ("memory_loss_difference",)
 LONGEST_S = 1200.0

@@ -28,7 +28,17 @@ pytestmark = [
     pytest.mark.skipif(not HAS_NCCL, reason="needs a CUDA device and NCCL"),
 ]
 STEPS = 6
-KERNELS = {"model.dtype": "bfloat16", "moe.kernels": "auto", "optim.accumulate": 2, "data.batch_size": 8}
+KERNELS = {
+    "model.dtype": "bfloat16",
+    "model.d_model": 128,
+    "model.num_heads": 4,
+    "model.head_dim": 32,
+    "moe.kernels": "auto",
+    "moe.d_ff": 64,
+    "optim.accumulate": 2,
+    "data.batch_size": 8,
+    "data.seq_len": 64,
+}
 GATHERED = {"moe.schedule": "gathered", "placement.planner": "static"}
 WAYS: dict[str, dict[str, Any]] = {
     "float64": {**GATHERED, "model.dtype": "float64"},

@@ -5,8 +5,9 @@ counts stay on the device, gradients add into buffers that never move. On severa
 all tokens are gathered (`moe/exchange/gathered`), whose transfers are parts of the graph. So all of it is
 captured once and replayed with other tokens.
 
-There are two graphs: the first microbatch of a step *stores* its gradients, further ones *add* (`tensor/weight_grad`); where microbatches are not alike, two for each number of samples.
-They share one pool of memory, because they never run at once.
+There are two graphs: the first microbatch of a step *stores* its gradients, further ones *add*
+(`tensor/weight_grad`); where microbatches are not alike, two for each number of samples. They share one pool
+of memory, because they never run at once.
 
 Contract. Same bits as without: the captured kernels are those that run eagerly. The first WARM_STEPS steps
 run eagerly, so that kernels are compiled, tuned and loaded; where something cannot be captured (a layer of a

@@ -1,0 +1,57 @@
+"""What Python launches in a piece of work, counted without a profiler.
+
+A profiler instruments CUDA graphs at their launch, and waits for the device meanwhile: ranks that wait for
+each other inside of graphs on one GPU would never meet. So operators that torch dispatches on CUDA tensors,
+Triton's launches and replays of graphs are counted where they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+NO_KERNEL = ("empty", "detach", "view", "alias", "as_strided", "slice", "select", "expand", "reshape", "t.")
+
+
+class Launches(TorchDispatchMode):
+    """An upper bound: an operator counts once, also where it launches nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = str(func).removeprefix("aten.")
+        found = [x for x in (*args, out) if isinstance(x, torch.Tensor)]
+        if any(x.is_cuda for x in found) and not func.is_view and not name.startswith(NO_KERNEL):
+            self.number += 1
+        return out
+
+
+@contextmanager
+def counted() -> Iterator[Launches]:
+    from triton.runtime.jit import JITFunction
+
+    with Launches() as found:
+        replaced = [(torch.cuda.CUDAGraph, "replay"), (JITFunction, "run")]
+        before = [getattr(owner, name) for owner, name in replaced]
+
+        def counting(call: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                found.number += 1
+                return call(*args, **kwargs)
+
+            return run
+
+        for (owner, name), call in zip(replaced, before, strict=True):
+            setattr(owner, name, counting(call))
+        try:
+            yield found
+        finally:
+            for (owner, name), call in zip(replaced, before, strict=True):
+                setattr(owner, name, call)
