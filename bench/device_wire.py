@@ -53,7 +53,9 @@ def main() -> int:
     if left_without_gpu(__file__, given, on_cpu=False):
         return 2
     rows: list[dict[str, Any]] = []
-    print(f"{'way':16}{'step_ms':>10}{'over one':>10}{'launches':>10}{'graphs':>8}{'GiB each':>10}  loss")
+    print(
+        f"{'way':16}{'step_ms':>10}{'over one':>10}{'launches':>10}{'graphs':>8}{'GiB each':>10}{'ready_s':>9}{'warm_s':>8}  loss"
+    )
     for way in given.ways:
         ranks = 1 if way == "one" else given.ranks
         over: dict[str, Any] = {"device": "cuda", "deadline_s": 400}
@@ -69,7 +71,7 @@ def main() -> int:
         ratio = row["step_ms"] / rows[0]["step_ms"]
         print(
             f"{way:16}{row['step_ms']:10.1f}{ratio:10.3f}{row['launches']:10d}{row['graphs']!s:>8}"
-            f"{row['gib']:10.1f}  {row['loss']:.4f}",
+            f"{row['gib']:10.1f}{row['ready_s']:9.1f}{row['warm_s']:8.1f}  {row['loss']:.4f}",
             flush=True,
         )
     write(given.json, {"rows": rows, "machine": machine()})
@@ -77,7 +79,9 @@ def main() -> int:
 
 
 def measure(mesh: Mesh, preset: str, changes: dict[str, Any], rounds: int) -> dict[str, Any]:
+    begun = time.perf_counter()
     learner = Learner(with_values(load(preset=preset), changes), mesh)
+    ready_s = time.perf_counter() - begun
     times, loss = [], 0.0
     for turn in range(WARM + rounds):
         torch.cuda.synchronize()
@@ -94,6 +98,8 @@ def measure(mesh: Mesh, preset: str, changes: dict[str, Any], rounds: int) -> di
         "graphs": graphs is not None and not graphs.refused,
         "gib": torch.cuda.max_memory_reserved() / 2**30,
         "loss": loss,
+        "ready_s": ready_s,
+        "warm_s": 1e-3 * sum(times[:WARM]),
     }
 
 

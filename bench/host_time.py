@@ -56,6 +56,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     given = parser.parse_args()
     if left_without_gpu(__file__, given, on_cpu=False):
@@ -66,7 +67,10 @@ def main() -> int:
     print(f"{'ranks':8}{'way':18}{'step_ms':>10}{'host_ms':>10}{'launches':>10}  loss")
     for layout in given.layouts:
         kind, ranks = layout.split()
-        dp, ways = int(ranks) if kind == "dp" else 1, [way for way in WAYS if kind == "ep" or way in PLAIN]
+        dp, ways = (
+            int(ranks) if kind == "dp" else 1,
+            [way for way in given.ways if kind == "ep" or way in PLAIN],
+        )
         over: dict[str, Any] = {"dp": dp, "device": "cuda", "backend": "nccl", "deadline_s": 300}
         found = run_ranks(int(ranks), measure, size, given.rounds, ways, **over)[0]
         for way, (times, launches, loss) in found.items():

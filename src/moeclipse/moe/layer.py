@@ -26,6 +26,7 @@ from torch import nn
 
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.async_ops.exchange import gather
+from moeclipse.comm.async_ops.in_flight import Ready
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce.token_gather import TokenGather
@@ -363,6 +364,9 @@ class MoE(nn.Module):
         """Those of the whole microbatch, on their way; `routings` are those of this rank's tokens."""
         load_E = sum((routing.load_E for routing in routings[1:]), start=routings[0].load_E)
         label = f"sum of expert loads, {self.where(tokens)}"
+        if self.gathers:  # in a graph, by what all else in it goes over
+            parts = self._wire(tokens.group).gather(load_E[None].to(torch.int32), label)
+            return Loads(Ready(parts.to(load_E.dtype)), tokens.group)
         return Loads(gather(self.mesh.a2a, tokens.group, load_E, label), tokens.group)
 
     def where(self, tokens: Tokens) -> str:
@@ -413,8 +417,8 @@ class MoE(nn.Module):
     ) -> torch.Tensor:
         """All ranks' tokens here, as far as the experts of this rank are concerned."""
         wire, where, num = self.wire, self.where(tokens), len(inputs[0])
-        if (ledger := self.mesh.recorder.ledger) is not None and not in_backward():
-            ledger.announce(where, launches(len(inputs), where))
+        if not in_backward():
+            self.mesh.recorder.announce(where, launches(len(inputs), where))
         most = tokens.most(num, self.dispatcher.group)
         there, everyone = gather_tokens(wire, routing, inputs, self.dispatcher, most, where)
         return sum_tokens(wire, self._local(there, structure, everyone), num, where)
@@ -422,10 +426,11 @@ class MoE(nn.Module):
     @property
     def wire(self) -> TokenGather:
         """What a gathered exchange goes over."""
+        return self._wire(self.dispatcher.group)
+
+    def _wire(self, group: Group) -> TokenGather:
         kind = self.config.transport
-        return TokenGather.of(
-            self.mesh, self.dispatcher.group, kind if kind in ("peer", "direct") else "auto"
-        )
+        return TokenGather.of(self.mesh, group, kind if kind in ("peer", "direct") else "auto")
 
     @property
     def gathers(self) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_graphs import with_graphs
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import problems_of, with_values
@@ -13,7 +14,7 @@ from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.presets import load
-from moeclipse.train.step.graphs import obstacle
+from moeclipse.train.step.graphs import WARM_STEPS, obstacle
 from moeclipse.train.step.learner import Learner
 
 BASE: dict[str, Any] = {
@@ -53,6 +54,24 @@ def test_losses_and_weights_are_those_of_one_process(changes: dict[str, Any]) ->
     for name in weights:
         if ".experts." in name:
             assert difference(torch.cat([mine[name] for _, mine in ranks]), weights[name]) < 1e-12, name
+
+
+def replayed(mesh: Mesh) -> tuple[list[float], list[float], int]:
+    """Losses without and with graphs, under a ledger that hears of everything; and how many were captured."""
+    config = with_values(load(preset="tiny"), {**BASE, "data.batch_size": 12, "optim.accumulate": 3})
+    plain, learner = Learner(config, mesh), Learner(config, mesh)
+    capture = with_graphs(learner)
+    steps = range(WARM_STEPS + 2)
+    found = [[float(one.step(step)["loss"]) for step in steps] for one in (plain, learner)]
+    assert capture.replays == 2 * 3
+    return found[0], found[1], capture.captures
+
+
+def test_a_microbatch_of_two_ranks_is_replayed() -> None:
+    """A capture is played on CPU: transfers inside pass at every replay, with the microbatch's own number."""
+    for eager, graphs, captures in run_ranks(2, replayed):
+        assert graphs == eager
+        assert captures == 2
 
 
 def obstacles(mesh: Mesh) -> list[str]:

@@ -77,7 +77,9 @@ class Played:
         now = [state.empty for state in states]
         for state, empty in zip(states, self.seen, strict=True):
             state.empty = empty
-        self.work()
+        recorder = self.capture.learner.mesh.recorder
+        with recorder.apart("a graph"), recorder.region():  # what it launches has been told
+            self.work()
         for state, empty in zip(states, now, strict=True):
             state.empty = empty
 
@@ -212,5 +214,5 @@ def test_what_a_capture_launches_passes_at_every_replay() -> None:
     graphs = MicrobatchGraphs(compute, [], SilentCapture(), recorder)
     tokens = torch.zeros(2, dtype=torch.int64)
     for _ in range(WARM_STEPS + 3):
-        graphs.run(tokens, tokens, 1.0, first=True)
+        graphs.run(tokens, tokens, 1.0, 0)
     assert passed == ["a sum"] * 3

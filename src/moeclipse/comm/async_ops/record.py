@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from moeclipse.comm.async_ops.ledger import Ledger
+from moeclipse.comm.async_ops.ledger import Ledger, Slices
 
 Stamp = Any  # int nanoseconds on CPU, torch.cuda.Event on CUDA
-Region = list[tuple[str, str, str]]
-"""What a captured region launches: lane, group and label of each."""
+Region = list[tuple[str, str, str] | tuple[str, Slices]]
+"""What a captured region launches, lane, group and label of each; and exchanges that it announces before."""
 
 
 @dataclass(kw_only=True)
@@ -123,6 +123,13 @@ class Recorder:
         if self.ledger is not None:
             self.ledger.launch(lane, group, label)
 
+    def announce(self, where: str, slices: Slices) -> None:
+        """The exchange of one call of a layer, for the ledger."""
+        if self._region is not None:
+            self._region.append((where, slices))
+        elif self.ledger is not None:
+            self.ledger.announce(where, slices)
+
     @contextmanager
     def region(self) -> Iterator[Region]:
         """What is launched inside, in order: where that is captured, it is launched again at every replay."""
@@ -132,10 +139,23 @@ class Recorder:
         finally:
             self._region = outer
 
-    def replay(self, region: Region) -> None:
-        """A captured region is launched as one: what it lists passes as if each were launched by itself."""
-        for launch in region:
-            self.passes(*launch)
+    def replay(self, region: Region, captured: str = "", now: str = "") -> None:
+        """A captured region is launched as one: what it lists passes as if each were launched by itself.
+
+        `now`: what labels end with this time, where they ended with `captured`.
+        """
+
+        def renamed(label: str) -> str:
+            return label.removesuffix(captured) + now if label.endswith(captured) else label
+
+        for one in region:
+            if len(one) == 2:
+                where, slices = one
+                labels = {kind: [renamed(label) for label in found] for kind, found in slices.items()}
+                self.announce(renamed(where), labels)
+            else:
+                lane, group, label = one
+                self.passes(lane, group, renamed(label))
 
     def apart(self, what: str) -> AbstractContextManager[None]:
         """Launches inside belong to no step."""

@@ -21,6 +21,7 @@ import math
 from typing import Literal
 
 import torch
+from torch.nn.functional import pad
 
 from moeclipse.comm.async_ops import exchange
 from moeclipse.comm.async_ops.lane import Lane
@@ -59,11 +60,13 @@ class TokenGather:
         whole = (self.group.size * len(mine), *mine.shape[1:])
         if self.group.size == 1 or not mine.numel():
             return mine.new_empty(whole) if self.group.size > 1 else mine
-        peers = self._peers_for(mine, self.group.size * mine.nbytes)
+        short = -mine.numel() % PART
+        peers = self._peers_for(mine, self.group.size * (mine.numel() + short) * mine.itemsize)
         if peers is None:
             return exchange.gather(self.lane, self.group, mine, label).get().view(whole)
         bits = mine.contiguous().view(-1)
         bits = bits if bits.dtype in DTYPES else bits.view(AS_FLOATS[bits.itemsize])
+        bits = pad(bits, (0, short)) if short else bits
         bounds = [rank * bits.numel() for rank in range(self.group.size + 1)]
         out = bits.new_empty(bounds[-1])
 
@@ -71,7 +74,8 @@ class TokenGather:
             run_out(peers.all_gather(bits, bounds, out, label))
 
         found = self.lane.launch(self.group, label, start, out, bits, on_stream=True).get()
-        return found.view(mine.dtype).view(whole)
+        found = found.view(self.group.size, -1)[:, : mine.numel()] if short else found
+        return found.reshape(-1).view(mine.dtype).view(whole)
 
     def sum_back(self, parts: torch.Tensor, label: str) -> torch.Tensor:
         """[T, ...], the sum over ranks of this rank's part of [P x T, ...]."""

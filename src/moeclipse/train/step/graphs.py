@@ -35,8 +35,8 @@ from moeclipse.tensor.weight_grad import Accumulation
 from moeclipse.train.config import TrainConfig
 
 WARM_STEPS = 2
-Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Forward and backward of (inputs, targets), the loss times a scale."""
+Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None]
+"""Forward and backward of (inputs, targets), the loss times a scale; and the number of the microbatch."""
 
 
 class Replay(Protocol):
@@ -86,11 +86,11 @@ class CudaCapture:
 class Captured:
     """A graph, what it launches, and which accumulators hold something once it has run."""
 
-    def __init__(self, graph: Replay, filled: list[Accumulation], region: Region) -> None:
-        self.graph, self.filled, self.region = graph, filled, region
+    def __init__(self, graph: Replay, filled: list[Accumulation], region: Region, microbatch: int) -> None:
+        self.graph, self.filled, self.region, self.microbatch = graph, filled, region, microbatch
 
-    def run(self, recorder: Recorder) -> None:
-        recorder.replay(self.region)
+    def run(self, recorder: Recorder, microbatch: int) -> None:
+        recorder.replay(self.region, f"microbatch {self.microbatch}", f"microbatch {microbatch}")
         self.graph.replay()
         for state in self.filled:
             state.empty = False
@@ -142,18 +142,19 @@ class MicrobatchGraphs(Graphs):
         self._graphs: dict[tuple[bool, torch.Size], Captured] = {}
         self._inputs: dict[torch.Size, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
-    def run(self, inputs: torch.Tensor, targets: torch.Tensor, scale: float, *, first: bool) -> None:
-        """`first`: of its step."""
+    def run(self, inputs: torch.Tensor, targets: torch.Tensor, scale: float, microbatch: int) -> None:
+        """Microbatch 0 is the first of its step."""
+        first = microbatch == 0
         if not self._warm(first):
             scaled = inputs.new_full((), scale, dtype=torch.float64)
-            self._capture.eagerly(lambda: self._compute(inputs, targets, scaled))
+            self._capture.eagerly(lambda: self._compute(inputs, targets, scaled, microbatch))
             return
         given = self._put(inputs, targets, scale)
-        captured = self._graphs.get((first, inputs.shape)) or self._captured(first, given)
+        captured = self._graphs.get((first, inputs.shape)) or self._captured(microbatch, given)
         if captured is None:
-            self._capture.eagerly(lambda: self._compute(*given))
+            self._capture.eagerly(lambda: self._compute(*given, microbatch))
         else:
-            captured.run(self._recorder)
+            captured.run(self._recorder, microbatch)
 
     def _put(
         self, inputs: torch.Tensor, targets: torch.Tensor, scale: float
@@ -169,20 +170,20 @@ class MicrobatchGraphs(Graphs):
         return mine
 
     def _captured(
-        self, first: bool, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+        self, microbatch: int, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     ) -> Captured | None:
         empty = [state for state in self._states if state.empty]
         try:
             # A capture launches nothing: what it lists passes when it is replayed.
             with self._recorder.apart("capture"), self._recorder.region() as region:
-                graph = self._capture.capture(lambda: self._compute(*given))
+                graph = self._capture.capture(lambda: self._compute(*given, microbatch))
         except RuntimeError as error:
             for state in empty:  # nothing was computed
                 state.empty = True
             self._refuse(error)
             return None
         filled = [state for state in empty if not state.empty]
-        found = self._graphs[first, given[0].shape] = Captured(graph, filled, region)
+        found = self._graphs[microbatch == 0, given[0].shape] = Captured(graph, filled, region, microbatch)
         return found
 
 

@@ -67,7 +67,7 @@ class OneByOne:
             with mesh.recorder.compute(f"microbatch {m}"):
                 read = (send(batch.inputs, mesh.device), send(batch.targets, mesh.device))
                 if self.graphs is not None:
-                    self.graphs.run(*read, loss_scale, first=m == 0)
+                    self.graphs.run(*read, loss_scale, m)
                     continue
                 if m == accumulate - 1:
                     self.buckets.arm()
@@ -93,10 +93,11 @@ class OneByOne:
             mesh=self.mesh, first=batch.first_token, total=total, step=step, microbatch=m, largest=largest
         )
 
-    def replayed(self, inputs: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor) -> None:
-        """A microbatch whose gates ask for neither step nor number; all ranks have as many tokens."""
+    def replayed(self, inputs: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, m: int) -> None:
+        """A microbatch whose gates do not ask for the step; all ranks have as many tokens."""
         mesh, mine = self.mesh, inputs.numel()
-        tokens = Tokens(mesh=mesh, first=mesh.data_index * mine, total=mesh.num_data * mine)
+        place = mesh.data_index * mine
+        tokens = Tokens(mesh=mesh, first=place, total=mesh.num_data * mine, microbatch=m)
         self._compute(inputs, targets, scale, tokens)
 
     def _compute(
