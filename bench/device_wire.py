@@ -54,7 +54,7 @@ def main() -> int:
         return 2
     rows: list[dict[str, Any]] = []
     print(
-        f"{'way':16}{'step_ms':>10}{'over one':>10}{'launches':>10}{'graphs':>8}{'GiB each':>10}{'ready_s':>9}{'warm_s':>8}  loss"
+        f"{'way':16}{'step_ms':>10}{'over one':>10}{'launches':>10}{'graphs':>8}{'GiB each':>10}{'wait_ms':>9}{'ready_s':>9}{'warm_s':>8}  loss"
     )
     for way in given.ways:
         ranks = 1 if way == "one" else given.ranks
@@ -71,7 +71,7 @@ def main() -> int:
         ratio = row["step_ms"] / rows[0]["step_ms"]
         print(
             f"{way:16}{row['step_ms']:10.1f}{ratio:10.3f}{row['launches']:10d}{row['graphs']!s:>8}"
-            f"{row['gib']:10.1f}{row['ready_s']:9.1f}{row['warm_s']:8.1f}  {row['loss']:.4f}",
+            f"{row['gib']:10.1f}{row['wait_ms']:9.1f}{row['ready_s']:9.1f}{row['warm_s']:8.1f}  {row['loss']:.4f}",
             flush=True,
         )
     write(given.json, {"rows": rows, "machine": machine()})
@@ -99,6 +99,9 @@ def measure(mesh: Mesh, preset: str, changes: dict[str, Any], rounds: int) -> di
         "gib": torch.cuda.max_memory_reserved() / 2**30,
         "loss": loss,
         "ready_s": ready_s,
+        "wait_ms": statistics.median(
+            told.times["exposed_ms"] for told in list(learner.times.take())[WARM : WARM + rounds]
+        ),
         "warm_s": 1e-3 * sum(times[:WARM]),
     }
 

@@ -159,6 +159,8 @@ def collectives(
     key = f"peer all-reduce {group.name}"
     reduce = mesh.once(key, lambda: PeerAllReduce.open(group, mesh.watch, mesh.device))
     if not reduce.obstacle:
+        if mesh.device.type == "cuda" and reduce.algorithm.max_bytes is None:
+            max_bytes = None  # ranks of one device, between which NCCL would go through sockets
         key = f"peer collectives {group.name} {lane.name} {max_bytes}"
         return mesh.once(key, lambda: PeerCollectives(lane, reduce, max_bytes))
     if peer == "on":
