@@ -1,8 +1,7 @@
 """What Python launches in a piece of work, counted without a profiler.
 
-A profiler instruments CUDA graphs at their launch, and waits for the device meanwhile: ranks that wait for
-each other inside of graphs on one GPU would never meet. So operators that torch dispatches on CUDA tensors,
-Triton's launches and replays of graphs are counted where they are called.
+Operators that torch dispatches on CUDA tensors, Triton's launches and replays of graphs are counted where
+they are called: a profiler instruments graphs, in which ranks of one GPU wait for each other.
 """
 
 from __future__ import annotations

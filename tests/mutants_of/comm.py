@@ -6,6 +6,14 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "comm/async_ops/record.py",
+        "            return label.removesuffix(captured) + now if label.endswith(captured) else label\n",
+        "            return label\n",
+        "train/step/test_gathered_steps.py::test_a_microbatch_of_two_ranks_is_replayed",
+        "a replayed graph tells the ledger of the microbatch that was captured",
+        "checked runs end at the third microbatch",
+    ),
+    Mutant(
         "comm/async_ops/execute.py",
         "transfer = self._under_way.pop(position, None)",
         "transfer = self._under_way.get(position)",

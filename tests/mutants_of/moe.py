@@ -6,6 +6,30 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "moe/exchange/gathered.py",
+        "    mine = (ids_TK >= 0) & (place_TK >= 0) & (place_TK < num)\n",
+        "    mine = (place_TK >= 0) & (place_TK < num)\n",
+        "moe/exchange/test_gathered.py::test_experts_that_move_are_found_where_they_are",
+        "choices of nobody are those of expert 0",
+        "dropped rows and filled-up tokens train it",
+    ),
+    Mutant(
+        "moe/exchange/gathered.py",
+        "        return None, None, None, back(d_scores, D_SCORES, first), *found\n",
+        "        back(d_scores, D_SCORES, first)\n        return None, None, None, None, *found\n",
+        "moe/exchange/test_gathered.py::test_gradients_are_those_of_one_process",
+        "gradients of scores are summed and forgotten",
+        "the gate learns from its auxiliary loss alone",
+    ),
+    Mutant(
+        "moe/tokens.py",
+        "        return max(self._of_ranks[self.group.ranks.index(rank)] for rank in group.ranks)\n",
+        "        return local\n",
+        "moe/exchange/test_gathered.py::test_a_layer_in_a_loop_of_ones_own",
+        "ranks gather as many tokens as each has itself",
+        "ranks with other numbers of tokens mix them up, or hang",
+    ),
+    Mutant(
         "moe/experts/local.py",
         "        expert_n = torch.where(expert_n < 0, num_experts, expert_n)  # those of nobody come last\n",
         "        expert_n = expert_n.clamp(min=0)\n",

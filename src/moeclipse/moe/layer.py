@@ -37,7 +37,7 @@ from moeclipse.moe.exchange.dispatch import Dispatcher
 from moeclipse.moe.exchange.dispatch_combine import DispatchCombine, LayerCall
 from moeclipse.moe.exchange.dispatch_interleaved import dispatch_in_turns
 from moeclipse.moe.exchange.dispatch_on_device import plans_on_device
-from moeclipse.moe.exchange.gathered import gather_tokens, launches, sum_tokens
+from moeclipse.moe.exchange.gathered import visit_gathered
 from moeclipse.moe.exchange.loads import Loads, Told
 from moeclipse.moe.exchange.plan import plan_exchange, shadows_of
 from moeclipse.moe.exchange.structure import Inputs, Structure
@@ -365,7 +365,7 @@ class MoE(nn.Module):
         load_E = sum((routing.load_E for routing in routings[1:]), start=routings[0].load_E)
         label = f"sum of expert loads, {self.where(tokens)}"
         if self.gathers:  # in a graph, by what all else in it goes over
-            parts = self._wire(tokens.group).gather(load_E[None].to(torch.int32), label)
+            parts = self.wire(tokens.group).gather(load_E[None].to(torch.int32), label)
             return Loads(Ready(parts.to(load_E.dtype)), tokens.group)
         return Loads(gather(self.mesh.a2a, tokens.group, load_E, label), tokens.group)
 
@@ -394,16 +394,19 @@ class MoE(nn.Module):
     ) -> torch.Tensor:
         """Dispatch, experts and combine; where all experts are here, nothing is dispatched."""
         if self.all_here:
-            return self._local(routing, structure, inputs)
+            return self._local(routing, inputs, structure)
         if self.gathers and self.training:
-            return self._gathered(routing, structure, inputs, tokens)
+            visit = partial(self._local, structure=structure)
+            return visit_gathered(
+                visit, routing, inputs, self.wire(), self.dispatcher, tokens, self.where(tokens)
+            )
         prepared = self.prepare(routing, structure, inputs, tokens, loads, call, self.turns is None)
         if self.turns is not None and self.turns.taken:
             return dispatch_in_turns(self.turns, routing.scores_TK, prepared, inputs, self.experts.weights)
         return DispatchCombine.apply(routing.scores_TK, prepared, *inputs, *self.experts.weights)
 
     def _local(
-        self, routing: Routing, structure: Structure, inputs: tuple[torch.Tensor, ...]
+        self, routing: Routing, inputs: tuple[torch.Tensor, ...], structure: Structure
     ) -> torch.Tensor:
         """By kernels without a device-to-host copy, or by plain torch."""
         experts = self._kernel_experts(inputs)
@@ -412,32 +415,13 @@ class MoE(nn.Module):
         pairwise = self._pairwise(structure, inputs, routing.capacity)
         return visit_local(routing.scores_TK, routing.expert_ids_TK, pairwise, inputs)
 
-    def _gathered(
-        self, routing: Routing, structure: Structure, inputs: tuple[torch.Tensor, ...], tokens: Tokens
-    ) -> torch.Tensor:
-        """All ranks' tokens here, as far as the experts of this rank are concerned."""
-        wire, where, num = self.wire, self.where(tokens), len(inputs[0])
-        if not in_backward():
-            self.mesh.recorder.announce(where, launches(len(inputs), where))
-        most = tokens.most(num, self.dispatcher.group)
-        there, everyone = gather_tokens(wire, routing, inputs, self.dispatcher, most, where)
-        return sum_tokens(wire, self._local(there, structure, everyone), num, where)
-
-    @property
-    def wire(self) -> TokenGather:
+    def wire(self, group: Group | None = None) -> TokenGather:
         """What a gathered exchange goes over."""
-        return self._wire(self.dispatcher.group)
-
-    def _wire(self, group: Group) -> TokenGather:
-        kind = self.config.transport
-        return TokenGather.of(self.mesh, group, kind if kind in ("peer", "direct") else "auto")
+        return TokenGather.of(self.mesh, group or self.dispatcher.group, self.config.transport)
 
     @property
     def gathers(self) -> bool:
-        """Whether training has all tokens of the group on every rank; who has all experts has no need.
-
-        An expert that several ranks hold is shared out by sizes, which the other exchanges exchange.
-        """
+        """Whether training has all tokens of the group on every rank; replicas are shared out by sizes."""
         return self.config.schedule == "gathered" and not self.all_here and self.dispatcher.table is None
 
     @property

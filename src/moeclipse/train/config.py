@@ -131,9 +131,8 @@ class TrainConfig:
     values_beneath = staticmethod(folder_values)  # for `with_values`
 
     def runs_program(self, pp: int, num_ranks: int) -> bool:
-        """Whether microbatches go through a program; where tokens are gathered, autograd runs parts again."""
-        alone = self.moe.schedule == "gathered"
-        return self.pipeline.runs_program(pp, 1 if alone else num_ranks)
+        """Whether microbatches go through a program; gathered tokens are run again by autograd."""
+        return self.pipeline.runs_program(pp, 1 if self.moe.schedule == "gathered" else num_ranks)
 
     def problems(self) -> Iterator[str]:
         """What is wrong between sections; each section lists its own problems.
@@ -260,10 +259,8 @@ def pipeline_problems(config: TrainConfig) -> Iterator[str]:
     if not config.runs_program(config.parallel.pp, num_ranks=2):  # how many there are is not known here
         return
     if config.moe.schedule == "gathered":
-        yield (
-            "moe.schedule = 'gathered' cannot go with stages or overlapped microbatches, whose programs "
-            "place each part of an exchange; set parallel.pp = 1 and leave out pipeline.schedule and overlap"
-        )
+        why = "whose programs place parts of an exchange; set parallel.pp to 1 and leave pipeline.* out"
+        yield f"moe.schedule = 'gathered' cannot go with stages or overlapped microbatches, {why}"
     if config.data.batch_size < config.optim.accumulate:
         return  # told already, and a schedule of so many microbatches may be absurd
     try:

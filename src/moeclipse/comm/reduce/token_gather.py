@@ -18,7 +18,6 @@ raises: whoever replays a graph asks it before anybody uses the step's result.
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch.nn.functional import pad
@@ -34,7 +33,6 @@ from moeclipse.comm.reduce.table import MAX_RANKS
 from moeclipse.comm.shared.host import NoPeerMemoryError
 from moeclipse.core.errors import ConfigError
 
-Wire = Literal["peer", "direct", "auto"]
 PART = 16
 """Elements of which a rank's part is a multiple in our kernel."""
 PAGE = 1 << 20
@@ -45,14 +43,15 @@ AS_FLOATS = {4: torch.float32, 2: torch.bfloat16}
 class TokenGather:
     """Of one group on one lane."""
 
-    def __init__(self, mesh: Mesh, group: Group, lane: Lane, wire: Wire) -> None:
+    def __init__(self, mesh: Mesh, group: Group, lane: Lane, wire: str) -> None:
         self.mesh, self.group, self.lane, self.wire = mesh, group, lane, wire
         self._peers: CudaReducer | None = None
         self._asked = wire == "direct" or mesh.device.type != "cuda"
         self._room = 0
 
     @classmethod
-    def of(cls, mesh: Mesh, group: Group, wire: Wire) -> TokenGather:
+    def of(cls, mesh: Mesh, group: Group, wire: str) -> TokenGather:
+        """`wire`: as `moe.transport` says; "auto": memory that ranks map, where they can."""
         return mesh.once(f"token gather {group.name} {wire}", lambda: cls(mesh, group, mesh.a2a, wire))
 
     def gather(self, mine: torch.Tensor, label: str) -> torch.Tensor:

@@ -16,6 +16,7 @@ all ranks: P times what an even load needs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,8 @@ from torch.nn.functional import pad
 from moeclipse.comm.reduce.token_gather import TokenGather
 from moeclipse.moe.exchange.dispatch import Dispatcher
 from moeclipse.moe.gate.routing import Routing
+from moeclipse.moe.private_torch import in_backward
+from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.first_order import first_order
 from moeclipse.schedule import kinds
 from moeclipse.schedule.kinds import Kind
@@ -63,6 +66,26 @@ def own_experts(ids_TK: torch.Tensor, dispatcher: Dispatcher) -> torch.Tensor:
     return torch.where(mine, place_TK, -1)
 
 
+def visit_gathered(
+    visit: Callable[[Routing, tuple[torch.Tensor, ...]], torch.Tensor],
+    routing: Routing,
+    inputs: tuple[torch.Tensor, ...],
+    wire: TokenGather,
+    dispatcher: Dispatcher,
+    tokens: Tokens,
+    where: str,
+) -> torch.Tensor:
+    """This rank's tokens, visited by experts of all ranks; `visit` is what the experts of one rank do."""
+    if not in_backward():
+        wire.lane.recorder.announce(where, launches(len(inputs), where))
+    num = len(inputs[0])
+    there, everyone = gather_tokens(
+        wire, routing, inputs, dispatcher, tokens.most(num, dispatcher.group), where
+    )
+    y_TO: torch.Tensor = _SumBack.apply(wire, where, visit(there, everyone))
+    return y_TO[:num] if len(y_TO) != num else y_TO
+
+
 def gather_tokens(
     wire: TokenGather,
     routing: Routing,
@@ -81,12 +104,6 @@ def gather_tokens(
     scores, ids, *everyone = _Gather.apply(wire, where, ids_TK, scores_TK, *inputs)
     there = replace(routing, scores_TK=scores, expert_ids_TK=own_experts(ids, dispatcher), sending=None)
     return there, tuple(everyone)
-
-
-def sum_tokens(wire: TokenGather, partial: torch.Tensor, num_tokens: int, where: str) -> torch.Tensor:
-    """This rank's tokens, summed over the experts of all ranks."""
-    y_TO: torch.Tensor = _SumBack.apply(wire, where, partial)
-    return y_TO[:num_tokens] if len(y_TO) != num_tokens else y_TO
 
 
 class _Gather(torch.autograd.Function):

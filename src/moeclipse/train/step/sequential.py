@@ -29,7 +29,7 @@ from moeclipse.train.step.recompute import arrange
 
 
 def gathering(model: Transformer) -> list[TokenGather]:
-    return [layer.wire for _, layer in moe_layers(model) if layer.gathers]
+    return [layer.wire() for _, layer in moe_layers(model) if layer.gathers]
 
 
 class OneByOne:
