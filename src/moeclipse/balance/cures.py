@@ -34,7 +34,7 @@ import numpy as np
 
 from moeclipse.balance.config import PlacementConfig, padded
 from moeclipse.balance.drift import Drift
-from moeclipse.balance.lending import lent
+from moeclipse.balance.lending import lent, lent_now
 from moeclipse.balance.load import LoadTrace
 from moeclipse.balance.objective import PlacementCosts, Score, score
 from moeclipse.balance.placement import Placement
@@ -56,6 +56,8 @@ class Bed:
     calls: int = 1
     """Of the layer in a step: what is lent travels in each."""
     config: PlacementConfig = field(default_factory=lambda: PlacementConfig(planner="incremental"))
+    serves: bool = True
+    """Whether shadows compute rows of other ranks, too (`balance/serving`)."""
     apart: int = 1
     """Steps from one that is given to the next; loads between them are taken to be the same."""
 
@@ -126,8 +128,9 @@ class _Held:
         kept = self._score(self.replicas, counts_PE, self.replicas_expected_E)
         now = self._score(self.planned, counts_PE, self.expected_E)
         lends: dict[str, Any] = {"calls": bed.calls, "node_P": bed.node_P}
-        loans = lent(self.plain, counts_PE, bed.costs, **lends)
-        more = lent(self.planned, counts_PE, bed.costs, expected_E=self.expected_E, **lends)
+        lending = lent_now if bed.serves else lent
+        loans = lending(self.plain, counts_PE, bed.costs, **lends)
+        more = lending(self.planned, counts_PE, bed.costs, expected_E=self.expected_E, **lends)
         first = moves if self.plans == 1 else 0.0
         for way, seconds in (
             (EVEN, even.total),
