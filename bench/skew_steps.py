@@ -1,6 +1,6 @@
 """What uneven gates cost ranks that really train, and what helps: eight workloads, steps in turns.
 
-    .venv/bin/python bench/skew_steps.py [--json FILE] [--steps 48] [--rate 60]     some ten minutes, needs root
+    .venv/bin/python bench/skew_steps.py [--json FILE] [--steps 44] [--rate 60]     some ten minutes, needs root
     .venv/bin/python bench/skew_steps.py --smoke                                    two ranks, seconds
     .venv/bin/python bench/skew_steps.py --device cuda --ranks 2                    on the GPUs at hand, over NCCL
 
@@ -63,7 +63,7 @@ MOST_RAGGED = 1.75
 """Tokens of the last rank under `ragged sources`, in means: it is the one that fills its samples."""
 MODEL: dict[str, Any] = {
     "model.num_layers": 1,
-    "model.d_model": 256,
+    "model.d_model": 128,
     "model.head_dim": 32,
     "model.num_heads": 2,
     "model.num_kv_heads": 1,
@@ -234,8 +234,8 @@ def held_by(learner: Learner) -> dict[str, Any]:
 def main() -> int:
     smallest = {"steps": 16, "sequences": 1, "workloads": ["hot rank"], "ranks": 2}
     parser = BenchParser(__doc__, smoke=smallest)
-    parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--sequences", type=int, default=4, help="of a rank and step")
+    parser.add_argument("--steps", type=int, default=44)
+    parser.add_argument("--sequences", type=int, default=2, help="of a rank and step")
     parser.add_argument("--rate", type=float, default=60.0, help="mbit of a rank's cable")
     parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--seed", type=int, default=1)

@@ -15,11 +15,14 @@ from moeclipse.balance.placement import Placement
 from moeclipse.balance.shadow import ShadowPlan
 from moeclipse.balance.shadow_policy import ShadowQuestion
 from moeclipse.comm.mesh import Mesh
+from moeclipse.core.config import with_values
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.experts.module_experts import ModuleExperts
 from moeclipse.moe.experts.served import serves
 from moeclipse.testing.run_ranks import run_alone, run_ranks
+from moeclipse.train.config import TrainConfig
+from moeclipse.train.step.learner import Learner
 from probed import SLOW_EXPERTS, lend
 
 Wanted = dict[int, tuple[int, ...]]
@@ -175,6 +178,53 @@ def chosen_alone(mesh: Mesh) -> dict:
         moe.gate.weight[5] = 0.0
         moe.gate.weight[5, 0] = 9.0
     return gradients(moe, mesh, [600])
+
+
+RUN = {
+    "model.num_layers": 2,
+    "model.d_model": 32,
+    "model.head_dim": 16,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 1,
+    "model.dtype": "float64",
+    "moe.num_experts": 8,
+    "moe.d_ff": 16,
+    "moe.schedule": "smart",
+    "moe.chunks": 2,
+    "moe.shadow": "auto",
+    "gate.top_k": 2,
+    "data.seq_len": 16,
+    "data.batch_size": 8,
+    "optim.accumulate": 2,
+    "parallel.check_launches": True,
+}
+
+
+def trained(mesh: Mesh, wanted: Wanted, more: dict[str, Any]) -> tuple[list[float], int]:
+    """Under a ledger, which refuses a launch that the program of the step does not have."""
+    learner = Learner(with_values(TrainConfig(), {**RUN, **more}), mesh)
+    times_served = 0
+
+    def policy(call: ShadowQuestion) -> ShadowPlan:
+        nonlocal times_served
+        plan = call.lend(wanted, serving=True)
+        times_served += plan.serving
+        return plan
+
+    for layer in learner.layers:
+        layer.schedule.shadows.policy = policy
+    return [learner.step(step)["loss"] for step in range(3)], times_served
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("overlap", ["off", "pair"])
+def test_a_run_launches_what_its_program_has(overlap: str) -> None:
+    """In a pipeline, which cuts calls into pieces, shadows compute their own rows alone."""
+    more = {"pipeline.overlap": overlap}
+    plain, _ = run_ranks(2, trained, {}, more)[0]
+    lent, times_served = run_ranks(2, trained, {0: (1,), 5: (0,), 7: (0,)}, more)[0]
+    assert lent == pytest.approx(plain, rel=1e-12)
+    assert times_served == (12 if overlap == "off" else 0)
 
 
 def disagreeing(mesh: Mesh) -> str:

@@ -244,7 +244,7 @@ class BackwardRun:
         return sent[0] if len(sent) == 1 else Joined(sent)
 
     def compute_weights(self, op: Op) -> None:
-        if op.step is None:  # the last ones: every unit has its score gradients
+        if op.step is None and self.guests is None:  # the last ones: every unit has its score gradients
             self.return_scores()
         self.wgrad(op.step)
 
@@ -261,9 +261,12 @@ class BackwardRun:
             self.shadows.add_grads(self.weight_grads)
 
     def return_shadows(self, _: Op) -> InFlight[Any]:
-        lent = self.guests or self.shadows
-        assert lent is not None
-        return lent.return_grads()
+        if self.guests is not None:
+            returned = self.guests.return_grads()
+            self.return_scores()  # always the last to leave
+            return returned
+        assert self.shadows is not None
+        return self.shadows.return_grads()
 
     def compute(self, op: Op) -> None:
         recorder = self.plan.dispatcher.lane.recorder
