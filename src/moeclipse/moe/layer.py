@@ -47,7 +47,7 @@ from moeclipse.moe.experts.fused import FusedExperts, fits, visit_all
 from moeclipse.moe.experts.local import visit_local
 from moeclipse.moe.experts.module_experts import Joint, ModuleExperts
 from moeclipse.moe.experts.pairwise import PairwiseExperts
-from moeclipse.moe.experts.served import ServedExperts, serves
+from moeclipse.moe.experts.served import with_guests
 from moeclipse.moe.experts.shared import shared_expert
 from moeclipse.moe.experts.shared_gate import shared_of
 from moeclipse.moe.experts.two_projections import Experts, PadToCapacity
@@ -401,9 +401,8 @@ class MoE(nn.Module):
             return visit_gathered(
                 visit, routing, inputs, self.wire(), self.dispatcher, tokens, self.where(tokens)
             )
-        alone = self.turns is None
         given = (routing, structure, inputs, tokens, loads, call)
-        prepared = self.prepare(*given, on_device=alone, whole=alone)
+        prepared = self.prepare(*given, on_device=self.turns is None, whole=self.turns is None)
         if self.turns is not None and self.turns.taken:
             return dispatch_in_turns(self.turns, routing.scores_TK, prepared, inputs, self.experts.weights)
         return DispatchCombine.apply(routing.scores_TK, prepared, *inputs, *self.experts.weights)
@@ -457,14 +456,6 @@ class MoE(nn.Module):
             experts=experts, structure=structure, like=like, score_input=self.config.score_input
         )
 
-    def _pads(self, routing: Routing) -> bool:
-        """Whether experts compute as many rows as they may, zeros filling up."""
-        return bool(routing.capacity) and self.gate.config.overflow == "pad"
-
-    def _serves(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether shadows may compute rows of other ranks."""
-        return len(inputs) == 1 and self.gate.config.overflow != "pad" and serves(self.experts)
-
     def measure_costs(self, prices: Callable[..., Probe] = measure) -> Probe:
         """Collective over the ranks of a stage, for rows that are one vector each."""
         return prices(self._pairwise(Structure(), (self.gate.weight,)), self.dispatcher, self.mesh)
@@ -478,39 +469,27 @@ class MoE(nn.Module):
         loads: Loads | None = None,
         call: Call | None = None,
         on_device: bool = False,
-        whole: bool = False,
+        whole: bool = False,  # no pipeline cuts the call into pieces
     ) -> LayerCall:
-        """Decide what runs and exchange sizes; no row travels. `on_device`: kernels plan, on all ranks.
-
-        `whole`: the call runs in one go, and no pipeline cuts it into pieces.
-        """
+        """Decide what runs and exchange sizes; no row travels. `on_device`: kernels plan, on all ranks."""
         policy, dispatcher, where = self.schedule, self.dispatcher, self.where(tokens)
         pairwise, taken = self._pairwise(structure, inputs), self._kernel_experts(inputs)
+        padded = self._pairwise(structure, inputs, routing.capacity) if routing.capacity else pairwise
         known = None if call is None else call.decided
         learns = self.training and known is None and not in_backward()
-        decision = policy.decide(
-            routing,
-            dispatcher,
-            pairwise,
-            self.mesh,
-            where,
-            learns=learns,
-            decided=known,
-            serves=whole and taken is None and self._serves(inputs),
-        )
-        if decision.guests is not None:
-            own = len(dispatcher.placement.slots[dispatcher.group.index])
-            pairwise = replace(pairwise, experts=ServedExperts(pairwise.experts, own))
+        given = (routing, dispatcher, pairwise, self.mesh, where)
+        plain = padded if whole and taken is None else None
+        decision = policy.decide(*given, learns=learns, decided=known, plain=plain)
         on_device = on_device and plans_on_device(routing.scores_TK)
-        plan, staying = plan_exchange(
-            decision, routing, dispatcher, policy.hosts, where, loads=loads, on_device=on_device
-        )
+        told = (decision, routing, dispatcher, policy.hosts, where)
+        plan, staying = plan_exchange(*told, loads=loads, on_device=on_device)
         if learns:
             policy.learn(decision, plan)
+        by_kernels = None if taken is None else FusedExperts(taken, routing.expert_ids_TK.shape[1])
         if call is not None:
             call.decided = decision.decided
-        by_kernels = None if taken is None else FusedExperts(taken, routing.expert_ids_TK.shape[1])
-        padded = self._pairwise(structure, inputs, routing.capacity) if self._pads(routing) else pairwise
+        if decision.guests is not None:
+            pairwise = padded = with_guests(padded, dispatcher)
         return LayerCall(
             plan=plan,
             programs=decision.programs,
