@@ -191,6 +191,30 @@ TINY: dict[str, dict[str, Any]] = {
         "sliding_window": 3,
     },
 }
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "shared_expert_intermediate_size": 7,
+}
+TINY["qwen3_next"] = {**DELTA, "intermediate_size": 10, "mlp_only_layers": [0], "attention_bias": True}
+TINY["qwen3_5_moe_text"] = {
+    **DELTA,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+    },
+}
 DENSE: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": LLAMA3, "num_key_value_heads": 4},
     "mistral": {"sliding_window": 3, "head_dim": 6},

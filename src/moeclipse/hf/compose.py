@@ -30,7 +30,21 @@ from moeclipse.hf.rope import write_rope
 from moeclipse.model.config import yarn_magnitude
 
 MLA_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-GQA_KEYS = ("num_kv_heads", "head_dim", "attention_bias", "qk_norm", "clip_qkv", "rope_dim")
+GQA_KEYS = (
+    *("num_kv_heads", "head_dim", "attention_bias", "attention_gate", "qk_norm", "clip_qkv", "rope_dim"),
+)
+MIXER_KEYS = {
+    "gated_delta": (
+        *("delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "conv_width"),
+    ),
+    "kimi_delta": ("delta_key_heads", "delta_key_dim", "conv_width"),
+    "short_conv": ("conv_width",),
+}
+"""Those that a mixer reads."""
+LINEAR = {"gated_delta": "linear_attention", "kimi_delta": "linear_attention", "short_conv": "conv"}
+"""What they call a mixer."""
+IN_TURN = {"windows": 0, "chunks": 0, "mixers": "attention", "rope_layers": True}
+"""Keys of layers in turn, and what a layer is where they are empty."""
 ROPE_KEYS = {
     "none": (),
     "linear": ("rope_factor",),
@@ -116,9 +130,15 @@ def canonical(values: Values) -> Values:
     v |= {"model.num_dense_layers": first, "model.dense_layers": tuple(sorted(i for i in dense if i > first))}
     if not dense:
         v["model.d_ff"] = None
-    windows = v["model.windows"]
-    each = tuple(windows[i % len(windows)] for i in range(layers)) if any(windows) else ()
-    v["model.windows"] = each if any(each) else ()
+    for key, usual in IN_TURN.items():
+        given = v[f"model.{key}"] or (usual,)
+        each = tuple(given[i % len(given)] for i in range(layers))
+        v[f"model.{key}"] = () if set(each) == {usual} else each
+    read = {key for kind in {*v["model.mixers"]} for key in MIXER_KEYS.get(kind, ())}
+    for key in {key for keys in MIXER_KEYS.values() for key in keys} - read:
+        v[f"model.{key}"] = None
+    if not v["model.growth"]:
+        v |= dict.fromkeys(("model.growth_len", "model.growth_first", "model.growth_in"))
     latent = v["model.attention"] == "mla"
     width = v["model.qk_nope_head_dim"] + v["model.qk_rope_head_dim"] if latent else v["model.head_dim"]
     v["model.attention_scale"] = v["model.attention_scale"] or width**-0.5
@@ -189,7 +209,7 @@ def candidate(family: Family, values: Values, context: int) -> dict[str, Any]:
 def their_keys(v: Values) -> dict[str, Any]:
     """Keys that families share, in their words, whichever of them a family reads."""
     layers, first = v["model.num_layers"], v["model.num_dense_layers"]
-    windows = v["model.windows"]
+    windows, mixers = v["model.windows"], v["model.mixers"]
     dense = sorted({*range(first), *v["model.dense_layers"]})
     experts = [i for i in range(layers) if i not in dense] or [layers]
     steps = len(dense) == layers - len(experts) and experts == list(range(experts[0], experts[-1] + 1))
@@ -202,7 +222,9 @@ def their_keys(v: Values) -> dict[str, Any]:
         "use_sliding_window": any(windows),
         "max_window_layers": layers,
         "layer_types": [
-            "sliding_attention" if windows and windows[i] else "full_attention" for i in range(layers)
+            LINEAR.get(mixers[i] if mixers else "")
+            or ("sliding_attention" if windows and windows[i] else "full_attention")
+            for i in range(layers)
         ],
         "attention_bias": v["model.attention_bias"] != "none",
         "qkv_bias": v["model.attention_bias"] == "qkv",

@@ -39,6 +39,16 @@ def by_layer_types(told: Mapping[str, Any]) -> Values:
     return {"model.windows": windows if any(windows) else ()}
 
 
+def delta_layers(told: Mapping[str, Any]) -> Values:
+    """States instead of attention in layers that `layer_types` calls linear: all but every fourth."""
+    step = told.get("full_attention_interval") or 4
+    kinds = told.get("layer_types") or [
+        "linear_attention" if (i + 1) % step else "full_attention" for i in range(told["num_hidden_layers"])
+    ]
+    mixers = tuple("gated_delta" if kind == "linear_attention" else "attention" for kind in kinds)
+    return {"model.mixers": mixers if "gated_delta" in mixers else ()}
+
+
 def all_dense(told: Mapping[str, Any]) -> Values:
     """A model without experts."""
     return grouped(told) | bias_of_all(told) | {"model.num_dense_layers": told["num_hidden_layers"]}
@@ -99,6 +109,10 @@ def latent(told: Mapping[str, Any]) -> Values:
         "gate.num_groups": told.get("n_group") or 1,
         "gate.top_groups": told.get("topk_group") or 1,
     }
+
+
+def qwen3_next(told: Mapping[str, Any]) -> Values:
+    return grouped(told) | delta_layers(told) | bias_of_all(told)
 
 
 def deepseek_v2(told: Mapping[str, Any]) -> Values:

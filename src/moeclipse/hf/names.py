@@ -5,20 +5,25 @@
     layers.3.dense.up.weight     model.layers.3.mlp.gate_proj.weight, then ...up_proj.weight: rows under rows
     layers.3.moe.experts.7.up    the same of expert 7; or expert 7 of a stack; or every second column of one
 
-Idea. A `RowRange` says where some rows of a logical tensor lie: in which tensor, of which entry of a stack,
-from which row on, every how many rows, and whether rows are columns there. All families are made of such
-parts, and a table of parts is read in both directions.
-
-Contract. Parts of one logical tensor cover its rows in order; parts that name one tensor cover it exactly.
+Idea. Every logical tensor is made of parts of theirs (`hf/row_ranges`). What families call alike is said once
+here; `Names` is what one calls otherwise. Mixers other than attention are in `hf/mixer_names`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Literal
 
+from moeclipse.hf.mixer_names import MixerStyle, mixer_tensors
+from moeclipse.hf.row_ranges import (
+    LogicalTensor,
+    Named,
+    RowRange,
+    renamed,
+    taking_turns,
+    under_each_other,
+    whole,
+)
 from moeclipse.model.config import ModelConfig
 from moeclipse.moe.config import GateConfig, MoEConfig
 
@@ -41,6 +46,12 @@ class Names:
     """The shared expert, where it is not `shared_expert` (behind a gate) or `shared_experts` of the block."""
     experts_module: str = "mlp.experts"
     """Of transformers' model, by which adapters name it; files may name it otherwise (Mixtral's do)."""
+    mixers: MixerStyle = "split"
+    """How a delta mixer's projections lie in a file."""
+    attention_gate: str = ""
+    """Of what attention took; empty: each head's rows of it follow those of its query (Qwen3-Next)."""
+    words: tuple[tuple[str, str], ...] = ()
+    """(what others say in a key, what this family says), one after the other."""
 
 
 EACH = Names()
@@ -75,53 +86,10 @@ MINIMAX = Names(
     down="experts.{}.w2.weight",
 )
 HUNYUAN = Names(gate="router.gate.weight", choice_bias="expert_bias", shared=SHARED_MLP)
+QWEN3_NEXT = Names(mixers="fused")
 INTERLEAVED = Names(
     gate="router.weight", experts="interleaved", up=("experts.gate_up_proj",), down="experts.down_proj"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowRange:
-    """Some rows of a logical tensor, as they lie in a tensor of a folder."""
-
-    key: str
-    shape: tuple[int, ...]
-    """Of the whole tensor in the folder."""
-    rows: int
-    entry: int | None = None
-    """Its entry of a stack."""
-    first: int = 0
-    step: int = 1
-    transposed: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogicalTensor:
-    """A tensor of ours: its shape, and where its rows are."""
-
-    shape: tuple[int, ...]
-    parts: tuple[RowRange, ...]
-
-    @property
-    def rows(self) -> int:
-        return prod(self.shape[:-1]) if len(self.shape) > 1 else self.shape[0]
-
-    @property
-    def width(self) -> int:
-        """Elements of a row; a vector has rows of one."""
-        return self.shape[-1] if len(self.shape) > 1 else 1
-
-
-def whole(key: str, *shape: int) -> LogicalTensor:
-    rows = prod(shape[:-1]) if len(shape) > 1 else shape[0]
-    return LogicalTensor(shape=shape, parts=(RowRange(key=key, shape=shape, rows=rows),))
-
-
-def under_each_other(keys: tuple[str, ...], rows: int, width: int, *, stack: bool = False) -> LogicalTensor:
-    """Matrices of `rows` each; `stack`: ours is a stack of one."""
-    parts = tuple(RowRange(key=key, shape=(rows, width), rows=rows) for key in keys)
-    shape = (len(keys) * rows, width)
-    return LogicalTensor(shape=(1, *shape) if stack else shape, parts=parts)
 
 
 NORMS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -137,8 +105,6 @@ NORMS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 """Ours and theirs, by where norms stand."""
 
-Named = Iterator[tuple[str, LogicalTensor]]
-
 
 def tensor_table(
     names: Names, model: ModelConfig, moe: MoEConfig, gate: GateConfig
@@ -153,8 +119,13 @@ def tensor_table(
         ours, theirs = f"weight/layers.{index}.", f"model.layers.{index}."
         for name, key in NORMS[model.norms]:
             table[f"{ours}{name}.weight"] = whole(f"{theirs}{key}.weight", d)
-        attend = latent_attention if model.attention == "mla" else grouped_attention
-        table |= dict(attend(f"{ours}attention.", f"{theirs}self_attn.", model))
+        mixer = model.mixer_of(index)
+        if mixer != "attention":
+            table |= dict(mixer_tensors(mixer, names.mixers, f"{ours}attention.", theirs, model))
+        elif model.attention == "mla":
+            table |= dict(latent_attention(f"{ours}attention.", f"{theirs}self_attn.", model))
+        else:
+            table |= dict(grouped_attention(f"{ours}attention.", f"{theirs}self_attn.", names, model))
         if model.is_dense(index):
             block, keys = f"{theirs}mlp.", ("gate_proj.weight", "up_proj.weight")
             table[f"{ours}dense.up.weight"] = under_each_other(
@@ -167,25 +138,42 @@ def tensor_table(
             table |= dict(routed_experts(f"{ours}moe.experts.", block, names, d, moe))
             if moe.num_shared_experts:
                 table |= dict(shared_experts(f"{ours}moe.shared.", theirs, names, d, moe))
-    return table
+    return {name: renamed(tensor, names.words) for name, tensor in table.items()} if names.words else table
 
 
-def grouped_attention(ours: str, theirs: str, model: ModelConfig) -> Named:
+def grouped_attention(ours: str, theirs: str, names: Names, model: ModelConfig) -> Named:
     q, kv, d = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim, model.d_model
-    for name, width in (("q", q), ("k", kv), ("v", kv)):
+    biased = model.attention_bias != "none"
+    fused = model.attention_gate != "none" and not names.attention_gate
+    for name, width in (("k", kv), ("v", kv), *(() if fused else (("q", q),))):
         yield f"{ours}{name}.weight", whole(f"{theirs}{name}_proj.weight", width, d)
-        if model.attention_bias != "none":
+        if biased:
             yield f"{ours}{name}.bias", whole(f"{theirs}{name}_proj.bias", width)
+    if fused:
+        yield from query_and_gate(ours, theirs, model)
+    elif model.attention_gate != "none":
+        gates = q if model.attention_gate.startswith("component") else model.num_heads
+        yield f"{ours}gate.weight", whole(f"{theirs}{names.attention_gate}.weight", gates, d)
     yield f"{ours}o.weight", whole(f"{theirs}o_proj.weight", d, q)
     if model.attention_bias == "all":
         yield f"{ours}o.bias", whole(f"{theirs}o_proj.bias", d)
-    if model.qk_norm != "none":
+    if model.qk_norm not in ("none", "unit"):
         whole_width = model.qk_norm == "whole"
         for name, width in (("q", q), ("k", kv)):
             norm = width if whole_width else model.head_dim
             yield f"{ours}{name}_norm.weight", whole(f"{theirs}{name}_norm.weight", norm)
     if model.attention_sinks:
         yield f"{ours}sinks", whole(f"{theirs}sinks", model.num_heads)
+
+
+def query_and_gate(ours: str, theirs: str, model: ModelConfig) -> Named:
+    """In one matrix: of each head its query, then its gate."""
+    width, heads, d = model.head_dim, model.num_heads, model.d_model
+    for number, name in enumerate(("q", "gate")):
+        for kind, shape in (("weight", (2 * heads * width, d)), ("bias", (2 * heads * width,))):
+            if kind == "weight" or model.attention_bias != "none":
+                given = (number * width, width, 2 * width, heads)
+                yield f"{ours}{name}.{kind}", taking_turns(f"{theirs}q_proj.{kind}", shape, *given)
 
 
 def latent_attention(ours: str, theirs: str, model: ModelConfig) -> Named:

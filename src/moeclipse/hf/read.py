@@ -53,7 +53,9 @@ SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok"),
     *("moe_k", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-    *("decoder_sparse_step", "moe_layer_interval"),
+    *("decoder_sparse_step", "moe_layer_interval", "full_attention_interval"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_kernel_dim",
 )
 """Whole numbers of at least 1."""
 COUNTS = (
