@@ -11,8 +11,9 @@ from small_model import MLA, MODEL, SETTINGS, positions
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
-from moeclipse.model.attention import GroupedQueryAttention, LatentAttention, heads
+from moeclipse.model.attention import GroupedQueryAttention, heads
 from moeclipse.model.config import ModelConfig
+from moeclipse.model.latent_attention import LatentAttention
 from moeclipse.model.layer import mixer_of
 from moeclipse.model.lora_config import NO_LORA
 from moeclipse.model.rotary import Positions, Rotary, rotate
@@ -127,8 +128,21 @@ STATES = replace(
             replace(GATED, attention_gate="head_softplus", rope_layers=(False,), growth=0.3, growth_len=2),
         ),
         *(STATES, replace(STATES, mixers=("kimi_delta",)), replace(MODEL, qk_norm="turned")),
+        replace(MLA, index_topk=3, index_heads=2, index_dim=6),
     ],
-    ids=["gqa", "mla", "varied", "by-head", "mla-sinks", "gated", "unturned", "delta", "kimi", "turned"],
+    ids=[
+        "gqa",
+        "mla",
+        "varied",
+        "by-head",
+        "mla-sinks",
+        "gated",
+        "unturned",
+        "delta",
+        "kimi",
+        "turned",
+        "indexed",
+    ],
 )
 def test_heads_may_be_cut_over_ranks(config: ModelConfig) -> None:
     *expected, grads = run_alone(cut, config, False)

@@ -18,6 +18,11 @@ MLA = {
     "model.qk_rope_head_dim": "qk_rope_head_dim",
     "model.v_head_dim": "v_head_dim",
 }
+INDEXER = {
+    "model.index_topk": "index_topk",
+    "model.index_heads": "index_n_heads",
+    "model.index_dim": "index_head_dim",
+}
 WIDE_EXPERTS = {"moe.num_experts": "num_local_experts", "moe.d_ff": "intermediate_size"}
 NO_BIAS = ("attention_bias", False, "biases in latent attention")
 DELTA = {

@@ -28,7 +28,7 @@ from moeclipse.core.errors import CheckpointError
 from moeclipse.core.outside import MOST_INDEX, read_table, regular, table, told_of
 from moeclipse.hf.config_file import config_of
 from moeclipse.hf.manifest import check_manifest
-from moeclipse.hf.names import tensor_table
+from moeclipse.hf.names import table_of
 from moeclipse.hf.quantised import EXPANDED, Packed, packed_tensors
 from moeclipse.hf.read import ReadConfig, read_config
 from moeclipse.hf.row_ranges import LogicalTensor, RowRange
@@ -70,10 +70,11 @@ class HfFolder:
     def __init__(self, path: Path, read: ReadConfig, stored: Mapping[str, StoredAs]) -> None:
         self.path, self.family, self.values, self.theirs = path, read.family, read.values, read.theirs
         self.shapes = Shapes.of(read.values)
-        self.table = tensor_table(read.family.names, self.shapes.model, self.shapes.moe, self.shapes.gate)
         shapes = {key: (found.shape, found.dtype) for key, found in stored.items()}
         self.packed = packed_tensors(shapes, read.theirs, str(path))
         self.files, self.stored = stored, expanded(stored, self.packed)
+        given = (self.shapes.model, self.shapes.moe, self.shapes.gate)
+        self.table = table_of(read.family.names, self.stored, *given)
         self._files: dict[str, Any] = {}
 
     @classmethod

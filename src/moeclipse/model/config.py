@@ -59,6 +59,13 @@ class ModelConfig:
     """Width of a value head (gated_delta)."""
     conv_width: int = 4
     """Positions that a mixer's short convolution sees, its own included."""
+    index_topk: int = 0
+    """Keys that a token takes from, as an indexer chooses them (mla, model/indexer); 0: all that it sees."""
+    index_heads: int = 4
+    index_dim: int = 32
+    """Width of a head of the indexer."""
+    index_pairs: Pairs = "halves"
+    """As rope_pairs, of the indexer."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
     """Biases of the projections to queries, keys and values, or of these and the output's (gqa)."""
     attention_scale: float = 0.0
@@ -111,8 +118,9 @@ class ModelConfig:
     """llama3: pairs that turn less often within the original length are scaled, ..."""
     rope_high_freq: float = 4.0
     """... those that turn more often keep their angles."""
-    norms: Literal["before", "after", "both"] = "before"
-    """Norms stand before attention and feed-forward blocks, after them (before the sum), or both."""
+    norms: Literal["before", "after", "both", "experts"] = "before"
+    """Norms stand before attention and feed-forward blocks, after them (before the sum), or both; experts:
+    before them, and after experts."""
     zero_centred_norms: bool = False
     """Norms multiply by 1 + their weights, which begin as zeros."""
     norm_eps: float = 1e-5
@@ -265,6 +273,21 @@ def mixer_problems(config: ModelConfig) -> Iterator[str]:
             f"model.delta_key_heads ({config.delta_key_heads}) must divide model.delta_value_heads "
             f"({config.delta_value_heads})"
         )
+    for name in ("index_heads", "index_dim"):
+        if getattr(config, name) < 1:
+            yield f"model.{name} ({getattr(config, name)}) must be at least 1"
+    if config.index_topk < 0:
+        yield f"model.index_topk ({config.index_topk}) must not be negative; 0 takes from all keys"
+    if config.index_topk > 0 and (config.attention != "mla" or any(config.windows) or any(config.chunks)):
+        yield (
+            f"model.index_topk ({config.index_topk}) needs model.attention = 'mla' whose layers see all "
+            "positions; set it to 0, or leave model.windows and model.chunks out"
+        )
+    if config.index_topk > 0 and config.index_dim < config.qk_rope_head_dim:
+        yield (
+            f"model.index_dim ({config.index_dim}) must be at least model.qk_rope_head_dim "
+            f"({config.qk_rope_head_dim}), the part that turns"
+        )
     if any(chunk < 0 for chunk in config.chunks):
         yield f"model.chunks ({list(config.chunks)}) must not be negative; 0 does not cut texts"
     layers = range(max(config.num_layers, 0)) if any(config.chunks) and any(config.windows) else ()
@@ -273,7 +296,7 @@ def mixer_problems(config: ModelConfig) -> Iterator[str]:
         yield f"layer {both} has one of model.windows and one of model.chunks; choose for each layer"
     if config.memory > 0:
         others = {"mixers": set(config.mixers) - {"attention"}, "chunks": any(config.chunks)}
-        for name, given in (*others.items(), ("growth", config.growth)):
+        for name, given in (*others.items(), ("growth", config.growth), ("index_topk", config.index_topk)):
             if given:
                 yield (
                     f"model.memory ({config.memory}) cannot go with model.{name} "

@@ -14,6 +14,7 @@ def count_parameters(config: ModelConfig, moe: MoEConfig, gate: GateConfig) -> t
     num_moe = config.num_expert_layers
     always = config.vocab_size * d * (1 if config.tie_embeddings else 2) + d
     always += config.num_layers * norm_parameters(config)
+    always += num_moe * d * (config.norms == "experts")
     always += sum(mixer_parameters(config, layer) for layer in range(config.num_layers))
     always += (config.num_layers - num_moe) * 3 * d * config.d_ff
     always += num_moe * (gate_parameters(d, moe, gate) + shared_parameters(d, moe) + moe.shared_gate * d)

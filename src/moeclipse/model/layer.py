@@ -16,11 +16,12 @@ from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.shares import even_bounds
-from moeclipse.model.attention import GroupedQueryAttention, LatentAttention
+from moeclipse.model.attention import GroupedQueryAttention
 from moeclipse.model.blocks import DenseMLP, RMSNorm, Settings, freeze_linears
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.conv_mixer import ConvMixer
 from moeclipse.model.delta_mixers import GatedDelta, KimiDelta
+from moeclipse.model.latent_attention import LatentAttention
 from moeclipse.model.lora_config import NO_LORA, LoraConfig
 from moeclipse.model.recompute import Again, forget, run_again
 from moeclipse.model.rotary import Positions
@@ -80,12 +81,12 @@ class TransformerLayer(nn.Module):
             given = (config.d_model, settings, config.norm_eps, config.norm_shift)
             return RMSNorm(*given) if here else nn.Identity()
 
-        before, after = config.norms != "after", config.norms != "before"
+        before, after = config.norms != "after", config.norms in ("after", "both")
         self.attention_norm = norm(before)
         self.attention = mixer_of(config, settings, lora)
         self.attention_out_norm = norm(after)
         self.mlp_norm = norm(before)
-        self.mlp_out_norm = norm(after)
+        self.mlp_out_norm = norm(after or (config.norms == "experts" and not config.is_dense(index)))
         self.dense: DenseMLP | None = None
         self.moe: MoE | None = None
         if config.is_dense(index):

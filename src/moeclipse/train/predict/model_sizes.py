@@ -71,6 +71,8 @@ def unpriced(model: ModelConfig) -> str:
     """What of a model costs do not know; empty: they know all of it."""
     if others := sorted(model.held_mixers - {"attention"}):
         return f"mixers of tokens other than attention (model.mixers has {', '.join(others)})"
+    if model.index_topk:
+        return f"keys that an indexer chooses (model.index_topk = {model.index_topk})"
     if any(model.chunks):
         return f"attention in pieces of a text (model.chunks = {list(model.chunks)})"
     return ""
