@@ -47,6 +47,7 @@ from moeclipse.moe.experts.fused import FusedExperts, fits, visit_all
 from moeclipse.moe.experts.local import visit_local
 from moeclipse.moe.experts.module_experts import Joint, ModuleExperts
 from moeclipse.moe.experts.pairwise import PairwiseExperts
+from moeclipse.moe.experts.served import ServedExperts, serves
 from moeclipse.moe.experts.shared import shared_expert
 from moeclipse.moe.experts.shared_gate import shared_of
 from moeclipse.moe.experts.two_projections import Experts, PadToCapacity
@@ -372,7 +373,8 @@ class MoE(nn.Module):
         if self.gathers and self.training:
             here, where = partial(self._apply_here, structure=structure), self.where(tokens)
             return visit_gathered(here, routing, inputs, self.wire(), self.dispatcher, tokens, where)
-        planned = self.plan(routing, structure, inputs, tokens, loads, call, self.turns is None)
+        alone = self.turns is None
+        planned = self.plan(routing, structure, inputs, tokens, loads, call, on_device=alone, whole=alone)
         if self.turns is not None and self.turns.taken:
             return dispatch_in_turns(self.turns, routing.scores_TK, planned, inputs, self.experts.weights)
         return DispatchCombine.apply(routing.scores_TK, planned, *inputs, *self.experts.weights)
@@ -416,18 +418,29 @@ class MoE(nn.Module):
         loads: Loads | None = None,
         call: Call | None = None,
         on_device: bool = False,
+        whole: bool = False,
     ) -> LayerCall:
         """Who sends what to whom, in which order, with which shadows; sizes travel and no row does.
 
-        `on_device`: kernels plan, on all ranks.
+        `on_device`: kernels plan, on all ranks. `whole`: no pipeline cuts the call into pieces.
         """
         policy, dispatcher, where = self.schedule, self.dispatcher, self.where(tokens)
-        pairwise = self._pairwise(structure, inputs)
+        pairwise, taken = self._pairwise(structure, inputs), self._kernel_experts(inputs)
         known = None if call is None else call.decided
         learns = self.training and known is None and not in_backward()
         decision = policy.decide(
-            routing, dispatcher, pairwise, self.mesh, where, learns=learns, decided=known
+            routing,
+            dispatcher,
+            pairwise,
+            self.mesh,
+            where,
+            learns=learns,
+            decided=known,
+            serves=whole and taken is None and self._serves(inputs),
         )
+        if decision.guests is not None:
+            own = len(dispatcher.placement.slots[dispatcher.group.index])
+            pairwise = replace(pairwise, experts=ServedExperts(pairwise.experts, own))
         on_device = on_device and plans_on_device(routing.scores_TK)
         plan, staying = plan_exchange(
             decision, routing, dispatcher, policy.hosts, where, loads=loads, on_device=on_device
@@ -436,9 +449,8 @@ class MoE(nn.Module):
             policy.learn(decision, plan)
         if call is not None:
             call.decided = decision.decided
-        taken = self._kernel_experts(inputs)
         by_kernels = None if taken is None else FusedExperts(taken, routing.expert_ids_TK.shape[1])
-        padded = self._pairwise(structure, inputs, routing.capacity) if routing.capacity else pairwise
+        padded = self._pairwise(structure, inputs, routing.capacity) if self._pads(routing) else pairwise
         return LayerCall(
             plan=plan,
             programs=decision.programs,
@@ -486,6 +498,14 @@ class MoE(nn.Module):
         return PairwiseExperts(
             experts=experts, structure=structure, like=like, score_input=self.config.score_input
         )
+
+    def _pads(self, routing: Routing) -> bool:
+        """Whether experts compute as many rows as they may, zeros filling up."""
+        return bool(routing.capacity) and self.gate.config.overflow == "pad"
+
+    def _serves(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether shadows may compute rows of other ranks."""
+        return len(inputs) == 1 and self.gate.config.overflow != "pad" and serves(self.experts)
 
     def measure_costs(self, prices: Callable[..., Probe] = measure) -> Probe:
         """Collective over the ranks of a stage, for rows that are one vector each."""
