@@ -2,7 +2,8 @@
 
 A `sitecustomize.py` on the path of the ranks looks at files in the run's working folder: while `gone-1` is
 there, no process on seat 1 gets as far as training, and while `kill-1` is, the rank on it kills itself at the
-step that the file names, and takes the file away. While `hold-6` is there, ranks wait before step 6.
+step that the file names, and takes the
+file away. While `hold-6` is there, ranks wait before step 6; `slow` says how many seconds before each.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Any
 SOURCE = str(Path(__file__).parent.parent.parent / "src")
 SITE = """
 import os, signal, sys, time
-seats = os.environ.get("MOECLIPSE_SEATS")
-if seats and ("RANK" in os.environ or "ask_seat" in " ".join(sys.orig_argv)):
-    seat = seats.split(",")[int(os.environ.get("LOCAL_RANK", "0"))]
+seats = os.environ.get("MOECLIPSE_SEATS", "")
+if "RANK" in os.environ or "ask_seat" in " ".join(sys.orig_argv):
+    seat = seats.split(",")[int(os.environ.get("LOCAL_RANK", "0")) if seats else 0]
     if os.path.exists(f"gone-{seat}"):
         os._exit(9)
     if "RANK" in os.environ:
@@ -30,6 +31,8 @@ if seats and ("RANK" in os.environ or "ask_seat" in " ".join(sys.orig_argv)):
         def dying(self, step):
             while os.path.exists(f"hold-{step}"):
                 time.sleep(0.02)
+            if os.path.exists("slow"):
+                time.sleep(float(open("slow").read()))
             if os.path.exists(f"kill-{seat}") and step == int(open(f"kill-{seat}").read()):
                 os.unlink(f"kill-{seat}")
                 os.kill(os.getpid(), signal.SIGKILL)

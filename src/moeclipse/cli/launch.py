@@ -108,7 +108,7 @@ def run_rank(config: TrainConfig, resume: str) -> int:
             observer.close()
             if not launched:
                 show_failure(failure, named="RANK" in os.environ)
-            if launched and failure.victim:
+            if failure.victim:
                 end_at_once(failure.code)
             return failure.code
     return 0

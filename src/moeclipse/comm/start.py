@@ -1,7 +1,7 @@
 """How ranks start and stop.
 
 `start` joins what torchrun (or our launcher) set up. Its store is prefixed by a name that is new for every
-start (`comm/meet`), because a restarted rank would otherwise read the address of its dead predecessor. `stop` takes no argument and may be called twice.
+start (`comm/meet`), because a restarted rank would otherwise read the address of its dead predecessor. `stop` may be called twice.
 
 The store has no lock: whoever reaches its port reads and writes it. It listens on the address by which ranks
 know it, not on all that the host has, and what ranks say there about failures is signed with a secret that
@@ -15,6 +15,7 @@ import math
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -231,7 +232,17 @@ def listen_at(host: str, port: int, here: bool) -> socket.socket | None:
     return listener
 
 
-def stop() -> None:
-    """Leave all groups; harmless when none was joined."""
-    if dist.is_available() and dist.is_initialized():
+def stop(patience_s: float | None = None) -> None:
+    """Leave all groups; harmless when none was joined.
+
+    `patience_s`: where a peer is lost. A transport takes no group apart before the time-outs of what is under
+    way are over, which are minutes; after so many seconds that is left to a thread.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    if patience_s is None:
         dist.destroy_process_group()
+        return
+    leaving = threading.Thread(target=dist.destroy_process_group, name="moeclipse-leaving", daemon=True)
+    leaving.start()
+    leaving.join(patience_s)

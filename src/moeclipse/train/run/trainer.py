@@ -57,6 +57,10 @@ from moeclipse.train.weights.hugging_face import export, load_folder
 from moeclipse.train.weights.init_from import load_weights_of
 
 
+LEAVE_S = 2.0
+"""How long a rank that lost a peer takes its connections apart."""
+
+
 class Observer(Protocol):
     """Who watches a run; called on rank 0 only."""
 
@@ -125,6 +129,7 @@ def train(
     with Watchdog(
         watch, end=incidents.end if on_device else None, stacks=open_stacks() if on_device else None
     ):
+        lost = False
         try:
             mesh = Mesh(
                 dp=dp,
@@ -141,13 +146,14 @@ def train(
         except Preempted:
             raise
         except BaseException as error:
+            lost = isinstance(error, CommError)
             text = str(error) if isinstance(error, MoEclipseError) else f"{type(error).__name__}: {error}"
             watch.publish(text)
             if isinstance(error, Exception) and not isinstance(error, ConfigError):
                 incidents.keep(text)
             raise
         finally:
-            stop()
+            stop(LEAVE_S if lost else None)
 
 
 class Run:
