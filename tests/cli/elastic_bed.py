@@ -3,7 +3,7 @@
 A `sitecustomize.py` on the path of the ranks looks at files in the run's working folder: while `gone-1` is
 there, no process on seat 1 gets as far as training, and while `kill-1` is, the rank on it kills itself at the
 step that the file names, and takes the
-file away. While `hold-6` is there, ranks wait before step 6; `slow` says how many seconds before each.
+file away. While `hold-6` is there, ranks wait before step 6 and say `held-RANK`; `slow` says how many seconds before each.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if "RANK" in os.environ or "ask_seat" in " ".join(sys.orig_argv):
         begin = op_log.OpLog.begin_step
         def dying(self, step):
             while os.path.exists(f"hold-{step}"):
+                open(f"held-{os.environ['RANK']}", "w").close()
                 time.sleep(0.02)
             if os.path.exists("slow"):
                 time.sleep(float(open("slow").read()))

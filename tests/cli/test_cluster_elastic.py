@@ -40,6 +40,7 @@ def agent(folder: Path, hosts: list[Host], number: int, *words: object) -> subpr
     hidden = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
     kept |= {"PYTHONPATH": f"{folder}{os.pathsep}{SOURCE}", "OMP_NUM_THREADS": "1"}
+    kept["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     command = ["ip", "netns", "exec", host.space, sys.executable, *torchrun, *flags, *map(str, words)]
     return subprocess.Popen(
         command,
@@ -66,14 +67,14 @@ def test_a_host_is_lost_for_good_and_another_comes(tmp_path: Path, hosts: list[H
     words = ("--run.steps", 40, "--checkpoint.every", 2, "--optim.lr", "1e-4", "--parallel.deadline-s", 6)
     code, _, err = ended(start(tmp_path, "--ranks", 1, *words, "--run.name", "alone"))
     assert code == 0, err
-    (tmp_path / "hold-6").touch()
+    (tmp_path / "hold-7").touch()
     running = [agent(tmp_path, hosts, number, *words) for number in (0, 1)]
     outputs = []
     try:
-        wait_for(lambda: len(records(tmp_path)) >= 5, running[0])
+        wait_for(lambda: all((tmp_path / f"held-{rank}").exists() for rank in (0, 1)), running[0])
         hosts[1].pull()
         (tmp_path / "slow").write_text("0.5")
-        (tmp_path / "hold-6").unlink()
+        (tmp_path / "hold-7").unlink()
         wait_for(lambda: len(records(tmp_path)) >= 9, running[0])
         outputs.append(end(running.pop(), hosts[1]))
         ip("-n", hosts[1].space, "link", "set", hosts[1].interface, "up")

@@ -32,7 +32,10 @@ TENSOR: dict[str, Any] = {"parallel.tp": 2, "model.num_kv_heads": 2}
 MOVES: dict[str, Any] = {"placement.planner": "random", "placement.start_step": 1, "placement.every": 2}
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "pipeline": ({"pp": 2}, {**PIPE, "pipeline.schedule": "1f1b"}),
-    "two directions": ({"pp": 2}, {**PIPE, "optim.accumulate": 4, "pipeline.schedule": "dualpipev"}),
+    "two directions": (
+        {"pp": 2},
+        {**PIPE, "optim.accumulate": 4, "pipeline.schedule": "dualpipev", "model.num_layers": 4},
+    ),
     "tensor": ({"tp": 2}, TENSOR),
     "sharded experts": ({"tp": 2}, {**TENSOR, "moe.expert_tp": "sharded"}),
     "moving experts": ({}, {**MOVES, "placement.slots_per_rank": 3}),

@@ -100,8 +100,7 @@ def main(words: list[str]) -> int:
     if joined:
         num_ranks = int(environment.get("WORLD_SIZE", "1"))
         if ranks.changes and ranks.least:
-            host = int(environment.get("LOCAL_WORLD_SIZE", "1"))
-            problems += range_problems(config, ranks, host)
+            problems += torchrun_problems(config, ranks, environment)
             config = layout_for(config, num_ranks, ranks.most)
     else:  # what needs torch comes last: who has something to mend already is told at once
         needs_torch = config.run.device != "cpu"
@@ -202,6 +201,16 @@ def count_ranks(
             "--parallel.backend nccl"
         )
     return wanted
+
+
+def torchrun_problems(config: TrainConfig, ranks: RankRange, environment: Mapping[str, str]) -> Iterator[str]:
+    """Why a run under torchrun could not lose hosts and take them back."""
+    yield from range_problems(config, ranks, int(environment.get("LOCAL_WORLD_SIZE", "1")))
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        yield (
+            f"ranks ({ranks.least}:{ranks.most}) under torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its "
+            "environment on all hosts: agents that share a store do not let a host in that comes later"
+        )
 
 
 def restart_notes(config: TrainConfig, restarts: int | bool) -> Iterator[str]:
