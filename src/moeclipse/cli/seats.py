@@ -162,7 +162,9 @@ class Seats:
 
     def _newest(self) -> str:
         try:
-            return max((name for name in os.listdir(self.checkpoints) if name.startswith("step-")), default="")
+            return max(
+                (name for name in os.listdir(self.checkpoints) if name.startswith("step-")), default=""
+            )
         except OSError:
             return ""
 

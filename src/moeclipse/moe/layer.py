@@ -428,16 +428,10 @@ class MoE(nn.Module):
         pairwise, taken = self._pairwise(structure, inputs), self._kernel_experts(inputs)
         known = None if call is None else call.decided
         learns = self.training and known is None and not in_backward()
-        decision = policy.decide(
-            routing,
-            dispatcher,
-            pairwise,
-            self.mesh,
-            where,
-            learns=learns,
-            decided=known,
-            serves=whole and taken is None and self._serves(inputs),
-        )
+        pads = self.gate.config.overflow == "pad"
+        may_serve = whole and taken is None and len(inputs) == 1 and not pads and serves(self.experts)
+        how: dict[str, Any] = {"learns": learns, "decided": known, "serves": may_serve}
+        decision = policy.decide(routing, dispatcher, pairwise, self.mesh, where, **how)
         if decision.guests is not None:
             own = len(dispatcher.placement.slots[dispatcher.group.index])
             pairwise = replace(pairwise, experts=ServedExperts(pairwise.experts, own))
@@ -450,7 +444,9 @@ class MoE(nn.Module):
         if call is not None:
             call.decided = decision.decided
         by_kernels = None if taken is None else FusedExperts(taken, routing.expert_ids_TK.shape[1])
-        padded = self._pairwise(structure, inputs, routing.capacity) if self._pads(routing) else pairwise
+        padded = (
+            self._pairwise(structure, inputs, routing.capacity) if pads and routing.capacity else pairwise
+        )
         return LayerCall(
             plan=plan,
             programs=decision.programs,
@@ -498,14 +494,6 @@ class MoE(nn.Module):
         return PairwiseExperts(
             experts=experts, structure=structure, like=like, score_input=self.config.score_input
         )
-
-    def _pads(self, routing: Routing) -> bool:
-        """Whether experts compute as many rows as they may, zeros filling up."""
-        return bool(routing.capacity) and self.gate.config.overflow == "pad"
-
-    def _serves(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether shadows may compute rows of other ranks."""
-        return len(inputs) == 1 and self.gate.config.overflow != "pad" and serves(self.experts)
 
     def measure_costs(self, prices: Callable[..., Probe] = measure) -> Probe:
         """Collective over the ranks of a stage, for rows that are one vector each."""
