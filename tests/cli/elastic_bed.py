@@ -66,7 +66,8 @@ def start(folder: Path, *words: object, python: tuple[str, ...] = ()) -> subproc
     return subprocess.Popen(
         command,
         cwd=folder,
-        env=kept | {"PYTHONPATH": f"{folder}{os.pathsep}{SOURCE}", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
+        env=kept
+        | {"PYTHONPATH": f"{folder}{os.pathsep}{SOURCE}", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
