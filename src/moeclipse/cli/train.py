@@ -94,13 +94,10 @@ def main(words: list[str]) -> int:
     if joined:
         num_ranks = int(environment.get("WORLD_SIZE", "1"))
     else:  # what needs torch comes last: who has something to mend already is told at once
-        needs_torch = config.run.device != "cpu"
-        known = options.ranks if options.ranks != "auto" else 0
-        num_ranks = (
-            known
-            if problems and needs_torch
-            else count_ranks(options.ranks, config.run.device, problems, config.parallel.backend)
-        )
+        num_ranks = options.ranks if options.ranks != "auto" else 0
+        told = list(layout_problems(config, num_ranks)) if num_ranks >= 1 else []
+        if not (problems or told) or config.run.device == "cpu":
+            num_ranks = count_ranks(options.ranks, config.run.device, problems, config.parallel.backend)
     problems += layout_problems(config, num_ranks) if num_ranks >= 1 else ()
     if not joined and not options.print_config:
         problems += folder_problems(config, problems)
