@@ -1,7 +1,7 @@
 """What `moeclipse doctor` says about the experts' kernels: in which form they run here, and how fast that is.
 
 A layer of a usual shape goes forward and backward by kernels and in plain torch, in turns. Results that
-differ by more than rounding are a fault of the device, its driver or its compiler: they are what is said then.
+differ by more than rounding are a fault of the device, its driver or its compiler, and are told instead.
 """
 
 from __future__ import annotations

@@ -103,13 +103,10 @@ def main(words: list[str]) -> int:
             problems += torchrun_problems(config, ranks, environment)
             config = layout_for(config, num_ranks, ranks.most)
     else:  # what needs torch comes last: who has something to mend already is told at once
-        needs_torch = config.run.device != "cpu"
-        known = ranks.most
-        num_ranks = (
-            known
-            if problems and needs_torch
-            else count_ranks(known or "auto", config.run.device, problems, config.parallel.backend)
-        )
+        num_ranks = ranks.most
+        told = list(layout_problems(config, num_ranks)) if num_ranks >= 1 else []
+        if not (problems or told) or config.run.device == "cpu":
+            num_ranks = count_ranks(num_ranks or "auto", config.run.device, problems, config.parallel.backend)
     problems += layout_problems(config, num_ranks) if num_ranks >= 1 else ()
     if not joined and not problems:
         problems += range_problems(config, ranks)
