@@ -21,7 +21,8 @@ from moeclipse.core.config import build, flag_layer, keys_of, named_in, problems
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.values import convert
 from moeclipse.testing.run_ranks import run_ranks
-from moeclipse.train.config import NO_TENSORBOARD, TrainConfig, layout_problems
+from moeclipse.train.config import TrainConfig, layout_problems
+from moeclipse.train.observe.metrics_config import NO_TENSORBOARD
 from moeclipse.train.run.trainer import train
 from moeclipse.train.step.learner import Learner
 
@@ -120,7 +121,7 @@ def test_ranges(values: dict[str, Any], told: str) -> None:
 
 def test_a_package_that_is_missing_is_told_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_values(TrainConfig(), {"metrics.tensorboard": True})
-    monkeypatch.setattr("moeclipse.train.config.find_spec", lambda name: None)
+    monkeypatch.setattr("moeclipse.train.observe.metrics_config.find_spec", lambda name: None)
     assert list(problems_of(config)) == [NO_TENSORBOARD]
 
 
