@@ -1,4 +1,4 @@
-"""Two hosts under torchrun --nnodes 1:2: one is lost with its cable, the other goes on alone, and it comes back."""
+"""Two hosts under torchrun --nnodes 1:2: one is lost, the other goes on alone, and it comes back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,17 @@ def agent(folder: Path, hosts: list[Host], number: int, *words: object) -> subpr
     torchrun = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-id", "job"]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0].address}:29500"]
     torchrun += ["--rdzv-conf", f"is_host={int(number == 0)},{MEETING}", "--max-restarts", "3"]
-    torchrun += ["--local-addr", host.address, "-m", "moeclipse", "train", "--ranks", "1:2", "--resume", "auto"]
+    torchrun += [
+        "--local-addr",
+        host.address,
+        "-m",
+        "moeclipse",
+        "train",
+        "--ranks",
+        "1:2",
+        "--resume",
+        "auto",
+    ]
     flags = [str(word) for key, value in RUN.items() for word in (f"--{key}", value)]
     hidden = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
     kept = {name: value for name, value in os.environ.items() if name not in hidden}

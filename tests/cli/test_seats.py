@@ -1,4 +1,4 @@
-"""Seats that are lost and come back: who is given up and when, what is asked, and a run that goes through it."""
+"""Seats that are lost and come back: who is given up, when they are asked, and a run that goes through it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Bench:
 
     def lose(self, rank: int | None, **how: bool) -> tuple[int, str] | None:
         told = {"began": True, "last": False, "recurs": False} | how
-        return self.seats.lose(Failure(rank=rank or 0, text="boom"), rank, **told)
+        return self.seats.lose(rank, **told)
 
 
 def test_a_rank_is_tried_again_before_its_seat_is_given_up(tmp_path: Path) -> None:
@@ -118,7 +118,9 @@ def test_a_seat_that_comes_and_goes_is_asked_less_and_less_often(tmp_path: Path)
     assert saves == [1, 2, 4, 8]
 
 
-def test_a_seat_is_asked_by_a_process_that_is_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seat_is_asked_by_a_process_that_is_no_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(seats_module.sys, "executable", "true")
     seats = Seats([1, 2], tmp_path, tmp_path, cuda=False, settle=lambda _: None)
     for command, word in (("true", "yes"), ("false", "no")):
@@ -148,7 +150,9 @@ def test_a_run_loses_a_rank_for_good_and_takes_it_back(tmp_path: Path) -> None:
     for name, text in (("kill-1", "3"), ("hold-6", "")):
         (tmp_path / name).write_text(text)
     run = start(tmp_path, "--ranks", "2:3", *words)
-    wait_for(lambda: records(tmp_path, file="incidents.jsonl")[-1:] != [] and len(records(tmp_path)) >= 5, run)
+    wait_for(
+        lambda: records(tmp_path, file="incidents.jsonl")[-1:] != [] and len(records(tmp_path)) >= 5, run
+    )
     wait_for(lambda: bool(list(tmp_path.glob("moeclipse-*/room"))), run)
     (tmp_path / "hold-6").unlink()
     code, out, err = ended(run)

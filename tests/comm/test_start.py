@@ -21,6 +21,7 @@ from moeclipse.comm.start import (
     choose_device,
     cuda_settings,
     device_settings,
+    interface_of,
     listen_at,
     nccl_settings,
     open_log,
@@ -91,6 +92,12 @@ def test_a_rank_without_an_address_says_how_to_start(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(CommError, match=r"rank 1 of 2, but MASTER_ADDR .* with torchrun"):
         start(RankPlace(rank=1, num_ranks=2), device=CPU)
+
+
+def test_the_interface_that_transports_were_told_to_use() -> None:
+    assert interface_of({}) == ""
+    assert interface_of({"NCCL_SOCKET_IFNAME": "=eth1,eth2"}) == "eth1"
+    assert interface_of({"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "eth0"}) == "eth0"
 
 
 def test_devices_that_are_not_there() -> None:

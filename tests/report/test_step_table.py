@@ -125,7 +125,7 @@ def test_lines_that_are_no_records_are_counted(tmp_path: Path, line: bytes) -> N
     assert file.table().column("loss").tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("damage", [b'{"step": 3, "x": [1', b'2]}', b'{"step": 5}, {"step": 6}', b"{"])
+@pytest.mark.parametrize("damage", [b'{"step": 3, "x": [1', b"2]}", b'{"step": 5}, {"step": 6}', b"{"])
 def test_a_damaged_line_among_many_is_the_only_one_that_is_lost(tmp_path: Path, damage: bytes) -> None:
     """Lines are parsed together: what two halves would make, and two records in one line, is none."""
     path = tmp_path / "metrics.jsonl"

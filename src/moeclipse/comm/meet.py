@@ -57,6 +57,8 @@ def _call(store: dist.Store, num_ranks: int, patience: timedelta) -> str:
         missing = [rank for rank in missing if not store.check([f"thanks/{name}/{rank}"])]
         if missing and time.monotonic() > until:
             who = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-            raise CommError(f"rank 0 waited {patience.total_seconds():g} s for rank {who}, which did not start")
+            raise CommError(
+                f"rank 0 waited {patience.total_seconds():g} s for rank {who}, which did not start"
+            )
         time.sleep(LOOK_S if missing else 0.0)
     return name
