@@ -6,6 +6,7 @@ import multiprocessing
 import socket
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,23 @@ def test_the_interface_that_transports_were_told_to_use() -> None:
     assert interface_of({}) == ""
     assert interface_of({"NCCL_SOCKET_IFNAME": "=eth1,eth2"}) == "eth1"
     assert interface_of({"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "eth0"}) == "eth0"
+
+
+def test_a_lost_peer_does_not_keep_a_rank_from_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transport takes a group apart only when what is under way on it has timed out."""
+    taken_apart, may_end = threading.Event(), threading.Event()
+
+    def destroy() -> None:
+        may_end.wait(60)
+        taken_apart.set()
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", destroy)
+    stop(0.05)
+    assert not taken_apart.is_set()
+    may_end.set()
+    stop()
+    assert taken_apart.is_set(), "without a lost peer it is waited for"
 
 
 def test_devices_that_are_not_there() -> None:
