@@ -2,8 +2,8 @@
 
 A `sitecustomize.py` on the path of the ranks looks at files in the run's working folder: while `gone-1` is
 there, no process on seat 1 gets as far as training, and while `kill-1` is, the rank on it kills itself at the
-step that the file names, and takes the
-file away. While `hold-6` is there, ranks wait before step 6 and say `held-RANK`; `slow` says how many seconds before each.
+step that the file names, and takes the file away. While `hold-6` is there, ranks wait before step 6 and say
+`held-RANK`; `slow` says how many seconds they wait before each.
 """
 
 from __future__ import annotations

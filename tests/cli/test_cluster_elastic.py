@@ -1,4 +1,4 @@
-"""Two hosts under torchrun --nnodes 1:2: one is lost with its cable, the other goes on alone, and it comes back."""
+"""Two hosts under torchrun --nnodes 1:2: one is lost, the other goes on alone, and it comes back."""
 
 from __future__ import annotations
 

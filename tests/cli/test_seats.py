@@ -1,4 +1,4 @@
-"""Seats that are lost and come back: who is given up and when, what is asked, and a run that goes through it."""
+"""Seats that are lost and come back: who is given up, when they are asked, and a run that goes through it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Bench:
 
     def lose(self, rank: int | None, **how: bool) -> tuple[int, str] | None:
         told = {"began": True, "last": False, "recurs": False} | how
-        return self.seats.lose(Failure(rank=rank or 0, text="boom"), rank, **told)
+        return self.seats.lose(rank, **told)
 
 
 def test_a_rank_is_tried_again_before_its_seat_is_given_up(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from moeclipse.comm.meet import meet
 from moeclipse.core.errors import CommError
 
-PATIENCE = timedelta(seconds=60)
+PATIENCE = timedelta(seconds=20)
 
 
 def together(store: dist.Store, num_ranks: int, order: list[int]) -> dict[int, str]:

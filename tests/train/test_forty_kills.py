@@ -1,8 +1,8 @@
-"""Forty kills over layouts that keep state in different places: each run ends with the bits of the whole one.
+"""Forty kills over layouts that keep state in different places: all runs end with the bits of the whole one.
 
-A rank is killed by SIGKILL at the n-th op that it launches (exchanges, reductions, migrations, control data), or
-at the n-th thing it does to the disk while a save is written beside training; n and the rank are drawn. The
-run goes on with `--resume auto`. Compared are all losses and the bytes of the last checkpoint's tensors.
+A rank is killed by SIGKILL at the n-th op that it launches (exchanges, reductions, migrations, words), or at
+the n-th thing it does to the disk while a save is written beside training; n and the rank are drawn. The run
+goes on with `--resume auto`. Compared are all losses and the bytes of the last checkpoint's tensors.
 """
 
 from __future__ import annotations

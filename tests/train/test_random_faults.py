@@ -179,7 +179,7 @@ def check_words(fault: str, victim: int, step: int, told: list[tuple[bool, Any]]
     if fault in ("kill", "freeze", "cut"):
         assert not any(ok for ok, _ in told), what
         others = [text for rank, (_, text) in enumerate(told) if rank != victim]
-        # The store (a file here) outlives the cable, so all can say that they wait; of two nobody knows whose it is.
+        # The store (a file here) outlives the cable, so all say that they wait; of two nobody knows whose.
         named = [f"rank {victim}" in text for text in others]
         if fault == "cut" and len(told) > 2:
             named = [f"rank {victim} cannot be reached by the others" in text for text in others]

@@ -210,7 +210,6 @@ class Agent(LocalElasticAgent):
             return
         of, step_met = seats.num_ranks, self._files.meets(failure)
         given_up = seats.lose(
-            failure,
             culprit(failure, written, of),
             began=step_met[0] is not None,
             last=self._remaining_restarts == 0,

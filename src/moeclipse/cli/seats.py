@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moeclipse.cli.failures import Failure
+from moeclipse.core.outside import read_text
 from moeclipse.train.elastic import largest
 
 SEATS = "MOECLIPSE_SEATS"
@@ -95,9 +96,7 @@ class Seats:
 
     # --- fewer -------------------------------------------------------------------------------------------
 
-    def lose(
-        self, failure: Failure, rank: int | None, *, began: bool, last: bool, recurs: bool
-    ) -> tuple[int, str] | None:
+    def lose(self, rank: int | None, *, began: bool, last: bool, recurs: bool) -> tuple[int, str] | None:
         """Give up the seat of a rank that failed, if it is lost for good: the seat, and why.
 
         `began`: a step was begun; `last`: no restart is left; `recurs`: the same fault again and again.
@@ -141,7 +140,7 @@ class Seats:
             if not answer.exists():
                 continue
             self._asking.remove(seat)
-            if answer.read_text() == "yes\n":
+            if read_text(answer) == "yes\n":
                 self._answered.add(seat)
             else:
                 self.given_up[seat] = 2 ** (self._lost[seat] - 1)

@@ -107,9 +107,8 @@ def main(words: list[str]) -> int:
         told = list(layout_problems(config, num_ranks)) if num_ranks >= 1 else []
         if not (problems or told) or config.run.device == "cpu":
             num_ranks = count_ranks(num_ranks or "auto", config.run.device, problems, config.parallel.backend)
-    problems += layout_problems(config, num_ranks) if num_ranks >= 1 else ()
-    if not joined and not problems:
-        problems += range_problems(config, ranks)
+    if num_ranks >= 1:
+        problems += [*layout_problems(config, num_ranks)] or ([] if joined else range_problems(config, ranks))
     if not joined and not options.print_config:
         problems += folder_problems(config, problems)
         problems += weights_told(config) if not problems else ()
@@ -131,9 +130,8 @@ def main(words: list[str]) -> int:
     if joined or num_ranks == 1:
         return launch.run_rank(config, options.resume)
     numbers = possible(config, ranks) if ranks.changes else ()
-    return launch.launch_ranks(
-        config, options.resume, num_ranks=num_ranks, restarts=options.restarts, numbers=numbers
-    )
+    how = {"num_ranks": num_ranks, "restarts": options.restarts}
+    return launch.launch_ranks(config, options.resume, numbers=numbers, **how)
 
 
 def read_command(words: Sequence[str]) -> tuple[Options, Merged]:
@@ -205,8 +203,8 @@ def torchrun_problems(config: TrainConfig, ranks: RankRange, environment: Mappin
     yield from range_problems(config, ranks, int(environment.get("LOCAL_WORLD_SIZE", "1")))
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         yield (
-            f"ranks ({ranks.least}:{ranks.most}) under torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its "
-            "environment on all hosts: agents that share a store do not let a host in that comes later"
+            f"ranks ({ranks.least}:{ranks.most}) under torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
+            "in its environment on all hosts: agents that share a store let nobody in who comes later"
         )
 
 

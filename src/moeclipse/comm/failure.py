@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from moeclipse.comm.watch.culprits import Stand, all_wait, describe_cut, describe_wait, reached_from
 from moeclipse.comm.watch.op_log import OpLog
-from moeclipse.comm.watch.reach import own_address, unreachable
+from moeclipse.comm.watch.reach import unreachable
 from moeclipse.core.errors import CommError, DeadlineError
 
 FIRST = "failure/first"
@@ -64,6 +64,8 @@ class Watch:
     """What this rank launched last."""
     secret: bytes = b""
     """Of the run: ranks know it, and nobody else."""
+    address: str = ""
+    """By which others reach this rank; empty: nobody asks whether they do."""
     ignored: set[str] = field(default_factory=set)
     """Keys under which words stood that no rank had signed."""
 
@@ -200,10 +202,9 @@ class Watch:
     def alarmed(self) -> bool:
         return self._hear("alarm") is not None
 
-    @staticmethod
-    def _waits(label: str, ranks: Sequence[int], **more: Any) -> Stand:
-        here = {"host": socket.gethostname(), "address": own_address()}
-        return Stand(waits=True, op=label, ranks=tuple(ranks), **here, **more)
+    def _waits(self, label: str, ranks: Sequence[int], **more: Any) -> Stand:
+        host = socket.gethostname()
+        return Stand(waits=True, op=label, ranks=tuple(ranks), host=host, address=self.address, **more)
 
     def sign(self, stand: Stand) -> None:
         """Tell the others where this rank stands."""

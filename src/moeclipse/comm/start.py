@@ -1,7 +1,8 @@
 """How ranks start and stop.
 
 `start` joins what torchrun (or our launcher) set up. Its store is prefixed by a name that is new for every
-start (`comm/meet`), because a restarted rank would otherwise read the address of its dead predecessor. `stop` may be called twice.
+start (`comm/meet`), because a restarted rank would otherwise read the address of its dead predecessor.
+`stop` may be called twice.
 
 The store has no lock: whoever reaches its port reads and writes it. It listens on the address by which ranks
 know it, not on all that the host has, and what ranks say there about failures is signed with a secret that
@@ -30,8 +31,10 @@ from moeclipse.comm.failure import Watch
 from moeclipse.comm.meet import meet
 from moeclipse.comm.watch.marks import DeviceMarks
 from moeclipse.comm.watch.op_log import MARKS, OpLog
+from moeclipse.comm.watch.reach import own_address
 from moeclipse.core.errors import CommError, ConfigError
 
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 MPS = "CUDA_MPS_PIPE_DIRECTORY"
 SECRET = "MOECLIPSE_SECRET"
 """A secret of the run's own, where a launcher or a user hands one down."""
@@ -150,7 +153,14 @@ def start(
         deadline_s=deadline_s,
         log=open_log(place, on_device=by_nccl),
         secret=shared_secret(torch.device("cpu")),
+        address=own_address(interface_of(os.environ)),
     )
+
+
+def interface_of(environment: Mapping[str, str]) -> str:
+    """Which one gloo or NCCL were told to use; nothing where they choose."""
+    named = [environment[name] for name in INTERFACES if environment.get(name)]
+    return named[0].lstrip("=").split(",")[0] if named else ""
 
 
 def shared_secret(device: torch.device) -> bytes:

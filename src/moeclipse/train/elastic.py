@@ -2,8 +2,8 @@
 
     layout_for(config, 3, most=4)      # the configuration of the same run on three ranks
 
-What was written down stays: tp and pp, because they say what of the model fits on a rank, and ep where it is a
-number. dp follows the ranks, and so does an ep that is "auto". The batch of a step is that of all ranks
+What was written down stays: tp and pp, because they say what of the model fits on a rank, and ep where it is
+a number. dp follows the ranks, and so does an ep that is "auto". The batch of a step is that of all ranks
 together, so samples and losses stay, too; checkpoints are read at any layout.
 
 Contract. Every number that a run could be left with is tried before a rank starts. Those between the least

@@ -59,7 +59,7 @@ def reached_from(rank: int, stands: Mapping[int, Stand]) -> list[int]:
 
 
 def all_wait(rank: int, stands: Mapping[int, Stand]) -> bool:
-    """Whether every rank that `rank` waits for is there, and waits, too: then it is the network, or the order."""
+    """Whether every rank that `rank` waits for is there and waits, too: it is the network, or the order."""
     return all(other in stands and stands[other].waits for other in reached_from(rank, stands))
 
 
@@ -69,7 +69,8 @@ def describe_cut(cut_off: Collection[int], stands: Mapping[int, Stand]) -> str:
     near = sorted(set(stands) - set(cut_off))
     far = sorted(set(stands) & set(cut_off))
     if len(near) == len(far):
-        return f"{named_ranks(near)} and {named_ranks(far)} do not reach each other: the network between them is cut"
+        both = f"{named_ranks(near)} and {named_ranks(far)}"
+        return f"{both} do not reach each other: the network between them is cut"
     fewer = min(near, far, key=len)
     where = "".join(dict.fromkeys(_on(stands[other], hosts) for other in fewer))
     return f"{named_ranks(fewer)}{where} cannot be reached by the others: the network there is cut"

@@ -1,6 +1,6 @@
-"""Which hosts cannot be reached over the network that ranks use: asked only when all ranks wait and none moves.
+"""Which hosts cannot be reached over the network of the ranks: asked when all ranks wait and none moves.
 
-    own_address()                               by which others reach this rank
+    own_address("eth1")                         by which others reach this rank; "": as its host is called
     unreachable({0: "10.0.0.1", 1: ...})        ranks whose address does not answer
 
 A host that is there answers a connection to a closed port at once, with a refusal: so nothing has to listen.
@@ -10,7 +10,6 @@ What does not answer within PATIENCE_S, or what the kernel knows no way to, is c
 from __future__ import annotations
 
 import fcntl
-import os
 import selectors
 import socket
 import struct
@@ -22,17 +21,15 @@ PATIENCE_S = 1.0
 PORT = 1
 """Nothing listens there (tcpmux), and whether something does makes no difference."""
 SIOCGIFADDR = 0x8915
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def own_address() -> str:
+def own_address(interface: str) -> str:
     """Nothing where it cannot be said."""
-    named = [os.environ[name].lstrip("=").split(",")[0] for name in INTERFACES if os.environ.get(name)]
     try:
-        if not named:
+        if not interface:
             return socket.gethostbyname(socket.gethostname())
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-            request = struct.pack("256s", named[0][:15].encode())
+            request = struct.pack("256s", interface[:15].encode())
             return socket.inet_ntoa(fcntl.ioctl(asking.fileno(), SIOCGIFADDR, request)[20:24])
     except OSError:
         return ""

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -47,6 +47,9 @@ from moeclipse.train.run.best_checkpoint import BestCheckpoint
 from moeclipse.train.run.choices import FILE, Choices, trial_calls
 from moeclipse.train.run.incidents import Incidents
 from moeclipse.train.run.metrics import Metrics
+from moeclipse.train.run.observers import Observer as Observer
+from moeclipse.train.run.observers import Silence as Silence
+from moeclipse.train.run.observers import tell_phase
 from moeclipse.train.run.records import Records
 from moeclipse.train.run.resolve_auto import settle
 from moeclipse.train.run.run_directory import RunDirectory
@@ -56,39 +59,13 @@ from moeclipse.train.step.learner import Learner
 from moeclipse.train.weights.hugging_face import export, load_folder
 from moeclipse.train.weights.init_from import load_weights_of
 
-
 LEAVE_S = 2.0
 """How long a rank that lost a peer takes its connections apart."""
-
-
-class Observer(Protocol):
-    """Who watches a run; called on rank 0 only."""
-
-    def start(self, info: dict[str, Any]) -> None: ...
-    def step(self, record: dict[str, Any]) -> None: ...
-    def note(self, text: str) -> None: ...
-    def end(self, summary: dict[str, Any]) -> None: ...
-
-
-def tell_phase(observer: Observer | None, text: str) -> None:
-    """What a start is at, for observers that want to know."""
-    phase: Callable[[str], None] | None = getattr(observer, "phase", None)
-    if phase is not None:
-        phase(text)
 
 
 def leave_process(error: CommError) -> None:
     print(f"error: {error}", file=sys.stderr, flush=True)
     os._exit(error.code)
-
-
-class Silence:
-    """Watches nothing."""
-
-    def start(self, info: dict[str, Any]) -> None: ...
-    def step(self, record: dict[str, Any]) -> None: ...
-    def note(self, text: str) -> None: ...
-    def end(self, summary: dict[str, Any]) -> None: ...
 
 
 def train(
@@ -102,9 +79,10 @@ def train(
 ) -> dict[str, Any]:
     """Train as this rank; returns the summary. `resume`: off, auto, or a checkpoint's path.
 
-    `leave` is asked at every step: once it answers on any rank, with the name of a signal, all ranks save and
-    raise Preempted; `leave_at_save` likewise, at the next save. `stuck` is called, on another thread, with the cause of a failure that this rank's main
-    thread cannot hear of because a call of CUDA or NCCL holds it; it must end the process.
+    `leave` is asked at every step: once it answers on any rank, with a signal's name, all ranks save and raise
+    Preempted; `leave_at_save` likewise, at the next save. `stuck` is called, on another thread, with the
+    cause of a failure that this rank's main thread cannot hear of because a call of CUDA or NCCL holds it; it
+    must end the process.
     """
     place = RankPlace.read()
     problems = [*problems_of(config), *layout_problems(config, place.num_ranks)]
@@ -125,11 +103,8 @@ def train(
     if on_device:  # a first step compiles and loads kernels, one rank later than another
         watch.log.patience_s = config.parallel.start_deadline_s
     incidents = Incidents(watch, stuck)
-    # On CPU every wait ends by itself at the deadline.
-    with Watchdog(
-        watch, end=incidents.end if on_device else None, stacks=open_stacks() if on_device else None
-    ):
-        lost = False
+    end, stacks = (incidents.end, open_stacks()) if on_device else (None, None)
+    with Watchdog(watch, end=end, stacks=stacks):  # on CPU every wait ends by itself at the deadline
         try:
             mesh = Mesh(
                 dp=dp,
@@ -146,14 +121,13 @@ def train(
         except Preempted:
             raise
         except BaseException as error:
-            lost = isinstance(error, CommError)
             text = str(error) if isinstance(error, MoEclipseError) else f"{type(error).__name__}: {error}"
             watch.publish(text)
             if isinstance(error, Exception) and not isinstance(error, ConfigError):
                 incidents.keep(text)
             raise
         finally:
-            stop(LEAVE_S if lost else None)
+            stop(LEAVE_S if isinstance(sys.exc_info()[1], CommError) else None)
 
 
 class Run:
