@@ -86,6 +86,14 @@ MUTANTS = (
         survived=True,
     ),
     Mutant(
+        "report/equal.py",
+        "            at = float(min(ends))",
+        "            at = float(max(ends))",
+        "report/test_equal.py::test_runs_are_compared_where_all_have_come_to",
+        "runs of unequal length are compared where only one of them has come to",
+        "a shorter run is told to be worse",
+    ),
+    Mutant(
         "report/skew.py",
         "    return min(cost * above, float(straggle.mean()))",
         "    return cost * above",

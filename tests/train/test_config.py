@@ -17,8 +17,9 @@ import pytest
 from test_learner import configure, corpus  # noqa: F401  (a fixture)
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.core.config import build, flag_layer, keys_of, named_in, problems_of, with_values
+from moeclipse.core.config import build, flag_layer, keys_of, named_in, problems_of, to_flat, with_values
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.values import convert
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import NO_TENSORBOARD, TrainConfig, layout_problems
 from moeclipse.train.run.trainer import train
@@ -70,6 +71,13 @@ def sentences_name(key: str, base: dict[str, Any], values: list[Any]) -> None:
             assert key in named_in(sentence, KEYS), (value, sentence)
         if any(value is wrong for wrong in WRONG):
             assert told, f"{key} = {value!r} is accepted"
+
+
+def test_every_default_is_of_its_type() -> None:
+    """A value that is the default is not converted."""
+    flat = to_flat(TrainConfig())
+    for key, kind in KEYS.items():
+        assert convert(flat[key], kind) == flat[key], key
 
 
 def test_the_busy_configuration_is_sound() -> None:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from importlib.util import find_spec
 from itertools import chain
 from typing import ClassVar, Literal
 
@@ -26,6 +25,7 @@ from moeclipse.pipeline.config import PipelineConfig
 from moeclipse.pipeline.overlap import StageLayout, lay_out
 from moeclipse.train.data.data_config import DataConfig as DataConfig
 from moeclipse.train.data.data_config import EvalConfig
+from moeclipse.train.observe.metrics_config import MetricsConfig as MetricsConfig
 from moeclipse.train.optim.memory_config import MemoryConfig, travel_problems
 from moeclipse.train.optim.optim_config import OptimConfig, type_problems
 from moeclipse.train.optim.quant_blocks import block_problems
@@ -33,7 +33,6 @@ from moeclipse.train.run.survival_config import CheckpointConfig, IntegrityConfi
 from moeclipse.train.weights.base_rules import BASE_KEYS, few_bits_problems, lora_problems
 from moeclipse.train.weights.init_config import InitConfig, upcycle_problems
 
-NO_TENSORBOARD = "metrics.tensorboard needs TensorBoard; pip install moeclipse[tensorboard]"
 MAX_SAMPLE = 64
 MAX_NAME = 200
 """Bytes of a run's name: file systems take 255, and what stands beside a run has a longer name."""
@@ -81,26 +80,6 @@ class RunConfig:
             yield f"run.name ({self.name[:20]!r} ...) has {size} bytes; give at most {MAX_NAME}"
         if "\0" in self.dir:
             yield f"run.dir ({self.dir!r}) must be the path of a folder"
-
-
-@dataclass(frozen=True, kw_only=True)
-class MetricsConfig:
-    tensorboard: bool = False
-    """Also write TensorBoard events (needs the `tensorboard` extra)."""
-    warmup_steps: int = 3
-    """First steps left out of the summary's times."""
-    trace: int = -1
-    """From this step on three steps of all ranks are recorded in trace.json; -1: none (`--trace N`)."""
-    memory: bool = False
-    """Tell after the first step what memory is taken for, layer by layer (--print-memory)."""
-
-    def problems(self) -> Iterator[str]:
-        if self.warmup_steps < 0:
-            yield f"metrics.warmup_steps ({self.warmup_steps}) must not be negative"
-        if self.trace < -1:
-            yield f"metrics.trace ({self.trace}) must be a step, 0 or more, or -1: none"
-        if self.tensorboard and find_spec("tensorboard") is None:
-            yield NO_TENSORBOARD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,6 +301,7 @@ LAYOUT_KEYS = (
 )
 RULES: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], Iterator[str]]], ...] = (
     ((*LAYER_KEYS, *STAGE_KEYS[1:], "parallel.tp"), expert_problems),
+    (("metrics.trace", "run.steps"), lambda c: c.metrics.trace_problems(c.run.steps)),
     (
         ("lora.rank", "lora.targets", "model.memory", "model.mixers", "parallel.tp", *LAYOUT_KEYS[2:]),
         lambda c: lora_problems(c.lora, c.model, c.moe, c.placement, c.parallel.tp),

@@ -29,6 +29,7 @@ from typing import TextIO
 
 from moeclipse.comm.failure import SIGN_S, Watch
 from moeclipse.comm.watch.op_log import LoggedOp
+from moeclipse.comm.watch.reach import own_address
 from moeclipse.core.errors import CommError, DeadlineError
 
 BEAT_S = 0.2
@@ -114,7 +115,7 @@ class Watchdog:
         while not self._stopped.wait(BEAT_S):
             try:
                 if not answered and watch.alarmed():
-                    watch.sign(replace(watch.log.stand(time.monotonic()), host=host))
+                    watch.sign(replace(watch.log.stand(time.monotonic()), host=host, address=own_address()))
                     answered = True
                 if answered and self._cause is None:
                     cause = watch.first_cause()

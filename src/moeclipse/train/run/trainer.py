@@ -57,6 +57,10 @@ from moeclipse.train.weights.hugging_face import export, load_folder
 from moeclipse.train.weights.init_from import load_weights_of
 
 
+LEAVE_S = 2.0
+"""How long a rank that lost a peer takes its connections apart."""
+
+
 class Observer(Protocol):
     """Who watches a run; called on rank 0 only."""
 
@@ -93,12 +97,13 @@ def train(
     resume: str = "off",
     observer: Observer | None = None,
     leave: Callable[[], str] = lambda: "",
+    leave_at_save: Callable[[], bool] = lambda: False,
     stuck: Callable[[CommError], None] = leave_process,
 ) -> dict[str, Any]:
     """Train as this rank; returns the summary. `resume`: off, auto, or a checkpoint's path.
 
     `leave` is asked at every step: once it answers on any rank, with the name of a signal, all ranks save and
-    raise Preempted. `stuck` is called, on another thread, with the cause of a failure that this rank's main
+    raise Preempted; `leave_at_save` likewise, at the next save. `stuck` is called, on another thread, with the cause of a failure that this rank's main
     thread cannot hear of because a call of CUDA or NCCL holds it; it must end the process.
     """
     place = RankPlace.read()
@@ -124,6 +129,7 @@ def train(
     with Watchdog(
         watch, end=incidents.end if on_device else None, stacks=open_stacks() if on_device else None
     ):
+        lost = False
         try:
             mesh = Mesh(
                 dp=dp,
@@ -136,26 +142,32 @@ def train(
                 comm_sms=config.pipeline.comm_sms,
             )
             watching = observer if observer is not None and place.rank == 0 else Silence()
-            return Run(config, mesh, watching, leave).whole(resume, incidents.begin)
+            return Run(config, mesh, watching, leave, leave_at_save).whole(resume, incidents.begin)
         except Preempted:
             raise
         except BaseException as error:
+            lost = isinstance(error, CommError)
             text = str(error) if isinstance(error, MoEclipseError) else f"{type(error).__name__}: {error}"
             watch.publish(text)
             if isinstance(error, Exception) and not isinstance(error, ConfigError):
                 incidents.keep(text)
             raise
         finally:
-            stop()
+            stop(LEAVE_S if lost else None)
 
 
 class Run:
     """A run directory and the steps that fill it."""
 
     def __init__(
-        self, config: TrainConfig, mesh: Mesh, observer: Observer, leave: Callable[[], str] = lambda: ""
+        self,
+        config: TrainConfig,
+        mesh: Mesh,
+        observer: Observer,
+        leave: Callable[[], str] = lambda: "",
+        leave_at_save: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.mesh, self.observer, self.leave = mesh, observer, leave
+        self.mesh, self.observer, self.leave, self.leave_at_save = mesh, observer, leave, leave_at_save
         # Ranks read their clocks apart: rank 0 chooses the name.
         name = mesh.gather_objects(config.run.name or f"run-{time.strftime('%Y%m%d-%H%M%S')}")[0]
         self.config = with_values(config, {"run.name": name})
@@ -273,6 +285,7 @@ class Run:
             lambda done, async_save: self._save(learner, done, async_save),
             self.observer.note,
             asked_to_leave=lambda: bool(self.leave()),
+            leave_at_save=self.leave_at_save,
             make_ready=learner.make_save_ready,
         )
         learner.signals = saving.signals
@@ -304,7 +317,7 @@ class Run:
                     f"gradient norm {record['grad_norm']}{scale}"
                 )
             done = step + 1
-            last = done == config.run.steps or saving.leaving(signals)
+            last = done == config.run.steps or saving.leaving(done, signals)
             if self.mesh.rank == 0:
                 now = last or saving.is_due(done, signals)
                 learner.loads.write(self.directory, done, scribe, now=now)
