@@ -276,6 +276,7 @@ TINY["hunyuan_v1_moe"] = {
     "attention_bias": True,
     "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0},
 }
+TINY["aria_text"] = {"moe_num_experts": 4, "moe_topk": 2, "intermediate_size": 6, "attention_bias": True}
 TINY["mistral4"] = {
     **EXPERTS,
     **LATENT,

@@ -205,3 +205,16 @@ def test_documents_in_a_sample_are_samples_of_their_own() -> None:
     memory = GroupedQueryAttention(replace(MODEL, memory=2), SETTINGS)
     with pytest.raises(ConfigError, match="documents in a sample"):
         memory(x, where)
+
+
+def test_pieces_of_documents_are_apart() -> None:
+    config = replace(MODEL, chunks=(3,))
+    attention = GroupedQueryAttention(config, SETTINGS)
+    x = torch.randn(7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    documents = torch.tensor([[5, 5, 9, 9, 9, 9, 9]])
+    packed = attention(x, Positions.of(Rotary.of(config), 7, x.device, documents_BS=documents))
+    apart = torch.cat([attention(x[:2], positions(config, 2)), attention(x[2:], positions(config, 5))])
+    assert difference(packed, apart) < 1e-13
+    whole = attention(x, positions(config, 7))
+    assert difference(whole[:3], attention(x[:3], positions(config, 3))) < 1e-13
+    assert difference(whole, GroupedQueryAttention(MODEL, SETTINGS)(x, positions(MODEL, 7))) > 1e-3

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 
-from moeclipse.ops.delta_rule import delta_rule, delta_rule_reference, unit
+from moeclipse.ops.delta_rule import delta_rule, delta_rule_reference, fla_kernel, states_read, unit
 from moeclipse.testing.compare import difference
 
 BEGINS = torch.zeros(2, 11, dtype=torch.bool)
@@ -83,3 +84,28 @@ def test_narrow_types_are_computed_in_fp32_and_empty_ones_at_all() -> None:
 
 def test_units_are_of_length_one() -> None:
     assert torch.allclose(unit(torch.randn(3, 5)).norm(dim=-1), torch.ones(3), atol=1e-5)
+
+
+@pytest.mark.parametrize("by_component", [False, True])
+def test_the_kernels_of_fla_take_what_they_are_given(by_component: bool, monkeypatch: Any) -> None:
+    """Not run here: it needs a GPU. Its names of arguments are, and how documents are laid out."""
+    pytest.importorskip("fla")
+    kernel = fla_kernel(by_component=by_component)
+    calls = []
+
+    def called(*args: Any, **given: Any) -> Any:
+        bound = inspect.signature(inspect.unwrap(kernel)).bind(*args, **given)
+        calls.append(bound.arguments)
+        *mine, _ = (x.detach() for x in inputs(by_component))
+        return delta_rule(*mine, begins_BS=BEGINS)
+
+    monkeypatch.setattr("moeclipse.ops.delta_rule.fla_fits", lambda _: True)
+    monkeypatch.setattr("moeclipse.ops.delta_rule.fla_kernel", lambda by_component: called)
+    *rows, _ = inputs(by_component)
+    assert states_read(*rows, BEGINS).shape == (2, 11, 4, 5)
+    assert calls[0]["cu_seqlens"].tolist() == [0, 4, 5, 11, 18, 19, 22]
+    assert calls[0]["v"].shape == (1, 22, 4, 5)
+    states_read(*rows)
+    assert "cu_seqlens" not in calls[1]
+    assert calls[1]["use_qk_l2norm_in_kernel"]
+    assert not any("kwargs" in call for call in calls), "no name that the kernel does not know"

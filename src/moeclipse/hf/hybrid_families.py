@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from moeclipse.hf.derive import (
     afmoe,
+    bias_of_all,
     deepseek_v3,
     dense_of_qwen,
     exaone,
+    grouped,
     hunyuan_v1,
     kimi,
     lfm2,
@@ -31,7 +33,7 @@ from moeclipse.hf.family_keys import (
     RENORMALISED,
     without,
 )
-from moeclipse.hf.names import AFMOE, HUNYUAN_V1, KIMI, LFM2, LLAMA4, QWEN3_NEXT, STACKED, Names
+from moeclipse.hf.names import AFMOE, ARIA, HUNYUAN_V1, KIMI, LFM2, LLAMA4, QWEN3_NEXT, STACKED, Names
 
 HYBRID_FAMILIES: tuple[Family, ...] = (
     Family(
@@ -217,6 +219,28 @@ HYBRID_FAMILIES: tuple[Family, ...] = (
         fixed={"model.qk_norm": "turned", "moe.num_shared_experts": 1, **RENORMALISED},
         rest=hunyuan_v1,
         names=HUNYUAN_V1,
+    ),
+    Family(
+        title="Aria",
+        model_type="aria_text",
+        architecture="AriaTextForCausalLM",
+        keys={
+            "moe.d_ff": "intermediate_size",
+            "moe.num_experts": "moe_num_experts",
+            "moe.num_shared_experts": "moe_num_shared_experts",
+            "gate.top_k": "moe_topk",
+        },
+        defaults={
+            "moe_num_experts": 8,
+            "moe_topk": 2,
+            "moe_num_shared_experts": 2,
+            "attention_bias": False,
+            "mlp_bias": False,
+        },
+        fixed=RENORMALISED,
+        rest=lambda told: grouped(told) | bias_of_all(told),
+        needs=(("mlp_bias", False, "biases in shared experts"),),
+        names=ARIA,
     ),
     Family(
         title="Mistral-4",

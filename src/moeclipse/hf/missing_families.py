@@ -8,34 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-GATED_DELTA = "linear attention by the gated delta rule"
-SPARSE = "sparse attention by an indexer"
 STATES = "layers of state spaces (Mamba)"
 MISSING: Mapping[str, str] = {
-    "aria_text": "experts with weights of another form",
-    "axk2": "a norm behind experts alone",
+    "axk2": "gates behind norms, and on what latent attention took",
     "cohere2_moe": "LayerNorms, and attention beside the block instead of before it",
     "dbrx": "LayerNorms, and queries, keys and values in one clipped matrix",
-    "deepseek_v4": f"{SPARSE}, and hyper-connections",
+    "deepseek_v4": "hyper-connections, and attention to compressed keys",
     "doge": "attention with a dynamic mask, and experts found by product keys",
     "gemma4_text": "attention whose heads differ from layer to layer, and a block beside the experts",
-    "glm5_next_text": f"{GATED_DELTA}, and {SPARSE}",
+    "glm5_next_text": "hyper-connections, and a bound on how much a state forgets",
     "granitemoehybrid": STATES,
-    "hy_v4": "a clamped SwiGLU with another limit",
-    "inkling_text": "short convolutions beside attention, whose heads differ from layer to layer",
+    "hy_v4": "hyper-connections, and a clamped SwiGLU of another form",
+    "inkling_text": "short convolutions of keys and values beside attention",
     "jamba": STATES,
     "jetmoe": "experts of attention",
-    "laguna": "gates on attention's output",
+    "laguna": "rotary position that differs from layer to layer",
     "longcat_flash": "two attentions in a layer, and experts that do nothing",
     "mellum": "rotary position that differs from layer to layer",
-    "mimo_v2_flash": "attention whose heads differ from layer to layer",
+    "mimo_v2_flash": "rotary position that differs from layer to layer, and values of another width",
     "minimax": "lightning attention",
-    "minimax_m3_vl_text": SPARSE,
+    "minimax_m3_vl_text": "sparse attention by blocks of keys, and a clamped SwiGLU of another form",
     "nemotron_h": STATES,
     "nllb-moe": "an encoder",
     "phimoe": "LayerNorms with biases, and a sparse mixer as its gate",
-    "qwen4_exp": f"{GATED_DELTA}, and gates on attention's output",
-    "qwen4_exp_text": f"{GATED_DELTA}, and gates on attention's output",
+    "qwen4_exp": "hyper-connections, and embeddings of n-grams",
+    "qwen4_exp_text": "hyper-connections, and embeddings of n-grams",
     "zaya": "attention over convolutions, and a gate of several layers",
     **dict.fromkeys(
         (

@@ -91,6 +91,9 @@ MINIMAX = Names(
 )
 HUNYUAN = Names(gate="router.gate.weight", choice_bias="expert_bias", shared=SHARED_MLP)
 STACKED = Names(experts="stacked", up=("experts.gate_up_proj",), down="experts.down_proj")
+ARIA = Names(
+    gate="router.weight", experts="transposed", up=("experts.fc1.weight",), down="experts.fc2.weight"
+)
 QWEN3_NEXT = Names(mixers="fused")
 KIMI = Names(
     block="block_sparse_moe",

@@ -27,7 +27,7 @@ from moeclipse.model.conv_mixer import ShortConv
 from moeclipse.model.qk_norm import HeadNorm
 from moeclipse.model.rotary import Positions
 from moeclipse.moe.tokens import Tokens
-from moeclipse.ops.delta_rule import delta_rule
+from moeclipse.ops.delta_rule import delta_rule, states_read
 from moeclipse.ops.precision import wide_of
 from moeclipse.ops.random import uniform
 from moeclipse.tensor.cut import cut_of
@@ -102,9 +102,9 @@ class DeltaMixer(nn.Module):
     ) -> torch.Tensor:
         call = positions.cache
         if call is None:
-            return delta_rule(q, k, v, log_decay, beta_BSH, begins_BS=positions.begins)[0]
-        new_BS = call.is_new  # padding neither writes nor makes anybody forget
-        beta_BSH = beta_BSH * new_BS[..., None]
+            return states_read(q, k, v, log_decay, beta_BSH, positions.begins)
+        new_BS = call.is_new
+        beta_BSH = beta_BSH * call.is_new[..., None]  # padding neither writes nor makes anybody forget
         log_decay = log_decay * new_BS.view(*new_BS.shape, *[1] * (log_decay.dim() - 2))
         before = call.cache.state(self.layer, STATE)
         begins_BS = positions.begins

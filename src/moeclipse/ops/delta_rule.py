@@ -17,12 +17,17 @@ key, V of a value; log decays are [B, S, H], or [B, S, H, K].
 
 Contract. `begins_BS` marks tokens before which the state is empty: documents begin there. A token with b = 0
 and a log decay of 0 leaves the state as it was. All is computed in fp32 (fp64 for fp64).
+With the extra `fla` half types on CUDA go through the kernels of flash-linear-attention, where no state is
+given or wanted (`states_read`); everything else is the chunked form.
 Hazard. A chunk with decays for each component has a [C, C, K] tensor in memory: such chunks are shorter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -85,6 +90,43 @@ def delta_rule(
         found.append(read)
     out = torch.cat(found, dim=2) if found else v
     return out.transpose(1, 2).to(v_BSHV.dtype), state
+
+
+def states_read(
+    q_BSGK: torch.Tensor,
+    k_BSGK: torch.Tensor,
+    v_BSHV: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta_BSH: torch.Tensor,
+    begins_BS: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What tokens read where states begin empty, and nobody wants them behind the last token."""
+    if not fla_fits(v_BSHV):
+        return delta_rule(q_BSGK, k_BSGK, v_BSHV, log_decay, beta_BSH, begins_BS=begins_BS)[0]
+    shape = v_BSHV.shape
+    rows = [q_BSGK, k_BSGK, v_BSHV, log_decay, beta_BSH]
+    given: dict[str, Any] = {}
+    if begins_BS is not None:  # all documents in one row, by where they begin
+        begins = begins_BS.clone()
+        begins[:, 0] = True
+        rows = [x.flatten(0, 1)[None] for x in rows]
+        edges = begins.flatten().nonzero().flatten()
+        given["cu_seqlens"] = torch.cat([edges, edges.new_tensor([begins.numel()])])
+    return fla_kernel(by_component=log_decay.dim() == 4)(
+        **dict(zip(("q", "k", "v", "g", "beta"), rows, strict=True)), use_qk_l2norm_in_kernel=True, **given
+    )[0].view(shape)
+
+
+def fla_fits(v_BSHV: torch.Tensor) -> bool:
+    half = v_BSHV.dtype in (torch.bfloat16, torch.float16)
+    return v_BSHV.is_cuda and half and v_BSHV.numel() > 0 and find_spec("fla") is not None
+
+
+def fla_kernel(*, by_component: bool) -> Callable[..., tuple[torch.Tensor, Any]]:
+    """Of flash-linear-attention; imported where it is needed: it looks for devices."""
+    module, name = ("kda", "chunk_kda") if by_component else ("gated_delta_rule", "chunk_gated_delta_rule")
+    found: Callable[..., tuple[torch.Tensor, Any]] = getattr(import_module(f"fla.ops.{module}"), name)
+    return found
 
 
 def _prepared(
