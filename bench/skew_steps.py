@@ -1,8 +1,8 @@
 """What uneven gates cost ranks that really train, and what helps: eight workloads, steps in turns.
 
-    .venv/bin/python bench/skew_steps.py [--json FILE] [--steps 44] [--rate 60]     some ten minutes, needs root
-    .venv/bin/python bench/skew_steps.py --smoke                                    two ranks, seconds
-    .venv/bin/python bench/skew_steps.py --device cuda --ranks 2                    on the GPUs at hand, over NCCL
+    .venv/bin/python bench/skew_steps.py [--json FILE] [--steps 44] [--rate 60]    needs root, ten minutes
+    .venv/bin/python bench/skew_steps.py --smoke                                   two ranks, seconds
+    .venv/bin/python bench/skew_steps.py --device cuda --ranks 2                   GPUs at hand, over NCCL
 
 Four ranks, each in a network namespace of its own with a slow cable to a switch (bench/shaped_network.py),
 train a model of one layer whose gate is made to choose what a workload says (`balance/workloads`): every case
@@ -16,11 +16,11 @@ in turns, in an order that is drawn anew each step, so that whatever else the ma
     planned     the incremental planner, every ten steps and when loads jump, taken two steps later
     auto        planner and shadows choose for themselves
 
-The table has the sum of all steps of `forced` over that of a case, `later` the second half of them; the median
-ratio of steps side by side stands in the JSON. Times are those of the slowest rank. `fullest` is the mean
-over steps of the fullest rank's rows over the mean, `rows` those that travelled in the last step, `MB` the
-experts' weights on the fullest rank, slots that stand empty and what is lent in the last step included. All
-cases compute the same loss but `forced`: `difference` is the largest relative one between them.
+The table has the sum of all steps of `forced` over that of a case, `later` the second half of them; the
+median ratio of steps side by side stands in the JSON. Times are those of the slowest rank. `fullest` is the
+mean over steps of the fullest rank's rows over the mean, with experts in order; `MB` the experts' weights on
+the fullest rank, slots that stand empty and what is lent in the last step included. All cases compute the
+same loss but `forced`: `difference` is the largest relative one between them.
 
 Two cores compute for four ranks, so what is uneven costs here is above all the cable of the rank that has the
 hot experts; a device each would wait for compute as well. Prices are measured (`run.deterministic = false`).
@@ -280,15 +280,13 @@ def report(rows: list[dict[str, Any]], file: Path | None) -> int:
     for row in rows:
         cells = "".join(f"{row[name]['throughput']:10.2f}{row[name]['later']:7.2f}" for name in names)
         print(f"{row['workload']:16}{row['fullest']:8.2f}{row[FORCED]['step_ms']:10.0f}{cells}")
-    print(
-        f"\n{'auto':16}{'plans':>8}{'transfers':>10}{'replicas':>10}{'loans':>8}{'MB':>7}{'static MB':>11}{'difference':>12}"
-    )
+    heads = ("plans", "transfers", "replicas", "loans", "MB", "static MB", "difference")
+    print(f"\n{'auto':16}" + "".join(f"{head:>11}" for head in heads))
     for row in rows:
         auto = row["auto"]
-        print(
-            f"{row['workload']:16}{auto['plans']:8}{auto['transfers']:10}{auto['replicas']:10}{auto['loans']:8}"
-            f"{auto['mb']:7.2f}{row['static']['mb']:11.2f}{row['difference']:12.1e}"
-        )
+        numbers = "".join(f"{auto[name]:11}" for name in ("plans", "transfers", "replicas", "loans"))
+        memory = f"{auto['mb']:11.2f}{row['static']['mb']:11.2f}"
+        print(f"{row['workload']:16}{numbers}{memory}{row['difference']:11.1e}")
     checks = {
         "worst_auto": min(row["auto"]["throughput"] for row in rows),
         "worst_auto_later": min(row["auto"]["later"] for row in rows),

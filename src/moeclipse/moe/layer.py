@@ -47,7 +47,7 @@ from moeclipse.moe.experts.fused import FusedExperts, fits, visit_all
 from moeclipse.moe.experts.local import visit_local
 from moeclipse.moe.experts.module_experts import Joint, ModuleExperts
 from moeclipse.moe.experts.pairwise import PairwiseExperts
-from moeclipse.moe.experts.served import ServedExperts, serves
+from moeclipse.moe.experts.served import with_guests
 from moeclipse.moe.experts.shared import shared_expert
 from moeclipse.moe.experts.shared_gate import shared_of
 from moeclipse.moe.experts.two_projections import Experts, PadToCapacity
@@ -426,27 +426,22 @@ class MoE(nn.Module):
         """
         policy, dispatcher, where = self.schedule, self.dispatcher, self.where(tokens)
         pairwise, taken = self._pairwise(structure, inputs), self._kernel_experts(inputs)
+        padded = self._pairwise(structure, inputs, routing.capacity) if routing.capacity else pairwise
         known = None if call is None else call.decided
         learns = self.training and known is None and not in_backward()
-        pads = self.gate.config.overflow == "pad"
-        may_serve = whole and taken is None and len(inputs) == 1 and not pads and serves(self.experts)
-        how: dict[str, Any] = {"learns": learns, "decided": known, "serves": may_serve}
-        decision = policy.decide(routing, dispatcher, pairwise, self.mesh, where, **how)
-        if decision.guests is not None:
-            own = len(dispatcher.placement.slots[dispatcher.group.index])
-            pairwise = replace(pairwise, experts=ServedExperts(pairwise.experts, own))
+        given = (routing, dispatcher, pairwise, self.mesh, where)
+        plain = padded if whole and taken is None else None
+        decision = policy.decide(*given, learns=learns, decided=known, plain=plain)
         on_device = on_device and plans_on_device(routing.scores_TK)
-        plan, staying = plan_exchange(
-            decision, routing, dispatcher, policy.hosts, where, loads=loads, on_device=on_device
-        )
+        told = (decision, routing, dispatcher, policy.hosts, where)
+        plan, staying = plan_exchange(*told, loads=loads, on_device=on_device)
         if learns:
             policy.learn(decision, plan)
+        by_kernels = None if taken is None else FusedExperts(taken, routing.expert_ids_TK.shape[1])
         if call is not None:
             call.decided = decision.decided
-        by_kernels = None if taken is None else FusedExperts(taken, routing.expert_ids_TK.shape[1])
-        padded = (
-            self._pairwise(structure, inputs, routing.capacity) if pads and routing.capacity else pairwise
-        )
+        if decision.guests is not None:
+            pairwise = padded = with_guests(padded, dispatcher)
         return LayerCall(
             plan=plan,
             programs=decision.programs,

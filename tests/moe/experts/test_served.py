@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,8 +19,11 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import GateConfig
+from moeclipse.moe.exchange.structure import Structure
 from moeclipse.moe.experts.module_experts import ModuleExperts
+from moeclipse.moe.experts.pairwise import PairwiseExperts
 from moeclipse.moe.experts.served import serves
+from moeclipse.moe.experts.two_projections import PadToCapacity
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.step.learner import Learner
@@ -241,7 +245,11 @@ def test_ranks_that_disagree_are_told_so() -> None:
 
 
 def test_who_serves() -> None:
-    moe = make(GateConfig(top_k=1), 4, 0, None)
-    assert serves(moe.experts)
-    modules = ModuleExperts.__new__(ModuleExperts)
-    assert not serves(modules)
+    experts = make(GateConfig(top_k=1), 4, 0, None).experts
+    row = torch.empty(0, 12)
+    pairs = PairwiseExperts(experts=experts, structure=Structure(), like=[row])
+    assert serves(pairs)
+    assert not serves(None), "kernels take them"
+    assert not serves(replace(pairs, like=[row, row]))
+    assert not serves(replace(pairs, experts=ModuleExperts.__new__(ModuleExperts)))
+    assert not serves(replace(pairs, experts=PadToCapacity(experts, 3)))

@@ -14,7 +14,7 @@ weights; nothing of them is ever a parameter.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from torch import nn
 
 from moeclipse.comm.async_ops.in_flight import InFlight
 from moeclipse.comm.transports.transport import Transport
+from moeclipse.moe.exchange.dispatch import Dispatcher
+from moeclipse.moe.experts.pairwise import PairwiseExperts
 from moeclipse.moe.experts.protocols import ExpertSet
 from moeclipse.moe.experts.shadow import RankShadows
 from moeclipse.moe.experts.two_projections import Experts
@@ -29,9 +31,17 @@ from moeclipse.ops.precision import wide_of
 from moeclipse.tensor.weight_grad import Grads
 
 
-def serves(experts: Any) -> bool:
-    """Whether such experts can be lent to ranks that serve others with them."""
-    return isinstance(experts, Experts) and not experts.frozen
+def serves(pairs: PairwiseExperts | None) -> bool:
+    """Whether what computes a call's rows can be lent to ranks that serve others with it."""
+    if pairs is None or len(pairs.like) > 1:
+        return False
+    return isinstance(pairs.experts, Experts) and not pairs.experts.frozen
+
+
+def with_guests(pairs: PairwiseExperts, dispatcher: Dispatcher) -> PairwiseExperts:
+    """With places for what this rank is lent behind its own slots."""
+    own = len(dispatcher.placement.slots[dispatcher.group.index])
+    return replace(pairs, experts=ServedExperts(pairs.experts, own))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +156,7 @@ class ServedGrads:
 
     def __init__(self, kept: ServedKept, pairs: Any) -> None:
         self.kept, self.shadows = kept, kept.shadows
-        self.experts: ServedExperts = pairs.experts
+        self.experts: ServedExperts = pairs.experts  # those that forward had
         self.grads: torch.Tensor | None = None
 
     def collect(self, pending: Sequence[Parts], like: torch.Tensor) -> None:

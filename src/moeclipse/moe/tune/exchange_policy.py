@@ -36,6 +36,7 @@ from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.exchange.dispatch import Dispatcher, DispatchPlan
 from moeclipse.moe.exchange.dispatch_combine import Programs
 from moeclipse.moe.experts.pairwise import PairwiseExperts
+from moeclipse.moe.experts.served import serves
 from moeclipse.moe.experts.shadow import RankShadows
 from moeclipse.moe.gate.routing import Routing
 from moeclipse.moe.tune.fixed_prices import fixed_prices
@@ -187,11 +188,12 @@ class ExchangeSchedule:
         *,
         learns: bool,
         decided: Decided | None = None,
-        serves: bool = False,
+        plain: PairwiseExperts | None = None,
     ) -> Decision:
         """How the rows of one call travel, and which experts have shadows.
 
-        `serves`: whether shadows of this call could compute rows of other ranks, too.
+        `plain`: what computes the rows, where the call runs in one go and no kernels take it: its shadows may
+        serve other ranks, too.
         `learns`: the call may be timed and counted. `decided`: what an earlier call decided that is now
         repeated; nothing is learned from it.
         """
@@ -201,9 +203,11 @@ class ExchangeSchedule:
         watch = self.watch if decided is None else None
         decided = decided or Decided(use=self.use, probe=self.probe, asks=self.shadows.asks)
         costs, mine, counts_PE = None, None, NOBODY
-        if self.shadows.in_use:
+        if self.shadows.wanted != "off" or self.shadows.policy is not None:
             costs = self._shadow_costs(decided)
-            mine, counts_PE = self.shadows.choose(ids_TK, dispatcher, where, costs, decided.asks, serves)
+            mine, counts_PE = self.shadows.choose(
+                ids_TK, dispatcher, where, costs, decided.asks, serves(plain)
+            )
         guests = self.shadows.guests(dispatcher) if mine is not None else None
         shape = self.shape(shadows=mine is not None, use=decided.use, serving=guests is not None)
         return Decision(

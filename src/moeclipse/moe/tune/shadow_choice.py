@@ -58,10 +58,6 @@ class ShadowChoice:
         """Of one's own: asked in every call, in place of all others."""
 
     @property
-    def in_use(self) -> bool:
-        return self.wanted != "off" or self.policy is not None
-
-    @property
     def automatic(self) -> bool:
         return self.wanted == "auto" and self.policy is None
 
@@ -79,7 +75,7 @@ class ShadowChoice:
         `costs`: None as long as nobody knows them. `serves`: whether shadows may compute rows of others.
         """
         self.plan = None
-        if not self.in_use:
+        if self.wanted == "off" and self.policy is None:
             return None, NOBODY
         if self.automatic and (costs is None or not asks):
             pass_over(dispatcher, where)
