@@ -30,6 +30,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "first_run": ("of_all", "alike"),
     "hf_experts": ("ms", "block", "step"),
     "hf_load": ("seconds", "peak"),
+    "integrity_cost": ("step_s", "check_s", "save_s", "share"),
     "host_time": ("step_ms", "host_ms", "launches"),
     "device_wire": ("step_ms", "launches"),
     "layer_host": ("ms", "over_plain"),

@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,27 @@ def install(wheel: Path, folder: Path) -> Path:
     inside = next((folder / "lib").glob("python3*")) / "site-packages"
     (inside / "behind.pth").write_text(f"{packages}\n")
     return folder / "bin"
+
+
+def told_of(wheel: Path) -> str:
+    with zipfile.ZipFile(wheel) as files:
+        (name,) = [name for name in files.namelist() if name.endswith(".dist-info/METADATA")]
+        return files.read(name).decode()
+
+
+@pytest.mark.parametrize("address", ["", "https://example.org/somebody/moeclipse"])
+def test_links_of_the_description_lead_somewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    """An index has none of the files that README's links name."""
+    monkeypatch.setenv("MOECLIPSE_ADDRESS", address)
+    metadata = told_of(build_wheel(tmp_path))
+    targets = re.findall(r"\]\(([^)\s]+)\)", metadata)
+    assert all(target.startswith("https://") for target in targets), targets
+    tag = f"v{moeclipse.__version__}"
+    assert (f"{address}/blob/{tag}/docs/layer.md" in targets) == bool(address)
+    assert (f"Project-URL: Repository, {address}" in metadata) == bool(address)
+    assert "moeclipse.MoE(d_model=512" in metadata, "code stays"
 
 
 @pytest.mark.full

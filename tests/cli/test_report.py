@@ -73,7 +73,10 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: Capture, words: list[str]
     assert told.count("\n") == 1
 
 
-def test_three_runs_are_too_many(tmp_path: Path, capsys: Capture) -> None:
-    folder = str(make_run(tmp_path / "run", steps=4))
-    assert main(["report", folder, folder, folder]) == 2
-    assert "one run or two" in capsys.readouterr().err
+def test_any_number_of_runs_is_one_page(tmp_path: Path, capsys: Capture) -> None:
+    folders = [str(make_run(tmp_path / f"run{number}", steps=4, name=f"run{number}")) for number in range(4)]
+    assert main(["report", *folders]) == 0
+    page = (tmp_path / "run0" / "report.html").read_text()
+    assert "run0, run1, run2 and run3 - MoEclipse" in page
+    assert main(["report"]) == 2
+    assert "the folder of a run" in capsys.readouterr().err

@@ -129,7 +129,7 @@ def test_problems_of_file_flags_and_layout_come_together(capsys: pytest.CaptureF
             f"preset = 'tny': expected one of {', '.join(preset_names())}; did you mean 'tiny'?",
         ),
         (["--ranks", "0"], 'ranks (0) must be at least 1, or "auto"'),
-        (["--ranks", "two"], "ranks = 'two': expected a whole number or \"auto\""),
+        (["--ranks", "two"], "ranks = 'two': expected a number, two as in 2:4, or \"auto\""),
         (["--restarts", "-1"], "restarts (-1) must not be negative"),
         (["--resume", "nix"], "resume ('nix'): no such path; expected off, auto or a checkpoint's folder"),
         (["--data.files", "nix.txt"], "data.files: 'nix.txt' does not exist"),
@@ -290,6 +290,8 @@ def test_trace_is_short_for_a_key(capsys: pytest.CaptureFixture) -> None:
     assert read_command(["--trace", "3"])[1].built.config.metrics.trace == 3
     assert read_command([])[1].built.config.metrics.trace == -1
     assert "metrics.trace (-4) must be a step" in refused(capsys, "--trace", "-4")
+    told = refused(capsys, "--trace", "5", "--run.steps", "2")
+    assert "metrics.trace (5) must be below run.steps (2)" in told, "a run without a trace would say nothing"
 
 
 def test_init_from_nowhere(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
@@ -318,10 +320,17 @@ def test_tune_is_a_key_of_the_run() -> None:
     assert not read_command([])[1].built.config.run.tune
 
 
-def test_a_mistyped_flag_is_answered_before_torch_is_loaded() -> None:
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--nope", "1"], "nope: unknown key"),
+        (["--ranks", "2", "--parallel.pp", "3"], "parallel.pp (3) must divide the number of ranks (2)"),
+    ],
+)
+def test_a_mistake_is_answered_before_torch_is_loaded(words: list[str], why: str) -> None:
     """Which takes seconds."""
-    code = "import sys; from moeclipse.cli.main import main; code = main(['train', '--nope', '1']); "
+    code = f"import sys; from moeclipse.cli.main import main; code = main({['train', *words]!r}); "
     code += "print(code, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["2", "False"]
-    assert "nope: unknown key" in done.stderr
+    assert why in done.stderr

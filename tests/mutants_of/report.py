@@ -6,6 +6,14 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "report/step_table.py",
+        "            if len(found) == len(lines):",
+        "            if found:",
+        "report/test_step_table.py::test_a_damaged_line_among_many_is_the_only_one_that_is_lost",
+        "two records in one line count as records",
+        "one damaged line ends a report",
+    ),
+    Mutant(
         "report/page.py",
         'html.escape(f"{title} - MoEclipse"),',
         'f"{title} - MoEclipse",',
@@ -84,6 +92,14 @@ MUTANTS = (
         "milliseconds of three traced steps told as those of one",
         "exposed times are three times too long",
         survived=True,
+    ),
+    Mutant(
+        "report/equal.py",
+        "            at = float(min(ends))",
+        "            at = float(max(ends))",
+        "report/test_equal.py::test_runs_are_compared_where_all_have_come_to",
+        "runs of unequal length are compared where only one of them has come to",
+        "a shorter run is told to be worse",
     ),
     Mutant(
         "report/skew.py",

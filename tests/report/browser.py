@@ -40,6 +40,11 @@ def opened(width: int = 1200, height: int = 900, *, dark: bool = False) -> Itera
         "--headless=new",
         "--disable-gpu",
         "--disable-dev-shm-usage",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
         f"--window-size={width},{height}",
     ):
         options.add_argument(word)
@@ -63,6 +68,41 @@ def visit(driver: Any, page: Path | str) -> None:
     driver.get(page.resolve().as_uri() if isinstance(page, Path) else page)
     script = "return document.documentElement.dataset.ready === '1' && !!document.querySelector('.chart svg')"
     WebDriverWait(driver, 60).until(lambda _: driver.execute_script(script))
+
+
+CUT = """
+    const wide = window.innerWidth + 1, found = [];
+    if (document.documentElement.scrollWidth > wide) found.push('the page scrolls sideways');
+    for (const one of document.querySelectorAll('body *:not(option)')) {
+        if (one.closest('svg, .skip, thead') || !one.getClientRects().length) continue;
+        const at = one.getBoundingClientRect();
+        const name = `${one.tagName}.${one.className}: ${one.textContent.slice(0, 40)}`;
+        if (at.right > wide || at.left < -1) found.push(`outside of the window: ${name}`);
+        if (one.clientWidth && one.scrollWidth > one.clientWidth + 1)
+            found.push(`wider than its box: ${name}`);
+    }
+    for (const svg of document.querySelectorAll('.chart svg')) {
+        const box = svg.getBoundingClientRect();
+        for (const text of svg.querySelectorAll('text')) {
+            const at = text.getBoundingClientRect();
+            if (at.left < box.left - 1 || at.right > box.right + 1)
+                found.push(`cut off: ${svg.parentNode.id}: ${text.textContent}`);
+        }
+    }
+    return found;
+"""
+FITTED = """return [...document.querySelectorAll('.chart svg')]
+    .every((one) => Math.floor(one.parentNode.clientWidth) === Number(one.getAttribute('width')))"""
+
+
+def cut_off(driver: Any, width: int, height: int = 900) -> list[str]:
+    """What does not fit, or only by scrolling sideways, in a window of so many pixels."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    WebDriverWait(driver, 60).until(lambda _: driver.execute_script(FITTED))
+    return list(driver.execute_script(CUT))
 
 
 def complaints(driver: Any) -> list[str]:

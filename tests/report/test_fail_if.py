@@ -77,6 +77,15 @@ def test_what_is_no_number_is_not_compared(value: float | None) -> None:
         judge("loss > RUN2", FIRST, SECOND | {"loss": value})
 
 
+def test_a_third_run_has_a_number_too() -> None:
+    third = SECOND | {"loss": 9.0}
+    told = judge("loss < RUN3 and RUN3.loss > RUN2.loss", FIRST, SECOND, third)
+    assert told.holds
+    assert "RUN3.loss is 9" in told.told
+    with pytest.raises(ConfigError, match="RUN4 is not given"):
+        judge("loss < RUN4", FIRST, SECOND, third)
+
+
 def test_a_second_run_must_be_there() -> None:
     with pytest.raises(ConfigError, match="RUN2 is not given"):
         judge("loss > RUN2", FIRST)

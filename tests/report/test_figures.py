@@ -36,9 +36,9 @@ def test_everything_of_a_run_is_there(tmp_path: Path) -> None:
     assert [(one["what"], one["chosen"]) for one in run["choices"]] == [
         ("exchange of layer 0", "2 steps x 1 chunk"),
         ("moe.transport", "peer"),
-        ("placement", "row_s 1e-06"),
+        ("placement", "row 1e-06 s"),
     ]
-    assert run["hidden_by_op"][0]["op"] == "dispatch of layer #"
+    assert run["hidden_by_op"][0]["op"] == "dispatch"
 
 
 def test_the_heat_of_a_layer_is_that_of_its_experts(tmp_path: Path) -> None:
@@ -69,7 +69,8 @@ def test_settings_that_differ_are_marked(tmp_path: Path) -> None:
 
 
 def test_what_was_measured_is_readable() -> None:
-    assert readable_choice({"step_s": 0.37742305, "search_s": 2}) == "step_s 0.377, search_s 2"
+    assert readable_choice({"step_s": 0.37742305, "search_s": 2}) == "step 0.377 s, search 2 s"
+    assert readable_choice({"row_bytes": 512, "bandwidth": 1e6}) == "row 512 bytes, bandwidth 1e+06 bytes/s"
     assert readable_choice({"step_s": None}) == '{"step_s": null}'
     assert readable_choice([1, True]) == "[1, true]"
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import complaints, opened, requests, visit
-from made_runs import make_run, make_trace, record_of
+from browser import complaints, cut_off, opened, requests, visit
+from made_runs import make_run, make_trace, record_of, write_lines
 
 from moeclipse.report.page import write_page
 from moeclipse.report.run import read_run
@@ -110,10 +110,80 @@ def test_a_page_is_drawn_read_and_zoomed(tmp_path: Path) -> None:
         unnamed = """return [...document.querySelectorAll('.chart')]
             .filter((one) => !one.getAttribute('aria-label') || one.tabIndex !== 0).length"""
         assert driver.execute_script(unnamed) == 0, "every chart takes the keyboard and has a name"
-        wider = "return document.documentElement.scrollWidth > window.innerWidth"
-        driver.set_window_size(420, 900)
-        assert not driver.execute_script(wider), "narrow pages do not scroll sideways"
-        driver.save_screenshot(str(tmp_path / "narrow.png"))
+
+
+def several(folder: Path, count: int) -> Path:
+    """Runs of unequal length on one page, with names that are long."""
+    exchange = [{"steps": 2, "chunks": 1, "rule": "measured", "measured_ms": 1.0, "predicted_ms": 1.5}] * 2
+    for number in range(count):
+        name = f"run-{number}-with-quite-a-long-name-for-a-small-window"
+        run = make_run(folder / f"run{number}", name=name)
+        lines = [record_of(step, eval_loss=3.0 - 0.01 * step) for step in range(20 + 9 * number)]
+        write_lines(run / "metrics.jsonl", lines)
+        (run / "summary.json").write_text(json.dumps({"window": "steps 3 to 19", "exchange": exchange}))
+        make_trace(run)
+    runs = [read_run(folder / f"run{number}") for number in range(count)]
+    write_page(runs, folder / "report.html")
+    return folder / "report.html"
+
+
+@pytest.mark.parametrize(
+    "count", [1, 2, pytest.param(4, marks=pytest.mark.full), pytest.param(9, marks=pytest.mark.full)]
+)
+def test_nothing_is_cut_off_in_windows_of_any_width(tmp_path: Path, count: int) -> None:
+    page = several(tmp_path, count)
+    with opened() as driver:
+        visit(driver, page)
+        if count < 5:  # a table of twenty columns scrolls
+            opening = (
+                "for (const one of ['loss', 'numbers']) document.getElementById(`table-${one}`).open = true"
+            )
+            driver.execute_script(opening)
+        for width in (400, 800, 1400, 2000):
+            assert cut_off(driver, width) == [], f"{width} pixels"
+        assert complaints(driver) == []
+
+
+def choose(driver: Any, select: str, value: str) -> None:
+    from selenium.webdriver.support.ui import Select
+
+    Select(driver.find_element("id", select)).select_by_value(value)
+
+
+def test_runs_of_unequal_length_are_read_at_equal_places(tmp_path: Path) -> None:
+    page = several(tmp_path, 3)
+    with opened() as driver:
+        visit(driver, page)
+        told = driver.find_element("id", "part-equal").text
+        assert "After 20 steps" in told
+        assert "After 40.96 k tokens" in told
+        assert "worse" not in driver.find_element("css selector", ".card").text, "no verdict on unequal runs"
+        chart = driver.find_element("id", "loss")
+        chart.send_keys("\ue010")  # End: only the longest run is there
+        assert said(driver, "loss").startswith("step 38: C training ")
+        assert "A training" not in said(driver, "loss")
+        choose(driver, "axis", "tokens")
+        soon(driver, lambda: "tokens" in labels(driver, "loss"), "curves over tokens")
+        driver.find_element("id", "loss").send_keys("\ue010")
+        assert said(driver, "loss").startswith("77.82 k tokens: C training ")
+        choose(driver, "picked", "B")
+        soon(driver, lambda: bool(driver.find_elements("id", "part-timeline-B")), "details of another run")
+        assert not driver.find_elements("id", "part-timeline-A")
+        assert complaints(driver) == []
+
+
+def test_curves_are_smoothed_and_drawn_on_a_logarithmic_axis(tmp_path: Path) -> None:
+    page = several(tmp_path, 1)
+    with opened() as driver:
+        visit(driver, page)
+        before, paths = labels(driver, "norm"), "return document.querySelectorAll('#norm path').length"
+        assert driver.execute_script(paths) == 1
+        choose(driver, "smooth", "10")
+        soon(driver, lambda: driver.execute_script(paths) == 2, "the raw curve stays beside the smooth one")
+        driver.find_element("css selector", "#part-norm button.log").click()
+        soon(driver, lambda: "(logarithmic)" in labels(driver, "norm"), "a logarithmic axis")
+        assert labels(driver, "norm") != before
+        assert complaints(driver) == []
 
 
 EMPTY_FRAMES = """return [...document.querySelectorAll('section')]

@@ -1,7 +1,7 @@
 """`moeclipse report`: the page of a run, its numbers for a script, and conditions for CI.
 
     moeclipse report runs/mine                                   # writes runs/mine/report.html
-    moeclipse report runs/mine runs/before                       # both on one page, with differences
+    moeclipse report runs/mine runs/before runs/third            # all on one page, with differences
     moeclipse report runs/mine --json
     moeclipse report runs/mine runs/before --fail-if "tokens_per_s < 0.95 * RUN2"
     moeclipse report runs/mine --live                            # serves the page while the run goes
@@ -31,15 +31,13 @@ from moeclipse.report.serve import serve
 from moeclipse.report.skew import skew_of
 from moeclipse.report.thin import safe
 
-MOST_RUNS = 2
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    """Show a run as one page, or two runs side by side; print or check its numbers."""
+    """Show a run as one page, or several runs beside each other; print or check their numbers."""
 
     runs: tuple[Path, ...] = ()
-    """Folders of one run or two."""
+    """Folders of runs; with several, each is compared with the first."""
     out: Path | None = None
     """Where the page is written; left out: report.html in the first run's folder."""
     json: bool = False
@@ -53,8 +51,8 @@ class ReportConfig:
 
     def problems(self) -> list[str]:
         problems = []
-        if not 1 <= len(self.runs) <= MOST_RUNS:
-            problems.append(f"report takes one run or two, not {len(self.runs)}")
+        if not self.runs:
+            problems.append("report takes the folder of a run, or of several, like runs/NAME")
         if not 0 <= self.port < 1 << 16:
             problems.append(f"--port ({self.port}) must be between 0 and 65535")
         if self.live and (self.json or self.fail_if or self.out):
@@ -63,7 +61,7 @@ class ReportConfig:
 
 
 def main(argv: list[str]) -> int:
-    config = read(ReportConfig, argv, "report", positional="runs", usage="RUN [RUN2]")
+    config = read(ReportConfig, argv, "report", positional="runs", usage="RUN [RUN2 ...]")
     if problems := config.problems():
         raise ConfigError(problems)
     if config.live:

@@ -3,6 +3,7 @@
     exposed > 10%
     tokens_per_s < 0.95 * RUN2              RUN2: the same number of the second run
     loss > RUN2.loss + 0.05 or skipped > 0
+    tokens_per_s < RUN3                     and so on, as many as are given
 
 Numbers (10% is 0.1), names of `report/measures`, + - * /, brackets, comparisons, and, or, not. A bare RUN2
 stands for the name on the other side of its comparison. What a run did not measure is an error and never
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -32,7 +33,8 @@ COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
     "!=": lambda a, b: a != b,
 }
 MOST_TOKENS = 100
-SECOND = "RUN2"
+OTHER = re.compile(r"RUN([1-9]\d{0,5})(?:\.(\w+))?")
+"""Another run than the first, and a name of it."""
 Values = Mapping[str, float | None]
 
 
@@ -43,9 +45,9 @@ class Judgement:
     """The condition with the numbers it was judged by."""
 
 
-def judge(text: str, first: Values, second: Values | None = None) -> Judgement:
-    """Whether a condition holds of a run, or of two."""
-    asked = Condition(text, first, second)
+def judge(text: str, *runs: Values) -> Judgement:
+    """Whether a condition holds of the first run, beside the others."""
+    asked = Condition(text, runs)
     holds = asked.whole()
     said = ", ".join(f"{name} is {value}" for name, value in asked.said.items())
     return Judgement(holds=holds, told=f"{text.strip()}: {said}" if said else text.strip())
@@ -54,13 +56,13 @@ def judge(text: str, first: Values, second: Values | None = None) -> Judgement:
 class Condition:
     """One pass over the words of a condition, from left to right."""
 
-    def __init__(self, text: str, first: Values, second: Values | None) -> None:
-        self.text, self.first, self.second = text, first, second
+    def __init__(self, text: str, runs: Sequence[Values]) -> None:
+        self.text, self.runs = text, runs
         self.words = self._split(text)
         self.at = 0
         self.said: dict[str, str] = {}
         self.other = ""
-        """The name that a bare RUN2 stands for."""
+        """The name that a bare RUN2 stands for, on the other side of its comparison."""
 
     def _split(self, text: str) -> list[str]:
         words, at = [], 0
@@ -138,7 +140,7 @@ class Condition:
         while end < len(self.words) and self.words[end] not in ("and", "or"):
             end += 1
         words = {word for word in self.words[self.at : end] if word[0].isalpha() or word[0] == "_"}
-        names = words - {SECOND, "not"} - {word for word in words if word.startswith(f"{SECOND}.")}
+        names = {word for word in words if word != "not" and not OTHER.fullmatch(word)}
         return names.pop() if len(names) == 1 else ""
 
     def _sum(self) -> float:
@@ -175,20 +177,22 @@ class Condition:
         return self._named(word)
 
     def _named(self, word: str) -> float:
-        values, name = self.first, word
-        if word == SECOND or word.startswith(f"{SECOND}."):
-            name = word.removeprefix(SECOND).removeprefix(".") or self.other
-            if self.second is None:
-                raise self._error("RUN2 is not given: moeclipse report RUN RUN2 --fail-if ...")
-            values = self.second
+        number, name, which = 1, word, "the run"
+        if found := OTHER.fullmatch(word):
+            number, name = int(found[1]), found[2] or self.other
+            which = {1: "the first run", 2: "the second run"}.get(number, f"run {number}")
+            if number > len(self.runs):
+                raise self._error(f"RUN{number} is not given: moeclipse report RUN RUN2 ... --fail-if ...")
             if not name:
-                raise self._error("which number of RUN2 is meant? write RUN2.tokens_per_s")
+                raise self._error(f"which number of RUN{number} is meant? write RUN{number}.tokens_per_s")
+            word = f"RUN{number}.{name}"
+        values = self.runs[number - 1]
         if name not in values:
-            close = get_close_matches(name, [*values, SECOND], n=1, cutoff=0.5)
+            close = get_close_matches(name, [*values, "RUN2"], n=1, cutoff=0.5)
             hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(values)}"
             raise self._error(f"there is no {name}; {hint}")
         value = values[name]
         if value is None or not math.isfinite(value):
-            raise self._error(f"{'the second run' if values is self.second else 'the run'} has no {name}")
-        self.said[word if word != SECOND else f"{SECOND}.{name}"] = in_words(name, value)
+            raise self._error(f"{which} has no {name}")
+        self.said[word] = in_words(name, value)
         return value

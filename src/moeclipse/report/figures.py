@@ -1,6 +1,6 @@
-"""One or two runs as what a page draws: thinned, bounded, plain JSON.
+"""One run or several as what a page draws: thinned, bounded, plain JSON.
 
-    figures([run])          # {"runs": [...], "differences": [...], ...}
+    figures([run])          # {"runs": [...], "equal": {...}, ...}
 
 Contract. Its size does not grow with steps, and with layers x experts only by MOST_MOMENTS bytes each. All
 texts are data: whoever draws them must not read them as markup.
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from moeclipse.report.advice import advise_run
+from moeclipse.report.equal import equal, positions
 from moeclipse.report.measures import (
     ABOUT,
     LESS_IS_BETTER,
@@ -37,6 +38,12 @@ CURVES = (
     *(f"{part}_ms" for part in PARTS),
 )
 MOST_TEXT = 2000
+UNITS = {
+    **dict.fromkeys(("row_forward", "row_backward", "kernel", "latency"), "s"),
+    **dict.fromkeys(("bandwidth", "link"), "bytes/s"),
+    **dict.fromkeys(("row_bytes", "parameter_bytes", "gradient_bytes"), "bytes"),
+}
+"""Of what ranks measured for planners (`moe/tune/probe`)."""
 
 
 def figures(runs: Sequence[RunData]) -> dict[str, Any]:
@@ -45,8 +52,9 @@ def figures(runs: Sequence[RunData]) -> dict[str, Any]:
         {
             "runs": [
                 run_figures(run, found, mark)
-                for run, found, mark in zip(runs, measured, ("A", "B"), strict=False)
+                for run, found, mark in zip(runs, measured, marks(len(runs)), strict=True)
             ],
+            "equal": equal(runs),
             "about": ABOUT,
             "shares": list(SHARES),
             "less_is_better": list(LESS_IS_BETTER),
@@ -54,6 +62,14 @@ def figures(runs: Sequence[RunData]) -> dict[str, Any]:
             "settings": settings(runs),
         }
     )
+
+
+def marks(count: int) -> list[str]:
+    """A, B, ..., Z, A2, B2, ...: what a page calls each run."""
+    rounds, letters = divmod(np.arange(count), 26)
+    return [
+        f"{chr(65 + letter)}{turn + 1 if turn else ''}" for turn, letter in zip(rounds, letters, strict=True)
+    ]
 
 
 def run_figures(run: RunData, measures: dict[str, float | None], mark: str) -> dict[str, Any]:
@@ -117,6 +133,7 @@ def curves(run: RunData) -> dict[str, Any]:
     """Every curve over the same bins; `step` is the first of each bin, counted from 1 as people do."""
     starts = bin_starts(len(run.steps.step), MOST_POINTS)
     found: dict[str, Any] = {"step": (run.steps.step[starts] + 1).tolist()}
+    found |= {name: numbers(values[starts]) for name, values in positions(run).items()}
     for name in CURVES:
         if run.steps.has(name):
             several = run.steps.num_steps > len(run.steps.step)
@@ -129,7 +146,8 @@ def held_out(run: RunData) -> dict[str, Any]:
     loss = run.steps.column("eval_loss")
     at = np.flatnonzero(np.isfinite(loss))
     at = at[bin_starts(len(at), MOST_POINTS)]
-    return {"step": (run.steps.step[at] + 1).tolist(), "loss": numbers(loss[at])}
+    places = {name: numbers(values[at]) for name, values in positions(run).items()}
+    return {"step": (run.steps.step[at] + 1).tolist(), **places, "loss": numbers(loss[at])}
 
 
 def rank_parts(run: RunData) -> list[dict[str, float | None]]:
@@ -221,9 +239,16 @@ def choices(run: RunData) -> list[dict[str, Any]]:
 
 
 def readable_choice(value: Any) -> str:
-    """Numbers by name, as they are measured; anything else as it is written."""
-    numbers = isinstance(value, dict) and all(type(one) in (int, float) for one in value.values())
-    return ", ".join(f"{name} {one:.3g}" for name, one in value.items()) if numbers else json.dumps(value)
+    """Numbers by name, with their units, as they are measured; anything else as it is written."""
+    if not isinstance(value, dict) or not all(type(one) in (int, float) for one in value.values()):
+        return json.dumps(value)
+    found = []
+    for name, one in value.items():
+        stem, _, end = name.rpartition("_")
+        unit = UNITS.get(name, end if end in ("s", "ms") else "")
+        stem = stem if end in ("s", "ms", "bytes") and stem else name
+        found.append(f"{stem.replace('_', ' ')} {one:.3g}{unit and ' '}{unit}")
+    return ", ".join(found)
 
 
 def counted(number: Any, what: str) -> str:

@@ -32,7 +32,13 @@ def part(name: str) -> str:
 
 def page_of(runs: Sequence[RunData], *, live: bool = False) -> str:
     """The whole page; `live`: it asks its server for new figures."""
-    return fill(figures(runs), " and ".join(run.name for run in runs), live=live)
+    return fill(figures(runs), title_of(runs), live=live)
+
+
+def title_of(runs: Sequence[RunData]) -> str:
+    """`one`, `one and two`, `one, two and three`."""
+    *some, last = [run.name for run in runs]
+    return f"{', '.join(some)} and {last}" if some else last
 
 
 def fill(found: dict[str, Any], title: str, *, live: bool = False) -> str:

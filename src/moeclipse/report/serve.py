@@ -18,7 +18,7 @@ from threading import BoundedSemaphore, Lock, Timer
 from typing import Any
 
 from moeclipse.report.figures import figures
-from moeclipse.report.page import fill
+from moeclipse.report.page import fill, title_of
 from moeclipse.report.run import TRACE, RunData, read_run
 from moeclipse.report.step_table import MetricsFile
 
@@ -50,7 +50,7 @@ class Figures:
                     read_run(path, metrics) for path, metrics in zip(self.paths, self._metrics, strict=True)
                 ]
                 self._found = figures(runs)
-                self._title = " and ".join(run.name for run in runs)
+                self._title = title_of(runs)
                 self._version = version
             return self._version, self._found, self._title
 

@@ -8,10 +8,11 @@ the first traced step of some ranks; all of it opens in ui.perfetto.dev.
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
+
+from moeclipse.report.op_words import in_words, kind_of, lane_in_words
 
 SIMULATED = 1_000_000
 """Process numbers of simulated ranks begin here."""
@@ -19,7 +20,6 @@ MOST_SLICES, MOST_RANKS = 12_000, 8
 """That a page holds: of measured and simulated ranks each half."""
 COMPUTE, TRANSFER, WAIT, KERNEL = "compute", "transfer", "wait", "kernel"
 KINDS = (COMPUTE, TRANSFER, WAIT, KERNEL)
-NUMBERS = re.compile(r"\d+")
 
 
 def timeline_of(trace: dict[str, Any]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def timeline_of(trace: dict[str, Any]) -> dict[str, Any]:
             {
                 "rank": process % SIMULATED,
                 "simulated": process >= SIMULATED,
-                "lane": lane,
+                "lane": lane_in_words(lane),
                 "slices": found[key],
             }
             for key in sorted(found)
@@ -114,75 +114,3 @@ def hidden_by_op(trace: dict[str, Any]) -> list[dict[str, Any]]:
     share = max(len(ranks) * len(turns), 1)
     rows = [{"op": op, **{key: value / share for key, value in one.items()}} for op, one in sums.items()]
     return sorted(rows, key=lambda row: -row["exposed_ms"])
-
-
-def kind_of(label: str) -> str:
-    """Labels that differ by numbers alone are one kind: `dispatch of layer 3` is `dispatch of layer #`."""
-    return NUMBERS.sub("#", in_words(label))[:80]
-
-
-PARTS = {
-    "S": "rows to experts",
-    "C": "experts",
-    "R": "results of experts",
-    "MLP": "experts",
-    "ATTN": "attention",
-    "ROUTE": "gate",
-    "SHARED": "shared expert",
-    "DISPATCH": "dispatch",
-    "COMBINE": "combine",
-    "HEAD": "head",
-    "SHADOW": "copied expert",
-    "SEND": "send to another stage",
-    "RECV": "receive from another stage",
-    "COUNTS": "rows of each rank",
-    "LOADS": "loads of experts",
-    "SIZES": "sizes of an exchange",
-    "SCORES": "scores",
-    "TENSOR": "tensor parallelism",
-    "TIED": "tied embedding",
-    "BUCKET": "gradients",
-    "RESULTS": "loss and norm",
-}
-FORMS = {
-    "F": "forward",
-    "B": "backward",
-    "I": "input gradients",
-    "W": "weight gradients",
-    "R": "recompute",
-    "SEND": "sent",
-    "REDUCE": "reduce",
-    "ADD": "added",
-    "SUM": "sum",
-    "GATHER": "gather",
-    "UPDATE": "update",
-    "UNSHARD": "unshard",
-    "RESHARD": "reshard",
-    "FETCH": "fetched from the host",
-    "STORE": "stored on the host",
-}
-CODE = re.compile(
-    r"(?:(?P<stage>\d+)(?:\.(?P<layer>\d+))?)?(?P<part>[A-Z]{1,8})(?:_(?P<form>[A-Z]+))?(?P<microbatch>\d+)?"
-    r"(?:@(?P<step>\d+))?(?:#(?P<chunk>\d+)/(?P<chunks>\d+))?(?:~(?P<expert>\d+))?"
-)
-"""An op as `schedule/text` writes it."""
-
-
-def in_words(label: str) -> str:
-    """`R_F@3` is `results of experts, forward, step 3`; what is no op stays as it is."""
-    code, _, rest = label.partition(" ")
-    found = CODE.fullmatch(code)
-    if found is None:
-        return label
-    part, form = found["part"], found["form"]
-    if part in FORMS and form is None and part not in PARTS:  # a whole stage is named by its form alone
-        words = [f"stage {found['stage']}" if found["stage"] else "stage", FORMS[part]]
-    elif part in PARTS and (form is None or form in FORMS):
-        words = [PARTS[part], *([FORMS[form]] if form else [])]
-        words += [f"stage {found['stage']}"] if found["stage"] and found["layer"] is None else []
-        words += [f"layer {found['layer']}"] if found["layer"] else []
-    else:
-        return label
-    words += [f"{name} {found[name]}" for name in ("microbatch", "step", "expert") if found[name]]
-    words += [f"chunk {int(found['chunk']) + 1} of {found['chunks']}"] if found["chunk"] else []
-    return ", ".join(words) + (f" {rest}" if rest else "")

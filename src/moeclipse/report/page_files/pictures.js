@@ -116,9 +116,17 @@ function depths(slices) {
   });
 }
 
+function fitted(pen, text, width) {
+  if (pen.measureText(text).width <= width) return text;
+  let size = text.length;
+  while (size > 1 && pen.measureText(`${text.slice(0, size)}…`).width > width) size--;
+  return `${text.slice(0, size)}…`;
+}
+
 function timelineChart({ id, label, figures }) {
   const paint = { compute: "compute", transfer: "transfer", wait: "straggle", kernel: "kernel" };
-  const left = 150, high = 15, gap = 5;
+  const high = 15, gap = 5;
+  let left = 150;
   let top = 0, end = 0, group = "";
   const rows = figures.rows.map((row) => {
     const slices = [...row.slices].sort((a, b) => a[0] - b[0] || b[1] - a[1]);
@@ -140,6 +148,7 @@ function timelineChart({ id, label, figures }) {
 
   function draw(now) {
     width = now;
+    left = clamp(Math.round(width * 0.2), 92, 170);
     const pen = sized(canvas, width, height);
     pen.lineWidth = 1;
     for (const time of ticks(range[0], range[1], Math.max((width - left) / 110, 2))) {
@@ -147,7 +156,7 @@ function timelineChart({ id, label, figures }) {
       pen.beginPath(); pen.moveTo(x(time), 0); pen.lineTo(x(time), height - 18); pen.stroke();
       pen.fillStyle = colour("soft");
       pen.textAlign = "center";
-      pen.fillText(`${trim(time / 1000)} ms`, clamp(x(time), left + 18, width - 22), height - 4);
+      pen.fillText(`${trim(time / 1000)} ms`, clamp(x(time), left + 18, width - 26), height - 4);
     }
     const paints = figures.kinds.map((kind) => colour(paint[kind]));
     for (const row of rows) {
@@ -155,7 +164,7 @@ function timelineChart({ id, label, figures }) {
       pen.fillStyle = colour("ink");
       if (row.first) pen.fillText(row.name, 0, row.top - 6);
       pen.fillStyle = colour("soft");
-      pen.fillText(row.lane.slice(0, 22), 10, row.top + 11);
+      pen.fillText(fitted(pen, row.lane, left - 14), 8, row.top + 11);
       row.slices.forEach(([start, length, name, kind], index) => {
         if (start + length < range[0] || start > range[1]) return;
         const a = Math.max(x(start), left), b = Math.min(x(start + length), width - 6);

@@ -16,7 +16,7 @@ from typing import Any
 
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.outside import parse_json
-from moeclipse.train.config import NO_TENSORBOARD
+from moeclipse.train.observe.metrics_config import NO_TENSORBOARD
 from moeclipse.train.observe.step_times import TIMES
 from moeclipse.train.run.background_writer import Scribe
 from moeclipse.train.run.experts_held import ExpertsHeld
