@@ -20,6 +20,7 @@ import torch
 from hypothesis import settings
 
 from cpu_by_file import CpuByFile
+from large_pages import use_large_pages
 from moeclipse.comm.shared.fence import unordered_reason
 from selection import LONG_PART, LongPart, Shard, shuffled
 
@@ -27,7 +28,8 @@ from selection import LONG_PART, LongPart, Shard, shuffled
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 torch.set_num_threads(1)
 # torch.empty returns NaN (largest value for integers), so whoever reads what nobody wrote is found out.
-torch.use_deterministic_algorithms(True)
+# Not by `torch.use_deterministic_algorithms`: it loads torch's compiler, 80 MiB that every fork would copy.
+torch._C._set_deterministic_algorithms(True)
 torch.utils.deterministic.fill_uninitialized_memory = True
 # A slow example says that the machine is busy, not that the code is wrong.
 # The short part tries the same examples every time, so that it is red for what was changed; the long part
@@ -35,6 +37,8 @@ torch.utils.deterministic.fill_uninitialized_memory = True
 settings.register_profile("short", deadline=None, max_examples=40, derandomize=True)
 settings.register_profile("long", deadline=None, max_examples=200)
 settings.load_profile("short")
+MANY = 200
+"""Tests for which it pays to make forks cheap first."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -104,6 +108,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = filter(is_meant, items)
     if config.getoption("--shuffle") is not None:
         items[:] = shuffled(items, config.getoption("--shuffle"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if len(session.items) >= MANY:
+        use_large_pages()
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

@@ -46,7 +46,7 @@ PROFILE = "mutants"
 """That a case fails is all there is to know: nobody waits for the smallest one."""
 hypothesis.settings.register_profile(PROFILE, deadline=None, phases=PHASES)
 # As conftest does in every fork: what torch imports for it takes two seconds.
-torch.use_deterministic_algorithms(True)
+torch._C._set_deterministic_algorithms(True)  # as tests/conftest.py
 
 
 def run(folder: str, test: str) -> None:

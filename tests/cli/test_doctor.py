@@ -21,7 +21,7 @@ def test_json_covers_every_section_and_training_can_run(
     assert report["can_train"] is True
     sections = {item["section"] for item in report["items"]}
     assert sections == {
-        "versions", "back ends", "devices", "peer memory", "machine", "network", "environment",
+        "versions", "back ends", "devices", "kernels", "peer memory", "machine", "network", "environment",
     }  # fmt: skip
     lines = [item["value"] for item in report["items"] if item["name"] == "cpu"]
     assert lines[0].startswith("2 ranks: any size, two stages never")

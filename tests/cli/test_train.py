@@ -129,7 +129,7 @@ def test_problems_of_file_flags_and_layout_come_together(capsys: pytest.CaptureF
             f"preset = 'tny': expected one of {', '.join(preset_names())}; did you mean 'tiny'?",
         ),
         (["--ranks", "0"], 'ranks (0) must be at least 1, or "auto"'),
-        (["--ranks", "two"], "ranks = 'two': expected a whole number or \"auto\""),
+        (["--ranks", "two"], "ranks = 'two': expected a number, two as in 2:4, or \"auto\""),
         (["--restarts", "-1"], "restarts (-1) must not be negative"),
         (["--resume", "nix"], "resume ('nix'): no such path; expected off, auto or a checkpoint's folder"),
         (["--data.files", "nix.txt"], "data.files: 'nix.txt' does not exist"),

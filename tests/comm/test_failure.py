@@ -170,6 +170,28 @@ def test_at_the_deadline_everyone_says_where_they_stand(
     assert str(error) == f"rank 0 waited 4 s in rows: {named}"
 
 
+@pytest.mark.parametrize(
+    ("label", "named"),
+    [
+        ("rows", "rank 2 cannot be reached by the others: the network there is cut"),
+        ("gradients", "rank 2 cannot be reached by the others: the network there is cut"),
+        ("", "rank 2 did not arrive"),
+    ],
+)
+def test_where_all_ranks_wait_the_network_is_asked(
+    watches: list[Watch], monkeypatch: pytest.MonkeyPatch, label: str, named: str
+) -> None:
+    asked: list[dict[int, str]] = []
+    monkeypatch.setattr(failure, "unreachable", lambda known: asked.append(known) or [2])
+    for rank in (1, 2):
+        there = Stand(waits=True, op="rows" if rank == 1 else label, address=f"10.0.0.{rank}")
+        if there.op:
+            watches[rank].sign(there)
+    error = watches[0].explain("rows", (0, 1, 2), RuntimeError("Timed out waiting 4000ms"))
+    assert str(error) == f"rank 0 waited 4 s in rows: {named}"
+    assert asked == ([{1: "10.0.0.1", 2: "10.0.0.2"}] if label else []), "of a silent rank all is known"
+
+
 def test_a_store_that_died_with_its_host_adds_no_failure_of_its_own(watches: list[Watch]) -> None:
     class Dead:
         def __getattr__(self, name: str) -> None:

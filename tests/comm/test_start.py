@@ -6,6 +6,7 @@ import multiprocessing
 import socket
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from moeclipse.comm.start import (
     choose_device,
     cuda_settings,
     device_settings,
+    interface_of,
     listen_at,
     nccl_settings,
     open_log,
@@ -91,6 +93,29 @@ def test_a_rank_without_an_address_says_how_to_start(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(CommError, match=r"rank 1 of 2, but MASTER_ADDR .* with torchrun"):
         start(RankPlace(rank=1, num_ranks=2), device=CPU)
+
+
+def test_the_interface_that_transports_were_told_to_use() -> None:
+    assert interface_of({}) == ""
+    assert interface_of({"NCCL_SOCKET_IFNAME": "=eth1,eth2"}) == "eth1"
+    assert interface_of({"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "eth0"}) == "eth0"
+
+
+def test_a_lost_peer_does_not_keep_a_rank_from_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transport takes a group apart only when what is under way on it has timed out."""
+    taken_apart, may_end = threading.Event(), threading.Event()
+
+    def destroy() -> None:
+        may_end.wait(60)
+        taken_apart.set()
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", destroy)
+    stop(0.05)
+    assert not taken_apart.is_set()
+    may_end.set()
+    stop()
+    assert taken_apart.is_set(), "without a lost peer it is waited for"
 
 
 def test_devices_that_are_not_there() -> None:

@@ -17,6 +17,7 @@ HAS_NCCL = HAS_GPU and dist.is_nccl_available()
 ON_DEVICE = ("--device", "cuda")
 ALONE: dict[str, tuple[str, ...]] = {
     "hf_experts": (),
+    "integrity_cost": (),
     "lora": ("--ways", "ours qv", "ours experts"),
     "moe_layer": (),
     "moe_train": (),

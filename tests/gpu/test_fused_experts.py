@@ -55,7 +55,7 @@ def run(device: str, dtype: torch.dtype, top_k: int, fused: bool | None, deferre
 
 
 def call(moe: MoE, routing: Routing, x: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-    return moe._routed(routing, Structure(), (x,), tokens)
+    return moe._apply_routed(routing, Structure(), (x,), tokens)
 
 
 def errors(found: dict, expected: dict) -> dict[str, float]:

@@ -20,7 +20,7 @@ from moeclipse.train.presets import load, preset_names
 
 BY_OTHERS = {
     *("head_dim", "rope_theta", "partial_rotary_factor", "num_nextn_predict_layers"),
-    *("layer_types", "swiglu_alpha", "swiglu_limit", "attention_bias", "num_experts"),
+    *("layer_types", "swiglu_alpha", "swiglu_limit", "attention_bias", "num_experts", "hidden_act"),
 }
 """Keys that a class reads without having them, or that older readers know."""
 

@@ -48,6 +48,8 @@ def test_defaults_are_those_of_transformers(family: Any, tmp_path: Path) -> None
     for key in ("num_experts_per_tok", "n_routed_experts", "n_shared_experts"):  # of some there is no default
         if getattr(config, key, 1) is None:
             setattr(config, key, 2)
+    if family.model_type == "lfm2_moe":
+        config.layer_types = ["full_attention", "conv"] * (config.num_hidden_layers // 2)
     config.save_pretrained(tmp_path)
     full = json.loads((tmp_path / "config.json").read_text())
     needed = {"model_type", *read_keys(family)}

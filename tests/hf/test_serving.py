@@ -52,7 +52,8 @@ def written(model_type: str) -> set[str]:
     found = {part.key: part.shape for tensor in table.values() for part in tensor.parts}
     names = set()
     for key, shape in found.items():
-        if f".layers.{layer}." not in key or "self_attn" in key or "layernorm" in key:
+        beside = ("self_attn", "linear_attn", "norm.", ".conv.")
+        if f".layers.{layer}." not in key or any(word in key for word in beside):
             continue
         plain = re.sub(r"experts\.\d+", "experts.N", key.partition(f".layers.{layer}.")[2])
         names.add(f"{plain} [{', '.join(LETTERS.get(size, str(size)) for size in shape)}]")

@@ -17,7 +17,7 @@ from moeclipse.hf.families import FAMILIES
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 # Here, and not in every fork anew.
-CLASSES = [getattr(transformers, family.architecture) for family in FAMILIES]
+CLASSES = {family.model_type: getattr(transformers, family.architecture) for family in FAMILIES}
 
 COMMON: dict[str, Any] = {
     "vocab_size": 48,
@@ -191,6 +191,128 @@ TINY: dict[str, dict[str, Any]] = {
         "sliding_window": 3,
     },
 }
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "shared_expert_intermediate_size": 7,
+}
+TINY["qwen3_next"] = {**DELTA, "intermediate_size": 10, "mlp_only_layers": [0], "attention_bias": True}
+TINY["qwen3_5_moe_text"] = {
+    **DELTA,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+    },
+}
+TINY["kimi_linear"] = {
+    **EXPERTS,
+    **LATENT,
+    "q_lora_rank": None,
+    "num_experts": 4,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "linear_num_heads": 2,
+    "linear_head_dim": 6,
+    "linear_conv_kernel_dim": 3,
+}
+TINY["llama4_text"] = {
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "intermediate_size": 6,
+    "intermediate_size_mlp": 10,
+    "head_dim": 6,
+    "num_hidden_layers": 3,
+    "no_rope_layers": [1, 0, 1],
+    "moe_layers": [0, 1],
+    "attention_chunk_size": 3,
+    "attn_scale": 0.4,
+    "floor_scale": 2,
+}
+TINY["exaone_moe"] = {
+    **EXPERTS,
+    "num_experts": 4,
+    "sliding_window": 3,
+    "sliding_window_pattern": 2,
+    "num_hidden_layers": 3,
+    "n_group": 2,
+    "head_dim": 6,
+}
+TINY["afmoe"] = {
+    **EXPERTS,
+    "num_experts": 4,
+    "num_shared_experts": 1,
+    "head_dim": 6,
+    "sliding_window": 3,
+    "global_attn_every_n_layers": 2,
+    "route_scale": 1.3,
+    "mup_enabled": True,
+}
+TINY["lfm2_moe"] = {
+    **EXPERTS,
+    "num_experts": 4,
+    "num_dense_layers": 1,
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "norm_eps": 1e-4,
+    "routed_scaling_factor": 1.3,
+}
+TINY["hunyuan_v1_moe"] = {
+    "num_experts": 4,
+    "moe_topk": 2,
+    "intermediate_size": 6,
+    "head_dim": 6,
+    "attention_bias": True,
+    "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0},
+}
+TINY["aria_text"] = {"moe_num_experts": 4, "moe_topk": 2, "intermediate_size": 6, "attention_bias": True}
+TINY["mistral4"] = {
+    **EXPERTS,
+    **LATENT,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "rope_parameters": {
+        **YARN,
+        "original_max_position_embeddings": 3,
+        "llama_4_scaling_beta": 0.4,
+    },
+}
+TINY["axk1"] = {
+    **EXPERTS,
+    **LATENT,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+INDEXED = {
+    **EXPERTS,
+    **LATENT,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "index_topk": 3,
+    "index_head_dim": 6,
+    "index_n_heads": 2,
+}
+TINY["deepseek_v32"] = {**INDEXED, "rope_parameters": YARN}
+TINY["glm_moe_dsa"] = INDEXED
 DENSE: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": LLAMA3, "num_key_value_heads": 4},
     "mistral": {"sliding_window": 3, "head_dim": 6},
@@ -224,7 +346,9 @@ def build(model_type: str, **changes: Any) -> Any:
     """A model with weights that all matter: no norm is one, no bias zero, no two choices near each other."""
     given = {**COMMON, **(TINY | DENSE)[model_type], **changes}
     config = transformers.AutoConfig.for_model(model_type, **given)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    config._attn_implementation = "eager"
+    made = CLASSES.get(model_type)
+    model = made(config) if made else transformers.AutoModelForCausalLM.from_config(config)
     model.config._experts_implementation = "eager"
     generator = torch.Generator().manual_seed(1)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -259,7 +383,9 @@ def loss_and_gradients(path: Path, ids: torch.Tensor, targets: torch.Tensor, out
 
 
 def load(path: Path, dtype: torch.dtype = torch.float64) -> Any:
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+    kind = CLASSES.get(json.loads((path / "config.json").read_text())["model_type"])
+    auto = kind or transformers.AutoModelForCausalLM  # some families have no entry there
+    model = auto.from_pretrained(path, dtype=dtype, attn_implementation="eager")
     model.config._experts_implementation = "eager"
     return model
 

@@ -11,8 +11,11 @@ from small_model import MLA, MODEL, SETTINGS, positions
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
-from moeclipse.model.attention import GroupedQueryAttention, LatentAttention, heads
+from moeclipse.model.attention import GroupedQueryAttention, heads
 from moeclipse.model.config import ModelConfig
+from moeclipse.model.latent_attention import LatentAttention
+from moeclipse.model.layer import mixer_of
+from moeclipse.model.lora_config import NO_LORA
 from moeclipse.model.rotary import Positions, Rotary, rotate
 from moeclipse.ops.attention import attend_reference
 from moeclipse.tensor.cut import share_of
@@ -76,8 +79,7 @@ def cut(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, tuple[str, torch.Tensor]]]:
     """(output, gradients of the input and of parameters) of two samples, the heads cut over the tp ranks."""
     tp = TensorParallel.of(mesh, sequence_parallel=sequence_parallel)
-    kind = LatentAttention if config.attention == "mla" else GroupedQueryAttention
-    attention = kind(config, replace(SETTINGS, tp=tp))
+    attention = mixer_of(config, replace(SETTINGS, tp=tp), NO_LORA)
     x, d_y = torch.randn(2, 12, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     if sequence_parallel:
         x, d_y = x.chunk(mesh.tp)[mesh.tp_index], d_y.chunk(mesh.tp)[mesh.tp_index]
@@ -103,10 +105,44 @@ VARIED = replace(
 )
 
 
+GATED = replace(
+    MODEL,
+    attention_gate="component",
+    attention_bias="all",
+    qk_norm="head",
+    zero_centred_norms=True,
+    rope_dim=4,
+    chunks=(4,),
+)
+STATES = replace(
+    MODEL, mixers=("gated_delta",), delta_value_heads=4, delta_key_dim=3, delta_value_dim=5, conv_width=3
+)
+
+
 @pytest.mark.parametrize(
     "config",
-    [MODEL, MLA, VARIED, replace(VARIED, qk_norm="head"), replace(MLA, attention_sinks=True)],
-    ids=["gqa", "mla", "varied", "by-head", "mla-sinks"],
+    [
+        *(MODEL, MLA, VARIED, replace(VARIED, qk_norm="head"), replace(MLA, attention_sinks=True)),
+        *(
+            GATED,
+            replace(GATED, attention_gate="head_softplus", rope_layers=(False,), growth=0.3, growth_len=2),
+        ),
+        *(STATES, replace(STATES, mixers=("kimi_delta",)), replace(MODEL, qk_norm="turned")),
+        replace(MLA, index_topk=3, index_heads=2, index_dim=6),
+    ],
+    ids=[
+        "gqa",
+        "mla",
+        "varied",
+        "by-head",
+        "mla-sinks",
+        "gated",
+        "unturned",
+        "delta",
+        "kimi",
+        "turned",
+        "indexed",
+    ],
 )
 def test_heads_may_be_cut_over_ranks(config: ModelConfig) -> None:
     *expected, grads = run_alone(cut, config, False)
@@ -120,7 +156,7 @@ def test_heads_may_be_cut_over_ranks(config: ModelConfig) -> None:
             share = ranks[0][2][name][0]
             parts = [rank[2][name][1] for rank in ranks]
             if share == "cut":  # along rows, but for o, whose columns are cut
-                together = torch.cat(parts, dim=1 if name == "o.weight" else 0)
+                together = torch.cat(parts, dim=1 if name in ("o.weight", "out.weight") else 0)
             else:
                 together = parts[0] if share == "same" else parts[0] + parts[1]
             assert difference(together, wanted) < 1e-12, (name, share, sequence_parallel)
@@ -169,3 +205,16 @@ def test_documents_in_a_sample_are_samples_of_their_own() -> None:
     memory = GroupedQueryAttention(replace(MODEL, memory=2), SETTINGS)
     with pytest.raises(ConfigError, match="documents in a sample"):
         memory(x, where)
+
+
+def test_pieces_of_documents_are_apart() -> None:
+    config = replace(MODEL, chunks=(3,))
+    attention = GroupedQueryAttention(config, SETTINGS)
+    x = torch.randn(7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    documents = torch.tensor([[5, 5, 9, 9, 9, 9, 9]])
+    packed = attention(x, Positions.of(Rotary.of(config), 7, x.device, documents_BS=documents))
+    apart = torch.cat([attention(x[:2], positions(config, 2)), attention(x[2:], positions(config, 5))])
+    assert difference(packed, apart) < 1e-13
+    whole = attention(x, positions(config, 7))
+    assert difference(whole[:3], attention(x[:3], positions(config, 3))) < 1e-13
+    assert difference(whole, GroupedQueryAttention(MODEL, SETTINGS)(x, positions(MODEL, 7))) > 1e-3

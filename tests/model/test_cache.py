@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from moeclipse.model.cache import CacheCall, KeyValueCache
 
 
 def call(
-    places: list[list[int]], num_keys: int, cache: KeyValueCache | None = None, **given: int
+    places: list[list[int]], num_keys: int, cache: KeyValueCache | None = None, **given: Any
 ) -> CacheCall:
     place_BS = torch.tensor(places)
     cache = cache or KeyValueCache(6)
+    given.setdefault("count_B", torch.tensor(list(map(len, places))))
     return CacheCall(cache=cache, place_BS=place_BS, num_keys=num_keys, begins=False, **given)
 
 
@@ -34,8 +37,23 @@ def test_who_sees_what() -> None:
     where = call([[5], [8]], 6, segment=4)
     assert where.first_seen(0, 0) is None
     assert where.first_seen(3, 0).tolist() == [[3], [6]]  # three places, its own included
+    assert where.first_seen(0, 0, chunk=3).tolist() == [[3], [6]]  # of its piece
     assert where.first_seen(0, 2).tolist() == [[2], [6]]  # two before the segments that begin at 4 and at 8
     assert not where.plain(0)
-    begins = CacheCall(cache=where.cache, place_BS=torch.arange(5)[None], num_keys=5, begins=True, segment=4)
+    given = {"cache": where.cache, "place_BS": torch.arange(5)[None], "count_B": torch.tensor([5])}
+    begins = CacheCall(**given, num_keys=5, begins=True, segment=4)
     assert begins.plain(0)
     assert not begins.plain(2), "longer than a segment"
+
+
+def test_states_are_kept_where_they_were() -> None:
+    """A graph reads the memory that it was captured with."""
+    cache = KeyValueCache(6)
+    assert cache.state(0, 3) is None
+    cache.keep(0, 3, torch.ones(2))
+    kept = cache.state(0, 3)
+    cache.keep(0, 3, torch.zeros(2))
+    assert kept is cache.state(0, 3)
+    assert kept.tolist() == [0, 0]
+    where = call([[0, 1], [4, 5]], 2, count_B=torch.tensor([1, 2]))
+    assert where.is_new.tolist() == [[True, False], [True, True]]

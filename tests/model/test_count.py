@@ -21,8 +21,13 @@ ALL = replace(
 
 @pytest.mark.parametrize(
     "config",
-    [MODEL, MLA, replace(MLA, q_lora_rank=0), ALL, replace(ALL, attention_bias="qkv", qk_norm="head")],
-    ids=["gqa", "mla", "mla-full-q", "everything", "by-head"],
+    [
+        *(MODEL, MLA, replace(MLA, q_lora_rank=0), ALL, replace(ALL, attention_bias="qkv", qk_norm="head")),
+        replace(ALL, mixers=("gated_delta", "kimi_delta"), delta_key_dim=3, delta_value_dim=5),
+        replace(ALL, mixers=("short_conv", "attention"), attention_gate="component", qk_norm="turned"),
+        replace(MODEL, attention_gate="head_softplus", qk_norm="unit"),
+    ],
+    ids=["gqa", "mla", "mla-full-q", "everything", "by-head", "states", "convolutions", "gated"],
 )
 @pytest.mark.parametrize(
     "gate",

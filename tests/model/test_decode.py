@@ -51,6 +51,33 @@ MODELS = {
     "mla-varied": replace(MLA, attention_sinks=True, attention_softcap=2.0, windows=(4, 0), q_lora_rank=0),
     **SCALED,
     "mla-dynamic": replace(MLA, rope_scaling="dynamic", rope_factor=4.0, rope_original_len=6),
+    "states": replace(
+        MODEL,
+        num_layers=3,
+        mixers=("gated_delta", "kimi_delta", "short_conv"),
+        delta_key_dim=3,
+        delta_value_dim=5,
+        conv_width=3,
+    ),
+    "gated": replace(
+        MODEL,
+        mixers=("gated_delta", "attention"),
+        attention_gate="component",
+        qk_norm="head",
+        zero_centred_norms=True,
+    ),
+    "chunked": replace(
+        MODEL,
+        chunks=(3, 0),
+        rope_layers=(True, False),
+        qk_norm="unit",
+        growth=0.4,
+        growth_len=2,
+        growth_first=1,
+        growth_in="unturned",
+    ),
+    "indexed": replace(MLA, index_topk=3, index_heads=2, index_dim=6),
+    "mla-unturned": replace(MLA, rope_layers=(False,), growth=0.4, growth_len=2),
     "norm-dynamic": replace(SCALED["dynamic"], qk_norm="head", rope_magnitude=1.2),
 }
 TEXTS = ((11, 3), (4, 1), (7, 4))

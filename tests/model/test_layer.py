@@ -11,8 +11,9 @@ from small_model import GATE, MLA, MODEL, MOE, SETTINGS, positions
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
-from moeclipse.model.attention import GroupedQueryAttention, LatentAttention
+from moeclipse.model.attention import GroupedQueryAttention
 from moeclipse.model.config import ModelConfig
+from moeclipse.model.latent_attention import LatentAttention
 from moeclipse.model.layer import TransformerLayer
 from moeclipse.model.rotary import Positions
 from moeclipse.moe.tokens import Tokens

@@ -6,6 +6,22 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "balance/serving.py",
+        "        left -= taken\n",
+        "        left = 0.0\n",
+        "balance/test_serving.py::test_a_hot_expert_spills_over_to_a_rank_with_room",
+        "one rank is thought to take all that a hot expert has too much",
+        "a hot expert still makes its rank the fullest, and the copy is paid for",
+    ),
+    Mutant(
+        "balance/cures.py",
+        "-(-(config.delay + 1) // bed.apart)",
+        "-(-config.delay // bed.apart)",
+        "balance/test_cures.py::test_a_plan_is_taken_three_steps_after_the_loads_that_it_was_made_from",
+        "plans are taken a step earlier than in training",
+        "`moeclipse skew` promises more than plans can win where loads move",
+    ),
+    Mutant(
         "balance/drift.py",
         "            return replace(self, last_LE=part_LE, anchor_LE=part_LE, age=0, jumped=True)",
         "            return replace(self, last_LE=part_LE, jumped=True)",

@@ -6,6 +6,22 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "cli/seats.py",
+        "        again = not began and (seat == before or seat in self.returned)",
+        "        again = not began and seat == before",
+        "cli/test_seats.py::test_a_seat_that_comes_and_goes_is_asked_less_and_less_often",
+        "a seat that has just returned is tried again like any other",
+        "a device that comes and goes eats all restarts, and the run ends of it",
+    ),
+    Mutant(
+        "cli/seats.py",
+        "        self.given_up[seat] = 2 ** (self._lost[seat] - 1)\n        self._failed",
+        "        self.given_up[seat] = 1\n        self._failed",
+        "cli/test_seats.py::test_a_seat_that_comes_and_goes_is_asked_less_and_less_often",
+        "seats are asked after every save, however often they were lost",
+        "a run restarts at every save because of one bad device",
+    ),
+    Mutant(
         "cli/failures.py",
         """\
     if culprits:

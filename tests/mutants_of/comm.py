@@ -6,6 +6,30 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "comm/meet.py",
+        "                if word not in heard:",
+        "                if len(heard) < num_ranks - 1:",
+        "comm/test_meet.py::test_words_of_the_dead_are_answered_and_the_living_still_heard",
+        "rank 0 answers the first word of each rank, and none that comes later",
+        "after a restart ranks wait for an answer that was given to the dead",
+    ),
+    Mutant(
+        "comm/failure.py",
+        "            if cut_off := unreachable(others):",
+        "            if cut_off := [rank for rank in unreachable(others) if rank < 0]:",
+        "comm/test_failure.py::test_where_all_ranks_wait_the_network_is_asked",
+        "whose network is cut is asked, and not told",
+        "three ranks with a pulled cable name nobody",
+    ),
+    Mutant(
+        "comm/start.py",
+        "    leaving.join(patience_s)",
+        "    leaving.join()",
+        "comm/test_start.py::test_a_lost_peer_does_not_keep_a_rank_from_leaving",
+        "a rank that lost a peer takes its groups apart in good order",
+        "behind a pulled cable a host goes on five minutes after it has said why not",
+    ),
+    Mutant(
         "comm/async_ops/record.py",
         "            return label.removesuffix(captured) + now if label.endswith(captured) else label\n",
         "            return label\n",

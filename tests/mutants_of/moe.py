@@ -6,6 +6,14 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "moe/exchange/dispatch_combine.py",
+        "            self.guests.collect(now, self.d_out_TO)\n",
+        "            self.guests.collect(now[:1], self.d_out_TO)\n",
+        "moe/experts/test_served.py::test_rows_of_others_change_nothing",
+        "of shadows that serve others only the first unit's gradients go back",
+        "hot experts learn from a part of their tokens alone",
+    ),
+    Mutant(
         "moe/exchange/gathered.py",
         "    mine = (ids_TK >= 0) & (place_TK >= 0) & (place_TK < num)\n",
         "    mine = (place_TK >= 0) & (place_TK < num)\n",

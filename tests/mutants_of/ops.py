@@ -166,4 +166,12 @@ MUTANTS = (
         "ties of mxfp4 go down",
         "weights shrink when they are quantised",
     ),
+    Mutant(
+        "ops/delta_rule.py",
+        "carried = (run_BC == 0)[:, None, :, None].to(q.dtype)",
+        "carried = torch.ones_like(run_BC)[:, None, :, None].to(q.dtype)",
+        "ops/test_delta_rule.py::test_chunks_give_what_tokens_give",
+        "a document reads the state of the one before",
+        "packed documents leak into each other where layers have states",
+    ),
 )

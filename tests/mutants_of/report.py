@@ -6,6 +6,14 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "report/step_table.py",
+        "            if len(found) == len(lines):",
+        "            if found:",
+        "report/test_step_table.py::test_a_damaged_line_among_many_is_the_only_one_that_is_lost",
+        "two records in one line count as records",
+        "one damaged line ends a report",
+    ),
+    Mutant(
         "report/page.py",
         'html.escape(f"{title} - MoEclipse"),',
         'f"{title} - MoEclipse",',

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,12 @@ import numpy as np
 import pytest
 from made_runs import make_run, record_of, write_lines
 
+from moeclipse.core.outside import parse_json
 from moeclipse.report import step_table
 from moeclipse.report.figures import figures
 from moeclipse.report.measures import measures_of
 from moeclipse.report.run import read_run
 from moeclipse.report.step_table import MetricsFile
-from moeclipse.report.step_table import record_of as read_line
 
 
 def read(path: Path) -> MetricsFile:
@@ -58,11 +60,11 @@ def test_what_was_added_is_read_and_nothing_else(tmp_path: Path, monkeypatch: py
     write_lines(path, [record_of(step) for step in range(5)])
     parsed: list[bytes] = []
 
-    def watched(line: bytes, ranks: bool) -> Any:
-        parsed.append(line)
-        return read_line(line, ranks)
+    def watched(raw: bytes, **how: Any) -> Any:
+        parsed.extend(line for line in raw.split(b"\n") if b"step" in line)
+        return parse_json(raw, **how)
 
-    monkeypatch.setattr(step_table, "record_of", watched)
+    monkeypatch.setattr(step_table, "parse_json", watched)
     file = read(path)
     assert len(parsed) == 5
     with path.open("a") as more:
@@ -121,6 +123,53 @@ def test_lines_that_are_no_records_are_counted(tmp_path: Path, line: bytes) -> N
     file = read(path)
     assert file.damaged == 1
     assert file.table().column("loss").tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("damage", [b'{"step": 3, "x": [1', b"2]}", b'{"step": 5}, {"step": 6}', b"{"])
+def test_a_damaged_line_among_many_is_the_only_one_that_is_lost(tmp_path: Path, damage: bytes) -> None:
+    """Lines are parsed together: what two halves would make, and two records in one line, is none."""
+    path = tmp_path / "metrics.jsonl"
+    sound = [b'{"step": %d, "loss": %d}' % (step, step) for step in range(10, 20)]
+    path.write_bytes(b"\n".join([*sound[:4], damage, *sound[4:]]) + b"\n")
+    file = read(path)
+    assert file.damaged == 1
+    assert file.table().step.tolist() == list(range(10, 20))
+
+
+GROWTH = """
+import json, re, sys
+from pathlib import Path
+from moeclipse.report import step_table
+from moeclipse.report.page import page_of
+from moeclipse.report.run import read_run
+joined, join = [0], step_table.StepRows._join
+def counted(rows):
+    joined[0] += len(rows.last)
+    join(rows)
+step_table.StepRows._join = counted
+page = page_of([read_run(Path(sys.argv[1]))])
+most = re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())  # not that of who started it
+print(json.dumps([int(most[1]) / 1024, joined[0], len(page)]))
+"""
+
+
+@pytest.mark.full
+def test_a_report_takes_no_more_memory_for_a_long_run_and_time_in_proportion(tmp_path: Path) -> None:
+    """By what is held and what is joined, not by seconds: 40,000 steps and 160,000."""
+    folder = make_run(tmp_path / "run", steps=3)
+    found = []
+    for count in (40_000, 160_000):
+        with (folder / "metrics.jsonl").open("w") as file:
+            for step in range(count):
+                file.write(json.dumps(record_of(step, 16)) + "\n")
+        words = [sys.executable, "-c", GROWTH, str(folder)]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        found.append(json.loads(done.stdout))
+    (memory, joined, page), (more_memory, more_joined, more_page) = found
+    assert more_memory < 200
+    assert more_memory - memory < 10, found
+    assert more_joined < 4 * joined, found
+    assert more_page < 1.1 * page, found
 
 
 HOSTILE = [None, True, -1, 10**400, 1e308, "x", "9" * 1000, [], {}, [[]], [None], {"a": [1, "x"]}, [10**400]]

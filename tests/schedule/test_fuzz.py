@@ -123,9 +123,9 @@ def test_both_judges_accept_what_generators_make(index: int) -> None:
 
 
 def test_no_broken_mutant_passes() -> None:
-    verdicts = judge(seed=0, mutants=1000)
-    assert verdicts["broken"] > 700
-    assert verdicts["sound"] > 50
+    verdicts = judge(seed=0, mutants=400)
+    assert verdicts["broken"] > 280
+    assert verdicts["sound"] > 20
     assert verdicts["sound and refused"] <= 0.01 * verdicts["sound"], verdicts
 
 

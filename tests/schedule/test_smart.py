@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from moeclipse.core.errors import ScheduleError
 from moeclipse.schedule import kinds
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.kinds import Part
-from moeclipse.schedule.op import Program
+from moeclipse.schedule.op import Op, Program
 from moeclipse.schedule.shape import ExchangeShape, Shadow
 from moeclipse.schedule.smart import backward_of, end_units, exchange_shape, natural_units, smart
 
@@ -37,6 +39,7 @@ def shapes(draw: st.DrawFn) -> ExchangeShape:
         experts_per_rank=experts,
         per_expert=draw(st.booleans()),
         shadows=shadows,
+        serving=draw(st.booleans()),
         backward=draw(st.booleans()),
         blocking=draw(st.booleans()),
     )
@@ -77,6 +80,22 @@ def test_launch_order_is_that_of_the_docstring() -> None:
         "S_B@0 S_B@1 S_B@2 SHADOW_B SHADOW_W SHADOW_REDUCE C_B@0 R_B@0 C_B@1 R_B@1 C_B@2 R_B@2 C_W SHADOW_ADD"
     )
     assert launches(program, 1) == launches(program, 0), "every rank takes part, borrower or not"
+
+
+def test_shadows_that_serve_others_come_before_all_rows_and_go_back_behind_all_gradients() -> None:
+    shape = exchange_shape(2, shadows=[Shadow(expert=2, owner=1, ranks=(0,))], serving=True)
+    assert launches(smart(shape), 0) == "SHADOW_SEND S_F@0 S_F@1 C_F@0 R_F@0 C_F@1 R_F@1"
+    back = smart(backward_of(shape))
+    assert launches(back, 0) == "S_B@0 S_B@1 C_B@0 R_B@0 C_W@0 C_B@1 R_B@1 C_W SHADOW_REDUCE SHADOW_ADD"
+    late = replace(smart(shape), ranks=tuple(without_dep(ops) for ops in smart(shape).ranks))
+    with pytest.raises(ScheduleError, match="SHADOW_SEND"):
+        verify(late)
+    assert not exchange_shape(2, serving=True).serving, "nobody serves without shadows"
+
+
+def without_dep(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+    """Rows that do not wait for what is lent."""
+    return tuple(op._replace(deps=op.deps[:1]) if op.kind is kinds.C_F else op for op in ops)
 
 
 def launches(program: Program, rank: int) -> str:

@@ -392,6 +392,8 @@ class ExchangeWorld(World):
         yield from (("C_W", step, None, None) for step in weights)
         if self.shape.shadows:
             names = ["SEND", "F"] if not self.shape.backward else ["B", "W", "REDUCE", "ADD"]
+            if self.shape.serving:
+                names = [name for name in names if name in ("SEND", "REDUCE", "ADD")]
             yield from ((f"SHADOW_{name}", None, None, None) for name in names)
 
     def makes(self, rank: int, op: Op) -> Iterator[Thing]:
@@ -404,9 +406,13 @@ class ExchangeWorld(World):
             yield from (("C_B", *u) for u in self.units() if op.step is None or u[0] == op.step)
         elif name.startswith("C_"):
             yield (f"S_{self.way}", *unit)
+            if self.shape.serving and self.way == "F":
+                yield ("SHADOW_SEND", None, None, None)
         elif name in ("R_F", "R_B"):
             yield (f"C_{self.way}", *unit)
         chain = {"SHADOW_F": "SHADOW_SEND", "SHADOW_W": "SHADOW_B", "SHADOW_REDUCE": "SHADOW_W"}
         chain["SHADOW_ADD"] = "SHADOW_REDUCE"
+        if self.shape.serving:
+            chain["SHADOW_REDUCE"] = "C_W"
         if name in chain:
             yield (chain[name], None, None, None)

@@ -63,6 +63,29 @@ def compute(mesh: Mesh) -> int:
     return mesh.rank
 
 
+def compute_among_others(_: Mesh, seconds: float) -> int:
+    """On a core that twenty others want."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    rank, others = os.getpid(), []
+    for _number in range(20):
+        others.append(os.fork())
+        if others[-1] == 0:
+            while os.getppid() == rank:  # also where it is ended
+                pass
+            os._exit(0)
+    try:
+        while time.process_time() < seconds:
+            pass
+    finally:
+        for other in others:
+            os.kill(other, signal.SIGKILL)
+    return len(others)
+
+
+def test_ranks_that_wait_for_a_core_do_not_stand_still() -> None:
+    assert run_ranks(1, compute_among_others, 0.1, deadline_s=1.0) == [20]
+
+
 def test_ranks_that_compute_take_longer_than_a_deadline() -> None:
     assert run_ranks(2, compute, deadline_s=0.6) == [0, 1]
 

@@ -17,10 +17,12 @@ import pytest
 from test_learner import configure, corpus  # noqa: F401  (a fixture)
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.core.config import build, flag_layer, keys_of, named_in, problems_of, with_values
+from moeclipse.core.config import build, flag_layer, keys_of, named_in, problems_of, to_flat, with_values
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.values import convert
 from moeclipse.testing.run_ranks import run_ranks
-from moeclipse.train.config import NO_TENSORBOARD, TrainConfig, layout_problems
+from moeclipse.train.config import TrainConfig, layout_problems
+from moeclipse.train.observe.metrics_config import NO_TENSORBOARD
 from moeclipse.train.run.trainer import train
 from moeclipse.train.step.learner import Learner
 
@@ -72,6 +74,13 @@ def sentences_name(key: str, base: dict[str, Any], values: list[Any]) -> None:
             assert told, f"{key} = {value!r} is accepted"
 
 
+def test_every_default_is_of_its_type() -> None:
+    """A value that is the default is not converted."""
+    flat = to_flat(TrainConfig())
+    for key, kind in KEYS.items():
+        assert convert(flat[key], kind) == flat[key], key
+
+
 def test_the_busy_configuration_is_sound() -> None:
     """Otherwise what is told about a hostile value might be told without it."""
     assert not list(problems_of(with_values(TrainConfig(), BUSY)))
@@ -112,7 +121,7 @@ def test_ranges(values: dict[str, Any], told: str) -> None:
 
 def test_a_package_that_is_missing_is_told_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_values(TrainConfig(), {"metrics.tensorboard": True})
-    monkeypatch.setattr("moeclipse.train.config.find_spec", lambda name: None)
+    monkeypatch.setattr("moeclipse.train.observe.metrics_config.find_spec", lambda name: None)
     assert list(problems_of(config)) == [NO_TENSORBOARD]
 
 

@@ -8,6 +8,9 @@ that is told of shadows copies what stays hot, and leaves what is hot for a mome
 Contract: pure. The prices are those of `PlacementCosts`, compute and wire one after the other, so a layer
 without shadows costs here what the objective says.
 
+Planners count on `lent`, shadows for the rows of their own rank, which every layer can have: `lent_now` takes
+twice as long, and what serves others depends on the rows of a step.
+
 Hazard: what training then lends is decided in each call from that call's rows (`moe/tune/exchange_policy`),
 with the overlap that its schedule has. This is what a plan can count on, not what will be lent.
 """
@@ -22,6 +25,7 @@ from moeclipse.balance.objective import PlacementCosts
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.shadow import ShadowPlan, choose_shadows
 from moeclipse.balance.shadow_model import ShadowCosts
+from moeclipse.balance.shadow_policy import ShadowQuestion
 from moeclipse.balance.split import ReplicaTable
 
 FORWARD = 1 / 3
@@ -45,6 +49,27 @@ def lend_costs(costs: PlacementCosts, calls: int, node_P: Sequence[int] = (0,)) 
         overlap=0.0,
         shared_wire=costs.shared_wire,
     )
+
+
+def lent_now(
+    placement: Placement,
+    rows_PE: np.ndarray,
+    costs: PlacementCosts,
+    *,
+    calls: int,
+    node_P: Sequence[int],
+    expected_E: np.ndarray | None = None,
+) -> ShadowPlan:
+    """The same with shadows that may serve other ranks, too: what training lends with these rows at hand."""
+    return ShadowQuestion(
+        counts_PE=rows_PE,
+        rows_PE=rows_PE,
+        placement=placement,
+        costs=lend_costs(costs, calls, node_P),
+        node_P=tuple(node_P),
+        table=ReplicaTable.of(placement, expected_E),
+        may_serve=True,
+    ).best()
 
 
 def lent(

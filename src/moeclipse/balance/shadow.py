@@ -47,6 +47,8 @@ class ShadowPlan:
     """(expert, ranks that get a copy), ascending; no such rank holds the expert already."""
     before: Latency
     after: Latency
+    serving: bool = False
+    """Whether they compute rows of other ranks, too (`balance/serving`)."""
 
     @property
     def gain(self) -> float:

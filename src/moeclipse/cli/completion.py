@@ -27,6 +27,7 @@ SCHEMAS = {
     "plan": "plan:PlanOptions",
     "measure": "measure:MeasureOptions",
     "place": "place:PlaceConfig",
+    "skew": "skew:SkewConfig",
     "report": "report:ReportConfig",
     "convert": "convert:ConvertOptions",
     "doctor": "doctor:DoctorOptions",

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 
-from moeclipse.cli import checks, exchange, peers
+from moeclipse.cli import checks, exchange, kernels, peers
 from moeclipse.cli.checks import Finding
 from moeclipse.core.config import build, flag_layer
 from moeclipse.core.program import program
@@ -60,6 +60,7 @@ def examine(directory: str) -> Iterator[Finding]:
     yield from checks.backends()
     yield from exchange.nccl(exchanged)
     yield from checks.devices()
+    yield from kernels.kernels()
     yield from peers.peers(answer)
     yield from checks.machine(directory)
     yield from checks.network()

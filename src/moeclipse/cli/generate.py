@@ -127,6 +127,8 @@ def layout(found: FoundModel, num_ranks: int, tp: int) -> tuple[int, int]:
 
     moe, model = found.shapes.moe, found.shapes.model
     heads = model.num_kv_heads if model.attention == "gqa" else model.num_heads
+    if model.held_mixers & {"gated_delta", "kimi_delta"}:
+        heads = min(heads, model.delta_key_heads)
     if tp > heads:
         raise ConfigError(
             f"tp ({tp}) must be at most {heads}, the model's heads of keys: every rank holds one"

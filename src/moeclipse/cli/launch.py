@@ -24,7 +24,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from moeclipse.cli.display import make_observer
@@ -39,12 +39,14 @@ from moeclipse.cli.failures import (
 )
 from moeclipse.cli.page_line import tell_page
 from moeclipse.cli.pin import pin_rank
+from moeclipse.cli.seats import DEVICES, ROOM, SEATS, Seats
 from moeclipse.cli.signals import Leaving, passing_on
 from moeclipse.cli.stopped_ranks import ending_frozen_ranks
 from moeclipse.core.config import to_toml
 from moeclipse.core.errors import CommError, Preempted
 from moeclipse.core.program import program
 from moeclipse.train.config import TrainConfig
+from moeclipse.train.elastic import layout_for
 
 LAUNCHER = "MOECLIPSE_LAUNCHER"  # process id of the launcher, for its ranks
 FOLDER, LOCK = "moeclipse-", "launcher.lock"
@@ -78,7 +80,12 @@ def run_rank(config: TrainConfig, resume: str) -> int:
                 os.environ |= unless_set(wanted, os.environ)
             watching = observer if rank == 0 else None
             summary = train(
-                config, resume=resume, observer=watching, leave=leaving.listen, stuck=end_stuck_rank
+                config,
+                resume=resume,
+                observer=watching,
+                leave=leaving.listen,
+                leave_at_save=rank_can_join,
+                stuck=end_stuck_rank,
             )
             if rank == 0 and summary and summary.get("directory"):
                 tell_page(Path(summary["directory"]), observer.console)
@@ -101,10 +108,15 @@ def run_rank(config: TrainConfig, resume: str) -> int:
             observer.close()
             if not launched:
                 show_failure(failure, named="RANK" in os.environ)
-            if launched and failure.victim:
+            if failure.victim:
                 end_at_once(failure.code)
             return failure.code
     return 0
+
+
+def rank_can_join() -> bool:
+    """Whether the launcher could start more ranks than there are."""
+    return ROOM in os.environ and os.path.exists(os.environ[ROOM])
 
 
 def end_at_once(status: int) -> None:
@@ -126,7 +138,7 @@ def end_stuck_rank(error: CommError) -> None:
 
 def resume_again(config: TrainConfig, resume: str, attempt: int, first: bool) -> str:
     """What a restarted attempt resumes: this run's own checkpoints, once it has written any."""
-    run = Path(config.run.dir) / config.run.name
+    run = run_folder(config)
     if resume in ("off", "auto") or has_checkpoint(run):
         return "auto"
     # It began from another run's checkpoint and has none of its own: it begins there again, in a new folder.
@@ -135,12 +147,16 @@ def resume_again(config: TrainConfig, resume: str, attempt: int, first: bool) ->
     return resume
 
 
+def run_folder(config: TrainConfig) -> Path:
+    return Path(config.run.dir) / config.run.name
+
+
 def has_checkpoint(run: Path) -> bool:
     return any((run / "checkpoints").glob("step-*"))
 
 
 def show_interrupted(config: TrainConfig) -> None:
-    run = Path(config.run.dir) / config.run.name
+    run = run_folder(config)
     again = (
         f"; go on with: {program()} train {run / 'config.toml'} --resume auto" if has_checkpoint(run) else ""
     )
@@ -150,14 +166,28 @@ def show_interrupted(config: TrainConfig) -> None:
 # --- starting ranks --------------------------------------------------------------------------------------
 
 
-def launch_ranks(config: TrainConfig, resume: str, *, num_ranks: int, restarts: int = 0) -> int:
-    """Start ranks here, wait for them, and return the exit status of the run."""
+def launch_ranks(
+    config: TrainConfig, resume: str, *, num_ranks: int, restarts: int = 0, numbers: Sequence[int] = ()
+) -> int:
+    """Start ranks here, wait for them, and return the exit status of the run.
+
+    `numbers` of ranks with which the run may go on once some are lost; none: with all or not at all.
+    """
     with launcher_folder() as folder, quiet_elastic():
         file = folder / "config.toml"
-        file.write_text(to_toml(config))
+
+        def settle(ranks: int) -> None:
+            file.write_text(to_toml(layout_for(config, ranks, num_ranks)))
+
+        settle(num_ranks)
         make_observer().phase(f"starting {num_ranks} ranks")
         with as_launcher(num_ranks):
-            code = _run_agent(["train", str(file), "--resume", resume], folder, num_ranks, restarts)
+            seats = None
+            if numbers:
+                saves, cuda = run_folder(config) / "checkpoints", uses_cuda(config)
+                seats = Seats(numbers, folder, saves, cuda=cuda, settle=settle)
+            words = ["train", str(file), "--resume", resume]
+            code = _run_agent(words, folder, num_ranks, restarts, seats)
         if code == INTERRUPTED:
             show_interrupted(config)
         return code
@@ -186,13 +216,15 @@ def launcher_folder() -> Iterator[Path]:
 @contextlib.contextmanager
 def as_launcher(num_ranks: int) -> Iterator[None]:
     """What ranks are started with."""
-    own = {LAUNCHER: str(os.getpid()), SECRET: secrets.token_hex(32)}
-    os.environ |= own | child_environment(num_ranks, os.environ)
+    before = {name: os.environ.get(name) for name in (LAUNCHER, SECRET, SEATS, ROOM, DEVICES)}
+    os.environ |= {LAUNCHER: str(os.getpid()), SECRET: secrets.token_hex(32)}
+    os.environ |= child_environment(num_ranks, os.environ)
     try:
         yield
     finally:
-        for name in own:
-            del os.environ[name]
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ |= {} if value is None else {name: value}
 
 
 def child_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
@@ -220,7 +252,17 @@ def usable_cores() -> int:
     return cores
 
 
-def _run_agent(words: list[str], folder: Path, num_ranks: int, restarts: int) -> int:
+def uses_cuda(config: TrainConfig) -> bool:
+    if config.run.device != "auto":
+        return config.run.device == "cuda"
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _run_agent(
+    words: list[str], folder: Path, num_ranks: int, restarts: int, seats: Seats | None = None
+) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from moeclipse.cli.rendezvous import Agent, NotRestarted, RankFiles
@@ -228,7 +270,7 @@ def _run_agent(words: list[str], folder: Path, num_ranks: int, restarts: int) ->
 
     files = RankFiles(str(folder / "ranks"), restarts)
     command = [sys.executable, "-m", "moeclipse", *words]
-    agent = Agent(folder.name, command, files, num_ranks=num_ranks, restarts=restarts)
+    agent = Agent(folder.name, command, files, num_ranks=num_ranks, restarts=restarts, seats=seats)
     # The others are passed on to the ranks, which save.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
 

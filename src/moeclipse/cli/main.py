@@ -34,6 +34,7 @@ COMMANDS = {
     ),
     "measure": Command("moeclipse.cli.measure", "measure this machine, or fit a run, for plan and simulate"),
     "place": Command("moeclipse.cli.place", "plan who holds which expert from the loads of a run"),
+    "skew": Command("moeclipse.cli.skew", "say what uneven gates cost, and what would help"),
     "report": Command("moeclipse.cli.report", "show a run as one page, compare two, check numbers in CI"),
     "convert": Command("moeclipse.cli.convert", "turn Hugging Face models into checkpoints, and back"),
     "doctor": Command("moeclipse.cli.doctor", "what works on this machine, what does not, what to do"),

@@ -21,6 +21,7 @@ from moeclipse.core.config import Given, build, flag_layer, keys_of, problems_of
 from moeclipse.core.errors import CheckpointError, ConfigError, DataError
 from moeclipse.hf.config_file import is_model_folder
 from moeclipse.train.config import TrainConfig, layout_problems
+from moeclipse.train.elastic import EXPECTED, RankRange, layout_for, possible, range_problems
 from moeclipse.train.presets import Merged, merge, preset_names
 from moeclipse.train.run.run_files import holds_run
 
@@ -36,8 +37,9 @@ class Options:
     """A TOML file (`--config` may be left out); it may name a preset in its first line (preset = "tiny")."""
     preset: str = ""
     """tiny (the default without a file), small, 5b or deepseek-v3-tiny."""
-    ranks: int | Literal["auto"] = "auto"
-    """Processes to start here; auto: one per CUDA device, or 2 on CPU. Under torchrun it is not needed."""
+    ranks: str = "auto"
+    """Processes to start here; auto: one per CUDA device, or 2 on CPU; 2:4: begin with 4 and go on with as
+    few as 2 when some are lost. Under torchrun only such a range is needed."""
     restarts: int = 0
     """So often a failed run starts again from its newest checkpoint."""
     resume: str = "off"
@@ -54,8 +56,11 @@ class Options:
     """Tell after the first step what memory is taken for, layer by layer."""
 
     def problems(self) -> Iterator[str]:
-        if self.ranks != "auto" and self.ranks < 1:
-            yield f'ranks ({self.ranks}) must be at least 1, or "auto"'
+        ranks = RankRange.read(self.ranks)
+        if ranks is None:
+            yield f"ranks = {self.ranks!r}: expected {EXPECTED}"
+        elif self.ranks != "auto" and not 1 <= ranks.least <= ranks.most:
+            yield f'ranks ({self.ranks}) must be at least 1, or "auto"; of two, the smaller comes first'
         if self.restarts < 0:
             yield f"restarts ({self.restarts}) must not be negative"
         if self.resume not in ("off", "auto") and not Path(self.resume).exists():
@@ -91,14 +96,19 @@ def main(words: list[str]) -> int:
             problems += directory_problems(config, options.resume)
             problems += init_problems(config.run.init_from, options.resume, config.model.from_hf)
         problems += data_problems(config)
+    ranks = RankRange.read(options.ranks) or RankRange()
     if joined:
         num_ranks = int(environment.get("WORLD_SIZE", "1"))
+        if ranks.changes and ranks.least:
+            problems += torchrun_problems(config, ranks, environment)
+            config = layout_for(config, num_ranks, ranks.most)
     else:  # what needs torch comes last: who has something to mend already is told at once
-        num_ranks = options.ranks if options.ranks != "auto" else 0
+        num_ranks = ranks.most
         told = list(layout_problems(config, num_ranks)) if num_ranks >= 1 else []
         if not (problems or told) or config.run.device == "cpu":
-            num_ranks = count_ranks(options.ranks, config.run.device, problems, config.parallel.backend)
-    problems += layout_problems(config, num_ranks) if num_ranks >= 1 else ()
+            num_ranks = count_ranks(num_ranks or "auto", config.run.device, problems, config.parallel.backend)
+    if num_ranks >= 1:
+        problems += [*layout_problems(config, num_ranks)] or ([] if joined else range_problems(config, ranks))
     if not joined and not options.print_config:
         problems += folder_problems(config, problems)
         problems += weights_told(config) if not problems else ()
@@ -106,7 +116,7 @@ def main(words: list[str]) -> int:
         raise ConfigError(problems)
     if int(environment.get("RANK", "0")) == 0:
         restarts = options.restarts or int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-        for note in (*merged.built.notes, *restart_notes(config, restarts)):
+        for note in (*merged.built.notes, *restart_notes(config, restarts or ranks.changes)):
             print(f"note: {note}", file=sys.stderr)
     if options.print_config:
         # Without a name a run is named when it starts; one that goes on has its name already.
@@ -119,7 +129,9 @@ def main(words: list[str]) -> int:
         prepare.prepare_all(config)
     if joined or num_ranks == 1:
         return launch.run_rank(config, options.resume)
-    return launch.launch_ranks(config, options.resume, num_ranks=num_ranks, restarts=options.restarts)
+    numbers = possible(config, ranks) if ranks.changes else ()
+    how = {"num_ranks": num_ranks, "restarts": options.restarts}
+    return launch.launch_ranks(config, options.resume, numbers=numbers, **how)
 
 
 def read_command(words: Sequence[str]) -> tuple[Options, Merged]:
@@ -186,7 +198,17 @@ def count_ranks(
     return wanted
 
 
-def restart_notes(config: TrainConfig, restarts: int) -> Iterator[str]:
+def torchrun_problems(config: TrainConfig, ranks: RankRange, environment: Mapping[str, str]) -> Iterator[str]:
+    """Why a run under torchrun could not lose hosts and take them back."""
+    yield from range_problems(config, ranks, int(environment.get("LOCAL_WORLD_SIZE", "1")))
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        yield (
+            f"ranks ({ranks.least}:{ranks.most}) under torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
+            "in its environment on all hosts: agents that share a store let nobody in who comes later"
+        )
+
+
+def restart_notes(config: TrainConfig, restarts: int | bool) -> Iterator[str]:
     """A run that may be restarted should have something to go on from."""
     if restarts and not config.checkpoint.every:
         yield (

@@ -26,8 +26,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moeclipse.comm.watch.culprits import Stand, describe_wait, reached_from
+from moeclipse.comm.watch.culprits import Stand, all_wait, describe_cut, describe_wait, reached_from
 from moeclipse.comm.watch.op_log import OpLog
+from moeclipse.comm.watch.reach import unreachable
 from moeclipse.core.errors import CommError, DeadlineError
 
 FIRST = "failure/first"
@@ -63,6 +64,8 @@ class Watch:
     """What this rank launched last."""
     secret: bytes = b""
     """Of the run: ranks know it, and nobody else."""
+    address: str = ""
+    """By which others reach this rank; empty: nobody asks whether they do."""
     ignored: set[str] = field(default_factory=set)
     """Keys under which words stood that no rank had signed."""
 
@@ -122,7 +125,14 @@ class Watch:
             if time.monotonic() > until or all(rank in stands for rank in reached):
                 break
             time.sleep(0.05)
-        return self.verdict(f"{head}: {describe_wait(self.rank, stands)}", mine, stands)
+        return self.verdict(f"{head}: {self._why(stands)}", mine, stands)
+
+    def _why(self, stands: Mapping[int, Stand]) -> str:
+        if all_wait(self.rank, stands):
+            others = {rank: stand.address for rank, stand in stands.items() if rank != self.rank}
+            if cut_off := unreachable(others):
+                return describe_cut(cut_off, stands)
+        return describe_wait(self.rank, stands)
 
     def verdict(
         self, text: str, mine: Stand | None = None, stands: Mapping[int, Stand] | None = None
@@ -192,9 +202,9 @@ class Watch:
     def alarmed(self) -> bool:
         return self._hear("alarm") is not None
 
-    @staticmethod
-    def _waits(label: str, ranks: Sequence[int], **more: Any) -> Stand:
-        return Stand(waits=True, op=label, ranks=tuple(ranks), host=socket.gethostname(), **more)
+    def _waits(self, label: str, ranks: Sequence[int], **more: Any) -> Stand:
+        host = socket.gethostname()
+        return Stand(waits=True, op=label, ranks=tuple(ranks), host=host, address=self.address, **more)
 
     def sign(self, stand: Stand) -> None:
         """Tell the others where this rank stands."""

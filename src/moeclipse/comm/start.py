@@ -1,8 +1,8 @@
 """How ranks start and stop.
 
-`start` joins what torchrun (or our launcher) set up. Its store is prefixed by the attempt, because a
-restarted rank would otherwise read the address of its dead predecessor, and by the number of starts in
-this process, so that start - stop - start works. `stop` takes no argument and may be called twice.
+`start` joins what torchrun (or our launcher) set up. Its store is prefixed by a name that is new for every
+start (`comm/meet`), because a restarted rank would otherwise read the address of its dead predecessor.
+`stop` may be called twice.
 
 The store has no lock: whoever reaches its port reads and writes it. It listens on the address by which ranks
 know it, not on all that the host has, and what ranks say there about failures is signed with a secret that
@@ -16,6 +16,7 @@ import math
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,10 +28,13 @@ import torch
 import torch.distributed as dist
 
 from moeclipse.comm.failure import Watch
+from moeclipse.comm.meet import meet
 from moeclipse.comm.watch.marks import DeviceMarks
 from moeclipse.comm.watch.op_log import MARKS, OpLog
+from moeclipse.comm.watch.reach import own_address
 from moeclipse.core.errors import CommError, ConfigError
 
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 MPS = "CUDA_MPS_PIPE_DIRECTORY"
 SECRET = "MOECLIPSE_SECRET"
 """A secret of the run's own, where a launcher or a user hands one down."""
@@ -130,9 +134,8 @@ def start(
     patience = timedelta(seconds=start_deadline_s)
     if store is None:
         store = open_store(place, patience)
-    count = store.add(f"starts/{place.attempt}/{place.rank}", 1)
-    store = dist.PrefixStore(f"attempt_{place.attempt}/start_{count}", store)
     store.set_timeout(patience)
+    store = dist.PrefixStore(f"start_{meet(store, place.rank, place.num_ranks, patience)}", store)
     shared = device.type == "cuda" and place.local_ranks > torch.cuda.device_count()
     by_nccl = device.type == "cuda" and (backend == "nccl" or (backend == "auto" and not shared))
     dist.init_process_group(
@@ -150,7 +153,14 @@ def start(
         deadline_s=deadline_s,
         log=open_log(place, on_device=by_nccl),
         secret=shared_secret(torch.device("cpu")),
+        address=own_address(interface_of(os.environ)),
     )
+
+
+def interface_of(environment: Mapping[str, str]) -> str:
+    """Which one gloo or NCCL were told to use; nothing where they choose."""
+    named = [environment[name] for name in INTERFACES if environment.get(name)]
+    return named[0].lstrip("=").split(",")[0] if named else ""
 
 
 def shared_secret(device: torch.device) -> bytes:
@@ -232,7 +242,17 @@ def listen_at(host: str, port: int, here: bool) -> socket.socket | None:
     return listener
 
 
-def stop() -> None:
-    """Leave all groups; harmless when none was joined."""
-    if dist.is_available() and dist.is_initialized():
+def stop(patience_s: float | None = None) -> None:
+    """Leave all groups; harmless when none was joined.
+
+    `patience_s`: where a peer is lost. A transport takes no group apart before the time-outs of what is under
+    way are over, which are minutes; after so many seconds that is left to a thread.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    if patience_s is None:
         dist.destroy_process_group()
+        return
+    leaving = threading.Thread(target=dist.destroy_process_group, name="moeclipse-leaving", daemon=True)
+    leaving.start()
+    leaving.join(patience_s)

@@ -94,17 +94,22 @@ def hints_of(schema: Any) -> dict[str, Any]:
     return _resolved(schema)
 
 
-def keys_of(schema: type) -> dict[str, Any]:
-    """Dotted key -> type, for every value in a tree of dataclasses."""
+@functools.cache
+def _keys(schema: typing.Hashable) -> dict[str, Any]:
     hints = hints_of(schema)
     found: dict[str, Any] = {}
-    for field in dataclasses.fields(schema):
+    for field in dataclasses.fields(schema):  # type: ignore[arg-type]
         kind = hints[field.name]
         if dataclasses.is_dataclass(kind):
             found |= {f"{field.name}.{key}": sub for key, sub in keys_of(typing.cast(type, kind)).items()}
         else:
             found[field.name] = kind
     return found
+
+
+def keys_of(schema: type) -> dict[str, Any]:
+    """Dotted key -> type, for every value in a tree of dataclasses."""
+    return dict(_keys(schema))
 
 
 def problems_of(config: Any, prefix: str = "") -> Iterator[str]:
@@ -117,6 +122,8 @@ def problems_of(config: Any, prefix: str = "") -> Iterator[str]:
     wrong = []
     for field in dataclasses.fields(config):
         value, key = getattr(config, field.name), f"{prefix}{field.name}"
+        if value is field.default:  # of its type: a test sees to it
+            continue
         if dataclasses.is_dataclass(value):
             yield from problems_of(value, f"{key}.")
             continue
@@ -318,11 +325,14 @@ def build(schema: type[T], layers: Sequence[ConfigLayer], problems: Iterable[str
 def _assemble(schema: type[T], values: Mapping[str, Any]) -> T:
     hints = hints_of(schema)
     arguments: dict[str, Any] = {}
+    inside: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, dot, rest = key.partition(".")
+        if dot:
+            inside.setdefault(section, {})[rest] = value
     for field in dataclasses.fields(schema):  # type: ignore[arg-type]
         if dataclasses.is_dataclass(hints[field.name]):
-            start = f"{field.name}."
-            inside = {key[len(start) :]: value for key, value in values.items() if key.startswith(start)}
-            arguments[field.name] = _assemble(hints[field.name], inside)
+            arguments[field.name] = _assemble(hints[field.name], inside.get(field.name, {}))
         elif field.name in values:
             arguments[field.name] = values[field.name]
     return schema(**arguments)

@@ -120,8 +120,11 @@ def table(value: Any) -> dict[str, Any]:
     return value
 
 
-def parse_json(raw: bytes | str, *, numbers: bool = True) -> Any:
-    """`numbers=False` leaves NaN, infinities and huge integers as they are: whoever reads them looks."""
+def parse_json(raw: bytes | str, *, numbers: bool = True, deep: bool = False) -> Any:
+    """`numbers=False` leaves NaN, infinities and huge integers as they are: whoever reads them looks.
+
+    `deep`: the caller has counted the brackets of each part.
+    """
     try:
         value = json.loads(raw)
     except RecursionError:
@@ -131,7 +134,7 @@ def parse_json(raw: bytes | str, *, numbers: bool = True) -> Any:
     except ValueError as error:
         raise ValueError(f"it is not JSON: {error}") from None
     brackets = ("[", "{") if isinstance(raw, str) else (b"[", b"{")
-    if numbers or sum(map(raw.count, brackets)) > DEPTH:  # type: ignore[arg-type]
+    if not deep and (numbers or sum(map(raw.count, brackets)) > DEPTH):  # type: ignore[arg-type]
         _check_values(value, numbers)
     return value
 

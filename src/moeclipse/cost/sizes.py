@@ -57,6 +57,8 @@ class ModelSizes:
     """Latent attention: of keys and values; 0: it is none."""
     d_rope: int = 0
     """Latent attention: of d_qk, the part that all heads' keys share."""
+    gate_width: int = 0
+    """Of the gate on what attention took."""
     qk_norm: bool = False
     moe_layers: tuple[bool, ...]
     windows: tuple[int, ...] = ()
@@ -97,7 +99,8 @@ class ModelSizes:
         D, H = self.d_model, self.num_heads
         out = (D, H * self.d_v, True)
         if not self.kv_rank:
-            return [(H * self.d_qk + self.kv_heads * (self.d_qk + self.d_v), D, True), out]
+            inputs = H * self.d_qk + self.kv_heads * (self.d_qk + self.d_v) + self.gate_width
+            return [(inputs, D, True), out]
         nope = self.d_qk - self.d_rope
         keys = [(self.kv_rank + self.d_rope, D, False), (H * (nope + self.d_v), self.kv_rank, True)]
         if not self.q_rank:

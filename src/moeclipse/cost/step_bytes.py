@@ -79,7 +79,7 @@ def kept_by(
         heads = H * (3 * nope + 2 * model.d_rope + 3 * model.d_v)
         heads += 3 * (model.q_rank + model.kv_rank) + 2 * model.d_rope
     else:  # queries, keys, values for each head, what attention gave, and what goes into the last product
-        heads = 5 * H * model.d_qk
+        heads = 5 * H * model.d_qk + 3 * model.gate_width
     attn = width * (5 * D + heads) + 4.0 * H
     if model.qk_norm:
         normed = H + model.kv_heads

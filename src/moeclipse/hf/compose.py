@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from moeclipse.core.errors import CheckpointError, ConfigError
 from moeclipse.core.values import nearest
-from moeclipse.hf.derive import Values
+from moeclipse.hf.derive import Missing, Values
 from moeclipse.hf.families import FAMILIES
 from moeclipse.hf.family import Family
 from moeclipse.hf.read import COMMON, read_config, usual_values
@@ -30,7 +31,21 @@ from moeclipse.hf.rope import write_rope
 from moeclipse.model.config import yarn_magnitude
 
 MLA_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-GQA_KEYS = ("num_kv_heads", "head_dim", "attention_bias", "qk_norm", "clip_qkv", "rope_dim")
+GQA_KEYS = (
+    *("num_kv_heads", "head_dim", "attention_bias", "attention_gate", "qk_norm", "clip_qkv", "rope_dim"),
+)
+MIXER_KEYS = {
+    "gated_delta": (
+        *("delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "conv_width"),
+    ),
+    "kimi_delta": ("delta_key_heads", "delta_key_dim", "conv_width"),
+    "short_conv": ("conv_width",),
+}
+"""Those that a mixer reads."""
+LINEAR = {"gated_delta": "linear_attention", "kimi_delta": "linear_attention", "short_conv": "conv"}
+"""What they call a mixer."""
+IN_TURN = {"windows": 0, "chunks": 0, "mixers": "attention", "rope_layers": True}
+"""Keys of layers in turn, and what a layer is where they are empty."""
 ROPE_KEYS = {
     "none": (),
     "linear": ("rope_factor",),
@@ -43,6 +58,7 @@ ROPE_KEYS = {
 }
 """Those that a scaling reads."""
 ALL_ROPE_KEYS = frozenset(key for keys in ROPE_KEYS.values() for key in keys)
+TURNING = (*ALL_ROPE_KEYS, "rope_base", "rope_dim", "rope_pairs", "rope_scaling")
 NO_FAMILY = {"gate.renormalise_eps": 1e-20, "gate.max_leaving": 1.0, "model.memory": 0}
 """What no family has otherwise."""
 
@@ -116,9 +132,17 @@ def canonical(values: Values) -> Values:
     v |= {"model.num_dense_layers": first, "model.dense_layers": tuple(sorted(i for i in dense if i > first))}
     if not dense:
         v["model.d_ff"] = None
-    windows = v["model.windows"]
-    each = tuple(windows[i % len(windows)] for i in range(layers)) if any(windows) else ()
-    v["model.windows"] = each if any(each) else ()
+    for key, usual in IN_TURN.items():
+        given = v[f"model.{key}"] or (usual,)
+        each = tuple(given[i % len(given)] for i in range(layers))
+        v[f"model.{key}"] = () if set(each) == {usual} else each
+    read = {key for kind in {*v["model.mixers"]} for key in MIXER_KEYS.get(kind, ())}
+    for key in {key for keys in MIXER_KEYS.values() for key in keys} - read:
+        v[f"model.{key}"] = None
+    if not v["model.index_topk"]:
+        v |= dict.fromkeys(("model.index_heads", "model.index_dim", "model.index_pairs"))
+    if not v["model.growth"]:
+        v |= dict.fromkeys(("model.growth_len", "model.growth_first", "model.growth_in"))
     latent = v["model.attention"] == "mla"
     width = v["model.qk_nope_head_dim"] + v["model.qk_rope_head_dim"] if latent else v["model.head_dim"]
     v["model.attention_scale"] = v["model.attention_scale"] or width**-0.5
@@ -129,6 +153,8 @@ def canonical(values: Values) -> Values:
     v["model.rope_magnitude"] = v["model.rope_magnitude"] or yarn_magnitude(v["model.rope_factor"])
     for key in ALL_ROPE_KEYS - set(ROPE_KEYS[v["model.rope_scaling"]]):
         v[f"model.{key}"] = None
+    if not any(v["model.rope_layers"] or (True,)):
+        v |= dict.fromkeys(f"model.{key}" for key in TURNING)
     v["model.init_std"] = None
     return canonical_block(v)
 
@@ -172,9 +198,11 @@ def candidate(family: Family, values: Values, context: int) -> dict[str, Any]:
     if v["moe.num_shared_experts"] and not v["moe.shared_d_ff"] % v["moe.d_ff"]:
         v["moe.num_shared_experts"] = v["moe.shared_d_ff"] // v["moe.d_ff"]
     plain = {theirs: v[ours] for ours, theirs in {**COMMON, **family.keys}.items()}
-    rope = write_rope(v, context)
+    turns = any(v["model.rope_layers"] or (True,))
+    rope = write_rope(v, context) if turns else {"model_max_length": context}  # that of Kimi
     told = Heard({**family.defaults, **their_keys(v), **rope, **dict(family.usual_needs()), **plain})
-    family.rest(told)
+    with suppress(Missing):  # which reading tells
+        family.rest(told)
     always = {"num_key_value_heads", *family.defaults, *rope, *plain}
     written = (told.asked | always) & told.keys()
     return {
@@ -189,12 +217,13 @@ def candidate(family: Family, values: Values, context: int) -> dict[str, Any]:
 def their_keys(v: Values) -> dict[str, Any]:
     """Keys that families share, in their words, whichever of them a family reads."""
     layers, first = v["model.num_layers"], v["model.num_dense_layers"]
-    windows = v["model.windows"]
+    windows, mixers = v["model.windows"], v["model.mixers"]
     dense = sorted({*range(first), *v["model.dense_layers"]})
     experts = [i for i in range(layers) if i not in dense] or [layers]
     steps = len(dense) == layers - len(experts) and experts == list(range(experts[0], experts[-1] + 1))
     scale = v["model.attention_scale"]
     grouped = v["gate.num_groups"] > 1
+    turns, chunks = v["model.rope_layers"] or (True,) * layers, v["model.chunks"] or (0,) * layers
     return {
         "num_key_value_heads": v[f"model.num_{'kv_' * (v['model.attention'] == 'gqa')}heads"],
         "head_dim": v["model.head_dim"],
@@ -202,12 +231,27 @@ def their_keys(v: Values) -> dict[str, Any]:
         "use_sliding_window": any(windows),
         "max_window_layers": layers,
         "layer_types": [
-            "sliding_attention" if windows and windows[i] else "full_attention" for i in range(layers)
+            LINEAR.get(mixers[i] if mixers else "")
+            or ("sliding_attention" if windows and windows[i] else "")
+            or ("chunked_attention" if chunks[i] else "full_attention")
+            for i in range(layers)
         ],
         "attention_bias": v["model.attention_bias"] != "none",
         "qkv_bias": v["model.attention_bias"] == "qkv",
         "clip_qkv": v["model.clip_qkv"] or None,
-        "use_qk_norm": v["model.qk_norm"] == "head",
+        "use_qk_norm": v["model.qk_norm"] in ("head", "unit"),
+        "no_rope_layers": [int(one) for one in turns],
+        "attention_chunk_size": max(chunks) or None,
+        "attn_temperature_tuning": v["model.growth"] != 0,
+        "attn_scale": v["model.growth"],
+        "floor_scale": v["model.growth_len"],
+        "moe_layers": [i for i in range(layers) if i not in dense],
+        "mup_enabled": v["model.embedding_scale"] != 1,
+        "linear_num_heads": v["model.delta_key_heads"],
+        "linear_head_dim": v["model.delta_key_dim"],
+        "linear_conv_kernel_dim": v["model.conv_width"],
+        "moe_renormalize": v["gate.renormalise"],
+        "num_expert_group": v["gate.num_groups"],
         "q_lora_rank": v["model.q_lora_rank"] or None,
         "rope_interleave": v["model.rope_pairs"] == "neighbours",
         "attention_multiplier": scale,

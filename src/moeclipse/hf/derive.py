@@ -39,6 +39,16 @@ def by_layer_types(told: Mapping[str, Any]) -> Values:
     return {"model.windows": windows if any(windows) else ()}
 
 
+def delta_layers(told: Mapping[str, Any]) -> Values:
+    """States instead of attention in layers that `layer_types` calls linear: all but every fourth."""
+    step = told.get("full_attention_interval") or 4
+    kinds = told.get("layer_types") or [
+        "linear_attention" if (i + 1) % step else "full_attention" for i in range(told["num_hidden_layers"])
+    ]
+    mixers = tuple("gated_delta" if kind == "linear_attention" else "attention" for kind in kinds)
+    return {"model.mixers": mixers if "gated_delta" in mixers else ()}
+
+
 def all_dense(told: Mapping[str, Any]) -> Values:
     """A model without experts."""
     return grouped(told) | bias_of_all(told) | {"model.num_dense_layers": told["num_hidden_layers"]}
@@ -99,6 +109,10 @@ def latent(told: Mapping[str, Any]) -> Values:
         "gate.num_groups": told.get("n_group") or 1,
         "gate.top_groups": told.get("topk_group") or 1,
     }
+
+
+def qwen3_next(told: Mapping[str, Any]) -> Values:
+    return grouped(told) | delta_layers(told) | bias_of_all(told)
 
 
 def deepseek_v2(told: Mapping[str, Any]) -> Values:
@@ -202,3 +216,138 @@ def granite_windows(told: Mapping[str, Any]) -> Values:
     ]
     windows = by_layer_types({"layer_types": kinds, "sliding_window": told.get("sliding_window")})
     return granite_shared(told) | windows
+
+
+def kimi(told: Mapping[str, Any]) -> Values:
+    """Latent attention without rotary position in some layers; files name them from 1 on, in a table."""
+    table, layers = told.get("linear_attn_config") or {}, range(told["num_hidden_layers"])
+    full = table.get("full_attn_layers")
+    kinds = told.get("layer_types") or [
+        "full_attention" if (i + 1 in full if full is not None else i and i % 4 == 0) else "linear_attention"
+        for i in layers
+    ]
+    mixers = tuple("kimi_delta" if kind == "linear_attention" else "attention" for kind in kinds)
+    dense = told.get("mlp_layer_types") or ["dense"] * (told.get("first_k_dense_replace") or 1)
+    return {
+        "model.attention": "mla",
+        "model.num_kv_heads": told["num_attention_heads"],
+        "model.q_lora_rank": told.get("q_lora_rank") or 0,
+        "model.latent_norm_eps": 1e-6,
+        "model.mixers": mixers if "kimi_delta" in mixers else (),
+        "model.delta_key_heads": table.get("num_heads") or told["linear_num_heads"],
+        "model.delta_key_dim": table.get("head_dim") or told["linear_head_dim"],
+        "model.conv_width": table.get("short_conv_kernel_size") or told["linear_conv_kernel_dim"],
+        "model.dense_layers": tuple(i for i, kind in enumerate(dense) if kind != "sparse"),
+        "gate.kind": "sigmoid",
+        "gate.renormalise": bool(told["moe_renormalize"]),
+        "gate.group_score": "top2",
+        "gate.num_groups": told.get("num_expert_group") or 1,
+        "gate.top_groups": told.get("topk_group") or 1,
+    }
+
+
+def llama4(told: Mapping[str, Any]) -> Values:
+    layers, step = range(told["num_hidden_layers"]), told["no_rope_layer_interval"]
+    turns = [bool(one) for one in told.get("no_rope_layers") or [(i + 1) % step for i in layers]]
+    kinds = told.get("layer_types") or ["chunked_attention" if one else "full_attention" for one in turns]
+    chunks = tuple(
+        (told.get("attention_chunk_size") or 0) if kind == "chunked_attention" else 0 for kind in kinds
+    )
+    every = told["interleave_moe_layer_step"]
+    experts = told.get("moe_layers")
+    experts = range(every - 1, len(layers), every) if experts is None else experts
+    growth = {
+        "model.growth": float(told["attn_scale"]),
+        "model.growth_len": int(told["floor_scale"]),
+        "model.growth_first": 1,
+        "model.growth_in": "unturned",
+    }
+    return {
+        **grouped(told),
+        **bias_of_all(told),
+        "model.rope_layers": () if all(turns) else tuple(turns),
+        "model.chunks": chunks if any(chunks) else (),
+        "model.dense_layers": tuple(i for i in layers if i not in experts),
+        "model.qk_norm": "unit" if told["use_qk_norm"] else "none",
+        **(growth if told["attn_temperature_tuning"] else {}),
+    }
+
+
+def hunyuan_v1(told: Mapping[str, Any]) -> Values:
+    """Files may give numbers of experts for each layer."""
+    found: Values = {
+        "gate.top_k": of_all_layers(told, "moe_topk"),
+        "moe.num_experts": of_all_layers(told, "num_experts"),
+    }
+    rope = dict(told.get("rope_parameters") or told.get("rope_scaling") or {})
+    kind = rope.get("rope_type") or rope.get("type")
+    if kind == "dynamic" and rope.get("alpha"):  # another base, whatever the length
+        head = grouped(told)["model.head_dim"]
+        base = rope.get("rope_theta") or told.get("rope_theta") or 10000.0
+        found |= {
+            "model.rope_base": base * rope["alpha"] ** (head / (head - 2)),
+            "model.rope_scaling": "none",
+            "model.rope_factor": 1.0,
+            "model.rope_original_len": 4096,
+        }
+    return grouped(told) | bias_of_all(told) | found
+
+
+def of_all_layers(told: Mapping[str, Any], key: str) -> int:
+    value = told[key]
+    each = set(value) if isinstance(value, list) else {value}
+    if len(each) != 1 or not all(type(one) is int and one > 0 for one in each):
+        raise Missing(f"a {key} that differs from layer to layer ({value!r})")
+    return int(each.pop())
+
+
+def turned_windows(told: Mapping[str, Any], *, step: int) -> Values:
+    """Rotary position in layers with a window alone, which all but every n-th layer have."""
+    kinds = told.get("layer_types") or [
+        "sliding_attention" if step and (i + 1) % step else "full_attention"
+        for i in range(told["num_hidden_layers"])
+    ]
+    turns = tuple(kind == "sliding_attention" for kind in kinds)
+    windows = by_layer_types({"layer_types": kinds, "sliding_window": told.get("sliding_window")})
+    return grouped(told) | windows | {"model.rope_layers": () if all(turns) else turns}
+
+
+def exaone(told: Mapping[str, Any]) -> Values:
+    step = told["sliding_window_pattern"] or 0
+    if not isinstance(step, int) and not told.get("layer_types"):
+        raise Missing(f"a pattern of windows in letters ({step!r})")
+    blocks = by_block_types(told, first=told["first_k_dense_replace"])
+    return turned_windows(told, step=step if isinstance(step, int) else 0) | sigmoid(told) | blocks
+
+
+def afmoe(told: Mapping[str, Any]) -> Values:
+    scale = {"model.embedding_scale": told["hidden_size"] ** 0.5} if told["mup_enabled"] else {}
+    return turned_windows(told, step=told["global_attn_every_n_layers"] or 0) | scale
+
+
+def lfm2(told: Mapping[str, Any]) -> Values:
+    mixers = tuple("short_conv" if kind == "conv" else "attention" for kind in told["layer_types"])
+    found = grouped(told) | {"model.mixers": mixers if "short_conv" in mixers else ()}
+    return found | {"gate.renormalise": bool(told["norm_topk_prob"])}
+
+
+def mistral4(told: Mapping[str, Any]) -> Values:
+    rope = told.get("rope_parameters") or {}
+    if not rope.get("llama_4_scaling_beta"):
+        raise Missing("no growth of queries (llama_4_scaling_beta)")
+    pairs = "neighbours" if told["rope_interleave"] else "halves"
+    return latent(told) | {
+        **renormalises(told),
+        "gate.group_score": "top2",
+        "model.rope_pairs": pairs,
+        "model.growth": float(rope["llama_4_scaling_beta"]),
+        "model.growth_len": int(rope["original_max_position_embeddings"]),
+    }
+
+
+def sparse(told: Mapping[str, Any]) -> Values:
+    """Latent attention to what an indexer chooses, in all layers."""
+    shared = [kind for kind in told.get("indexer_types") or () if kind != "full"]
+    if shared or (told.get("index_topk_freq") or 1) > 1 or told.get("index_topk_pattern"):
+        raise Missing("layers that take over the choice of an indexer below")
+    return latent(told) | sigmoid(told) | by_block_types(told, first=told["first_k_dense_replace"])

@@ -10,7 +10,6 @@ Contract. A key that transformers may leave out of a file has the default that t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from moeclipse.hf.derive import (
@@ -36,6 +35,19 @@ from moeclipse.hf.derive import (
     sigmoid,
 )
 from moeclipse.hf.family import Family
+from moeclipse.hf.family_keys import (
+    DEEPSEEK,
+    GRANITE_FACTORS,
+    MLA,
+    NO_BIAS,
+    NO_DRAFTS,
+    ONE_GROUP,
+    QWEN,
+    RENORMALISED,
+    WIDE_EXPERTS,
+    without,
+)
+from moeclipse.hf.hybrid_families import HYBRID_FAMILIES
 from moeclipse.hf.names import (
     GRANITE,
     GRANITE_SWA,
@@ -46,38 +58,6 @@ from moeclipse.hf.names import (
     SHARED_MLP,
     Names,
 )
-
-QWEN = {"model.d_ff": "intermediate_size", "moe.d_ff": "moe_intermediate_size"}
-DEEPSEEK = {
-    **QWEN,
-    "moe.num_experts": "n_routed_experts",
-    "moe.num_shared_experts": "n_shared_experts",
-    "model.num_dense_layers": "first_k_dense_replace",
-    "gate.scale": "routed_scaling_factor",
-}
-MLA = {
-    "model.kv_lora_rank": "kv_lora_rank",
-    "model.qk_nope_head_dim": "qk_nope_head_dim",
-    "model.qk_rope_head_dim": "qk_rope_head_dim",
-    "model.v_head_dim": "v_head_dim",
-}
-WIDE_EXPERTS = {"moe.num_experts": "num_local_experts", "moe.d_ff": "intermediate_size"}
-NO_BIAS = ("attention_bias", False, "biases in latent attention")
-GRANITE_FACTORS = {
-    "attention_bias": False,
-    "attention_multiplier": 1.0,
-    "embedding_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-    "logits_scaling": 1.0,
-}
-ONE_GROUP = {"n_group": 1, "topk_group": 1}
-NO_DRAFTS = {"num_nextn_predict_layers": 0}
-RENORMALISED = {"gate.kind": "softmax", "gate.renormalise": True}
-
-
-def without(keys: Mapping[str, str], *ours: str) -> dict[str, str]:
-    return {key: theirs for key, theirs in keys.items() if key not in ours}
-
 
 FAMILIES: tuple[Family, ...] = (
     Family(
@@ -349,4 +329,5 @@ FAMILIES: tuple[Family, ...] = (
         rest=granite_windows,
         names=GRANITE_SWA,
     ),
+    *HYBRID_FAMILIES,
 )

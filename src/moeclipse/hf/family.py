@@ -35,7 +35,8 @@ class Family:
 
     def has_choice_bias(self, values: Values) -> bool:
         """Whether a bias moves the choice of experts in a model of these values of ours."""
-        return values["gate.kind"] == "sigmoid" or bool(self.names.choice_bias_rows)
+        names = self.names
+        return bool(names.choice_bias and (values["gate.kind"] == "sigmoid" or names.choice_bias_rows))
 
     def usual_needs(self) -> list[tuple[str, Any]]:
         """Their keys that have to have one value."""

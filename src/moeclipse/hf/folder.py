@@ -28,9 +28,10 @@ from moeclipse.core.errors import CheckpointError
 from moeclipse.core.outside import MOST_INDEX, read_table, regular, table, told_of
 from moeclipse.hf.config_file import config_of
 from moeclipse.hf.manifest import check_manifest
-from moeclipse.hf.names import LogicalTensor, RowRange, tensor_table
+from moeclipse.hf.names import table_of
 from moeclipse.hf.quantised import EXPANDED, Packed, packed_tensors
 from moeclipse.hf.read import ReadConfig, read_config
+from moeclipse.hf.row_ranges import LogicalTensor, RowRange
 from moeclipse.model.config import ModelConfig
 from moeclipse.moe.config import GateConfig, MoEConfig
 
@@ -69,10 +70,11 @@ class HfFolder:
     def __init__(self, path: Path, read: ReadConfig, stored: Mapping[str, StoredAs]) -> None:
         self.path, self.family, self.values, self.theirs = path, read.family, read.values, read.theirs
         self.shapes = Shapes.of(read.values)
-        self.table = tensor_table(read.family.names, self.shapes.model, self.shapes.moe, self.shapes.gate)
         shapes = {key: (found.shape, found.dtype) for key, found in stored.items()}
         self.packed = packed_tensors(shapes, read.theirs, str(path))
         self.files, self.stored = stored, expanded(stored, self.packed)
+        given = (self.shapes.model, self.shapes.moe, self.shapes.gate)
+        self.table = table_of(read.family.names, self.stored, *given)
         self._files: dict[str, Any] = {}
 
     @classmethod
@@ -173,13 +175,10 @@ class HfFolder:
         self, part: RowRange, a: int, b: int, left: int, right: int, vector: bool
     ) -> torch.Tensor:
         where = slice(part.first + part.step * a, part.first + part.step * (b - 1) + 1)
-        entry = () if part.entry is None else (part.entry,)
         if vector:
-            return self.slice_of(part.key, (*entry, where)).reshape(-1)[:: part.step, None]
-        across = slice(left, right)
-        if part.transposed:
-            return self.slice_of(part.key, (*entry, across, where)).t()[:: part.step]
-        return self.slice_of(part.key, (*entry, where, across))[:: part.step]
+            return self.slice_of(part.key, part.index(where, None)).reshape(-1)[:: part.step, None]
+        found = self.slice_of(part.key, part.index(where, slice(left, right)))
+        return found.t()[:: part.step] if part.transposed else found[:: part.step]
 
     def slice_of(self, key: str, index: tuple[Any, ...]) -> torch.Tensor:
         """A slice of a tensor of the folder, expanded where it is quantised; only its bytes are read."""

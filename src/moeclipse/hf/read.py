@@ -53,32 +53,52 @@ SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok"),
     *("moe_k", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-    *("decoder_sparse_step", "moe_layer_interval"),
+    *("decoder_sparse_step", "moe_layer_interval", "full_attention_interval"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    *("index_topk", "index_n_heads", "index_head_dim"),
+    *("linear_conv_kernel_dim", "linear_num_heads", "linear_head_dim", "num_experts_per_token"),
+    *("no_rope_layer_interval", "interleave_moe_layer_step", "floor_scale", "conv_L_cache"),
 )
 """Whole numbers of at least 1."""
 COUNTS = (
     *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
     *("head_dim", "q_lora_rank", "n_shared_experts", "moe_num_shared_experts", "num_shared_experts"),
-    *("shared_intermediate_size", "rotary_dim", "first_k_dense_replace"),
+    *("intermediate_size_mlp", "attention_chunk_size", "num_dense_layers", "global_attn_every_n_layers"),
+    *("num_expert_group", "shared_intermediate_size", "rotary_dim", "first_k_dense_replace"),
     *("n_group", "topk_group", "max_window_layers", "sliding_window", "moe_layer_start_index"),
     *("max_position_embeddings", "num_nextn_predict_layers", "num_mtp_layers"),
 )
 """Whole numbers of at least 0."""
 NUMBERS = (
     *("rms_norm_eps", "initializer_range", "attention_dropout", "routed_scaling_factor", "clip_qkv"),
-    *("router_scaling_factor",),
+    *("router_scaling_factor", "route_scale", "attn_scale", "norm_eps"),
     *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
     *("rope_theta", "partial_rotary_factor", "swiglu_alpha", "swiglu_limit", "router_jitter_noise"),
 )
 ROPE = (
     *("factor", "rope_theta", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    *("mscale", "mscale_all_dim", "beta_fast", "beta_slow", "attention_factor", "partial_rotary_factor"),
+    *(
+        "alpha",
+        "llama_4_scaling_beta",
+        "mscale",
+        "mscale_all_dim",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "partial_rotary_factor",
+    ),
 )
 """Numbers of its table."""
 NAMES = ("hidden_act", "topk_method")
 TABLES, LISTS = (
-    ("rope_parameters", "rope_scaling"),
-    {"layer_types": str, "mlp_only_layers": int, "mlp_layer_types": str},
+    ("rope_parameters", "rope_scaling", "linear_attn_config"),
+    {
+        "layer_types": str,
+        "mlp_only_layers": int,
+        "mlp_layer_types": str,
+        "no_rope_layers": int,
+        "moe_layers": int,
+    },
 )
 LARGEST = {"num_hidden_layers": 1 << 14}
 """Of a whole number; of the others 2^40."""

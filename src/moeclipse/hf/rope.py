@@ -72,7 +72,8 @@ def write_rope(values: Mapping[str, Any], context: int) -> dict[str, Any]:
     told: dict[str, Any] = {"rope_type": kind, "rope_theta": v["rope_base"]}
     latent = v["attention"] == "mla"
     share = 1.0 if latent else (v["rope_dim"] or v["head_dim"]) / v["head_dim"]
-    told["partial_rotary_factor"] = share
+    if not latent:  # whose turning part has a width of its own
+        told["partial_rotary_factor"] = share
     longest = context
     if kind != "default":
         told["factor"] = v["rope_factor"]
@@ -85,6 +86,8 @@ def write_rope(values: Mapping[str, Any], context: int) -> dict[str, Any]:
         told |= {"low_freq_factor": v["rope_low_freq"], "high_freq_factor": v["rope_high_freq"]}
     if kind == "yarn":
         told |= write_yarn(v, latent)
+    if v["growth"] and v["growth_in"] == "all":
+        told["llama_4_scaling_beta"] = v["growth"]
     beside = {"partial_rotary_factor": share} if share != 1 else {}
     return {
         "rope_parameters": told,

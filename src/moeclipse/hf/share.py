@@ -203,9 +203,9 @@ class ForeignLayer(MoE):
         rows_TD = rows_for(x_TD, self.experts.weights[0])
         if is_on(x_TD.device):
             with off(x_TD.device):
-                y_TD = self._routed(routing, Structure(), (rows_TD,), tokens, None, call)
+                y_TD = self._apply_routed(routing, Structure(), (rows_TD,), tokens, None, call)
         else:
-            y_TD = self._routed(routing, Structure(), (rows_TD,), tokens, None, call)
+            y_TD = self._apply_routed(routing, Structure(), (rows_TD,), tokens, None, call)
         if not again:
             no_loss = x_TD.detach().new_zeros(())
             self.last = MoEReport(aux_loss=no_loss, load_E=load_E, num_dropped=load_E.new_zeros(()))

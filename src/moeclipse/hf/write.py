@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from moeclipse.hf.folder import INDEX, ONE_FILE
-from moeclipse.hf.names import LogicalTensor, RowRange
+from moeclipse.hf.row_ranges import LogicalTensor, RowRange
 
 Read = Callable[[str, int, int], torch.Tensor]
 """(name, first element, stop) -> elements."""
@@ -59,13 +59,9 @@ def assemble(sources: Sequence[Source], read: Read, dtype: torch.dtype) -> torch
         part, width = source.part, source.width
         rows = read(source.name, source.begin * width, (source.begin + part.rows) * width)
         place = slice(part.first, part.first + part.step * (part.rows - 1) + 1, part.step)
-        target = whole if part.entry is None else whole[part.entry]
-        if source.vector:
-            target[place] = rows.to(dtype)
-        elif part.transposed:
-            target[:, place] = rows.view(part.rows, width).t().to(dtype)
-        else:
-            target[place] = rows.view(part.rows, width).to(dtype)
+        where = part.index(place, None if source.vector else slice(None))
+        values = rows if source.vector else rows.view(part.rows, width)
+        whole[where] = (values.t() if part.transposed else values).to(dtype)
     return whole
 
 

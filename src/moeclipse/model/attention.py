@@ -1,41 +1,40 @@
-"""Causal self-attention: grouped-query, and multi-head latent (DeepSeek-V3).
+"""Causal self-attention: what all kinds share, and grouped-query (latent: `model/latent_attention`).
 
 Shapes: T tokens, B samples, S positions, D model width, H heads of this rank, d head width.
-Both turn pairs of query and key components by their position (`model/rotary`) and differ in how queries, keys
-and values are made; who sees whom, and what is taken from it, is `ops/attention`'s.
+Both kinds turn pairs of query and key components by their position (`model/rotary`) and differ in how
+queries, keys and values are made; who sees whom, and what is taken from it, is `ops/attention`'s.
 
 Under tensor parallelism each rank computes some heads for all tokens. Grouped-query attention gathers the
-input once for queries, keys and values. Latent attention computes its narrow latents where the tokens are
-and gathers those, not the wide input.
+input once for queries, keys and values.
 
 With `model.memory` both also attend to what they saw in the segment before (`model/segment_memory`). Where a
-text is read piece by piece, keys and values of earlier pieces come from a cache (`model/cache`); latent
-attention then does not rebuild them, but takes its queries and results to the latent:
-
-    q . (W_k c) = (W_k^T q) . c          sum_j w_j (W_v c_j) = W_v (sum_j w_j c_j)
+text is read piece by piece, keys and values of earlier pieces come from a cache (`model/cache`).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from moeclipse.core.errors import ConfigError
-from moeclipse.model.blocks import Linear, RMSNorm, Settings
+from moeclipse.model.blocks import Settings
 from moeclipse.model.cache import CacheCall
 from moeclipse.model.config import ModelConfig
-from moeclipse.model.lora import LoraColumn, LoraRow, LoraWhole
+from moeclipse.model.lora import LoraColumn, LoraRow
 from moeclipse.model.lora_config import ADAPTER, NO_LORA, LoraConfig
-from moeclipse.model.qk_norm import HeadNorm, WholeNorm
+from moeclipse.model.qk_norm import HeadNorm, UnitNorm, WholeNorm
 from moeclipse.model.rotary import Positions, Rotary
 from moeclipse.model.segment_memory import LayerMemory, Past
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.attention import attend, attend_at
-from moeclipse.ops.frozen import decoded, in_type
+from moeclipse.ops.norm import rms_norm
+from moeclipse.ops.precision import wide_of
 from moeclipse.ops.rotary import turn
 from moeclipse.tensor.cut import Cut, mark
 from moeclipse.tensor.linear import column_linear
-from moeclipse.tensor.parallel import move
 from moeclipse.tensor.weight_grad import place_of
 
 
@@ -49,9 +48,16 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, settings: Settings) -> None:
         super().__init__()
-        self.layer, self.tp, self.rotary = settings.layer, settings.tp, Rotary.of(config)
+        layer = settings.layer
+        self.layer, self.tp, self.rotary, self.turns = (
+            layer,
+            settings.tp,
+            Rotary.of(config),
+            config.turns(layer),
+        )
         self.scale, self.softcap = config.attention_scale or None, config.attention_softcap
-        self.window = config.window_of(settings.layer)
+        self.window, self.chunk = config.window_of(layer), config.chunk_of(layer)
+        self.growth = (config.growth, config.growth_first, config.growth_len) if config.grows(layer) else None
         self.memory = LayerMemory(config.memory, settings.layer, settings.tp) if config.memory else None
 
     def add_sinks(self, config: ModelConfig, settings: Settings, unit: int) -> None:
@@ -68,8 +74,15 @@ class Attention(nn.Module):
         key = f"{ADAPTER}{name}"
         return y + self.adapters[key](x) if key in self.adapters else y
 
-    def mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: Positions) -> torch.Tensor:
-        """What each token takes from those it sees: [T, heads x width of a value]."""
+    def mix(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: Positions,
+        chosen_BSL: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What each token takes from those it sees, or the chosen of them: [T, heads x width of a value]."""
         out = attend(
             q,
             k,
@@ -78,20 +91,39 @@ class Attention(nn.Module):
             window=self.window,
             softcap=self.softcap,
             sinks_H=self.sinks,
-            documents_BS=positions.documents_BS,
+            documents_BS=self._documents(q, positions),
+            chosen_BSL=chosen_BSL,
         )
         return joined(out)
 
+    def _documents(self, q: torch.Tensor, positions: Positions) -> torch.Tensor | None:
+        """Those that do not see each other; pieces of a text are like documents."""
+        documents = positions.pieces(self.chunk)
+        return documents if documents is None else documents.expand(len(q), -1)
+
+    def grown(self, q_BHSd: torch.Tensor, positions: Positions) -> torch.Tensor:
+        """Queries of far positions are larger, where the model says so."""
+        if self.growth is None:
+            return q_BHSd
+        rate, first, length = self.growth
+        factor = 1 + rate * ((positions.place + first) // length).to(wide_of(q_BHSd.dtype)).log1p()
+        factor = factor[:, None] if factor.dim() == 1 else factor[:, None, :, None]
+        return (q_BHSd * factor).to(q_BHSd.dtype)
+
     def mix_kept(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CacheCall, scale: float | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        call: CacheCall,
+        scale: float | None,
+        chosen_BSL: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The same from all keys of a cache, as heads."""
         memory = 0 if self.memory is None else self.memory.size
-        first_BS = call.first_seen(self.window, memory)
-        softcap, sinks_H = self.softcap, self.sinks
-        return attend_at(
-            q, k, v, call.place_BS, first_BS=first_BS, scale=scale, softcap=softcap, sinks_H=sinks_H
-        )
+        first_BS = call.first_seen(self.window, memory, self.chunk)
+        given: dict[str, Any] = {"scale": scale, "softcap": self.softcap, "sinks_H": self.sinks}
+        return attend_at(q, k, v, call.place_BS, first_BS=first_BS, chosen_BSL=chosen_BSL, **given)
 
     def is_plain(self, call: CacheCall | None) -> bool:
         """Whether tokens see those of their own call alone."""
@@ -106,6 +138,11 @@ class Attention(nn.Module):
         eps: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys by their positions, as heads."""
+        if not self.turns:
+            if norms is not None:
+                q_BSHd = rms_norm(q_BSHd, norms[0], eps, place_of(norms[0]))
+                k_BSGd = rms_norm(k_BSGd, norms[1], eps, place_of(norms[1]))
+            return q_BSHd.transpose(1, 2), k_BSGd.transpose(1, 2)
         table = positions.rows if q_BSHd.dtype == torch.float64 else positions.narrow_rows
         places = (None, None) if norms is None else (place_of(norms[0]), place_of(norms[1]))
         q, k = turn(q_BSHd, k_BSGd, table, self.rotary.pairs == "neighbours", norms, eps, places)
@@ -113,6 +150,8 @@ class Attention(nn.Module):
 
     def turn(self, x_BHSd: torch.Tensor, positions: Positions) -> torch.Tensor:
         """One alone."""
+        if not self.turns:
+            return x_BHSd
         x_BSHd = x_BHSd.transpose(1, 2)
         return self.turn_both(x_BSHd, x_BSHd[:, :, :0], positions)[0]
 
@@ -153,15 +192,23 @@ class GroupedQueryAttention(Attention):
         self.k = settings.column(config.d_model, kv_width, "k", unit=config.head_dim, bias=bias)
         self.v = settings.column(config.d_model, kv_width, "v", unit=config.head_dim, bias=bias)
         self.o = settings.row(width, config.d_model, "o", unit=unit, bias=config.attention_bias == "all")
-        self.whole = config.qk_norm == "whole"
+        self.norms = config.qk_norm
+        self.gate_kind, self.gate = config.attention_gate, None
+        if self.gate_kind != "none":
+            by_head = self.gate_kind.startswith("head")
+            gates, together = (config.num_heads, group) if by_head else (width, unit)
+            self.gate = settings.column(config.d_model, gates, "gate", unit=together, bias=bias)
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
-        if self.whole:
-            self.q_norm = WholeNorm(width, unit, settings, config.norm_eps, "queries")
-            self.k_norm = WholeNorm(kv_width, self.head_dim, settings, config.norm_eps, "keys")
-        elif config.qk_norm == "head":
-            self.q_norm = HeadNorm(self.head_dim, settings, config.norm_eps)
-            self.k_norm = HeadNorm(self.head_dim, settings, config.norm_eps)
+        eps, shift = config.norm_eps, config.norm_shift
+        if self.norms == "whole":
+            self.q_norm = WholeNorm(width, unit, settings, eps, "queries", shift)
+            self.k_norm = WholeNorm(kv_width, self.head_dim, settings, eps, "keys", shift)
+        elif self.norms in ("head", "turned"):
+            self.q_norm = HeadNorm(self.head_dim, settings, eps, shift)
+            self.k_norm = HeadNorm(self.head_dim, settings, eps, shift)
+        elif self.norms == "unit" and self.turns:
+            self.q_norm = self.k_norm = UnitNorm(eps)
         self.add_sinks(config, settings, group)
         units = {"q": (width, unit), "k": (kv_width, self.head_dim), "v": (kv_width, self.head_dim)}
         self.adapters = nn.ModuleDict(
@@ -175,8 +222,8 @@ class GroupedQueryAttention(Attention):
             self.adapters[f"{ADAPTER}o"] = LoraRow(width, config.d_model, "o", settings, lora, unit)
 
     def forward(self, x_TD: torch.Tensor, positions: Positions, tokens: Tokens | None = None) -> torch.Tensor:
-        linears = [self.q, self.k, self.v]
-        q_TD, k_TD, v_TD = column_linear(
+        linears = [self.q, self.k, self.v] + ([] if self.gate is None else [self.gate])
+        q_TD, k_TD, v_TD, *gate = column_linear(
             x_TD,
             [part.weight for part in linears],
             self.tp,
@@ -187,149 +234,65 @@ class GroupedQueryAttention(Attention):
             self._adapted(y_TD, x_TD, name) for y_TD, name in ((q_TD, "q"), (k_TD, "k"), (v_TD, "v"))
         )
         q, k = self._split(q_TD, positions, self.q_norm), self._split(k_TD, positions, self.k_norm)
-        norms = self._head_norms(self.q_norm, self.k_norm)
-        q, k = self.turn_both(q, k, positions, norms, self.norm_eps)
+        q, k = self._turned(q, k, positions, self.q_norm, self.k_norm)
+        q = self.grown(q, positions)
         v = heads(self._clipped(v_TD), positions.length, self.head_dim)
         call = positions.cache
         if call is not None:
             k, v = call.keys(self.layer, k), call.values(self.layer, v)
             if not self.is_plain(call):
-                return self._out(joined(self.mix_kept(q, k, v, call, self.scale)))
+                return self._out(joined(self.mix_kept(q, k, v, call, self.scale)), gate)
         past = self.recall(x_TD, positions, tokens)
         if past is not None:
             k_TD, v_TD = column_linear(
                 past.x_TD,
-                [part.weight for part in linears[1:]],
+                [part.weight for part in linears[1:3]],
                 self.tp,
-                [part.bias for part in linears[1:]],
+                [part.bias for part in linears[1:3]],
                 label=f"{self.label}, memory",
             )
             before = self.past_positions(past)
             past_k = self._split(k_TD, before, self.k_norm)
-            norms = self._head_norms(self.k_norm, self.k_norm)
-            past_k, _ = self.turn_both(past_k, past_k[:, :, :0], before, norms, self.norm_eps)
+            past_k, _ = self._turned(past_k, past_k[:, :, :0], before, self.k_norm, self.k_norm)
             past_v = heads(self._clipped(v_TD), past.positions, self.head_dim)
             k, v = torch.cat([past_k, k], dim=2), torch.cat([past_v, v], dim=2)
-        return self._out(self.mix(q, k, v, positions))
+        return self._out(self.mix(q, k, v, positions), gate)
 
-    def _out(self, mixed_TD: torch.Tensor) -> torch.Tensor:
+    def _out(self, mixed_TD: torch.Tensor, gate: list[torch.Tensor]) -> torch.Tensor:
+        if gate:
+            opened = F.softplus if self.gate_kind.endswith("softplus") else torch.sigmoid
+            factor_TD = opened(gate[0].to(wide_of(gate[0].dtype))).to(mixed_TD.dtype)
+            mixed_THd = mixed_TD.unflatten(1, (factor_TD.shape[1], -1))
+            mixed_TD = (mixed_THd * factor_TD[..., None]).flatten(1)
         return self._adapted(self.o(mixed_TD), mixed_TD, "o")
 
     def _split(self, x_TD: torch.Tensor, positions: Positions, norm: nn.Module | None) -> torch.Tensor:
         """[B, S, heads, d], normed over all heads and clipped."""
-        x_TD = self._clipped(norm(x_TD) if self.whole and norm is not None else x_TD)
+        x_TD = self._clipped(norm(x_TD) if isinstance(norm, WholeNorm) else x_TD)
         return x_TD.view(-1, positions.length, x_TD.shape[1] // self.head_dim, self.head_dim)
 
-    def _head_norms(self, *norms: nn.Module | None) -> tuple[nn.Parameter, nn.Parameter] | None:
-        """Weights of the norms that go over each head, for `turn_both`."""
-        first, second = norms
-        if not (isinstance(first, HeadNorm) and isinstance(second, HeadNorm)):
-            return None
-        return first.weight, second.weight
+    def _turned(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        positions: Positions,
+        q_norm: nn.Module | None,
+        k_norm: nn.Module | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """By their positions, with the norms of heads before or behind that."""
+        if q_norm is None or k_norm is None or self.norms == "whole":
+            return self.turn_both(q, k, positions)
+        if self.norms != "head":
+            q, k = self.turn_both(q, k, positions)
+            return q_norm(q), k_norm(k)
+        assert isinstance(q_norm, HeadNorm)
+        assert isinstance(k_norm, HeadNorm)
+        if q_norm.shift:
+            return self.turn_both(q_norm(q), k_norm(k), positions)
+        return self.turn_both(q, k, positions, (q_norm.weight, k_norm.weight), self.norm_eps)
 
     def _clipped(self, x_TD: torch.Tensor) -> torch.Tensor:
         return x_TD.clamp(-self.clip, self.clip) if self.clip else x_TD
-
-
-class LatentAttention(Attention):
-    """Keys and values are rebuilt from a narrow latent; position travels in a small separate part."""
-
-    def __init__(self, config: ModelConfig, settings: Settings, lora: LoraConfig = NO_LORA) -> None:
-        super().__init__(config, settings)
-        self.nope, self.rope_width = config.qk_nope_head_dim, config.rope_width
-        self.v_head_dim, self.kv_rank = config.v_head_dim, config.kv_lora_rank
-        self.qk = self.nope + self.rope_width
-        self.q_down: nn.Module = nn.Identity()
-        self.q_norm: nn.Module = nn.Identity()
-        q_in = config.d_model
-        if config.q_lora_rank:
-            q_in = config.q_lora_rank
-            self.q_down = Linear(config.d_model, q_in, settings, "q_down")
-            self.q_norm = RMSNorm(q_in, settings, config.latent_eps)
-        self.q_up = settings.column(q_in, config.num_heads * self.qk, "q_up", unit=self.qk)
-        self.kv_down = Linear(config.d_model, self.kv_rank + self.rope_width, settings, "kv_down")
-        self.kv_norm = RMSNorm(self.kv_rank, settings, config.latent_eps)
-        kv_head = self.nope + self.v_head_dim
-        self.kv_up = settings.column(self.kv_rank, config.num_heads * kv_head, "kv_up", unit=kv_head)
-        self.o = settings.row(config.num_heads * self.v_head_dim, config.d_model, "o", unit=self.v_head_dim)
-        self.label = f"rotary keys, layer {settings.layer}"
-        self.add_sinks(config, settings, 1)
-        self.adapters = nn.ModuleDict()
-        narrow = {"kv_down": self.kv_rank + self.rope_width} | (
-            {"q_down": q_in} if config.q_lora_rank else {}
-        )
-        for name, width in narrow.items():
-            if lora.has(name):
-                self.adapters[f"{ADAPTER}{name}"] = LoraWhole(config.d_model, width, name, settings, lora)
-        for name, wide, unit in (("q_up", q_in, self.qk), ("kv_up", self.kv_rank, kv_head)):
-            if lora.has(name):
-                given = (wide, config.num_heads * unit, name, settings, lora, unit)
-                self.adapters[f"{ADAPTER}{name}"] = LoraColumn(*given)
-        if lora.has("o"):
-            wide = config.num_heads * self.v_head_dim
-            row = LoraRow(wide, config.d_model, "o", settings, lora, self.v_head_dim)
-            self.adapters[f"{ADAPTER}o"] = row
-
-    def forward(self, x_TD: torch.Tensor, positions: Positions, tokens: Tokens | None = None) -> torch.Tensor:
-        q_in = x_TD if isinstance(self.q_down, nn.Identity) else self._project(x_TD, "q_down")
-        q = heads(self._project(self.q_norm(q_in), "q_up"), positions.length, self.qk)
-        q_nope, q_rope = q.split([self.nope, self.rope_width], dim=-1)
-        if positions.cache is not None:
-            kept = positions.cache.keys(self.layer, self._to_keep(x_TD, positions))
-            if not self.is_plain(positions.cache):
-                turned = self.turn(q_rope, positions)
-                return self._project(self._read_latent(q_nope, turned, kept, positions.cache), "o")
-        k, v = self._keys_and_values(x_TD, positions)
-        past = self.recall(x_TD, positions, tokens)
-        if past is not None:
-            past_k, past_v = self._keys_and_values(past.x_TD, self.past_positions(past))
-            k, v = torch.cat([past_k, k], dim=2), torch.cat([past_v, v], dim=2)
-        q = torch.cat([q_nope, self.turn(q_rope, positions)], dim=-1)
-        return self._project(self.mix(q, k, v, positions), "o")
-
-    def _project(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """By the linear of this name and its adapter."""
-        return self._adapted(getattr(self, name)(x), x, name)
-
-    def _keys_and_values(self, x_TD: torch.Tensor, positions: Positions) -> tuple[torch.Tensor, torch.Tensor]:
-        latent, k_rope = self._project(x_TD, "kv_down").split([self.kv_rank, self.rope_width], dim=-1)
-        kv = heads(
-            self._project(self.kv_norm(latent), "kv_up"), positions.length, self.nope + self.v_head_dim
-        )
-        k_nope, v = kv.split([self.nope, self.v_head_dim], dim=-1)
-        # One for all heads, so each rank's heads give a share of its gradient.
-        if self.tp.parts_tokens:
-            k_rope = move(k_rope, self.tp, "gather", "sum_scatter", self.label)
-        else:
-            k_rope = move(k_rope, self.tp, "same", "sum", self.label)
-        k_rope = self.turn(heads(k_rope, positions.length, self.rope_width), positions)
-        return torch.cat([k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)], dim=-1), v
-
-    def _to_keep(self, x_TD: torch.Tensor, positions: Positions) -> torch.Tensor:
-        """The part of keys that all heads share, and behind it the latent of the others: [B, 1, S, d]."""
-        latent, k_rope = self._project(x_TD, "kv_down").split([self.kv_rank, self.rope_width], dim=-1)
-        both = torch.cat([k_rope, self.kv_norm(latent)], dim=-1)
-        if self.tp.parts_tokens:
-            both = move(both, self.tp, "gather", "sum_scatter", self.label)
-        one_head = heads(both, positions.length, both.shape[1])
-        k_rope, latent = one_head.split([self.rope_width, self.kv_rank], dim=-1)
-        return torch.cat([self.turn(k_rope, positions), latent], dim=-1)
-
-    def _read_latent(
-        self, q_nope: torch.Tensor, q_rope: torch.Tensor, kept: torch.Tensor, call: CacheCall
-    ) -> torch.Tensor:
-        """What each token takes, through the latent: one key-value head for all."""
-        weight = decoded(in_type(self.kv_up.weight, q_nope.dtype), q_nope.dtype)
-        if (key := f"{ADAPTER}kv_up") in self.adapters:
-            adapter = self.adapters[key]
-            assert isinstance(adapter, LoraColumn)
-            weight = weight + (adapter.scale * adapter.b.weight @ adapter.a.weight).to(weight.dtype)
-        weight_HdR = weight.unflatten(0, (-1, self.nope + self.v_head_dim))
-        key_HdR, value_HdR = weight_HdR.split([self.nope, self.v_head_dim], dim=1)
-        q = torch.cat([q_rope, q_nope @ key_HdR], dim=-1)
-        scale = self.qk**-0.5 if self.scale is None else self.scale
-        out_BHSR = self.mix_kept(q, kept, kept[..., self.rope_width :], call, scale)
-        return joined(out_BHSR @ value_HdR.transpose(1, 2))
 
 
 def joined(out_BHSd: torch.Tensor) -> torch.Tensor:

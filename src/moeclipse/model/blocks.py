@@ -19,7 +19,7 @@ from moeclipse.ops.activation import activated
 from moeclipse.ops.frozen import Scratch, freeze
 from moeclipse.ops.norm import add_norm, beside_norm, rms_norm
 from moeclipse.ops.random import fill_normal, key_of
-from moeclipse.tensor.cut import mark
+from moeclipse.tensor.cut import Cut, mark
 from moeclipse.tensor.linear import ColumnParallelLinear, RowParallelLinear, column_linear
 from moeclipse.tensor.parallel import TensorParallel
 from moeclipse.tensor.weight_grad import place_of
@@ -82,6 +82,17 @@ class Settings:
             dtype=self.dtype,
         )
 
+    def cut(
+        self, shape: tuple[int, ...], what: str, *, unit: int = 1, blocks: int = 1, std: float = 0.0
+    ) -> nn.Parameter:
+        """A parameter of heads or channels, cut along its first dimension like what it works on."""
+        tp = self.tp
+        cut = Cut.of(shape, 0, index=tp.index, parts=tp.size, blocks=blocks, unit=unit, what=what)
+        parameter = nn.Parameter(torch.zeros(cut.local_shape, device=self.device, dtype=self.dtype))
+        if std:
+            cut.fill(parameter.data, self.key(what), std)
+        return mark(parameter, cut)
+
 
 class Linear(nn.Module):
     """y = x W^T, no bias, whole on every rank: for narrow outputs that all ranks need."""
@@ -106,10 +117,12 @@ def freeze_linears(module: nn.Module, kind: str, scratch: Scratch) -> None:
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, width: int, settings: Settings, eps: float) -> None:
+    def __init__(self, width: int, settings: Settings, eps: float, shift: float = 0.0) -> None:
+        """`shift`: added to the weights."""
         super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(width, device=settings.device, dtype=settings.dtype))
+        self.eps, self.shift = eps, shift
+        first = torch.full((width,), 1 - shift, device=settings.device, dtype=settings.dtype)
+        self.weight = nn.Parameter(first)
         mark(self.weight, settings.tp.whole_share)
 
     @overload
@@ -122,7 +135,7 @@ class RMSNorm(nn.Module):
         self, x: torch.Tensor, added: torch.Tensor | None = None, *, beside: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Of x; with `added` (x + added, the norm of that), `beside` it (x, its norm)."""
-        given = (self.weight, self.eps, place_of(self.weight))
+        given = (self.weight, self.eps, place_of(self.weight), self.shift)
         if added is not None:
             return add_norm(x, added, *given)
         return beside_norm(x, *given) if beside else rms_norm(x, *given)

@@ -10,6 +10,9 @@ stands in the padding is overwritten before anybody sees it.
 
 Latent attention thus keeps what makes it narrow, and its heads read the latent itself (`model/attention`).
 
+A mixer with a state (`model/delta_mixers`) keeps that instead, one for each row: it must not take padding
+in, so a call says how many tokens of a row are new.
+
 Contract. Logits are those of a forward over the whole text, in float64 within 1e-12. A cache holds this
 rank's heads; under tensor parallelism every rank of a group has one for the same rows.
 
@@ -42,6 +45,18 @@ class KeyValueCache:
         kept[row_B1, :, place_BS] = new_BGSd.transpose(1, 2).to(kept.dtype)
         return kept
 
+    def state(self, layer: int, number: int) -> torch.Tensor | None:
+        """What was kept last under (layer, number); None: nothing yet."""
+        return self._kept.get((layer, number))
+
+    def keep(self, layer: int, number: int, new: torch.Tensor) -> None:
+        """In the memory of what was kept before: a graph reads it there."""
+        kept = self._kept.get((layer, number))
+        if kept is None:
+            self._kept[layer, number] = new.clone()
+        else:
+            kept.copy_(new)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheCall:
@@ -54,6 +69,8 @@ class CacheCall:
     """Places that any of them may see; those behind need not be read."""
     begins: bool
     """All rows are read from their first token on, in this call."""
+    count_B: torch.Tensor
+    """New tokens of each row; what stands behind them is padding."""
     segment: int = 0
     """Length of a segment, for models with memory (`model/segment_memory`)."""
 
@@ -64,12 +81,20 @@ class CacheCall:
     def values(self, layer: int, new_BGSe: torch.Tensor) -> torch.Tensor:
         return self.cache.put(layer, 1, new_BGSe, self.place_BS)[:, :, : self.num_keys]
 
+    @property
+    def is_new(self) -> torch.Tensor:
+        """Which tokens are new, and no padding."""
+        index_S = torch.arange(self.place_BS.shape[1], device=self.place_BS.device)
+        return index_S < self.count_B[:, None]
+
     def plain(self, memory: int) -> bool:
         """Whether this is attention within samples, as in training."""
         return self.begins and not (memory and self.place_BS.shape[1] > self.segment)
 
-    def first_seen(self, window: int, memory: int) -> torch.Tensor | None:
+    def first_seen(self, window: int, memory: int, chunk: int = 0) -> torch.Tensor | None:
         """The first place that each token sees; None: all of them begin with 0."""
+        if chunk:
+            return self.place_BS - self.place_BS % chunk
         if window:
             return self.place_BS - (window - 1)
         if memory:

@@ -13,6 +13,7 @@ from typing import Literal
 
 Scaling = Literal["none", "linear", "dynamic", "yarn", "llama3"]
 Pairs = Literal["halves", "neighbours"]
+Mixer = Literal["attention", "gated_delta", "kimi_delta", "short_conv"]
 Base = Literal["", "bf16", "nf4", "mxfp4", "fp8"]
 """How a frozen weight is kept (`ops/frozen`)."""
 
@@ -45,25 +46,58 @@ class ModelConfig:
     """Per head, the part of query and key with rotary position (mla)."""
     v_head_dim: int = 32
     """Width of one head's values (mla)."""
+    mixers: tuple[Mixer, ...] = ()
+    """What mixes tokens, for layers in turn: attention, or a state that they write to and read
+    (model/delta_mixers), or a short convolution (model/conv_mixer); empty: attention in all."""
+    delta_key_heads: int = 2
+    """Heads of keys of delta mixers ..."""
+    delta_value_heads: int = 4
+    """... and of values, each with a state (gated_delta)."""
+    delta_key_dim: int = 32
+    """Width of a key head; of every head (kimi_delta)."""
+    delta_value_dim: int = 32
+    """Width of a value head (gated_delta)."""
+    conv_width: int = 4
+    """Positions that a mixer's short convolution sees, its own included."""
+    index_topk: int = 0
+    """Keys that a token takes from, as an indexer chooses them (mla, model/indexer); 0: all that it sees."""
+    index_heads: int = 4
+    index_dim: int = 32
+    """Width of a head of the indexer."""
+    index_pairs: Pairs = "halves"
+    """As rope_pairs, of the indexer."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
     """Biases of the projections to queries, keys and values, or of these and the output's (gqa)."""
     attention_scale: float = 0.0
     """Factor on query . key; 0: 1 / sqrt(width of a head)."""
+    attention_gate: Literal["none", "component", "head", "component_softplus", "head_softplus"] = "none"
+    """Factors on what attention took, from its input: a sigmoid or softplus, of a component or head (gqa)."""
     attention_softcap: float = 0.0
     """Attention logits go through c tanh(x / c); 0: they do not."""
     attention_sinks: bool = False
     """Each head has a learned logit that takes weight and gives nothing."""
-    qk_norm: Literal["none", "head", "whole"] = "none"
-    """Norm of queries and keys: of each head, or of all heads of a token together (gqa)."""
+    qk_norm: Literal["none", "head", "whole", "turned", "unit"] = "none"
+    """Norm of queries and keys (gqa): of each head, or of all heads of a token together; turned: of each
+    head, behind rotary position; unit: the same without weights, in layers that turn."""
     clip_qkv: float = 0.0
     """Queries, keys and values are clipped to this size (gqa); 0: they are not."""
     windows: tuple[int, ...] = ()
     """Positions that a layer sees, its own included, for layers in turn: [128, 0] alternates; 0: all."""
+    chunks: tuple[int, ...] = ()
+    """Texts are cut into pieces of so many positions, which a layer does not see across, in turn; 0: not."""
+    growth: float = 0.0
+    """Queries grow by this times log(1 + floor((position + growth_first) / growth_len)); 0: not at all ..."""
+    growth_len: int = 8192
+    growth_first: int = 0
+    growth_in: Literal["all", "unturned"] = "all"
+    """... in all layers, or in those without rotary position."""
     memory: int = 0
     """Positions of the segment before that each layer also attends to (Transformer-XL); 0: none."""
     rope_base: float = 10000.0
     rope_dim: int = 0
     """Components of a head that rotary position turns (gqa); 0: all."""
+    rope_layers: tuple[bool, ...] = ()
+    """Which layers have rotary position, in turn; empty: all."""
     rope_pairs: Pairs = "halves"
     """Which components turn together: one of each half, or neighbours."""
     rope_scaling: Scaling = "none"
@@ -84,8 +118,11 @@ class ModelConfig:
     """llama3: pairs that turn less often within the original length are scaled, ..."""
     rope_high_freq: float = 4.0
     """... those that turn more often keep their angles."""
-    norms: Literal["before", "after", "both"] = "before"
-    """Norms stand before attention and feed-forward blocks, after them (before the sum), or both."""
+    norms: Literal["before", "after", "both", "experts"] = "before"
+    """Norms stand before attention and feed-forward blocks, after them (before the sum), or both; experts:
+    before them, and after experts."""
+    zero_centred_norms: bool = False
+    """Norms multiply by 1 + their weights, which begin as zeros."""
     norm_eps: float = 1e-5
     latent_norm_eps: float = 0.0
     """Of the norms of latents (mla); 0: norm_eps."""
@@ -141,6 +178,7 @@ class ModelConfig:
             if getattr(self, name) <= 0:
                 yield f"model.{name} ({getattr(self, name)}) must be positive"
         yield from attention_problems(self)
+        yield from mixer_problems(self)
         yield from rotary_problems(self)
 
     @property
@@ -155,6 +193,31 @@ class ModelConfig:
     def window_of(self, layer: int) -> int:
         """Positions that a layer sees; 0: all."""
         return self.windows[layer % len(self.windows)] if self.windows else 0
+
+    def mixer_of(self, layer: int) -> Mixer:
+        return self.mixers[layer % len(self.mixers)] if self.mixers else "attention"
+
+    @property
+    def held_mixers(self) -> frozenset[Mixer]:
+        """Kinds that layers have."""
+        return frozenset(map(self.mixer_of, range(self.num_layers)))
+
+    def turns(self, layer: int) -> bool:
+        """Whether it has rotary position."""
+        return self.rope_layers[layer % len(self.rope_layers)] if self.rope_layers else True
+
+    def chunk_of(self, layer: int) -> int:
+        """Positions of the pieces that a layer does not see across; 0: texts are whole."""
+        return self.chunks[layer % len(self.chunks)] if self.chunks else 0
+
+    def grows(self, layer: int) -> bool:
+        """Whether queries grow with their position."""
+        return self.growth != 0 and (self.growth_in == "all" or not self.turns(layer))
+
+    @property
+    def norm_shift(self) -> float:
+        """Added to the weights of norms."""
+        return 1.0 if self.zero_centred_norms else 0.0
 
     def is_dense(self, layer: int) -> bool:
         return layer < self.num_dense_layers or layer in self.dense_layers
@@ -175,7 +238,7 @@ def attention_problems(config: ModelConfig) -> Iterator[str]:
     """What is wrong with who sees whom, and with layers that are named by number."""
     if config.attention == "mla":
         usual = ModelConfig()
-        for name in ("attention_bias", "qk_norm", "clip_qkv", "rope_dim"):
+        for name in ("attention_bias", "qk_norm", "clip_qkv", "rope_dim", "attention_gate"):
             value = getattr(config, name)
             if value != getattr(usual, name):
                 yield f"model.{name} ({value!r}) needs model.attention = 'gqa', not 'mla'; leave it out"
@@ -197,6 +260,48 @@ def attention_problems(config: ModelConfig) -> Iterator[str]:
             f"model.memory ({config.memory}) cannot go with model.windows ({list(config.windows)}): memory "
             "is what lies before the segment; choose one of them"
         )
+
+
+def mixer_problems(config: ModelConfig) -> Iterator[str]:
+    """What is wrong with mixers other than attention, and with pieces of texts."""
+    sizes = ("delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "conv_width")
+    for name in (*sizes, "growth_len"):
+        if getattr(config, name) < 1:
+            yield f"model.{name} ({getattr(config, name)}) must be at least 1"
+    if config.delta_key_heads > 0 and config.delta_value_heads % config.delta_key_heads:
+        yield (
+            f"model.delta_key_heads ({config.delta_key_heads}) must divide model.delta_value_heads "
+            f"({config.delta_value_heads})"
+        )
+    for name in ("index_heads", "index_dim"):
+        if getattr(config, name) < 1:
+            yield f"model.{name} ({getattr(config, name)}) must be at least 1"
+    if config.index_topk < 0:
+        yield f"model.index_topk ({config.index_topk}) must not be negative; 0 takes from all keys"
+    if config.index_topk > 0 and (config.attention != "mla" or any(config.windows) or any(config.chunks)):
+        yield (
+            f"model.index_topk ({config.index_topk}) needs model.attention = 'mla' whose layers see all "
+            "positions; set it to 0, or leave model.windows and model.chunks out"
+        )
+    if config.index_topk > 0 and config.index_dim < config.qk_rope_head_dim:
+        yield (
+            f"model.index_dim ({config.index_dim}) must be at least model.qk_rope_head_dim "
+            f"({config.qk_rope_head_dim}), the part that turns"
+        )
+    if any(chunk < 0 for chunk in config.chunks):
+        yield f"model.chunks ({list(config.chunks)}) must not be negative; 0 does not cut texts"
+    layers = range(max(config.num_layers, 0)) if any(config.chunks) and any(config.windows) else ()
+    both = next((layer for layer in layers if config.chunk_of(layer) and config.window_of(layer)), None)
+    if both is not None:
+        yield f"layer {both} has one of model.windows and one of model.chunks; choose for each layer"
+    if config.memory > 0:
+        others = {"mixers": set(config.mixers) - {"attention"}, "chunks": any(config.chunks)}
+        for name, given in (*others.items(), ("growth", config.growth), ("index_topk", config.index_topk)):
+            if given:
+                yield (
+                    f"model.memory ({config.memory}) cannot go with model.{name} "
+                    f"({getattr(config, name)!r}): only attention remembers a segment so; set it to 0"
+                )
 
 
 def rotary_problems(config: ModelConfig) -> Iterator[str]:

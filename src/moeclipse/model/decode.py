@@ -99,7 +99,8 @@ class Decoder:
         device, begins = self.model.mesh.device, not any(first_B)
         num_keys = width if begins else min(max(first_B) + width, self.length)
         places = torch.tensor(first_B, dtype=torch.int64, device=device)
-        h_TD = self.forward(ids_BS.to(device), places, num_keys, begins=begins)
+        counts = torch.tensor(list(map(len, new)), dtype=torch.int64, device=device)
+        h_TD = self.forward(ids_BS.to(device), places, counts, num_keys, begins=begins)
         last_B = torch.tensor([max(len(row), 1) - 1 for row in new], dtype=torch.int64)
         return self.logits(h_TD, (torch.arange(self.rows) * width + last_B).to(device))
 
@@ -115,16 +116,27 @@ class Decoder:
         return first_B
 
     def forward(
-        self, ids_BS: torch.Tensor, first_B: torch.Tensor, num_keys: int, *, begins: bool = False
+        self,
+        ids_BS: torch.Tensor,
+        first_B: torch.Tensor,
+        count_B: torch.Tensor,
+        num_keys: int,
+        *,
+        begins: bool = False,
     ) -> torch.Tensor:
         """Behind the last layer, for tokens at the places first_B + 0, 1, ... of their rows."""
         model, (rows, width) = self.model, ids_BS.shape
         place_BS = first_B[:, None] + torch.arange(width, device=ids_BS.device)
         place_BS = place_BS.clamp(max=self.length)
         call = CacheCall(
-            cache=self.cache, place_BS=place_BS, num_keys=num_keys, begins=begins, segment=self.segment
+            cache=self.cache,
+            place_BS=place_BS,
+            num_keys=num_keys,
+            begins=begins,
+            count_B=count_B,
+            segment=self.segment,
         )
-        positions = Positions(table=self._table(place_BS), length=width, cache=call)
+        positions = Positions(table=self._table(place_BS), length=width, place=place_BS, cache=call)
         # Gates that choose freely do not ask where a token lies.
         tokens = Tokens(mesh=model.mesh, first=0, total=max(rows * width, 1), group=model.mesh.data)
         h_TD = model.embed(ids_BS)

@@ -2,7 +2,8 @@
 
     flops       of each weight that a token meets in a product 2 forward, 2 for the gradient of its input and
                 2 for its own, which frozen weights have not; router and adapters included, embedding not;
-                and attention, 6 H (d_qk + d_v) for each key that a token sees, in every layer
+                and attention, 6 H (d_qk + d_v) for each key that a token sees, in layers with attention;
+                a state of a delta mixer is read, corrected and read again: 18 for each of its numbers
     bytes       an update reads and writes optimizer state and weights of what is trained, and reads gradients
 
 Layers below the lowest one that has a trained weight have no backward: 2 of each, and a third of attention.
@@ -25,6 +26,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.cost.hardware import DEVICES, Device
 from moeclipse.cost.layer_seconds import UPDATE_BYTES
 from moeclipse.model.config import ModelConfig
+from moeclipse.model.count import state_values
 from moeclipse.model.lora_config import NO_LORA, LoraConfig
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.config import GateConfig, MoEConfig
@@ -61,14 +63,18 @@ class LeastWork:
             weights += met / 2 if 0 <= layer_of(name) < first else met
             if not is_frozen(name):
                 trained, updated = trained + met, updated + parameter.numel()
+        share = [1 if layer >= first else 1 / 3 for layer in range(model.num_layers)]
         keys = sum(
-            keys_seen(seq_len, model.window_of(layer), model.memory) * (1 if layer >= first else 1 / 3)
+            keys_of(model, layer, seq_len) * share[layer]
             for layer in range(model.num_layers)
+            if model.mixer_of(layer) == "attention"
         )
+        states = sum(state_values(model, layer) * part for layer, part in enumerate(share))
         mla = model.attention == "mla"
         qk = model.qk_nope_head_dim + model.qk_rope_head_dim if mla else model.head_dim
         v = model.v_head_dim if mla else model.head_dim
-        flops = tokens * (4 * weights + 2 * trained + 6 * model.num_heads * (qk + v) * keys)
+        attention = 6 * model.num_heads * (qk + v) * keys
+        flops = tokens * (4 * weights + 2 * trained + attention + 18 * states)
         return cls(flops=flops, update_bytes=bytes_each * updated)
 
     def limit_s(self, device: Device, num_ranks: int) -> float:
@@ -101,6 +107,14 @@ def weights_met(name: str, parameter: torch.Tensor, experts: float, *, tied: boo
         return 0.0
     visited = experts / len(parameter) if ".moe.experts." in name else 1.0
     return visited * parameter.numel()
+
+
+def keys_of(model: ModelConfig, layer: int, seq_len: int) -> float:
+    """On average, that a token of this layer sees."""
+    if chunk := min(model.chunk_of(layer), seq_len):
+        whole, rest = divmod(seq_len, chunk)
+        return (whole * chunk * keys_seen(chunk, 0, 0) + rest * keys_seen(max(rest, 1), 0, 0)) / seq_len
+    return keys_seen(seq_len, model.window_of(layer), model.memory)
 
 
 def keys_seen(seq_len: int, window: int, memory: int) -> float:

@@ -78,7 +78,7 @@ class Front:
             return h_TD, moe.report(routing, moe.gather_loads([routing], tokens).total(), tokens)
         x_TD, *found = found
         if reach == "gate":
-            y_TD, report = moe.run_chosen(self._routing(found), x_TD, tokens)
+            y_TD, report = moe.run(x_TD, tokens, routing=self._routing(found))
         else:
             y_TD, report = moe.run(x_TD, tokens)
         return h_TD + layer.from_experts(y_TD, len(x_TD)), report
@@ -97,7 +97,7 @@ class Front:
         self._choices = routing.filled([tensor.detach() for tensor in routing.tensors()])
         if reach == "gate":
             return h_TD, x_TD, *routing.tensors()
-        y_TD = moe.visit(routing, x_TD, tokens)
+        y_TD = moe.apply_experts(routing, x_TD, tokens)
         return h_TD + layer.from_experts(y_TD, len(x_TD)), *routing.tensors()
 
     def _routing(self, tensors: list[torch.Tensor]) -> Routing:

@@ -1,4 +1,4 @@
-"""One layer of the decoder: attention, then a dense block or experts.
+"""One layer of the decoder: attention or another mixer of tokens, then a dense block or experts.
 
 h = h + scale * out_norm(attention(norm(h)))         `model.norms` says which of the norms there are
 h = h + scale * out_norm(block(norm(h)))
@@ -16,9 +16,12 @@ from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.shares import even_bounds
-from moeclipse.model.attention import Attention, GroupedQueryAttention, LatentAttention
+from moeclipse.model.attention import GroupedQueryAttention
 from moeclipse.model.blocks import DenseMLP, RMSNorm, Settings, freeze_linears
 from moeclipse.model.config import ModelConfig
+from moeclipse.model.conv_mixer import ConvMixer
+from moeclipse.model.delta_mixers import GatedDelta, KimiDelta
+from moeclipse.model.latent_attention import LatentAttention
 from moeclipse.model.lora_config import NO_LORA, LoraConfig
 from moeclipse.model.recompute import Again, forget, run_again
 from moeclipse.model.rotary import Positions
@@ -32,7 +35,15 @@ from moeclipse.moe.tokens import Tokens
 from moeclipse.tensor.parallel import MoveKind, move
 
 
-def attention_of(config: ModelConfig, settings: Settings, lora: LoraConfig) -> Attention:
+def mixer_of(config: ModelConfig, settings: Settings, lora: LoraConfig) -> nn.Module:
+    """What mixes the tokens of a layer; adapters stand beside attention alone."""
+    kind = config.mixer_of(settings.layer)
+    if kind == "gated_delta":
+        return GatedDelta(config, settings)
+    if kind == "kimi_delta":
+        return KimiDelta(config, settings)
+    if kind == "short_conv":
+        return ConvMixer(config, settings)
     if config.attention == "mla":
         return LatentAttention(config, settings, lora)
     return GroupedQueryAttention(config, settings, lora)
@@ -63,19 +74,19 @@ class TransformerLayer(nn.Module):
         lora: LoraConfig = NO_LORA,
     ) -> None:
         super().__init__()
-        self.index = index
-        self.tp, self.scratch = settings.tp, settings.scratch
+        self.index, self.tp, self.scratch = index, settings.tp, settings.scratch
         self.residual_scale = config.residual_scale
 
         def norm(here: bool) -> nn.Module:
-            return RMSNorm(config.d_model, settings, config.norm_eps) if here else nn.Identity()
+            given = (config.d_model, settings, config.norm_eps, config.norm_shift)
+            return RMSNorm(*given) if here else nn.Identity()
 
-        before, after = config.norms != "after", config.norms != "before"
+        before, after = config.norms != "after", config.norms in ("after", "both")
         self.attention_norm = norm(before)
-        self.attention = attention_of(config, settings, lora)
+        self.attention = mixer_of(config, settings, lora)
         self.attention_out_norm = norm(after)
         self.mlp_norm = norm(before)
-        self.mlp_out_norm = norm(after)
+        self.mlp_out_norm = norm(after or (config.norms == "experts" and not config.is_dense(index)))
         self.dense: DenseMLP | None = None
         self.moe: MoE | None = None
         if config.is_dense(index):

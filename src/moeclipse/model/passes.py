@@ -223,7 +223,7 @@ class MoEPass(DensePass):
         x_TD, moe, loads = self.attn.outputs[1], self.moe, self.microbatch.loads
         self.route = self._segment(Part.ROUTE, self._choose, [x_TD])
         known = loads.add(moe, self.routing, self.tokens)
-        self.call = moe.prepare(self.routing, Structure(), (x_TD,), self.tokens, known, on_device=True)
+        self.call = moe.plan(self.routing, Structure(), (x_TD,), self.tokens, known, on_device=True)
 
     def _choose(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         self.routing = self.moe.gate(x_TD, self.tokens)

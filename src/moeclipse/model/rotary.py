@@ -124,6 +124,8 @@ class Positions:
     table: torch.Tensor
     """cos and sin, [2, S, pairs]; with documents or a cache [2, B, 1, S, pairs]."""
     length: int
+    place: torch.Tensor
+    """Where each token stands in its text, [S]; with documents or a cache [B, S]."""
     documents_BS: torch.Tensor | None = None
     """Numbers of documents, which begin anew at position 0 and do not see each other; None: one a sample."""
     cache: CacheCall | None = None
@@ -143,7 +145,19 @@ class Positions:
             return _of_whole_samples(rotary, length, device, first)
         place_BS = restarting_positions(documents_BS)
         table = rotary.table(place_BS[:, None], lengths_of(place_BS)[:, None])
-        return cls(table=table, length=length, documents_BS=documents_BS)
+        return cls(table=table, length=length, place=place_BS, documents_BS=documents_BS)
+
+    @cached_property
+    def begins(self) -> torch.Tensor | None:
+        """Before which tokens there is nothing; None: before the first of each sample alone."""
+        return self.place == 0 if self.place.dim() == 2 else None
+
+    def pieces(self, size: int) -> torch.Tensor | None:
+        """Documents, cut into pieces of so many positions; None: nothing is cut."""
+        if size >= self.length or not size:
+            return self.documents_BS
+        number = (self.place % size == 0).cumsum(-1)
+        return number if number.dim() == 2 else number[None]
 
     @cached_property
     def rows(self) -> torch.Tensor:
@@ -167,7 +181,7 @@ def lengths_of(place_BS: torch.Tensor) -> torch.Tensor:
 def _of_whole_samples(rotary: Rotary, length: int, device: torch.device, first: int) -> Positions:
     """Every layer of every microbatch turns by the same table."""
     place_S = torch.arange(first, first + length, device=device)
-    return Positions(table=rotary.table(place_S, length), length=length)
+    return Positions(table=rotary.table(place_S, length), length=length, place=place_S)
 
 
 def rotate(x: torch.Tensor, table: torch.Tensor, pairs: Pairs = "halves") -> torch.Tensor:

@@ -117,7 +117,7 @@ class Transformer(nn.Module):
         self.scratch.allocate(dtype, mesh.device)
         self.head: ColumnParallelLinear | None = None
         if self.ends:
-            self.norm = RMSNorm(config.d_model, outside, config.norm_eps)
+            self.norm = RMSNorm(config.d_model, outside, config.norm_eps, config.norm_shift)
             if not config.tie_embeddings:
                 self.head = outside.column(config.d_model, config.vocab_size, "head")
 

@@ -47,6 +47,7 @@ from moeclipse.moe.experts.fused import FusedExperts, fits, visit_all
 from moeclipse.moe.experts.local import visit_local
 from moeclipse.moe.experts.module_experts import Joint, ModuleExperts
 from moeclipse.moe.experts.pairwise import PairwiseExperts
+from moeclipse.moe.experts.served import with_guests
 from moeclipse.moe.experts.shared import shared_expert
 from moeclipse.moe.experts.shared_gate import shared_of
 from moeclipse.moe.experts.two_projections import Experts, PadToCapacity
@@ -274,7 +275,7 @@ class MoE(nn.Module):
             tokens = Tokens.of(self.mesh, num_tokens, step=step, group=self.token_group)
         else:
             tokens = AskedTokens.asked(self.mesh, told.tokens, step, 0, self.token_group)
-        y_TO, report = self.run(x, tokens, call, told)
+        y_TO, report = self.run(x, tokens, call, told=told)
         if call is not None and call.lent and again:
             return repay(y_TO, report.aux_loss, call)
         if call is not None and not again and not torch.is_grad_enabled() and self.gate.learns:
@@ -301,7 +302,7 @@ class MoE(nn.Module):
             return outside
         tokens = Tokens(mesh=self.mesh, first=0, total=len(x), group=self.mesh.stage)
         routing = self.gate(x, tokens)
-        self.last = self._report(routing, routing.load_E, tokens)
+        self.last = report_on(routing, routing.load_E, tokens.total, self.gate.config)
         if self.training:
             self.load_E += routing.load_E
         return visit_traced(x, routing, experts, self.shared)
@@ -322,43 +323,71 @@ class MoE(nn.Module):
         return alike and late and not self.all_here and not self.gathers and self.mesh.device.type == "cpu"
 
     def run(
-        self, x: Inputs, tokens: Tokens, call: Call | None = None, told: Told | None = None
-    ) -> tuple[torch.Tensor, MoEReport]:
-        """The layer on this rank's part of a global microbatch.
-
-        Where experts are sharded over tp, all tp ranks get the same tokens, and output, gradients and losses
-        are shares: their sums over tp are the layer's.
-        """
-        routing = self.gate(x if isinstance(x, torch.Tensor) else Structure.take_apart(x)[1][0], tokens)
-        return self.run_chosen(routing, x, tokens, call, told)
-
-    def run_chosen(
         self,
-        routing: Routing,
         x: Inputs,
         tokens: Tokens,
         call: Call | None = None,
+        *,
+        routing: Routing | None = None,
         told: Told | None = None,
     ) -> tuple[torch.Tensor, MoEReport]:
-        """The same behind the gate. `told`: what takes loads along with the sizes of the exchange."""
-        if told is not None:
-            loads: Loads | None = told.loads(routing.load_E, len(routing.expert_ids_TK), tokens.group)
-        else:
-            loads = self.gather_loads([routing], tokens) if tokens.group.size > 1 else None
-        y_TO = self.visit(routing, x, tokens, loads, call)
-        load_E = routing.load_E if loads is None else loads.total()
-        return y_TO, self.report(routing, load_E, tokens)
+        """The layer on this rank's part of a global microbatch: gate, experts, report.
 
-    def visit(self, routing: Routing, x: Inputs, *how: Any) -> torch.Tensor:
-        """Rows to experts and back, and to shared experts; `how`: tokens, and loads and call if known."""
+        `routing`: where the gate has been asked already. `told`: what takes loads along with the sizes of
+        the exchange. Where experts are sharded over tp, all tp ranks get the same tokens, and output,
+        gradients and losses are shares: their sums over tp are the layer's.
+        """
+        if routing is None:
+            routing = self.gate(x if isinstance(x, torch.Tensor) else Structure.take_apart(x)[1][0], tokens)
+        loads: Loads | None = None
+        if told is not None:
+            loads = told.loads(routing.load_E, len(routing.expert_ids_TK), tokens.group)
+        elif tokens.group.size > 1:
+            loads = self.gather_loads([routing], tokens)
+        y_TO = self.apply_experts(routing, x, tokens, loads, call)
+        return y_TO, self.report(routing, routing.load_E if loads is None else loads.total(), tokens)
+
+    def apply_experts(self, routing: Routing, x: Inputs, *how: Any) -> torch.Tensor:
+        """Those that the gate chose and those that all tokens share; `how`: as `_apply_routed` takes it."""
         structure, inputs = Structure.take_apart(x)
         built_in = isinstance(self.experts, Experts)
         narrow: Any = self.experts if built_in else self.shared
         rows_TD = inputs[0] if narrow is None else rows_for(inputs[0], narrow.like)
         inputs = (rows_TD, *inputs[1:]) if built_in else inputs
         with off(rows_TD.device) if built_in and is_on(rows_TD.device) else nullcontext():
-            y_TD = self._routed(routing, structure, inputs, *how)
+            y_TD = self._apply_routed(routing, structure, inputs, *how)
             return y_TD if self.shared is None else y_TD + shared_expert(rows_TD, self.shared)
+
+    def _apply_routed(
+        self,
+        routing: Routing,
+        structure: Structure,
+        inputs: tuple[torch.Tensor, ...],
+        tokens: Tokens,
+        loads: Loads | None = None,
+        call: Call | None = None,
+    ) -> torch.Tensor:
+        """Here, where all experts are; over all tokens of all ranks; or by a plan that sends rows."""
+        if self.all_here:
+            return self._apply_here(routing, inputs, structure)
+        if self.gathers and self.training:
+            here, where = partial(self._apply_here, structure=structure), self.where(tokens)
+            return visit_gathered(here, routing, inputs, self.wire(), self.dispatcher, tokens, where)
+        alone = self.turns is None
+        planned = self.plan(routing, structure, inputs, tokens, loads, call, on_device=alone, whole=alone)
+        if self.turns is not None and self.turns.taken:
+            return dispatch_in_turns(self.turns, routing.scores_TK, planned, inputs, self.experts.weights)
+        return DispatchCombine.apply(routing.scores_TK, planned, *inputs, *self.experts.weights)
+
+    def _apply_here(
+        self, routing: Routing, inputs: tuple[torch.Tensor, ...], structure: Structure
+    ) -> torch.Tensor:
+        """By kernels without a device-to-host copy, or by plain torch."""
+        experts = self._kernel_experts(inputs)
+        if experts is not None and not experts.wgrads.deferring:
+            return visit_all(experts, inputs[0], routing.scores_TK, routing.expert_ids_TK, sums=True)
+        pairwise = self._pairwise(structure, inputs, routing.capacity)
+        return visit_local(routing.scores_TK, routing.expert_ids_TK, pairwise, inputs)
 
     def gather_loads(self, routings: Sequence[Routing], tokens: Tokens) -> Loads:
         """Those of the whole microbatch, on their way; `routings` are those of this rank's tokens."""
@@ -374,16 +403,13 @@ class MoE(nn.Module):
 
     def report(self, routing: Routing, global_load_E: torch.Tensor, tokens: Tokens) -> MoEReport:
         """Losses and counts of one call; in training the counts are added up until the optimizer step."""
-        report = self._report(routing, global_load_E, tokens)
+        tp = (self.mesh.tp_index, self.mesh.tp) if self.sharded else (0, 1)
+        report = report_on(routing, global_load_E, tokens.total, self.gate.config, tp)
         if self.training and not in_backward():  # a forward inside backward has been counted before
             self.load_E += report.load_E
         return report
 
-    def _report(self, routing: Routing, global_load_E: torch.Tensor, tokens: Tokens) -> MoEReport:
-        tp = (self.mesh.tp_index, self.mesh.tp) if self.sharded else (0, 1)
-        return report_on(routing, global_load_E, tokens.total, self.gate.config, tp)
-
-    def _routed(
+    def plan(
         self,
         routing: Routing,
         structure: Structure,
@@ -391,29 +417,39 @@ class MoE(nn.Module):
         tokens: Tokens,
         loads: Loads | None = None,
         call: Call | None = None,
-    ) -> torch.Tensor:
-        """Dispatch, experts and combine; where all experts are here, nothing is dispatched."""
-        if self.all_here:
-            return self._local(routing, inputs, structure)
-        if self.gathers and self.training:
-            visit = partial(self._local, structure=structure)
-            return visit_gathered(
-                visit, routing, inputs, self.wire(), self.dispatcher, tokens, self.where(tokens)
-            )
-        prepared = self.prepare(routing, structure, inputs, tokens, loads, call, self.turns is None)
-        if self.turns is not None and self.turns.taken:
-            return dispatch_in_turns(self.turns, routing.scores_TK, prepared, inputs, self.experts.weights)
-        return DispatchCombine.apply(routing.scores_TK, prepared, *inputs, *self.experts.weights)
+        on_device: bool = False,
+        whole: bool = False,
+    ) -> LayerCall:
+        """Who sends what to whom, in which order, with which shadows; sizes travel and no row does.
 
-    def _local(
-        self, routing: Routing, inputs: tuple[torch.Tensor, ...], structure: Structure
-    ) -> torch.Tensor:
-        """By kernels without a device-to-host copy, or by plain torch."""
-        experts = self._kernel_experts(inputs)
-        if experts is not None and not experts.wgrads.deferring:
-            return visit_all(experts, inputs[0], routing.scores_TK, routing.expert_ids_TK, sums=True)
-        pairwise = self._pairwise(structure, inputs, routing.capacity)
-        return visit_local(routing.scores_TK, routing.expert_ids_TK, pairwise, inputs)
+        `on_device`: kernels plan, on all ranks. `whole`: no pipeline cuts the call into pieces.
+        """
+        policy, dispatcher, where = self.schedule, self.dispatcher, self.where(tokens)
+        pairwise, taken = self._pairwise(structure, inputs), self._kernel_experts(inputs)
+        padded = self._pairwise(structure, inputs, routing.capacity) if routing.capacity else pairwise
+        known = None if call is None else call.decided
+        learns = self.training and known is None and not in_backward()
+        given = (routing, dispatcher, pairwise, self.mesh, where)
+        plain = padded if whole and taken is None else None
+        decision = policy.decide(*given, learns=learns, decided=known, plain=plain)
+        on_device = on_device and plans_on_device(routing.scores_TK)
+        told = (decision, routing, dispatcher, policy.hosts, where)
+        plan, staying = plan_exchange(*told, loads=loads, on_device=on_device)
+        if learns:
+            policy.learn(decision, plan)
+        by_kernels = None if taken is None else FusedExperts(taken, routing.expert_ids_TK.shape[1])
+        if call is not None:
+            call.decided = decision.decided
+        if decision.guests is not None:
+            pairwise = padded = with_guests(padded, dispatcher)
+        return LayerCall(
+            plan=plan,
+            programs=decision.programs,
+            experts=by_kernels or padded,
+            shadows=shadows_of(decision, staying, pairwise, dispatcher, where),
+            num_inputs=len(inputs),
+            watch=decision.watch,
+        )
 
     def wire(self, group: Group | None = None) -> TokenGather:
         """What a gathered exchange goes over."""
@@ -457,41 +493,3 @@ class MoE(nn.Module):
     def measure_costs(self, prices: Callable[..., Probe] = measure) -> Probe:
         """Collective over the ranks of a stage, for rows that are one vector each."""
         return prices(self._pairwise(Structure(), (self.gate.weight,)), self.dispatcher, self.mesh)
-
-    def prepare(
-        self,
-        routing: Routing,
-        structure: Structure,
-        inputs: tuple[torch.Tensor, ...],
-        tokens: Tokens,
-        loads: Loads | None = None,
-        call: Call | None = None,
-        on_device: bool = False,
-    ) -> LayerCall:
-        """Decide what runs and exchange sizes; no row travels. `on_device`: kernels plan, on all ranks."""
-        policy, dispatcher, where = self.schedule, self.dispatcher, self.where(tokens)
-        pairwise = self._pairwise(structure, inputs)
-        known = None if call is None else call.decided
-        learns = self.training and known is None and not in_backward()
-        decision = policy.decide(
-            routing, dispatcher, pairwise, self.mesh, where, learns=learns, decided=known
-        )
-        on_device = on_device and plans_on_device(routing.scores_TK)
-        plan, staying = plan_exchange(
-            decision, routing, dispatcher, policy.hosts, where, loads=loads, on_device=on_device
-        )
-        if learns:
-            policy.learn(decision, plan)
-        if call is not None:
-            call.decided = decision.decided
-        taken = self._kernel_experts(inputs)
-        by_kernels = None if taken is None else FusedExperts(taken, routing.expert_ids_TK.shape[1])
-        padded = self._pairwise(structure, inputs, routing.capacity) if routing.capacity else pairwise
-        return LayerCall(
-            plan=plan,
-            programs=decision.programs,
-            experts=by_kernels or padded,
-            shadows=shadows_of(decision, staying, pairwise, dispatcher, where),
-            num_inputs=len(inputs),
-            watch=decision.watch,
-        )

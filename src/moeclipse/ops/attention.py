@@ -65,6 +65,7 @@ def attend_reference(
     softcap: float = 0.0,
     sinks_H: torch.Tensor | None = None,
     documents_BS: torch.Tensor | None = None,
+    chosen_BSL: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The definition, with all scores in memory."""
     samples, heads, queries, width = q_BHSd.shape
@@ -75,6 +76,8 @@ def attend_reference(
     if softcap:
         scores_BHSL = softcap * torch.tanh(scores_BHSL / softcap)
     sees = seen_keys(queries, k.shape[2], window, documents_BS, q.device)
+    if chosen_BSL is not None:
+        sees = sees & chosen_BSL[:, None]
     scores_BHSL = scores_BHSL.masked_fill(~sees, float("-inf"))
     if sinks_H is not None:
         sinks = sinks_H.to(wide).view(1, heads, 1, 1).expand(samples, heads, queries, 1)
@@ -93,19 +96,26 @@ def attend(
     softcap: float = 0.0,
     sinks_H: torch.Tensor | None = None,
     documents_BS: torch.Tensor | None = None,
+    chosen_BSL: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[B, H, S, e]. `scale` left out: 1 / sqrt(width of a head); `window`, `softcap` 0: none."""
+    """[B, H, S, e]. `scale` left out: 1 / sqrt(width of a head); `window`, `softcap` 0: none.
+
+    `chosen_BSL`: the keys that a query takes from, of those that it sees.
+    """
     queries, keys = q_BHSd.shape[2], k_BGLd.shape[2]
     window = 0 if window >= keys else window
-    masked = bool(window) or documents_BS is not None or queries != keys
+    masked = bool(window) or documents_BS is not None or chosen_BSL is not None or queries != keys
     given: dict[str, Any] = {"scale": scale, "window": window, "documents_BS": documents_BS}
     if not q_BHSd.numel() or not (masked or softcap or sinks_H is not None):
         return sdpa(q_BHSd, k_BGLd, v_BGLe, scale=scale)
-    if q_BHSd.is_cuda and q_BHSd.dtype != torch.float64:
+    if q_BHSd.is_cuda and q_BHSd.dtype != torch.float64 and chosen_BSL is None:
         return attend_flex(q_BHSd, k_BGLd, v_BGLe, softcap=softcap, sinks_H=sinks_H, **given)
     if softcap or sinks_H is not None:
-        return attend_reference(q_BHSd, k_BGLd, v_BGLe, softcap=softcap, sinks_H=sinks_H, **given)
+        given |= {"softcap": softcap, "sinks_H": sinks_H, "chosen_BSL": chosen_BSL}
+        return attend_reference(q_BHSd, k_BGLd, v_BGLe, **given)
     sees = seen_keys(queries, keys, window, documents_BS, q_BHSd.device)
+    if chosen_BSL is not None:
+        sees = sees & chosen_BSL[:, None]
     return sdpa(q_BHSd, k_BGLd, v_BGLe, scale=scale, sees=sees)
 
 
@@ -116,6 +126,7 @@ def attend_at(
     place_BS: torch.Tensor,
     *,
     first_BS: torch.Tensor | None = None,
+    chosen_BSL: torch.Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     sinks_H: torch.Tensor | None = None,
@@ -132,6 +143,8 @@ def attend_at(
     sees_BSL = key_L <= place_BS[..., None]
     if first_BS is not None:
         sees_BSL = sees_BSL & (key_L >= first_BS[..., None])
+    if chosen_BSL is not None:
+        sees_BSL = sees_BSL & chosen_BSL
     sees = sees_BSL[:, None, None].expand(-1, -1, share, -1, -1).flatten(2, 3)
     q_BGQd = q_BHSd.unflatten(1, (groups, share)).flatten(2, 3)
     if not softcap and sinks_H is None:

@@ -4,6 +4,8 @@
     add_norm    h = a + b,  y = h s w           h is rounded first: it is the stream that goes on
     beside_norm x and y                         what else x is for comes back in the same pass
 
+    with `shift` the factor is w + shift, for weights around zero: the reference computes that
+
     backward    g = dy w,   dx = s (g - x s mean(g x s)) (+ dh),   dw = sum over rows of dy x s
 
 Contract. Over the last dimension, any number of others. Kept for backward: x (or h) and s. Sums and products
@@ -28,42 +30,53 @@ PROGRAMS = 512
 """Of backward; each adds up a row of dw."""
 
 
-def rms_norm_reference(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm_reference(
+    x: torch.Tensor, weight_D: torch.Tensor, eps: float, shift: float = 0.0
+) -> torch.Tensor:
     wide = x.to(wide_of(x.dtype))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if shift:  # in the wide type: next to 1 a narrow one loses what is small in a weight
+        return (wide * scale * (weight_D.to(wide.dtype) + shift)).to(x.dtype)
     return (wide * scale).to(x.dtype) * weight_D
 
 
 def add_norm_reference(
-    a: torch.Tensor, b: torch.Tensor, weight_D: torch.Tensor, eps: float
+    a: torch.Tensor, b: torch.Tensor, weight_D: torch.Tensor, eps: float, shift: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total = a + b
-    return total, rms_norm_reference(total, weight_D, eps)
+    return total, rms_norm_reference(total, weight_D, eps, shift)
 
 
-def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float, place: Place | None = None) -> torch.Tensor:
-    if not norm_fits(x, weight_D):
-        return rms_norm_reference(x, weight_D, eps)
+def rms_norm(
+    x: torch.Tensor, weight_D: torch.Tensor, eps: float, place: Place | None = None, shift: float = 0.0
+) -> torch.Tensor:
+    if shift or not norm_fits(x, weight_D):
+        return rms_norm_reference(x, weight_D, eps, shift)
     out: torch.Tensor = _RmsNorm.apply(x, weight_D, eps, place)
     return out
 
 
 def beside_norm(
-    x: torch.Tensor, weight_D: torch.Tensor, eps: float, place: Place | None = None
+    x: torch.Tensor, weight_D: torch.Tensor, eps: float, place: Place | None = None, shift: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(x, its norm): whoever goes on with both lets their gradients meet inside the norm's."""
-    if not norm_fits(x, weight_D):
-        return x, rms_norm_reference(x, weight_D, eps)
+    if shift or not norm_fits(x, weight_D):
+        return x, rms_norm_reference(x, weight_D, eps, shift)
     x, out = _BesideNorm.apply(x, weight_D, eps, place)
     return x, out
 
 
 def add_norm(
-    a: torch.Tensor, b: torch.Tensor, weight_D: torch.Tensor, eps: float, place: Place | None = None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    place: Place | None = None,
+    shift: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(a + b, its norm)."""
-    if not norm_fits(a, weight_D) or a.dtype != b.dtype or a.shape != b.shape:
-        return add_norm_reference(a, b, weight_D, eps)
+    if shift or not norm_fits(a, weight_D) or a.dtype != b.dtype or a.shape != b.shape:
+        return add_norm_reference(a, b, weight_D, eps, shift)
     total, out = _AddNorm.apply(a, b, weight_D, eps, place)
     return total, out
 

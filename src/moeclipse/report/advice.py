@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from moeclipse.core.errors import ConfigError, ScheduleError
 from moeclipse.core.program import program
 from moeclipse.cost.file import load_costs
+from moeclipse.report.cures import cures_of
 from moeclipse.report.gain import short
 from moeclipse.report.run import RunData, number
 from moeclipse.report.skew import PLANNER, outlook, probe_of, skew_ms
@@ -119,6 +120,9 @@ def even_ranks(run: RunData, measures: Values) -> Iterator[Advice]:
         return
     see = f"see {program()} place {run.directory}"
     would = outlook(run)
+    cures = cures_of(run)
+    if cures is not None:
+        see = f"replayed on the run's own loads: {cures.in_words()}; see {program()} skew {run.directory}"
     if would is not None:
         yield Advice(
             setting=f"--placement.planner {would.planner}",

@@ -23,15 +23,15 @@ from typing import Any
 
 import numpy as np
 
-from moeclipse.core.outside import MOST_LINE, open_file, parse_json
+from moeclipse.core.outside import DEPTH, MOST_LINE, open_file, parse_json
 
 MOST_ROWS = 5000
 MOST_NOTES = 500
 """Notes that are kept; how many there were is known."""
 MOST_COLUMNS = 512
 MOST_RANK_NUMBERS = 1 << 16
-CHUNK = 4096
-"""Records that are put into rows together."""
+CHUNK, CHUNK_BYTES = 4096, 8 << 20
+"""Records that are put into rows together, and bytes of their lines."""
 LARGEST_STEP = 1 << 53
 TAIL = 4096
 """Bytes before the end of what was read, by which a file that has grown is known."""
@@ -92,6 +92,14 @@ class Column:
     def parts(self) -> tuple[np.ndarray, ...]:
         return self.sums, self.count, self.low, self.high
 
+    def join(self, order: np.ndarray, starts: np.ndarray) -> None:
+        """One row for each group (`groups`)."""
+        if len(starts):
+            self.sums = np.add.reduceat(self.sums[order], starts)
+            self.count = np.add.reduceat(self.count[order], starts)
+            self.low = np.minimum.reduceat(self.low[order], starts)
+            self.high = np.maximum.reduceat(self.high[order], starts)
+
 
 class StepRows:
     """Rows of many columns that grow, and are joined when there are too many."""
@@ -107,18 +115,23 @@ class StepRows:
 
     def add(self, records: Sequence[Mapping[str, Any]]) -> None:
         step = np.array([record["step"] for record in records], dtype=np.int64)
-        names = {name for record in records for name, value in record.items() if is_number(value)} - {"step"}
-        new = sorted(names - self.columns.keys())[: MOST_COLUMNS - len(self.columns)]
+        kinds = {tuple(record) for record in records}  # most have the same keys
+        unknown = {name for keys in kinds for name in keys} - self.columns.keys() - {"step"}
+        found = [name for name in unknown if any(is_number(record.get(name)) for record in records)]
+        new = sorted(found)[: MOST_COLUMNS - len(self.columns)]
         for name in new:
             self.columns[name] = Column.of(np.full(len(self.last), math.nan))
+        order, starts = groups(step // self.every, last=self.every == 1)
         for name, column in self.columns.items():
             more = Column.of(as_numbers([record.get(name) for record in records]))
+            more.join(order, starts)
             joined = [np.concatenate(pair) for pair in zip(column.parts(), more.parts(), strict=True)]
             self.columns[name] = Column(sums=joined[0], count=joined[1], low=joined[2], high=joined[3])
-        self.last = np.concatenate([self.last, step])
-        self.steps = np.concatenate([self.steps, np.ones(len(step))])
+        self.last = np.concatenate([self.last, np.maximum.reduceat(step[order], starts)])
+        self.steps = np.concatenate([self.steps, np.add.reduceat(np.ones(len(order)), starts)])
         self._add_ranks(records)
-        self._join()
+        if len(self.last) > 2 * MOST_ROWS:
+            self._join()
         while len(self.last) > 2 * MOST_ROWS:
             self.every *= 2
             self._join()
@@ -156,10 +169,7 @@ class StepRows:
         """One row for each `every` neighbours, in the order of steps."""
         order, starts = groups(self.last // self.every, last=self.every == 1)
         for column in self.columns.values():
-            column.sums = np.add.reduceat(column.sums[order], starts) if len(starts) else column.sums
-            column.count = np.add.reduceat(column.count[order], starts) if len(starts) else column.count
-            column.low = np.minimum.reduceat(column.low[order], starts) if len(starts) else column.low
-            column.high = np.maximum.reduceat(column.high[order], starts) if len(starts) else column.high
+            column.join(order, starts)
         if len(starts):
             self.steps = np.add.reduceat(self.steps[order], starts)
             self.last = np.maximum.reduceat(self.last[order], starts)
@@ -172,6 +182,7 @@ class StepRows:
             self.rank_last = np.maximum.reduceat(self.rank_last[order], starts)
 
     def table(self) -> StepTable:
+        self._join()
         with np.errstate(invalid="ignore", divide="ignore"):
             columns = {name: one.sums / one.count for name, one in self.columns.items()}
             ranks = {name: (sums / count).astype(float) for name, (sums, count) in self.ranks.items()}
@@ -233,30 +244,53 @@ class MetricsFile:
         return bool(file.read(len(self._tail)) == self._tail)
 
     def _read_on(self, file: Any) -> None:
-        records: list[dict[str, Any]] = []
+        lines: list[bytes] = []
+        size = 0
         self.unfinished = False
         while line := file.readline(MOST_LINE + 1):
-            ended = line.endswith(b"\n")
-            whole = len(line) <= MOST_LINE
-            rest = line
-            while not whole and rest and not rest.endswith(b"\n"):
-                rest = file.readline(MOST_LINE + 1)
-            # Of neighbours that become one row, one tells ranks apart.
-            self._lines += 1
-            record = record_of(line, self._lines % self.rows.every == 0) if whole else None
-            if record is None and whole and not ended:
-                self.unfinished = bool(line.strip())
-                break  # it may be written further: the next read begins with it
-            self._at = file.tell()
-            self._tail = (self._tail + line)[-TAIL:] if whole else b""
-            if record is None:
-                self.damaged += not whole or bool(line.strip())
+            whole, ended = len(line) <= MOST_LINE, line.endswith(b"\n")
+            if whole and ended:
+                lines.append(line)
+                size += len(line)
+                if len(lines) >= CHUNK or size >= CHUNK_BYTES:
+                    self._take(lines)
+                    lines, size = [], 0
                 continue
-            self._note(record)
-            records.append(record)
-            if len(records) >= CHUNK:
-                self.rows.add(records)
-                records = []
+            self._take(lines)
+            lines, size = [], 0
+            if whole:  # it may be written further: then the next read begins with it
+                self.unfinished = bool(line.strip()) and record_of(line) is None
+                if not self.unfinished:
+                    self._take([line])
+                break
+            self._skip(file, line)
+        self._take(lines)
+
+    def _skip(self, file: Any, line: bytes) -> None:
+        """A line of more bytes than any record has."""
+        while line:
+            self._at += len(line)
+            line = b"" if line.endswith(b"\n") else file.readline(MOST_LINE + 1)
+        self._lines, self.damaged, self._tail = self._lines + 1, self.damaged + 1, b""
+
+    def _take(self, lines: Sequence[bytes]) -> None:
+        """Whole lines that follow what was read."""
+        if not lines:
+            return
+        every, first = self.rows.every, self._lines + 1
+        # Of neighbours that become one row, one tells ranks apart.
+        found = records_of([plain(line, number % every == 0) for number, line in enumerate(lines, first)])
+        self._at += sum(map(len, lines))
+        self._lines += len(lines)
+        for line in lines[-TAIL:]:  # at least one byte each
+            self._tail = (self._tail + line)[-TAIL:]
+        records = [record for record in found if record is not None]
+        self.damaged += sum(
+            record is None and bool(line.strip()) for record, line in zip(found, lines, strict=True)
+        )
+        for record in records:
+            if "notes" in record or record.get("skipped"):
+                self._note(record)
         if records:
             self.rows.add(records)
 
@@ -271,12 +305,28 @@ class MetricsFile:
         return self.rows.table()
 
 
-def record_of(line: bytes, ranks: bool = True) -> dict[str, Any] | None:
-    """A record with its step as a whole number, without the loads of experts: those are in `load.npz`."""
-    line = without(line, b'"load": [[', b"]]")
-    line = line if ranks else without(line, b'"ranks": {', b"}")
+def records_of(lines: Sequence[bytes]) -> list[dict[str, Any] | None]:
+    """What is in lines, None where one holds no record; parsed at once, which takes half as long."""
+    if all(line.startswith(b"{") and line.count(b"[") + line.count(b"{") <= DEPTH for line in lines):
+        try:
+            found = parse_json(b"[" + b",".join(lines) + b"]", numbers=False, deep=True)
+            if len(found) == len(lines):
+                return [checked(value) for value in found]
+        except ValueError:
+            pass  # one of them is damaged
+    return [record_of(line) for line in lines]
+
+
+def record_of(line: bytes) -> dict[str, Any] | None:
     try:
-        record = parse_json(line, numbers=False)
+        return checked(parse_json(line, numbers=False))
+    except ValueError:
+        return None
+
+
+def checked(record: Any) -> dict[str, Any] | None:
+    """A record with its step as a whole number; None for anything else."""
+    try:
         step = record["step"]
         if not isinstance(record, dict) or not 0 <= step < LARGEST_STEP:
             return None
@@ -285,6 +335,12 @@ def record_of(line: bytes, ranks: bool = True) -> dict[str, Any] | None:
         return None
     record.pop("load", None)
     return record
+
+
+def plain(line: bytes, ranks: bool) -> bytes:
+    """A line without the loads of experts, which are in `load.npz`, too, and maybe without its ranks."""
+    line = without(line, b'"load": [[', b"]]")
+    return line if ranks else without(line, b'"ranks": {', b"}")
 
 
 def without(line: bytes, begins: bytes, ends: bytes) -> bytes:

@@ -213,6 +213,8 @@ def _wanted_exchange(shape: ExchangeShape) -> Iterator[ExchangeKey]:
         if shape.own_weights:
             yield (kinds.C_W, 0, None, None)
     if shape.shadows:
-        forward = (kinds.SHADOW_SEND, kinds.SHADOW_F)
-        backward = (kinds.SHADOW_B, kinds.SHADOW_W, kinds.SHADOW_REDUCE, kinds.SHADOW_ADD)
+        forward: tuple[Kind, ...] = (kinds.SHADOW_SEND, kinds.SHADOW_F)
+        backward: tuple[Kind, ...] = (kinds.SHADOW_B, kinds.SHADOW_W, kinds.SHADOW_REDUCE, kinds.SHADOW_ADD)
+        if shape.serving:  # rows and their weight gradients are those of units
+            forward, backward = forward[:1], backward[2:]
         yield from ((kind, None, None, None) for kind in (backward if shape.backward else forward))

@@ -346,10 +346,18 @@ def exchange_sources(ops: Sequence[Op]) -> list[list[int]]:
     where: dict[tuple[Kind | None, int | None, int | None, int | None], int] = {
         (op.kind, op.step, op.chunk, op.expert): position for position, op in enumerate(ops)
     }
+    lent, own = (
+        where.get((kinds.SHADOW_SEND, None, None, None)),
+        where.get((kinds.SHADOW_F, None, None, None)),
+    )
     found: list[list[int]] = []
     for op in ops:
         source = where.get((SOURCE_IN_EXCHANGE.get(op.kind), op.step, op.chunk, op.expert))
         found.append([] if source is None else [source])
+        if op.kind is kinds.C_F and lent is not None and own is None:
+            found[-1].append(lent)  # who serves others computes with what is lent in every unit
+        if op.kind is kinds.SHADOW_REDUCE and source is None:
+            found[-1] += [i for i, other in enumerate(ops) if other.kind is kinds.C_W and other.step is None]
         if op.kind is kinds.C_W:
             computed = [i for i, other in enumerate(ops) if other.kind is kinds.C_B]
             found[-1] += [i for i in computed if op.step is None or ops[i].step == op.step]

@@ -205,6 +205,8 @@ class ExchangeShape:
     per_expert: bool = False
     """One event per (step, expert) instead of one per step."""
     shadows: tuple[Shadow, ...] = ()
+    serving: bool = False
+    """Shadows compute rows of other ranks, too: parameters come before all rows, and all rows need them."""
     backward: bool = False
     blocking: bool = False
     own_weights: int = 0

@@ -11,6 +11,12 @@ chunks. All ranks share one order of (step, chunk) units; `plan.search` chooses 
 
 R_u is launched right behind C_u, never behind the last C. In backward, shadows and own rows need nothing
 from others, so they and their dW run while the first S travels; all other dW run while the last R travels.
+Shadows that serve other ranks, too, are experts like all others: their parameters come before the rows, which
+wait for them, and their gradients go back behind the last dW.
+
+    forward    a2a      parameters  S_0 ... S_n  R_0 ... R_n        compute      C_0 ... C_n
+    backward   a2a      S_0 ... S_n  R_0 ... R_n  gradients         compute      C_0 dW_0 C_1 ... C_n  dW  add
+
 The parameters of all shadows travel in one uneven exchange that every rank takes part in, also one that sends
 and receives none: so a program depends on whether there are shadows, not on which, and can be kept from step
 to step.
@@ -62,6 +68,7 @@ def exchange_shape(
     experts_per_rank: int = 1,
     per_expert: bool = False,
     shadows: Sequence[Shadow] = (),
+    serving: bool = False,
     backward: bool = False,
     blocking: bool = False,
 ) -> ExchangeShape:
@@ -95,6 +102,7 @@ def exchange_shape(
         experts_per_rank=experts_per_rank,
         per_expert=per_expert,
         shadows=tuple(shadow for shadow in shadows if shadow.ranks),
+        serving=serving and any(shadow.ranks for shadow in shadows),
         backward=backward,
         blocking=blocking,
     )
@@ -188,6 +196,7 @@ def _compute_and_return(out: _RankList, sent: list[int], extra: Sequence[int]) -
     events, blocking, backward = _events(out.shape), out.shape.blocking, out.shape.backward
     compute, give = (kinds.C_B, kinds.R_B) if backward else (kinds.C_F, kinds.R_F)
     computed: list[int] = []
+    served = extra if out.shape.serving else ()
     own_weights = out.shape.own_weights * len(events) // len(out.shape.units)
     returns: list[tuple[tuple[int, int], int | None]] = []
 
@@ -196,7 +205,7 @@ def _compute_and_return(out: _RankList, sent: list[int], extra: Sequence[int]) -
         out.add(give, unit=unit, expert=expert, deps=deps, group=GROUP, peers=peers)
 
     for (unit, expert), source in zip(events, sent, strict=True):
-        deps = [*sent, *extra] if blocking else [source]
+        deps = [*sent, *extra] if blocking else [source, *served]
         computed.append(out.add(compute, unit=unit, expert=expert, deps=deps))
         if blocking:
             returns.append((unit, expert))
@@ -215,6 +224,10 @@ def _compute_and_return(out: _RankList, sent: list[int], extra: Sequence[int]) -
 
 
 def _forward(out: _RankList) -> list[Op]:
+    if out.shape.serving:
+        lent = [out.add(kinds.SHADOW_SEND, group=GROUP)]
+        _compute_and_return(out, _send_all(out), lent)
+        return out.ops
     sent = _send_all(out)
     received = [out.add(kinds.SHADOW_SEND, group=GROUP)] if out.shape.shadows else []
     _compute_and_return(out, sent, received)
@@ -226,13 +239,16 @@ def _forward(out: _RankList) -> list[Op]:
 def _backward(out: _RankList) -> list[Op]:
     sent = _send_all(out)
     reduced: list[int] = []
-    if out.shape.shadows:
+    if out.shape.shadows and not out.shape.serving:
         first = out.add(kinds.SHADOW_B)
         weights = out.add(kinds.SHADOW_W, deps=[first])
         reduced.append(out.add(kinds.SHADOW_REDUCE, deps=[weights], group=GROUP))
     computed = _compute_and_return(out, sent, reduced)
     if not out.shape.blocking:
         out.add(kinds.C_W, deps=computed)
+    if out.shape.serving:
+        last = max(position for position, op in enumerate(out.ops) if op.kind is kinds.C_W)
+        reduced.append(out.add(kinds.SHADOW_REDUCE, deps=[last], group=GROUP))
     if reduced:
         out.add(kinds.SHADOW_ADD, deps=reduced)
     return out.ops

@@ -22,7 +22,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -43,7 +43,7 @@ START_S = 120.0
 LOOK_S = 0.5
 """How often it is asked whether ranks still compute."""
 STILL = 0.1
-"""Ranks that take less than this share of a core, all together, stand still."""
+"""Ranks that take, or wait for, less than this share of a core, all together, stand still."""
 BUSY = 10
 """Ranks that compute without end are ended at so many deadlines."""
 TOLD = re.compile(r"^\S*CommError: rank (\d+) failed.*$", re.MULTILINE)
@@ -212,19 +212,25 @@ class _Patience:
         self.last, self.spent = time.monotonic(), 0.0
 
     def is_over(self) -> bool:
-        now, spent = time.monotonic(), sum(_cpu_seconds(process.pid) for process, _ in self.ranks)
+        now, spent = time.monotonic(), sum(_busy_seconds(process.pid) for process, _ in self.ranks)
         if spent - self.spent < STILL * (now - self.last):
             self.left_s -= now - self.last
         self.last, self.spent = now, spent
         return self.left_s <= 0 or now > self.ends
 
 
-def _cpu_seconds(pid: int | None) -> float:
+def _busy_seconds(pid: int | None) -> float:
+    """In which it computed or waited for a core: among thirty busy processes it gets a thirtieth of one."""
+    process = Path(f"/proc/{pid}")
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = (process / "stat").read_text().rpartition(")")[2].split()
     except OSError:  # it has ended
         return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    waited = 0
+    for thread in process.glob("task/*/schedstat"):
+        with suppress(OSError):
+            waited += int(thread.read_text().split()[1])
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + 1e-9 * waited
 
 
 def _failures(outcomes: list[tuple[bool, Any]]) -> str:

@@ -19,7 +19,7 @@ from moeclipse.core.config import keys_of, named_in, problems_of, with_values
 from moeclipse.core.errors import ConfigError
 from moeclipse.hf.read import folder_values
 from moeclipse.model.config import ModelConfig
-from moeclipse.model.lora_config import LATENT, LoraConfig
+from moeclipse.model.lora_config import LoraConfig
 from moeclipse.moe.config import LAYER_KEYS, GateConfig, MoEConfig, layer_problems
 from moeclipse.pipeline.config import PipelineConfig
 from moeclipse.pipeline.overlap import StageLayout, lay_out
@@ -30,7 +30,7 @@ from moeclipse.train.optim.memory_config import MemoryConfig, travel_problems
 from moeclipse.train.optim.optim_config import OptimConfig, type_problems
 from moeclipse.train.optim.quant_blocks import block_problems
 from moeclipse.train.run.survival_config import CheckpointConfig, IntegrityConfig
-from moeclipse.train.weights.base_rules import BASE_KEYS, few_bits_problems
+from moeclipse.train.weights.base_rules import BASE_KEYS, few_bits_problems, lora_problems
 from moeclipse.train.weights.init_config import InitConfig, upcycle_problems
 
 MAX_SAMPLE = 64
@@ -159,24 +159,6 @@ def optim_problems(config: TrainConfig) -> Iterator[str]:
         yield from block_problems(config.model, config.moe, config.parallel.tp)
 
 
-def lora_problems(config: TrainConfig) -> Iterator[str]:
-    """What adapters cannot go with."""
-    lora, model = config.lora, config.model
-    if not lora.rank:
-        return
-    if (latent := [name for name in lora.targets if name in LATENT]) and model.attention != "mla":
-        yield f"lora.targets names {latent[0]}, which latent attention has alone (model.attention = 'mla')"
-    if model.memory:
-        yield f"lora.rank ({lora.rank}) cannot go with model.memory ({model.memory}); set one of them to 0"
-    sharded = config.parallel.tp > 1 and config.moe.expert_tp == "sharded"
-    if lora.has("experts") and sharded and config.placement.in_use and not config.placement.at_ease:
-        yield (
-            f"placement.planner ({config.placement.planner!r}), placement.slots and slots_per_rank cannot go "
-            "with lora.rank and moe.expert_tp = 'sharded': parts of an adapter are whole on every tp rank "
-            "and would move apart; choose 'auto', or moe.expert_tp = 'folded'"
-        )
-
-
 def data_problems(config: TrainConfig) -> Iterator[str]:
     """What does not fit between samples, microbatches and the model."""
     data, model = config.data, config.model
@@ -287,6 +269,10 @@ def tensor_problems(config: TrainConfig) -> Iterator[str]:
         return
     heads = "num_kv_heads" if model.attention == "gqa" else "num_heads"
     widths = {f"model.{heads}": getattr(model, heads), "model.vocab_size": model.vocab_size}
+    if model.held_mixers & {"gated_delta", "kimi_delta"}:
+        widths["model.delta_key_heads"] = model.delta_key_heads
+    if "attention" not in model.held_mixers:
+        del widths[f"model.{heads}"]
     if model.num_expert_layers < model.num_layers:
         widths["model.d_ff"] = model.d_ff
     if moe.expert_tp == "sharded" and model.num_expert_layers:
@@ -316,7 +302,10 @@ LAYOUT_KEYS = (
 RULES: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], Iterator[str]]], ...] = (
     ((*LAYER_KEYS, *STAGE_KEYS[1:], "parallel.tp"), expert_problems),
     (("metrics.trace", "run.steps"), lambda c: c.metrics.trace_problems(c.run.steps)),
-    (("lora.rank", "lora.targets", "model.memory", *LAYOUT_KEYS[2:]), lora_problems),
+    (
+        ("lora.rank", "lora.targets", "model.memory", "model.mixers", "parallel.tp", *LAYOUT_KEYS[2:]),
+        lambda c: lora_problems(c.lora, c.model, c.moe, c.placement, c.parallel.tp),
+    ),
     (
         (*BASE_KEYS, "parallel.tp", "init.upcycle", *STAGE_KEYS[1:]),
         lambda c: few_bits_problems(c.model, c.moe, c.lora, c.placement, c.parallel.tp, c.init.upcycle),
@@ -338,6 +327,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], Iterator[str]]], ...
             *("parallel.tp", "parallel.sequence_parallel", "moe.expert_tp", "moe.d_ff", "data.seq_len"),
             *(*STAGE_KEYS[1:], "model.num_heads", "model.num_kv_heads"),
             *("model.attention", "model.vocab_size", "model.d_ff", "model.memory"),
+            *("model.mixers", "model.delta_key_heads"),
         ),
         tensor_problems,
     ),
@@ -355,7 +345,8 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[TrainConfig], Iterator[str]]], ...
             *("model.dtype", "optim.state", "optim.master", "optim.main_grad", "parallel.tp", "moe.d_ff"),
             *("memory.place", "optim.clip", "optim.clip_norm", "parallel.pp", *LAYOUT_KEYS[-3:]),
             *("model.num_heads", "model.num_kv_heads", "model.head_dim", "model.v_head_dim", "model.d_ff"),
-            *STAGE_KEYS[1:],
+            *("model.mixers", "model.delta_key_heads", "model.delta_value_heads", "model.delta_value_dim"),
+            *("model.delta_key_dim", *STAGE_KEYS[1:]),
         ),
         optim_problems,
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeclipse.comm.watch.culprits import Stand, describe_wait, reached_from
+from moeclipse.comm.watch.culprits import Stand, all_wait, describe_cut, describe_wait, reached_from
 
 
 def waits(op: str, *ranks: int, host: str = "") -> Stand:
@@ -50,6 +50,25 @@ def test_hosts_are_named_where_there_are_several() -> None:
     assert describe_wait(0, stands) == "rank 1 on west did not arrive (it is 3 s behind x)"
     stands[1] = Stand(waits=False, op="x", since_s=3.0, host="east")
     assert describe_wait(0, stands) == "rank 1 did not arrive (it is 3 s behind x)"
+
+
+def test_the_fewer_are_cut_off() -> None:
+    stands = {rank: waits("a", 0, 1, 2, host="west" if rank == 2 else "east") for rank in range(3)}
+    told = "rank 2 on west cannot be reached by the others: the network there is cut"
+    assert describe_cut([2], stands) == told
+    assert describe_cut([0, 1], stands) == told, "so says rank 2 itself, which reaches nobody"
+    pair = {rank: stands[rank] for rank in (0, 2)}
+    expected = "rank 0 and rank 2 do not reach each other: the network between them is cut"
+    assert describe_cut([2], pair) == expected
+    many = {rank: waits("a", *range(20)) for rank in range(20)}
+    assert describe_cut(range(12, 20), many).startswith("ranks 12, 13, 14, 15 and 4 more cannot be reached")
+
+
+def test_the_network_is_asked_only_where_all_ranks_wait() -> None:
+    assert all_wait(0, {0: waits("a", 0, 1), 1: waits("a", 0, 1)})
+    assert all_wait(0, {0: waits("a", 0, 1), 1: waits("b", 0, 1)}), "one got through what the other did not"
+    assert not all_wait(0, {0: waits("a", 0, 1)})
+    assert not all_wait(0, {0: waits("a", 0, 1), 1: BUSY})
 
 
 def test_of_many_a_few_are_named() -> None:

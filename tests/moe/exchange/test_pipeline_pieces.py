@@ -37,7 +37,7 @@ def microbatches(moe: MoE, mesh: Mesh) -> list[tuple[torch.Tensor, torch.Tensor,
         x, d_y = (both[first : first + SIZES[mesh.rank]].roll(number, 1) for both in inputs(total))
         tokens = Tokens(mesh=mesh, first=first, total=total, microbatch=number)
         routing = moe.gate(x, tokens)
-        call = moe.prepare(routing, Structure(), (x,), tokens)
+        call = moe.plan(routing, Structure(), (x,), tokens)
         found.append((x, d_y, routing.scores_TK.detach(), call))
     return found
 
@@ -112,7 +112,7 @@ def in_pieces(mesh: Mesh, schedule: str) -> list[str]:
     x = inputs(12)[0][6 * mesh.rank : 6 * mesh.rank + 6]
     tokens = Tokens(mesh=mesh, first=6 * mesh.rank, total=12)
     routing = moe.gate(x, tokens)
-    call = moe.prepare(routing, Structure(), (x,), tokens)
+    call = moe.plan(routing, Structure(), (x,), tokens)
     routed = ExpertPass(call, routing.scores_TK, (x,))
     routed.dispatch().get()
     events.append(("experts", "", 0.0))

@@ -21,7 +21,8 @@ def both(mesh: Mesh, num_shared: int) -> tuple[float, float]:
     routing = moe.gate(x_TD, tokens)
     assert isinstance(moe.experts, Experts)
     found, grads = [], []
-    for y_TD in (visit_traced(x_TD, routing, moe.experts, moe.shared), moe.visit(routing, x_TD, tokens)):
+    traced = visit_traced(x_TD, routing, moe.experts, moe.shared)
+    for y_TD in (traced, moe.apply_experts(routing, x_TD, tokens)):
         found.append(y_TD)
         grads.append(torch.autograd.grad(y_TD.square().sum(), x_TD, retain_graph=True)[0])
     return float((found[0] - found[1]).abs().max()), float((grads[0] - grads[1]).abs().max())

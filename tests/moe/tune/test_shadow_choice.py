@@ -11,11 +11,11 @@ import pytest
 import torch
 from layer_parity import gradients, make
 
+from moeclipse.balance import shadow_policy
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.shadow_model import ShadowCosts
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig, MoEConfig
-from moeclipse.moe.tune import shadow_choice
 from moeclipse.moe.tune.probe import Probe
 from moeclipse.moe.tune.shadow_choice import LONGEST_REST, LOOK, ShadowChoice, gather_counts, loads_of
 from moeclipse.testing.run_ranks import run_ranks
@@ -38,10 +38,10 @@ def test_shadows_are_priced_per_row_that_travels(monkeypatch: pytest.MonkeyPatch
         assert more["node_P"] == (0, 1), "far rows cost more"
         return SimpleNamespace(shadows=())
 
-    monkeypatch.setattr(shadow_choice, "choose_shadows", choose)
+    monkeypatch.setattr(shadow_policy, "choose_shadows", choose)
     pairs_PE, rows_PE = np.full((2, 4), 30), np.full((2, 4), 20)
     route: Any = SimpleNamespace(placement=Placement.contiguous(4, 2), table=None)
-    choice().best(pairs_PE, rows_PE, route, PROBE.shadow_costs(overlap=0.0))
+    choice().question(pairs_PE, rows_PE, route, PROBE.shadow_costs(overlap=0.0)).best()
     ((counts, costs),) = told
     assert counts is rows_PE, "rows travel, pairs do not"
     assert costs.row_forward == pytest.approx(1.5 * PROBE.row_forward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,6 +89,7 @@ def bytes_of_a_learner(mesh: Mesh) -> None:
         "model.vocab_size": 256,
         "moe.num_experts": 8,
         "moe.d_ff": 64,
+        "data.files": (str(Path(__file__).parents[1] / "text.txt"),),
         "data.batch_size": 2,
         "data.seq_len": 16,
         "model.dtype": "bfloat16",

@@ -81,11 +81,20 @@ def test_memory_is_made_ready_half_way_to_the_first_save() -> None:
 
 def test_a_job_that_is_asked_to_leave_says_so() -> None:
     bench = Bench(at_end=False)
-    assert not bench.saving.leaving([bench.saving.signals()])
+    assert not bench.saving.leaving(1, [bench.saving.signals()])
     bench.leave = True
-    assert bench.saving.leaving([0, bench.saving.signals()])
+    assert bench.saving.leaving(1, [0, bench.saving.signals()])
     bench.saving.after_step(1, [LEAVE | ENDED], last=True)
     assert bench.begun == [(1, False)], "it saves, also where the end of the run would not be saved"
+
+
+def test_a_job_that_makes_room_leaves_at_the_next_save_that_is_due() -> None:
+    bench = Bench(every=4)
+    bench.saving.leave_at_save = lambda: True
+    told = [bench.saving.signals()]
+    assert [done for done in range(1, 9) if bench.saving.leaving(done, told)] == [4, 8]
+    assert not bench.saving.leaving(4, [0, 0])
+    assert bench.saving.leaving(4, [0, *told]), "whichever rank heard of it"
 
 
 def test_training_goes_on_and_the_next_save_counts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from moeclipse.train.step.learner import Learner
 BASE: dict[str, Any] = {
     "model.dtype": "float64",
     "model.num_layers": 2,
+    "data.files": (str(Path(__file__).parents[1] / "text.txt"),),
     "data.batch_size": 6,
     "data.seq_len": 16,
     "optim.accumulate": 2,

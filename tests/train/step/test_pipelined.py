@@ -90,21 +90,32 @@ def test_stages_over_ranks(corpus: str, schedule: str, tied: bool) -> None:
 
 
 ORDERS: tuple[dict[str, Any], ...] = (
+    {"pipeline.schedule": "zb-h2"},
+    {"pipeline.schedule": "zb-m", "pipeline.budget": 3},
+)
+FURTHER: tuple[dict[str, Any], ...] = (
     {"pipeline.schedule": "vpp"},
     {"pipeline.schedule": "vpp+1"},
-    {"pipeline.schedule": "zb-h2"},
     {"pipeline.schedule": "zb-m", "pipeline.budget": 1},
-    {"pipeline.schedule": "zb-m", "pipeline.budget": 3},
 )
 
 
-@pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_orders_of_any_number_of_microbatches(corpus: str, pp: int) -> None:
+@pytest.mark.parametrize(
+    ("pp", "orders"),
+    [
+        (2, ORDERS),
+        pytest.param(2, FURTHER, marks=pytest.mark.full),
+        pytest.param(4, (*ORDERS, *FURTHER), marks=pytest.mark.full),
+    ],
+)
+def test_orders_of_any_number_of_microbatches(
+    corpus: str, pp: int, orders: tuple[dict[str, Any], ...]
+) -> None:
     """Five microbatches: PP 2, N 3, M 5, VP 2 among them."""
     changes = {**BASE, **MODELS["softmax"], "model.num_layers": 2 * pp, "pipeline.overlap": "off"}
     changes |= {"optim.accumulate": 5, "data.batch_size": 20}
     groups = {"pipeline.schedule": "vpp", "pipeline.group_size": pp + 1}
-    several = [{**changes, **order} for order in (groups, *ORDERS)]
+    several = [{**changes, **order} for order in (groups, *orders)]
     check_several(corpus, 4, several, {"pp": pp})
 
 

@@ -17,6 +17,7 @@ from moeclipse.cli.main import main
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import to_toml, with_values
 from moeclipse.core.errors import CheckpointError
+from moeclipse.hf.compose import named
 from moeclipse.hf.folder import HfFolder
 from moeclipse.moe.tokens import Tokens
 from moeclipse.testing.compare import difference
@@ -87,7 +88,7 @@ def scratch(root: Path, **values: Any) -> TrainConfig:
 def test_a_model_of_each_family_leaves_with_its_logits(model_type: str, tmp_path: Path) -> None:
     """With no folder before it: weights, biases of the choice and configuration are all ours."""
     values = values_of(model_type) | SMALL
-    if values["gate.kind"] == "sigmoid" or model_type == "ernie4_5_moe":
+    if named(model_type).has_choice_bias(values):
         values["gate.bias_rate"] = 0.05
     config = scratch(tmp_path, **values)
     apart, _ = run_alone(compared, config, tmp_path, model_type)

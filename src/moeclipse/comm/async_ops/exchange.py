@@ -43,8 +43,7 @@ def all_to_all(
         out = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
 
     given = (out, rows, list(receive_counts), list(send_counts), group.handle)
-    start = partial(dist.all_to_all_single, *given, async_op=not lane.by_stream(group))
-    return lane.launch(group, label, start, out, rows)
+    return lane.collective(group, label, partial(dist.all_to_all_single, *given), out, rows)
 
 
 def gather(lane: Lane, group: Group, value: torch.Tensor, label: str) -> InFlight[torch.Tensor]:
@@ -77,8 +76,7 @@ def _gather(lane: Lane, group: Group, value: torch.Tensor, label: str) -> Transf
         call: Callable[..., Any] = dist.all_to_all_single
     else:
         sent, call = value.contiguous(), ALL_GATHER
-    start = partial(call, out, sent, group=group.handle, async_op=not lane.by_stream(group))
-    return lane.launch(group, label, start, out, sent)
+    return lane.collective(group, label, partial(call, out, sent, group=group.handle), out, sent)
 
 
 def sum_of_parts(parts: torch.Tensor) -> torch.Tensor:
@@ -104,11 +102,7 @@ def all_reduce(lane: Lane, group: Group, value: torch.Tensor, label: str) -> InF
     if group.backend != "nccl":
         return total(lane, group, value, label)
     value = value.contiguous()
-
-    def start() -> Any:
-        return dist.all_reduce(value, group=group.handle, async_op=not lane.by_stream(group))
-
-    return lane.launch(group, label, start, value)
+    return lane.collective(group, label, partial(dist.all_reduce, value, group=group.handle), value)
 
 
 def reduce_scatter(
@@ -121,11 +115,8 @@ def reduce_scatter(
     mine = sizes[group.index]
     if group.backend == "nccl" and len(set(sizes)) == 1:
         out = flat.new_empty(mine)
-
-        def start() -> Any:
-            return REDUCE_SCATTER(out, flat, group=group.handle, async_op=not lane.by_stream(group))
-
-        return lane.launch(group, label, start, out, flat)
+        start = partial(REDUCE_SCATTER, out, flat, group=group.handle)
+        return lane.collective(group, label, start, out, flat)
     parts = all_to_all(lane, group, flat, sizes, [mine] * group.size, label)
     return Then(parts, lambda arrived: sum_of_parts(arrived.view(group.size, mine)))
 
@@ -139,16 +130,7 @@ def all_gather_shards(
     sizes = [stop - start for start, stop in pairwise(bounds)]
     mine = flat[bounds[group.index] : bounds[group.index + 1]]
     if group.backend == "nccl" and len(set(sizes)) == 1:
-
-        def start_native() -> Any:
-            return ALL_GATHER(flat, mine, group=group.handle, async_op=not lane.by_stream(group))
-
-        return lane.launch(group, label, start_native, flat)
+        return lane.collective(group, label, partial(ALL_GATHER, flat, mine, group=group.handle), flat)
     sent = mine.repeat(group.size)
-
-    def start() -> Any:
-        counts = [mine.numel()] * group.size
-        given = (flat, sent, sizes, counts, group.handle)
-        return dist.all_to_all_single(*given, async_op=not lane.by_stream(group))
-
-    return lane.launch(group, label, start, flat, sent)
+    given = (flat, sent, sizes, [mine.numel()] * group.size, group.handle)
+    return lane.collective(group, label, partial(dist.all_to_all_single, *given), flat, sent)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -103,6 +104,14 @@ class Lane:
     def by_stream(self, group: Group) -> bool:
         """Whether collectives of this group follow the current stream, and so need not be asynchronous."""
         return self.device.type == "cuda" and group.backend == "nccl"
+
+    def collective(
+        self, group: Group, label: str, start: Callable[..., Any], value: T, keep: Any = None
+    ) -> Transfer[T]:
+        """`launch` of a call of torch.distributed, which takes `async_op`."""
+        by_stream = self.by_stream(group)
+        call = partial(start, async_op=not by_stream)
+        return self.launch(group, label, call, value, keep, on_stream=by_stream)
 
     def launch(
         self,

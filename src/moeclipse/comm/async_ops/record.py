@@ -58,6 +58,8 @@ class Recorder:
         self.ledger: Ledger | None = None
         """Checks that each launch is the next op of a program; left out: they pass by."""
         self._region: Region | None = None
+        self.capturing = False
+        """Inside what is captured, stamps would be parts of a graph."""
         self._origin: tuple[int, Stamp] = (0, None)
         self.marks: list[tuple[Any, Stamp, Stamp]] | None = None
         """What is computed, with a name each; None: the step is not traced, and names cost nothing."""
@@ -94,11 +96,6 @@ class Recorder:
         return self._marked(what) if self.tracing else nullcontext()
 
     @property
-    def capturing(self) -> bool:
-        """Inside what is captured, stamps would be parts of a graph."""
-        return self._region is not None
-
-    @property
     def tracing(self) -> bool:
         return self.marks is not None and not self.capturing
 
@@ -133,11 +130,11 @@ class Recorder:
     @contextmanager
     def region(self) -> Iterator[Region]:
         """What is launched inside, in order: where that is captured, it is launched again at every replay."""
-        outer, self._region = self._region, []
+        outer, self._region, self.capturing = self._region, [], True
         try:
             yield self._region
         finally:
-            self._region = outer
+            self._region, self.capturing = outer, outer is not None
 
     def replay(self, region: Region, captured: str = "", now: str = "") -> None:
         """A captured region is launched as one: what it lists passes as if each were launched by itself.

@@ -3,12 +3,12 @@
 A rank that waits in a collective waits for those of its members that are not in the same one. Followed from
 the rank that waited too long, this leads to ranks that gave no sign (frozen, or gone), to ranks whose host is
 busy elsewhere, or back to itself: then ranks wait in different collectives, or all in one, and the network is
-to blame.
+to blame. Whose, those say that cannot be reached (`reach`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ class Stand:
     ranks: tuple[int, ...] = ()
     """Who takes part in `op`."""
     host: str = ""
+    address: str = ""
+    """By which other ranks reach it."""
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
@@ -54,6 +56,30 @@ def reached_from(rank: int, stands: Mapping[int, Stand]) -> list[int]:
         reached += frontier
         frontier = [other for other in frontier if other in stands]
     return reached
+
+
+def all_wait(rank: int, stands: Mapping[int, Stand]) -> bool:
+    """Whether every rank that `rank` waits for is there and waits, too: it is the network, or the order."""
+    return all(other in stands and stands[other].waits for other in reached_from(rank, stands))
+
+
+def describe_cut(cut_off: Collection[int], stands: Mapping[int, Stand]) -> str:
+    """Whose network is cut, where one rank does not reach some; others are taken to reach each other."""
+    hosts = {stand.host for stand in stands.values()}
+    near = sorted(set(stands) - set(cut_off))
+    far = sorted(set(stands) & set(cut_off))
+    if len(near) == len(far):
+        both = f"{named_ranks(near)} and {named_ranks(far)}"
+        return f"{both} do not reach each other: the network between them is cut"
+    fewer = min(near, far, key=len)
+    where = "".join(dict.fromkeys(_on(stands[other], hosts) for other in fewer))
+    return f"{named_ranks(fewer)}{where} cannot be reached by the others: the network there is cut"
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
+    head = "rank" if len(ranks) == 1 else "ranks"
+    return f"{head} {', '.join(map(str, ranks[:NAMED]))}{more}"
 
 
 def describe_wait(rank: int, stands: Mapping[int, Stand]) -> str:

@@ -114,7 +114,7 @@ class Watchdog:
         while not self._stopped.wait(BEAT_S):
             try:
                 if not answered and watch.alarmed():
-                    watch.sign(replace(watch.log.stand(time.monotonic()), host=host))
+                    watch.sign(replace(watch.log.stand(time.monotonic()), host=host, address=watch.address))
                     answered = True
                 if answered and self._cause is None:
                     cause = watch.first_cause()

@@ -3,7 +3,8 @@
     forward    S rows out     C experts              R partial sums back    then one sum over ranks
     backward   S d_out rows   C dgrad   W weights    R d_x rows back        then one sum over ranks
 
-Rows of shadowed experts (`moe/experts/shadow`) take no part in this: they are computed where they are.
+Rows of shadowed experts (`moe/experts/shadow`) take no part in this: they are computed where they are. Those
+that serve other ranks (`moe/experts/served`) are slots like all others while the call lasts.
 
 The node runs on every rank, also with zero rows: a path that cut autograd on one rank would leave the
 others waiting in the backward exchange. Which unit of rows travels when is the program's business
@@ -29,6 +30,7 @@ from moeclipse.moe.exchange.sizes import Unit
 from moeclipse.moe.experts.fused import FusedExperts
 from moeclipse.moe.experts.pairwise import PairwiseExperts
 from moeclipse.moe.experts.protocols import PairExperts
+from moeclipse.moe.experts.served import Guests, ServedGrads, ServedKept
 from moeclipse.moe.experts.shadow import RankShadows, ShadowExperts, ShadowGrads, ShadowKept
 from moeclipse.moe.private_torch import keeps_graph
 from moeclipse.moe.tune.granularity import Stopwatch
@@ -65,7 +67,7 @@ class ForwardKept:
     saved: dict[Key, Any]
     """By unit; backward takes them out."""
     scores: tuple[torch.Size, torch.dtype]
-    shadows: ShadowKept | None
+    shadows: ShadowKept | ServedKept | None
 
 
 WHOLE = (Dispatcher, Unit, RankShadows, PairwiseExperts)
@@ -81,7 +83,7 @@ class ForwardRun:
     rows: list[torch.Tensor]
     """Of each input, the rows this rank sends, in the order of units."""
     scores_TK: torch.Tensor
-    shadows: ShadowExperts | None = None
+    shadows: ShadowExperts | Guests | None = None
     saved: dict[Key, Any] = field(default_factory=dict)
 
     def run(self, verified: Verified) -> torch.Tensor:
@@ -111,7 +113,7 @@ class ForwardRun:
         self.rows, self.back_NO = [], out_TO[:0]
         if not keep_rows:
             self.arrived = []  # what backward needs of them is in `saved`
-        return out_TO if self.shadows is None else out_TO + self.kept_TO
+        return out_TO + self.kept_TO if isinstance(self.shadows, ShadowExperts) else out_TO
 
     def op(self, op: Op) -> InFlight[Any] | None:
         return FORWARD[op.kind](self, op)
@@ -132,7 +134,7 @@ class ForwardRun:
         return self.shadows.send_weights()
 
     def compute_shadows(self, _: Op) -> None:
-        assert self.shadows is not None
+        assert isinstance(self.shadows, ShadowExperts)
         self.kept_TO = self.shadows.forward()
 
     def compute(self, op: Op) -> None:
@@ -172,7 +174,10 @@ class BackwardRun:
     ) -> None:
         """`inputs` are like those of forward, and may be empty; `wanted`: see `Trainable.wgrad`."""
         self.kept, self.plan, self.experts, self.wanted = kept, kept.plan, kept.experts, wanted
-        self.shadows = None if kept.shadows is None else ShadowGrads(kept.shadows)
+        self.shadows = ShadowGrads(kept.shadows) if isinstance(kept.shadows, ShadowKept) else None
+        self.guests = (
+            ServedGrads(kept.shadows, kept.experts) if isinstance(kept.shadows, ServedKept) else None
+        )
         self.d_out_TO = d_out_TO
         self.d_scores: InFlight[torch.Tensor] | None = None
         self.d_rows_NO = self.plan.take_rows(d_out_TO)
@@ -205,6 +210,8 @@ class BackwardRun:
         """Of one step's rows, or of all that are left."""
         now = [pending for of, pending in self.pending if step in (None, of)]
         self.pending = [later for later in self.pending if step not in (None, later[0])]
+        if self.guests is not None:
+            self.guests.collect(now, self.d_out_TO)
         self.weight_grads = self.experts.wgrad(now, self.weight_grads, self.wanted)
 
     def finish(self) -> tuple[list[torch.Tensor | None], torch.Tensor]:
@@ -237,11 +244,14 @@ class BackwardRun:
         return sent[0] if len(sent) == 1 else Joined(sent)
 
     def compute_weights(self, op: Op) -> None:
-        if op.step is None:  # the last ones: every unit has its score gradients
+        if op.step is None and self.guests is None:  # the last ones: every unit has its score gradients
             self.return_scores()
         self.wgrad(op.step)
 
     def compute_shadows(self, op: Op) -> None:
+        if self.guests is not None:
+            self.guests.add_grads(self.weight_grads)
+            return
         assert self.shadows is not None
         if op.kind is kinds.SHADOW_B:
             self.shadows.dgrad(self.d_out_TO)
@@ -251,6 +261,10 @@ class BackwardRun:
             self.shadows.add_grads(self.weight_grads)
 
     def return_shadows(self, _: Op) -> InFlight[Any]:
+        if self.guests is not None:
+            returned = self.guests.return_grads()
+            self.return_scores()  # always the last to leave
+            return returned
         assert self.shadows is not None
         return self.shadows.return_grads()
 
@@ -328,7 +342,7 @@ class LayerCall:
     plan: DispatchPlan
     programs: Programs
     experts: PairExperts
-    shadows: ShadowExperts | None = None
+    shadows: ShadowExperts | Guests | None = None
     num_inputs: int = 1
     watch: Stopwatch | None = None
 

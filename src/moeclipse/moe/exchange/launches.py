@@ -66,6 +66,9 @@ def _slices_back(ops: list[Op], pieces: bool) -> Iterator[tuple[Kind, list[Op]]]
     """Score gradients, which the step's own program lists, leave in front of the last weight gradients."""
     weights = max(position for position, op in enumerate(ops) if op.kind is kinds.C_W)
     if not pieces:
+        if all(op.kind is not kinds.SHADOW_B for op in ops) and ops[-1].kind is kinds.SHADOW_ADD:
+            yield kinds.COMBINE_B, ops  # gradients of guests: score gradients leave behind them
+            return
         yield kinds.COMBINE_B, ops[:weights]
         yield kinds.MLP_W, ops[weights:]
         return

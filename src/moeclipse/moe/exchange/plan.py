@@ -1,6 +1,7 @@
 """From a decision to a plan: which rows stay with shadows, which replica computes which of the others.
 
 shadowed pairs    leave the exchange: this rank computes them with weights that it is lent
+guests            where shadows serve others, they are slots behind each rank's own for this call
 replicas          each pair gets a slot, from the counts of all ranks
 sizes             travel, and with them known every rank has the same plan (`dispatch`, or by kernels)
 """
@@ -17,6 +18,7 @@ from moeclipse.moe.exchange.dispatch_on_device import plan_on_device, prepare_se
 from moeclipse.moe.exchange.loads import Loads
 from moeclipse.moe.exchange.replicas import choose_slots
 from moeclipse.moe.experts.pairwise import PairwiseExperts
+from moeclipse.moe.experts.served import Guests, ServedExperts
 from moeclipse.moe.experts.shadow import ShadowExperts, keep_shadowed
 from moeclipse.moe.gate.routing import Routing
 from moeclipse.moe.tune.exchange_policy import Decision
@@ -38,6 +40,10 @@ def plan_exchange(
     `loads` are on their way for other reasons; where they are left out, replicas ask for counts.
     """
     ids_TK, sending, slots = routing.expert_ids_TK, routing.sending, None
+    if decision.guests is not None:
+        slots = choose_slots(ids_TK, decision.guests, decision.counts_PE, hosts)
+        told = None if loads is None else loads.told
+        return plan_dispatch(ids_TK, decision.guests, decision.shape, where, slots, told), slots[:0]
     staying = ids_TK.new_empty(0)
     if decision.shadows is not None:
         num_experts = dispatcher.placement.num_experts
@@ -71,10 +77,12 @@ def shadows_of(
     experts: PairwiseExperts,
     dispatcher: Dispatcher,
     where: str,
-) -> ShadowExperts | None:
-    """What computes the pairs that stay; None where no rank shadows anything."""
+) -> ShadowExperts | Guests | None:
+    """What computes the pairs that stay, or brings what serves others; None where no rank lends anything."""
     if decision.shadows is None:
         return None
+    if isinstance(experts.experts, ServedExperts):
+        return Guests(decision.shadows, experts.experts, dispatcher.transport, where=where)
     return ShadowExperts(
         decision.shadows,
         experts,

@@ -18,22 +18,10 @@ import torch
 
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.shadow import Shadows
-from moeclipse.balance.shadow_model import ShadowCosts
 from moeclipse.comm.async_ops.in_flight import InFlight
 from moeclipse.comm.transports.transport import Transport
 from moeclipse.moe.experts.pairwise import PairwiseExperts
 from moeclipse.ops.precision import wide_of
-
-FREE = ShadowCosts(
-    row_forward=0,
-    row_backward=0,
-    row_send=0,
-    parameter_bytes=0,
-    gradient_bytes=0,
-    parameter_byte=0,
-    gradient_byte=0,
-)
-"""For shadows that were named: nothing is decided from costs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,7 @@ from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.exchange.dispatch import Dispatcher, DispatchPlan
 from moeclipse.moe.exchange.dispatch_combine import Programs
 from moeclipse.moe.experts.pairwise import PairwiseExperts
+from moeclipse.moe.experts.served import serves
 from moeclipse.moe.experts.shadow import RankShadows
 from moeclipse.moe.gate.routing import Routing
 from moeclipse.moe.tune.fixed_prices import fixed_prices
@@ -85,6 +86,8 @@ class Decision:
     """What this rank shadows in this call; None where no rank does."""
     plan: ShadowPlan | None
     """Which experts have shadows where; None where nobody asked."""
+    guests: Dispatcher | None
+    """With shadows that serve other ranks as slots of their own; None where none does."""
     counts_PE: np.ndarray
     """Pairs of each rank for each expert, where shadows were asked for; else empty."""
     costs: ShadowCosts | None
@@ -95,6 +98,8 @@ class Decision:
     def shadowed(self) -> list[int]:
         """Pairs of this rank for each expert that it shadows."""
         assert self.shadows is not None
+        if self.guests is not None:
+            return []  # counted with all rows that arrive
         return [int(self.counts_PE[self.shadows.rank, expert]) for expert in self.shadows.experts]
 
 
@@ -150,9 +155,11 @@ class ExchangeSchedule:
     def _wants_costs(self) -> bool:
         return self._tunes or self.shadows.automatic or self._taken is not None
 
-    def shape(self, shadows: bool = False, use: Granularity | None = None) -> ExchangeShape:
+    def shape(
+        self, shadows: bool = False, use: Granularity | None = None, serving: bool = False
+    ) -> ExchangeShape:
         use = use or self.use
-        key = (use.groups, use.chunks, use.units, shadows)
+        key = (use.groups, use.chunks, use.units, shadows, serving)
         if key not in self._shapes:
             self._shapes[key] = exchange_shape(
                 self.num_ranks,
@@ -160,6 +167,7 @@ class ExchangeSchedule:
                 chunks=use.chunks,
                 units=use.units,
                 shadows=SOME_SHADOW if shadows else (),
+                serving=serving,
             )
         return self._shapes[key]
 
@@ -180,9 +188,12 @@ class ExchangeSchedule:
         *,
         learns: bool,
         decided: Decided | None = None,
+        plain: PairwiseExperts | None = None,
     ) -> Decision:
         """How the rows of one call travel, and which experts have shadows.
 
+        `plain`: what computes the rows, where the call runs in one go and no kernels take it: its shadows may
+        serve other ranks, too.
         `learns`: the call may be timed and counted. `decided`: what an earlier call decided that is now
         repeated; nothing is learned from it.
         """
@@ -192,16 +203,20 @@ class ExchangeSchedule:
         watch = self.watch if decided is None else None
         decided = decided or Decided(use=self.use, probe=self.probe, asks=self.shadows.asks)
         costs, mine, counts_PE = None, None, NOBODY
-        if self.shadows.wanted != "off":
+        if self.shadows.wanted != "off" or self.shadows.policy is not None:
             costs = self._shadow_costs(decided)
-            mine, counts_PE = self.shadows.choose(ids_TK, dispatcher, where, costs, decided.asks)
-        shape = self.shape(shadows=mine is not None, use=decided.use)
+            mine, counts_PE = self.shadows.choose(
+                ids_TK, dispatcher, where, costs, decided.asks, serves(plain)
+            )
+        guests = self.shadows.guests(dispatcher) if mine is not None else None
+        shape = self.shape(shadows=mine is not None, use=decided.use, serving=guests is not None)
         return Decision(
             shape=shape,
             programs=self.programs(shape),
             decided=decided,
             shadows=mine,
             plan=self.shadows.plan,
+            guests=guests,
             counts_PE=counts_PE,
             costs=costs,
             watch=watch,
@@ -212,7 +227,8 @@ class ExchangeSchedule:
         probe = decision.decided.probe
         if decision.costs is not None and probe is not None and self.shadows.automatic:
             self.shadows.learn(plan, decision.costs, probe)
-        self._count(plan, sum(decision.shadowed) if decision.shadows else 0)
+        shadowed = sum(decision.shadowed) if decision.shadows else 0
+        self._count(plan, shadowed, guests=decision.guests is not None)
 
     def _measure(
         self, ids_TK: torch.Tensor, dispatcher: Dispatcher, experts: PairwiseExperts, mesh: Mesh, where: str
@@ -261,11 +277,11 @@ class ExchangeSchedule:
         given = affordable(self.trial_calls if self.careful else None)
         self.trials = Trials(tried, ids_TK.is_cuda, self.careful, *given)
 
-    def _count(self, plan: DispatchPlan, shadowed: int) -> None:
-        """Remember how many rows this rank computes, and each of its slots."""
+    def _count(self, plan: DispatchPlan, shadowed: int, guests: bool) -> None:
+        """Remember how many rows this rank computes, and each of its slots, where nothing is lent."""
         if self.num_ranks > 1:  # one rank computes all there are, and its host may not know how many
             self._rows += int(shadowed) + sum(sum(unit.counts) for unit in plan.units.values())
-        if plan.dispatcher.table is None:
+        if plan.dispatcher.table is None or guests:
             return
         for unit in plan.units.values():
             before = self._computed or [0] * len(unit.counts)

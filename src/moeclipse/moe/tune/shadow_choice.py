@@ -15,18 +15,22 @@ the next call asks is part of a checkpoint: a resumed run lends as the first one
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from moeclipse.balance.shadow import ShadowPlan, choose_shadows, forced_shadows, most_gain
+from moeclipse.balance.serving import with_guests
+from moeclipse.balance.shadow import ShadowPlan, forced_shadows, most_gain
 from moeclipse.balance.shadow_model import ShadowCosts
+from moeclipse.balance.shadow_policy import FREE, ShadowPolicy, ShadowQuestion
 from moeclipse.comm.async_ops.exchange import gather_to_host
+from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.exchange.dispatch import Dispatcher, DispatchPlan
-from moeclipse.moe.experts.shadow import FREE, RankShadows
+from moeclipse.moe.experts.shadow import RankShadows
 from moeclipse.moe.gate.routing import count_experts, pairs_and_rows
 from moeclipse.moe.tune.probe import Probe
 
@@ -50,10 +54,12 @@ class ShadowChoice:
         """Calls that it rests after an answer that was not worth it; calls that are left until it looks."""
         self.plan: ShadowPlan | None = None
         """Of the last call; None where it did not ask."""
+        self.policy: ShadowPolicy | None = None
+        """Of one's own: asked in every call, in place of all others."""
 
     @property
     def automatic(self) -> bool:
-        return self.wanted == "auto"
+        return self.wanted == "auto" and self.policy is None
 
     def choose(
         self,
@@ -62,21 +68,24 @@ class ShadowChoice:
         where: str,
         costs: ShadowCosts | None,
         asks: bool,
+        serves: bool = False,
     ) -> tuple[RankShadows | None, np.ndarray]:
         """(what this rank shadows in this call, None where no rank does; pairs of each rank, if asked for).
 
-        `costs`: None as long as nobody knows them.
+        `costs`: None as long as nobody knows them. `serves`: whether shadows may compute rows of others.
         """
         self.plan = None
-        if self.wanted == "off":
+        if self.wanted == "off" and self.policy is None:
             return None, NOBODY
         if self.automatic and (costs is None or not asks):
             pass_over(dispatcher, where)
             return None, NOBODY
         counts_PE, rows_PE = self.counts_and_rows(ids_TK, dispatcher, where)
-        if isinstance(self.wanted, str):
-            assert costs is not None
-            self.plan = self.best(counts_PE, rows_PE, dispatcher, costs)
+        if self.policy is not None or isinstance(self.wanted, str):
+            question = self.question(counts_PE, rows_PE, dispatcher, costs, serves)
+            self.plan = (
+                question.best() if self.policy is None else self.own(self.policy, question, dispatcher, where)
+            )
         else:
             self.plan = forced_shadows(counts_PE, dispatcher.placement, FREE, self.wanted)
         shadows = self.plan.shadows
@@ -84,13 +93,54 @@ class ShadowChoice:
             return None, counts_PE
         return RankShadows.of(shadows, dispatcher.placement, dispatcher.group.index), counts_PE
 
-    def best(
-        self, counts_PE: np.ndarray, rows_PE: np.ndarray, dispatcher: Dispatcher, costs: ShadowCosts
-    ) -> ShadowPlan:
+    def question(
+        self,
+        counts_PE: np.ndarray,
+        rows_PE: np.ndarray,
+        dispatcher: Dispatcher,
+        costs: ShadowCosts | None,
+        serves: bool = False,
+    ) -> ShadowQuestion:
         """Shadows are priced per row that travels, which several experts of its rank compute."""
         pairs = float(counts_PE.sum()) / max(float(rows_PE.sum()), 1.0)
-        costs = replace(costs, row_forward=pairs * costs.row_forward, row_backward=pairs * costs.row_backward)
-        return choose_shadows(rows_PE, dispatcher.placement, costs, table=dispatcher.table, node_P=self.hosts)
+        if costs is not None:
+            row = {name: pairs * getattr(costs, name) for name in ("row_forward", "row_backward")}
+            costs = replace(costs, **row)
+        return ShadowQuestion(
+            counts_PE=counts_PE,
+            rows_PE=rows_PE,
+            placement=dispatcher.placement,
+            costs=costs,
+            node_P=self.hosts,
+            table=dispatcher.table,
+            may_serve=serves,
+        )
+
+    def own(
+        self, policy: ShadowPolicy, question: ShadowQuestion, dispatcher: Dispatcher, where: str
+    ) -> ShadowPlan:
+        """What a policy of one's own says, the same on all ranks. Collective."""
+        plan = policy(question)
+        if not isinstance(plan, ShadowPlan):
+            raise ConfigError(
+                f"a shadow policy returned {type(plan).__name__}; return what call.lend(...) makes"
+            )
+        if dispatcher.lane.recorder.ledger is not None:
+            return plan  # which compares what ranks launch, and knows nothing of another message
+        mine = torch.tensor([zlib.crc32(repr((plan.shadows, plan.serving)).encode())])
+        label = f"exchange of a policy's answers, {where}"
+        told = gather_to_host(dispatcher.lane, dispatcher.group, mine.to(dispatcher.rank_of_E.device), label)
+        if len({answer for (answer,) in told.get()}) > 1:
+            raise ConfigError("a shadow policy must say the same on all ranks, from the question alone")
+        return plan
+
+    def guests(self, dispatcher: Dispatcher) -> Dispatcher | None:
+        """With the shadows of this call as slots of their own, where they serve others."""
+        if self.plan is None or not self.plan.serving:
+            return None
+        placement = with_guests(dispatcher.placement, self.plan.shadows)
+        given = (dispatcher.group, dispatcher.lane, dispatcher.rank_of_E.device, dispatcher.transport)
+        return Dispatcher.of(placement, *given)
 
     def counts_and_rows(
         self, ids_TK: torch.Tensor, dispatcher: Dispatcher, where: str

@@ -53,7 +53,7 @@ def priced(
 
     def look() -> None:
         counts_PE, rows_PE = choice.counts_and_rows(ids_TK, dispatcher, WHERE)
-        choice.best(counts_PE, rows_PE, dispatcher, costs)
+        choice.question(counts_PE, rows_PE, dispatcher, costs).best()
 
     look_s, both = slowest([look, lending(pairs, dispatcher, ids_TK)], mesh)
     wire = 2 * probe.latency + (probe.parameter_bytes + probe.gradient_bytes) / (probe.bandwidth or math.inf)

@@ -30,6 +30,7 @@ class DecodeGraph:
         self.decoder, self._capture = decoder, capture
         self._ids_B1 = torch.zeros(decoder.rows, 1, dtype=torch.int64, device=device)
         self._place_B = torch.zeros(decoder.rows, dtype=torch.int64, device=device)
+        self._count_B = torch.zeros(decoder.rows, dtype=torch.int64, device=device)
         self._logits_BV: torch.Tensor | None = None
         self._graph: Replay | None = None
         self._steps = 0
@@ -42,6 +43,7 @@ class DecodeGraph:
         tokens = [row[0] if row else 0 for row in new]
         self._ids_B1.copy_(torch.tensor(tokens, dtype=torch.int64)[:, None])
         self._place_B.copy_(torch.tensor(first_B, dtype=torch.int64))
+        self._count_B.copy_(torch.tensor(list(map(len, new)), dtype=torch.int64))
         self._steps += 1
         if self._graph is None and not self.refused and self._steps > WARM_STEPS:
             self._take()
@@ -60,7 +62,7 @@ class DecodeGraph:
 
     def _work(self) -> None:
         decoder = self.decoder
-        h_BD = decoder.forward(self._ids_B1, self._place_B, decoder.cache.length)
+        h_BD = decoder.forward(self._ids_B1, self._place_B, self._count_B, decoder.cache.length)
         logits_BV = decoder.logits(h_BD, torch.arange(decoder.rows, device=h_BD.device))
         if self._logits_BV is None:
             self._logits_BV = torch.empty_like(logits_BV)
@@ -76,6 +78,8 @@ def obstacle(decoder: Decoder) -> str:
         return "ranks tell each other how many rows they send"
     if decoder.rotary.scaling == "dynamic":
         return "angles change with the length of a text"
+    if model.config.held_mixers != {"attention"}:
+        return "mixers other than attention were never captured"
     if not all(layer.runs_on_device for _, layer in moe_layers(model)):
         return "experts without kernels need the host"
     return ""

@@ -62,7 +62,17 @@ def block_problems(model: ModelConfig, moe: MoEConfig, tp: int) -> Iterator[str]
         heads, width = model.num_kv_heads, model.num_heads // model.num_kv_heads * model.head_dim
     else:
         heads, width = model.num_heads, model.v_head_dim
-    shared = {"attention (model.num_heads, model.head_dim)": (heads, width)}
+    shared = {}
+    if "attention" in model.held_mixers:
+        shared["attention (model.num_heads, model.head_dim)"] = (heads, width)
+    if model.held_mixers & {"gated_delta", "kimi_delta"}:
+        heads = model.delta_key_heads
+        own = model.delta_value_heads // heads * model.delta_value_dim
+        widths = {"gated_delta": own, "kimi_delta": model.delta_key_dim}
+        for kind in model.held_mixers & widths.keys():
+            shared[f"{kind} (model.delta_key_heads)"] = (heads, widths[kind])
+    if "short_conv" in model.held_mixers:
+        shared[f"short_conv (model.d_model, {model.d_model})"] = (model.d_model, 1)
     if model.num_expert_layers < model.num_layers:
         shared[f"model.d_ff ({model.d_ff})"] = (model.d_ff, 1)
     if moe.expert_tp == "sharded" and model.num_expert_layers:

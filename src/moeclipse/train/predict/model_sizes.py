@@ -8,9 +8,11 @@ from dataclasses import replace
 import torch
 
 from moeclipse.comm.mesh import Mesh
+from moeclipse.core.errors import ConfigError
 from moeclipse.cost.cluster import ExpertChoice
 from moeclipse.cost.sizes import ModelSizes, TrainedLayer
 from moeclipse.model.config import ModelConfig
+from moeclipse.model.count import gate_width
 from moeclipse.model.lora_config import is_adapter
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.config import GateConfig, MoEConfig
@@ -35,7 +37,9 @@ PARTS = {
 
 
 def sizes_of_run(config: TrainConfig) -> ModelSizes:
-    """With what `lora` and `optim.frozen` leave to train."""
+    """With what `lora` and `optim.frozen` leave to train; ConfigError for parts that have no price."""
+    if why := unpriced(config.model):
+        raise ConfigError(f"plan and simulate have no price for {why}")
     sizes = sizes_of(config.model, config.moe, config.gate)
     if not (config.lora.rank or config.optim.frozen):
         return sizes
@@ -61,6 +65,17 @@ def sizes_of_run(config: TrainConfig) -> ModelSizes:
         expert_bits=BITS[config.model.base],
         dense_bits=BITS[config.model.dense_base],
     )
+
+
+def unpriced(model: ModelConfig) -> str:
+    """What of a model costs do not know; empty: they know all of it."""
+    if others := sorted(model.held_mixers - {"attention"}):
+        return f"mixers of tokens other than attention (model.mixers has {', '.join(others)})"
+    if model.index_topk:
+        return f"keys that an indexer chooses (model.index_topk = {model.index_topk})"
+    if any(model.chunks):
+        return f"attention in pieces of a text (model.chunks = {list(model.chunks)})"
+    return ""
 
 
 def trained_of(
@@ -113,6 +128,7 @@ def sizes_of(model: ModelConfig, moe: MoEConfig, gate: GateConfig) -> ModelSizes
         q_rank=model.q_lora_rank if latent else 0,
         kv_rank=model.kv_lora_rank if latent else 0,
         d_rope=model.qk_rope_head_dim if latent else 0,
+        gate_width=gate_width(model) if not latent else 0,
         qk_norm=model.qk_norm != "none",
         moe_layers=tuple(not model.is_dense(layer) for layer in layers),
         windows=tuple(map(model.window_of, layers)) if any(model.windows) else (),

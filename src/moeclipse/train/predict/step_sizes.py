@@ -5,6 +5,7 @@ from __future__ import annotations
 from moeclipse.cost.hardware import Device
 from moeclipse.cost.model import LayerWork
 from moeclipse.model.config import ModelConfig
+from moeclipse.model.count import gate_width
 from moeclipse.sim.step_costs import StepWork
 from moeclipse.train.config import TrainConfig
 
@@ -43,7 +44,7 @@ def attention_sizes(model: ModelConfig) -> tuple[int, int]:
     D, heads = model.d_model, model.num_heads
     if model.attention == "gqa":
         width = heads * model.head_dim
-        return D * (2 * width + 2 * model.num_kv_heads * model.head_dim), width
+        return D * (2 * width + 2 * model.num_kv_heads * model.head_dim + gate_width(model)), width
     query_width = heads * (model.qk_nope_head_dim + model.qk_rope_head_dim)
     query = D * query_width
     if model.q_lora_rank:

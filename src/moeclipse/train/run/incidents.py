@@ -83,17 +83,38 @@ class Incidents:
 
 def kept_by_launcher(ranks: Path | None, rank: int | None, text: str) -> None:
     """As the launcher, of an attempt whose ranks left their files in `ranks`."""
-    told = sorted(ranks.glob(f"*/{RUN}")) if ranks is not None else []
-    if ranks is None or not told:
+    directory = run_of(ranks)
+    if ranks is None or directory is None:
         return
     with contextlib.suppress(OSError, ValueError):
-        directory = Path(read_text(told[0]))
         with contextlib.suppress(OSError):
             copy_ops(ranks, directory)
-        since, noticed = min(file.stat().st_mtime for file in told), {}
+        since, noticed = min(file.stat().st_mtime for file in ranks.glob(f"*/{RUN}")), {}
         with contextlib.suppress(OSError):
             noticed = withdraw(directory, since)
-        append(directory, {"kind": "signal", "rank": rank, "what": text, "step": step_of(ranks), **noticed})
+        record = {"kind": "signal", "rank": rank, "what": text, "step": step_of(ranks), **noticed}
+        append(directory, attempt_of(ranks) | record)
+
+
+def told_by_launcher(ranks: Path, record: Mapping[str, Any]) -> None:
+    """What the launcher decided after an attempt."""
+    directory = run_of(ranks)
+    if directory is not None:
+        kept(directory, attempt_of(ranks) | dict(record))
+
+
+def attempt_of(ranks: Path) -> dict[str, Any]:
+    """As torch's agent names the folder of an attempt; the launcher itself is in none."""
+    found = re.fullmatch(r"attempt_(\d{1,9})", ranks.name)
+    return {"attempt": int(found[1])} if found else {}
+
+
+def run_of(ranks: Path | None) -> Path | None:
+    """The run's directory, as the ranks of an attempt have told the launcher."""
+    told = sorted(ranks.glob(f"*/{RUN}")) if ranks is not None else []
+    with contextlib.suppress(OSError, ValueError):
+        return Path(read_text(told[0])) if told else None
+    return None
 
 
 def withdraw(directory: Path, since: float) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from moeclipse.train.checkpoints.async_save import AsyncSave
 from moeclipse.train.run.survival_config import CheckpointConfig
 
 MAX_FAILED = 3
-ENDED, DUE, LEAVE = 1, 2, 4  # what a rank tells the others with each step
+ENDED, DUE, LEAVE, LEAVE_AT_SAVE = 1, 2, 4, 16  # what a rank tells the others with each step; 8: integrity
 
 
 class Saving:
@@ -34,11 +34,13 @@ class Saving:
         tell: Callable[[str], None],
         *,
         asked_to_leave: Callable[[], bool] = lambda: False,
+        leave_at_save: Callable[[], bool] = lambda: False,
         make_ready: Callable[[AsyncSave], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config, self.save, self.tell = config, save, tell
         self.asked_to_leave, self.make_ready, self.clock = asked_to_leave, make_ready, clock
+        self.leave_at_save = leave_at_save
         self.async_save = AsyncSave()
         self.path: Path | None = None
         """The newest checkpoint that was saved."""
@@ -50,7 +52,8 @@ class Saving:
     def signals(self) -> int:
         """What this rank tells the others."""
         due = self.config.every == "auto" and self.clock() - self._begun_at >= 60 * self.config.minutes
-        return ENDED * self.async_save.ended | DUE * due | LEAVE * self.asked_to_leave()
+        leave = LEAVE * self.asked_to_leave() | LEAVE_AT_SAVE * self.leave_at_save()
+        return ENDED * self.async_save.ended | DUE * due | leave
 
     def is_due(self, done: int, signals: Sequence[int]) -> bool:
         """Whether the state after `done` steps is to be saved, from what rank 0 said."""
@@ -68,7 +71,7 @@ class Saving:
             self._try(self.async_save.advance)
         if last:
             self.finish()
-            if self.config.at_end or best or self.leaving(signals):
+            if self.config.at_end or best or self.leaving(done, signals):
                 self._try(lambda: self.save(done, None), last=True)
             return
         if best or self.is_due(done, signals):
@@ -88,8 +91,10 @@ class Saving:
             return self.clock() - self._begun_at >= 30 * self.config.minutes
         return bool(self.config.every) and 2 * done >= self.config.every
 
-    def leaving(self, signals: Sequence[int]) -> bool:
-        return any(signal & LEAVE for signal in signals)
+    def leaving(self, done: int, signals: Sequence[int]) -> bool:
+        """Whether the job ends with this step, though the run does not."""
+        at_save = any(signal & LEAVE_AT_SAVE for signal in signals) and self.is_due(done, signals)
+        return at_save or any(signal & LEAVE for signal in signals)
 
     def finish(self) -> None:
         """Wait for the save that is under way. Collective."""

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -47,6 +47,9 @@ from moeclipse.train.run.best_checkpoint import BestCheckpoint
 from moeclipse.train.run.choices import FILE, Choices, trial_calls
 from moeclipse.train.run.incidents import Incidents
 from moeclipse.train.run.metrics import Metrics
+from moeclipse.train.run.observers import Observer as Observer
+from moeclipse.train.run.observers import Silence as Silence
+from moeclipse.train.run.observers import tell_phase
 from moeclipse.train.run.records import Records
 from moeclipse.train.run.resolve_auto import settle
 from moeclipse.train.run.run_directory import RunDirectory
@@ -56,35 +59,13 @@ from moeclipse.train.step.learner import Learner
 from moeclipse.train.weights.hugging_face import export, load_folder
 from moeclipse.train.weights.init_from import load_weights_of
 
-
-class Observer(Protocol):
-    """Who watches a run; called on rank 0 only."""
-
-    def start(self, info: dict[str, Any]) -> None: ...
-    def step(self, record: dict[str, Any]) -> None: ...
-    def note(self, text: str) -> None: ...
-    def end(self, summary: dict[str, Any]) -> None: ...
-
-
-def tell_phase(observer: Observer | None, text: str) -> None:
-    """What a start is at, for observers that want to know."""
-    phase: Callable[[str], None] | None = getattr(observer, "phase", None)
-    if phase is not None:
-        phase(text)
+LEAVE_S = 2.0
+"""How long a rank that lost a peer takes its connections apart."""
 
 
 def leave_process(error: CommError) -> None:
     print(f"error: {error}", file=sys.stderr, flush=True)
     os._exit(error.code)
-
-
-class Silence:
-    """Watches nothing."""
-
-    def start(self, info: dict[str, Any]) -> None: ...
-    def step(self, record: dict[str, Any]) -> None: ...
-    def note(self, text: str) -> None: ...
-    def end(self, summary: dict[str, Any]) -> None: ...
 
 
 def train(
@@ -93,13 +74,15 @@ def train(
     resume: str = "off",
     observer: Observer | None = None,
     leave: Callable[[], str] = lambda: "",
+    leave_at_save: Callable[[], bool] = lambda: False,
     stuck: Callable[[CommError], None] = leave_process,
 ) -> dict[str, Any]:
     """Train as this rank; returns the summary. `resume`: off, auto, or a checkpoint's path.
 
-    `leave` is asked at every step: once it answers on any rank, with the name of a signal, all ranks save and
-    raise Preempted. `stuck` is called, on another thread, with the cause of a failure that this rank's main
-    thread cannot hear of because a call of CUDA or NCCL holds it; it must end the process.
+    `leave` is asked at every step: once it answers on any rank, with a signal's name, all ranks save and raise
+    Preempted; `leave_at_save` likewise, at the next save. `stuck` is called, on another thread, with the
+    cause of a failure that this rank's main thread cannot hear of because a call of CUDA or NCCL holds it; it
+    must end the process.
     """
     place = RankPlace.read()
     problems = [*problems_of(config), *layout_problems(config, place.num_ranks)]
@@ -120,10 +103,8 @@ def train(
     if on_device:  # a first step compiles and loads kernels, one rank later than another
         watch.log.patience_s = config.parallel.start_deadline_s
     incidents = Incidents(watch, stuck)
-    # On CPU every wait ends by itself at the deadline.
-    with Watchdog(
-        watch, end=incidents.end if on_device else None, stacks=open_stacks() if on_device else None
-    ):
+    end, stacks = (incidents.end, open_stacks()) if on_device else (None, None)
+    with Watchdog(watch, end=end, stacks=stacks):  # on CPU every wait ends by itself at the deadline
         try:
             mesh = Mesh(
                 dp=dp,
@@ -136,7 +117,7 @@ def train(
                 comm_sms=config.pipeline.comm_sms,
             )
             watching = observer if observer is not None and place.rank == 0 else Silence()
-            return Run(config, mesh, watching, leave).whole(resume, incidents.begin)
+            return Run(config, mesh, watching, leave, leave_at_save).whole(resume, incidents.begin)
         except Preempted:
             raise
         except BaseException as error:
@@ -146,16 +127,21 @@ def train(
                 incidents.keep(text)
             raise
         finally:
-            stop()
+            stop(LEAVE_S if isinstance(sys.exc_info()[1], CommError) else None)
 
 
 class Run:
     """A run directory and the steps that fill it."""
 
     def __init__(
-        self, config: TrainConfig, mesh: Mesh, observer: Observer, leave: Callable[[], str] = lambda: ""
+        self,
+        config: TrainConfig,
+        mesh: Mesh,
+        observer: Observer,
+        leave: Callable[[], str] = lambda: "",
+        leave_at_save: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.mesh, self.observer, self.leave = mesh, observer, leave
+        self.mesh, self.observer, self.leave, self.leave_at_save = mesh, observer, leave, leave_at_save
         # Ranks read their clocks apart: rank 0 chooses the name.
         name = mesh.gather_objects(config.run.name or f"run-{time.strftime('%Y%m%d-%H%M%S')}")[0]
         self.config = with_values(config, {"run.name": name})
@@ -273,6 +259,7 @@ class Run:
             lambda done, async_save: self._save(learner, done, async_save),
             self.observer.note,
             asked_to_leave=lambda: bool(self.leave()),
+            leave_at_save=self.leave_at_save,
             make_ready=learner.make_save_ready,
         )
         learner.signals = saving.signals
@@ -304,7 +291,7 @@ class Run:
                     f"gradient norm {record['grad_norm']}{scale}"
                 )
             done = step + 1
-            last = done == config.run.steps or saving.leaving(signals)
+            last = done == config.run.steps or saving.leaving(done, signals)
             if self.mesh.rank == 0:
                 now = last or saving.is_due(done, signals)
                 learner.loads.write(self.directory, done, scribe, now=now)

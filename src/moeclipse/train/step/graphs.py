@@ -210,6 +210,8 @@ def obstacle(config: TrainConfig, mesh: Mesh, model: nn.Module) -> str:
         return "documents and sources are others in every microbatch"
     if any(memories(model)):
         return "what layers remember is kept by the host"
+    if config.model.held_mixers != {"attention"}:
+        return "mixers other than attention were never captured"
     if not all(layer.runs_on_device for layer in layers):
         return "gates that draw by the step, capacities and experts without kernels need the host"
     return ""

@@ -294,4 +294,6 @@ def obstacle_in_config(config: TrainConfig, mesh: Mesh) -> str:
         return "linears exchange rows inside of attention"
     if config.data.documents == "packed" or config.data.kind == "chat":
         return "documents are others in every microbatch"
+    if config.model.held_mixers != {"attention"}:
+        return "mixers other than attention were never captured"
     return ""

@@ -1,4 +1,4 @@
-"""What a base in few bits (`model.base`, `model.dense_base`) cannot go with, told before ranks start."""
+"""What adapters, and a base in few bits beside them, cannot go with, told before ranks start."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Iterator
 
 from moeclipse.balance.config import PlacementConfig
 from moeclipse.model.config import ModelConfig
-from moeclipse.model.lora_config import LoraConfig
+from moeclipse.model.lora_config import LATENT, PROJECTIONS, LoraConfig
 from moeclipse.moe.config import MoEConfig
 
 BASE_KEYS = (
     *("model.base", "model.dense_base", "lora.rank", "moe.d_ff", "moe.shadow", "moe.expert_tp"),
     *("model.d_model", "model.d_ff", "model.num_heads", "model.num_kv_heads", "model.head_dim"),
     *("model.q_lora_rank", "model.kv_lora_rank", "model.qk_nope_head_dim", "model.qk_rope_head_dim"),
-    *("model.v_head_dim", "moe.shared_d_ff", "moe.num_shared_experts"),
+    *("model.v_head_dim", "moe.shared_d_ff", "moe.num_shared_experts", "model.mixers"),
+    *("model.delta_key_heads", "model.delta_value_heads", "model.delta_key_dim", "model.delta_value_dim"),
     *("placement.planner", "placement.slots", "placement.slots_per_rank"),
 )
 """The keys that these rules read, beside those of stages."""
@@ -38,6 +39,33 @@ def few_bits_problems(
         )
     if model.base:
         yield from expert_problems(f"model.base ({model.base!r})", moe, placement, tp)
+
+
+def lora_problems(
+    lora: LoraConfig, model: ModelConfig, moe: MoEConfig, placement: PlacementConfig, tp: int
+) -> Iterator[str]:
+    """What adapters cannot go with."""
+    if not lora.rank:
+        return
+    if (latent := [name for name in lora.targets if name in LATENT]) and model.attention != "mla":
+        yield f"lora.targets names {latent[0]}, which latent attention has alone (model.attention = 'mla')"
+    if model.memory:
+        yield f"lora.rank ({lora.rank}) cannot go with model.memory ({model.memory}); set one of them to 0"
+    beside = [name for name in lora.targets if name not in ("experts", *PROJECTIONS)]
+    others = [f"model.mixers ({kind})" for kind in sorted(model.held_mixers - {"attention"})]
+    others += [f"model.attention_gate ({model.attention_gate})"] if model.attention_gate != "none" else []
+    if beside and others:
+        yield (
+            f"lora.targets ({', '.join(beside)}) cannot go with {others[0]}: adapters stand beside plain "
+            "attention and experts alone; set lora.targets = experts"
+        )
+    sharded = tp > 1 and moe.expert_tp == "sharded"
+    if lora.has("experts") and sharded and placement.in_use and not placement.at_ease:
+        yield (
+            f"placement.planner ({placement.planner!r}), placement.slots and slots_per_rank cannot go "
+            "with lora.rank and moe.expert_tp = 'sharded': parts of an adapter are whole on every tp rank "
+            "and would move apart; choose 'auto', or moe.expert_tp = 'folded'"
+        )
 
 
 def misfits(model: ModelConfig, moe: MoEConfig) -> Iterator[str]:

@@ -33,8 +33,9 @@ from moeclipse.hf.config_file import CONFIG, small_files
 from moeclipse.hf.folder import HfFolder, Shapes
 from moeclipse.hf.manifest import MANIFEST as HF_MANIFEST
 from moeclipse.hf.manifest import encode
-from moeclipse.hf.names import LogicalTensor, tensor_table
+from moeclipse.hf.names import tensor_table
 from moeclipse.hf.read import read_config
+from moeclipse.hf.row_ranges import LogicalTensor
 from moeclipse.hf.write import (
     CODES,
     SHARD_BYTES,

@@ -180,7 +180,7 @@ def of_config(path: Path, theirs: Mapping[str, Any]) -> FoundModel:
         shapes=plain(Shapes.of(read.values)),
         tokenizer=tokenizer_of(path),
         why_no_text="it has no tokenizer.json",
-        context=int(theirs.get("max_position_embeddings") or 0),
+        context=int(theirs.get("max_position_embeddings") or theirs.get("model_max_length") or 0),
         names=read.family.names,
         ends=frozenset(map(int, numbers)),
         special=True,
