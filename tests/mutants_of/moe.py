@@ -88,13 +88,13 @@ MUTANTS = (
     Mutant(
         "moe/exchange/dispatch_combine.py",
         """\
-        if op.step is None:  # the last ones: every unit has its score gradients
+        if op.step is None and self.guests is None:  # the last ones: every unit has its score gradients
             self.return_scores()
         self.wgrad(op.step)
 """,
         """\
         self.wgrad(op.step)
-        if op.step is None:  # the last ones: every unit has its score gradients
+        if op.step is None and self.guests is None:  # the last ones: every unit has its score gradients
             self.return_scores()
 """,
         "moe/test_overlap.py::test_rows_travel_while_experts_compute",
@@ -130,8 +130,8 @@ MUTANTS = (
     ),
     Mutant(
         "moe/tune/shadow_choice.py",
-        "row_forward=pairs * costs.row_forward, row_backward=pairs * costs.row_backward",
-        "row_forward=costs.row_forward, row_backward=costs.row_backward",
+        "forward, backward = pairs * costs.row_forward, pairs * costs.row_backward",
+        "forward, backward = costs.row_forward, costs.row_backward",
         "moe/tune/test_shadow_choice.py::test_shadows_are_priced_per_row_that_travels",
         "a row priced as one pair",
         "too few shadows",

@@ -104,8 +104,8 @@ class ShadowChoice:
         """Shadows are priced per row that travels, which several experts of its rank compute."""
         pairs = float(counts_PE.sum()) / max(float(rows_PE.sum()), 1.0)
         if costs is not None:
-            row = {name: pairs * getattr(costs, name) for name in ("row_forward", "row_backward")}
-            costs = replace(costs, **row)
+            forward, backward = pairs * costs.row_forward, pairs * costs.row_backward
+            costs = replace(costs, row_forward=forward, row_backward=backward)
         return ShadowQuestion(
             counts_PE=counts_PE,
             rows_PE=rows_PE,
