@@ -15,7 +15,7 @@ from strategies import zipf_counts
 
 from moeclipse.balance.config import padded
 from moeclipse.balance.draft import Change, Draft
-from moeclipse.balance.objective import PlacementCosts
+from moeclipse.balance.objective import PlacementCosts, nodes_of
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.planner import (
     FEW_TRIES,
@@ -366,3 +366,27 @@ def test_many_random_replacements(problem: tuple[np.ndarray, tuple[int, ...]], s
         config = PlanConfig(planner=planner, seed=seed)
         current = plan(config, counts_PE.astype(float), slots_P, current, COSTS)
         check_fits(current, counts_PE.shape[1], slots_P)
+
+
+def over_nodes(experts: int, slots: int, exponent: float, nodes: int) -> PlanProblem:
+    """64 ranks with experts in order, under Zipf's law."""
+    rng = np.random.default_rng(0)
+    weight_E = rng.permutation(np.arange(1, experts + 1) ** -exponent)
+    counts_PE = rng.multinomial(32768, weight_E / weight_E.sum(), size=64)
+    costs = PlacementCosts.from_shapes(d_model=2048, d_ff=1408, every=50)
+    return PlanProblem(
+        counts_PE=counts_PE,
+        slots_P=(slots,) * 64,
+        current=padded(Placement.contiguous(experts, 64), slots),
+        costs=replace(costs, row_seconds=8 * costs.row_seconds, row_bytes=8 * costs.row_bytes),
+        node_P=nodes_of(64, nodes),
+        noise=0.02,
+    )
+
+
+def test_wrap_fill_stays_where_that_is_faster() -> None:
+    problem = over_nodes(256, 5, 0.8, 8)
+    even = answer(PlanConfig(planner="greedy"), problem)
+    held = replace(problem, current=even)
+    assert answer(PlanConfig(planner="wrap_fill"), held) is even
+    assert answer(PlanConfig(planner="wrap_fill"), problem) is not problem.current

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -40,6 +41,24 @@ def test_other_shells() -> None:
     for shell, text in (("zsh", zsh(found)), ("fish", told)):
         if shutil.which(shell):
             subprocess.run([shell, "-n"], input=text, text=True, check=True)
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish (Debian: fish)")
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("moeclipse simu", ["simulate"]),
+        ("moeclipse train --gate.kin", ["--gate.kind"]),
+        ("moeclipse train --gate.kind so", ["softmax"]),
+    ],
+)
+def test_fish_completes(tmp_path: Path, line: str, found: list[str]) -> None:
+    script = tmp_path / "moeclipse.fish"
+    script.write_text(fish(table()))
+    command = ["fish", "--no-config", "-c", f"source {script}; complete -C '{line}'"]
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert [word.split("\t")[0] for word in done.stdout.splitlines()] == found
 
 
 def test_every_command_is_there() -> None:

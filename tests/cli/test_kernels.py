@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from moeclipse.cli import kernels as checked
-from moeclipse.cli.kernels import Shape, Speed, finding, kernels, measure
+from moeclipse.cli.kernels import Speed, TriedLayer, finding, kernels, measure
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.experts.two_projections import Experts
 from moeclipse.testing.run_ranks import run_alone
 
-SMALL = Shape(tokens=24, d_model=16, d_ff=8, experts=4, top_k=2)
+SMALL = TriedLayer(tokens=24, d_model=16, d_ff=8, experts=4, top_k=2)
 GOOD = Speed(kernels_s=0.004, plain_s=0.006, difference=0.004)
 FORM = "descriptor form for sm_90"
 
@@ -49,7 +49,7 @@ def test_a_way_that_computes_something_else_is_seen() -> None:
 
 
 def test_speed_is_told_beside_plain_torch() -> None:
-    item = finding(FORM, Shape(), GOOD)
+    item = finding(FORM, TriedLayer(), GOOD)
     assert (item.section, item.name, item.state) == ("kernels", "experts", "works")
     assert item.value == (
         "descriptor form for sm_90: 464 TFLOP/s forward and backward, plain torch 309 "
@@ -58,11 +58,11 @@ def test_speed_is_told_beside_plain_torch() -> None:
 
 
 def test_slow_kernels_have_advice_and_wrong_ones_stop_training() -> None:
-    slow = finding(FORM, Shape(), replace(GOOD, kernels_s=0.009))
+    slow = finding(FORM, TriedLayer(), replace(GOOD, kernels_s=0.009))
     assert slow.state == "limited"
     assert "--moe.kernels off" in slow.advice
     for difference in (0.5, math.nan, math.inf):
-        item = finding(FORM, Shape(), replace(GOOD, difference=difference))
+        item = finding(FORM, TriedLayer(), replace(GOOD, difference=difference))
         assert item.state == "broken"
         assert "differ from plain torch" in item.value
 

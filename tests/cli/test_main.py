@@ -108,3 +108,33 @@ def test_of_ranks_that_find_the_same_fault_one_tells(
     assert said[0].startswith("error: gate.top_k (9) must be at most moe.num_experts (6)")
     assert said[1] == ""
     assert said[2].startswith("error: gate.top_k (7)"), "what only one rank finds is told"
+
+
+MISTAKES = (
+    ("simulate", "nowhere"),
+    ("simulate", "--ranks", "0"),
+    ("plan",),
+    ("plan", "nowhere", "--gpus", "8"),
+    ("plan", "--model", "deepseek-v3", "--gpus", "0"),
+    ("place", "nowhere"),
+    ("place", "nowhere", "--seconds", "-1"),
+    ("report",),
+    ("report", "nowhere"),
+    ("convert", "nowhere", "out"),
+    ("generate", "nowhere", "--prompt", "x"),
+    ("doctor", "--nope"),
+    ("completion", "csh"),
+    ("train", "--ranks", "0"),
+    ("train", "nofile.toml"),
+)
+
+
+def test_mistakes_of_every_command_are_told_before_torch_is_loaded(tmp_path: Path) -> None:
+    """Which takes seconds, on a busy machine a minute."""
+    code = "import sys; from moeclipse.cli.main import main\n"
+    code += f"for words in {MISTAKES!r}: print(main(list(words)), 'torch' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.splitlines() == ["2 False"] * len(MISTAKES)
+    assert "the keys are dir, json" in done.stderr, "a command without sections names its keys"
+    assert "--seconds (-1) must not be negative" in done.stderr

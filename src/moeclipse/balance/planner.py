@@ -107,7 +107,9 @@ def answer(config: PlanConfig, problem: PlanProblem) -> Placement:
     if config.planner == "wrap_fill":
         start = Draft.of(wrap_filled(problem, slots_P), problem)
         better = improved(start, problem.num_slots, tries_for(slots_P, CLEAN_TRIES))
-        return better.placement().arranged_like(current)
+        found = better.placement().arranged_like(current)
+        # Over nodes a clean table may be less even than what holds now.
+        return found if problem.judge(found).total <= problem.judge(problem.start).total else current
     if config.planner == "auto":
         if problem.bound >= (1 - WORTHWHILE) * problem.judge(problem.start).total:
             return current

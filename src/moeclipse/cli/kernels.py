@@ -29,7 +29,7 @@ ROUNDING = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class TriedLayer:
     """Of the layer that is tried."""
 
     tokens: int = 8192
@@ -56,7 +56,7 @@ class Speed:
     difference: float
 
 
-def kernels(shape: Shape | None = None) -> Iterator[Finding]:
+def kernels(shape: TriedLayer | None = None) -> Iterator[Finding]:
     """Of the first device; other devices of a machine are nearly always alike."""
     if importlib.util.find_spec("torch") is None:
         return
@@ -69,7 +69,7 @@ def kernels(shape: Shape | None = None) -> Iterator[Finding]:
         yield Finding(section=SECTION, name="experts", state="info", value=value)
         return
     device = torch.device("cuda", 0)
-    architecture, shape = architecture_of(device), shape or Shape()
+    architecture, shape = architecture_of(device), shape or TriedLayer()
     if architecture is None:
         value = f"experts compute in plain torch on {torch.cuda.get_device_name(device)}"
         advice = "the kernels need Triton and a GPU from Ampere on, or an MI300X"
@@ -89,7 +89,7 @@ def kernels(shape: Shape | None = None) -> Iterator[Finding]:
         yield Finding(section=SECTION, name="experts", state="limited", value=value, advice=advice)
 
 
-def finding(form: str, shape: Shape, speed: Speed) -> Finding:
+def finding(form: str, shape: TriedLayer, speed: Speed) -> Finding:
     by_kernels, plain = (1e-12 * shape.flops / s for s in (speed.kernels_s, speed.plain_s))
     value = (
         f"{form}: {by_kernels:.0f} TFLOP/s forward and backward, plain torch {plain:.0f} "
@@ -105,7 +105,7 @@ def finding(form: str, shape: Shape, speed: Speed) -> Finding:
     return Finding(section=SECTION, name="experts", state="works", value=value)
 
 
-def measure(shape: Shape, device: torch.device) -> Speed:
+def measure(shape: TriedLayer, device: torch.device) -> Speed:
     """By kernels (on CPU: by plain torch, too) and by plain torch, in turns."""
     import torch
 

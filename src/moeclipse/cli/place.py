@@ -91,7 +91,12 @@ class FullConfig(PlaceConfig):
 
 def options_of(words: list[str]) -> PlaceConfig:
     named = "RUN|LOAD.npz"
-    return read(PlaceConfig, words, "place", positional="load", usage=named, bare={"plot": BESIDE})
+    config = read(PlaceConfig, words, "place", positional="load", usage=named, bare={"plot": BESIDE})
+    negative = [name for name in ("seconds", "time_limit") if getattr(config, name) < 0]
+    if negative:
+        told = {name.replace("_", "-"): getattr(config, name) for name in negative}
+        raise ConfigError([f"--{name} ({value:g}) must not be negative" for name, value in told.items()])
+    return config
 
 
 def main(argv: list[str]) -> int:

@@ -31,7 +31,6 @@ from moeclipse.plan.layouts import Plan, Request, SearchResult, search
 from moeclipse.plan.step import Step, Terms
 from moeclipse.sim.trace import timeline
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.predict.model_sizes import sizes_of_run
 from moeclipse.train.predict.plan_config import (
     batch_for,
     config_for,
@@ -149,6 +148,10 @@ def check(options: PlanOptions) -> None:
 
 
 def request_of(options: PlanOptions, config: TrainConfig) -> Request:
+    from moeclipse.train.predict.model_sizes import (
+        sizes_of_run,
+    )  # needs torch, which mistakes before it do not
+
     named = Path(options.source or options.model).suffix != ".toml"
     sequence = options.seq_len or (4096 if named else config.data.seq_len)
     batch = config.data.batch_size

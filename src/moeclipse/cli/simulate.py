@@ -189,6 +189,8 @@ def _refuse(config: SimulateConfig, names: Mapping[str, str], why: str) -> None:
 
 
 def _simulate_run(console: Console, config: SimulateConfig, path: Path) -> None:
+    if not path.exists():
+        raise ConfigError(f"there is no file {path}; give the folder of a run, or a configuration")
     from moeclipse.cli import simulate_run  # needs torch, which nothing else here does
 
     terms = simulate_run.RunTerms(

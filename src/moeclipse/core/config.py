@@ -178,7 +178,12 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     if section in sections:
         keys = ", ".join(other.rpartition(".")[2] for other in siblings)
         return f"{key}: unknown key; {section} has {keys}"
-    return f"{key}: unknown key; the sections are {', '.join(sorted(sections))}"
+    where = (
+        f"the sections are {', '.join(sorted(sections))}"
+        if sections
+        else f"the keys are {', '.join(sorted(known))}"
+    )
+    return f"{key}: unknown key; {where if known else 'there are none'}"
 
 
 # --- layers ----------------------------------------------------------------------------------------------

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from moeclipse.core.config import Given, nearest, problems_of, with_values
 from moeclipse.core.errors import ConfigError
@@ -15,10 +13,11 @@ from moeclipse.cost.step_bytes import StateBytes
 from moeclipse.hf.config_file import is_model_folder
 from moeclipse.plan.layouts import Nearest, Plan, Request, candidates_of
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.optim.buckets import summed_type
 from moeclipse.train.predict.shapes import SHAPES, shape_values
-from moeclipse.train.predict.state_bytes import per_element
 from moeclipse.train.presets import merge, preset_names
+
+if TYPE_CHECKING:
+    import torch
 
 LEAST_WRONG = 0.01
 """A batch may be so far from what was asked for, as a share, to be divisible by many ranks."""
@@ -55,8 +54,14 @@ def config_for(source: str, flags: Mapping[str, Given] | None = None) -> TrainCo
     return with_values(config, {"model.dtype": "bfloat16"})
 
 
-def state_of(config: TrainConfig, held: torch.dtype = torch.bfloat16) -> StateBytes:
-    """Of one parameter; `held` is the type of weights."""
+def state_of(config: TrainConfig, held: torch.dtype | None = None) -> StateBytes:
+    """Of one parameter; `held` is the type of weights, bfloat16 if left out."""
+    import torch  # a model that cannot be read is told without it
+
+    from moeclipse.train.optim.buckets import summed_type
+    from moeclipse.train.predict.state_bytes import per_element
+
+    held = held or torch.bfloat16
     gradient = summed_type(config.optim.main_grad, held).itemsize
     return StateBytes(weight=held.itemsize, gradient=gradient, shard=per_element(config.optim, held))
 
