@@ -13,7 +13,7 @@ HEAD = """usage: moeclipse train [config.toml] [--section.key value ...]
 Train a Mixture-of-Experts language model. Flags win over the file, the file over the preset.
 """
 MOST_WANTED = (
-    ("--ranks N", "", "processes to start here; 2:4: as few as 2 when some are lost; auto: all GPUs"),
+    ("--ranks N", "", "processes to start here; 2:4: at least 2 when some are lost"),
     ("--resume auto", "", "go on with the run from its newest whole checkpoint"),
     ("--run.name NAME", "run.name", "folder below runs/; empty: preset and time"),
     ("--run.steps N", "run.steps", "how long"),
