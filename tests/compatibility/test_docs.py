@@ -118,6 +118,7 @@ RUN: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/placement.md#1": lambda folder: {},
     "docs/schedules.md#0": lambda folder: {},
     "docs/skew.md#0": lambda folder: {},
+    "docs/smart-schedule.md#0": lambda folder: {"moe": moeclipse.MoE(8, 8, 2)},
     "docs/writing-tests.md#0": lambda folder: {"x": torch.ones(2)},
 }
 """Blocks that run, and what they find there."""

@@ -23,8 +23,8 @@ MUTANTS = (
     ),
     Mutant(
         "hf/write.py",
-        "            target[:, place] = rows.view(part.rows, width).t().to(dtype)",
-        "            target[:, place] = rows.view(width, part.rows).to(dtype)",
+        "(values.t() if part.transposed else values)",
+        "(values.reshape(values.t().shape) if part.transposed else values)",
         "hf/test_write.py::test_tensors_are_assembled_from_parts",
         "a transposed part is only reshaped",
         "exported gpt-oss experts are scrambled",
