@@ -81,8 +81,8 @@ def train(
 
     `leave` is asked at every step: once it answers on any rank, with a signal's name, all ranks save and
     raise Preempted; `leave_at_save` likewise, at the next save. `stuck` is called on another thread with the
-    cause of a failure that this rank's main thread cannot hear of, because a call of CUDA or NCCL holds it; it
-    must end the process.
+    cause of a failure that this rank's main thread cannot hear of, because a call of CUDA or NCCL holds it;
+    it must end the process.
     """
     place = RankPlace.read()
     problems = [*problems_of(config), *layout_problems(config, place.num_ranks)]
