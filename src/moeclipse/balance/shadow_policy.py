@@ -5,7 +5,6 @@
         return call.lend({hottest: range(call.placement.num_ranks)})
 
     moe.schedule.shadows.policy = hottest_to_all                # in a loop of one's own
-    moeclipse train --moe.shadow-policy lending.py:hottest_to_all
 
 Idea. The question holds the counts of this call, who holds which expert, and what things cost where that is
 known; `call.lend(...)` makes a checked answer of a table, `call.best()` is what "auto" would say.
