@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -94,4 +95,22 @@ def test_clients_that_say_nothing_are_few_and_do_not_stay(
         assert [one.recv(1) for one in silent] == [b""] * 8, "all are sent away, three of them after a while"
     finally:
         server.shutdown()
+        server.server_close()
+
+
+def test_who_comes_beyond_thirty_two_is_sent_away_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "PATIENCE_S", 3600.0)
+    monkeypatch.setattr(serve, "ALL_S", 3600.0)
+    server = serve.make_server([make_run(tmp_path / "run")])
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        silent = [socket.create_connection(server.server_address[:2], timeout=30) for _ in range(40)]
+        assert [one.recv(1) for one in silent[32:]] == [b""] * 8
+        assert select.select(silent[:32], [], [], 0)[0] == [], "the others may stay"
+    finally:
+        server.shutdown()
+        for one in silent:
+            one.close()
         server.server_close()

@@ -19,6 +19,7 @@ HOSTILE = {
     "{{ 10 ** (10 ** 9) }}": "computed for more than|ended its process|MiB",
     "{{ ('a' * 99999999) | reverse | list | length }}": "computed|MiB|ended its process",
     "{{ 'a' * 999999999999 }}": "MiB|memory|ended",
+    "{{ ('a' * 400000000) | length }}": "took more than 256 MiB",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "too deeply",
     "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}": "too deeply|nested|parentheses|ended its process",
     "{% for a in range(9999) %}{{ 'a' * 99999 }}{% endfor %}": "MiB|characters|computed",
