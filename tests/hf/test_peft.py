@@ -253,8 +253,19 @@ def peft_merge(_mesh: Mesh, model: Path, adapter: Path, out: Path) -> None:
         peft.PeftModel.from_pretrained(load(model), adapter).merge_and_unload().save_pretrained(out)
 
 
+UNTRIED = {
+    *("qwen3_next", "qwen3_5_moe_text", "kimi_linear", "lfm2_moe"),  # adapters beside mixers are refused
+    *("llama4_text", "hunyuan_v1_moe", "mistral4", "axk1", "deepseek_v32", "glm_moe_dsa"),
+}
+"""Families whose files of adapters have not been tried (docs/adapters.md)."""
+
+
 @pytest.mark.parametrize("as_kernels", [False, True])
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+@pytest.mark.parametrize(
+    "family",
+    [family for family in FAMILIES if family.model_type not in UNTRIED],
+    ids=lambda family: family.model_type,
+)
 def test_files_gradients_and_merged_weights_of_every_family(
     tmp_path: Path, family: Family, as_kernels: bool
 ) -> None:

@@ -28,7 +28,7 @@ from moeclipse.testing.run_ranks import run_alone, run_ranks
 
 STEPS = 2
 MODELS = ("qwen3_moe", "gpt_oss")
-MORE = sorted(set(TINY) - set(MODELS))
+MORE = sorted(set(TINY) - {*MODELS, "llama4_text", "lfm2_moe"})  # with experts to choose, and below `mlp`
 Values = dict[str, torch.Tensor]
 
 
@@ -82,7 +82,18 @@ def loop(how: str, model_type: str) -> Values:
 
 
 def expert_layers(model_type: str) -> int:
-    return {"deepseek_v3": 1, "deepseek_v2": 1, "glm4_moe": 1, "ernie4_5_moe": 1}.get(model_type, 2)
+    dense_first = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "ernie4_5_moe")
+    dense_first += (
+        "afmoe",
+        "axk1",
+        "dots1",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "hy_v3",
+        "mistral4",
+        "qwen3_next",
+    )
+    return 1 if model_type in dense_first else 2
 
 
 def arguments(kind: Any, folder: Path, **more: Any) -> Any:

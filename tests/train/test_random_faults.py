@@ -126,20 +126,20 @@ def spoil_once(learner: Learner) -> None:
 
 def fill_disk(here: bool) -> None:
     """The first checkpoint meets a full disk on one rank; later ones find room."""
-    import moeclipse.train.step.learner as learner
+    import moeclipse.train.step.checkpointed_state as state
 
     class Full(Disk):
         def write(self, *args: Any, **kwargs: Any) -> Any:
             raise OSError(28, "No space left on device")
 
-    plain, saves = learner.save, iter(range(10**6))
+    plain, saves = state.save, iter(range(10**6))
 
     def save(*args: Any, **kwargs: Any) -> Path:
         if next(saves) == 0 and here:
             kwargs["disk"] = Full()
         return plain(*args, **kwargs)
 
-    learner.save = save
+    state.save = save
 
 
 def survive(folder: Path, number: int, expected: dict[int, Any]) -> str:
