@@ -148,7 +148,11 @@ class LayerOf:
 def name_layer(layer: Any) -> None:
     """Let its experts' parameters know it, where ranks hold different experts."""
     if layer.mesh.num_ranks > 1:
-        for parameter in layer.experts.parameters():
+        try:
+            parameters = list(layer.experts.parameters())
+        except AttributeError:  # of another library's module, which is just being copied around the layer
+            return
+        for parameter in parameters:
             setattr(parameter, LAYER, LayerOf(layer))
 
 
