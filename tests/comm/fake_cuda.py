@@ -59,6 +59,9 @@ class FakeStream:
         event.record(self)
         return event
 
+    def synchronize(self) -> None:
+        self.cuda.journal.append(f"host waits for {self.name}")
+
     def wait_event(self, event: FakeEvent) -> None:
         self.cuda.journal.append(f"{self.name} waits for {event.name}")
 
@@ -74,6 +77,9 @@ class FakeEvent:
 
     def query(self) -> bool:
         return self.cuda.ready
+
+    def synchronize(self) -> None:
+        self.cuda.journal.append(f"host waits for {self.name}")
 
     def elapsed_time(self, other: Any) -> float:
         return other.at - self.at

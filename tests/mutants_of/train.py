@@ -14,14 +14,14 @@ MUTANTS = (
         "state is fetched over what is still being stored",
     ),
     Mutant(
-        "train/step/learner.py",
+        "train/optim/adamw.py",
         """\
-        if self.optim.host is not None:
-            self.optim.host.settle()
+        if self.host is not None:
+            self.host.settle()
 """,
         "",
-        "train/optim/test_host_states.py::test_the_same_bits_as_on_the_device",
-        "a step ends while state is on its way back",
+        "train/optim/test_host_states.py::test_the_last_store_goes_on_while_the_next_step_computes",
+        "who reads state does not wait for what is on its way back",
         "what is saved or compared is half of the last step's",
     ),
     Mutant(

@@ -28,18 +28,16 @@ from moeclipse.core.outside import read_table
 from moeclipse.cost.cluster import Cluster, cluster_at
 from moeclipse.cost.file import load_costs
 from moeclipse.cost.hardware import link
-from moeclipse.cost.layer_seconds import MicrobatchWork
 from moeclipse.cost.model import Costs
 from moeclipse.cost.step_bytes import Sharing
 from moeclipse.pipeline.config import Schedule
 from moeclipse.schedule import kinds
-from moeclipse.sim.cluster_costs import ClusterCosts
 from moeclipse.sim.compare import Answer
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.predict.model_sizes import sizes_of_run
 from moeclipse.train.predict.plan_config import state_of
 from moeclipse.train.predict.run_step import Measured, RunBytes, RunStep
-from moeclipse.train.predict.step_sizes import value_bytes
+from moeclipse.train.predict.step_sizes import cluster_costs, tokens_of, value_bytes
 from moeclipse.train.presets import merge
 
 RUN_SCHEDULES = ("pp1", *(name for name in get_args(Schedule) if name != "auto"))
@@ -135,7 +133,7 @@ def load_run(path: Path, terms: RunTerms) -> RunStep:
         dp=dp,
         ep=ep,
         costs=table_of(terms.costs),
-        step_costs=prices_of(config, machine, (dp, ep), imbalance),
+        step_costs=cluster_costs(config, machine, (dp, ep), imbalance),
         bytes=bytes_of(config, machine, (dp, ep), imbalance),
         memory_limit=limit,
         measured=source.measured if as_run else None,
@@ -166,21 +164,6 @@ def table_of(costs: str | None) -> Costs | None:
     return table
 
 
-def prices_of(config: TrainConfig, machine: Cluster, axes: tuple[int, int], imbalance: float) -> ClusterCosts:
-    return ClusterCosts(
-        MicrobatchWork(
-            model=sizes_of_run(config),
-            cluster=machine,
-            tokens=tokens_of(config, axes),
-            sequence=config.data.seq_len,
-            tp=config.parallel.tp,
-            ep=axes[1],
-            imbalance=imbalance if axes[1] * config.parallel.tp > 1 else 1.0,
-            two_level=config.moe.transport in ("auto", "two_level"),
-        )
-    )
-
-
 def bytes_of(config: TrainConfig, machine: Cluster, axes: tuple[int, int], imbalance: float) -> RunBytes:
     dp, ep = axes
     width = value_bytes(config.model.dtype, machine.device)
@@ -192,12 +175,6 @@ def bytes_of(config: TrainConfig, machine: Cluster, axes: tuple[int, int], imbal
         tokens=tokens_of(config, axes),
         width=width,
     )
-
-
-def tokens_of(config: TrainConfig, axes: tuple[int, int]) -> int:
-    """Of one microbatch of one data index."""
-    samples = config.data.batch_size / (config.optim.accumulate * axes[0] * axes[1])
-    return max(1, round(samples * config.data.seq_len))
 
 
 def answers_of(run: RunStep, schedules: tuple[str, ...]) -> tuple[list[Answer], dict[str, str]]:

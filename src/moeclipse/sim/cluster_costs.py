@@ -37,7 +37,11 @@ FORM = {Form.F: 0, Form.R: 0, Form.B: 1, Form.W: 2}
 class ClusterCosts:
     """Seconds of the ops of one program; `work` is one microbatch of one data index."""
 
-    def __init__(self, work: MicrobatchWork, software: Software = OURS) -> None:
+    def __init__(
+        self, work: MicrobatchWork, software: Software = OURS, update_bytes: float = UPDATE_BYTES
+    ) -> None:
+        """`update_bytes`: that an update moves of a parameter, in the forms that its state has."""
+        self.update_bytes = update_bytes
         self.work = replace(work, tensor_inside=False)  # gathers over tp are ops of a whole step
         self.model, self.cluster, self.software = work.model, work.cluster, software
         self._cut: dict[int, MicrobatchWork] = {1: self.work}
@@ -160,7 +164,7 @@ class ClusterCosts:
         size, stride = self._axis(step, bucket.axis)
         if op.kind is kinds.BUCKET_UPDATE:
             owned = bucket.num_bytes / GRADIENT_BYTES / size
-            return self.work.kernels.stream(UPDATE_BYTES * owned)
+            return self.work.kernels.stream(self.update_bytes * owned)
         share = VALUE_BYTES / GRADIENT_BYTES if op.kind is kinds.BUCKET_GATHER else 1.0
         return self.cluster.collective(share * bucket.num_bytes, size, stride)
 

@@ -85,6 +85,42 @@ def test_events_of_a_device_become_seconds_of_the_host(monkeypatch: pytest.Monke
     assert recorder.seconds(stamps.done) == pytest.approx(stamps.done * 1e-9), "threads stamp by the host"
 
 
+def test_what_outlives_its_step_is_of_both() -> None:
+    recorder = Recorder(CPU)
+    recorder.begin_step()
+    store = recorder.launch("host:store", "host", "store", outlives=True)
+    recorder.launch("a2a", "experts", "nobody waits")
+    first = recorder.end_step()
+    assert [done for _, _, _, done in first.transfers] == [first.window[1]] * 2
+    assert first.carried == []
+    recorder.begin_step()
+    store.done = time.perf_counter_ns()
+    second = recorder.end_step()
+    assert second.transfers == []
+    ((label, begun, done),) = second.carried
+    assert (label, begun, done) == ("store", second.window[0], recorder.seconds(store.done))
+    recorder.begin_step()
+    assert recorder.end_step().carried == []
+
+
+def test_the_host_waits_for_compute_alone_while_a_copy_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, recorder = FakeCuda(monkeypatch), Recorder(CUDA)
+    recorder.begin_step()
+    store = recorder.launch("host:store", "host", "store", outlives=True)
+    rows = recorder.launch("a2a", "experts", "rows")
+    rows.done, store.done = recorder.stamp(), recorder.stamp()
+    cuda.ready = False
+    cuda.take()
+    stamps = recorder.end_step()
+    assert cuda.take()[1:] == ["host waits for current", f"host waits for {rows.done.name}"]
+    assert [(begun, done) for *_, begun, done in stamps.transfers] == [(stamps.window[1],) * 2] * 2
+    recorder.begin_step()
+    assert cuda.take()[0] == "host waits for current"
+    cuda.ready = True
+    recorder.end_step()
+    assert "host waits for all" in cuda.take(), "it has ended: nothing goes on"
+
+
 def test_names_are_kept_while_a_step_is_traced_and_cost_nothing_otherwise() -> None:
     recorder = Recorder(CPU)
     recorder.begin_step()

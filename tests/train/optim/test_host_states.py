@@ -180,6 +180,41 @@ def test_copies_are_told_as_hidden_or_exposed_like_other_transfers() -> None:
     run_alone(told)
 
 
+def goes_on(mesh: Mesh) -> None:
+    learner = Learner(config_of(HOST, {"memory.buffers": 2, "integrity.every": 0}), mesh)
+    host = learner.optim.host
+    assert host is not None
+    gate, copy = threading.Event(), host.lane.copy
+    last = [bucket.name for bucket in learner.buckets if bucket.name in host.travellers][-1]
+
+    def held_back(lane: str, label: str, into: torch.Tensor, source: torch.Tensor, after: Any = None) -> Any:
+        if label == f"store of state, bucket {last}":
+            host.lane._queues[lane].put(lambda: assert_open(gate))
+        return copy(lane, label, into, source, after)
+
+    host.lane.copy = held_back  # type: ignore[method-assign]
+    learner.step(0)  # ends, and its last store has not begun
+    before = host.travellers[last].held.clone()
+    assert not host._left[host.travellers[last].slot].ended.is_set()
+    threading.Timer(0.2, gate.set).start()
+    assert learner.optim.states is learner.optim._states, "waits until all state lies where it belongs"
+    assert not torch.equal(host.travellers[last].held, before)
+    gate.clear()
+    learner.step(1)
+    threading.Timer(0.2, gate.set).start()
+    learner.step(2)  # fetches what the store of step 1 has yet to bring
+    state = state_of(learner)
+    assert_same(state, trained(mesh, config_of(DEVICE))[1])
+
+
+def assert_open(gate: threading.Event) -> None:
+    gate.wait(60)
+
+
+def test_the_last_store_goes_on_while_the_next_step_computes() -> None:
+    run_alone(goes_on)
+
+
 def out_of_order(mesh: Mesh) -> None:
     learner = Learner(config_of(HOST), mesh)
     host = learner.optim.host

@@ -65,7 +65,7 @@ def test_the_share_is_the_smallest_that_fits() -> None:
 
 def test_what_travels_takes_time_only_where_it_is_not_hidden() -> None:
     config = big(**{"pipeline.recompute": "full"})
-    times = [simulated(config, ONE, device("h200"), torch.bfloat16, share).makespan for share in (0, 0.4, 1)]
+    times = [simulated(config, ONE, device("h200"), torch.bfloat16, share).step for share in (0, 0.4, 1)]
     assert times[1] < 1.05 * times[0]  # under backward
     assert times[2] > 1.05 * times[0]
     late = simulated(
@@ -75,7 +75,7 @@ def test_what_travels_takes_time_only_where_it_is_not_hidden() -> None:
         torch.bfloat16,
         0.4,
     )
-    assert late.makespan > 1.2 * times[1]  # behind the norm nothing hides them
+    assert late.step > 1.2 * times[1]  # behind the norm nothing hides them
 
 
 def test_bytes_are_those_of_a_learner() -> None:

@@ -44,6 +44,17 @@ class Copy:
                 torch.cuda.current_stream().wait_event(self.event)
             else:
                 self.ended.wait()
+        self._raise()
+
+    def finish(self) -> None:
+        """The host itself waits: behind this it may read what came."""
+        if self.event is not None:
+            self.event.synchronize()
+        else:
+            self.ended.wait()
+        self._raise()
+
+    def _raise(self) -> None:
         if self.error is not None:
             raise self.error
 
@@ -73,7 +84,7 @@ class HostLane:
         if lane in self._streams:
             self._on_stream(lane, label, into, source, after, found)
             return found
-        stamps = self.recorder.launch(lane, HOST_GROUP, label)
+        stamps = self.recorder.launch(lane, HOST_GROUP, label, outlives=True)
 
         def run() -> None:
             if after is not None:
@@ -81,6 +92,8 @@ class HostLane:
             begun = time.perf_counter_ns()
             stamps.begun = begun
             try:
+                if after is not None:
+                    after._raise()
                 into.copy_(source)
                 if self.rate:
                     time.sleep(max(source.nbytes / self.rate - 1e-9 * (time.perf_counter_ns() - begun), 0.0))
@@ -101,7 +114,7 @@ class HostLane:
         if lane == TO_HOST:
             stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            stamps = self.recorder.launch(lane, HOST_GROUP, label)
+            stamps = self.recorder.launch(lane, HOST_GROUP, label, outlives=True)
             into.copy_(source, non_blocking=True)
             stamps.done = self.recorder.stamp()
             found.event = torch.cuda.Event()

@@ -32,6 +32,12 @@ class TransferStamps:
     launched: int
     begun: Stamp
     done: Stamp = None
+    outlives: bool = False
+    """The next step may begin before it is done."""
+
+    @property
+    def goes_on(self) -> bool:
+        return self.outlives and not passed(self.done)
 
 
 @dataclass(kw_only=True)
@@ -45,8 +51,14 @@ class StepStamps:
     """(group, label, launched, done)"""
     lanes: list[str] = field(default_factory=list)
     """Of each transfer."""
+    carried: list[tuple[str, float, float]] = field(default_factory=list)
+    """(label, begun, done) of transfers of the step before that went on in this one."""
     named: list[tuple[str, float, float]] = field(default_factory=list)
     """Of a traced step: what computed when, the whole before its parts."""
+
+
+def passed(stamp: Stamp) -> bool:
+    return stamp is not None and (isinstance(stamp, int) or bool(stamp.query()))
 
 
 class Recorder:
@@ -66,6 +78,7 @@ class Recorder:
         self._compute: list[tuple[Stamp, Stamp]] = []
         self._waits: list[tuple[Stamp, Stamp]] = []
         self._transfers: list[TransferStamps] = []
+        self._carried: list[TransferStamps] = []
 
     def stamp(self) -> Stamp:
         if not self.cuda:
@@ -75,8 +88,8 @@ class Recorder:
         return event
 
     def begin_step(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
+        self._carried = [one for one in (*self._carried, *self._transfers) if one.goes_on]
+        self._synchronize()
         self._origin = (time.perf_counter_ns(), self.stamp())
         self._compute, self._waits, self._transfers = [], [], []
         self.marks = None if self.marks is None else []
@@ -158,10 +171,12 @@ class Recorder:
         """Launches inside belong to no step."""
         return nullcontext() if self.ledger is None else self.ledger.apart(what)
 
-    def launch(self, lane: str, group: str, label: str) -> TransferStamps:
+    def launch(self, lane: str, group: str, label: str, *, outlives: bool = False) -> TransferStamps:
         self.passes(lane, group, label)
-        now = time.perf_counter_ns()
-        stamps = TransferStamps(group=group, label=label, lane=lane, launched=now, begun=self.stamp())
+        now, begun = time.perf_counter_ns(), self.stamp()
+        stamps = TransferStamps(
+            group=group, label=label, lane=lane, launched=now, begun=begun, outlives=outlives
+        )
         if self.active:
             self._transfers.append(stamps)
         return stamps
@@ -169,20 +184,35 @@ class Recorder:
     def end_step(self) -> StepStamps:
         self.active = False
         end = self.stamp()
-        if self.cuda:
-            torch.cuda.synchronize()
-        transfers = []
-        for one in self._transfers:
-            done = one.done if one.done is not None else end
-            transfers.append((one.group, one.label, self.seconds(one.begun), self.seconds(done)))
+        self._synchronize()
+        origin, last = self._origin[0] * 1e-9, self.seconds(end)
+
+        def moment(stamp: Stamp) -> float:
+            return self.seconds(stamp) if passed(stamp) else last
+
+        transfers = [(one.group, one.label, moment(one.begun), moment(one.done)) for one in self._transfers]
         return StepStamps(
-            window=(self._origin[0] * 1e-9, self.seconds(end)),
+            window=(origin, last),
             compute=[(self.seconds(a), self.seconds(b)) for a, b in self._compute],
             waits=[(self.seconds(a), self.seconds(b)) for a, b in self._waits],
             transfers=transfers,
             lanes=[one.lane for one in self._transfers],
+            carried=[(one.label, origin, moment(one.done)) for one in self._carried],
             named=self._named(),
         )
+
+    def _synchronize(self) -> None:
+        """With the device, but for transfers that may go on into the next step."""
+        if not self.cuda:
+            return
+        everything = (*self._carried, *self._transfers)
+        if not any(one.goes_on for one in everything):
+            torch.cuda.synchronize()
+            return
+        torch.cuda.current_stream(self.device).synchronize()
+        for one in everything:
+            if not one.outlives and one.done is not None:
+                one.done.synchronize()
 
     def _named(self) -> list[tuple[str, float, float]]:
         found = [(str(what), self.seconds(a), self.seconds(b)) for what, a, b in self.marks or ()]

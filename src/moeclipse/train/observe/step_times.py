@@ -179,6 +179,11 @@ def split_of(stamps: StepStamps, mesh: Mesh, clock_s: float = 0.0) -> StepSplit:
 
 
 def split_by(stamps: StepStamps, transfers: list[TransferInterval]) -> StepSplit:
+    carried = [
+        TransferInterval(label=label, launched=begun, last_launched=begun, done=done)
+        for label, begun, done in stamps.carried
+    ]
+    transfers = [*carried, *transfers]
     return split_step(stamps.window, compute=stamps.compute, waits=stamps.waits, transfers=transfers)
 
 

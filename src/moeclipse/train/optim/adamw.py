@@ -88,7 +88,14 @@ class AdamW:
         self.notes: list[str] = []
         """What is to be said of the state that was loaded."""
         make = ShardState.of if host is None else host.take
-        self.states = [make(bucket, config) for bucket in buckets]
+        self._states = [make(bucket, config) for bucket in buckets]
+
+    @property
+    def states(self) -> list[ShardState]:
+        """Of all buckets, for whoever reads or writes them beside updates: none of it is under way."""
+        if self.host is not None:
+            self.host.settle()
+        return self._states
 
     def sum_of_squares(self, shards: list[torch.Tensor]) -> torch.Tensor:
         """Of this rank's shards; over all ranks each gradient element counts once."""
@@ -124,7 +131,7 @@ class AdamW:
     @torch.no_grad()
     def update_bucket(self, number: int, grad: torch.Tensor, lr: float, factor: torch.Tensor) -> None:
         """One bucket's part of the update that `updates` counts; they come in their order."""
-        bucket, state, config = self.buckets.buckets[number], self.states[number], self.config
+        bucket, state, config = self.buckets.buckets[number], self._states[number], self.config
         if self.host is not None:
             state = self.host.arrived(bucket) or state
         if grad.numel():
@@ -159,7 +166,7 @@ class AdamW:
     def publish(self) -> None:
         """Send the new weights out."""
         published = []
-        for bucket, state in zip(self.buckets, self.states, strict=True):
+        for bucket, state in zip(self.buckets, self._states, strict=True):
             plain = not isinstance(state.weight, LowBits)  # the others were stored by the update
             if bucket.rounded is None and plain and len(state):
                 bucket.store(state.values("weight"))
@@ -182,7 +189,7 @@ class AdamW:
     @property
     def num_bytes(self) -> int:
         """Of all pieces at most, without making any: some forms of state have to be widened for it."""
-        kept = sum(len(state) * state.type_of(kind).itemsize for state in self.states for kind in STATES)
+        kept = sum(len(state) * state.type_of(kind).itemsize for state in self._states for kind in STATES)
         return kept + sum(bucket.params.nbytes for bucket in self.buckets.frozen)
 
     def pieces(self) -> Iterator[Piece]:

@@ -9,8 +9,9 @@ to send from would cost the processor as much memory traffic as the wire moves. 
 largest state and taken in turn, as the verified program says (`schedule/state_travel`), whose ops are
 launched here one by one, in its order.
 
-Contract. Bits are those of state that stays on the device: the same kernels read the same bytes. Between two
-steps nothing is under way (`settle`), so whoever saves, loads or compares reads the host's memory directly.
+Contract. Bits are those of state that stays on the device: the same kernels read the same bytes. The last ways
+back of a step go on while the next one computes; who saves, loads or compares waits for them first (`settle`,
+which `AdamW.states` asks for), and reads the host's memory directly.
 A host that has too little memory is told before any of it is taken.
 
 Hazard. Memory that other programs take later is not foreseen.
@@ -172,9 +173,9 @@ class HostStates:
             self._next += 1
 
     def settle(self) -> None:
-        """Behind the last update of a step: all state is where it lies."""
+        """Behind the last update of a step: wait until all state is where it lies."""
         for left in self._left.values():
-            left.get()  # and stays known: the next step's first fetch waits for it, whoever synchronises
+            left.finish()  # and stays known: the next fetch into its buffer waits for it
 
     def close(self) -> None:
         """Give the host's memory back, as happens when nobody knows of it any more."""

@@ -1,7 +1,8 @@
 """How much optimizer state lies on the host: as little as lets the step fit, and what its way costs.
 
     peak      weights, gradients, state that stays, buffers, kept activations, what backward makes
-    seconds   the run's own program with FETCH and STORE, simulated over the wire between host and device
+    seconds   the run's own program with FETCH and STORE, simulated over the wire between host and device,
+              one step behind the other: the last stores of one go on under the forward of the next
 
 Idea. For each recompute policy that is open, the smallest share of state that must leave for the peak to fit;
 of these the one whose simulated step is shortest. Where all fits, nothing leaves.
@@ -15,23 +16,27 @@ Hazard. Bytes of activations are those of `cost/step_bytes`; what other programs
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
+from moeclipse.cost.cluster import cluster
 from moeclipse.cost.hardware import LINKS, Device, Link, device
 from moeclipse.cost.step_bytes import ALONE, Again, Sharing, beside
 from moeclipse.model.flops import device_of
-from moeclipse.sim.measure import Summary
+from moeclipse.schedule.kinds import TO_DEVICE, TO_HOST
+from moeclipse.sim.cluster_costs import ClusterCosts
+from moeclipse.sim.compare import Answer
 from moeclipse.sim.step_costs import StepCosts
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.optim.buckets import TURNS, summed_type
-from moeclipse.train.predict.model_sizes import sizes_of
-from moeclipse.train.predict.run_step import RunStep
+from moeclipse.train.predict.model_sizes import sizes_of, unpriced
+from moeclipse.train.predict.run_step import RunStep, StepPrices
 from moeclipse.train.predict.state_bytes import each_element
 from moeclipse.train.predict.step_program import by_layers, one_layer_at_a_time
-from moeclipse.train.predict.step_sizes import step_work
+from moeclipse.train.predict.step_sizes import cluster_costs, step_work
 from moeclipse.train.step.dtype import choose_dtype
 from moeclipse.train.step.free_memory import memory_left
 
@@ -108,7 +113,8 @@ def placing(
     share: float | None = None,
 ) -> Placing:
     """With the smallest share that fits, or with the one that is given."""
-    state, here = state_and_rest(config, axes, dtype, again)
+    fused = hardware.name != "cpu" and dtype.itemsize < 4
+    state, here = state_and_rest(config, axes, dtype, again, fused=fused)
     travel = each_element(config.optim, config.memory.states, dtype) / each_element(
         config.optim, "all", dtype
     )
@@ -118,7 +124,6 @@ def placing(
         share = 0.0 if over <= 0 else min(-(-100 * (over + buffers) // max(travel * state, 1.0)) / 100, 1.0)
     leaves = share * travel * state
     times = simulated(with_values(config, {"pipeline.recompute": again}), axes, hardware, dtype, share)
-    exposed = times.ranks[0].exposed
     link = host_link(config)
     return Placing(
         share=share,
@@ -126,18 +131,19 @@ def placing(
         peak=here + state - leaves + (buffers if share else 0.0),
         room=room,
         host_bytes=leaves,
-        step_s=times.makespan,
+        step_s=times.step,
         copies_s=link.seconds(leaves),
-        exposed_s=exposed if share else 0.0,
+        exposed_s=times.exposed if share else 0.0,
     )
 
 
 def state_and_rest(
-    config: TrainConfig, axes: tuple[int, int, int], dtype: torch.dtype, again: Again
+    config: TrainConfig, axes: tuple[int, int, int], dtype: torch.dtype, again: Again, *, fused: bool = False
 ) -> tuple[float, float]:
-    """Bytes on a rank at its peak: (optimizer state, all else)."""
+    """Bytes on a rank at its peak: (optimizer state, all else). `fused`: our kernels compute the experts."""
     dp, ep, tp = axes
-    sizes, sharing = sizes_of(config.model, config.moe, config.gate), Sharing(dp=dp, ep=ep, tp=tp)
+    sizes = sizes_of(config.model, config.moe, config.gate)
+    sharing = Sharing(dp=dp, ep=ep, tp=tp, fused=fused)
     layers, tables = range(config.model.num_layers), (True, not config.model.tie_embeddings)
     parameters = sharing.held(sizes, layers, tables)
     held, owned = parameters.trained, parameters.owned
@@ -173,12 +179,46 @@ def host_link(config: TrainConfig) -> Link:
     return replace(usual, bandwidth=rate, efficiency=1.0) if rate else usual
 
 
+class SteadyStep(NamedTuple):
+    """One of many steps, in seconds."""
+
+    step: float
+    exposed: float
+    """Copies that are not under compute."""
+
+
 def simulated(
     config: TrainConfig, axes: tuple[int, int, int], hardware: Device, dtype: torch.dtype, share: float
-) -> Summary:
+) -> SteadyStep:
     """The step with this share of state on the host."""
     dp, ep, _ = axes
+    prices = prices_of(config, axes, hardware, dtype)
+    run = RunStep(config=config, dp=dp, ep=ep, costs=None, step_costs=prices, host_share=share)
+    return one_of_many(run.answer("layers" if by_layers(config) else "1f1b"))
+
+
+def prices_of(
+    config: TrainConfig, axes: tuple[int, int, int], hardware: Device, dtype: torch.dtype
+) -> StepPrices:
+    """Those of `moeclipse plan`; on CPUs, and where these have none, one rate and one link."""
+    dp, ep, _ = axes
+    if hardware.name != "cpu" and not unpriced(config.model):
+        machine = replace(cluster(hardware.name), host=host_link(config))
+        return cluster_costs(config, machine, (dp, ep), 1.0, dtype)
     wire = LINKS["nvlink4" if hardware.name != "cpu" else "loopback"]
-    costs = StepCosts(step_work(config, dp, ep, float(dtype.itemsize)), hardware, wire, host_link(config))
-    run = RunStep(config=config, dp=dp, ep=ep, costs=None, step_costs=costs, host_share=share)
-    return run.answer("layers" if by_layers(config) else "1f1b").summary
+    return StepCosts(step_work(config, dp, ep, float(dtype.itemsize)), hardware, wire, host_link(config))
+
+
+def one_of_many(answer: Answer) -> SteadyStep:
+    """Behind the last compute of a step only stores are left, and these run beside the next step."""
+    last, busy = 0.0, {TO_HOST: 0.0, TO_DEVICE: 0.0}
+    starts, ends = answer.result.start, answer.result.finish
+    ops = [op for ops in answer.result.program.ranks for op in ops]
+    for op, start, end in zip(ops, starts.tolist(), ends.tolist(), strict=True):
+        if op.lane in busy:
+            busy[op.lane] += end - start
+        if op.lane != TO_HOST:
+            last = max(last, end)
+    step = max(last, *busy.values())
+    left = answer.summary.makespan - step
+    return SteadyStep(step, max(answer.summary.ranks[0].exposed - left, 0.0))

@@ -1,13 +1,23 @@
-"""Sizes of a run's step as costs see them: what the simulator prices its ops from (`sim/step_costs`)."""
+"""Sizes of a run's step as costs see them: what the simulator prices its ops from.
+
+`step_work` for one rate and one link (`sim/step_costs`), `cluster_costs` for a cluster (`sim/cluster_costs`).
+"""
 
 from __future__ import annotations
 
+import torch
+
+from moeclipse.cost.cluster import Cluster
 from moeclipse.cost.hardware import Device
+from moeclipse.cost.layer_seconds import MicrobatchWork
 from moeclipse.cost.model import LayerWork
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.count import gate_width
+from moeclipse.sim.cluster_costs import ClusterCosts
 from moeclipse.sim.step_costs import StepWork
 from moeclipse.train.config import TrainConfig
+from moeclipse.train.predict.model_sizes import sizes_of_run
+from moeclipse.train.predict.state_bytes import update_bytes
 
 WIDTHS = {"float32": 4.0, "float64": 8.0, "bfloat16": 2.0, "float16": 2.0}
 
@@ -37,6 +47,33 @@ def step_work(config: TrainConfig, dp: int, ep: int, row_value_bytes: float) -> 
     return StepWork(
         layer=layer, dense_width=model.d_ff, vocab=model.vocab_size, dp=dp, ep=ep, tp=config.parallel.tp
     )
+
+
+def cluster_costs(
+    config: TrainConfig,
+    machine: Cluster,
+    axes: tuple[int, int],
+    imbalance: float,
+    held: torch.dtype = torch.bfloat16,
+) -> ClusterCosts:
+    """`axes`: dp and ep; `imbalance`: what the busiest rank has of the mean; `held`: the type of weights."""
+    work = MicrobatchWork(
+        model=sizes_of_run(config),
+        cluster=machine,
+        tokens=tokens_of(config, axes),
+        sequence=config.data.seq_len,
+        tp=config.parallel.tp,
+        ep=axes[1],
+        imbalance=imbalance if axes[1] * config.parallel.tp > 1 else 1.0,
+        two_level=config.moe.transport in ("auto", "two_level"),
+    )
+    return ClusterCosts(work, update_bytes=update_bytes(config.optim, held))
+
+
+def tokens_of(config: TrainConfig, axes: tuple[int, int]) -> int:
+    """Of one microbatch of one data index."""
+    samples = config.data.batch_size / (config.optim.accumulate * axes[0] * axes[1])
+    return max(1, round(samples * config.data.seq_len))
 
 
 def attention_sizes(model: ModelConfig) -> tuple[int, int]:

@@ -314,8 +314,6 @@ class Learner(CheckpointedState):
         return self.times.after(step, stamps, sum(layer.schedule.take_rows() for layer in self.layers))
 
     def _between(self, step: int, skipped: bool) -> list[str]:
-        if self.optim.host is not None:
-            self.optim.host.settle()
         notes = self.placement.after_step(step, self.loads.trace)
         notes += self.graphs.take_notes() if self.graphs is not None else []
         memory_state.end_step(self.memories, skipped=skipped)
