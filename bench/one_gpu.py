@@ -6,9 +6,11 @@
     .venv/bin/python bench/one_gpu.py --smoke
 
 Each way trains in a process of its own, from random weights that are made in place, and prints a row: peak of
-the device and state on the host, the step, tokens per second, how much of the copies was hidden, and what was
-predicted before anything was built. Rows of `5b` train the same tokens: whose losses are equal to the bit is
-told behind them. What does not fit says so in its row.
+the device (what tensors took, and what all of the process took of it), state on the host, the step, tokens
+per second, how much of the copies was hidden, and what was predicted before anything was built. A step is
+the time from the end of one to the end of the next. Rows of `5b` train the same tokens: whose losses are
+equal to the bit is told behind them. `5b-fsdp` is transformers with torch's offload (`_offloaded.py`). What
+does not fit says so in its row.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ import multiprocessing
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import torch
+from _offloaded import BYTES, offloaded_step
 from _smoke import BenchParser, device, left_without_gpu, machine, write
 
 from moeclipse.comm.mesh import Mesh
@@ -47,6 +51,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "5b-30gib": ("5b", {**SAME, **NARROW, **AUTO, "memory.device_gb": 1.073 * 30}),
     "5b-half": ("5b", {**SAME, **NARROW, **HOST, "memory.share": 0.5}),
     "5b-global": ("5b", {**SAME, **NARROW, **HOST, "optim.clip": "global"}),
+    "5b-fsdp": ("5b", SAME),
     "5b-fp32-layers": ("5b", {**SAME, **LAYERS, **MANY}),
     "5b-fp32-host": ("5b", {**SAME, **HOST, **MANY}),
     "30b-none-32k": ("qwen3-30b-a3b", {**LONG, **ROUNDED, **AUTO, "data.batch_size": 8}),
@@ -81,10 +86,14 @@ def train(way: str, steps: int, device_gb: float, smoke: bool) -> dict[str, Any]
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     config, begun = config_of(way, steps, device_gb, smoke), time.perf_counter()
     there = torch.device(device())
+    ended: list[float] = []
     try:
         learner = Learner(config, Mesh.single(device()))
         ready = time.perf_counter() - begun
-        records = [learner.step(step) for step in range(steps)]
+        records = []
+        for step in range(steps):
+            records.append(learner.step(step))
+            ended.append(time.perf_counter())
     except (torch.OutOfMemoryError, MemoryError, MoEclipseError) as error:
         return {"way": way, "failed": f"does not fit: {str(error).splitlines()[0][:200]}"}
     host = learner.optim.host
@@ -94,13 +103,13 @@ def train(way: str, steps: int, device_gb: float, smoke: bool) -> dict[str, Any]
         share = host.num_bytes / total
     foreseen = placing(config, (1, 1, 1), 0.0, hardware_of(there), torch.bfloat16, "full", round(share, 2))
     late = [told.times for told in learner.times.take()][min(2, steps - 1) :]
-    ms = sorted(times["step_ms"] for times in late)[len(late) // 2]
+    ms = middle_step(ended)
     comm, exposed = (sum(times[name] for times in late) for name in ("comm_ms", "exposed_ms"))
     return {
         "way": way,
         "parameters": sum(bucket.params.numel() for bucket in learner.buckets),
         "ready_s": ready,
-        "peak_gib": torch.cuda.max_memory_allocated() / GIB if there.type == "cuda" else 0.0,
+        **device_peak(),
         "host_gib": 0.0 if host is None else host.num_bytes / GIB,
         "step_ms": ms,
         "tokens_per_s": 1e3 * learner.tokens_per_step / ms,
@@ -114,12 +123,54 @@ def train(way: str, steps: int, device_gb: float, smoke: bool) -> dict[str, Any]
     }
 
 
+def middle_step(ended: list[float]) -> float:
+    """Milliseconds; the first two steps are left out, as far as there are more."""
+    took = [1e3 * (last - first) for first, last in pairwise(ended)]
+    late = sorted(took[1:] or took)
+    return late[len(late) // 2]
+
+
+def device_peak() -> dict[str, float]:
+    if not torch.cuda.is_available():
+        return {"peak_gib": 0.0, "used_gib": 0.0}
+    free, total = torch.cuda.mem_get_info()
+    return {"peak_gib": torch.cuda.max_memory_allocated() / GIB, "used_gib": (total - free) / GIB}
+
+
+def train_theirs(way: str, steps: int) -> dict[str, Any]:
+    """The same row, as far as they have one; a few steps, each of which takes seconds."""
+    config, begun, ended = config_of(way, steps, 0.0, False), time.perf_counter(), []
+    step, losses = offloaded_step(config), []
+    ready = time.perf_counter() - begun
+    for _ in range(min(steps, 4)):
+        losses.append(step())
+        ended.append(time.perf_counter())
+    ms = middle_step(ended)
+    tokens = config.data.batch_size * config.data.seq_len
+    return {
+        "way": way,
+        "parameters": 5.04e9,
+        "ready_s": ready,
+        **device_peak(),
+        "host_gib": BYTES * 5.04e9 / GIB,
+        "step_ms": ms,
+        "tokens_per_s": 1e3 * tokens / ms,
+        "copies_ms": 0.0,
+        "exposed_ms": 0.0,
+        "hidden": 0.0,
+        "predicted_ms": 0.0,
+        "predicted_gib": 0.0,
+        "losses": losses,
+    }
+
+
 def row(found: dict[str, Any]) -> str:
     if "failed" in found:
         return f"{found['way']:>15}  {found['failed']}"
     return (
         f"{found['way']:>15}  {found['parameters'] / 1e9:5.2f} B  {found['peak_gib']:6.1f} GiB "
-        f"({found['predicted_gib']:.1f} predicted)  host {found['host_gib']:6.1f} GiB  "
+        f"({found['used_gib']:.1f} with all, {found['predicted_gib']:.1f} predicted)  "
+        f"host {found['host_gib']:6.1f} GiB  "
         f"{found['step_ms']:8.1f} ms ({found['predicted_ms']:.0f} predicted)  {found['tokens_per_s']:8,.0f} "
         f"tokens/s  copies {found['copies_ms']:7.1f} ms, {100 * found['hidden']:3.0f} % hidden  "
         f"loss {found['losses'][-1]:.4f}  ready in {found['ready_s']:.0f} s"
@@ -153,7 +204,10 @@ def main() -> int:
     for way in given.only or WAYS:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as alone:
-            rows.append(alone.submit(train, way, given.steps, given.device_gb, given.smoke).result())
+            if way.endswith("fsdp") and not given.smoke:
+                rows.append(alone.submit(train_theirs, way, given.steps).result())
+            else:
+                rows.append(alone.submit(train, way, given.steps, given.device_gb, given.smoke).result())
         print(row(rows[-1]), flush=True)
         for note in rows[-1].get("notes", ()):
             print(f"{'':>17}{note}", flush=True)

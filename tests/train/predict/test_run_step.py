@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeclipse.cli.simulate_run import bytes_of, prices_of
+from moeclipse.cli.simulate_run import bytes_of
 from moeclipse.core.config import with_values
 from moeclipse.cost.cluster import cluster
 from moeclipse.cost.hardware import Link, device
@@ -16,7 +16,7 @@ from moeclipse.train.config import TrainConfig
 from moeclipse.train.predict.model_sizes import sizes_of
 from moeclipse.train.predict.plan_config import config_for, planned_config, state_of
 from moeclipse.train.predict.run_step import RunStep
-from moeclipse.train.predict.step_sizes import step_work
+from moeclipse.train.predict.step_sizes import cluster_costs, step_work
 
 SLOW = Link(name="slow", bandwidth=1.2e8, latency=1e-4, efficiency=1.0, source="made up")
 
@@ -69,7 +69,7 @@ def test_a_plan_and_the_program_of_its_run_agree(name: str) -> None:
         dp=layout.dp,
         ep=layout.ep,
         costs=None,
-        step_costs=prices_of(run, machine, axes, 1.1),
+        step_costs=cluster_costs(run, machine, axes, 1.1),
         bytes=bytes_of(run, machine, axes, 1.1),
     )
     found = step.answer(run.pipeline.schedule)

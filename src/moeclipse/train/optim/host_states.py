@@ -9,9 +9,9 @@ to send from would cost the processor as much memory traffic as the wire moves. 
 largest state and taken in turn, as the verified program says (`schedule/state_travel`), whose ops are
 launched here one by one, in its order.
 
-Contract. Bits are those of state that stays on the device: the same kernels read the same bytes. The last ways
-back of a step go on while the next one computes; who saves, loads or compares waits for them first (`settle`,
-which `AdamW.states` asks for), and reads the host's memory directly.
+Contract. Bits are those of state that stays on the device: the same kernels read the same bytes. The last
+ways back of a step go on while the next one computes; who saves, loads or compares waits for them first
+(`settle`, which `AdamW.states` asks for), and reads the host's memory directly.
 A host that has too little memory is told before any of it is taken.
 
 Hazard. Memory that other programs take later is not foreseen.

@@ -27,7 +27,6 @@ from moeclipse.cost.hardware import LINKS, Device, Link, device
 from moeclipse.cost.step_bytes import ALONE, Again, Sharing, beside
 from moeclipse.model.flops import device_of
 from moeclipse.schedule.kinds import TO_DEVICE, TO_HOST
-from moeclipse.sim.cluster_costs import ClusterCosts
 from moeclipse.sim.compare import Answer
 from moeclipse.sim.step_costs import StepCosts
 from moeclipse.train.config import TrainConfig
