@@ -7,7 +7,7 @@ from mutants_of.mutant import Mutant
 MUTANTS = (
     Mutant(
         "train/optim/host_states.py",
-        "                self._left[one.slot] = self.lane.copy(TO_HOST, label, one.held, one.buffer)\n",
+        "                self._left[name] = self.lane.copy(TO_HOST, label, one.held, one.buffer)\n",
         "                self.lane.copy(TO_HOST, label, one.held, one.buffer)\n",
         "train/optim/test_host_states.py::test_the_same_bits_as_on_the_device",
         "nobody remembers which copy last read a buffer",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from whole_steps import SCHEDULES, whole
 
 from moeclipse.core.errors import ScheduleError
@@ -18,6 +20,8 @@ from moeclipse.schedule.state_travel import (
     fetched_ahead,
     in_the_buffer_before,
     layers_of,
+    ring,
+    room_of,
     spread,
     updates,
 )
@@ -72,6 +76,27 @@ def test_layers_may_have_several_buckets_some_of_which_do_not_travel() -> None:
         *("BUCKET_UPDATE2", "BUCKET_STORE2", "BUCKET_FETCH5"),
     ]
     assert [in_the_buffer_before(buckets, step, number) for number in (0, 2, 3, 5)] == [None, None, 0, 2]
+
+
+@given(st.lists(st.integers(1, 9), max_size=30), st.integers(1, 4))
+def test_who_takes_a_region_waits_for_all_that_lay_there(sizes: list[int], slots: int) -> None:
+    regions = ring(sizes, slots)
+    for place, region in enumerate(regions):
+        assert region.stop - region.start == sizes[place]
+        assert region.stop <= room_of(sizes, slots)
+        assert -1 <= region.before < place
+        lay_there = [other for other in range(place) if regions[other].overlaps(region)]
+        assert all(other <= region.before for other in lay_there), "stores end in their order"
+    assert [region.before for region in regions] == sorted(region.before for region in regions)
+
+
+def test_small_buckets_leave_the_ring_to_large_ones() -> None:
+    sizes = [1.0, 16, 1, 16, 1, 16, 1, 16]
+    assert room_of(sizes, 2) == 16 + 1 + 16 + 2
+    assert [region.before for region in ring(sizes, 2)] == [-1, -1, -1, -1, -1, 1, 1, 3]
+    assert room_of(sizes, 4) == sum(sizes)
+    assert [region.before for region in ring([8, 8, 8, 8], 2)] == [-1, -1, 0, 1]
+    assert ring([], 4) == []
 
 
 def test_a_share_of_buckets_travels_spread_over_backward_and_the_last_stay() -> None:

@@ -4,9 +4,10 @@
     UPDATE k    reads and writes it there                            lane compute
     STORE k     from the buffer to where it lay                      lane host:store
 
-Idea. The ring has `slots` buffers, taken in turn by the buckets whose state travels, in the order of their
-updates. So FETCH of the j-th of them waits for STORE of the one `slots` places before it, and for nothing
-else: the first ones leave when the step begins and travel under forward.
+Idea. The ring is memory for `slots` large buckets and the small ones between them. It is filled in the order
+of updates, each bucket behind the one before it, and from the start again where one would not fit. So FETCH
+of a bucket waits for STORE of the last one that lay where it will lie, and for nothing else: the first ones
+leave when the step begins and travel under forward.
 
     end         updates behind the norm of all gradients
     layer       each behind the weight gradients of its layer, the norm being the layer's own: under backward
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 from moeclipse.schedule import kinds
 from moeclipse.schedule.kinds import Kind
@@ -27,6 +29,46 @@ SMALLEST = 1e-4
 """Part of all state below which a bucket stays on the device."""
 Numbered = tuple[Kind, int]
 """What is done, and to which bucket."""
+
+
+class Region(NamedTuple):
+    """Where in the ring a bucket's state visits."""
+
+    start: float
+    stop: float
+    before: int
+    """Whose store leaves it free, by place among those that travel; below 0: nobody's of the same step."""
+
+    def overlaps(self, other: Region) -> bool:
+        return self.start < other.stop and other.start < self.stop
+
+
+def ring(sizes: Sequence[float], slots: int) -> list[Region]:
+    """Regions of buckets of these sizes, in the order of their updates. Stores end in that order, too."""
+    room, at = room_of(sizes, slots), 0.0
+    found: list[Region] = []
+    for size in sizes:
+        at = at if at + size <= room * (1 + 1e-9) else 0.0
+        mine = Region(at, at + size, -1)
+        met = (place for place in range(len(found) - 1, -1, -1) if found[place].overlaps(mine))
+        before = max(next(met, -1), found[-1].before if found else -1)
+        found.append(mine._replace(before=before))
+        at += size
+    return found
+
+
+def room_of(sizes: Sequence[float], slots: int) -> float:
+    """Of a ring: the largest sum of neighbours of whom `slots` are large, more than half of the largest."""
+    large = [place for place, size in enumerate(sizes) if 2 * size > max(sizes)]
+    if len(large) <= slots:
+        return sum(sizes)
+    ends = [-1, *large, len(sizes)]
+    runs = zip(ends, ends[slots + 1 :], strict=False)
+    return max(sum(sizes[first + 1 : last]) for first, last in runs)
+
+
+def ring_of(buckets: Sequence[BucketShape], step: StepShape) -> list[Region]:
+    return ring([buckets[number].host_bytes for number in travelling(buckets)], step.slots)
 
 
 def travelling(buckets: Sequence[BucketShape]) -> list[int]:
@@ -41,28 +83,29 @@ def kinds_of(bucket: BucketShape) -> tuple[Kind, ...]:
 
 
 def fetched_ahead(buckets: Sequence[BucketShape], step: StepShape) -> list[Numbered]:
-    """What leaves when the step begins: as many as the ring has buffers."""
-    return [(kinds.BUCKET_FETCH, number) for number in travelling(buckets)[: step.slots]]
+    """What leaves when the step begins: as many as the ring has room for."""
+    pairs = zip(travelling(buckets), ring_of(buckets, step), strict=True)
+    return [(kinds.BUCKET_FETCH, number) for number, region in pairs if region.before < 0]
 
 
 def updates(buckets: Sequence[BucketShape], step: StepShape, which: Sequence[int]) -> Iterator[Numbered]:
-    """The updates of some buckets; behind each that travels, its way back and the next one's here."""
-    travel = travelling(buckets)
+    """The updates of some buckets; behind each that travels its way back, then who takes its room."""
+    travel, regions = travelling(buckets), ring_of(buckets, step)
     at = {number: place for place, number in enumerate(travel)}
     for number in which:
         yield kinds.BUCKET_UPDATE, number
         if number in at:
             yield kinds.BUCKET_STORE, number
-            following = at[number] + step.slots
-            if following < len(travel):
-                yield kinds.BUCKET_FETCH, travel[following]
+            for other, region in zip(travel, regions, strict=True):
+                if region.before == at[number]:
+                    yield kinds.BUCKET_FETCH, other
 
 
 def in_the_buffer_before(buckets: Sequence[BucketShape], step: StepShape, number: int) -> int | None:
     """The bucket whose state has to leave the buffer before that of `number` can come."""
     travel = travelling(buckets)
-    place = travel.index(number) - step.slots
-    return travel[place] if place >= 0 else None
+    before = ring_of(buckets, step)[travel.index(number)].before
+    return travel[before] if before >= 0 else None
 
 
 def updated_with(buckets: Sequence[BucketShape], number: int) -> list[int]:

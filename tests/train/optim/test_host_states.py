@@ -195,7 +195,7 @@ def goes_on(mesh: Mesh) -> None:
     host.lane.copy = held_back  # type: ignore[method-assign]
     learner.step(0)  # ends, and its last store has not begun
     before = host.travellers[last].held.clone()
-    assert not host._left[host.travellers[last].slot].ended.is_set()
+    assert not host._left[last].ended.is_set()
     threading.Timer(0.2, gate.set).start()
     assert learner.optim.states is learner.optim._states, "waits until all state lies where it belongs"
     assert not torch.equal(host.travellers[last].held, before)

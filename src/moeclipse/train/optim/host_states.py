@@ -5,9 +5,9 @@
 
 Idea. All tensors of a bucket's state lie one behind the other, on the host as in its buffer: each way is one
 copy. The host's pages are pinned where they lie, bucket by bucket by a thread each; a second, pinned copy
-to send from would cost the processor as much memory traffic as the wire moves. Buffers are as large as the
-largest state and taken in turn, as the verified program says (`schedule/state_travel`), whose ops are
-launched here one by one, in its order.
+to send from would cost the processor as much memory traffic as the wire moves. The buffers are regions of
+one ring (`schedule/state_travel`), as the verified program has it, whose ops are launched here one by one, in
+its order.
 
 Contract. Bits are those of state that stays on the device: the same kernels read the same bytes. The last
 ways back of a step go on while the next one computes; who saves, loads or compares waits for them first
@@ -30,6 +30,7 @@ from moeclipse.core.errors import ConfigError, ScheduleError
 from moeclipse.schedule import kinds
 from moeclipse.schedule.kinds import COPIES, TO_DEVICE, TO_HOST
 from moeclipse.schedule.op import Op
+from moeclipse.schedule.state_travel import Region, ring
 from moeclipse.train.checkpoints.host_memory import CudaPins, HostMemory
 from moeclipse.train.optim.buckets import Bucket
 from moeclipse.train.optim.memory_config import MemoryConfig
@@ -51,7 +52,8 @@ class Traveller:
     """Its bytes there ..."""
     buffer: torch.Tensor
     """... and where they visit."""
-    slot: int
+    behind: str
+    """Whose store leaves that free: of the same step, or else of the one before."""
     visiting: ShardState
     came: Copy | None = None
 
@@ -67,9 +69,11 @@ class HostStates:
         self.names, self.room = set(travelling), room
         self.travellers: dict[str, Traveller] = {}
         self._memories: dict[str, HostMemory] = {}
-        self._buffers: list[torch.Tensor] = []
-        self._left: dict[int, Copy] = {}
-        """The last copy that read each buffer."""
+        self._ring = torch.empty(0, dtype=torch.uint8)
+        self._regions: dict[str, tuple[Region, str]] = {}
+        """By name of bucket; and behind whose store it is free."""
+        self._left: dict[str, Copy] = {}
+        """The last store of each bucket."""
         self._ops: list[tuple[Op, str]] = []
         self._next = 0
         self._release = weakref.finalize(self, release, lane, self._memories)
@@ -82,7 +86,7 @@ class HostStates:
 
     @property
     def buffer_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers)
+        return self._ring.nbytes
 
     def prepare(self, buckets: Sequence[Bucket], config: OptimConfig) -> None:
         """Take memory for the state of all buckets that travel; pages come while the rest is built."""
@@ -103,9 +107,12 @@ class HostStates:
         pins = CudaPins() if device.type == "cuda" else None
         for name, size in sizes.items():
             self._memories[name] = HostMemory(size, pins, slice_bytes=max(size, 1))
-        largest = max(sizes.values(), default=0)
-        for _ in range(min(self.slots, len(sizes))):
-            self._buffers.append(torch.empty(largest, dtype=torch.uint8, device=device))
+        names, regions = list(sizes), ring(list(sizes.values()), self.slots)
+        for name, region in zip(names, regions, strict=True):
+            last = max(place for place, other in enumerate(regions) if region.overlaps(other))
+            self._regions[name] = region, names[last if region.before < 0 else region.before]
+        room = int(max((region.stop for region in regions), default=0))
+        self._ring = torch.empty(room, dtype=torch.uint8, device=device)
 
     def take(self, bucket: Bucket, config: OptimConfig) -> ShardState:
         """A bucket's state as it begins: on the host if it travels."""
@@ -115,13 +122,18 @@ class HostStates:
         memory, tensors = self._memories[bucket.name], self._tensors(state)
         memory.settle()
         size = total_bytes(tensors)
-        slot = len(self.travellers) % len(self._buffers)
-        held, buffer = memory.data[:size], self._buffers[slot][:size]
+        region, behind = self._regions[bucket.name]
+        held, buffer = memory.data[:size], self._ring[int(region.start) : int(region.start) + size]
         there, here = laid_out(tensors, held), laid_out(tensors, buffer)
         for name, tensor in tensors.items():
             there[name].copy_(tensor)
         self.travellers[bucket.name] = Traveller(
-            name=bucket.name, memory=memory, held=held, buffer=buffer, slot=slot, visiting=state.rebuilt(here)
+            name=bucket.name,
+            memory=memory,
+            held=held,
+            buffer=buffer,
+            behind=behind,
+            visiting=state.rebuilt(here),
         )
         found = tuple(kind for kind in self.kinds if state.tensors_of(kind))
         return state.rebuilt(there, found)
@@ -166,9 +178,9 @@ class HostStates:
             one = self.travellers[name]
             if op.kind is kinds.BUCKET_STORE:
                 label = f"store of state, bucket {name}"
-                self._left[one.slot] = self.lane.copy(TO_HOST, label, one.held, one.buffer)
+                self._left[name] = self.lane.copy(TO_HOST, label, one.held, one.buffer)
             else:
-                label, before = f"fetch of state, bucket {name}", self._left.get(one.slot)
+                label, before = f"fetch of state, bucket {name}", self._left.get(one.behind)
                 one.came = self.lane.copy(TO_DEVICE, label, one.buffer, one.held, after=before)
             self._next += 1
 

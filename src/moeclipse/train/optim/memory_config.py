@@ -26,8 +26,8 @@ class MemoryConfig:
     """Which of them may lie on the host."""
     share: float = 1.0
     """With place = "host": this part of it, layer by layer; the rest stays on the device."""
-    buffers: int = 4
-    """Buffers on the device that state visits for its update: so many buckets are under way at once."""
+    buffers: int = 3
+    """Where state visits the device for its update, there is room for so many large buckets, or layers."""
     device_gb: float = 0.0
     """With auto: memory of the device that a rank may fill; 0: what is free."""
     host_gb: float = 0.0

@@ -27,6 +27,7 @@ from moeclipse.cost.hardware import LINKS, Device, Link, device
 from moeclipse.cost.step_bytes import ALONE, Again, Sharing, beside
 from moeclipse.model.flops import device_of
 from moeclipse.schedule.kinds import TO_DEVICE, TO_HOST
+from moeclipse.schedule.state_travel import room_of
 from moeclipse.sim.compare import Answer
 from moeclipse.sim.step_costs import StepCosts
 from moeclipse.train.config import TrainConfig
@@ -161,16 +162,17 @@ def state_and_rest(
 
 
 def buffer_bytes(config: TrainConfig, axes: tuple[int, int, int], dtype: torch.dtype) -> float:
-    """Of the ring, each as large as the state of the largest bucket: experts, a table, dense parameters."""
+    """Of the ring: head, layers from the last to the first, embedding; each stack of experts for itself."""
     dp, ep, tp = axes
     sizes = sizes_of(config.model, config.moe, config.gate)
-    stacked = config.moe.num_experts * sizes.d_model * sizes.expert_width * (2 if sizes.gated else 1)
-    dense = [sizes.dense_parameters(layer) for layer in range(config.model.num_layers)]
-    filled = max(dense) if config.optim.clip == "layer" else sum(dense)
-    filled = min(filled, config.optim.bucket_mb * 2**20 / 4)
-    several = max(stacked if any(sizes.moe_layers) else 0.0, sizes.table_parameters, filled)
-    largest = several / (dp * ep * tp)
-    return config.memory.buffers * largest * each_element(config.optim, config.memory.states, dtype)
+    stack = float(config.moe.num_experts * sizes.d_model * sizes.expert_width)
+    stacks = [stack, stack * (2 if sizes.gated else 1)]
+    buckets = [sizes.table_parameters]
+    for layer in reversed(range(config.model.num_layers)):
+        buckets += [*(stacks if sizes.moe_layers[layer] else ()), sizes.dense_parameters(layer)]
+    buckets.append(sizes.table_parameters)
+    each = each_element(config.optim, config.memory.states, dtype) / (dp * ep * tp)
+    return each * room_of(buckets, config.memory.buffers)
 
 
 def host_link(config: TrainConfig) -> Link:
