@@ -3,7 +3,7 @@
     python docs/list_files.py                    all of them
     python docs/list_files.py moe/exchange sim   those of some rooms
 
-The site has the list as a page (docs/site_pages.py). It is written down nowhere, so it is as true as the files
+The site has it as a page (docs/site_pages.py). It is written down nowhere, so it is as true as the files
 are about themselves.
 """
 
