@@ -1,4 +1,5 @@
-"""Write the table of docs/families.md: what every family of transformers does with our experts.
+"""Write the table of docs/families.md: what every family of transformers does with our experts; those that
+do the same share a row.
 
     python docs/list_families.py
 
@@ -26,16 +27,12 @@ HEAD = (
 def with_table(page: str) -> str:
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return (
-        before
-        + BEGIN
-        + "\n"
-        + HEAD
-        + "".join(checked(name).line() for name in families())
-        + "\n"
-        + END
-        + after
-    )
+    alike: dict[str, list[str]] = {}
+    for name in families():
+        alike.setdefault(checked(name).cells(), []).append(f"`{name}`")
+    most_first = sorted(alike.items(), key=lambda row: -len(row[1]))
+    rows = [f"| {', '.join(names)} | {cells} |\n" for cells, names in most_first]
+    return before + BEGIN + "\n" + HEAD + "".join(rows) + "\n" + END + after
 
 
 if __name__ == "__main__":

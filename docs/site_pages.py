@@ -1,4 +1,4 @@
-"""Pages of the site that are made from the code while it is built: keys, public names, commands, the home.
+"""Pages of the site that are made from the code while it is built: keys, names, commands, files, the home.
 
     make docs
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,12 @@ def commands_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def files_page() -> str:
+    """Every file of the package with the first sentence of its docstring."""
+    made: Any = runpy.run_path(str(ROOT / "docs" / "list_files.py"))
+    return f"# Files\n\nHow they fit together: [design](design.md).\n\n{made['file_list']()}"
+
+
 def home_page() -> str:
     """The README, with links as pages of the site see them."""
     text = (ROOT / "README.md").read_text()
@@ -84,8 +91,8 @@ def home_page() -> str:
 def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
-    made = {"index": home_page, "reference-keys": keys_page}
-    made |= {"reference-python": python_page, "reference-commands": commands_page}
+    made = {"index": home_page, "reference-keys": keys_page, "reference-python": python_page}
+    made |= {"reference-commands": commands_page, "reference-files": files_page}
     for name, page in made.items():
         files.append(File.generated(config, f"{name}.md", content=page()))
     return files

@@ -15,8 +15,8 @@ MAX_WORDS = 1600
 LONG = {"decisions.md", "measured.md", "promises.md"}
 """Records, which are looked things up in and not read through."""
 
-WRITTEN_LIST = re.compile("<!-- (?:files|mutants) -->")
-"""From here on docs/list_files.py or docs/list_mutants.py has written: no prose."""
+WRITTEN_LIST = re.compile("<!-- mutants -->")
+"""From here on docs/list_mutants.py has written: no prose."""
 
 PACKAGES = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
 SECTIONS = {"moe", "model", "pipeline"}

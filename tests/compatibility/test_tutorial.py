@@ -55,7 +55,7 @@ def test_a_hugging_face_model(tmp_path: Path) -> None:
 def test_pages_of_the_site() -> None:
     """All pages are in the navigation; the site is built by `make docs`, in strict mode, in the long part."""
     listed = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
-    made = {"index.md", "reference-keys.md", "reference-python.md", "reference-commands.md"}
+    made = {"index.md", *(f"reference-{name}.md" for name in ("keys", "python", "commands", "files"))}
     assert listed - made == {path.name for path in (ROOT / "docs").glob("*.md")}
 
 

@@ -187,13 +187,15 @@ class Row:
     adapted: float | str
     """The same with adapters of peft beside the experts."""
 
-    def line(self) -> str:
+    def cells(self) -> str:
+        """Of its row in the table, behind the name."""
+
         def shown(value: float | str) -> str:
             return value if isinstance(value, str) else "yes" if value < 1e-12 else f"{value:.1e} off"
 
         who = "MoEclipse" if self.ours == self.layers else "transformers' products"
         alone, shared, adapted = map(shown, (self.alone, self.shared, self.adapted))
-        return f"| `{self.name}` | {who} | {alone} | {shared} | {adapted} |\n"
+        return f"{who} | {alone} | {shared} | {adapted}"
 
 
 def row_of(mesh: Mesh, name: str) -> Row:

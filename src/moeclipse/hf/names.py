@@ -48,6 +48,8 @@ class Names:
     """The shared expert, where it is not `shared_expert` (behind a gate) or `shared_experts` of the block."""
     experts_module: str = "mlp.experts"
     """Of transformers' model, by which adapters name it; files may name it otherwise (Mixtral's do)."""
+    adapters_turned: bool = False
+    """Experts lie [in, out] and do not say so, so PEFT takes what comes out for what goes in (Llama 4)."""
     mixers: MixerStyle = "split"
     """How a delta mixer's projections lie in a file."""
     attention_gate: str = ""
@@ -112,6 +114,7 @@ LLAMA4 = Names(
     down="experts.down_proj",
     shared="shared_expert",
     experts_module="feed_forward.experts",
+    adapters_turned=True,
     words=((".mlp.", ".feed_forward."),),
 )
 HUNYUAN_V1 = Names(

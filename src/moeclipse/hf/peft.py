@@ -10,7 +10,8 @@
 
 Where one projection of the experts alone has an adapter, `base_layer.` is left out. Granite's experts are
 called `block_sparse_moe.experts`. What goes in is A's width and what comes out B's height in every family,
-transposed weights or not; gpt-oss' rows of gate and up take turns in B as they do in its weights.
+transposed weights or not; gpt-oss' rows of gate and up take turns in B as they do in its weights. Llama 4's
+experts do not say that they are transposed: A is our B, turned, and B our A (`Names.adapters_turned`).
 
 Hazard: B of experts lies with the expert as the fastest index, A with the expert as the slowest.
 
@@ -70,13 +71,17 @@ class PeftTensor:
     key: str
     names: tuple[str, ...]
     shape: tuple[int, int]
-    """Of each of ours."""
+    """Of the part of theirs that is one of ours."""
     fastest: bool = False
     """The expert is the fastest index of columns; else it is the slowest of rows."""
     turns: bool = False
     """Rows of gate and up take turns."""
+    turned: bool = False
+    """Each of ours is a transposed part of theirs."""
 
     def pack(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        if self.turned:
+            parts = [part.t() for part in parts]
         if self.turns:
             parts = [part.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) for part in parts]
         return (torch.stack(parts, dim=-1).flatten(1) if self.fastest else torch.cat(parts)).contiguous()
@@ -86,7 +91,7 @@ class PeftTensor:
         parts = value.unflatten(1, (-1, count)).unbind(2) if self.fastest else value.chunk(count)
         if self.turns:
             parts = tuple(part.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) for part in parts)
-        return [part.contiguous() for part in parts]
+        return [(part.t() if self.turned else part).contiguous() for part in parts]
 
     @property
     def packed_shape(self) -> tuple[int, int]:
@@ -115,14 +120,17 @@ def peft_tensors(model: ModelConfig, moe: MoEConfig, lora: LoraConfig, names: Na
             continue
         for kind in lora.projections:
             path = names.experts_module + ("" if kind == lora.projections[-1] else ".base_layer")
-            for half, shape in halves(*sizes[kind], rank):
-                experts = (f"{ours}moe.experts.{e}.{ADAPTER}{kind}_{half}" for e in range(moe.num_experts))
+            turned = names.adapters_turned
+            for half, shape in halves(*reversed(sizes[kind]) if turned else sizes[kind], rank):
+                mine = "ba"["ab".index(half)] if turned else half
+                experts = (f"{ours}moe.experts.{e}.{ADAPTER}{kind}_{mine}" for e in range(moe.num_experts))
                 yield PeftTensor(
                     key=f"{theirs}{path}.lora_{half.upper()}.weight",
                     names=tuple(experts),
                     shape=shape,
                     fastest=half == "b",
                     turns=(kind, half, names.experts) == ("up", "b", "interleaved"),
+                    turned=turned,
                 )
 
 

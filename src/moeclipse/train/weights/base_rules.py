@@ -53,11 +53,10 @@ def lora_problems(
         yield f"lora.rank ({lora.rank}) cannot go with model.memory ({model.memory}); set one of them to 0"
     beside = [name for name in lora.targets if name not in ("experts", *PROJECTIONS)]
     others = [f"model.mixers ({kind})" for kind in sorted(model.held_mixers - {"attention"})]
-    others += [f"model.attention_gate ({model.attention_gate})"] if model.attention_gate != "none" else []
     if beside and others:
         yield (
-            f"lora.targets ({', '.join(beside)}) cannot go with {others[0]}: adapters stand beside plain "
-            "attention and experts alone; set lora.targets = experts"
+            f"lora.targets ({', '.join(beside)}) cannot go with {others[0]}: adapters stand beside attention "
+            "and experts alone; set lora.targets = experts"
         )
     sharded = tp > 1 and moe.expert_tp == "sharded"
     if lora.has("experts") and sharded and placement.in_use and not placement.at_ease:
