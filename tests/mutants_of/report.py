@@ -6,7 +6,7 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
-        "report/step_table.py",
+        "report/metric_lines.py",
         "            if len(found) == len(lines):",
         "            if found:",
         "report/test_step_table.py::test_a_damaged_line_among_many_is_the_only_one_that_is_lost",

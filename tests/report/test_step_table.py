@@ -14,7 +14,7 @@ import pytest
 from made_runs import make_run, record_of, write_lines
 
 from moeclipse.core.outside import parse_json
-from moeclipse.report import step_table
+from moeclipse.report import metric_lines, step_table
 from moeclipse.report.figures import figures
 from moeclipse.report.measures import measures_of
 from moeclipse.report.run import read_run
@@ -64,7 +64,7 @@ def test_what_was_added_is_read_and_nothing_else(tmp_path: Path, monkeypatch: py
         parsed.extend(line for line in raw.split(b"\n") if b"step" in line)
         return parse_json(raw, **how)
 
-    monkeypatch.setattr(step_table, "parse_json", watched)
+    monkeypatch.setattr(metric_lines, "parse_json", watched)
     file = read(path)
     assert len(parsed) == 5
     with path.open("a") as more:

@@ -24,7 +24,8 @@ from moeclipse.balance.load import Load
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.outside import MOST_BYTES, lines_of, open_file, parse_json, read_table, read_text, told_of
 from moeclipse.core.toml import parse_toml
-from moeclipse.report.step_table import MOST_NOTES, MetricsFile, StepTable, number
+from moeclipse.report.metric_lines import number
+from moeclipse.report.step_table import MOST_NOTES, MetricsFile, StepTable
 
 TRACE = "trace.json"
 MOST_TRACE_BYTES = 200 << 20

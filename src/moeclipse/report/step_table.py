@@ -16,14 +16,24 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moeclipse.core.outside import DEPTH, MOST_LINE, open_file, parse_json
+from moeclipse.core.outside import MOST_LINE, open_file
+from moeclipse.report.metric_lines import (
+    LARGEST_STEP,
+    LineForm,
+    as_numbers,
+    is_number,
+    plain,
+    record_of,
+    records_of,
+    table_of,
+)
 
 MOST_ROWS = 5000
 MOST_NOTES = 500
@@ -32,7 +42,6 @@ MOST_COLUMNS = 512
 MOST_RANK_NUMBERS = 1 << 16
 CHUNK, CHUNK_BYTES = 4096, 8 << 20
 """Records that are put into rows together, and bytes of their lines."""
-LARGEST_STEP = 1 << 53
 TAIL = 4096
 """Bytes before the end of what was read, by which a file that has grown is known."""
 
@@ -71,8 +80,8 @@ class StepTable:
 
 
 @dataclass(kw_only=True)
-class Column:
-    """Of each row: sum, how many, lowest, highest."""
+class Cells:
+    """Of each column and row, [C, N]: sum, how many, lowest, highest."""
 
     sums: np.ndarray
     count: np.ndarray
@@ -80,25 +89,29 @@ class Column:
     high: np.ndarray
 
     @classmethod
-    def of(cls, values: np.ndarray) -> Column:
-        known = np.isfinite(values)
+    def of(cls, values_CN: np.ndarray) -> Cells:
+        known = np.isfinite(values_CN)
         return cls(
-            sums=np.where(known, values, 0.0),
+            sums=np.where(known, values_CN, 0.0),
             count=known.astype(np.float64),
-            low=np.where(known, values, math.inf),
-            high=np.where(known, values, -math.inf),
+            low=np.where(known, values_CN, math.inf),
+            high=np.where(known, values_CN, -math.inf),
         )
-
-    def parts(self) -> tuple[np.ndarray, ...]:
-        return self.sums, self.count, self.low, self.high
 
     def join(self, order: np.ndarray, starts: np.ndarray) -> None:
         """One row for each group (`groups`)."""
         if len(starts):
-            self.sums = np.add.reduceat(self.sums[order], starts)
-            self.count = np.add.reduceat(self.count[order], starts)
-            self.low = np.minimum.reduceat(self.low[order], starts)
-            self.high = np.maximum.reduceat(self.high[order], starts)
+            self.sums = np.add.reduceat(self.sums[:, order], starts, axis=1)
+            self.count = np.add.reduceat(self.count[:, order], starts, axis=1)
+            self.low = np.minimum.reduceat(self.low[:, order], starts, axis=1)
+            self.high = np.maximum.reduceat(self.high[:, order], starts, axis=1)
+
+    def append(self, more: Cells, axis: int) -> None:
+        """Columns (0) or rows (1)."""
+        self.sums = np.concatenate([self.sums, more.sums], axis)
+        self.count = np.concatenate([self.count, more.count], axis)
+        self.low = np.concatenate([self.low, more.low], axis)
+        self.high = np.concatenate([self.high, more.high], axis)
 
 
 class StepRows:
@@ -107,38 +120,72 @@ class StepRows:
     def __init__(self) -> None:
         self.every = 1
         self.last, self.steps = np.zeros(0, dtype=np.int64), np.zeros(0)
-        self.columns: dict[str, Column] = {}
+        self.names: dict[str, int] = {}
+        """Which column is whose."""
+        self.cells = Cells.of(np.zeros((0, 0)))
         self.rank_last = np.zeros(0, dtype=np.int64)
         self.ranks: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         """Sums and counts, [rows, P]."""
         self.width = 0
 
-    def add(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def add(self, records: Sequence[dict[str, Any]]) -> None:
         step = np.array([record["step"] for record in records], dtype=np.int64)
-        kinds = {tuple(record) for record in records}  # most have the same keys
-        unknown = {name for keys in kinds for name in keys} - self.columns.keys() - {"step"}
-        found = [name for name in unknown if any(is_number(record.get(name)) for record in records)]
-        new = sorted(found)[: MOST_COLUMNS - len(self.columns)]
-        for name in new:
-            self.columns[name] = Column.of(np.full(len(self.last), math.nan))
+        told = [one for one in records if isinstance(one.get("ranks"), dict)]
+        self._add_ranks([(one["step"], one.pop("ranks")) for one in told])
+        self._append(step, self._values(records))
+
+    def add_numbers(self, names: Sequence[str], numbers_NK: np.ndarray) -> None:
+        """Records that hold numbers alone, one of them the step; where each step has no row of its own."""
+        step = numbers_NK[:, list(names).index("step")].astype(np.int64)
+        self._add_columns(names)
+        values_CN = np.full((len(self.names), len(numbers_NK)), math.nan)
+        for at, name in enumerate(names):
+            if name in self.names:
+                values_CN[self.names[name]] = numbers_NK[:, at]
+        self._append(step, values_CN)
+
+    def _append(self, step: np.ndarray, values_CN: np.ndarray) -> None:
+        more = Cells.of(values_CN)
         order, starts = groups(step // self.every, last=self.every == 1)
-        for name, column in self.columns.items():
-            more = Column.of(as_numbers([record.get(name) for record in records]))
-            more.join(order, starts)
-            joined = [np.concatenate(pair) for pair in zip(column.parts(), more.parts(), strict=True)]
-            self.columns[name] = Column(sums=joined[0], count=joined[1], low=joined[2], high=joined[3])
+        more.join(order, starts)
+        self.cells.append(more, axis=1)
         self.last = np.concatenate([self.last, np.maximum.reduceat(step[order], starts)])
         self.steps = np.concatenate([self.steps, np.add.reduceat(np.ones(len(order)), starts)])
-        self._add_ranks(records)
         if len(self.last) > 2 * MOST_ROWS:
             self._join()
         while len(self.last) > 2 * MOST_ROWS:
             self.every *= 2
             self._join()
 
-    def _add_ranks(self, records: Sequence[Mapping[str, Any]]) -> None:
-        told = [record for record in records if isinstance(record.get("ranks"), dict)]
-        widths = [len(row) if isinstance(row := one["ranks"].get("step_ms"), list) else 0 for one in told]
+    def _values(self, records: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        """[C, N]; records of one kind, which have the same keys in one order, are turned together."""
+        kinds: dict[tuple[str, ...], list[int]] = {}
+        for at, record in enumerate(records):
+            kinds.setdefault(tuple(record), []).append(at)
+        unknown = {name for keys in kinds for name in keys} - self.names.keys()
+        self._add_columns(
+            [name for name in unknown if any(is_number(record.get(name)) for record in records)]
+        )
+        values_CN = np.full((len(self.names), len(records)), math.nan)
+        for keys, places in kinds.items():
+            names = [(self.names[name], at) for at, name in enumerate(keys) if name in self.names]
+            rows = [list(records[at].values()) for at in places]
+            whole_NK = table_of(rows)
+            for column, at in names:
+                values_CN[column, places] = (
+                    as_numbers([row[at] for row in rows]) if whole_NK is None else whole_NK[:, at]
+                )
+        return values_CN
+
+    def _add_columns(self, names: Iterable[str]) -> None:
+        """Those of them that there are not yet, and that there is room for."""
+        new = sorted(set(names) - self.names.keys() - {"step"})[: MOST_COLUMNS - len(self.names)]
+        self.names |= {name: number for number, name in enumerate(new, len(self.names))}
+        self.cells.append(Cells.of(np.full((len(new), len(self.last)), math.nan)), axis=0)
+
+    def _add_ranks(self, told: Sequence[tuple[int, dict[str, Any]]]) -> None:
+        """Steps, and what their ranks said."""
+        widths = [len(row) if isinstance(row := ranks.get("step_ms"), list) else 0 for _, ranks in told]
         widths = [width if width <= MOST_RANK_NUMBERS else 0 for width in widths]
         width = max(widths, default=0)
         if width > self.width:  # a run of more ranks: those before are another run's
@@ -146,13 +193,13 @@ class StepRows:
         told = [one for one, found in zip(told, widths, strict=True) if self.width and found == self.width]
         if not told:
             return
-        names = {key for one in told for key in one["ranks"]}
+        names = {key for _, ranks in told for key in ranks}
         empty = np.zeros((len(self.rank_last), self.width), dtype=np.float32)
         room = max(MOST_RANK_NUMBERS // self.width - len(self.ranks), 0)
         for name in sorted(names - self.ranks.keys())[:room]:
             self.ranks[name] = (empty, empty)
         for name, (sums, count) in self.ranks.items():
-            rows = [one["ranks"].get(name) for one in told]
+            rows = [ranks.get(name) for _, ranks in told]
             whole = [row if isinstance(row, list) and len(row) == self.width else () for row in rows]
             empty_row = [math.nan] * self.width
             flat = as_numbers([value for row in whole for value in row or empty_row])
@@ -162,14 +209,13 @@ class StepRows:
                 np.concatenate([sums, np.where(known, table, 0)]),
                 np.concatenate([count, known.astype(np.float32)]),
             )
-        steps = np.array([one["step"] for one in told], dtype=np.int64)
+        steps = np.array([step for step, _ in told], dtype=np.int64)
         self.rank_last = np.concatenate([self.rank_last, steps])
 
     def _join(self) -> None:
         """One row for each `every` neighbours, in the order of steps."""
         order, starts = groups(self.last // self.every, last=self.every == 1)
-        for column in self.columns.values():
-            column.join(order, starts)
+        self.cells.join(order, starts)
         if len(starts):
             self.steps = np.add.reduceat(self.steps[order], starts)
             self.last = np.maximum.reduceat(self.last[order], starts)
@@ -184,20 +230,23 @@ class StepRows:
     def table(self) -> StepTable:
         self._join()
         with np.errstate(invalid="ignore", divide="ignore"):
-            columns = {name: one.sums / one.count for name, one in self.columns.items()}
+            means_CN = self.cells.sums / self.cells.count
             ranks = {name: (sums / count).astype(float) for name, (sums, count) in self.ranks.items()}
         # Rows of ranks are those of steps: what is told of one is looked for by the other's step.
         at = np.searchsorted(self.last // self.every, self.rank_last // self.every)
         return StepTable(
             step=self.last,
-            columns=columns,
+            columns=self._by_name(means_CN),
             ranks=ranks,
             rank_step=self.last[at],
-            count={name: one.count for name, one in self.columns.items()},
-            lowest={name: one.low for name, one in self.columns.items()},
-            highest={name: one.high for name, one in self.columns.items()},
+            count=self._by_name(self.cells.count),
+            lowest=self._by_name(self.cells.low),
+            highest=self._by_name(self.cells.high),
             steps=self.steps,
         )
+
+    def _by_name(self, cells_CN: np.ndarray) -> dict[str, np.ndarray]:
+        return {name: cells_CN[column] for name, column in self.names.items()}
 
 
 def groups(keys: np.ndarray, *, last: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -223,6 +272,7 @@ class MetricsFile:
         self.unfinished = False
         """The last line may still be written."""
         self._at, self._tail, self._state, self._lines = 0, b"", (0, 0, 0), 0
+        self._form: LineForm | None = None
 
     def read(self) -> None:
         """OSError where the file cannot be opened."""
@@ -248,8 +298,8 @@ class MetricsFile:
         size = 0
         self.unfinished = False
         while line := file.readline(MOST_LINE + 1):
-            whole, ended = len(line) <= MOST_LINE, line.endswith(b"\n")
-            if whole and ended:
+            whole = len(line) <= MOST_LINE
+            if whole and line.endswith(b"\n"):
                 lines.append(line)
                 size += len(line)
                 if len(lines) >= CHUNK or size >= CHUNK_BYTES:
@@ -279,20 +329,38 @@ class MetricsFile:
             return
         every, first = self.rows.every, self._lines + 1
         # Of neighbours that become one row, one tells ranks apart.
-        found = records_of([plain(line, number % every == 0) for number, line in enumerate(lines, first)])
+        short = [plain(line, number % every == 0) for number, line in enumerate(lines, first)]
         self._at += sum(map(len, lines))
         self._lines += len(lines)
-        for line in lines[-TAIL:]:  # at least one byte each
-            self._tail = (self._tail + line)[-TAIL:]
+        self._tail = end_of(self._tail, lines)
+        # While each step has a row of its own the last word on it counts, so order matters.
+        if every > 1 and short[-1].endswith(b"\n"):
+            short = self._numbers(short)
+        found = records_of(short)
         records = [record for record in found if record is not None]
         self.damaged += sum(
-            record is None and bool(line.strip()) for record, line in zip(found, lines, strict=True)
+            record is None and bool(line.strip()) for record, line in zip(found, short, strict=True)
         )
         for record in records:
             if "notes" in record or record.get("skipped"):
                 self._note(record)
         if records:
             self.rows.add(records)
+
+    def _numbers(self, lines: list[bytes]) -> list[bytes]:
+        """Takes those that are like one before them; the others."""
+        form = self._form
+        others = lines
+        if form is not None:
+            numbers_NK, others = form.read(lines)
+            step = numbers_NK[:, form.names.index("step")]
+            known = (step >= 0) & (step < LARGEST_STEP)
+            self.damaged += int((~known).sum())
+            if known.any():
+                self.rows.add_numbers(form.names, numbers_NK[known])
+        if 2 * len(others) > len(lines):
+            self._form = LineForm.of(min(others[-2:], key=len))  # of two neighbours one has ranks
+        return others
 
     def _note(self, record: Mapping[str, Any]) -> None:
         notes = record.get("notes")
@@ -305,73 +373,11 @@ class MetricsFile:
         return self.rows.table()
 
 
-def records_of(lines: Sequence[bytes]) -> list[dict[str, Any] | None]:
-    """What is in lines, None where one holds no record; parsed at once, which takes half as long."""
-    if all(line.startswith(b"{") and line.count(b"[") + line.count(b"{") <= DEPTH for line in lines):
-        try:
-            found = parse_json(b"[" + b",".join(lines) + b"]", numbers=False, deep=True)
-            if len(found) == len(lines):
-                return [checked(value) for value in found]
-        except ValueError:
-            pass  # one of them is damaged
-    return [record_of(line) for line in lines]
-
-
-def record_of(line: bytes) -> dict[str, Any] | None:
-    try:
-        return checked(parse_json(line, numbers=False))
-    except ValueError:
-        return None
-
-
-def checked(record: Any) -> dict[str, Any] | None:
-    """A record with its step as a whole number; None for anything else."""
-    try:
-        step = record["step"]
-        if not isinstance(record, dict) or not 0 <= step < LARGEST_STEP:
-            return None
-        record["step"] = int(step)
-    except (ValueError, KeyError, TypeError, OverflowError, IndexError):
-        return None
-    record.pop("load", None)
-    return record
-
-
-def plain(line: bytes, ranks: bool) -> bytes:
-    """A line without the loads of experts, which are in `load.npz`, too, and maybe without its ranks."""
-    line = without(line, b'"load": [[', b"]]")
-    return line if ranks else without(line, b'"ranks": {', b"}")
-
-
-def without(line: bytes, begins: bytes, ends: bytes) -> bytes:
-    """A line without one of its tables, which takes longer to read than all else; quotes in texts have a
-    backslash before them, so no text is taken for one."""
-    first = line.find(begins)
-    last = line.find(ends, first) if first >= 0 else -1
-    return line if last < 0 else line[:first] + b'"": 0' + line[last + len(ends) :]
-
-
-def as_numbers(values: list[Any]) -> np.ndarray:
-    """NaN in place of what is none."""
-    try:
-        found = np.array(values, dtype=np.float64)  # None is NaN
-    except (TypeError, ValueError, OverflowError):
-        found = np.zeros((0, 0))
-    if found.ndim != 1:
-        found = np.array([number(value, math.nan) for value in values])
-    return np.where(np.isfinite(found), found, math.nan)
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
-
-
-def number(value: Any, otherwise: float) -> float:
-    """A number of a file, or another one in its place; true and false count."""
-    if not isinstance(value, int | float):
-        return otherwise
-    try:
-        found = float(value)
-    except OverflowError:
-        return otherwise
-    return found if math.isfinite(found) else otherwise
+def end_of(before: bytes, lines: Sequence[bytes]) -> bytes:
+    """The last bytes of what was read."""
+    found = b""
+    for line in reversed(lines):
+        found = line + found
+        if len(found) >= TAIL:
+            return found[-TAIL:]
+    return (before + found)[-TAIL:]
