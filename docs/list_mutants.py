@@ -1,8 +1,10 @@
-"""Write the list of mutants in docs/testing.md, from what `tests/mutants_of/` says of each.
+"""What each mutant changes, whom it would hurt, and the test that must notice it.
 
-    python docs/list_mutants.py
+    python docs/list_mutants.py              all of them
+    python docs/list_mutants.py pipeline     those with this word in file or test
 
-A test writes it again and compares.
+`tests/mutants_of/` holds them, and tests/mutants.py replays them. Those with a * survived, when they were first
+made, every test of the file that bears their module's name.
 """
 
 from __future__ import annotations
@@ -10,29 +12,21 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-DOCS = Path(__file__).parent
-sys.path.insert(0, str(DOCS.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from mutants_of import MUTANTS  # noqa: E402
 
-PAGE = DOCS / "testing.md"
-BEGIN, END = "<!-- mutants -->\n", "<!-- end of mutants -->\n"
 HEAD = "| file | change | what would go wrong for the user | test |\n|---|---|---|---|\n"
 
 
-def mutant_list() -> str:
+def mutant_list(word: str = "") -> str:
     rows = []
     for mutant in MUTANTS:
-        mark, test = " *" if mutant.survived else "", mutant.test.split("::")[1]
-        rows.append(f"| `{mutant.file}` | {mutant.change}{mark} | {mutant.harm} | `{test}` |\n")
-    return "\n" + HEAD + "".join(rows) + "\n"
-
-
-def with_mutants(page: str) -> str:
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return before + BEGIN + mutant_list() + END + after
+        if word in mutant.file or word in mutant.test:
+            mark, test = " *" if mutant.survived else "", mutant.test.split("::")[1]
+            rows.append(f"| `{mutant.file}` | {mutant.change}{mark} | {mutant.harm} | `{test}` |\n")
+    return HEAD + "".join(rows)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_mutants(PAGE.read_text()))
+    print(mutant_list(*sys.argv[1:]), end="")
