@@ -3,8 +3,8 @@
     python docs/list_mutants.py              all of them
     python docs/list_mutants.py pipeline     those with this word in file or test
 
-`tests/mutants_of/` holds them, and tests/mutants.py replays them. Those with a * survived, when they were first
-made, every test of the file that bears their module's name.
+`tests/mutants_of/` holds them, and tests/mutants.py replays them. Those with a * survived, when they were
+first made, every test of the file that bears their module's name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from mutants_of import MUTANTS  # noqa: E402
+from mutants_of import MUTANTS
 
 HEAD = "| file | change | what would go wrong for the user | test |\n|---|---|---|---|\n"
 

@@ -3,9 +3,9 @@
     .venv/bin/python tests/mutants.py           all of them, in some minutes
     .venv/bin/python tests/mutants.py lane      those with "lane" in their file or their test
 
-`tests/mutants_of/` lists them by room, and `docs/list_mutants.py` prints of each what would go wrong for a user.
-A mutant that survives means that its test has become weaker; a mutant whose `old` text is gone must follow the
-code.
+`tests/mutants_of/` lists them by room, and `docs/list_mutants.py` prints of each what would go wrong for a
+user. A mutant that survives means that its test has become weaker; a mutant whose `old` text is gone must
+follow the code.
 
 Python and torch are imported once: every mutant runs in a fork of this process, with the copy of the source
 first on the path. So nothing of the package may be imported here.
