@@ -121,7 +121,8 @@ def peft_tensors(model: ModelConfig, moe: MoEConfig, lora: LoraConfig, names: Na
         for kind in lora.projections:
             path = names.experts_module + ("" if kind == lora.projections[-1] else ".base_layer")
             turned = names.adapters_turned
-            for half, shape in halves(*reversed(sizes[kind]) if turned else sizes[kind], rank):
+            d_in, d_out = sizes[kind]
+            for half, shape in halves(d_out, d_in, rank) if turned else halves(d_in, d_out, rank):
                 mine = "ba"["ab".index(half)] if turned else half
                 experts = (f"{ours}moe.experts.{e}.{ADAPTER}{kind}_{mine}" for e in range(moe.num_experts))
                 yield PeftTensor(
