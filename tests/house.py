@@ -79,6 +79,16 @@ READERS = {"read_text", "read_bytes", "fromfile", "from_file"}
 BY_NAME = {"safe_open", "memmap", "load_file", "read_metadata", "ParquetFile", "np.load"}
 """Of libraries that open by name: the name must come from `regular`."""
 
+# The only files that print: through what makes words of others harmless.
+PRINTS = ("core/shown.py", "cli/terminal.py")
+PRINTS_ITS_OWN = {
+    "cli/completion.py": "a script",
+    "cli/words.py": "help",
+    "cli/failures.py": "the end of a line",
+    "testing/run_ranks.py": "stacks of ranks, for developers",
+}
+"""Why these may write to a terminal without it."""
+
 Trees = dict[str, ast.Module]
 """Syntax trees by the name of their file, as `moe/layer.py`."""
 
@@ -254,6 +264,21 @@ def files_read_elsewhere(trees: Trees) -> Iterator[str]:
                 yield f"{name}:{node.lineno}: {ast.unparse(node)[:60]} does not go through {READS_FILES}"
 
 
+def printed_elsewhere(trees: Trees) -> Iterator[str]:
+    """Whatever is shown passes one door, so that no file's name and no table's key drives a terminal."""
+    yield from (f"{name}: may print its own, and is gone" for name in PRINTS_ITS_OWN if name not in trees)
+    for name, tree in trees.items():
+        if name in PRINTS or name in PRINTS_ITS_OWN:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and prints(node):
+                yield f"{name}:{node.lineno}: {ast.unparse(node)[:60]} does not go through {PRINTS[0]}"
+
+
+def prints(node: ast.Call) -> bool:
+    return ast.unparse(node.func) in {"print", "Console", "sys.stdout.write", "sys.stderr.write"}
+
+
 def reads_a_file(node: ast.Call) -> bool:
     """It opens or parses a file without a look at what it is."""
     function = node.func
@@ -338,6 +363,7 @@ RULES: tuple[Callable[[Trees], Iterator[str]], ...] = (
     module_level_state,
     environment_read,
     files_read_elsewhere,
+    printed_elsewhere,
     private_names_of_torch,
 )
 

@@ -68,6 +68,18 @@ from house import OF_PYTHON, private_torch_names
             ],
         ),
         (
+            "printed_elsewhere",
+            {
+                **dict.fromkeys([*house.PRINTS, *house.PRINTS_ITS_OWN], "print(name)"),
+                "cli/a.py": "print(name)\nConsole()\nsys.stderr.write(name)\nsay(name)\nfile.write(name)",
+            },
+            [
+                "cli/a.py:1: print(name) does not go through core/shown.py",
+                "cli/a.py:2: Console() does not go through core/shown.py",
+                "cli/a.py:3: sys.stderr.write(name) does not go through core/shown.py",
+            ],
+        ),
+        (
             "long_ones",
             {"moe/a.py": "def f():\n" + "    pass\n" * 60 + "\n" * 340 + "x = 1\n"},
             ["moe/a.py has 402 lines: there are two ideas in it", "moe/a.py:1: f has 61 lines"],

@@ -23,6 +23,7 @@ from moeclipse.cli.display import (
     sparkline,
     summary_lines,
 )
+from moeclipse.cli.terminal import terminal as make_terminal
 
 
 @pytest.fixture(autouse=True)
@@ -32,15 +33,7 @@ def _on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def console(width: int = 80, terminal: bool = False, encoding: str = "utf-8", **options: object) -> Console:
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict")
-    return Console(
-        file=file,
-        width=width,
-        force_terminal=terminal,
-        highlight=False,
-        soft_wrap=True,
-        _environ={},
-        **options,
-    )
+    return make_terminal(file=file, width=width, force_terminal=terminal, _environ={}, **options)
 
 
 def text_of(console: Console) -> str:

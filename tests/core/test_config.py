@@ -224,5 +224,12 @@ def test_a_key_is_not_named_by_its_beginning() -> None:
     assert named_in("gate.top_k (2) must be at most 1.", keys) == ["gate.top_k"]
 
 
+def test_what_no_file_can_hold_is_refused() -> None:
+    """Python reads a path whose bytes are not UTF-8 all the same."""
+    layer, problems = flag_layer(Tree, ["--layout.name", "caf\udce9"])
+    assert problems == ["layout.name: what stands behind --layout.name is not UTF-8 text"]
+    assert not layer
+
+
 def test_a_flag_s_value_may_hold_an_equals_sign() -> None:
     assert read({}, "--layout.name=lr=1e-3").layout.name == "lr=1e-3"

@@ -144,4 +144,12 @@ MUTANTS = (
         "a word that is missing is not noticed",
         "`moeclipse place` without a run ends in a traceback",
     ),
+    Mutant(
+        "cli/terminal.py",
+        "visible(text, lines=True)",
+        "text",
+        "cli/test_terminal.py::test_a_run_shows_names_and_notes",
+        "what is drawn may hold escape sequences",
+        "a column of somebody's file drives the terminal",
+    ),
 )

@@ -116,4 +116,28 @@ MUTANTS = (
         "a preempted run ends as one that is done",
         "no scheduler starts it again",
     ),
+    Mutant(
+        "core/errors.py",
+        "visible(text, lines=True) if self.lines else sentence(text)",
+        "text",
+        "core/test_shown.py::test_errors_are_harmless_wherever_they_are_printed",
+        "an error's text is what a file says",
+        "a model's file colours, moves and overwrites what stands on the terminal",
+    ),
+    Mutant(
+        "core/shown.py",
+        "\\ud800-\\udfff]",
+        "]",
+        "core/test_shown.py::test_what_is_said_can_be_encoded",
+        "half a surrogate pair is printed",
+        "a folder whose name is not UTF-8 ends a command in a traceback",
+    ),
+    Mutant(
+        "core/config.py",
+        "if any(map(HALF.search, values)):",
+        "if False:",
+        "core/test_config.py::test_what_no_file_can_hold_is_refused",
+        "bytes that are no text are taken for a path",
+        "the run begins, and ends where its configuration is written",
+    ),
 )

@@ -31,10 +31,8 @@ MUTANTS = (
     ),
     Mutant(
         "report/page.py",
-        """\
-    beside.write_text(page_of(runs), encoding="utf-8")
-    beside.replace(path)""",
-        '    path.write_text(page_of(runs), encoding="utf-8")',
+        "        beside.replace(path)\n",
+        '        path.write_text(page_of(runs), encoding="utf-8")\n',
         "report/test_page.py::test_whoever_looks_meanwhile_sees_a_whole_page",
         "a page is written in place",
         "whoever looks meanwhile, or after a full disk, has half a page",
@@ -166,5 +164,13 @@ MUTANTS = (
         "report/test_intervals.py::test_waiting_for_a_late_peer_is_not_communication",
         "waiting for a late peer counts as communication",
         "a slow rank is blamed on the network",
+    ),
+    Mutant(
+        "report/page.py",
+        "        open_to &= run.directory.stat().st_mode\n",
+        "        run.directory.stat()\n",
+        "report/test_page.py::test_whom_a_run_is_closed_to_its_page_is_closed_to",
+        "a page is as open as the umask says",
+        "others read the losses of a run that is closed to them",
     ),
 )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
+import pytest
 from made_runs import make_run, make_trace, record_of, write_lines, write_loads
 
+from moeclipse.report import page as page_module
 from moeclipse.report.page import as_json, digest, page_of, part, write_page
 from moeclipse.report.run import read_run
 
@@ -49,6 +52,33 @@ def test_a_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     assert "{{" not in page.replace(part("page.js"), "")
     assert "default-src &#x27;none&#x27;" in page
     assert "connect-src" not in page
+    assert not list(folder.glob(".*"))
+
+
+def test_whom_a_run_is_closed_to_its_page_is_closed_to(tmp_path: Path) -> None:
+    mine, shared = make_run(tmp_path / "mine"), make_run(tmp_path / "shared")
+    mine.chmod(0o700)
+    shared.chmod(0o755)
+    before = os.umask(0o022)
+    try:
+        for runs, mode in (([mine], 0o600), ([shared], 0o644), ([shared, mine], 0o600)):
+            page = tmp_path / "page.html"
+            page.write_text("from before")
+            page.chmod(0o666)
+            write_page([read_run(folder) for folder in runs], page)
+            assert page.stat().st_mode & 0o777 == mode
+    finally:
+        os.umask(before)
+
+
+def test_what_could_not_be_written_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(tmp_path / "run")
+    write_page([read_run(folder)], folder / "report.html")
+    before = (folder / "report.html").read_text()
+    monkeypatch.setattr(page_module, "page_of", lambda _: "half of it\ud800")
+    with pytest.raises(UnicodeEncodeError):
+        write_page([read_run(folder)], folder / "report.html")
+    assert (folder / "report.html").read_text() == before
     assert not list(folder.glob(".*"))
 
 

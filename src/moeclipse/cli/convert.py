@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from moeclipse.core.config import build, flag_layer
 from moeclipse.core.errors import CheckpointError, ConfigError
+from moeclipse.core.shown import say
 from moeclipse.hf.compose import named
 
 if TYPE_CHECKING:  # torch is loaded when all that can be wrong without it is known
@@ -55,7 +56,7 @@ class ConvertOptions:
 
 def main(words: list[str]) -> int:
     if "-h" in words or "--help" in words:
-        print(HELP, end="")
+        say(HELP.rstrip())
         return 0
     options, source, out = read_words(words)
     if not source.exists():
@@ -75,7 +76,7 @@ def convert(options: ConvertOptions, source: Path, out: Path) -> int:
     began = time.monotonic()
     if options.adapter:
         count = save_adapter(find_checkpoint(source), out)
-        print(f"adapters: {count} tensors, written to {out}")
+        say(f"adapters: {count} tensors, written to {out}")
         return 0
     if (source / "config.json").exists() and not (source / "manifest.json").exists():
         done = from_hf(source, out, dtype=options.dtype, tokenizer=not options.no_tokenizer)
@@ -85,7 +86,7 @@ def convert(options: ConvertOptions, source: Path, out: Path) -> int:
         done = to_hf(checkpoint, out, tokenizer=tokenizer, dtype=options.dtype, family=options.family)
     kept = f", {done.kept} files kept from an earlier attempt" if done.kept else ""
     seconds = time.monotonic() - began
-    print(
+    say(
         f"{done.family}: {done.num_tensors} tensors, {done.num_bytes / 1e6:.1f} MB, written to {done.path} "
         f"in {seconds:.1f} s{kept}"
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from rich.text import Text
 from moeclipse.cli.evaluated import eval_lines, eval_text
 from moeclipse.cli.heatmap import heat_lines
 from moeclipse.cli.plot import average_to, plot_lines
+from moeclipse.cli.terminal import terminal
 from moeclipse.core.program import program
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -46,7 +46,7 @@ PARTS = (
 
 def make_observer(console: Console | None = None) -> Display:
     """The display for where the output goes."""
-    return Display(console or Console(file=sys.stdout, highlight=False, soft_wrap=True))
+    return Display(console or terminal())
 
 
 class Display:
@@ -94,7 +94,7 @@ class Display:
         active = f"{short(info.get('num_active_parameters'))} active"
         self.console.print(f"{size}, {active} {dot} {short(info.get('tokens_per_step'))} tokens per step")
         if info.get("corpus"):
-            self.console.print(f"corpus: {info['corpus']}", markup=False)
+            self.console.print(f"corpus: {info['corpus']}")
         if self.first_step:
             self.console.print(f"resumed after step {self.first_step}")
         if self.live:
@@ -130,7 +130,7 @@ class Display:
         done, loss = int(record.get("step", 0)) + 1, float(record.get("loss", math.nan))
         self.losses.append(loss)
         if "eval_loss" in record:
-            self.console.print(f"step {done}: {eval_text(record)}", markup=False)
+            self.console.print(f"step {done}: {eval_text(record)}")
         if self.progress is not None:
             spark = "" if has_room(self.console) else sparkline(self.losses, SPARK_WIDTH, self.unicode)
             speed = short(record.get("tokens_per_s"))

@@ -15,6 +15,7 @@ from moeclipse.cli import checks, exchange, kernels, peers
 from moeclipse.cli.checks import Finding
 from moeclipse.core.config import build, flag_layer
 from moeclipse.core.program import program
+from moeclipse.core.shown import say, visible
 from moeclipse.core.toml import docs_of
 
 MARKS = {"works": ("✓", "ok"), "info": ("·", "--"), "limited": ("!", "! "), "broken": ("✗", "XX")}
@@ -31,25 +32,21 @@ class DoctorOptions:
 
 def main(words: list[str]) -> int:
     if "-h" in words or "--help" in words:
-        print(
-            "usage: moeclipse doctor [--json] [--dir PATH]\n\nWhat works on this machine, and what to do.\n"
-        )
+        say("usage: moeclipse doctor [--json] [--dir PATH]\n\nWhat works on this machine, and what to do.\n")
         for name, doc in docs_of(DoctorOptions).items():
-            print(f"  --{name:<6}{doc}")
+            say(f"  --{name:<6}{doc}")
         return 0
     layer, problems = flag_layer(DoctorOptions, words)
     options = build(DoctorOptions, [layer], problems).checked()
     items = list(examine(options.dir))
     able = can_train(items)
     if options.json:
-        print(
-            json.dumps({"can_train": able, "items": [dataclasses.asdict(item) for item in items]}, indent=2)
-        )
+        say(json.dumps({"can_train": able, "items": [dataclasses.asdict(item) for item in items]}, indent=2))
     else:
         stream = sys.stdout
         coloured = stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
         for line in render(items, unicode=speaks_unicode(stream.encoding), coloured=coloured):
-            print(line)
+            stream.write(f"{line}\n")
     return 0 if able else 1
 
 
@@ -84,10 +81,10 @@ def render(items: Sequence[Finding], unicode: bool, coloured: bool) -> Iterator[
             section = item.section
             yield _paint(section, "1", coloured)
         mark = MARKS[item.state][0 if unicode else 1]
-        yield f"  {_paint(mark, COLOURS[item.state], coloured)} {item.name:<{width}}  {item.value}"
+        yield f"  {_paint(mark, COLOURS[item.state], coloured)} {item.name:<{width}}  {visible(item.value)}"
         if item.advice:
             arrow = "→" if unicode else "->"
-            yield f"    {'':<{width}}  {_paint(f'{arrow} {item.advice}', '2', coloured)}"
+            yield f"    {'':<{width}}  {_paint(f'{arrow} {visible(item.advice)}', '2', coloured)}"
     broken = [item.name for item in items if item.state == "broken"]
     limited = [item.name for item in items if item.state == "limited"]
     yield ""

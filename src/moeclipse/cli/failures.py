@@ -21,6 +21,7 @@ from typing import Any
 from moeclipse.cli.guard import first_to_tell
 from moeclipse.core.errors import CommError, ConfigError, DeadlineError, MoEclipseError
 from moeclipse.core.outside import read_table
+from moeclipse.core.shown import say
 
 CULPRIT_S = 2.0  # how long a victim stays for the culprit's own words
 LOST_PEER = (
@@ -88,11 +89,11 @@ def show_failure(failure: Failure, named: bool) -> None:
     if everywhere and not first_to_tell(failure.text):
         return
     if sys.stderr.isatty():  # whatever stood there was not ended
-        print("\r\033[2K", end="", file=sys.stderr)
+        sys.stderr.write("\r\033[2K")
     if failure.stack:
-        print(failure.stack.rstrip(), file=sys.stderr)
+        say(failure.stack.rstrip(), error=True)
     where = f" (rank {failure.rank})" if named and not everywhere else ""
-    print(f"error{where}: {failure.text}", file=sys.stderr, flush=True)
+    say(f"error{where}: {failure.text}", error=True)
 
 
 def read_failures(folder: Path | None) -> list[Failure]:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from moeclipse.cli.failures import await_culprit, describe, show_failure, write_failure
 from moeclipse.core.config import build, flag_layer
-from moeclipse.core.errors import ConfigError
+from moeclipse.core.errors import CheckpointError, ConfigError
+from moeclipse.core.shown import say, visible
 from moeclipse.model.sampling_config import GenerateConfig
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ NO_FOLDER = "{}: there is no such folder; give a run, a checkpoint or a Hugging 
 
 def main(words: list[str]) -> int:
     if "-h" in words or "--help" in words:
-        print(HELP, end="")
+        say(HELP.rstrip())
         return 0
     layer, problems = flag_layer(GenerateOptions, words, positional="model")
     built = build(GenerateOptions, [layer], problems)
@@ -107,7 +108,10 @@ def main(words: list[str]) -> int:
         raise ConfigError(NO_FOLDER.format(options.model))
     from moeclipse.train.weights.open_model import find_model
 
-    found = find_model(options.model)
+    try:
+        found = find_model(options.model)
+    except CheckpointError as error:  # all that it reads was given on the command line
+        raise ConfigError(str(error)) from error
     joined = "WORLD_SIZE" in os.environ
     num_ranks = int(os.environ["WORLD_SIZE"]) if joined else options.ranks
     layout(found, num_ranks, options.tp)
@@ -186,14 +190,17 @@ def show(options: GenerateOptions, mesh: Mesh | None, out: TextIO | None) -> Non
                 pass
             continue
         if len(options.adapter) > 1:
-            out.write(f"=== {name}\n")
+            out.write(f"=== {visible(name)}\n")
         for text in in_order(options.prompt, pieces, dim=out.isatty()):
             out.write(text)
             out.flush()
 
 
 def in_order(prompts: tuple[str, ...], pieces: Iterable[TextPiece], *, dim: bool) -> Iterator[str]:
-    """What to print, piece by piece: the texts in order, each behind its prompt; later ones wait."""
+    """What to print, piece by piece: the texts in order, each behind its prompt; later ones wait.
+
+    `dim`: on a terminal, which prompts are dimmed on, and which texts must not drive.
+    """
     waiting, ended, shown = [""] * len(prompts), [False] * len(prompts), 0
     yield head(prompts, 0, dim=dim)
     for piece in pieces:
@@ -202,7 +209,7 @@ def in_order(prompts: tuple[str, ...], pieces: Iterable[TextPiece], *, dim: bool
         while shown < len(prompts):
             text, waiting[shown] = waiting[shown], ""
             if text:
-                yield text
+                yield visible(text, lines=True) if dim else text
             if not ended[shown]:
                 break
             shown += 1
@@ -212,4 +219,4 @@ def in_order(prompts: tuple[str, ...], pieces: Iterable[TextPiece], *, dim: bool
 def head(prompts: tuple[str, ...], number: int, *, dim: bool) -> str:
     """The prompt, told apart from the text where the terminal can; several are numbered."""
     title = f"--- {number + 1} of {len(prompts)}\n" if len(prompts) > 1 else ""
-    return title + (MARK.format(prompts[number]) if dim else prompts[number])
+    return title + (MARK.format(visible(prompts[number], lines=True)) if dim else prompts[number])

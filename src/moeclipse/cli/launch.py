@@ -45,6 +45,7 @@ from moeclipse.cli.stopped_ranks import ending_frozen_ranks
 from moeclipse.core.config import to_toml
 from moeclipse.core.errors import CommError, Preempted
 from moeclipse.core.program import program
+from moeclipse.core.shown import say
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.elastic import layout_for
 
@@ -93,7 +94,7 @@ def run_rank(config: TrainConfig, resume: str) -> int:
             write_failure(describe(error, rank))
             observer.close()
             if not launched and rank == 0:
-                print(error, file=sys.stderr, flush=True)
+                say(str(error), error=True)
             return 0 if "TORCHELASTIC_RUN_ID" in os.environ else error.code
         except KeyboardInterrupt:
             observer.close()
@@ -160,7 +161,7 @@ def show_interrupted(config: TrainConfig) -> None:
     again = (
         f"; go on with: {program()} train {run / 'config.toml'} --resume auto" if has_checkpoint(run) else ""
     )
-    print(f"interrupted{again}", file=sys.stderr)
+    say(f"interrupted{again}", error=True)
 
 
 # --- starting ranks --------------------------------------------------------------------------------------
@@ -307,7 +308,7 @@ def show_farewell(written: list[Failure], asked: int = 0) -> int:
     if not left:
         return 0
     name = signal.Signals(asked or signal.SIGTERM).name
-    print(left[0].text.replace("(SIGTERM)", f"({name})", 1), file=sys.stderr, flush=True)
+    say(left[0].text.replace("(SIGTERM)", f"({name})", 1), error=True)
     return Preempted.code
 
 

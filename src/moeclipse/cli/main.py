@@ -16,6 +16,7 @@ from moeclipse import __version__
 from moeclipse.cli.guard import BAD_INPUT, first_to_tell, one_line
 from moeclipse.core.config import nearest
 from moeclipse.core.program import program
+from moeclipse.core.shown import say
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return dispatch(words)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted", error=True)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader (`| head`) has left; without this Python complains again while it shuts down.
@@ -70,29 +71,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         text, code = told
         if code != BAD_INPUT or first_to_tell(text):
-            print(f"error: {text}", file=sys.stderr)
+            say(f"error: {text}", error=True)
         return code
 
 
 def dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        print(usage())
+        say(usage())
         return 0
     if words[0] in ("-V", "--version", "version"):
-        print(f"moeclipse {__version__}")
+        say(f"moeclipse {__version__}")
         return 0
     name, *rest = words
     if name not in COMMANDS:
         close = nearest(name, COMMANDS)
         hint = f"did you mean {close!r}?" if close else f"choose one of {', '.join(COMMANDS)}"
-        print(f"error: unknown command {name!r}; {hint}", file=sys.stderr)
+        say(f"error: unknown command {name!r}; {hint}", error=True)
         return 2
     try:
         module = importlib.import_module(COMMANDS[name].module)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] in ("moeclipse", "torch"):
             raise
-        print(f"error: `moeclipse {name}` needs {error.name}; run: pip install {error.name}", file=sys.stderr)
+        say(f"error: `moeclipse {name}` needs {error.name}; run: pip install {error.name}", error=True)
         return 2
     run: Callable[[list[str]], int] = module.main
     return run(rest)

@@ -18,9 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from moeclipse.cli.guard import refuse_unwritable
+from moeclipse.cli.terminal import terminal
 from moeclipse.cli.two_ranks import Answer, ask_two_ranks
 from moeclipse.cli.words import read
 from moeclipse.core.errors import ConfigError
@@ -51,7 +50,7 @@ def main(argv: list[str]) -> int:
     if options.run is not None and options.device != "auto":
         raise ConfigError("--device says what to measure; --run brings its own")
     refuse_unwritable({"--out": options.out})
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal()
     begun = time.monotonic()
     with console.status("measuring ..."):
         tables, told = of_run(options.run) if options.run is not None else of_machine(options.device)
@@ -59,7 +58,7 @@ def main(argv: list[str]) -> int:
 
     text = as_toml(tables, told)
     if options.out is None:
-        console.print(text, markup=False, end="")
+        console.print(text, end="")
         return 0
     options.out.write_text(text)
     console.print(f"{told}: {options.out}, in {time.monotonic() - begun:.0f} s")

@@ -31,6 +31,7 @@ from moeclipse.cli.guard import refuse_unwritable
 from moeclipse.cli.heatmap import heat_lines
 from moeclipse.cli.place_plans import LayerLoads, Verdict, fitting, judge, planned
 from moeclipse.cli.place_run import RunFacts
+from moeclipse.cli.terminal import terminal
 from moeclipse.cli.words import read
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.outside import read_json, told_of
@@ -101,7 +102,7 @@ def options_of(words: list[str]) -> PlaceConfig:
 
 def main(argv: list[str]) -> int:
     given = options_of(argv)
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal()
     facts = RunFacts.read(given.load)
     load = Load.read(facts.load)
     config = fill(given, load, facts)
@@ -120,7 +121,7 @@ def main(argv: list[str]) -> int:
     slots_P = (config.slots,) * config.ranks
 
     def planned_by(layers: list[LayerLoads], quiet: bool = False) -> list[Verdict]:
-        on = Console(quiet=True) if quiet else console
+        on = terminal(quiet=True) if quiet else console
         given = [(on, name, wanted, slots_P, name == config.planner, layers, costs, node_P) for name in names]
         return [verdict for one in given if (verdict := planned(*one)) is not None]
 

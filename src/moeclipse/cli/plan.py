@@ -23,6 +23,7 @@ from rich.table import Table
 from moeclipse.cli.display import count
 from moeclipse.cli.guard import refuse_unwritable
 from moeclipse.cli.plan_page import PlanPage
+from moeclipse.cli.terminal import terminal
 from moeclipse.cli.words import read
 from moeclipse.core.config import flag_layer, to_toml
 from moeclipse.core.errors import ConfigError
@@ -88,7 +89,7 @@ def main(argv: list[str]) -> int:
     flags, problems = flag_layer(TrainConfig, keys)
     if problems:
         raise ConfigError(problems)
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal()
     check(options)
     refuse_unwritable({"--out": options.out, "--page": options.page})
     config = config_for(options.source or options.model, flags)
@@ -102,7 +103,7 @@ def main(argv: list[str]) -> int:
         for line in refusals(request, config, found):
             console.print(line)
         return NOTHING_FITS
-    wide = Console(highlight=False, width=max(console.width, TABLE_WIDTH))
+    wide = terminal(soft_wrap=False, width=max(console.width, TABLE_WIDTH))
     wide.print(table_of(request, found.plans[:SHOWN]))
     if options.explain > len(found.plans[:SHOWN]):
         raise ConfigError(f"--explain {options.explain}: there are plans 1 to {len(found.plans[:SHOWN])}")
@@ -314,6 +315,4 @@ def explain(console: Console, request: Request, best: Plan, plan: Plan, width: i
     console.print(f"layers of each stage: {', '.join(map(str, plan.stages))}")
     shown = min(layout.microbatches, 3 * layout.pp)
     console.print(f"\n{count(shown, 'microbatch', 'es')} of {layout.microbatches}:")
-    console.print(
-        timeline(step.simulation(shown), width or max(40, min(console.width - 10, 160))), markup=False
-    )
+    console.print(timeline(step.simulation(shown), width or max(40, min(console.width - 10, 160))))

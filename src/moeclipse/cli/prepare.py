@@ -6,11 +6,10 @@ machine does it while the others wait.
 
 from __future__ import annotations
 
-import sys
-
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from moeclipse.cli.terminal import terminal
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.data.corpus import find_corpus, is_made_of_documents, open_corpus, total_size
 from moeclipse.train.data.data_config import DataConfig, all_parts
@@ -68,7 +67,7 @@ def prepare(config: DataConfig, vocab_size: int) -> None:
         return
     if total_size(found.files) < IN_MEMORY:
         return
-    bar = TokenBar(Console(file=sys.stdout, highlight=False, soft_wrap=True))
+    bar = TokenBar(terminal())
     try:
         open_corpus(config, vocab_size, bar.tell)
     finally:

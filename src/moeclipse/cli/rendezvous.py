@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -30,6 +29,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from moeclipse.cli.failures import Failure, read_failures, root_cause
 from moeclipse.cli.seats import Seats, culprit
 from moeclipse.core.errors import Preempted
+from moeclipse.core.shown import say
 from moeclipse.train.run.incidents import kept_by_launcher, step_of, told_by_launcher
 
 BACKEND = "moeclipse-loopback"
@@ -116,7 +116,7 @@ class RankFiles(DefaultLogsSpecs):
         if attempt > 0:
             if self.asked():
                 raise SignalException("asked to leave", signal.Signals(self.asked()))
-            print(self.changed or self._restart(), file=sys.stderr, flush=True)
+            say(self.changed or self._restart(), error=True)
             self.changed = ""
         destination = super().reify(envs)
         self.newest, self.codes = Path(envs[0]["TORCHELASTIC_ERROR_FILE"]).parent.parent, {}

@@ -13,7 +13,6 @@ is wrong with what was asked.
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 from moeclipse.cli.guard import refuse_unwritable
 from moeclipse.cli.words import read
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.shown import say
 from moeclipse.report.advice import advise_run
 from moeclipse.report.fail_if import judge
 from moeclipse.report.figures import shown
@@ -65,20 +65,20 @@ def main(argv: list[str]) -> int:
     if problems := config.problems():
         raise ConfigError(problems)
     if config.live:
-        return serve(list(config.runs), config.port, say=lambda text: print(text, flush=True))
+        return serve(list(config.runs), config.port, say=say)
     runs = [read_run(path) for path in config.runs]
     measured = [measures_of(run) for run in runs]
     judged = [judge(text, *measured) for text in config.fail_if]
     if config.json:
-        print(json.dumps(numbers_of(runs), indent=1, allow_nan=False))
+        say(json.dumps(numbers_of(runs), indent=1, allow_nan=False))
     elif not config.fail_if or config.out:
         out = config.out or config.runs[0] / NAME
         refuse_unwritable({"--out": out})
         write_page(runs, out)
-        print(f"written: {out}")
+        say(f"written: {out}")
     failed = [one.told for one in judged if one.holds]
     if failed:
-        print(f"failed: {'; '.join(failed)}", file=sys.stderr)
+        say(f"failed: {'; '.join(failed)}", error=True)
     return 1 if failed else 0
 
 

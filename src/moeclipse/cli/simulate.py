@@ -22,6 +22,7 @@ from rich.console import Console
 from moeclipse.cli.display import count
 from moeclipse.cli.guard import refuse_unwritable
 from moeclipse.cli.simulate_view import View, show, show_comparison
+from moeclipse.cli.terminal import terminal
 from moeclipse.cli.words import read
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.outside import read_text, told_of
@@ -105,7 +106,7 @@ class SimulateConfig:
 
 def main(argv: list[str]) -> int:
     config = read(SimulateConfig, argv, "simulate", positional="run", usage="RUN")
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal()
     if config.run and config.config is not None:
         raise ConfigError(f"say which run to simulate, once: {config.run}, or --config {config.config}")
     source = Path(config.run) if config.run else config.config
@@ -240,7 +241,7 @@ def simulate_one(console: Console, question: Question, config: SimulateConfig) -
         answer = ask(question, program.name, program)
     console.print(f"{answer.name}: {_terms(question)}", style="bold")
     if config.grid:
-        console.print(format_grid(program, max_slots=LONG_GRID), markup=False)
+        console.print(format_grid(program, max_slots=LONG_GRID))
         console.print()
     show(console, _view(question), answer, width=config.width, trace=config.trace)
     if config.csv is not None:

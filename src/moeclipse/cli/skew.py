@@ -24,8 +24,10 @@ from moeclipse.balance.cures import CURES, Bed, CureSeconds, replay
 from moeclipse.balance.objective import PlacementCosts, rows_per_pair
 from moeclipse.balance.workloads import WORKLOADS, SharedLayer, counts
 from moeclipse.cli.display import count
+from moeclipse.cli.terminal import terminal
 from moeclipse.cli.words import read
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.shown import visible
 from moeclipse.report.cures import FLAGS, Cures, cures_of
 from moeclipse.report.gain import short
 from moeclipse.report.run import read_run
@@ -84,7 +86,7 @@ def main(argv: list[str]) -> int:
     options = read(SkewConfig, argv, "skew", positional="source", usage="RUN|CONFIG")
     if problems := list(options.problems()):
         raise ConfigError(problems)
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal()
     path = Path(options.source)
     if path.is_dir() and ((path / "metrics.jsonl").is_file() or (path / "load.npz").is_file()):
         tell_run(console, options, path)
@@ -109,8 +111,8 @@ def tell_run(console: Console, options: SkewConfig, path: Path) -> None:
         )
     now, of = found.layers
     console.print(
-        f"{run.name}: {count(found.steps, 'recorded step')}, {now} of {count(of, 'layer')} with experts, "
-        f"{short(found.step_ms)} ms a step",
+        f"{visible(run.name)}: {count(found.steps, 'recorded step')}, {now} of {count(of, 'layer')} with "
+        f"experts, {short(found.step_ms)} ms a step",
         style="bold",
     )
     console.print(
@@ -127,7 +129,7 @@ def tell_run(console: Console, options: SkewConfig, path: Path) -> None:
 
 def wide(console: Console) -> Console:
     """Rows are not cut, however narrow the terminal is."""
-    return Console(highlight=False, width=max(console.width, TABLE_WIDTH))
+    return terminal(soft_wrap=False, width=max(console.width, TABLE_WIDTH))
 
 
 def run_table(found: Cures) -> Table:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Literal
 from moeclipse.cli.train_help import short_help
 from moeclipse.core.config import Given, build, flag_layer, keys_of, problems_of, to_toml, with_values
 from moeclipse.core.errors import CheckpointError, ConfigError, DataError
+from moeclipse.core.shown import say
 from moeclipse.hf.config_file import is_model_folder
 from moeclipse.train.config import TrainConfig, layout_problems
 from moeclipse.train.elastic import EXPECTED, RankRange, layout_for, possible, range_problems
@@ -80,7 +80,7 @@ def main(words: list[str]) -> int:
         return show_help(words)
     if "-h" in words or "--help" in words:
         _, merged = read_command([word for word in words if word not in ("-h", "--help")])
-        print(short_help(merged.built.config, merged.preset), end="")
+        say(short_help(merged.built.config, merged.preset).rstrip())
         return 0
     environment = os.environ
     joined = any(name in environment for name in RANK_VARIABLES)
@@ -117,11 +117,11 @@ def main(words: list[str]) -> int:
     if int(environment.get("RANK", "0")) == 0:
         restarts = options.restarts or int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0"))
         for note in (*merged.built.notes, *restart_notes(config, restarts or ranks.changes)):
-            print(f"note: {note}", file=sys.stderr)
+            say(f"note: {note}", error=True)
     if options.print_config:
         # Without a name a run is named when it starts; one that goes on has its name already.
         shown = config if options.resume == "auto" else merged.built.config
-        print(to_toml(shown, comments=True), end="")
+        say(to_toml(shown, comments=True).rstrip())
         return 0
     from moeclipse.cli import launch, prepare
 

@@ -17,7 +17,6 @@ import hashlib
 import hmac
 import json
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +29,7 @@ from moeclipse.comm.watch.culprits import Stand, all_wait, describe_cut, describ
 from moeclipse.comm.watch.op_log import OpLog
 from moeclipse.comm.watch.reach import unreachable
 from moeclipse.core.errors import CommError, DeadlineError
+from moeclipse.core.shown import say
 
 FIRST = "failure/first"
 GRACE_S = 2.0  # how long to wait for the culprit's own words after our collective broke
@@ -177,11 +177,10 @@ class Watch:
         if not hmac.compare_digest(signature, self._signature(key, text).encode()):
             if key not in self.ignored:
                 self.ignored.add(key)
-                print(
+                say(
                     f"rank {self.rank}: the run's store holds words ({key}) that no rank of this run has "
                     "signed; they are ignored. Another process on this network writes there",
-                    file=sys.stderr,
-                    flush=True,
+                    error=True,
                 )
             return None
         return json.loads(text)

@@ -41,6 +41,8 @@ from moeclipse.core.values import (
 from moeclipse.core.values import nearest as nearest
 
 T = TypeVar("T")
+HALF = re.compile("[\ud800-\udfff]")
+"""Of a surrogate pair: so Python reads words whose bytes are not UTF-8, which no file of ours can hold."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +272,9 @@ def flag_layer(
             continue
         if not values and is_switch(kinds[key]):
             values = ["true"]
-        if values or typing.get_origin(kinds[key]) is tuple:
+        if any(map(HALF.search, values)):
+            problems.append(f"{key}: what stands behind {flag} is not UTF-8 text")
+        elif values or typing.get_origin(kinds[key]) is tuple:
             given = Given(values, flag, words=True, was=key if key in renamed else "")
             _give(layer, renamed.get(key, key), given, problems)
         else:

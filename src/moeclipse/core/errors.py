@@ -1,18 +1,26 @@
 """Every error that MoEclipse raises on purpose.
 
 An error says what was given, what was expected and what to do. It is raised before any rank waits
-for another wherever that is possible; `code` is the exit status of the command line.
+for another wherever that is possible; `code` is the exit status of the command line. Its text may be printed
+as it is: names and keys of others in it drive no terminal (`core/shown`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moeclipse.core.shown import sentence, visible
+
 
 class MoEclipseError(Exception):
     """Base of all errors below; the command line prints its text without a traceback."""
 
     code = 1
+    lines = False
+    """Whether its text has several, as a program's grid."""
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(visible(text, lines=True) if self.lines else sentence(text))
 
 
 class ConfigError(MoEclipseError, ValueError):
@@ -21,18 +29,18 @@ class ConfigError(MoEclipseError, ValueError):
     code = 2
 
     def __init__(self, problems: str | Sequence[str]) -> None:
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
-        if len(self.problems) == 1:
-            super().__init__(self.problems[0])
-        else:
-            lines = "".join(f"\n  - {problem}" for problem in self.problems)
-            super().__init__(f"{len(self.problems)} problems in the configuration:{lines}")
+        self.problems = [sentence(one) for one in ([problems] if isinstance(problems, str) else problems)]
+        lines = "".join(f"\n  - {problem}" for problem in self.problems)
+        alone = len(self.problems) == 1
+        text = self.problems[0] if alone else f"{len(self.problems)} problems in the configuration:{lines}"
+        Exception.__init__(self, text)
 
 
 class ScheduleError(MoEclipseError, ValueError):
     """A program that cannot run: malformed, incomplete or deadlocking."""
 
     code = 2
+    lines = True
 
 
 class DataError(MoEclipseError, ValueError):
@@ -47,6 +55,8 @@ class CheckpointError(MoEclipseError):
 
 class CommError(MoEclipseError, RuntimeError):
     """A rank failed, left or did not arrive; the text names it."""
+
+    lines = True
 
 
 class DeadlineError(CommError):

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import moe as theirs
 
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.shown import visible
 from moeclipse.hf.foreign_experts import activation_of, is_experts, own_form
 from moeclipse.hf.private_torch import asks, goes_beyond, implementation_of, own_forward
 from moeclipse.moe.experts.autocast import is_on, off, rows_for
@@ -59,8 +60,9 @@ def telling(check: Callable[..., str]) -> Callable[..., str]:
         found = check(model, requested)
         if found == NAME and has_experts(model) and not asks(model):
             warnings.warn(
-                f"{model.config.model_type}: transformers {transformers.__version__} lets nobody choose how "
-                f"experts of this family are computed: experts_implementation={NAME!r} changes nothing",
+                f"{visible(model.config.model_type)}: transformers {transformers.__version__} lets nobody "
+                f"choose how experts of this family are computed: experts_implementation={NAME!r} changes "
+                "nothing",
                 stacklevel=2,
             )
         return found

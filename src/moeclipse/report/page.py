@@ -14,11 +14,13 @@ import base64
 import hashlib
 import html
 import json
+import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from moeclipse.core.shown import visible
 from moeclipse.report.figures import figures
 from moeclipse.report.run import RunData
 
@@ -37,7 +39,7 @@ def page_of(runs: Sequence[RunData], *, live: bool = False) -> str:
 
 def title_of(runs: Sequence[RunData]) -> str:
     """`one`, `one and two`, `one, two and three`."""
-    *some, last = [run.name for run in runs]
+    *some, last = [visible(run.name) for run in runs]
     return f"{', '.join(some)} and {last}" if some else last
 
 
@@ -75,7 +77,17 @@ def digest(script: str) -> str:
 
 
 def write_page(runs: Sequence[RunData], path: Path) -> None:
-    """Beside, then renamed: who looks sees a whole page."""
+    """Beside, then renamed: who looks sees a whole page. Whom a run is closed to, its page is closed to."""
+    open_to = 0o666
+    for run in runs:
+        open_to &= run.directory.stat().st_mode
     beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(page_of(runs), encoding="utf-8")
-    beside.replace(path)
+    beside.unlink(missing_ok=True)
+    try:
+        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, open_to)
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(page_of(runs))
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise

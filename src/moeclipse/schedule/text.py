@@ -54,7 +54,7 @@ def parse_op(text: str) -> Op:
     found = OP_PATTERN.fullmatch(token)
     if found is None:
         raise ScheduleError(
-            f"cannot read {text!r} as an op; expected something like 2F0, (0F7;7B3) or 2.0MLP_F1#0/2"
+            f"cannot read {text[:80]!r} as an op; expected something like 2F0, (0F7;7B3) or 2.0MLP_F1#0/2"
         )
     texts = {name: value for name, value in found.groupdict().items() if name != "kind"}
     if any(len(value or "") > MAX_DIGITS for value in texts.values()):

@@ -17,6 +17,7 @@ import torch
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import MoEclipseError
+from moeclipse.core.shown import say
 from moeclipse.cost.hardware import device, link
 from moeclipse.model.flops import device_of
 from moeclipse.report.run import TRACE
@@ -101,7 +102,7 @@ def write_trace(
     try:
         write_atomic(directory / TRACE, text)
     except OSError as error:
-        print(f"{TRACE} cannot be written: {error.strerror or error}; training goes on without", flush=True)
+        say(f"{TRACE} cannot be written: {error.strerror or error}; training goes on without")
 
 
 def measured_events(rank: int, steps: list[RankTrace], ranks: list[list[RankTrace]]) -> list[dict[str, Any]]:

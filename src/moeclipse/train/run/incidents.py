@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import socket
@@ -28,7 +29,7 @@ from typing import Any
 from moeclipse.comm.failure import Cause, Watch
 from moeclipse.comm.start import RankPlace, rank_folder
 from moeclipse.core.errors import CommError
-from moeclipse.core.outside import lines_of, open_file, parse_json, read_text
+from moeclipse.core.outside import lines_of, open_file, parse_json, read_bytes
 from moeclipse.train.run.run_files import append_line, keep_lines
 
 RECORDS = "incidents.jsonl"
@@ -53,7 +54,7 @@ class Incidents:
         folder = rank_folder()
         if folder is not None:
             with contextlib.suppress(OSError):
-                (folder / RUN).write_text(str(directory.resolve()))
+                (folder / RUN).write_bytes(os.fsencode(directory.resolve()))
 
     def end(self, error: CommError) -> None:
         """As the watchdog of a stuck rank."""
@@ -113,7 +114,7 @@ def run_of(ranks: Path | None) -> Path | None:
     """The run's directory, as the ranks of an attempt have told the launcher."""
     told = sorted(ranks.glob(f"*/{RUN}")) if ranks is not None else []
     with contextlib.suppress(OSError, ValueError):
-        return Path(read_text(told[0])) if told else None
+        return Path(os.fsdecode(read_bytes(told[0]))) if told else None
     return None
 
 

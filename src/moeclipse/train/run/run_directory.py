@@ -70,14 +70,14 @@ class RunDirectory:
 
     def _together(self, work: Callable[[], None], patience_s: float) -> None:
         """Rank 0 does it; all ranks learn what came of it before anyone goes on."""
-        problem = None
+        problems: list[str] = []
         if self.mesh.rank == 0:
             try:
                 work()
             except ConfigError as error:
-                problem = str(error)
+                problems = error.problems
             except OSError as error:
-                problem = f"run directory {self.path} cannot be written: {error}; choose another --run.dir"
-        problem = self.mesh.gather_objects(problem, patience_s)[0]
-        if problem:
-            raise ConfigError(problem)
+                problems = [f"run directory {self.path} cannot be written: {error}; choose another --run.dir"]
+        problems = self.mesh.gather_objects(problems, patience_s)[0]
+        if problems:
+            raise ConfigError(problems)

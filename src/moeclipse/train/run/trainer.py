@@ -32,6 +32,7 @@ from moeclipse.core.errors import (
     Preempted,
 )
 from moeclipse.core.program import program
+from moeclipse.core.shown import say
 from moeclipse.model.count import count_parameters
 from moeclipse.model.flops import device_of
 from moeclipse.train.checkpoints.async_save import AsyncSave
@@ -64,7 +65,7 @@ LEAVE_S = 2.0
 
 
 def leave_process(error: CommError) -> None:
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    say(f"error: {error}", error=True)
     os._exit(error.code)
 
 
