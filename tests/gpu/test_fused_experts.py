@@ -7,8 +7,8 @@ import torch
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
-from moeclipse.moe.exchange.structure import Structure
 from moeclipse.moe.gate.routing import Routing
+from moeclipse.moe.inputs import Structure
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.random import fill_normal

@@ -38,7 +38,7 @@ MUTANTS = (
         "ranks with other numbers of tokens mix them up, or hang",
     ),
     Mutant(
-        "moe/experts/local.py",
+        "moe/experts/pairwise.py",
         "        expert_n = torch.where(expert_n < 0, num_experts, expert_n)  # those of nobody come last\n",
         "        expert_n = expert_n.clamp(min=0)\n",
         "moe/experts/test_local.py::test_outputs_and_gradients_are_those_of_the_definition",

@@ -192,8 +192,8 @@ median(compute_ms[other] for other in ranks)
     ),
     Mutant(
         "train/weights/lora.py",
-        "wide_of(torch.promote_types(values.dtype, a_RI.dtype))",
-        "wide_of(values.dtype)",
+        "WIDE[torch.promote_types(values.dtype, a_RI.dtype)]",
+        "WIDE[values.dtype]",
         "train/generate/test_adapters.py::"
         "test_merged_into_a_base_in_few_bits_it_is_what_peft_makes_of_the_decoded_weights",
         "adapters are rounded to the type of the decoded base",

@@ -32,7 +32,7 @@ from moeclipse.core.errors import ConfigError
 from moeclipse.core.shown import visible
 from moeclipse.hf.foreign_experts import activation_of, is_experts, own_form
 from moeclipse.hf.private_torch import asks, goes_beyond, implementation_of, own_forward
-from moeclipse.moe.experts.autocast import is_on, off, rows_for
+from moeclipse.moe.inputs import rows_for
 from moeclipse.moe.own_loop.standalone import held_layer
 from moeclipse.ops.grouped_experts import grouped_experts
 
@@ -101,8 +101,8 @@ def experts_forward(
     weights = own_form(experts)
     rows_TD = rows_for(x_TD, weights[0])
     weights = tuple(weight.to(rows_TD.dtype) for weight in weights)
-    if is_on(x_TD.device):
-        with off(x_TD.device):
+    if torch.is_autocast_enabled(x_TD.device.type):
+        with torch.autocast(x_TD.device.type, enabled=False):
             return grouped_experts(rows_TD, scores_TK, ids_TK, *weights, activation=activation).to(x_TD.dtype)
     return grouped_experts(rows_TD, scores_TK, ids_TK, *weights, activation=activation)
 

@@ -30,10 +30,9 @@ from moeclipse.hf.foreign_experts import activation_of, is_experts, own_form, pa
 from moeclipse.hf.implementation import NAME, SHARED_ADAPTERS
 from moeclipse.hf.private_torch import implementation_of
 from moeclipse.moe.config import ExchangeConfig, GateConfig, MoEConfig
-from moeclipse.moe.exchange.structure import Structure
-from moeclipse.moe.experts.autocast import is_on, off, rows_for
 from moeclipse.moe.experts.two_projections import Experts
 from moeclipse.moe.gate.routing import Routing, count_experts
+from moeclipse.moe.inputs import Structure, rows_for
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.losses import MoEReport, UnreadLosses
 from moeclipse.moe.own_loop.ddp_guard import refuse_wrong_wrap, wrapping
@@ -45,7 +44,7 @@ from moeclipse.moe.tokens import Tokens
 from moeclipse.moe.validate import expert_group, given_exchange
 from moeclipse.ops.activation import Activation
 from moeclipse.ops.expert_passes import NAMES
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.tensor.weight_grad import WeightGrads
 
 
@@ -143,7 +142,7 @@ class RoutedElsewhere(nn.Module):
         super().__init__()
         self.config = GateConfig(top_k=min(2, num_experts), balance_loss=0.0)
         self.register_buffer("weight", like.detach().new_empty(0), persistent=False)
-        bias_E = like.new_zeros(num_experts, dtype=wide_of(like.dtype))
+        bias_E = like.new_zeros(num_experts, dtype=WIDE[like.dtype])
         self.register_buffer("bias_E", bias_E, persistent=False)
 
     def take_seen(self) -> torch.Tensor:
@@ -201,8 +200,8 @@ class ForeignLayer(MoE):
         )
         tokens = Tokens(mesh=self.mesh, first=0, total=len(x_TD), step=0 if call is None else call.step)
         rows_TD = rows_for(x_TD, self.experts.weights[0])
-        if is_on(x_TD.device):
-            with off(x_TD.device):
+        if torch.is_autocast_enabled(x_TD.device.type):
+            with torch.autocast(x_TD.device.type, enabled=False):
                 y_TD = self._apply_routed(routing, Structure(), (rows_TD,), tokens, None, call)
         else:
             y_TD = self._apply_routed(routing, Structure(), (rows_TD,), tokens, None, call)

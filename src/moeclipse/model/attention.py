@@ -31,7 +31,7 @@ from moeclipse.model.segment_memory import LayerMemory, Past
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.attention import attend, attend_at
 from moeclipse.ops.norm import rms_norm
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.ops.rotary import turn
 from moeclipse.tensor.cut import Cut, mark
 from moeclipse.tensor.linear import column_linear
@@ -106,7 +106,7 @@ class Attention(nn.Module):
         if self.growth is None:
             return q_BHSd
         rate, first, length = self.growth
-        factor = 1 + rate * ((positions.place + first) // length).to(wide_of(q_BHSd.dtype)).log1p()
+        factor = 1 + rate * ((positions.place + first) // length).to(WIDE[q_BHSd.dtype]).log1p()
         factor = factor[:, None] if factor.dim() == 1 else factor[:, None, :, None]
         return (q_BHSd * factor).to(q_BHSd.dtype)
 
@@ -261,7 +261,7 @@ class GroupedQueryAttention(Attention):
     def _out(self, mixed_TD: torch.Tensor, gate: list[torch.Tensor]) -> torch.Tensor:
         if gate:
             opened = F.softplus if self.gate_kind.endswith("softplus") else torch.sigmoid
-            factor_TD = opened(gate[0].to(wide_of(gate[0].dtype))).to(mixed_TD.dtype)
+            factor_TD = opened(gate[0].to(WIDE[gate[0].dtype])).to(mixed_TD.dtype)
             mixed_THd = mixed_TD.unflatten(1, (factor_TD.shape[1], -1))
             mixed_TD = (mixed_THd * factor_TD[..., None]).flatten(1)
         return self._adapted(self.o(mixed_TD), mixed_TD, "o")

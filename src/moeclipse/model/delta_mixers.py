@@ -28,7 +28,7 @@ from moeclipse.model.qk_norm import HeadNorm
 from moeclipse.model.rotary import Positions
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.delta_rule import delta_rule, states_read
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.ops.random import uniform
 from moeclipse.tensor.cut import cut_of
 from moeclipse.tensor.linear import ColumnParallelLinear, column_linear
@@ -84,10 +84,10 @@ class DeltaMixer(nn.Module):
         )
         shape = v.shape[:2]
         decay_T, gate_TD = self.decay_and_gate(x_TD, others)
-        beta_BSH = beta_TH.to(wide_of(beta_TH.dtype)).sigmoid().unflatten(0, shape)
+        beta_BSH = beta_TH.to(WIDE[beta_TH.dtype]).sigmoid().unflatten(0, shape)
         read = self._read(q, k, v, decay_T.unflatten(0, shape), beta_BSH, positions)
         gate = gate_TD.unflatten(1, (-1, self.value_width))
-        y = self.norm(read.flatten(0, 1)).to(wide_of(gate.dtype)) * self.opened(gate.to(wide_of(gate.dtype)))
+        y = self.norm(read.flatten(0, 1)).to(WIDE[gate.dtype]) * self.opened(gate.to(WIDE[gate.dtype]))
         out_TD: torch.Tensor = self.out(y.to(gate.dtype).flatten(1))
         return out_TD
 
@@ -145,7 +145,7 @@ class GatedDelta(DeltaMixer):
         self, x_TD: torch.Tensor, others: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         gate_TD, decay_TH = others
-        wide = wide_of(x_TD.dtype)
+        wide = WIDE[x_TD.dtype]
         return -self.rate.to(wide).exp() * F.softplus(decay_TH.to(wide) + self.shift.to(wide)), gate_TD
 
     def opened(self, gate: torch.Tensor) -> torch.Tensor:
@@ -164,7 +164,7 @@ class KimiDelta(DeltaMixer):
         self.shift = settings.cut((H * K,), "shift", unit=K)
 
     def decay_and_gate(self, x_TD: torch.Tensor, _: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        wide = wide_of(x_TD.dtype)
+        wide = WIDE[x_TD.dtype]
         decay_TD = self.decay(self.decay_down(x_TD)).to(wide) + self.shift.to(wide)
         decay_THK = F.softplus(decay_TD.unflatten(1, (-1, self.key_width)))
         return -self.rate.to(wide).exp()[:, None] * decay_THK, self.gate(self.gate_down(x_TD))

@@ -19,7 +19,7 @@ from moeclipse.model.blocks import Settings
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.rotary import Positions, rotate
 from moeclipse.ops.attention import seen_keys
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.ops.random import fill_normal
 
 NORM_EPS = 1e-6
@@ -69,7 +69,7 @@ class Indexer(nn.Module):
         if keys <= self.topk:
             return None
         q = F.linear(latent_TR, self.query).view(-1, length, self.heads, self.width).transpose(1, 2)
-        q_BHSd, wide = self._turned(q, positions), wide_of(x_TD.dtype)
+        q_BHSd, wide = self._turned(q, positions), WIDE[x_TD.dtype]
         scores = F.relu(q_BHSd.to(wide) @ k_B1Ld.to(wide).transpose(2, 3) * self.width**-0.5)
         weight_BSH = F.linear(x_TD, self.weights).to(wide).view(-1, length, self.heads) * self.heads**-0.5
         scores_BSL = (weight_BSH.transpose(1, 2)[..., None] * scores).sum(1)

@@ -25,8 +25,8 @@ from moeclipse.model.rotary import Positions
 from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.exchange.loads import Loads
 from moeclipse.moe.exchange.pipeline_pieces import ExpertPass
-from moeclipse.moe.exchange.structure import Structure
 from moeclipse.moe.gate.routing import Routing
+from moeclipse.moe.inputs import Structure
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.losses import MoEReport
 from moeclipse.moe.tokens import Tokens

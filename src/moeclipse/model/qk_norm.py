@@ -17,7 +17,7 @@ from torch import nn
 
 from moeclipse.model.blocks import RMSNorm, Settings
 from moeclipse.ops.norm import rms_norm
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.tensor.cut import Cut, mark
 from moeclipse.tensor.parallel import move
 from moeclipse.tensor.weight_grad import place_of
@@ -49,7 +49,7 @@ class WholeNorm(nn.Module):
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
             return rms_norm(x_TD, self.weight, self.eps, place_of(self.weight), self.shift)
-        wide_TD = x_TD.to(wide_of(x_TD.dtype))
+        wide_TD = x_TD.to(WIDE[x_TD.dtype])
         squares_T1 = wide_TD.square().sum(-1, keepdim=True)
         # Every rank's components use the sum, and every rank's components are in it.
         squares_T1 = move(squares_T1, self.tp, "sum", "sum", self.label)
@@ -67,5 +67,5 @@ class UnitNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(wide_of(x.dtype))
+        wide = x.to(WIDE[x.dtype])
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from moeclipse.model.sampling_config import SamplingConfig
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.ops.random import key_of, uniform
 
 
@@ -22,7 +22,7 @@ def choose_tokens(
     logits_BV: torch.Tensor, config: SamplingConfig, rows: Sequence[int], place: int
 ) -> torch.Tensor:
     """[B]; `rows` are the numbers of the texts among all of them, `place` counts what each has written."""
-    wide_BV = logits_BV.to(wide_of(logits_BV.dtype))
+    wide_BV = logits_BV.to(WIDE[logits_BV.dtype])
     if config.temperature == 0:
         return wide_BV.argmax(-1)
     best_BV, order_BV = (wide_BV / config.temperature).sort(dim=-1, descending=True, stable=True)

@@ -35,7 +35,7 @@ from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.losses import MoEReport
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.frozen import Scratch
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.ops.random import key_of
 from moeclipse.tensor.cut import Cut, mark
 from moeclipse.tensor.linear import ColumnParallelLinear, column_linear
@@ -218,7 +218,7 @@ class Transformer(nn.Module):
             tokens=replace(tokens, group=self.mesh.data),
             rows=ids_BS.numel() // (self.tp.size if self.tp.parts_tokens else 1),
             loads=loads,
-            aux_scale=torch.full((), aux_scale, dtype=wide_of(self.dtype), device=self.mesh.device),
+            aux_scale=torch.full((), aux_scale, dtype=WIDE[self.dtype], device=self.mesh.device),
         )
 
     def stage(self, layers: Sequence[int]) -> ModelStage:

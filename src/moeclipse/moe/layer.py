@@ -40,13 +40,10 @@ from moeclipse.moe.exchange.dispatch_on_device import plans_on_device
 from moeclipse.moe.exchange.gathered import visit_gathered
 from moeclipse.moe.exchange.loads import Loads, Told
 from moeclipse.moe.exchange.plan import plan_exchange, shadows_of
-from moeclipse.moe.exchange.structure import Inputs, Structure
-from moeclipse.moe.experts.autocast import is_on, off, rows_for
 from moeclipse.moe.experts.compiled import visit_traced
 from moeclipse.moe.experts.fused import FusedExperts, fits, visit_all
-from moeclipse.moe.experts.local import visit_local
 from moeclipse.moe.experts.module_experts import Joint, ModuleExperts
-from moeclipse.moe.experts.pairwise import PairwiseExperts
+from moeclipse.moe.experts.pairwise import PairwiseExperts, visit_local
 from moeclipse.moe.experts.served import with_guests
 from moeclipse.moe.experts.shared import shared_expert
 from moeclipse.moe.experts.shared_gate import shared_of
@@ -56,8 +53,8 @@ from moeclipse.moe.gate.custom_gate import OwnGate, make_gate
 from moeclipse.moe.gate.gates import Gate
 from moeclipse.moe.gate.node_limit import near_experts
 from moeclipse.moe.gate.routing import Routing
+from moeclipse.moe.inputs import Inputs, Structure, leave_out, rows_for
 from moeclipse.moe.losses import MoEReport, UnreadLosses, report_on
-from moeclipse.moe.mask import leave_out
 from moeclipse.moe.own_loop.ddp_guard import (
     refuse_transforms,
     refuse_wrong_wrap,
@@ -68,7 +65,7 @@ from moeclipse.moe.own_loop.ddp_guard import (
 from moeclipse.moe.own_loop.microbatch_threads import Turns
 from moeclipse.moe.own_loop.optimizer_state import watch_optimizers
 from moeclipse.moe.own_loop.unfinished import gradients_of, name_layer
-from moeclipse.moe.private_torch import in_backward, transforming
+from moeclipse.moe.private_torch import NO_BACKWARD, running_backward, transforming
 from moeclipse.moe.recompute_calls import Call, Calls, lend, repay
 from moeclipse.moe.tokens import AskedTokens, Tokens
 from moeclipse.moe.tune.exchange_policy import ExchangeSchedule
@@ -318,9 +315,11 @@ class MoE(nn.Module):
 
         Where the same ranks share experts and tokens, and nobody asks before: a gate of one's own may.
         """
+        if self.mesh.device.type != "cpu" or self.dispatcher.holds_all or self.gathers:
+            return False
         alike = self.dispatcher.group.ranks == self.token_group.ranks
         late = isinstance(self.gate, Gate) and self.gate.compiles and self.dispatcher.table is None
-        return alike and late and not self.all_here and not self.gathers and self.mesh.device.type == "cpu"
+        return alike and late
 
     def run(
         self,
@@ -349,12 +348,15 @@ class MoE(nn.Module):
 
     def apply_experts(self, routing: Routing, x: Inputs, *how: Any) -> torch.Tensor:
         """Those that the gate chose and those that all tokens share; `how`: as `_apply_routed` takes it."""
-        structure, inputs = Structure.take_apart(x)
         built_in = isinstance(self.experts, Experts)
         narrow: Any = self.experts if built_in else self.shared
-        rows_TD = inputs[0] if narrow is None else rows_for(inputs[0], narrow.like)
+        like = None if narrow is None else narrow.like
+        structure, inputs = Structure.take_apart(x)
+        rows_TD = inputs[0] if like is None else rows_for(inputs[0], like)
         inputs = (rows_TD, *inputs[1:]) if built_in else inputs
-        with off(rows_TD.device) if built_in and is_on(rows_TD.device) else nullcontext():
+        device = rows_TD.device.type
+        cast = built_in and torch.is_autocast_enabled(device)
+        with torch.autocast(device, enabled=False) if cast else nullcontext():
             y_TD = self._apply_routed(routing, structure, inputs, *how)
             return y_TD if self.shared is None else y_TD + shared_expert(rows_TD, self.shared)
 
@@ -405,7 +407,7 @@ class MoE(nn.Module):
         """Losses and counts of one call; in training the counts are added up until the optimizer step."""
         tp = (self.mesh.tp_index, self.mesh.tp) if self.sharded else (0, 1)
         report = report_on(routing, global_load_E, tokens.total, self.gate.config, tp)
-        if self.training and not in_backward():  # a forward inside backward has been counted before
+        if self.training and running_backward() == NO_BACKWARD:  # inside of one it has been counted before
             self.load_E += report.load_E
         return report
 
@@ -428,7 +430,7 @@ class MoE(nn.Module):
         pairwise, taken = self._pairwise(structure, inputs), self._kernel_experts(inputs)
         padded = self._pairwise(structure, inputs, routing.capacity) if routing.capacity else pairwise
         known = None if call is None else call.decided
-        learns = self.training and known is None and not in_backward()
+        learns = self.training and known is None and running_backward() == NO_BACKWARD
         given = (routing, dispatcher, pairwise, self.mesh, where)
         plain = padded if whole and taken is None else None
         decision = policy.decide(*given, learns=learns, decided=known, plain=plain)
@@ -476,7 +478,7 @@ class MoE(nn.Module):
         plain = self.gate.config.overflow == "pad" or self.config.score_input
         if plain or not isinstance(self.experts, Experts):
             return None
-        takes = fits(self.experts, inputs) if self.fused is None else self.fused
+        takes = inputs[0].is_cuda and fits(self.experts, inputs) if self.fused is None else self.fused
         return self.experts if takes else None
 
     def _pairwise(

@@ -63,13 +63,10 @@ active_ddp: Callable[[], DistributedDataParallel | None] = DistributedDataParall
 transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
-def in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def keeps_graph() -> bool:
-    """Whether the backward that runs may run again over the same graph; outside of any: True."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+# Which backward runs, and whether it may run again over the same graph (outside of any: True).
+running_backward: Callable[[], int] = torch._C._current_graph_task_id
+NO_BACKWARD = -1
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def version(tensor: torch.Tensor) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from moeclipse.moe.private_torch import in_backward
+from moeclipse.moe.private_torch import NO_BACKWARD, running_backward
 from moeclipse.ops.first_order import first_order
 
 REMEMBERED = 1024
@@ -54,7 +54,7 @@ class Calls:
     def begin(self) -> tuple[Call, bool]:
         """(the call, whether it repeats an earlier one)."""
         drawn = int(torch.randint(2**62, ()))
-        if in_backward() and self._known:
+        if running_backward() != NO_BACKWARD and self._known:
             call = self._known.get(drawn) or next(reversed(self._known.values()))
             call.repeated = True
             return call, True

@@ -30,7 +30,7 @@ import torch
 
 from moeclipse.ops.eight_bits import EightBits, decode, encode
 from moeclipse.ops.low_bits import LowBits, join, split
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.ops.random import signed
 from moeclipse.ops.rounding import Stretches, random_bytes, round_stochastically
 
@@ -86,7 +86,7 @@ def adam_reference(
         assert rounded is not None, "low bits are those of rounded weights"
         wide, w = torch.float32, join(rounded, weight)
     else:
-        wide = wide_of(weight.dtype)
+        wide = WIDE[weight.dtype]
         w = weight.to(wide)
     # Where state has the wide type these are the tensors themselves.
     m, v = (decode(one) if isinstance(one, EightBits) else one.to(wide) for one in (adam_m, adam_v))

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from moeclipse.ops.attention_blocks import document_blocks, runs_of, window_blocks
 from moeclipse.ops.flex import flex
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 
 
 def restarting_positions(documents_BS: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ def attend_reference(
 ) -> torch.Tensor:
     """The definition, with all scores in memory."""
     samples, heads, queries, width = q_BHSd.shape
-    group, wide = heads // k_BGLd.shape[1], wide_of(q_BHSd.dtype)
+    group, wide = heads // k_BGLd.shape[1], WIDE[q_BHSd.dtype]
     q, k, v = (tensor.to(wide) for tensor in (q_BHSd, k_BGLd, v_BGLe))
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores_BHSL = q @ k.transpose(2, 3) * (width**-0.5 if scale is None else scale)
@@ -135,7 +135,7 @@ def attend_at(
 
     The query heads that share a key-value head become queries of it, so keys and values are not copied.
     """
-    queries, groups, wide = q_BHSd.shape[2], k_BGLd.shape[1], wide_of(q_BHSd.dtype)
+    queries, groups, wide = q_BHSd.shape[2], k_BGLd.shape[1], WIDE[q_BHSd.dtype]
     share = q_BHSd.shape[1] // groups
     if not q_BHSd.numel():
         return q_BHSd.new_empty(*q_BHSd.shape[:3], v_BGLe.shape[3])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from moeclipse.ops.grouping import Grouping
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 
 
 def expert_of_rows(grouping: Grouping) -> torch.Tensor:
@@ -34,7 +34,7 @@ def bias_dots(
     if dy.is_cuda and dy.dtype in (torch.bfloat16, torch.float16) and bias_ED.dtype == dy.dtype:
         dots = torch.mm(dy, bias_ED.t(), out_dtype=torch.float32)
     else:
-        wide = wide_of(dy.dtype)
+        wide = WIDE[dy.dtype]
         dots = dy.to(wide) @ bias_ED.to(wide).t()
     rows_M = torch.arange(grouping.num_rows, device=dy.device) if index_M is None else index_M.long()
     return dots[rows_M, expert_of_rows(grouping)]
@@ -49,7 +49,7 @@ def group_sum_reference(
     weight_M: torch.Tensor | None = None,
     accumulate: bool = True,
 ) -> None:
-    wide = wide_of(rows.dtype)
+    wide = WIDE[rows.dtype]
     used = int(grouping.offsets_E1[-1])
     values = (rows if index_M is None else rows[index_M.long()])[:used].to(wide)
     if weight_M is not None:

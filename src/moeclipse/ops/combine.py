@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import torch
 
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 
 
 def sum_rows(
     rows_MD: torch.Tensor, index_M: torch.Tensor, num_rows: int, weight_M: torch.Tensor | None = None
 ) -> torch.Tensor:
     """out [num_rows, D] in the dtype of `rows_MD`; a row that nothing points at is zero."""
-    wide = wide_of(rows_MD.dtype)
+    wide = WIDE[rows_MD.dtype]
     values_MD = rows_MD.to(wide)
     if weight_M is not None:
         values_MD = values_MD * weight_M.to(wide)[:, None]
@@ -29,7 +29,7 @@ def sum_rows(
 def gather_sum_reference(
     rows_MD: torch.Tensor, place_row_TK: torch.Tensor, weight_M: torch.Tensor | None = None
 ) -> torch.Tensor:
-    wide = wide_of(rows_MD.dtype)
+    wide = WIDE[rows_MD.dtype]
     out = torch.zeros(len(place_row_TK), rows_MD.shape[1], dtype=wide, device=rows_MD.device)
     for row_T in place_row_TK.long().unbind(1) if len(rows_MD) else ():
         used_T, row_T = row_T >= 0, row_T.clamp(min=0)

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import torch
 
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 
 
 def statistics_reference(logits_TV: torch.Tensor, target_T: torch.Tensor) -> torch.Tensor:
-    wide_TV = logits_TV.to(wide_of(logits_TV.dtype))
+    wide_TV = logits_TV.to(WIDE[logits_TV.dtype])
     logit_T = wide_TV.gather(1, target_T.clamp(min=0)[:, None])[:, 0].masked_fill(target_T < 0, 0)
     largest_T = wide_TV.amax(1)
     return torch.stack([largest_T, (wide_TV - largest_T[:, None]).exp_().sum(1), logit_T])
@@ -34,7 +34,7 @@ def gradient_reference(
     *,
     in_place: bool = False,
 ) -> torch.Tensor:
-    d_TV = (logits_TV.to(wide_of(logits_TV.dtype)) - log_sum_T[:, None]).exp_()
+    d_TV = (logits_TV.to(WIDE[logits_TV.dtype]) - log_sum_T[:, None]).exp_()
     d_TV.scatter_add_(1, target_T.clamp(min=0)[:, None], -(target_T >= 0)[:, None].to(d_TV.dtype))
     d_TV.mul_(d_loss)
     return logits_TV.copy_(d_TV) if in_place else d_TV.to(logits_TV.dtype)

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 
 CHUNK, CHUNK_BY_COMPONENT = 64, 16
 TINY = 1e-6
@@ -138,7 +138,7 @@ def _prepared(
     state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Heads first, [B, H, S, ...], in the wide type; decays have components, or one for all of them."""
-    wide, share = wide_of(v.dtype), v.shape[2] // k.shape[2]
+    wide, share = WIDE[v.dtype], v.shape[2] // k.shape[2]
     q, k, v, log_decay, beta = (x.to(wide).transpose(1, 2) for x in (q, k, v, log_decay, beta))
     q, k = (unit(x).repeat_interleave(share, dim=1) for x in (q, k))
     if state is None:

@@ -36,7 +36,7 @@ from moeclipse.ops.expert_kernels import (
 )
 from moeclipse.ops.grouped_gemm import grouped_mm_reference
 from moeclipse.ops.grouping import Grouping
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.ops.tuning import device_fits
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
@@ -81,7 +81,7 @@ def d_hidden_reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows = dy if index_M is None else dy[index_M.long()]
     d_a = _products(rows, down_EDF, grouping, more)
-    wide = wide_of(dy.dtype)
+    wide = WIDE[dy.dtype]
     scores, d_a = scores_M.to(wide)[:, None], d_a.to(wide)
     d_h, a = activate_backward(d_a * scores, h_MH.to(wide), activation)
     return d_h.to(dy.dtype), (a * scores).to(dy.dtype), (d_a * a).sum(1)

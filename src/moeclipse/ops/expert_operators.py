@@ -21,7 +21,7 @@ from moeclipse.ops import expert_passes
 from moeclipse.ops.activation import Activation
 from moeclipse.ops.expert_passes import NAMES, ExpertState, ExpertWeights, in_row_order
 from moeclipse.ops.grouping import Grouping, group_rows, tile_capacity
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 
 Tensor = torch.Tensor
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -86,7 +86,7 @@ def _(x_TD: Tensor, scores_TK: Tensor, expert_ids_TK: Tensor, *rest: Any) -> Out
     given = ExpertWeights.of(weights, scale=scale)
     num_experts, H = given.up_EHD.shape[:2]
     num_rows, cuda = expert_ids_TK.numel(), x_TD.is_cuda
-    wide = wide_of(scores_TK.dtype)
+    wide = WIDE[scores_TK.dtype]
 
     def table(*shape: Any) -> Tensor:
         return x_TD.new_empty(shape, dtype=torch.int32)

@@ -31,7 +31,7 @@ from moeclipse.ops.frozen import Frozen, Weight, decoded
 from moeclipse.ops.grouping import Grouping
 from moeclipse.ops.low_rank import LowRank, add_wgrad
 from moeclipse.ops.pick import pick
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.ops.wgrad import grouped_wgrad
 
 WEIGHTS = ("up_EHD", "down_EDF")
@@ -152,7 +152,7 @@ class DInner(NamedTuple):
 
 def in_row_order(scores_TK: torch.Tensor, grouping: Grouping) -> torch.Tensor:
     assert grouping.row_place_M is not None
-    return pick(scores_TK.flatten().to(wide_of(scores_TK.dtype)), grouping.row_place_M)
+    return pick(scores_TK.flatten().to(WIDE[scores_TK.dtype]), grouping.row_place_M)
 
 
 def forward(

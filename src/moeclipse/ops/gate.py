@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from moeclipse.ops.first_order import first_order
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.ops.sum_parts import Place, weight_grad_of_parts
 
 MOST_EXPERTS, MOST_CHOICES = 1024, 32
@@ -51,7 +51,7 @@ class GateKind(NamedTuple):
 def gate_reference(
     x_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor, kind: GateKind
 ) -> Chosen:
-    wide = wide_of(x_TD.dtype)
+    wide = WIDE[x_TD.dtype]
     logits_TE = F.linear(x_TD.to(wide), weight_ED.to(wide))
     p_TE = logits_TE.sigmoid() if kind.sigmoid else logits_TE.softmax(-1)
     wanted_TE = (p_TE + bias_E).detach()

@@ -24,7 +24,7 @@ from moeclipse.ops.expert_passes import ADAPTERS, ExpertGrads, ExpertState, Expe
 from moeclipse.ops.first_order import first_order
 from moeclipse.ops.frozen import Frozen, Weight
 from moeclipse.ops.grouping import Grouping, group_rows
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 
 Into = Sequence[torch.Tensor | None] | None
 Adapters = Sequence[torch.Tensor | None]
@@ -46,7 +46,7 @@ def grouped_experts_reference(
     scale: float = 1.0,
 ) -> torch.Tensor:
     """One expert after the other, adapters merged; autograd does the rest."""
-    out = torch.zeros_like(x_TD, dtype=wide_of(x_TD.dtype))
+    out = torch.zeros_like(x_TD, dtype=WIDE[x_TD.dtype])
     up_a, up_b, down_a, down_b = adapters
     for expert in range(len(up_EHD)):
         token, choice = (expert_ids_TK == expert).nonzero(as_tuple=True)

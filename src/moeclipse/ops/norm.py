@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from moeclipse.ops.first_order import first_order
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.ops.sum_parts import Place, weight_grad_of_parts
 
 WIDEST = 16384
@@ -33,7 +33,7 @@ PROGRAMS = 512
 def rms_norm_reference(
     x: torch.Tensor, weight_D: torch.Tensor, eps: float, shift: float = 0.0
 ) -> torch.Tensor:
-    wide = x.to(wide_of(x.dtype))
+    wide = x.to(WIDE[x.dtype])
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if shift:  # in the wide type: next to 1 a narrow one loses what is small in a weight
         return (wide * scale * (weight_D.to(wide.dtype) + shift)).to(x.dtype)

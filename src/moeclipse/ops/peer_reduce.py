@@ -22,7 +22,7 @@ import torch
 
 from moeclipse.core.errors import ConfigError
 from moeclipse.ops.cuda_driver import LaunchConfig, cuda_driver
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.ops.private_torch import raw_stream_function
 
 BLOCK = 1 << 14  # elements added at a time: operands and fp32 temporaries stay in the first caches
@@ -48,7 +48,7 @@ def checked_bounds(bounds: Sequence[int] | None, length: int, num_ranks: int) ->
 
 def sum_ranks_reference(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The definition, without a thought for speed."""
-    total = parts[0].to(wide_of(parts[0].dtype))
+    total = parts[0].to(WIDE[parts[0].dtype])
     for part in parts[1:]:
         total = total + part.to(total.dtype)
     return total.to(parts[0].dtype)
@@ -59,7 +59,7 @@ def sum_ranks(parts: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
     if len(parts) == 2:
         # torch computes a sum of two in fp32 and rounds once, so no temporary is needed.
         return torch.add(parts[0], parts[1], out=out)
-    if out.dtype == wide_of(out.dtype):
+    if out.dtype == WIDE[out.dtype]:
         torch.add(parts[0], parts[1], out=out)
         for part in parts[2:]:
             out.add_(part)
@@ -81,14 +81,14 @@ def sum_ranks(parts: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
 
 def add_residual(parts: Sequence[torch.Tensor], residual: torch.Tensor) -> torch.Tensor:
     """h = round(residual + sum of the parts), added in that order of ranks, then the residual."""
-    total = parts[0].to(wide_of(residual.dtype), copy=True)  # a part lies in memory that others still read
+    total = parts[0].to(WIDE[residual.dtype], copy=True)  # a part lies in memory that others still read
     for part in parts[1:]:
         total += part
     return (total + residual).to(residual.dtype)
 
 
 def rms_norm(h: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    wide = h.to(wide_of(h.dtype))
+    wide = h.to(WIDE[h.dtype])
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale * weight.to(wide.dtype)).to(h.dtype)
 

@@ -1,10 +1,12 @@
-"""The type that sums and gates are computed in."""
+"""The type that sums and gates are computed in: fp32, or fp64 for fp64."""
 
 from __future__ import annotations
 
 import torch
 
-
-def wide_of(dtype: torch.dtype) -> torch.dtype:
-    """fp32, or fp64 for fp64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+WIDE: dict[torch.dtype, torch.dtype] = {
+    dtype: torch.float64 if dtype == torch.float64 else torch.float32
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point
+}
+"""Of each floating type; anything else has no sums."""

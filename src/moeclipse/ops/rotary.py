@@ -22,7 +22,7 @@ import torch
 
 from moeclipse.ops.first_order import first_order
 from moeclipse.ops.norm import rms_norm_reference
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.ops.sum_parts import Place, weight_grad_of_parts
 
 Norms = tuple[torch.Tensor, torch.Tensor] | None
@@ -49,7 +49,7 @@ def turn_reference(
 
 def rotate(x: torch.Tensor, table: torch.Tensor, neighbours: bool = False) -> torch.Tensor:
     """Turn pairs of components by angles that fit x; components behind the table's width stay as they are."""
-    width, wide = 2 * table.shape[-1], wide_of(x.dtype)
+    width, wide = 2 * table.shape[-1], WIDE[x.dtype]
     if width < x.shape[-1]:
         turning, rest = x.split([width, x.shape[-1] - width], dim=-1)
         return torch.cat([rotate(turning, table, neighbours), rest], dim=-1)

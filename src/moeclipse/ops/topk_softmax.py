@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from moeclipse.ops.first_order import first_order
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 
 
 def topk_softmax_reference(logits_TE: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = wide_of(logits_TE.dtype)
+    wide = WIDE[logits_TE.dtype]
     # A stable sort, because topk does not say which of two equal logits comes first.
     values_TE, ids_TE = logits_TE.to(wide).sort(dim=1, descending=True, stable=True)
     return values_TE[:, :k].softmax(1), ids_TE[:, :k].to(torch.int32)
@@ -96,7 +96,7 @@ def topk_softmax_operator(logits_TE: torch.Tensor, k: int) -> tuple[torch.Tensor
 
 @topk_softmax_operator.register_fake
 def _(logits_TE: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = wide_of(logits_TE.dtype)
+    wide = WIDE[logits_TE.dtype]
     shape = (logits_TE.shape[0], k)
     return logits_TE.new_empty(shape, dtype=wide), logits_TE.new_empty(shape, dtype=torch.int32)
 

@@ -22,7 +22,7 @@ from moeclipse.ops.cross_entropy import gradient, statistics
 from moeclipse.ops.eager import eager
 from moeclipse.ops.embedding import embedding_grad
 from moeclipse.ops.first_order import first_order
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.ops.wgrad import dense_wgrad
 from moeclipse.tensor.cut import Cut
 from moeclipse.tensor.linear import cast, column_linear, reduce_input_grad
@@ -159,7 +159,7 @@ class _HeadLoss(torch.autograd.Function):
         operand, d_x = weight.to(x.dtype), torch.empty_like(whole_TD)
         # Without a main_grad the chunks add up in a wide sum of their own.
         adds_up = getattr(weight, "main_grad", None) is None and ctx.needs_input_grad[1]
-        fresh = torch.zeros_like(weight, dtype=wide_of(weight.dtype)) if adds_up else None
+        fresh = torch.zeros_like(weight, dtype=WIDE[weight.dtype]) if adds_up else None
         chunks = (tensor.split(ctx.rows) for tensor in (whole_TD, log_sum_T, target_T, d_x))
         for x_CD, log_sum_C, target_C, d_x_CD in zip(*chunks, strict=True):
             d_CV = gradient(F.linear(x_CD, operand), log_sum_C, target_C, d_loss, in_place=True)

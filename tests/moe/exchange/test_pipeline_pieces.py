@@ -13,7 +13,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.exchange.dispatch_combine import DispatchCombine, LayerCall
 from moeclipse.moe.exchange.pipeline_pieces import ExpertPass
-from moeclipse.moe.exchange.structure import Structure
+from moeclipse.moe.inputs import Structure
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.tokens import Tokens
 from moeclipse.testing.run_ranks import run_ranks

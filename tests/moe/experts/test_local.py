@@ -9,8 +9,8 @@ from layer_parity import GATES, D, gradients, make
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
-from moeclipse.moe.exchange.structure import Structure
-from moeclipse.moe.experts.local import LocalExperts
+from moeclipse.moe.experts.pairwise import LocalExperts
+from moeclipse.moe.inputs import Structure
 from moeclipse.moe.layer import MoE
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone

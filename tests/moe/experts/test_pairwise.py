@@ -9,10 +9,10 @@ import torch
 from expert_kinds import IDS, KINDS, SHADOWING, D, Net, by_definition, normal
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.moe.exchange.structure import Structure
 from moeclipse.moe.experts.module_experts import ModuleExperts
 from moeclipse.moe.experts.pairwise import PairwiseExperts
 from moeclipse.moe.experts.protocols import ExpertSet
+from moeclipse.moe.inputs import Structure
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone
 
@@ -68,7 +68,7 @@ def with_integers(_: Mesh) -> None:
     token = {"h": normal(num_rows, D, key=1), "position": torch.arange(num_rows)}
     token["flag"] = token["position"] % 2 == 0
     like = [tensor[:0] for tensor in token.values()]
-    pairs = PairwiseExperts(experts=experts, structure=Structure(keys=tuple(token)), like=like)
+    pairs = PairwiseExperts(experts=experts, structure=Structure(keys=tuple(token), alone=False), like=like)
     arrived = [tensor.byte() if tensor.dtype == torch.bool else tensor for tensor in token.values()]
     scores, d_sums = normal(len(index), key=2), normal(num_rows, D, key=3)
     h = token["h"].clone().requires_grad_()

@@ -9,10 +9,10 @@ import torch
 from expert_kinds import IDS, KINDS, SHADOWING, D, built_in, by_definition, normal
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.moe.exchange.structure import Structure
 from moeclipse.moe.experts.fused import FusedExperts
 from moeclipse.moe.experts.pairwise import PairwiseExperts
 from moeclipse.moe.experts.protocols import ExpertSet, PairExperts
+from moeclipse.moe.inputs import Structure
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone
 

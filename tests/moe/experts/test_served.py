@@ -19,11 +19,11 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import GateConfig
-from moeclipse.moe.exchange.structure import Structure
 from moeclipse.moe.experts.module_experts import ModuleExperts
 from moeclipse.moe.experts.pairwise import PairwiseExperts
 from moeclipse.moe.experts.served import serves
 from moeclipse.moe.experts.two_projections import PadToCapacity
+from moeclipse.moe.inputs import Structure
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.step.learner import Learner

@@ -16,7 +16,7 @@ from moeclipse.balance.shadow_model import MIN_GAIN
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import GateConfig
-from moeclipse.moe.exchange.structure import Structure
+from moeclipse.moe.inputs import Structure
 from moeclipse.moe.tune import probe, stopwatch
 from moeclipse.moe.tune.probe import BYTES, ROWS, Probe, measure
 from moeclipse.moe.tune.stopwatch import MORE, REPEATS, Timing, timing_of

@@ -9,7 +9,7 @@ that serve other ranks (`moe/experts/served`) are slots like all others while th
 The node runs on every rank, also with zero rows: a path that cut autograd on one rank would leave the
 others waiting in the backward exchange. Which unit of rows travels when is the program's business
 (`schedule/smart`); what an op does to the tensors is written here, and a blocking exchange is the program
-with one unit. A token may be several tensors (`moe/exchange/structure`): their rows travel side by side.
+with one unit. A token may be several tensors (`moe/inputs`): their rows travel side by side.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from moeclipse.comm.reduce.token_gather import TokenGather
 from moeclipse.moe.exchange.dispatch import Dispatcher
 from moeclipse.moe.gate.routing import Routing
-from moeclipse.moe.private_torch import in_backward
+from moeclipse.moe.private_torch import NO_BACKWARD, running_backward
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.first_order import first_order
 from moeclipse.schedule import kinds
@@ -76,7 +76,7 @@ def visit_gathered(
     where: str,
 ) -> torch.Tensor:
     """This rank's tokens, visited by experts of all ranks; `visit` is what the experts of one rank do."""
-    if not in_backward():
+    if running_backward() == NO_BACKWARD:
         wire.lane.recorder.announce(where, launches(len(inputs), where))
     num = len(inputs[0])
     there, everyone = gather_tokens(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from moeclipse.moe.experts.autocast import rows_for
 from moeclipse.moe.experts.fused import visit_all
 from moeclipse.moe.experts.shared import shared_expert
 from moeclipse.moe.experts.shared_gate import GatedShared
 from moeclipse.moe.experts.two_projections import Experts
 from moeclipse.moe.gate.routing import Routing
+from moeclipse.moe.inputs import rows_for
 
 
 def visit_traced(

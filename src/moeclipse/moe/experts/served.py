@@ -27,7 +27,7 @@ from moeclipse.moe.experts.pairwise import PairwiseExperts
 from moeclipse.moe.experts.protocols import ExpertSet
 from moeclipse.moe.experts.shadow import RankShadows
 from moeclipse.moe.experts.two_projections import Experts
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.tensor.weight_grad import Grads
 
 
@@ -162,7 +162,7 @@ class ServedGrads:
     def collect(self, pending: Sequence[Parts], like: torch.Tensor) -> None:
         """Weight gradients of some units' guests."""
         if self.grads is None:
-            self.grads = like.new_zeros(self.kept.shape, dtype=wide_of(self.kept.dtype))
+            self.grads = like.new_zeros(self.kept.shape, dtype=WIDE[self.kept.dtype])
         for parts in pending:
             if parts.guests is not None:
                 self.experts.shadow_wgrad(parts.guests, self.grads)

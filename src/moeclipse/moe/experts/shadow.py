@@ -21,7 +21,7 @@ from moeclipse.balance.shadow import Shadows
 from moeclipse.comm.async_ops.in_flight import InFlight
 from moeclipse.comm.transports.transport import Transport
 from moeclipse.moe.experts.pairwise import PairwiseExperts
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ class ShadowGrads:
         self.d_inputs, self.d_score_m, self.pending = self.experts.dgrad(d_out_TO, self.kept.saved)
 
     def wgrad(self) -> None:
-        self.grads = self.place_m.new_zeros(self.kept.shape, dtype=wide_of(self.kept.dtype))
+        self.grads = self.place_m.new_zeros(self.kept.shape, dtype=WIDE[self.kept.dtype])
         self.experts.experts.shadow_wgrad(self.pending, self.grads)
 
     def return_grads(self) -> InFlight[torch.Tensor]:

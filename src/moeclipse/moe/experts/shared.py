@@ -12,7 +12,7 @@ from moeclipse.moe.experts.shared_gate import GatedShared
 from moeclipse.moe.experts.two_projections import Experts
 from moeclipse.ops.activation import activate
 from moeclipse.ops.first_order import first_order
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 
 
 def shared_expert(x_TD: torch.Tensor, experts: Experts | GatedShared) -> torch.Tensor:
@@ -26,7 +26,7 @@ def shared_expert(x_TD: torch.Tensor, experts: Experts | GatedShared) -> torch.T
 def shared_expert_reference(x_TD: torch.Tensor, experts: Experts | GatedShared) -> torch.Tensor:
     """By operations that autograd, and a compiler, know."""
     if isinstance(experts, GatedShared):
-        wide = wide_of(x_TD.dtype)
+        wide = WIDE[x_TD.dtype]
         share_T1 = torch.sigmoid(F.linear(x_TD.to(wide), experts.gate.to(wide)))
         return (share_T1 * shared_expert_reference(x_TD, experts.experts)).to(x_TD.dtype)
     up, down, *biases = (weight[0].to(x_TD.dtype) for weight in experts.weights)

@@ -21,7 +21,7 @@ from torch import nn
 from moeclipse.moe.config import ExpertsConfig
 from moeclipse.moe.experts.two_projections import Experts
 from moeclipse.moe.experts.weight_init import WeightInit
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.ops.random import fill_normal, key_of
 from moeclipse.tensor.weight_grad import Grad, Grads, WeightGrads, accumulator
 
@@ -80,7 +80,7 @@ class GatedShared(nn.Module):
 
     def forward(self, x: torch.Tensor, counts: Sequence[int]) -> tuple[torch.Tensor, GatedSaved]:
         y, inner = self.experts.forward(x, counts)
-        wide = wide_of(x.dtype)
+        wide = WIDE[x.dtype]
         g = torch.sigmoid(F.linear(x.to(wide), self.gate.to(wide)))
         return (y * g).to(x.dtype), GatedSaved(x=x, y=y, g=g, weight=self.gate, experts=inner)
 

@@ -27,7 +27,7 @@ from moeclipse.moe.experts.weight_init import WeightInit
 from moeclipse.moe.gate.gates import Gate
 from moeclipse.moe.gate.routing import Routing, count_experts
 from moeclipse.moe.tokens import Tokens
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 
 
 def routing_of(
@@ -92,7 +92,7 @@ class OwnGate(nn.Module):
         self.config = config
         self.module, self.num_experts = module, num_experts
         self.register_buffer("weight", init.empty(0, d_model), persistent=False)
-        bias_E = torch.zeros(num_experts, device=init.device, dtype=wide_of(self.weight.dtype))
+        bias_E = torch.zeros(num_experts, device=init.device, dtype=WIDE[self.weight.dtype])
         self.register_buffer("bias_E", bias_E, persistent=False)
         self.register_buffer("near_E", None, persistent=False)
 

@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from moeclipse.moe.config import GateConfig
-from moeclipse.moe.private_torch import in_backward
+from moeclipse.moe.private_torch import NO_BACKWARD, running_backward
 
 BORN_LATER = "dynamic.trend"
 """A buffer that checkpoints of the first release do not have: it begins at rest."""
@@ -132,7 +132,7 @@ class DynamicChoice(nn.Module):
         """Which places are used, [T, K]."""
         # A limit of the shares' type: a comparison must not depend on what the other side is widened to.
         used_TK = places_in_use(share_TK, self.config.choose, self.limit.to(share_TK.dtype))
-        if self.training and (torch.compiler.is_compiling() or not in_backward()):
+        if self.training and (torch.compiler.is_compiling() or running_backward() == NO_BACKWARD):
             gap_T = (share_TK[:, 0] - share_TK[:, 1]).abs().double()
             gaps = (gap_T / GAP_UNIT).round().sum().to(torch.int64)
             tokens = torch.full_like(gaps, len(share_TK))

@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from moeclipse.moe.config import GateConfig
-from moeclipse.moe.experts.autocast import is_on, off
 from moeclipse.moe.experts.weight_init import WeightInit
 from moeclipse.moe.gate.capacity import drop_low_scores, drop_over_capacity, room_for
 from moeclipse.moe.gate.dynamic_gates import DynamicChoice, renormalise_used
@@ -34,7 +33,7 @@ from moeclipse.moe.gate.routing import GateSums, Routing, count_experts
 from moeclipse.moe.gate.ties import best_of
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.gate import GateKind, gate, gate_fits
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.ops.random import fill_normal, key_of, normal, uniform
 from moeclipse.tensor.weight_grad import place_of
 
@@ -62,7 +61,7 @@ class Gate(nn.Module):
         self.logit_bias = nn.Parameter(init.empty(num_experts)) if config.logit_bias else None
         if config.kind == "noisy":
             self.noise_weight = nn.Parameter(torch.empty_like(self.weight))
-        bias_E = torch.empty(num_experts, device=init.device, dtype=wide_of(self.weight.dtype))
+        bias_E = torch.empty(num_experts, device=init.device, dtype=WIDE[self.weight.dtype])
         self.register_buffer("bias_E", bias_E)
         self.register_buffer("near_E", None, persistent=False)
         self.dynamic = DynamicChoice(config, init.device) if config.choose != "top_k" else None
@@ -84,13 +83,14 @@ class Gate(nn.Module):
         """A bias that is rounded to bf16 no longer moves by its small steps: it stays in the wide type."""
         before = self.bias_E
         super()._apply(fn, recurse)
-        wide = wide_of(self.weight.dtype)
+        wide = WIDE[self.weight.dtype]
         if self.bias_E.dtype != wide:
             self.bias_E = before.to(self.bias_E.device, wide)
         return self
 
     def forward(self, x_TD: torch.Tensor, tokens: Tokens) -> Routing:
-        with off(x_TD.device) if is_on(x_TD.device) else nullcontext():
+        kind = x_TD.device.type
+        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
             return self._route(x_TD, tokens)
 
     @property
@@ -129,9 +129,9 @@ class Gate(nn.Module):
         )
 
     def _route(self, x_TD: torch.Tensor, tokens: Tokens) -> Routing:
-        if self._plain and gate_fits(x_TD, self.weight, self.config.top_k):
+        if x_TD.is_cuda and self._plain and gate_fits(x_TD, self.weight, self.config.top_k):
             return self._route_in_kernels(x_TD)
-        dtype = wide_of(x_TD.dtype)
+        dtype = WIDE[x_TD.dtype]
         x_TD = x_TD.to(dtype)
         bias_E = None if self.logit_bias is None else self.logit_bias.to(dtype)
         logits_TE = F.linear(x_TD, self.weight.to(dtype), bias_E)

@@ -28,7 +28,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.own_loop.standalone import moe_layers
 from moeclipse.moe.own_loop.unfinished import layers_of
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 
 
 def clip_grad_norm_(
@@ -116,7 +116,7 @@ def local(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _norm(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
-    norm = torch.linalg.vector_norm(grad, norm_type, dtype=wide_of(grad.dtype))
+    norm = torch.linalg.vector_norm(grad, norm_type, dtype=WIDE[grad.dtype])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 

@@ -33,7 +33,7 @@ from moeclipse.moe.exchange.dispatch import Dispatcher
 from moeclipse.moe.experts.pairwise import PairwiseExperts
 from moeclipse.moe.tune.replica_price import sync_price
 from moeclipse.moe.tune.stopwatch import MORE, REPEATS, Slope, Timing, slope_of, tell, timed
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 
 ROWS = {"cpu": (4, 96), "cuda": (64, 2048)}
 """For each expert of a rank; a device needs some thousand rows to show what one of them costs."""
@@ -157,7 +157,7 @@ class ExpertSizes:
         return {
             "row_bytes": self.row_bytes,
             "parameter_bytes": self.parameters * self.weight_dtype.itemsize,
-            "gradient_bytes": self.parameters * wide_of(self.weight_dtype).itemsize,
+            "gradient_bytes": self.parameters * WIDE[self.weight_dtype].itemsize,
         }
 
 
@@ -282,7 +282,7 @@ def _expert_seconds(pairs: PairwiseExperts, rows: int, mesh: Mesh) -> tuple[Timi
         return Timing(0.0, 0.0), Timing(0.0, 0.0)
     counts = [rows] * len(experts.ids)
     x = pairs.structure.put_together([t.new_ones(sum(counts), *t.shape[1:]) for t in pairs.like])
-    sums = [torch.zeros_like(weight, dtype=wide_of(weight.dtype)) for weight in experts.weights]
+    sums = [torch.zeros_like(weight, dtype=WIDE[weight.dtype]) for weight in experts.weights]
     with torch.no_grad():
         y, _ = experts.forward(x, counts)
         tell(mesh, [])

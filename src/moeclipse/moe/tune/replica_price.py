@@ -21,7 +21,7 @@ from moeclipse.comm.async_ops.exchange import all_to_all
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.tune.stopwatch import MORE, slope_of, slowest
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.ops.raw_bytes import as_bytes
 
 WHERE = "probe of replicas"
@@ -41,7 +41,7 @@ def sync_price(
         return 0.0, 0.0
     each = -(-size // PARAMETERS)
     weights = [torch.zeros(each, dtype=dtype, device=mesh.device) for _ in range(PARAMETERS)]
-    grads = [torch.zeros(each, dtype=wide_of(dtype), device=mesh.device) for _ in range(PARAMETERS)]
+    grads = [torch.zeros(each, dtype=WIDE[dtype], device=mesh.device) for _ in range(PARAMETERS)]
     works = [partial(sync, weights, grads, count, group, mesh) for count in (0, each)]
     moved = sum(tensor.nbytes for tensor in (*weights, *grads))
     for _ in MORE[mesh.device.type]:

@@ -24,7 +24,7 @@ from moeclipse.moe.experts.shadow import RankShadows, ShadowExperts, ShadowGrads
 from moeclipse.moe.tune.probe import ROWS, Probe, measure
 from moeclipse.moe.tune.shadow_choice import ShadowChoice
 from moeclipse.moe.tune.stopwatch import slowest
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 
 WHERE = "probe of shadows"
 
@@ -66,9 +66,9 @@ def lending(pairs: PairwiseExperts, dispatcher: Dispatcher, ids_TK: torch.Tensor
     mine = RankShadows.of(to_the_next(placement), placement, dispatcher.group.index)
     counts = [ROWS[ids_TK.device.type][0]] * len(mine.experts)
     inputs = [like.new_ones(sum(counts), *like.shape[1:]) for like in pairs.like]
-    scores = torch.ones(sum(counts), 1, dtype=wide_of(pairs.like[0].dtype), device=ids_TK.device)
+    scores = torch.ones(sum(counts), 1, dtype=WIDE[pairs.like[0].dtype], device=ids_TK.device)
     place = torch.arange(sum(counts), device=ids_TK.device)
-    sums = [torch.zeros_like(weight, dtype=wide_of(weight.dtype)) for weight in experts.weights]
+    sums = [torch.zeros_like(weight, dtype=WIDE[weight.dtype]) for weight in experts.weights]
 
     def lend() -> None:
         keep_shadowed(ids_TK, mine, placement.num_experts)

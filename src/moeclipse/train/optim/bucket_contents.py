@@ -22,7 +22,7 @@ from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.own_loop.standalone import moe_layers
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.tensor.cut import Cut, Share, cut_of, share_of
 from moeclipse.train.optim.column_shards import ColumnShard
 from moeclipse.train.optim.quant_blocks import block_for
@@ -156,7 +156,7 @@ def logical_bytes(parameter: nn.Parameter) -> int:
     """Of the whole gradient: parts may differ from rank to rank, but buckets must end at the same place."""
     cut = cut_of(parameter)
     numel = parameter.numel() if cut is None else math.prod(cut.shape)
-    return numel * wide_of(parameter.dtype).itemsize
+    return numel * WIDE[parameter.dtype].itemsize
 
 
 def dense_content(

@@ -36,7 +36,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce.collectives import SMALL_BYTES, PeerUse, collectives
 from moeclipse.core.errors import ScheduleError
 from moeclipse.moe.layer import MoE
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.tensor.weight_grad import Accumulation, attach
 from moeclipse.train.optim.bucket_contents import BucketEntry, Content, contents
 
@@ -47,7 +47,7 @@ TURNS = 2
 
 def summed_type(main_grad: MainGrad, held: torch.dtype) -> torch.dtype:
     """In which gradients of such weights add up."""
-    return wide_of(held) if main_grad == "fp32" else torch.bfloat16
+    return WIDE[held] if main_grad == "fp32" else torch.bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,12 +127,12 @@ class Bucket:
 
     def weights(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """This rank's shard of the parameters in this or a wide type: themselves, or a copy."""
-        return self.params[self.shard].to(dtype or wide_of(self.params.dtype))
+        return self.params[self.shard].to(dtype or WIDE[self.params.dtype])
 
     @property
     def rounded(self) -> torch.Tensor | None:
         """Where an update may write the new weights, rounded; None: that is left to `store`."""
-        return None if self.params.dtype == wide_of(self.params.dtype) else self.params[self.shard]
+        return None if self.params.dtype == WIDE[self.params.dtype] else self.params[self.shard]
 
     def store(self, weight: torch.Tensor) -> None:
         """Round updated weights to the parameters' type, where these are not the same tensor."""

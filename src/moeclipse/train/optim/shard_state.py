@@ -25,7 +25,7 @@ import torch
 
 from moeclipse.ops.eight_bits import M_FRACTION, V_FRACTION, EightBits, decode, encode
 from moeclipse.ops.low_bits import LowBits, join_part, split
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.ops.rounding import Stretches
 from moeclipse.train.checkpoints.shard import Later
 from moeclipse.train.optim.buckets import Bucket
@@ -58,7 +58,7 @@ class ShardState:
         if config.state == "8bit" and bucket.block:
             m, v = (EightBits.zeros(length, bucket.block, bits, device) for bits in (M_FRACTION, V_FRACTION))
         else:
-            dtype = torch.bfloat16 if config.state == "bf16" else wide_of(narrow)
+            dtype = torch.bfloat16 if config.state == "bf16" else WIDE[narrow]
             m, v = (torch.zeros(length, dtype=dtype, device=device) for _ in range(2))
         return cls(bucket=bucket, weight=weight, adam_m=m, adam_v=v)
 

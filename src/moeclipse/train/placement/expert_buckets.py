@@ -31,7 +31,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CommError
 from moeclipse.moe.layer import MoE
 from moeclipse.ops.digest import digest_rows
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.ops.raw_bytes import as_bytes
 from moeclipse.tensor.cut import cut_of
 from moeclipse.train.optim.bucket_contents import Content, entries_of
@@ -153,11 +153,11 @@ class ExpertBucket(Bucket):
 
     def weights(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A copy of the weights this rank owns."""
-        return _cut(self.params, self.own).to(dtype or wide_of(self.params.dtype))
+        return _cut(self.params, self.own).to(dtype or WIDE[self.params.dtype])
 
     @property
     def rounded(self) -> torch.Tensor | None:
-        narrow = self.params.dtype != wide_of(self.params.dtype)
+        narrow = self.params.dtype != WIDE[self.params.dtype]
         return self.params[self.run] if narrow and self.run is not None else None
 
     def store(self, weight: torch.Tensor) -> None:

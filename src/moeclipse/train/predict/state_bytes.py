@@ -27,7 +27,7 @@ from moeclipse.model.count import (
 from moeclipse.model.flops import LeastWork
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.validate import expert_group
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.pipeline.overlap import StageLayout
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.optim.buckets import summed_type
@@ -102,14 +102,14 @@ def bytes_of(total: Held, config: TrainConfig, mesh: Mesh, held: torch.dtype) ->
 
 def per_element(optim: OptimConfig, held: torch.dtype) -> float:
     """Bytes of master weights and moments."""
-    wide = wide_of(held).itemsize
+    wide = WIDE[held].itemsize
     master = {"fp32": wide if wide > held.itemsize else 0, "low-bits": 2, "none": 0}[optim.master]
     return master + 2 * {"fp32": wide, "bf16": 2, "8bit": 1}[optim.state]
 
 
 def each_element(optim: OptimConfig, states: str, dtype: torch.dtype) -> float:
     """Bytes of state of a parameter, of one or all of `memory.states`."""
-    wide = wide_of(dtype).itemsize
+    wide = WIDE[dtype].itemsize
     master = {"fp32": wide if wide > dtype.itemsize else 0, "low-bits": 2 + 1 / 8, "none": 0}[optim.master]
     moments = 2 * {"fp32": wide, "bf16": 2, "8bit": 1 + 1 / 256}[optim.state]
     return {"all": master + moments, "moments": moments, "master": master}[states]
@@ -117,7 +117,7 @@ def each_element(optim: OptimConfig, states: str, dtype: torch.dtype) -> float:
 
 def update_bytes(optim: OptimConfig, held: torch.dtype) -> float:
     """That an update reads and writes of a parameter."""
-    read_weight = 0 if optim.master == "fp32" and wide_of(held) != held else held.itemsize
+    read_weight = 0 if optim.master == "fp32" and WIDE[held] != held else held.itemsize
     gradient = 2 * summed_type(optim.main_grad, held).itemsize  # for the norm, and for the update
     return 2 * per_element(optim, held) + gradient + read_weight + held.itemsize
 

@@ -19,7 +19,7 @@ from moeclipse.core.shares import even_bounds
 from moeclipse.model.passes import MicrobatchLoads, MicrobatchState
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.tokens import Tokens
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.pipeline.overlap import StageLayout
 from moeclipse.pipeline.runtime import Runtime
 from moeclipse.report.slowdown import Slowdown
@@ -143,7 +143,7 @@ class Pipelined:
             return fed[m, chunk]
 
         self._look(step)
-        dtype = wide_of(self.model.dtype)
+        dtype = WIDE[self.model.dtype]
         tokens = self.batches.counted(step)
         self.buckets.arm(self.backwards, placed=True)
         self.runtime.step(feed, torch.full((), loss_scale / tokens, dtype=dtype, device=mesh.device))

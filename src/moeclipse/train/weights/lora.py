@@ -22,7 +22,7 @@ from moeclipse.hf.names import EACH, Names
 from moeclipse.hf.peft import CONFIG, WEIGHTS, adapter_config, read_adapter, to_peft
 from moeclipse.hf.read import read_config
 from moeclipse.model.lora_config import ADAPTER, LoraConfig, is_adapter
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.optim.adamw import Readable
@@ -89,7 +89,7 @@ class MergedWeights:
         if halves is None:
             return values
         a_RI, b_OR = (self.checkpoint.read(half).view(self.checkpoint.shape(half)) for half in halves)
-        wide, width = wide_of(torch.promote_types(values.dtype, a_RI.dtype)), a_RI.shape[1]
+        wide, width = WIDE[torch.promote_types(values.dtype, a_RI.dtype)], a_RI.shape[1]
         rows = slice(start // width, stop // width)
         more = self.lora.scale * (b_OR[rows].to(wide) @ a_RI.to(wide))
         return values.to(wide) + more.flatten()

@@ -26,7 +26,7 @@ from moeclipse.core.errors import CheckpointError, ConfigError
 from moeclipse.hf.folder import HfFolder
 from moeclipse.hf.read import contradictions
 from moeclipse.model.config import ModelConfig
-from moeclipse.ops.precision import wide_of
+from moeclipse.ops.precision import WIDE
 from moeclipse.ops.random import key_of, normal
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.config import TrainConfig
@@ -87,9 +87,9 @@ class Upcycled:
             index = place // wide * self.width + columns[0] + place % wide
         if self.std:
             key = key_of(self.seed, layer, "upcycled", expert, kind)
-            values = values.to(wide_of(values.dtype)) + self.std * normal(key, index)
+            values = values.to(WIDE[values.dtype]) + self.std * normal(key, index)
         if kind == "down" and self.factor != 1:
-            values = values.to(wide_of(values.dtype)) * self.factor
+            values = values.to(WIDE[values.dtype]) * self.factor
         return values
 
     def _up(self, name: str, piece: int, start: int, stop: int) -> torch.Tensor:

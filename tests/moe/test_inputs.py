@@ -1,4 +1,4 @@
-"""Tensors that travel together: taken apart and put together as they were given."""
+"""Tensors that travel together, as they were given; the type of rows, or an error that says what to do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moeclipse.core.errors import ConfigError
-from moeclipse.moe.exchange.structure import Structure
+from moeclipse.moe.inputs import Structure, rows_for
 from moeclipse.moe.layer import MoE
 
 X, MORE = torch.ones(4, 3), torch.arange(4)
@@ -68,3 +68,15 @@ def test_one_vector_is_one_token_and_one_number_is_none() -> None:
     assert moe(x[:0]).shape == (0, 4)
     with pytest.raises(ConfigError, match="a single number"):
         moe(torch.ones(()))
+
+
+def test_rows_have_the_type_that_linears_would_compute_in() -> None:
+    narrow, wide, widest = (torch.ones(2, 3, dtype=t) for t in (torch.bfloat16, torch.float32, torch.float64))
+    assert rows_for(wide, wide) is wide
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert rows_for(wide, wide).dtype == torch.bfloat16
+        assert rows_for(narrow, wide) is narrow
+        assert rows_for(widest, widest) is widest, "autocast never touches float64"
+    for x, weight in ((narrow, wide), (wide, narrow), (wide, widest)):
+        with pytest.raises(ConfigError, match="or give both one type"):
+            rows_for(x, weight)
