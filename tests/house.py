@@ -60,6 +60,7 @@ READS_ITS_OWN = {
     "cli/two_ranks.py": "words of a process of its own",
     "cli/launch.py": "/sys",
     "cli/guard.py": "a file of its own",
+    "cli/launcher_folder.py": "a lock",
     "cli/main.py": "/dev/null",
     "cli/signals.py": "/proc",
     "comm/shared/host.py": "memory of ranks",

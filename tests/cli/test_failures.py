@@ -28,6 +28,9 @@ def test_root_cause_prefers_who_was_not_a_victim() -> None:
     assert root_cause([victim], {0: 1, 1: -11}).text == "rank 1 was killed by SIGSEGV"
     assert root_cause([victim], {0: 1, 1: -15}) is victim
     assert root_cause([], {0: -15, 2: 3}) == Failure(rank=2, text="rank 2 ended with status 3", code=3)
+    assert root_cause([], {1: -7}).text.startswith(
+        "rank 1 was killed by SIGBUS; a file that it had mapped was cut"
+    )
     assert root_cause([], {1: -15}).text == "rank 1 was killed by SIGTERM"
 
 
@@ -60,6 +63,15 @@ def test_what_ranks_wrote_is_read_back(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert read_failures(None) == []
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
     write_failure(first)  # without an agent there is nobody to tell
+
+
+def test_what_cannot_be_written_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk below the launcher's folder: a rank's words would be lost with it."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "error.json"))
+    write_failure(Failure(rank=3, text="boom"))
+    assert capsys.readouterr().err == "error (rank 3): boom\n"
 
 
 def test_a_victim_stays_until_the_culprit_has_written(

@@ -14,8 +14,6 @@ import pytest
 from fake_trainer import put_in
 
 from fault_bed import ranks_of
-from moeclipse.cli import launch
-from moeclipse.cli.failures import Failure
 from moeclipse.cli.launch import child_environment, resume_again, usable_cores
 from moeclipse.train.config import RunConfig, TrainConfig
 
@@ -175,23 +173,3 @@ def test_a_restart_goes_back_to_the_given_checkpoint_until_it_has_its_own(tmp_pa
     assert (tmp_path / "r.attempt-0").exists()
     (tmp_path / "r" / "checkpoints" / "step-00000001").mkdir(parents=True)
     assert resume_again(config, "other", 2, first=True) == "auto"
-
-
-def test_what_a_killed_launcher_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
-    left = tmp_path / "moeclipse-of-one-that-was-killed"
-    left.mkdir()
-    (left / launch.LOCK).touch()
-    (tmp_path / "moeclipse-of-another-program").mkdir()
-    with launch.launcher_folder() as mine, launch.launcher_folder() as other:
-        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-            (mine.name, other.name, "moeclipse-of-another-program")
-        ), "one that lives keeps its folder"
-    assert [path.name for path in tmp_path.iterdir()] == ["moeclipse-of-another-program"]
-
-
-def test_a_farewell_names_the_signal_that_came(capsys: pytest.CaptureFixture) -> None:
-    text = "asked to leave (SIGTERM): step 4 is saved"
-    for asked, name in ((0, "SIGTERM"), (signal.SIGUSR1, "SIGUSR1"), (signal.SIGINT, "SIGINT")):
-        assert launch.show_farewell([Failure(rank=0, text=text, code=75)], asked) == 75
-        assert capsys.readouterr().err == f"asked to leave ({name}): step 4 is saved\n"

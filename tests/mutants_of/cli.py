@@ -152,4 +152,20 @@ MUTANTS = (
         "what is drawn may hold escape sequences",
         "a column of somebody's file drives the terminal",
     ),
+    Mutant(
+        "cli/launcher_folder.py",
+        "os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC",
+        "os.O_WRONLY | os.O_APPEND | os.O_CREAT",
+        "cli/test_launcher_folder.py::test_what_others_put_there_is_neither_opened_nor_removed",
+        "a lock is opened whatever it is",
+        "a pipe in the temporary folder holds every launcher of the host for ever",
+    ),
+    Mutant(
+        "cli/launcher_folder.py",
+        "os.rename(lock.name, Path(name) / LOCK)",
+        "pass",
+        "cli/test_launcher_folder.py::test_what_a_killed_launcher_left_is_removed",
+        "a launcher's folder has no lock",
+        "folders of killed launchers fill the disk for temporary files",
+    ),
 )

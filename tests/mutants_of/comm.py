@@ -125,4 +125,12 @@ MUTANTS = (
         "a receiver without the fence behind its look",
         "the same in exchanges",
     ),
+    Mutant(
+        "comm/watch/op_log.py",
+        "os.posix_fallocate(file.fileno(), 0, size)",
+        "file.truncate(size)",
+        "comm/watch/test_op_log.py::test_a_disk_without_room_for_it_is_told_and_ends_no_process",
+        "pages of the log are found room for when they are written",
+        "a full disk for temporary files ends all ranks with SIGBUS",
+    ),
 )

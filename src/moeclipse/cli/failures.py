@@ -32,6 +32,12 @@ LOST_PEER = (
     "lost a peer",
 )
 
+HINTS: dict[int, str] = {
+    signal.SIGKILL: "; the system may have run out of memory (see dmesg)",
+    signal.SIGBUS: "; a file that it had mapped was cut, or the disk below it is full or gone",
+}
+"""What usually stands behind a signal."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
@@ -70,8 +76,10 @@ def write_failure(failure: Failure) -> None:
         return
     extra = {"py_callstack": failure.stack or failure.text, "timestamp": str(int(failure.time))}
     record = {"message": {"message": failure.text, "extraInfo": extra}, "moeclipse": asdict(failure)}
-    with contextlib.suppress(OSError):
+    try:
         Path(path).write_text(json.dumps(record))
+    except OSError:  # a full disk: nobody else will say it
+        show_failure(failure, named=True)
 
 
 def await_culprit() -> None:
@@ -132,5 +140,6 @@ def root_cause(written: list[Failure], codes: Mapping[int, int]) -> Failure:
 
 def _killed(rank: int, number: int) -> Failure:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    hint = "; the system may have run out of memory (see dmesg)" if number == signal.SIGKILL else ""
-    return Failure(rank=rank, text=f"rank {rank} was killed by {name}{hint}", code=128 + number)
+    return Failure(
+        rank=rank, text=f"rank {rank} was killed by {name}{HINTS.get(number, '')}", code=128 + number
+    )

@@ -16,14 +16,11 @@ launched, end with 75.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import secrets
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -37,6 +34,7 @@ from moeclipse.cli.failures import (
     show_failure,
     write_failure,
 )
+from moeclipse.cli.launcher_folder import launcher_folder
 from moeclipse.cli.page_line import tell_page
 from moeclipse.cli.pin import pin_rank
 from moeclipse.cli.seats import DEVICES, ROOM, SEATS, Seats
@@ -50,7 +48,6 @@ from moeclipse.train.config import TrainConfig
 from moeclipse.train.elastic import layout_for
 
 LAUNCHER = "MOECLIPSE_LAUNCHER"  # process id of the launcher, for its ranks
-FOLDER, LOCK = "moeclipse-", "launcher.lock"
 SECRET = "MOECLIPSE_SECRET"  # known to its ranks alone (`comm/start`, which needs torch)
 INTERRUPTED = 128 + signal.SIGINT
 # --- being a rank ----------------------------------------------------------------------------------------
@@ -198,20 +195,6 @@ def launch_words(words: list[str], num_ranks: int) -> int:
     """Start ranks that run another command, and wait for them."""
     with launcher_folder() as folder, quiet_elastic(), as_launcher(num_ranks):
         return _run_agent(words, folder, num_ranks, 0)
-
-
-@contextlib.contextmanager
-def launcher_folder() -> Iterator[Path]:
-    """For ranks' files; those of launchers that were killed are removed."""
-    above = Path(tempfile.gettempdir())
-    for lock in above.glob(f"{FOLDER}*/{LOCK}"):
-        with contextlib.suppress(OSError), lock.open("a") as file:
-            if lock.parent.stat().st_uid == os.getuid():
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process that holds it
-                shutil.rmtree(lock.parent, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=FOLDER) as folder, (Path(folder) / LOCK).open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield Path(folder)
 
 
 @contextlib.contextmanager

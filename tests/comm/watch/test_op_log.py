@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,6 +35,41 @@ class Marks:
     def advance(self) -> None:
         word, number = self.pending.pop(0)
         self.words[word] = number
+
+
+SMALL_DISK = """
+import os, sys
+from pathlib import Path
+from moeclipse.comm.watch.op_log import OpLog
+disk = Path(sys.argv[1])
+(disk / "filler").write_bytes(bytes(40 << 10))
+try:
+    OpLog(disk / "ops.txt")
+except OSError as error:
+    print(os.strerror(error.errno))
+"""
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+def test_a_disk_without_room_for_it_is_told_and_ends_no_process(tmp_path: Path) -> None:
+    unshare = ["unshare", "--mount"] if os.getuid() == 0 else ["unshare", "-Urm"]
+    mount = f"mount -t tmpfs -o size=64k tmpfs {tmp_path}"
+    tried = subprocess.run([*unshare, "sh", "-c", mount], capture_output=True, text=True)
+    if tried.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {tried.stderr.strip()}")
+    command = [
+        *unshare,
+        "sh",
+        "-c",
+        f'{mount} && exec "$@"',
+        "sh",
+        sys.executable,
+        "-c",
+        SMALL_DISK,
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "No space left on device\n"), done.stderr
 
 
 def test_times_of_a_host() -> None:

@@ -79,7 +79,7 @@ class OpLog:
     def _open(self, path: Path) -> mmap.mmap:
         size = (HEADER + KEPT) * WIDTH
         with path.open("w+b") as file:
-            file.truncate(size)
+            os.posix_fallocate(file.fileno(), 0, size)  # a page that finds no room later ends the process
             lines = mmap.mmap(file.fileno(), size)
         for number, text in enumerate((self._head, COLUMNS, *[""] * KEPT)):
             lines[number * WIDTH : (number + 1) * WIDTH] = _line(text)
