@@ -140,6 +140,5 @@ def root_cause(written: list[Failure], codes: Mapping[int, int]) -> Failure:
 
 def _killed(rank: int, number: int) -> Failure:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    return Failure(
-        rank=rank, text=f"rank {rank} was killed by {name}{HINTS.get(number, '')}", code=128 + number
-    )
+    hint = HINTS.get(number, "")
+    return Failure(rank=rank, text=f"rank {rank} was killed by {name}{hint}", code=128 + number)
