@@ -56,7 +56,7 @@ from shaped_network import is_plain, join_switch, shaped_network, switched_netwo
 from torch import nn
 
 from moeclipse import MoE, Routing, joint, routing_of
-from moeclipse.comm.async_ops.in_flight import InFlight, Ready
+from moeclipse.comm.async_ops.lane import InFlight, Ready
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.transports.transport import Transport
 from moeclipse.moe.exchange.dispatch_combine import Programs

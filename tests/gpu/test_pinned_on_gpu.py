@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moeclipse.comm.async_ops.in_flight import InFlight
+from moeclipse.comm.async_ops.lane import InFlight
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce.collectives import collectives
 from moeclipse.comm.transports.copy_engines import PinnedTransport, pinned

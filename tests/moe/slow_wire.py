@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from layer_parity import make
 
-from moeclipse.comm.async_ops.in_flight import InFlight
+from moeclipse.comm.async_ops.lane import InFlight
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.transports.transport import TorchTransport
 from moeclipse.moe.config import GateConfig

@@ -39,8 +39,8 @@ MUTANTS = (
     ),
     Mutant(
         "comm/async_ops/execute.py",
-        "transfer = self._under_way.pop(position, None)",
-        "transfer = self._under_way.get(position)",
+        "if (transfer := under_way.pop(dep, None)) is not None:",
+        "if (transfer := under_way.get(dep)) is not None:",
         "comm/async_ops/test_execute.py::test_what_was_waited_for_is_forgotten",
         "transfers kept after they were waited for",
         "all microbatches' messages stay in memory until the step ends",
@@ -55,8 +55,8 @@ MUTANTS = (
     ),
     Mutant(
         "comm/async_ops/lane.py",
-        "self._value, self._keep, self._op = value, keep, op",
-        "self._value, self._keep, self._op = value, None, op",
+        "        transfer = Transfer(self, group, stamps, op, value, keep)\n        try:\n",
+        "        transfer = Transfer(self, group, stamps, op, value, None)\n        try:\n",
         "comm/async_ops/test_lane.py::test_what_travels_is_kept_until_it_is_waited_for_and_no_longer",
         "a transfer does not keep its tensors",
         "memory is reused while a library still reads it: wrong rows, rarely",

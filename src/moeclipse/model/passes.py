@@ -18,18 +18,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from moeclipse.comm.async_ops.in_flight import InFlight
+from moeclipse.comm.async_ops.lane import InFlight
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.layer import TransformerLayer
 from moeclipse.model.rotary import Positions
 from moeclipse.moe.config import MoEConfig
-from moeclipse.moe.exchange.loads import Loads
 from moeclipse.moe.exchange.pipeline_pieces import ExpertPass
 from moeclipse.moe.gate.routing import Routing
 from moeclipse.moe.inputs import Structure
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.losses import MoEReport
-from moeclipse.moe.tokens import Tokens
+from moeclipse.moe.tokens import Loads, Tokens
 from moeclipse.pipeline.backward import Segment
 from moeclipse.pipeline.stage import LayerPass, Where
 from moeclipse.schedule import kinds

@@ -26,7 +26,7 @@ from torch import nn
 
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.async_ops.exchange import gather
-from moeclipse.comm.async_ops.in_flight import Ready
+from moeclipse.comm.async_ops.lane import Ready
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce.token_gather import TokenGather
@@ -38,7 +38,6 @@ from moeclipse.moe.exchange.dispatch_combine import DispatchCombine, LayerCall
 from moeclipse.moe.exchange.dispatch_interleaved import dispatch_in_turns
 from moeclipse.moe.exchange.dispatch_on_device import plans_on_device
 from moeclipse.moe.exchange.gathered import visit_gathered
-from moeclipse.moe.exchange.loads import Loads, Told
 from moeclipse.moe.exchange.plan import plan_exchange, shadows_of
 from moeclipse.moe.experts.compiled import visit_traced
 from moeclipse.moe.experts.fused import FusedExperts, fits, visit_all
@@ -67,7 +66,7 @@ from moeclipse.moe.own_loop.optimizer_state import watch_optimizers
 from moeclipse.moe.own_loop.unfinished import gradients_of, name_layer
 from moeclipse.moe.private_torch import NO_BACKWARD, running_backward, transforming
 from moeclipse.moe.recompute_calls import Call, Calls, lend, repay
-from moeclipse.moe.tokens import AskedTokens, Tokens
+from moeclipse.moe.tokens import AskedTokens, Loads, Tokens, Told
 from moeclipse.moe.tune.exchange_policy import ExchangeSchedule
 from moeclipse.moe.tune.probe import Probe, measure
 from moeclipse.moe.validate import (

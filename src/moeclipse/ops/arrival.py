@@ -20,6 +20,8 @@ import torch
 from moeclipse.ops.pick import pick_reference
 
 BLOCK = 256
+BITS_OF = {torch.float32: torch.int32, torch.float64: torch.int64}
+"""Whole numbers as wide as scores; kernels take fp32 alone, references float64, too, to compare with."""
 FIELDS = ("length", "arrival", "goes_to", "row_shift", "first_row", "first_pair")
 
 
@@ -77,7 +79,7 @@ def unpack_reference(
     number = torch.arange(table_6S.shape[1]).repeat_interleave(table["length"])
     inside = torch.arange(len(number)) - (table["length"].cumsum(0) - table["length"])[number]
     arrival, at = table["arrival"][number] + inside - first, table["goes_to"][number] + inside
-    address = packed_m2[:, 0].contiguous().view(bits_of(packed_m2.dtype))[arrival].long()
+    address = packed_m2[:, 0].contiguous().view(BITS_OF[packed_m2.dtype])[arrival].long()
     row = address // top_k + table["row_shift"][number]
     row_M, score_M = torch.zeros(num_pairs, dtype=torch.int32), packed_m2.new_zeros(num_pairs)
     row_M[at] = (row - table["first_row"][number]).to(torch.int32)
@@ -140,13 +142,8 @@ def pack_reference(
 ) -> torch.Tensor:
     """[n, 2]: what travels of each pair, its address as bits of a float beside its score."""
     place = pair_place_n.long()
-    address = address_TK.flatten()[place].to(bits_of(scores_TK.dtype)).view(scores_TK.dtype)
+    address = address_TK.flatten()[place].to(BITS_OF[scores_TK.dtype]).view(scores_TK.dtype)
     return torch.stack([address, scores_TK.flatten()[place]], dim=1)
-
-
-def bits_of(score: torch.dtype) -> torch.dtype:
-    """Whole numbers as wide as scores; kernels take fp32 alone, references float64, too, to compare with."""
-    return torch.int64 if score == torch.float64 else torch.int32
 
 
 def pack_kernel(

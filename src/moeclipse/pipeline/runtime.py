@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 from moeclipse.comm.async_ops.execute import execute, execute_settled
-from moeclipse.comm.async_ops.in_flight import InFlight, Joined
-from moeclipse.comm.async_ops.lane import poll
+from moeclipse.comm.async_ops.lane import InFlight, Joined, poll
 from moeclipse.comm.connect import WireEnds, connect_wires
 from moeclipse.comm.mesh import Mesh
 from moeclipse.pipeline.backward import Deferral, Segment

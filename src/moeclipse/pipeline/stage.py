@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from moeclipse.comm.async_ops.in_flight import InFlight
+from moeclipse.comm.async_ops.lane import InFlight
 from moeclipse.pipeline.backward import Deferral, Segment
 from moeclipse.schedule import kinds
 from moeclipse.schedule.kinds import Kind, Part

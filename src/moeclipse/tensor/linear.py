@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moeclipse.comm.async_ops.in_flight import InFlight
+from moeclipse.comm.async_ops.lane import InFlight
 from moeclipse.core.errors import ConfigError
 from moeclipse.ops.eager import eager
 from moeclipse.ops.first_order import first_order

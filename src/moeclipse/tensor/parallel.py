@@ -30,8 +30,7 @@ from typing import Any, Literal
 
 import torch
 
-from moeclipse.comm.async_ops.in_flight import InFlight, Ready, Then
-from moeclipse.comm.async_ops.lane import Lane
+from moeclipse.comm.async_ops.lane import InFlight, Lane, Ready, Then
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce.collectives import Collectives, PeerUse, collectives

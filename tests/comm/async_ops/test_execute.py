@@ -7,7 +7,7 @@ import weakref
 import pytest
 
 from moeclipse.comm.async_ops.execute import Execution, execute, execute_settled
-from moeclipse.comm.async_ops.in_flight import InFlight
+from moeclipse.comm.async_ops.lane import InFlight
 from moeclipse.schedule import kinds
 from moeclipse.schedule.check import Verified, verify
 from moeclipse.schedule.kinds import A2A

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moeclipse.comm.async_ops.in_flight import Awaited, Joined, Ready, Then
+from moeclipse.comm.async_ops.lane import Awaited, Joined, Ready, Then
 
 
 class Rows:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from layer_parity import make
 
-from moeclipse.comm.async_ops.in_flight import Ready
+from moeclipse.comm.async_ops.lane import Ready
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
-from moeclipse.moe.exchange.loads import Loads, Told
+from moeclipse.moe.tokens import Loads, Told
 from moeclipse.testing.run_ranks import run_ranks
 
 

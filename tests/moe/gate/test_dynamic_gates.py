@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeclipse.comm.async_ops.in_flight import InFlight
+from moeclipse.comm.async_ops.lane import InFlight
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.transports.transport import Transport
 from moeclipse.moe.config import GateConfig

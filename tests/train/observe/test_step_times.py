@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moeclipse.comm.async_ops.in_flight import Ready, Then
+from moeclipse.comm.async_ops.lane import Ready, Then
 from moeclipse.comm.async_ops.record import StepStamps
 from moeclipse.comm.mesh import Mesh
 from moeclipse.report.intervals import split_step

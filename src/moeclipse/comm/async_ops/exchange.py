@@ -1,9 +1,9 @@
-"""Collectives on a lane. With one rank in the group nothing is sent and no copy is made.
+"""Collectives on a lane, and the wire that rows take by them.
 
-Sums are taken in rank order from gathered parts, never inside a collective, wherever every rank must
-hold the same bits afterwards: then the result does not depend on the algorithm a library picks.
-Gloo's all-to-all is several times faster than its all-gather and all-reduce, so on gloo all of these
-are built on it; on NCCL the native collectives are used.
+With one rank in the group nothing is sent and no copy is made. Sums are taken in rank order from gathered
+parts, never inside a collective, wherever every rank must hold the same bits afterwards: then the result does
+not depend on the algorithm a library picks. Gloo's all-to-all is several times faster than its all-gather and
+all-reduce, so on gloo all of these are built on it; on NCCL the native collectives are used.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moeclipse.comm.async_ops.in_flight import InFlight, Ready, Then
-from moeclipse.comm.async_ops.lane import Lane, Transfer
+from moeclipse.comm.async_ops.lane import InFlight, Lane, OnHost, Ready, Then, Transfer
 from moeclipse.comm.group import Group
+from moeclipse.comm.transports.gloo_pairs import GlooPairs, PairsWork
 
 # Newer torch renames both and warns about the old names.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -46,6 +46,39 @@ def all_to_all(
     return lane.collective(group, label, partial(dist.all_to_all_single, *given), out, rows)
 
 
+@dataclass(frozen=True)
+class TorchTransport:
+    """The wire (`Transport`) that is torch's own all-to-all.
+
+    `pairs`: sends and receives of our own, on all ranks of the group or on none; rows are on the CPU.
+    """
+
+    lane: Lane
+    group: Group
+    pairs: GlooPairs | None = None
+
+    def all_to_all(
+        self,
+        rows: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        label: str,
+        out: torch.Tensor | None = None,
+    ) -> InFlight[torch.Tensor]:
+        pairs = self.pairs
+        if pairs is None:
+            return all_to_all(self.lane, self.group, rows, send_counts, receive_counts, label, out)
+        rows = rows.detach().contiguous()
+        if out is None:
+            out = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+        leaving, arriving = rows.split(list(send_counts)), out.detach().split(list(receive_counts))
+
+        def start() -> PairsWork:
+            return pairs.exchange(leaving, arriving)
+
+        return self.lane.launch(self.group, label, start, out, rows)
+
+
 def gather(lane: Lane, group: Group, value: torch.Tensor, label: str) -> InFlight[torch.Tensor]:
     """Every member's `value`, stacked in rank order: shape [P, *value.shape]."""
     return Ready(value.unsqueeze(0)) if group.size == 1 else _gather(lane, group, value, label)
@@ -56,17 +89,6 @@ def gather_to_host(lane: Lane, group: Group, value: torch.Tensor, label: str) ->
     if group.size == 1:
         return Then(Ready(value.unsqueeze(0)), torch.Tensor.tolist)
     return OnHost(_gather(lane, group, value, label))
-
-
-@dataclass(frozen=True)
-class OnHost:
-    """The one place where the host waits for the device, so deadlines count here."""
-
-    transfer: Transfer[torch.Tensor]
-
-    def get(self) -> list[Any]:
-        found: list[Any] = self.transfer.settle().tolist()
-        return found
 
 
 def _gather(lane: Lane, group: Group, value: torch.Tensor, label: str) -> Transfer[torch.Tensor]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from moeclipse.comm.async_ops.in_flight import InFlight
+from moeclipse.comm.async_ops.lane import InFlight
 from moeclipse.schedule.check import Verified
 from moeclipse.schedule.op import Op
 
@@ -37,12 +37,15 @@ class Execution:
 
     def advance(self, stop: int | None = None) -> None:
         """Launch ops until there are `stop`, or all."""
+        under_way = self._under_way
         for position in self._order[self._num_launched : stop]:
             op = self.ops[position]
             for dep in op.deps:
-                self._wait(dep)
+                if (transfer := under_way.pop(dep, None)) is not None:
+                    transfer.get()
+            transfer = None  # once waited for it is forgotten, and with it the tensors that it holds
             try:
-                self._under_way[position] = self._run(op)
+                under_way[position] = self._run(op)
             except Exception as error:
                 error.add_note(f"in op {op} of {self.program.name} on rank {self.rank}")
                 raise
@@ -51,13 +54,8 @@ class Execution:
     def get(self) -> None:
         """Wait for every transfer launched so far."""
         for position in list(self._under_way):
-            self._wait(position)
-
-    def _wait(self, position: int) -> None:
-        """Once waited for, a transfer is forgotten, and with it the tensors that it holds."""
-        transfer = self._under_way.pop(position, None)
-        if transfer is not None:
-            transfer.get()
+            if (transfer := self._under_way.pop(position)) is not None:
+                transfer.get()
 
 
 def execute_settled(

@@ -1,12 +1,17 @@
-"""A lane: a FIFO of communication that runs beside compute.
+"""A lane, a FIFO of communication that runs beside compute, and what is in flight on it.
 
     rows = lane.launch(group, "dispatch rows, layer 3", lambda: dist.all_to_all_single(out, ...), out)
     ...                  # compute that does not need the result
     rows.get()           # from here on `out` may be used
 
+Whatever is launched is an `InFlight`: a transfer on a lane (`Transfer`), what is there already (`Ready`),
+what somebody else waits for (`Awaited`), what is still to be done with it when it has come (`Then`), and
+several as one (`Joined`). What is in flight must be got; `get` may be called again and returns the same.
+
 On CUDA a lane is a stream: the transfer starts after everything the current stream holds at launch,
 and `get` orders the current stream behind it without blocking the host. On CPU the transfer runs on
-gloo's own threads and `get` blocks. Order comes from events alone, never from a driver setting.
+gloo's own threads and `get` blocks, no longer than the deadline. Order comes from events alone, never from a
+driver setting.
 
 A transfer keeps its tensors alive until it is waited for; every transfer must be waited for.
 """
@@ -14,11 +19,12 @@ A transfer keeps its tensors alive until it is waited for; every transfer must b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -28,20 +34,80 @@ from moeclipse.comm.group import Group
 from moeclipse.comm.watch.op_log import LoggedOp
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+Source = TypeVar("Source")
 SPIN_S = 2e-3  # how long the host spins for a result before it lets others have the core
 
 
-class Transfer(Generic[T]):
-    """A transfer under way, an `InFlight`: what it brings, and what it needs until it is done."""
+class InFlight(Protocol[T_co]):
+    def get(self) -> T_co:
+        """Wait until what follows may use the result, and return it."""
 
-    def __init__(
-        self, lane: Lane, group: Group, stamps: TransferStamps, op: LoggedOp, value: T, keep: Any
-    ) -> None:
-        self._lane, self._group, self._label, self._stamps = lane, group, op.label, stamps
-        self._value, self._keep, self._op = value, keep, op
-        self._work: Any = None
-        self._event: torch.cuda.Event | None = None
-        self._waited = False
+
+@dataclass(slots=True)
+class Ready(Generic[T]):
+    """There already: nothing was sent, or whoever comes next waits by itself."""
+
+    value: T
+
+    def get(self) -> T:
+        return self.value
+
+
+@dataclass(slots=True)
+class Awaited(Generic[T]):
+    """`value` may be used after `wait` has returned; it is called once, and let go then."""
+
+    value: T
+    wait: Callable[[], object] | None
+
+    def get(self) -> T:
+        if self.wait is not None:
+            self.wait()
+            self.wait = None
+        return self.value
+
+
+@dataclass(slots=True)
+class Then(Generic[Source, T]):
+    """What `finish` makes of something in flight, once it has come; both are let go then."""
+
+    source: InFlight[Source] | None
+    finish: Callable[[Source], T] | None
+    value: T = field(init=False)
+
+    def get(self) -> T:
+        if self.source is not None and self.finish is not None:
+            self.value = self.finish(self.source.get())
+            self.source = self.finish = None
+        return self.value
+
+
+class Joined:
+    """Launched one after the other, waited for as one."""
+
+    def __init__(self, several: Iterable[InFlight[Any] | None]) -> None:
+        self._several = [one for one in several if one is not None]
+
+    def get(self) -> None:
+        for one in self._several:
+            one.get()
+
+
+@dataclass
+class Transfer(Generic[T]):
+    """A transfer under way: what it brings, and what it needs until it is done."""
+
+    _lane: Lane
+    _group: Group
+    _stamps: TransferStamps | None
+    """None: nobody records the step, and no ledger checks it."""
+    _op: LoggedOp
+    _value: T
+    _keep: Any
+    _work: Any = None
+    _event: torch.cuda.Event | None = None
+    _waited: bool = False
 
     def get(self) -> T:
         """Let what follows use the result."""
@@ -56,7 +122,7 @@ class Transfer(Generic[T]):
         if not self._waited:
             self._wait(patience_s)
         if self._event is not None:
-            poll(self._event, self._lane.watch, self._label, self._group.ranks, patience_s)
+            poll(self._event, self._lane.watch, self._op.label, self._group.ranks, patience_s)
         return self._value
 
     def _wait(self, patience_s: float | None) -> None:
@@ -68,8 +134,10 @@ class Transfer(Generic[T]):
             else:
                 self._op.waited = time.monotonic()
                 self._block(patience_s)
-                self._lane.watch.log.end(self._op)
-        if self._stamps.done is None:
+                self._op.done = time.monotonic()
+                if (log := self._lane.watch.log).in_file:
+                    log.write_end(self._op)
+        if self._stamps is not None and self._stamps.done is None:
             self._stamps.done = time.perf_counter_ns()
         self._keep = self._work = None  # a Work may hold tensors, too
 
@@ -78,7 +146,7 @@ class Transfer(Generic[T]):
         try:
             self._work.wait(timedelta(seconds=patience_s or watch.deadline_s))
         except RuntimeError as error:
-            raise watch.explain(self._label, self._group.ranks, error, self._lane.name) from None
+            raise watch.explain(self._op.label, self._group.ranks, error, self._lane.name) from None
 
 
 class CapturedTransfer(Transfer[T]):
@@ -93,6 +161,17 @@ class CapturedTransfer(Transfer[T]):
     def settle(self, patience_s: float | None = None) -> T:
         del patience_s
         raise RuntimeError(f"the host would wait for {self._label}, which a graph cannot")
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """A transfer's numbers as a list: here the host waits for the device, so deadlines count here."""
+
+    transfer: Transfer[torch.Tensor]
+
+    def get(self) -> list[Any]:
+        found: list[Any] = self.transfer.settle().tolist()
+        return found
 
 
 class Lane:
@@ -133,14 +212,16 @@ class Lane:
             return self._capture(group, label, start, value)
         if on_stream or self.by_stream(group):
             return self._launch_on_stream(group, label, start, value, keep)
-        stamps = self.recorder.launch(self.name, group.name, label)
+        recorder, stamps = self.recorder, None
+        if recorder.cuda or recorder.active or recorder.ledger is not None:
+            stamps = recorder.launch(self.name, group.name, label)
         op = self.watch.log.launch_on_host(self.name, label, group.ranks)
         transfer = Transfer(self, group, stamps, op, value, keep)
         try:
             transfer._work = start()
         except RuntimeError as error:
             raise self.watch.explain(label, group.ranks, error, self.name) from None
-        if self.recorder.active and not self.recorder.cuda:
+        if stamps is not None and recorder.active and not recorder.cuda:
             _stamp_when_done(transfer._work, stamps)
         return transfer
 

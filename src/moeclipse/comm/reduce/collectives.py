@@ -26,8 +26,7 @@ from typing import Literal
 import torch
 
 from moeclipse.comm.async_ops import exchange
-from moeclipse.comm.async_ops.in_flight import Awaited, InFlight, Then
-from moeclipse.comm.async_ops.lane import Lane
+from moeclipse.comm.async_ops.lane import Awaited, InFlight, Lane, Then
 from moeclipse.comm.async_ops.record import TransferStamps
 from moeclipse.comm.async_ops.work import CompletedWork
 from moeclipse.comm.group import Group

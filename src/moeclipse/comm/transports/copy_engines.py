@@ -41,8 +41,7 @@ from typing import Literal
 
 import torch
 
-from moeclipse.comm.async_ops.in_flight import Awaited, InFlight
-from moeclipse.comm.async_ops.lane import Lane
+from moeclipse.comm.async_ops.lane import Awaited, InFlight, Lane
 from moeclipse.comm.async_ops.record import TransferStamps
 from moeclipse.comm.gather_json import tell_all
 from moeclipse.comm.group import Group

@@ -33,8 +33,7 @@ from pathlib import Path
 import torch
 
 from moeclipse.comm.async_ops import exchange
-from moeclipse.comm.async_ops.in_flight import Awaited, InFlight
-from moeclipse.comm.async_ops.lane import Lane
+from moeclipse.comm.async_ops.lane import Awaited, InFlight, Lane
 from moeclipse.comm.async_ops.record import TransferStamps
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.group import Group

@@ -12,17 +12,15 @@ but one, and empty messages cost next to nothing. Other wires offer the same cal
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from moeclipse.comm.async_ops.exchange import all_to_all
-from moeclipse.comm.async_ops.in_flight import InFlight
-from moeclipse.comm.async_ops.lane import Lane
+from moeclipse.comm.async_ops.exchange import TorchTransport
+from moeclipse.comm.async_ops.lane import InFlight
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.transports.gloo_pairs import GlooPairs, PairsWork
+from moeclipse.comm.transports.gloo_pairs import GlooPairs
 
 
 class Transport(Protocol):
@@ -35,36 +33,6 @@ class Transport(Protocol):
         out: torch.Tensor | None = None,
     ) -> InFlight[torch.Tensor]:
         """send_counts[p] leading rows to each peer p, in order; receive likewise. Collective."""
-
-
-@dataclass(frozen=True)
-class TorchTransport:
-    """`pairs`: on all ranks of the group, or on none; rows are on the CPU."""
-
-    lane: Lane
-    group: Group
-    pairs: GlooPairs | None = None
-
-    def all_to_all(
-        self,
-        rows: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-        label: str,
-        out: torch.Tensor | None = None,
-    ) -> InFlight[torch.Tensor]:
-        pairs = self.pairs
-        if pairs is None:
-            return all_to_all(self.lane, self.group, rows, send_counts, receive_counts, label, out)
-        rows = rows.detach().contiguous()
-        if out is None:
-            out = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
-        leaving, arriving = rows.split(list(send_counts)), out.detach().split(list(receive_counts))
-
-        def start() -> PairsWork:
-            return pairs.exchange(leaving, arriving)
-
-        return self.lane.launch(self.group, label, start, out, rows)
 
 
 def direct(mesh: Mesh, group: Group, hosts: Sequence[int]) -> TorchTransport:

@@ -40,8 +40,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moeclipse.comm.async_ops.in_flight import InFlight
-from moeclipse.comm.async_ops.lane import Lane
+from moeclipse.comm.async_ops.lane import InFlight, Lane
 from moeclipse.comm.async_ops.work import CompletedWork, OwnWork
 from moeclipse.comm.group import Group, number_hosts
 from moeclipse.comm.mesh import Mesh

@@ -73,6 +73,7 @@ class OpLog:
         self.step: int | None = None
         """The one under way; None before the first."""
         self._lines: mmap.mmap | None = None
+        self.in_file = path is not None
         if path is not None:
             self._lines = self._open(path)
 
@@ -116,8 +117,9 @@ class OpLog:
     def launch_on_host(self, lane: str, label: str, ranks: Sequence[int] = ()) -> LoggedOp:
         """What no stream runs: it starts at once, and the host waits for it."""
         op = self.launch(lane, label, ranks)
-        op.on_host = True
-        self._started(op, op.launched)
+        op.on_host, op.started = True, op.launched
+        if self.in_file:
+            self._write_time(op, STARTED_AT, op.launched)
         return op
 
     def start(self, op: LoggedOp, stream: int | None = None) -> None:
@@ -132,6 +134,11 @@ class OpLog:
             self._ended(op, time.monotonic())
         else:
             self._marks.write(stream, 2 * (op.number % KEPT) + 1, op.number)
+
+    def write_end(self, op: LoggedOp) -> None:
+        """To the file, of an op whose end its owner has noted."""
+        assert op.done is not None
+        self._write_time(op, DONE_AT, op.done)
 
     # who looks
 

@@ -34,13 +34,12 @@ from moeclipse.balance.placement import Placement
 from moeclipse.balance.quota import QuotaOrder
 from moeclipse.balance.split import ReplicaTable
 from moeclipse.comm.async_ops.exchange import gather_to_host
-from moeclipse.comm.async_ops.in_flight import InFlight, Ready, Then
-from moeclipse.comm.async_ops.lane import Lane
+from moeclipse.comm.async_ops.lane import InFlight, Lane, Ready, Then
 from moeclipse.comm.group import Group
 from moeclipse.comm.transports.transport import TorchTransport, Transport
-from moeclipse.moe.exchange.loads import Told
 from moeclipse.moe.exchange.sizes import Sizes, Unit, meetings
-from moeclipse.ops.arrival import bits_of
+from moeclipse.moe.tokens import Told
+from moeclipse.ops.arrival import BITS_OF
 from moeclipse.ops.combine import sum_rows
 from moeclipse.ops.grouping import Grouping
 from moeclipse.ops.sending import Places, chunk_of
@@ -230,7 +229,7 @@ class TorchPairs:
 
     def __init__(self, plan: TorchPlan, scores_TK: torch.Tensor) -> None:
         self.plan = plan
-        self.integer = bits_of(scores_TK.dtype)
+        self.integer = BITS_OF[scores_TK.dtype]
         # Row places and scores travel bit-packed, side by side, in the scores' own type.
         places = plan.pair_row_n.to(self.integer).view(scores_TK.dtype)
         packed = torch.stack([places, scores_TK.flatten()[plan.pair_place_n]], dim=1)

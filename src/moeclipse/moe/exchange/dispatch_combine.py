@@ -17,12 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 
 from moeclipse.comm.async_ops.execute import execute
-from moeclipse.comm.async_ops.in_flight import InFlight, Joined
+from moeclipse.comm.async_ops.lane import InFlight, Joined
 from moeclipse.moe.exchange.dispatch import Dispatcher, DispatchPlan
 from moeclipse.moe.exchange.launches import announce
 from moeclipse.moe.exchange.saved_tensors import put_together, take_apart
@@ -42,6 +43,8 @@ from moeclipse.schedule.op import Op
 
 Key = tuple[int, int]
 """(step, chunk) of a unit."""
+TEXT_OF = cache(Op.__str__)
+"""The few ops of an exchange name its transfers, in every call of every layer."""
 
 
 def key_of(op: Op) -> Key:
@@ -119,14 +122,14 @@ class ForwardRun:
         return FORWARD[op.kind](self, op)
 
     def send(self, op: Op) -> InFlight[Any]:
-        unit, label = self.plan.units[key_of(op)], f"dispatch {op}"
+        unit, label = self.plan.units[key_of(op)], f"dispatch {TEXT_OF(op)}"
         pairs = zip(self.rows, self.arrived, strict=True)
         sent = [self.plan.send(unit, rows, out, label) for rows, out in pairs]
         return sent[0] if len(sent) == 1 else Joined(sent)
 
     def send_back(self, op: Op) -> InFlight[Any]:
         return self.plan.send_back(
-            self.plan.units[key_of(op)], self.partial_RO, self.back_NO, f"combine {op}"
+            self.plan.units[key_of(op)], self.partial_RO, self.back_NO, f"combine {TEXT_OF(op)}"
         )
 
     def send_shadows(self, _: Op) -> InFlight[Any]:
@@ -231,10 +234,10 @@ class BackwardRun:
 
     def send(self, op: Op) -> InFlight[Any]:
         unit = self.plan.units[key_of(op)]
-        return self.plan.send(unit, self.d_rows_NO, self.arrived_RO, f"backward dispatch {op}")
+        return self.plan.send(unit, self.d_rows_NO, self.arrived_RO, f"backward dispatch {TEXT_OF(op)}")
 
     def send_back(self, op: Op) -> InFlight[Any]:
-        unit, label = self.plan.units[key_of(op)], f"backward combine {op}"
+        unit, label = self.plan.units[key_of(op)], f"backward combine {TEXT_OF(op)}"
         pairs = zip(self.partial, self.back, strict=True)
         sent = [
             self.plan.send_back(unit, rows, out, label)
@@ -308,8 +311,9 @@ class DispatchCombine(torch.autograd.Function):
     def forward(ctx: Any, scores_TK: torch.Tensor, call: LayerCall, *tensors: torch.Tensor) -> torch.Tensor:
         inputs = tensors[: call.num_inputs]
         run = call.forward(scores_TK, inputs)
-        programs = call.programs
-        announce(call.plan, programs.forward, programs.backward, call.num_inputs, pieces=False)
+        programs, ledger = call.programs, call.plan.dispatcher.lane.recorder.ledger
+        if ledger is not None:
+            announce(ledger, call.plan, programs.forward, programs.backward, call.num_inputs, pieces=False)
         began = call.watch.stamp() if call.watch is not None else None
         out_TO = run.run(call.programs.forward)
         if call.watch is not None:

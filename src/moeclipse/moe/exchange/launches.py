@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moeclipse.comm.async_ops.ledger import Ledger
 from moeclipse.moe.exchange.dispatch import DispatchPlan
 from moeclipse.schedule import kinds
 from moeclipse.schedule.check import Verified
@@ -25,12 +26,15 @@ SAID: dict[Kind, str] = {
 
 
 def announce(
-    plan: DispatchPlan, forward: Verified, backward: Verified, num_inputs: int, *, pieces: bool
+    ledger: Ledger,
+    plan: DispatchPlan,
+    forward: Verified,
+    backward: Verified,
+    num_inputs: int,
+    *,
+    pieces: bool,
 ) -> None:
-    """Tell the ledger, if there is one. `pieces`: a pipeline runs the exchange slice by slice."""
-    ledger = plan.dispatcher.lane.recorder.ledger
-    if ledger is None:
-        return
+    """`pieces`: a pipeline runs the exchange slice by slice."""
     rank = plan.dispatcher.group.index
     there, back = (list(verified.program.ranks[rank]) for verified in (forward, backward))
     slices = {**dict(_slices(there, pieces)), **dict(_slices_back(back, pieces))}

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from moeclipse.comm.async_ops.execute import Execution
-from moeclipse.comm.async_ops.in_flight import InFlight, Joined, Ready
+from moeclipse.comm.async_ops.lane import InFlight, Joined, Ready
 from moeclipse.moe.exchange.dispatch_combine import BackwardRun, ForwardRun, LayerCall, without_rows
 from moeclipse.moe.exchange.launches import announce
 from moeclipse.schedule import kinds
@@ -40,8 +40,9 @@ class ExpertPass:
         self.empty = [without_rows(tensor) for tensor in inputs]
         self.state: ForwardRun = call.forward(scores_TK, inputs)
         self.rank = call.plan.dispatcher.group.index
-        programs = call.programs
-        announce(call.plan, programs.forward, programs.pieces, call.num_inputs, pieces=True)
+        programs, ledger = call.programs, call.plan.dispatcher.lane.recorder.ledger
+        if ledger is not None:
+            announce(ledger, call.plan, programs.forward, programs.pieces, call.num_inputs, pieces=True)
 
     def _execution(self, verified: Verified, run: ForwardRun | BackwardRun) -> Execution:
         return Execution(verified, self.rank, run.op)

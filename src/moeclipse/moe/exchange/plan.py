@@ -15,12 +15,12 @@ import torch
 
 from moeclipse.moe.exchange.dispatch import Dispatcher, DispatchPlan, plan_dispatch
 from moeclipse.moe.exchange.dispatch_on_device import plan_on_device, prepare_sending
-from moeclipse.moe.exchange.loads import Loads
 from moeclipse.moe.exchange.replicas import choose_slots
 from moeclipse.moe.experts.pairwise import PairwiseExperts
 from moeclipse.moe.experts.served import Guests, ServedExperts
 from moeclipse.moe.experts.shadow import ShadowExperts, keep_shadowed
 from moeclipse.moe.gate.routing import Routing
+from moeclipse.moe.tokens import Loads
 from moeclipse.moe.tune.exchange_policy import Decision
 from moeclipse.moe.tune.shadow_choice import gather_counts
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moeclipse.comm.async_ops.in_flight import InFlight
+from moeclipse.comm.async_ops.lane import InFlight
 from moeclipse.comm.transports.transport import Transport
 from moeclipse.moe.exchange.dispatch import Dispatcher
 from moeclipse.moe.experts.pairwise import PairwiseExperts

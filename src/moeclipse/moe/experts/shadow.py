@@ -18,7 +18,7 @@ import torch
 
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.shadow import Shadows
-from moeclipse.comm.async_ops.in_flight import InFlight
+from moeclipse.comm.async_ops.lane import InFlight
 from moeclipse.comm.transports.transport import Transport
 from moeclipse.moe.experts.pairwise import PairwiseExperts
 from moeclipse.ops.precision import WIDE

@@ -31,7 +31,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from moeclipse.comm.async_ops.in_flight import InFlight
+from moeclipse.comm.async_ops.lane import InFlight
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce.collectives import SMALL_BYTES, PeerUse, collectives
 from moeclipse.core.errors import ScheduleError
