@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from moeclipse.cli import display
 from moeclipse.cli.display import (
     Display,
     average_to,
@@ -24,11 +23,12 @@ from moeclipse.cli.display import (
     summary_lines,
 )
 from moeclipse.cli.terminal import terminal as make_terminal
+from moeclipse.core import program
 
 
 @pytest.fixture(autouse=True)
 def _on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(display, "program", lambda: "moeclipse")
+    monkeypatch.setattr(program, "program", lambda: "moeclipse")
 
 
 def console(width: int = 80, terminal: bool = False, encoding: str = "utf-8", **options: object) -> Console:
@@ -72,7 +72,7 @@ def test_a_file_gets_plain_lines_and_the_summary() -> None:
     assert "░ idle 10.0 ms 6 %" in text
     assert "8 experts; busiest is 7 with 1.47 x the mean load" in text
     assert "written   runs/tiny-1" in lines
-    assert "go on     moeclipse train runs/tiny-1/config.toml --resume auto --run.steps N" in lines
+    assert "go on     moeclipse train runs/tiny-1/config.toml --resume auto --run.steps 400" in lines
 
 
 def test_long_runs_print_about_twenty_lines() -> None:
@@ -112,10 +112,10 @@ def test_the_summary_fits_into_80_columns(experts: int, unicode: bool) -> None:
 
 
 def test_the_command_that_goes_on_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(display, "program", lambda: ".venv/bin/moeclipse")
+    monkeypatch.setattr(program, "program", lambda: ".venv/bin/moeclipse")
     summary = SUMMARY | {"directory": "runs/a run"}
     (line,) = dict(summary_lines(summary, 80, True))["go on"]
-    assert str(line) == ".venv/bin/moeclipse train 'runs/a run/config.toml' --resume auto --run.steps N"
+    assert str(line) == ".venv/bin/moeclipse train 'runs/a run/config.toml' --resume auto --run.steps 400"
 
 
 def test_a_percentage_never_stands_alone() -> None:

@@ -26,7 +26,6 @@ CANNOT = {
     "docs/all-reduce.md#0": SEVERAL_RANKS,
     "docs/all-reduce.md#1": "needs several ranks and a GPU; tests/gpu/test_peer_all_reduce.py shares",
     "docs/all-reduce.md#2": "needs several ranks and a GPU; tests/gpu/test_peer_all_reduce.py captures",
-    "docs/checkpoints.md#0": "needs what a rank holds; tests/train/checkpoints/test_save.py saves",
     "docs/generate.md#0": "needs a run with a checkpoint; tests/train/generate/test_text.py makes one",
     "docs/hf.md#0": "needs a folder of a model; tests/hf/test_implementation.py makes one",
     "docs/hf.md#1": SEVERAL_RANKS,
@@ -102,8 +101,8 @@ def microbatches(folder: Path) -> dict[str, Any]:
 
 RUN: dict[str, Callable[[Path], dict[str, Any]]] = {
     "README.md#0": a_layer,
+    "docs/checkpoints.md#0": a_checkpoint,
     "docs/checkpoints.md#1": a_checkpoint,
-    "docs/checkpoints.md#2": a_checkpoint,
     "docs/configuration.md#0": a_file,
     "docs/data.md#0": a_corpus,
     **{f"docs/extending.md#{number}": lambda folder: {} for number in range(5)},

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from moeclipse.core.config import build, flag_layer
 from moeclipse.core.errors import CheckpointError, ConfigError
+from moeclipse.core.program import command
 from moeclipse.core.shown import say
 from moeclipse.hf.compose import named
 
@@ -104,7 +105,8 @@ def read_words(words: list[str]) -> tuple[ConvertOptions, Path, Path]:
     found = list(options.problems)
     if len(folders) != 2:
         found.append(
-            f"convert takes two folders, SOURCE and OUT, not {len(folders)}; see moeclipse convert --help"
+            f"convert takes two folders, SOURCE and OUT, not {len(folders)}; "
+            f"see {command('convert', '--help')}"
         )
     if options.config.family:
         try:

@@ -9,7 +9,6 @@ colour.
 from __future__ import annotations
 
 import math
-import shlex
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from moeclipse.cli.evaluated import eval_lines, eval_text
 from moeclipse.cli.heatmap import heat_lines
 from moeclipse.cli.plot import average_to, plot_lines
 from moeclipse.cli.terminal import terminal
-from moeclipse.core.program import program
+from moeclipse.core.program import command
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ASCII_LEVELS = " .:-=+*#@"
@@ -237,8 +236,9 @@ def summary_lines(summary: dict[str, Any], width: int, unicode: bool) -> list[tu
     directory = str(summary.get("directory", ""))
     lines.append(("written", [Text(directory)]))
     if summary.get("checkpoint"):
-        config = shlex.quote(str(Path(directory) / "config.toml"))
-        again = f"{program()} train {config} --resume auto --run.steps N"
+        twice = 2 * int(str(summary["checkpoint"]).rpartition("-")[2])
+        config = Path(directory) / "config.toml"
+        again = command("train", config, "--resume", "auto", "--run.steps", twice)
         lines.append(("go on", [Text(again, style="cyan")]))
     if summary.get("sample"):
         lines.append(("it writes", sample_lines(summary["sample"], room, unicode)))

@@ -42,7 +42,7 @@ from moeclipse.cli.signals import Leaving, passing_on
 from moeclipse.cli.stopped_ranks import ending_frozen_ranks
 from moeclipse.core.config import to_toml
 from moeclipse.core.errors import CommError, Preempted
-from moeclipse.core.program import program
+from moeclipse.core.program import command
 from moeclipse.core.shown import say
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.elastic import layout_for
@@ -155,10 +155,8 @@ def has_checkpoint(run: Path) -> bool:
 
 def show_interrupted(config: TrainConfig) -> None:
     run = run_folder(config)
-    again = (
-        f"; go on with: {program()} train {run / 'config.toml'} --resume auto" if has_checkpoint(run) else ""
-    )
-    say(f"interrupted{again}", error=True)
+    again = command("train", run / "config.toml", "--resume", "auto")
+    say("interrupted" + (f"; go on with: {again}" if has_checkpoint(run) else ""), error=True)
 
 
 # --- starting ranks --------------------------------------------------------------------------------------

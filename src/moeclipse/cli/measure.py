@@ -24,6 +24,7 @@ from moeclipse.cli.two_ranks import Answer, ask_two_ranks
 from moeclipse.cli.words import read
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.outside import parse_json
+from moeclipse.core.program import command
 
 PATIENCE_S = 30.0
 SHORT, LONG = 1 << 10, 1 << 22
@@ -62,7 +63,9 @@ def main(argv: list[str]) -> int:
         return 0
     options.out.write_text(text)
     console.print(f"{told}: {options.out}, in {time.monotonic() - begun:.0f} s")
-    console.print(f"take it with: moeclipse plan ... --device {options.out}")
+    model = ("small", "--tokens-per-step", "64k") if options.run is None else (options.run / "config.toml",)
+    again = command("plan", *model, "--gpus", 2, "--device", options.out)
+    console.print(f"take it with --device, as in: {again}")
     return 0
 
 

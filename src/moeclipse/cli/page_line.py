@@ -5,14 +5,13 @@ Contract. A page is a service: whatever goes wrong with it is said in its line a
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from moeclipse.cli.display import LABEL_WIDTH
-from moeclipse.core.program import program
+from moeclipse.core.program import command
 from moeclipse.report.advice import advise_run
 from moeclipse.report.measures import measures_of
 from moeclipse.report.page import NAME, write_page
@@ -26,17 +25,17 @@ MOST_ADVICE = 2
 
 def page_lines(directory: Path) -> list[tuple[str, str]]:
     """(label, text); the page is written."""
-    command = f"{program()} report {shlex.quote(str(directory))}"
+    by_hand = command("report", directory)
     try:
         if (directory / "metrics.jsonl").stat().st_size > MOST_BYTES:
-            return [("page", command)]
+            return [("page", by_hand)]
         run = read_run(directory)
         measures = measures_of(run)
         skew = skew_of(run)
         told = [one.in_words(measures["step_ms"]) for one in advise_run(run, measures)[:MOST_ADVICE]]
         write_page([run], directory / NAME)
     except Exception as error:  # the run is over and well: nothing here may end it otherwise
-        return [("page", f"could not be written ({error}); {command}")]
+        return [("page", f"could not be written ({error}); {by_hand}")]
     uneven = labelled("skew", [] if skew is None else skew.in_words())
     return [*uneven, *labelled("advice", told), ("page", str(directory / NAME))]
 

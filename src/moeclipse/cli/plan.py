@@ -27,6 +27,7 @@ from moeclipse.cli.terminal import terminal
 from moeclipse.cli.words import read
 from moeclipse.core.config import flag_layer, to_toml
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.program import command
 from moeclipse.cost.cluster import cluster_at
 from moeclipse.plan.layouts import Plan, Request, SearchResult, search
 from moeclipse.plan.step import Step, Terms
@@ -115,7 +116,7 @@ def main(argv: list[str]) -> int:
         console.print(f"written to {options.page}")
     if options.out is not None:
         options.out.write_text(to_toml(planned_config(config, chosen, request.batch, sequence)))
-        console.print(f"written to {options.out}; run it with: moeclipse train {options.out}")
+        console.print(f"written to {options.out}; run it with: {command('train', options.out)}")
     return 0
 
 

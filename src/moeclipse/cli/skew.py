@@ -27,6 +27,7 @@ from moeclipse.cli.display import count
 from moeclipse.cli.terminal import terminal
 from moeclipse.cli.words import read
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.program import command
 from moeclipse.core.shown import visible
 from moeclipse.report.cures import FLAGS, Cures, cures_of
 from moeclipse.report.gain import short
@@ -107,7 +108,7 @@ def tell_run(console: Console, options: SkewConfig, path: Path) -> None:
         raise ConfigError(
             f"{path}: what its loads or its exchange cost is not known (that needs ranks that share experts, "
             "load.npz with single steps, and prices in choices.json); give its configuration instead: "
-            f"moeclipse skew {path / 'config.toml'}"
+            f"{command('skew', path / 'config.toml')}"
         )
     now, of = found.layers
     console.print(

@@ -27,6 +27,7 @@ from typing import Any, Literal, TypeVar
 
 from moeclipse.core.config import hints_of
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.program import command as pasted
 from moeclipse.core.toml import docs_of
 from moeclipse.core.values import Mismatch, is_switch, mismatch_text, nearest, read_words
 
@@ -117,7 +118,7 @@ def read(
             except Mismatch as mismatch:
                 problems.append(mismatch_text(flag.text, " ".join(given[name]), flag.kind, mismatch))
         elif flag.default is dataclasses.MISSING:
-            problems.append(f"{usage or flag.text} is missing; see moeclipse {command} --help")
+            problems.append(f"{usage or flag.text} is missing; see {pasted(command, '--help')}")
     if problems:
         raise ConfigError(problems)
     return schema(**values)

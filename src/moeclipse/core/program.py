@@ -6,11 +6,17 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
 
 NAME = "moeclipse"
+
+
+def command(*words: object) -> str:
+    """This program with these words behind it, as a shell takes them."""
+    return f"{program()} {shlex.join(map(str, words))}"
 
 
 def program() -> str:
@@ -19,9 +25,9 @@ def program() -> str:
     if shutil.which(NAME) is not None:
         return NAME
     if not beside.is_file():
-        return f"{sys.executable} -m {NAME}"
+        return f"{shlex.quote(sys.executable)} -m {NAME}"
     try:
         near = Path(os.path.relpath(beside))
     except (OSError, ValueError):  # the folder that this began in is gone
-        return str(beside)
-    return str(beside if near.parts[0] == os.pardir else near)
+        return shlex.quote(str(beside))
+    return shlex.quote(str(beside if near.parts[0] == os.pardir else near))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from moeclipse.core.errors import ConfigError, ScheduleError
-from moeclipse.core.program import program
+from moeclipse.core.program import command
 from moeclipse.cost.file import load_costs
 from moeclipse.report.cures import cures_of
 from moeclipse.report.gain import short
@@ -118,11 +118,11 @@ def even_ranks(run: RunData, measures: Values) -> Iterator[Advice]:
         return
     if run.config.get("placement.planner", "static") != "static":
         return
-    see = f"see {program()} place {run.directory}"
+    see = f"see {command('place', run.directory)}"
     would = outlook(run)
     cures = cures_of(run)
     if cures is not None:
-        see = f"replayed on the run's own loads: {cures.in_words()}; see {program()} skew {run.directory}"
+        see = f"replayed on the run's own loads: {cures.in_words()}; see {command('skew', run.directory)}"
     if would is not None:
         yield Advice(
             setting=f"--placement.planner {would.planner}",

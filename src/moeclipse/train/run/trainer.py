@@ -31,7 +31,7 @@ from moeclipse.core.errors import (
     MoEclipseError,
     Preempted,
 )
-from moeclipse.core.program import program
+from moeclipse.core.program import command
 from moeclipse.core.shown import say
 from moeclipse.model.count import count_parameters
 from moeclipse.model.flops import device_of
@@ -303,7 +303,7 @@ class Run:
                 raise Preempted(
                     f"asked to leave ({self.leave() or 'by another rank'}): step {done} is saved in "
                     f"{saving.path}; "
-                    f"go on with: {program()} train {self.directory / 'config.toml'} --resume auto"
+                    f"go on with: {command('train', self.directory / 'config.toml', '--resume', 'auto')}"
                 )
             self._export(learner, saving.path, last=done == config.run.steps)
             step = done
