@@ -1,7 +1,7 @@
 """Draw the pictures of docs/report.md: the page of a run, in Chromium.
 
-    moeclipse train --run.steps 120 --trace 30 --eval.share 0.1 --eval.samples 8 --eval.every 20
-    python docs/draw_report.py runs/NAME        # needs chromium, chromium-driver, selenium
+moeclipse train --run.steps 120 --trace 30 --eval.share 0.1 --eval.samples 8 --eval.every 20
+python docs/draw_report.py runs/NAME        # needs chromium, chromium-driver, selenium
 """
 
 from __future__ import annotations
