@@ -40,7 +40,7 @@ SIZES = (
         "--run.device",
         "cpu",
         "--data.seq-len",
-        "32",
+        "128",
         "--data.batch-size",
         "4",
     ),

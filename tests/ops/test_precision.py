@@ -8,7 +8,7 @@ import torch
 from moeclipse.ops.precision import WIDE
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.uint8])
 def test_sums_are_taken_in_fp32(dtype: torch.dtype) -> None:
     assert WIDE[dtype] is torch.float32
 

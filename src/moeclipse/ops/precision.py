@@ -7,6 +7,6 @@ import torch
 WIDE: dict[torch.dtype, torch.dtype] = {
     dtype: torch.float64 if dtype == torch.float64 else torch.float32
     for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    if isinstance(dtype, torch.dtype)
 }
-"""Of each floating type; anything else has no sums."""
+"""Of each type: codes of frozen weights, which are whole numbers, lie in buckets as weights do."""
