@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
-import signal
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,17 +31,23 @@ def hold(told: multiprocessing.Queue[str]) -> None:
         time.sleep(100)
 
 
-def test_what_a_killed_launcher_left_is_removed(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def another_launcher() -> Iterator[Path]:
+    """Its folder while it lives; then it is killed."""
     context = multiprocessing.get_context("fork")
     told: multiprocessing.Queue[str] = context.Queue()
-    killed = context.Process(target=hold, args=(told,))
-    killed.start()
-    left = Path(told.get(timeout=60))
-    with launcher_folder():
+    process = context.Process(target=hold, args=(told,))
+    process.start()
+    try:
+        yield Path(told.get(timeout=20))  # one that opens a pipe of others waits for ever
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_what_a_killed_launcher_left_is_removed(tmp_path: Path) -> None:
+    with another_launcher() as left, launcher_folder():
         assert left.exists()
-    assert killed.pid is not None
-    os.kill(killed.pid, signal.SIGKILL)
-    killed.join()
     (tmp_path / "moeclipse-of-another-program").mkdir()
     with launcher_folder() as mine, launcher_folder() as other:
         assert names(tmp_path) == sorted((mine.name, other.name, "moeclipse-of-another-program"))
@@ -65,10 +72,8 @@ def test_what_others_put_there_is_neither_opened_nor_removed(tmp_path: Path) -> 
         (theirs / LOCK).touch()
         os.chown(theirs, 1234, 1234)
     before = set(names(tmp_path)) - {"moeclipse-pipe"}
-    signal.alarm(20)
-    with launcher_folder():
+    with another_launcher():
         pass
-    assert signal.alarm(0), "a pipe that nobody reads from holds whoever opens it"
     assert before <= set(names(tmp_path))
     assert not (tmp_path / "made").exists()
     assert names(mine) == [LOCK, "work"]
