@@ -199,4 +199,20 @@ median(compute_ms[other] for other in ranks)
         "adapters are rounded to the type of the decoded base",
         "merged weights of a float64 model are not what peft makes of them",
     ),
+    Mutant(
+        "train/documents/template_process.py",
+        "if number > first and size + len(part) > TOGETHER:",
+        "if number > first:",
+        "train/documents/test_template_process.py::test_many_go_together_within_bounds",
+        "each conversation goes to the template's process by itself",
+        "short conversations take five times as long as the template needs for them",
+    ),
+    Mutant(
+        "train/documents/template_process.py",
+        "if ended and len(group) > 1:",
+        "if False:",
+        "train/documents/test_template_process.py::test_among_many_the_one_that_does_it_is_named",
+        "of conversations that went together the first is blamed",
+        "an error names a line that the template takes",
+    ),
 )

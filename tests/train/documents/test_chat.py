@@ -43,7 +43,7 @@ SAID = [
 
 
 def said(template: str, messages: list[dict[str, str]]) -> tuple[str, list[str]]:
-    text, spans = ChatTemplate(template, {"bos_token": "<s>"}).render(messages, "here")
+    text, spans = ChatTemplate(template, {"bos_token": "<s>"}).render([("here", messages)])[0]
     return text, [text[first:last] for first, last in spans]
 
 
@@ -69,6 +69,17 @@ def test_templates_that_do_not_take_it() -> None:
             said(template, SAID)
     with pytest.raises(DataError, match=r"chat template of data.tokenizer is not valid"):
         ChatTemplate("{% for %}", {})
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_many_conversations_are_told_apart(template: str) -> None:
+    many = [(f"line {n}", SAID[: 1 + n % 4]) for n in range(9)]
+    made = ChatTemplate(template, {"bos_token": "<s>"})
+    assert made.render(many) == [made.render([one])[0] for one in many]
+    assert made.render([]) == []
+    refuses = template + "{% if messages[-1].content == 'no' %}{{ raise_exception('I will not') }}{% endif %}"
+    with pytest.raises(DataError, match=r"^line 5: .* I will not$"):
+        ChatTemplate(refuses, {}).render([*many[:5], ("line 5", [{"role": "user", "content": "no"}]), *many])
 
 
 def test_what_templates_may_use() -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import resource
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
 from moeclipse.core.errors import DataError
 from moeclipse.train.documents import template_process
 from moeclipse.train.documents.chat import ChatTemplate
-from moeclipse.train.documents.template_process import TemplateProcess
+from moeclipse.train.documents.template_process import TOGETHER, Refused, TemplateProcess, write
 
-SAID = [{"role": "user", "content": "a"}]
+SAID, OTHER = ([{"role": "user", "content": letter}] for letter in "ab")
 LONG = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 HOSTILE = {
     LONG: "computed for more than",
@@ -39,7 +40,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_template_is_ended_and_named(text: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DataError, match=f"/models/a/chat_template.jinja.*({HOSTILE[text]})"):
-        ChatTemplate(text, {}, "/models/a/chat_template.jinja").render(SAID, "data.jsonl, line 3")
+        ChatTemplate(text, {}, "/models/a/chat_template.jinja").render([("data.jsonl, line 3", SAID)])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
 
 
@@ -48,15 +49,43 @@ def test_the_next_conversation_has_a_process_again() -> None:
     process = TemplateProcess("{% if messages[0].content == 'a' %}" + LONG + "{% endif %}fine", {})
     for _ in range(2):
         with pytest.raises(ValueError, match="computed for more than"):
-            process.render(SAID, False)
-        assert process.render([{"role": "user", "content": "b"}], False) == "fine"
+            process.render([(SAID, False)])
+        assert process.render([(OTHER, False)]) == ["fine"]
+
+
+@pytest.mark.usefixtures("short")
+def test_among_many_the_one_that_does_it_is_named() -> None:
+    process = TemplateProcess("{% if messages[0].content == 'a' %}" + LONG + "{% endif %}fine", {})
+    with pytest.raises(Refused, match="computed for more than") as caught:
+        process.render([*[(OTHER, False)] * 70, (SAID, False), *[(OTHER, False)] * 9])
+    assert caught.value.number == 70
+    assert process.render([(OTHER, False)] * 3) == ["fine"] * 3
+
+
+def test_many_go_together_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A word to another process takes longer than a short text."""
+    sent: list[int] = []
+
+    def counted(file: BinaryIO, data: bytes) -> None:
+        sent.append(len(data))
+        write(file, data)
+
+    monkeypatch.setattr(template_process, "write", counted)
+    process = TemplateProcess("{{ messages[0].content }}", {})
+    texts = [f"text {n}" for n in range(2000)] + ["x" * (3 * TOGETHER), "y"]
+    asked = [([{"role": "user", "content": text}], False) for text in texts]
+    sent.clear()
+    assert process.render(asked) == texts
+    whole = sum(len(json.dumps({"messages": one, "begins": begins})) for one, begins in asked)
+    assert len(sent) <= 3 + 2 * whole / TOGETHER
+    assert sorted(sent)[-2] <= TOGETHER + 2 * 2000, "only one that is larger by itself"
 
 
 def test_what_templates_see_and_say() -> None:
     process = TemplateProcess(
         "{{ bos }}{{ messages | tojson }}{{ add_generation_prompt }}", {"bos": "\ud800é"}
     )
-    assert process.render(SAID, True) == '\ud800é[{"role": "user", "content": "a"}]True'
+    assert process.render([(SAID, True)]) == ['\ud800é[{"role": "user", "content": "a"}]True']
     assert process._process is not None
     kept: Any = process._process
     del process

@@ -7,7 +7,7 @@ What the assistant said is known in one of two ways:
     otherwise                                  each answer is what it adds to the conversation before it,
                                                rendered up to the point where the assistant begins
 
-Contract. `render` gives the text and spans [first, last) of characters that the assistant said, in order. A
+Contract. `render` gives texts and spans [first, last) of characters that the assistant said, in order. A
 conversation that its template does not take, or whose answers cannot be told apart, is a DataError.
 Templates come with models of others: they run in Jinja's sandbox, in a process of their own, within bounds of
 time, memory and output (`train/documents/template_process`). An error names the template's file.
@@ -15,16 +15,19 @@ time, memory and output (`train/documents/template_process`). An error names the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from moeclipse.core.errors import DataError
 from moeclipse.core.outside import read_text, told_of
-from moeclipse.train.documents.template_process import BEGIN, END, TemplateProcess
+from moeclipse.train.documents.template_process import BEGIN, END, Asked, Refused, TemplateProcess
 
 Span = tuple[int, int]
+Messages = Sequence[Mapping[str, Any]]
+Conversation = tuple[str, Messages]
+"""What an error calls it, and what was said."""
 
 
 def template_beside(path: Path, settings: Mapping[str, Any]) -> str:
@@ -76,34 +79,51 @@ class ChatTemplate:
         except ValueError as error:
             raise DataError(f"{self.name} of data.tokenizer is not valid: {error}") from None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], where: str) -> tuple[str, list[Span]]:
-        """The text of a conversation, and what of it the assistant said; `where` names it in an error."""
-        text = self._rendered(messages, where)
+    def render(self, conversations: Sequence[Conversation]) -> list[tuple[str, list[Span]]]:
+        """The text of each, and what of it the assistant said."""
+        asked, places = [], []
+        for where, messages in conversations:
+            mine = [(messages, False), *([] if self.marks else beginnings(messages))]
+            asked += mine
+            places += [where] * len(mine)
+        texts = iter(self._rendered(asked, places))
         if self.marks:
-            return spans_of(text)
+            return [spans_of(text) for text in texts]
+        return [(text := next(texts), self._spans(text, texts, *one)) for one in conversations]
+
+    def _spans(self, text: str, texts: Iterator[str], where: str, messages: Messages) -> list[Span]:
+        """`texts`: of `beginnings`, in their order."""
         spans = []
         for number, message in enumerate(messages):
             if message.get("role") == "assistant":
-                before = self._rendered(messages[:number], where, begins=True)
-                after = self._rendered(messages[: number + 1], where)
-                last = common(after, text)
+                before = next(texts)
+                last = common(next(texts), text) if number + 1 < len(messages) else len(text)
                 if not text.startswith(before) or last <= len(before):
                     raise DataError(
                         f"{where}: {self.name} renders answer {number} in another way inside the "
                         "conversation, so its tokens cannot be told; use one with {% generation %}"
                     )
                 spans.append((len(before), last))
-        return text, spans
+        return spans
 
     def opening(self, question: str) -> str:
         """What stands before the assistant's answer to a user who says this."""
-        return self._rendered([{"role": "user", "content": question}], "the prompt", begins=True)
+        return self._rendered([([{"role": "user", "content": question}], True)], ["the prompt"])[0]
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], where: str, *, begins: bool = False) -> str:
+    def _rendered(self, asked: Sequence[Asked], places: Sequence[str]) -> list[str]:
         try:
-            return self._process.render(messages, begins)
-        except ValueError as error:
-            raise DataError(f"{where}: {self.name} does not take it: {error}") from None
+            return self._process.render(asked)
+        except Refused as error:
+            raise DataError(f"{places[error.number]}: {self.name} does not take it: {error}") from None
+
+
+def beginnings(messages: Messages) -> Iterator[Asked]:
+    """What is asked to find each answer: all before it, and all up to its end, where that is not all."""
+    for number, message in enumerate(messages):
+        if message.get("role") == "assistant":
+            yield messages[:number], True
+            if number + 1 < len(messages):
+                yield messages[: number + 1], False
 
 
 def spans_of(marked: str) -> tuple[str, list[Span]]:

@@ -3,12 +3,12 @@
 A template is a program that came with somebody else's model. Jinja's sandbox keeps it from files and from
 Python's inside, but not from running for ever or taking all memory; a process can be ended.
 
-    with the parent:   TemplateProcess(text, specials).render(messages, begins)
+    with the parent:   TemplateProcess(text, specials).render([(messages, begins), ...])
     there (`serve`):   compiles the template, renders what comes through a pipe, and says what came of it
 
 Contract. One render, and the compilation, may take SECONDS of computing and the process MEMORY bytes; a text
-has at most MOST_TEXT characters. ValueError says which of it was too much, or what the template itself says.
-A process that was ended is started again by the next render.
+has at most MOST_TEXT characters. Refused, a ValueError, says which of it was too much, or what the template
+itself says. A process that was ended is started again; what it had not answered is asked one by one.
 
 Hazard. Seconds are those of the processor: on a busy machine nothing is refused that is not elsewhere.
 """
@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, BinaryIO
 
@@ -33,6 +33,8 @@ from moeclipse.core.outside import parse_json
 SECONDS = 5.0
 MEMORY = 1 << 29
 MOST_TEXT = 1 << 26
+TOGETHER = 1 << 16
+"""Bytes of what is asked, and characters of what is answered, at once."""
 WALL_S = 300.0
 """For a process that neither computes nor answers: there is none that we know of."""
 PARENT_S = 5.0
@@ -41,19 +43,47 @@ BEGIN, END = "\U0010fffe", "\U0010ffff"
 PROGRAM = "from moeclipse.train.documents.template_process import serve; serve()"
 
 
+Asked = tuple[Sequence[Mapping[str, Any]], bool]
+"""Messages, and whether an answer begins behind them."""
+
+
+class Refused(ValueError):
+    """What a template did not take, by its number among what was asked together."""
+
+    def __init__(self, number: int, text: str) -> None:
+        super().__init__(text)
+        self.number = number
+
+
+Reply = dict[str, str]
+"""{"text": ...} or {"error": ...}."""
+
+
 class TemplateProcess:
     def __init__(self, text: str, specials: Mapping[str, str]) -> None:
-        self._first = {"template": text, "specials": dict(specials)}
+        self._first = json.dumps({"template": text, "specials": dict(specials)}).encode()
         self._process: subprocess.Popen[bytes] | None = None
-        self._answer(self._begin())
+        self._begin()
 
-    def render(self, messages: Sequence[Mapping[str, Any]], begins: bool) -> str:
-        process = self._process
-        if process is None:
-            process = self._begin()
-            self._answer(process)
-        self._ask(process, {"messages": messages, "begins": begins})
-        return self._answer(process)
+    def render(self, asked: Sequence[Asked]) -> list[str]:
+        """The texts, in order; many at once, because a word to another process takes longer than a text."""
+        texts: list[str] = []
+        parts = [json.dumps({"messages": messages, "begins": begins}).encode() for messages, begins in asked]
+        for group in groups(parts):
+            replies, ended = self._answers(group)
+            if ended and len(group) > 1:  # one of those without a reply did it
+                for part in group[len(replies) :]:
+                    more, ended = self._answers([part])
+                    replies += more
+                    if ended:
+                        break
+            for reply in replies:
+                if "error" in reply:
+                    raise Refused(len(texts), reply["error"])
+                texts.append(str(reply["text"]))
+            if ended:
+                raise Refused(len(texts), ended)
+        return texts
 
     def _begin(self) -> subprocess.Popen[bytes]:
         path = [part for part in sys.path if part]
@@ -65,30 +95,41 @@ class TemplateProcess:
             stderr=subprocess.DEVNULL,
         )
         weakref.finalize(self, end, process)
-        self._ask(process, self._first)
+        replies, ended = self._answers([self._first])
+        if ended or "error" in replies[0]:
+            raise Refused(0, ended or replies[0]["error"])
         return process
 
-    def _ask(self, process: subprocess.Popen[bytes], value: Any) -> None:
+    def _answers(self, parts: Sequence[bytes]) -> tuple[list[Reply], str]:
+        """Replies, and why there are fewer than there should be."""
+        process = self._process or self._begin()
         assert process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended; how, the answer says
-            write(process.stdin, value)
-
-    def _answer(self, process: subprocess.Popen[bytes]) -> str:
         assert process.stdout is not None
-        ready, _, _ = select.select([process.stdout], [], [], WALL_S)
-        reply = read(process.stdout) if ready else None
-        if reply is None:
-            self._process = None
-            end(process)
-            ended = process.returncode
-            raise ValueError(
-                f"it computed for more than {SECONDS:g} s"
-                if ended == -signal.SIGPROF or not ready
-                else f"it ended its process (status {ended})"
-            )
-        if "error" in reply:
-            raise ValueError(reply["error"])
-        return str(reply["text"])
+        with contextlib.suppress(OSError):  # it has ended; how, is told below
+            write(process.stdin, b"[" + b",".join(parts) + b"]")
+        replies: list[Reply] = []
+        while len(replies) < len(parts):
+            ready, _, _ = select.select([process.stdout], [], [], WALL_S)
+            found = read(process.stdout) if ready else None
+            if found is None:
+                self._process = None
+                end(process)
+                long = process.returncode == -signal.SIGPROF or not ready
+                took = f"it computed for more than {SECONDS:g} s"
+                return replies, took if long else f"it ended its process (status {process.returncode})"
+            replies += found
+        return replies, ""
+
+
+def groups(parts: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    first = size = 0
+    for number, part in enumerate(parts):
+        if number > first and size + len(part) > TOGETHER:
+            yield parts[first:number]
+            first, size = number, 0
+        size += len(part)
+    if parts:
+        yield parts[first:]
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -110,8 +151,7 @@ def serve() -> None:
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    template: Any = None
-    specials: dict[str, str] = {}
+    render: Callable[[Any], str] | None = None
     while True:
         while not select.select([source], [], [], PARENT_S)[0]:
             if os.getppid() != parent:
@@ -119,35 +159,59 @@ def serve() -> None:
         asked = read(source)
         if asked is None:
             return
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process, whatever that is doing
-        try:
-            if template is None:
-                template, specials = compiled(asked["template"]), asked["specials"]
-                text = ""
-            else:
-                text = template.render(
-                    messages=asked["messages"],
-                    tools=None,
-                    documents=None,
-                    add_generation_prompt=asked["begins"],
-                    **specials,
-                )
-            reply = (
-                {"text": text}
-                if len(text) <= MOST_TEXT
-                else {"error": f"its text has more than {MOST_TEXT} characters"}
-            )
-        except MemoryError:
-            reply = {"error": f"it took more than {MEMORY >> 20} MiB"}
-        except RecursionError:
-            reply = {"error": "it calls itself too deeply"}
-        except Exception as error:  # a template may do anything
-            reply = {"error": f"{error}"[:1000] or type(error).__name__}
+        if render is None:
+            made = tried(lambda first: renderer(first["template"], first["specials"]), asked[0])
+            render = made if callable(made) else None
+            answer(target, [{"text": ""} if callable(made) else made])
+            continue
+        replies: list[Reply] = []
+        size = 0
+        for one in asked:
+            made = tried(render, one)
+            replies.append({"text": made} if isinstance(made, str) else made)
+            size += len(made)
+            if size > TOGETHER:
+                answer(target, replies)
+                replies, size = [], 0
+        if replies:
+            answer(target, replies)
+
+
+def tried(work: Callable[[Any], Any], asked: Any) -> Any:
+    """What it gives, or {"error": why it gives nothing}."""
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process, whatever that is doing
+    try:
+        found = work(asked)
+        if isinstance(found, str) and len(found) > MOST_TEXT:
+            return {"error": f"its text has more than {MOST_TEXT} characters"}
+        return found
+    except MemoryError:
+        return {"error": f"it took more than {MEMORY >> 20} MiB"}
+    except RecursionError:
+        return {"error": "it calls itself too deeply"}
+    except Exception as error:  # a template may do anything
+        return {"error": f"{error}"[:1000] or type(error).__name__}
+    finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        try:
-            write(target, reply)
-        except MemoryError:
-            write(target, {"error": f"it took more than {MEMORY >> 20} MiB"})
+
+
+def answer(target: BinaryIO, replies: list[Reply]) -> None:
+    try:
+        write(target, json.dumps(replies).encode())
+    except MemoryError:
+        write(
+            target, json.dumps([*replies[:-1], {"error": f"it took more than {MEMORY >> 20} MiB"}]).encode()
+        )
+
+
+def renderer(text: str, specials: dict[str, str]) -> Callable[[Any], str]:
+    template = compiled(text)
+
+    def render(asked: Any) -> str:
+        told = {"tools": None, "documents": None, "add_generation_prompt": asked["begins"]}
+        return str(template.render(messages=asked["messages"], **told, **specials))
+
+    return render
 
 
 def compiled(text: str) -> Any:
@@ -183,8 +247,7 @@ def compiled(text: str) -> Any:
     return environment.from_string(text)
 
 
-def write(file: BinaryIO | Any, value: Any) -> None:
-    data = json.dumps(value).encode()
+def write(file: BinaryIO | Any, data: bytes) -> None:
     file.write(len(data).to_bytes(8, "little") + data)
     file.flush()
 
@@ -195,4 +258,4 @@ def read(file: BinaryIO | Any) -> Any:
     if len(head) < 8:
         return None
     data = file.read(int.from_bytes(head, "little"))
-    return parse_json(data, numbers=False) if len(data) == int.from_bytes(head, "little") else None
+    return parse_json(data, numbers=False, deep=True) if len(data) == int.from_bytes(head, "little") else None

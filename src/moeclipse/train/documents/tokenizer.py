@@ -185,14 +185,14 @@ class DocumentEncoder:
         return self._joined([one.ids for one in found], batch.open)
 
     def _conversations(self, batch: RawBatch, path: str) -> Encoded:
-        rows, counted = [], []
+        rows, counted, conversations = [], [], []
         for number, raw in enumerate(batch.raw):
             where = f"{path}, line {batch.first + number + 1}"
             line = self._decoded(raw, where)
             if not line.strip():
                 continue
-            messages = messages_of(record_of(line, where), self.recipe.field, where)
-            text, spans = self.template.render(messages, where)
+            conversations.append((where, messages_of(record_of(line, where), self.recipe.field, where)))
+        for text, spans in self.template.render(conversations):
             found = self.tokenizer.encode(text, add_special_tokens=False)
             rows.append(found.ids)
             counted.append(said_in(found.offsets, spans))
