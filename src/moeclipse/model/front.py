@@ -23,10 +23,11 @@ import torch
 from moeclipse.model.layer import TransformerLayer
 from moeclipse.model.recompute import Part
 from moeclipse.model.rotary import Positions
-from moeclipse.moe.exchange.dispatch_on_device import plans_on_device, prepare_sending
+from moeclipse.moe.exchange.dispatch_on_device import prepare_sending
 from moeclipse.moe.gate.routing import Routing
 from moeclipse.moe.losses import MoEReport
 from moeclipse.moe.tokens import Tokens
+from moeclipse.moe.tune.exchange_policy import plans_on_device
 
 Run = Callable[[Part, torch.Tensor], tuple[torch.Tensor, ...]]
 

@@ -36,7 +36,6 @@ from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.exchange.dispatch import Dispatcher
 from moeclipse.moe.exchange.dispatch_combine import DispatchCombine, LayerCall
 from moeclipse.moe.exchange.dispatch_interleaved import dispatch_in_turns
-from moeclipse.moe.exchange.dispatch_on_device import plans_on_device
 from moeclipse.moe.exchange.gathered import visit_gathered
 from moeclipse.moe.exchange.plan import plan_exchange, shadows_of
 from moeclipse.moe.experts.compiled import visit_traced
@@ -54,7 +53,9 @@ from moeclipse.moe.gate.node_limit import near_experts
 from moeclipse.moe.gate.routing import Routing
 from moeclipse.moe.inputs import Inputs, Structure, leave_out, rows_for
 from moeclipse.moe.losses import MoEReport, UnreadLosses, report_on
-from moeclipse.moe.own_loop.ddp_guard import (
+from moeclipse.moe.own_loop.guards import (
+    gradients_of,
+    name_layer,
     refuse_transforms,
     refuse_wrong_wrap,
     unattached_text,
@@ -63,11 +64,10 @@ from moeclipse.moe.own_loop.ddp_guard import (
 )
 from moeclipse.moe.own_loop.microbatch_threads import Turns
 from moeclipse.moe.own_loop.optimizer_state import watch_optimizers
-from moeclipse.moe.own_loop.unfinished import gradients_of, name_layer
 from moeclipse.moe.private_torch import NO_BACKWARD, running_backward, transforming
 from moeclipse.moe.recompute_calls import Call, Calls, lend, repay
 from moeclipse.moe.tokens import AskedTokens, Loads, Tokens, Told
-from moeclipse.moe.tune.exchange_policy import ExchangeSchedule
+from moeclipse.moe.tune.exchange_policy import ExchangeSchedule, plans_on_device
 from moeclipse.moe.tune.probe import Probe, measure
 from moeclipse.moe.validate import (
     TOP_K,
@@ -266,11 +266,11 @@ class MoE(nn.Module):
         num_tokens = len(rows_TD)
         call, again = self.history.begin() if self.training else (None, False)
         step = self.history.count if call is None else call.step
-        told = Told() if self._tells_with_sizes else None
+        told, group = Told() if self._tells_with_sizes else None, self.token_group
         if told is None:
-            tokens = Tokens.of(self.mesh, num_tokens, step=step, group=self.token_group)
+            tokens = Tokens.of(self.mesh, num_tokens, step=step, group=group)
         else:
-            tokens = AskedTokens.asked(self.mesh, told.tokens, step, 0, self.token_group)
+            tokens = AskedTokens.asked(self.mesh, told.tokens, step, 0, group)
         y_TO, report = self.run(x, tokens, call, told=told)
         if call is not None and call.lent and again:
             return repay(y_TO, report.aux_loss, call)
@@ -443,11 +443,13 @@ class MoE(nn.Module):
             call.decided = decision.decided
         if decision.guests is not None:
             pairwise = padded = with_guests(padded, dispatcher)
+        lent = decision.shadows is not None
         return LayerCall(
             plan=plan,
             programs=decision.programs,
             experts=by_kernels or padded,
-            shadows=shadows_of(decision, staying, pairwise, dispatcher, where),
+            out_width=self.experts.out_width,
+            shadows=shadows_of(decision, staying, pairwise, dispatcher, where) if lent else None,
             num_inputs=len(inputs),
             watch=decision.watch,
         )

@@ -31,6 +31,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -63,14 +64,12 @@ active_ddp: Callable[[], DistributedDataParallel | None] = DistributedDataParall
 transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
-# Which backward runs, and whether it may run again over the same graph (outside of any: True).
+# Which backward runs, and whether it may run again over the same graph (outside of any: True); how often a
+# tensor was changed.
 running_backward: Callable[[], int] = torch._C._current_graph_task_id
 NO_BACKWARD = -1
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-
-
-def version(tensor: torch.Tensor) -> int:
-    return int(tensor._version)
+VERSION_OF: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
 def sharded_modules() -> set[nn.Module]:

@@ -97,12 +97,12 @@ class AskedTokens(Tokens):
         return sum(self._of_ranks)
 
 
+@dataclass
 class Told:
     """Loads and the number of tokens of each rank, sent with the sizes of an exchange."""
 
-    def __init__(self) -> None:
-        self.mine: torch.Tensor | None = None
-        self._all: torch.Tensor | None = None
+    mine: torch.Tensor | None = None
+    _all: torch.Tensor | None = None
 
     def arrived(self, table: list[list[int]]) -> None:
         self._all = torch.tensor(table)
@@ -118,8 +118,8 @@ class Told:
         return Loads(ToldLoads(self), group, self)
 
     @property
-    def tokens(self) -> InFlight[list[list[int]]]:
-        """Of each rank."""
+    def tokens(self) -> ToldTokens:
+        """Of each rank, an `InFlight`."""
         return ToldTokens(self)
 
 
@@ -151,7 +151,7 @@ class Loads:
 
     def total(self) -> torch.Tensor:
         """The load of each expert, the same bits on every rank."""
-        return sum_of_parts(self.parts.get())
+        return sum_of_parts(self.parts.get()) if self.told is None else self.told.all[:, :-1].sum(0)
 
     def of(self, group: Group) -> np.ndarray:
         """Those of the ranks of another group, [P, E]."""

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeclipse.balance.placement import Placement
+from moeclipse.comm.async_ops.lane import Joined
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.exchange.dispatch import (
     Dispatcher,
@@ -17,6 +18,7 @@ from moeclipse.moe.exchange.dispatch import (
     concatenated,
     plan_dispatch,
 )
+from moeclipse.moe.exchange.dispatch_combine import return_unit, send_unit
 from moeclipse.schedule.shape import ExchangeShape
 from moeclipse.schedule.smart import end_units, exchange_shape
 from moeclipse.testing.run_ranks import run_ranks
@@ -56,7 +58,7 @@ def there_and_back(
     arrived, back = rows.new_empty(plan.num_arriving, 1), torch.empty_like(rows)
     pairs = plan.send_pairs_of(scores)
     for unit in plan.units.values():
-        plan.send(unit, rows, arrived, "there").get()
+        Joined([send_unit(plan, unit, rows, arrived, "there")]).get()
     found: list[list[tuple[int, int, int]]] = [[] for _ in TABLE[mesh.rank]]
     for number, unit in enumerate(plan.units.values()):
         row_M, score_M = pairs.of(unit)
@@ -67,7 +69,7 @@ def there_and_back(
             for token, place in zip(tokens.tolist(), places.tolist(), strict=True):
                 assert place // 3 == token, "a pair's score is that of its token"
                 found[slot].append((number, int(token), int(place % 3)))
-        plan.send_back(unit, arrived[unit.arriving] + 0.5, back, "back").get()
+        Joined([return_unit(plan, unit, arrived[unit.arriving] + 0.5, back, "back")]).get()
     assert torch.equal(back, rows + 0.5), "what returns stands where it left"
     ranks = plan.dispatcher.rank_of_E[ids.clamp(min=0)].where(ids >= 0, -1)
     visited = torch.tensor([[len(set(row) - {-1})] for row in ranks.tolist()], dtype=dtype)

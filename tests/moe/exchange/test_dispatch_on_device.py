@@ -10,9 +10,9 @@ from moeclipse.moe.exchange.dispatch import Dispatcher, TorchPairs
 from moeclipse.moe.exchange.dispatch_on_device import (
     DevicePlan,
     plan_on_device,
-    plans_on_device,
     prepare_sending,
 )
+from moeclipse.moe.tune.exchange_policy import plans_on_device
 from moeclipse.ops.grouping import group_arrived
 from moeclipse.schedule.shape import ExchangeShape
 from moeclipse.testing.run_ranks import run_ranks

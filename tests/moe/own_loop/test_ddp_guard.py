@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
-from moeclipse.moe.own_loop.ddp_guard import averaged_text, refuse_wrong_wrap, wrapping
+from moeclipse.moe.own_loop.guards import averaged_text, refuse_wrong_wrap, wrapping
 from moeclipse.testing.run_ranks import run_ranks
 
 

@@ -35,8 +35,8 @@ class Execution:
         self._run, self._num_launched = run, 0
         self._under_way: dict[int, InFlight[Any] | None] = {}
 
-    def advance(self, stop: int | None = None) -> None:
-        """Launch ops until there are `stop`, or all."""
+    def advance(self, stop: int | None = None, *, finish: bool = False) -> None:
+        """Launch ops until there are `stop`, or all; `finish`: then wait for every transfer."""
         under_way = self._under_way
         for position in self._order[self._num_launched : stop]:
             op = self.ops[position]
@@ -50,12 +50,13 @@ class Execution:
                 error.add_note(f"in op {op} of {self.program.name} on rank {self.rank}")
                 raise
             self._num_launched += 1
+        for position in list(under_way) if finish else ():
+            if (transfer := under_way.pop(position)) is not None:
+                transfer.get()
 
     def get(self) -> None:
         """Wait for every transfer launched so far."""
-        for position in list(self._under_way):
-            if (transfer := self._under_way.pop(position)) is not None:
-                transfer.get()
+        self.advance(self._num_launched, finish=True)
 
 
 def execute_settled(
@@ -86,6 +87,4 @@ def execute(
     allocation or a kernel's loading does. A receive that was launched before its sender could send would
     then hold up a host that the sender, or the sender's sender, waits for.
     """
-    execution = Execution(verified, rank, run, order)
-    execution.advance()
-    execution.get()
+    Execution(verified, rank, run, order).advance(finish=True)

@@ -34,7 +34,7 @@ from moeclipse.balance.placement import Placement
 from moeclipse.balance.quota import QuotaOrder
 from moeclipse.balance.split import ReplicaTable
 from moeclipse.comm.async_ops.exchange import gather_to_host
-from moeclipse.comm.async_ops.lane import InFlight, Lane, Ready, Then
+from moeclipse.comm.async_ops.lane import InFlight, Lane, Then
 from moeclipse.comm.group import Group
 from moeclipse.comm.transports.transport import TorchTransport, Transport
 from moeclipse.moe.exchange.sizes import Sizes, Unit, meetings
@@ -142,26 +142,6 @@ class DispatchPlan:
     receive_pairs: list[int]
     num_arriving: int
     sizes: Sizes
-
-    def send(self, unit: Unit, rows: torch.Tensor, out: torch.Tensor, what: str) -> InFlight[torch.Tensor]:
-        """Rows of one unit to the ranks of its step; `rows` and `out` hold those of all units."""
-        if unit.local:
-            return Ready(out[unit.arriving].copy_(rows[unit.leaving]))
-        label = f"{what}, {self.where}"
-        return self.dispatcher.transport.all_to_all(
-            rows[unit.leaving], unit.send_rows, unit.receive_rows, label, out[unit.arriving]
-        )
-
-    def send_back(
-        self, unit: Unit, rows: torch.Tensor, out: torch.Tensor, what: str
-    ) -> InFlight[torch.Tensor]:
-        """Results for the rows of one unit to where they came from; `rows` are those of this unit alone."""
-        if unit.local:
-            return Ready(out[unit.leaving].copy_(rows))
-        label = f"{what}, {self.where}"
-        return self.dispatcher.transport.all_to_all(
-            rows, unit.receive_rows, unit.send_rows, label, out[unit.leaving]
-        )
 
     def take_rows(self, x_TD: torch.Tensor) -> torch.Tensor:
         """What this rank sends of its tokens' vectors, or of numbers that go with them."""

@@ -7,9 +7,8 @@ Rows of shadowed experts (`moe/experts/shadow`) take no part in this: they are c
 that serve other ranks (`moe/experts/served`) are slots like all others while the call lasts.
 
 The node runs on every rank, also with zero rows: a path that cut autograd on one rank would leave the
-others waiting in the backward exchange. Which unit of rows travels when is the program's business
-(`schedule/smart`); what an op does to the tensors is written here, and a blocking exchange is the program
-with one unit. A token may be several tensors (`moe/inputs`): their rows travel side by side.
+others waiting in backward. Which unit travels when is the program's business (`schedule/smart`); what an op
+does to the tensors is written here. A token may be several tensors (`moe/inputs`), which travel together.
 """
 
 from __future__ import annotations
@@ -51,6 +50,28 @@ def key_of(op: Op) -> Key:
     return (op.step or 0, op.chunk or 0)
 
 
+def send_unit(
+    plan: DispatchPlan, unit: Unit, rows: torch.Tensor, out: torch.Tensor, what: str
+) -> InFlight[torch.Tensor] | None:
+    """Rows of one unit to the ranks of its step; `rows` and `out` hold those of all units."""
+    if unit.local:
+        out[unit.arriving].copy_(rows[unit.leaving])
+        return None
+    counts, label = (unit.send_rows, unit.receive_rows), f"{what}, {plan.where}"
+    return plan.dispatcher.transport.all_to_all(rows[unit.leaving], *counts, label, out[unit.arriving])
+
+
+def return_unit(
+    plan: DispatchPlan, unit: Unit, rows: torch.Tensor, out: torch.Tensor, what: str
+) -> InFlight[torch.Tensor] | None:
+    """Results for the rows of one unit to where they came from; `rows` are those of this unit alone."""
+    if unit.local:
+        out[unit.leaving].copy_(rows)
+        return None
+    counts, label = (unit.receive_rows, unit.send_rows), f"{what}, {plan.where}"
+    return plan.dispatcher.transport.all_to_all(rows, *counts, label, out[unit.leaving])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Programs:
     """What a layer runs; all are verified and share one shape."""
@@ -83,9 +104,9 @@ class ForwardRun:
 
     plan: DispatchPlan
     experts: PairExperts
-    rows: list[torch.Tensor]
-    """Of each input, the rows this rank sends, in the order of units."""
+    inputs: Sequence[torch.Tensor]
     scores_TK: torch.Tensor
+    out_width: int
     shadows: ShadowExperts | Guests | None = None
     saved: dict[Key, Any] = field(default_factory=dict)
 
@@ -96,9 +117,17 @@ class ForwardRun:
 
     def start(self) -> None:
         plan = self.plan
+        self.take_rows(self.inputs)
+        self.inputs = ()
+        self.back_NO = self.rows[0].new_empty(len(self.rows[0]), self.out_width)
         self.pairs = plan.send_pairs_of(self.scores_TK)
-        self.arrived = [rows.new_empty((plan.num_arriving, *rows.shape[1:])) for rows in self.rows]
-        self.back_NO = self.rows[0].new_empty(len(self.rows[0]), self.experts.out_width)
+
+    def take_rows(self, inputs: Sequence[torch.Tensor]) -> None:
+        """`rows`: of each input, those this rank sends, in the order of units; room for those that arrive."""
+        numbers = [as_numbers(tensor) for tensor in inputs]
+        room = [(self.plan.num_arriving, *tensor.shape[1:]) for tensor in numbers]
+        self.rows = [self.plan.take_rows(tensor) for tensor in numbers]
+        self.arrived = list(map(torch.Tensor.new_empty, self.rows, room))
 
     def kept(self) -> ForwardKept:
         """What backward needs, after `finish`."""
@@ -121,16 +150,15 @@ class ForwardRun:
     def op(self, op: Op) -> InFlight[Any] | None:
         return FORWARD[op.kind](self, op)
 
-    def send(self, op: Op) -> InFlight[Any]:
+    def send(self, op: Op) -> InFlight[Any] | None:
         unit, label = self.plan.units[key_of(op)], f"dispatch {TEXT_OF(op)}"
         pairs = zip(self.rows, self.arrived, strict=True)
-        sent = [self.plan.send(unit, rows, out, label) for rows, out in pairs]
+        sent = [send_unit(self.plan, unit, rows, out, label) for rows, out in pairs]
         return sent[0] if len(sent) == 1 else Joined(sent)
 
-    def send_back(self, op: Op) -> InFlight[Any]:
-        return self.plan.send_back(
-            self.plan.units[key_of(op)], self.partial_RO, self.back_NO, f"combine {TEXT_OF(op)}"
-        )
+    def send_back(self, op: Op) -> InFlight[Any] | None:
+        unit, label = self.plan.units[key_of(op)], f"combine {TEXT_OF(op)}"
+        return return_unit(self.plan, unit, self.partial_RO, self.back_NO, label)
 
     def send_shadows(self, _: Op) -> InFlight[Any]:
         assert self.shadows is not None
@@ -147,8 +175,8 @@ class ForwardRun:
 
     def compute_unit(self, key: Key) -> None:
         unit = self.plan.units[key]
-        index_M, score_M = self.pairs.of(unit)
         rows = [tensor[unit.arriving] for tensor in self.arrived]
+        index_M, score_M = self.pairs.of(unit)
         given = (rows, index_M, unit.counts, score_M)
         if isinstance(self.experts, FusedExperts):
             self.partial_RO, self.saved[key] = self.experts.forward(*given, self.pairs.grouping(unit))
@@ -232,18 +260,15 @@ class BackwardRun:
     def op(self, op: Op) -> InFlight[Any] | None:
         return BACKWARD[op.kind](self, op)
 
-    def send(self, op: Op) -> InFlight[Any]:
+    def send(self, op: Op) -> InFlight[Any] | None:
         unit = self.plan.units[key_of(op)]
-        return self.plan.send(unit, self.d_rows_NO, self.arrived_RO, f"backward dispatch {TEXT_OF(op)}")
+        return send_unit(self.plan, unit, self.d_rows_NO, self.arrived_RO, f"backward dispatch {TEXT_OF(op)}")
 
-    def send_back(self, op: Op) -> InFlight[Any]:
-        unit, label = self.plan.units[key_of(op)], f"backward combine {TEXT_OF(op)}"
+    def send_back(self, op: Op) -> InFlight[Any] | None:
+        given, label = (self.plan, self.plan.units[key_of(op)]), f"backward combine {TEXT_OF(op)}"
         pairs = zip(self.partial, self.back, strict=True)
-        sent = [
-            self.plan.send_back(unit, rows, out, label)
-            for rows, out in pairs
-            if rows is not None and out is not None
-        ]
+        wanted = [(rows, out) for rows, out in pairs if rows is not None and out is not None]
+        sent = [return_unit(*given, rows, out, label) for rows, out in wanted]
         return sent[0] if len(sent) == 1 else Joined(sent)
 
     def compute_weights(self, op: Op) -> None:
@@ -318,10 +343,10 @@ class DispatchCombine(torch.autograd.Function):
         out_TO = run.run(call.programs.forward)
         if call.watch is not None:
             call.watch.lap(began, "F")
-        ctx.state, kept = take_apart(run.kept(), WHOLE)
-        ctx.save_for_backward(*kept)
         ctx.program, ctx.watch = call.programs.backward, call.watch
         ctx.inputs = [without_rows(tensor) for tensor in inputs]
+        ctx.state, kept = take_apart(run.kept(), WHOLE)
+        ctx.save_for_backward(*kept)
         return out_TO
 
     @staticmethod
@@ -346,6 +371,7 @@ class LayerCall:
     plan: DispatchPlan
     programs: Programs
     experts: PairExperts
+    out_width: int
     shadows: ShadowExperts | Guests | None = None
     num_inputs: int = 1
     watch: Stopwatch | None = None
@@ -357,14 +383,11 @@ class LayerCall:
         return ForwardRun(
             plan=self.plan,
             experts=self.experts,
-            rows=self.rows_of(inputs),
+            inputs=inputs,
             scores_TK=scores_TK,
+            out_width=self.out_width,
             shadows=self.shadows,
         )
-
-    def rows_of(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What travels of each input."""
-        return [self.plan.take_rows(as_numbers(tensor)) for tensor in inputs]
 
 
 def without_rows(tensor: torch.Tensor) -> torch.Tensor:

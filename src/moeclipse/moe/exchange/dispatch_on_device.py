@@ -6,7 +6,7 @@ they can be part of a CUDA graph (`model/front`), and those behind them read one
 
 Contract. Units, sizes, and the order of rows and pairs are those of `TorchPlan`. All ranks of a group plan in
 the same way, because pairs travel in another form: as `row * K + j` (`ops/sending`). So what decides
-(`plans_on_device`) is the same on all of them.
+(`tune/exchange_policy.plans_on_device`) is the same on all of them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,8 @@ from moeclipse.ops.arrival import Arrived
 from moeclipse.ops.combine import gather_sum
 from moeclipse.ops.grouping import Grouping, group_counts
 from moeclipse.ops.pick import pick
-from moeclipse.ops.sending import MOST_CHOICES, Sending, pairs_to_send, rows_to_send
+from moeclipse.ops.sending import Sending, pairs_to_send, rows_to_send
 from moeclipse.schedule.shape import ExchangeShape
-
-
-def plans_on_device(scores_TK: torch.Tensor) -> bool:
-    return scores_TK.is_cuda and scores_TK.dtype == torch.float32 and scores_TK.shape[1] <= MOST_CHOICES
 
 
 def prepare_sending(

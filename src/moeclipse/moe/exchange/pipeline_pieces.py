@@ -74,8 +74,7 @@ class ExpertPass:
     def dispatch_again(self, inputs: Sequence[torch.Tensor]) -> InFlight[None]:
         """Send the rows once more; who gets what is known."""
         state = self.state
-        state.rows = self.call.rows_of(inputs)
-        state.arrived = [rows.new_empty((state.plan.num_arriving, *rows.shape[1:])) for rows in state.rows]
+        state.take_rows(inputs)
         sends = [op for op in self.forward.ops if op.kind is kinds.S_F]
         return Joined([state.op(op) for op in sends])
 

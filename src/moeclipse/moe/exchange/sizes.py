@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
 import numpy as np
 
-from moeclipse.core.shares import even_bounds
+from moeclipse.core.shares import bounds_of_all
 from moeclipse.ops.arrival import Segments
 from moeclipse.schedule.shape import ExchangeShape
 
@@ -78,13 +77,15 @@ class Sizes:
         arriving = [source[mine] for source in table]  # [source][chunk x my expert]
         self.arriving_pairs = [count for counts in arriving for count in counts]
         self.receive_pairs = [sum(counts) for counts in arriving]
-        send_cuts = bounds(table[me][num_pairs:], met.cuts)
-        cuts = bounds([source[num_pairs + me] for source in table], met.cuts)
+        leaving, coming = table[me][num_pairs:], [source[num_pairs + me] for source in table]
+        totals = [*leaving, *coming]
+        bounds = [[0, n] for n in totals] if met.chunks == 1 else bounds_of_all(totals, 2 * met.cuts)
+        send_cuts, cuts = bounds[:num_ranks], bounds[num_ranks:]
         self.send_rows, self.receive_rows = [], []
         self.leaving_starts: list[int] = []
         self.leaving_lengths: list[int] = []
         starts = [0]
-        for rows in table[me][num_pairs:]:
+        for rows in leaving:
             starts.append(starts[-1] + rows)
         self.row_shift = [0] * (num_ranks * self.chunks)
         self.unit_of_segment = [0] * (num_ranks * self.chunks)
@@ -150,11 +151,3 @@ class Sizes:
             first_row=np.array([unit.arriving.start for unit in units])[unit_of],
             first_pair=np.array([unit.pairs.start for unit in units])[unit_of],
         )
-
-
-def bounds(rows: Sequence[int], cuts: Sequence[int]) -> list[list[int]]:
-    """Where the chunks of each number of rows begin and end."""
-    return [
-        [0, total] if parts == 1 else even_bounds(total, parts)
-        for total, parts in zip(rows, cuts, strict=True)
-    ]

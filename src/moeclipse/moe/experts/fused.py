@@ -93,10 +93,6 @@ class FusedExperts:
     def weights(self) -> tuple[nn.Parameter, ...]:
         return self.experts.weights
 
-    @property
-    def out_width(self) -> int:
-        return self.experts.out_width
-
     def wgrad(
         self, pending: Sequence[HiddenGrads], begun: Grads = (), wanted: Sequence[bool] | None = None
     ) -> Grads:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from moeclipse.moe.private_torch import keeps_graph, version
+from moeclipse.moe.private_torch import VERSION_OF, keeps_graph
 
 Edges = tuple[GradientEdge | None, ...]
 
@@ -56,7 +56,7 @@ class InnerGraph:
 
         def pack(tensor: torch.Tensor) -> int:
             saved.append(tensor.detach())
-            versions.append(version(tensor))
+            versions.append(VERSION_OF(tensor))
             return len(saved) - 1
 
         with torch.enable_grad(), saved_tensors_hooks(pack, lambda number: box.tensors[number]):
@@ -69,7 +69,7 @@ class InnerGraph:
                 output=edge(y),
                 tensors=tuple(saved),
                 box=box,
-                changed=[version(tensor) for tensor in saved] != versions,
+                changed=[VERSION_OF(tensor) for tensor in saved] != versions,
             )
         saved.clear()  # the graph keeps the hooks, and with them this list
         return y.detach(), inner

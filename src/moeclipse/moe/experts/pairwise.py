@@ -57,10 +57,6 @@ class PairwiseExperts:
     def weights(self) -> tuple[nn.Parameter, ...]:
         return self.experts.weights
 
-    @property
-    def out_width(self) -> int:
-        return self.experts.out_width
-
     def forward(
         self,
         rows: Sequence[torch.Tensor],

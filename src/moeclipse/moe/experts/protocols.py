@@ -61,9 +61,6 @@ class Trainable(Protocol):
     @property
     def weights(self) -> tuple[nn.Parameter, ...]: ...
 
-    @property
-    def out_width(self) -> int: ...
-
     def wgrad(self, pending: Sequence[Any], begun: Grads = (), wanted: Sequence[bool] | None = None) -> Grads:
         """Add up all parts; what autograd gets for each weight is nothing where there is a main_grad.
 
@@ -77,6 +74,9 @@ class ExpertSet(Trainable, Protocol):
 
     ids: tuple[int, ...]
     """Logical experts in the order of slots."""
+
+    @property
+    def out_width(self) -> int: ...
 
     def forward(
         self, x: Any, counts: Sequence[int], shadows: torch.Tensor | None = None

@@ -158,7 +158,8 @@ class Gate(nn.Module):
             )
             if reroute:  # an unused place keeps its share of the scores, as it does over capacity
                 scores_TK = self._score(values_TE, torch.where(ids_TK >= 0, ids_TK, wanted_TK), used_TK)
-        ids_TK, capacity = self._find_room(ids_TK, scores_TK, tokens)
+        bounded = self.config.capacity_factor or self.config.eval_capacity_factor > 0
+        ids_TK, capacity = self._find_room(ids_TK, scores_TK, tokens) if bounded else (ids_TK, 0)
         if capacity and self.config.renormalise_kept:
             scores_TK = renormalise_used(scores_TK, ids_TK >= 0)
         return Routing(
@@ -174,8 +175,6 @@ class Gate(nn.Module):
         self, ids_TK: torch.Tensor, scores_TK: torch.Tensor, tokens: Tokens
     ) -> tuple[torch.Tensor, int]:
         """(the assignments within capacity, the rows that an expert takes; 0: all of them)."""
-        if not self.config.capacity_factor and self.config.eval_capacity_factor <= 0:
-            return ids_TK, 0  # and nobody waits for the number of tokens
         on_rank = self.config.capacity_over == "rank"
         counted = len(ids_TK) if on_rank else tokens.total
         capacity = room_for(self.config, counted, self.num_experts, self.training)

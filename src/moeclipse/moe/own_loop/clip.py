@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 from moeclipse.comm.async_ops.exchange import gather
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.layer import MoE
+from moeclipse.moe.own_loop.guards import layers_of
 from moeclipse.moe.own_loop.standalone import moe_layers
-from moeclipse.moe.own_loop.unfinished import layers_of
 from moeclipse.ops.precision import WIDE
 
 

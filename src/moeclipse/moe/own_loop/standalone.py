@@ -24,8 +24,7 @@ from moeclipse.core.errors import ConfigError
 from moeclipse.moe.exchange.replicas import sum_over_replicas
 from moeclipse.moe.experts.module_experts import ModuleExperts
 from moeclipse.moe.layer import MoE
-from moeclipse.moe.own_loop.ddp_guard import averaged_text
-from moeclipse.moe.own_loop.unfinished import gradients_of, is_finished
+from moeclipse.moe.own_loop.guards import averaged_text, gradients_of, is_finished
 from moeclipse.moe.private_torch import ignore_in_ddp, ignored_by_ddp
 
 COUNTERS = ("load_E", "seen_3")

@@ -6,9 +6,8 @@ several hosts; otherwise each rank for itself. Rows that stay in the group are c
 the first of the others arrive and the last of them return. Where chunks or group size are "auto", they are
 chosen once, from costs measured after the first step and the counts of the second: the programs are
 simulated, and the best of them tried (`moe/tune/granularity`). "auto" begins as blocking, tries that beside
-the best of the others, and leaves it only for what was seen to be faster. Whoever runs the layer may say how
-many calls that may take. Where trials cannot tell what rows and wires cost, nothing is cut and nothing is
-lent.
+the best of the others, and leaves it only for what was seen to be faster; how many calls that takes may be
+limited. Where trials cannot tell what rows and wires cost, nothing is cut and nothing is lent.
 
 How rows are cut and what is lent changes the last bits of results. Where equal runs must have equal bits
 (`by_the_book`), nothing is timed: prices are fixed (`moe/tune/fixed_prices`), the simulator's first is taken
@@ -57,6 +56,7 @@ from moeclipse.moe.tune.probe import Probe
 from moeclipse.moe.tune.shadow_choice import NOBODY, ShadowChoice, gather_counts
 from moeclipse.moe.tune.shadow_price import measured
 from moeclipse.moe.tune.stopwatch import tell
+from moeclipse.ops.sending import MOST_CHOICES
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.shape import ExchangeShape, Shadow
 from moeclipse.schedule.smart import backward_of, end_units, exchange_shape, smart
@@ -101,6 +101,11 @@ class Decision:
         if self.guests is not None:
             return []  # counted with all rows that arrive
         return [int(self.counts_PE[self.shadows.rank, expert]) for expert in self.shadows.experts]
+
+
+def plans_on_device(scores_TK: torch.Tensor) -> bool:
+    """Whether `moe/exchange/dispatch_on_device` says who sends what to whom: alike on all ranks."""
+    return scores_TK.is_cuda and scores_TK.dtype == torch.float32 and scores_TK.shape[1] <= MOST_CHOICES
 
 
 class ExchangeSchedule:
@@ -205,9 +210,8 @@ class ExchangeSchedule:
         costs, mine, counts_PE = None, None, NOBODY
         if self.shadows.wanted != "off" or self.shadows.policy is not None:
             costs = self._shadow_costs(decided)
-            mine, counts_PE = self.shadows.choose(
-                ids_TK, dispatcher, where, costs, decided.asks, serves(plain)
-            )
+            asked = (ids_TK, dispatcher, where, costs, decided.asks, serves(plain))
+            mine, counts_PE = self.shadows.choose(*asked)
         guests = self.shadows.guests(dispatcher) if mine is not None else None
         shape = self.shape(shadows=mine is not None, use=decided.use, serving=guests is not None)
         return Decision(
@@ -227,8 +231,8 @@ class ExchangeSchedule:
         probe = decision.decided.probe
         if decision.costs is not None and probe is not None and self.shadows.automatic:
             self.shadows.learn(plan, decision.costs, probe)
-        shadowed = sum(decision.shadowed) if decision.shadows else 0
-        self._count(plan, shadowed, guests=decision.guests is not None)
+        shadowed = decision.shadowed if decision.shadows else []
+        self._count(plan, sum(shadowed), guests=decision.guests is not None)
 
     def _measure(
         self, ids_TK: torch.Tensor, dispatcher: Dispatcher, experts: PairwiseExperts, mesh: Mesh, where: str
@@ -274,8 +278,8 @@ class ExchangeSchedule:
             self.use, self.watch = self.ranked[0], Stopwatch(cuda=ids_TK.is_cuda)
             return
         tried = worth_a_try(self.ranked) if self.careful else self.ranked
-        given = affordable(self.trial_calls if self.careful else None)
-        self.trials = Trials(tried, ids_TK.is_cuda, self.careful, *given)
+        calls = affordable(self.trial_calls if self.careful else None)
+        self.trials = Trials(tried, ids_TK.is_cuda, self.careful, *calls)
 
     def _count(self, plan: DispatchPlan, shadowed: int, guests: bool) -> None:
         """Remember how many rows this rank computes, and each of its slots, where nothing is lent."""

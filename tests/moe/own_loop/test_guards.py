@@ -15,7 +15,7 @@ import moeclipse
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.layer import MoE
-from moeclipse.moe.own_loop.unfinished import is_finished
+from moeclipse.moe.own_loop.guards import is_finished
 from moeclipse.ops.random import fill_normal
 from moeclipse.testing.run_ranks import run_ranks
 

@@ -1,7 +1,12 @@
-"""Gradients of experts that nobody finished, that were finished twice, or that one rank clipped by itself.
+"""What wrappers, optimizers and norms of others would do to experts that differ from rank to rank.
 
-    raw        what backward left in `.grad`: this rank's sum for its experts
-    finished   what `sync_gradients` made of it; the tensor carries a mark, which lives as long as it does
+DDP averages every parameter over ranks that it was not told to ignore; `fully_shard`, and FSDP before it, cut
+every parameter over ranks that they were not told to ignore. All are right for weights that ranks share. But
+ranks of a layer with a mesh hold different experts: averaged or cut they are a mixture of them, and nothing
+would say so. That is found out at the first call, and whenever the wrapping changes.
+
+A gradient is raw, what backward left in `.grad`: this rank's sum for its experts. Or it is finished, what
+`sync_gradients` made of it: the tensor carries a mark, which lives as long as it does.
 
 A step with raw gradients, a second division by the number of ranks and a norm of one rank's experts all train
 another model without a word. So each parameter of experts that differ from rank to rank has two hooks: they
@@ -28,7 +33,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moeclipse.core.errors import ConfigError
-from moeclipse.moe.private_torch import guard_clipping, version
+from moeclipse.moe.private_torch import (
+    VERSION_OF,
+    active_ddp,
+    guard_clipping,
+    in_flat_parameter,
+    sharded_modules,
+    transforming,
+)
 
 MARK = "moeclipse_finished"
 LAYER = "moeclipse_layer"
@@ -65,7 +77,7 @@ class Grad:
             delattr(parameter.grad, MARK)
             self.mixed = self._left
         if self.begun is None:
-            self.begun = version(parameter)
+            self.begun = VERSION_OF(parameter)
 
     def finish(self) -> None:
         self.begun = self.mixed = None
@@ -77,7 +89,7 @@ class Grad:
         parameter = self.parameter
         if parameter is None or self.begun is None:
             return False
-        changed = version(parameter) != self.begun and not loaded
+        changed = VERSION_OF(parameter) != self.begun and not loaded
         if loaded or parameter.grad is None:
             self.begun = self.mixed = None
         return changed
@@ -214,3 +226,59 @@ def before_clipping(known: Iterable[Gradients], grads: Iterable[torch.Tensor]) -
                     "would scale the dense gradients that all share by another factor; use "
                     "moeclipse.clip_grad_norm_(model, max_norm) after moeclipse.sync_gradients(model)"
                 )
+
+
+def averaged_text(name: str) -> str:
+    return (
+        f"DDP averages expert parameters of different experts ({name}, ...); wrap the model with "
+        "moeclipse.parallelize(model, mesh, dense='ddp'), or with DDP(moeclipse.exclude_experts(model))"
+    )
+
+
+def unattached_text(num_ranks: int) -> str:
+    return (
+        "this MoE layer was unpickled and knows no ranks; call moeclipse.attach(model, mesh) on each "
+        f"of the {num_ranks} ranks that share its experts"
+    )
+
+
+def wrong_width_text(shape: tuple[int, ...], d_model: int) -> str:
+    return f"the layer got tokens of shape {list(shape)}, but its d_model is {d_model}"
+
+
+def refuse_transforms() -> None:
+    """Transforms run forward on tensors that are no numbers, and backward to be differentiated again."""
+    if transforming():
+        raise RuntimeError(
+            "torch.func (grad, vjp, jvp, jacrev, hessian, vmap) cannot see through a Mixture-of-Experts "
+            "layer, whose rows travel; take first derivatives with torch.autograd.grad (and "
+            "torch.func.functional_call), and none of second order"
+        )
+
+
+def wrapping(experts: nn.Module) -> tuple[int, int]:
+    """What changes with a wrapper: DDP's is known in forward, and `fully_shard` replaces parameters."""
+    return id(active_ddp()), id(next(experts.parameters(), None))
+
+
+def refuse_wrong_wrap(experts: nn.Module) -> None:
+    """Of a layer whose ranks hold different experts; inside its forward."""
+    mine = {id(parameter) for parameter in experts.parameters()}
+    ddp = active_ddp()
+    if ddp is not None and ddp.process_group.size() > 1:
+        ignored = set(ddp.parameters_to_ignore)
+        for name, parameter in ddp.module.named_parameters():
+            if id(parameter) in mine and name not in ignored:
+                raise ConfigError(averaged_text(name))
+    if sharded_modules() & set(experts.modules()):
+        raise ConfigError(
+            "fully_shard cuts expert parameters of different experts over ranks; use "
+            "moeclipse.parallelize(model, mesh, dense='fsdp2'), or give "
+            "fully_shard(..., ignored_params=moeclipse.expert_parameters(model))"
+        )
+    if in_flat_parameter(experts):
+        raise ConfigError(
+            "FullyShardedDataParallel cuts expert parameters of different experts over ranks; use "
+            "moeclipse.parallelize(model, mesh, dense='fsdp2'), or give "
+            "FullyShardedDataParallel(..., ignored_states=moeclipse.expert_parameters(model))"
+        )
