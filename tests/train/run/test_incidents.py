@@ -121,6 +121,15 @@ def test_the_launcher_knows_better_than_who_lost_a_peer(
     assert record["noticed"] == ["rank 0 lost rank 1"]
 
 
+def test_a_record_of_the_moment_in_which_an_attempt_begins_is_its_own(ranks: Path, tmp_path: Path) -> None:
+    record = {"time": 1000.0, "attempt": 0, "kind": "error", "rank": 0, "what": "rank 0 lost rank 1"}
+    (tmp_path / "incidents.jsonl").write_text(json.dumps(record) + "\n")
+    (ranks / "0" / "run").write_text(str(tmp_path))
+    os.utime(ranks / "0" / "run", (1000.0004, 1000.0004))
+    kept_by_launcher(ranks, 1, "rank 1 was killed by SIGKILL")
+    assert [found["noticed"] for found in read(tmp_path)] == [["rank 0 lost rank 1"]]
+
+
 DAMAGED = b'{"time": 9e99, "kind": "error", "wha'
 
 

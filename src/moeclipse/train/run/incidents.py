@@ -152,7 +152,8 @@ def record_of(line: bytes | None) -> dict[str, Any] | None:
 
 
 def is_late(when: Any, since: float) -> bool:
-    return isinstance(when, int | float) and when >= since
+    """Whether of this attempt. Records keep milliseconds, files' times are finer: a record of the same moment is no older."""
+    return isinstance(when, int | float) and when >= round(since, 3)
 
 
 def step_of(ranks: Path) -> int | None:
