@@ -40,6 +40,22 @@ def test_something_runs_before_a_rank_meets_the_others(
     assert "MARK" not in os.environ
 
 
+def connect_late(rank: int) -> None:
+    original = Mesh.__init__
+
+    def late(mesh: Mesh, **how: object) -> None:
+        original(mesh, **how)  # type: ignore[arg-type]
+        time.sleep(0.3 * rank)
+        os.environ["CONNECTED"] = str(time.monotonic())
+
+    Mesh.__init__ = late  # type: ignore[method-assign, assignment]
+
+
+def test_nobody_begins_or_leaves_while_others_connect() -> None:
+    found = run_ranks(2, lambda mesh: (time.monotonic(), float(os.environ["CONNECTED"])), before=connect_late)
+    assert min(begun for begun, _ in found) >= max(connected for _, connected in found)
+
+
 def wait_in_vain(mesh: Mesh) -> None:
     if mesh.rank == 1:
         time.sleep(60)

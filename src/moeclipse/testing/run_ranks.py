@@ -154,6 +154,8 @@ def _child(place: tuple[Any, ...], sender: Connection, function: Callable[..., A
         with watchdog:
             try:
                 mesh = Mesh(dp=dp, ep=ep, tp=tp, pp=pp, rank=rank, device=torch.device(device), watch=watch)
+                if num_ranks > 1:  # who says nothing and leaves would leave others in the middle of connecting
+                    dist.all_reduce(torch.zeros(()))
                 outcome = (True, function(mesh, *args))
             except BaseException as error:
                 watch.publish(f"{type(error).__name__}: {error}")
