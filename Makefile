@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # A run of the tests starts hundreds of processes: each would compile all of the source anew.
 unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup train test test-full soak coverage lint bench docs clean
 

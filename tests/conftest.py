@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -22,7 +23,7 @@ from hypothesis import settings
 from cpu_by_file import CpuByFile
 from large_pages import use_large_pages
 from moeclipse.comm.shared.fence import unordered_reason
-from selection import LONG_PART, LongPart, Shard, shuffled
+from selection import LONG_PART, LongPart, Shard, in_turn, shuffled
 
 # Whether there is a GPU is asked through NVML: CUDA itself, once asked, spoils all ranks forked later.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -56,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--shuffle",
         type=int,
         metavar="SEED",
-        help="files in random order, and the tests of each; with -n also --no-loadscope-reorder",
+        help="files in random order, and the tests of each",
     )
     parser.addoption(
         "--cpu",
@@ -105,14 +106,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return shard.holds(item.nodeid) and (named or not item.get_closest_marker("full"))
 
     config.hook.pytest_deselected(items=[item for item in items if not is_meant(item)])
-    items[:] = filter(is_meant, items)
+    items[:] = in_turn(filter(is_meant, items), late=uses_transformers)
     if config.getoption("--shuffle") is not None:
         items[:] = shuffled(items, config.getoption("--shuffle"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if len(session.items) >= MANY:
-        use_large_pages()
+        make_forks_cheap()
+
+
+def make_forks_cheap() -> None:
+    """What is loaded by now stays: no collector of a fork looks through it, which would copy it."""
+    gc.collect()
+    gc.freeze()
+    use_large_pages()
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -120,7 +128,16 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return f"shard {shard} of the tests, {datetime.now():%Y-%m-%d %H:%M}" if shard else None
 
 
+def uses_transformers(item: pytest.Item) -> bool:
+    """Such files come last: what they load makes every later fork half as dear again."""
+    names = vars(item.module).values() if isinstance(item, pytest.Function) else ()
+    return any(getattr(value, "__module__", None) == "tiny_models" for value in names)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if uses_transformers(item) and not sys.modules["tiny_models"].classes.cache_info().currsize:
+        sys.modules["tiny_models"].classes()
+        make_forks_cheap()
     # Numbers that a test draws are its own: not those of whatever ran before it in this process.
     torch.manual_seed(crc32(item.nodeid.encode()))
     if item.get_closest_marker("peer_memory") and (reason := unordered_reason()):

@@ -11,9 +11,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
-from tiny_models import load, write_tiny
+from tiny_models import load, peft, write_tiny
 
 from moeclipse.cli.main import main
 from moeclipse.comm.mesh import Mesh

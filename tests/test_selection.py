@@ -8,7 +8,7 @@ from itertools import groupby
 import pytest
 
 import selection
-from selection import LongPart, Shard, shuffled
+from selection import LongPart, Shard, in_turn, shuffled
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,12 @@ def test_what_the_long_part_names_in_vain_is_told() -> None:
 def test_a_shard_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(pytest.UsageError, match="the parts of 4 are 1/4 to 4/4"):
         Shard(text)
+
+
+def test_long_files_come_first_and_what_makes_forks_dear_last() -> None:
+    names = ["b.py::test_1", "c.py::test_1", "c.py::test_2", "a.py::test_1", "a.py::test_2", "a.py::test_3"]
+    found = in_turn(map(Item, names), late=lambda item: item.nodeid.startswith("a.py"))
+    assert [item.nodeid for item in found] == [*names[1:3], names[0], *names[3:]]
 
 
 def test_shuffled_tests_stay_with_their_file_and_a_seed_is_an_order() -> None:

@@ -12,10 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 import transformers
-from tiny_models import in_float64
+from tiny_models import in_float64, peft
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import moeclipse

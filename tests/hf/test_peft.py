@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from test_compose import values_of
-from tiny_models import in_float64, load, write_tiny
+from tiny_models import in_float64, load, peft, write_tiny
 
 from moeclipse.cli.main import main
 from moeclipse.comm.mesh import Mesh

@@ -10,14 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from test_implementation import ids
 from test_share import made
-from tiny_models import TINY, build, in_float64
+from tiny_models import TINY, build, in_float64, peft
 
 import moeclipse.hf
 from moeclipse.comm.mesh import Mesh

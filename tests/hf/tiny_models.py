@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,28 @@ from moeclipse.hf.families import FAMILIES
 
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
-# Here, and not in every fork anew.
-CLASSES = {family.model_type: getattr(transformers, family.architecture) for family in FAMILIES}
+
+
+class Later:
+    """A module that is loaded when something of it is first asked for, not when tests are collected."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, key: str) -> Any:
+        return getattr(importlib.import_module(self._name), key)
+
+
+peft: Any = Later("peft")
+
+
+@cache
+def classes() -> dict[str, Any]:
+    """Of each family. They and peft are 200 MiB of modules: `conftest` asks before a test needs them, so that
+    no fork does."""
+    peft.LoraConfig  # noqa: B018  (loads it)
+    return {family.model_type: getattr(transformers, family.architecture) for family in FAMILIES}
+
 
 COMMON: dict[str, Any] = {
     "vocab_size": 48,
@@ -347,7 +369,7 @@ def build(model_type: str, **changes: Any) -> Any:
     given = {**COMMON, **(TINY | DENSE)[model_type], **changes}
     config = transformers.AutoConfig.for_model(model_type, **given)
     config._attn_implementation = "eager"
-    made = CLASSES.get(model_type)
+    made = classes().get(model_type)
     model = made(config) if made else transformers.AutoModelForCausalLM.from_config(config)
     model.config._experts_implementation = "eager"
     generator = torch.Generator().manual_seed(1)
@@ -383,7 +405,7 @@ def loss_and_gradients(path: Path, ids: torch.Tensor, targets: torch.Tensor, out
 
 
 def load(path: Path, dtype: torch.dtype = torch.float64) -> Any:
-    kind = CLASSES.get(json.loads((path / "config.json").read_text())["model_type"])
+    kind = classes().get(json.loads((path / "config.json").read_text())["model_type"])
     auto = kind or transformers.AutoModelForCausalLM  # some families have no entry there
     model = auto.from_pretrained(path, dtype=dtype, attn_implementation="eager")
     model.config._experts_implementation = "eager"

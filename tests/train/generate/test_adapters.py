@@ -7,12 +7,11 @@ import io
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from tiny_models import in_float64, load, write_tiny
+from tiny_models import in_float64, load, peft, write_tiny
 
 from moeclipse.cli.main import main
 from moeclipse.comm.mesh import Mesh
