@@ -152,7 +152,7 @@ def record_of(line: bytes | None) -> dict[str, Any] | None:
 
 
 def is_late(when: Any, since: float) -> bool:
-    """Whether of this attempt. Records keep milliseconds, files' times are finer: a record of the same moment is no older."""
+    """Whether of this attempt: records keep milliseconds, and the times of files are finer."""
     return isinstance(when, int | float) and when >= round(since, 3)
 
 
