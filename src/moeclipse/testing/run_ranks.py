@@ -154,7 +154,7 @@ def _child(place: tuple[Any, ...], sender: Connection, function: Callable[..., A
         with watchdog:
             try:
                 mesh = Mesh(dp=dp, ep=ep, tp=tp, pp=pp, rank=rank, device=torch.device(device), watch=watch)
-                if num_ranks > 1:  # who says nothing and leaves would leave others in the middle of connecting
+                if num_ranks > 1:  # who leaves at once would break the connections of others
                     dist.all_reduce(torch.zeros(()))
                 outcome = (True, function(mesh, *args))
             except BaseException as error:
