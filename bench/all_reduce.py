@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 from _smoke import BenchParser, machine, write
 
-from moeclipse.comm.async_ops.exchange import all_to_all
+from moeclipse.comm.async_ops.lane import all_to_all
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce.all_reduce import PeerAllReduce
 from moeclipse.comm.reduce.table import (

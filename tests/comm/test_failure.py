@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moeclipse.comm import failure
-from moeclipse.comm.async_ops.exchange import all_to_all
+from moeclipse.comm.async_ops.lane import all_to_all
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.watch.culprits import Stand

@@ -35,7 +35,7 @@ class Journal(TorchDispatchMode):
 
         def noted_get(transfer: Transfer[Any]) -> Any:
             if not transfer._waited:
-                lines.append(f"end {transfer._label.split(',')[0]}")
+                lines.append(f"end {transfer._op.label.split(',')[0]}")
             return get(transfer)
 
         Lane.launch, Transfer.get = noted_launch, noted_get  # type: ignore[method-assign]

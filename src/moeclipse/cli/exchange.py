@@ -39,7 +39,7 @@ def _exchange(rank: int, folder: str) -> Answer:
     import torch
     import torch.distributed as dist
 
-    from moeclipse.comm.async_ops.exchange import all_to_all
+    from moeclipse.comm.async_ops.lane import all_to_all
     from moeclipse.comm.mesh import Mesh
     from moeclipse.comm.start import RankPlace, device_settings, start, stop
 

@@ -238,6 +238,8 @@ class TransformerLayer(nn.Module):
                 ("gather", "sum_scatter") if tp.parts_tokens else ("same", "sum")
             )
             return move(x_TD, tp, *there, self._label), tokens
+        if tp.size == 1:
+            return x_TD, replace(tokens, group=moe.token_group)
         num_tokens = len(x_TD) * (tp.size if tp.parts_tokens else 1)
         bounds = even_bounds(num_tokens, tp.size)
         mine = replace(tokens, first=tokens.first + bounds[tp.index], group=moe.token_group)
@@ -257,7 +259,7 @@ class TransformerLayer(nn.Module):
                 ("sum_scatter", "gather") if tp.parts_tokens else ("sum", "same")
             )
             return move(y_TD, tp, *back, self._label)
-        if tp.parts_tokens:
+        if tp.size == 1 or tp.parts_tokens:
             return y_TD
         return move(y_TD, tp, "gather", "slice", self._label, bounds=even_bounds(num_tokens, tp.size))
 

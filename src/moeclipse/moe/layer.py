@@ -25,8 +25,7 @@ import torch
 from torch import nn
 
 from moeclipse.balance.placement import Placement
-from moeclipse.comm.async_ops.exchange import gather
-from moeclipse.comm.async_ops.lane import Ready
+from moeclipse.comm.async_ops.lane import Ready, gather
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce.token_gather import TokenGather
@@ -266,7 +265,7 @@ class MoE(nn.Module):
         num_tokens = len(rows_TD)
         call, again = self.history.begin() if self.training else (None, False)
         step = self.history.count if call is None else call.step
-        told, group = Told() if self._tells_with_sizes else None, self.token_group
+        group, told = self.token_group, Told() if self._tells_with_sizes else None
         if told is None:
             tokens = Tokens.of(self.mesh, num_tokens, step=step, group=group)
         else:

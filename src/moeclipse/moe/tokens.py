@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from moeclipse.comm.async_ops.exchange import gather, gather_to_host, sum_of_parts
-from moeclipse.comm.async_ops.lane import InFlight
+from moeclipse.comm.async_ops.exchange import sum_of_parts
+from moeclipse.comm.async_ops.lane import InFlight, gather, gather_to_host
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CommError

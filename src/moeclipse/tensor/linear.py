@@ -35,7 +35,7 @@ from moeclipse.comm.async_ops.lane import InFlight
 from moeclipse.core.errors import ConfigError
 from moeclipse.ops.eager import eager
 from moeclipse.ops.first_order import first_order
-from moeclipse.ops.frozen import Frozen, Weight, decoded, in_type
+from moeclipse.ops.frozen import Frozen, Weight
 from moeclipse.tensor.cut import Cut, mark
 from moeclipse.tensor.parallel import TensorParallel, move
 from moeclipse.tensor.weight_grad import Grad, bias_grad, weight_grad
@@ -93,7 +93,7 @@ def _kept(ctx: Any) -> tuple[torch.Tensor, list[Weight]]:
 
 
 def _d_input(dy_TN: torch.Tensor, weight: Weight) -> torch.Tensor:
-    return decoded(in_type(weight, dy_TN.dtype), dy_TN.dtype)
+    return weight.numbers(dy_TN.dtype) if isinstance(weight, Frozen) else weight.to(dy_TN.dtype)
 
 
 def _rows(t: torch.Tensor) -> torch.Tensor:

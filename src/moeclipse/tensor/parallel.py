@@ -74,8 +74,14 @@ class TensorParallel:
     """How the ranks talk; None: over torch.distributed."""
     wgrads: WeightGrads = field(default_factory=WeightGrads)
     buffer: GatherBuffer = field(default_factory=GatherBuffer, repr=False)
+    size: int = field(init=False)
+    index: int = field(init=False)
+    parts_tokens: bool = field(init=False)
+    """Whether activations between linears are parts of the tokens."""
 
     def __post_init__(self) -> None:
+        size, parts_tokens = self.group.size, self.sequence_parallel and self.group.size > 1
+        vars(self).update(size=size, index=self.group.index, parts_tokens=parts_tokens)
         if self.sequence_parallel and self.async_all_reduce:
             raise ConfigError(
                 "async_all_reduce = True needs sequence_parallel = False: with sequence parallelism input "
@@ -97,19 +103,6 @@ class TensorParallel:
     @property
     def comm(self) -> Collectives:
         return self.wire or Collectives(self.lane, self.group)
-
-    @property
-    def size(self) -> int:
-        return self.group.size
-
-    @property
-    def index(self) -> int:
-        return self.group.index
-
-    @property
-    def parts_tokens(self) -> bool:
-        """Whether activations between linears are parts of the tokens."""
-        return self.sequence_parallel and self.size > 1
 
     @property
     def whole_share(self) -> Literal["sum", "same"]:

@@ -10,13 +10,11 @@ import torch
 from moeclipse.comm.async_ops.exchange import (
     all_gather_shards,
     all_reduce,
-    all_to_all,
-    gather,
-    gather_to_host,
     reduce_scatter,
     sum_of_parts,
     total,
 )
+from moeclipse.comm.async_ops.lane import all_to_all, gather, gather_to_host
 from moeclipse.comm.mesh import Mesh
 from moeclipse.testing.run_ranks import run_ranks
 

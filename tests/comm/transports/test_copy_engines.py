@@ -15,7 +15,7 @@ import pytest
 import torch
 from peer_files import left_over
 
-from moeclipse.comm.async_ops.exchange import all_to_all
+from moeclipse.comm.async_ops.lane import all_to_all
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.transports import copy_engines
 from moeclipse.comm.transports.copy_engines import PinnedTransport, Slots, _short, pinned

@@ -12,7 +12,7 @@ import pytest
 import torch
 from peer_files import left_over
 
-from moeclipse.comm.async_ops.exchange import all_to_all
+from moeclipse.comm.async_ops.lane import all_to_all
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.transports.host_ring import PeerExchange, PeerTransport
 from moeclipse.comm.transports.transport import Transport

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from test_learner import configure
 
-from moeclipse.comm.async_ops.exchange import gather
-from moeclipse.comm.async_ops.lane import Ready
+from moeclipse.comm.async_ops.lane import Ready, gather
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ScheduleError
 from moeclipse.model.launches import LayerLaunches

@@ -14,12 +14,15 @@ gloo's own threads and `get` blocks, no longer than the deadline. Order comes fr
 driver setting.
 
 A transfer keeps its tensors alive until it is waited for; every transfer must be waited for.
+
+Rows go by `all_to_all` and numbers by `gather`; `TorchTransport` is the wire that is made of them. With one
+rank in the group nothing is sent and no copy is made. Sums are in `exchange`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,15 +30,19 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from moeclipse.comm.async_ops.record import Recorder, TransferStamps
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.group import Group
+from moeclipse.comm.transports.gloo_pairs import GlooPairs, PairsWork
 from moeclipse.comm.watch.op_log import LoggedOp
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 Source = TypeVar("Source")
+# Newer torch renames it and warns about the old name.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 SPIN_S = 2e-3  # how long the host spins for a result before it lets others have the core
 
 
@@ -215,7 +222,7 @@ class Lane:
         recorder, stamps = self.recorder, None
         if recorder.cuda or recorder.active or recorder.ledger is not None:
             stamps = recorder.launch(self.name, group.name, label)
-        op = self.watch.log.launch_on_host(self.name, label, group.ranks)
+        op = self._logged_on_host(label, group.ranks)
         transfer = Transfer(self, group, stamps, op, value, keep)
         try:
             transfer._work = start()
@@ -224,6 +231,24 @@ class Lane:
         if stamps is not None and recorder.active and not recorder.cuda:
             _stamp_when_done(transfer._work, stamps)
         return transfer
+
+    def _logged_on_host(self, label: str, ranks: tuple[int, ...]) -> LoggedOp:
+        """What no stream runs: it starts at once, and the host waits for it."""
+        log, now = self.watch.log, time.monotonic()
+        op = LoggedOp(
+            number=next(log.numbers),
+            lane=self.name,
+            label=label,
+            ranks=ranks,
+            launched=now,
+            started=now,
+            on_host=True,
+            patience_s=log.patience_s,
+        )
+        log.recent.append(op)
+        if log.in_file:
+            log.write(op)
+        return op
 
     def _capture(self, group: Group, label: str, start: Callable[[], Any], value: T) -> Transfer[T]:
         """Into a graph, on the stream that is captured: nobody can stamp, watch or wait for it there."""
@@ -260,6 +285,81 @@ class Lane:
         finally:
             torch.cuda.set_stream(current)
         return transfer
+
+
+def all_to_all(
+    lane: Lane,
+    group: Group,
+    rows: torch.Tensor,
+    send_counts: Sequence[int],
+    receive_counts: Sequence[int],
+    label: str,
+    out: torch.Tensor | None = None,
+) -> InFlight[torch.Tensor]:
+    """Send `send_counts[p]` leading rows to each peer p, in order; receive likewise. Zeros are legal."""
+    if group.size == 1:
+        return Ready(rows if out is None else out.copy_(rows))
+    rows = rows.contiguous()
+    if out is None:
+        out = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+
+    given = (out, rows, list(receive_counts), list(send_counts), group.handle)
+    return lane.collective(group, label, partial(dist.all_to_all_single, *given), out, rows)
+
+
+@dataclass(frozen=True)
+class TorchTransport:
+    """The wire (`Transport`) that is torch's own all-to-all.
+
+    `pairs`: sends and receives of our own, on all ranks of the group or on none; rows are on the CPU.
+    """
+
+    lane: Lane
+    group: Group
+    pairs: GlooPairs | None = None
+
+    def all_to_all(
+        self,
+        rows: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        label: str,
+        out: torch.Tensor | None = None,
+    ) -> InFlight[torch.Tensor]:
+        pairs = self.pairs
+        if pairs is None:
+            return all_to_all(self.lane, self.group, rows, send_counts, receive_counts, label, out)
+        rows = rows.detach().contiguous()
+        if out is None:
+            out = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+        leaving, arriving = rows.split(list(send_counts)), out.detach().split(list(receive_counts))
+
+        def start() -> PairsWork:
+            return pairs.exchange(leaving, arriving)
+
+        return self.lane.launch(self.group, label, start, out, rows)
+
+
+def gather(lane: Lane, group: Group, value: torch.Tensor, label: str) -> InFlight[torch.Tensor]:
+    """Every member's `value`, stacked in rank order: shape [P, *value.shape]."""
+    return Ready(value.unsqueeze(0)) if group.size == 1 else _gather(lane, group, value, label)
+
+
+def gather_to_host(lane: Lane, group: Group, value: torch.Tensor, label: str) -> InFlight[list[Any]]:
+    """As `gather`, as a nested list."""
+    if group.size == 1:
+        return Then(Ready(value.unsqueeze(0)), torch.Tensor.tolist)
+    return OnHost(_gather(lane, group, value, label))
+
+
+def _gather(lane: Lane, group: Group, value: torch.Tensor, label: str) -> Transfer[torch.Tensor]:
+    out = value.new_empty((group.size, *value.shape))
+    if group.backend == "gloo":
+        sent = value.expand(group.size, *value.shape).contiguous()
+        call: Callable[..., Any] = dist.all_to_all_single
+    else:
+        sent, call = value.contiguous(), ALL_GATHER
+    return lane.collective(group, label, partial(call, out, sent, group=group.handle), out, sent)
 
 
 def poll(

@@ -26,7 +26,7 @@ from typing import Literal
 import torch
 
 from moeclipse.comm.async_ops import exchange
-from moeclipse.comm.async_ops.lane import Awaited, InFlight, Lane, Then
+from moeclipse.comm.async_ops.lane import Awaited, InFlight, Lane, Then, gather
 from moeclipse.comm.async_ops.record import TransferStamps
 from moeclipse.comm.async_ops.work import CompletedWork
 from moeclipse.comm.group import Group
@@ -48,7 +48,7 @@ class Collectives:
 
     def gather(self, value: torch.Tensor, label: str) -> InFlight[torch.Tensor]:
         """Every member's `value`, stacked in rank order: shape [P, *value.shape]."""
-        return exchange.gather(self.lane, self.group, value, label)
+        return gather(self.lane, self.group, value, label)
 
     def all_reduce(self, value: torch.Tensor, label: str) -> InFlight[torch.Tensor]:
         """The sum of every member's `value`, which may be overwritten."""

@@ -23,7 +23,7 @@ import torch
 from torch.nn.functional import pad
 
 from moeclipse.comm.async_ops import exchange
-from moeclipse.comm.async_ops.lane import Lane
+from moeclipse.comm.async_ops.lane import Lane, gather
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.reduce.on_device import DTYPES, CudaReducer
@@ -62,7 +62,7 @@ class TokenGather:
         short = -mine.numel() % PART
         peers = self._peers_for(mine, self.group.size * (mine.numel() + short) * mine.itemsize)
         if peers is None:
-            return exchange.gather(self.lane, self.group, mine, label).get().view(whole)
+            return gather(self.lane, self.group, mine, label).get().view(whole)
         bits = mine.contiguous().view(-1)
         bits = bits if bits.dtype in DTYPES else bits.view(AS_FLOATS[bits.itemsize])
         bits = pad(bits, (0, short)) if short else bits

@@ -1,4 +1,4 @@
-"""All-to-all of rows over peer memory: the call of `exchange.all_to_all` without a socket in between.
+"""All-to-all of rows over peer memory: the call of `lane.all_to_all` without a socket in between.
 
 Each ordered pair of ranks has a flow (`ring`). Both know from their counts how many bytes go from one to
 the other, so pairs without rows exchange nothing at all, and no rank waits for a rank it gets nothing from.
@@ -32,8 +32,7 @@ from pathlib import Path
 
 import torch
 
-from moeclipse.comm.async_ops import exchange
-from moeclipse.comm.async_ops.lane import Awaited, InFlight, Lane
+from moeclipse.comm.async_ops.lane import Awaited, InFlight, Lane, all_to_all
 from moeclipse.comm.async_ops.record import TransferStamps
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.group import Group
@@ -155,7 +154,7 @@ class PeerExchange:
         if group is not self.group and group.ranks != self.group.ranks:
             raise ConfigError(f"this exchange serves ranks {self.group.ranks}, not {group.ranks}")
         if self._memory is None or not rows.is_cpu:
-            return exchange.all_to_all(lane, group, rows, send_counts, receive_counts, label, out)
+            return all_to_all(lane, group, rows, send_counts, receive_counts, label, out)
         num_rows = rows.size(0)
         send_ends, receive_ends = checked_ends(num_rows, send_counts, receive_counts, group)
         if not rows.is_contiguous():

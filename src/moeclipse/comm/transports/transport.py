@@ -16,8 +16,7 @@ from typing import Protocol
 
 import torch
 
-from moeclipse.comm.async_ops.exchange import TorchTransport
-from moeclipse.comm.async_ops.lane import InFlight
+from moeclipse.comm.async_ops.lane import InFlight, TorchTransport
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.transports.gloo_pairs import GlooPairs

@@ -19,6 +19,7 @@ import mmap
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,8 +67,8 @@ class OpLog:
         self._marks = marks
         self.patience_s: float | None = None
         """Replaces the deadline of what is launched from now on: a first step compiles and loads kernels."""
-        self._ops: list[LoggedOp | None] = [None] * KEPT
-        self._numbers = itertools.count()
+        self.recent: deque[LoggedOp] = deque(maxlen=KEPT)
+        self.numbers = itertools.count()
         self._day = time.time() - time.monotonic()
         self._who = f"rank {rank} on {socket.gethostname()}, process {os.getpid()}"
         self.step: int | None = None
@@ -98,29 +99,27 @@ class OpLog:
             self._lines[:WIDTH] = _line(self._head)
 
     def launch(self, lane: str, label: str, ranks: Sequence[int] = ()) -> LoggedOp:
-        number = next(self._numbers)
         op = LoggedOp(
-            number=number,
+            number=next(self.numbers),
             lane=lane,
             label=label,
             ranks=tuple(ranks),
             launched=time.monotonic(),
             patience_s=self.patience_s,
         )
-        self._ops[number % KEPT] = op
-        if self._lines is not None:
-            text = f"{number:>8} {op.launched + self._day:>14.3f}{'':{2 * COLUMN}}  {lane}: {label}"
-            at = self._line_of(op)
-            self._lines[at : at + WIDTH] = _line(text)
+        self.recent.append(op)
+        if self.in_file:
+            self.write(op)
         return op
 
-    def launch_on_host(self, lane: str, label: str, ranks: Sequence[int] = ()) -> LoggedOp:
-        """What no stream runs: it starts at once, and the host waits for it."""
-        op = self.launch(lane, label, ranks)
-        op.on_host, op.started = True, op.launched
-        if self.in_file:
-            self._write_time(op, STARTED_AT, op.launched)
-        return op
+    def write(self, op: LoggedOp) -> None:
+        """To the file, an op that has just been launched."""
+        assert self._lines is not None
+        text = f"{op.number:>8} {op.launched + self._day:>14.3f}{'':{2 * COLUMN}}  {op.lane}: {op.label}"
+        at = self._line_of(op)
+        self._lines[at : at + WIDTH] = _line(text)
+        if op.started is not None:
+            self._write_time(op, STARTED_AT, op.started)
 
     def start(self, op: LoggedOp, stream: int | None = None) -> None:
         """Now; or when the stream of that handle gets there."""
@@ -145,7 +144,7 @@ class OpLog:
     @property
     def ops(self) -> list[LoggedOp]:
         """Oldest first."""
-        return sorted((op for op in list(self._ops) if op is not None), key=lambda op: op.number)
+        return list(self.recent)  # in one go: another thread may be launching
 
     def look(self, now: float) -> None:
         """Take over the marks that streams have written since."""
@@ -200,7 +199,7 @@ class OpLog:
         self._write_time(op, DONE_AT, now)
 
     def _write_time(self, op: LoggedOp, column: int, now: float) -> None:
-        if self._lines is not None and self._ops[op.number % KEPT] is op:
+        if self._lines is not None and op.number > self.recent[-1].number - KEPT:
             at = self._line_of(op) + column
             self._lines[at : at + COLUMN] = f" {now + self._day:>14.3f}".encode()
 

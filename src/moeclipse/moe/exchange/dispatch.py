@@ -33,8 +33,7 @@ import torch
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.quota import QuotaOrder
 from moeclipse.balance.split import ReplicaTable
-from moeclipse.comm.async_ops.exchange import gather_to_host
-from moeclipse.comm.async_ops.lane import InFlight, Lane, Then
+from moeclipse.comm.async_ops.lane import InFlight, Lane, Then, gather_to_host
 from moeclipse.comm.group import Group
 from moeclipse.comm.transports.transport import TorchTransport, Transport
 from moeclipse.moe.exchange.sizes import Sizes, Unit, meetings
@@ -313,8 +312,9 @@ def exchange_sizes(
         return gather_to_host(lane, group, mine, label)
 
     def split(table: list[list[int]]) -> list[list[int]]:
-        told.arrived([row[len(mine) :] for row in table])
-        return [row[: len(mine)] for row in table]
+        sizes, others = [row[: len(mine)] for row in table], [row[len(mine) :] for row in table]
+        told.arrived(others)
+        return sizes
 
     return Then(gather_to_host(lane, group, torch.cat([mine, told.mine]), label), split)
 

@@ -16,8 +16,7 @@ from itertools import accumulate
 
 import torch
 
-from moeclipse.comm.async_ops.exchange import gather_to_host
-from moeclipse.comm.async_ops.lane import InFlight
+from moeclipse.comm.async_ops.lane import InFlight, gather_to_host
 from moeclipse.comm.async_ops.reading import send
 from moeclipse.moe.exchange.dispatch import Dispatcher, DispatchPlan, concatenated
 from moeclipse.moe.exchange.sizes import Sizes, Unit, meetings

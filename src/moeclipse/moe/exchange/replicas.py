@@ -21,8 +21,7 @@ import torch
 
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.split import split_rows
-from moeclipse.comm.async_ops.exchange import all_to_all
-from moeclipse.comm.async_ops.lane import Lane
+from moeclipse.comm.async_ops.lane import Lane, all_to_all
 from moeclipse.comm.async_ops.reading import send
 from moeclipse.comm.group import Group
 from moeclipse.moe.exchange.dispatch import Dispatcher

@@ -30,7 +30,7 @@ from moeclipse.moe.own_loop.shards import ExpertPlace, load_shards, save_shards,
 from moeclipse.ops.activation import GATED, Activation, activate_backward, activated, hidden_width
 from moeclipse.ops.bias import group_sum
 from moeclipse.ops.expert_passes import BIASES, WEIGHTS
-from moeclipse.ops.frozen import Frozen, Scratch, Weight, decoded, freeze
+from moeclipse.ops.frozen import Frozen, Scratch, Weight, freeze
 from moeclipse.ops.grouped_gemm import grouped_mm, grouped_mm_dgrad, grouped_mm_wgrad
 from moeclipse.ops.grouping import group_counts
 from moeclipse.ops.random import key_of
@@ -171,9 +171,11 @@ class Experts(Unhooked):
 
     def dgrad(self, dy: torch.Tensor, saved: ExpertsSaved) -> tuple[torch.Tensor, ExpertsPending]:
         up, down, *_ = saved.weights
-        d_a = grouped_mm_dgrad(dy, decoded(down, dy.dtype), saved.counts)
+        down = down if isinstance(down, torch.Tensor) else down.numbers(dy.dtype)
+        d_a = grouped_mm_dgrad(dy, down, saved.counts)
         d_h, a = activate_backward(d_a, saved.h, self.activation)
-        dx = grouped_mm_dgrad(d_h, decoded(up, dy.dtype), saved.counts)
+        up = up if isinstance(up, torch.Tensor) else up.numbers(dy.dtype)
+        dx = grouped_mm_dgrad(d_h, up, saved.counts)
         given: dict[str, Any] = {"counts": saved.counts, "kernels": self.kernels, "frozen": self.frozen}
         return dx, ExpertsPending(x=saved.x, d_h=d_h, a=a, dy=dy, **given)
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from moeclipse.comm.async_ops.exchange import gather
+from moeclipse.comm.async_ops.lane import gather
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.own_loop.guards import layers_of

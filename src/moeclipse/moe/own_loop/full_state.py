@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from moeclipse.comm.async_ops.exchange import gather
+from moeclipse.comm.async_ops.lane import gather
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.experts.module_experts import ModuleExperts
 from moeclipse.moe.layer import MoE

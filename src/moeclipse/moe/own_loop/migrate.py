@@ -18,8 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from moeclipse.balance.ownership import ExpertTransfer
-from moeclipse.comm.async_ops.exchange import all_to_all
-from moeclipse.comm.async_ops.lane import Lane
+from moeclipse.comm.async_ops.lane import Lane, all_to_all
 from moeclipse.comm.group import Group
 from moeclipse.core.errors import CommError
 

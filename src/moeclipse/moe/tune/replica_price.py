@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from moeclipse.comm.async_ops.exchange import all_to_all
+from moeclipse.comm.async_ops.lane import all_to_all
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.tune.stopwatch import MORE, slope_of, slowest

@@ -26,7 +26,7 @@ from moeclipse.balance.serving import with_guests
 from moeclipse.balance.shadow import ShadowPlan, forced_shadows, most_gain
 from moeclipse.balance.shadow_model import ShadowCosts
 from moeclipse.balance.shadow_policy import FREE, ShadowPolicy, ShadowQuestion
-from moeclipse.comm.async_ops.exchange import gather_to_host
+from moeclipse.comm.async_ops.lane import gather_to_host
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.exchange.dispatch import Dispatcher, DispatchPlan

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from moeclipse.comm.async_ops.exchange import gather_to_host
+from moeclipse.comm.async_ops.lane import gather_to_host
 from moeclipse.comm.mesh import Mesh
 
 REPEATS = 5

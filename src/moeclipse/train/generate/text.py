@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import torch
 
-from moeclipse.comm.async_ops.exchange import gather_to_host
+from moeclipse.comm.async_ops.lane import gather_to_host
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.start import choose_device
 from moeclipse.core.config import problems_of

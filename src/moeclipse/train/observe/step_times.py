@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moeclipse.comm.async_ops.exchange import gather
-from moeclipse.comm.async_ops.lane import InFlight
+from moeclipse.comm.async_ops.lane import InFlight, gather
 from moeclipse.comm.async_ops.ledger import HOST_GROUP
 from moeclipse.comm.async_ops.record import StepStamps
 from moeclipse.comm.mesh import Mesh

@@ -24,8 +24,7 @@ from torch import nn
 
 from moeclipse.balance.ownership import Owner, Ownership
 from moeclipse.balance.placement import EMPTY
-from moeclipse.comm.async_ops.exchange import all_to_all
-from moeclipse.comm.async_ops.lane import InFlight, Ready, Then
+from moeclipse.comm.async_ops.lane import InFlight, Ready, Then, all_to_all
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CommError

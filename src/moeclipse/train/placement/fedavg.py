@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moeclipse.comm.async_ops.exchange import all_to_all, gather_to_host
+from moeclipse.comm.async_ops.lane import all_to_all, gather_to_host
 from moeclipse.train.placement.placed_layer import PlacedLayer
 
 

@@ -27,7 +27,8 @@ import torch
 from moeclipse.balance.drift import NUMBERS, Drift
 from moeclipse.balance.load import Load, LoadAverage, LoadTrace, spread
 from moeclipse.balance.split import balance_of, pour
-from moeclipse.comm.async_ops.exchange import gather, total
+from moeclipse.comm.async_ops.exchange import total
+from moeclipse.comm.async_ops.lane import gather
 from moeclipse.comm.async_ops.reading import Reading
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moeclipse.comm.async_ops.exchange import gather_to_host
+from moeclipse.comm.async_ops.lane import gather_to_host
 from moeclipse.core.errors import CommError
 from moeclipse.train.placement.placed_layer import PlacedLayer
 

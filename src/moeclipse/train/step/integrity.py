@@ -32,7 +32,7 @@ from contextlib import contextmanager
 
 import torch
 
-from moeclipse.comm.async_ops.exchange import gather_to_host
+from moeclipse.comm.async_ops.lane import gather_to_host
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CorruptionError

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from moeclipse.comm.async_ops.exchange import gather, sum_of_parts
+from moeclipse.comm.async_ops.exchange import sum_of_parts
+from moeclipse.comm.async_ops.lane import gather
 from moeclipse.comm.async_ops.reading import Reading
 from moeclipse.comm.mesh import Mesh
 from moeclipse.model.segment_memory import memories
