@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import math
 import random
 import resource
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from damaged_folders import make_folders
 from safetensors.torch import save_file
 
 from apart import apart
@@ -214,11 +216,43 @@ def make_files(folder: Path) -> dict[str, tuple[Path, Reader]]:
     for file in sorted(saved.iterdir()):
         readers[file.name] = (file, checkpoint)
     readers |= make_hf_folder(folder / "hf")
+    readers |= make_folders(folder, MIXTRAL)
     return readers | make_documents(folder) | make_run_files(folder / "run")
+
+
+ODD = (None, True, -1, 0, 3, 1e300, -0.5, 10**12, 1 << 70, "", "3", "x", "\x1b[2J", [], {}, [[]], math.nan)
+
+
+def with_another_value(data: bytes, random_: random.Random) -> bytes:
+    """JSON, or a line of it, in which one value is of another kind; other data stay as they are."""
+    lines = data.splitlines(keepends=True)
+    number = random_.randrange(len(lines)) if data.endswith(b"}\n") and len(lines) > 1 else None
+    try:
+        whole = json.loads(data if number is None else lines[number])
+    except (ValueError, RecursionError):
+        return data
+    places: list[tuple[Any, Any]] = []
+    left = [whole]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict | list):
+            keys = list(one) if isinstance(one, dict) else range(len(one))
+            places += [(one, key) for key in keys]
+            left += [one[key] for key in keys]
+    if places:
+        holder, key = random_.choice(places)
+        if isinstance(holder, dict) and random_.random() < 0.2:
+            del holder[key]
+        else:
+            holder[key] = random_.choice([*ODD, [holder[key]], {"a": holder[key]}])
+    told = json.dumps(whole).encode()
+    return told if number is None else b"".join([*lines[:number], told + b"\n", *lines[number + 1 :]])
 
 
 def mutated(data: bytes, random_: random.Random) -> bytes:
     """One of many kinds of damage; sometimes two."""
+    if random_.random() < 0.4 and (other := with_another_value(data, random_)) != data:
+        return other
     place = random_.randrange(len(data) + 1)
     end = min(place + random_.choice([1, 4, 30, 1000]), len(data))
     noise = random_.randbytes(end - place)

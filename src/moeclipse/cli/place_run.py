@@ -15,6 +15,7 @@ from moeclipse.balance.objective import PlacementCosts, rows_per_pair
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.outside import parse_json, read_text, table
 from moeclipse.core.toml import parse_toml
+from moeclipse.report.choices_form import fitting
 from moeclipse.report.run import layers_with_experts
 from moeclipse.report.skew import probe_of, sharers
 
@@ -38,7 +39,7 @@ class RunFacts:
             return cls(load=load, config={}, choices={})
         try:
             config = parse_toml(_text(folder / "config.toml"), "config.toml")
-            choices = table(parse_json(_text(folder / "choices.json") or "{}", numbers=False))
+            choices = fitting(table(parse_json(_text(folder / "choices.json") or "{}", numbers=False)))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{folder}: config.toml or choices.json cannot be read: {error}") from None
         return cls(load=load, config=config, choices=choices)

@@ -31,6 +31,7 @@ from moeclipse.cost.hardware import link
 from moeclipse.cost.model import Costs
 from moeclipse.cost.step_bytes import Sharing
 from moeclipse.pipeline.config import Schedule
+from moeclipse.report.choices_form import fitting
 from moeclipse.schedule import kinds
 from moeclipse.sim.compare import Answer
 from moeclipse.train.config import TrainConfig
@@ -84,7 +85,7 @@ class RunSource:
 
     @classmethod
     def _of_run(cls, folder: Path) -> RunSource:
-        choices, summary = (_table(folder / name) for name in (CHOICES, SUMMARY))
+        choices, summary = fitting(_table(folder / CHOICES)), _table(folder / SUMMARY)
         ranks = choices.get("ranks")
         known = isinstance(ranks, list) and len(ranks) == 4 and all(isinstance(size, int) for size in ranks)
         times = [summary.get(key) for key in ("step_ms", "compute_ms", "comm_ms")]

@@ -21,6 +21,7 @@ line, and so are tensors of another shape than the model's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,12 +214,28 @@ def read_adapter(
     return from_peft(model, moe, lora, names, tensors, f"{path}/{WEIGHTS}")
 
 
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (lambda value: type(value) is int and value >= 1, "a whole number, 1 or more"),
+    "lora_alpha": (lambda value: isinstance(value, int | float) and math.isfinite(value), "a number"),
+    "target_modules": (lambda value: isinstance(value, str) or _are_names(value), "names"),
+    "target_parameters": (_are_names, "a list of names"),
+}
+"""Of what we read in their settings, where it is there."""
+
+
 def read_settings(path: Path) -> dict[str, Any]:
     """An adapter_config.json that asks for nothing that we do not have."""
     try:
         told = read_table(path / CONFIG, inside=path, numbers=False)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is no whole adapter ({CONFIG}, {WEIGHTS}): {error}") from None
+    for key, (fits, form) in FORMS.items():
+        if told.get(key) is not None and not fits(told[key]):
+            raise CheckpointError(f"{path}/{CONFIG}: {key} must be {form}, not {told[key]!r}")
     needs = [
         f"{key} = {told[key]!r}"
         for key, usual in PLAIN.items()
@@ -238,7 +255,7 @@ def adapter_lora(path: Path, model: ModelConfig, names: Names = EACH) -> LoraCon
     modules = {theirs: ours for ours, (theirs, _) in projections(model, every).items()}
     parameters = {f"{names.experts_module}.{theirs}": ours for ours, theirs in PARAMETERS.items()}
     asked = told.get("target_modules") or []
-    asked = [asked] if isinstance(asked, str) else [*asked]
+    asked = [asked] if isinstance(asked, str) else asked
     targets = {name: modules.get(name.rpartition(".")[2]) for name in asked}
     targets |= {name: parameters.get(name) for name in told.get("target_parameters") or []}
     unknown = sorted(name for name, ours in targets.items() if ours is None)

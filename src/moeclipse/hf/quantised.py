@@ -102,17 +102,21 @@ class Packed:
 def packed_tensors(shapes: Shapes, theirs: Mapping[str, Any], where: str) -> dict[str, Packed]:
     """The quantised tensors of a folder, by their plain keys; CheckpointError for halves of them."""
     told = theirs.get("quantization_config") or {}
+    if not isinstance(told, dict):
+        raise CheckpointError(f"{where}: quantization_config holds no table; download the model again")
     method = told.get("quant_method")
     if told and method not in METHODS:
         raise CheckpointError(
             f"{where}: weights are quantised by {method!r}, and only {' and '.join(METHODS)} are read; "
             "convert them to bfloat16 with transformers first"
         )
-    block = tuple(told.get("weight_block_size") or SIDES)
+    block = told.get("weight_block_size") or SIDES
+    if not isinstance(block, list | tuple) or [type(side) for side in block] != [int, int] or min(block) < 1:
+        raise CheckpointError(f"{where}: weight_block_size must be two numbers, not {block!r}")
     found: dict[str, Packed] = {}
     for key, (shape, kind) in shapes.items():
         if kind == FP8:
-            found[key] = Packed(key=key, kind="fp8", shape=shape, block=(int(block[0]), int(block[1])))
+            found[key] = Packed(key=key, kind="fp8", shape=shape, block=(block[0], block[1]))
         elif key.endswith(BLOCKS) and kind == BYTES and len(shape) == 4:
             plain = key.removesuffix(BLOCKS)
             experts, out, groups, _ = shape

@@ -24,6 +24,7 @@ from moeclipse.balance.load import Load
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.outside import MOST_BYTES, lines_of, open_file, parse_json, read_table, read_text, told_of
 from moeclipse.core.toml import parse_toml
+from moeclipse.report.choices_form import fitting, misfits
 from moeclipse.report.metric_lines import number
 from moeclipse.report.step_table import MOST_NOTES, MetricsFile, StepTable
 
@@ -166,7 +167,9 @@ def choices_of(directory: Path, gaps: list[str]) -> dict[str, Any]:
     """Those of all stages of a pipeline as one."""
     together: dict[str, Any] = {}
     for path in sorted(directory.glob("choices*.json")):
-        found = read_json(path, gaps)
+        told = read_json(path, gaps)
+        found = fitting(told)
+        gaps += [f"{name} in {path.name} has another form, and is left out" for name in misfits(told)]
         layers = found.pop("layers", None)
         known = together.setdefault("layers", {})
         known |= layers if isinstance(layers, dict) else {}

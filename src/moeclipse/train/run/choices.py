@@ -32,6 +32,7 @@ from moeclipse.core.outside import read_table
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.tune.fixed_prices import fixed_prices
 from moeclipse.moe.tune.probe import Probe
+from moeclipse.report.choices_form import misfits
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.run.run_files import write_atomic
 
@@ -138,6 +139,8 @@ def _read(path: Path, needed: bool) -> dict[str, Any]:
         return {"problem": f"run.tuned_from: there is no file {path}"} if needed else {}
     try:
         found = read_table(path, numbers=False)
+        if bad := misfits(found):
+            raise ValueError(f"{', '.join(bad)} in it")
         needed_keys = {key: found[key] for key in ("ranks", "layers", "placement")}
         # The first of these files lack the others.
         others = {key: found.get(key) for key in ("settled", "search")}
