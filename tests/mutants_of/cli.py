@@ -121,14 +121,6 @@ MUTANTS = (
         "CI stays green",
     ),
     Mutant(
-        "cli/page_line.py",
-        '{shlex.quote(str(directory))}"',
-        '{directory}"',
-        "cli/test_page_line.py::test_what_goes_wrong_is_said_and_raises_nothing",
-        "a command with a bare path",
-        "pasted, it names another folder",
-    ),
-    Mutant(
         "cli/heatmap.py",
         "part.max()))] * width",
         "part.mean()))] * width",

@@ -6,6 +6,14 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "core/program.py",
+        "{shlex.join(map(str, words))}",
+        "{' '.join(map(str, words))}",
+        "core/test_program.py::test_folders_with_spaces_are_quoted",
+        "a command with a bare path",
+        "pasted, it names another folder",
+    ),
+    Mutant(
         "core/config.py",
         """\
                 values[key], origins[key] = value, given.origin
