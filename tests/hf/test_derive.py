@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import transformers
 from tiny_models import COMMON, TINY
 
-from moeclipse.hf.derive import dense_of_qwen, grouped
+from moeclipse.hf.derive import Missing, bases_of_layers, dense_of_qwen, grouped, laguna
 from moeclipse.hf.read import read_config
 
 
@@ -41,3 +42,34 @@ def test_what_families_share() -> None:
     told = {"num_attention_heads": 4, "hidden_size": 32, "num_key_value_heads": None}
     assert grouped(told) == {"model.attention": "gqa", "model.num_kv_heads": 4, "model.head_dim": 8}
     assert dense_of_qwen({"decoder_sparse_step": 1, "num_hidden_layers": 2}) == {"model.dense_layers": ()}
+
+
+def test_a_base_for_each_layer() -> None:
+    told = {"num_hidden_layers": 4, "layer_rope_theta": [0, 70, 70, 500.0]}
+    values = bases_of_layers(told, (0, 3, 3, 0))
+    assert values == {
+        "model.rope_layers": (False, True, True, True),
+        "model.rope_base": 500.0,
+        "model.window_rope_base": 70.0,
+    }
+    assert bases_of_layers({**told, "layer_rope_theta": [70] * 4}, (0, 3, 3, 0)) == {
+        "model.rope_layers": (),
+        "model.rope_base": 70.0,
+    }
+    for bases in ([500, 70, 71, 500], [500, 70, 70, 501]):
+        with pytest.raises(Missing, match="differs from layer to layer"):
+            bases_of_layers({**told, "layer_rope_theta": bases}, (0, 3, 3, 0))
+    with pytest.raises(Missing, match="rotary scaling"):
+        bases_of_layers({**told, "rope_parameters": {"rope_type": "yarn"}}, (0, 3, 3, 0))
+    with pytest.raises(ValueError, match="zip"):
+        bases_of_layers({**told, "layer_rope_theta": [70]}, (0, 3, 3, 0))
+
+
+def test_heads_of_laguna_are_alike() -> None:
+    told = {"num_attention_heads": 4, "hidden_size": 16, "gating": True, "num_hidden_layers": 2}
+    assert laguna(told)["model.attention_gate"] == "head_softplus"
+    assert laguna({**told, "gating": "per-element"})["model.attention_gate"] == "component_softplus"
+    with pytest.raises(Missing, match="heads that differ"):
+        laguna({**told, "num_attention_heads_per_layer": [4, 8]})
+    with pytest.raises(Missing, match="another gate"):
+        laguna({**told, "gating": False})

@@ -72,3 +72,20 @@ def test_what_we_do_not_have() -> None:
     assert read_rope({**HEADS, "rope_parameters": nested}, 1e4)[1] == [
         "rotary position that differs from layer to layer"
     ]
+
+
+def test_layers_with_a_window_have_angles_of_their_own() -> None:
+    full = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 5e5}
+    near = {"rope_type": "default", "rope_theta": 70.0, "partial_rotary_factor": 0.5}
+    both = {**HEADS, "layer_types": ["sliding_attention", "full_attention"]}
+    both["rope_parameters"] = {"full_attention": full, "sliding_attention": near}
+    values, needs = read_rope(both, 1e4, of_windows=True)
+    assert not needs
+    assert values["model.rope_base"] == 5e5
+    assert values["model.rope_scaling"] == "yarn"
+    assert (values["model.window_rope_base"], values["model.window_rope_dim"]) == (70.0, 8)
+    assert read_rope(both, 1e4)[1] == ["rotary position that differs from layer to layer"]
+    both["rope_parameters"] = {"full_attention": near, "sliding_attention": full}
+    assert read_rope(both, 1e4, of_windows=True)[1] == ["rotary scaling in layers with a window (yarn)"]
+    both["rope_parameters"] = {"full_attention": near, "sliding_attention": near}
+    assert "model.window_rope_base" not in read_rope(both, 1e4, of_windows=True)[0], "all turn alike"

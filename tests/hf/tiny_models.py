@@ -211,6 +211,8 @@ TINY: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.3,
         "logits_scaling": 2.5,
         "sliding_window": 3,
+        "num_hidden_layers": 3,
+        "layer_rope_theta": [500.0, 70.0, 0],
     },
 }
 DELTA = {
@@ -280,6 +282,34 @@ TINY["afmoe"] = {
     "global_attn_every_n_layers": 2,
     "route_scale": 1.3,
     "mup_enabled": True,
+}
+TINY["mellum"] = {
+    **EXPERTS,
+    "num_experts": 4,
+    "head_dim": 6,
+    "num_hidden_layers": 3,
+    "sliding_window": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "mlp_layer_types": ["sparse", "sparse", "dense"],
+    "rope_parameters": {
+        "full_attention": {**YARN, "mscale": None, "mscale_all_dim": None},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
+    },
+}
+TINY["laguna"] = {
+    **EXPERTS,
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 5,
+    "moe_routed_scaling_factor": 1.3,
+    "head_dim": 8,
+    "num_hidden_layers": 3,
+    "sliding_window": 3,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    "gating": "per-head",
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 70.0, "partial_rotary_factor": 1.0},
+    },
 }
 TINY["lfm2_moe"] = {
     **EXPERTS,

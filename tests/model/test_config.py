@@ -21,6 +21,13 @@ from moeclipse.model.config import ModelConfig
         ({"attention": "mla", "kv_lora_rank": 0}, "model.kv_lora_rank (0) must be at least 1"),
         ({"attention": "mla", "q_lora_rank": -1}, "model.q_lora_rank (-1) must not be negative; 0 is full"),
         ({"norm_eps": 0.0}, "model.norm_eps (0.0) must be positive"),
+        ({"window_rope_base": 70.0}, "model.window_rope_base (70.0) needs model.windows"),
+        ({"window_rope_base": -1.0}, "model.window_rope_base (-1.0) must not be negative"),
+        ({"window_rope_dim": 4}, "model.window_rope_dim (4) needs a model.window_rope_base"),
+        (
+            {"windows": (3,), "window_rope_base": 70.0, "window_rope_dim": 5},
+            "model.window_rope_dim (5) must be even and at most model.head_dim (6)",
+        ),
         ({"memory": -1}, "model.memory (-1) must not be negative; 0 is no memory"),
     ],
 )

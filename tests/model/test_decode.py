@@ -76,6 +76,7 @@ MODELS = {
         growth_first=1,
         growth_in="unturned",
     ),
+    "near": replace(MODEL, windows=(3, 0), window_rope_base=70.0, window_rope_dim=4),
     "indexed": replace(MLA, index_topk=3, index_heads=2, index_dim=6),
     "mla-unturned": replace(MLA, rope_layers=(False,), growth=0.4, growth_len=2),
     "norm-dynamic": replace(SCALED["dynamic"], qk_norm="head", rope_magnitude=1.2),

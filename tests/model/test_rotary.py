@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_model import MODEL
+from small_model import MODEL, build
 
 from moeclipse.model.config import ModelConfig, yarn_magnitude
-from moeclipse.model.rotary import Positions, Rotary, rotate
+from moeclipse.model.rotary import Positions, Rotary, near_rotary, rotate
 from moeclipse.testing.compare import difference
 
 CPU = torch.device("cpu")
@@ -121,3 +121,19 @@ def test_documents_under_dynamic_scaling_turn_by_their_own_length() -> None:
     apart = torch.cat([Positions.of(rotary, length, CPU).table for length in lengths], dim=1)
     assert difference(packed, apart) <= 1e-14
     assert difference(packed[:, :3], PLAIN.table(torch.arange(3), 3)) <= 1e-14  # a short one is not stretched
+
+
+def test_layers_with_a_window_turn_by_a_base_of_their_own() -> None:
+    config = replace(MODEL, windows=(3, 0), window_rope_base=70.0, window_rope_dim=4, rope_scaling="linear")
+    near, far = Rotary(width=4, base=70.0), Rotary(width=6, base=10000.0, scaling="linear")
+    assert near_rotary(config) == near
+    assert near_rotary(MODEL) is None
+    model, ids_BS = build(config), torch.zeros(2, 5, dtype=torch.int64)
+    q, k = torch.randn(2, 2, 5, 4, 6, dtype=torch.float64)
+    for documents in (None, torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 2, 2]])):
+        positions = model.positions(ids_BS, documents)
+        for layer, rotary in (("0", near), ("1", far)):
+            turned = model.layers[layer].attention.turn_both(q, k, positions)
+            table = Positions.of(rotary, 5, CPU, documents_BS=documents).table
+            for found, given in zip(turned, (q, k), strict=True):
+                assert difference(found, rotate(given.transpose(1, 2), table)) < 1e-14

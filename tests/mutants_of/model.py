@@ -6,6 +6,22 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "model/decode.py",
+        "near=replace(positions, table=table)",
+        "near=None",
+        "model/test_decode.py::test_logits_are_those_of_a_whole_forward",
+        "written texts turn all layers alike",
+        "Mellum and Laguna write by another model than was trained",
+    ),
+    Mutant(
+        "model/attention.py",
+        "at = positions.seen(self.window)",
+        "at = positions.seen(0)",
+        "model/test_rotary.py::test_layers_with_a_window_turn_by_a_base_of_their_own",
+        "layers with a window turn as all others",
+        "Mellum and Laguna compute something else than theirs",
+    ),
+    Mutant(
         "model/sampling.py",
         "before_BV >= config.top_p, 0)",
         "before_BV > config.top_p, 0)",

@@ -27,7 +27,7 @@ from moeclipse.hf.derive import Missing, Values
 from moeclipse.hf.families import FAMILIES
 from moeclipse.hf.family import Family
 from moeclipse.hf.read import COMMON, read_config, usual_values
-from moeclipse.hf.rope import write_rope
+from moeclipse.hf.rope import write_both, write_rope
 from moeclipse.model.config import yarn_magnitude
 
 MLA_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -150,6 +150,7 @@ def canonical(values: Values) -> Values:
     v["model.latent_norm_eps"] = (v["model.latent_norm_eps"] or v["model.norm_eps"]) if latent else None
     for key in GQA_KEYS if latent else MLA_KEYS:
         v[f"model.{key}"] = None
+    v |= canonical_near(v)
     v["model.rope_magnitude"] = v["model.rope_magnitude"] or yarn_magnitude(v["model.rope_factor"])
     for key in ALL_ROPE_KEYS - set(ROPE_KEYS[v["model.rope_scaling"]]):
         v[f"model.{key}"] = None
@@ -157,6 +158,15 @@ def canonical(values: Values) -> Values:
         v |= dict.fromkeys(f"model.{key}" for key in TURNING)
     v["model.init_std"] = None
     return canonical_block(v)
+
+
+def canonical_near(v: Values) -> Values:
+    """Layers with a window that turn as all others have no angles of their own."""
+    base, width = v["model.window_rope_base"], v["model.window_rope_dim"] or v["model.head_dim"]
+    plain = v["model.rope_scaling"] == "none" and (base, width) == (v["model.rope_base"], v["model.rope_dim"])
+    if not base or plain or not any(v["model.windows"]):
+        return {"model.window_rope_base": 0.0, "model.window_rope_dim": None}
+    return {"model.window_rope_dim": width}
 
 
 def canonical_block(v: Values) -> Values:
@@ -199,7 +209,8 @@ def candidate(family: Family, values: Values, context: int) -> dict[str, Any]:
         v["moe.num_shared_experts"] = v["moe.shared_d_ff"] // v["moe.d_ff"]
     plain = {theirs: v[ours] for ours, theirs in {**COMMON, **family.keys}.items()}
     turns = any(v["model.rope_layers"] or (True,))
-    rope = write_rope(v, context) if turns else {"model_max_length": context}  # that of Kimi
+    write = write_both if family.turns_windows else write_rope
+    rope = write(v, context) if turns else {"model_max_length": context}  # that of Kimi
     told = Heard({**family.defaults, **their_keys(v), **rope, **dict(family.usual_needs()), **plain})
     with suppress(Missing):  # which reading tells
         family.rest(told)
@@ -240,7 +251,13 @@ def their_keys(v: Values) -> dict[str, Any]:
         "qkv_bias": v["model.attention_bias"] == "qkv",
         "clip_qkv": v["model.clip_qkv"] or None,
         "use_qk_norm": v["model.qk_norm"] in ("head", "unit"),
+        "gating": "per-head" if v["model.attention_gate"].startswith("head") else "per-element",
         "no_rope_layers": [int(one) for one in turns],
+        "layer_rope_theta": [
+            turns[i % len(turns)]
+            * ((windows and windows[i] and v["model.window_rope_base"]) or v["model.rope_base"])
+            for i in range(layers)
+        ],
         "attention_chunk_size": max(chunks) or None,
         "attn_temperature_tuning": v["model.growth"] != 0,
         "attn_scale": v["model.growth"],

@@ -83,11 +83,14 @@ def qwen2(told: Mapping[str, Any]) -> Values:
 
 def qwen3(told: Mapping[str, Any]) -> Values:
     window = told.get("sliding_window") if told["use_sliding_window"] else 0
-    experts = {
-        "moe.num_experts": told.get("num_experts") or told.get("num_local_experts") or told["num_experts"]
-    }
     windows = all_windows({"sliding_window": window})
-    return grouped(told) | windows | dense_of_qwen(told) | renormalises(told) | bias_of_all(told) | experts
+    return grouped(told) | windows | dense_of_qwen(told) | renormalises(told) | with_experts(told)
+
+
+def with_experts(told: Mapping[str, Any]) -> Values:
+    """Transformers writes their number under one name and reads it under two."""
+    experts = told.get("num_experts") or told.get("num_local_experts") or told["num_experts"]
+    return bias_of_all(told) | {"moe.num_experts": experts}
 
 
 def olmoe(told: Mapping[str, Any]) -> Values:
@@ -207,15 +210,35 @@ def granite_shared(told: Mapping[str, Any]) -> Values:
 
 
 def granite_windows(told: Mapping[str, Any]) -> Values:
-    bases = set(told.get("layer_rope_theta") or ())
-    rope = told.get("rope_parameters") or told
-    if bases and bases != {rope.get("rope_theta", 10000.0)}:
-        raise Missing("rotary position that differs from layer to layer (layer_rope_theta)")
     kinds = told.get("layer_types") or [
         "sliding_attention" if i % 4 else "full_attention" for i in range(told["num_hidden_layers"])
     ]
     windows = by_layer_types({"layer_types": kinds, "sliding_window": told.get("sliding_window")})
-    return granite_shared(told) | windows
+    return granite_shared(told) | windows | bases_of_layers(told, windows["model.windows"])
+
+
+def bases_of_layers(told: Mapping[str, Any], windows: tuple[int, ...]) -> Values:
+    """A base for each layer; 0: it does not turn. One for those with a window and one for the others."""
+    given = told.get("layer_rope_theta")
+    if not given:
+        return {}
+    layers = told["num_hidden_layers"]
+    turns = tuple(bool(base) for base in given)
+    pairs = list(zip(given, windows or (0,) * layers, strict=True))
+    near = {float(base) for base, window in pairs if base and window}
+    far = {float(base) for base, window in pairs if base and not window}
+    if len(near) > 1 or len(far) > 1:
+        raise Missing("rotary position that differs from layer to layer (layer_rope_theta)")
+    values: Values = {"model.rope_layers": () if all(turns) else turns}
+    if near or far:
+        values["model.rope_base"] = max(far or near)
+    if not (near and far) or near == far:
+        return values
+    rope = told.get("rope_parameters") or told.get("rope_scaling") or {}
+    share = rope.get("partial_rotary_factor") or told.get("partial_rotary_factor") or 1
+    if share != 1 or (rope.get("rope_type") or rope.get("type") or "default") != "default":
+        raise Missing("rotary scaling, or a part of each head, beside bases of layers (layer_rope_theta)")
+    return values | {"model.window_rope_base": near.pop()}
 
 
 def kimi(told: Mapping[str, Any]) -> Values:
@@ -323,6 +346,26 @@ def exaone(told: Mapping[str, Any]) -> Values:
 def afmoe(told: Mapping[str, Any]) -> Values:
     scale = {"model.embedding_scale": told["hidden_size"] ** 0.5} if told["mup_enabled"] else {}
     return turned_windows(told, step=told["global_attn_every_n_layers"] or 0) | scale
+
+
+def mellum(told: Mapping[str, Any]) -> Values:
+    blocks = by_block_types(told, first=0)
+    return grouped(told) | by_layer_types(told) | blocks | renormalises(told) | with_experts(told)
+
+
+def laguna(told: Mapping[str, Any]) -> Values:
+    heads = {told["num_attention_heads"], *(told.get("num_attention_heads_per_layer") or ())}
+    if len(heads) > 1:
+        raise Missing("heads that differ from layer to layer (num_attention_heads_per_layer)")
+    gates = {True: "head", "per-head": "head", "per-element": "component"}
+    if told["gating"] not in gates:
+        raise Missing(f"another gate of attention than per-head and per-element ({told['gating']!r})")
+    return {
+        **grouped(told),
+        **by_layer_types(told),
+        **by_block_types(told, first=1),
+        "model.attention_gate": f"{gates[told['gating']]}_softplus",
+    }
 
 
 def lfm2(told: Mapping[str, Any]) -> Values:

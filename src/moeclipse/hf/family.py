@@ -28,6 +28,8 @@ class Family:
     """(their key, the value we have, what another would need)."""
     names: Names = EACH
     theta: float = 10000.0
+    turns_windows: bool = False
+    """Its file has rotary position twice: of layers with a window, and of the others."""
     dense: bool = False
     """It has no experts: a run makes some of its blocks (`train/weights/upcycle`)."""
     beside: Mapping[str, Any] = field(default_factory=dict)

@@ -11,8 +11,10 @@ from moeclipse.hf.derive import (
     grouped,
     hunyuan_v1,
     kimi,
+    laguna,
     lfm2,
     llama4,
+    mellum,
     mistral4,
     qwen3_next,
     renormalises,
@@ -33,7 +35,7 @@ from moeclipse.hf.family_keys import (
     RENORMALISED,
     without,
 )
-from moeclipse.hf.names import AFMOE, ARIA, HUNYUAN_V1, KIMI, LFM2, LLAMA4, QWEN3_NEXT, STACKED, Names
+from moeclipse.hf.names import AFMOE, ARIA, HUNYUAN_V1, KIMI, LAGUNA, LFM2, LLAMA4, QWEN3_NEXT, STACKED, Names
 
 HYBRID_FAMILIES: tuple[Family, ...] = (
     Family(
@@ -178,6 +180,61 @@ HYBRID_FAMILIES: tuple[Family, ...] = (
         rest=afmoe,
         needs=(("attention_bias", False, "biases beside a gate on attention's output"),),
         names=AFMOE,
+    ),
+    Family(
+        title="Mellum",
+        model_type="mellum",
+        architecture="MellumForCausalLM",
+        keys=QWEN,
+        defaults={
+            "norm_topk_prob": True,
+            "attention_bias": False,
+            "head_dim": 128,
+            "sliding_window": 1024,
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 500000.0},
+                "sliding_attention": {"rope_theta": 10000.0},
+            },
+        },
+        fixed={"model.qk_norm": "head"},
+        rest=mellum,
+        turns_windows=True,
+    ),
+    Family(
+        title="Laguna",
+        model_type="laguna",
+        architecture="LagunaForCausalLM",
+        keys={
+            **QWEN,
+            "moe.num_experts": "num_experts",
+            "moe.shared_d_ff": "shared_expert_intermediate_size",
+            "gate.scale": "moe_routed_scaling_factor",
+        },
+        defaults={
+            "moe_routed_scaling_factor": 1.0,
+            "attention_bias": False,
+            "gating": True,
+            "head_dim": 128,
+            "sliding_window": 512,
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+            },
+        },
+        fixed={
+            "model.qk_norm": "head",
+            "moe.num_shared_experts": 1,
+            "gate.kind": "sigmoid",
+            "gate.renormalise": True,
+        },
+        rest=laguna,
+        needs=(
+            ("attention_bias", False, "biases beside a gate on attention's output"),
+            ("moe_router_logit_softcapping", 0.0, "a bound on the router's logits"),
+            ("moe_apply_router_weight_on_input", False, "scores on what goes into experts"),
+        ),
+        names=LAGUNA,
+        turns_windows=True,
     ),
     Family(
         title="LFM2-MoE",

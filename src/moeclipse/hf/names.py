@@ -131,6 +131,7 @@ AFMOE = Names(
         ("post_feedforward_layernorm", "post_mlp_layernorm"),
     ),
 )
+LAGUNA = Names(choice_bias="experts.e_score_correction_bias", shared="shared_expert", attention_gate="g_proj")
 LFM2 = Names(
     block="feed_forward",
     choice_bias="expert_bias",

@@ -74,6 +74,7 @@ NUMBERS = (
     *("router_scaling_factor", "route_scale", "attn_scale", "norm_eps"),
     *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
     *("rope_theta", "partial_rotary_factor", "swiglu_alpha", "swiglu_limit", "router_jitter_noise"),
+    *("moe_routed_scaling_factor", "moe_router_logit_softcapping"),
 )
 ROPE = (
     *("factor", "rope_theta", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -98,6 +99,7 @@ TABLES, LISTS = (
         "mlp_layer_types": str,
         "no_rope_layers": int,
         "moe_layers": int,
+        "num_attention_heads_per_layer": int,
     },
 )
 LARGEST = {"num_hidden_layers": 1 << 14}
@@ -143,7 +145,7 @@ def read_config(theirs: Mapping[str, Any], where: str, *, dense: bool = False) -
     ]
     values = usual_values() | {ours: told[key] for ours, key in keys.items()}
     try:
-        rope, rope_needs = read_rope(told, family.theta)
+        rope, rope_needs = read_rope(told, family.theta, of_windows=family.turns_windows)
         needs += rope_needs
         if needs:
             raise CheckpointError(f"{where}: {family.title} with {'; '.join(needs)} is not supported")
@@ -185,7 +187,7 @@ def type_problems(theirs: Mapping[str, Any], before: str = "") -> Iterator[str]:
             yield f"{name} must be a name, not {shown(value)}"
         elif key in TABLES and not isinstance(value, Mapping):
             yield f"{name} must be a table, not {shown(value)}"
-        elif key in TABLES:
+        elif key in TABLES or (before and isinstance(value, Mapping)):
             yield from type_problems(value, f"{name}.")
         elif key in LISTS and not (isinstance(value, list) and all(type(one) is LISTS[key] for one in value)):
             yield f"{name} must be a list of {LISTS[key].__name__}, not {shown(value)}"

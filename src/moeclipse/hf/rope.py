@@ -2,6 +2,9 @@
 
 rope_parameters = {rope_theta, rope_type, factor, ..., partial_rotary_factor}      since 5.0
 rope_theta, rope_scaling = {type or rope_type, factor, ...}, partial_rotary_factor  before
+rope_parameters = {full_attention: {...}, sliding_attention: {...}}                families that turn
+                                                                                   layers with a window
+                                                                                   by angles of their own
 """
 
 from __future__ import annotations
@@ -12,13 +15,21 @@ from typing import Any
 
 from moeclipse.model.config import yarn_magnitude
 
+FULL, SLIDING = "full_attention", "sliding_attention"
 KINDS = {"default": "none", "linear": "linear", "dynamic": "dynamic", "yarn": "yarn", "llama3": "llama3"}
 
 
-def read_rope(told: Mapping[str, Any], theta: float) -> tuple[dict[str, Any], list[str]]:
-    """(keys of ours, what we do not have). `theta` is the base where a file names none."""
+def read_rope(
+    told: Mapping[str, Any], theta: float, *, of_windows: bool = False
+) -> tuple[dict[str, Any], list[str]]:
+    """(keys of ours, what we do not have). `theta` is the base where a file names none.
+
+    `of_windows`: layers with a window have angles of their own.
+    """
     given = dict(told.get("rope_parameters") or told.get("rope_scaling") or {})
     kind = given.get("rope_type") or given.get("type") or "default"
+    if of_windows and set(given) == {FULL, SLIDING}:
+        return read_both(told, given, theta)
     if any(isinstance(value, Mapping) for value in given.values()):
         return {}, ["rotary position that differs from layer to layer"]
     if kind not in KINDS:
@@ -50,6 +61,22 @@ def read_rope(told: Mapping[str, Any], theta: float) -> tuple[dict[str, Any], li
         qk = told["qk_nope_head_dim"] + told["qk_rope_head_dim"]
         values["model.attention_scale"] = qk**-0.5 * yarn_magnitude(factor, given["mscale_all_dim"]) ** 2
     return values, []
+
+
+def read_both(
+    told: Mapping[str, Any], given: Mapping[str, Any], theta: float
+) -> tuple[dict[str, Any], list[str]]:
+    """Layers with a window turn without scaling."""
+    values, needs = read_rope({**told, "rope_parameters": given[FULL]}, theta)
+    near, near_needs = read_rope({**told, "rope_parameters": given[SLIDING]}, theta)
+    if near and near["model.rope_scaling"] != "none":
+        near_needs = [f"rotary scaling in layers with a window ({near['model.rope_scaling']})"]
+    if needs or near_needs:
+        return {}, [*needs, *near_needs]
+    if given[FULL] == given[SLIDING] or SLIDING not in (told.get("layer_types") or ()):
+        return values, []
+    width = near.get("model.rope_dim", 0)
+    return values | {"model.window_rope_base": near["model.rope_base"], "model.window_rope_dim": width}, []
 
 
 def read_yarn(given: Mapping[str, Any], factor: float) -> dict[str, Any]:
@@ -94,6 +121,20 @@ def write_rope(values: Mapping[str, Any], context: int) -> dict[str, Any]:
         "rope_theta": v["rope_base"],
         "max_position_embeddings": longest,
     } | beside
+
+
+def write_both(values: Mapping[str, Any], context: int) -> dict[str, Any]:
+    """For families that say it of layers with and without a window."""
+    told = write_rope(values, context)
+    near = dict(values)
+    if values["model.window_rope_base"]:
+        near |= {
+            "model.rope_base": values["model.window_rope_base"],
+            "model.rope_dim": values["model.window_rope_dim"],
+            "model.rope_scaling": "none",
+        }
+    both = {FULL: told["rope_parameters"], SLIDING: write_rope(near, context)["rope_parameters"]}
+    return {"rope_parameters": both, "max_position_embeddings": told["max_position_embeddings"]}
 
 
 def write_yarn(v: Mapping[str, Any], latent: bool) -> dict[str, Any]:

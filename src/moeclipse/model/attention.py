@@ -52,7 +52,7 @@ class Attention(nn.Module):
         self.layer, self.tp, self.rotary, self.turns = (
             layer,
             settings.tp,
-            Rotary.of(config),
+            Rotary.of(config, config.window_of(layer)),
             config.turns(layer),
         )
         self.scale, self.softcap = config.attention_scale or None, config.attention_softcap
@@ -143,7 +143,8 @@ class Attention(nn.Module):
                 q_BSHd = rms_norm(q_BSHd, norms[0], eps, place_of(norms[0]))
                 k_BSGd = rms_norm(k_BSGd, norms[1], eps, place_of(norms[1]))
             return q_BSHd.transpose(1, 2), k_BSGd.transpose(1, 2)
-        table = positions.rows if q_BSHd.dtype == torch.float64 else positions.narrow_rows
+        at = positions.seen(self.window)
+        table = at.rows if q_BSHd.dtype == torch.float64 else at.narrow_rows
         places = (None, None) if norms is None else (place_of(norms[0]), place_of(norms[1]))
         q, k = turn(q_BSHd, k_BSGd, table, self.rotary.pairs == "neighbours", norms, eps, places)
         return q.transpose(1, 2), k.transpose(1, 2)

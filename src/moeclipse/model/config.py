@@ -98,6 +98,10 @@ class ModelConfig:
     """Components of a head that rotary position turns (gqa); 0: all."""
     rope_layers: tuple[bool, ...] = ()
     """Which layers have rotary position, in turn; empty: all."""
+    window_rope_base: float = 0.0
+    """Base of layers with a window, whose angles no scaling changes; 0: they turn as all others."""
+    window_rope_dim: int = 0
+    """Components that turn in these layers, where they have a base of their own (gqa); 0: all."""
     rope_pairs: Pairs = "halves"
     """Which components turn together: one of each half, or neighbours."""
     rope_scaling: Scaling = "none"
@@ -314,6 +318,22 @@ def rotary_problems(config: ModelConfig) -> Iterator[str]:
     for name in ("rope_original_len", "rope_beta_fast", "rope_beta_slow"):
         if getattr(config, name) <= 0:
             yield f"model.{name} ({getattr(config, name)}) must be positive"
+    if config.window_rope_base < 0:
+        yield (
+            f"model.window_rope_base ({config.window_rope_base}) must not be negative; 0 is model.rope_base"
+        )
+    if config.window_rope_dim % 2 or not 0 <= config.window_rope_dim <= config.head_dim:
+        yield (
+            f"model.window_rope_dim ({config.window_rope_dim}) must be even and at most model.head_dim "
+            f"({config.head_dim}); 0 turns all components"
+        )
+    if config.window_rope_dim and not config.window_rope_base:
+        yield f"model.window_rope_dim ({config.window_rope_dim}) needs a model.window_rope_base"
+    if config.window_rope_base > 0 and (config.attention != "gqa" or not any(config.windows)):
+        yield (
+            f"model.window_rope_base ({config.window_rope_base}) needs model.windows and model.attention = "
+            "'gqa'; set it to 0"
+        )
     if config.rope_magnitude < 0:
         yield f"model.rope_magnitude ({config.rope_magnitude}) must not be negative; 0 is that of the scaling"
     if config.rope_scaling == "none" and config.rope_factor != 1:

@@ -34,7 +34,7 @@ import torch
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.shares import even_bounds
 from moeclipse.model.cache import CacheCall, KeyValueCache
-from moeclipse.model.rotary import Positions, Rotary
+from moeclipse.model.rotary import Positions, Rotary, near_rotary
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.gate.gates import Gate
@@ -78,7 +78,7 @@ class Decoder:
         if rows % unit:
             raise ConfigError(f"rows ({rows}) must be a multiple of tp ({unit}) with sequence parallelism")
         self.model, self.rows, self.length, self.segment = model, rows, length, segment
-        self.rotary = Rotary.of(model.config)
+        self.rotary, self.near = Rotary.of(model.config), near_rotary(model.config)
         self.cache = KeyValueCache(length + 1)  # the last place takes padding, and is never seen
         self.texts: list[list[int]] = [[] for _ in range(rows)]
         """What was read."""
@@ -137,6 +137,9 @@ class Decoder:
             segment=self.segment,
         )
         positions = Positions(table=self._table(place_BS), length=width, place=place_BS, cache=call)
+        if self.near is not None:
+            table = self.near.table(place_BS[:, None], self.length)
+            positions = replace(positions, near=replace(positions, table=table))
         # Gates that choose freely do not ask where a token lies.
         tokens = Tokens(mesh=model.mesh, first=0, total=max(rows * width, 1), group=model.mesh.data)
         h_TD = model.embed(ids_BS)

@@ -18,7 +18,7 @@ of the second half, or neighbours.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -48,7 +48,11 @@ class Rotary:
     pairs: Pairs = "halves"
 
     @classmethod
-    def of(cls, config: ModelConfig) -> Rotary:
+    def of(cls, config: ModelConfig, window: int = 0) -> Rotary:
+        """That of layers which see all positions, or so many."""
+        if window and config.window_rope_base:
+            width = config.window_rope_dim or config.head_dim
+            return cls(width=width, base=config.window_rope_base, pairs=config.rope_pairs)
         return cls(
             width=config.rope_width,
             base=config.rope_base,
@@ -117,6 +121,11 @@ class Rotary:
         return table if magnitude == 1 else table * magnitude
 
 
+def near_rotary(config: ModelConfig) -> Rotary | None:
+    """Of layers with a window; None: they turn as all others."""
+    return Rotary.of(config, max(config.windows)) if config.window_rope_base else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Positions:
     """Where the tokens of some samples of one length stand."""
@@ -130,6 +139,8 @@ class Positions:
     """Numbers of documents, which begin anew at position 0 and do not see each other; None: one a sample."""
     cache: CacheCall | None = None
     """Keys and values of what was read before; samples may stand at different places."""
+    near: Positions | None = None
+    """The same, as layers with a window turn; None: by the same table."""
 
     @classmethod
     def of(
@@ -140,12 +151,26 @@ class Positions:
         *,
         first: int = 0,
         documents_BS: torch.Tensor | None = None,
+        near: Rotary | None = None,
     ) -> Positions:
+        """`near`: of layers with a window, where these turn otherwise."""
         if documents_BS is None:
-            return _of_whole_samples(rotary, length, device, first)
+            return _of_whole_samples(rotary, length, device, first, near)
         place_BS = restarting_positions(documents_BS)
-        table = rotary.table(place_BS[:, None], lengths_of(place_BS)[:, None])
-        return cls(table=table, length=length, place=place_BS, documents_BS=documents_BS)
+        found = [
+            cls(
+                table=each.table(place_BS[:, None], lengths_of(place_BS)[:, None]),
+                length=length,
+                place=place_BS,
+                documents_BS=documents_BS,
+            )
+            for each in (rotary, *([near] if near else []))
+        ]
+        return replace(found[0], near=found[1]) if near else found[0]
+
+    def seen(self, window: int) -> Positions:
+        """By a layer with such a window; 0: with none."""
+        return self.near if window and self.near is not None else self
 
     @cached_property
     def begins(self) -> torch.Tensor | None:
@@ -178,10 +203,13 @@ def lengths_of(place_BS: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=16)
-def _of_whole_samples(rotary: Rotary, length: int, device: torch.device, first: int) -> Positions:
-    """Every layer of every microbatch turns by the same table."""
+def _of_whole_samples(
+    rotary: Rotary, length: int, device: torch.device, first: int, near: Rotary | None
+) -> Positions:
+    """Every layer of every microbatch turns by the same table, or by one of two."""
     place_S = torch.arange(first, first + length, device=device)
-    return Positions(table=rotary.table(place_S, length), length=length, place=place_S)
+    by_near = None if near is None else _of_whole_samples(near, length, device, first, None)
+    return Positions(table=rotary.table(place_S, length), length=length, place=place_S, near=by_near)
 
 
 def rotate(x: torch.Tensor, table: torch.Tensor, pairs: Pairs = "halves") -> torch.Tensor:

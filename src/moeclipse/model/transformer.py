@@ -30,7 +30,7 @@ from moeclipse.model.config import ModelConfig
 from moeclipse.model.layer import TransformerLayer
 from moeclipse.model.lora_config import NO_LORA, LoraConfig
 from moeclipse.model.passes import LayerParts, MicrobatchLoads, MicrobatchState, ModelStage
-from moeclipse.model.rotary import Positions, Rotary
+from moeclipse.model.rotary import Positions, Rotary, near_rotary
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.losses import MoEReport
 from moeclipse.moe.tokens import Tokens
@@ -164,9 +164,9 @@ class Transformer(nn.Module):
         return h_TD if frozen else wants_gradient(h_TD)
 
     def positions(self, ids_BS: torch.Tensor, documents_BS: torch.Tensor | None = None) -> Positions:
-        return Positions.of(
-            Rotary.of(self.config), ids_BS.shape[1], self.mesh.device, documents_BS=documents_BS
-        )
+        rotary, length = Rotary.of(self.config), ids_BS.shape[1]
+        near = near_rotary(self.config)
+        return Positions.of(rotary, length, self.mesh.device, documents_BS=documents_BS, near=near)
 
     def logits(self, h_TD: torch.Tensor) -> torch.Tensor:
         """Of this rank's part of the vocabulary, for all tokens of the tp ranks."""
