@@ -234,8 +234,8 @@ def their_keys(v: Values) -> dict[str, Any]:
     steps = len(dense) == layers - len(experts) and experts == list(range(experts[0], experts[-1] + 1))
     scale = v["model.attention_scale"]
     grouped = v["gate.num_groups"] > 1
-    turns, chunks = v["model.rope_layers"] or (True,) * layers, v["model.chunks"] or (0,) * layers
-    return {
+    chunks = v["model.chunks"] or (0,) * layers
+    return position_keys(v) | {
         "num_key_value_heads": v[f"model.num_{'kv_' * (v['model.attention'] == 'gqa')}heads"],
         "head_dim": v["model.head_dim"],
         "sliding_window": max(windows, default=0) or None,
@@ -252,16 +252,7 @@ def their_keys(v: Values) -> dict[str, Any]:
         "clip_qkv": v["model.clip_qkv"] or None,
         "use_qk_norm": v["model.qk_norm"] in ("head", "unit"),
         "gating": "per-head" if v["model.attention_gate"].startswith("head") else "per-element",
-        "no_rope_layers": [int(one) for one in turns],
-        "layer_rope_theta": [
-            turns[i % len(turns)]
-            * ((windows and windows[i] and v["model.window_rope_base"]) or v["model.rope_base"])
-            for i in range(layers)
-        ],
         "attention_chunk_size": max(chunks) or None,
-        "attn_temperature_tuning": v["model.growth"] != 0,
-        "attn_scale": v["model.growth"],
-        "floor_scale": v["model.growth_len"],
         "moe_layers": [i for i in range(layers) if i not in dense],
         "mup_enabled": v["model.embedding_scale"] != 1,
         "linear_num_heads": v["model.delta_key_heads"],
@@ -288,4 +279,21 @@ def their_keys(v: Values) -> dict[str, Any]:
         "n_group": v["gate.num_groups"],
         "topk_group": v["gate.top_groups"],
         "topk_method": "group_limited_greedy" if grouped else "greedy",
+    }
+
+
+def position_keys(v: Values) -> dict[str, Any]:
+    """Which layers turn and by what base, and queries that grow."""
+    layers = v["model.num_layers"]
+    turns, windows = v["model.rope_layers"] or (True,) * layers, v["model.windows"] or (0,) * layers
+    near = v["model.window_rope_base"] or v["model.rope_base"]
+    return {
+        "no_rope_layers": [int(one) for one in turns],
+        "layer_rope_theta": [
+            turn * (near if window else v["model.rope_base"])
+            for turn, window in zip(turns, windows, strict=True)
+        ],
+        "attn_temperature_tuning": v["model.growth"] != 0,
+        "attn_scale": v["model.growth"],
+        "floor_scale": v["model.growth_len"],
     }
