@@ -133,4 +133,20 @@ MUTANTS = (
         "pages of the log are found room for when they are written",
         "a full disk for temporary files ends all ranks with SIGBUS",
     ),
+    Mutant(
+        "comm/watch/beats.py",
+        "stands = found is not None and found == count",
+        "stands = False",
+        "comm/watch/test_beats.py::test_a_count_that_stands_still_for_the_deadline_is_a_rank_that_is_gone",
+        "no count stands still",
+        "a host that is lost during a save is waited for half an hour",
+    ),
+    Mutant(
+        "comm/watch/op_log.py",
+        "(op.patience_s or 0.0) > deadline_s",
+        "op.patience_s is None",
+        "comm/watch/test_beats.py::test_who_is_busy_is_waited_for_and_who_is_gone_is_not",
+        "waits with patience are not looked at",
+        "a host that is lost during a save is waited for half an hour",
+    ),
 )

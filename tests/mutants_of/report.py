@@ -173,4 +173,12 @@ MUTANTS = (
         "a page is as open as the umask says",
         "others read the losses of a run that is closed to them",
     ),
+    Mutant(
+        "report/choices_form.py",
+        "return {name: value for name, value in choices.items() if name not in bad}",
+        "return dict(choices)",
+        "report/test_choices_form.py::test_what_has_another_form_is_left_out",
+        "parts of another form are kept",
+        "a file of somebody else's making ends a report in a traceback",
+    ),
 )

@@ -79,7 +79,7 @@ class Watch:
 
     def first_cause(self) -> Cause | None:
         try:
-            found = self._hear(FIRST)
+            found = self.hear(FIRST)
             return None if found is None else Cause(**found)
         except RuntimeError:
             return None
@@ -185,7 +185,13 @@ class Watch:
             return None
         return json.loads(text)
 
-    def _hear(self, key: str) -> Any:
+    def say(self, key: str, value: Any) -> None:
+        """A word of this rank, for all."""
+        if self.store is not None:
+            self.store.set(key, self._signed(key, value))
+
+    def hear(self, key: str) -> Any:
+        """What a rank said; None where none did."""
         if self.store is None or not self.store.check([key]):
             return None
         return self._read(key, bytes(self.store.get(key)))
@@ -199,7 +205,7 @@ class Watch:
                 self.store.set("alarm", self._signed("alarm", self.rank))
 
     def alarmed(self) -> bool:
-        return self._hear("alarm") is not None
+        return self.hear("alarm") is not None
 
     def _waits(self, label: str, ranks: Sequence[int], **more: Any) -> Stand:
         host = socket.gethostname()
@@ -217,7 +223,7 @@ class Watch:
         places = {self.rank: Stand(waits=False)}
         with suppress(RuntimeError):
             for rank in ranks:
-                found = self._hear(f"waiting/{rank}")
+                found = self.hear(f"waiting/{rank}")
                 if found is not None:
                     places[rank] = Stand.read(found)
         return places

@@ -158,6 +158,11 @@ class OpLog:
             if op.done is None and words[at + 1] == mark:
                 self._ended(op, now)
 
+    def patient(self, deadline_s: float) -> LoggedOp | None:
+        """What the host waits for, longer than the deadline if need be."""
+        waiting = [op for op in self.ops if op.on_host and op.waited is not None and op.done is None]
+        return next((op for op in waiting if op.ranks and (op.patience_s or 0.0) > deadline_s), None)
+
     def overdue(self, now: float, deadline_s: float) -> LoggedOp | None:
         """The transfer that is late by most. Compute is never late: whoever waits for it says so."""
         late = [op for op in self.ops if op.ranks and op.overdue_s(now, deadline_s) > 0]

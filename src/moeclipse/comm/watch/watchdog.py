@@ -9,7 +9,9 @@ raises the alarm, and once a cause is known it gives the main thread a moment to
 judges, and hears what others found. If the store does not answer either, the looking thread ends the rank
 with what it knows.
 
-Without `end` (ranks on CPU, whose waits all have deadlines) nobody is ended; the threads only answer.
+Without `end` (ranks on CPU, whose waits all have deadlines) nobody is ended; the threads only answer. A wait
+that has more patience than the deadline, because of a disk, is ended by `lost` where a rank has gone
+(`comm/watch/beats`).
 
 Hazard: both are Python's, so a C call that never returns and holds the interpreter's lock stops them, too.
 The others then say that this rank gives no sign, and as a last resort the interpreter's own fault handler,
@@ -28,6 +30,7 @@ from types import TracebackType
 from typing import TextIO
 
 from moeclipse.comm.failure import SIGN_S, Watch
+from moeclipse.comm.watch.beats import Beats, describe_lost
 from moeclipse.comm.watch.op_log import LoggedOp
 from moeclipse.core.errors import CommError, DeadlineError
 
@@ -43,13 +46,21 @@ class Watchdog:
         watch: Watch,
         *,
         end: Callable[[CommError], None] | None = None,
+        lost: Callable[[CommError], None] | None = None,
         stacks: TextIO | None = None,
     ) -> None:
-        """`end` must end the process; it is called on a thread of its own while the main thread is stuck."""
-        self.watch, self._end, self._stacks = watch, end, stacks
+        """`end` must end the process; it is called on a thread of its own while the main thread is stuck.
+
+        `lost` likewise, where it waits with patience for a rank that is gone.
+        """
+        self.watch, self._end, self._lost, self._stacks = watch, end, lost, stacks
         self._stopped = threading.Event()
         self._overdue: LoggedOp | None = None
         self._cause: CommError | None = None
+        self._patient: LoggedOp | None = None
+        self._gone: CommError | None = None
+        """Why the patient wait has no end."""
+        self._talked = time.monotonic()
         self._threads = [
             threading.Thread(target=run, name=f"moeclipse-{name}", daemon=True)
             for name, run in (("look", self._look), ("talk", self._talk))
@@ -87,6 +98,8 @@ class Watchdog:
             if late is not None and late.on_host and late.overdue_s(now, deadline_s) < SPARE_S:
                 late = None  # the host waits for it with a deadline of its own
             self._overdue = late
+            self._patient = log.patient(deadline_s)
+            self._look_for_lost(now)
             late_since = (late_since or now) if late is not None else 0.0
             if late is not None and self._cause is None and now - late_since > SIGN_S + 8 * BEAT_S:
                 self._cause = DeadlineError(
@@ -97,6 +110,18 @@ class Watchdog:
             if self._cause is not None and self._end is not None and now - caused_since > LEAVE_S:
                 self._end(self._cause)
                 return
+
+    def _look_for_lost(self, now: float) -> None:
+        """The store, too, may be on a host that is gone."""
+        op = self._patient
+        if op is not None and op.waited is not None and self._lost is not None:
+            since = max(self._talked, op.waited)
+            if self._gone is None and now - since > self.watch.deadline_s:
+                self._gone = DeadlineError(
+                    f"rank {self.watch.rank} waited in {op.label}, and the store of the run does not answer"
+                )
+            if self._gone is not None:
+                self._lost(self._gone)
 
     def _arm(self) -> None:
         if self._stacks is not None:
@@ -110,9 +135,14 @@ class Watchdog:
         assert self.watch.store is not None
         # A connection of its own: the main thread may be waiting on the other one.
         watch = replace(self.watch, store=self.watch.store.clone())  # type: ignore[attr-defined]
-        host, answered = socket.gethostname(), False
+        host, answered, beats = socket.gethostname(), False, Beats(watch)
         while not self._stopped.wait(BEAT_S):
             try:
+                beats.sign(time.monotonic())
+                op = self._patient
+                lost = beats.lost(op, time.monotonic())
+                if op is not None and lost and self._gone is None:
+                    self._gone = watch.verdict(describe_lost(watch.rank, op, lost, watch.deadline_s))
                 if not answered and watch.alarmed():
                     watch.sign(replace(watch.log.stand(time.monotonic()), host=host, address=watch.address))
                     answered = True
@@ -121,6 +151,7 @@ class Watchdog:
                     self._cause = None if cause is None else cause.error()
             except RuntimeError:
                 return  # the store is gone, and with it the run
+            self._talked = time.monotonic()
             late = self._overdue
             if late is not None and self._cause is None:
                 self._cause = watch.judge(late.label, late.ranks, lane=late.lane)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from moeclipse.comm.failure import Watch
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.start import RankPlace, choose_device, open_stacks, start, stop
 from moeclipse.comm.watch.watchdog import Watchdog
@@ -104,8 +105,9 @@ def train(
     if on_device:  # a first step compiles and loads kernels, one rank later than another
         watch.log.patience_s = config.parallel.start_deadline_s
     incidents = Incidents(watch, stuck)
+    # On CPU every wait ends by itself at the deadline, but those for a disk.
     end, stacks = (incidents.end, open_stacks()) if on_device else (None, None)
-    with Watchdog(watch, end=end, stacks=stacks):  # on CPU every wait ends by itself at the deadline
+    with Watchdog(watch, end=end, lost=incidents.end, stacks=stacks):
         try:
             mesh = Mesh(
                 dp=dp,
@@ -122,13 +124,18 @@ def train(
         except Preempted:
             raise
         except BaseException as error:
-            text = str(error) if isinstance(error, MoEclipseError) else f"{type(error).__name__}: {error}"
-            watch.publish(text)
-            if isinstance(error, Exception) and not isinstance(error, ConfigError):
-                incidents.keep(text)
+            tell_failure(error, watch, incidents)
             raise
         finally:
             stop(LEAVE_S if isinstance(sys.exc_info()[1], CommError) else None)
+
+
+def tell_failure(error: BaseException, watch: Watch, incidents: Incidents) -> None:
+    """To the other ranks, and to the run's directory."""
+    text = str(error) if isinstance(error, MoEclipseError) else f"{type(error).__name__}: {error}"
+    watch.publish(text)
+    if isinstance(error, Exception) and not isinstance(error, ConfigError):
+        incidents.keep(text)
 
 
 class Run:
