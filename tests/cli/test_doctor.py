@@ -49,7 +49,7 @@ def test_rendering_in_ascii_and_verdict() -> None:
     ]
     assert (
         list(render(items[:1], unicode=True, coloured=False))[-1]
-        == f"Training can run here: {program()} train."
+        == f"Training can run here: {program()} train"
     )
 
 

@@ -144,6 +144,27 @@ def test_nothing_is_cut_off_in_windows_of_any_width(tmp_path: Path, count: int) 
         assert complaints(driver) == []
 
 
+def test_one_step_is_a_bar_and_has_no_fractions(tmp_path: Path) -> None:
+    write_page([read_run(make_run(tmp_path / "run", steps=1))], tmp_path / "report.html")
+    with opened() as driver:
+        visit(driver, tmp_path / "report.html")
+        assert not complaints(driver)
+        script = "return [...document.querySelectorAll('polygon')].map((one) => one.getBBox().width)"
+        widths = driver.execute_script(script)
+        assert widths
+        assert min(widths) > 20
+        assert "0.6" not in labels(driver, "loss")
+
+
+def test_runs_with_the_same_window_share_a_sentence(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / f"run{number}", steps=20 + 5 * (number == 1)) for number in range(3)]
+    write_page([read_run(run) for run in runs], tmp_path / "report.html")
+    with opened() as driver:
+        visit(driver, tmp_path / "report.html")
+        told = driver.execute_script("return document.querySelector('section .note').textContent")
+        assert told.startswith("A, C: times are means of steps 3 to 19; B: times are means of steps 3 to 24.")
+
+
 def choose(driver: Any, select: str, value: str) -> None:
     from selenium.webdriver.support.ui import Select
 

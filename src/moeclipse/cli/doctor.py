@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from moeclipse.cli import checks, exchange, kernels, peers
 from moeclipse.cli.checks import Finding
 from moeclipse.core.config import build, flag_layer
-from moeclipse.core.program import program
+from moeclipse.core.program import command
 from moeclipse.core.shown import say, visible
 from moeclipse.core.toml import docs_of
 
@@ -91,8 +91,8 @@ def render(items: Sequence[Finding], unicode: bool, coloured: bool) -> Iterator[
     if broken:
         yield f"Training cannot run here yet: mend {', '.join(broken)}."
     else:
-        seen = f" Look at: {', '.join(limited)}." if limited else ""
-        yield f"Training can run here: {program()} train.{seen}"
+        seen = f"Look at: {', '.join(limited)}. " if limited else ""
+        yield f"{seen}Training can run here: {command('train')}"
 
 
 def _paint(text: str, colour: str, coloured: bool) -> str:

@@ -116,7 +116,8 @@ def read(
             try:
                 values[name] = flag.read(given[name])
             except Mismatch as mismatch:
-                problems.append(mismatch_text(flag.text, " ".join(given[name]), flag.kind, mismatch))
+                called = (usage or name.upper()) if name == positional else flag.text
+                problems.append(mismatch_text(called, " ".join(given[name]), flag.kind, mismatch))
         elif flag.default is dataclasses.MISSING:
             problems.append(f"{usage or flag.text} is missing; see {pasted(command, '--help')}")
     if problems:

@@ -56,8 +56,9 @@ function swatch(name, paint, dashed = false) {
 
 function dataTable(head, rows) {
   const worded = (value) => (value === null || value === undefined ? "" : typeof value === "number" ? short(value) : String(value));
-  const cell = (value, index) => el("td", { class: typeof value === "number" || /^[+-]?[\d.]+ %$/.test(value) ? "number" : worded(value) === "" ? "none" : null, "data-head": head[index] }, worded(value));
-  const numeric = (index) => rows.some((row) => typeof row[index] === "number");
+  const right = (value) => typeof value === "number" || /^([+-]?[\d.]+ %|the same)$/.test(value);
+  const cell = (value, index) => el("td", { class: right(value) ? "number" : worded(value) === "" ? "none" : null, "data-head": head[index] }, worded(value));
+  const numeric = (index) => rows.some((row) => right(row[index]));
   return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "table" },
     el("table", {}, el("thead", {}, el("tr", {}, head.map((name, index) => el("th", { scope: "col", class: numeric(index) ? "number" : null }, name)))),
       el("tbody", {}, rows.map((row) => el("tr", {}, row.map(cell))))));
@@ -156,6 +157,7 @@ function lineChart({ id, label, unit = "", axis = { name: "step", read: (value) 
     }
     if (unit || log) svg.append(shape("text", { x: 2, y: 10, class: "unit" }, [unit, log ? "(logarithmic)" : ""].filter(Boolean).join(" ")));
     for (const value of ticks(range[0], range[1], Math.max((width - room.left) / 95, 2))) {
+      if (axis.name === "step" && !Number.isInteger(value)) continue;
       const end = x(value) > width - room.right - 16;
       svg.append(shape("text", { x: end ? width - 2 : x(value), y: height - 20, "text-anchor": end ? "end" : "middle" }, short(value)));
     }
@@ -200,8 +202,9 @@ function lineChart({ id, label, unit = "", axis = { name: "step", read: (value) 
 
   function area(plot, one, number, x, y) {
     const under = number ? tops[number - 1] : one.x.map(() => 0);
-    const up = one.x.map((at, index) => `${x(at).toFixed(1)},${y(tops[number][index]).toFixed(1)}`);
-    const down = one.x.map((at, index) => `${x(at).toFixed(1)},${y(under[index]).toFixed(1)}`).reverse();
+    const spread = one.x.length === 1 ? [-24, 24] : [0];  // one step alone is a bar
+    const edge = (tall) => one.x.flatMap((at, index) => spread.map((beside) => `${(x(at) + beside).toFixed(1)},${y(tall[index]).toFixed(1)}`));
+    const up = edge(tops[number]), down = edge(under).reverse();
     plot.append(shape("polygon", { points: [...up, ...down].join(" "), fill: one.paint, opacity: 0.85 }));
   }
 

@@ -61,7 +61,9 @@ function cards() {
   });
   const rows = Object.keys(figures.about).map((name) => [figures.about[name], name, ...figures.runs.flatMap((run, index) => [run.in_words[name], ...(index ? [change(first.measures[name], run.measures[name])] : [])])]);
   const head = ["", "name", ...figures.runs.flatMap((run, index) => [named(run, "value"), ...(index ? [`${run.mark} against A`] : [])])];
-  const windows = each((run) => run.window ? named(run, `times are means of ${run.window}`) : null).join("; ");
+  const alike = new Map();
+  for (const run of figures.runs) if (run.window) alike.set(run.window, [...(alike.get(run.window) || []), run.mark]);
+  const windows = [...alike].map(([window, marks]) => `${alike.size > 1 ? `${marks.join(", ")}: ` : ""}times are means of ${window}`).join("; ");
   const rest = several() && unequal() ? " The runs have other lengths: compare losses at equal steps and tokens, below." : "";
   return section("numbers", "In numbers", true, el("div", { class: several() ? "cards wide" : "cards" }, found), el("p", { class: "soft note" }, windows, windows ? "." : "", rest), behind("numbers", head, () => rows, "all numbers"));
 }

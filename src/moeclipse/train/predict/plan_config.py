@@ -44,7 +44,7 @@ def config_for(source: str, flags: Mapping[str, Given] | None = None) -> TrainCo
         close = nearest(source, names)
         hint = f"did you mean {close!r}? " if close else ""
         raise ConfigError(
-            f"--model {source!r}: {hint}give a TOML file, a folder with config.json, or one of "
+            f"{source!r} is no model: {hint}give a TOML file, a folder with config.json, or one of "
             f"{', '.join(names)}"
         )
     if config.model.memory:
