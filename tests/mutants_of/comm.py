@@ -82,6 +82,14 @@ MUTANTS = (
     ),
     Mutant(
         "comm/async_ops/lane.py",
+        "                    log.write_end(self._op)\n",
+        "                    pass\n",
+        "comm/async_ops/test_lane.py::test_what_the_host_launches_stands_in_the_file_with_its_times",
+        "the file of a log never says that a transfer of the host ended",
+        "whoever looks for a killed rank reads that all of its transfers hung",
+    ),
+    Mutant(
+        "comm/async_ops/lane.py",
         "self._work.wait(timedelta(seconds=patience_s or watch.deadline_s))",
         "self._work.wait(timedelta(seconds=watch.deadline_s))",
         "comm/async_ops/test_lane.py::test_patience_replaces_the_deadline",

@@ -6,6 +6,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moeclipse.comm.async_ops.lane import Lane, Transfer
 from moeclipse.comm.async_ops.record import Recorder
 from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.watch.op_log import HEADER, OpLog
 from moeclipse.core.errors import CommError
 
 
@@ -52,6 +54,27 @@ def test_what_travels_is_kept_until_it_is_waited_for_and_no_longer() -> None:
     carrier.future.set_result(None)
     transfer.get()
     assert memory.expired(), "a transfer that somebody keeps must not keep the rows"
+
+
+def test_what_the_host_launches_stands_in_the_file_with_its_times(tmp_path: Path) -> None:
+    lane, carrier, _ = launched()
+    lane.watch = replace(lane.watch, log=OpLog(tmp_path / "ops.txt"))
+    transfer = lane.launch(Mesh.single().experts, "rows of layer 7", lambda: carrier, None)
+    times = [line.split() for line in lines_of(lane)]
+    assert [len(line) for line in times] == [3 + 5], "a number, launched and started; lane and label"
+    carrier.future.set_result(None)
+    transfer.get()
+    (line,) = lines_of(lane)
+    assert len(line.split()) == 4 + 5, "and the time at which it ended"
+    assert line.endswith("test: rows of layer 7")
+    assert [op.label for op in lane.watch.log.ops] == ["rows of layer 7"]
+
+
+def lines_of(lane: Lane) -> list[str]:
+    """Of ops in the file of its log."""
+    lines = lane.watch.log._lines
+    assert lines is not None
+    return [line.rstrip() for line in lines[:].decode().splitlines()[HEADER:] if line.strip()]
 
 
 def test_a_transfer_is_done_when_it_is_done_not_when_somebody_looks() -> None:
