@@ -188,3 +188,42 @@ def test_a_rank_that_cannot_be_started_again_is_given_up(tmp_path: Path) -> None
         "it was started again and failed before its first step"
     )
     assert [record["step"] for record in records(tmp_path)] == list(range(6))
+
+
+MOVES = "--placement.planner random --placement.start-step 1 --placement.every 2 --placement.slots-per-rank 4"
+SMART = "--moe.schedule smart --moe.shadow auto"
+
+
+@pytest.mark.full
+def test_a_seat_is_lost_twice_while_experts_move(tmp_path: Path) -> None:
+    """Lost, taken back, lost again and taken back again; losses are those of a run that lost nothing."""
+    words = (*f"{MOVES} {SMART}".split(), "--run.steps", 20, "--checkpoint.every", 2)
+    code, _, err = ended(start(tmp_path, "--ranks", 3, *words, "--run.name", "alone"))
+    assert code == 0, err
+    (tmp_path / "kill-1").write_text("3")
+    for step in (6, 11, 15):
+        (tmp_path / f"hold-{step}").touch()
+    run = start(tmp_path, "--ranks", "2:3", *words)
+
+    def room() -> bool:
+        return bool(list(tmp_path.glob("moeclipse-*/room")))
+
+    wait_for(room, run)
+    (tmp_path / "hold-6").unlink()
+    wait_for(lambda: changes(tmp_path) == ["shrink", "grow"], run)
+    for path in tmp_path.glob("held-*"):
+        path.unlink()
+    wait_for(lambda: len(list(tmp_path.glob("held-*"))) == 3, run)
+    (tmp_path / "kill-1").write_text("11")
+    (tmp_path / "hold-11").unlink()
+    wait_for(room, run)
+    (tmp_path / "hold-15").unlink()
+    code, _, err = ended(run)
+    assert code == 0, err
+    assert changes(tmp_path) == ["shrink", "grow"] * 2
+    assert losses(tmp_path) == pytest.approx(losses(tmp_path, "alone"), rel=1e-12)
+    assert len(losses(tmp_path)) == 20
+
+
+def changes(folder: Path) -> list[str]:
+    return [one["kind"] for one in records(folder, file="incidents.jsonl") if "seat" in one]

@@ -148,4 +148,28 @@ MUTANTS = (
         "bytes that are no text are taken for a path",
         "the run begins, and ends where its configuration is written",
     ),
+    Mutant(
+        "core/outside.py",
+        "if not any(found.is_relative_to(one) for one in (root, *blobs)):",
+        "if not found:",
+        "core/test_outside.py::test_no_link_leads_out_of_a_folder",
+        "links of a folder lead anywhere",
+        "a model from elsewhere has any file of this machine copied",
+    ),
+    Mutant(
+        "core/outside.py",
+        "    if len(data) > most:\n",
+        "    if not most:\n",
+        "core/test_outside.py::test_sizes_are_bounded",
+        "a file is taken up to its bound, and the rest passed over",
+        "half a configuration counts as one",
+    ),
+    Mutant(
+        "core/outside.py",
+        'raise ValueError(f"{_key(way)} is {one}, not a finite number")',
+        "continue",
+        "core/test_outside.py::test_json_is_bounded_and_the_key_is_named",
+        "numbers of JSON may be infinite",
+        "a model is made of them, and its losses are NaN",
+    ),
 )

@@ -255,4 +255,12 @@ median(compute_ms[other] for other in ranks)
         "a row of Parquet has no largest size",
         "one row takes all memory",
     ),
+    Mutant(
+        "train/run/run_directory.py",
+        "before = os.umask(0o077)",
+        "before = os.umask(0o022)",
+        "train/run/test_run_directory.py::test_files_are_their_users_alone_unless_they_are_shared",
+        "files of a run have the usual mode",
+        "everybody on the machine reads checkpoints and losses",
+    ),
 )
