@@ -49,6 +49,30 @@ MUTANTS = (
         "resumed runs differ",
     ),
     Mutant(
+        "train/placement/background_plan.py",
+        'one["error"] for one in everyone if "error" in one',
+        'one["error"] for one in everyone[self.mesh.stage.ranks[0]:][:1] if "error" in one',
+        "train/placement/test_background_plan.py::test_stages_take_their_plans_together_or_not_at_all",
+        "a stage without a plan goes on while the others vote",
+        "a run with stages dies when it grows again: ranks take numbers of a step for votes",
+    ),
+    Mutant(
+        "train/placement/model_placement.py",
+        "for names in everyone for name in names",
+        "for name in probe.unknown",
+        "train/placement/test_background_plan.py::test_what_one_stage_could_not_tell_keeps_experts_of_all",
+        "a stage that knows its costs plans without the others",
+        "a run with stages ends when trials of one stage could not tell what they cost",
+    ),
+    Mutant(
+        "train/run/choices.py",
+        'if all(other.get("settled") == found["settled"] for other in stages):',
+        'if found["settled"] is not None:',
+        "train/run/test_choices.py::test_what_all_stages_decide_is_known_to_all_or_to_none",
+        "a stage takes what another one does not know",
+        "a run with stages that was killed between two files of choices cannot be resumed",
+    ),
+    Mutant(
         "train/config.py",
         """return "placement.reduce = 'fedavg'" if config.placement.reduce == "fedavg" else ""
 """,

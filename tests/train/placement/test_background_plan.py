@@ -233,6 +233,22 @@ def test_training_survives_a_planner_that_fails(corpus: str) -> None:  # noqa: F
         assert (summary["plans"], summary["left_out"]) == (0, 0)
 
 
+def polled(mesh: Mesh) -> tuple[str, bool, list[int]]:
+    """What is said of a plan under way that a run of one stage saved, and what ranks tell each other next."""
+    held = Placement(((0, 1), (2, 3)))
+    planner = background_plan.BackgroundPlanner(mesh)
+    plan = background_plan.Proposal(step=1, placements=(held,), expected=((1.0,) * 4,)).to_json()
+    planner.load_state({"asked": 1, "plans": {"0": {"plan": plan}}})
+    proposal, note = planner.poll(3, 2, [held])
+    return note, proposal is None, mesh.gather_objects(mesh.rank)
+
+
+def test_stages_take_their_plans_together_or_not_at_all() -> None:
+    """One that has none would go on while the others vote, who would take numbers of its next step."""
+    why = "the planner asked at step 1 failed: it was made for other ranks; experts stay"
+    assert run_ranks(2, polled, pp=2) == [(why, True, [0, 1])] * 2
+
+
 def with_bad_plan(mesh: Mesh, config: TrainConfig, how: str) -> tuple[list[str], int, bool]:
     plain = background_plan.answer
 
@@ -395,9 +411,11 @@ UNTOLD = {"row_forward": None, "row_backward": 1.0, "kernel": 0.0, "latency": 0.
 UNTOLD |= {"link": 1.0, "shared_wire": False, "row_bytes": 1.0, "parameter_bytes": 1.0, "gradient_bytes": 1.0}
 
 
-def without_prices(mesh: Mesh, config: TrainConfig) -> list[Any]:
+def without_prices(mesh: Mesh, config: TrainConfig, blind: int = 0) -> list[Any]:
+    """Trials of stage `blind` could not tell what it costs."""
     learner = Learner(config, mesh)
-    learner.placement.choices.placement = dict(UNTOLD)
+    told = {**UNTOLD, "row_forward": 1.0, "bandwidth": 1.0}
+    learner.placement.choices.placement = dict(UNTOLD) if mesh.pp_index == blind else told
     notes = [note for step in range(6) for note in learner.step(step).get("notes", [])]
     return [notes, learner.placement.planner.pending, learner.placement.plans_taken]
 
@@ -415,3 +433,11 @@ def test_what_trials_could_not_tell_is_no_ground_to_move(planner: str, corpus: s
     else:
         assert plans > 0, "who names a planner gets plans"
         assert all(note.endswith("(by fixed prices)") for note in notes)
+
+
+def test_what_one_stage_could_not_tell_keeps_experts_of_all(corpus: str) -> None:  # noqa: F811
+    changes = {"placement.planner": "auto", "placement.start_step": 2, "placement.every": 2}
+    stages = {"optim.accumulate": 2, "pipeline.schedule": "1f1b", "run.deterministic": False}
+    config = configure(corpus, **{**PLANNED, **changes, **stages})
+    why = "experts stay where they are: trials could not tell what they cost (row forward, bandwidth)"
+    assert run_ranks(4, without_prices, config, 1, pp=2) == [[[why], None, 0]] * 4

@@ -192,3 +192,40 @@ def kept(mesh: Mesh, folder: str) -> list[Any]:
 def test_what_looking_for_plans_took_is_kept(tmp_path: Path) -> None:
     """A run that measured it again would search other layers than it did before it was killed."""
     assert run_ranks(2, kept, str(tmp_path)) == [[{"search_s": 0.5, "step_s": 2.0}, {}, None]] * 2
+
+
+def read_by_stages(mesh: Mesh, folder: str) -> list[Any]:
+    choices = Choices(mesh, Path(folder))
+    try:
+        choices.read("", resumed=True)
+    except ConfigError as error:
+        return [str(error)]
+    return [choices.layers, choices.settled, choices.search]
+
+
+def test_what_all_stages_decide_is_known_to_all_or_to_none(tmp_path: Path) -> None:
+    """A kill between two writes leaves it in the file of one stage, which would ask the others nothing."""
+    search, settled = {"step_s": 2.0, "search_s": 0.5}, {"moe.transport": "direct"}
+    first: dict[str, Any] = {"ranks": [1, 1, 1, 2], "layers": {"0": {}}, "placement": None, "hosts": [0]}
+    first |= {"settled": settled, "search": search}
+    other = {**first, "layers": {"1": {}}, "search": {**search, "step_s": 3.0}}
+    (tmp_path / FILE).write_text(json.dumps(first))
+    nothing = [{}, None, None]
+    assert run_ranks(2, read_by_stages, str(tmp_path), pp=2) == [[{"0": {}}, None, None], nothing]
+    for changes, known in (
+        ({}, [settled, True]),
+        ({"settled": None}, [None, True]),
+        ({"search": {"step_s": 3.0}}, [settled, False]),
+        ({"ranks": [2, 1, 1, 2]}, None),
+    ):
+        (tmp_path / "choices-1.json").write_text(json.dumps({**other, **changes}))
+        one, two = run_ranks(2, read_by_stages, str(tmp_path), pp=2)
+        if known is None:
+            assert (one, two) == ([{"0": {}}, None, None], nothing)
+            continue
+        assert one == [{"0": {}}, known[0], search if known[1] else None]
+        assert two == [{"1": {}}, known[0], other["search"] if known[1] else None], "each has its own seconds"
+    (tmp_path / "choices-1.json").write_text("{")
+    one, two = run_ranks(2, read_by_stages, str(tmp_path), pp=2)
+    assert one == two, "all ranks say the same"
+    assert "choices-1.json does not hold the choices of a run" in one[0]

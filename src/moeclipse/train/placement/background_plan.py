@@ -5,6 +5,8 @@
     vote      that rank's plan goes to all; each checks it and answers with its checksum
     commit    only if all agree; otherwise nobody moves, and the reason is in the step's notes
 
+Stages of a pipeline plan apart and take their plans together: where one has none, no rank votes.
+
 When a plan is taken depends on step numbers alone, never on how long planning took: two runs that plan alike
 train alike, bit by bit. A plan that is under way when a checkpoint is saved is saved with it.
 """
@@ -280,11 +282,11 @@ class BackgroundPlanner:
         asked, self.pending = self.pending, None
         begun = time.perf_counter()
         told = _told(self.thread.take()) if self.leads else {}
-        leader = self.mesh.gather_objects(told, patience_s)[self.mesh.stage.ranks[0]]
+        everyone = self.mesh.gather_objects(told, patience_s)
         self.waited_s += time.perf_counter() - begun
-        if "error" in leader:
-            return None, f"the planner asked at step {asked} failed: {leader['error']}; experts stay"
-        return self._vote(leader["plan"], current)
+        if errors := list(dict.fromkeys(one["error"] for one in everyone if "error" in one)):
+            return None, f"the planner asked at step {asked} failed: {'; '.join(errors)}; experts stay"
+        return self._vote(everyone[self.mesh.stage.ranks[0]]["plan"], current)
 
     def state(self) -> dict[str, Any] | None:
         """For a checkpoint: the plans under way, waited for, by the first rank of their stage. Collective."""

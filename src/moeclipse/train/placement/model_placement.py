@@ -165,9 +165,11 @@ class ModelPlacement:
             return ""
         layer = self.layers[0].layer
         probe = self.choices.costs_for_planners(layer)
-        if probe.unknown and self.config.at_ease:
+        # Stages measure apart, and plan together or not at all.
+        everyone = self.mesh.gather_objects(probe.unknown) if self.config.at_ease else []
+        if unknown := list(dict.fromkeys(name for names in everyone for name in names)):
             self.unpriced = True
-            what = ", ".join(name.replace("_", " ") for name in probe.unknown)
+            what = ", ".join(name.replace("_", " ") for name in unknown)
             return f"experts stay where they are: trials could not tell what they cost ({what})"
         if probe.unknown:  # who names a planner gets plans
             probe = layer.measure_costs(fixed_prices)

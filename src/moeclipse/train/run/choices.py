@@ -14,7 +14,7 @@ takes those of another run.
 
 Contract. All ranks of a stage know the same choices: the first of them reads and writes. Every stage of a
 pipeline has a file of its own (choices.json, choices-1.json, ...). Choices of other ranks are left alone and
-made again.
+made again, and so is what all stages settle or search together, where a kill left it in the files of some.
 """
 
 from __future__ import annotations
@@ -70,13 +70,17 @@ class Choices:
         mine: dict[str, Any] = {}
         if self.mesh.stage.index == 0 and path is not None:
             mine = _read(path, needed=bool(given))
-        found = self.mesh.gather_objects(mine)[self.mesh.stage.ranks[0]]
-        if "problem" in found:
-            raise ConfigError(found["problem"])
-        if found.get("ranks") == self._ranks:
+        stages = self.mesh.gather_objects(mine)[:: self.mesh.stage.size]
+        if problems := [found["problem"] for found in stages if "problem" in found]:
+            raise ConfigError(problems)
+        stages = [found if found.get("ranks") == self._ranks else {} for found in stages]
+        if found := stages[self.mesh.pp_index]:
             self.layers, self.placement = found["layers"], found["placement"]
-            self.hosts, self.settled = tuple(found["hosts"]), found["settled"]
-            self.search = found["search"]
+            self.hosts = tuple(found["hosts"])
+            if all(other.get("settled") == found["settled"] for other in stages):
+                self.settled = found["settled"]
+            if all((other.get("search") or {}).keys() == (found["search"] or {}).keys() for other in stages):
+                self.search = found["search"]
 
     @property
     def _ranks(self) -> list[int]:
