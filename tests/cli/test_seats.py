@@ -191,19 +191,24 @@ def test_a_rank_that_cannot_be_started_again_is_given_up(tmp_path: Path) -> None
 
 
 MOVES = "--placement.planner random --placement.start-step 1 --placement.every 2 --placement.slots-per-rank 4"
-SMART = "--moe.schedule smart --moe.shadow auto"
+KINDS = {
+    "moving experts, smart": (3, f"{MOVES} --moe.schedule smart --moe.shadow auto"),
+    "stages": (4, "--parallel.pp 2 --optim.accumulate 2 --data.batch-size 4"),
+}
 
 
 @pytest.mark.full
-def test_a_seat_is_lost_twice_while_experts_move(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seat_is_lost_twice(kind: str, tmp_path: Path) -> None:
     """Lost, taken back, lost again and taken back again; losses are those of a run that lost nothing."""
-    words = (*f"{MOVES} {SMART}".split(), "--run.steps", 20, "--checkpoint.every", 2)
-    code, _, err = ended(start(tmp_path, "--ranks", 3, *words, "--run.name", "alone"))
+    most, flags = KINDS[kind]
+    words = (*flags.split(), "--run.steps", 20, "--checkpoint.every", 2)
+    code, _, err = ended(start(tmp_path, "--ranks", most, *words, "--run.name", "alone"))
     assert code == 0, err
     (tmp_path / "kill-1").write_text("3")
     for step in (6, 11, 15):
         (tmp_path / f"hold-{step}").touch()
-    run = start(tmp_path, "--ranks", "2:3", *words)
+    run = start(tmp_path, "--ranks", f"2:{most}", *words)
 
     def room() -> bool:
         return bool(list(tmp_path.glob("moeclipse-*/room")))
@@ -213,10 +218,12 @@ def test_a_seat_is_lost_twice_while_experts_move(tmp_path: Path) -> None:
     wait_for(lambda: changes(tmp_path) == ["shrink", "grow"], run)
     for path in tmp_path.glob("held-*"):
         path.unlink()
-    wait_for(lambda: len(list(tmp_path.glob("held-*"))) == 3, run)
+    wait_for(lambda: len(list(tmp_path.glob("held-*"))) == most, run)
     (tmp_path / "kill-1").write_text("11")
+    (tmp_path / "slow").write_text("0.5")  # asked after two saves: the launcher has to see each of them
     (tmp_path / "hold-11").unlink()
     wait_for(room, run)
+    (tmp_path / "slow").write_text("0")
     (tmp_path / "hold-15").unlink()
     code, _, err = ended(run)
     assert code == 0, err
