@@ -8,8 +8,8 @@ thread has its own autocast, grad mode and hooks, as a microbatch must. Nothing 
 turn it is follows from the number of switches alone, so all ranks launch their transfers in one order.
 
 What a job finds when it comes back is what it left: torch's random numbers (checkpointing restores them, and
-must find those of its own microbatch) and the last reports of the layers. The first job goes on with the
-numbers of the process; each other one has a seed drawn from them.
+must find those of its own microbatch), the last reports of the layers, and the losses of its forward. The
+first job goes on with the numbers of the process; each other one has a seed drawn from them.
 
 Hazard. Saved-tensor hooks and function modes that are entered around `run` belong to the caller's thread and
 do not reach the jobs.
@@ -25,12 +25,15 @@ from typing import Any, Protocol
 
 import torch
 
+from moeclipse.moe.losses import UnreadLosses
+
 WIDTH = 2
 """Microbatches in flight: one computes while the other's rows travel."""
 
 
 class Reporting(Protocol):
     last: Any
+    unread: UnreadLosses
 
 
 class Stopped(BaseException):
@@ -48,6 +51,7 @@ class Turns:
         self._live: list[int] = []
         self._now: int | None = None
         self._kept: dict[int, list[torch.Tensor]] = {}
+        self._unread: dict[int, list[UnreadLosses]] = {}
         self._failed: BaseException | None = None
 
     def run(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -61,6 +65,7 @@ class Turns:
         begun, settings = self._numbers(), thread_settings(self.device)
         for number in self._waiting:
             self.reports[number] = self._lasts()
+            self._unread[number] = [UnreadLosses() for _ in self.layers]
             self._kept[number] = begun if number == 0 else self._seeded()
         self._set_numbers(begun)
         threads = [
@@ -79,6 +84,8 @@ class Turns:
             thread.start()
         for thread in threads:
             thread.join()
+        for layer in self.layers:
+            layer.unread = UnreadLosses()
         if self._failed is not None:
             raise self._failed
         self._set_numbers(self._kept[0])
@@ -121,8 +128,8 @@ class Turns:
             raise Stopped
 
     def _begin(self, number: int) -> None:
-        for layer, last in zip(self.layers, self.reports[number], strict=True):
-            layer.last = last
+        for layer, last, unread in zip(self.layers, self.reports[number], self._unread[number], strict=True):
+            layer.last, layer.unread = last, unread
         self._set_numbers(self._kept[number])
         self._now = number
         self._gate.notify_all()
