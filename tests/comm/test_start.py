@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.start import (
+    GRAPHS,
     MPS,
     RankPlace,
     choose_device,
@@ -116,6 +117,27 @@ def test_a_lost_peer_does_not_keep_a_rank_from_leaving(monkeypatch: pytest.Monke
     may_end.set()
     stop()
     assert taken_apart.is_set(), "without a lost peer it is waited for"
+
+
+@pytest.mark.parametrize("patience_s", [None, 5.0])
+def test_graphs_are_gone_before_groups_are_left(
+    monkeypatch: pytest.MonkeyPatch, patience_s: float | None
+) -> None:
+    """NCCL would wait for ever for whoever still holds a graph with a transfer in it."""
+    done = []
+
+    class Graph:
+        def reset(self) -> None:
+            done.append("graph")
+
+    held, dropped = Graph(), Graph()
+    GRAPHS.add(held)
+    GRAPHS.add(dropped)
+    del dropped
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("groups"))
+    stop(patience_s)
+    assert done == ["graph", "groups"]
 
 
 def test_devices_that_are_not_there() -> None:

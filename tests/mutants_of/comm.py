@@ -23,6 +23,14 @@ MUTANTS = (
     ),
     Mutant(
         "comm/start.py",
+        "        graph.reset()",
+        "        pass",
+        "comm/test_start.py::test_graphs_are_gone_before_groups_are_left",
+        "groups are left while graphs hold transfers of them",
+        "a run on several GPUs over NCCL hangs behind its last step",
+    ),
+    Mutant(
+        "comm/start.py",
         "    leaving.join(patience_s)",
         "    leaving.join()",
         "comm/test_start.py::test_a_lost_peer_does_not_keep_a_rank_from_leaving",

@@ -6,6 +6,14 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "moe/own_loop/microbatch_threads.py",
+        "            self._unread[number] = [UnreadLosses() for _ in self.layers]",
+        "            self._unread[number] = [layer.unread for layer in self.layers]",
+        "own_loop/test_overlap_of_microbatches.py::test_gradients_are_those_of_the_plain_loop",
+        "microbatches that take turns share the losses that nobody has asked for",
+        "aux_loss of one counts another one's, and gates learn from wrong gradients",
+    ),
+    Mutant(
         "moe/exchange/dispatch_combine.py",
         "            self.guests.collect(now, self.d_out_TO)\n",
         "            self.guests.collect(now[:1], self.d_out_TO)\n",

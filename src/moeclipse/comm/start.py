@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal, Protocol, TextIO
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,14 @@ SECRET = "MOECLIPSE_SECRET"
 """A secret of the run's own, where a launcher or a user hands one down."""
 Backend = Literal["auto", "nccl", "gloo"]
 """auto: NCCL where each rank has a GPU of its own, else gloo; nccl: also where ranks share one."""
+
+
+class CapturedGraph(Protocol):
+    def reset(self) -> None: ...
+
+
+GRAPHS = WeakSet[CapturedGraph]()
+"""That may hold transfers of this process' groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,8 +251,15 @@ def listen_at(host: str, port: int, here: bool) -> socket.socket | None:
     return listener
 
 
+def leave_groups() -> None:
+    """NCCL waits until no graph holds a transfer of a group, whoever still holds the graph."""
+    for graph in tuple(GRAPHS):
+        graph.reset()
+    dist.destroy_process_group()
+
+
 def stop(patience_s: float | None = None) -> None:
-    """Leave all groups; harmless when none was joined.
+    """Leave all groups; harmless when none was joined. Graphs that were captured cannot be replayed any more.
 
     `patience_s`: where a peer is lost. A transport takes no group apart before the time-outs of what is under
     way are over, which are minutes; after so many seconds that is left to a thread.
@@ -251,8 +267,8 @@ def stop(patience_s: float | None = None) -> None:
     if not dist.is_available() or not dist.is_initialized():
         return
     if patience_s is None:
-        dist.destroy_process_group()
+        leave_groups()
         return
-    leaving = threading.Thread(target=dist.destroy_process_group, name="moeclipse-leaving", daemon=True)
+    leaving = threading.Thread(target=leave_groups, name="moeclipse-leaving", daemon=True)
     leaving.start()
     leaving.join(patience_s)

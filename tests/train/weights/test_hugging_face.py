@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +198,8 @@ def contradicts(mesh: Mesh, config: TrainConfig) -> str:
 
 
 def test_another_shape_is_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = run_alone(contradicts, config_for(folder, **{"model.norm_eps": 0.1}))
+    config = config_for(folder)
+    text = run_alone(contradicts, replace(config, model=replace(config.model, norm_eps=0.1)))
     assert "model.norm_eps (0.1) contradicts" in text
     assert main(command(folder, tmp_path, "--model.d-model", "32")) == 2
     assert "model.d_model (32) contradicts" in capsys.readouterr().err

@@ -29,6 +29,7 @@ from torch import nn
 
 from moeclipse.comm.async_ops.record import Recorder, Region
 from moeclipse.comm.mesh import Mesh
+from moeclipse.comm.start import GRAPHS
 from moeclipse.model.segment_memory import memories
 from moeclipse.moe.own_loop.standalone import moe_layers
 from moeclipse.tensor.weight_grad import Accumulation
@@ -68,6 +69,7 @@ class CudaCapture:
 
     def capture(self, work: Callable[[], None]) -> Replay:
         graph = torch.cuda.CUDAGraph()
+        GRAPHS.add(graph)
         try:
             with self._into(graph):
                 work()
