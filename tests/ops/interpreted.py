@@ -17,12 +17,15 @@ from types import ModuleType
 
 import pytest
 
+import moeclipse
+
 HERE = Path(__file__).parent
 
 
 @cache
 def _server() -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE)])
+    source = Path(moeclipse.__file__).parents[1]  # which is a copy where mutants are tested
+    path = os.pathsep.join([str(source), str(HERE)])
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
     command = [sys.executable, str(HERE / "interpreter_server.py")]
     return subprocess.Popen(

@@ -141,6 +141,22 @@ def test_plans_fit_are_sorted_and_the_same_each_time() -> None:
     assert found.nearest is None
 
 
+def test_what_the_exact_count_refuses_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rough count lets some through that do not fit."""
+    request = request_of(gpus=4, batch=16)
+    dropped = search(request).dropped.get("memory", 0)
+    best = search(request).plans[0].layout
+
+    def too_large(request: Request, layout: Layout) -> Plan:
+        plan = plan_of(request, layout)
+        return replace(plan, bytes_of=(1.01 * plan.room,)) if layout == best else plan
+
+    monkeypatch.setattr(layouts, "plan_of", too_large)
+    found = search(request)
+    assert best not in [plan.layout for plan in found.plans]
+    assert found.dropped["memory"] == dropped + 1
+
+
 def test_the_best_is_as_fast_as_the_best_of_all() -> None:
     """The bound leaves nothing out that would have won."""
     request = request_of(gpus=4, batch=16)
