@@ -20,7 +20,7 @@ def test_everything_of_a_run_is_there(tmp_path: Path) -> None:
     (folder / "incidents.jsonl").write_text(json.dumps(incident))
     exchange = [{"steps": 2, "chunks": 1, "rule": "measured", "measured_ms": 1.0}]
     (folder / "summary.json").write_text(json.dumps({"exchange": exchange, "placement": {"plans": 2}}))
-    chosen = {"layers": {}, "placement": {"row_s": 1e-6}, "ranks": [1, 2], "hosts": [0, 0]}
+    chosen = {"layers": {}, "placement": {"row_s": 1e-6}, "ranks": [1, 2, 1, 1], "hosts": [0, 0]}
     (folder / "choices.json").write_text(json.dumps({**chosen, "settled": {"moe.transport": "peer"}}))
     (run,) = figures([read_run(folder)])["runs"]
     assert run["gaps"] == []
