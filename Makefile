@@ -5,7 +5,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # A run of the tests starts hundreds of processes: each would compile all of the source anew.
 unexport PYTHONDONTWRITEBYTECODE
-WORKERS ?= 2
+# One more than two cores: ranks wait for each other a third of the time.
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup train test test-full soak coverage lint bench docs clean
