@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from _qwen3 import qwen3_config
+from _qwen3 import qwen3_config, their_loop
 
 from moeclipse.train.config import TrainConfig
 
@@ -25,7 +25,7 @@ def offloaded_step(config: TrainConfig) -> Callable[[], float]:
 
     dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1, store=dist.HashStore())
     mesh = dist.device_mesh.init_device_mesh("cuda", (1,))
-    theirs, optim = qwen3_config(config, config.model.num_layers), config.optim
+    theirs = qwen3_config(config, config.model.num_layers)
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM._from_config(
             theirs, attn_implementation="sdpa", experts_implementation="grouped_mm", dtype=torch.bfloat16
@@ -42,20 +42,4 @@ def offloaded_step(config: TrainConfig) -> Callable[[], float]:
         for parameter in model.parameters():
             local = parameter.to_local()
             local.copy_(0.02 * torch.randn(local.shape, dtype=local.dtype, device="cuda"))
-    adam = torch.optim.AdamW(model.parameters(), lr=optim.lr, betas=(0.9, 0.95), fused=True)
-    samples = config.data.batch_size // optim.accumulate
-    length, vocabulary = config.data.seq_len, config.model.vocab_size
-
-    def step() -> float:
-        total = torch.zeros((), device="cuda")
-        for _ in range(optim.accumulate):
-            ids = torch.randint(vocabulary, (samples, length)).to("cuda")
-            loss = model(input_ids=ids, labels=ids).loss / optim.accumulate
-            loss.backward()
-            total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm)
-        adam.step()
-        adam.zero_grad(set_to_none=True)
-        return float(total)
-
-    return step
+    return their_loop(config, model, model)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
+from _smoke import device
 
 from moeclipse.train.config import TrainConfig
 
@@ -27,3 +31,26 @@ def qwen3_config(config: TrainConfig, num_layers: int) -> Any:
         max_position_embeddings=config.data.seq_len,
         use_cache=False,
     )
+
+
+def their_loop(config: TrainConfig, model: Any, call: Any) -> Callable[[], float]:
+    """A step as one writes it with transformers: gradients of microbatches add up in their weights' type, one
+    clip, one update; the loss comes to the host once. `call`: the model, or a compiled one."""
+    optim = config.optim
+    adam = torch.optim.AdamW(model.parameters(), lr=optim.lr, betas=(0.9, 0.95), fused=True)
+    samples = config.data.batch_size // optim.accumulate
+    length, vocabulary = config.data.seq_len, config.model.vocab_size
+
+    def step() -> float:
+        total = torch.zeros((), device=device())
+        for _ in range(optim.accumulate):
+            ids = torch.randint(vocabulary, (samples, length)).to(device())
+            loss = call(input_ids=ids, labels=ids).loss / optim.accumulate
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm)
+        adam.step()
+        adam.zero_grad(set_to_none=True)
+        return float(total)
+
+    return step

@@ -32,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from _qwen3 import qwen3_config
+from _qwen3 import qwen3_config, their_loop
 from _smoke import FEW_TOKENS, BenchParser, begin_peak, device, left_without_gpu, machine, synchronize, write
 
 from moeclipse.comm.mesh import Mesh
@@ -135,11 +135,9 @@ def our_step(config: TrainConfig) -> Callable[[], float]:
 
 
 def their_step(config: TrainConfig, *, compiled: bool) -> Callable[[], float]:
-    """The loop that one writes with transformers: gradients of microbatches add up in bf16, one clip, one
-    update; the loss comes to the host once in a step."""
     from transformers import Qwen3MoeForCausalLM
 
-    theirs, optim = qwen3_config(config, config.model.num_layers), config.optim
+    theirs = qwen3_config(config, config.model.num_layers)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device()):
@@ -148,24 +146,7 @@ def their_step(config: TrainConfig, *, compiled: bool) -> Callable[[], float]:
         )
     torch.set_default_dtype(torch.float32)
     assert model.config._experts_implementation == "grouped_mm"
-    run = torch.compile(model) if compiled else model
-    adam = torch.optim.AdamW(model.parameters(), lr=optim.lr, betas=(0.9, 0.95), fused=True)
-    samples = config.data.batch_size // optim.accumulate
-    length, vocabulary = config.data.seq_len, config.model.vocab_size
-
-    def step() -> float:
-        total = torch.zeros((), device=device())
-        for _ in range(optim.accumulate):
-            ids = torch.randint(vocabulary, (samples, length)).to(device())
-            loss = run(input_ids=ids, labels=ids).loss / optim.accumulate
-            loss.backward()
-            total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm)
-        adam.step()
-        adam.zero_grad(set_to_none=True)
-        return float(total)
-
-    return step
+    return their_loop(config, model, torch.compile(model) if compiled else model)
 
 
 def profiled(step: Callable[[], float], file: Path | None) -> dict[str, Any]:
