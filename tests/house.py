@@ -277,7 +277,15 @@ def printed_elsewhere(trees: Trees) -> Iterator[str]:
 
 
 def prints(node: ast.Call) -> bool:
-    return ast.unparse(node.func) in {"print", "Console", "sys.stdout.write", "sys.stderr.write"}
+    direct = {
+        "print",
+        "Console",
+        "sys.stdout.write",
+        "sys.stderr.write",
+        "warnings.warn",
+        "logging.getLogger",
+    }
+    return ast.unparse(node.func) in direct
 
 
 def reads_a_file(node: ast.Call) -> bool:

@@ -71,12 +71,15 @@ from house import OF_PYTHON, private_torch_names
             "printed_elsewhere",
             {
                 **dict.fromkeys([*house.PRINTS, *house.PRINTS_ITS_OWN], "print(name)"),
-                "cli/a.py": "print(name)\nConsole()\nsys.stderr.write(name)\nsay(name)\nfile.write(name)",
+                "cli/a.py": "print(name)\nConsole()\nsys.stderr.write(name)\nsay(name)\nfile.write(name)\n"
+                "warn(name)\nwarnings.warn(name)\nlogging.getLogger(__name__).warning(name)",
             },
             [
                 "cli/a.py:1: print(name) does not go through core/shown.py",
                 "cli/a.py:2: Console() does not go through core/shown.py",
                 "cli/a.py:3: sys.stderr.write(name) does not go through core/shown.py",
+                "cli/a.py:7: warnings.warn(name) does not go through core/shown.py",
+                "cli/a.py:8: logging.getLogger(__name__) does not go through core/shown.py",
             ],
         ),
         (

@@ -250,6 +250,9 @@ def test_what_was_measured_says_nothing_of_another_machine(
 def test_folders_that_hold_no_run_are_told(tmp_path: Path, run: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no run: there is no config.toml"):
         main([str(tmp_path)])
+    (run / "choices.json").write_text('{"settled": {"pipeline.overbap": "pair"}}')
+    with pytest.raises(ConfigError, match=r"overbap: unknown key; did you mean pipeline.overlap\? \(choices"):
+        main([str(run)])
     (run / "choices.json").write_text("{")
     (run / "config.toml").write_text("[parallel]\npp = 2\n")
     with pytest.raises(ConfigError, match="say how many with --ranks"):

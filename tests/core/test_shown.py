@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 
 from moeclipse.core.errors import CheckpointError, ConfigError, DataError, ScheduleError
-from moeclipse.core.shown import MOST, say, sentence, visible
+from moeclipse.core.shown import MOST, say, sentence, visible, warn
 
 ESCAPE = "\x1b]0;title\x07\x1b[2J"
 
@@ -56,3 +57,12 @@ def test_what_is_said_can_be_encoded(capsys: pytest.CaptureFixture[str]) -> None
     say(f"written: {os.fsdecode(b'caf' + bytes([233]))}")
     say("note: \x1b[1m", error=True)
     assert capsys.readouterr() == ("written: caf\\udce9\n", "note: \\x1b[1m\n")
+
+
+def test_warnings_are_harmless_and_name_who_called() -> None:
+    def warns() -> None:
+        warn(f"from {ESCAPE}", FutureWarning)
+
+    with pytest.warns(FutureWarning, match=re.escape(visible(ESCAPE))) as found:
+        warns()
+    assert (found[0].filename, found[0].lineno) == (__file__, warns.__code__.co_firstlineno + 4)

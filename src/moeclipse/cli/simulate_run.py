@@ -22,7 +22,7 @@ from typing import Any, get_args
 
 import torch
 
-from moeclipse.core.config import Given
+from moeclipse.core.config import Given, table_layer
 from moeclipse.core.errors import ConfigError, ScheduleError
 from moeclipse.core.outside import read_table
 from moeclipse.cost.cluster import Cluster, cluster_at
@@ -116,9 +116,9 @@ def _table(path: Path) -> dict[str, Any]:
 def load_run(path: Path, terms: RunTerms) -> RunStep:
     """The run of a configuration or of a folder."""
     source = RunSource.read(path)
-    given = {key: Given(value, CHOICES) for key, value in source.settled.items()}
+    given, strange = table_layer(TrainConfig, source.settled, CHOICES)
     changed = {key: Given(value, flag) for key, (flag, value) in terms.changes.items() if value is not None}
-    config = merge(source.config, flags=given | changed).built.with_warnings()
+    config = merge(source.config, flags=given | changed, problems=strange).built.with_warnings()
     dp, ep = axes_of(config, source, terms.num_ranks)
     # Another device, other ranks or another microbatch: what was measured says nothing of these.
     as_run = terms.device is None and terms.far is None and terms.num_ranks is None and terms.costs is None

@@ -19,12 +19,12 @@ import dataclasses
 import functools
 import re
 import typing
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.renames import rename_note, renamed_in
+from moeclipse.core.shown import warn
 from moeclipse.core.toml import read_toml as read_toml
 from moeclipse.core.toml import to_toml as to_toml
 from moeclipse.core.values import (
@@ -79,7 +79,7 @@ class Built(Generic[T]):
         """The checked configuration, for calls from Python: notes become warnings."""
         config = self.checked()
         for note in self.notes:
-            warnings.warn(note, FutureWarning, stacklevel=3)
+            warn(note, FutureWarning, stacklevel=3)
         return config
 
 
@@ -360,7 +360,7 @@ def with_values(config: T, values: Mapping[str, Any]) -> T:
     for name, value in values.items():
         key = renamed.get(name, name)
         if key != name:
-            warnings.warn(rename_note(name, key, "with_values"), FutureWarning, stacklevel=2)
+            warn(rename_note(name, key, "with_values"), FutureWarning)
         if key not in flat:
             problems.append(unknown_key(key, flat))
         flat[key] = value

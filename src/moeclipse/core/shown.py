@@ -3,11 +3,12 @@
     visible(text)               one line: what drives a terminal is written as Python does, \\x1b or \\n
     visible(text, lines=True)   ends of lines and tabs stay what they are
     say(text)                   prints it so; `error=True`: to stderr
+    warn(text)                  Python's warning of it, for calls from Python
 
 Idea. A file's name, a key of its JSON, the message of a chat template may hold escape sequences, which move
 the cursor, colour what follows or put words on the clipboard, and ends of lines, behind which anything can
 pose as ours. Errors have their text through here when they are made (`core/errors`), tables and notes when
-they are drawn (`cli/terminal`), all other lines by `say`; `make lint` finds who prints elsewhere.
+they are drawn (`cli/terminal`), all other lines by `say` and `warn`; `make lint` finds who prints elsewhere.
 
 Contract. What is returned can be encoded: half a surrogate pair, which is how Python reads names that are not
 UTF-8, is written out, too.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 
 MOST = 4000
 """Characters of one sentence: more is somebody's file."""
@@ -44,3 +46,8 @@ def sentence(text: str) -> str:
 
 def say(text: str, *, error: bool = False) -> None:
     print(visible(text, lines=True), file=sys.stderr if error else sys.stdout, flush=True)
+
+
+def warn(text: str, kind: type[Warning] = UserWarning, *, stacklevel: int = 2) -> None:
+    """`stacklevel` as in `warnings.warn`, counted from the caller."""
+    warnings.warn(visible(text), kind, stacklevel=stacklevel + 1)

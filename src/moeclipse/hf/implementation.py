@@ -16,7 +16,6 @@ sum their gradients.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -29,7 +28,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import moe as theirs
 
 from moeclipse.core.errors import ConfigError
-from moeclipse.core.shown import visible
+from moeclipse.core.shown import warn
 from moeclipse.hf.foreign_experts import activation_of, is_experts, own_form
 from moeclipse.hf.private_torch import asks, goes_beyond, implementation_of, own_forward
 from moeclipse.moe.inputs import rows_for
@@ -59,11 +58,10 @@ def telling(check: Callable[..., str]) -> Callable[..., str]:
     def checked(model: PreTrainedModel, requested: str | None) -> str:
         found = check(model, requested)
         if found == NAME and has_experts(model) and not asks(model):
-            warnings.warn(
-                f"{visible(model.config.model_type)}: transformers {transformers.__version__} lets nobody "
+            warn(
+                f"{model.config.model_type}: transformers {transformers.__version__} lets nobody "
                 f"choose how experts of this family are computed: experts_implementation={NAME!r} changes "
-                "nothing",
-                stacklevel=2,
+                "nothing"
             )
         return found
 

@@ -19,11 +19,11 @@ reference, which loops over experts and reads counts on the host.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 
+from moeclipse.core.shown import warn
 from moeclipse.ops.activation import GATED, Activation, activate, activate_backward
 from moeclipse.ops.bias import add_bias, bias_dots
 from moeclipse.ops.expert_kernels import (
@@ -215,7 +215,7 @@ def mlp_fits(rows: torch.Tensor, weight: torch.Tensor, grouping: Grouping) -> bo
         and device_fits(rows.device)
     )
     if not fits:
-        warnings.warn(
+        warn(
             f"experts of {rows.dtype} with weights {tuple(weight.shape)} run in plain torch: the kernels take"
             " bf16 and fp16, contiguous, with widths that are multiples of 8, on NVIDIA's GPUs from Ampere on"
             " and on MI300X",

@@ -28,8 +28,9 @@ from checkpoint_bed import (
 )
 
 from moeclipse.core.errors import CheckpointError
+from moeclipse.core.shown import visible
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank, Piece, Ranks, newest, save
-from moeclipse.train.checkpoints.disk import DISK
+from moeclipse.train.checkpoints.disk import DISK, Disk
 from moeclipse.train.checkpoints.folder import checkpoints_in
 from moeclipse.train.checkpoints.manifest import inspect
 from moeclipse.train.checkpoints.save import size_text
@@ -290,10 +291,27 @@ def test_the_order_of_operations(tmp_path: Path) -> None:
 # ---- space
 
 
+class KeepingDisk(Disk):
+    """Nothing goes from it."""
+
+    def unlink(self, path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+
+def test_checkpoints_that_cannot_be_removed_are_told_in_one_harmless_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "a\x1b[2J\nerror: all is lost"
+    save_step(folder, 1, ONE, keep=1)
+    assert save_step(folder, 2, ONE, keep=1, disk=KeepingDisk())
+    told = f"warning: old checkpoints in {visible(str(folder))} could not be removed: Permission denied\n"
+    assert capsys.readouterr() == ("", told)
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_an_error_at_every_operation(
-    tmp_path: Path, scenario: Scenario, code: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, scenario: Scenario, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = []
     for n in range(num_operations(tmp_path, scenario)):
@@ -301,10 +319,10 @@ def test_an_error_at_every_operation(
         case = scenario(folder)
         standing = names_in(folder)
         disk = FailingDisk(n, code)
-        caplog.clear()
+        capsys.readouterr()
         try:
             save_step(folder, case["step"] or 0, ONE, case["keep"] or 0, disk)
-            assert "could not be removed" in caplog.text
+            assert "could not be removed" in capsys.readouterr().err
         except CheckpointError as error:
             said.append(str(error))
             assert f"checkpoint step {case['step']} could not be saved in {folder}: rank 0: " in said[-1]

@@ -13,13 +13,13 @@ also the weights that it computed with, which need not be those that the experts
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from moeclipse.core.shown import warn
 from moeclipse.tensor.weight_grad import Grads
 
 
@@ -43,7 +43,7 @@ class Unhooked(nn.Module):
 
 
 def tell_about_hooks() -> None:
-    warnings.warn(
+    warn(
         "hooks on moe.experts never fire: a schedule runs experts in parts; hook the layer (moe), or give it "
         "experts of your own (MoE(experts=...)), whose modules are called one by one",
         stacklevel=3,

@@ -21,7 +21,6 @@ and `torch.autograd.grad` are as they were. Nothing here waits for the device or
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -33,6 +32,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.shown import warn
 from moeclipse.moe.private_torch import (
     VERSION_OF,
     active_ddp,
@@ -132,8 +132,7 @@ class Gradients:
         if any(grad.begun is not None for grad in stepped):
             raise ConfigError(forgotten_text(self.where, "weights were changed"))
         if stepped:  # the gradients are gone: used by somebody's own step, or thrown away
-            text = forgotten_text(self.where, "weights were changed after a backward")
-            warnings.warn(text, stacklevel=2)
+            warn(forgotten_text(self.where, "weights were changed after a backward"))
 
 
 def gradients_of(layer: Any) -> Gradients:

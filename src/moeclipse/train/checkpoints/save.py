@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from moeclipse.core.errors import CheckpointError, ConfigError
+from moeclipse.core.shown import say, visible
 from moeclipse.train.checkpoints import folder as layout
 from moeclipse.train.checkpoints.disk import DISK, Disk, Written, make_folders, remove_tree, write_file
 from moeclipse.train.checkpoints.manifest import INDEX, MANIFEST, Index, build_index, encode_manifest
@@ -202,9 +202,8 @@ class SaveJob:
         try:
             layout.prune(self.disk, self.folder, self.step, self.keep)
         except OSError as error:
-            logging.getLogger(__name__).warning(
-                "old checkpoints in %s could not be removed: %s", self.folder, error.strerror or error
-            )
+            told = f"old checkpoints in {self.folder} could not be removed: {error.strerror or error}"
+            say(f"warning: {visible(told)}", error=True)
 
 
 def size_text(num_bytes: int) -> str:
