@@ -351,6 +351,7 @@ TINY["axk1"] = {
     "n_group": 2,
     "topk_group": 1,
 }
+# many heads, so that no two keys are turned away by all: of equal scores transformers chooses any
 INDEXED = {
     **EXPERTS,
     **LATENT,
@@ -361,7 +362,7 @@ INDEXED = {
     "topk_group": 1,
     "index_topk": 3,
     "index_head_dim": 6,
-    "index_n_heads": 2,
+    "index_n_heads": 12,
 }
 TINY["deepseek_v32"] = {**INDEXED, "rope_parameters": YARN}
 TINY["glm_moe_dsa"] = INDEXED

@@ -35,6 +35,22 @@ def test_the_best_of_what_a_token_sees() -> None:
         assert sorted(best.tolist()) == seen.tolist()
 
 
+def test_of_keys_that_all_heads_turn_away_from_the_first_are_chosen() -> None:
+    """They all score 0. Otherwise a text read piece by piece would differ from itself: `torch.topk` takes
+    others among as many more."""
+    indexer = Indexer(CONFIG, SETTINGS)
+    indexer.query.zero_()
+    for tokens in (4, 7, 40):
+        more = torch.randn(tokens, 23, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        for dtype in (torch.float64, torch.float32):
+            indexer.to(dtype)
+            chosen = indexer(more[:, :16].to(dtype), more[:, 16:].to(dtype), positions(CONFIG, tokens))
+            assert chosen is not None
+            for token in range(tokens):
+                assert chosen[0, token, : token + 1].nonzero().flatten().tolist() == [0, 1, 2][: token + 1]
+        indexer.to(torch.float64)
+
+
 def test_nothing_is_chosen_among_few_and_nothing_is_trained() -> None:
     indexer = Indexer(CONFIG, SETTINGS)
     assert indexer(X[:3], LATENT[:3], positions(CONFIG, 3)) is None

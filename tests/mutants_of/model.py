@@ -126,6 +126,14 @@ MUTANTS = (
         "tokens take from fewer keys than their model was trained with",
     ),
     Mutant(
+        "model/indexer.py",
+        "best_of(scores_BSL.flatten(0, 1), self.topk)",
+        "scores_BSL.flatten(0, 1).topk(self.topk).indices",
+        "model/test_indexer.py::test_of_keys_that_all_heads_turn_away_from_the_first_are_chosen",
+        "which of two keys with equal scores an indexer chooses depends on how many there are",
+        "a text that is written token by token differs from the same text read at once",
+    ),
+    Mutant(
         "model/rotary.py",
         "number = (self.place % size == 0).cumsum(-1)",
         "number = self.place // size",

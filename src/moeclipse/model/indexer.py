@@ -6,7 +6,9 @@
 Contract. A choice has no gradient, so nothing here is trained: weights are buffers, which keep their bits.
 (DeepSeek trains its indexer against the attention of all keys; transformers does not, and we do not.) Every
 tp rank chooses for all tokens. Up to `index_topk` keys there is nothing to choose.
-Hazard. A choice between equal scores is arbitrary, as anywhere; scores are computed in fp32 (fp64 for fp64).
+Hazard. Two keys that all heads turn away from score 0 both, which is common with few heads: of equal ones the
+first is chosen (`moe/gate/ties`), or a text read piece by piece would differ from itself. `torch.topk`, which
+transformers asks, does not say which one it takes. Scores are computed in fp32 (fp64 for fp64).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch import nn
 from moeclipse.model.blocks import Settings
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.rotary import Positions, rotate
+from moeclipse.moe.gate.ties import best_of
 from moeclipse.ops.attention import seen_keys
 from moeclipse.ops.precision import WIDE
 from moeclipse.ops.random import fill_normal
@@ -74,7 +77,7 @@ class Indexer(nn.Module):
         weight_BSH = F.linear(x_TD, self.weights).to(wide).view(-1, length, self.heads) * self.heads**-0.5
         scores_BSL = (weight_BSH.transpose(1, 2)[..., None] * scores).sum(1)
         scores_BSL = scores_BSL.masked_fill(~self._sees(positions, keys, x_TD.device), float("-inf"))
-        best = scores_BSL.topk(self.topk, dim=-1).indices
+        best = best_of(scores_BSL.flatten(0, 1), self.topk).view(*scores_BSL.shape[:2], self.topk)
         return torch.zeros_like(scores_BSL, dtype=torch.bool).scatter(-1, best, True)
 
     def _turned(self, x_BHSd: torch.Tensor, positions: Positions) -> torch.Tensor:
