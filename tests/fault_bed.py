@@ -38,17 +38,16 @@ if "FAULT" in os.environ and attempt < int(most):
     rank, number, left, pattern = os.environ["FAULT"].split(" ", 3)
     if os.environ.get("RANK") == rank:
         from moeclipse.comm.watch import op_log
-        launch, seen = op_log.OpLog.launch, [0]
-        def faulty(self, lane, label, ranks=()):
-            op = launch(self, lane, label, ranks)
-            seen[0] += bool(re.search(pattern, f"{lane}: {label}, step {self.step}"))
+        write, seen = op_log.OpLog.write, [0]
+        def faulty(self, op):
+            write(self, op)
+            seen[0] += bool(re.search(pattern, f"{op.lane}: {op.label}, step {self.step}"))
             if seen[0] == int(left):
                 seen[0] += 1
                 with open(os.environ["FAULT_FILE"], "w") as file:
                     file.write(str(time.time()))
                 os.kill(os.getpid(), int(number))
-            return op
-        op_log.OpLog.launch = faulty
+        op_log.OpLog.write = faulty
 """
 
 

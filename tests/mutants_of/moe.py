@@ -192,4 +192,14 @@ MUTANTS = (
         "a forward is never over",
         "losses of all steps are summed, and their graphs fill the memory",
     ),
+    Mutant(
+        "moe/tune/stopwatch.py",
+        """\
+        mine, problem = [0.0] * count, f"rank {mesh.rank}: {type(error).__name__}: {error}"
+""",
+        "        raise CannotMeasure(str(error)) from None\n",
+        "train/run/test_choices.py::test_experts_that_fail_while_they_are_priced_leave_no_rank_waiting",
+        "a rank whose experts fail leaves what all measure together",
+        "a run that is over hangs, or mixes up what ranks tell each other, before its summary is written",
+    ),
 )

@@ -287,4 +287,13 @@ median(compute_ms[other] for other in ranks)
         "files of a run have the usual mode",
         "everybody on the machine reads checkpoints and losses",
     ),
+    Mutant(
+        "train/checkpoints/save.py",
+        'say(f"warning: {visible(told)}", error=True)',
+        'say(f"warning: {told}", error=True)',
+        "train/checkpoints/test_save.py::"
+        "test_checkpoints_that_cannot_be_removed_are_told_in_one_harmless_line",
+        "the name of a folder of checkpoints is shown with its ends of lines",
+        "a folder's name poses as an error of ours",
+    ),
 )

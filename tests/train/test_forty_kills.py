@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import pytest
 from test_trainer import configure, losses
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.watch.op_log import OpLog
+from moeclipse.comm.watch.op_log import LoggedOp, OpLog
 from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
 from moeclipse.train.checkpoints.disk import Disk
 from moeclipse.train.config import TrainConfig
@@ -46,16 +47,22 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 WRITES = ("create", "write", "fsync", "rename", "unlink")
 
 
-def counting(count: Callable[[], None], what: str) -> None:
+class Counted(deque[LoggedOp]):
+    """Ops of a rank, which are noted here whoever launches them."""
+
+    def __init__(self, log: OpLog, count: Callable[[], None]) -> None:
+        super().__init__(log.recent, log.recent.maxlen)
+        self._count = count
+
+    def append(self, op: LoggedOp) -> None:
+        self._count()
+        super().append(op)
+
+
+def counting(count: Callable[[], None], what: str, log: OpLog) -> None:
     """From now on every op, or all that is done to the disk, is counted; disks are slow."""
     if what == "op":
-        launch = OpLog.launch
-
-        def launched(self: OpLog, *args: Any) -> Any:
-            count()
-            return launch(self, *args)
-
-        OpLog.launch = launched  # type: ignore[method-assign]
+        log.recent = Counted(log, count)
         return
     for name in WRITES:
         real = getattr(Disk, name)
@@ -78,7 +85,7 @@ def train(mesh: Mesh, config: TrainConfig, resume: str, what: str, victim: int =
         if mesh.rank == victim and counted == at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    counting(count, what)
+    counting(count, what, mesh.watch.log)
     Run(config, mesh, Silence()).whole(resume)
     return counted
 

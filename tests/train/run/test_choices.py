@@ -16,6 +16,7 @@ from moeclipse.moe.config import GateConfig
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.tune import exchange_policy
 from moeclipse.moe.tune.granularity import LEAST_CALLS
+from moeclipse.moe.tune.stopwatch import tell
 from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.run.choices import FILE, Choices, trial_calls
@@ -178,6 +179,39 @@ def test_uneven_ranks_are_priced_once_at_the_end(tmp_path: Path) -> None:
     assert found[1][1] == first, "all ranks know the same"
     kept = json.loads((tmp_path / FILE).read_text())
     assert (kept["placement"], kept["hosts"]) == (first, [0, 0])
+
+
+def priced_in_vain(mesh: Mesh, folder: str, what: str) -> list[Any]:
+    """Rank 1 cannot do its part; what is told, and what ranks hear of each other afterwards."""
+    layer = MoE(4, 8, 4, gate=GateConfig(top_k=1), mesh=mesh)
+    choices = Choices(mesh, Path(folder))
+    choices.bind([layer])
+
+    def fails(*_: Any) -> Any:
+        raise MemoryError("no room for\x1b[2J rows")
+
+    if mesh.rank == 1 and what != "disk":
+        setattr(type(layer.experts), what, fails)
+    told = choices.price_skew([layer], 0.5)
+    return [told, choices.placement is None, mesh.gather_objects(mesh.rank), tell(mesh, [mesh.rank])]
+
+
+@pytest.mark.parametrize("what", ["forward", "dgrad"])
+def test_experts_that_fail_while_they_are_priced_leave_no_rank_waiting(tmp_path: Path, what: str) -> None:
+    """The others would take the next transfer of the run for theirs."""
+    found = run_ranks(3, priced_in_vain, str(tmp_path), what)
+    told = r"could not be measured: rank 1: MemoryError: no room for\x1b[2J rows"
+    assert found == [[f"what experts and wires cost {told}", True, [0, 1, 2], [[0.0], [1.0], [2.0]]]] * 3
+    assert not (tmp_path / FILE).exists()
+
+
+def test_choices_that_find_no_room_at_the_end_are_told(tmp_path: Path) -> None:
+    (tmp_path / FILE).mkdir()
+    found = run_ranks(2, priced_in_vain, str(tmp_path), "disk")
+    assert [(told, heard) for told, _, heard, _ in found] == [
+        (f"{FILE} cannot be written: Is a directory", [0, 1]),
+        ("", [0, 1]),
+    ]
 
 
 def kept(mesh: Mesh, folder: str) -> list[Any]:

@@ -32,11 +32,22 @@ from moeclipse.cost.exchange import ExchangeCosts
 from moeclipse.moe.exchange.dispatch import Dispatcher
 from moeclipse.moe.experts.pairwise import PairwiseExperts
 from moeclipse.moe.tune.replica_price import sync_price
-from moeclipse.moe.tune.stopwatch import MORE, REPEATS, Slope, Timing, slope_of, tell, timed
+from moeclipse.moe.tune.stopwatch import (
+    MORE,
+    REPEATS,
+    CannotMeasure,
+    Slope,
+    Timing,
+    by_all,
+    slope_of,
+    tell,
+    timed,
+)
 from moeclipse.ops.precision import WIDE
 
 ROWS = {"cpu": (4, 96), "cuda": (64, 2048)}
 """For each expert of a rank; a device needs some thousand rows to show what one of them costs."""
+TYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 BYTES = {"cpu": (16 << 10, 256 << 10), "cuda": (1 << 20, 16 << 20)}
 
 
@@ -145,10 +156,12 @@ class ExpertSizes:
         # A rank without experts may not know the type of their weights.
         told = zip(*tell(mesh, [float(size), float(held), float(dtype.itemsize)]), strict=True)
         parameters, most, width = (int(max(column)) for column in told)
+        if width not in TYPES:
+            raise CannotMeasure(f"experts have weights of {width} bytes, which nobody adds gradients to")
         return cls(
             row_bytes=sum(tensor.element_size() * tensor.shape[1:].numel() for tensor in pairs.like),
             parameters=parameters,
-            weight_dtype={2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[width],
+            weight_dtype=TYPES[width],
             held=most,
         )
 
@@ -191,9 +204,8 @@ def _rows(pairs: PairwiseExperts, mesh: Mesh) -> tuple[Slope, Slope, float]:
     """(a row forward, backward; what experts take however few their rows): the mean of ranks with experts."""
     few, many = ROWS[mesh.device.type]
     for factor in MORE[mesh.device.type]:
-        mine = [*_expert_seconds(pairs, few, mesh), *_expert_seconds(pairs, factor * many, mesh)]
-        held = float(len(pairs.experts.ids))
-        everyone = [row for row in tell(mesh, [held, *(part for one in mine for part in one)]) if row[0]]
+        ends_PR = (_expert_seconds(pairs, rows, mesh) for rows in (few, factor * many))
+        everyone = [[*small, *large[1:]] for small, large in zip(*ends_PR, strict=True) if small[0]]
         slopes, kernels = [], []
         for letter in (1, 3):
             ends = []
@@ -274,26 +286,33 @@ def _bytes(
     return slope, small
 
 
-def _expert_seconds(pairs: PairwiseExperts, rows: int, mesh: Mesh) -> tuple[Timing, Timing]:
-    """(forward, backward) of `rows` rows through each expert, weight gradients included."""
-    experts, device = pairs.experts, mesh.device
-    if not experts.ids:
-        tell(mesh, [])
-        return Timing(0.0, 0.0), Timing(0.0, 0.0)
-    counts = [rows] * len(experts.ids)
-    x = pairs.structure.put_together([t.new_ones(sum(counts), *t.shape[1:]) for t in pairs.like])
-    sums = [torch.zeros_like(weight, dtype=WIDE[weight.dtype]) for weight in experts.weights]
-    with torch.no_grad():
+@torch.no_grad()
+def _expert_seconds(pairs: PairwiseExperts, rows: int, mesh: Mesh) -> list[list[float]]:
+    """Of every rank: its experts, and what `rows` rows through each take, forward and backward, weight
+    gradients included; each with its noise."""
+    experts, counts = pairs.experts, [rows] * len(pairs.experts.ids)
+    x: Any = None
+    y: Any = None
+
+    def ready() -> list[float]:
+        nonlocal x, y
+        x = pairs.structure.put_together([t.new_ones(sum(counts), *t.shape[1:]) for t in pairs.like])
         y, _ = experts.forward(x, counts)
-        tell(mesh, [])
-        forward = timed(lambda: experts.forward(x, counts), device)
+        return []
+
+    def seconds() -> list[float]:
+        sums = [torch.zeros_like(weight, dtype=WIDE[weight.dtype]) for weight in experts.weights]
+        forward = timed(lambda: experts.forward(x, counts), mesh.device)
         saved = [experts.forward(x, counts)[1] for _ in range(REPEATS + 1)]  # modules go backward once
 
         def backward() -> None:
             experts.dgrad(y, saved.pop())[1].add_to(*sums)
 
         backward()
-        return forward, timed(backward, device)
+        return [len(counts), *forward, *timed(backward, mesh.device)]
+
+    by_all(mesh, ready if counts else list)
+    return by_all(mesh, seconds if counts else lambda: [0.0] * 5, 5)
 
 
 def _wire_seconds(dispatcher: Dispatcher, mesh: Mesh, size: int, pairs: Sequence[tuple[int, int]]) -> Timing:

@@ -3,6 +3,10 @@
 A work is timed a few times: the median counts, and what it may be off by follows from how the others lie
 around it (`Timing.noise`). The slope between two sizes is known where it is larger than twice its noise.
 Where it is not, both are timed again, with more to do; what cannot be told then is None, never a number.
+
+Contract. What one rank does by itself between two transfers, and may fail in, goes through `by_all`: it fails
+on all ranks of the stage or on none. A rank that left alone would meet the others in transfers that are not
+the same.
 """
 
 from __future__ import annotations
@@ -15,8 +19,10 @@ from typing import NamedTuple
 
 import torch
 
-from moeclipse.comm.async_ops.lane import gather_to_host
+from moeclipse.comm import gather_json
+from moeclipse.comm.async_ops.lane import gather, gather_to_host
 from moeclipse.comm.mesh import Mesh
+from moeclipse.core.errors import CommError, MoEclipseError
 
 REPEATS = 5
 MAD_TO_SIGMA, MEDIAN_NOISE = 1.4826, 1.2533
@@ -26,6 +32,10 @@ SURE = 2.0
 """Times its noise that a slope must be, or it is not known."""
 MORE = {"cpu": (1, 4, 16), "cuda": (1, 1, 1)}
 """Attempts to find a slope, each with so many times the larger size; a device may have no memory for more."""
+
+
+class CannotMeasure(MoEclipseError):
+    """A rank failed in what was to be timed; all ranks of the stage know."""
 
 
 class Timing(NamedTuple):
@@ -93,3 +103,24 @@ def tell(mesh: Mesh, numbers: list[float]) -> list[list[float]]:
     return [
         row[:-1] for row in gather_to_host(mesh.a2a, mesh.stage, mine, "exchange of measured costs").get()
     ]
+
+
+def by_all(mesh: Mesh, work: Callable[[], list[float]], count: int = 0) -> list[list[float]]:
+    """The `count` numbers of `work` on every rank of the stage, which sends nothing; CannotMeasure on all of
+    them where it fails on one."""
+    problem = ""
+    try:
+        mine = work()
+    except CommError:  # a peer is gone: the others learn of it as this rank did
+        raise
+    except Exception as error:  # experts may be anybody's modules
+        mine, problem = [0.0] * count, f"rank {mesh.rank}: {type(error).__name__}: {error}"
+    everyone = tell(mesh, [*mine, float(bool(problem))])
+    if any(row[-1] for row in everyone):
+        texts = gather_json.tell(
+            problem,
+            mesh.device,
+            lambda part: gather(mesh.a2a, mesh.stage, part, "why costs are not known").get(),
+        )
+        raise CannotMeasure("; ".join(filter(None, texts)))
+    return [row[:-1] for row in everyone]

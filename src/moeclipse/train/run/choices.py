@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from moeclipse.core.outside import read_table
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.tune.fixed_prices import fixed_prices
 from moeclipse.moe.tune.probe import Probe
+from moeclipse.moe.tune.stopwatch import CannotMeasure
 from moeclipse.report.choices_form import misfits
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.run.run_files import write_atomic
@@ -110,17 +110,25 @@ class Choices:
             self.write()
         return Probe(**self.placement)
 
-    def price_skew(self, layers: Sequence[MoE], balance: float | None) -> None:
+    def price_skew(self, layers: Sequence[MoE], balance: float | None) -> str:
         """At the end of a run whose ranks were uneven: measure what a planner needs to say what would help.
 
-        Collective; all ranks of a stage know the same balance. What cannot be measured is left out.
+        Collective; all ranks of a stage know the same balance. Returns why nothing is known, if so: the run
+        is over and well, and experts that do not bear it are no reason to lose its summary. A lost peer is.
         """
         known = self.placement is not None or any(layer.schedule.probe is not None for layer in layers)
         if known or not layers or balance is None or balance > UNEVEN:
-            return
-        with suppress(Exception), self.mesh.recorder.apart("costs of an exchange"):
-            self.placement = asdict(layers[0].measure_costs())
+            return ""
+        try:
+            with self.mesh.recorder.apart("costs of an exchange"):
+                self.placement = asdict(layers[0].measure_costs())
+        except CannotMeasure as error:
+            return f"what experts and wires cost could not be measured: {error}"
+        try:
             self.write()
+        except OSError as error:
+            return f"{self._name} cannot be written: {error.strerror or error}"
+        return ""
 
     def write(self) -> None:
         """Nothing, as long as nothing was chosen."""
