@@ -110,12 +110,16 @@ class Choices:
             self.write()
         return Probe(**self.placement)
 
-    def price_skew(self, layers: Sequence[MoE], balance: float | None) -> str:
+    def price_skew(self, layers: Sequence[MoE], balance: float | None) -> list[str]:
         """At the end of a run whose ranks were uneven: measure what a planner needs to say what would help.
 
-        Collective; all ranks of a stage know the same balance. Returns why nothing is known, if so: the run
-        is over and well, and experts that do not bear it are no reason to lose its summary. A lost peer is.
+        Collective over all ranks; those of a stage know the same balance. Returns why something is not known:
+        the run is over and well, and experts that do not bear it are no reason to lose its summary.
         """
+        problems = self.mesh.gather_objects(self._price_skew(layers, balance))
+        return list(dict.fromkeys(filter(None, problems)))
+
+    def _price_skew(self, layers: Sequence[MoE], balance: float | None) -> str:
         known = self.placement is not None or any(layer.schedule.probe is not None for layer in layers)
         if known or not layers or balance is None or balance > UNEVEN:
             return ""

@@ -211,8 +211,7 @@ class Run:
         with self.records.to_the_end():
             saving = self._steps(learner, metrics, start, best)
         path = saving.path or (found.path if found is not None else None)
-        unpriced = choices.price_skew(learner.layers, metrics.window.means().get("balance"))
-        for note in dict.fromkeys(filter(None, self.mesh.gather_objects(unpriced))):
+        for note in choices.price_skew(learner.layers, metrics.window.means().get("balance")):
             self.observer.note(note)
         extra = {
             "unigram_entropy": learner.corpus.unigram_entropy(),
