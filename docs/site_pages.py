@@ -7,15 +7,17 @@ MkDocs calls `on_files`; the pages exist in the site alone, so nothing has to be
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
+import io
 import re
 import runpy
 from pathlib import Path
 from typing import Any
 
 import moeclipse
-from moeclipse.cli import completion, words
+from moeclipse.cli.main import COMMANDS, main
 from moeclipse.core.config import keys_of, to_flat
 from moeclipse.core.toml import docs_of
 from moeclipse.core.values import expected_text
@@ -63,16 +65,10 @@ def shortened(signature: str) -> str:
 
 def commands_page() -> str:
     lines = ["# Commands", "", "Shells complete them: `moeclipse completion bash`, `zsh` or `fish`.", ""]
-    for command, place in completion.SCHEMAS.items():
-        module, _, name = place.partition(":")
-        lines += [f"## moeclipse {command}", "", "```text"]
-        source = __import__(f"moeclipse.cli.{module}", fromlist=[name])
-        own = getattr(source, "HELP", "")
-        if command == "train":
-            own = (
-                "usage: moeclipse train [config.toml] [--section.key value ...]\n\nKeys: reference-keys.md\n"
-            )
-        lines += [(own or words.help_of(getattr(source, name), command)).rstrip(), "```", ""]
+    for command in COMMANDS:
+        with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.suppress(SystemExit):
+            main([command, "--help"])
+        lines += [f"## moeclipse {command}", "", "```text", told.getvalue().rstrip(), "```", ""]
     return "\n".join(lines) + "\n"
 
 

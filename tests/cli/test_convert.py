@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from tiny_models import write_tiny
 
-from moeclipse.cli.convert import find_checkpoint, read_words
+from moeclipse.cli.convert import find_checkpoint
 from moeclipse.cli.main import main
-from moeclipse.core.errors import CheckpointError, ConfigError
+from moeclipse.core.errors import CheckpointError
 from moeclipse.testing.run_ranks import run_alone
 
 
@@ -29,21 +29,28 @@ def test_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert error.count("\n") == 1
 
 
-def test_words() -> None:
-    options, source, out = read_words(["a", "--dtype", "float16", "b", "--tokenizer", "."])
-    assert (options.dtype, options.tokenizer, str(source), str(out)) == ("float16", ".", "a", "b")
-    with pytest.raises(ConfigError, match="takes two folders, SOURCE and OUT, not 1"):
-        read_words(["a"])
-    with pytest.raises(ConfigError, match="dtype"):
-        read_words(["a", "b", "--dtype", "int3"])
-    with pytest.raises(ConfigError, match="no such folder"):
-        read_words(["a", "b", "--tokenizer", "/nowhere/at/all"])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["a"], "takes two folders, SOURCE and OUT, not 1"),
+        (["a", "b", "--dtype", "int3"], "--dtype = 'int3': expected one of keep, "),
+        (["a", "b", "--tokenizer", "/nowhere/at/all"], "no such folder"),
+        (["a", "b", "--family", "mixtrall"], "did you mean mixtral?"),
+        (["/nowhere/a", "--dtype", "float16", "b"], "/nowhere/a: there is no such folder"),
+    ],
+)
+def test_what_is_wrong_with_words_is_one_line(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", *words]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
 
 
-def test_help_and_folders_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", "--help"]) == 0
-    assert "SOURCE OUT" in capsys.readouterr().out
-    with pytest.raises(CheckpointError, match="there is no such folder"):
-        find_checkpoint(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match=r"manifest.json is missing"):
+def test_folders_that_hold_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"has no whole checkpoint: step-00000002: manifest.json is"):
         find_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"has no checkpoint; give the folder of a run, of a"):
+        find_checkpoint(tmp_path / "checkpoints" / "step-00000002")

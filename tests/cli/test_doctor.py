@@ -56,7 +56,8 @@ def test_rendering_in_ascii_and_verdict() -> None:
 def test_help_and_typos(capsys: pytest.CaptureFixture) -> None:
     from moeclipse.cli.main import main as command_line
 
-    assert main(["--help"]) == 0
+    with pytest.raises(SystemExit):
+        main(["--help"])
     assert "--json" in capsys.readouterr().out
     assert command_line(["doctor", "--jsno"]) == 2
-    assert "did you mean json?" in capsys.readouterr().err
+    assert "did you mean --json?" in capsys.readouterr().err

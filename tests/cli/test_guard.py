@@ -154,7 +154,7 @@ def test_a_file_that_is_given_may_be_a_link(tmp_path: Path, capsys: pytest.Captu
 def test_errors_of_ours_keep_their_words_and_unknown_ones_their_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert one_line(CheckpointError("damaged")) == ("damaged", 1)
+    assert one_line(CheckpointError("damaged")) == ("damaged", 2)
     for fault in (KeyError("x"), AssertionError(), ConnectionResetError(errno.ECONNRESET, "reset", "x")):
         assert one_line(fault) is None
 

@@ -10,7 +10,7 @@ import pytest
 
 from moeclipse import __version__
 from moeclipse.cli.main import COMMANDS, main
-from moeclipse.core.errors import CheckpointError, ConfigError
+from moeclipse.core.errors import CheckpointError, ConfigError, StorageError
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture) -> None:
@@ -41,8 +41,9 @@ def test_unknown_command(capsys: pytest.CaptureFixture, word: str, hint: str) ->
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
-        (ConfigError(["a is wrong", "b too"]), 2, "error: 2 problems in the configuration:\n  - a is wrong"),
-        (CheckpointError("damaged"), 1, "error: damaged\n"),
+        (ConfigError(["a is wrong", "b too"]), 2, "error: 2 problems:\n  - a is wrong"),
+        (CheckpointError("damaged"), 2, "error: damaged\n"),
+        (StorageError("not written"), 1, "error: not written\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
 )
@@ -132,5 +133,5 @@ def test_mistakes_of_every_command_are_told_before_torch_is_loaded(tmp_path: Pat
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.splitlines() == ["2 False"] * len(MISTAKES)
-    assert "the keys are dir, json" in done.stderr, "a command without sections names its keys"
+    assert "the flags are --dir, --json" in done.stderr, "a command without sections names its flags"
     assert "--seconds (-1) must not be negative" in done.stderr

@@ -61,7 +61,7 @@ def test_keys_of_the_configuration_are_flags(tmp_path: Path, capsys: pytest.Capt
     assert main([*common, *narrow]) == 0
     capsys.readouterr()
     assert main([*common, "--lora.ranks", "16"]) == 2
-    assert "lora.ranks: unknown key; did you mean lora.rank?" in capsys.readouterr().err
+    assert "--lora.ranks: unknown flag; did you mean --lora.rank?" in capsys.readouterr().err
 
 
 def test_a_file_brings_its_own_batch_and_a_cluster_too(

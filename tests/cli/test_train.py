@@ -112,11 +112,11 @@ def test_problems_of_file_flags_and_layout_come_together(capsys: pytest.CaptureF
     text = refused(
         capsys, "bad.toml", "--gate.top-k", "9", "--rank", "2", "--ranks", "4", "--parallel.ep", "3"
     )
-    assert text.startswith("error: 5 problems in the configuration:\n")
+    assert text.startswith("error: 5 problems:\n")
     assert "gate.kind = 'sofmax': expected one of softmax, sigmoid, switch, gshard, noisy" in text
     assert "gate.top_kk: unknown key; did you mean gate.top_k? (bad.toml)" in text
     assert "gate.top_k (9) must be at most moe.num_experts (8) (gate.top_k from --gate.top-k)" in text
-    assert "rank: unknown key; did you mean ranks? (--rank)" in text
+    assert "--rank: unknown flag; did you mean --ranks?" in text
     assert "parallel.ep (3) must divide the number of ranks (4); choose 1, 2, 4" in text
 
 
@@ -211,7 +211,7 @@ def test_a_broken_file_does_not_hide_wrong_flags(capsys: pytest.CaptureFixture) 
     text = refused(capsys, "bad.toml", "--rnaks", "2")
     assert "bad.toml: not valid TOML:" in text
     assert "line 1" in text
-    assert "did you mean ranks?" in text
+    assert "did you mean --ranks?" in text
 
 
 def test_an_old_runs_folder_is_not_written_over(capsys: pytest.CaptureFixture) -> None:
@@ -302,6 +302,33 @@ def test_init_from_nowhere(capsys: pytest.CaptureFixture, tmp_path: Path) -> Non
     assert "continues a run, run.init_from" in told
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["--resume", "."],
+            "resume ('.'): no manifest.json there, so it is no checkpoint; a run goes on",
+        ),
+        (["--run.dir", "file.txt"], "run.dir (file.txt) is no folder"),
+        (["moe.num_experts=4"], "did you mean --moe.num-experts 4?"),
+        (["tiny"], "did you mean --preset tiny?"),
+        (["run"], "did you mean run/config.toml?"),
+    ],
+)
+def test_what_is_given_for_something_else(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    text: str,
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text("")
+    (tmp_path / "file.txt").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert text in refused(capsys, *words)
+
+
 def test_an_adapter_that_is_none(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     told = refused(capsys, "--lora.rank", "2", "--lora.adapter", str(tmp_path), "--run.dir", "runs")
     assert "has no adapter_config.json; give a folder in PEFT's format" in told
@@ -323,7 +350,7 @@ def test_tune_is_a_key_of_the_run() -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--nope", "1"], "nope: unknown key"),
+        (["--nope", "1"], "--nope: unknown flag"),
         (["--ranks", "2", "--parallel.pp", "3"], "parallel.pp (3) must divide the number of ranks (2)"),
     ],
 )

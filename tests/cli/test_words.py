@@ -67,7 +67,7 @@ def test_all_mistakes_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         given("--numbr", "3", "--number", "x", "--kind", "othr", "--out")
     problems = "\n".join(caught.value.problems)
-    assert "--numbr: unknown option; did you mean --number?" in problems
+    assert "--numbr: unknown flag; did you mean --number?" in problems
     assert "--number = 'x': expected a whole number" in problems
     assert "did you mean 'other'?" in problems
     assert "--out needs PATH behind it" in problems
@@ -81,7 +81,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 0
     told = capsys.readouterr().out
     assert told == help_of(Options, "try", positional="runs", usage="RUN ...")
-    assert told.startswith("usage: moeclipse try [RUN ...] [options]\n\nDo something.\n")
+    assert told.startswith("usage: moeclipse try [RUN ...] [flags]\n\nDo something.\n")
     assert "  --kind one|other  which (one)\n" in told
     assert flags_of(Options)["number"].wants == "N"
 

@@ -143,8 +143,8 @@ def test_each_problem_of_a_table_says_what_and_where(table: dict, message: str) 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gate.top-kk", "2"], "gate.top_kk: unknown key; did you mean gate.top_k? (--gate.top-kk)"),
-        (["--num-expert", "2"], "num_expert: unknown key; did you mean num_experts? (--num-expert)"),
+        (["--gate.top-kk", "2"], "--gate.top-kk: unknown flag; did you mean --gate.top-k?"),
+        (["--num-expert", "2"], "--num-expert: unknown flag; did you mean --num-experts?"),
         (
             ["--gate.kind", "Sigmoid"],
             "expected one of softmax, sigmoid; did you mean 'sigmoid'? (--gate.kind)",
@@ -154,8 +154,9 @@ def test_each_problem_of_a_table_says_what_and_where(table: dict, message: str) 
         (["--gate.top-k"], "gate.top_k: expected a whole number after --gate.top-k"),
         (["--gate.top-k", "--num-experts", "3"], "gate.top_k: expected a whole number after --gate.top-k"),
         (["--layout.shuffle=maybe"], "layout.shuffle = 'maybe': expected true or false (--layout.shuffle)"),
-        (["stray"], "stray: unexpected; settings are given as --section.key value"),
-        (["-x"], "-x: unexpected; settings are given as --section.key value"),
+        (["--num-expert", "2", "3"], "--num-expert: unknown flag; did you mean --num-experts?"),
+        (["stray"], "stray: unexpected; flags are given as --name value"),
+        (["-x"], "-x: unexpected; flags are given as --name value"),
     ],
 )
 def test_each_problem_of_a_flag_says_what_and_where(words: list[str], message: str) -> None:
@@ -169,7 +170,7 @@ def test_all_problems_come_together() -> None:
         {"gate": {"top_kk": 1, "kind": "x"}}, "--num-experts", "abc", "--gate.top-k", "0", "--what"
     )
     assert len(problems) == 5
-    with pytest.raises(ConfigError, match="5 problems in the configuration:\n  - "):
+    with pytest.raises(ConfigError, match="5 problems:\n  - "):
         read({"gate": {"top_kk": 1, "kind": "x"}}, "--num-experts", "abc", "--gate.top-k", "0", "--what")
 
 

@@ -11,7 +11,8 @@ KINDS: dict[str, tuple[int, type[Exception]]] = {
     "ConfigError": (2, ValueError),
     "ScheduleError": (2, ValueError),
     "DataError": (2, ValueError),
-    "CheckpointError": (1, MoEclipseError),
+    "CheckpointError": (2, MoEclipseError),
+    "StorageError": (1, errors.CheckpointError),
     "CommError": (1, RuntimeError),
     "DeadlineError": (1, errors.CommError),
     "DivergedError": (1, RuntimeError),
@@ -25,7 +26,7 @@ def test_one_problem_reads_as_it_is_and_several_as_a_list() -> None:
     assert str(one) == "gate.top_k (9) must be at most 8"
     assert one.problems == [str(one)]
     two = ConfigError(("first", "second"))
-    assert str(two) == "2 problems in the configuration:\n  - first\n  - second"
+    assert str(two) == "2 problems:\n  - first\n  - second"
     assert two.problems == ["first", "second"]
 
 

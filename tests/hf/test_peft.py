@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tiny_models import in_float64, load, peft, write_tiny
 
 from moeclipse.cli.main import main
 from moeclipse.comm.mesh import Mesh
-from moeclipse.core.config import with_values
+from moeclipse.core.config import to_toml, with_values
 from moeclipse.core.errors import CheckpointError
 from moeclipse.hf.families import FAMILIES, Family
 from moeclipse.hf.folder import HfFolder
@@ -361,6 +362,35 @@ def test_tensors_of_another_shape_are_refused(root: Path, tmp_path: Path) -> Non
     config = configuration(root)
     with pytest.raises(CheckpointError, match=r"lora_A\.weight has the shape \[12, 16\], .* be \[12, 6\]"):
         read_adapter(tmp_path, config.model, config.moe, config.lora)
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda t: {**t, min(t): torch.zeros(3, 5)}, "has the shape [3, 5], which must be"),
+        (lambda t: {key: t[key] for key in t if key != min(t)}, "lora.targets and the adapter differ"),
+        (lambda t: {**t, "more": torch.zeros(1)}, "holds more, which lora.targets does not name"),
+        (lambda t: None, "is no whole adapter"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_told_before_a_run_has_a_folder(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Any, text: str
+) -> None:
+    shutil.copytree(root / "adapter", tmp_path / "adapter")
+    tensors = damage(load_file(root / "adapter" / WEIGHTS))
+    if tensors is None:
+        (tmp_path / "adapter" / WEIGHTS).write_bytes(b"\x07")
+    else:
+        save_file(tensors, tmp_path / "adapter" / WEIGHTS)
+    config = with_values(configuration(root), {"lora.adapter": str(tmp_path / "adapter")})
+    file, runs = tmp_path / "my.toml", tmp_path / "runs"
+    file.write_text(to_toml(with_values(config, {"run.dir": str(runs), "run.device": "cpu"})))
+    assert main(["train", str(file), "--ranks", "1"]) == 2
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.startswith("error: lora.adapter: ")
+    assert error.count("\n") == 1
+    assert not runs.exists()
 
 
 def test_other_targets_and_broken_files(root: Path, tmp_path: Path) -> None:

@@ -12,62 +12,59 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from moeclipse.core.config import build, flag_layer
+from moeclipse.cli.words import read
 from moeclipse.core.errors import CheckpointError, ConfigError
 from moeclipse.core.program import command
 from moeclipse.core.shown import say
 from moeclipse.hf.compose import named
+from moeclipse.hf.config_file import is_model_folder
 
 if TYPE_CHECKING:  # torch is loaded when all that can be wrong without it is known
     from moeclipse.train.checkpoints.checkpoint import Checkpoint
 
-HELP = """usage: moeclipse convert SOURCE OUT [options]
-
-  SOURCE               a folder of a Hugging Face model (config.json, *.safetensors), a checkpoint, or a run
-  OUT                  the folder to write; it must not exist. A conversion that was interrupted goes on.
-
-  --family NAME        to a Hugging Face model: which (mixtral, qwen3_moe, ...); left out: the one that it
-                       came from, or the first that holds a model trained from scratch
-  --dtype NAME         of the weights: keep (the default), float32, bfloat16 or float16
-  --tokenizer DIR      to a Hugging Face model: take the tokenizer files from this folder
-  --no-tokenizer       from a Hugging Face model: it may lack a tokenizer
-  --adapter            from a run with adapters: write these alone, in PEFT's format, instead of merging them
-"""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """What the command takes besides the two folders."""
+    """Turn a Hugging Face model into a checkpoint, or a run into a Hugging Face model."""
 
+    folders: tuple[Path, ...]
+    """A folder of a Hugging Face model (config.json, *.safetensors), a checkpoint, or a run; and the folder
+    to write, which must not exist. A conversion that was interrupted goes on."""
+    family: str = ""
+    """To a Hugging Face model: which (mixtral, qwen3_moe, ...); left out: the one that it came from, or the
+    first that holds a model trained from scratch."""
     dtype: Literal["keep", "float32", "bfloat16", "float16"] = "keep"
     """Of the weights; keep: as they are stored, or as they were in the model a run began from."""
-    tokenizer: str = ""
-    """A folder with tokenizer files."""
-    family: str = ""
-    """Of the Hugging Face model that is written."""
+    tokenizer: Path | None = None
+    """To a Hugging Face model: take the tokenizer files from this folder."""
     no_tokenizer: bool = False
-    """A source without a tokenizer is converted all the same."""
+    """From a Hugging Face model: it may lack a tokenizer."""
     adapter: bool = False
-    """Adapters alone, in PEFT's format."""
+    """From a run with adapters: write these alone, in PEFT's format, instead of merging them."""
 
     def problems(self) -> Iterator[str]:
-        if self.tokenizer and not Path(self.tokenizer).is_dir():
-            yield f"tokenizer ({self.tokenizer!r}): no such folder"
+        if len(self.folders) != 2:
+            see = f"see {command('convert', '--help')}"
+            yield f"convert takes two folders, SOURCE and OUT, not {len(self.folders)}; {see}"
+        if self.tokenizer is not None and not self.tokenizer.is_dir():
+            yield f"tokenizer ({str(self.tokenizer)!r}): no such folder"
+        if self.family:
+            try:
+                named(self.family)
+            except ConfigError as error:
+                yield from error.problems
 
 
 def main(words: list[str]) -> int:
-    if "-h" in words or "--help" in words:
-        say(HELP.rstrip())
-        return 0
-    options, source, out = read_words(words)
+    options = read(ConvertOptions, words, "convert", positional="folders", usage="SOURCE OUT")
+    if problems := list(options.problems()):
+        raise ConfigError(problems)
+    source, out = options.folders
     if not source.exists():
         raise ConfigError(f"{source}: there is no such folder")
     if out.exists():
         raise ConfigError(f"{out} exists; choose another folder")
-    try:
-        return convert(options, source, out)
-    except CheckpointError as error:  # all that it reads was given on the command line
-        raise ConfigError(str(error)) from error
+    return convert(options, source, out)
 
 
 def convert(options: ConvertOptions, source: Path, out: Path) -> int:
@@ -79,12 +76,11 @@ def convert(options: ConvertOptions, source: Path, out: Path) -> int:
         count = save_adapter(find_checkpoint(source), out)
         say(f"adapters: {count} tensors, written to {out}")
         return 0
-    if (source / "config.json").exists() and not (source / "manifest.json").exists():
+    if is_model_folder(source):
         done = from_hf(source, out, dtype=options.dtype, tokenizer=not options.no_tokenizer)
     else:
-        tokenizer = Path(options.tokenizer) if options.tokenizer else None
         checkpoint = find_checkpoint(source)
-        done = to_hf(checkpoint, out, tokenizer=tokenizer, dtype=options.dtype, family=options.family)
+        done = to_hf(checkpoint, out, tokenizer=options.tokenizer, dtype=options.dtype, family=options.family)
     kept = f", {done.kept} files kept from an earlier attempt" if done.kept else ""
     seconds = time.monotonic() - began
     say(
@@ -94,40 +90,20 @@ def convert(options: ConvertOptions, source: Path, out: Path) -> int:
     return 0
 
 
-def read_words(words: list[str]) -> tuple[ConvertOptions, Path, Path]:
-    folders: list[str] = []
-    flags: list[str] = []
-    for place, word in enumerate(words):
-        takes_value = place > 0 and words[place - 1] in ("--dtype", "--tokenizer", "--family")
-        (flags if word.startswith("-") or takes_value else folders).append(word)
-    layer, problems = flag_layer(ConvertOptions, flags)
-    options = build(ConvertOptions, [layer], problems)
-    found = list(options.problems)
-    if len(folders) != 2:
-        found.append(
-            f"convert takes two folders, SOURCE and OUT, not {len(folders)}; "
-            f"see {command('convert', '--help')}"
-        )
-    if options.config.family:
-        try:
-            named(options.config.family)
-        except ConfigError as error:
-            found += error.problems
-    if found:
-        raise ConfigError(found)
-    return options.config, Path(folders[0]), Path(folders[1])
-
-
 def find_checkpoint(path: Path) -> Checkpoint:
     """A checkpoint, or the newest whole one of a run."""
     from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
+    from moeclipse.train.checkpoints.folder import MANIFEST
     from moeclipse.train.ranks import OneRank
 
     ranks = OneRank()
+    damaged: list[str] = []
     for folder in (path / "checkpoints", path):
         search = newest(folder, ranks) if folder.is_dir() else None
         if search is not None and search.checkpoint is not None:
             return search.checkpoint
-    if not path.exists():
-        raise CheckpointError(f"{path}: there is no such folder")
-    return Checkpoint.open(path, ranks)
+        damaged += search.passed_over if search is not None else ()
+    if (path / MANIFEST).is_file():
+        return Checkpoint.open(path, ranks)
+    why = f"no whole checkpoint: {'; '.join(damaged)}" if damaged else "no checkpoint"
+    raise CheckpointError(f"{path} has {why}; give the folder of a run, of a checkpoint, or of a model")

@@ -13,10 +13,9 @@ from collections.abc import Iterator, Sequence
 
 from moeclipse.cli import checks, exchange, kernels, peers
 from moeclipse.cli.checks import Finding
-from moeclipse.core.config import build, flag_layer
+from moeclipse.cli.words import read
 from moeclipse.core.program import command
 from moeclipse.core.shown import say, visible
-from moeclipse.core.toml import docs_of
 
 MARKS = {"works": ("✓", "ok"), "info": ("·", "--"), "limited": ("!", "! "), "broken": ("✗", "XX")}
 COLOURS = {"works": "32", "info": "90", "limited": "33", "broken": "31"}
@@ -24,6 +23,8 @@ COLOURS = {"works": "32", "info": "90", "limited": "33", "broken": "31"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
+    """What works on this machine, what does not, and what to do."""
+
     json: bool = False
     """Print the findings as JSON."""
     dir: str = "runs"
@@ -31,13 +32,7 @@ class DoctorOptions:
 
 
 def main(words: list[str]) -> int:
-    if "-h" in words or "--help" in words:
-        say("usage: moeclipse doctor [--json] [--dir PATH]\n\nWhat works on this machine, and what to do.\n")
-        for name, doc in docs_of(DoctorOptions).items():
-            say(f"  --{name:<6}{doc}")
-        return 0
-    layer, problems = flag_layer(DoctorOptions, words)
-    options = build(DoctorOptions, [layer], problems).checked()
+    options = read(DoctorOptions, words, "doctor")
     items = list(examine(options.dir))
     able = can_train(items)
     if options.json:

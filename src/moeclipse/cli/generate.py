@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from moeclipse.cli.failures import await_culprit, describe, show_failure, write_failure
 from moeclipse.core.config import build, flag_layer
-from moeclipse.core.errors import CheckpointError, ConfigError
+from moeclipse.core.errors import ConfigError
 from moeclipse.core.shown import say, visible
 from moeclipse.model.sampling_config import GenerateConfig
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from moeclipse.train.generate.text import TextPiece
     from moeclipse.train.weights.open_model import FoundModel
 
-HELP = """usage: moeclipse generate MODEL --prompt TEXT [TEXT ...] [options]
+HELP = """usage: moeclipse generate MODEL --prompt TEXT [TEXT ...] [flags]
 
   MODEL                a run's folder, a checkpoint, or a folder of a Hugging Face model
   --prompt TEXT ...    what the text begins with; several are continued at once
@@ -108,10 +108,7 @@ def main(words: list[str]) -> int:
         raise ConfigError(NO_FOLDER.format(options.model))
     from moeclipse.train.weights.open_model import find_model
 
-    try:
-        found = find_model(options.model)
-    except CheckpointError as error:  # all that it reads was given on the command line
-        raise ConfigError(str(error)) from error
+    found = find_model(options.model)
     joined = "WORLD_SIZE" in os.environ
     num_ranks = int(os.environ["WORLD_SIZE"]) if joined else options.ranks
     layout(found, num_ranks, options.tp)

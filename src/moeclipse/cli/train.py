@@ -20,6 +20,7 @@ from moeclipse.core.config import Given, build, flag_layer, keys_of, problems_of
 from moeclipse.core.errors import CheckpointError, ConfigError, DataError
 from moeclipse.core.shown import say
 from moeclipse.hf.config_file import is_model_folder
+from moeclipse.train.checkpoints.folder import MANIFEST
 from moeclipse.train.config import TrainConfig, layout_problems
 from moeclipse.train.elastic import EXPECTED, RankRange, layout_for, possible, range_problems
 from moeclipse.train.presets import Merged, merge, preset_names
@@ -65,6 +66,11 @@ class Options:
             yield f"restarts ({self.restarts}) must not be negative"
         if self.resume not in ("off", "auto") and not Path(self.resume).exists():
             yield f"resume ({self.resume!r}): no such path; expected off, auto or a checkpoint's folder"
+        elif self.resume not in ("off", "auto") and not (Path(self.resume) / MANIFEST).is_file():
+            yield (
+                f"resume ({self.resume!r}): no {MANIFEST} there, so it is no checkpoint; a run goes on from "
+                "its newest with --resume auto and its own configuration, RUN/config.toml"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,8 +158,18 @@ def read_command(words: Sequence[str]) -> tuple[Options, Merged]:
     try:
         return options.config, merge(file, preset, flags, options.problems)
     except ConfigError as error:  # the file cannot be read at all
-        meant = f"; did you mean --preset {file}?" if file in preset_names() else ""
+        meant = f"; did you mean {hint}?" if (hint := meant_by(file)) else ""
         raise ConfigError([*(f"{text}{meant}" for text in error.problems), *options.problems]) from None
+
+
+def meant_by(word: str | None) -> str:
+    """What somebody may want who gives a word that is no file of a configuration."""
+    name, is_setting, value = (word or "").partition("=")
+    if word in preset_names():
+        return f"--preset {word}"
+    if word and (Path(word) / "config.toml").is_file():
+        return str(Path(word) / "config.toml")
+    return f"--{name.lstrip('+-').replace('_', '-')} {value}" if is_setting else ""
 
 
 def name_run(merged: Merged, resume: str, environment: Mapping[str, str]) -> TrainConfig:
@@ -249,7 +265,7 @@ def folder_problems(config: TrainConfig, told: Sequence[str]) -> list[str]:
 
 def weights_told(config: TrainConfig) -> list[str]:
     """What names and shapes of weights tell; it needs torch, so only where something is asked of them."""
-    if not (config.optim.frozen or config.optim.lr_factors or config.run.init_from):
+    if not (config.optim.frozen or config.optim.lr_factors or config.run.init_from or config.lora.adapter):
         return []
     from moeclipse.train.run.before_ranks import weight_problems
 
@@ -258,7 +274,10 @@ def weights_told(config: TrainConfig) -> list[str]:
 
 def directory_problems(config: TrainConfig, resume: str) -> Iterator[str]:
     """A new run never writes into an old run's folder."""
-    directory = Path(config.run.dir) / config.run.name
+    root = Path(config.run.dir)
+    directory = root / config.run.name
+    if root.exists() and not root.is_dir():
+        yield f"run.dir ({root}) is no folder; choose another for runs"
     if resume != "auto" and holds_run(directory):
         yield (
             f"run directory {directory} exists; continue it with --resume auto, or choose another --run.name"

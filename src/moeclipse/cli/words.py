@@ -25,11 +25,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from moeclipse.core.config import hints_of
+from moeclipse.core.config import hints_of, unknown_flag
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.program import command as pasted
 from moeclipse.core.toml import docs_of
-from moeclipse.core.values import Mismatch, is_switch, mismatch_text, nearest, read_words
+from moeclipse.core.values import Mismatch, is_switch, mismatch_text, read_words
 
 T = TypeVar("T")
 HELP = ("-h", "--help")
@@ -142,15 +142,16 @@ def taken(
             if positional and (flags[positional].many or positional not in given):
                 given.setdefault(positional, []).append(word)
             else:
-                problems.append(f"{word}: unexpected; options are given as --name value")
+                problems.append(f"{word}: unexpected; flags are given as --name value")
             continue
         text, has_value, value = word.partition("=")
         name = short.get(text, text.removeprefix("--").replace("-", "_") if text.startswith("--") else "")
         if name not in flags and name.startswith("no_") and name[3:] in flags and not has_value:
             name, has_value, value = name[3:], "=", "false"
         if name not in flags:
-            close = nearest(text, [flag.text for flag in flags.values()])
-            problems.append(f"{text}: unknown option" + (f"; did you mean {close}?" if close else ""))
+            problems.append(unknown_flag(text, [key for key in flags if key != positional]))
+            while rest and not rest[0].startswith("-"):
+                rest.pop(0)  # its values are no mistake of their own
             continue
         flag = flags[name]
         values = [value] if has_value else []
@@ -175,7 +176,7 @@ def help_of(schema: type, command: str, *, positional: str = "", usage: str = ""
             rows.append((f"{flag.text} {flag.wants}".strip(), flag.doc, shown(flag)))
     left = min(max(len(text) for text, _, _ in rows), 26)
     what = textwrap.wrap(schema.__doc__ or "", WIDTH, break_on_hyphens=False)
-    lines = [f"usage: moeclipse {command}{first} [options]", "", *what, ""]
+    lines = [f"usage: moeclipse {command}{first} [flags]", "", *what, ""]
     for text, doc, default in rows:
         told = textwrap.wrap(lowered(doc) + default, WIDTH - left - 4, break_on_hyphens=False) or [""]
         beside = len(text) <= left

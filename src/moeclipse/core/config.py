@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from moeclipse.core.errors import ConfigError
@@ -161,9 +161,22 @@ def _take(key: str, given: Given, kind: Any) -> tuple[Any, str | None]:
         return None, f"{mismatch_text(key, shown, kind, mismatch)} ({given.origin})"
 
 
+def flag_of(key: str) -> str:
+    """What sets a key on a command line."""
+    return f"--{key.replace('_', '-')}"
+
+
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """'gate.top_kk: unknown key; did you mean gate.top_k?'"""
-    known = list(known)
+    return f"{key}: unknown key; {_meant(key, list(known), str)}"
+
+
+def unknown_flag(flag: str, known: Iterable[str]) -> str:
+    """'--gate.top-kk: unknown flag; did you mean --gate.top-k?': files have keys, commands have flags."""
+    return f"{flag}: unknown flag; {_meant(flag.lstrip('-').replace('-', '_'), list(known), flag_of)}"
+
+
+def _meant(key: str, known: list[str], shown: Callable[[str], str]) -> str:
     sections = {name.rpartition(".")[0] for name in known} - {""}
     section, _, name = key.rpartition(".")
     same_name = [other for other in known if other.rpartition(".")[2] == name]
@@ -176,16 +189,13 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
         by_name = {other.rpartition(".")[2]: other for other in known}
         close = by_name.get(nearest(name, by_name) or "")
     if close:
-        return f"{key}: unknown key; did you mean {close}?"
+        return f"did you mean {shown(close)}?"
     if section in sections:
-        keys = ", ".join(other.rpartition(".")[2] for other in siblings)
-        return f"{key}: unknown key; {section} has {keys}"
-    where = (
-        f"the sections are {', '.join(sorted(sections))}"
-        if sections
-        else f"the keys are {', '.join(sorted(known))}"
-    )
-    return f"{key}: unknown key; {where if known else 'there are none'}"
+        return f"{section} has {', '.join(other.rpartition('.')[2] for other in siblings)}"
+    if sections:
+        return f"the sections are {', '.join(sorted(sections))}"
+    what = "keys" if shown is str else "flags"
+    return f"the {what} are {', '.join(map(shown, sorted(known)))}" if known else "there are none"
 
 
 # --- layers ----------------------------------------------------------------------------------------------
@@ -256,7 +266,7 @@ def flag_layer(
             elif positional and positional not in layer and not word.startswith("-"):
                 layer[positional] = Given([word], "command line", words=True)
             else:
-                problems.append(f"{word}: unexpected; settings are given as --section.key value")
+                problems.append(f"{word}: unexpected; flags are given as --name value")
             continue
         flag, has_value, value = word.partition("=")
         key = flag[2:].replace("-", "_")
@@ -268,7 +278,9 @@ def flag_layer(
         while rest and not rest[0].startswith("--") and _wants_more(kinds.get(key), values, rest[0]):
             values.append(rest.pop(0))
         if key not in kinds:
-            problems.append(f"{unknown_key(key, known)} ({flag})")
+            problems.append(unknown_flag(flag, known))
+            while rest and not rest[0].startswith("-"):
+                rest.pop(0)  # its values are no mistake of their own
             continue
         if not values and is_switch(kinds[key]):
             values = ["true"]

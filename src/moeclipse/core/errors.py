@@ -32,7 +32,7 @@ class ConfigError(MoEclipseError, ValueError):
         self.problems = [sentence(one) for one in ([problems] if isinstance(problems, str) else problems)]
         lines = "".join(f"\n  - {problem}" for problem in self.problems)
         alone = len(self.problems) == 1
-        text = self.problems[0] if alone else f"{len(self.problems)} problems in the configuration:{lines}"
+        text = self.problems[0] if alone else f"{len(self.problems)} problems:{lines}"
         Exception.__init__(self, text)
 
 
@@ -50,7 +50,16 @@ class DataError(MoEclipseError, ValueError):
 
 
 class CheckpointError(MoEclipseError):
-    """A checkpoint that cannot be written, is damaged, or belongs to another model."""
+    """Weights that cannot be taken: a checkpoint, a model's or an adapter's folder that is damaged, or
+    another model's."""
+
+    code = 2
+
+
+class StorageError(CheckpointError):
+    """A disk that does not take a checkpoint, or gives back a damaged one; another try may go well."""
+
+    code = 1
 
 
 class CommError(MoEclipseError, RuntimeError):

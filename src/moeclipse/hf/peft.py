@@ -22,13 +22,14 @@ line, and so are tensors of another shape than the model's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from moeclipse.core.errors import CheckpointError
@@ -157,22 +158,30 @@ def from_peft(
     where: str,
 ) -> dict[str, torch.Tensor]:
     """Ours of theirs; CheckpointError where some are missing, left over or of another shape."""
+    wanted = [*peft_tensors(model, moe, lora, names)]
+    check_shapes({key: tuple(value.shape) for key, value in tensors.items()}, wanted, lora.rank, where)
     found: dict[str, torch.Tensor] = {}
-    left = set(tensors)
-    for tensor in peft_tensors(model, moe, lora, names):
-        if tensor.key not in tensors:
+    for tensor in wanted:
+        found |= dict(zip(tensor.names, tensor.unpack(tensors[tensor.key]), strict=True))
+    return found
+
+
+def check_shapes(
+    shapes: Mapping[str, tuple[int, ...]], wanted: Iterable[PeftTensor], rank: int, where: str
+) -> None:
+    """CheckpointError where tensors of a file are missing, left over or of another shape."""
+    left = set(shapes)
+    for tensor in wanted:
+        if tensor.key not in shapes:
             raise CheckpointError(f"{where} has no {tensor.key}; lora.targets and the adapter differ")
         left.discard(tensor.key)
-        value = tensors[tensor.key]
-        if tuple(value.shape) != tensor.packed_shape:
+        if shapes[tensor.key] != tensor.packed_shape:
             raise CheckpointError(
-                f"{where}: {tensor.key} has the shape {list(value.shape)}, which must be "
-                f"{list(tensor.packed_shape)} for this model and lora.rank = {lora.rank}"
+                f"{where}: {tensor.key} has the shape {list(shapes[tensor.key])}, which must be "
+                f"{list(tensor.packed_shape)} for this model and lora.rank = {rank}"
             )
-        found |= dict(zip(tensor.names, tensor.unpack(value), strict=True))
     if left:
         raise CheckpointError(f"{where} holds {sorted(left)[0]}, which lora.targets does not name")
-    return found
 
 
 def adapter_config(model: ModelConfig, lora: LoraConfig, names: Names, base: str) -> dict[str, Any]:
@@ -197,11 +206,32 @@ def read_adapter(
     path: Path, model: ModelConfig, moe: MoEConfig, lora: LoraConfig, names: Names = EACH
 ) -> dict[str, torch.Tensor]:
     """Ours, of a folder; CheckpointError where it is not whole or needs what we do not have."""
-    told = read_settings(path)
-    try:
+    check_settings(path, lora)
+    with whole_adapter(path):
         tensors = load_file(regular(path / WEIGHTS, inside=path))
+    return from_peft(model, moe, lora, names, tensors, f"{path}/{WEIGHTS}")
+
+
+def look_at_adapter(
+    path: Path, model: ModelConfig, moe: MoEConfig, lora: LoraConfig, names: Names = EACH
+) -> None:
+    """Fails as `read_adapter` would, and reads settings and the header alone."""
+    check_settings(path, lora)
+    with whole_adapter(path), safe_open(regular(path / WEIGHTS, inside=path), framework="pt") as opened:
+        shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+    check_shapes(shapes, peft_tensors(model, moe, lora, names), lora.rank, f"{path}/{WEIGHTS}")
+
+
+@contextmanager
+def whole_adapter(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} is no whole adapter ({CONFIG}, {WEIGHTS}): {error}") from None
+
+
+def check_settings(path: Path, lora: LoraConfig) -> None:
+    told = read_settings(path)
     if (told.get("r"), float(told.get("lora_alpha") or 0)) != (lora.rank, lora.alpha):
         raise CheckpointError(
             f"{path}/{CONFIG} says r = {told.get('r')} and lora_alpha = {told.get('lora_alpha')}; set "
@@ -211,7 +241,6 @@ def read_adapter(
         raise CheckpointError(
             f"{path}/{CONFIG} says use_rslora = {told.get('use_rslora')!r}; set lora.rslora to it"
         )
-    return from_peft(model, moe, lora, names, tensors, f"{path}/{WEIGHTS}")
 
 
 def _are_names(value: Any) -> bool:

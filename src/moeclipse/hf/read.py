@@ -243,16 +243,12 @@ def family_of(theirs: Mapping[str, Any], where: str, *, dense: bool = False) -> 
         if family.model_type == kind:
             return family
     close = nearest(str(kind), [family.model_type for family in families])
-    hint = f"; did you mean {close}?" if close else ""
+    hint = f"; did you mean {close}?" if close else f" ({', '.join(f.model_type for f in families)})"
     if not dense and any(family.model_type == kind for family in DENSE_FAMILIES):
         hint = "; it has no experts: --init-from with --init.upcycle copy or split makes some"
-    known = ", ".join(family.model_type for family in families)
     if not dense and (needs := MISSING.get(str(kind))):
         raise CheckpointError(
             f"{where}: model_type {kind!r} is no family that we read: {needs}, which it needs, is missing; "
             "in a model of transformers its experts may be ours all the same (moeclipse.hf.register)"
         )
-    raise CheckpointError(
-        f"{where}: model_type {kind!r} is no family that we read ({known}){hint}; nothing is known of what "
-        "it needs"
-    )
+    raise CheckpointError(f"{where}: model_type {kind!r} is no family that we read{hint}")

@@ -56,7 +56,10 @@ def parse_csv(text: str, name: str = "csv") -> Program:
         cells = [[cell for cell in row if cell.strip()] for row in csv.reader(io.StringIO(text))]
     except csv.Error as error:
         raise ScheduleError(f"{name} is not CSV: {error}") from None
-    rows = [[_parse_cell(cell) for cell in row] for row in cells]
+    try:
+        rows = [[_parse_cell(cell) for cell in row] for row in cells]
+    except ScheduleError as error:
+        raise ScheduleError(f"{name}: {error}") from None
     rank_of: dict[int, int] = {}
     microbatches = set()
     for rank, row in enumerate(rows):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from moeclipse.core.errors import ConfigError
 from moeclipse.testing.run_ranks import run_alone
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.ranks import OneRank
-from moeclipse.train.run.before_ranks import state_of, weight_problems
+from moeclipse.train.run.before_ranks import weight_problems
 from moeclipse.train.step.learner import Learner
 from moeclipse.train.weights.init_from import load_weights_of
 
@@ -63,7 +64,18 @@ def test_weights_of_another_shape(runs: dict[str, str], corpus: str) -> None:
     assert line.startswith(f"run.init_from ({path}): moe.d_ff is ")
     assert not told(corpus, {"run.init_from": path})
     assert not told(corpus, {"run.init_from": path, "model.dtype": "float32"})
-    assert state_of(Path(corpus).parent) is None
+
+
+def test_a_start_that_holds_no_checkpoint(runs: dict[str, str], corpus: str, tmp_path: Path) -> None:
+    """Ranks would have found it, after the run had got a folder that stood in its own way."""
+    (line,) = told(corpus, {"run.init_from": str(tmp_path)})
+    assert line.startswith(f"run.init_from ({tmp_path}): there is no checkpoint in it; give the folder of")
+    shutil.copytree(runs["experts"], tmp_path, dirs_exist_ok=True)
+    assert not told(corpus, {"run.init_from": str(tmp_path)})
+    (index,) = tmp_path.rglob("index.json")
+    index.write_bytes(index.read_bytes()[:100])
+    (line,) = told(corpus, {"run.init_from": str(tmp_path)})
+    assert line.endswith(f"no checkpoint in it can be read, such as {index.parent}")
 
 
 def begun(mesh: Mesh, config: TrainConfig, path: str) -> list[float]:

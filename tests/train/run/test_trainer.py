@@ -238,7 +238,7 @@ def full_disk(mesh: Mesh, config: TrainConfig) -> str:
 def test_a_full_disk_stops_all_ranks_and_spares_the_last_checkpoint(tmp_path: Path) -> None:
     config = configure(tmp_path)
     for text in run_ranks(2, full_disk, config):
-        assert text.startswith("CheckpointError: checkpoint step 4 could not be saved")
+        assert text.startswith("StorageError: checkpoint step 4 could not be saved")
         assert "checkpoint step 2 is intact; free some space" in text
     kept = [path.name for path in (tmp_path / "runs/run/checkpoints").iterdir()]
     assert kept == ["step-00000002"]

@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moeclipse.core.errors import CheckpointError
+from moeclipse.core.errors import CheckpointError, StorageError
 from moeclipse.core.outside import regular
-from moeclipse.train.checkpoints.folder import checkpoints_in
-from moeclipse.train.checkpoints.manifest import MANIFEST, Index, StoredPiece, StoredTensor, inspect
+from moeclipse.train.checkpoints.folder import MANIFEST, checkpoints_in
+from moeclipse.train.checkpoints.manifest import Index, StoredPiece, StoredTensor, inspect
 from moeclipse.train.checkpoints.save import save
 from moeclipse.train.checkpoints.shard import DTYPES, Piece
 from moeclipse.train.fingerprint import differences
@@ -166,7 +166,7 @@ class Checkpoint:
             first, last = start // width, -(-stop // width)
             return rows[first:last].reshape(-1)[start - first * width : stop - first * width]
         except (SafetensorError, OSError, IndexError) as error:
-            raise CheckpointError(
+            raise StorageError(
                 f"{self.path}: {piece.file} cannot be read: {error}; it changed after it was verified"
             ) from error
 

@@ -20,6 +20,8 @@ from pathlib import Path
 from moeclipse.core.outside import read_json
 from moeclipse.train.checkpoints.disk import Disk, remove_tree
 
+INDEX, MANIFEST = "index.json", "manifest.json"
+"""Files that every checkpoint has."""
 TEMPORARY = ".tmp-"
 TRASH = ".trash-"
 REPLACED = ".replaced"

@@ -23,13 +23,11 @@ from typing import Any
 from moeclipse.core.errors import CheckpointError
 from moeclipse.core.outside import parse_json
 from moeclipse.train.checkpoints.disk import Written, file_damage, open_regular
-from moeclipse.train.checkpoints.folder import checkpoints_in
+from moeclipse.train.checkpoints.folder import INDEX, MANIFEST, checkpoints_in
 from moeclipse.train.checkpoints.shard import DTYPES
 
 FORMAT = "moeclipse checkpoint"
 VERSION = 1
-INDEX = "index.json"
-MANIFEST = "manifest.json"
 MAX_MANIFEST = 1 << 28
 """Bytes; a file takes some 150 of them, so this is a checkpoint of more than a million ranks."""
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from moeclipse.core.errors import CheckpointError, ConfigError
+from moeclipse.core.errors import CheckpointError, ConfigError, StorageError
 from moeclipse.core.shown import say, visible
 from moeclipse.train.checkpoints import folder as layout
 from moeclipse.train.checkpoints.disk import DISK, Disk, Written, make_folders, remove_tree, write_file
-from moeclipse.train.checkpoints.manifest import INDEX, MANIFEST, Index, build_index, encode_manifest
+from moeclipse.train.checkpoints.folder import INDEX, MANIFEST
+from moeclipse.train.checkpoints.manifest import Index, build_index, encode_manifest
 from moeclipse.train.checkpoints.shard import Piece, Shard
 from moeclipse.train.ranks import Ranks, RanksFailed, together
 
@@ -97,13 +98,13 @@ class SaveJob:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """What failed on any rank is cleaned up and raised on all of them, as one CheckpointError."""
+        """What failed on any rank is cleaned up and raised on all of them, as one StorageError."""
         try:
             yield
         except (RanksFailed, CheckpointError) as error:
             text = self.clean_up(str(error)) if self.ranks.rank == 0 else ""
             # Once more together: no rank goes on before the partial files are gone, and all say the same.
-            raise CheckpointError(self.ranks.gather_objects(text)[0]) from None
+            raise StorageError(self.ranks.gather_objects(text)[0]) from None
 
     def prepare(self, pieces: Iterable[Piece], state: Mapping[str, Any]) -> dict[str, Any]:
         temporary = ""
@@ -127,7 +128,7 @@ class SaveJob:
         """Find the index, the same on all ranks (rank 0's `state` is the one that is written)."""
         steps = [plan["step"] for plan in plans]
         if len(set(steps)) > 1:
-            raise CheckpointError(f"ranks save different steps {steps}; all must save the same one")
+            raise StorageError(f"ranks save different steps {steps}; all must save the same one")
         self.temporary = self.folder / plans[0]["temporary"]
         self.needed = sum(plan["bytes"] for plan in plans)
         records = [(shard_name(rank), plan["pieces"]) for rank, plan in enumerate(plans)]
@@ -139,7 +140,7 @@ class SaveJob:
         if not self.shard.stored:
             return {}
         if not self.temporary.is_dir():
-            raise CheckpointError(
+            raise StorageError(
                 f"{self.temporary} was made by rank 0 but is not seen here; "
                 f"run.dir must be a folder that all hosts share"
             )

@@ -2,9 +2,9 @@
 
     optim.frozen, optim.lr_factors    patterns against the names of a model whose weights are nowhere
     run.init_from, init.upcycle       what a checkpoint says of itself against the run's model
+    lora.adapter                      the adapter's settings, names and shapes against the run's
 
-Only what a checkpoint says is read here; whether its files are whole, ranks find out together. One that
-cannot be read is theirs to judge.
+Only what a checkpoint says is read here; whether its files are whole, ranks find out together.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ import torch
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CheckpointError
 from moeclipse.core.outside import MOST_INDEX, read_json
-from moeclipse.hf.config_file import is_model_folder
+from moeclipse.hf.config_file import config_of, is_model_folder
 from moeclipse.hf.folder import HfFolder
+from moeclipse.hf.names import EACH
+from moeclipse.hf.peft import look_at_adapter
+from moeclipse.hf.read import read_config
 from moeclipse.model.transformer import Transformer
-from moeclipse.train.checkpoints.folder import checkpoints_in
-from moeclipse.train.checkpoints.manifest import INDEX
+from moeclipse.train.checkpoints.folder import INDEX, checkpoints_in
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.optim.parameter_groups import ParameterGroups
 from moeclipse.train.weights.init_from import other_shape
 from moeclipse.train.weights.upcycle import dense_shape, folder_differences, misfits
+
+NO_START = "there is no checkpoint in it; give the folder of a checkpoint, of a run, or of a model"
 
 
 def weight_problems(config: TrainConfig) -> Iterator[str]:
@@ -36,6 +40,8 @@ def weight_problems(config: TrainConfig) -> Iterator[str]:
     if path := config.run.init_from:
         for line in start_problems(config, Path(path)):
             yield f"run.init_from ({path}): {line}"
+    if config.lora.rank and config.lora.adapter:
+        yield from adapter_problems(config)
 
 
 def pattern_problems(config: TrainConfig) -> list[str]:
@@ -54,8 +60,10 @@ def start_problems(config: TrainConfig, path: Path) -> Iterator[str]:
             return
         yield from (*folder_differences(folder, config, path), *misfits(folder.shapes.model, config))
         return
-    state = state_of(path)
-    if state is None:
+    try:
+        state = state_of(path)
+    except CheckpointError as error:
+        yield str(error)
         return
     if upcycles:
         try:
@@ -68,8 +76,8 @@ def start_problems(config: TrainConfig, path: Path) -> Iterator[str]:
         yield from other_shape(state, config, str(path))
 
 
-def state_of(path: Path) -> Mapping[str, Any] | None:
-    """What a checkpoint, or the newest one of a run that can be read, says of itself; None: nothing."""
+def state_of(path: Path) -> Mapping[str, Any]:
+    """What a checkpoint, or the newest one of a run that can be read, says of itself."""
     folders = [entry.path for entry in checkpoints_in(path / "checkpoints")] or [path]
     for folder in folders:
         try:
@@ -78,4 +86,18 @@ def state_of(path: Path) -> Mapping[str, Any] | None:
             continue
         if isinstance(state, Mapping):
             return state
-    return None
+    damaged = (folders[0] / INDEX).exists()
+    raise CheckpointError(f"no checkpoint in it can be read, such as {folders[0]}" if damaged else NO_START)
+
+
+def adapter_problems(config: TrainConfig) -> Iterator[str]:
+    """The names of an adapter's tensors are those of the family that the base model is of."""
+    names, source = EACH, config.model.from_hf
+    try:
+        if source:
+            names = read_config(config_of(Path(source)), source).family.names
+        elif (source := config.run.init_from) and (told := state_of(Path(source)).get("hf")):
+            names = read_config(told["config"], source).family.names
+        look_at_adapter(Path(config.lora.adapter), config.model, config.moe, config.lora, names)
+    except CheckpointError as error:
+        yield f"lora.adapter: {error}"

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moeclipse.core.errors import CheckpointError
+from moeclipse.core.errors import CheckpointError, StorageError
 from moeclipse.train.checkpoints.async_save import AsyncSave
 from moeclipse.train.run.survival_config import CheckpointConfig
 
@@ -107,7 +107,7 @@ class Saving:
             self._failed.append(str(error))
             if last or len(self._failed) >= MAX_FAILED:
                 again = f"; nor could {len(self._failed) - 1} later ones" if len(self._failed) > 1 else ""
-                raise CheckpointError(f"{self._failed[0]}{again}") from None
+                raise StorageError(f"{self._failed[0]}{again}") from None
             self.tell(f"{error}; training goes on")
             return
         if path is not None:

@@ -49,7 +49,8 @@ from moeclipse.hf.write import (
 from moeclipse.model.lora_config import is_adapter
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.checkpoints.disk import DISK, Disk
-from moeclipse.train.checkpoints.manifest import INDEX, MANIFEST, build_index, encode_manifest
+from moeclipse.train.checkpoints.folder import INDEX, MANIFEST
+from moeclipse.train.checkpoints.manifest import build_index, encode_manifest
 from moeclipse.train.checkpoints.shard import DTYPES, Piece, Shard
 from moeclipse.train.weights.base import DecodedWeights
 from moeclipse.train.weights.lora import MergedWeights

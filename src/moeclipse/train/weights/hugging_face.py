@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moeclipse.core.errors import CheckpointError, ConfigError
+from moeclipse.core.errors import CheckpointError, ConfigError, StorageError
 from moeclipse.hf.folder import HfFolder
 from moeclipse.hf.read import contradictions
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
@@ -59,4 +59,4 @@ def export(checkpoint: Path, out: Path, source: Path, ranks: Ranks) -> None:
     try:
         together(ranks, write, str)
     except RanksFailed as error:
-        raise CheckpointError(f"the model could not be exported to {out}: {error}") from None
+        raise StorageError(f"the model could not be exported to {out}: {error}") from None

@@ -27,7 +27,7 @@ from moeclipse.hf.read import read_config
 from moeclipse.model.lora_config import NO_LORA, LoraConfig
 from moeclipse.moe.config import ExchangeConfig, MoEConfig
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
-from moeclipse.train.checkpoints.manifest import INDEX, MANIFEST
+from moeclipse.train.checkpoints.folder import INDEX, MANIFEST
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.data.data_config import DataConfig, parts_of
 from moeclipse.train.data.vocabulary import ByteVocabulary, TokenizerVocabulary, Vocabulary, tokenizer_of
