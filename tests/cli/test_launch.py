@@ -14,7 +14,7 @@ import pytest
 from fake_trainer import put_in
 
 from fault_bed import ranks_of
-from moeclipse.cli.launch import child_environment, resume_again, usable_cores
+from moeclipse.cli.launch import SECRET, as_launcher, child_environment, resume_again, usable_cores
 from moeclipse.train.config import RunConfig, TrainConfig
 
 SOURCE = str(Path(__file__).parent.parent.parent / "src")
@@ -162,7 +162,19 @@ def test_terminate_is_passed_on(stuck: subprocess.Popen) -> None:
 def test_what_the_user_set_stays() -> None:
     assert "OMP_NUM_THREADS" not in child_environment(2, {"OMP_NUM_THREADS": "7"})
     assert child_environment(10**6, {})["OMP_NUM_THREADS"] == "1"
+    assert {child_environment(2, {})[f"{name}_SOCKET_IFNAME"] for name in ("GLOO", "NCCL")} == {"lo"}
     assert "TORCH_CPP_LOG_LEVEL" not in child_environment(2, {"TORCH_CPP_LOG_LEVEL": "INFO"})
+
+
+def test_ranks_get_a_secret_of_their_run_and_nobody_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SECRET, raising=False)
+    found = []
+    for _ in range(2):
+        with as_launcher(2):
+            found.append(os.environ[SECRET])
+    assert SECRET not in os.environ
+    assert [len(bytes.fromhex(one)) for one in found] == [32, 32]
+    assert found[0] != found[1]
 
 
 def test_a_restart_goes_back_to_the_given_checkpoint_until_it_has_its_own(tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ def test_ranks_agree_on_a_secret_that_is_not_in_the_store() -> None:
     outcomes = run_ranks_raw(2, agreed, deadline_s=60)
     assert outcomes[0] == outcomes[1]
     assert len(bytes.fromhex(outcomes[0][1])) == 32
+    assert run_ranks_raw(2, agreed, deadline_s=60) != outcomes, "it is drawn anew in every start"
 
 
 def test_who_gives_no_sign_is_lost(watches: list[Watch]) -> None:

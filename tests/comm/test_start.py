@@ -200,6 +200,22 @@ def test_the_store_listens_on_the_address_by_which_ranks_know_it() -> None:
     assert listen_at("192.0.2.1", 0, here=False) is None, "not an address of this host"
 
 
+def test_a_store_that_is_opened_cannot_be_reached_by_another_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    place = RankPlace(rank=0, num_ranks=1, local_ranks=1)
+    with socket.socket() as elsewhere, socket.socket() as there:
+        store = open_store(place, timedelta(seconds=20))
+        there.connect(("127.0.0.1", port))
+        with pytest.raises(ConnectionRefusedError):
+            elsewhere.connect(("127.0.0.2", port))
+        del store
+
+
 def test_a_secret_that_was_handed_down_is_part_of_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "broadcast", lambda drawn, _root: drawn.fill_(7))
     monkeypatch.delenv("MOECLIPSE_SECRET", raising=False)

@@ -131,6 +131,16 @@ def test_a_broken_file_is_no_reason_to_stop(tmp_path: Path) -> None:
     assert tile_for("down", CPU, 64, 32, file=file) == HOPPER["down, small"]
 
 
+@pytest.mark.parametrize("damaged", [{"stagse": 2}, {"stages": "2"}, {"stages": 2.0}, [2], None])
+def test_what_is_no_tile_is_left_out_alone(tmp_path: Path, damaged: object) -> None:
+    from moeclipse.ops.tuning import key_of
+
+    file = tmp_path / "tiles.json"
+    file.write_text(json.dumps({key_of("up", CPU, 64, 32): damaged, key_of("up", CPU, 64, 48): {"n": 64}}))
+    assert tile_for("up", CPU, 64, 32, file=file) == HOPPER["up"]
+    assert tile_for("up", CPU, 64, 48, file=file) == Tile(n=64)
+
+
 def test_variants_are_all_combinations() -> None:
     tiles = variants(Tile(), n=[64, 128], stages=[2, 3, 4])
     assert len(set(tiles)) == 6

@@ -33,7 +33,10 @@ def expected_text(kind: Any) -> str:
         return "tables, one for each, in a configuration file"
     if origin is tuple:
         return "a list of " + {str: "texts", int: "whole numbers", float: "numbers"}.get(args[0], "values")
+    if dataclasses.is_dataclass(kind):
+        return "a table"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    names[types.NoneType] = "nothing"
     if kind not in names:
         raise TypeError(f"a configuration cannot hold {kind}")
     return names[kind]
@@ -59,7 +62,7 @@ def convert(value: Any, kind: Any) -> Any:
         return tuple(convert(item, args[0]) for item in value)
     if dataclasses.is_dataclass(kind):
         return convert_table(value, kind)
-    if kind in (int, bool, str) and type(value) is kind:
+    if kind in (int, bool, str, types.NoneType) and type(value) is kind:
         return value
     if kind is float and type(value) in (int, float):
         if not math.isfinite(value):

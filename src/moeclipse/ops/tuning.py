@@ -14,13 +14,14 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from moeclipse.core.outside import read_table
+from moeclipse.core.values import Mismatch, convert_table
 from moeclipse.ops.architecture import KIB, Architecture, architecture_of
 
 
@@ -236,7 +237,7 @@ def tile_for(kernel: str, device: torch.device, *widths: int, file: Path = DEFAU
     tuned = _read(file)
     found = tuned.get(key_of(kernel, device, *widths)) if tuned else None
     table = table_of(device)
-    return Tile(**found) if found else table[line_in(table, kernel, *widths)]
+    return found or table[line_in(table, kernel, *widths)]
 
 
 def key_of(kernel: str, device: torch.device, *widths: int) -> str:
@@ -271,10 +272,10 @@ def tune(
     path = file.expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
     _read.cache_clear()
-    entries = dict(_read(file))
-    entries[key_of(kernel, device, *widths)] = asdict(best)
+    entries = {**_read(file), key_of(kernel, device, *widths): best}
     fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(entries, indent=1, sort_keys=True))
+    told = {key: asdict(tile) for key, tile in entries.items()}
+    fresh.write_text(json.dumps(told, indent=1, sort_keys=True))
     fresh.replace(path)
     _read.cache_clear()
     return best
@@ -330,9 +331,11 @@ def delay(tile: Tile, device: torch.device, num_tiles: int) -> int:
 
 
 @functools.cache
-def _read(file: Path) -> dict[str, dict[str, Any]]:
-    path = file.expanduser()
-    try:
-        return read_table(path)
-    except (OSError, ValueError):
-        return {}
+def _read(file: Path) -> dict[str, Tile]:
+    """What is no tile is left out: without it kernels run as in the table."""
+    found: dict[str, Tile] = {}
+    with suppress(OSError, ValueError):
+        for key, value in read_table(file.expanduser()).items():
+            with suppress(Mismatch):
+                found[key] = convert_table(value, Tile)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ PLANNED = {
     "run.steps": 12,
     "checkpoint.every": 2,
 }
+CUT = {"groups": [[0]], "chunks": 2, "units": None}
+LAYER = {"probe": asdict(PROBE), "tried": [CUT], "calls": 3, "chosen": None}
 TUNED = {"moe.schedule": "smart", "moe.chunks": "auto", "moe.shadow": "auto", "placement.planner": "auto"}
 
 
@@ -142,18 +145,50 @@ def test_choices_are_read_where_they_fit(tmp_path: Path) -> None:
     mesh, own, other = Mesh.single(), tmp_path / "own", tmp_path / "other"
     for folder, seconds in ((own, 1.0), (other, 2.0)):
         folder.mkdir()
-        text = {"ranks": [1, 1, 1, 1], "layers": {"0": {}}, "placement": {"row_forward": seconds}}
+        placement = asdict(replace(PROBE, row_forward=seconds))
+        text = {"ranks": [1, 1, 1, 1], "layers": {"0": LAYER}, "placement": placement}
         (folder / FILE).write_text(json.dumps(text))
-    assert read_there(mesh, str(own), "", True)[1] == {"row_forward": 1.0}
-    assert read_there(mesh, str(own), str(other), True)[1] == {"row_forward": 1.0}
-    assert read_there(mesh, str(tmp_path), str(other), True)[1] == {"row_forward": 2.0}
-    assert read_there(mesh, str(own), str(other / FILE), False)[1] == {"row_forward": 2.0}
+    assert read_there(mesh, str(own), "", True)[1]["row_forward"] == 1.0
+    assert read_there(mesh, str(own), str(other), True)[1]["row_forward"] == 1.0
+    assert read_there(mesh, str(tmp_path), str(other), True)[1]["row_forward"] == 2.0
+    assert read_there(mesh, str(own), str(other / FILE), False)[1]["row_forward"] == 2.0
     assert read_there(mesh, str(own), "", False) == [{}, None]
     assert "there is no file" in read_there(mesh, str(own), str(tmp_path / "nowhere"), False)
     (other / FILE).write_text('{"ranks": 3')
     assert "does not hold the choices of a run" in read_there(mesh, str(own), str(other), False)
-    (own / FILE).write_text(json.dumps({"ranks": [2, 1, 1, 1], "layers": {"0": {}}, "placement": {}}))
+    (own / FILE).write_text(json.dumps({"ranks": [2, 1, 1, 1], "layers": {"0": LAYER}, "placement": None}))
     assert read_there(mesh, str(own), "", True) == [{}, None], "made by other ranks"
+
+
+DAMAGED = [
+    ("layers", {"0": {}}, "missing 3 required"),
+    ("layers", {"0": {**LAYER, "probe": {**LAYER["probe"], "link": 0.0}}}, "link (0.0) is no price"),
+    ("layers", {"0": {**LAYER, "tried": [{**CUT, "chunks": 0}]}}, "no way to cut an exchange"),
+    ("layers", {"0": {**LAYER, "tried": [{**CUT, "units": [[0, 2]]}]}}, "are not those of 1 x 2"),
+    ("layers", {"0": {**LAYER, "chosen": "all"}}, "chosen to be a table or nothing"),
+    ("placement", {**LAYER["probe"], "lnik": 1.0}, "no key 'lnik' in it; did you mean 'link'?"),
+    ("settled", {"pipeline.overlap": [1]}, "one of "),
+    ("search", {"step_s": 0}, "take no time"),
+]
+
+
+@pytest.mark.parametrize(("part", "damage", "told"), DAMAGED)
+def test_what_no_run_has_written_is_refused(tmp_path: Path, part: str, damage: Any, told: str) -> None:
+    """What ranks would build from it, none of them could, or each another thing."""
+    sound = {"ranks": [1, 1, 1, 1], "layers": {"0": LAYER}, "placement": None, "search": {"step_s": 2.0}}
+    (tmp_path / FILE).write_text(json.dumps(sound))
+    assert read_there(Mesh.single(), str(tmp_path), "", True) == [{"0": LAYER}, None]
+    (tmp_path / FILE).write_text(json.dumps({**sound, part: damage}))
+    said = read_there(Mesh.single(), str(tmp_path), "", True)
+    assert f"{tmp_path / FILE} does not hold the choices of a run" in said
+    assert told in said
+
+
+def test_cuts_for_other_ranks_are_refused(tmp_path: Path) -> None:
+    choices = Choices(Mesh.single(), tmp_path)
+    choices.layers["0"] = {**LAYER, "tried": [{**CUT, "groups": [[0], [1]]}]}
+    with pytest.raises(ConfigError, match="cuts layer 0, which 1 ranks share, into 4 units of 2 ranks"):
+        choices.bind([MoE(4, 8, 4, gate=GateConfig(top_k=1), mesh=Mesh.single())])
 
 
 def priced(mesh: Mesh, folder: str) -> list[Any]:
@@ -175,7 +210,7 @@ def test_uneven_ranks_are_priced_once_at_the_end(tmp_path: Path) -> None:
     even, first, once = found[0]
     assert even is None
     assert once
-    assert first["bandwidth"] > 0
+    assert first["row_bytes"] > 0
     assert found[1][1] == first, "all ranks know the same"
     kept = json.loads((tmp_path / FILE).read_text())
     assert (kept["placement"], kept["hosts"]) == (first, [0, 0])
@@ -237,12 +272,12 @@ def read_by_stages(mesh: Mesh, folder: str) -> list[Any]:
 def test_what_all_stages_decide_is_known_to_all_or_to_none(tmp_path: Path) -> None:
     """A kill between two writes leaves it in the file of one stage, which would ask the others nothing."""
     search, settled = {"step_s": 2.0, "search_s": 0.5}, {"moe.transport": "direct"}
-    first: dict[str, Any] = {"ranks": [1, 1, 1, 2], "layers": {"0": {}}, "placement": None, "hosts": [0]}
+    first: dict[str, Any] = {"ranks": [1, 1, 1, 2], "layers": {"0": LAYER}, "placement": None, "hosts": [0]}
     first |= {"settled": settled, "search": search}
-    other = {**first, "layers": {"1": {}}, "search": {**search, "step_s": 3.0}}
+    other = {**first, "layers": {"1": LAYER}, "search": {**search, "step_s": 3.0}}
     (tmp_path / FILE).write_text(json.dumps(first))
     nothing = [{}, None, None]
-    assert run_ranks(2, read_by_stages, str(tmp_path), pp=2) == [[{"0": {}}, None, None], nothing]
+    assert run_ranks(2, read_by_stages, str(tmp_path), pp=2) == [[{"0": LAYER}, None, None], nothing]
     for changes, known in (
         ({}, [settled, True]),
         ({"settled": None}, [None, True]),
@@ -252,10 +287,11 @@ def test_what_all_stages_decide_is_known_to_all_or_to_none(tmp_path: Path) -> No
         (tmp_path / "choices-1.json").write_text(json.dumps({**other, **changes}))
         one, two = run_ranks(2, read_by_stages, str(tmp_path), pp=2)
         if known is None:
-            assert (one, two) == ([{"0": {}}, None, None], nothing)
+            assert (one, two) == ([{"0": LAYER}, None, None], nothing)
             continue
-        assert one == [{"0": {}}, known[0], search if known[1] else None]
-        assert two == [{"1": {}}, known[0], other["search"] if known[1] else None], "each has its own seconds"
+        assert one == [{"0": LAYER}, known[0], search if known[1] else None]
+        searched = other["search"] if known[1] else None
+        assert two == [{"1": LAYER}, known[0], searched], "each has its own seconds"
     (tmp_path / "choices-1.json").write_text("{")
     one, two = run_ranks(2, read_by_stages, str(tmp_path), pp=2)
     assert one == two, "all ranks say the same"

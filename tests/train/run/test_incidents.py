@@ -161,6 +161,20 @@ def test_no_restart_hangs_on_what_stands_in_the_log(
     assert ("damaged_lines" in record) == (not there.startswith(b'{"kind": "error", "time": "late"'))
 
 
+def test_a_line_that_no_run_has_written_is_not_held(
+    ranks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(ranks / "0" / "error.json"))
+    long = b'{"kind": "error", "time": 9e99, "what": "' + b"x" * (17 << 20) + b'"}\n'
+    (tmp_path / "incidents.jsonl").write_bytes(long)
+    begun(watches(ranks)[0], tmp_path)
+    kept_by_launcher(ranks, 1, "rank 1 was killed by SIGKILL")
+    with (tmp_path / "incidents.jsonl").open("rb") as file:
+        file.seek(len(long))
+        record = json.loads(file.read())
+    assert (record["damaged_lines"], "noticed" in record) == ([1], False)
+
+
 def test_a_log_that_cannot_be_written_holds_nobody_up(
     ranks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +187,16 @@ def test_a_log_that_cannot_be_written_holds_nobody_up(
     (ranks / "0" / "run").write_bytes(b"\xff\0")
     kept_by_launcher(ranks, 1, "rank 1 was killed")
     assert step_of(ranks) is None or step_of(ranks) == 0
+
+
+def test_a_log_from_which_nothing_can_be_taken_back_gets_the_record_all_the_same(
+    ranks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(ranks / "0" / "error.json"))
+    begun(watches(ranks)[0], tmp_path).keep("rank 0 lost rank 1")
+    (tmp_path / ".incidents.jsonl.tmp").mkdir()  # in the way of the file that would take its place
+    kept_by_launcher(ranks, 1, "rank 1 was killed by SIGKILL")
+    assert [record["what"] for record in read(tmp_path)][1:] == ["rank 1 was killed by SIGKILL"]
 
 
 def test_nothing_is_kept_where_there_is_no_run(ranks: Path, tmp_path: Path) -> None:

@@ -59,6 +59,21 @@ class Granularity:
     blocking_s: float = 0.0
     rule: str = "start"
 
+    def __post_init__(self) -> None:
+        """It may come from a file."""
+        ranks = sorted(rank for group in self.groups for rank in group)
+        units = () if self.units is None else self.units
+        slices = max(self.chunks, 2)  # own rows may be halved where others stay whole
+        known = all(0 <= step < len(self.groups) and 0 <= chunk < slices for step, chunk in units)
+        if ranks != [*range(len(ranks))] or not all(self.groups) or self.chunks < 1:
+            raise ValueError(f"groups {self.groups} in {self.chunks} chunks are no way to cut an exchange")
+        if not known or len(set(units)) < len(units) or (self.units is not None and not units):
+            raise ValueError(f"units {self.units} are not those of {len(self.groups)} x {self.chunks}")
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(map(len, self.groups))
+
     @property
     def num_units(self) -> int:
         return len(self.groups) * self.chunks if self.units is None else len(self.units)

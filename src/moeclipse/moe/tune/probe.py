@@ -47,6 +47,7 @@ from moeclipse.ops.precision import WIDE
 
 ROWS = {"cpu": (4, 96), "cuda": (64, 2048)}
 """For each expert of a rank; a device needs some thousand rows to show what one of them costs."""
+POSITIVE = ("row_forward", "row_backward", "bandwidth", "link", "num_ranks")
 TYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 BYTES = {"cpu": (16 << 10, 256 << 10), "cuda": (1 << 20, 16 << 20)}
 
@@ -86,6 +87,12 @@ class Probe:
     """Part of rows and wires that figures may be off by, as trials scattered."""
     fixed: bool = False
     """Nothing was measured: the prices of `moe/tune/fixed_prices`, which are the same in every run."""
+
+    def __post_init__(self) -> None:
+        """They may come from a file."""
+        for name, value in vars(self).items():
+            if value is not None and (value < 0 or (value == 0 and name in POSITIVE)):
+                raise ValueError(f"{name} ({value!r}) is no price")
 
     @property
     def unknown(self) -> list[str]:

@@ -20,16 +20,19 @@ made again, and so is what all stages settle or search together, where a kill le
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from moeclipse.comm.mesh import Mesh
+from moeclipse.core.config import keys_of
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.outside import read_table
+from moeclipse.core.values import Mismatch, convert, convert_table
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.tune.fixed_prices import fixed_prices
+from moeclipse.moe.tune.granularity import Granularity
 from moeclipse.moe.tune.probe import Probe
 from moeclipse.moe.tune.stopwatch import CannotMeasure
 from moeclipse.report.choices_form import misfits
@@ -43,6 +46,36 @@ TRIAL_SHARE = 0.1
 """Of a run's steps, at most ..."""
 SHORTEST = 60
 """... and nothing of a run with fewer steps: it would be over before what was chosen has paid."""
+
+
+MOST_UNITS = 4096
+"""Of an exchange that was tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerChoice:
+    """What is written down of a layer."""
+
+    probe: Probe
+    tried: tuple[Granularity, ...]
+    chosen: Granularity | None
+    calls: int = 0
+    over_plain: float | None = None
+    scatter: float | None = None
+
+    @property
+    def cuts(self) -> list[Granularity]:
+        return [*self.tried, *([] if self.chosen is None else [self.chosen])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchTimes:
+    step_s: float
+    search_s: float
+
+    def __post_init__(self) -> None:
+        if min(self.step_s, self.search_s) <= 0:
+            raise ValueError(f"steps of {self.step_s!r} s and searches of {self.search_s!r} s take no time")
 
 
 class Choices:
@@ -91,6 +124,7 @@ class Choices:
         for layer in layers:
             name = str(layer.layer)
             self.hosts = layer.schedule.hosts
+            self._check_cuts(name, layer.schedule.num_ranks)
             layer.schedule.trial_calls = calls
             layer.schedule.take_choice(self.layers.get(name))
 
@@ -99,6 +133,15 @@ class Choices:
                 self.write()
 
             layer.schedule.on_choice = chosen
+
+    def _check_cuts(self, name: str, num_ranks: int) -> None:
+        if name in self.layers:
+            for cut in convert_table(self.layers[name], LayerChoice).cuts:
+                if cut.num_ranks != num_ranks or cut.num_units > MOST_UNITS:
+                    raise ConfigError(
+                        f"{self._name} cuts layer {name}, which {num_ranks} ranks share, into "
+                        f"{cut.num_units} units of {cut.num_ranks} ranks; remove it to choose anew"
+                    )
 
     def costs_for_planners(self, layer: MoE) -> Probe:
         """What a layer has measured, or what was measured for planners; measured now where nothing was."""
@@ -157,9 +200,24 @@ def _read(path: Path, needed: bool) -> dict[str, Any]:
         found = read_table(path, numbers=False)
         if bad := misfits(found):
             raise ValueError(f"{', '.join(bad)} in it")
+        check(found)
         needed_keys = {key: found[key] for key in ("ranks", "layers", "placement")}
         # The first of these files lack the others.
         others = {key: found.get(key) for key in ("settled", "search")}
         return {**needed_keys, "hosts": found.get("hosts", []), **others}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, Mismatch) as error:
         return {"problem": f"{path} does not hold the choices of a run ({error!r}); remove it to choose anew"}
+
+
+def check(found: Mapping[str, Any]) -> None:
+    """Mismatch, ValueError or TypeError where what was found is nothing that a run writes."""
+    for layer in found["layers"].values():
+        convert_table(layer, LayerChoice)
+    if found["placement"] is not None:
+        convert_table(found["placement"], Probe)
+    known = keys_of(TrainConfig)
+    for key, value in (found.get("settled") or {}).items():
+        if key in known:  # others are nobody's choice
+            convert(value, known[key])
+    if search := found.get("search"):
+        convert_table({"search_s": 1.0, **search}, SearchTimes)
