@@ -36,7 +36,7 @@ from shaped_network import shaped_network, why_not
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.config import with_values
-from moeclipse.moe.tune.granularity import CALLS, TRIED
+from moeclipse.moe.tune.cut_choice import CALLS, TRIED
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.presets import load
@@ -82,7 +82,9 @@ def ready(mesh: Mesh, config: TrainConfig, tries: bool, most: int) -> tuple[Lear
     if tries:
         choices.bind(learner.layers, trial_calls(config) if learner.pipelined is None else 0)
     done = 0
-    while done < min(WARM, most) or (any(layer.schedule.trials for layer in learner.layers) and done < most):
+    while done < min(WARM, most) or (
+        any(layer.schedule.cuts.trials for layer in learner.layers) and done < most
+    ):
         learner.step(done)
         done += 1
     return learner, done, choices
@@ -107,7 +109,7 @@ def race(mesh: Mesh, config: TrainConfig, repeats: int, most: int) -> dict[str, 
     sums = {name: sum(sum(times[n]) for n in numbers) for name, numbers in by_name.items()}
     one_plain, other = (middle(times[n]) for n in by_name["plain"])
     _, auto, _, choices = all_ready[by_name["auto"][0]]
-    cuts = [layer.schedule.report() for layer in auto.layers]
+    cuts = [layer.schedule.cuts.report() for layer in auto.layers]
     return {
         "step_ms": step_ms,
         "of_all": sums["auto"] / sums["plain"],

@@ -60,7 +60,7 @@ from moeclipse.comm.async_ops.lane import InFlight, Ready
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.transports.transport import Transport
 from moeclipse.moe.exchange.dispatch_combine import Programs
-from moeclipse.moe.tune.granularity import CALLS, TRIED
+from moeclipse.moe.tune.cut_choice import CALLS, TRIED
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.smart import smart
 from moeclipse.testing.run_ranks import run_ranks
@@ -298,7 +298,7 @@ def measure_even(mesh: Mesh, bed: Bed, repeats: int) -> list[dict[str, Any]]:
         cases["chosen"] = by_units()
         tune(mesh, cases["chosen"])
         times = interleaved(mesh, cases, repeats)
-        report = cases["chosen"].moe.schedule.report()
+        report = cases["chosen"].moe.schedule.cuts.report()
         cut = f"{report['steps']}x{report['chunks']} {report['rule'].split(',')[0]}"
         rows += [
             {"hidden": hidden, "direction": direction, **found, "cut": cut}

@@ -8,9 +8,8 @@ import torch
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.gate.routing import Routing
-from moeclipse.moe.inputs import Structure
 from moeclipse.moe.layer import MoE
-from moeclipse.moe.tokens import Tokens
+from moeclipse.moe.tokens import Structure, Tokens
 from moeclipse.ops.random import fill_normal
 
 pytestmark = [

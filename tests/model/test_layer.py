@@ -131,7 +131,7 @@ def in_a_loop_of_ones_own(mesh: Mesh) -> list[tuple[int, bool]]:
     x, d_y = rows()
     for _ in range(4):
         layer(x, table_of(MODEL), Tokens.of(mesh, TOKENS))[0].backward(d_y)
-        seen.append((layer.moe.schedule.use.num_units, layer.moe.schedule.probe is not None))
+        seen.append((layer.moe.schedule.cuts.use.num_units, layer.moe.schedule.probe is not None))
     return seen
 
 

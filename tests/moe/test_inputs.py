@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moeclipse.core.errors import ConfigError
-from moeclipse.moe.inputs import Structure, rows_for
 from moeclipse.moe.layer import MoE
+from moeclipse.moe.tokens import Structure, rows_for
 
 X, MORE = torch.ones(4, 3), torch.arange(4)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from apart import apart
-from moeclipse.moe import recompute_calls as module
-from moeclipse.moe.recompute_calls import Calls, lend, repay
+from moeclipse.moe import losses as module
+from moeclipse.moe.losses import Calls, lend, repay
 
 
 class InBackward(torch.autograd.Function):

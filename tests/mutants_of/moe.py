@@ -153,7 +153,7 @@ MUTANTS = (
         "on switched networks copies look dear around a busy expert, and are not made",
     ),
     Mutant(
-        "moe/tune/exchange_policy.py",
+        "moe/tune/cut_choice.py",
         "use = self.use if self.trials is None else self.trials.unseen",
         "use = self.use",
         "moe/tune/test_exchange_policy.py::test_a_run_that_is_saved_amid_its_trials_goes_on_with_the_best_prediction",
@@ -161,7 +161,7 @@ MUTANTS = (
         "a resumed run is stuck with a granularity that was only being tried",
     ),
     Mutant(
-        "moe/gate/ties.py",
+        "moe/gate/routing.py",
         "half_of_bits(scores_TK).flatten()",
         "scores_TK.detach().flatten()",
         "moe/gate/test_node_limit.py::test_last_bits_do_not_decide_who_may_leave",
@@ -177,10 +177,10 @@ MUTANTS = (
         "experts are lent and moved over wires of terabytes per second",
     ),
     Mutant(
-        "moe/tune/granularity.py",
+        "moe/tune/cut_choice.py",
         "            return max(LEAST_GAIN, scatter)\n",
         "            return max(LEAST_GAIN, min(MOST_SCATTER, scatter))\n",
-        "moe/tune/test_granularity.py::test_a_busy_machine_takes_the_same_decision_again",
+        "moe/tune/test_cut_choice.py::test_a_busy_machine_takes_the_same_decision_again",
         "five per cent are enough, however calls scatter",
         "on a busy machine equal runs cut their rows otherwise",
     ),

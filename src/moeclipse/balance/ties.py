@@ -1,7 +1,7 @@
 """Nearly equal numbers, the same to all who plan: compared with half of their bits, equal ones by number.
 
-It is the rule of `moe/gate/ties` for averages of loads, which are float64: the order of their sums must not
-decide which of two equally busy experts moves.
+It is the rule of `moe/gate/routing` for averages of loads, which are float64: the order of their sums must
+not decide which of two equally busy experts moves.
 """
 
 from __future__ import annotations

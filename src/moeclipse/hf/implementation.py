@@ -31,8 +31,8 @@ from moeclipse.core.errors import ConfigError
 from moeclipse.core.shown import warn
 from moeclipse.hf.foreign_experts import activation_of, is_experts, own_form
 from moeclipse.hf.private_torch import asks, goes_beyond, implementation_of, own_forward
-from moeclipse.moe.inputs import rows_for
 from moeclipse.moe.own_loop.standalone import held_layer
+from moeclipse.moe.tokens import rows_for
 from moeclipse.ops.grouped_experts import grouped_experts
 
 NAME = "moeclipse"

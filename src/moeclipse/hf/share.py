@@ -32,15 +32,13 @@ from moeclipse.hf.private_torch import implementation_of
 from moeclipse.moe.config import ExchangeConfig, GateConfig, MoEConfig
 from moeclipse.moe.experts.two_projections import Experts
 from moeclipse.moe.gate.routing import Routing, count_experts
-from moeclipse.moe.inputs import Structure, rows_for
 from moeclipse.moe.layer import MoE
-from moeclipse.moe.losses import MoEReport, UnreadLosses
+from moeclipse.moe.losses import Calls, MoEReport, UnreadLosses
 from moeclipse.moe.own_loop.full_state import full_state_dict
 from moeclipse.moe.own_loop.guards import refuse_wrong_wrap, wrapping
 from moeclipse.moe.own_loop.shards import ExpertPlace, load_shards, save_shards, trust_shards
 from moeclipse.moe.own_loop.standalone import exclude_experts, held_layer, hold_layer, moe_layers
-from moeclipse.moe.recompute_calls import Calls
-from moeclipse.moe.tokens import Tokens
+from moeclipse.moe.tokens import Structure, Tokens, rows_for
 from moeclipse.moe.validate import expert_group, given_exchange
 from moeclipse.ops.activation import Activation
 from moeclipse.ops.expert_passes import NAMES

@@ -20,7 +20,7 @@ from torch import nn
 from moeclipse.model.blocks import Settings
 from moeclipse.model.config import ModelConfig
 from moeclipse.model.rotary import Positions, rotate
-from moeclipse.moe.gate.ties import best_of
+from moeclipse.moe.gate.routing import best_of
 from moeclipse.ops.attention import seen_keys
 from moeclipse.ops.precision import WIDE
 from moeclipse.ops.random import fill_normal

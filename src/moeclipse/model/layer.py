@@ -116,7 +116,7 @@ class TransformerLayer(nn.Module):
             device=settings.device,
             dtype=settings.dtype,
         )
-        self.moe.schedule.trial_calls = 0  # the run that trains the model says how many (`train/run/choices`)
+        self.moe.schedule.cuts.most_calls = 0  # who trains the model says how many may be trials
         add_adapters(self.moe, lora)
         self._freeze(config)
         for experts in (self.moe.experts, self.moe.shared):

@@ -25,10 +25,9 @@ from moeclipse.model.rotary import Positions
 from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.exchange.pipeline_pieces import ExpertPass
 from moeclipse.moe.gate.routing import Routing
-from moeclipse.moe.inputs import Structure
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.losses import MoEReport
-from moeclipse.moe.tokens import Loads, Tokens
+from moeclipse.moe.tokens import Loads, Structure, Tokens
 from moeclipse.pipeline.backward import Segment
 from moeclipse.pipeline.stage import LayerPass, Where
 from moeclipse.schedule import kinds

@@ -50,8 +50,7 @@ from moeclipse.moe.gate.custom_gate import OwnGate, make_gate
 from moeclipse.moe.gate.gates import Gate
 from moeclipse.moe.gate.node_limit import near_experts
 from moeclipse.moe.gate.routing import Routing
-from moeclipse.moe.inputs import Inputs, Structure, leave_out, rows_for
-from moeclipse.moe.losses import MoEReport, UnreadLosses, report_on
+from moeclipse.moe.losses import Call, Calls, MoEReport, UnreadLosses, lend, repay, report_on
 from moeclipse.moe.own_loop.guards import (
     gradients_of,
     name_layer,
@@ -64,8 +63,7 @@ from moeclipse.moe.own_loop.guards import (
 from moeclipse.moe.own_loop.microbatch_threads import Turns
 from moeclipse.moe.own_loop.optimizer_state import watch_optimizers
 from moeclipse.moe.private_torch import NO_BACKWARD, running_backward, transforming
-from moeclipse.moe.recompute_calls import Call, Calls, lend, repay
-from moeclipse.moe.tokens import AskedTokens, Loads, Tokens, Told
+from moeclipse.moe.tokens import AskedTokens, Inputs, Loads, Structure, Tokens, Told, leave_out, rows_for
 from moeclipse.moe.tune.exchange_policy import ExchangeSchedule, plans_on_device
 from moeclipse.moe.tune.probe import Probe, measure
 from moeclipse.moe.validate import (

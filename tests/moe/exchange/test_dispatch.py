@@ -16,9 +16,9 @@ from moeclipse.moe.exchange.dispatch import (
     Dispatcher,
     DispatchPlan,
     concatenated,
-    plan_dispatch,
 )
 from moeclipse.moe.exchange.dispatch_combine import return_unit, send_unit
+from moeclipse.moe.exchange.plan import plan_dispatch
 from moeclipse.schedule.shape import ExchangeShape
 from moeclipse.schedule.smart import end_units, exchange_shape
 from moeclipse.testing.run_ranks import run_ranks

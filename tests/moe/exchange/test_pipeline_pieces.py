@@ -13,9 +13,8 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.exchange.dispatch_combine import DispatchCombine, LayerCall
 from moeclipse.moe.exchange.pipeline_pieces import ExpertPass
-from moeclipse.moe.inputs import Structure
 from moeclipse.moe.layer import MoE
-from moeclipse.moe.tokens import Tokens
+from moeclipse.moe.tokens import Structure, Tokens
 from moeclipse.testing.run_ranks import run_ranks
 
 SIZES = [7, 0, 9]

@@ -14,8 +14,7 @@ from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.exchange.plan import plan_exchange, shadows_of, travelling
-from moeclipse.moe.inputs import Structure
-from moeclipse.moe.tokens import Tokens
+from moeclipse.moe.tokens import Structure, Tokens
 from moeclipse.moe.tune.exchange_policy import Decision
 from moeclipse.testing.run_ranks import run_ranks
 

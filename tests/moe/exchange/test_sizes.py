@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeclipse.moe.exchange.sizes import Sizes, meetings
+from moeclipse.moe.exchange.dispatch import Sizes, meetings
 from moeclipse.schedule.smart import exchange_shape
 
 SLOTS = [0, 2, 3]

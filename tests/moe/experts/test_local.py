@@ -10,8 +10,8 @@ from layer_parity import GATES, D, gradients, make
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.experts.pairwise import LocalExperts
-from moeclipse.moe.inputs import Structure
 from moeclipse.moe.layer import MoE
+from moeclipse.moe.tokens import Structure
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone
 

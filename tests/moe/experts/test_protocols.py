@@ -12,7 +12,7 @@ from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.experts.fused import FusedExperts
 from moeclipse.moe.experts.pairwise import PairwiseExperts
 from moeclipse.moe.experts.protocols import ExpertSet, PairExperts
-from moeclipse.moe.inputs import Structure
+from moeclipse.moe.tokens import Structure
 from moeclipse.testing.compare import difference
 from moeclipse.testing.run_ranks import run_alone
 

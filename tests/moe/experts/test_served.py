@@ -23,7 +23,7 @@ from moeclipse.moe.experts.module_experts import ModuleExperts
 from moeclipse.moe.experts.pairwise import PairwiseExperts
 from moeclipse.moe.experts.served import serves
 from moeclipse.moe.experts.two_projections import PadToCapacity
-from moeclipse.moe.inputs import Structure
+from moeclipse.moe.tokens import Structure
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.step.learner import Learner

@@ -14,7 +14,7 @@ from moeclipse.moe.experts.weight_init import WeightInit
 from moeclipse.moe.gate.capacity import drop_low_scores
 from moeclipse.moe.gate.gates import Gate
 from moeclipse.moe.gate.node_limit import limit_leaving
-from moeclipse.moe.gate.ties import _best_by_key, _best_by_sort, best_of, half_of_bits, order_of
+from moeclipse.moe.gate.routing import _best_by_key, _best_by_sort, best_of, half_of_bits, order_of
 from moeclipse.moe.tokens import Tokens
 from moeclipse.moe.validate import alone
 from moeclipse.ops.gate import GateKind, gate_reference

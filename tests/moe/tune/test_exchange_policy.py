@@ -16,8 +16,9 @@ from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.tune import exchange_policy
+from moeclipse.moe.tune.cut_choice import CALLS, LEAST_CALLS, TRIED, Trials
 from moeclipse.moe.tune.exchange_policy import Decided, ExchangeSchedule
-from moeclipse.moe.tune.granularity import CALLS, LEAST_CALLS, TRIED, Granularity, Trials
+from moeclipse.moe.tune.granularity import Granularity
 from moeclipse.testing.run_ranks import run_ranks
 from probed import PROBE
 
@@ -38,10 +39,10 @@ def test_an_exchange_in_one_go_hides_no_shadows(schedule: Any, plain: bool, over
 def test_a_run_that_is_saved_amid_its_trials_goes_on_with_the_best_prediction() -> None:
     exchange = ExchangeSchedule(MoEConfig(num_experts=4, schedule="smart"), (0, 0))
     ranked = [Granularity(groups=((0,), (1,)), chunks=chunks) for chunks in (2, 4, 1)]
-    exchange.trials = Trials(ranked, cuda=False)
-    exchange.use = ranked[2]
+    exchange.cuts.trials = Trials(ranked, cuda=False)
+    exchange.cuts.use = ranked[2]
     assert exchange.state()["chunks"] == 2
-    exchange.trials = None
+    exchange.cuts.trials = None
     assert exchange.state()["chunks"] == 1
 
 
@@ -54,16 +55,16 @@ def learn(mesh: Mesh) -> tuple[list[Any], list[Any], dict[str, Any]]:
         seen.append(
             (
                 schedule.probe is not None,
-                schedule.trials is not None,
+                schedule.cuts.trials is not None,
                 schedule.state()["chunks"],
             )
         )
-    chosen = schedule.use
+    chosen = schedule.cuts.use
     gradients(moe.eval(), mesh, [6, 4, 5])
-    assert schedule.use == chosen
+    assert schedule.cuts.use == chosen
     resumed = ExchangeSchedule(schedule.config, schedule.hosts)
     resumed.load_state(json.loads(json.dumps(schedule.state())))
-    assert resumed.use.rule == "resumed"
+    assert resumed.cuts.use.rule == "resumed"
     assert resumed.shape() == schedule.shape(), "a resumed run cuts rows as this one did"
     moe.train().schedule = resumed
     for _ in range(2):
@@ -71,8 +72,8 @@ def learn(mesh: Mesh) -> tuple[list[Any], list[Any], dict[str, Any]]:
     assert resumed.probe is None, "... and measures nothing"
     elsewhere = ExchangeSchedule(schedule.config, (0, 0))
     elsewhere.load_state(schedule.state())
-    assert elsewhere.use.rule != "resumed", "a choice for three ranks says nothing about two"
-    return seen, [chosen.groups, chosen.chunks, chosen.rule], schedule.report()
+    assert elsewhere.cuts.use.rule != "resumed", "a choice for three ranks says nothing about two"
+    return seen, [chosen.groups, chosen.chunks, chosen.rule], schedule.cuts.report()
 
 
 @pytest.fixture
@@ -109,8 +110,8 @@ def learn_by_itself(mesh: Mesh) -> tuple[list[tuple[int, bool]], float]:
         make(GateConfig(top_k=2), 8, 0, mesh, exchange={"schedule": schedule})
         for schedule in ("blocking", "auto")
     )
-    rank = moe.schedule._rank
-    moe.schedule._rank = lambda *given: [  # type: ignore[method-assign]
+    rank = moe.schedule.cuts.rank
+    moe.schedule.cuts.rank = lambda *given: [  # type: ignore[method-assign]
         replace(one, both_s=2.0 if one.plain else 1.0) for one in rank(*given)
     ]
     truth, seen = gradients(plain, mesh, [6, 4, 5]), []
@@ -122,8 +123,8 @@ def learn_by_itself(mesh: Mesh) -> tuple[list[tuple[int, bool]], float]:
             for name, value in truth.items()
             if isinstance(value, torch.Tensor)
         )
-        seen.append((moe.schedule.use.num_units, exact))
-    return seen, moe.schedule.report()["over_plain"]
+        seen.append((moe.schedule.cuts.use.num_units, exact))
+    return seen, moe.schedule.cuts.report()["over_plain"]
 
 
 @pytest.mark.usefixtures("told_prices")
@@ -140,7 +141,7 @@ def test_a_layer_that_chooses_begins_in_one_go_and_tries_that_beside_units() -> 
 def test_where_units_would_be_padded_there_is_no_choice() -> None:
     gate = GateConfig(top_k=2, overflow="pad", capacity_factor=2.0)
     assert make(gate, 8, 0, None, exchange={"schedule": "auto"}).schedule.config.schedule == "blocking"
-    assert make(GateConfig(), 8, 0, None, exchange={"schedule": "auto"}).schedule.careful
+    assert make(GateConfig(), 8, 0, None, exchange={"schedule": "auto"}).schedule.cuts.careful
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_one_go_is_among_what_may_be_tried(hosts: tuple[int, ...], options: dict
     dispatcher: Any = SimpleNamespace(
         table=None, placement=Placement.contiguous(4, 4), slot_bounds=(0, 1, 2, 3, 4)
     )
-    ranked = exchange._rank(np.full((4, 4), 100), dispatcher, PROBE)
+    ranked = exchange.cuts.rank(np.full((4, 4), 100), dispatcher, PROBE)
     assert sum(one.plain for one in ranked) == 1
     chunks = {options.get("chunks", one.chunks) for one in ranked}
     assert {one.chunks for one in ranked if not one.plain} == chunks
@@ -190,33 +191,33 @@ def test_slots_count_what_they_computed_in_training_and_shadows_do_not(shadow: t
 def test_trials_need_calls_that_they_may_take() -> None:
     """Whoever runs a layer says how many; a choice that is known is repeated all the same."""
     exchange = ExchangeSchedule(MoEConfig(schedule="auto", num_experts=4), (0, 0))
-    assert exchange._tunes
+    assert exchange.cuts.tries(False)
     for calls, tunes in ((0, False), (2 * LEAST_CALLS - 1, False), (2 * LEAST_CALLS, True)):
-        exchange.trial_calls = calls
-        assert exchange._tunes is tunes
+        exchange.cuts.most_calls = calls
+        assert exchange.cuts.tries(False) is tunes
     named = ExchangeSchedule(MoEConfig(schedule="smart", num_experts=4), (0, 0))
-    named.trial_calls = 0
-    assert named._tunes, "who names the smart schedule wants its cuts to be chosen"
-    exchange.trial_calls = 0
+    named.cuts.most_calls = 0
+    assert named.cuts.tries(False), "who names the smart schedule wants its cuts to be chosen"
+    exchange.cuts.most_calls = 0
     one, two = Granularity(groups=((0, 1),), chunks=1), Granularity(groups=((0,), (1,)), chunks=2)
     known = {"probe": asdict(PROBE), "tried": [asdict(two), asdict(one)], "calls": 3, "chosen": asdict(two)}
     exchange._repeat(json.loads(json.dumps(known)), cuda=False)
-    assert exchange.trials is not None
-    assert (len(exchange.trials.candidates), exchange.trials.calls) == (2, 3)
+    assert exchange.cuts.trials is not None
+    assert (len(exchange.cuts.trials.candidates), exchange.cuts.trials.calls) == (2, 3)
 
 
 def learn_briefly(mesh: Mesh, calls: int | None) -> tuple[list[int], bool]:
     """Units of each call where trials may take so many; whether anything was measured."""
     moe = make(GateConfig(top_k=2), 8, 0, mesh, exchange={"schedule": "auto"})
-    moe.schedule.trial_calls = calls
-    rank = moe.schedule._rank
-    moe.schedule._rank = lambda *given: [  # type: ignore[method-assign]
+    moe.schedule.cuts.most_calls = calls
+    rank = moe.schedule.cuts.rank
+    moe.schedule.cuts.rank = lambda *given: [  # type: ignore[method-assign]
         replace(one, both_s=2.0 if one.plain else 1.0) for one in rank(*given)
     ]
     units = []
     for _ in range(10):
         gradients(moe, mesh, [6, 4])
-        units.append(moe.schedule.use.num_units)
+        units.append(moe.schedule.cuts.use.num_units)
     return units, moe.schedule.probe is not None
 
 
@@ -237,5 +238,5 @@ def test_programs_are_built_once_for_each_shape() -> None:
     plain, shadowed = exchange.shape(), exchange.shape(shadows=True)
     assert exchange.programs(plain) is exchange.programs(exchange.shape())
     assert exchange.programs(plain) is not exchange.programs(shadowed)
-    assert exchange.use.chunks == 2
-    assert ExchangeSchedule(MoEConfig(schedule="blocking", chunks=2), (0, 0, 0)).use.chunks == 1
+    assert exchange.cuts.use.chunks == 2
+    assert ExchangeSchedule(MoEConfig(schedule="blocking", chunks=2), (0, 0, 0)).cuts.use.chunks == 1

@@ -63,8 +63,8 @@ def by_the_book(mesh: Mesh, schedule: str) -> list[Any]:
     again.schedule.take_choice(told[0])
     for _ in range(4):
         gradients(again, mesh, [6, 4])
-    same = again.schedule.use == moe.schedule.use
-    return [moe.schedule.use.plain, moe.schedule.trials, len(told), told[0]["probe"]["fixed"], same]
+    same = again.schedule.cuts.use == moe.schedule.cuts.use
+    return [moe.schedule.cuts.use.plain, moe.schedule.cuts.trials, len(told), told[0]["probe"]["fixed"], same]
 
 
 @pytest.mark.parametrize("schedule", ["auto", "smart"])

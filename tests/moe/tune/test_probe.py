@@ -16,7 +16,7 @@ from moeclipse.balance.shadow_model import MIN_GAIN
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import GateConfig
-from moeclipse.moe.inputs import Structure
+from moeclipse.moe.tokens import Structure
 from moeclipse.moe.tune import probe, stopwatch
 from moeclipse.moe.tune.probe import BYTES, ROWS, Probe, measure
 from moeclipse.moe.tune.stopwatch import MORE, REPEATS, Timing, timing_of
@@ -177,7 +177,11 @@ def in_weather(mesh: Mesh, kind: str) -> tuple[dict[str, Any], int, list[Any]]:
         gradients(moe, mesh, [6, 4])
     schedule = moe.schedule
     assert schedule.probe is not None
-    return vars(schedule.probe), calls[0], [schedule.use.plain, schedule.trials, schedule.shadow_plan]
+    return (
+        vars(schedule.probe),
+        calls[0],
+        [schedule.cuts.use.plain, schedule.cuts.trials, schedule.shadow_plan],
+    )
 
 
 @pytest.mark.parametrize("kind", list(WEATHERS))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.moe.tune.stopwatch import REPEATS, Timing, clock, slope_of, slowest, tell, timing_of
+from moeclipse.moe.tune.stopwatch import REPEATS, Stopwatch, Timing, clock, slope_of, slowest, tell, timing_of
 from moeclipse.testing.run_ranks import run_ranks
 
 
@@ -55,3 +55,19 @@ def test_a_slope_is_known_where_it_is_larger_than_chance() -> None:
     for flat in ([1.0] * 5, [1.01, 1.2, 0.9, 1.0, 1.3], [0.5] * 5):
         assert slope_of(few, timing_of(flat), 100.0) == (None, 1.0), flat
     assert slope_of(Timing(1.0, 0.0), Timing(1.0, 0.0), 1.0).rate is None, "no noise, and no slope"
+
+
+def test_a_stopwatch_tells_the_median_and_the_best() -> None:
+    watch = Stopwatch(cuda=False)
+    assert watch.seconds() is None
+    assert watch.best("F") is None
+    watch._laps["F"] = [(0.0, 1.0), (0.0, 4.0), (0.0, 3.0), (0.0, 2.0), (0.0, 9.0)]
+    assert watch.seconds("F") == pytest.approx(3.0)
+    assert watch.best("F") == pytest.approx(2.0), "the first lap does not count"
+    assert watch.scatter() == 0.0, "nothing is known of backward"
+    watch._laps["B"] = [(0.0, 9.0), (0.0, 6.0), (0.0, 7.0)]
+    assert watch.scatter() == pytest.approx((3.5 + 6.5) / (2.0 + 6.0) - 1)
+    watch._laps["B"] = []
+    for _ in range(20):
+        watch.lap(watch.stamp(), "B")
+    assert len(watch._laps["B"]) == Stopwatch.LAPS

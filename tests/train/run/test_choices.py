@@ -16,7 +16,7 @@ from moeclipse.core.errors import ConfigError
 from moeclipse.moe.config import GateConfig
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.tune import exchange_policy
-from moeclipse.moe.tune.granularity import LEAST_CALLS
+from moeclipse.moe.tune.cut_choice import LEAST_CALLS
 from moeclipse.moe.tune.stopwatch import tell
 from moeclipse.testing.run_ranks import run_ranks, run_ranks_raw
 from moeclipse.train.config import TrainConfig

@@ -22,14 +22,15 @@ STEP = {"hidden_ms": 1.0, "comm_ms": 4.0}
 
 
 def layer(report: dict[str, Any], chosen: bool = True) -> Any:
-    return SimpleNamespace(schedule=SimpleNamespace(has_chosen=chosen, report=lambda: report))
+    cuts = SimpleNamespace(has_chosen=chosen, report=lambda: report)
+    return SimpleNamespace(schedule=SimpleNamespace(cuts=cuts))
 
 
 def test_a_choice_is_told_once_when_it_has_been_seen() -> None:
     note, layers = ExchangeNote(), [layer(CUT), layer(CUT, chosen=False)]
     for _ in range(10):
         assert note.after_step(layers, STEP) == [], "a layer is still trying"
-    layers[1].schedule.has_chosen = True
+    layers[1].schedule.cuts.has_chosen = True
     told = [note.after_step(layers, STEP) for _ in range(2 * SEEN_STEPS)]
     line = "exchange: 2 steps x 2 chunks: 25 % of communication hidden in 4 steps; 5.0 ms, "
     line += "blocking took 1.25 times as long"

@@ -19,6 +19,7 @@ from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.transports.open import Wire, open_wire
 from moeclipse.comm.transports.transport import Transport
+from moeclipse.core.auto import Auto
 from moeclipse.core.errors import ConfigError
 
 PLAIN: Wire = "direct"
@@ -42,7 +43,11 @@ def wires_to_try(mesh: Mesh, group: Group) -> list[Wire]:
 
 
 def wire_times(mesh: Mesh, group: Group) -> dict[Wire, list[float]]:
-    """Of each wire that these ranks can have, by size; the same numbers on every rank. Collective."""
+    """Of each wire that these ranks can have, by size; the same numbers on every rank. Collective, once."""
+    return mesh.once(f"times of wires, {group.name}", lambda: _times(mesh, group))
+
+
+def _times(mesh: Mesh, group: Group) -> dict[Wire, list[float]]:
     found: dict[Wire, list[float]] = {}
     for kind in wires_to_try(mesh, group):
         try:
@@ -70,6 +75,8 @@ def seconds_of(transport: Transport, mesh: Mesh, group: Group, size: int) -> flo
 
 def fastest(times: dict[Wire, list[float]]) -> Wire:
     """The plain one, unless another is faster by a margin at both sizes."""
-    best = min(times, key=lambda kind: sum(times[kind]))
-    wins = all(MARGIN * mine <= plain for mine, plain in zip(times[best], times[PLAIN], strict=True))
-    return best if wins else PLAIN
+
+    def wins(kind: Wire) -> bool:
+        return all(MARGIN * mine <= plain for mine, plain in zip(times[kind], times[PLAIN], strict=True))
+
+    return Auto(costs={kind: sum(both) for kind, both in times.items()}, plain=PLAIN, wins=wins).choice

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate
+from functools import cache, cached_property
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import numpy as np
@@ -33,15 +33,14 @@ import torch
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.quota import QuotaOrder
 from moeclipse.balance.split import ReplicaTable
-from moeclipse.comm.async_ops.lane import InFlight, Lane, Then, gather_to_host
+from moeclipse.comm.async_ops.lane import InFlight, Lane
 from moeclipse.comm.group import Group
 from moeclipse.comm.transports.transport import TorchTransport, Transport
-from moeclipse.moe.exchange.sizes import Sizes, Unit, meetings
-from moeclipse.moe.tokens import Told
-from moeclipse.ops.arrival import BITS_OF
+from moeclipse.core.shares import bounds_of_all
+from moeclipse.ops.arrival import BITS_OF, Segments
 from moeclipse.ops.combine import sum_rows
 from moeclipse.ops.grouping import Grouping
-from moeclipse.ops.sending import Places, chunk_of
+from moeclipse.ops.sending import Places
 from moeclipse.schedule.shape import ExchangeShape
 
 
@@ -241,93 +240,6 @@ class TorchPairs:
         return row, packed[:, 1]
 
 
-def plan_dispatch(
-    expert_ids_TK: torch.Tensor,
-    dispatcher: Dispatcher,
-    shape: ExchangeShape,
-    where: str,
-    slots: torch.Tensor | None = None,
-    told: Told | None = None,
-) -> TorchPlan:
-    """`slots`: of each choice, flattened, the slot that computes it; left out: that of its primary."""
-    num_tokens, top_k = expert_ids_TK.shape
-    met, device = meetings(shape, dispatcher.group.index), expert_ids_TK.device
-    slot_bounds, num_ranks, chunks = dispatcher.slot_bounds, dispatcher.group.size, met.chunks
-    flat_ids = expert_ids_TK.flatten()
-    used = flat_ids >= 0
-    if slots is None:
-        slots = dispatcher.slot_of_E[flat_ids.clamp(min=0)]
-    ranks = dispatcher.rank_of_slot[slots]
-    tokens = torch.arange(num_tokens, device=device).repeat_interleave(top_k)
-
-    # Unused places mark an extra rank that nobody is.
-    sent_PT = torch.zeros(num_ranks + 1, num_tokens, dtype=torch.bool, device=device)
-    sent_PT[torch.where(used, ranks, num_ranks), tokens] = True
-    sent_PT = sent_PT[:num_ranks]
-    row_of_PT = sent_PT.cumsum(1) - 1
-    rows_P = sent_PT.sum(1)
-    pair_row = row_of_PT[ranks, tokens]
-    chunk = torch.zeros_like(pair_row)
-    if chunks > 1:
-        cuts_P = torch.tensor(met.cuts, device=device)
-        chunk = chunk_of(pair_row, rows_P[ranks], cuts_P[ranks])
-    key = sort_key(slots, ranks, chunk, slot_bounds, chunks)
-    key = torch.where(used, key, slot_bounds[-1] * chunks)
-    pairs = torch.bincount(key, minlength=slot_bounds[-1] * chunks + 1)[: slot_bounds[-1] * chunks]
-    everyone = exchange_sizes(dispatcher, torch.cat([pairs, rows_P]), where, told)
-
-    # Local sorting runs while the sizes travel.
-    order = key.argsort(stable=True)
-    row_token = sent_PT.nonzero()[:, 1]
-    sizes = Sizes(everyone.get(), slot_bounds, dispatcher.group.index, shape)
-    order = order[: sum(sizes.send_pairs)]
-    expert_M = torch.arange(sizes.num_mine, device=device).repeat(num_ranks * chunks)
-    arriving_pairs = torch.tensor(sizes.arriving_pairs, dtype=torch.int64, device=device)
-    per_segment = arriving_pairs.view(num_ranks * chunks, -1).sum(1)
-    unit_M = torch.tensor(sizes.unit_of_segment, device=device).repeat_interleave(per_segment)
-    expert_M = expert_M.repeat_interleave(arriving_pairs)
-    return TorchPlan(
-        dispatcher=dispatcher,
-        where=where,
-        num_tokens=num_tokens,
-        units=sizes.units(),
-        row_token_N=row_token[concatenated(sizes.leaving_starts, sizes.leaving_lengths, device)],
-        pair_place_n=order,
-        pair_row_n=pair_row[order],
-        send_pairs=sizes.send_pairs,
-        receive_pairs=sizes.receive_pairs,
-        num_arriving=sum(sum(rows) for rows in sizes.receive_rows),
-        regroup_M=(unit_M * max(sizes.num_mine, 1) + expert_M).argsort(stable=True),
-        row_shift_M=torch.tensor(sizes.row_shift, device=device).repeat_interleave(per_segment),
-        sizes=sizes,
-    )
-
-
-def exchange_sizes(
-    dispatcher: Dispatcher, mine: torch.Tensor, where: str, told: Told | None
-) -> InFlight[list[list[int]]]:
-    """Those of all ranks, with what else there is to tell in the same message."""
-    lane, group, label = dispatcher.lane, dispatcher.group, f"exchange of sizes, {where}"
-    if told is None or told.mine is None:
-        return gather_to_host(lane, group, mine, label)
-
-    def split(table: list[list[int]]) -> list[list[int]]:
-        sizes, others = [row[: len(mine)] for row in table], [row[len(mine) :] for row in table]
-        told.arrived(others)
-        return sizes
-
-    return Then(gather_to_host(lane, group, torch.cat([mine, told.mine]), label), split)
-
-
-def sort_key(
-    slots: torch.Tensor, ranks: torch.Tensor, chunk: torch.Tensor, slot_bounds: Sequence[int], chunks: int
-) -> torch.Tensor:
-    """A number for each (rank, chunk, expert), in that order."""
-    first = torch.tensor(slot_bounds, device=slots.device)
-    width = first[ranks + 1] - first[ranks]
-    return first[ranks] * chunks + chunk * width + (slots - first[ranks])
-
-
 def concatenated(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     """range(start, start + length) of each part, one after the other, as indices on the device."""
     shifts, total = [], 0
@@ -336,3 +248,143 @@ def concatenated(starts: Sequence[int], lengths: Sequence[int], device: torch.de
         total += length
     shift, length = torch.tensor([shifts, lengths], dtype=torch.int64, device=device).view(2, -1)
     return torch.arange(total, device=device) + shift.repeat_interleave(length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """One slice of the exchange: which rows leave, which arrive, and what the experts do with them."""
+
+    leaving: slice
+    """Of the rows this rank sends."""
+    arriving: slice
+    """Of the rows this rank receives."""
+    pairs: slice
+    """Of the pairs it computes."""
+    send_rows: list[int]
+    receive_rows: list[int]
+    counts: list[int]
+    """Pairs for each expert of this rank."""
+    local: bool
+    """On every rank these rows stay where they are: nobody waits for anybody."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meetings:
+    """Whom a rank meets in each unit of an exchange, whatever its sizes: found once for each shape."""
+
+    chunks: int
+    """Between any two ranks, at most."""
+    cuts: tuple[int, ...]
+    """Into how many chunks the rows between this rank and each other are cut, in both directions."""
+    send: tuple[tuple[int, ...], ...]
+    receive: tuple[tuple[int, ...], ...]
+    local: tuple[bool, ...]
+    """Units in which no row leaves its rank."""
+
+
+@cache
+def meetings(shape: ExchangeShape, me: int) -> Meetings:
+    near = shape.send_to(me, 0)
+    return Meetings(
+        chunks=shape.most_chunks,
+        cuts=tuple(shape.own_chunks if rank in near else shape.chunks for rank in range(shape.num_ranks)),
+        send=tuple(tuple(sorted(shape.send_to(me, step))) for step, _ in shape.units),
+        receive=tuple(tuple(sorted(shape.receive_from(me, step))) for step, _ in shape.units),
+        local=tuple(step == 0 and shape.keeps_own_rows for step, _ in shape.units),
+    )
+
+
+class Sizes:
+    """The table that everyone has after round 1, read from one rank's point of view.
+
+    A segment is what travels between two ranks in one chunk; segments of arriving rows are counted
+    source by source, chunk by chunk.
+    """
+
+    def __init__(self, table: list[list[int]], slot_bounds: list[int], me: int, shape: ExchangeShape) -> None:
+        self.meetings = met = meetings(shape, me)
+        self.units_in_order, self.chunks = shape.units, met.chunks
+        self.table, self.slot_bounds = table, slot_bounds
+        num_ranks, num_pairs = len(table), slot_bounds[-1] * self.chunks
+        self.num_mine = slot_bounds[me + 1] - slot_bounds[me]
+        ranks = range(num_ranks)
+        mine = slice(slot_bounds[me] * self.chunks, slot_bounds[me + 1] * self.chunks)
+        blocks = [slice(slot_bounds[p] * self.chunks, slot_bounds[p + 1] * self.chunks) for p in ranks]
+        self.send_pairs = [sum(table[me][block]) for block in blocks]
+        arriving = [source[mine] for source in table]  # [source][chunk x my expert]
+        self.arriving_pairs = [count for counts in arriving for count in counts]
+        self.receive_pairs = [sum(counts) for counts in arriving]
+        leaving, coming = table[me][num_pairs:], [source[num_pairs + me] for source in table]
+        totals = [*leaving, *coming]
+        bounds = [[0, n] for n in totals] if met.chunks == 1 else bounds_of_all(totals, 2 * met.cuts)
+        send_cuts, cuts = bounds[:num_ranks], bounds[num_ranks:]
+        self.send_rows, self.receive_rows = [], []
+        self.leaving_starts: list[int] = []
+        self.leaving_lengths: list[int] = []
+        starts = [0]
+        for rows in leaving:
+            starts.append(starts[-1] + rows)
+        self.row_shift = [0] * (num_ranks * self.chunks)
+        self.unit_of_segment = [0] * (num_ranks * self.chunks)
+        arrived = 0
+        for number, (_, chunk) in enumerate(shape.units):
+            send, receive = [0] * num_ranks, [0] * num_ranks
+            for peer in met.send[number]:
+                send[peer] = send_cuts[peer][chunk + 1] - send_cuts[peer][chunk]
+                self.leaving_starts.append(starts[peer] + send_cuts[peer][chunk])
+                self.leaving_lengths.append(send[peer])
+            for peer in met.receive[number]:
+                receive[peer] = cuts[peer][chunk + 1] - cuts[peer][chunk]
+                self.unit_of_segment[peer * self.chunks + chunk] = number
+                self.row_shift[peer * self.chunks + chunk] = arrived - cuts[peer][chunk]
+                arrived += receive[peer]
+            self.send_rows.append(send)
+            self.receive_rows.append(receive)
+
+    def pairs_by_slot(self) -> np.ndarray:
+        """Pairs of each rank for each slot of all ranks, [P, R]."""
+        table, cut = np.array(self.table, dtype=np.int64), self.chunks
+        parts = [
+            table[:, cut * first : cut * stop].reshape(len(table), cut, stop - first).sum(1)
+            for first, stop in pairwise(self.slot_bounds)
+        ]
+        return np.concatenate(parts, axis=1)
+
+    def units(self) -> dict[tuple[int, int], Unit]:
+        found: dict[tuple[int, int], Unit] = {}
+        left = arrived = paired = 0
+        sizes = zip(self.units_in_order, self.send_rows, self.receive_rows, strict=True)
+        for number, ((step, chunk), send, receive) in enumerate(sizes):
+            counts = [0] * self.num_mine
+            for source in self.meetings.receive[number]:
+                first = (source * self.chunks + chunk) * self.num_mine
+                for slot in range(self.num_mine):
+                    counts[slot] += self.arriving_pairs[first + slot]
+            unit = Unit(
+                leaving=slice(left, left + sum(send)),
+                arriving=slice(arrived, arrived + sum(receive)),
+                pairs=slice(paired, paired + sum(counts)),
+                send_rows=send,
+                receive_rows=receive,
+                counts=counts,
+                local=self.meetings.local[number],
+            )
+            left, arrived, paired = unit.leaving.stop, unit.arriving.stop, unit.pairs.stop
+            found[step, chunk] = unit
+        return found
+
+    def segments(self) -> Segments:
+        """Pairs that arrive, of each source, chunk and slot: where they go among those of all units."""
+        units, slots = list(self.units().values()), max(self.num_mine, 1)
+        unit_of = np.repeat(self.unit_of_segment, self.num_mine)
+        length = np.array(self.arriving_pairs, dtype=np.int64)
+        order = np.argsort(unit_of * slots + np.arange(len(length)) % slots, kind="stable")
+        goes_to = np.empty_like(length)
+        goes_to[order] = np.cumsum(length[order]) - length[order]
+        return Segments(
+            length=length,
+            goes_to=goes_to,
+            row_shift=np.repeat(self.row_shift, self.num_mine),
+            first_row=np.array([unit.arriving.start for unit in units])[unit_of],
+            first_pair=np.array([unit.pairs.start for unit in units])[unit_of],
+        )

@@ -8,7 +8,7 @@ that serve other ranks (`moe/experts/served`) are slots like all others while th
 
 The node runs on every rank, also with zero rows: a path that cut autograd on one rank would leave the
 others waiting in backward. Which unit travels when is the program's business (`schedule/smart`); what an op
-does to the tensors is written here. A token may be several tensors (`moe/inputs`), which travel together.
+does to the tensors is written here. A token may be several tensors (`moe/tokens`), which travel together.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ import torch
 
 from moeclipse.comm.async_ops.execute import execute
 from moeclipse.comm.async_ops.lane import InFlight, Joined
-from moeclipse.moe.exchange.dispatch import Dispatcher, DispatchPlan
+from moeclipse.moe.exchange.dispatch import Dispatcher, DispatchPlan, Unit
 from moeclipse.moe.exchange.launches import announce
 from moeclipse.moe.exchange.saved_tensors import put_together, take_apart
-from moeclipse.moe.exchange.sizes import Unit
 from moeclipse.moe.experts.fused import FusedExperts
 from moeclipse.moe.experts.pairwise import PairwiseExperts
 from moeclipse.moe.experts.protocols import PairExperts
 from moeclipse.moe.experts.served import Guests, ServedGrads, ServedKept
 from moeclipse.moe.experts.shadow import RankShadows, ShadowExperts, ShadowGrads, ShadowKept
 from moeclipse.moe.private_torch import keeps_graph
-from moeclipse.moe.tune.granularity import Stopwatch
+from moeclipse.moe.tune.stopwatch import Stopwatch
 from moeclipse.ops.first_order import first_order
 from moeclipse.schedule import kinds
 from moeclipse.schedule.check import Verified

@@ -18,8 +18,7 @@ import torch
 
 from moeclipse.comm.async_ops.lane import InFlight, gather_to_host
 from moeclipse.comm.async_ops.reading import send
-from moeclipse.moe.exchange.dispatch import Dispatcher, DispatchPlan, concatenated
-from moeclipse.moe.exchange.sizes import Sizes, Unit, meetings
+from moeclipse.moe.exchange.dispatch import Dispatcher, DispatchPlan, Sizes, Unit, concatenated, meetings
 from moeclipse.ops import arrival
 from moeclipse.ops.arrival import Arrived
 from moeclipse.ops.combine import gather_sum

@@ -3,7 +3,7 @@
 shadowed pairs    leave the exchange: this rank computes them with weights that it is lent
 guests            where shadows serve others, they are slots behind each rank's own for this call
 replicas          each pair gets a slot, from the counts of all ranks
-sizes             travel, and with them known every rank has the same plan (`dispatch`, or by kernels)
+sizes             travel, and with them known every rank has the same plan: here by plain torch, or by kernels
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from moeclipse.moe.exchange.dispatch import Dispatcher, DispatchPlan, plan_dispatch
+from moeclipse.comm.async_ops.lane import InFlight, Then, gather_to_host
+from moeclipse.moe.exchange.dispatch import Dispatcher, DispatchPlan, Sizes, TorchPlan, concatenated, meetings
 from moeclipse.moe.exchange.dispatch_on_device import plan_on_device, prepare_sending
 from moeclipse.moe.exchange.replicas import choose_slots
 from moeclipse.moe.experts.pairwise import PairwiseExperts
 from moeclipse.moe.experts.served import Guests, ServedExperts
 from moeclipse.moe.experts.shadow import ShadowExperts, keep_shadowed
 from moeclipse.moe.gate.routing import Routing
-from moeclipse.moe.tokens import Loads
+from moeclipse.moe.tokens import Loads, Told
 from moeclipse.moe.tune.exchange_policy import Decision
 from moeclipse.moe.tune.shadow_choice import gather_counts
+from moeclipse.ops.sending import chunk_of
+from moeclipse.schedule.shape import ExchangeShape
 
 
 def plan_exchange(
@@ -91,3 +94,90 @@ def shadows_of(
         counts=decision.shadowed,
         where=where,
     )
+
+
+def plan_dispatch(
+    expert_ids_TK: torch.Tensor,
+    dispatcher: Dispatcher,
+    shape: ExchangeShape,
+    where: str,
+    slots: torch.Tensor | None = None,
+    told: Told | None = None,
+) -> TorchPlan:
+    """`slots`: of each choice, flattened, the slot that computes it; left out: that of its primary."""
+    num_tokens, top_k = expert_ids_TK.shape
+    met, device = meetings(shape, dispatcher.group.index), expert_ids_TK.device
+    slot_bounds, num_ranks, chunks = dispatcher.slot_bounds, dispatcher.group.size, met.chunks
+    flat_ids = expert_ids_TK.flatten()
+    used = flat_ids >= 0
+    if slots is None:
+        slots = dispatcher.slot_of_E[flat_ids.clamp(min=0)]
+    ranks = dispatcher.rank_of_slot[slots]
+    tokens = torch.arange(num_tokens, device=device).repeat_interleave(top_k)
+
+    # Unused places mark an extra rank that nobody is.
+    sent_PT = torch.zeros(num_ranks + 1, num_tokens, dtype=torch.bool, device=device)
+    sent_PT[torch.where(used, ranks, num_ranks), tokens] = True
+    sent_PT = sent_PT[:num_ranks]
+    row_of_PT = sent_PT.cumsum(1) - 1
+    rows_P = sent_PT.sum(1)
+    pair_row = row_of_PT[ranks, tokens]
+    chunk = torch.zeros_like(pair_row)
+    if chunks > 1:
+        cuts_P = torch.tensor(met.cuts, device=device)
+        chunk = chunk_of(pair_row, rows_P[ranks], cuts_P[ranks])
+    key = sort_key(slots, ranks, chunk, slot_bounds, chunks)
+    key = torch.where(used, key, slot_bounds[-1] * chunks)
+    pairs = torch.bincount(key, minlength=slot_bounds[-1] * chunks + 1)[: slot_bounds[-1] * chunks]
+    everyone = exchange_sizes(dispatcher, torch.cat([pairs, rows_P]), where, told)
+
+    # Local sorting runs while the sizes travel.
+    order = key.argsort(stable=True)
+    row_token = sent_PT.nonzero()[:, 1]
+    sizes = Sizes(everyone.get(), slot_bounds, dispatcher.group.index, shape)
+    order = order[: sum(sizes.send_pairs)]
+    expert_M = torch.arange(sizes.num_mine, device=device).repeat(num_ranks * chunks)
+    arriving_pairs = torch.tensor(sizes.arriving_pairs, dtype=torch.int64, device=device)
+    per_segment = arriving_pairs.view(num_ranks * chunks, -1).sum(1)
+    unit_M = torch.tensor(sizes.unit_of_segment, device=device).repeat_interleave(per_segment)
+    expert_M = expert_M.repeat_interleave(arriving_pairs)
+    return TorchPlan(
+        dispatcher=dispatcher,
+        where=where,
+        num_tokens=num_tokens,
+        units=sizes.units(),
+        row_token_N=row_token[concatenated(sizes.leaving_starts, sizes.leaving_lengths, device)],
+        pair_place_n=order,
+        pair_row_n=pair_row[order],
+        send_pairs=sizes.send_pairs,
+        receive_pairs=sizes.receive_pairs,
+        num_arriving=sum(sum(rows) for rows in sizes.receive_rows),
+        regroup_M=(unit_M * max(sizes.num_mine, 1) + expert_M).argsort(stable=True),
+        row_shift_M=torch.tensor(sizes.row_shift, device=device).repeat_interleave(per_segment),
+        sizes=sizes,
+    )
+
+
+def exchange_sizes(
+    dispatcher: Dispatcher, mine: torch.Tensor, where: str, told: Told | None
+) -> InFlight[list[list[int]]]:
+    """Those of all ranks, with what else there is to tell in the same message."""
+    lane, group, label = dispatcher.lane, dispatcher.group, f"exchange of sizes, {where}"
+    if told is None or told.mine is None:
+        return gather_to_host(lane, group, mine, label)
+
+    def split(table: list[list[int]]) -> list[list[int]]:
+        sizes, others = [row[: len(mine)] for row in table], [row[len(mine) :] for row in table]
+        told.arrived(others)
+        return sizes
+
+    return Then(gather_to_host(lane, group, torch.cat([mine, told.mine]), label), split)
+
+
+def sort_key(
+    slots: torch.Tensor, ranks: torch.Tensor, chunk: torch.Tensor, slot_bounds: Sequence[int], chunks: int
+) -> torch.Tensor:
+    """A number for each (rank, chunk, expert), in that order."""
+    first = torch.tensor(slot_bounds, device=slots.device)
+    width = first[ranks + 1] - first[ranks]
+    return first[ranks] * chunks + chunk * width + (slots - first[ranks])

@@ -9,7 +9,7 @@ from moeclipse.moe.experts.shared import shared_expert
 from moeclipse.moe.experts.shared_gate import GatedShared
 from moeclipse.moe.experts.two_projections import Experts
 from moeclipse.moe.gate.routing import Routing
-from moeclipse.moe.inputs import rows_for
+from moeclipse.moe.tokens import rows_for
 
 
 def visit_traced(

@@ -25,7 +25,7 @@ from moeclipse.core.errors import ConfigError
 from moeclipse.moe.experts.inner_graph import InnerGraph
 from moeclipse.moe.experts.protocols import PendingWgrad, Unhooked
 from moeclipse.moe.experts.two_projections import add_up
-from moeclipse.moe.inputs import Structure
+from moeclipse.moe.tokens import Structure
 from moeclipse.tensor.weight_grad import Grads, accumulator
 
 

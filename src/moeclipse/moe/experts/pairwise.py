@@ -25,8 +25,8 @@ from torch import nn
 
 from moeclipse.moe.exchange.saved_tensors import put_together, take_apart
 from moeclipse.moe.experts.protocols import ExpertSet
-from moeclipse.moe.inputs import Structure
 from moeclipse.moe.private_torch import keeps_graph
+from moeclipse.moe.tokens import Structure
 from moeclipse.ops.combine import sum_rows
 from moeclipse.ops.first_order import first_order
 from moeclipse.tensor.weight_grad import Grads

@@ -1,8 +1,8 @@
 """Capacity: how many rows an expert takes, and which assignments are within it.
 
     position   first choices in the order of tokens, then second choices; over all ranks, or on each
-    score      the rows with the highest scores (equal ones: `moe/gate/ties`); on each rank, because scores of
-               others are not known
+    score      the rows with the highest scores (equal ones: `moe/gate/routing`); on each rank, because those
+               of others are not known
 
 Counted over all ranks (the default), which rows are dropped does not depend on how tokens are shared out.
 Counted on each rank, as other libraries do, nothing has to be exchanged, and a layout is part of the model.
@@ -16,8 +16,7 @@ import math
 import torch
 
 from moeclipse.moe.config import GateConfig
-from moeclipse.moe.gate.routing import count_experts
-from moeclipse.moe.gate.ties import order_of
+from moeclipse.moe.gate.routing import count_experts, order_of
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.grouping import rank_among_equals
 

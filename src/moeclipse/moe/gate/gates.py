@@ -29,8 +29,7 @@ from moeclipse.moe.experts.weight_init import WeightInit
 from moeclipse.moe.gate.capacity import drop_low_scores, drop_over_capacity, room_for
 from moeclipse.moe.gate.dynamic_gates import DynamicChoice, renormalise_used
 from moeclipse.moe.gate.node_limit import limit_leaving
-from moeclipse.moe.gate.routing import GateSums, Routing, count_experts
-from moeclipse.moe.gate.ties import best_of
+from moeclipse.moe.gate.routing import GateSums, Routing, best_of, count_experts
 from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.gate import GateKind, gate, gate_fits
 from moeclipse.ops.precision import WIDE

@@ -4,7 +4,7 @@
     leaving   those whose expert lives on another node
     limit     floor(gate.max_leaving x rows), in whole numbers: 0.29 of 100 rows are 29
 
-Where more would leave, the best-scored ones up to the limit do; equal scores (`moe/gate/ties` says which are)
+Where more would leave, the best-scored ones up to the limit do; equal ones (which, `moe/gate/routing` says)
 go by token, then by choice. What happens to the others is `gate.excess`: "drop" marks them unused; "reroute"
 sends each to the expert of this node that its token prefers among those that it does not visit yet (a token's
 first such row to the best, its second to the next; equal ones by number), and drops it where there is none. A
@@ -29,7 +29,7 @@ import torch
 from moeclipse.balance.placement import Placement
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
-from moeclipse.moe.gate.ties import best_of, order_of
+from moeclipse.moe.gate.routing import best_of, order_of
 
 LARGEST_DENOMINATOR = 10**6  # times the number of rows this stays far below 2**63
 

@@ -13,15 +13,15 @@ How rows are cut and what is lent changes the last bits of results. Where equal 
 (`by_the_book`), nothing is timed: prices are fixed (`moe/tune/fixed_prices`), the simulator's first is taken
 where cuts were asked for, and "auto" stays blocking.
 
-Programs are built and verified once for each granularity and kept. Everything is decided from what all ranks
-know, so all decide alike.
+Programs are built and verified once for each granularity, for all layers alike. Everything is decided from
+what all ranks know, so all decide alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from dataclasses import asdict, dataclass
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,6 @@ import torch
 
 from moeclipse.balance.shadow import ShadowPlan
 from moeclipse.balance.shadow_model import ShadowCosts
-from moeclipse.balance.split import ReplicaTable, split_rows
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe.config import MoEConfig
 from moeclipse.moe.exchange.dispatch import Dispatcher, DispatchPlan
@@ -38,28 +37,17 @@ from moeclipse.moe.experts.pairwise import PairwiseExperts
 from moeclipse.moe.experts.served import serves
 from moeclipse.moe.experts.shadow import RankShadows
 from moeclipse.moe.gate.routing import Routing
+from moeclipse.moe.tune.cut_choice import CutChoice
 from moeclipse.moe.tune.fixed_prices import fixed_prices
-from moeclipse.moe.tune.granularity import (
-    CALLS,
-    CHUNKS,
-    Granularity,
-    Stopwatch,
-    Trials,
-    affordable,
-    granularity_of,
-    partitions_to_try,
-    rank_by_simulation,
-    start_groups,
-    worth_a_try,
-)
+from moeclipse.moe.tune.granularity import Granularity, Groups
 from moeclipse.moe.tune.probe import Probe
 from moeclipse.moe.tune.shadow_choice import NOBODY, ShadowChoice, gather_counts
 from moeclipse.moe.tune.shadow_price import measured
-from moeclipse.moe.tune.stopwatch import tell
+from moeclipse.moe.tune.stopwatch import Stopwatch, tell
 from moeclipse.ops.sending import MOST_CHOICES
 from moeclipse.schedule.check import verify
 from moeclipse.schedule.shape import ExchangeShape, Shadow
-from moeclipse.schedule.smart import backward_of, end_units, exchange_shape, smart
+from moeclipse.schedule.smart import backward_of, exchange_shape, smart
 
 SOME_SHADOW = (Shadow(expert=0, owner=0, ranks=(1,)),)
 """Programs depend on whether there are shadows, not on which."""
@@ -108,80 +96,54 @@ def plans_on_device(scores_TK: torch.Tensor) -> bool:
     return scores_TK.is_cuda and scores_TK.dtype == torch.float32 and scores_TK.shape[1] <= MOST_CHOICES
 
 
+@cache
+def shape_of(
+    num_ranks: int,
+    groups: Groups,
+    chunks: int,
+    units: tuple[tuple[int, int], ...] | None,
+    shadows: bool,
+    serving: bool,
+) -> ExchangeShape:
+    cut: dict[str, Any] = {"groups": groups, "chunks": chunks, "units": units}
+    return exchange_shape(num_ranks, **cut, shadows=SOME_SHADOW if shadows else (), serving=serving)
+
+
+@cache
+def programs_of(shape: ExchangeShape) -> Programs:
+    shapes = shape, backward_of(shape), backward_of(shape, own_weights=0)
+    forward, backward, pieces = (verify(smart(wanted)) for wanted in shapes)
+    return Programs(forward=forward, backward=backward, pieces=pieces)
+
+
 class ExchangeSchedule:
-    """The granularity in use, its verified programs, and the shadows of each step."""
+    """The granularity in use, and the shadows of each step."""
 
     def __init__(self, config: MoEConfig, hosts: tuple[int, ...]) -> None:
         self.config, self.num_ranks, self.hosts = config, len(hosts), hosts
-        self.careful = config.schedule == "auto"
-        groups = start_groups("smart" if config.schedule == "smart" else "blocking", config.group_size, hosts)
-        chunks = 1 if self._auto_chunks or config.schedule != "smart" else int(config.chunks)
-        units = end_units(len(groups), chunks) if len(groups) > 1 else None
-        self.use = Granularity(groups=groups, chunks=chunks, units=units)
+        self.cuts, self.shadows = CutChoice(config, hosts), ShadowChoice(config, hosts)
         self.probe: Probe | None = None
-        self.shadows = ShadowChoice(config, hosts)
-        self.watch: Stopwatch | None = None
-        self.trials: Trials | None = None
-        self._shapes: dict[tuple[Any, ...], ExchangeShape] = {}
-        self._programs: dict[ExchangeShape, Programs] = {}
         self.on_choice: Callable[[dict[str, Any]], None] = lambda _: None
         """Told, before it acts, what was decided from times."""
-        self.ranked: list[Granularity] = []
-        """What may be chosen, the fastest by simulation first, once costs are known."""
-        self.trial_calls: int | None = None
-        """Calls that "auto" may spend on trials; None: as many as they want."""
         self.by_the_book = False
         """Whether equal runs must choose alike: nothing is timed, and prices are fixed."""
-        self._taken: dict[str, Any] | None = None
-        self.over_plain: float | None = None
-        self.scatter: float | None = None
-        self._calls = self._rows = self._tried = 0
+        self._known: dict[str, Any] | None = None
+        """What an equal run chose."""
+        self._calls = self._rows = 0
         self._computed: list[int] = []
 
     @property
-    def _auto_chunks(self) -> bool:
-        return self.config.chunks == "auto"
-
-    @property
-    def _chooses(self) -> bool:
-        auto = self._auto_chunks or self.config.group_size == "auto"
-        return self.num_ranks > 1 and (self.careful or (self.config.schedule == "smart" and auto))
-
-    @property
-    def _tunes(self) -> bool:
-        """Whether there is something to choose, and calls to spend on it.
-
-        "auto" leaves the blocking exchange only for what was seen to be faster: never without trials.
-        """
-        tries = affordable(self.trial_calls)[0] > 0 and not self.by_the_book
-        return self._chooses and (tries or not self.careful)
-
-    @property
     def _wants_costs(self) -> bool:
-        return self._tunes or self.shadows.automatic or self._taken is not None
+        return self.cuts.tries(self.by_the_book) or self.shadows.automatic or self._known is not None
 
     def shape(
         self, shadows: bool = False, use: Granularity | None = None, serving: bool = False
     ) -> ExchangeShape:
-        use = use or self.use
-        key = (use.groups, use.chunks, use.units, shadows, serving)
-        if key not in self._shapes:
-            self._shapes[key] = exchange_shape(
-                self.num_ranks,
-                groups=use.groups,
-                chunks=use.chunks,
-                units=use.units,
-                shadows=SOME_SHADOW if shadows else (),
-                serving=serving,
-            )
-        return self._shapes[key]
+        use = use or self.cuts.use
+        return shape_of(self.num_ranks, use.groups, use.chunks, use.units, shadows, serving)
 
     def programs(self, shape: ExchangeShape) -> Programs:
-        if shape not in self._programs:
-            shapes = shape, backward_of(shape), backward_of(shape, own_weights=0)
-            forward, backward, pieces = (verify(smart(wanted)) for wanted in shapes)
-            self._programs[shape] = Programs(forward=forward, backward=backward, pieces=pieces)
-        return self._programs[shape]
+        return programs_of(shape)
 
     def decide(
         self,
@@ -205,8 +167,8 @@ class ExchangeSchedule:
         ids_TK = routing.expert_ids_TK
         if learns:
             self._measure(ids_TK, dispatcher, experts, mesh, where)
-        watch = self.watch if decided is None else None
-        decided = decided or Decided(use=self.use, probe=self.probe, asks=self.shadows.asks)
+        watch = self.cuts.watch if decided is None else None
+        decided = decided or Decided(use=self.cuts.use, probe=self.probe, asks=self.shadows.asks)
         costs, mine, counts_PE = None, None, NOBODY
         if self.shadows.wanted != "off" or self.shadows.policy is not None:
             costs = self._shadow_costs(decided)
@@ -239,47 +201,52 @@ class ExchangeSchedule:
     ) -> None:
         """The second call measures costs; the best granularities by simulation are then tried in turn."""
         self._calls += 1
+        cuda, known = ids_TK.is_cuda, self._known
         if self._calls == 2 and self.probe is None and self._wants_costs:
-            if self._taken is not None:
-                self._repeat(self._taken, cuda=ids_TK.is_cuda)
-            else:
-                with mesh.recorder.apart("costs of an exchange"):
-                    if self.by_the_book:
-                        self.probe = fixed_prices(experts, dispatcher, mesh)
-                    else:
-                        self.probe = measured(self.shadows, experts, dispatcher, ids_TK, mesh)
-            probe = self.probe
-            # By the book nobody writes down how rows are cut: who repeats it finds it again.
-            if probe is not None and (self._taken is None or probe.fixed):
-                if self._tunes and probe.prices_rows:
-                    with mesh.recorder.apart("costs of an exchange"):
-                        self._rank_and_try(ids_TK, dispatcher, where, probe)
-                self.on_choice(self._choice())
-        if self.trials is None:
-            return
-        if self.trials.over:
-            if self._taken is not None and (known := self._taken["chosen"]) is not None:
-                self.use, self.over_plain = granularity_of(known), self._taken.get("over_plain")
-                self.scatter = self._taken.get("scatter")
-            else:
-                with mesh.recorder.apart("trials of granularities"):
-                    self.use = self.trials.choose(lambda numbers: tell(mesh, numbers))
-                    self.over_plain, self.scatter = self.trials.over_plain, self.trials.scatter
-                self.on_choice(self._choice(self.use))
-            self._tried = len(self.trials.candidates)
-            self.watch, self.trials = Stopwatch(cuda=ids_TK.is_cuda), None
-        else:
-            self.use, self.watch = self.trials.next()
+            with mesh.recorder.apart("costs of an exchange"):
+                if known is not None:
+                    self._repeat(known, cuda)
+                elif self.by_the_book:
+                    self.probe = fixed_prices(experts, dispatcher, mesh)
+                else:
+                    self.probe = measured(self.shadows, experts, dispatcher, ids_TK, mesh)
+                probe = self.probe
+                # By the book nobody writes down how rows are cut: who repeats it finds it again.
+                if probe is not None and (known is None or probe.fixed):
+                    if self.cuts.tries(self.by_the_book) and probe.prices_rows:
+                        self.cuts.begin(gather_counts(ids_TK, dispatcher, where), dispatcher, probe, cuda)
+                    self._keep(self.cuts.record())
+        if self.cuts.trials is not None:
+            with mesh.recorder.apart("trials of granularities"):
+                self.cuts.take_turn(known, partial(tell, mesh), self._keep)
 
-    def _rank_and_try(self, ids_TK: torch.Tensor, dispatcher: Dispatcher, where: str, probe: Probe) -> None:
-        """By the book there are no trials: what is predicted to be best is taken."""
-        self.ranked = self._rank(gather_counts(ids_TK, dispatcher, where), dispatcher, probe)
-        if probe.fixed:
-            self.use, self.watch = self.ranked[0], Stopwatch(cuda=ids_TK.is_cuda)
-            return
-        tried = worth_a_try(self.ranked) if self.careful else self.ranked
-        calls = affordable(self.trial_calls if self.careful else None)
-        self.trials = Trials(tried, ids_TK.is_cuda, self.careful, *calls)
+    def _keep(self, cut: dict[str, Any]) -> None:
+        assert self.probe is not None
+        self.on_choice({"probe": asdict(self.probe), **cut})
+
+    def take_choice(self, choice: dict[str, Any] | None) -> None:
+        """What an equal run chose is taken when this one would measure; what was tuned, at once."""
+        self._known = choice
+        if choice is not None:
+            self.cuts.take_tuned(choice)
+
+    def _repeat(self, known: dict[str, Any], cuda: bool, calls: int = 0) -> None:
+        self.probe = Probe(**known["probe"])
+        self.cuts.repeat(known, cuda, calls)
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to cut rows and to lend as this one does, JSON-able."""
+        return {**self.cuts.state(), "calls": self._calls, "shadows": self.shadows.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        calls = state.get("calls", 0)
+        if "shadows" in state:
+            self.shadows.load_state(state["shadows"])
+        if self._known is not None and calls >= 2:
+            self._calls = calls
+            self._repeat(self._known, cuda=False, calls=calls - 1)
+        if self.cuts.load_state(state):
+            self._calls = max(calls, 2)
 
     def _count(self, plan: DispatchPlan, shadowed: int, guests: bool) -> None:
         """Remember how many rows this rank computes, and each of its slots, where nothing is lent."""
@@ -299,7 +266,7 @@ class ExchangeSchedule:
     def _shadow_costs(self, decided: Decided) -> ShadowCosts | None:
         if decided.probe is None or not decided.probe.prices_rows:
             return None
-        one_go = self.config.schedule == "blocking" or (self.careful and decided.use.plain)
+        one_go = self.config.schedule == "blocking" or (self.cuts.careful and decided.use.plain)
         return decided.probe.shadow_costs(overlap=0.0 if one_go else 1.0)
 
     def take_rows(self) -> int:
@@ -311,90 +278,3 @@ class ExchangeSchedule:
         """Rows that the slots of this rank computed in training since this was last asked."""
         computed, self._computed = self._computed, []
         return computed
-
-    def _rank(self, counts_PE: np.ndarray, dispatcher: Dispatcher, probe: Probe) -> list[Granularity]:
-        """The allowed granularities, the fastest by simulation first."""
-        table = dispatcher.table or ReplicaTable.of(dispatcher.placement)
-        rows_PR = split_rows(counts_PE, table, self.hosts).rows_PR
-        per_rank = dispatcher.placement.max_slots
-        padded = np.zeros((self.num_ranks, per_rank * self.num_ranks), dtype=np.int64)
-        for rank, (first, stop) in enumerate(pairwise(dispatcher.slot_bounds)):
-            padded[:, rank * per_rank : rank * per_rank + stop - first] = rows_PR[:, first:stop]
-        chunks = CHUNKS if self._auto_chunks else (int(self.config.chunks),)
-        partitions = dict.fromkeys(partitions_to_try(self.config.group_size, self.hosts))
-        if self.careful:
-            partitions[start_groups("blocking", "auto", self.hosts)] = None
-        numbers = sorted({1, *chunks}) if self.careful else chunks
-        ranked = rank_by_simulation(list(partitions), numbers, padded, probe.exchange_costs())
-        return [one for one in ranked if one.chunks in chunks or (self.careful and one.plain)]
-
-    def report(self) -> dict[str, Any]:
-        """The choice, what was predicted of it, and how long forward exchanges took since."""
-        measured = self.watch.seconds() if self.watch is not None else None
-        return {
-            "steps": len(self.use.groups),
-            "chunks": self.use.chunks,
-            "rule": self.use.rule,
-            "predicted_ms": 1e3 * self.use.predicted_s,
-            "blocking_ms": 1e3 * self.use.blocking_s,
-            "measured_ms": None if measured is None else 1e3 * measured,
-            "over_plain": self.over_plain,
-            "scatter": self.scatter,
-            "tried": self._tried,
-        }
-
-    @property
-    def has_chosen(self) -> bool:
-        """Whether this run has decided how rows are cut, and times that."""
-        return self.trials is None and self.watch is not None
-
-    def _choice(self, chosen: Granularity | None = None) -> dict[str, Any]:
-        assert self.probe is not None
-        tried = [] if self.trials is None else [asdict(one) for one in self.trials.candidates]
-        return {
-            "probe": asdict(self.probe),
-            "tried": tried,
-            "calls": 0 if self.trials is None else self.trials.calls,
-            "chosen": None if chosen is None else asdict(chosen),
-            "over_plain": self.over_plain,
-            "scatter": self.scatter,
-        }
-
-    def take_choice(self, choice: dict[str, Any] | None) -> None:
-        """What an equal run chose is taken when this one would measure; what was tuned, at once."""
-        self._taken = choice
-        if choice is not None and choice["chosen"] is not None and not choice["tried"] and self._chooses:
-            self.use = granularity_of(choice["chosen"])
-
-    def _repeat(self, choice: dict[str, Any], cuda: bool, calls: int = 0) -> None:
-        """Go on behind so many calls of trials."""
-        self.probe = Probe(**choice["probe"])
-        if self._chooses and choice["tried"]:
-            tried = [replace(granularity_of(one), rule="resumed") for one in choice["tried"]]
-            given = (len(tried), choice.get("calls", CALLS))
-            self.trials = Trials(tried, cuda, self.careful, *given)
-            self.trials.skip(calls)
-
-    def state(self) -> dict[str, Any]:
-        """What a resumed run needs to cut rows as this one does, JSON-able."""
-        use = self.use if self.trials is None else self.trials.unseen
-        cut = {"groups": use.groups, "chunks": use.chunks, "units": use.units}
-        return {**cut, "calls": self._calls, "shadows": self.shadows.state()}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take over a choice, unless it was made for other ranks."""
-        calls = state.get("calls", 0)
-        if "shadows" in state:
-            self.shadows.load_state(state["shadows"])
-        if self._taken is not None and calls >= 2:
-            self._calls = calls
-            self._repeat(self._taken, cuda=False, calls=calls - 1)
-            if self.trials is not None and not self.trials.over:
-                return
-            self.trials = None
-        groups = tuple(tuple(members) for members in state["groups"])
-        if sum(map(len, groups)) != self.num_ranks or not self._chooses:
-            return
-        units = tuple((step, chunk) for step, chunk in state["units"]) if state["units"] else None
-        self.use = Granularity(groups=groups, chunks=state["chunks"], units=units, rule="resumed")
-        self._calls = max(calls, 2)

@@ -1,4 +1,4 @@
-"""Seconds that all ranks take together, how sure they are, and how ranks tell each other of them.
+"""Seconds that ranks take: of a work that all do together, how sure they are, and of calls under way.
 
 A work is timed a few times: the median counts, and what it may be off by follows from how the others lie
 around it (`Timing.noise`). The slope between two sizes is known where it is larger than twice its noise.
@@ -15,7 +15,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -79,6 +79,46 @@ def timed(work: Callable[[], object], device: torch.device) -> Timing:
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - begun)
     return timing_of(seconds)
+
+
+class Stopwatch:
+    """Times a few exchanges, forward and backward, to hold them against what was predicted; never blocks."""
+
+    LAPS = 6
+
+    def __init__(self, cuda: bool) -> None:
+        self.cuda = cuda
+        self._laps: dict[str, list[tuple[Any, Any]]] = {"F": [], "B": []}
+
+    def stamp(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def lap(self, began: Any, letter: str) -> None:
+        if len(self._laps[letter]) < self.LAPS:
+            self._laps[letter].append((began, self.stamp()))
+
+    def seconds(self, letter: str = "F") -> float | None:
+        """Median of the laps; None where there are none."""
+        laps = self._all(letter)
+        return statistics.median(laps) if laps else None
+
+    def best(self, letter: str) -> float | None:
+        """Of all laps but the first: what disturbs a lap, lengthens it."""
+        return min(self._all(letter)[1:], default=None)
+
+    def scatter(self) -> float:
+        """By how much of it a usual lap is longer than the best."""
+        laps = [self._all(letter)[1:] for letter in "FB"]
+        if not all(laps):
+            return 0.0
+        return sum(map(statistics.median, laps)) / sum(map(min, laps)) - 1
+
+    def _all(self, letter: str) -> list[float]:
+        return [a.elapsed_time(b) * 1e-3 if self.cuda else b - a for a, b in self._laps[letter]]
 
 
 def clock(work: Callable[[], object], device: torch.device) -> float:

@@ -129,7 +129,7 @@ class ModelPlacement:
             return []
         self.steps.tick()
         config, done = self.config, step + 1
-        if any(placed.layer.schedule.trials is not None for placed in self.layers):
+        if any(placed.layer.schedule.cuts.trials is not None for placed in self.layers):
             self._tried_until = done
         if config.reduce == "fedavg" and done % config.average_every == 0:
             average_replicas(self.layers)

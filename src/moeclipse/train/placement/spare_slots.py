@@ -20,10 +20,12 @@ from __future__ import annotations
 from moeclipse.balance.config import usual_slots
 from moeclipse.balance.planner import SMALL
 from moeclipse.comm.mesh import Mesh
+from moeclipse.core.auto import Auto, Chosen
 from moeclipse.model.count import expert_parameters
 from moeclipse.moe.validate import expert_group
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.optim.buckets import summed_type
+from moeclipse.train.placement.may_move import why_experts_stay
 from moeclipse.train.step.dtype import choose_dtype, repeats
 from moeclipse.train.step.free_memory import memory_given, memory_left
 from moeclipse.train.step.saved_bytes import readable
@@ -41,9 +43,11 @@ def left_open(config: TrainConfig) -> bool:
     return sparing and placement.slots_per_rank == "auto"
 
 
-def choose_slots(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, int], list[str]]:
-    """The key with its value, and what to say of it. Collective."""
+def choose_slots(config: TrainConfig, mesh: Mesh) -> Chosen:
+    """Where experts may move. Collective."""
     num_ranks, num_experts = expert_group(mesh, config.moe).size, config.moe.num_experts
+    if not left_open(config) or why_experts_stay(config, num_ranks) is not None:
+        return {}, []
     room_of = memory_given if repeats(config.run.deterministic, mesh.device) else memory_left
     room = min(mesh.gather_objects(room_of(mesh)))
     size = slot_bytes(config, mesh)
@@ -55,9 +59,10 @@ def choose_slots(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, int], list[
 
 def slots_for(num_experts: int, num_ranks: int, affordable: int) -> int:
     """Of each rank, where there is memory for so many spare ones."""
-    share = -(-num_experts // num_ranks)
-    most = min(2 * share, SMALL // num_ranks, share + affordable)
-    return min(max(most, usual_slots(num_experts, num_ranks)), num_experts)
+    share, usual = -(-num_experts // num_ranks), usual_slots(num_experts, num_ranks)
+    more = range(usual + 1, min(2 * share, SMALL // num_ranks, num_experts) + 1)
+    fits = Auto(costs={slots: -slots for slots in more}, plain=usual, wins=lambda n: n <= share + affordable)
+    return fits.choice
 
 
 def slot_bytes(config: TrainConfig, mesh: Mesh) -> int:

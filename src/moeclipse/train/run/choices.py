@@ -125,7 +125,7 @@ class Choices:
             name = str(layer.layer)
             self.hosts = layer.schedule.hosts
             self._check_cuts(name, layer.schedule.num_ranks)
-            layer.schedule.trial_calls = calls
+            layer.schedule.cuts.most_calls = calls
             layer.schedule.take_choice(self.layers.get(name))
 
             def chosen(choice: dict[str, Any], name: str = name) -> None:

@@ -30,7 +30,7 @@ class ExchangeNote:
 
     def after_step(self, layers: Sequence[MoE], record: dict[str, Any]) -> list[str]:
         """The line, once; nothing before it is known and after it was told."""
-        if self.told or not layers or not all(layer.schedule.has_chosen for layer in layers):
+        if self.told or not layers or not all(layer.schedule.cuts.has_chosen for layer in layers):
             return []
         self._steps += 1
         self._hidden_ms += record["hidden_ms"]
@@ -39,7 +39,7 @@ class ExchangeNote:
             return []
         self.told = True
         hidden = self._hidden_ms / self._comm_ms if self._comm_ms > 0 else 0.0
-        return in_words([layer.schedule.report() for layer in layers], hidden)
+        return in_words([layer.schedule.cuts.report() for layer in layers], hidden)
 
 
 def in_words(reports: Sequence[dict[str, Any]], hidden: float) -> list[str]:

@@ -24,6 +24,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,27 +32,28 @@ import torch.nn.functional as F
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.transports.fastest import PLAIN, SIZES, fastest, wire_times, wires_to_try
-from moeclipse.comm.transports.open import Wire
-from moeclipse.core.config import problems_of, with_values
+from moeclipse.core.auto import Auto, Chosen
+from moeclipse.core.config import problems_of, to_flat, with_values
 from moeclipse.core.errors import MoEclipseError
 from moeclipse.cost.hardware import Device, Link, device, link
 from moeclipse.model.flops import device_of
+from moeclipse.moe.tune.cut_choice import affordable
 from moeclipse.moe.tune.fixed_prices import BOOKS, rate
-from moeclipse.moe.tune.granularity import affordable
 from moeclipse.moe.tune.stopwatch import clock
 from moeclipse.moe.validate import expert_group
 from moeclipse.pipeline.config import PAIRED
-from moeclipse.sim.compare import Answer
 from moeclipse.sim.step_costs import StepCosts
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.placement import spare_slots
-from moeclipse.train.placement.may_move import why_experts_stay
+from moeclipse.train.placement.spare_slots import KEY as SLOTS
+from moeclipse.train.placement.spare_slots import choose_slots, left_open
 from moeclipse.train.predict.run_step import RunStep
 from moeclipse.train.predict.step_sizes import step_work, value_bytes
 from moeclipse.train.run.choices import Choices, trial_calls
-from moeclipse.train.step import recompute_ranks
 from moeclipse.train.step.dtype import repeats
+from moeclipse.train.step.recompute_ranks import choose_recompute
 
+KEYS = ("moe.transport", "parallel.peer", "pipeline.overlap", "pipeline.recompute")
+"""Peer memory is tried by `train/run/tune` alone."""
 LEAST_HIDDEN = 0.10
 """Of a step, at least, is predicted to be won by hiding exchanges: a program of ops has its own cost."""
 LEAST_REORDERED = 0.25
@@ -76,9 +78,9 @@ def settle(config: TrainConfig, mesh: Mesh, choices: Choices) -> tuple[TrainConf
         if affordable(trial_calls(config))[0]:
             by_the_book = repeats(config.run.deterministic, mesh.device)
             choices.settled, lines = choose(config, mesh, by_the_book)
-        elif recompute_ranks.left_open(config, mesh):
-            found, lines = recompute_ranks.choose_recompute(config, mesh)
-            choices.settled = found or None
+        else:
+            values, lines = choose_recompute(config, mesh)
+            choices.settled = values or None
     left = left_to_choose(config)
     known = {key: value for key, value in (choices.settled or {}).items() if key in left}
     wrong = next(iter(problems_of(with_values(config, known))), None)
@@ -93,56 +95,59 @@ def settle(config: TrainConfig, mesh: Mesh, choices: Choices) -> tuple[TrainConf
 
 def left_to_choose(config: TrainConfig) -> set[str]:
     """Keys that are "auto" and that a run settles; a schedule is left with the overlap that it goes with."""
-    found = {"moe.transport"} if config.moe.transport == "auto" else set()
-    found |= {"parallel.peer"} if config.parallel.peer == "auto" else set()  # tried by `train/run/tune` alone
-    found |= {recompute_ranks.KEY} if config.pipeline.recompute == "auto" else set()
-    if config.pipeline.overlap == "auto":
-        found.add("pipeline.overlap")
-        found |= {"pipeline.schedule"} if config.pipeline.schedule == "auto" else set()
-    return found | ({spare_slots.KEY} if spare_slots.left_open(config) else set())
+    values = to_flat(config)
+    found = {key for key in KEYS if values[key] == "auto"}
+    if values["pipeline.overlap"] == values["pipeline.schedule"] == "auto":
+        found.add("pipeline.schedule")
+    return found | ({SLOTS} if left_open(config) else set())
 
 
-def choose(config: TrainConfig, mesh: Mesh, by_the_book: bool = False) -> tuple[dict[str, Any], list[str]]:
-    """What is left to choose, by key, and in words. `by_the_book`: nothing that changes a bit is timed."""
-    found: dict[str, Any] = {}
+def choose(config: TrainConfig, mesh: Mesh, by_the_book: bool = False) -> Chosen:
+    """What is left to choose, each knowing what those before it chose. Collective.
+
+    `by_the_book`: nothing that changes a bit is timed.
+    """
+    chosen: dict[str, Any] = {}
     lines: list[str] = []
-    group, kind = expert_group(mesh, config.moe), config.moe.transport
-    pipelines = config.pipeline.overlap == "auto" and any(programs_of(config, group.size))
-    if pipelines and config.pipeline.recompute == "norms":
-        pipelines = False
-        lines.append("pipeline: without overlap, which pipeline.recompute = 'norms' cannot go with")
-    times: dict[Wire, list[float]] = {}
-    several = kind == "auto" and len(wires_to_try(mesh, group)) > 1
-    if (several or (pipelines and not by_the_book)) and group.size > 1 and config.num_expert_layers:
+    overlap = partial(choose_overlap, by_the_book=by_the_book)
+    for setting in (choose_wire, overlap, choose_slots, choose_recompute):
+        values, said = setting(with_values(config, chosen), mesh)
+        chosen |= values
+        lines += said
+    return chosen, lines
+
+
+def choose_wire(config: TrainConfig, mesh: Mesh) -> Chosen:
+    group = expert_group(mesh, config.moe)
+    several = config.moe.transport == "auto" and len(wires_to_try(mesh, group)) > 1
+    if not several or not config.num_expert_layers:
+        return {}, []
+    times = wire_times(mesh, group)
+    kind = fastest(times)
+    if kind == PLAIN:
+        return {"moe.transport": kind}, []
+    ratio, size = sum(times[PLAIN]) / sum(times[kind]), SIZES[mesh.device.type][1] >> 10
+    line = f"wire: {kind}: {size} KiB to each rank in {1e3 * times[kind][1]:.2f} ms; "
+    return {"moe.transport": kind}, [f"{line}{PLAIN} takes {ratio:.1f} x"]
+
+
+def choose_overlap(config: TrainConfig, mesh: Mesh, by_the_book: bool) -> Chosen:
+    """Simulated by one rank, with what all ranks have measured."""
+    group, usual = expert_group(mesh, config.moe), "nvlink4" if mesh.device.type == "cuda" else "loopback"
+    if config.pipeline.overlap != "auto" or not any(programs_of(config, group.size)):
+        return {}, []
+    if config.pipeline.recompute == "norms":
+        return {}, ["pipeline: without overlap, which pipeline.recompute = 'norms' cannot go with"]
+    wire: Link | None = link(usual)
+    if not by_the_book and group.size > 1 and config.num_expert_layers:
         times = wire_times(mesh, group)
-    if kind == "auto" and times:
-        kind = found["moe.transport"] = fastest(times)
-        if kind != PLAIN:
-            ratio = sum(times[PLAIN]) / sum(times[kind])
-            size, ms = SIZES[mesh.device.type][1] >> 10, 1e3 * times[kind][1]
-            lines.append(f"wire: {kind}: {size} KiB to each rank in {ms:.2f} ms; {PLAIN} takes {ratio:.1f} x")
-    if pipelines:
-        usual = link("nvlink4" if mesh.device.type == "cuda" else "loopback")
-        seen = None if by_the_book else times.get(kind, times.get(PLAIN))
-        wire = link_of(seen, group.size, mesh.device.type) if seen else usual
-        hardware = counted_device(mesh) if by_the_book else measured_device(config, mesh)
-        idle = shares_cores(mesh)  # which all ranks ask together
-        asks = mesh.rank == 0 and not idle
-        pipeline = choose_pipeline(config, mesh, hardware, wire) if asks and wire is not None else ({}, [])
-        chosen, line = mesh.gather_objects(pipeline)[0]
-        found |= chosen
-        lines += line
-    taken = with_values(config, found)
-    if spare_slots.left_open(taken) and why_experts_stay(taken, group.size) is None:
-        slots, line = spare_slots.choose_slots(taken, mesh)
-        found |= slots
-        lines += line
-    taken = with_values(config, found)
-    if recompute_ranks.left_open(taken, mesh):
-        again, line = recompute_ranks.choose_recompute(taken, mesh)
-        found |= again
-        lines += line
-    return found, lines
+        wire = link_of(times.get(config.moe.transport, times[PLAIN]), group.size, mesh.device.type)
+    hardware = counted_device(mesh) if by_the_book else measured_device(config, mesh)
+    mine: Chosen = {}, []
+    if not shares_cores(mesh) and mesh.rank == 0 and wire is not None:  # which all ranks ask together
+        mine = choose_pipeline(config, mesh, hardware, wire)
+    values, lines = mesh.gather_objects(mine)[0]
+    return values, lines
 
 
 # the wire and the device, as the simulator sees them
@@ -209,38 +214,39 @@ def shares_cores(mesh: Mesh) -> bool:
     return mesh.device.type == "cpu" and mesh.ranks_here > (os.cpu_count() or 1)
 
 
-def choose_pipeline(
-    config: TrainConfig, mesh: Mesh, hardware: Device, wire: Link
-) -> tuple[dict[str, str], list[str]]:
+def choose_pipeline(config: TrainConfig, mesh: Mesh, hardware: Device, wire: Link) -> Chosen:
     """The fastest by simulation, where that wins enough and holds little more; nothing otherwise."""
     width = value_bytes(config.model.dtype, hardware)
     costs = StepCosts(step_work(config, mesh.dp, mesh.ep, width), hardware, wire)
 
-    def simulated(schedule: str, overlap: str) -> Answer | None:
+    def simulated(schedule: str, overlap: str) -> tuple[str, float, float] | None:
+        """What it is called, its seconds, and what the fullest rank holds."""
         taken = with_values(config, {"pipeline.schedule": schedule, "pipeline.overlap": overlap})
         if any(problems_of(taken)):
             return None
+        step = RunStep(config=taken, dp=mesh.dp, ep=mesh.ep, costs=None, step_costs=costs)
         with suppress(MoEclipseError):
-            return RunStep(config=taken, dp=mesh.dp, ep=mesh.ep, costs=None, step_costs=costs).answer(
-                schedule
-            )
+            answer = step.answer(schedule)
+            return answer.name, answer.summary.makespan, max(answer.summary.peak)
         return None
 
-    plain = simulated(config.pipeline.schedule, "off")
+    as_it_is = (config.pipeline.schedule, "off")
+    plain = simulated(*as_it_is)
     if plain is None:
         return {}, []
-    room = MOST_HELD[mesh.device.type] * max(plain.summary.peak)
-    best, chosen = plain, {}
-    for schedule, overlap in programs_of(config, mesh.experts.size):
-        answer = simulated(schedule, overlap)
-        if answer is None or max(answer.summary.peak) > room:
-            continue
-        least = LEAST_REORDERED if overlap == "off" else LEAST_HIDDEN
-        enough = answer.summary.makespan < (1 - least) * plain.summary.makespan
-        if enough and answer.summary.makespan < best.summary.makespan:
-            best, chosen = answer, {"pipeline.schedule": schedule, "pipeline.overlap": overlap}
-    if not chosen:
+    plain_name, plain_s, plain_held = plain
+    answers = {one: answer for one in programs_of(config, mesh.experts.size) if (answer := simulated(*one))}
+
+    def wins(one: tuple[str, str]) -> bool:
+        _, seconds, held = answers[one]
+        least = LEAST_REORDERED if one[1] == "off" else LEAST_HIDDEN
+        return held <= MOST_HELD[mesh.device.type] * plain_held and seconds < (1 - least) * plain_s
+
+    seconds = {one: seconds for one, (_, seconds, _) in answers.items()}
+    schedule, overlap = chosen = Auto(costs=seconds, plain=as_it_is, wins=wins).choice
+    if chosen == as_it_is:
         return {}, []
-    ratio, over = plain.summary.makespan / best.summary.makespan, chosen["pipeline.overlap"]
-    how = f"{best.name}, overlap {over}" if over != "off" else best.name
-    return chosen, [f"pipeline: {how}: {plain.name} without overlap is predicted to take {ratio:.2f} x"]
+    name = answers[chosen][0] + (f", overlap {overlap}" if overlap != "off" else "")
+    ratio = plain_s / seconds[chosen]
+    line = f"pipeline: {name}: {plain_name} without overlap is predicted to take {ratio:.2f} x"
+    return {"pipeline.schedule": schedule, "pipeline.overlap": overlap}, [line]

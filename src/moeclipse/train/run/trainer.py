@@ -219,7 +219,7 @@ class Run:
             "saves": {"begun": saving.begun, "stall_ms": 1e3 * saving.stall_s / max(saving.begun, 1)},
             "clock_error_ms": 1e3 * learner.times.clock_error_s,
             "slowdown": learner.pipelined.slowdown.ratio() if learner.pipelined is not None else None,
-            "exchange": [layer.schedule.report() for layer in learner.layers],
+            "exchange": [layer.schedule.cuts.report() for layer in learner.layers],
             "load_by_layer": learner.loads.average_by_layer(),
             "placement": learner.placement.summary() if learner.placement.in_use else None,
             "memory": by_kind(learner),

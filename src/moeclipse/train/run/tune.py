@@ -24,8 +24,10 @@ from typing import Any
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.transports.fastest import PLAIN, wire_times
+from moeclipse.core.auto import Auto
 from moeclipse.core.config import problems_of, with_values
-from moeclipse.moe.tune.granularity import LEAST_GAIN, Granularity, cut_in_words
+from moeclipse.moe.tune.cut_choice import LEAST_GAIN
+from moeclipse.moe.tune.granularity import Granularity, cut_in_words
 from moeclipse.moe.validate import expert_group
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.run.choices import Choices
@@ -98,12 +100,12 @@ class Tuning:
         learner = Learner(config, self.mesh)
         for layer in learner.layers:
             layer.schedule.by_the_book = False  # what is tuned is written down, and equal runs take it
-            layer.schedule.trial_calls = None if learner.pipelined is None else 0
+            layer.schedule.cuts.most_calls = None if learner.pipelined is None else 0
         for step in range(2):
             learner.step(step)
         cuts, step = cuts_of(learner), 2
         for layer in learner.layers:
-            layer.schedule.trials = layer.schedule.watch = None
+            layer.schedule.cuts.trials = layer.schedule.cuts.watch = None
         for lap in range(ROUNDS):
             for cut in cuts:
                 setting = TriedSetting(transport=transport, peer=peer, cut=cut)
@@ -121,8 +123,11 @@ class Tuning:
         order = sorted(medians, key=lambda setting: medians[setting])
         plain = next((setting for setting in order if setting.plain), order[0])
         least = medians[plain] / (1 + LEAST_GAIN)
-        clear = (one for one in order if medians[one] < least and max(self.times[one]) < medians[plain])
-        return next(clear, plain)
+
+        def wins(one: TriedSetting) -> bool:
+            return medians[one] < least and max(self.times[one]) < medians[plain]
+
+        return Auto(costs=medians, plain=plain, wins=wins).choice
 
     def medians(self) -> dict[TriedSetting, float]:
         return {setting: statistics.median(times) for setting, times in self.times.items()}
@@ -155,7 +160,7 @@ def cut_of(granularity: Granularity) -> Cut:
 
 def cuts_of(learner: Learner) -> list[Cut]:
     """One go, and those that are predicted to be the best for the first layer that can be cut."""
-    ranked = next((layer.schedule.ranked for layer in learner.layers if layer.schedule.ranked), [])
+    ranked = next((layer.schedule.cuts.ranked for layer in learner.layers if layer.schedule.cuts.ranked), [])
     found = [cut for cut in dict.fromkeys(map(cut_of, ranked)) if cut != ONE_GO]
     whole = [ONE_GO] if not ranked or any(one.plain for one in ranked) else []
     return [*whole, *found[:MOST_CUTS]]
@@ -163,18 +168,12 @@ def cuts_of(learner: Learner) -> list[Cut]:
 
 def use_cut(learner: Learner, cut: Cut) -> dict[str, dict[str, Any]]:
     """Cut the rows of all layers so, where they can be; returns what repeats it, layer by layer."""
-    told: dict[str, dict[str, Any]] = {}
+    written: dict[str, dict[str, Any]] = {}
     for layer in learner.layers:
         schedule = layer.schedule
-        use = next((one for one in schedule.ranked if cut_of(one) == cut), None)
+        use = next((one for one in schedule.cuts.ranked if cut_of(one) == cut), None)
         if use is None or schedule.probe is None:
             continue
-        schedule.use = use
-        told[str(layer.layer)] = {
-            "probe": asdict(schedule.probe),
-            "tried": [],
-            "calls": 0,
-            "chosen": asdict(use),
-            "over_plain": None,
-        }
-    return told
+        schedule.cuts.use = use
+        written[str(layer.layer)] = {"probe": asdict(schedule.probe), **schedule.cuts.record(use)}
+    return written

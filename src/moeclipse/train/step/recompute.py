@@ -19,6 +19,7 @@ from collections.abc import Mapping
 import torch
 
 from moeclipse.comm.mesh import Mesh
+from moeclipse.core.auto import Auto
 from moeclipse.model.layer import TransformerLayer
 from moeclipse.model.recompute import Again
 from moeclipse.model.transformer import Transformer
@@ -54,8 +55,9 @@ def arrange(config: TrainConfig, mesh: Mesh, model: Transformer) -> list[str]:
 
 def pick(expected: Mapping[Again, float], room: float) -> Again:
     """The first that fits; where none does, the one that takes least."""
-    fits = (level for level in LADDER if expected[level] <= MARGIN * room)
-    return next(fits, min(LADDER, key=lambda level: expected[level]))
+    least = min(LADDER, key=lambda level: expected[level])
+    places = {level: place for place, level in enumerate(LADDER)}
+    return Auto(costs=places, plain=least, wins=lambda level: expected[level] <= MARGIN * room).choice
 
 
 def told(expected: Mapping[Again, float], room: float, level: Again) -> list[str]:

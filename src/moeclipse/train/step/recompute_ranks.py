@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from moeclipse.comm.mesh import Mesh
+from moeclipse.core.auto import Chosen
 from moeclipse.core.config import with_values
 from moeclipse.model.passes import layer_shapes
 from moeclipse.model.recompute import Again
@@ -66,8 +67,10 @@ def left_open(config: TrainConfig, mesh: Mesh) -> bool:
     return config.pipeline.recompute == "auto" and several and counted
 
 
-def choose_recompute(config: TrainConfig, mesh: Mesh) -> tuple[dict[str, str], list[str]]:
-    """The key with its value, where something has to be recomputed, and what to say of it. Collective."""
+def choose_recompute(config: TrainConfig, mesh: Mesh) -> Chosen:
+    """Where something has to be recomputed. Collective."""
+    if not left_open(config, mesh):
+        return {}, []
     expected = peaks(config, mesh)
     room = min(mesh.gather_objects(memory_left(mesh)))
     room *= APART if expert_group(mesh, config.moe).size > 1 else 1.0
