@@ -3,7 +3,8 @@
 A `sitecustomize.py` on the path of the ranks looks at files in the run's working folder: while `gone-1` is
 there, no process on seat 1 gets as far as training, and while `kill-1` is, the rank on it kills itself at the
 step that the file names, and takes the file away. While `hold-6` is there, ranks wait before step 6 and say
-`held-RANK`; `slow` says how many seconds they wait before each.
+`held-RANK`; `slow` says how many seconds they wait before each. While `hold-save-6` is there, files of the
+checkpoint of step 6 are not created, which is said as well, and training goes on.
 """
 
 from __future__ import annotations
@@ -27,11 +28,18 @@ if "RANK" in os.environ or "ask_seat" in " ".join(sys.orig_argv):
         os._exit(9)
     if "RANK" in os.environ:
         from moeclipse.comm.watch import op_log
-        begin = op_log.OpLog.begin_step
-        def dying(self, step):
-            while os.path.exists(f"hold-{step}"):
+        from moeclipse.train.checkpoints.disk import Disk
+        begin, create = op_log.OpLog.begin_step, Disk.create
+        def wait(name):
+            while os.path.exists(name):
                 open(f"held-{os.environ['RANK']}", "w").close()
                 time.sleep(0.02)
+        def late(self, path):
+            wait(f"hold-save-{int(path.parent.name.split('-')[2])}")
+            return create(self, path)
+        Disk.create = late
+        def dying(self, step):
+            wait(f"hold-{step}")
             if os.path.exists("slow"):
                 time.sleep(float(open("slow").read()))
             if os.path.exists(f"kill-{seat}") and step == int(open(f"kill-{seat}").read()):

@@ -73,18 +73,20 @@ def end(agent: subprocess.Popen[str], host: Host) -> str:
 
 @pytest.mark.root
 @pytest.mark.full
-def test_a_host_is_lost_for_good_and_another_comes(tmp_path: Path, hosts: list[Host]) -> None:
+@pytest.mark.parametrize("during", ["hold-7", "hold-save-6"])
+def test_a_host_is_lost_for_good_and_another_comes(tmp_path: Path, hosts: list[Host], during: str) -> None:
+    """In a step, or while a save is in flight that only the other host can end."""
     words = ("--run.steps", 40, "--checkpoint.every", 2, "--optim.lr", "1e-4", "--parallel.deadline-s", 6)
     code, _, err = ended(start(tmp_path, "--ranks", 1, *words, "--run.name", "alone"))
     assert code == 0, err
-    (tmp_path / "hold-7").touch()
+    (tmp_path / during).touch()
     running = [agent(tmp_path, hosts, number, *words) for number in (0, 1)]
     outputs = []
     try:
         wait_for(lambda: all((tmp_path / f"held-{rank}").exists() for rank in (0, 1)), running[0])
         hosts[1].pull()
         (tmp_path / "slow").write_text("0.5")
-        (tmp_path / "hold-7").unlink()
+        (tmp_path / during).unlink()
         wait_for(lambda: len(records(tmp_path)) >= 9, running[0])
         outputs.append(end(running.pop(), hosts[1]))
         ip("-n", hosts[1].space, "link", "set", hosts[1].interface, "up")
@@ -96,5 +98,9 @@ def test_a_host_is_lost_for_good_and_another_comes(tmp_path: Path, hosts: list[H
         print(*outputs, sep="\n=====\n")
     shown = [line.split(" · ")[1] for text in outputs for line in text.splitlines() if "(dp 1" in line]
     assert sorted(shown) == ["1 rank (dp 1 x ep 1)", "2 ranks (dp 1 x ep 2)", "2 ranks (dp 1 x ep 2)"]
+    if "save" in during:
+        assert "resumed after step 4" in "".join(outputs), (
+            "the save before: this one had begun and never ended"
+        )
     assert len(losses(tmp_path)) == 40
     assert losses(tmp_path) == pytest.approx(losses(tmp_path, "alone"), rel=1e-12)
