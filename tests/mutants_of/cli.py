@@ -160,4 +160,13 @@ MUTANTS = (
         "a launcher's folder has no lock",
         "folders of killed launchers fill the disk for temporary files",
     ),
+    Mutant(
+        "cli/launch.py",
+        "SECRET: secrets.token_hex(32)",
+        'SECRET: ""',
+        "cli/test_launch.py::test_ranks_get_a_secret_of_their_run_and_nobody_keeps_it",
+        "ranks are started without a secret",
+        "a process that joins in place of a rank signs as one",
+        survived=True,
+    ),
 )

@@ -296,4 +296,59 @@ median(compute_ms[other] for other in ranks)
         "the name of a folder of checkpoints is shown with its ends of lines",
         "a folder's name poses as an error of ours",
     ),
+    Mutant(
+        "train/step/checkpointed_state.py",
+        "        self.integrity.before_save()\n",
+        "",
+        "train/step/test_integrity.py::test_a_state_with_a_flipped_bit_is_not_saved",
+        "copies are not compared before a save",
+        "a flipped bit between two checks becomes a checkpoint",
+    ),
+    Mutant(
+        "train/step/integrity.py",
+        "        found = [*self._wrong_masters(), *self._wrong_copies(False)]\n        if self",
+        "        found = self._wrong_copies(False)\n        if self",
+        "train/step/test_integrity.py::test_a_save_looks_at_all_that_exists_twice",
+        "master weights are not held against what they were sent out as before a save",
+        "a flipped bit in a master weight is saved",
+        survived=True,
+    ),
+    Mutant(
+        "train/run/run_files.py",
+        'cut = before > 0 and os.pread(handle, 1, before - 1) != b"\\n"',
+        "cut = False",
+        "train/run/test_run_files.py::test_a_line_is_not_glued_to_one_that_was_cut",
+        "a line follows at once on one that was cut",
+        "the first record behind a full disk is lost",
+    ),
+    Mutant(
+        "train/run/incidents.py",
+        """\
+        with contextlib.suppress(OSError):
+            noticed = withdraw(directory, since)
+""",
+        "        noticed = withdraw(directory, since)\n",
+        "train/run/test_incidents.py::"
+        "test_a_log_from_which_nothing_can_be_taken_back_gets_the_record_all_the_same",
+        "who cannot take back what ranks wrote writes nothing either",
+        "an attempt's end is nowhere told",
+        survived=True,
+    ),
+    Mutant(
+        "train/run/choices.py",
+        "        check(found)\n",
+        "",
+        "train/run/test_choices.py::test_what_no_run_has_written_is_refused",
+        "choices are taken over unseen",
+        "a damaged file ends ranks with a traceback, or lets them cut rows for others",
+    ),
+    Mutant(
+        "train/documents/template_process.py",
+        "        if isinstance(found, str) and len(found) > MOST_TEXT:",
+        "        if False:",
+        "train/documents/test_template_process.py::test_a_text_has_a_largest_size",
+        "texts of templates have no largest size",
+        "a template fills the memory of who asks it, within the time it has",
+        survived=True,
+    ),
 )

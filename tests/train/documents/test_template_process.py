@@ -11,7 +11,7 @@ import pytest
 from moeclipse.core.errors import DataError
 from moeclipse.train.documents import template_process
 from moeclipse.train.documents.chat import ChatTemplate
-from moeclipse.train.documents.template_process import TOGETHER, Refused, TemplateProcess, write
+from moeclipse.train.documents.template_process import TOGETHER, Refused, TemplateProcess, tried, write
 
 SAID, OTHER = ([{"role": "user", "content": letter}] for letter in "ab")
 LONG = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -42,6 +42,12 @@ def test_a_template_is_ended_and_named(text: str) -> None:
     with pytest.raises(DataError, match=f"/models/a/chat_template.jinja.*({HOSTILE[text]})"):
         ChatTemplate(text, {}, "/models/a/chat_template.jinja").render([("data.jsonl, line 3", SAID)])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
+
+
+def test_a_text_has_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_process, "MOST_TEXT", 10)
+    assert tried(lambda length: "a" * length, 10) == "a" * 10
+    assert tried(lambda length: "a" * length, 11) == {"error": "its text has more than 10 characters"}
 
 
 @pytest.mark.usefixtures("short")

@@ -257,12 +257,12 @@ def test_a_layer_s_experts_are_digested_together(tmp_path: Path) -> None:
     assert names - calls >= 2 * 3 * (4 * 3 + 4)
 
 
-def saved(mesh: Mesh, config: TrainConfig) -> str:
-    """What is said of a save of a state in which rank 1 holds another weight than rank 0."""
+def saved(mesh: Mesh, config: TrainConfig, harm: str, victim: int) -> str:
+    """What is said of a save of a state that was harmed on one rank."""
     learner = Learner(config, mesh)
     learner.step(0)
-    if mesh.rank == 1:
-        copy_of_another(learner)
+    if mesh.rank == victim:
+        HARM[harm](learner)
     folder = Path(config.run.dir) / "checkpoints"
     try:
         learner.save(folder, 1)
@@ -272,11 +272,32 @@ def saved(mesh: Mesh, config: TrainConfig) -> str:
 
 
 def test_a_state_with_a_flipped_bit_is_not_saved(tmp_path: Path) -> None:
-    texts = run_ranks(2, saved, configure(tmp_path, **{"integrity.every": 100}))
+    texts = run_ranks(2, saved, configure(tmp_path, **{"integrity.every": 100}), "copy_of_another", 1)
     assert len(set(texts)) == 1
     assert "rank 1: norm.weight[0:] differs from that of rank 0; nothing was saved" in texts[0]
     assert texts[0].endswith("[]")
-    assert run_ranks(2, saved, configure(tmp_path, **{"integrity.every": 0})) == ["saved"] * 2
+
+
+@pytest.mark.parametrize(
+    ("harm", "changes", "named"),
+    [
+        ("master", {"model.dtype": "bfloat16"}, "is not what its master weights round to"),
+        ("buffer", {}, "disagree about a buffer of layers.0."),
+        ("replica", {"placement.slots": ((0, 1, 2), (3, 2, 0))}, "ranks [0] and [1] hold other weights"),
+    ],
+)
+def test_a_save_looks_at_all_that_exists_twice(
+    tmp_path: Path, harm: str, changes: dict[str, Any], named: str
+) -> None:
+    texts = run_ranks(2, saved, configure(tmp_path, **{"integrity.every": 100, **changes}), harm, 0)
+    assert len(set(texts)) == 1
+    assert named in texts[0]
+    assert texts[0].endswith("[]")
+
+
+def test_who_asks_for_no_checks_gets_none(tmp_path: Path) -> None:
+    config = configure(tmp_path, **{"integrity.every": 0})
+    assert run_ranks(2, saved, config, "copy_of_another", 1) == ["saved"] * 2
 
 
 def paced(_mesh: Mesh, config: TrainConfig) -> list[int]:
