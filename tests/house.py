@@ -22,6 +22,42 @@ LONGER = {
     "moe/layer.py": "a reader follows forward through the stages of the layer without changing file",
 }
 """Files that may have up to MOST_LINES, and why."""
+LEAST_LINES, OFTEN = 60, 3
+"""A file with fewer lines is used by so many others, or is a fragment of one that uses it."""
+ONE_EACH = ("ops/", "schedule/", "hf/private_torch.py", "comm/private_torch.py")
+"""One operation or generator a file; one file a room that names what torch keeps for itself."""
+ALONE = {
+    "cli/ask_seat.py": "a program of its own, which the launcher starts on a seat",
+    "cli/evaluated.py": "in words, without the display that shows them",
+    "cli/heatmap.py": "a drawing for two commands",
+    "cli/launcher_folder.py": "owner, mode and lock of a folder: guarded, and tested apart",
+    "cli/page_line.py": "loads the report's figures, when a run is over",
+    "cli/pin.py": "what is asked of the system, apart from launching",
+    "cli/stopped_ranks.py": "a thread beside the launcher",
+    "cli/train_help.py": "loads all of a run's configuration, for help alone",
+    "comm/connect.py": "for a mesh and for pipelines",
+    "comm/reduce/begun.py": "all_reduce.py and collectives.py would import each other",
+    "comm/reduce/flat.py": "shapes alone; all_reduce.py is as long as a file may be",
+    "comm/reduce/plain.py": "for ranks that share no memory: without any of peer memory's code",
+    "core/renames.py": "old keys, until nobody has them",
+    "hf/dense_families.py": "a table",
+    "hf/manifest.py": "for who writes a folder, and who reads one",
+    "hf/missing_families.py": "a table",
+    "hf/trainer_callback.py": "loads transformers' trainer",
+    "model/conv_mixer.py": "a mixer",
+    "model/sampling.py": "torch, which its configuration does without",
+    "report/equal.py": "several runs, where figures are of one",
+    "report/slowdown.py": "pure, and fed while a run goes",
+    "testing/compare.py": "for tests",
+    "train/data/standard_library.py": "text of another program; corpus.py is as long as a file may be",
+    "train/documents/recipe.py": "between a configuration and documents, which know nothing of it",
+    "train/generate/sample.py": "what a run ends with; text.py knows nothing of runs",
+    "train/observe/metrics_config.py": "keys, without what they configure",
+    "train/optim/state_place.py": "between a configuration and state_travel's plan",
+    "train/run/observers.py": "what a display has to be, without a display",
+    "train/step/memory_state.py": "only models with segment memory have it",
+}
+"""Shorter ones that stand alone all the same, and why."""
 MAX_TEST_LINES = 500
 MAX_FUNCTION_LINES = 60
 
@@ -189,6 +225,22 @@ def long_ones(trees: Trees) -> Iterator[str]:
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > MAX_FUNCTION_LINES:
                     yield f"{name}:{node.lineno}: {node.name} has {length} lines"
+
+
+def fragments(trees: Trees) -> Iterator[str]:
+    """A reader of one question should not be sent to a file that answers a part of it."""
+    yield from (f"{name}: may stand alone, and is gone" for name in ALONE if name not in trees)
+    modules = {"moeclipse." + name.removesuffix(".py").replace("/", "."): name for name in trees}
+    users: dict[str, set[str]] = {}
+    for name, tree in trees.items():
+        for _, module in imported_modules(name, tree):
+            used = modules.get(module) or modules.get(module.rpartition(".")[0], "")
+            users.setdefault(used, set()).add(name)
+    for name, tree in trees.items():
+        lines = max((node.end_lineno or 0 for node in tree.body), default=0)
+        apart = name in ALONE or name in EXEMPT or name.startswith(ONE_EACH) or "/__" in f"/{name}"
+        if lines < LEAST_LINES and not apart and len(users.get(name, set()) - {name}) < OFTEN:
+            yield f"{name} has {lines} lines and hardly a user: say in ALONE why, or merge it"
 
 
 def long_tests_and_benches(_: Trees) -> Iterator[str]:
@@ -366,6 +418,7 @@ RULES: tuple[Callable[[Trees], Iterator[str]], ...] = (
     imports_upward,
     circles,
     long_ones,
+    fragments,
     long_tests_and_benches,
     modules_without_a_test_of_their_name,
     repeated_classes,

@@ -51,6 +51,20 @@ from house import OF_PYTHON, private_torch_names
             [],
         ),
         (
+            "fragments",
+            {
+                **dict.fromkeys(house.ALONE, ""),
+                "moe/a.py": "from moeclipse.moe import b, c, used\n" + 60 * "x()\n",
+                "moe/d.py": "from moeclipse.moe import b, used\n" + 60 * "x()\n",
+                "moe/e.py": "from moeclipse.moe.used import x\n" + 60 * "x()\n",
+                "moe/b.py": "x()",
+                "moe/c.py": 60 * "x()\n",
+                "moe/used.py": "x()",
+                "ops/triton/b.py": "x()",
+            },
+            ["moe/b.py has 1 lines and hardly a user: say in ALONE why, or merge it"],
+        ),
+        (
             "files_read_elsewhere",
             {
                 "core/outside.py": "open(path)",

@@ -89,7 +89,7 @@ for test in (
     "balance/test_load.py::test_averages_refuse_nonsense",
     "moe/test_layer.py::test_an_expert_without_rows_has_a_zero_gradient",
 ):
-    harmless = Mutant("balance/quota.py", line, line + " ", test, "a space", "nothing")
+    harmless = Mutant("balance/split.py", line, line + " ", test, "a space", "nothing")
     _, noticed, said = mutants.is_noticed(harmless)
     assert "1 passed" in said and "NOT_TESTED" not in said, said
     assert not noticed

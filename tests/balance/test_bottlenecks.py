@@ -16,9 +16,8 @@ from moeclipse.balance.config import padded
 from moeclipse.balance.draft import Draft
 from moeclipse.balance.incremental import improved
 from moeclipse.balance.placement import Placement
-from moeclipse.balance.planner import PlanConfig, answer
+from moeclipse.balance.planner import PlanConfig, answer, wrap_filled
 from moeclipse.balance.problem import PlanProblem
-from moeclipse.balance.starts import wrap_filled
 
 NOISE = 0.15
 SEEN = (

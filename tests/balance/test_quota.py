@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from strategies import placements
 
 from moeclipse.balance.placement import EMPTY, Placement
-from moeclipse.balance.quota import QuotaOrder
+from moeclipse.balance.split import QuotaOrder
 
 
 def test_the_own_replica_comes_first() -> None:

@@ -11,8 +11,8 @@ from plans import FREE, asked, check_fits, problems
 from strategies import zipf_counts
 
 from moeclipse.balance.placement import Placement
+from moeclipse.balance.planner import renamed, wrap_filled
 from moeclipse.balance.replicate import plan_greedy, plan_random
-from moeclipse.balance.starts import renamed, wrap_filled
 
 
 @settings(deadline=None, max_examples=50)

@@ -11,8 +11,8 @@ from plans import shadow_costs as costs
 
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.planner import PlanConfig, plan
+from moeclipse.balance.problem import half_of_bits
 from moeclipse.balance.shadow import choose_shadows
-from moeclipse.balance.ties import half_of_bits
 
 
 @given(st.lists(st.floats(allow_nan=False, width=64), min_size=1))

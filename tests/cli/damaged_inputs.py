@@ -35,10 +35,10 @@ from moeclipse.train.config import DataConfig, TrainConfig
 from moeclipse.train.data.corpus import open_corpus
 from moeclipse.train.presets import load
 from moeclipse.train.run.before_ranks import start_problems
-from moeclipse.train.run.best_checkpoint import read_best
 from moeclipse.train.run.choices import Choices
 from moeclipse.train.run.incidents import copy_ops, step_of
 from moeclipse.train.run.resolve_auto import settle
+from moeclipse.train.run.saving import read_best
 from moeclipse.train.weights import staging
 from moeclipse.train.weights.convert import from_hf, to_hf
 from moeclipse.train.weights.open_model import find_model, open_weights_of, tokenizer_parts

@@ -182,7 +182,7 @@ median(compute_ms[other] for other in ranks)
         survived=True,
     ),
     Mutant(
-        "train/step/loss_scale.py",
+        "train/step/nonfinite.py",
         "min(2 * self.value, MOST), 0",
         "2 * self.value, 0",
         "train/step/test_loss_scale.py::test_the_factor_does_not_grow_for_ever",

@@ -22,7 +22,7 @@ from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.presets import load
 from moeclipse.train.run import choices
-from moeclipse.train.step import free_memory
+from moeclipse.train.step import memory_bytes
 
 ALL_AUTO = {
     "run.steps": 9,
@@ -84,7 +84,7 @@ def in_all_weathers(mesh: Mesh, configs: list[TrainConfig]) -> list[int]:
         prices = Weather(number)
         exchange_policy.measured = prices.measured  # type: ignore[attr-defined, assignment]
         free = (1e9, 1e5, 1e6)[number % 3]
-        free_memory.available_memory = lambda free=free: free  # type: ignore[attr-defined, misc]
+        memory_bytes.available_memory = lambda free=free: free  # type: ignore[attr-defined, misc]
 
         def counted(self: ShadowChoice, *given: Any, number: int = number) -> Any:
             found = choose(self, *given)

@@ -11,6 +11,11 @@ A policy of one's own is a function from a `PlanProblem` to a `Placement` (`bala
 
 Contract: pure and deterministic (exact: as far as the solver's time limit allows). `plan` never returns a
 placement that does not fit, and returns `current` itself when nothing is worth moving.
+
+Searches begin from what holds now, and from clean tables. Few replicas are cheap to keep equal, many even the
+ranks out, and which is better depends on prices. So tables are made for each tier of slots, from sparse to
+full: greedy ones, and wrap-filled ones whose ranks may be fuller than the mean; ranks are then renamed so
+that little moves. A table fits its tier, so a plan for few slots is found again where there are more.
 """
 
 from __future__ import annotations
@@ -24,13 +29,13 @@ from moeclipse.balance.bottlenecks import steadied
 from moeclipse.balance.draft import Draft
 from moeclipse.balance.drift import UNKNOWN
 from moeclipse.balance.incremental import improved
-from moeclipse.balance.objective import PlacementCosts
+from moeclipse.balance.nodes import plan_two_level
+from moeclipse.balance.objective import PlacementCosts, sync_copies
 from moeclipse.balance.placement import Placement
 from moeclipse.balance.problem import PlanProblem, fitted, packed
-from moeclipse.balance.replicate import plan_greedy, plan_random
+from moeclipse.balance.replicate import plan_greedy, plan_random, plan_wrap_fill, relabelled
 from moeclipse.balance.solve import polish
 from moeclipse.balance.split import ReplicaTable, balance_of, pour
-from moeclipse.balance.starts import renamed, wrap_filled
 from moeclipse.core.errors import ConfigError
 
 SMALL = 128
@@ -228,3 +233,39 @@ def expected_balance(placement: Placement, load_E: np.ndarray) -> float:
     """Mean over fullest rank when these loads are poured as well as the placement allows."""
     _, level = pour(load_E, ReplicaTable.of(placement), 30, good_enough=1.0, worth_a_sweep=0.9998)
     return balance_of(np.array(level))
+
+
+STRETCHES = (1.0, 1.3, 2.0)
+"""Loads that a wrap-filled rank may have, in means: what is fuller needs fewer replicas."""
+
+
+def wrap_filled(problem: PlanProblem, slots_P: Sequence[int], spare: bool = True) -> Placement:
+    """Over nodes and ranks, ranks renamed."""
+    if problem.num_nodes > 1:
+        return renamed(plan_two_level(problem.counts_PE, slots_P, problem.node_P), problem)
+    if spare:
+        return renamed(plan_wrap_fill(problem.load_E, slots_P), problem)
+    mean = float(problem.load_E.sum()) / max(sum(count > 0 for count in slots_P), 1)
+    best, least = None, np.inf
+    for stretch in STRETCHES:
+        rows = problem.costs.row_seconds * stretch * mean
+        if rows >= least:
+            break  # fuller ranks would cost more than all replicas
+        table = plan_wrap_fill(problem.load_E, slots_P, False, stretch)
+        copies = max(sync_copies(table, problem.costs.shared_owners))
+        seconds = rows + problem.costs.sync_seconds(copies, problem.node_P)
+        if seconds < least:
+            best, least = table, seconds
+    assert best is not None
+    return renamed(best, problem)
+
+
+def renamed(table: Placement, problem: PlanProblem) -> Placement:
+    """With its rows on those ranks that hold most of them already, and no more slots than before."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank, node in enumerate(problem.node_P):
+        # Ranks may take each other's rows only if they have as many slots.
+        groups.setdefault((node, len(table.slots[rank])), []).append(rank)
+    moved = packed(relabelled(table, problem.current, list(groups.values())), list(map(len, table.slots)))
+    assert moved is not None
+    return moved

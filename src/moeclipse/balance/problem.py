@@ -7,6 +7,10 @@ Contract: checked when it is made. Loads that no gate can have (not finite, nega
 that are too few are refused, whoever asks: a solver would search for ever.
 
 Shapes: P ranks, E experts, N nodes.
+
+Nearly equal numbers are the same to all who plan: compared with half of their bits, equal ones by number. It
+is the rule of `moe/gate/routing` for averages of loads, which are float64: the order of their sums must not
+decide which of two equally busy experts moves.
 """
 
 from __future__ import annotations
@@ -23,7 +27,6 @@ from moeclipse.balance.objective import EXCHANGES, PlacementCosts, Score, score
 from moeclipse.balance.placement import EMPTY, Placement
 from moeclipse.balance.replicate import slots_for
 from moeclipse.balance.split import ReplicaTable, pour
-from moeclipse.balance.ties import half_of_bits
 from moeclipse.core.errors import ConfigError
 
 EXPERTS_IN_TIERS = 400
@@ -256,3 +259,14 @@ def _slot_problems(slots_P: Sequence[int], current: Placement) -> list[str]:
         for rank, (row, count) in enumerate(zip(current.slots, slots_P, strict=True))
         if len(row) > count
     ]
+
+
+DROPPED = 26
+"""Of the 52 bits behind the first one of a float64."""
+
+
+def half_of_bits(values: np.ndarray) -> np.ndarray:
+    """Rounded to half of their digits; whole numbers below 2^26 stay, and no order is turned round."""
+    bits = np.ascontiguousarray(values, dtype=np.float64).view(np.int64)
+    rounded: np.ndarray = ((bits + (1 << DROPPED - 1)) & -(1 << DROPPED)).view(np.float64)
+    return rounded.reshape(np.shape(values))

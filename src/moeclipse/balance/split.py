@@ -17,6 +17,9 @@ order take part, so hosts with different processors agree too. Every row is give
 Slots are counted rank by rank, as in `Placement.slot_of`; an empty slot is a column of zeros.
 
 Shapes: P ranks, E experts, R slots, X slots of experts with several replicas.
+
+A rank fills the replicas of each expert with its rows in an order that is computed once for a placement: its
+own one first (`QuotaOrder`). What changes from step to step are the quotas.
 """
 
 from __future__ import annotations
@@ -313,3 +316,24 @@ def _sum_by_expert(rows_PX: np.ndarray, table: ReplicaTable) -> np.ndarray:
 
 def _ints(values: Sequence[int]) -> np.ndarray:
     return np.array(values, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class QuotaOrder:
+    """The slots that hold experts, expert by expert; those of expert e begin at first_E[e]."""
+
+    slots_R: np.ndarray
+    first_E: np.ndarray
+
+    @classmethod
+    def of(cls, placement: Placement, me: int) -> QuotaOrder:
+        places: list[list[tuple[bool, int]]] = [[] for _ in range(placement.num_experts)]
+        slot = 0
+        for rank, row in enumerate(placement.slots):
+            for expert in row:
+                if expert >= 0:
+                    places[expert].append((rank != me, slot))
+                slot += 1
+        slots = [slot for found in places for _, slot in sorted(found)]
+        first = np.cumsum([0, *map(len, places)])
+        return cls(np.array(slots, dtype=np.int64), first)

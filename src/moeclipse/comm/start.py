@@ -30,8 +30,7 @@ import torch.distributed as dist
 
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.meet import meet
-from moeclipse.comm.watch.marks import DeviceMarks
-from moeclipse.comm.watch.op_log import MARKS, OpLog
+from moeclipse.comm.watch.op_log import MARKS, DeviceMarks, OpLog
 from moeclipse.comm.watch.reach import own_address
 from moeclipse.core.errors import CommError, ConfigError
 

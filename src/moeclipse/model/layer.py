@@ -27,7 +27,7 @@ from moeclipse.model.recompute import Again, forget, run_again
 from moeclipse.model.rotary import Positions
 from moeclipse.moe.config import GateConfig, MoEConfig
 from moeclipse.moe.experts.lora_experts import LoraExperts
-from moeclipse.moe.experts.shared_gate import GatedShared
+from moeclipse.moe.experts.shared import GatedShared
 from moeclipse.moe.experts.two_projections import Experts
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.losses import MoEReport

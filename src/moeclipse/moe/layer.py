@@ -37,13 +37,11 @@ from moeclipse.moe.exchange.dispatch_combine import DispatchCombine, LayerCall
 from moeclipse.moe.exchange.dispatch_interleaved import dispatch_in_turns
 from moeclipse.moe.exchange.gathered import visit_gathered
 from moeclipse.moe.exchange.plan import plan_exchange, shadows_of
-from moeclipse.moe.experts.compiled import visit_traced
 from moeclipse.moe.experts.fused import FusedExperts, fits, visit_all
 from moeclipse.moe.experts.module_experts import Joint, ModuleExperts
 from moeclipse.moe.experts.pairwise import PairwiseExperts, visit_local
 from moeclipse.moe.experts.served import with_guests
-from moeclipse.moe.experts.shared import shared_expert
-from moeclipse.moe.experts.shared_gate import shared_of
+from moeclipse.moe.experts.shared import shared_expert, shared_of, visit_traced
 from moeclipse.moe.experts.two_projections import Experts, PadToCapacity
 from moeclipse.moe.experts.weight_init import WeightInit
 from moeclipse.moe.gate.custom_gate import OwnGate, make_gate

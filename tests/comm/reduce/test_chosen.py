@@ -10,9 +10,8 @@ import torch
 
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
-from moeclipse.comm.reduce import chosen
-from moeclipse.comm.reduce.chosen import choose_algorithm
-from moeclipse.comm.reduce.table import Algorithm
+from moeclipse.comm.reduce import table as chosen
+from moeclipse.comm.reduce.table import Algorithm, choose_algorithm
 from moeclipse.comm.shared.links import Topology
 from moeclipse.testing.run_ranks import run_ranks
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moeclipse.comm.watch import marks
-from moeclipse.comm.watch.marks import WORD, DeviceMarks
+from moeclipse.comm.watch import op_log
+from moeclipse.comm.watch.op_log import WORD, DeviceMarks
 
 
 class Driver:
@@ -25,7 +25,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made, full = Driver(), torch.full
-    monkeypatch.setattr(marks, "cuda_driver", lambda: made)
+    monkeypatch.setattr(op_log, "cuda_driver", lambda: made)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch, "full", lambda *args, pin_memory, **ways: full(*args, **ways))
     return made

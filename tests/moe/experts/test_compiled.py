@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moeclipse.comm.mesh import Mesh
-from moeclipse.moe.experts.compiled import visit_traced
+from moeclipse.moe.experts.shared import visit_traced
 from moeclipse.moe.experts.two_projections import Experts
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.tokens import Tokens

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from apart import apart
 from moeclipse.comm.mesh import Mesh
-from moeclipse.moe.experts.shared_gate import GatedShared
+from moeclipse.moe.experts.shared import GatedShared
 from moeclipse.moe.experts.two_projections import Experts
 from moeclipse.moe.experts.weight_init import WeightInit
 from moeclipse.moe.layer import MoE

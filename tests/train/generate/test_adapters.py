@@ -25,8 +25,7 @@ from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, OneRank
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.data.vocabulary import ByteVocabulary
-from moeclipse.train.generate.adapters import Adapters
-from moeclipse.train.generate.text import load_model
+from moeclipse.train.generate.text import Adapters, load_model
 from moeclipse.train.ranks import PatientRanks
 from moeclipse.train.step.learner import Learner
 from moeclipse.train.weights.convert import to_hf

@@ -16,8 +16,7 @@ from moeclipse.core.errors import CheckpointError, ConfigError, DataError
 from moeclipse.testing.run_ranks import run_alone, run_ranks
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.generate.text import GenerateConfig, LanguageModel, load_model
-from moeclipse.train.weights.load import load_into, parameters_by_name
-from moeclipse.train.weights.open_model import find_model, plain
+from moeclipse.train.weights.open_model import find_model, load_into, parameters_by_name, plain
 
 PROMPTS = ["ab", "c", "defgh"]
 OPTIONS: dict[str, Any] = {"max_tokens": 6, "temperature": 0.7, "top_k": 50, "seed": 3}

@@ -16,7 +16,7 @@ from moeclipse.core.config import problems_of
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
 from moeclipse.train.placement.fedavg import average_replicas
-from moeclipse.train.placement.replica_check import check_replicas
+from moeclipse.train.step.integrity import check_replicas
 from moeclipse.train.step.learner import Learner
 from moeclipse.train.step.pipelined import chunks_of
 

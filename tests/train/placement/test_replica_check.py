@@ -9,7 +9,7 @@ from moeclipse.balance.placement import Placement
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CommError
 from moeclipse.testing.run_ranks import run_ranks
-from moeclipse.train.placement.replica_check import check_replicas
+from moeclipse.train.step.integrity import check_replicas
 
 
 def corrupted(mesh: Mesh) -> str:

@@ -11,7 +11,7 @@ import pytest
 from moeclipse.comm.mesh import Mesh
 from moeclipse.train.checkpoints.disk import DISK
 from moeclipse.train.checkpoints.folder import BEST, best_step, checkpoints_in, prune, step_name
-from moeclipse.train.run.best_checkpoint import BestCheckpoint, read_best
+from moeclipse.train.run.saving import BestCheckpoint, read_best
 
 
 def made(folder: Path, *steps: int) -> None:

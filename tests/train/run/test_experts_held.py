@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeclipse.train.run.experts_held import SETTLED, ExpertsHeld
+from moeclipse.train.run.metrics import SETTLED, ExpertsHeld
 
 
 def rows(*means: float) -> tuple[list[list[int]], int]:

@@ -13,8 +13,7 @@ import pytest
 from apart import apart
 from moeclipse.core.errors import ConfigError
 from moeclipse.train.run import metrics as metrics_module
-from moeclipse.train.run.experts_held import SETTLED
-from moeclipse.train.run.metrics import Metrics, is_before
+from moeclipse.train.run.metrics import SETTLED, Metrics, is_before
 
 
 def record(step: int, **changes: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moeclipse.testing.run_ranks import run_alone, run_ranks
-from moeclipse.train.step.free_memory import memory_given, memory_left
+from moeclipse.train.step.memory_bytes import memory_given, memory_left
 
 
 def test_ranks_of_a_host_share_its_memory() -> None:

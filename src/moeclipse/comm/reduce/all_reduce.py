@@ -34,13 +34,12 @@ import torch
 from moeclipse.comm.failure import Watch
 from moeclipse.comm.group import Group
 from moeclipse.comm.reduce.begun import BegunReduction
-from moeclipse.comm.reduce.chosen import choose_algorithm
 from moeclipse.comm.reduce.flat import flat_of, is_plain, same_kind, shaped
 from moeclipse.comm.reduce.on_device import CudaReducer, overlap
 from moeclipse.comm.reduce.on_host import CpuReducer
 from moeclipse.comm.reduce.plain import all_reduce_plain, obstacle_of
 from moeclipse.comm.reduce.reducer import PlanKey, Planned, Reducer, run_out
-from moeclipse.comm.reduce.table import DEFAULT_FILE, MAX_RANKS, Algorithm
+from moeclipse.comm.reduce.table import DEFAULT_FILE, MAX_RANKS, Algorithm, choose_algorithm
 from moeclipse.comm.shared.host import FOLDER, NoPeerMemoryError, Use
 from moeclipse.core.errors import CommError, ConfigError
 from moeclipse.ops.peer_reduce import add_residual, checked_bounds, rms_norm

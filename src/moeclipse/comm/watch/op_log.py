@@ -6,7 +6,8 @@
 
 The log is a ring in memory, and in a file where it has a path: lines of one width in a mapping, so that what
 a rank did last can be read after it was killed. On a device nobody asks the driver how far it is, because
-such a call can wait for what hangs: streams write marks to host memory (`marks`), and `look` reads them.
+such a call can wait for what hangs: streams write marks to host memory (`DeviceMarks`), and `look` reads
+them.
 
 Contract: one thread launches; any thread may look. Times are seconds of the monotonic clock here, and of the
 day's clock in the file.
@@ -24,8 +25,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from moeclipse.comm.watch.culprits import Stand
-from moeclipse.comm.watch.marks import DeviceMarks
+from moeclipse.ops.cuda_driver import LOW, cuda_driver
 
 KEPT = 200
 MARKS = 2 * KEPT
@@ -214,3 +217,30 @@ class OpLog:
 
 def _line(text: str) -> bytes:
     return text.encode("ascii", "replace")[: WIDTH - 1].ljust(WIDTH - 1) + b"\n"
+
+
+WORD = 4
+
+
+class DeviceMarks:
+    def __init__(self, num_words: int) -> None:
+        """Needs a CUDA device: the memory is registered with it."""
+        self._words = torch.full((num_words,), -1, dtype=torch.int32, pin_memory=True)
+        self._values = self._words.numpy()
+        self._driver = cuda_driver()
+        self._address = self._driver.device_address(self._words.data_ptr())
+
+    def write(self, stream: int, word: int, number: int) -> None:
+        """When the stream of that handle gets here. A captured graph has no marks: it runs many times."""
+        if not torch.cuda.is_current_stream_capturing():
+            self._driver.write(stream, self._address + WORD * word, number)
+
+    def read(self) -> list[int]:
+        found: list[int] = self._values.tolist()
+        return found
+
+    @staticmethod
+    def value(number: int) -> int:
+        """What a word reads like after `number` was written: 32 bits with a sign."""
+        low = number & LOW
+        return low - (1 << 32) if low >> 31 else low

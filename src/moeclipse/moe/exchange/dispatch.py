@@ -31,8 +31,7 @@ import numpy as np
 import torch
 
 from moeclipse.balance.placement import Placement
-from moeclipse.balance.quota import QuotaOrder
-from moeclipse.balance.split import ReplicaTable
+from moeclipse.balance.split import QuotaOrder, ReplicaTable
 from moeclipse.comm.async_ops.lane import InFlight, Lane
 from moeclipse.comm.group import Group
 from moeclipse.comm.transports.transport import TorchTransport, Transport

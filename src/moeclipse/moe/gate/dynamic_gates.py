@@ -41,7 +41,7 @@ BORN_LATER = "dynamic.trend"
 GAP_UNIT = 2.0**-30
 MAX_LOGIT = 15.0
 """The last limits that probabilities in float32 tell from one (1 - 3e-7): a gate that is sure of itself needs
-them. A controller whose goal is out of reach (`train/run/experts_held`) must find its way back from here."""
+them. A controller whose goal is out of reach (`train/run/metrics`) must find its way back from here."""
 TREND_RATE = 0.05  # slow beside the controller itself, or they would swing
 MOST_LEARNED = 0.05  # a limit that is far off is on its way, which is no trend
 

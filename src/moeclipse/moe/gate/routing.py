@@ -13,8 +13,8 @@ of an exchange, which must not change the model: it must not decide which token 
 token are compared within one product; half of its bits would choose others than the weights were trained
 with wherever two experts are close.
 
-Planners have the rule of several for averages (`balance/ties`); shadows count whole rows, which tie exactly.
-Hazard: `torch.topk` does not say which of two equal ones it takes, and kernels take another one.
+Planners have the rule of several for averages (`balance/problem`); shadows count whole rows, which tie
+exactly. Hazard: `torch.topk` does not say which of two equal ones it takes, and kernels take another one.
 """
 
 from __future__ import annotations

@@ -12,6 +12,11 @@ ones. After each step every rank hears what all rows wrote, so all of them know 
 Contract. A text depends on its prompt, its number among the prompts, the seed and the options: not on the
 other prompts, nor on the layout but for rounding. Collective: every rank calls with the same arguments, and
 takes all that `stream` gives.
+
+Several adapters beside one model: its base is in memory once, and one of them at a time is in its place.
+
+All have one shape (rank, scale and targets): they change places in the parameters that the model has for
+them, so that a text of one costs what it costs alone. Names are the caller's; empty is the base without any.
 """
 
 from __future__ import annotations
@@ -20,9 +25,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from moeclipse.comm.async_ops.lane import gather_to_host
 from moeclipse.comm.mesh import Mesh
@@ -30,6 +37,7 @@ from moeclipse.comm.start import choose_device
 from moeclipse.core.config import problems_of
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.shares import even_bounds
+from moeclipse.hf.peft import adapter_lora, read_adapter
 from moeclipse.model.config import Base
 from moeclipse.model.decode import Decoder, writing
 from moeclipse.model.sampling import choose_tokens
@@ -40,16 +48,14 @@ from moeclipse.moe.tokens import Tokens
 from moeclipse.tensor.parallel import TensorParallel
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.data.vocabulary import GrowingText, Vocabulary
-from moeclipse.train.generate.adapters import Adapters
 from moeclipse.train.generate.decode_graph import DecodeGraph, obstacle
 from moeclipse.train.ranks import PatientRanks
 from moeclipse.train.step.dtype import choose_dtype
 from moeclipse.train.step.graphs import CudaCapture
 from moeclipse.train.weights.base import BaseSource, DecodedWeights
 from moeclipse.train.weights.base_rules import misfits
-from moeclipse.train.weights.load import load_into
 from moeclipse.train.weights.lora import Adapted
-from moeclipse.train.weights.open_model import FoundModel, find_model, open_weights_of
+from moeclipse.train.weights.open_model import FoundModel, find_model, load_into, open_weights_of
 
 USUAL_TOKENS = 200
 PATIENCE_S = 600.0
@@ -308,3 +314,33 @@ def with_base(found: FoundModel, base: Base | None, dense_base: Base | None) -> 
     if problems := list(misfits(kept, found.shapes.moe)):
         raise ConfigError(problems)
     return replace(found, shapes=replace(found.shapes, model=kept))
+
+
+class Adapters:
+    """Read from folders in PEFT's format, for a model that has none of its own."""
+
+    def __init__(self, found: FoundModel, folders: Mapping[str, str]) -> None:
+        if found.lora.rank:
+            raise ConfigError(f"{found.path} has adapters of its own; give the model that they stand beside")
+        model, moe, names = found.shapes.model, found.shapes.moe, found.names
+        told = {name: adapter_lora(Path(folder), model, names) for name, folder in folders.items()}
+        first, *others = told
+        for name in others:
+            if told[name] != told[first]:
+                raise ConfigError(
+                    f"adapters {first!r} and {name!r} differ in rank, scale or targets, and only one shape "
+                    "has a place in the model; load them one by one"
+                )
+        self.lora = told[first]
+        self.tensors = {
+            name: read_adapter(Path(folder), model, moe, self.lora, names) for name, folder in folders.items()
+        }
+        self.first = self.tensors[first]
+        self.tensors |= {"": {name: torch.zeros_like(tensor) for name, tensor in self.first.items()}}
+
+    def put(self, name: str, model: nn.Module) -> None:
+        if name not in self.tensors:
+            raise ConfigError(
+                f"there is no adapter {name!r}; there are {', '.join(filter(None, self.tensors))}"
+            )
+        load_into(model, Adapted(None, self.tensors[name]))

@@ -27,7 +27,7 @@ from torch import nn
 from moeclipse.train.optim.adamw import AdamW
 from moeclipse.train.optim.shard_state import STATES
 from moeclipse.train.step.learner import Learner
-from moeclipse.train.step.saved_bytes import readable, roots_of, saved_behind
+from moeclipse.train.step.memory_bytes import readable, roots_of, saved_behind
 
 BEFORE, BEHIND = "embedding", "head and loss"
 

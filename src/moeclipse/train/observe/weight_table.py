@@ -20,7 +20,7 @@ from torch import nn
 from moeclipse.model.lora_config import LoraConfig, is_adapter
 from moeclipse.moe.own_loop.standalone import moe_layers
 from moeclipse.ops.frozen import Frozen
-from moeclipse.train.step.saved_bytes import readable
+from moeclipse.train.step.memory_bytes import readable
 
 GROUPS = (
     ("adapters", re.compile(r"lora_")),

@@ -27,8 +27,7 @@ from moeclipse.train.config import TrainConfig
 from moeclipse.train.optim.buckets import summed_type
 from moeclipse.train.placement.may_move import why_experts_stay
 from moeclipse.train.step.dtype import choose_dtype, repeats
-from moeclipse.train.step.free_memory import memory_given, memory_left
-from moeclipse.train.step.saved_bytes import readable
+from moeclipse.train.step.memory_bytes import memory_given, memory_left, readable
 
 KEY = "placement.slots_per_rank"
 PART = 0.1

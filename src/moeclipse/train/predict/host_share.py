@@ -38,7 +38,7 @@ from moeclipse.train.predict.state_bytes import each_element
 from moeclipse.train.predict.step_program import by_layers, one_layer_at_a_time
 from moeclipse.train.predict.step_sizes import cluster_costs, step_work
 from moeclipse.train.step.dtype import choose_dtype
-from moeclipse.train.step.free_memory import memory_left
+from moeclipse.train.step.memory_bytes import memory_left
 
 LEVELS: tuple[Again, ...] = ("off", "attn", "full")
 

@@ -5,6 +5,11 @@ lines.
 
 Contract. Neither memory nor the size of a line grows with steps, experts or ranks. What cannot be written is
 told and left out (`train/run/background_writer`): metrics never end a run.
+
+Whether tokens visit as many experts as `gate.mean_experts` asks for is said once.
+A controller moves the limit of each layer (`moe/gate/dynamic_gates`), and there are gates that no limit
+helps: one that is sure of its first expert to the last bit leaves nothing for the others to be chosen by.
+Then the mean stays off, and whoever reads it in the metrics would have to know what it should be.
 """
 
 from __future__ import annotations
@@ -19,7 +24,6 @@ from moeclipse.core.outside import parse_json
 from moeclipse.train.observe.metrics_config import NO_TENSORBOARD
 from moeclipse.train.observe.step_times import TIMES
 from moeclipse.train.run.background_writer import Scribe
-from moeclipse.train.run.experts_held import ExpertsHeld
 from moeclipse.train.run.run_files import append_line, keep_lines, set_aside, write_atomic
 
 SUMMED = tuple(f"{name}_ms" for name in (*TIMES, "hidden"))
@@ -216,3 +220,37 @@ def open_tensorboard(directory: Path) -> Any:
     except ImportError:
         raise ConfigError(NO_TENSORBOARD) from None
     return SummaryWriter(str(directory / "tensorboard"))
+
+
+SETTLED = 100
+"""Steps that a controller may take to get there, and about as many that then count in the mean."""
+OFF = 0.05
+"""Of the goal: a controller that works is nearer."""
+
+
+class ExpertsHeld:
+    """The mean of experts that a token visits, by layer, over about the last `SETTLED` steps."""
+
+    def __init__(self, goal: float) -> None:
+        self.goal, self.steps, self.told = goal, 0, False
+        self.means: list[float] = []
+
+    def after_step(self, load: list[list[int]], num_tokens: int) -> list[str]:
+        """What is to be said after a step that moved limits; `load`: rows by layer and expert."""
+        self.steps += bool(self.goal)
+        if self.steps <= SETTLED:
+            return []
+        now = [sum(load_E) / num_tokens for load_E in load]
+        weight, before = 1 / min(self.steps - SETTLED, SETTLED), self.means or now
+        self.means = [mean + weight * (new - mean) for mean, new in zip(before, now, strict=True)]
+        if self.told or self.steps < 2 * SETTLED:
+            return []
+        off = [f"{i} ({mean:.2f})" for i, mean in enumerate(self.means) if abs(mean / self.goal - 1) > OFF]
+        if not off:
+            return []
+        self.told = True
+        return [
+            f"gate.mean_experts ({self.goal:g}) is out of reach in layers with experts {', '.join(off)}: no "
+            "limit on probabilities makes tokens visit so many on average; choose a goal nearer to these, or "
+            "make gates less sure (gate.z_loss)"
+        ]

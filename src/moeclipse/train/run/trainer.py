@@ -45,7 +45,6 @@ from moeclipse.train.observe.step_trace import StepTrace
 from moeclipse.train.observe.weight_table import weights_told
 from moeclipse.train.predict.state_bytes import least_work
 from moeclipse.train.ranks import PatientRanks
-from moeclipse.train.run.best_checkpoint import BestCheckpoint
 from moeclipse.train.run.choices import FILE, Choices, trial_calls
 from moeclipse.train.run.incidents import Incidents
 from moeclipse.train.run.metrics import Metrics
@@ -55,7 +54,7 @@ from moeclipse.train.run.observers import tell_phase
 from moeclipse.train.run.records import Records
 from moeclipse.train.run.resolve_auto import settle
 from moeclipse.train.run.run_directory import RunDirectory
-from moeclipse.train.run.saving import Saving
+from moeclipse.train.run.saving import BestCheckpoint, Saving
 from moeclipse.train.run.tune import Tuning
 from moeclipse.train.step.learner import Learner
 from moeclipse.train.weights.hugging_face import export, load_folder

@@ -4,7 +4,7 @@ Memory, links and kernels sometimes change a bit without a word. Most of what a 
 against something else it holds. In checked steps, before the update, this is done:
 
     weights         every rank that holds a copy has the digest of the rank that owns it       across ranks
-    experts         replicas of an expert likewise (`placement/replica_check`)                 across ranks
+    experts         replicas of an expert likewise (`replica_differences`)                     across ranks
     buffers         gates' biases and the like are the same on all ranks of a stage            across ranks
     optimizer       a digest taken after the last update is found again                        on each rank
     master weights  rounded, they are the weights that were sent out                           on each rank
@@ -27,7 +27,7 @@ price.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -35,7 +35,7 @@ import torch
 from moeclipse.comm.async_ops.lane import gather_to_host
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
-from moeclipse.core.errors import CorruptionError
+from moeclipse.core.errors import CommError, CorruptionError
 from moeclipse.ops.digest import digest, digest_rows
 from moeclipse.ops.low_bits import LowBits
 from moeclipse.train.config import TrainConfig
@@ -44,7 +44,7 @@ from moeclipse.train.optim.buckets import Bucket, BucketSegment
 from moeclipse.train.optim.shard_state import STATES
 from moeclipse.train.placement.expert_buckets import ExpertBucket
 from moeclipse.train.placement.model_placement import ModelPlacement
-from moeclipse.train.placement.replica_check import replica_differences
+from moeclipse.train.placement.placed_layer import PlacedLayer
 
 Named = dict[str, torch.Tensor]
 SHARE = 0.005
@@ -302,3 +302,37 @@ def _ranks(ranks: list[int]) -> str:
         return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"ranks {shown}"
+
+
+def check_replicas(layers: Sequence[PlacedLayer]) -> None:
+    """Collective over the ranks of a stage; raises on all of them where replicas differ."""
+    found = replica_differences(layers)
+    if found:
+        raise CommError(f"replicas differ: {'; '.join(found)}; resume from the last checkpoint")
+
+
+def replica_differences(layers: Sequence[PlacedLayer]) -> list[str]:
+    """Collective over the ranks of a stage; what differs, in the same words on all of them."""
+    if not layers:
+        return []
+    group, mesh = layers[0].buckets[0].group, layers[0].buckets[0].mesh
+    width = max(placed.placement.max_slots for placed in layers)
+    mine = torch.zeros(len(layers), width, dtype=torch.int64, device=mesh.device)
+    for number, placed in enumerate(layers):
+        for turn, bucket in enumerate(placed.buckets):
+            mine[number, : bucket.num_slots] += (2 * turn + 1) * bucket.digests()
+    everyone = gather_to_host(mesh.grads, group, mine, "digests of replicas").get()
+    found: list[str] = []
+    for number, placed in enumerate(layers):
+        placement = placed.placement
+        for expert, holders in enumerate(placement.holders):
+            ranks_of: dict[int, list[int]] = {}
+            for copy in range(placed.ownership.copies):
+                for rank in holders:
+                    index = copy * placement.num_ranks + rank
+                    digest = everyone[index][number][placement.slots[rank].index(expert)]
+                    ranks_of.setdefault(digest, []).append(group.ranks[index])
+            if len(ranks_of) > 1:
+                sides = " and ".join(str(ranks) for ranks in sorted(ranks_of.values(), key=len, reverse=True))
+                found.append(f"layer {placed.number}, expert {expert}: ranks {sides} hold other weights")
+    return found

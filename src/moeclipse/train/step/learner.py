@@ -56,8 +56,7 @@ from moeclipse.train.step.clip import LayerClip, norm_if_good
 from moeclipse.train.step.dtype import choose_alike, choose_dtype, repeat_bits
 from moeclipse.train.step.graphs import Graphs
 from moeclipse.train.step.integrity import Integrity
-from moeclipse.train.step.loss_scale import LossScale
-from moeclipse.train.step.nonfinite import Accident, BadSteps, look_again
+from moeclipse.train.step.nonfinite import Accident, BadSteps, LossScale, look_again
 from moeclipse.train.step.pipelined import Pipelined
 from moeclipse.train.step.sequential import OneByOne
 

@@ -27,8 +27,7 @@ from moeclipse.moe.tokens import Tokens
 from moeclipse.ops.random import fill_normal, key_of
 from moeclipse.tensor.vocab import CHUNK_BYTES
 from moeclipse.train.config import TrainConfig
-from moeclipse.train.step.free_memory import room_on
-from moeclipse.train.step.saved_bytes import kept_behind, readable
+from moeclipse.train.step.memory_bytes import kept_behind, readable, room_on
 
 LADDER: tuple[Again, ...] = ("off", "norms", "attn", "full")
 MARGIN = 0.95

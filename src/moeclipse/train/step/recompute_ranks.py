@@ -38,7 +38,7 @@ from moeclipse.train.config import TrainConfig
 from moeclipse.train.predict.state_bytes import state_bytes
 from moeclipse.train.predict.step_sizes import attention_sizes
 from moeclipse.train.step.dtype import choose_dtype
-from moeclipse.train.step.free_memory import memory_left
+from moeclipse.train.step.memory_bytes import memory_left
 from moeclipse.train.step.partial_graphs import obstacle_in_config
 from moeclipse.train.step.pipelined import chunks_for
 from moeclipse.train.step.recompute import LADDER, kept_by, pick, told

@@ -7,6 +7,10 @@ weights, verified, on all ranks together.
 Contract. Whatever is missing or does not fit is a ConfigError, CheckpointError or DataError of one line. A
 run is read by its own config.toml; what its Hugging Face source or its data were need not be there any more,
 but for the tokenizer.
+
+A model that is only read takes what it holds out of a checkpoint or a folder (`load_into`). Training loads
+through its optimizer, which owns master weights (`train/optim/adamw`). Whoever only reads a model has none;
+each rank reads the slices that its layout asks for, and nothing has to be sent.
 """
 
 from __future__ import annotations
@@ -14,8 +18,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 from moeclipse.core.config import build, problems_of, read_toml, table_layer
 from moeclipse.core.errors import CheckpointError, ConfigError, DataError
@@ -26,6 +34,8 @@ from moeclipse.hf.names import EACH, Names
 from moeclipse.hf.read import read_config
 from moeclipse.model.lora_config import NO_LORA, LoraConfig
 from moeclipse.moe.config import ExchangeConfig, MoEConfig
+from moeclipse.moe.own_loop.standalone import moe_layers
+from moeclipse.tensor.cut import cut_of
 from moeclipse.train.checkpoints.checkpoint import Checkpoint, newest
 from moeclipse.train.checkpoints.folder import INDEX, MANIFEST
 from moeclipse.train.config import TrainConfig
@@ -33,6 +43,7 @@ from moeclipse.train.data.data_config import DataConfig, parts_of
 from moeclipse.train.data.vocabulary import ByteVocabulary, TokenizerVocabulary, Vocabulary, tokenizer_of
 from moeclipse.train.documents.tokenizer import MOST_TOKENIZER, end_token, load_tokenizer, tokenizer_file
 from moeclipse.train.optim.adamw import Readable
+from moeclipse.train.optim.bucket_contents import BucketEntry, entries_of
 from moeclipse.train.ranks import Ranks, RanksFailed, together
 
 ENDS = "eos_token_id"
@@ -223,3 +234,45 @@ def tokenizer_parts(found: FoundModel) -> dict[str, bytes]:
         beside = small_files(path.parent, tokenizer=False) if path.name == "tokenizer.json" else {}
         return beside | {"tokenizer.json": read_bytes(path, most=MOST_TOKENIZER)}
     return {} if found.why_no_text else byte_tokenizer()
+
+
+def load_into(model: nn.Module, source: Readable) -> None:
+    """All parameters, and the buffers that `source` has."""
+    with torch.no_grad():
+        for parameter, entries in parameters_by_name(model):
+            flat = parameter.view(-1)
+            for entry in entries:
+                stop = entry.start + entry.numel
+                data = source.read(f"weight/{entry.name}", entry.start, stop)
+                if data is not None:  # a new part of a model begins as it was made
+                    flat[entry.offset : entry.offset + entry.numel] = data.to(flat.device, flat.dtype)
+        kept = set(model.state_dict())
+        for name, buffer in model.named_buffers():
+            data = source.read(f"buffer/{name}") if name in kept and f"buffer/{name}" in source else None
+            if data is not None:
+                buffer.copy_(data.view(buffer.shape))
+
+
+def parameters_by_name(model: nn.Module) -> list[tuple[nn.Parameter, list[BucketEntry]]]:
+    """Each parameter, and the parts of logical tensors that it is made of."""
+    stacked = {
+        id(parameter): (f"{name}." if name else "", layer, key)
+        for name, layer in moe_layers(model)
+        for key, parameter in layer.experts.named_parameters()
+    }
+    found = []
+    for name, parameter in model.named_parameters():
+        if id(parameter) in stacked:
+            prefix, layer, key = stacked[id(parameter)]
+            shape = tuple(parameter.shape[1:])
+            entries = [
+                entry
+                for slot, expert in enumerate(layer.experts.ids)
+                for entry in entries_of(
+                    f"{prefix}experts.{expert}.{key}", shape, slot * prod(shape), cut_of(parameter)
+                )
+            ]
+        else:
+            entries = list(entries_of(name, tuple(parameter.shape), 0, cut_of(parameter)))
+        found.append((parameter, entries))
+    return found

@@ -6,7 +6,7 @@ import torch
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.testing.run_ranks import run_alone
-from moeclipse.train.step.saved_bytes import kept_behind, readable
+from moeclipse.train.step.memory_bytes import kept_behind, readable
 
 
 def counted(_: Mesh) -> tuple[int, int, int]:

@@ -1,7 +1,10 @@
-"""What forward keeps for backward, read off the nodes of autograd's graph.
+"""Bytes of a step: what forward keeps for backward, and what memory is left for a rank.
 
-Every tensor that a node saved counts once, with all of its memory. Nothing is touched: hooks on saved tensors
-would count, too, but hand backward other tensor objects than the parameters it adds gradients to.
+What is kept is read off the nodes of autograd's graph. Every tensor that a node saved counts once, with all
+of its memory. Nothing is touched: hooks on saved tensors would count, too, but hand backward other tensor
+objects than the parameters it adds gradients to.
+
+Hazard. What other programs take later is not foreseen.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from typing import Any
 
 import torch
 
+from moeclipse.comm.mesh import Mesh
+from moeclipse.core.host_memory import available_memory, whole_memory
 from moeclipse.moe.losses import MoEReport
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -58,3 +63,21 @@ def readable(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} {UNITS[-1]}"
+
+
+def room_on(device: torch.device) -> float:
+    """Bytes for this process: what is free, and what its allocator has."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return float(free + torch.cuda.memory_reserved(device))
+
+
+def memory_left(mesh: Mesh) -> float:
+    """Bytes for this rank, before its model is there: what is free, shared with others of its host."""
+    if mesh.device.type == "cpu":
+        return available_memory() / mesh.ranks_here
+    return room_on(mesh.device) / -(-mesh.ranks_here // max(torch.cuda.device_count(), 1))
+
+
+def memory_given(mesh: Mesh) -> float:
+    """Bytes of this rank's part of a host, whoever uses it now: the same in every run. Devices: not known."""
+    return whole_memory() / mesh.ranks_here if mesh.device.type == "cpu" else 0.0
