@@ -65,7 +65,7 @@ def test_a_file_gets_plain_lines_and_the_summary() -> None:
     assert lines[6] == "note: a [note] with brackets"
     assert "loss      5.610 → 1.920  (unigram entropy of the corpus: 3.210)" in lines
     assert "speed     12.3 k tokens/s, 166.0 ms per step" in lines
-    assert "hidden    36.0 of 60.0 ms communication per step (60 %), steps 4 to 200" in lines
+    assert "hidden    36.0 of 60.0 ms communication per step (60 %), steps 5 to 201" in lines
     assert "█ compute 120.0 ms 72 %" in text
     assert "▓ exposed 24.0 ms 14 %" in text
     assert "▒ straggle 12.0 ms 7 %" in text
@@ -119,8 +119,8 @@ def test_the_command_that_goes_on_can_be_pasted(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_percentage_never_stands_alone() -> None:
-    assert hidden_text({"comm_ms": 0.0, "window": "steps 1 to 2"}) == "no communication, steps 1 to 2"
-    assert hidden_text(SUMMARY) == "36.0 of 60.0 ms communication per step (60 %), steps 4 to 200"
+    assert hidden_text({"comm_ms": 0.0, "window": "steps 1 to 2"}) == "no communication, steps 2 to 3"
+    assert hidden_text(SUMMARY) == "36.0 of 60.0 ms communication per step (60 %), steps 5 to 201"
 
 
 def test_what_overlap_costs_stands_beside_what_it_hides() -> None:

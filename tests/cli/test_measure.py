@@ -37,7 +37,7 @@ def test_a_run_predicts_itself_with_what_was_fitted_to_it(
 ) -> None:
     out = tmp_path / "costs.toml"
     assert main(["measure", "--run", str(run), "-o", str(out)]) == 0
-    assert "fitted to steps 3 to 9" in capsys.readouterr().out
+    assert "fitted to steps 4 to 10" in capsys.readouterr().out
     assert cluster_at(str(out)).device.name == "cpu"
     found = load_run(run, RunTerms(device=str(out)))
     assert found.measured is None, "from prices alone"

@@ -88,11 +88,14 @@ def test_terminal_and_page_say_one_number_under_one_name(tmp_path: Path, starts:
     for name in both:
         assert page["measures"][name] == pytest.approx(summary[name], rel=1e-3), name
     assert page["measures"]["hidden"] == pytest.approx(summary["hidden_fraction"])
-    assert page["window"] == summary["window"] == ("steps 3 to 29" if len(starts) == 1 else "steps 15 to 29")
+    first = 3 if len(starts) == 1 else 15
+    assert summary["window"] == f"steps {first} to 29", "a record counts from 0"
+    assert page["window"] == f"steps {first + 1} to 30", "people count from 1"
     told = "\n".join(line.plain for _, lines in summary_lines(summary, 200, True) for line in lines)
     for part in ("compute", "exposed", "straggle", "idle"):
         time_ms, share = (page["measures"][name] for name in (f"{part}_ms", part))
         assert f"{part} {time_ms:.1f} ms {100 * share:.0f} %" in told
     assert f"{page['measures']['step_ms']:.1f} ms per step" in told
+    assert page["window"] in told
     (tmp_path / "run" / "summary.json").write_text('{"window": "steps 3 to 11"}')
     assert read_run(tmp_path / "run").window.sum() == 27, "a summary of an earlier start tells no window"

@@ -41,7 +41,7 @@ def test_the_table(load_file: Path, capsys: pytest.CaptureFixture) -> None:
     assert place(load_file, "--ranks", "4", "--slots", "6", "--nodes", "2") == 0
     out = capsys.readouterr().out
     assert "3 layers, 16 experts, 4 ranks on 2 nodes with 6 slots each" in out
-    assert "planned from the loads up to step 10; measured on step 11, which no planner has seen" in out
+    assert "planned from the loads up to step 11; measured on step 12, which no planner has seen" in out
     rows: dict[str, list[str]] = {}
     for line in out.splitlines():
         if line and line[0] != " ":

@@ -108,7 +108,7 @@ def test_a_fault_that_comes_back_in_its_step_is_not_tried_for_ever(tmp_path: Pat
         number += 1
         attempt(files, number)
     kill_in(files, 1, 8)
-    with pytest.raises(NotRestarted, match=r"rank 1 was killed by SIGKILL.*; in step 8 for the 3rd time"):
+    with pytest.raises(NotRestarted, match=r"rank 1 was killed by SIGKILL.*; in step 9 for the 3rd time"):
         attempt(files, number + 1)
 
 

@@ -226,7 +226,7 @@ def test_the_folder_of_a_run_brings_its_ranks_choices_and_times(
     out = printed(capsys, str(run))
     assert out.startswith("dualpipev: pp 2 x dp 1 x ep 2 x tp 1, 6 layers, 4 microbatches, costs as measured")
     assert "overlap pair," in out.splitlines()[0]
-    assert out.splitlines()[-1].startswith("measured 90.0 ms a step (steps 3 to 9);")
+    assert out.splitlines()[-1].startswith("measured 90.0 ms a step (steps 4 to 10);")
     found = load_run(run, RunTerms())
     answer = found.answer("dualpipev")
     times = answer.summary.ranks

@@ -68,7 +68,7 @@ def test_a_fault_that_recurs_in_its_step_ends_the_run(tmp_path: Path) -> None:
     *restarts, last = found.err.strip().splitlines()
     assert [line.partition(":")[0] for line in restarts] == ["restart 1 of 9", "restart 2 of 9"]
     assert last.startswith("error: rank 1 was killed by SIGKILL")
-    assert last.endswith("; in step 3 for the 3rd time in a row: a restart does not help")
+    assert last.endswith("; in step 4 for the 3rd time in a row: a restart does not help")
     assert [(record["rank"], record["step"]) for record in found.incidents] == [(1, 3)] * 3
     assert len(found.losses) == 3
 

@@ -291,7 +291,9 @@ def test_trace_is_short_for_a_key(capsys: pytest.CaptureFixture) -> None:
     assert read_command([])[1].built.config.metrics.trace == -1
     assert "metrics.trace (-4) must be a step" in refused(capsys, "--trace", "-4")
     told = refused(capsys, "--trace", "5", "--run.steps", "2")
-    assert "metrics.trace (5) must be below run.steps (2)" in told, "a run without a trace would say nothing"
+    assert "metrics.trace (5) must be at most run.steps (2)" in told, (
+        "a run without a trace would say nothing"
+    )
 
 
 def test_init_from_nowhere(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a C
 def test_kernels_of_a_traced_step(graphs: str, tmp_path: Path) -> None:
     values = {**SMALL, "run.graphs": graphs, "run.steps": 9}
     plain = Learner(with_values(TrainConfig(), values), Mesh.single("cuda"))
-    traced = Learner(with_values(TrainConfig(), {**values, "metrics.trace": 6}), Mesh.single("cuda"))
+    traced = Learner(with_values(TrainConfig(), {**values, "metrics.trace": 7}), Mesh.single("cuda"))
     trace_of = StepTrace(traced.config, traced.mesh, traced.model)
     for step in range(9):
         expected = plain.step(step)["loss"]

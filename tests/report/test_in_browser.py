@@ -162,7 +162,7 @@ def test_runs_with_the_same_window_share_a_sentence(tmp_path: Path) -> None:
     with opened() as driver:
         visit(driver, tmp_path / "report.html")
         told = driver.execute_script("return document.querySelector('section .note').textContent")
-        assert told.startswith("A, C: times are means of steps 3 to 19; B: times are means of steps 3 to 24.")
+        assert told.startswith("A, C: times are means of steps 4 to 20; B: times are means of steps 4 to 25.")
 
 
 def choose(driver: Any, select: str, value: str) -> None:

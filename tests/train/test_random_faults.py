@@ -188,7 +188,7 @@ def check_words(fault: str, victim: int, step: int, told: list[tuple[bool, Any]]
     assert all(ok for ok, _ in told), (what, told)
     said = " ".join(told[0][1])
     named = {
-        "nan": f"step {step}: transient: ",
+        "nan": f"step {step + 1}: transient: ",
         "flip": f"rank {victim}: adam_v/",
         "full disk": f"rank {victim}: the disk is full",
         "leave": "asked to leave",

@@ -24,6 +24,7 @@ from moeclipse.cli.heatmap import heat_lines
 from moeclipse.cli.plot import average_to, plot_lines
 from moeclipse.cli.terminal import terminal
 from moeclipse.core.program import command
+from moeclipse.core.steps import nth, nth_window
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ASCII_LEVELS = " .:-=+*#@"
@@ -125,8 +126,7 @@ class Display:
         return [Text(line, style="cyan") for line in lines]
 
     def step(self, record: dict[str, Any]) -> None:
-        # Records count steps from 0; people see how many are done.
-        done, loss = int(record.get("step", 0)) + 1, float(record.get("loss", math.nan))
+        done, loss = nth(int(record.get("step", 0))), float(record.get("loss", math.nan))
         self.losses.append(loss)
         if "eval_loss" in record:
             self.console.print(f"step {done}: {eval_text(record)}")
@@ -267,7 +267,7 @@ def one_line(text: str, unicode: bool) -> str:
 def hidden_text(summary: dict[str, Any]) -> str:
     """A percentage never stands without its milliseconds and its window."""
     total, hidden = summary.get("comm_ms") or 0.0, summary.get("hidden_ms") or 0.0
-    window = f", {summary['window']}" if summary.get("window") else ""
+    window = f", {nth_window(summary['window'])}" if summary.get("window") else ""
     if total <= 0:
         return f"no communication{window}"
     fraction = summary.get("hidden_fraction")

@@ -25,6 +25,7 @@ from moeclipse.cli.words import read
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.outside import parse_json
 from moeclipse.core.program import command
+from moeclipse.core.steps import nth_window
 
 PATIENCE_S = 30.0
 SHORT, LONG = 1 << 10, 1 << 22
@@ -170,4 +171,4 @@ def of_run(folder: Path) -> tuple[dict[str, Any], str]:
             name: {"bandwidth": link.bandwidth * sends, "latency": link.latency / sends}
             for name, link in links.items()
         }
-    return tables, f"fitted to {run.measured.window} of {folder}"
+    return tables, f"fitted to {nth_window(run.measured.window)} of {folder}"

@@ -35,6 +35,7 @@ from moeclipse.cli.terminal import terminal
 from moeclipse.cli.words import read
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.outside import read_json, told_of
+from moeclipse.core.steps import nth
 
 BESIDE = "beside the loads"
 TOLD_LAYERS = TOLD_RANKS = 3
@@ -255,8 +256,8 @@ def _headline(console: Console, config: FullConfig, load: Load, layers: list[Lay
     )
     if len(load.steps_N) > 1:
         console.print(
-            f"planned from the loads up to step {load.steps_N[-2]}; measured on step {load.steps_N[-1]}, "
-            "which no planner has seen"
+            f"planned from the loads up to step {nth(load.steps_N[-2])}; "
+            f"measured on step {nth(load.steps_N[-1])}, which no planner has seen"
         )
     else:
         console.print("the file holds no single steps: planned from and measured on the same average")

@@ -30,6 +30,7 @@ from moeclipse.cli.failures import Failure, read_failures, root_cause
 from moeclipse.cli.seats import Seats, culprit
 from moeclipse.core.errors import Preempted
 from moeclipse.core.shown import say
+from moeclipse.core.steps import nth
 from moeclipse.train.run.incidents import kept_by_launcher, step_of, told_by_launcher
 
 BACKEND = "moeclipse-loopback"
@@ -128,8 +129,9 @@ class RankFiles(DefaultLogsSpecs):
         if failure.code == BAD_INPUT:
             raise NotRestarted(failure)
         step, recurs = self.meets(failure)
-        if recurs:
-            text = f"{failure.text}; in step {step} for the {RECURS}rd time in a row: a restart does not help"
+        if recurs and step is not None:
+            again = f"in step {nth(step)} for the {RECURS}rd time in a row: a restart does not help"
+            text = f"{failure.text}; {again}"
             raise NotRestarted(replace(failure, text=text))
         self._met.append((failure.rank, failure.code, step))
         self._restarted += 1

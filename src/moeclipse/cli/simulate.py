@@ -26,6 +26,7 @@ from moeclipse.cli.terminal import terminal
 from moeclipse.cli.words import read
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.outside import read_text, told_of
+from moeclipse.core.steps import nth_window
 from moeclipse.cost.file import load_costs
 from moeclipse.cost.model import UNIT
 from moeclipse.schedule.catalogue import build
@@ -224,8 +225,8 @@ def _simulate_run(console: Console, config: SimulateConfig, path: Path) -> None:
         show(console, view, answer, width=config.width, trace=config.trace)
     if run.measured is not None:
         console.print(
-            f"measured {view.time(run.measured.step)} a step ({run.measured.window}); its sums of compute "
-            "and of communication are those that are simulated",
+            f"measured {view.time(run.measured.step)} a step ({nth_window(run.measured.window)}); its sums "
+            "of compute and of communication are those that are simulated",
             style="bold",
         )
 

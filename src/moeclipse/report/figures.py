@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from moeclipse.core.steps import nth
 from moeclipse.report.advice import advise_run
 from moeclipse.report.equal import equal, positions
 from moeclipse.report.measures import (
@@ -126,7 +127,7 @@ def advice(run: RunData, measures: dict[str, float | None]) -> list[dict[str, An
 def window_of(run: RunData) -> str:
     """The steps that means are of, as a summary says it."""
     steps = run.steps.step[run.window]
-    return f"steps {steps[0]} to {steps[-1]}" if len(steps) else ""
+    return f"steps {nth(steps[0])} to {nth(steps[-1])}" if len(steps) else ""
 
 
 def curves(run: RunData) -> dict[str, Any]:
@@ -198,11 +199,11 @@ def loads(run: RunData) -> dict[str, Any] | None:
 def events(run: RunData) -> list[dict[str, Any]]:
     """Notes, moves and incidents in the order of steps."""
     found = [
-        {"step": step + 1, "kind": kind_of_note(text), "what": text[:MOST_TEXT]} for step, text in run.notes
+        {"step": nth(step), "kind": kind_of_note(text), "what": text[:MOST_TEXT]} for step, text in run.notes
     ]
     for one in run.incidents:
         step = one.get("step")
-        at = step + 1 if isinstance(step, int) else None
+        at = nth(step) if isinstance(step, int) else None
         text, where = str(one.get("what", "")), one.get("rank")
         named = "" if where is None else f"rank {where}: "
         found.append(

@@ -11,7 +11,6 @@ holds nothing of a run is refused. Memory grows neither with steps (`report/step
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ import numpy as np
 from moeclipse.balance.load import Load
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.outside import MOST_BYTES, lines_of, open_file, parse_json, read_table, read_text, told_of
+from moeclipse.core.steps import WINDOW
 from moeclipse.core.toml import parse_toml
 from moeclipse.report.choices_form import fitting, misfits
 from moeclipse.report.metric_lines import number
@@ -32,8 +32,6 @@ TRACE = "trace.json"
 MOST_TRACE_BYTES = 200 << 20
 WARMUP_STEPS = 3
 """First steps left out of means where the configuration does not say."""
-WINDOW = re.compile(r"steps (\d+) to (\d+)")
-"""Of a summary: the steps that its means are of."""
 
 
 @dataclass(frozen=True, kw_only=True)

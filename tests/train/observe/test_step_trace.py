@@ -24,7 +24,7 @@ from moeclipse.train.observe.step_trace import parts_of, rank_trace, watch_layer
 def traced(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     """The trace of a run of two ranks, whose losses are those of the run without."""
     plain = configure(tmp_path, **changes, **{"run.name": "plain", "run.steps": 4})
-    config = configure(tmp_path, **changes, **{"run.name": "traced", "run.steps": 4, "metrics.trace": 1})
+    config = configure(tmp_path, **changes, **{"run.name": "traced", "run.steps": 4, "metrics.trace": 2})
     run_ranks(2, whole, plain)
     run_ranks(2, whole, config)
     assert losses(config) == losses(plain)

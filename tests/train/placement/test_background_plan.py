@@ -221,7 +221,7 @@ def test_a_plan_is_taken_at_a_fixed_step(slow: bool, corpus: str) -> None:  # no
     config = configure(corpus, **{**PLANNED, **plans, "placement.planner": "wrap_fill"})
     for told, summary in run_ranks(2, with_planner, config, slow, False):
         assert [taken for _, taken, _ in told] == [0, 0, 0, 0, 0, 1, 1, 1]
-        assert told[5][2][0].startswith("plan of step 2:")
+        assert told[5][2][0].startswith("plan of step 3:")
         assert summary["plans"] == 1
         assert summary["waited_ms"] >= 0
 
@@ -229,7 +229,7 @@ def test_a_plan_is_taken_at_a_fixed_step(slow: bool, corpus: str) -> None:  # no
 def test_training_survives_a_planner_that_fails(corpus: str) -> None:  # noqa: F811
     config = configure(corpus, **{**PLANNED, "placement.start_step": 2, "placement.every": 100})
     for told, summary in run_ranks(2, with_planner, config, False, True):
-        assert told[3][2] == ["the planner asked at step 1 failed: no licence; experts stay"]
+        assert told[3][2] == ["the planner asked at step 2 failed: no licence; experts stay"]
         assert (summary["plans"], summary["left_out"]) == (0, 0)
 
 
@@ -245,7 +245,7 @@ def polled(mesh: Mesh) -> tuple[str, bool, list[int]]:
 
 def test_stages_take_their_plans_together_or_not_at_all() -> None:
     """One that has none would go on while the others vote, who would take numbers of its next step."""
-    why = "the planner asked at step 1 failed: it was made for other ranks; experts stay"
+    why = "the planner asked at step 2 failed: it was made for other ranks; experts stay"
     assert run_ranks(2, polled, pp=2) == [(why, True, [0, 1])] * 2
 
 

@@ -163,7 +163,7 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.Monkey
     metrics = make(tmp_path, tensorboard=True)
     metrics.add(record(2))
     metrics.summary({})
-    assert ("loss", 3.0, 2) in board.seen
+    assert ("loss", 3.0, 3) in board.seen, "of the third step"
     assert not {"step", "load"} & {key for key, *_ in board.seen}
     assert board.closed
 

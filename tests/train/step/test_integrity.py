@@ -213,7 +213,7 @@ def test_a_run_reloads_and_ends_with_the_same_losses(tmp_path: Path) -> None:
     config = configure(tmp_path, **{"integrity.every": 1, "integrity.repair": "reload"})
     notes = run_ranks(2, run_with_flips, config, 1)[0]
     assert len(notes) == 1
-    assert notes[0].startswith("step 3: weights or optimizer state were corrupted: rank 1: adam_v/")
+    assert notes[0].startswith("step 4: weights or optimizer state were corrupted: rank 1: adam_v/")
     assert notes[0].endswith("Going on from step-00000002")
     assert losses(config) == expected
 

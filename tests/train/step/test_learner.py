@@ -270,7 +270,7 @@ def diverge(mesh: Mesh, config: TrainConfig) -> None:
     learner.layers[0].gate.weight.register_hook(lambda grad: grad * math.nan)
     for step in range(9):
         assert learner.step(step)["skipped"]
-    with pytest.raises(DivergedError, match="10 steps in a row, up to step 9, had a non-finite loss"):
+    with pytest.raises(DivergedError, match="10 steps in a row, up to step 10, had a non-finite loss"):
         learner.step(9)
     assert learner.optim.updates == 0
 

@@ -52,7 +52,7 @@ def test_the_module_and_the_rank_that_come_first_are_named(tmp_path: Path, victi
     config = configure(tmp_path)
     for notes, _ in run_ranks(2, said, config, "layers.1.attention", victim, 99):
         assert len(notes) == 1, "the first of several bad steps"
-        assert notes[0].startswith("step 1: repeatable: the output of layers.1.attention on rank ")
+        assert notes[0].startswith("step 2: repeatable: the output of layers.1.attention on rank ")
         assert f"on rank {victim} is the first non-finite value" in notes[0]
         assert "lower optim.lr" in notes[0]
 
@@ -74,7 +74,7 @@ def test_what_does_not_come_again_is_the_machine_and_leaves_no_trace(tmp_path: P
     plain = run_ranks(2, said, config, "layers.0.attention", victim, 0, **axes)
     for (notes, losses), (_, expected) in zip(harmed, plain, strict=True):
         assert notes == [
-            "step 1: transient: rank 1 had a non-finite value, but the same step computed again was finite "
+            "step 2: transient: rank 1 had a non-finite value, but the same step computed again was finite "
             "everywhere; look at the memory and the links of that machine before the numbers of the model; "
             "the step is computed anew"
         ]
@@ -84,7 +84,7 @@ def test_what_does_not_come_again_is_the_machine_and_leaves_no_trace(tmp_path: P
 def test_an_accident_in_both_tries_skips_the_step(tmp_path: Path) -> None:
     """The look in between is the only one that goes well."""
     for notes, losses in run_ranks(2, twice_by_accident, configure(tmp_path)):
-        assert [note.partition(": rank")[0] for note in notes] == ["step 1: transient"] * 2
+        assert [note.partition(": rank")[0] for note in notes] == ["step 2: transient"] * 2
         assert notes[0].endswith("the step is computed anew")
         assert not notes[1].endswith("the step is computed anew")
         assert math.isnan(float.fromhex(losses[1]))
@@ -110,7 +110,7 @@ def test_a_weight_comes_before_what_it_leads_to(tmp_path: Path) -> None:
     config = with_values(configure(tmp_path), {"integrity.every": 0})  # which would name the weight first
     for notes, _ in run_ranks(2, said, config, "weight", 1, 0):
         assert len(notes) == 1
-        assert notes[0].startswith("step 0: repeatable: the weight ")
+        assert notes[0].startswith("step 1: repeatable: the weight ")
         assert " on rank 1 is the first" in notes[0]
         assert "integrity.every = 1" in notes[0]
 

@@ -16,7 +16,7 @@ class MetricsConfig:
     warmup_steps: int = 3
     """First steps left out of the summary's times."""
     trace: int = -1
-    """From this step on three steps of all ranks are recorded in trace.json; -1: none (`--trace N`)."""
+    """Three steps of all ranks from this one on (1: the first) go into trace.json; -1: none (`--trace N`)."""
     memory: bool = False
     """Tell after the first step what memory is taken for, layer by layer (--print-memory)."""
 
@@ -24,14 +24,16 @@ class MetricsConfig:
         if self.warmup_steps < 0:
             yield f"metrics.warmup_steps ({self.warmup_steps}) must not be negative"
         if self.trace < -1:
-            yield f"metrics.trace ({self.trace}) must be a step, 0 or more, or -1: none"
+            yield f"metrics.trace ({self.trace}) must be a step, 1 or more, or -1: none"
         if self.tensorboard and find_spec("tensorboard") is None:
             yield NO_TENSORBOARD
 
     def trace_problems(self, steps: int) -> Iterator[str]:
         """What does not go with a run of so many steps."""
-        if self.trace >= steps:
-            yield (
-                f"metrics.trace ({self.trace}) must be below run.steps ({steps}): steps count from 0, "
-                "and none would be recorded"
-            )
+        if self.trace > steps:
+            yield f"metrics.trace ({self.trace}) must be at most run.steps ({steps}): none would be recorded"
+
+    def traced(self, steps: int, most: int) -> range:
+        """Of a run of so many steps, as records count them; 0 is the first, too, as it was once called."""
+        first = max(self.trace - 1, 0)
+        return range(first, min(first + most, steps)) if self.trace >= 0 else range(0)

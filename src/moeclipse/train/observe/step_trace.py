@@ -41,9 +41,8 @@ class StepTrace:
     """Of one rank."""
 
     def __init__(self, config: TrainConfig, mesh: Mesh, model: nn.Module) -> None:
-        first = config.metrics.trace
         self.config, self.mesh, self.model = config, mesh, model
-        self.steps = range(first, min(first + TRACED, config.run.steps)) if first >= 0 else range(0)
+        self.steps = config.metrics.traced(config.run.steps, TRACED)
         self._found: dict[int, RankTrace] = {}
         self._hooks: list[Any] = []
         self._kernels: KernelTrace | None = None

@@ -34,6 +34,7 @@ from moeclipse.balance.problem import PlanProblem, fitted
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.outside import parse_json
+from moeclipse.core.steps import nth
 
 SOON_S = 5e-5
 
@@ -285,7 +286,7 @@ class BackgroundPlanner:
         everyone = self.mesh.gather_objects(told, patience_s)
         self.waited_s += time.perf_counter() - begun
         if errors := list(dict.fromkeys(one["error"] for one in everyone if "error" in one)):
-            return None, f"the planner asked at step {asked} failed: {'; '.join(errors)}; experts stay"
+            return None, f"the planner asked at step {nth(asked)} failed: {'; '.join(errors)}; experts stay"
         return self._vote(everyone[self.mesh.stage.ranks[0]]["plan"], current)
 
     def state(self) -> dict[str, Any] | None:

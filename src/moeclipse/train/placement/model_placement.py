@@ -30,6 +30,7 @@ from moeclipse.balance.planner import PlanConfig
 from moeclipse.balance.policy import load_policy
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
+from moeclipse.core.steps import nth
 from moeclipse.moe.layer import MoE
 from moeclipse.moe.tune.fixed_prices import fixed_prices
 from moeclipse.moe.tune.probe import Probe
@@ -240,7 +241,7 @@ class ModelPlacement:
         self.taken = {"plan_before_ms": 1e3 * now, "plan_after_ms": 1e3 * then}
         self.taken |= {"plan_step": proposal.step, "plan_since": self._tried_until}
         return [
-            f"plan of step {proposal.step}: {len(changed)} of {len(self.layers)} layers changed, "
+            f"plan of step {nth(proposal.step)}: {len(changed)} of {len(self.layers)} layers changed, "
             f"{transfers} transfers; rows, replicas and moves are predicted to take {1e3 * then:.3g} ms "
             f"a step instead of {1e3 * now:.3g}" + (f" ({self.how_sure})" if self.how_sure else "")
         ]

@@ -21,6 +21,7 @@ from typing import Any
 
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.outside import parse_json
+from moeclipse.core.steps import nth
 from moeclipse.train.observe.metrics_config import NO_TENSORBOARD
 from moeclipse.train.observe.step_times import TIMES
 from moeclipse.train.run.background_writer import Scribe
@@ -151,7 +152,7 @@ class Metrics:
     def _show(self, step: int, numbers: dict[str, float]) -> None:
         assert self._board is not None
         for key, value in numbers.items():
-            self._board.add_scalar(key, value, step)
+            self._board.add_scalar(key, value, nth(step))
 
     def summary(self, extra: dict[str, Any]) -> dict[str, Any]:
         """Means over the steps after warm-up; percentages never without their window.

@@ -34,6 +34,7 @@ from moeclipse.core.errors import (
 )
 from moeclipse.core.program import command
 from moeclipse.core.shown import say
+from moeclipse.core.steps import nth
 from moeclipse.model.count import count_parameters
 from moeclipse.model.flops import device_of
 from moeclipse.train.checkpoints.async_save import AsyncSave
@@ -295,7 +296,7 @@ class Run:
             if record["skipped"]:
                 scale = f", loss scale {record['loss_scale']:g}" if "loss_scale" in record else ""
                 self.observer.note(
-                    f"step {step} skipped on all ranks: loss {record['loss']}, "
+                    f"step {nth(step)} skipped on all ranks: loss {record['loss']}, "
                     f"gradient norm {record['grad_norm']}{scale}"
                 )
             done = step + 1
@@ -341,7 +342,7 @@ class Run:
         self.files.scribe.flush()
         metrics.continue_from(back)
         learner.loads.continue_from(self.directory, back)
-        self.observer.note(f"step {step}: {error}. Going on from {found.path.name}")
+        self.observer.note(f"step {nth(step)}: {error}. Going on from {found.path.name}")
         return back
 
     def _save(self, learner: Learner, done: int, async_save: AsyncSave | None) -> Path:

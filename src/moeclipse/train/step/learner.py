@@ -20,6 +20,7 @@ from moeclipse.comm.async_ops.exchange import sum_of_parts
 from moeclipse.comm.async_ops.lane import gather
 from moeclipse.comm.async_ops.reading import Reading
 from moeclipse.comm.mesh import Mesh
+from moeclipse.core.steps import nth
 from moeclipse.model.segment_memory import memories
 from moeclipse.model.transformer import Transformer
 from moeclipse.moe.own_loop.standalone import moe_layers
@@ -334,5 +335,5 @@ class Learner(CheckpointedState):
             layer.gate.take_seen()  # seen twice
         if transient and tries > 1:
             memory_state.end_step(self.memories, skipped=True)
-            raise Accident(f"step {step}: {self.bad.why}; the step is computed anew")
-        return [f"step {step}: {self.bad.why}"]
+            raise Accident(f"step {nth(step)}: {self.bad.why}; the step is computed anew")
+        return [f"step {nth(step)}: {self.bad.why}"]

@@ -37,6 +37,7 @@ from torch import nn
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import DivergedError
+from moeclipse.core.steps import nth
 from moeclipse.train.optim.buckets import Buckets
 
 PLACES = ("weight", "output", "gradient")
@@ -56,7 +57,7 @@ class BadSteps:
         self.count = self.count + 1 if skipped else 0
         if self.count >= self.most:
             raise DivergedError(
-                f"{self.count} steps in a row, up to step {step}, had a non-finite loss ({loss}) or "
+                f"{self.count} steps in a row, up to step {nth(step)}, had a non-finite loss ({loss}) or "
                 f"gradient norm ({norm}); lower optim.lr, or resume from an earlier checkpoint. "
                 f"Of the first of them: {self.why or 'nothing is known'}"
             )

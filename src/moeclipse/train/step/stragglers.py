@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from moeclipse.core.steps import nth
+
 Named = dict[str, Any]
 """As `incidents.jsonl` keeps it: rank, step, what."""
 SLOW = 1.25
@@ -49,7 +51,7 @@ class Stragglers:
             if slow and self._slow_for[rank] >= self._told_at.get(rank, STEPS):
                 self._told_at[rank] = 2 * self._slow_for[rank]
                 text = (
-                    f"step {step}: rank {rank} computes {compute_ms[rank] / usual:.2f} times as long as "
+                    f"step {nth(step)}: rank {rank} computes {compute_ms[rank] / usual:.2f} times as long as "
                     f"the others ({compute_ms[rank]:.0f} ms against {usual:.0f}), and has for "
                     f"{self._slow_for[rank]} steps: {_why(rank, others, rows)}"
                 )
