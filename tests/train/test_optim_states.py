@@ -120,6 +120,25 @@ def test_any_layout_gives_the_same_bits(layout: str, one: Path, tmp_path: Path) 
             assert all(torch.equal(found[name], value) for name, value in found_in(one / "fp32").items())
 
 
+def updated_weights(mesh: Mesh) -> list[tuple[str, bool, bool]]:
+    """Of each weight without a master: whether the model has what its update made, and whether that is new."""
+    learner = Learner(config_of({**WAYS["master"], **LAYOUTS["moving"][2]}), mesh)
+    before = {name: weight.detach().clone() for name, weight in learner.model.named_parameters()}
+    update(learner, 1)
+    held = [
+        (bucket.name, bool(bucket.weights(bucket.params.dtype).equal(state.weight)))
+        for bucket, state in zip(learner.optim.buckets, learner.optim.states, strict=True)
+    ]
+    new = not any(weight.equal(before[name]) for name, weight in learner.model.named_parameters())
+    return [(name, same, new) for name, same in held]
+
+
+def test_experts_that_move_take_the_updates_of_weights_without_a_master() -> None:
+    for found in run_ranks(2, updated_weights):
+        assert any("experts" in name for name, *_ in found)
+        assert all(same and new for _, same, new in found), found
+
+
 def train_wide(mesh: Mesh, changes: dict[str, Any], folder: Path) -> None:
     """Rows of 512, which tp cuts between blocks of 256."""
     wide = {"model.d_ff": 512, "model.head_dim": 256, "moe.d_ff": 512, **WAYS["8bit"]}
