@@ -56,7 +56,7 @@ def both(_: Mesh, model_type: str) -> int:
     "model_type", [*MODELS, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)]
 )
 def test_logits_and_gradients_are_those_of_eager(model_type: str) -> None:
-    assert run_alone(both, model_type) in (1, 2)
+    assert run_alone(both, model_type) > 0
 
 
 def round_trip(_: Mesh, folder: Path) -> None:

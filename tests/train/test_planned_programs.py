@@ -14,7 +14,7 @@ from test_tensor_parallel import Pieces
 
 from moeclipse.comm.mesh import Mesh
 from moeclipse.moe import layer
-from moeclipse.moe.tune import exchange_policy as exchanges
+from moeclipse.moe.exchange import plan as exchanges
 from moeclipse.testing.run_ranks import run_ranks
 from moeclipse.train.config import TrainConfig
 
