@@ -8,6 +8,7 @@ import pytest
 import torch
 from fake_cuda import FakeCuda
 
+from moeclipse.comm.async_ops import reading
 from moeclipse.comm.async_ops.reading import Reading
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import CommError
@@ -24,26 +25,54 @@ def test_on_the_cpu_numbers_are_there() -> None:
     assert begin(torch.zeros(0)).get() == []
 
 
-class OnDevice:
-    """A tensor that says it is on a GPU."""
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on a GPU, and lies where it lies."""
 
-    is_cuda, dtype = True, torch.int64
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value, self.shape = value, value.shape
+    is_cuda = True
 
 
-def test_the_host_waits_for_the_copy_alone_and_no_longer_than_the_deadline(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cuda = FakeCuda(monkeypatch)
+def on_device(value: torch.Tensor) -> torch.Tensor:
+    return value.as_subclass(OnDevice)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """Kernels see the memory of the host: here a view of it."""
     empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda shape, dtype, pin_memory: empty(shape, dtype=dtype))
-    monkeypatch.setattr(torch.Tensor, "copy_", lambda into, value, non_blocking: into.set_(value.value))
-    reading = begin(OnDevice(torch.tensor([5, 7])))  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        torch, "empty", lambda shape, dtype, pin_memory=False, device=None: empty(shape, dtype=dtype)
+    )
+    monkeypatch.setattr(
+        reading, "flat", lambda tensor, _: tensor.as_subclass(torch.Tensor).view(-1).view(torch.uint8)
+    )
+    return FakeCuda(monkeypatch)
+
+
+def test_the_host_waits_for_the_copy_alone_and_no_longer_than_the_deadline(cuda: FakeCuda) -> None:
+    begun = begin(on_device(torch.tensor([5, 7])))
     assert [line for line in cuda.take() if "host" in line] == [], "nobody waits for the device"
-    assert reading.get() == [5, 7]
-    assert reading.get() == [5, 7], "again the same"
+    assert begun.get() == [5, 7]
+    assert begun.get() == [5, 7], "again the same"
     cuda.ready = False
     with pytest.raises(CommError, match="exchange of numbers"):
-        reading.get()
+        begun.get()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_all_bytes_are_moved(cuda: FakeCuda, dtype: torch.dtype, count: int) -> None:
+    del cuda
+    value = torch.arange(count).to(dtype)
+    assert begin(on_device(value)).tensor().equal(value)
+    assert begin(on_device(value[None].expand(2, -1))).tensor().equal(value[None].expand(2, -1))
+
+
+def test_pinned_memory_is_held_until_its_kernel_has_run(cuda: FakeCuda) -> None:
+    reading._held.clear()
+    cuda.ready = False
+    for _ in range(3):
+        begin(on_device(torch.tensor([1.0])))
+    assert len(reading._held) == 3
+    cuda.ready = True
+    begin(on_device(torch.tensor([1.0])))
+    assert len(reading._held) == 1
