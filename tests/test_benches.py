@@ -25,6 +25,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "all_reduce": ("gloo", "one stage", "all-to-all"),
     "base_loss": ("first_loss", "bf16", "nf4"),
     "data": ("ours_s", "library_s", "read_ms", "step_ms"),
+    "decode": ("tokens_per_s", "ms_a_token", "first_s", "first_call_s"),
     "faults": ("named", "back"),
     "fb_overlap": ("step_ms", "comm_ms", "speedup"),
     "first_run": ("of_all", "alike"),

@@ -6,6 +6,14 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "ops/triton/grouping.py",
+        "(expert[None, :] < wanted[:, None]).to(tl.int32), axis=1)",
+        "(expert[None, :] <= wanted[:, None]).to(tl.int32), axis=1)",
+        "ops/test_grouping.py::test_few_pairs_are_grouped_as_many_are",
+        "tiles of few pairs are numbered from 1",
+        "rows of an expert are multiplied by another one's weights",
+    ),
+    Mutant(
         "ops/triton/tiles.py",
         "row = place // BN * N + tl.minimum(",
         "row = tl.minimum(",

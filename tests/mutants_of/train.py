@@ -6,6 +6,22 @@ from mutants_of.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "train/optim/adamw.py",
+        "            if self._rounded(bucket) is None and plain",
+        "            if bucket.rounded is None and plain",
+        "train/test_optim_states.py::test_experts_that_move_take_the_updates_of_weights_without_a_master",
+        "weights without a master are taken for rounded",
+        "experts that may move never train",
+    ),
+    Mutant(
+        "train/generate/decode_graph.py",
+        "alike and self._state == state_of(self.decoder.model)",
+        "alike",
+        "train/generate/test_decode_graph.py::test_a_graph_serves_the_next_texts",
+        "nobody looks whether weights still lie where a graph reads them",
+        "texts are written by weights that are gone",
+    ),
+    Mutant(
         "train/optim/host_states.py",
         "                self._left[name] = self.lane.copy(TO_HOST, label, one.held, one.buffer)\n",
         "                self.lane.copy(TO_HOST, label, one.held, one.buffer)\n",

@@ -9,7 +9,7 @@ from routings import KINDS, report, routing
 
 from moeclipse.ops import expert_kernels, expert_mlp
 from moeclipse.ops.activation import ACTIVATIONS, hidden_width
-from moeclipse.ops.grouping import group_rows_kernel
+from moeclipse.ops.grouping import group_few_kernel, group_rows_kernel
 from moeclipse.ops.tuning import Tile
 
 
@@ -25,13 +25,16 @@ def check_experts(
     biased: bool = False,
     rank: int = 0,
     pointers: bool = False,
+    few: bool = False,
 ) -> None:
-    ids = routing(kind)
-    grouping = group_rows_kernel(ids, 5)
+    """`few`: so few rows that the smallest tiles serve, which the table chooses."""
+    ids = routing(kind, 16) if few else routing(kind)
+    grouping = group_few_kernel(ids, 5) if few else group_rows_kernel(ids, 5)
     used = int(grouping.offsets_E1[-1])
     name = f"{kind} {d}x{f} {'gathered' if gather else 'as they lie'} {activation}{' bias' if biased else ''}"
     name += f" rank {rank}" if rank else ""
     name += " pointers" if pointers else ""
+    name += " few" if few else ""
     index = grouping.row_token_M if gather else None
     num_rows, width = len(ids) if gather else grouping.num_rows, hidden_width(activation, f)
     up = (torch.randn(5, width, d) * d**-0.5).to(dtype)
@@ -43,14 +46,15 @@ def check_experts(
     adapters = Adapters(rank, grouping.num_rows, d, f, width, dtype)
     options = {"activation": activation, "bias_EH": up_bias, "more": adapters.up}
     expected_h, expected_a = expert_mlp.up_reference(x, up, grouping, index, **options)
-    h, a = expert_mlp.up_kernel(x, up, grouping, index, tile, **options)
+    h, a = expert_mlp.up_kernel(x, up, grouping, index, None if few else tile, **options)
     report(f"h {name}", h[:used], expected_h[:used])
     report(f"a {name}", a[:used], expected_a[:used])
     if torch.are_deterministic_algorithms_enabled():  # what nobody wrote is NaN
         written = sum(int((~each[used:].isnan()).sum()) for each in (h, a))
         print(f"a written past the last row {name}\t{written}", flush=True)
     options = {"bias_ED": down_bias, "more": adapters.down}
-    y = expert_mlp.down_kernel(expected_a, down, grouping, replace(tile, split=2, flatten=False), **options)
+    down_tile = None if few else replace(tile, split=2, flatten=False)
+    y = expert_mlp.down_kernel(expected_a, down, grouping, down_tile, **options)
     expected_y = expert_mlp.down_reference(expected_a, down, grouping, **options)
     report(f"y {name}", y[:used], expected_y[:used])
     back = (dy, scores, expected_h, down, grouping, index)
@@ -97,6 +101,13 @@ def all_experts() -> None:
             "activation": ("gelu", "swiglu")[number % 2],
         }
         check_experts("unused", 40, 24, torch.float32, biased=number == 1, rank=rank, **options)
+
+
+def all_experts_of_few_rows() -> None:
+    for number, kind in enumerate(("skewed", "unused", "one takes all")):
+        how = {"gather": number < 2, "flatten": False, "activation": ("swiglu", "gelu")[number % 2]}
+        how |= {"biased": number == 1, "rank": (0, 8, 16)[number]}
+        check_experts(kind, 40, 24, torch.float32, few=True, **how)
 
 
 def all_experts_through_pointers() -> None:

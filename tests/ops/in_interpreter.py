@@ -14,7 +14,7 @@ import sys
 from math import prod
 
 import torch
-from experts_in_interpreter import all_experts, all_experts_through_pointers
+from experts_in_interpreter import all_experts, all_experts_of_few_rows, all_experts_through_pointers
 from routings import KINDS, report, routing
 from what_ran import print_what_ran
 
@@ -41,7 +41,7 @@ from moeclipse.ops import (
     wgrad,
 )
 from moeclipse.ops.activation import ACTIVATIONS, hidden_width
-from moeclipse.ops.grouping import group_rows_kernel, group_rows_reference
+from moeclipse.ops.grouping import group_few_kernel, group_rows_kernel, group_rows_reference
 from moeclipse.ops.tuning import Tile
 
 CPU = torch.device("cpu")
@@ -54,6 +54,19 @@ def check_grouping(kind: str, block: int) -> None:
     for name in ("counts_E", "offsets_E1", "row_token_M", "row_place_M", "place_row_TK"):
         same = torch.equal(getattr(got, name), getattr(expected, name))
         print(f"grouping {kind} {block} {name}\t{0 if same else 1}", flush=True)
+
+
+def check_few(kind: str, num_tokens: int, num_experts: int) -> None:
+    """Also the tiles: those of the kernel for many, of which there are as many."""
+    ids = routing(kind, num_tokens, num_experts)
+    got, expected = group_few_kernel(ids, num_experts), group_rows_reference(ids, num_experts)
+    for name in ("counts_E", "offsets_E1", "row_token_M", "row_place_M", "place_row_TK"):
+        same = torch.equal(getattr(got, name), getattr(expected, name))
+        print(f"few {kind} {num_tokens} {name}\t{0 if same else 1}", flush=True)
+    many = group_rows_kernel(ids, num_experts)
+    count = int(many.num_tiles)
+    same = int(got.num_tiles) == count and torch.equal(got.tiles_3C[:, :count], many.tiles_3C[:, :count])
+    print(f"few {kind} {num_tokens} tiles\t{0 if same else 1}", flush=True)
 
 
 def check_group_sum(kind: str, *, gather: bool, accumulate: bool) -> None:
@@ -412,6 +425,7 @@ def all_losses() -> None:
 def all_groupings() -> None:
     for number, kind in enumerate(KINDS):
         check_grouping(kind, block=16 if number % 2 else 128)
+        check_few(kind, (1, 5, 16)[number % 3], (5, 70)[number % 2])
 
 
 def all_wgrads() -> None:
@@ -449,6 +463,7 @@ GROUPS = {
     "grouping": all_groupings,
     "experts": all_experts,
     "experts through pointers": all_experts_through_pointers,
+    "experts of few rows": all_experts_of_few_rows,
     "wgrad": all_wgrads,
     "wgrad through pointers": all_wgrads_through_pointers,
     "bias": all_group_sums,

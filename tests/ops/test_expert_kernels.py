@@ -7,7 +7,8 @@ import torch
 from interpreted import assert_equal_references
 
 from moeclipse.ops.architecture import ARCHITECTURES
-from moeclipse.ops.expert_kernels import WIDEST_BLOCK, More, _narrow, columns_of, line_of
+from moeclipse.ops.expert_kernels import WIDEST_BLOCK, More, _narrow, columns_of, line_of, tile_of
+from moeclipse.ops.grouping import Grouping
 from moeclipse.ops.tuning import HOPPER
 
 
@@ -34,3 +35,15 @@ def test_without_an_adapter() -> None:
 
 def test_kernels_equal_their_references() -> None:
     assert_equal_references("experts", "u ")
+
+
+def test_few_rows_take_small_tiles() -> None:
+    widths = (torch.device("cpu"), 64, 64)
+    for tokens, rows in ((1, 16), (16, 16), (17, 128)):
+        grouping = Grouping(num_rows=tokens, most=tokens, counts_E=torch.zeros(3), offsets_E1=torch.zeros(4))
+        assert tile_of("up", None, grouping, *widths).m == rows
+        assert tile_of("down", None, grouping, *widths).m == rows
+
+
+def test_kernels_of_few_rows_equal_their_references() -> None:
+    assert_equal_references("experts of few rows", "h ", "a ", "y ")

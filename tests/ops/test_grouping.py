@@ -93,3 +93,7 @@ def test_there_is_room_for_a_part_of_a_tile_of_each_expert() -> None:
 
 def test_counting_equals_sorting() -> None:
     assert_equal_references("grouping", "grouping uniform", "grouping unused")
+
+
+def test_few_pairs_are_grouped_as_many_are() -> None:
+    assert_equal_references("grouping", "few uniform", "few unused", "few one takes all")

@@ -55,6 +55,8 @@ CASES = [
     Case("k=16", num_tokens=300, top_k=16, num_experts=32),
     Case("odd tokens", num_tokens=1021),
     Case("few tokens", num_tokens=3),
+    Case("one token", num_tokens=1),
+    Case("few tokens, odd widths", num_tokens=16, d=200, n=72),
     Case("odd widths", d=200, n=72),
     Case("wide", num_tokens=513, d=1536, n=768),
 ]

@@ -14,7 +14,9 @@ import torch
 import moeclipse.ops.triton
 from moeclipse.ops import tuning
 from moeclipse.ops.architecture import ARCHITECTURES
+from moeclipse.ops.grouping import FEW_ROWS
 from moeclipse.ops.tuning import (
+    FEW,
     HOPPER,
     TABLES,
     Tile,
@@ -57,11 +59,17 @@ def test_lines_by_width_and_by_family() -> None:
         line_in(TABLES["sm_86"], kernel, 8192, 64) for kernel in ("wgrad_x, add", "d_rows", "up and adapter")
     ]
     assert found == ["wgrad", "product", "up"]
+    for table in TABLES.values():
+        few = ("few up", "few up and adapter", "few up, no gate", "few down", "few down and adapter")
+        found = [line_in(table, kernel, 8192, 64) for kernel in few]
+        assert found == ["few up", "few up", "few product", "few product", "few product"]
 
 
 def test_the_form_of_a_table_is_that_of_its_architecture() -> None:
     for name, found in ARCHITECTURES.items():
-        assert {tile.pointers for tile in TABLES[name].values()} == {found.form == "pointer"}
+        forms = {tile.pointers for line, tile in TABLES[name].items() if line not in FEW}
+        assert forms == {found.form == "pointer"}
+        assert all(tile.pointers and tile.m == FEW_ROWS for tile in FEW.values())
         if found.vendor == "hip":
             assert not any(tile.stagger for tile in TABLES[name].values()), "waiting is written in PTX"
 

@@ -121,9 +121,10 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """The same from all keys of a cache, as heads."""
         memory = 0 if self.memory is None else self.memory.size
-        first_BS = call.first_seen(self.window, memory, self.chunk)
+        share = q.shape[1] // k.shape[1]
+        mask = call.mask(self.window, memory, self.chunk, keys=k.shape[2], share=share, dtype=q.dtype)
         given: dict[str, Any] = {"scale": scale, "softcap": self.softcap, "sinks_H": self.sinks}
-        return attend_at(q, k, v, call.place_BS, first_BS=first_BS, chosen_BSL=chosen_BSL, **given)
+        return attend_at(q, k, v, call.place_BS, mask=mask, chosen_BSL=chosen_BSL, **given)
 
     def is_plain(self, call: CacheCall | None) -> bool:
         """Whether tokens see those of their own call alone."""

@@ -21,27 +21,40 @@ Shapes: B rows of text, S new places, L places of the cache, G key-value heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
+
+from moeclipse.ops.attention import mask_at
+
+UNIT = 16
+"""Places of a cache are a multiple of this: kernels read so many at once."""
 
 
 class KeyValueCache:
     """Of all layers; memory is taken when a layer first calls."""
 
     def __init__(self, length: int) -> None:
-        self.length = length
+        """At least so many places."""
+        self.length = -(-length // UNIT) * UNIT
         self._kept: dict[tuple[int, int], torch.Tensor] = {}
 
-    def put(self, layer: int, number: int, new_BGSd: torch.Tensor, place_BS: torch.Tensor) -> torch.Tensor:
-        """All that is kept under (layer, number), with these at their places: [B, G, L, d]."""
+    def clear(self) -> None:
+        """In place: what was kept may be in sight of a mask, and be no number."""
+        for kept in self._kept.values():
+            kept.zero_()
+
+    def put(
+        self, layer: int, number: int, new_BGSd: torch.Tensor, place_BS: torch.Tensor, row_B1: torch.Tensor
+    ) -> torch.Tensor:
+        """All that is kept under (layer, number), with these at their places of their rows: [B, G, L, d]."""
         key = (layer, number)
         if key not in self._kept:
             rows, groups, _, width = new_BGSd.shape
             # Zeros: a weight of 0 does not make a number of what was never written.
             self._kept[key] = new_BGSd.new_zeros(rows, groups, self.length, width)
         kept = self._kept[key]
-        row_B1 = torch.arange(len(place_BS), device=place_BS.device)[:, None]
         kept[row_B1, :, place_BS] = new_BGSd.transpose(1, 2).to(kept.dtype)
         return kept
 
@@ -73,13 +86,20 @@ class CacheCall:
     """New tokens of each row; what stands behind them is padding."""
     segment: int = 0
     """Length of a segment, for models with memory (`model/segment_memory`)."""
+    masks: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict)
+    """Those that layers have asked for."""
 
     def keys(self, layer: int, new_BGSd: torch.Tensor) -> torch.Tensor:
         """All so far, these included."""
-        return self.cache.put(layer, 0, new_BGSd, self.place_BS)[:, :, : self.num_keys]
+        return self.cache.put(layer, 0, new_BGSd, self.place_BS, self.numbers)[:, :, : self.num_keys]
 
     def values(self, layer: int, new_BGSe: torch.Tensor) -> torch.Tensor:
-        return self.cache.put(layer, 1, new_BGSe, self.place_BS)[:, :, : self.num_keys]
+        return self.cache.put(layer, 1, new_BGSe, self.place_BS, self.numbers)[:, :, : self.num_keys]
+
+    @cached_property
+    def numbers(self) -> torch.Tensor:
+        """Of the rows, [B, 1]."""
+        return torch.arange(len(self.place_BS), device=self.place_BS.device)[:, None]
 
     @property
     def is_new(self) -> torch.Tensor:
@@ -90,6 +110,16 @@ class CacheCall:
     def plain(self, memory: int) -> bool:
         """Whether this is attention within samples, as in training."""
         return self.begins and not (memory and self.place_BS.shape[1] > self.segment)
+
+    def mask(
+        self, window: int, memory: int, chunk: int, *, keys: int, share: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """What attention adds to scores (`ops/attention`), made once for all layers that see alike."""
+        key = (window, memory, chunk, keys, share, dtype)
+        if key not in self.masks:
+            first_BS = self.first_seen(window, memory, chunk)
+            self.masks[key] = mask_at(self.place_BS, first_BS, keys, share, dtype)
+        return self.masks[key]
 
     def first_seen(self, window: int, memory: int, chunk: int = 0) -> torch.Tensor | None:
         """The first place that each token sees; None: all of them begin with 0."""

@@ -83,6 +83,11 @@ class Decoder:
         self.texts: list[list[int]] = [[] for _ in range(rows)]
         """What was read."""
 
+    def begin(self) -> None:
+        """Other texts, from their first tokens on, in the same memory."""
+        self.texts = [[] for _ in range(self.rows)]
+        self.cache.clear()
+
     def read(self, new: Sequence[Sequence[int]]) -> torch.Tensor:
         """Logits of the last token of each row, [B, V], after these tokens.
 

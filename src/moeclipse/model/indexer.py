@@ -67,7 +67,8 @@ class Indexer(nn.Module):
         k = F.layer_norm(k, (self.width,), self.norm_weight, self.norm_bias, NORM_EPS)
         k_B1Ld = self._turned(k.view(-1, length, 1, self.width).transpose(1, 2), positions)
         if call is not None:
-            k_B1Ld = call.cache.put(self.layer, KEYS, k_B1Ld, call.place_BS)[:, :, : call.num_keys]
+            kept = call.cache.put(self.layer, KEYS, k_B1Ld, call.place_BS, call.numbers)
+            k_B1Ld = kept[:, :, : call.num_keys]
         keys = k_B1Ld.shape[2]
         if keys <= self.topk:
             return None

@@ -127,6 +127,7 @@ def attend_at(
     *,
     first_BS: torch.Tensor | None = None,
     chosen_BSL: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     sinks_H: torch.Tensor | None = None,
@@ -134,34 +135,49 @@ def attend_at(
     """[B, H, S, e]: a query sees the keys from `first_BS` (left out: 0) to its own place.
 
     The query heads that share a key-value head become queries of it, so keys and values are not copied.
+    `mask`: that of `mask_at` for these places, where it is there already.
     """
     queries, groups, wide = q_BHSd.shape[2], k_BGLd.shape[1], WIDE[q_BHSd.dtype]
     share = q_BHSd.shape[1] // groups
     if not q_BHSd.numel():
         return q_BHSd.new_empty(*q_BHSd.shape[:3], v_BGLe.shape[3])
-    key_L = torch.arange(k_BGLd.shape[2], device=place_BS.device)
-    sees_BSL = key_L <= place_BS[..., None]
-    if first_BS is not None:
-        sees_BSL = sees_BSL & (key_L >= first_BS[..., None])
+    if mask is None:
+        mask = mask_at(place_BS, first_BS, k_BGLd.shape[2], share, q_BHSd.dtype)
     if chosen_BSL is not None:
-        sees_BSL = sees_BSL & chosen_BSL
-    sees = sees_BSL[:, None, None].expand(-1, -1, share, -1, -1).flatten(2, 3)
+        mask = mask.masked_fill(~for_each(chosen_BSL, share), float("-inf"))
     q_BGQd = q_BHSd.unflatten(1, (groups, share)).flatten(2, 3)
     if not softcap and sinks_H is None:
-        out_BGQe = sdpa(q_BGQd, k_BGLd, v_BGLe, scale=scale, sees=sees)
+        out_BGQe = sdpa(q_BGQd, k_BGLd, v_BGLe, scale=scale, sees=mask)
     else:
         factor = q_BHSd.shape[3] ** -0.5 if scale is None else scale
         scores_BGQL = q_BGQd.to(wide) @ k_BGLd.to(wide).transpose(2, 3) * factor
         if softcap:
             scores_BGQL = softcap * torch.tanh(scores_BGQL / softcap)
-        scores_BGQL = scores_BGQL.masked_fill(~sees, float("-inf"))
+        scores_BGQL = scores_BGQL + mask.to(wide)
         if sinks_H is not None:
             sinks = sinks_H.to(wide).view(1, groups, share, 1, 1)
             sinks = sinks.expand(len(q_BHSd), -1, -1, queries, -1).flatten(2, 3)
             scores_BGQL = torch.cat([scores_BGQL, sinks], dim=-1)
-        weights_BGQL = scores_BGQL.softmax(-1)[..., : len(key_L)]
+        weights_BGQL = scores_BGQL.softmax(-1)[..., : k_BGLd.shape[2]]
         out_BGQe = (weights_BGQL @ v_BGLe.to(wide)).to(q_BHSd.dtype)
     return out_BGQe.unflatten(2, (share, queries)).flatten(1, 2)
+
+
+def mask_at(
+    place_BS: torch.Tensor, first_BS: torch.Tensor | None, keys: int, share: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """What is added to scores, [B, 1, share x S, L]: 0 where a query sees a key, else minus infinity."""
+    key_L = torch.arange(keys, device=place_BS.device)
+    sees_BSL = key_L <= place_BS[..., None]
+    if first_BS is not None:
+        sees_BSL = sees_BSL & (key_L >= first_BS[..., None])
+    sees = for_each(sees_BSL, share)
+    return torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill_(~sees, float("-inf"))
+
+
+def for_each(sees_BSL: torch.Tensor, share: int) -> torch.Tensor:
+    """Of the query heads that share a key-value head: [B, 1, share x S, L]."""
+    return sees_BSL[:, None, None].expand(-1, -1, share, -1, -1).flatten(2, 3)
 
 
 def sdpa(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moeclipse.ops.activation import GATED, Activation
-from moeclipse.ops.grouping import ROW_TILE, Grouping
+from moeclipse.ops.grouping import FEW_ROWS, Grouping
 from moeclipse.ops.tuning import Tile, delay, grid_of, tile_for
 
 WIDEST_BLOCK = 64
@@ -49,7 +49,7 @@ def up_kernel(
     if activation not in GATED:
         return _up_without_gate(x, up_EHD, grouping, index_M, tile, activation, bias_EH, more)
     D, F = x.shape[1], up_EHD.shape[1] // 2
-    tile = tile or tile_for(line_of("up", more), x.device, D, F)
+    tile = tile or tile_of("up", more, grouping, x.device, D, F)
     rank, block = _narrow(more)
     u = b = None
     if more is not None:
@@ -68,7 +68,7 @@ def up_kernel(
         ACT=activation, BIAS=bias_EH is not None, RANK=rank, GATHER=index_M is not None,
         POINTERS=tile.pointers, EVEN=D % tile.k == 0, FLATTEN=tile.flatten, GROUP=tile.group,
         STAGGER=delay(tile, x.device, num_tiles), PROGRAMS=programs,
-        BM=ROW_TILE, BN=tile.n, BK=tile.k, BR=block, num_warps=tile.warps, num_stages=tile.stages,
+        BM=tile.m, BN=tile.n, BK=tile.k, BR=block, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return h, a
 
@@ -83,7 +83,7 @@ def _up_without_gate(
     bias_EF: torch.Tensor | None,
     more: More | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tile = tile or tile_for(line_of("up, no gate", more), x.device, *up_EFD.shape[1:])
+    tile = tile or tile_of("up, no gate", more, grouping, x.device, *up_EFD.shape[1:])
     a = x.new_empty(grouping.num_rows, up_EFD.shape[1])
     how: dict[str, Any] = {
         "index_M": index_M,
@@ -104,7 +104,7 @@ def down_kernel(
     bias_ED: torch.Tensor | None = None,
     more: More | None = None,
 ) -> torch.Tensor:
-    tile = tile or tile_for(line_of("down", more), a_MF.device, *down_EDF.shape[1:])
+    tile = tile or tile_of("down", more, grouping, a_MF.device, *down_EDF.shape[1:])
     return _rows_times_weight(a_MF, down_EDF, grouping, tile, transposed=True, bias=bias_ED, more=more)
 
 
@@ -204,7 +204,7 @@ def _rows_times_weight(
         ACT=activation or "none", BIAS=bias is not None, RANK=rank, SCALED=scale != 1.0, GATHER=gather,
         POINTERS=tile.pointers, EVEN=K % tile.k == 0, TRANSPOSED=transposed, FLATTEN=tile.flatten,
         GROUP=tile.group, STAGGER=delay(tile, rows.device, num_tiles), PROGRAMS=programs,
-        BM=ROW_TILE, BN=tile.n, BK=tile.k, BR=block, SPLIT=tile.split,
+        BM=tile.m, BN=tile.n, BK=tile.k, BR=block, SPLIT=tile.split,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
@@ -221,7 +221,7 @@ def _blocks(operand: torch.Tensor, block: list[int], tile: Tile) -> Operand:
 
 def _rows(rows: torch.Tensor, columns: int, tile: Tile) -> Operand:
     """Rows as they lie, of which a tile reads so many columns at once."""
-    return rows if tile.pointers else _blocks(rows, [ROW_TILE, columns], tile)
+    return rows if tile.pointers else _blocks(rows, [tile.m, columns], tile)
 
 
 def _written(rows: torch.Tensor, columns: int, tile: Tile) -> Operand:
@@ -230,7 +230,13 @@ def _written(rows: torch.Tensor, columns: int, tile: Tile) -> Operand:
         return rows
     from triton.tools.ragged_tma import create_ragged_descriptor
 
-    return create_ragged_descriptor(rows, [ROW_TILE, columns])
+    return create_ragged_descriptor(rows, [tile.m, columns])
+
+
+def tile_of(kernel: str, more: More | None, grouping: Grouping, device: torch.device, *widths: int) -> Tile:
+    """Where no expert has more than a few rows, weights are all that is read: small tiles, many programs."""
+    few = "few " if grouping.most <= FEW_ROWS else ""
+    return tile_for(few + line_of(kernel, more), device, *widths)
 
 
 def line_of(kernel: str, more: More | None = None) -> str:

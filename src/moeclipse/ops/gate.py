@@ -128,7 +128,7 @@ class _Gate(torch.autograd.Function):
 def choose_kernel(logits_TE: torch.Tensor, bias_E: torch.Tensor, kind: GateKind) -> Chosen:
     from moeclipse.ops.triton import gate as kernels
 
-    (T, E), launch = logits_TE.shape, _launch(logits_TE.shape[1], kind)
+    (T, E), launch = logits_TE.shape, _launch(*logits_TE.shape, kind)
     blocks = -(-T // launch["BLOCK"])
     scores_TK = logits_TE.new_empty(T, kind.k)
     ids_TK = logits_TE.new_empty(T, kind.k, dtype=torch.int64)
@@ -157,7 +157,7 @@ def choose_backward_kernel(
     """[T, 3 E]: their sum over the three parts is the gradient of the logits."""
     from moeclipse.ops.triton import gate as kernels
 
-    (T, E), launch = logits_TE.shape, _launch(logits_TE.shape[1], kind)
+    (T, E), launch = logits_TE.shape, _launch(*logits_TE.shape, kind)
     pieces = logits_TE.new_empty(T, 3 * E, dtype=short)
     if d_scores_TK is None:
         d_scores_TK = logits_TE.new_zeros(T, kind.k)
@@ -170,13 +170,14 @@ def choose_backward_kernel(
     return pieces
 
 
-def _launch(num_experts: int, kind: GateKind) -> dict[str, Any]:
+def _launch(num_tokens: int, num_experts: int, kind: GateKind) -> dict[str, Any]:
     padded = 1 << (num_experts - 1).bit_length()
+    block = min(max(1, 2048 // padded), 1 << (num_tokens - 1).bit_length())
     return {
         "K": kind.k,
         "K_PADDED": 1 << (kind.k - 1).bit_length(),
         "E_PADDED": padded,
-        "BLOCK": max(1, 2048 // padded),
+        "BLOCK": block,
         "SIGMOID": kind.sigmoid,
         "RENORMALISE": kind.renormalise,
     }

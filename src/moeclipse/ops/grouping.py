@@ -17,17 +17,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 ROW_TILE = 128
 """Rows that a matrix kernel works on at once; a wgmma warp group takes 64, and two share the weights."""
+FEW_ROWS = 16
+"""Where no expert has more, a tile of so many serves: what a block of a tensor core takes at least."""
+FEW_PAIRS = 128
+"""So many pairs one program groups, each compared with each; and each expert's rows are one tile."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grouping:
     num_rows: int
     """Rows there is room for."""
+    most: int
+    """Rows that one expert can have."""
     counts_E: torch.Tensor
     offsets_E1: torch.Tensor
     tiles_3C: torch.Tensor | None = None
@@ -54,6 +61,7 @@ def group_rows_reference(expert_ids_TK: torch.Tensor, num_experts: int) -> Group
     row_place = torch.where(in_use, order, 0)
     return Grouping(
         num_rows=len(ids_M),
+        most=len(ids_M),
         counts_E=counts_E,
         offsets_E1=offsets,
         row_token_M=row_place // top_k,
@@ -63,9 +71,13 @@ def group_rows_reference(expert_ids_TK: torch.Tensor, num_experts: int) -> Group
 
 
 def group_rows(expert_ids_TK: torch.Tensor, num_experts: int) -> Grouping:
-    """The grouping of a routing; on CUDA by counting, in four small launches."""
+    """The grouping of a routing; on CUDA by counting, in four small launches, or one where pairs are few.
+
+    No token visits an expert twice.
+    """
     if expert_ids_TK.is_cuda and expert_ids_TK.numel() > 0:
-        return group_rows_kernel(expert_ids_TK, num_experts)
+        few = expert_ids_TK.numel() <= FEW_PAIRS
+        return (group_few_kernel if few else group_rows_kernel)(expert_ids_TK, num_experts)
     return group_rows_reference(expert_ids_TK, num_experts)
 
 
@@ -75,7 +87,7 @@ def group_counts(counts_E: torch.Tensor, num_rows: int) -> Grouping:
         return group_counts_kernel(counts_E, num_rows)
     counts_E = counts_E.to(torch.int32)
     offsets = torch.cat([counts_E.new_zeros(1), counts_E.cumsum(0).to(torch.int32)])
-    return Grouping(num_rows=num_rows, counts_E=counts_E, offsets_E1=offsets)
+    return Grouping(num_rows=num_rows, most=num_rows, counts_E=counts_E, offsets_E1=offsets)
 
 
 def group_arrived(index_M: torch.Tensor, counts: Sequence[int], num_rows: int, most: int) -> Grouping:
@@ -124,10 +136,40 @@ def group_rows_kernel(expert_ids_TK: torch.Tensor, num_experts: int, *, block: i
     )  # fmt: skip
     return Grouping(
         num_rows=num_pairs,
+        most=num_tokens,
         counts_E=counts_E,
         offsets_E1=plain.offsets_E1,
         tiles_3C=plain.tiles_3C,
         num_tiles=plain.num_tiles,
+        row_token_M=row_token,
+        row_place_M=row_place,
+        place_row_TK=place_row,
+    )
+
+
+def group_few_kernel(expert_ids_TK: torch.Tensor, num_experts: int) -> Grouping:
+    """The same of at most FEW_PAIRS pairs, in one launch."""
+    from moeclipse.ops.triton import grouping
+
+    (num_tokens, top_k), device = expert_ids_TK.shape, expert_ids_TK.device
+    num_pairs, capacity = expert_ids_TK.numel(), tile_capacity(expert_ids_TK.numel(), num_experts)
+    numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    counts_E, offsets = torch.empty(num_experts, **numbers), torch.empty(num_experts + 1, **numbers)
+    tiles, num_tiles = torch.empty(3, capacity, **numbers), torch.empty(1, **numbers)
+    row_place, row_token = torch.empty(2, num_pairs, **numbers)
+    place_row = torch.empty(num_tokens, top_k, **numbers)
+    grouping.group_few[(1,)](
+        expert_ids_TK.contiguous(), counts_E, offsets, tiles, num_tiles, place_row, row_place, row_token,
+        num_pairs, capacity, num_experts,
+        K=top_k, BLOCK=max(16, _power_of_two(num_pairs)), CHUNK=min(64, _power_of_two(num_experts)),
+    )  # fmt: skip
+    return Grouping(
+        num_rows=num_pairs,
+        most=num_tokens,
+        counts_E=counts_E,
+        offsets_E1=offsets,
+        tiles_3C=tiles,
+        num_tiles=num_tiles,
         row_token_M=row_token,
         row_place_M=row_place,
         place_row_TK=place_row,
@@ -147,13 +189,18 @@ def group_counts_kernel(counts_E: torch.Tensor, num_rows: int) -> Grouping:
         BM=ROW_TILE, PADDED=_power_of_two(num_experts), CHUNK=64,
     )  # fmt: skip
     return Grouping(
-        num_rows=num_rows, counts_E=counts_E, offsets_E1=offsets, tiles_3C=tiles, num_tiles=num_tiles
+        num_rows=num_rows,
+        most=num_rows,
+        counts_E=counts_E,
+        offsets_E1=offsets,
+        tiles_3C=tiles,
+        num_tiles=num_tiles,
     )
 
 
 def tile_capacity(num_rows: int, num_experts: int) -> int:
-    """Row tiles there is room for: each expert may leave one partly filled."""
-    return -(-num_rows // ROW_TILE) + num_experts
+    """Row tiles there is room for: each expert may leave one partly filled, and has a row in it."""
+    return min(-(-num_rows // ROW_TILE) + num_experts, num_rows)
 
 
 def _power_of_two(n: int) -> int:

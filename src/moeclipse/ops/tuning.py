@@ -101,6 +101,17 @@ CLASSES = (("huge", 8192), ("wide", 4096), ("medium", 2048), ("small", 0))
 DEFAULT_FILE = Path("~/.cache/moeclipse/tiles.json")
 
 
+FEW = dict.fromkeys(
+    ("few up", "few product"), Tile(m=16, n=64, k=64, warps=4, stages=3, per_sm=0, pointers=True)
+)
+"""Where no expert has more rows than a tile, so that weights are all that is read."""
+MANY_STAGES = {
+    "few up": replace(FEW["few up"], k=128, stages=5),
+    "few product": replace(FEW["few product"], k=128, warps=2, stages=4),
+}
+"""The same where shared memory has room for more of them on their way."""
+
+
 def _pointers(gated: Tile, product: Tile, wgrad: Tile) -> dict[str, Tile]:
     """A table of the pointer form: one line for each family of kernels, see `line_in`."""
     lines = {
@@ -111,7 +122,7 @@ def _pointers(gated: Tile, product: Tile, wgrad: Tile) -> dict[str, Tile]:
         "narrow, 256 columns": replace(product, n=256, k=32, warps=8, stages=3, split=2),
         "wgrad_narrow": replace(wgrad, n=16, warps=4, split=1),
     }
-    return {line: replace(tile, pointers=True) for line, tile in lines.items()}
+    return FEW | {line: replace(tile, pointers=True) for line, tile in lines.items()}
 
 
 PRODUCTS = ("up, no gate", "down", "d_hidden", "d_rows")
@@ -134,7 +145,7 @@ TABLES: dict[str, dict[str, Tile]] = {
     | {"up and adapter": SMALL["up"]},
     "sm_86": SMALL,
     "sm_89": SMALL,
-    "sm_90": HOPPER,
+    "sm_90": HOPPER | MANY_STAGES,
     "sm_90, pointers": _pointers(
         Tile(n=128, stages=4), Tile(stages=4, split=2), Tile(stages=4, split=4, ahead=True)
     ),
@@ -144,7 +155,8 @@ TABLES: dict[str, dict[str, Tile]] = {
         line: replace(tile, stagger=0, flatten=tile.flatten and "adapter" not in line)
         for line, tile in HOPPER.items()
         if "roles" not in line
-    },
+    }
+    | MANY_STAGES,
     "sm_120": SMALL,
     "gfx942": _pointers(
         Tile(n=128, stages=2, per_sm=0),
@@ -156,7 +168,7 @@ TABLES: dict[str, dict[str, Tile]] = {
 
 def columns_in(line: str, tile: Tile) -> int:
     """Columns of a tile's sum: those of the gate and of the up-projection stand side by side."""
-    gated = line.startswith("up") and "no gate" not in line
+    gated = line.removeprefix("few ").startswith("up") and "no gate" not in line
     return 2 * tile.n if gated else tile.n
 
 
@@ -202,6 +214,9 @@ def candidates(line: str, on: Architecture) -> list[Tile]:
     usual = table[line_in(table, line, 0)]
     if usual.staging:
         return [usual]
+    if line.startswith("few"):
+        small = {"n": (16, 32, 64), "k": (64, 128, 256), "warps": (1, 2, 4), "stages": (3, 4, 5)}
+        return [usual, *(tile for tile in variants(usual, **small) if fits(line, tile, on))]
     wide = (32, 64, 128) if columns_in(line, usual) > usual.n else (64, 128, 256)
     choices = {"n": wide, "k": (32, 64), "warps": (4, 8), "stages": (2, 3, 4), "per_sm": (0, 1)}
     others = [
@@ -221,7 +236,7 @@ def line_in(table: dict[str, Tile], kernel: str, *widths: int) -> str:
     widest = max(widths)
     name = next((name for name, least in CLASSES if widest >= least), "")
     plain = kernel.removesuffix(" and adapter").removesuffix(", add")
-    family = "wgrad" if plain.startswith("wgrad") else "product"
+    family = "wgrad" if plain.startswith("wgrad") else "few product" if plain.startswith("few") else "product"
     lines = (f"{kernel}, {name}", kernel, f"{plain}, {name}", plain, f"{family}, {name}", family)
     return next(line for line in lines if line in table)
 

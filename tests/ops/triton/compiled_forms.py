@@ -25,7 +25,6 @@ from triton.compiler import ASTSource
 
 from moeclipse.ops.architecture import ARCHITECTURES, Architecture
 from moeclipse.ops.expert_kernels import WIDEST_BLOCK, columns_of, narrow_line
-from moeclipse.ops.grouping import ROW_TILE
 from moeclipse.ops.triton.expert_forward import rows_times_weight, up_gated
 from moeclipse.ops.triton.wgrad import grouped_wgrad
 from moeclipse.ops.tuning import TABLES, Tile, line_in, shared_memory
@@ -76,21 +75,21 @@ def flags_of(tile: Tile, rank: int, *, gather: bool, bias: bool) -> dict[str, An
     return {
         "BIAS": bias, "RANK": rank, "GATHER": gather, "POINTERS": tile.pointers, "EVEN": True,
         "FLATTEN": tile.flatten, "GROUP": tile.group, "STAGGER": tile.stagger, "PROGRAMS": 132,
-        "BM": ROW_TILE, "BN": tile.n, "BK": tile.k, "BR": min(columns_of(rank), WIDEST_BLOCK),
+        "BM": tile.m, "BN": tile.n, "BK": tile.k, "BR": min(columns_of(rank), WIDEST_BLOCK),
     }  # fmt: skip
 
 
 def operands(tile: Tile, *, gather: bool, bias: bool) -> dict[str, str]:
-    types = {"x": "*bf16" if gather else block(tile, "bf16", ROW_TILE, tile.k), **TABLES_OF_ROWS}
+    types = {"x": "*bf16" if gather else block(tile, "bf16", tile.m, tile.k), **TABLES_OF_ROWS}
     return types | ({"index": "*i32"} if gather else {}) | ({"bias": "*bf16"} if bias else {})
 
 
 def up(tile: Tile, on: Architecture, rank: int = 0, *, gather: bool = True, bias: bool = False) -> Any:
     types, narrow = operands(tile, gather=gather, bias=bias), min(columns_of(rank), WIDEST_BLOCK)
     types |= {"w": block(tile, "bf16", 1, 2, tile.n, tile.k), "D": "i32", "F": "i32"}
-    types |= dict.fromkeys(("gate_out", "up_out", "a_out"), block(tile, "bf16", 1, 1, ROW_TILE, tile.n))
+    types |= dict.fromkeys(("gate_out", "up_out", "a_out"), block(tile, "bf16", 1, 1, tile.m, tile.n))
     if rank:
-        types |= {"u": block(tile, "bf16", ROW_TILE, narrow), "b": block(tile, "bf16", 1, 2, tile.n, narrow)}
+        types |= {"u": block(tile, "bf16", tile.m, narrow), "b": block(tile, "bf16", 1, 2, tile.n, narrow)}
     return compiled(
         up_gated, types, flags_of(tile, rank, gather=gather, bias=bias) | {"ACT": "swiglu"}, tile, on
     )
@@ -102,14 +101,14 @@ def product(
 ) -> Any:  # fmt: skip
     narrow, bias = min(columns_of(rank), WIDEST_BLOCK), act != "none"
     types = operands(tile, gather=gather, bias=bias) | {"K": "i32", "N": "i32", "scale": "fp32"}
-    types["out"] = block(tile, "bf16", 1, 1, ROW_TILE, tile.n // tile.split)
+    types["out"] = block(tile, "bf16", 1, 1, tile.m, tile.n // tile.split)
     types |= {"a_out": types["out"]} if act != "none" else {}
 
     def weight(columns: int) -> str:
         return block(tile, "bf16", *([tile.n, columns] if transposed else [1, columns, tile.n]))
 
     types["w"] = weight(tile.k)
-    types |= {"u": block(tile, "bf16", ROW_TILE, narrow), "b": weight(narrow)} if rank else {}
+    types |= {"u": block(tile, "bf16", tile.m, narrow), "b": weight(narrow)} if rank else {}
     flags = flags_of(tile, rank, gather=gather, bias=bias)
     flags |= {"ACT": act, "SCALED": scaled, "TRANSPOSED": transposed, "SPLIT": tile.split}
     return compiled(rows_times_weight, types, flags, tile, on)
@@ -148,6 +147,8 @@ def every_kernel(on: Architecture, *, short: bool) -> Iterator[tuple[str, Tile, 
     if short:
         return
     yield "up, in order, biased", tile_of("up"), up(tile_of("up"), on, gather=False, bias=True)
+    yield "few up", tile_of("few up"), up(tile_of("few up"), on)
+    yield "few down", tile_of("few down"), product(tile_of("few down"), on, transposed=True)
     no_gate = tile_of("up, no gate")
     yield "up, no gate", no_gate, product(no_gate, on, transposed=True, gather=True, act="gelu")
     yield "d_hidden", tile_of("d_hidden"), product(tile_of("d_hidden"), on, transposed=False, gather=True)

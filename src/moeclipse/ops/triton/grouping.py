@@ -6,7 +6,7 @@
     place_block    row of each pair = offset of its expert + base of its block + rank inside the block
 
 Four launches, no comparison sort, no atomics, and the host learns nothing. Pairs keep their order inside an
-expert. A pair of -1 has no row.
+expert. A pair of -1 has no row. Where pairs are few, `group_few` does all of it in one.
 """
 
 # Arguments of kernels have no Python types.
@@ -100,3 +100,51 @@ def place_block(
     tl.store(place_row + pair, tl.where(used, row, -1), mask=inside)
     tl.store(row_place + row, pair, mask=used)
     tl.store(row_token + row, pair // K, mask=used)
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def group_few(
+    ids, counts_E, offsets_E1, tiles, num_tiles, place_row, row_place, row_token, num_pairs, capacity,
+    num_experts, K: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One program compares each pair with each; an expert's rows fit one tile, which its first pair writes.
+
+    ids [2, 0, 2, -1]: rows 1, 0, 2, none; tiles (0, 0, 1), (2, 1, 3).
+    """
+    lane = tl.arange(0, BLOCK)
+    wanted = tl.load(ids + lane, mask=lane < num_pairs, other=-1).to(tl.int32)
+    # The same ids, lying along the other axis.
+    others = tl.load(ids + lane[None, :], mask=lane[None, :] < num_pairs, other=-1).to(tl.int32)
+    used = wanted >= 0
+    equal = (wanted[:, None] == others).to(tl.int32)
+    rank = tl.sum(equal * (lane[None, :] < lane[:, None]).to(tl.int32), axis=1)
+    smaller = ((others >= 0) & (others < wanted[:, None])).to(tl.int32)
+    begin = tl.sum(smaller, axis=1)
+    row = begin + rank
+    total = tl.sum(used.to(tl.int32), axis=0)
+    tl.store(place_row + lane, tl.where(used, row, -1), mask=lane < num_pairs)
+    tl.store(row_place + row, lane, mask=used)
+    tl.store(row_token + row, lane // K, mask=used)
+    nothing = tl.zeros((BLOCK,), dtype=tl.int32)
+    unused = (lane >= total) & (lane < num_pairs)
+    tl.store(row_place + lane, nothing, mask=unused)
+    tl.store(row_token + lane, nothing, mask=unused)
+    number = tl.zeros((BLOCK,), dtype=tl.int32)
+    tile_count = 0
+    for first in range(0, num_experts, CHUNK):
+        expert = first + tl.arange(0, CHUNK)
+        count = tl.sum((wanted[:, None] == expert[None, :]).to(tl.int32), axis=0)
+        before = tl.sum((used[:, None] & (wanted[:, None] < expert[None, :])).to(tl.int32), axis=0)
+        inside = expert < num_experts
+        tl.store(counts_E + expert, count, mask=inside)
+        tl.store(offsets_E1 + expert, before, mask=inside)
+        filled = ((count > 0) & inside).to(tl.int32)
+        # Of the tiles of this chunk, those of smaller experts.
+        number += tl.sum(filled[None, :] * (expert[None, :] < wanted[:, None]).to(tl.int32), axis=1)
+        tile_count += tl.sum(filled, axis=0)
+    tl.store(offsets_E1 + num_experts, total)
+    tl.store(num_tiles, tile_count)
+    writes = used & (rank == 0)
+    tl.store(tiles + number, wanted, mask=writes)
+    tl.store(tiles + capacity + number, begin, mask=writes)
+    tl.store(tiles + 2 * capacity + number, begin + tl.sum(equal, axis=1), mask=writes)

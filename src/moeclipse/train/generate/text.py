@@ -48,7 +48,7 @@ from moeclipse.moe.tokens import Tokens
 from moeclipse.tensor.parallel import TensorParallel
 from moeclipse.train.checkpoints.checkpoint import Checkpoint
 from moeclipse.train.data.vocabulary import GrowingText, Vocabulary
-from moeclipse.train.generate.decode_graph import DecodeGraph, obstacle
+from moeclipse.train.generate.decode_graph import DecodeGraph, obstacle, room_for
 from moeclipse.train.ranks import PatientRanks
 from moeclipse.train.step.dtype import choose_dtype
 from moeclipse.train.step.graphs import CudaCapture
@@ -89,11 +89,14 @@ class LanguageModel:
         """`context`: tokens of its longest text, 0: any. `segment`: of a model with memory."""
         self.model, self.vocabulary, self.adapters = model, vocabulary, adapters
         self.context, self.segment, self.ends = context, segment, ends
+        self._graph: DecodeGraph | None = None
+        """Of the last texts, for the next: capturing takes as long as writing a hundred tokens."""
 
     def use(self, adapter: str) -> None:
         """Write with this one of its adapters from now on; empty: with none."""
         if self.adapters is None:
             raise ConfigError(f"adapter {adapter!r}: the model was loaded without adapters")
+        self._graph = None
         self.adapters.put(adapter, self.model)
 
     def loss(self, text: str) -> float:
@@ -170,7 +173,18 @@ class LanguageModel:
     ) -> Iterator[TextPiece]:
         rows = [GrowingText(self.vocabulary, ids, config.stop) for ids in prompts]
         length = max(len(ids) + budget for ids, budget in zip(prompts, budgets, strict=True))
-        steps = Steps(self.model, prompts, config, length, self.segment)
+        # Nobody else has it meanwhile: texts may be written in turns.
+        graph, self._graph = self._graph, None
+        steps = Steps(self.model, prompts, config, length, self.segment, graph)
+        try:
+            yield from self._rows(rows, steps, until, budgets)
+        finally:
+            if not any(parameter.requires_grad for parameter in self.model.parameters()):
+                self._graph = steps.graph
+
+    def _rows(
+        self, rows: Sequence[GrowingText], steps: Steps, until: float | None, budgets: Sequence[int]
+    ) -> Iterator[TextPiece]:
         going: set[int] = set()
         for row, budget in enumerate(budgets):
             if budget:
@@ -203,7 +217,9 @@ class Steps:
         config: SamplingConfig,
         length: int,
         segment: int,
+        graph: DecodeGraph | None = None,
     ) -> None:
+        """`graph`: one that may serve these texts, too."""
         mesh, self.config, self.prompts = model.mesh, config, prompts
         self.model, self.mesh = model, mesh
         self.bounds = even_bounds(len(prompts), mesh.num_data)
@@ -211,8 +227,13 @@ class Steps:
         # Sequence parallelism wants as many rows as tp divides: some read along, and nobody looks.
         unit = model.tp.size if model.tp.parts_tokens else 1
         self.idle = -len(self.mine) % unit
-        self.decoder = Decoder(model, len(self.mine) + self.idle, length, segment=segment)
-        self.graph: DecodeGraph | None = None
+        num_rows = len(self.mine) + self.idle
+        self.graph = graph if graph is not None and graph.serves(num_rows, length) else None
+        if self.graph is None:
+            self.decoder = Decoder(model, num_rows, room_for(length), segment=segment)
+        else:
+            self.decoder = self.graph.decoder
+            self.decoder.begin()
         self.place = 0
 
     def next(self, tokens: Sequence[int], going: set[int], late: bool) -> tuple[list[int], bool]:
@@ -222,7 +243,7 @@ class Steps:
         else:
             new = [[tokens[row]] if row in going else [] for row in self.mine]
         new += [[0] if not tokens else []] * self.idle
-        with writing(self.model), self.mesh.recorder.apart("a text is written"):
+        with torch.no_grad(), self.mesh.recorder.apart("a text is written"):
             logits_BV = self._read(new, first=not tokens)[: len(self.mine)]
             chosen = choose_tokens(logits_BV, self.config, self.mine, self.place)
             self.place += 1
@@ -230,12 +251,13 @@ class Steps:
 
     def _read(self, new: list[list[int]], *, first: bool) -> torch.Tensor:
         """Prompts as they are; then, where it can be, each step as a graph."""
-        if first:
+        if self.graph is not None and not first:
+            return self.graph.read(new)
+        with writing(self.model):
             logits_BV = self.decoder.read(new)
-            if not obstacle(self.decoder):
+            if self.graph is None and first and not obstacle(self.decoder):
                 self.graph = DecodeGraph(self.decoder, CudaCapture(self.mesh.device))
             return logits_BV
-        return self.decoder.read(new) if self.graph is None else self.graph.read(new)
 
     def _tell(self, chosen_B: torch.Tensor, late: bool) -> tuple[list[int], bool]:
         mesh = self.mesh
