@@ -121,7 +121,7 @@ def test_any_layout_gives_the_same_bits(layout: str, one: Path, tmp_path: Path) 
 
 
 def updated_weights(mesh: Mesh) -> list[tuple[str, bool, bool]]:
-    """Of each weight without a master: whether the model has what its update made, and whether that is new."""
+    """Of each weight without a master: whether the model has what its update made, and all of that is new."""
     learner = Learner(config_of({**WAYS["master"], **LAYOUTS["moving"][2]}), mesh)
     before = {name: weight.detach().clone() for name, weight in learner.model.named_parameters()}
     update(learner, 1)
