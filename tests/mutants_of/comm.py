@@ -7,8 +7,8 @@ from mutants_of.mutant import Mutant
 MUTANTS = (
     Mutant(
         "comm/async_ops/reading.py",
-        "    while _held and _held[0][0].query():",
-        "    while _held:",
+        "    while HELD and HELD[0][0].query():",
+        "    while HELD:",
         "comm/async_ops/test_reading.py::test_pinned_memory_is_held_until_its_kernel_has_run",
         "pinned memory is given back before its kernel has run",
         "numbers for the host are those of another reading",

@@ -128,7 +128,8 @@ class _Gate(torch.autograd.Function):
 def choose_kernel(logits_TE: torch.Tensor, bias_E: torch.Tensor, kind: GateKind) -> Chosen:
     from moeclipse.ops.triton import gate as kernels
 
-    (T, E), launch = logits_TE.shape, _launch(*logits_TE.shape, kind)
+    T, E = logits_TE.shape
+    launch = _launch(T, E, kind)
     blocks = -(-T // launch["BLOCK"])
     scores_TK = logits_TE.new_empty(T, kind.k)
     ids_TK = logits_TE.new_empty(T, kind.k, dtype=torch.int64)
@@ -157,7 +158,8 @@ def choose_backward_kernel(
     """[T, 3 E]: their sum over the three parts is the gradient of the logits."""
     from moeclipse.ops.triton import gate as kernels
 
-    (T, E), launch = logits_TE.shape, _launch(*logits_TE.shape, kind)
+    T, E = logits_TE.shape
+    launch = _launch(T, E, kind)
     pieces = logits_TE.new_empty(T, 3 * E, dtype=short)
     if d_scores_TK is None:
         d_scores_TK = logits_TE.new_zeros(T, kind.k)

@@ -68,11 +68,11 @@ def test_all_bytes_are_moved(cuda: FakeCuda, dtype: torch.dtype, count: int) -> 
 
 
 def test_pinned_memory_is_held_until_its_kernel_has_run(cuda: FakeCuda) -> None:
-    reading._held.clear()
+    reading.HELD.clear()
     cuda.ready = False
     for _ in range(3):
         begin(on_device(torch.tensor([1.0])))
-    assert len(reading._held) == 3
+    assert len(reading.HELD) == 3
     cuda.ready = True
     begin(on_device(torch.tensor([1.0])))
-    assert len(reading._held) == 1
+    assert len(reading.HELD) == 1

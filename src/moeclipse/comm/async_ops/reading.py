@@ -24,7 +24,7 @@ from moeclipse.comm.failure import Watch
 
 MOST = 4 << 20
 """Bytes that a kernel moves; of more a copy engine is faster."""
-_held: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+HELD: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
 """Pinned memory until its kernel has run: the allocator knows of copies alone."""
 
 
@@ -48,9 +48,9 @@ def move(into: torch.Tensor, source: torch.Tensor, pinned: torch.Tensor) -> torc
     torch.bitwise_or(here, 0, out=there)
     event = torch.cuda.Event()
     event.record()
-    while _held and _held[0][0].query():
-        _held.popleft()
-    _held.append((event, pinned))
+    while HELD and HELD[0][0].query():
+        HELD.popleft()
+    HELD.append((event, pinned))
     return event
 
 

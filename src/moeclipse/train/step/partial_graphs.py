@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import torch
 
+from moeclipse.comm.async_ops.reading import flat
 from moeclipse.comm.async_ops.record import Recorder
 from moeclipse.comm.mesh import Mesh
 from moeclipse.core.errors import ConfigError
@@ -62,7 +63,8 @@ class PartCapture(CudaCapture):
         if tensor.numel() == 0:
             return tensor.detach()
         # The graphs keep the pool, so there will be memory at that address as long as somebody replays them.
-        bytes_there = torch.as_tensor(Address(tensor.untyped_storage()), device=tensor.device)
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        bytes_there = flat(whole, tensor.device)
         found = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return found.set_(
             bytes_there.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -76,18 +78,6 @@ class PartCapture(CudaCapture):
                 yield
             finally:
                 graph.capture_end()
-
-
-class Address:
-    """Where a storage is, without holding it."""
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (storage.data_ptr(), False),
-            "shape": (storage.nbytes(),),
-            "typestr": "|u1",
-            "version": 2,
-        }
 
 
 class GraphInputs:
