@@ -30,3 +30,23 @@ def test_changed_missing_and_unreadable(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text("{}")
     with pytest.raises(CheckpointError, match="remove it, or convert again"):
         check_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "..", "a/b", ""])
+def test_only_files_of_the_folder_are_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "secret").write_bytes(b"x")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / MANIFEST).write_bytes(encode({name: hashlib.sha256(b"x").hexdigest()}))
+    with pytest.raises(CheckpointError, match="which is no file of the folder"):
+        check_manifest(folder)
+
+
+def test_what_a_link_leads_to_elsewhere_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"x")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "a").symlink_to(tmp_path / "secret")
+    (folder / MANIFEST).write_bytes(encode({"a": hashlib.sha256(b"x").hexdigest()}))
+    with pytest.raises(CheckpointError, match=r"a cannot be read: it leads to .*secret, outside of"):
+        check_manifest(folder)

@@ -117,4 +117,13 @@ MUTANTS = (
         "another slope or limit passes for ours",
         "experts of such a model compute with the numbers of gpt-oss",
     ),
+    Mutant(
+        "hf/manifest.py",
+        "with open_file(path / name, inside=path) as file:",
+        "with open_file(path / name) as file:",
+        "hf/test_manifest.py::test_what_a_link_leads_to_elsewhere_is_not_read",
+        "what a folder's links lead to is opened",
+        "a model from elsewhere finds out what stands in any file of this machine",
+        survived=True,
+    ),
 )

@@ -21,6 +21,7 @@ from moeclipse.train.documents.chat import (
     spans_of,
     special_tokens,
     template_beside,
+    template_file,
 )
 
 PLAIN = (
@@ -100,12 +101,14 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     named = [{"name": "tool_use", "template": "b"}, {"name": "default", "template": "a"}]
     assert template_beside(path, {"chat_template": "x"}) == "x"
+    assert template_file(path) == str(tmp_path / "tokenizer_config.json"), "which errors name"
     assert template_beside(path, {"chat_template": named}) == "a"
     for settings in ({}, {"chat_template": []}, {"chat_template": 3}):
         with pytest.raises(DataError, match="has no chat template; give a tokenizer folder"):
             template_beside(path, settings)
     (tmp_path / "chat_template.jinja").write_text("file")
     assert template_beside(path, {"chat_template": "x"}) == "file"
+    assert template_file(path) == str(tmp_path / "chat_template.jinja")
     specials = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None}
     assert special_tokens(specials) == {"bos_token": "<s>", "eos_token": "</s>"}
 
