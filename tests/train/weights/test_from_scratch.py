@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from test_compose import values_of
-from tiny_models import TINY, in_float64, load
+from tiny_models import TINY, in_float64, load, write_tiny
 
 from moeclipse.cli.main import main
 from moeclipse.comm.mesh import Mesh
@@ -27,6 +27,7 @@ from moeclipse.train.config import TrainConfig
 from moeclipse.train.presets import load as load_preset
 from moeclipse.train.step.learner import Learner
 from moeclipse.train.weights.convert import to_hf
+from moeclipse.train.weights.hugging_face import load_folder
 
 SMALL = {
     "data.seq_len": 8,
@@ -93,6 +94,39 @@ def test_a_model_of_each_family_leaves_with_its_logits(model_type: str, tmp_path
     config = scratch(tmp_path, **values)
     apart, _ = run_alone(compared, config, tmp_path, model_type)
     assert apart < 1e-12
+
+
+def went_through(mesh: Mesh, model_type: str, root: Path) -> tuple[float, float]:
+    """How far logits are apart behind a folder, a run and a folder; and from those of the first folder."""
+    write_tiny(model_type, root / "model")
+    steps = {key: value for key, value in SMALL.items() if key != "model.init_std"}
+    np.save(root / "tokens.npy", np.random.default_rng(0).integers(0, 48, 200).astype(np.uint16))
+    files = {"model.from_hf": str(root / "model"), "data.files": (str(root / "tokens.npy"),)}
+    config = with_values(TrainConfig(), steps | files)
+    learner = Learner(config, mesh)
+    load_folder(learner, OneRank())
+    for step in range(3):
+        learner.step(step)
+    (root / "config.toml").write_text(to_toml(config))
+    learner.save(root / "checkpoints", 3)
+    assert main(["convert", str(root), str(root / "out")]) == 0
+    ids = torch.from_numpy(np.random.default_rng(1).integers(0, config.model.vocab_size, (3, 8)))
+    tokens = Tokens(mesh=mesh, first=0, total=ids.numel())
+    with torch.no_grad():
+        ours = learner.model.eval().logits(learner.model.hidden(ids, tokens)[0])
+        with in_float64():
+            before, behind = (
+                load(root / name).double()(input_ids=ids, use_cache=False).logits.flatten(0, 1)
+                for name in ("model", "out")
+            )
+    return difference(ours, behind), difference(before, behind)
+
+
+@pytest.mark.parametrize("model_type", TINY)
+def test_a_folder_of_each_family_goes_in_trains_and_leaves(model_type: str, tmp_path: Path) -> None:
+    apart, moved = run_alone(went_through, model_type, tmp_path)
+    assert apart < 1e-12
+    assert moved > 1e-3, "three steps have changed it"
 
 
 @pytest.mark.parametrize(
