@@ -27,6 +27,7 @@ import torch
 
 from moeclipse.comm.async_ops.lane import InFlight, gather
 from moeclipse.comm.async_ops.ledger import HOST_GROUP
+from moeclipse.comm.async_ops.reading import send
 from moeclipse.comm.async_ops.record import StepStamps
 from moeclipse.comm.mesh import Mesh
 from moeclipse.report.intervals import StepSplit, TransferInterval, split_step
@@ -94,7 +95,7 @@ class StepTimes:
                 self._make_room(gather(self.mesh.grads, self.mesh.world, longest, "launches").get())
             mine = [*(float(len(group)) for group in launches), *told, float(number)]
             mine += (flat + [0.0] * self._room)[: self._room]
-            tensor = torch.tensor(mine, dtype=torch.float64, device=self.mesh.device)
+            tensor = send(torch.tensor(mine, dtype=torch.float64), self.mesh.device)
             self._message = gather(self.mesh.grads, self.mesh.world, tensor, "exchange of step times")
         return step_ms
 
@@ -143,9 +144,13 @@ class StepTimes:
         self._sent = None
 
     def _tell_split(self) -> None:
-        if self._split is not None:
-            (step, mine), self._split = self._split, None
-            told = torch.tensor(mine, dtype=torch.float64, device=self.mesh.device)
+        if self._split is None:
+            return
+        (step, mine), self._split = self._split, None
+        if self.mesh.world.size == 1:
+            self._tell(step, [mine])
+        else:
+            told = send(torch.tensor(mine, dtype=torch.float64), self.mesh.device)
             self._tell(step, gather(self.mesh.grads, self.mesh.world, told, "step times").get().tolist())
 
     def _tell(self, step: int, table: Sequence[Sequence[float]]) -> None:
