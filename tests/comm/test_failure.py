@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from moeclipse.comm import failure
 from moeclipse.comm.async_ops.lane import all_to_all
-from moeclipse.comm.failure import Watch
+from moeclipse.comm.failure import Cause, Watch
 from moeclipse.comm.mesh import Mesh
 from moeclipse.comm.watch.culprits import Stand
 from moeclipse.testing.run_ranks import run_ranks_raw
@@ -85,10 +85,10 @@ def watches(monkeypatch: pytest.MonkeyPatch) -> list[Watch]:
 
 
 def test_the_first_message_counts(watches: list[Watch]) -> None:
-    assert watches[0].first_failure() is None
+    assert watches[0].first_cause() is None
     watches[2].publish("the disk is full")
     watches[1].publish("rank 2 is gone")
-    assert watches[0].first_failure() == (2, "the disk is full")
+    assert watches[0].first_cause() == Cause(rank=2, text="the disk is full")
     broken = RuntimeError("connection reset")
     assert str(watches[0].explain("rows", (0, 1, 2), broken)) == "rank 2 failed: the disk is full"
 
@@ -120,7 +120,7 @@ def test_what_no_rank_has_signed_ends_nobody(
     assert 2 not in own[0].stands((1, 2))
     assert capsys.readouterr().err.count("no rank of this run has signed") == 3, "each is told once"
     assert own[1].publish("the disk is full"), "a rank's own words take the place of nobody's"
-    assert own[0].first_failure() == (1, "the disk is full")
+    assert own[0].first_cause() == Cause(rank=1, text="the disk is full")
     assert not own[2].publish("too late")
 
 
@@ -200,12 +200,12 @@ def test_a_store_that_died_with_its_host_adds_no_failure_of_its_own(watches: lis
 
     watch = replace(watches[0], store=Dead())
     watch.publish("out of memory")
-    assert watch.first_failure() is None
+    assert watch.first_cause() is None
     assert str(watch.explain("rows", (0, 1), RuntimeError("reset"))) == "rank 0 lost rank 1 in rows: reset"
 
 
 def test_alone_there_is_nobody_to_ask() -> None:
     watch = Watch(store=None, rank=0, num_ranks=1, deadline_s=3)
     watch.publish("nobody hears")
-    assert watch.first_failure() is None
+    assert watch.first_cause() is None
     assert str(watch.explain("rows", (0,), TimeoutError("timed out"))) == "rank 0 waited 3 s in rows"

@@ -109,7 +109,7 @@ def of_world(mesh: Mesh) -> tuple:
         Mesh.of_world(ep=3)
     own.watch.publish("out of memory")
     own.barrier()
-    return own.experts.ranks, own.hosts, own.gather_objects(own.rank), own.watch.first_failure()[1]
+    return own.experts.ranks, own.hosts, own.gather_objects(own.rank), own.watch.first_cause().text
 
 
 def test_a_mesh_over_groups_of_a_user() -> None:

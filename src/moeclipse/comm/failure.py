@@ -73,10 +73,6 @@ class Watch:
         """Leave this rank's message for the others; only the first one counts. Whether it was this one."""
         return self._publish(Cause(rank=self.rank, text=message))
 
-    def first_failure(self) -> tuple[int, str] | None:
-        cause = self.first_cause()
-        return None if cause is None else (cause.rank, cause.text)
-
     def first_cause(self) -> Cause | None:
         try:
             found = self.hear(FIRST)

@@ -159,7 +159,3 @@ def value_and_slope(x: torch.Tensor, activation: Activation) -> tuple[torch.Tens
 
 def swiglu(h_N2F: torch.Tensor) -> torch.Tensor:
     return activate(h_N2F, "swiglu")
-
-
-def swiglu_backward(d_a_NF: torch.Tensor, h_N2F: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return activate_backward(d_a_NF, h_N2F, "swiglu")

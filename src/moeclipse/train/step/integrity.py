@@ -35,7 +35,7 @@ import torch
 from moeclipse.comm.async_ops.lane import gather_to_host
 from moeclipse.comm.group import Group
 from moeclipse.comm.mesh import Mesh
-from moeclipse.core.errors import CommError, CorruptionError
+from moeclipse.core.errors import CorruptionError
 from moeclipse.ops.digest import digest, digest_rows
 from moeclipse.ops.low_bits import LowBits
 from moeclipse.train.config import TrainConfig
@@ -302,13 +302,6 @@ def _ranks(ranks: list[int]) -> str:
         return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"ranks {shown}"
-
-
-def check_replicas(layers: Sequence[PlacedLayer]) -> None:
-    """Collective over the ranks of a stage; raises on all of them where replicas differ."""
-    found = replica_differences(layers)
-    if found:
-        raise CommError(f"replicas differ: {'; '.join(found)}; resume from the last checkpoint")
 
 
 def replica_differences(layers: Sequence[PlacedLayer]) -> list[str]:
