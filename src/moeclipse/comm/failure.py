@@ -160,14 +160,14 @@ class Watch:
 
     # signatures
 
-    def _signed(self, key: str, value: Any) -> str:
+    def _signed(self, key: str, value: object) -> str:
         text = json.dumps(value)
         return f"{self._signature(key, text.encode())} {text}"
 
     def _signature(self, key: str, text: bytes) -> str:
         return hmac.new(self.secret, key.encode() + b"\0" + text, hashlib.sha256).hexdigest()
 
-    def _read(self, key: str, words: bytes) -> Any:
+    def _read(self, key: str, words: bytes) -> object:
         """What a rank said under this key; None where no rank did."""
         signature, _, text = words.partition(b" ")
         if not hmac.compare_digest(signature, self._signature(key, text).encode()):
@@ -181,7 +181,7 @@ class Watch:
             return None
         return json.loads(text)
 
-    def say(self, key: str, value: Any) -> None:
+    def say(self, key: str, value: object) -> None:
         """A word of this rank, for all."""
         if self.store is not None:
             self.store.set(key, self._signed(key, value))

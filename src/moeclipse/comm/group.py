@@ -6,7 +6,6 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch.distributed as dist
 
@@ -28,7 +27,7 @@ class Group:
         return len(self.ranks)
 
 
-def number_hosts(names: Sequence[Any], num_ranks: int) -> tuple[int, ...]:
+def number_hosts(names: Sequence[object], num_ranks: int) -> tuple[int, ...]:
     """A number for each name, by first appearance."""
     if len(names) != num_ranks:
         raise ConfigError(

@@ -168,7 +168,7 @@ class Mesh:
         pp: int = 1,
         device: str | torch.device = "cpu",
         deadline_s: float = 60.0,
-        hosts: Sequence[Any] | None = None,
+        hosts: Sequence[object] | None = None,
     ) -> Mesh:
         """Over the process group that torch.distributed already has (a user's own set-up)."""
         num_ranks = dp * ep * tp * pp
@@ -239,7 +239,7 @@ class Mesh:
         connect_group(self.grads, group)
         return group
 
-    def _nccl_options(self) -> Any:
+    def _nccl_options(self) -> object:
         """None, or NCCL's options with a bound on its blocks, each of which takes a multiprocessor."""
         if not self.comm_sms or self.device.type != "cuda" or not dist.is_nccl_available():
             return None

@@ -186,19 +186,19 @@ class MoE(nn.Module):
         device = self.gate.weight.device
         self.gate.near_E = near_experts(self.mesh, group, placement, device, sharded=self.sharded)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Everything but what belongs to running processes; and the last report, whose loss has a graph."""
         state = dict(self.__dict__)
         for name in ("mesh", "dispatcher", "schedule", "last", "turns", "_wrapping", "gradients"):
             state.pop(name, None)
         return state | {"history": Calls(), "unread": UnreadLosses()}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         if self._placement.num_ranks == 1:
             self.attach(alone(self.gate.weight.device))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
+    def __deepcopy__(self, memo: dict[int, object]) -> MoE:
         """On the same ranks; a copy knows nothing of calls that the layer has under way."""
         made = self.__class__.__new__(self.__class__)
         memo[id(self)] = made

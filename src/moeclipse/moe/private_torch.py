@@ -116,7 +116,7 @@ def guard_clipping(check: Callable[[list[torch.Tensor]], None]) -> None:
     scale: Callable[..., None] = clip_grad._clip_grads_with_norm_
 
     @wraps(scale)
-    def checked(parameters: Any, max_norm: float, *args: Any, **options: Any) -> None:
+    def checked(parameters: Any, max_norm: float, *args: object, **options: object) -> None:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if max_norm != math.inf:
             check([parameter.grad for parameter in given if parameter.grad is not None])

@@ -229,7 +229,7 @@ class Structure:
         return (value,) if self.alone else tuple(value)
 
 
-def describe(inputs: Any) -> str:
+def describe(inputs: object) -> str:
     """What it is, and of a container what is in it."""
     name = type(inputs).__name__
     if isinstance(inputs, Mapping | Sequence) and not isinstance(inputs, str):

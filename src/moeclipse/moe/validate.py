@@ -48,7 +48,7 @@ TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
 }
 
 
-def check_types(**given: Any) -> None:
+def check_types(**given: object) -> None:
     """Arguments of a layer, by name, before anything is asked of them; None is left out."""
     problems = []
     for name, value in given.items():

@@ -37,7 +37,7 @@ def train(
     return run(config, resume=resume)
 
 
-def configured(source: TrainConfig | str | Path, sections: Mapping[str, Mapping[str, Any]]) -> TrainConfig:
+def configured(source: TrainConfig | str | Path, sections: Mapping[str, Mapping[str, object]]) -> TrainConfig:
     """The checked configuration of a call."""
     layer = layer_of(sections)
     if isinstance(source, TrainConfig):
@@ -55,7 +55,7 @@ def configured(source: TrainConfig | str | Path, sections: Mapping[str, Mapping[
     return merge(name, flags=layer).built.with_warnings()
 
 
-def layer_of(sections: Mapping[str, Mapping[str, Any]]) -> ConfigLayer:
+def layer_of(sections: Mapping[str, Mapping[str, object]]) -> ConfigLayer:
     """`gate={"top_k": 2}` as the layer that a file with [gate] top_k = 2 is."""
     known, problems, layer = keys_of(TrainConfig), [], {}
     names = sorted({key.partition(".")[0] for key in known})

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
 
 from moeclipse.core.config import Built, ConfigLayer, Given, build, nearest, read_toml, table_layer
 from moeclipse.core.errors import CheckpointError, ConfigError
@@ -37,14 +36,14 @@ def preset_names() -> list[str]:
     )
 
 
-def preset_table(name: str) -> dict[str, Any]:
+def preset_table(name: str) -> dict[str, object]:
     """The table of a preset; ConfigError with the names there are."""
     if name not in preset_names():
         raise ConfigError(_unknown_preset(name, "preset_table"))
     return parse_toml((_folder() / f"{name}.toml").read_text(encoding="utf-8"), f"preset {name}")
 
 
-def _unknown_preset(name: Any, origin: str) -> str:
+def _unknown_preset(name: object, origin: str) -> str:
     names = preset_names()
     close = nearest(str(name), names)
     hint = f"; did you mean {close!r}?" if close else ""
@@ -142,7 +141,7 @@ def folder_layer(folder: str, found: list[str], *, dense: bool = False) -> dict[
     return layer
 
 
-def _layer(table: Mapping[str, Any], origin: str, found: list[str]) -> dict[str, Given]:
+def _layer(table: Mapping[str, object], origin: str, found: list[str]) -> dict[str, Given]:
     layer, problems = table_layer(TrainConfig, table, origin)
     found += problems
     return layer

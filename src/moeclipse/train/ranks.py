@@ -63,7 +63,7 @@ def together(ranks: Ranks, work: Callable[[], Any], words: Callable[[Exception],
     return agree(ranks, attempt(work, words))
 
 
-def attempt(work: Callable[[], Any], words: Callable[[Exception], str] = str) -> dict[str, Any]:
+def attempt(work: Callable[[], object], words: Callable[[Exception], str] = str) -> dict[str, object]:
     """What came of this rank's part, JSON-able; it may be done on any thread."""
     try:
         return {"result": work()}

@@ -60,7 +60,7 @@ class Execution:
 
 
 def execute_settled(
-    verified: Verified, rank: int, run: Callable[[Op], InFlight[Any] | None], settle: Callable[[str], None]
+    verified: Verified, rank: int, run: Callable[[Op], InFlight[object] | None], settle: Callable[[str], None]
 ) -> None:
     """Run `rank`'s ops in the proved order, each to its end before the next; `settle` waits on the host.
 
@@ -78,7 +78,7 @@ def execute_settled(
 def execute(
     verified: Verified,
     rank: int,
-    run: Callable[[Op], InFlight[Any] | None],
+    run: Callable[[Op], InFlight[object] | None],
     order: Sequence[int] | None = None,
 ) -> None:
     """Run `rank`'s ops; when this returns, every transfer has been waited for.

@@ -192,7 +192,7 @@ class Lane:
         return self.device.type == "cuda" and group.backend == "nccl"
 
     def collective(
-        self, group: Group, label: str, start: Callable[..., Any], value: T, keep: Any = None
+        self, group: Group, label: str, start: Callable[..., object], value: T, keep: object = None
     ) -> Transfer[T]:
         """`launch` of a call of torch.distributed, which takes `async_op`."""
         by_stream = self.by_stream(group)
@@ -203,9 +203,9 @@ class Lane:
         self,
         group: Group,
         label: str,
-        start: Callable[[], Any],
+        start: Callable[[], object],
         value: T,
-        keep: Any = None,
+        keep: object = None,
         *,
         on_stream: bool = False,
     ) -> Transfer[T]:

@@ -96,7 +96,7 @@ class Recorder:
         self.active = True
 
     @contextmanager
-    def compute(self, what: Any = "compute") -> Iterator[None]:
+    def compute(self, what: object = "compute") -> Iterator[None]:
         begun = self.stamp() if self.active else None
         yield
         if self.active and begun is not None:
@@ -104,7 +104,7 @@ class Recorder:
             if self.marks is not None:
                 self.marks.append((what, *self._compute[-1]))
 
-    def mark(self, what: Any) -> AbstractContextManager[None]:
+    def mark(self, what: object) -> AbstractContextManager[None]:
         """A part of compute that a trace shows by name; `what` is made a text when the step is over."""
         return self._marked(what) if self.tracing else nullcontext()
 
@@ -113,7 +113,7 @@ class Recorder:
         return self.marks is not None and not self.capturing
 
     @contextmanager
-    def _marked(self, what: Any) -> Iterator[None]:
+    def _marked(self, what: object) -> Iterator[None]:
         begun = self.stamp()
         yield
         if self.marks is not None:

@@ -50,7 +50,7 @@ from moeclipse.core.errors import ConfigError
 STAGES = 3  # sizes, inside, across
 
 
-def two_level(mesh: Mesh, group: Group, hosts: Sequence[Any] | None = None) -> Transport:
+def two_level(mesh: Mesh, group: Group, hosts: Sequence[object] | None = None) -> Transport:
     """Collective over all ranks, made once for each group of the mesh and kept there.
 
     `hosts` names the host of each rank of the mesh; left out, the mesh asks the machines. Where a group is on
@@ -180,7 +180,7 @@ def launch(
     rows: torch.Tensor,
     receive: list[int] | None = None,
     send: list[int] | None = None,
-) -> Any:
+) -> object:
     return dist.all_to_all_single(out, rows, receive, send, group=group.handle, async_op=True)
 
 
@@ -224,7 +224,7 @@ class StageQueue:
         self.advance()
         return exchange
 
-    def advance(self, *_: Any) -> None:
+    def advance(self, *_: object) -> None:
         """Launch whatever may be launched. Called from the caller's thread and from gloo's."""
         with self._lock:
             if self._advancing:

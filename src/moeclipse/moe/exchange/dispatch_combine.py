@@ -155,11 +155,11 @@ class ForwardRun:
         sent = [send_unit(self.plan, unit, rows, out, label) for rows, out in pairs]
         return sent[0] if len(sent) == 1 else Joined(sent)
 
-    def send_back(self, op: Op) -> InFlight[Any] | None:
+    def send_back(self, op: Op) -> InFlight[object] | None:
         unit, label = self.plan.units[key_of(op)], f"combine {TEXT_OF(op)}"
         return return_unit(self.plan, unit, self.partial_RO, self.back_NO, label)
 
-    def send_shadows(self, _: Op) -> InFlight[Any]:
+    def send_shadows(self, _: Op) -> InFlight[object]:
         assert self.shadows is not None
         return self.shadows.send_weights()
 
@@ -263,7 +263,7 @@ class BackwardRun:
         unit = self.plan.units[key_of(op)]
         return send_unit(self.plan, unit, self.d_rows_NO, self.arrived_RO, f"backward dispatch {TEXT_OF(op)}")
 
-    def send_back(self, op: Op) -> InFlight[Any] | None:
+    def send_back(self, op: Op) -> InFlight[object] | None:
         given, label = (self.plan, self.plan.units[key_of(op)]), f"backward combine {TEXT_OF(op)}"
         pairs = zip(self.partial, self.back, strict=True)
         wanted = [(rows, out) for rows, out in pairs if rows is not None and out is not None]
@@ -287,7 +287,7 @@ class BackwardRun:
         else:
             self.shadows.add_grads(self.weight_grads)
 
-    def return_shadows(self, _: Op) -> InFlight[Any]:
+    def return_shadows(self, _: Op) -> InFlight[object]:
         if self.guests is not None:
             returned = self.guests.return_grads()
             self.return_scores()  # always the last to leave
@@ -350,7 +350,7 @@ class DispatchCombine(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, d_out_TO: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, d_out_TO: torch.Tensor) -> tuple[object, ...]:
         began = ctx.watch.stamp() if ctx.watch is not None else None
         kept = put_together(ctx.state, ctx.saved_tensors, WHOLE)
         wanted = ctx.needs_input_grad[2 + len(ctx.inputs) :]

@@ -73,7 +73,7 @@ class InTurns:
         self.forward.advance(last_compute(self.forward.ops) + 1)
         self.forward.advance()
 
-    def collect(self) -> tuple[torch.Tensor, Any]:
+    def collect(self) -> tuple[torch.Tensor, object]:
         assert self.run is not None
         self.forward.get()
         out_TO, kept = self.run.finish(), self.run.kept()
@@ -115,7 +115,7 @@ class _Launch(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, _token: torch.Tensor, baton: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, _token: torch.Tensor, baton: torch.Tensor) -> tuple[object, ...]:
         d_inputs, d_scores_TK = ctx.rows.collect_back()
         return baton, d_scores_TK, None, *d_inputs
 
@@ -131,7 +131,7 @@ class _Compute(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, token: torch.Tensor, baton: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, token: torch.Tensor, baton: torch.Tensor) -> tuple[object, ...]:
         return token, baton, None, *ctx.rows.compute_back(ctx.needs_input_grad[3:])
 
 
@@ -148,7 +148,7 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, d_out_TO: torch.Tensor, baton: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, d_out_TO: torch.Tensor, baton: torch.Tensor) -> tuple[object, ...]:
         kept = put_together(ctx.state, ctx.saved_tensors, WHOLE)
         if not keeps_graph():
             ctx.state = None

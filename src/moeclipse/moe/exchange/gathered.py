@@ -132,7 +132,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, d_scores: torch.Tensor | None, _: Any, *d_inputs: torch.Tensor | None) -> Any:
+    def backward(
+        ctx: Any, d_scores: torch.Tensor | None, _: object, *d_inputs: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         wire, where = ctx.wire, ctx.where
 
         def back(grad: torch.Tensor | None, what: str, like: Any) -> torch.Tensor:
@@ -154,5 +156,5 @@ class _SumBack(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, d_y: torch.Tensor) -> Any:
+    def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, None, ctx.wire.gather(d_y, f"{D_OUTPUTS}, {ctx.where}")

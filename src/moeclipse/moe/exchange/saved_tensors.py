@@ -33,12 +33,12 @@ class Place:
     number: int
 
 
-def take_apart(state: Any, whole: tuple[type, ...] = ()) -> tuple[Any, list[torch.Tensor]]:
+def take_apart(state: object, whole: tuple[type, ...] = ()) -> tuple[object, list[torch.Tensor]]:
     """(the tree without its tensors, the tensors). Objects of the types `whole` are left as they are."""
     tensors: list[torch.Tensor] = []
     places: dict[int, Place] = {}
 
-    def leaf(value: Any) -> Any:
+    def leaf(value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) not in places:
@@ -54,7 +54,7 @@ def put_together(skeleton: Any, tensors: Sequence[torch.Tensor], whole: tuple[ty
     return _map(skeleton, lambda value: tensors[value.number] if isinstance(value, Place) else value, whole)
 
 
-def _map(value: Any, leaf: Callable[[Any], Any], whole: tuple[type, ...]) -> Any:
+def _map(value: Any, leaf: Callable[[Any], Any], whole: tuple[type, ...]) -> object:
     kind: Any = type(value)
     names = _parts_of(kind, whole)
     if names is None:

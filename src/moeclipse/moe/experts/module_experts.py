@@ -126,10 +126,10 @@ class ModuleExperts(Unhooked):
 
     def _load_from_state_dict(
         self,
-        state_dict: dict[str, Any],
+        state_dict: dict[str, object],
         prefix: str,
-        local_metadata: dict[str, Any],
-        *others: Any,
+        local_metadata: dict[str, object],
+        *others: object,
     ) -> None:
         """Names by slot, which 0.1 saved, are understood; experts of other ranks are passed over."""
         self.loads += 1

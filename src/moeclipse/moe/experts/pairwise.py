@@ -142,7 +142,7 @@ class LocalExperts(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, d_y_TO: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, d_y_TO: torch.Tensor) -> tuple[object, ...]:
         saved, order_M = put_together(ctx.state, ctx.saved_tensors, (PairwiseExperts,))
         experts, (shape, dtype) = ctx.experts, ctx.scores
         d_inputs, d_score_M, pending = experts.dgrad(d_y_TO, saved)

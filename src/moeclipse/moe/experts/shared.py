@@ -71,7 +71,7 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy_TD: torch.Tensor) -> tuple[object, ...]:
         dx_TD, pending = ctx.experts.dgrad(dy_TD.contiguous(), put_together(ctx.state, ctx.saved_tensors))
         return dx_TD, None, *ctx.experts.wgrad([pending], wanted=ctx.needs_input_grad[2:])
 

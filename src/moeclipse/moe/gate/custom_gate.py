@@ -16,8 +16,6 @@ of choices and scores alone.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -140,5 +138,5 @@ class OwnGate(nn.Module):
     def take_seen(self) -> torch.Tensor:
         return self.bias_E.new_zeros(3, dtype=torch.int64)
 
-    def rebalance(self, *_: Any) -> None:
+    def rebalance(self, *_: object) -> None:
         """Nothing moves by itself."""

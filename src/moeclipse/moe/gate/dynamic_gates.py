@@ -28,7 +28,6 @@ Shapes: T tokens, K = gate.top_k places.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -109,7 +108,7 @@ class DynamicChoice(nn.Module):
         self.trend.zero_()
         self.seen_3.zero_()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *rest: object) -> None:
         """States of the first release know no trend: it begins at rest."""
         if self.config.mean_experts > 0 and f"{prefix}limit" in state_dict:
             state_dict.setdefault(f"{prefix}trend", torch.zeros_like(self.trend))

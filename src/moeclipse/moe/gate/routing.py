@@ -86,7 +86,7 @@ class Routing:
         return self.logits_TE.logsumexp(-1).square().sum()
 
 
-def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
+def _tensors_of(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif is_dataclass(value):

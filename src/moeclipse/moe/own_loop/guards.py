@@ -135,7 +135,7 @@ class Gradients:
             warn(forgotten_text(self.where, "weights were changed after a backward"))
 
 
-def gradients_of(layer: Any) -> Gradients:
+def gradients_of(layer: object) -> Gradients:
     """Of a `MoE` with a mesh of several ranks; it holds them."""
     if "gradients" not in vars(layer):
         vars(layer)["gradients"] = Gradients(layer)
@@ -149,7 +149,7 @@ class LayerOf:
     def __init__(self, layer: Any = None) -> None:
         self._layer = None if layer is None else ref(layer)
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         return None if self._layer is None else self._layer()
 
     def __reduce__(self) -> tuple[type[LayerOf], tuple[()]]:
@@ -193,7 +193,7 @@ def begin_watch() -> WeakSet[Gradients]:
 
 
 def before_step(
-    known: Iterable[Gradients], optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]
+    known: Iterable[Gradients], optimizer: Optimizer, args: tuple[object, ...], options: dict[str, object]
 ) -> None:
     """A closure runs backward inside of the step, so there the next forward has to look."""
     by_id = {id(grad.parameter): (grad, layer) for layer in known for grad in layer}

@@ -146,7 +146,7 @@ class Turns:
             after = place + 1 if len(self._live) == WIDTH else place
             self._begin(self._live[after % len(self._live)])
 
-    def _lasts(self) -> list[Any]:
+    def _lasts(self) -> list[object]:
         return [layer.last for layer in self.layers]
 
     # random numbers
@@ -171,7 +171,7 @@ class Turns:
         return found
 
 
-def thread_settings(device: torch.device) -> Callable[[], Any]:
+def thread_settings(device: torch.device) -> Callable[[], object]:
     """What the caller's thread has set, to be entered by another one."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     kinds = {"cpu", device.type}

@@ -42,7 +42,7 @@ def watch_optimizers(mesh: Mesh, experts: Experts) -> None:
     mesh.once("experts with optimizers", begin).add(experts)
 
 
-def adopt(known: Known, adopted: WeakSet[Optimizer], optimizer: Optimizer, *_: Any) -> None:
+def adopt(known: Known, adopted: WeakSet[Optimizer], optimizer: Optimizer, *_: object) -> None:
     """Before a step: let this optimizer speak of experts, if it steps for any."""
     if optimizer in adopted or not places_of(known, parameters_of(optimizer.param_groups)):
         return
@@ -94,7 +94,7 @@ def changed(
     return {**state_dict, "state": state}
 
 
-def say(known: Known, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def say(known: Known, optimizer: Optimizer, state_dict: dict[str, object]) -> dict[str, object]:
     return changed(known, optimizer, state_dict, lambda _, value, *of: said(value, *of), strict=True)
 
 
@@ -113,7 +113,7 @@ def said(value: Any, place: ExpertPlace, parameter: torch.Tensor) -> Any:
     return ExpertShards(value, place)
 
 
-def take(known: Known, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def take(known: Known, optimizer: Optimizer, state_dict: dict[str, object]) -> dict[str, object]:
     return changed(
         known, optimizer, state_dict, lambda key, value, place, _: taken(value, place, key), strict=False
     )

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -32,10 +32,10 @@ from moeclipse.moe.losses import MoEReport
 from moeclipse.moe.own_loop.microbatch_threads import Turns
 from moeclipse.moe.own_loop.standalone import moe_layers
 
+T = TypeVar("T")
 
-def overlap(
-    model: nn.Module, microbatches: Sequence[Any], call: Callable[[Any], Any] | None = None
-) -> list[Any]:
+
+def overlap(model: nn.Module, microbatches: Sequence[T], call: Callable[[T], Any] | None = None) -> list[Any]:
     """What the model returns for each microbatch, in order. All ranks have as many of them.
 
     A tuple or list is given to the model as arguments, a dict as named ones, all else as its only argument;

@@ -57,7 +57,7 @@ def parallelize(
     return _sharded(model, mesh, options)
 
 
-def _sharded(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> nn.Module:
+def _sharded(model: nn.Module, mesh: Mesh, options: dict[str, object]) -> nn.Module:
     """Block by block, where the model has lists of blocks; what is left over belongs to the whole."""
     over = DeviceMesh(mesh.device.type, list(range(dist.get_world_size())))
     given: dict[str, Any] = {"mesh": over, "ignored_params": expert_parameters(model), **options}

@@ -89,7 +89,7 @@ class ExpertPlace:
             at = tuple(slice(first, first + size) for first, size in zip(offsets, here.shape, strict=True))
             logical[at] = here
 
-    def take(self, given: Any, name: str) -> Any:
+    def take(self, given: Any, name: str) -> object:
         """The local tensor, of one that was saved: these experts' own, or one over all experts.
 
         A plain tensor of the local shape says nothing of experts, and is taken at its word.
@@ -122,8 +122,8 @@ class ExpertShards(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         first = args[0]
         if func in ALIKE and isinstance(first, ExpertShards):
             return ExpertShards(func(first.local, *args[1:], **(kwargs or {})), first.place)
@@ -149,19 +149,19 @@ class ExpertShards(torch.Tensor):
         """Whoever writes the bytes of tensors must not take this rank's for all."""
         raise self.cannot("whoever asks for the memory")
 
-    def storage(self) -> Any:
+    def storage(self) -> object:
         raise self.cannot("whoever asks for the memory")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         cut = None if self.place.cut is None else tuple(vars(self.place.cut).values())
         return rebuild_shards, (self.local, self.place.experts, self.place.num_experts, cut)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"ExpertShards({self.place}, local={self.local!r})"
 
     # What torch.distributed.checkpoint asks for.
 
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 

@@ -117,7 +117,7 @@ class CutChoice:
         self,
         known: dict[str, Any] | None,
         tell: Callable[[list[float]], list[list[float]]],
-        keep: Callable[[dict[str, Any]], None],
+        keep: Callable[[dict[str, object]], None],
     ) -> None:
         """What this call runs; behind the last trial ranks `tell` each other their times, and one stays.
 

@@ -220,11 +220,11 @@ class ExchangeSchedule:
             with mesh.recorder.apart("trials of granularities"):
                 self.cuts.take_turn(known, partial(tell, mesh), self._keep)
 
-    def _keep(self, cut: dict[str, Any]) -> None:
+    def _keep(self, cut: dict[str, object]) -> None:
         assert self.probe is not None
         self.on_choice({"probe": asdict(self.probe), **cut})
 
-    def take_choice(self, choice: dict[str, Any] | None) -> None:
+    def take_choice(self, choice: dict[str, object] | None) -> None:
         """What an equal run chose is taken when this one would measure; what was tuned, at once."""
         self._known = choice
         if choice is not None:

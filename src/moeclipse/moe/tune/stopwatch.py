@@ -90,14 +90,14 @@ class Stopwatch:
         self.cuda = cuda
         self._laps: dict[str, list[tuple[Any, Any]]] = {"F": [], "B": []}
 
-    def stamp(self) -> Any:
+    def stamp(self) -> object:
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def lap(self, began: Any, letter: str) -> None:
+    def lap(self, began: object, letter: str) -> None:
         if len(self._laps[letter]) < self.LAPS:
             self._laps[letter].append((began, self.stamp()))
 

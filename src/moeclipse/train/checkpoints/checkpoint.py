@@ -224,7 +224,7 @@ def check_model(state: Mapping[str, Any], expected: Mapping[str, Any], key: str 
         )
 
 
-def check_state(state: Mapping[str, Any], kinds: Mapping[str, type], path: Path) -> None:
+def check_state(state: Mapping[str, object], kinds: Mapping[str, type], path: Path) -> None:
     """Fails, naming each of them, unless every key is there and of its kind."""
     wrong = [key for key, kind in kinds.items() if type(state.get(key)) is not kind]
     if wrong:

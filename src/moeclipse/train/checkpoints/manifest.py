@@ -113,7 +113,7 @@ def encode_manifest(files: Mapping[str, Written]) -> bytes:
     return _encode(body)
 
 
-def _encode(body: Mapping[str, Any]) -> bytes:
+def _encode(body: Mapping[str, object]) -> bytes:
     checksum = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return json.dumps({**body, "checksum": checksum}, indent=1, sort_keys=True).encode() + b"\n"
 

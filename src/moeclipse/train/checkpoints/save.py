@@ -106,7 +106,7 @@ class SaveJob:
             # Once more together: no rank goes on before the partial files are gone, and all say the same.
             raise StorageError(self.ranks.gather_objects(text)[0]) from None
 
-    def prepare(self, pieces: Iterable[Piece], state: Mapping[str, Any]) -> dict[str, Any]:
+    def prepare(self, pieces: Iterable[Piece], state: Mapping[str, object]) -> dict[str, object]:
         temporary = ""
         if self.ranks.rank == 0:
             _check_state(state)
@@ -215,7 +215,7 @@ def size_text(num_bytes: int) -> str:
     return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
 
 
-def _check_state(state: Mapping[str, Any]) -> None:
+def _check_state(state: Mapping[str, object]) -> None:
     try:
         json.dumps(state)
     except (TypeError, ValueError) as error:

@@ -169,7 +169,7 @@ def some_of(windows: np.ndarray, most: int) -> np.ndarray:
     return windows[np.arange(most) * len(windows) // most]
 
 
-def told_of(loss: float, targets: int) -> dict[str, Any]:
+def told_of(loss: float, targets: int) -> dict[str, object]:
     mean = loss / max(targets, 1)
     perplexity = math.exp(min(mean, MOST_NATS)) if math.isfinite(mean) else math.nan
     return {"eval_loss": mean, "eval_perplexity": perplexity, "eval_targets": targets}

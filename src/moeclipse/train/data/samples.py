@@ -279,7 +279,7 @@ class Batches:
         """The data position before `step`, JSON-able, with all that gives the number its meaning."""
         return {"next_sample": step * self.batch_size, **self._fingerprint()}
 
-    def check_state(self, state: Mapping[str, Any], step: int) -> None:
+    def check_state(self, state: Mapping[str, object], step: int) -> None:
         """Fails unless this run would read, from `step` on, what the saved run would have read."""
         lines = differences(state, self.state(step), prefix="data")
         if lines:
@@ -288,7 +288,7 @@ class Batches:
                 f"settings the run was started with, or start a new run"
             )
 
-    def _fingerprint(self) -> dict[str, Any]:
+    def _fingerprint(self) -> dict[str, object]:
         samples = self.samples
         return {
             "batch_size": self.batch_size,

@@ -30,7 +30,7 @@ Conversation = tuple[str, Messages]
 """What an error calls it, and what was said."""
 
 
-def template_beside(path: Path, settings: Mapping[str, Any]) -> str:
+def template_beside(path: Path, settings: Mapping[str, object]) -> str:
     """The chat template of a tokenizer file, from what stands beside it."""
     beside = path.parent / "chat_template.jinja"
     if beside.is_file():
@@ -56,7 +56,7 @@ def template_file(path: Path) -> str:
     return str(beside if beside.is_file() else path.parent / "tokenizer_config.json")
 
 
-def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+def special_tokens(settings: Mapping[str, object]) -> dict[str, str]:
     """Names that templates use: bos_token, eos_token and the like."""
     found = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
@@ -145,7 +145,7 @@ def common(a: str, b: str) -> int:
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def messages_of(record: Mapping[str, Any], field: str, where: str) -> list[dict[str, Any]]:
+def messages_of(record: Mapping[str, object], field: str, where: str) -> list[dict[str, object]]:
     """The conversation in a record."""
     found = record.get(field)
     if not isinstance(found, list) or not found:

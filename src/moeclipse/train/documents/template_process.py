@@ -236,7 +236,7 @@ def compiled(text: str) -> Any:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def to_json(value: Any, indent: int | None = None, **_: Any) -> str:
+    def to_json(value: object, indent: int | None = None, **_: object) -> str:
         return json.dumps(value, ensure_ascii=False, indent=indent)
 
     extensions: list[Any] = [Generation, jinja2.ext.loopcontrols]

@@ -91,7 +91,7 @@ def tokenizer_file(tokenizer: str) -> Path | None:
     return path if path.is_file() else None
 
 
-def settings_beside(path: Path) -> dict[str, Any]:
+def settings_beside(path: Path) -> dict[str, object]:
     """What a Hugging Face folder says of its tokenizer; nothing where the file stands alone."""
     try:
         # Its `model_max_length` is often 1e30, as an integer.
@@ -266,7 +266,7 @@ def field_of(line: str, field: str, where: str) -> str:
     return found
 
 
-def record_of(line: str, where: str) -> dict[str, Any]:
+def record_of(line: str, where: str) -> dict[str, object]:
     try:
         found = parse_json(line, numbers=False)
     except ValueError as error:

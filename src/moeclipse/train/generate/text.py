@@ -119,7 +119,7 @@ class LanguageModel:
         return texts
 
     def stream(
-        self, prompts: str | Sequence[str], *, until: float | None = None, **options: Any
+        self, prompts: str | Sequence[str], *, until: float | None = None, **options: object
     ) -> Iterator[TextPiece]:
         """The same in pieces, as they come. `until`: a time of `time.monotonic` at which all rows end."""
         config = given_options(options)

@@ -91,7 +91,7 @@ class StepTrace:
             self.mesh.barrier()
 
 
-def watch_layer(name: str, layer: nn.Module, recorder: Recorder) -> list[Any]:
+def watch_layer(name: str, layer: nn.Module, recorder: Recorder) -> list[object]:
     """Hooks that mark forward and backward of a layer which autograd runs; pipelines call its parts instead.
 
     A gradient that arrives begins or ends a backward: of the output this layer's, of the input it ends it.
@@ -104,7 +104,7 @@ def watch_layer(name: str, layer: nn.Module, recorder: Recorder) -> list[Any]:
             if given and isinstance(given[0], torch.Tensor) and given[0].requires_grad:
                 given[0].register_hook(lambda _: ended("B"))
 
-    def after(_: nn.Module, __: tuple[Any, ...], out: Any) -> None:
+    def after(_: nn.Module, __: tuple[object, ...], out: object) -> None:
         ended("F")
         first = out[0] if isinstance(out, tuple) else out
         if recorder.tracing and isinstance(first, torch.Tensor) and first.requires_grad:

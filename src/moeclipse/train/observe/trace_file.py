@@ -105,7 +105,9 @@ def write_trace(
         say(f"{TRACE} cannot be written: {error.strerror or error}; training goes on without")
 
 
-def measured_events(rank: int, steps: list[RankTrace], ranks: list[list[RankTrace]]) -> list[dict[str, Any]]:
+def measured_events(
+    rank: int, steps: list[RankTrace], ranks: list[list[RankTrace]]
+) -> list[dict[str, object]]:
     """Microseconds since rank 0 began the first traced step."""
     zero, lanes = ranks[0][0].begin_s, {"compute": 0}
     events: list[dict[str, Any]] = []
@@ -119,7 +121,7 @@ def measured_events(rank: int, steps: list[RankTrace], ranks: list[list[RankTrac
     return [*names_of(rank, f"rank {rank}", rank, lanes), *events]
 
 
-def names_of(process: int, name: str, order: int, lanes: dict[str, int]) -> list[dict[str, Any]]:
+def names_of(process: int, name: str, order: int, lanes: dict[str, int]) -> list[dict[str, object]]:
     told = [("process_name", 0, {"name": name}), ("process_sort_index", 0, {"sort_index": order})]
     told += [("thread_name", row, {"name": lane}) for lane, row in lanes.items()]
     return [{"ph": "M", "name": what, "pid": process, "tid": row, "args": args} for what, row, args in told]
@@ -127,7 +129,7 @@ def names_of(process: int, name: str, order: int, lanes: dict[str, int]) -> list
 
 def simulated_events(
     config: TrainConfig, mesh: Mesh, verified: Verified, first: list[RankTrace]
-) -> tuple[list[dict[str, Any]], str]:
+) -> tuple[list[dict[str, object]], str]:
     """The first traced step as simulated, and in words what that was told; no events where it cannot be."""
     program = verified.program
     num_ops = sum(map(len, program.ranks))

@@ -299,7 +299,7 @@ class ModelPlacement:
         everyone = self.mesh.gather_objects(mine)
         return list({entry["layer"]: entry for entries in everyone for entry in entries}.values())
 
-    def load_state(self, saved: list[Mapping[str, Any]] | None) -> None:
+    def load_state(self, saved: list[Mapping[str, object]] | None) -> None:
         """Before weights are read: hold what the checkpoint held, where that fits these ranks and slots.
 
         Without a planner the configuration counts: its table, or even shares.

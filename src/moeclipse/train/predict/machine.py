@@ -41,7 +41,7 @@ class MachineClock:
     def __init__(self, device: torch.device, repeats: int = REPEATS) -> None:
         self.device, self.repeats = device, repeats
 
-    def __call__(self, work: Callable[[], Any]) -> float:
+    def __call__(self, work: Callable[[], object]) -> float:
         """Seconds."""
         times = []
         for _ in range(self.repeats + 1):  # the first one warms up
@@ -119,7 +119,7 @@ def measured_launch(device: torch.device, watch: MachineClock) -> tuple[float, f
     return statistics.median(launched) / SMALL_OPS, done / SMALL_OPS
 
 
-def measured_machine(device: torch.device, wire: tuple[float, float] | None = None) -> dict[str, Any]:
+def measured_machine(device: torch.device, wire: tuple[float, float] | None = None) -> dict[str, object]:
     """Tables of a cluster file (`cost/cluster`); `wire`: (bytes a second, seconds a message) of two ranks."""
     watch = MachineClock(device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -78,7 +78,7 @@ def batch_for(tokens: float, sequence: int, num_gpus: int) -> int:
     return wanted
 
 
-def values_of(plan: Plan, batch: int, sequence: int) -> dict[str, Any]:
+def values_of(plan: Plan, batch: int, sequence: int) -> dict[str, object]:
     """Keys of a configuration that make a run take this layout."""
     layout = plan.layout
     paired = layout.overlap != "off"
@@ -140,5 +140,5 @@ def fits(request: Request) -> bool:
     return any(each.peak <= request.room(each.layout) for each in candidates_of(request))
 
 
-def flags_of(values: Mapping[str, Any]) -> str:
+def flags_of(values: Mapping[str, object]) -> str:
     return " ".join(f"--{key.replace('_', '-')} {value}" for key, value in values.items())

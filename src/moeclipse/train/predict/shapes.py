@@ -127,6 +127,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def shape_values(name: str) -> dict[str, Any]:
+def shape_values(name: str) -> dict[str, object]:
     """Keys of a configuration that say what a named model is."""
     return read_config(SHAPES[name], name).values

@@ -193,7 +193,7 @@ def trial_calls(config: TrainConfig) -> int:
     return int(TRIAL_SHARE * steps) * config.optim.accumulate if steps >= SHORTEST else 0
 
 
-def _read(path: Path, needed: bool) -> dict[str, Any]:
+def _read(path: Path, needed: bool) -> dict[str, object]:
     if not path.is_file():
         return {"problem": f"run.tuned_from: there is no file {path}"} if needed else {}
     try:

@@ -97,14 +97,14 @@ def kept_by_launcher(ranks: Path | None, rank: int | None, text: str) -> None:
         append(directory, attempt_of(ranks) | record)
 
 
-def told_by_launcher(ranks: Path, record: Mapping[str, Any]) -> None:
+def told_by_launcher(ranks: Path, record: Mapping[str, object]) -> None:
     """What the launcher decided after an attempt."""
     directory = run_of(ranks)
     if directory is not None:
         kept(directory, attempt_of(ranks) | dict(record))
 
 
-def attempt_of(ranks: Path) -> dict[str, Any]:
+def attempt_of(ranks: Path) -> dict[str, object]:
     """As torch's agent names the folder of an attempt; the launcher itself is in none."""
     found = re.fullmatch(r"attempt_(\d{1,9})", ranks.name)
     return {"attempt": int(found[1])} if found else {}
@@ -118,7 +118,7 @@ def run_of(ranks: Path | None) -> Path | None:
     return None
 
 
-def withdraw(directory: Path, since: float) -> dict[str, Any]:
+def withdraw(directory: Path, since: float) -> dict[str, object]:
     """Take back what ranks of one attempt wrote of a peer's end: they saw that it was gone, and not why.
 
     Lines that are no records stay as they are; their numbers are told.
@@ -143,7 +143,7 @@ def withdraw(directory: Path, since: float) -> dict[str, Any]:
     return found | ({"damaged_lines": damaged} if damaged else {})
 
 
-def record_of(line: bytes | None) -> dict[str, Any] | None:
+def record_of(line: bytes | None) -> dict[str, object] | None:
     try:
         record = None if line is None else parse_json(line)
     except ValueError:
@@ -151,7 +151,7 @@ def record_of(line: bytes | None) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def is_late(when: Any, since: float) -> bool:
+def is_late(when: object, since: float) -> bool:
     """Whether of this attempt: records keep milliseconds, and the times of files are finer."""
     return isinstance(when, int | float) and when >= round(since, 3)
 
@@ -190,7 +190,7 @@ def append(directory: Path, record: Mapping[str, Any]) -> None:
     append_line(directory / RECORDS, json.dumps({**head, **record}))
 
 
-def place_of(waited: Mapping[str, Any]) -> dict[str, Any]:
+def place_of(waited: Mapping[str, object]) -> dict[str, object]:
     """The op that was waited for, and what its label says of layer, microbatch and stage."""
     if not waited:
         return {}

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from moeclipse.core.errors import ConfigError
 from moeclipse.core.outside import parse_json
@@ -144,7 +144,7 @@ class Metrics:
             }
             self.scribe.do("tensorboard", lambda: self._show(record["step"], numbers))
 
-    def write_line(self, record: dict[str, Any]) -> None:
+    def write_line(self, record: dict[str, object]) -> None:
         if self.writes:
             line = json.dumps(shortened(record))
             self.scribe.do("metrics.jsonl", lambda: append_line(self.path, line))
@@ -182,7 +182,7 @@ class Metrics:
         return summary
 
 
-def shortened(record: dict[str, Any]) -> dict[str, Any]:
+def shortened(record: dict[str, Any]) -> dict[str, object]:
     """A record as a line holds it: tables of many numbers stand in some lines alone.
 
     On average a line holds MOST_NUMBERS of a table, however many experts and ranks there are; `load.npz` has
@@ -215,12 +215,21 @@ def is_before(line: str, step: int) -> bool:
         return False  # a line cut short by a kill
 
 
-def open_tensorboard(directory: Path) -> Any:
+class Board(Protocol):
+    """TensorBoard's events."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_tensorboard(directory: Path) -> Board:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ConfigError(NO_TENSORBOARD) from None
-    return SummaryWriter(str(directory / "tensorboard"))
+    board: Board = SummaryWriter(str(directory / "tensorboard"))
+    return board
 
 
 SETTLED = 100

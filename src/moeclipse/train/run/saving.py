@@ -155,7 +155,7 @@ class BestCheckpoint:
         return {"best_eval_loss": self.loss, "best_step": self.step} if self.step >= 0 else {}
 
 
-def read_best(folder: Path) -> dict[str, Any] | None:
+def read_best(folder: Path) -> dict[str, object] | None:
     """What an earlier job found, if the checkpoint is still there."""
     step = best_step(folder)
     if step is None or not (folder / step_name(step)).is_dir():

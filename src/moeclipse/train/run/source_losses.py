@@ -7,7 +7,6 @@ several.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -30,7 +29,7 @@ def add_by_source(sums: torch.Tensor, loss_T: torch.Tensor, sources: torch.Tenso
         sums.index_add_(0, sources.to(sums.device), of_sample)
 
 
-def told_by_source(batches: Batches, step: int, sums: Sequence[float]) -> dict[str, Any]:
+def told_by_source(batches: Batches, step: int, sums: Sequence[float]) -> dict[str, object]:
     """Loss and number of targets of each source that a step has read of, from sums over all ranks."""
     if not sums:
         return {}

@@ -66,7 +66,7 @@ class Tuning:
         self.times: dict[TriedSetting, list[float]] = {}
         self.layers: dict[TriedSetting, dict[str, dict[str, Any]]] = {}
 
-    def _settled(self, config: TrainConfig) -> tuple[dict[str, Any], list[str]]:
+    def _settled(self, config: TrainConfig) -> tuple[dict[str, object], list[str]]:
         """What is not tried: pipelines, which are simulated, and slots, for which memory counts."""
         found, lines = choose(config, self.mesh)
         found = {key: value for key, value in found.items() if key.startswith(("pipeline.", "placement."))}
@@ -166,7 +166,7 @@ def cuts_of(learner: Learner) -> list[Cut]:
     return [*whole, *found[:MOST_CUTS]]
 
 
-def use_cut(learner: Learner, cut: Cut) -> dict[str, dict[str, Any]]:
+def use_cut(learner: Learner, cut: Cut) -> dict[str, dict[str, object]]:
     """Cut the rows of all layers so, where they can be; returns what repeats it, layer by layer."""
     written: dict[str, dict[str, Any]] = {}
     for layer in learner.layers:

@@ -151,7 +151,7 @@ class CheckpointedState:
         number_of = {layer: number for number, layer in enumerate(self.config.model.expert_layers)}
         return {number_of[layer.layer]: layer for layer in self.layers}
 
-    def of_all_layers(self, tell: Callable[[MoE], Any]) -> list[Any]:
+    def of_all_layers(self, tell: Callable[[MoE], object]) -> list[object]:
         """What each MoE layer of the model says of itself (JSON-able), on every rank. Collective."""
         mine = {str(number): tell(layer) for number, layer in self.numbered.items()}
         stages = self.mesh.gather_objects(mine) if self.mesh.pp > 1 else [mine]

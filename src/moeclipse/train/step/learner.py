@@ -221,7 +221,7 @@ class Learner(CheckpointedState):
         self.evaluated = self.evaluation.run()
         return self.evaluated
 
-    def _step(self, step: int, tries: int) -> dict[str, Any]:
+    def _step(self, step: int, tries: int) -> dict[str, object]:
         self.mesh.watch.log.begin_step(step)
         (recorder := self.mesh.recorder).begin_step()
         self._look_ahead(step)

@@ -28,7 +28,7 @@ def kept_behind(found: object, known: set[int]) -> int:
     return sum(size for address, size in sizes.items() if address not in known)
 
 
-def roots_of(found: object) -> list[Any]:
+def roots_of(found: object) -> list[object]:
     """The nodes of all tensors in what a module took or gave."""
     if isinstance(found, torch.Tensor):
         return [found.grad_fn]

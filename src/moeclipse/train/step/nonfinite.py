@@ -64,7 +64,7 @@ class BadSteps:
 
 
 def look_again(
-    model: nn.Module, buckets: Buckets, mesh: Mesh, compute: Callable[[], Any], losses: list[float]
+    model: nn.Module, buckets: Buckets, mesh: Mesh, compute: Callable[[], object], losses: list[float]
 ) -> tuple[bool, str]:
     """(transient, what is to be said) of a bad step; `compute` does it again, `losses` are the ranks'."""
     mine: list[Any] = [[PLACES.index("weight"), 0, name] for name in bad_weights(model)]
@@ -123,7 +123,7 @@ def outputs_watched(model: nn.Module) -> Iterator[list[tuple[int, str]]]:
     calls = 0
 
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def look(module: nn.Module, _args: Any, out: Any) -> None:
+        def look(module: nn.Module, _args: object, out: object) -> None:
             nonlocal calls
             calls += 1
             if not found and any(is_bad(tensor.detach()) for tensor in tensors_in(out)):
@@ -139,7 +139,7 @@ def outputs_watched(model: nn.Module) -> Iterator[list[tuple[int, str]]]:
             handle.remove()
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """Tensors in whatever a module returns."""
     if isinstance(value, torch.Tensor):
         yield value

@@ -198,7 +198,7 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[object, ...]:
         return ctx.part.backward(grads), None
 
 

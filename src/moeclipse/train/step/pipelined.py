@@ -106,7 +106,7 @@ class Pipelined:
         looks = step in LOOKED_AT and self.mesh.num_ranks > 1
         self.runtime.observe = self._saw if looks else None
 
-    def _saw(self, op: Op, begun: Any, ended: Any) -> None:
+    def _saw(self, op: Op, begun: object, ended: object) -> None:
         self._seen.append((op, begun, ended))
 
     def looked(self, stamps: StepStamps) -> None:

@@ -75,7 +75,7 @@ class Converted:
     """Files that an earlier attempt had written."""
 
 
-def hf_state(folder: HfFolder) -> dict[str, Any]:
+def hf_state(folder: HfFolder) -> dict[str, object]:
     """What a checkpoint must know to become a folder again, JSON-able."""
     kinds = Counter(found.dtype for found in folder.stored.values())
     usual = kinds.most_common(1)[0][0]
@@ -170,7 +170,7 @@ def layer_chunks(folder: HfFolder, kinds: Mapping[str, torch.dtype]) -> Iterator
     ).chunks()
 
 
-def identity(folder: HfFolder) -> list[Any]:
+def identity(folder: HfFolder) -> list[object]:
     """What tells this folder from another, without reading it all."""
     files = sorted({found.file for found in folder.files.values()})
     sizes = [
@@ -179,7 +179,7 @@ def identity(folder: HfFolder) -> list[Any]:
     return [str(folder.path.absolute()), dict(folder.theirs), sizes]
 
 
-def job_of(*facts: Any) -> str:
+def job_of(*facts: object) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
