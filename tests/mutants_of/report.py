@@ -181,4 +181,13 @@ MUTANTS = (
         "parts of another form are kept",
         "a file of somebody else's making ends a report in a traceback",
     ),
+    Mutant(
+        "report/serve.py",
+        "        enough.start()\n",
+        "",
+        "report/test_serve.py::test_either_limit_of_time_sends_a_client_away",
+        "a client may stay for ever",
+        "thirty-two clients that say a byte now and then keep everybody else from the page",
+        survived=True,
+    ),
 )

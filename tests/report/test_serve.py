@@ -98,6 +98,17 @@ def test_clients_that_say_nothing_are_few_and_do_not_stay(
         server.server_close()
 
 
+@pytest.mark.parametrize(("patience_s", "all_s"), [(0.2, 3600.0), (3600.0, 0.2)])
+def test_either_limit_of_time_sends_a_client_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience_s: float, all_s: float
+) -> None:
+    monkeypatch.setattr(serve, "PATIENCE_S", patience_s)
+    monkeypatch.setattr(serve, "ALL_S", all_s)
+    with served(make_run(tmp_path / "run")) as at, socket.create_connection(at, timeout=30) as silent:
+        silent.sendall(b"GET / HT")
+        assert silent.recv(1) == b""
+
+
 def test_who_comes_beyond_thirty_two_is_sent_away_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
