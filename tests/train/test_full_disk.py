@@ -57,7 +57,7 @@ def on_a_small_disk(tmp_path: Path, how: str) -> str:
     """What a run says whose directory lies on a tmpfs of 2 MB, in a mount namespace of its own."""
     here = Path(__file__).parent
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(tests=str(here), above=str(here.parent)))
+    script.write_text(SCRIPT.format(tests=str(here / "run"), above=str(here.parent)))
     disk = tmp_path / "disk"
     disk.mkdir()
     unshare = (
