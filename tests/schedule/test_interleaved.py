@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from orders import orders
 
@@ -51,6 +51,7 @@ def test_a_ragged_last_group_by_hand() -> None:
 @given(
     P=st.integers(1, 6), V=st.integers(1, 4), M=st.integers(1, 20), more=st.integers(0, 6), auto=st.booleans()
 )
+@example(P=2, V=2, M=5, more=0, auto=False).via("a last group that is larger than the first")
 def test_any_number_of_microbatches_runs(P: int, V: int, M: int, more: int, auto: bool) -> None:
     for make in (interleaved, interleaved_pairs):
         verified = verify(make(P, M, V, 0 if auto else P + more))
