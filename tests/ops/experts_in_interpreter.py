@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,7 @@ from routings import KINDS, report, routing
 
 from moeclipse.ops import expert_kernels, expert_mlp
 from moeclipse.ops.activation import ACTIVATIONS, hidden_width
-from moeclipse.ops.grouping import group_few_kernel, group_rows_kernel
+from moeclipse.ops.grouping import group_few_kernel, group_rows_kernel, group_rows_reference
 from moeclipse.ops.tuning import Tile
 
 
@@ -29,6 +30,7 @@ def check_experts(
 ) -> None:
     """`few`: so few rows that the smallest tiles serve, which the table chooses."""
     ids = routing(kind, 16) if few else routing(kind)
+    ids = ids.repeat(1, 2) if few and kind == "one takes all" else ids  # by a gate of one's own
     grouping = group_few_kernel(ids, 5) if few else group_rows_kernel(ids, 5)
     used = int(grouping.offsets_E1[-1])
     name = f"{kind} {d}x{f} {'gathered' if gather else 'as they lie'} {activation}{' bias' if biased else ''}"
@@ -75,6 +77,25 @@ def check_experts(
             )
             expected_u = expert_mlp.narrow_reference(x, weight, grouping, index, **how)
             report(f"u {name} {transposed}", u[:used], expected_u[:used])
+
+
+def check_few(kind: str, num_tokens: int, num_experts: int) -> None:
+    """Also the tiles. "twice": a gate of one's own may name an expert twice for a token."""
+    ids = routing(kind.removeprefix("twice "), num_tokens, num_experts)
+    ids = ids.repeat(1, 2) if kind.startswith("twice") else ids
+    got, expected = group_few_kernel(ids, num_experts), group_rows_reference(ids, num_experts)
+    for name in ("counts_E", "offsets_E1", "row_token_M", "row_place_M", "place_row_TK"):
+        same = torch.equal(getattr(got, name), getattr(expected, name))
+        print(f"few {kind} {num_tokens} {name}\t{0 if same else 1}", flush=True)
+    bounds = expected.offsets_E1.tolist()
+    tiles = [
+        (expert, first, stop)
+        for expert, (begin, stop) in enumerate(itertools.pairwise(bounds))
+        for first in range(begin, stop, got.tile_rows)
+    ]
+    count = int(got.num_tiles)
+    same = list(map(tuple, got.tiles_3C[:, :count].t().tolist())) == tiles
+    print(f"few {kind} {num_tokens} tiles\t{0 if same else 1}", flush=True)
 
 
 class Adapters:

@@ -14,7 +14,12 @@ import sys
 from math import prod
 
 import torch
-from experts_in_interpreter import all_experts, all_experts_of_few_rows, all_experts_through_pointers
+from experts_in_interpreter import (
+    all_experts,
+    all_experts_of_few_rows,
+    all_experts_through_pointers,
+    check_few,
+)
 from routings import KINDS, report, routing
 from what_ran import print_what_ran
 
@@ -41,7 +46,7 @@ from moeclipse.ops import (
     wgrad,
 )
 from moeclipse.ops.activation import ACTIVATIONS, hidden_width
-from moeclipse.ops.grouping import group_few_kernel, group_rows_kernel, group_rows_reference
+from moeclipse.ops.grouping import group_rows_kernel, group_rows_reference
 from moeclipse.ops.tuning import Tile
 
 CPU = torch.device("cpu")
@@ -54,19 +59,6 @@ def check_grouping(kind: str, block: int) -> None:
     for name in ("counts_E", "offsets_E1", "row_token_M", "row_place_M", "place_row_TK"):
         same = torch.equal(getattr(got, name), getattr(expected, name))
         print(f"grouping {kind} {block} {name}\t{0 if same else 1}", flush=True)
-
-
-def check_few(kind: str, num_tokens: int, num_experts: int) -> None:
-    """Also the tiles: those of the kernel for many, of which there are as many."""
-    ids = routing(kind, num_tokens, num_experts)
-    got, expected = group_few_kernel(ids, num_experts), group_rows_reference(ids, num_experts)
-    for name in ("counts_E", "offsets_E1", "row_token_M", "row_place_M", "place_row_TK"):
-        same = torch.equal(getattr(got, name), getattr(expected, name))
-        print(f"few {kind} {num_tokens} {name}\t{0 if same else 1}", flush=True)
-    many = group_rows_kernel(ids, num_experts)
-    count = int(many.num_tiles)
-    same = int(got.num_tiles) == count and torch.equal(got.tiles_3C[:, :count], many.tiles_3C[:, :count])
-    print(f"few {kind} {num_tokens} tiles\t{0 if same else 1}", flush=True)
 
 
 def check_group_sum(kind: str, *, gather: bool, accumulate: bool) -> None:
@@ -426,6 +418,8 @@ def all_groupings() -> None:
     for number, kind in enumerate(KINDS):
         check_grouping(kind, block=16 if number % 2 else 128)
         check_few(kind, (1, 5, 16)[number % 3], (5, 70)[number % 2])
+    for num_tokens in (16, 40):
+        check_few("twice one takes all", num_tokens, 5)
 
 
 def all_wgrads() -> None:

@@ -39,8 +39,8 @@ def test_kernels_equal_their_references() -> None:
 
 def test_few_rows_take_small_tiles() -> None:
     widths = (torch.device("cpu"), 64, 64)
-    for tokens, rows in ((1, 16), (16, 16), (17, 128)):
-        grouping = Grouping(num_rows=tokens, most=tokens, counts_E=torch.zeros(3), offsets_E1=torch.zeros(4))
+    for rows in (16, 128):
+        grouping = Grouping(num_rows=1, tile_rows=rows, counts_E=torch.zeros(3), offsets_E1=torch.zeros(4))
         assert tile_of("up", None, grouping, *widths).m == rows
         assert tile_of("down", None, grouping, *widths).m == rows
 

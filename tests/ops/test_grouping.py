@@ -96,4 +96,4 @@ def test_counting_equals_sorting() -> None:
 
 
 def test_few_pairs_are_grouped_as_many_are() -> None:
-    assert_equal_references("grouping", "few uniform", "few unused", "few one takes all")
+    assert_equal_references("grouping", "few uniform", "few unused", "few one takes all", "few twice")

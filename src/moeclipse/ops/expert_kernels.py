@@ -234,8 +234,11 @@ def _written(rows: torch.Tensor, columns: int, tile: Tile) -> Operand:
 
 
 def tile_of(kernel: str, more: More | None, grouping: Grouping, device: torch.device, *widths: int) -> Tile:
-    """Where no expert has more than a few rows, weights are all that is read: small tiles, many programs."""
-    few = "few " if grouping.most <= FEW_ROWS else ""
+    """Where tokens are few, weights are all that is read: small tiles, many programs.
+
+    Larger tiles would do as well, as those of backward: what several cover, all of them write alike.
+    """
+    few = "few " if grouping.tile_rows == FEW_ROWS else ""
     return tile_for(few + line_of(kernel, more), device, *widths)
 
 

@@ -45,7 +45,6 @@ def unpack(tensors: list[torch.Tensor]) -> Grouping:
     has_tiles = num_tiles.numel() > 0
     return Grouping(
         num_rows=tables_2M.shape[1],
-        most=len(place_row_TK),
         counts_E=counts_E,
         offsets_E1=offsets_E1,
         tiles_3C=tiles_3C if has_tiles else None,

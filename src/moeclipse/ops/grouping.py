@@ -24,22 +24,22 @@ import torch
 ROW_TILE = 128
 """Rows that a matrix kernel works on at once; a wgmma warp group takes 64, and two share the weights."""
 FEW_ROWS = 16
-"""Where no expert has more, a tile of so many serves: what a block of a tensor core takes at least."""
+"""The same where there are no more tokens: what a block of a tensor core takes at least."""
 FEW_PAIRS = 128
-"""So many pairs one program groups, each compared with each; and each expert's rows are one tile."""
+"""So many pairs one program groups, each compared with each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grouping:
     num_rows: int
     """Rows there is room for."""
-    most: int
-    """Rows that one expert can have."""
     counts_E: torch.Tensor
     offsets_E1: torch.Tensor
     tiles_3C: torch.Tensor | None = None
     """Of each row tile: expert, first row, end of the expert's rows. Kernels only."""
     num_tiles: torch.Tensor | None = None
+    tile_rows: int = ROW_TILE
+    """Of a row tile, at most."""
     row_token_M: torch.Tensor | None = None
     row_place_M: torch.Tensor | None = None
     place_row_TK: torch.Tensor | None = None
@@ -61,7 +61,6 @@ def group_rows_reference(expert_ids_TK: torch.Tensor, num_experts: int) -> Group
     row_place = torch.where(in_use, order, 0)
     return Grouping(
         num_rows=len(ids_M),
-        most=len(ids_M),
         counts_E=counts_E,
         offsets_E1=offsets,
         row_token_M=row_place // top_k,
@@ -71,10 +70,7 @@ def group_rows_reference(expert_ids_TK: torch.Tensor, num_experts: int) -> Group
 
 
 def group_rows(expert_ids_TK: torch.Tensor, num_experts: int) -> Grouping:
-    """The grouping of a routing; on CUDA by counting, in four small launches, or one where pairs are few.
-
-    No token visits an expert twice.
-    """
+    """The grouping of a routing; on CUDA by counting, in four small launches, or one where pairs are few."""
     if expert_ids_TK.is_cuda and expert_ids_TK.numel() > 0:
         few = expert_ids_TK.numel() <= FEW_PAIRS
         return (group_few_kernel if few else group_rows_kernel)(expert_ids_TK, num_experts)
@@ -87,7 +83,7 @@ def group_counts(counts_E: torch.Tensor, num_rows: int) -> Grouping:
         return group_counts_kernel(counts_E, num_rows)
     counts_E = counts_E.to(torch.int32)
     offsets = torch.cat([counts_E.new_zeros(1), counts_E.cumsum(0).to(torch.int32)])
-    return Grouping(num_rows=num_rows, most=num_rows, counts_E=counts_E, offsets_E1=offsets)
+    return Grouping(num_rows=num_rows, counts_E=counts_E, offsets_E1=offsets)
 
 
 def group_arrived(index_M: torch.Tensor, counts: Sequence[int], num_rows: int, most: int) -> Grouping:
@@ -136,7 +132,6 @@ def group_rows_kernel(expert_ids_TK: torch.Tensor, num_experts: int, *, block: i
     )  # fmt: skip
     return Grouping(
         num_rows=num_pairs,
-        most=num_tokens,
         counts_E=counts_E,
         offsets_E1=plain.offsets_E1,
         tiles_3C=plain.tiles_3C,
@@ -152,7 +147,8 @@ def group_few_kernel(expert_ids_TK: torch.Tensor, num_experts: int) -> Grouping:
     from moeclipse.ops.triton import grouping
 
     (num_tokens, top_k), device = expert_ids_TK.shape, expert_ids_TK.device
-    num_pairs, capacity = expert_ids_TK.numel(), tile_capacity(expert_ids_TK.numel(), num_experts)
+    num_pairs, tile_rows = expert_ids_TK.numel(), FEW_ROWS if num_tokens <= FEW_ROWS else ROW_TILE
+    capacity = tile_capacity(num_pairs, num_experts, tile_rows)
     numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
     counts_E, offsets = torch.empty(num_experts, **numbers), torch.empty(num_experts + 1, **numbers)
     tiles, num_tiles = torch.empty(3, capacity, **numbers), torch.empty(1, **numbers)
@@ -161,11 +157,12 @@ def group_few_kernel(expert_ids_TK: torch.Tensor, num_experts: int) -> Grouping:
     grouping.group_few[(1,)](
         expert_ids_TK.contiguous(), counts_E, offsets, tiles, num_tiles, place_row, row_place, row_token,
         num_pairs, capacity, num_experts,
-        K=top_k, BLOCK=max(16, _power_of_two(num_pairs)), CHUNK=min(64, _power_of_two(num_experts)),
+        K=top_k, BM=tile_rows, BLOCK=max(16, _power_of_two(num_pairs)),
+        CHUNK=min(64, _power_of_two(num_experts)),
     )  # fmt: skip
     return Grouping(
         num_rows=num_pairs,
-        most=num_tokens,
+        tile_rows=tile_rows,
         counts_E=counts_E,
         offsets_E1=offsets,
         tiles_3C=tiles,
@@ -190,7 +187,6 @@ def group_counts_kernel(counts_E: torch.Tensor, num_rows: int) -> Grouping:
     )  # fmt: skip
     return Grouping(
         num_rows=num_rows,
-        most=num_rows,
         counts_E=counts_E,
         offsets_E1=offsets,
         tiles_3C=tiles,
@@ -198,9 +194,9 @@ def group_counts_kernel(counts_E: torch.Tensor, num_rows: int) -> Grouping:
     )
 
 
-def tile_capacity(num_rows: int, num_experts: int) -> int:
+def tile_capacity(num_rows: int, num_experts: int, tile_rows: int = ROW_TILE) -> int:
     """Row tiles there is room for: each expert may leave one partly filled, and has a row in it."""
-    return min(-(-num_rows // ROW_TILE) + num_experts, num_rows)
+    return min(-(-num_rows // tile_rows) + num_experts, num_rows)
 
 
 def _power_of_two(n: int) -> int:

@@ -105,9 +105,9 @@ def place_block(
 @triton.jit(do_not_specialize=["capacity"])
 def group_few(
     ids, counts_E, offsets_E1, tiles, num_tiles, place_row, row_place, row_token, num_pairs, capacity,
-    num_experts, K: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    num_experts, K: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One program compares each pair with each; an expert's rows fit one tile, which its first pair writes.
+    """One program compares each pair with each; the first pair of a row tile writes it.
 
     ids [2, 0, 2, -1]: rows 1, 0, 2, none; tiles (0, 0, 1), (2, 1, 3).
     """
@@ -129,7 +129,7 @@ def group_few(
     unused = (lane >= total) & (lane < num_pairs)
     tl.store(row_place + lane, nothing, mask=unused)
     tl.store(row_token + lane, nothing, mask=unused)
-    number = tl.zeros((BLOCK,), dtype=tl.int32)
+    number = rank // BM
     tile_count = 0
     for first in range(0, num_experts, CHUNK):
         expert = first + tl.arange(0, CHUNK)
@@ -138,13 +138,13 @@ def group_few(
         inside = expert < num_experts
         tl.store(counts_E + expert, count, mask=inside)
         tl.store(offsets_E1 + expert, before, mask=inside)
-        filled = ((count > 0) & inside).to(tl.int32)
+        filled = tl.where(inside, (count + BM - 1) // BM, 0)
         # Of the tiles of this chunk, those of smaller experts.
         number += tl.sum(filled[None, :] * (expert[None, :] < wanted[:, None]).to(tl.int32), axis=1)
         tile_count += tl.sum(filled, axis=0)
     tl.store(offsets_E1 + num_experts, total)
     tl.store(num_tiles, tile_count)
-    writes = used & (rank == 0)
+    writes = used & (rank % BM == 0)
     tl.store(tiles + number, wanted, mask=writes)
-    tl.store(tiles + capacity + number, begin, mask=writes)
+    tl.store(tiles + capacity + number, row, mask=writes)
     tl.store(tiles + 2 * capacity + number, begin + tl.sum(equal, axis=1), mask=writes)
