@@ -36,8 +36,8 @@ def qwen3_config(config: TrainConfig, num_layers: int) -> Any:
 def their_loop(config: TrainConfig, model: Any, call: Any) -> Callable[[], float]:
     """A step as one writes it with transformers: gradients of microbatches add up in their weights' type, one
     clip, one update; the loss comes to the host once. `call`: the model, or a compiled one."""
-    optim = config.optim
-    adam = torch.optim.AdamW(model.parameters(), lr=optim.lr, betas=(0.9, 0.95), fused=True)
+    optim, trained = config.optim, [weight for weight in model.parameters() if weight.requires_grad]
+    adam = torch.optim.AdamW(trained, lr=optim.lr, betas=(0.9, 0.95), fused=True)
     samples = config.data.batch_size // optim.accumulate
     length, vocabulary = config.data.seq_len, config.model.vocab_size
 
@@ -48,7 +48,7 @@ def their_loop(config: TrainConfig, model: Any, call: Any) -> Callable[[], float
             loss = call(input_ids=ids, labels=ids).loss / optim.accumulate
             loss.backward()
             total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm)
+        torch.nn.utils.clip_grad_norm_(trained, optim.clip_norm)
         adam.step()
         adam.zero_grad(set_to_none=True)
         return float(total)

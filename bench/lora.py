@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from _qwen3 import qwen3_config
+from _qwen3 import qwen3_config, their_loop
 from _smoke import BenchParser, device, left_without_gpu, machine, write
 from whole_step import our_step, summed, timed
 
@@ -114,7 +114,7 @@ def peft_step(config: TrainConfig) -> Callable[[], float]:
     from peft import LoraConfig, get_peft_model
     from transformers import Qwen3MoeForCausalLM
 
-    theirs, optim = qwen3_config(config, config.model.num_layers), config.optim
+    theirs = qwen3_config(config, config.model.num_layers)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device()):
@@ -130,24 +130,7 @@ def peft_step(config: TrainConfig) -> Callable[[], float]:
         target_parameters=experts,
     )
     model = get_peft_model(base, how)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    adam = torch.optim.AdamW(trained, lr=optim.lr, betas=(0.9, 0.95), fused=True)
-    samples = config.data.batch_size // optim.accumulate
-    length, vocabulary = config.data.seq_len, config.model.vocab_size
-
-    def step() -> float:
-        total = torch.zeros((), device=device())
-        for _ in range(optim.accumulate):
-            ids = torch.randint(vocabulary, (samples, length)).to(device())
-            loss = model(input_ids=ids, labels=ids).loss / optim.accumulate
-            loss.backward()
-            total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(trained, optim.clip_norm)
-        adam.step()
-        adam.zero_grad(set_to_none=True)
-        return float(total)
-
-    return step
+    return their_loop(config, model, model)
 
 
 def show(rows: list[dict[str, Any]]) -> None:
